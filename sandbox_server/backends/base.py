@@ -1,0 +1,67 @@
+"""The seam between a pool and where its sandboxes live: lifecycle only, never a command."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Protocol
+
+from sandbox_server.core.types import Handle, PoolSpec
+
+
+class Health(enum.StrEnum):
+    """What a backend can see of a sandbox from outside."""
+
+    RUNNING = "running"
+    GONE = "gone"
+    UNKNOWN = "unknown"
+
+
+class CreateFailed(Exception):
+    """A sandbox could not be made.
+
+    Args:
+        detail: what happened, to what, and what to do.
+        hopeless: trying again cannot help (the image does not exist, a driver is missing); waiters fail at once.
+    """
+
+    def __init__(self, detail: str, *, hopeless: bool = False) -> None:
+        super().__init__(detail)
+        self.detail = detail
+        self.hopeless = hopeless
+
+
+class Backend(Protocol):
+    """How a sandbox comes and goes. One object a backend, shared by its pools; every method may be called concurrently."""
+
+    name: str
+
+    def create(self, pool: str, spec: PoolSpec, sandbox_id: str) -> AsyncGenerator[Handle, None]:
+        """Make one sandbox, yielding a handle after each step that left something behind.
+
+        The last handle has an `address`. Use it under `contextlib.aclosing`. Whatever was yielded last, `destroy` accepts.
+
+        Raises:
+            CreateFailed: it could not be made; what was yielded so far still has to be destroyed.
+        """
+        ...
+
+    async def destroy(self, handle: Handle) -> None:
+        """Take away whatever the handle stands for, half-made or whole; returns when it is gone. A no-op where it is gone already.
+
+        Raises:
+            OSError: it is still there; try again.
+        """
+        ...
+
+    async def check(self, handles: Sequence[Handle]) -> Mapping[str, Health]:
+        """What became of these sandboxes, by sandbox id, in one go."""
+        ...
+
+    async def list_owned(self, owner: str) -> Sequence[Handle]:
+        """Every sandbox of this owner that the backend knows, recorded or not."""
+        ...
+
+    async def close(self) -> None:
+        """Let go of connections and threads; sandboxes are left as they are."""
+        ...

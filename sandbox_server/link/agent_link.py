@@ -1,0 +1,295 @@
+"""One connection to one agent, shared by everything that talks to its slots."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from sandbox_server.agent import wire
+from sandbox_server.link.errors import AgentRefused, LinkLost
+
+PING_EVERY_S = 5.0
+SILENT_FOR_S = 20.0
+SEND_AHEAD_BYTES = 512 << 10
+
+
+class AgentStream:
+    """One exchange on a link: send items and data, then read what comes back.
+
+    Iterate to read: `wire.Item` and `wire.Data` as they come, `wire.Ended` last. Reading gives credit back, so an unread stream stops the agent.
+    Leaving the `async with` block before the end aborts the stream on the agent's side.
+    """
+
+    def __init__(self, link: AgentLink, number: int) -> None:
+        self._link = link
+        self._number = number
+        self._events: deque[wire.Item | wire.Data | wire.Ended | wire.Aborted] = deque()
+        self._wake: asyncio.Future[None] | None = None
+        self._can_send: asyncio.Future[None] | None = None
+        self._over = False
+
+    def send_item(self, meta: Mapping[str, Any], body: bytes = b"") -> None:
+        """Queue one message.
+
+        Raises:
+            LinkLost: the connection has ended.
+        """
+        self._link.check()
+        if self._link.connection.is_open(self._number):
+            self._link.connection.send_item(self._number, dict(meta), body)
+            self._link.flush_soon()
+
+    async def send_data(self, body: bytes) -> None:
+        """Queue raw bytes, waiting while too much is queued already.
+
+        Raises:
+            LinkLost: the connection has ended.
+            AgentRefused: the agent ended the stream meanwhile.
+        """
+        connection = self._link.connection
+        while connection.queued(self._number) + self._link.unsent_bytes() > SEND_AHEAD_BYTES:
+            self._can_send = self._link.loop.create_future()
+            self._link.wait_for_transport(self._can_send)
+            await self._can_send
+        self._link.check()
+        if self._events and isinstance(self._events[-1], wire.Aborted):
+            raise AgentRefused(self._events[-1].meta)
+        if connection.is_open(self._number):
+            connection.send_data(self._number, body)
+            self._link.flush_soon()
+
+    def end(self, meta: Mapping[str, Any] | None = None) -> None:
+        """Say that nothing more comes from the service on this stream."""
+        if self._link.connection.is_open(self._number):
+            self._link.connection.end(self._number, dict(meta) if meta else None)
+            self._link.flush_soon()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> wire.Item | wire.Data | wire.Ended:
+        if self._over:
+            raise StopAsyncIteration
+        while not self._events:
+            self._link.check()
+            self._wake = self._link.loop.create_future()
+            await self._wake
+        event = self._events.popleft()
+        if isinstance(event, wire.Aborted):
+            self._over = True
+            raise AgentRefused(event.meta)
+        if isinstance(event, wire.Ended):
+            self._over = True
+        else:
+            self._link.connection.acknowledge(self._number, event.size)
+            self._link.flush_soon()
+        return event
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._link.forget(self._number, finished=self._over)
+
+    def deliver(self, event: wire.Item | wire.Data | wire.Ended | wire.Aborted) -> None:
+        """The link heard something for this stream."""
+        self._events.append(event)
+        self.wake()
+        if isinstance(event, wire.Aborted):
+            self.may_send()
+
+    def wake(self) -> None:
+        """Let the reader look again."""
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
+
+    def may_send(self) -> None:
+        """Let the sender look again."""
+        if self._can_send is not None and not self._can_send.done():
+            self._can_send.set_result(None)
+
+
+class AgentLink(asyncio.Protocol):
+    """A connection to an agent that has said hello. Make one with `connect`."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.connection = wire.Connection(opens_odd=True)
+        self.hello: Mapping[str, Any] = {}
+        self.closed: asyncio.Future[str] = loop.create_future()
+        self._greeted: asyncio.Future[None] = loop.create_future()
+        self._streams: dict[int, AgentStream] = {}
+        self._transport: asyncio.Transport | None = None
+        self._flush_planned = False
+        self._paused = False
+        self._waiting_for_transport: list[asyncio.Future[None]] = []
+        self._last_heard = loop.time()
+        self._pinger: asyncio.TimerHandle | None = None
+
+    @classmethod
+    async def connect(cls, address: str, token: str, timeout_s: float = 10.0) -> AgentLink:
+        """Connect to the agent at `unix:/path` and exchange hellos.
+
+        Args:
+            address: where the agent listens.
+            token: proves to the agent that this is its service.
+            timeout_s: how long to wait for the agent's hello, in seconds.
+
+        Raises:
+            LinkLost: nobody listens there, the agent hung up, or it did not say hello in time.
+        """
+        scheme, _, path = address.partition(":")
+        if scheme != "unix" or not path:
+            raise ValueError(f"cannot connect to an agent at {address!r}: only unix:/path is built")
+        loop = asyncio.get_running_loop()
+        link = cls(loop)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await loop.create_unix_connection(lambda: link, path)
+                link.connection.hello({"v": wire.PROTOCOL_VERSION, "token": token})
+                link.flush()
+                await link._greeted
+        except TimeoutError:
+            link._lose(f"the agent at {address} did not say hello within {timeout_s:g} s")
+        except OSError as error:
+            link._lose(f"nobody answers at {address}: {error}")
+        link.check()
+        link._ping()
+        return link
+
+    def stream(self, meta: Mapping[str, Any]) -> AgentStream:
+        """Open a stream. Use it as an async context manager.
+
+        Raises:
+            LinkLost: the connection has ended.
+        """
+        self.check()
+        number = self.connection.open(dict(meta))
+        stream = self._streams[number] = AgentStream(self, number)
+        self.flush_soon()
+        return stream
+
+    async def request(self, meta: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Ask one thing and return what the agent's END says.
+
+        Raises:
+            LinkLost: the connection ended before the answer.
+            AgentRefused: the agent will not, or cannot.
+        """
+        async with self.stream(meta) as stream:
+            stream.end()
+            async for event in stream:
+                if isinstance(event, wire.Ended):
+                    return event.meta
+        raise LinkLost("the agent's answer has no end")
+
+    async def close(self) -> None:
+        """Hang up."""
+        self._lose("closed by the service")
+
+    def check(self) -> None:
+        """Raise LinkLost if the connection has ended."""
+        if self.closed.done():
+            raise LinkLost(self.closed.result())
+
+    def forget(self, number: int, *, finished: bool) -> None:
+        """A stream's user has left it."""
+        self._streams.pop(number, None)
+        if not finished and not self.closed.done():
+            self.connection.abort(number, {"code": "cancelled", "detail": "the service lost interest"})
+            self.flush_soon()
+
+    def flush_soon(self) -> None:
+        """Write at the end of this turn of the loop, so that what is said in one turn goes out in one write."""
+        if not self._flush_planned:
+            self._flush_planned = True
+            self.loop.call_soon(self.flush)
+
+    def flush(self) -> None:
+        """Write what there is to write."""
+        self._flush_planned = False
+        if self._transport is not None and self.connection.has_data_to_send() and not self.closed.done():
+            self._transport.write(self.connection.data_to_send())
+
+    def unsent_bytes(self) -> int:
+        """How much the transport still holds, if it has asked to be spared; else 0."""
+        return self._transport.get_write_buffer_size() if self._paused and self._transport is not None else 0
+
+    def wait_for_transport(self, waiter: asyncio.Future[None]) -> None:
+        """Let the waiter go on once the transport takes data again."""
+        if self._paused:
+            self._waiting_for_transport.append(waiter)
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._last_heard = self.loop.time()
+        try:
+            events = self.connection.receive(data)
+        except wire.WireError as error:
+            self._lose(f"the agent broke the protocol: {error}")
+            return
+        for event in events:
+            self._handle(event)
+        if self.connection.has_data_to_send():
+            self.flush_soon()
+
+    def _handle(self, event: wire.Event) -> None:
+        if isinstance(event, wire.Item | wire.Data | wire.Ended | wire.Aborted):
+            stream = self._streams.get(event.stream)
+            if stream is not None:
+                stream.deliver(event)
+        elif isinstance(event, wire.Drained):
+            stream = self._streams.get(event.stream)
+            if stream is not None:
+                stream.may_send()
+        elif isinstance(event, wire.Hello):
+            self.hello = event.meta
+            if not self._greeted.done():
+                self._greeted.set_result(None)
+        elif isinstance(event, wire.Opened):
+            self._lose("the agent opened a stream, which only the service may")
+
+    def pause_writing(self) -> None:
+        self._paused = True
+
+    def resume_writing(self) -> None:
+        self._paused = False
+        waiting, self._waiting_for_transport = self._waiting_for_transport, []
+        for waiter in waiting:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._lose(f"the connection to the agent ended: {error}" if error else "the agent hung up")
+
+    def _ping(self) -> None:
+        silent_s = self.loop.time() - self._last_heard
+        if silent_s > SILENT_FOR_S:
+            self._lose(f"the agent has been silent for {silent_s:.0f} s")
+        if self.closed.done():
+            return
+        self.connection.ping()
+        self.flush_soon()
+        self._pinger = self.loop.call_later(PING_EVERY_S, self._ping)
+
+    def _lose(self, why: str) -> None:
+        if self.closed.done():
+            return
+        self.closed.set_result(why)
+        if self._pinger is not None:
+            self._pinger.cancel()
+        if self._transport is not None:
+            self._transport.abort()
+        if not self._greeted.done():
+            self._greeted.set_exception(LinkLost(why))
+            self._greeted.exception()  # marks it as seen: `connect` may have given up waiting
+        for stream in self._streams.values():
+            stream.wake()
+            stream.may_send()
+        self.resume_writing()
