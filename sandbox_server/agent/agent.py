@@ -1,0 +1,234 @@
+"""The agent itself: probes what it may use, starts the slots, answers the service, ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+import stat
+from typing import Any, Awaitable, Callable, Mapping
+
+from sandbox_server.agent import AGENT_VERSION, seccomp, streams, wire
+from sandbox_server.agent.bodies import Bodies
+from sandbox_server.agent.cgroups import Cgroups
+from sandbox_server.agent.config import AgentConfig
+from sandbox_server.agent.errors import Refused
+from sandbox_server.agent.files import FILE_OPS, open_file_op
+from sandbox_server.agent.isolation.base import Context
+from sandbox_server.agent.isolation.probe import Probed, probe
+from sandbox_server.agent.serve import Connection, Handler, Stream
+from sandbox_server.agent.slot_lib import write_slot_lib
+from sandbox_server.agent.slots import Slot
+from sandbox_server.agent.tools.table import TOOLS
+from sandbox_server.agent.trash import Trash
+
+log = logging.getLogger(__name__)
+
+_BACKLOG = 128
+_TRASH_WITHIN_S = 5.0
+
+
+class Agent:
+    """One sandbox."""
+
+    def __init__(self, config: AgentConfig) -> None:
+        self.config = config
+        self.token = config.token
+        self.boot = secrets.token_hex(16)
+        self.slots: dict[str, Slot] = {}
+        self.watchers: list[streams.Watch] = []
+        self.over = asyncio.Event()
+        self._loop = asyncio.get_event_loop()
+        self._connections: set[Connection] = set()
+        self._probed: Probed | None = None
+        self._waiting: list[Callable[[], None]] = []
+        self._alone: asyncio.TimerHandle | None = None
+        self._server: asyncio.AbstractServer | None = None
+        self._bodies: Bodies | None = None
+        self._cgroups: Cgroups | None = None
+        self._trash = Trash(os.path.join(config.base_dir, "trash"), self._not_deleted)
+
+    @staticmethod
+    def _not_deleted(path: str, error: OSError) -> None:
+        log.error("a folder could not be deleted: %s: %s", path, error)
+
+    async def run(self) -> None:
+        """Listen, probe, start the slots, serve until told to end, end everything."""
+        self._clean_leftovers()
+        self._cgroups = Cgroups(self.boot, self.config.limits.memory_mb, self.config.limits.processes)
+        lib = os.path.join(self.config.base_dir, "lib")
+        write_slot_lib(lib)
+        context = Context(
+            self.config, os.path.join(self.config.base_dir, "slots"), lib, seccomp.program(os.uname().machine), tuple(sorted(os.sched_getaffinity(0)))
+        )
+        self._probed = await probe(context, self._cgroups, self._trash)
+        await self._listen()
+        self._watch_life()
+        if self._probed.isolation is not None:
+            self._bodies = Bodies(self.config, self._probed.isolation, self._trash)
+            await self._start_slots(self._bodies)
+        await self.over.wait()
+        await self._end()
+
+    def _clean_leftovers(self) -> None:
+        for name in ("slots", "spool", "lib", "etc"):
+            self._trash.throw(os.path.join(self.config.base_dir, name))
+        os.makedirs(os.path.join(self.config.base_dir, "slots"), mode=0o700)
+
+    async def _listen(self) -> None:
+        path = self.config.listen["unix"]
+        if os.path.lexists(path) and not stat.S_ISSOCK(os.lstat(path).st_mode):
+            raise OSError("%s exists and is no socket" % path)
+        # Renamed into place once it listens: whoever sees the socket can connect to it.
+        temporary = "%s.%d" % (path, os.getpid())
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.bind(temporary)  # the process's umask leaves it to this user alone
+        sock.listen(_BACKLOG)
+        os.rename(temporary, path)
+        sock.setblocking(False)
+        self._server = await self._loop.create_unix_server(lambda: Connection(self), sock=sock)
+
+    def _watch_life(self) -> None:
+        self._now_alone()
+        if self.config.max_life_s is not None:
+            self._loop.call_later(self.config.max_life_s, self._stop, "it has lived its longest life")
+
+    def _now_alone(self) -> None:
+        if self.config.alone_exit_s is not None and not self._connections:
+            self._alone = self._loop.call_later(self.config.alone_exit_s, self._stop, "no service has been connected for %g s" % self.config.alone_exit_s)
+
+    def _stop(self, why: str) -> None:
+        log.info("the agent ends: %s", why)
+        self.over.set()
+
+    async def _start_slots(self, bodies: Bodies) -> None:
+        probed = self._probed
+        for number in range(self.config.slots):
+            slot = Slot(str(number), bodies, self._changed)
+            self.slots[slot.slot_id] = slot
+            self._changed(slot)
+        first = probed.first_body if probed is not None else None
+        rest = list(self.slots.values())
+        if first is not None:
+            rest.pop(0).adopt(first)
+        await asyncio.gather(*(slot.start() for slot in rest))
+        bodies.refill()
+
+    def _changed(self, slot: Slot) -> None:
+        for watcher in self.watchers:
+            watcher.changed(slot)
+
+    async def _end(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        await asyncio.gather(*(slot.end() for slot in self.slots.values()))
+        if self._bodies is not None:
+            await self._bodies.close()
+            self._bodies.isolation.close()
+        if self._cgroups is not None:
+            self._cgroups.close()
+        for connection in list(self._connections):
+            connection.close()
+        self._trash.close()
+        await self._loop.run_in_executor(None, self._trash.join, _TRASH_WITHIN_S)
+
+    # What connections need.
+
+    def hello(self) -> dict[str, Any]:
+        """See `serve.Server`."""
+        probed, cgroups = self._probed, self._cgroups
+        if probed is None or cgroups is None:
+            raise RuntimeError("nobody is let in before the probing is done")
+        isolation = probed.isolation
+        answer: dict[str, Any] = {
+            "v": wire.PROTOCOL_VERSION,
+            "boot": self.boot,
+            "sandbox_id": self.config.sandbox_id,
+            "agent_version": AGENT_VERSION,
+            "isolation": isolation.name if isolation is not None else None,
+            "capabilities": {
+                "modes": probed.modes,
+                "network": list(isolation.networks) if isolation is not None else [],
+                "limits": {"memory": cgroups.memory if self.config.limits.memory_mb else "none", "processes": cgroups.pids},
+                "kill": cgroups.kill,
+                "proves": self._proves(cgroups),
+                "tools": list(TOOLS),
+            },
+        }
+        if isolation is None:
+            wanted = {name: said for name, said in probed.modes.items() if self.config.isolation in ("auto", name)}
+            answer["error"] = "no isolation mode can be used: %s" % "; ".join("%s: %s" % mode for mode in wanted.items())
+        return answer
+
+    def _proves(self, cgroups: Cgroups) -> list[str]:
+        proves = ["resource_limit"]
+        if self.config.limits.memory_mb is not None and cgroups.memory != "rlimit":
+            proves.insert(0, "oom")
+        return proves
+
+    def connected(self, connection: Connection) -> None:
+        """See `serve.Server`."""
+        self._connections.add(connection)
+        if self._alone is not None:
+            self._alone.cancel()
+            self._alone = None
+
+    def disconnected(self, connection: Connection) -> None:
+        """See `serve.Server`."""
+        self._connections.discard(connection)
+        self._now_alone()
+
+    def open(self, stream: Stream, meta: dict[str, Any]) -> Handler:
+        """See `serve.Server`."""
+        op = meta.get("op")
+        if op == "calls":
+            return streams.Calls(stream, self._slot(meta), meta.get("epoch"))
+        if op == "watch":
+            return streams.Watch(self, stream)
+        if op in FILE_OPS:
+            slot = self._slot(meta)
+            slot.admit(meta.get("epoch"))
+            return open_file_op(stream, slot, meta)
+        work = self._work(op, stream, meta)
+        return streams.Task(stream, work, cancel_on_abort=op in ("attach", "output"))
+
+    def _work(self, op: Any, stream: Stream, meta: Mapping[str, Any]) -> Callable[[], Awaitable[None]]:
+        if op == "stats":
+            return lambda: self._stats(stream)
+        if op == "shutdown":
+            return lambda: self._shutdown(stream)
+        if op not in ("cancel", "call_status", "attach", "output", "reset", "narrow"):
+            raise Refused("not_implemented", "there is no operation %s" % ascii(op))
+        slot = self._slot(meta)
+        if op == "reset":
+            return lambda: streams.reset(stream, slot, meta)
+        if op == "narrow":
+            return lambda: streams.narrow(stream, slot, meta)
+        slot.check_epoch(meta.get("epoch"))
+        call_id = meta.get("call_id")
+        if op == "cancel":
+            return lambda: streams.cancel(stream, slot, call_id)
+        if op == "call_status":
+            return lambda: streams.call_status(stream, slot, call_id)
+        if op == "attach":
+            return lambda: streams.attach(stream, slot, call_id, meta.get("offset"))
+        return lambda: streams.output(stream, slot, call_id, meta.get("offset"))
+
+    def _slot(self, meta: Mapping[str, Any]) -> Slot:
+        slot_id = meta.get("slot")
+        slot = self.slots.get(slot_id) if isinstance(slot_id, str) else None
+        if slot is None:
+            raise Refused("unknown_slot", "there is no slot %s" % ascii(slot_id))
+        return slot
+
+    async def _stats(self, stream: Stream) -> None:
+        states: dict[str, int] = {}
+        for slot in self.slots.values():
+            states[slot.state] = states.get(slot.state, 0) + 1
+        stream.end({"slots": len(self.slots), "states": states, "connections": len(self._connections)})
+
+    async def _shutdown(self, stream: Stream) -> None:
+        stream.end()
+        self._loop.call_soon(self._stop, "the service said so")

@@ -1,0 +1,99 @@
+"""Where slots get their bodies: one shelf with some prepared ahead, so that a reset waits for the old end and not for a new start."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from typing import Any, Deque
+
+from sandbox_server.agent.config import AgentConfig
+from sandbox_server.agent.errors import StartFailed
+from sandbox_server.agent.isolation.base import Body, Isolation
+from sandbox_server.agent.trash import Trash
+
+log = logging.getLogger(__name__)
+
+STARTS_AT_ONCE = 4
+
+
+class Bodies:
+    """Starts and ends bodies.
+
+    Args:
+        config: the agent's.
+        isolation: the mode all slots of this agent run in.
+        trash: where the folders of ended bodies go.
+    """
+
+    def __init__(self, config: AgentConfig, isolation: Isolation, trash: Trash) -> None:
+        self.config = config
+        self.isolation = isolation
+        self.trash = trash
+        spares = config.spares if config.spares is not None else (1 if config.slots > 1 else 0)
+        self._wanted = spares
+        self._shelf: Deque[Body] = deque()
+        self._starting = 0
+        self._names = 0
+        self._limit = asyncio.Semaphore(STARTS_AT_ONCE)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    async def new(self, slot_id: str, network: bool) -> Body:
+        """A fresh body: a prepared one if there is one as wanted.
+
+        Raises:
+            StartFailed: with the error it met.
+        """
+        while network == self.config.network and self._shelf:
+            body = self._shelf.popleft()
+            self.refill()
+            if not body.link.closed:
+                return body
+            await self.end(body, keep=False)
+        async with self._limit:
+            return await self.isolation.start(slot_id, network)
+
+    async def again(self, ended: Body, slot_id: str, network: bool) -> Body:
+        """A new body on the folders of one that has ended."""
+        async with self._limit:
+            return await self.isolation.start(slot_id, network, keep=ended)
+
+    async def end(self, body: Body, keep: bool) -> dict[str, Any]:
+        """End a body; what it leaves is thrown away, or kept for `again`. Unproven, it stays as it is, out of use."""
+        proof = await self.isolation.end(body)
+        if proof["clean"] and not keep:
+            self.trash.throw(body.dirs.root)
+            self.isolation.forget(body)
+        return proof
+
+    def refill(self) -> None:
+        """Start what is missing on the shelf, behind."""
+        while not self._closed and len(self._shelf) + self._starting < self._wanted:
+            self._starting += 1
+            task = asyncio.get_event_loop().create_task(self._prepare())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _prepare(self) -> None:
+        self._names += 1
+        try:
+            async with self._limit:
+                body = await self.isolation.start("spare%d" % self._names, self.config.network)
+        except (StartFailed, OSError) as error:
+            log.warning("a spare body could not be started: %s", error)
+            return
+        finally:
+            self._starting -= 1
+        if self._closed:
+            await self.end(body, keep=False)
+        else:
+            self._shelf.append(body)
+
+    async def close(self) -> None:
+        """End what is on the shelf."""
+        self._closed = True
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        while self._shelf:
+            await self.end(self._shelf.popleft(), keep=False)

@@ -1,0 +1,297 @@
+"""One tool call, from its item to its verdict."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import signal
+import time
+from typing import TYPE_CHECKING, Any, Callable, Mapping
+
+from sandbox_server.agent import evidence
+from sandbox_server.agent.errors import InvalidArgs
+from sandbox_server.agent.framed import Framed
+from sandbox_server.agent.journal import Verdict
+from sandbox_server.agent.output import Kept, Sink
+from sandbox_server.agent.runs import Run
+from sandbox_server.agent.tools import table
+from sandbox_server.agent.tools.shell import Command
+from sandbox_server.agent.trees import end_tree
+
+if TYPE_CHECKING:
+    from sandbox_server.agent.slots import Slot
+
+MAX_OUTPUT_LIMIT_BYTES = 10 << 20
+DEFAULT_OUTPUT_LIMIT_BYTES = 50_000
+_REPORT_WITHIN_S = 0.1
+MAX_TIMEOUT_S = 10 * 86400.0
+
+
+@dataclasses.dataclass
+class Spec:
+    """What the service asks for, checked as far as the agent must be able to rely on it."""
+
+    call_id: str
+    tool: str
+    args: Mapping[str, Any]
+    timeout_s: float
+    no_output_timeout_s: float | None
+    output_limit_bytes: int
+    separate_streams: bool
+
+
+def parse_spec(meta: Mapping[str, Any]) -> Spec:
+    """Read a call item.
+
+    Raises:
+        InvalidArgs: naming the field that does not fit.
+    """
+    call_id, tool, args = meta.get("call_id"), meta.get("tool"), meta.get("args", {})
+    if not isinstance(call_id, str) or not 0 < len(call_id) <= 128:
+        raise InvalidArgs("call_id must be a string of 1 to 128 characters")
+    if not isinstance(tool, str):
+        raise InvalidArgs("tool must be a string")
+    if not isinstance(args, dict):
+        raise InvalidArgs("args must be an object")
+    limit = meta.get("output_limit_bytes", DEFAULT_OUTPUT_LIMIT_BYTES)
+    if isinstance(limit, bool) or not isinstance(limit, int) or not 0 <= limit <= MAX_OUTPUT_LIMIT_BYTES:
+        raise InvalidArgs("output_limit_bytes must be an integer from 0 to %d" % MAX_OUTPUT_LIMIT_BYTES)
+    timeout_s = _seconds("timeout_s", meta.get("timeout_s"))
+    if timeout_s is None:
+        raise InvalidArgs("timeout_s is missing")
+    return Spec(
+        call_id, tool, args, timeout_s, _seconds("no_output_timeout_s", meta.get("no_output_timeout_s")), limit, bool(meta.get("separate_streams", False))
+    )
+
+
+def _seconds(name: str, value: Any) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MAX_TIMEOUT_S:
+        raise InvalidArgs("%s must be a number of seconds above 0, at most %d" % (name, MAX_TIMEOUT_S))
+    return float(value)
+
+
+class Call:
+    """A running call. Everything happens in callbacks of the event loop; only the killing of its tree is a task.
+
+    Args:
+        slot: where it runs.
+        spec: what is asked for.
+    """
+
+    __slots__ = (
+        "_cpu_s", "_deadline", "_done", "_ending", "_framed", "_last_output", "_max_rss_bytes", "_limits_before", "_silence", "_slot", "_started", "loop",
+        "run", "sinks", "spec", "started_at", "verdict", "watchers",
+    )  # fmt: skip
+
+    def __init__(self, slot: Slot, spec: Spec) -> None:
+        self._slot = slot
+        self.spec = spec
+        self.loop = slot.loop
+        self.started_at = time.time()
+        self._started = self.loop.time()
+        self._last_output = self._started
+        self._done: list[Callable[[Verdict], None]] = []
+        self.watchers: list[Callable[[], None]] = []
+        self.sinks: list[Sink] = []
+        self.run: Run | None = None
+        self.verdict: Verdict | None = None
+        self._framed: Framed | None = None
+        self._deadline: asyncio.TimerHandle | None = None
+        self._silence: asyncio.TimerHandle | None = None
+        self._ending: str | None = None
+        self._cpu_s = 0.0
+        self._max_rss_bytes = 0
+        self._limits_before: dict[str, int] = {}
+
+    def on_done(self, callback: Callable[[Verdict], None]) -> None:
+        """Hear the verdict."""
+        self._done.append(callback)
+
+    @property
+    def output_bytes(self) -> int:
+        """What it has written so far."""
+        return sum(sink.total for sink in self.sinks)
+
+    def start(self) -> None:
+        """Check the arguments and set it going."""
+        spec, slot = self.spec, self._slot
+        count = 2 if spec.separate_streams else 1
+        self.sinks = [Sink(slot.spool, spec.output_limit_bytes) for _ in range(count)]
+        try:
+            plan = table.plan(spec.tool, spec.args)
+        except InvalidArgs as error:
+            self._finish("invalid_args", error=str(error))
+            return
+        except table.NotBuilt as error:
+            self._finish("not_implemented", error=str(error))
+            return
+        if isinstance(plan, table.JobAction):
+            self._job(plan)
+            return
+        self._deadline = self.loop.call_later(spec.timeout_s, self._end, "timeout")
+        if spec.no_output_timeout_s is not None:
+            self._silence = self.loop.call_later(spec.no_output_timeout_s, self._look_for_silence)
+        try:
+            self._spawn(plan)
+        except OSError as error:
+            self._finish("backend_error", error="the agent could not set the call up: %s" % error, metadata={"may_have_run": False})
+
+    def _spawn(self, plan: Command | table.FileTool) -> None:
+        body = self._slot.current_body()
+        self._limits_before = evidence.limits_of(body)
+        if isinstance(plan, Command):
+            run = self.run = Run(body, self._slot.drains, self.sinks, self)
+            run.start(spawn_request(body.shell, body.workspace, plan), plan.stdin, plan.script)
+            return
+        self._framed = Framed(self.sinks[0])
+        run = self.run = Run(body, self._slot.drains, [self._framed], self)
+        run.start({"op": "fork", "tool": plan.tool, "args": dict(plan.args), "env": None}, None)
+
+    def _job(self, action: table.JobAction) -> None:
+        try:
+            text, metadata = self._slot.jobs.act(action)
+        except InvalidArgs as error:
+            self._finish("invalid_args", error=str(error))
+        except table.ToolError as error:
+            self._finish("tool_error", error=str(error))
+        else:
+            self.sinks[0].write(text)
+            self._finish("exit", exit_code=0, tool_ok=True, metadata=metadata)
+
+    # What the run says.
+
+    def wrote(self) -> None:
+        """See `runs.Owner`."""
+        self._last_output = self.loop.time()
+        for watcher in self.watchers:
+            watcher()
+
+    def ended(self, status: int, cpu_s: float, max_rss_bytes: int) -> None:
+        """See `runs.Owner`."""
+        self._cpu_s, self._max_rss_bytes = cpu_s, max_rss_bytes
+        if self._ending is not None or self.verdict is not None:
+            return  # its tree is being ended; that decides
+        if self.run is not None:
+            self.run.collect()
+        if self._framed is not None:
+            self._tool_ended(status)
+            return
+        if os.WIFSIGNALED(status):
+            code = 128 + os.WTERMSIG(status)
+        else:
+            code = os.WEXITSTATUS(status)
+        if code == 0:
+            self._finish("exit", exit_code=0)
+            return
+        reason, sentence, proof = evidence.of_exit(self._slot.body, self._limits_before, status, code)
+        self._finish(reason, exit_code=code, error=sentence, metadata=proof)
+
+    def _tool_ended(self, status: int) -> None:
+        framed = self._framed
+        header = framed.header if framed is not None else None
+        if header is None or (header.get("ok") and status != 0):
+            reason, sentence, proof = evidence.of_exit(self._slot.body, self._limits_before, status, 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else 1)
+            if reason == "exit":
+                reason, sentence = "tool_error", "%s broke off before it had finished" % self.spec.tool
+            self._finish(reason, error=sentence, metadata=proof)
+        elif header.get("ok"):
+            self._finish("exit", exit_code=0, tool_ok=True, metadata={key: value for key, value in header.items() if key != "ok"})
+        else:
+            reason = "invalid_args" if header.get("code") == "invalid_args" else "tool_error"
+            metadata = {"errno": header["errno"]} if "errno" in header else {}
+            self._finish(reason, error=str(header.get("detail", "")), metadata=metadata)
+
+    def refused(self, number: int, where: str) -> None:
+        """See `runs.Owner`."""
+        if self.verdict is not None:
+            return
+        if self.run is not None:
+            self.run.collect()
+        self._ending = None
+        reason, sentence, metadata = evidence.of_refusal(number, where, self.spec.args)
+        self._finish(reason, error=sentence, metadata=metadata)
+
+    def init_lost(self, detail: str) -> None:
+        """See `runs.Owner`."""
+        if self.verdict is None:
+            self._finish("sandbox_lost", error="the slot's init has ended: %s" % detail, metadata={"evidence": {"init": detail}})
+
+    # Ends from outside.
+
+    def _look_for_silence(self) -> None:
+        limit = self.spec.no_output_timeout_s
+        if limit is None:
+            return
+        silent = self.loop.time() - self._last_output
+        if silent >= limit:
+            self._end("no_output_timeout")
+        else:
+            self._silence = self.loop.call_later(limit - silent, self._look_for_silence)
+
+    def cancel(self) -> None:
+        """End its tree; the verdict is `cancelled`, unless it already has another."""
+        self._end("cancelled")
+
+    def _end(self, reason: str) -> None:
+        if self._ending is None and self.verdict is None:
+            self._ending = reason
+            self._slot.spawn_task(self._end_tree(reason))
+
+    async def _end_tree(self, reason: str) -> None:
+        proof: dict[str, Any] = {}
+        if self.run is not None:
+            try:
+                proof = await end_tree(self.run)
+            except (OSError, asyncio.TimeoutError) as error:
+                proof = {"tree": "could not be ended: %s" % (str(error) or "init did not answer")}
+            await self.run.reported(_REPORT_WITHIN_S)
+        if self.verdict is None:
+            self._finish(reason, error=_sentence(reason, self.spec), metadata={"evidence": proof} if proof else {})
+
+    def abandon(self) -> None:
+        """The slot is being reset: the verdict is `cancelled`, now; the reset ends the processes."""
+        if self.verdict is None:
+            self._finish("cancelled", error=_sentence("cancelled", self.spec))
+
+    def _finish(self, reason: str, exit_code: int | None = None, error: str = "", metadata: dict[str, Any] | None = None, tool_ok: bool = False) -> None:
+        for timer in (self._deadline, self._silence):
+            if timer is not None:
+                timer.cancel()
+        if self.run is not None:
+            self.run.collect()
+        outputs: list[Kept] = [sink.finish() for sink in self.sinks]
+        verdict = self.verdict = Verdict(
+            self.spec.call_id, reason, exit_code, error, self.started_at, self.loop.time() - self._started, self._cpu_s, self._max_rss_bytes, tool_ok,
+            metadata if metadata is not None else {}, outputs,
+        )  # fmt: skip
+        self._slot.journal.end(self.spec.call_id, verdict)
+        done, self._done = self._done, []
+        for callback in done:
+            callback(verdict)
+        for watcher in self.watchers:
+            watcher()
+
+
+def spawn_request(shell: str, workspace: str, plan: Command) -> dict[str, Any]:
+    """What init is told to start."""
+    cwd = workspace if plan.cwd is None else os.path.join(workspace, plan.cwd)
+    return {"op": "spawn", "argv": [shell, *plan.args], "env": dict(plan.env) if plan.env else None, "cwd": cwd}
+
+
+def _sentence(reason: str, spec: Spec) -> str:
+    if reason == "timeout":
+        return "the call passed its timeout of %g s and was killed with its whole tree" % spec.timeout_s
+    if reason == "no_output_timeout":
+        return "the call wrote nothing for %g s and was killed with its whole tree" % (spec.no_output_timeout_s or 0)
+    return "the call was cancelled"
+
+
+def signal_name(number: int) -> str:
+    """A signal as people know it."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return "signal %d" % number

@@ -1,0 +1,128 @@
+"""What the agent is told at its start: one JSON document on stdin, so that neither argv nor environment carry the token."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any, Mapping
+
+ISOLATION_MODES = ("bwrap", "uid", "none")
+
+
+class ConfigError(Exception):
+    """The document cannot be used; the text names the field."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What one slot may use. `memory_mb` and `cpu` None: not limited."""
+
+    processes: int = 512
+    memory_mb: int | None = None
+    max_file_mb: int = 1024
+    cpu: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class AgentConfig:
+    """The agent's whole configuration.
+
+    `base_dir` is a folder of the agent's own (0700). `alone_exit_s`: end after so long without any connection from the service; None: never.
+    `spares`: bodies kept prepared for the next reset.
+    """
+
+    sandbox_id: str
+    token: str = dataclasses.field(repr=False)
+    listen: Mapping[str, str]
+    base_dir: str
+    slots: int = 10
+    isolation: str = "auto"
+    allow_none: bool = False
+    local: bool = True
+    network: bool = True
+    limits: Limits = Limits()
+    env_vars: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    expose: tuple[str, ...] = ()
+    workspace_base: str = "/data"
+    spool_bytes: int = 256 << 20
+    alone_exit_s: float | None = 10.0
+    max_life_s: float | None = None
+    spares: int | None = None
+
+
+_NUMBERS = {"slots": (1, 10_000), "spool_bytes": (1 << 20, 1 << 50), "spares": (0, 100), "alone_exit_s": (0, 1e9), "max_life_s": (0, 1e9)}
+_KINDS: dict[str, type] = {
+    "sandbox_id": str,
+    "token": str,
+    "listen": dict,
+    "base_dir": str,
+    "isolation": str,
+    "allow_none": bool,
+    "local": bool,
+    "network": bool,
+    "limits": dict,
+    "env_vars": dict,
+    "expose": list,
+    "workspace_base": str,
+}
+_NULLABLE = ("alone_exit_s", "max_life_s", "spares")
+
+
+def _check(name: str, value: Any) -> None:
+    if value is None and name in _NULLABLE:
+        return
+    if name in _NUMBERS:
+        low, high = _NUMBERS[name]
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+            raise ConfigError("%s must be a number from %g to %g" % (name, low, high))
+    elif not isinstance(value, _KINDS[name]):
+        raise ConfigError("%s must be a %s" % (name, _KINDS[name].__name__))
+
+
+def parse_config(document: bytes) -> AgentConfig:
+    """Read the document.
+
+    Raises:
+        ConfigError: it is not JSON, or a field is missing, unknown or of the wrong kind.
+    """
+    try:
+        raw = json.loads(document)
+    except ValueError as error:
+        raise ConfigError("the configuration is not JSON: %s" % error) from None
+    if not isinstance(raw, dict):
+        raise ConfigError("the configuration is not a JSON object")
+    known = {field.name for field in dataclasses.fields(AgentConfig)}
+    for name in sorted(set(raw) - known):
+        raise ConfigError("unknown field %s" % name)
+    for name in ("sandbox_id", "token", "listen", "base_dir"):
+        if name not in raw:
+            raise ConfigError("%s is missing" % name)
+    for name, value in raw.items():
+        _check(name, value)
+    values = dict(raw)
+    values["limits"] = _limits(raw.get("limits", {}))
+    values["expose"] = tuple(raw.get("expose", ()))
+    config = AgentConfig(**values)
+    if config.isolation not in (*ISOLATION_MODES, "auto"):
+        raise ConfigError("isolation must be auto, %s" % ", ".join(ISOLATION_MODES))
+    if "unix" not in config.listen or len(config.listen) != 1:
+        raise ConfigError('listen must be {"unix": PATH}')
+    for path in (config.base_dir, config.workspace_base, *config.expose):
+        if not str(path).startswith("/"):
+            raise ConfigError("%r is not an absolute path" % (path,))
+    for name, value in config.env_vars.items():
+        if type(value) is not str or "\0" in name + value or "=" in name or not name:
+            raise ConfigError("env_vars holds %r, which cannot be an environment variable" % name)
+    return config
+
+
+def _limits(raw: Mapping[str, Any]) -> Limits:
+    known = {field.name for field in dataclasses.fields(Limits)}
+    for name in sorted(set(raw) - known):
+        raise ConfigError("unknown field limits.%s" % name)
+    for name, value in raw.items():
+        if value is None and name in ("memory_mb", "cpu"):
+            continue
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+            raise ConfigError("limits.%s must be a number above 0" % name)
+    return Limits(**raw)

@@ -1,0 +1,292 @@
+"""What every isolation mode has in common: a slot's body, how its init is started and how its end is waited for."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from typing import Any, Mapping, Protocol, Sequence
+
+from sandbox_server.agent.cgroups import Groups
+from sandbox_server.agent.config import AgentConfig
+from sandbox_server.agent.errors import StartFailed
+from sandbox_server.agent.init_link import InitLink
+
+START_TIMEOUT_S = 15.0
+END_TIMEOUT_S = 10.0
+_STDERR_BYTES = 4096
+_BEHIND_CGROUP = 64
+_EXIT_POLL_S = 0.005
+SLOT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+INIT_CODE = "import sys; sys.path.insert(0, %r); from sandbox_server.agent.slot_init import main; main()"
+
+
+@dataclasses.dataclass
+class Dirs:
+    """The folders of one generation of a slot: what its holder writes, and nothing else."""
+
+    root: str
+    workspace: str
+    tmp: str
+
+
+@dataclasses.dataclass
+class Body:
+    """A slot's processes and folders from one reset to the next."""
+
+    slot_id: str
+    dirs: Dirs
+    workspace: str  # as the slot sees it
+    tmp: str  # as the slot sees it
+    network: bool
+    process: subprocess.Popen[bytes]
+    link: InitLink
+    init_pid: int
+    init_pidfd: int
+    uid: int | None
+    groups: Groups
+    shell: str
+    stderr_fd: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """What all modes need to know about this agent."""
+
+    config: AgentConfig
+    slots_dir: str
+    lib_dir: str
+    filter: bytes
+    processors: tuple[int, ...]
+
+    def affinity(self, turn: int) -> list[int]:
+        """The processors a body is pinned to; empty: not pinned. Bodies take turns, so that they spread."""
+        cpu = self.config.limits.cpu
+        if cpu is None or math.ceil(cpu) >= len(self.processors):
+            return []
+        count = math.ceil(cpu)
+        return [self.processors[(turn * count + number) % len(self.processors)] for number in range(count)]
+
+    def environment(self, cores: int, workspace: str, tmp: str | None) -> dict[str, str]:
+        """What every process of a slot finds in its environment; `cores` 0: it is not pinned."""
+        cores = cores or len(self.processors)
+        env = {
+            "PATH": SLOT_PATH,
+            "LANG": "C.UTF-8",
+            "TERM": "xterm-256color",
+            "HOME": workspace,
+            "SANDBOX_WORKSPACE": workspace,
+            "OMP_NUM_THREADS": str(cores),
+            "PYTHON_CPU_COUNT": str(cores),
+        }
+        if tmp is not None:
+            env["TMPDIR"] = tmp
+        env.update(self.config.env_vars)
+        return env
+
+    def rlimits(self, memory_by_cgroup: bool, processes_by_cgroup: bool) -> dict[str, int]:
+        """Limits every process of a slot has. Where a cgroup does it better (it counts what it refuses), the rlimit is out of its way."""
+        limits = self.config.limits
+        processes = limits.processes + (_BEHIND_CGROUP if processes_by_cgroup else 0)
+        values = {"RLIMIT_CORE": 0, "RLIMIT_FSIZE": limits.max_file_mb << 20, "RLIMIT_NPROC": processes, "RLIMIT_NOFILE": 4096}
+        if limits.memory_mb is not None and not memory_by_cgroup:
+            values["RLIMIT_DATA"] = limits.memory_mb << 20
+        return values
+
+
+class Isolation(Protocol):
+    """One isolation mode."""
+
+    name: str
+    networks: tuple[str, ...]
+
+    async def start(self, slot_id: str, network: bool, keep: Body | None = None) -> Body:
+        """Start a slot's body; with `keep`, on the folders (and the user) of a body that has ended.
+
+        Raises:
+            StartFailed: with the error it met.
+        """
+
+    async def end(self, body: Body) -> dict[str, Any]:
+        """Kill everything in the body and prove that nothing is left.
+
+        Returns:
+            The proof; `clean` is whether it holds, `detail` what does not.
+        """
+
+    def forget(self, body: Body) -> None:
+        """The body has ended, proven, and its folders are thrown away: what it occupied may be used again."""
+
+    def close(self) -> None:
+        """Every body has ended, and so does the agent."""
+
+
+def find_shell() -> str:
+    """The shell commands are run with."""
+    for path in ("/bin/bash", "/usr/bin/bash"):
+        if os.path.exists(path):
+            return path
+    found = shutil.which("bash", path=SLOT_PATH)
+    if found is None:
+        raise StartFailed("there is no bash on this machine")
+    return found
+
+
+def make_dirs(folder: str, uid: int | None) -> Dirs:
+    """The empty folders of a new generation, owned by the slot's user."""
+    os.makedirs(folder, mode=0o700)
+    dirs = Dirs(root=folder, workspace=os.path.join(folder, "workspace"), tmp=os.path.join(folder, "tmp"))
+    for path in (dirs.workspace, dirs.tmp):
+        os.mkdir(path, 0o700)
+        if uid is not None:
+            os.chown(path, uid, uid)
+    return dirs
+
+
+def prove_dirs(dirs: Dirs, uid: int | None) -> str | None:
+    """Whether a new generation is what it must be: empty, the slot's own, closed to others. None, or what is wrong."""
+    for path in (dirs.workspace, dirs.tmp):
+        info = os.lstat(path)
+        if os.listdir(path):
+            return "%s is not empty" % os.path.basename(path)
+        if info.st_mode & 0o7777 != 0o700 or (uid is not None and info.st_uid != uid):
+            return "%s has mode %o and owner %d" % (os.path.basename(path), info.st_mode & 0o7777, info.st_uid)
+    return None
+
+
+def init_argv(python: str, lib: str, control_fd: int) -> list[str]:
+    """How init is started: isolated from the environment, from site packages, from user settings."""
+    return [python, "-I", "-S", "-B", "-c", INIT_CODE % lib, str(control_fd)]
+
+
+@dataclasses.dataclass
+class Launched:
+    """An init that serves."""
+
+    process: subprocess.Popen[bytes]
+    link: InitLink
+    pid: int
+    pidfd: int
+    stderr_fd: int
+
+
+def control_pair() -> tuple[socket.socket, socket.socket]:
+    """The agent's and init's end of a control socket."""
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+async def launch(
+    argv: Sequence[str],
+    theirs: socket.socket,
+    ours: socket.socket,
+    init_config: Mapping[str, Any],
+    join_fds: Sequence[int],
+    env: Mapping[str, str] | None = None,
+) -> Launched:
+    """Start an init and wait until it serves. Through `join_fds` it joins its control groups before anything else.
+
+    Raises:
+        StartFailed: with what it said on its standard error or over the socket.
+    """
+    loop = asyncio.get_running_loop()
+    stderr_r, stderr_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        try:
+            # From the main thread: PDEATHSIG is bound to the thread that forks.
+            process = subprocess.Popen(
+                list(argv),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=stderr_w,
+                pass_fds=(theirs.fileno(),),
+                env=dict(env or {}),
+                cwd="/",
+            )
+        except OSError as error:
+            ours.close()
+            raise StartFailed("%s: %s" % (argv[0], error.strerror)) from None
+        finally:
+            os.close(stderr_w)
+            theirs.close()
+        link = InitLink(loop, ours)
+        try:
+            pid = await link.ready(dict(init_config), join_fds, START_TIMEOUT_S)
+            pidfd = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else -1
+        except BaseException as error:
+            link.close()
+            process.kill()
+            await wait_exit(process, END_TIMEOUT_S)
+            if isinstance(error, (StartFailed, OSError)):
+                raise StartFailed(_with_stderr(str(error), stderr_r)) from None
+            raise
+        result = Launched(process, link, pid, pidfd, stderr_r)
+        stderr_r = -1
+        return result
+    finally:
+        if stderr_r >= 0:
+            os.close(stderr_r)
+
+
+def _with_stderr(text: str, fd: int) -> str:
+    try:
+        said = os.read(fd, _STDERR_BYTES).decode("utf-8", "replace").strip()
+    except BlockingIOError:
+        said = ""
+    return "%s (%s)" % (said.splitlines()[-1], text) if said else text
+
+
+async def wait_exit(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
+    """Wait for the end of a child of ours and reap it; whether it came in time."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout_s
+    while process.poll() is None:
+        left = deadline - loop.time()
+        if left <= 0:
+            return False
+        if hasattr(os, "pidfd_open"):
+            fd = os.pidfd_open(process.pid)
+            try:
+                await readable(fd, left)
+            finally:
+                os.close(fd)
+        else:
+            await asyncio.sleep(min(_EXIT_POLL_S, left))
+    return True
+
+
+async def readable(fd: int, timeout_s: float) -> bool:
+    """Wait until a descriptor is readable; whether it came in time."""
+    loop = asyncio.get_running_loop()
+    event: asyncio.Future[None] = loop.create_future()
+
+    def happened() -> None:
+        loop.remove_reader(fd)
+        if not event.done():
+            event.set_result(None)
+
+    loop.add_reader(fd, happened)
+    try:
+        await asyncio.wait_for(event, timeout_s)
+    except asyncio.TimeoutError:
+        return False
+    finally:
+        loop.remove_reader(fd)
+    return True
+
+
+def close_body_fds(body: Body) -> None:
+    """Let go of an ended body's descriptors."""
+    for fd in (body.init_pidfd, body.stderr_fd):
+        if fd >= 0:
+            os.close(fd)
+    body.init_pidfd = body.stderr_fd = -1
+
+
+def interpreter() -> str:
+    """The real path of the interpreter this agent runs on."""
+    return os.path.realpath(sys.executable)

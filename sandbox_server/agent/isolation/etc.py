@@ -1,0 +1,68 @@
+"""A slot's /etc: what programs need to resolve names, find certificates and know their user. Nothing else of the machine's."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+_FILES = (
+    "hosts", "resolv.conf", "nsswitch.conf", "host.conf", "gai.conf", "ld.so.cache", "ld.so.conf", "localtime", "timezone", "ca-certificates.conf",
+    "os-release", "debian_version", "lsb-release", "mime.types", "protocols", "services", "bash.bashrc", "profile", "inputrc", "gitconfig", "magic",
+    "locale.alias", "shells", "login.defs",
+)  # fmt: skip
+_FOLDERS = (
+    "ssl", "ca-certificates", "pki", "alternatives", "ld.so.conf.d", "terminfo", "profile.d", "perl", "fonts", "java", "maven", "groff", "xml", "sgml", "vim",
+)  # fmt: skip
+_FOLDER_PREFIXES = ("python3", "java-")
+
+
+def _folders() -> list[str]:
+    names = [name for name in os.listdir("/etc") if name in _FOLDERS or name.startswith(_FOLDER_PREFIXES)]
+    return sorted(name for name in names if os.path.isdir(os.path.join("/etc", name)) and not os.path.islink(os.path.join("/etc", name)))
+
+
+def write_etc(folder: str) -> None:
+    """Make the folder that becomes /etc in every slot: small files copied, so that nothing of the machine's own can be reached through it."""
+    os.makedirs(folder, mode=0o755)
+    os.chmod(folder, 0o755)
+    for name in _FILES:
+        source = os.path.join("/etc", name)
+        if os.path.isfile(source) and os.access(source, os.R_OK):
+            shutil.copyfile(source, os.path.join(folder, name))
+            os.chmod(os.path.join(folder, name), 0o644)
+    for name in (*_folders(), "passwd", "group"):
+        path = os.path.join(folder, name)
+        if name in ("passwd", "group"):
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644))
+        else:
+            os.mkdir(path, 0o755)
+    with open(os.path.join(folder, "hostname"), "w", encoding="ascii") as file:
+        file.write("slot\n")
+    os.symlink("/proc/self/mounts", os.path.join(folder, "mtab"))
+
+
+def etc_args(folder: str) -> list[str]:
+    """The bubblewrap arguments that mount it."""
+    args = ["--ro-bind", folder, "/etc"]
+    for name in _folders():
+        args += ["--ro-bind", "/etc/" + name, "/etc/" + name]
+    return args
+
+
+def write_accounts(folder: str, uid: int) -> list[str]:
+    """The accounts of one slot.
+
+    Returns:
+        The bubblewrap arguments that put them into its /etc.
+    """
+    passwd = os.path.join(folder, "passwd")
+    group = os.path.join(folder, "group")
+    with open(passwd, "w", encoding="ascii") as file:
+        file.write(
+            "root:x:0:0:root:/root:/usr/sbin/nologin\nslot:x:%d:%d:slot:/workspace:/bin/bash\nnobody:x:65534:65534:nobody:/:/usr/sbin/nologin\n" % (uid, uid)
+        )
+    with open(group, "w", encoding="ascii") as file:
+        file.write("root:x:0:\nslot:x:%d:\nnogroup:x:65534:\n" % uid)
+    for path in (passwd, group):
+        os.chmod(path, 0o644)
+    return ["--ro-bind", passwd, "/etc/passwd", "--ro-bind", group, "/etc/group"]

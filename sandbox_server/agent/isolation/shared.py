@@ -1,0 +1,89 @@
+"""What the modes without namespaces of their own have in common: `uid` and `none` differ in who owns a slot's processes, not in how they start."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from sandbox_server.agent.cgroups import Cgroups, Groups
+from sandbox_server.agent.isolation import base
+
+
+def library_environment() -> dict[str, str]:
+    """What the interpreter needs to find its libraries, where it was started with that; init's only, no slot's."""
+    path = os.environ.get("LD_LIBRARY_PATH")
+    return {"LD_LIBRARY_PATH": path} if path else {}
+
+
+async def launch_shared(context: base.Context, mode: str, dirs: base.Dirs, uid: int | None, groups: Groups, turn: int) -> base.Launched:
+    """Start an init that shares the machine's view with its slot.
+
+    Raises:
+        StartFailed: with what it said.
+    """
+    ours, theirs = base.control_pair()
+    affinity = context.affinity(turn)
+    config: dict[str, Any] = {
+        "mode": mode,
+        "uid": uid,
+        "gid": uid,
+        "env": context.environment(len(affinity), dirs.workspace, dirs.tmp),
+        "home": dirs.workspace,
+        "roots": [dirs.workspace, dirs.tmp, "/tmp"],
+        "limits": context.rlimits(groups.memory, groups.processes),
+        "affinity": affinity,
+        "lib": context.lib_dir,
+        "filter": context.filter,
+        "oom_adjust": groups.memory,
+    }
+    return await base.launch(base.init_argv(base.interpreter(), context.lib_dir, theirs.fileno()), theirs, ours, config, groups.join_fds, library_environment())
+
+
+def shared_body(slot_id: str, dirs: base.Dirs, network: bool, uid: int | None, groups: Groups, launched: base.Launched) -> base.Body:
+    """The body of a slot that sees its folders where they are."""
+    return base.Body(
+        slot_id=slot_id,
+        dirs=dirs,
+        workspace=dirs.workspace,
+        tmp=dirs.tmp,
+        network=network,
+        process=launched.process,
+        link=launched.link,
+        init_pid=launched.pid,
+        init_pidfd=launched.pidfd,
+        uid=uid,
+        groups=groups,
+        shell=base.find_shell(),
+        stderr_fd=launched.stderr_fd,
+    )
+
+
+class Starter:
+    """Numbers generations and makes their groups.
+
+    Args:
+        context: this agent's.
+        cgroups: what control groups it can use.
+        slots_dir: where the folders of generations go.
+    """
+
+    def __init__(self, context: base.Context, cgroups: Cgroups, slots_dir: str) -> None:
+        self.context = context
+        self._cgroups = cgroups
+        self._slots_dir = slots_dir
+        self._generation = 0
+
+    async def start(self, mode: str, slot_id: str, network: bool, uid: int | None, keep: base.Body | None) -> base.Body:
+        """Start a body; with `keep`, on the folders of one that has ended."""
+        self._generation += 1
+        name = "%s-%d" % (mode, self._generation)
+        dirs = keep.dirs if keep is not None else base.make_dirs(os.path.join(self._slots_dir, name), uid)
+        groups = self._cgroups.make_groups(name)
+        try:
+            launched = await launch_shared(self.context, mode, dirs, uid, groups, self._generation)
+        except BaseException:
+            groups.remove()
+            raise
+        finally:
+            groups.close_join_fds()
+        return shared_body(slot_id, dirs, network, uid, groups, launched)

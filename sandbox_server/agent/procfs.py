@@ -1,0 +1,63 @@
+"""What /proc says, seen by the agent."""
+
+from __future__ import annotations
+
+import os
+from typing import Iterator
+
+
+def pids() -> Iterator[int]:
+    """Every process that can be seen."""
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            yield int(name)
+
+
+def _status_uids(pid: int) -> frozenset[int]:
+    """Real, effective, saved and file system uid of a process; empty when it is gone, or dead and only not yet reaped."""
+    try:
+        with open("/proc/%d/status" % pid, "rb") as file:
+            for line in file:
+                if line.startswith(b"State:") and line.split()[1] in (b"Z", b"X"):
+                    break
+                if line.startswith(b"Uid:"):
+                    return frozenset(int(word) for word in line.split()[1:])
+    except (FileNotFoundError, ProcessLookupError):
+        return frozenset()
+    return frozenset()
+
+
+def uids_in_use() -> frozenset[int]:
+    """Every uid that some process has."""
+    found: set[int] = set()
+    for pid in pids():
+        found |= _status_uids(pid)
+    return frozenset(found)
+
+
+def pids_of_uid(uid: int) -> list[int]:
+    """The processes that have this uid as any of theirs."""
+    return [pid for pid in pids() if uid in _status_uids(pid)]
+
+
+def mounts_under(path: str) -> list[str]:
+    """What is mounted at or below a folder, as this process sees it."""
+    found = []
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
+        for line in file:
+            target = line.split(" ", 5)[4]
+            if target == path or target.startswith(path + "/"):
+                found.append(target)
+    return found
+
+
+def pss_bytes(pid: int) -> int:
+    """The memory a process takes, shared pages counted by their share; 0 when it is gone or not to be read."""
+    try:
+        with open("/proc/%d/smaps_rollup" % pid, "rb") as file:
+            for line in file:
+                if line.startswith(b"Pss:"):
+                    return int(line.split()[1]) << 10
+    except OSError:
+        return 0
+    return 0

@@ -1,0 +1,433 @@
+"""Init, the first process of a slot: spawns what the agent asks for, reaps, reports. Nothing here trusts the slot, and the slot cannot reach it.
+
+It talks with the agent over one SEQPACKET socket: requests are marshalled dicts (both ends run the same interpreter, and only the agent can write there),
+reports are packed structs, because the agent must not unmarshal what could come from a slot. Imports are few: every slot pays for them in memory.
+"""
+
+from __future__ import annotations
+
+import _signal as signal  # type: ignore[import-not-found]
+import _socket as socket
+import marshal
+import os
+import select
+import struct
+import sys
+import time
+
+from sandbox_server.agent import slot_power, slot_trees
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, Dict, List, Mapping, NoReturn, Set, Tuple
+
+REPORT = struct.Struct("<cIiQQ")
+READY, FAILED, EXITED, REFUSED, SIGNALLED, MOVED = b"R", b"F", b"X", b"E", b"S", b"M"
+MESSAGE_BYTES = 160 << 10
+MAX_FDS = 8
+_ERRNO = struct.Struct("i")
+
+_DEFAULT_SIGNALS = [number for number in range(1, 65) if number not in (9, 19, 32, 33)]  # all but those nobody can set
+_KILL_ROUNDS = 40
+_KILL_SLICE_S = 0.5
+_MOST_SESSIONS = 20_000
+_CLOCK_BOOTTIME = 7  # what the start in /proc/PID/stat counts
+_TICKS = os.sysconf("SC_CLK_TCK")
+_OOM_OF_SPAWNED, _OOM_OF_INIT = b"300", b"0"
+
+
+def _read_number(path: str) -> int:
+    with open(path, "rb") as file:
+        return int(file.read())
+
+
+_PIDS = _read_number("/proc/sys/kernel/pid_max")
+
+
+def receive(sock: socket.socket) -> Tuple[bytes, List[int]]:
+    """One message and the descriptors that came with it."""
+    data, ancillary, _, _ = sock.recvmsg(MESSAGE_BYTES, socket.CMSG_LEN(4 * MAX_FDS), socket.MSG_CMSG_CLOEXEC)
+    fds: List[int] = []
+    for _, _, packed in ancillary:
+        fds += struct.unpack("%di" % (len(packed) // 4), packed[: len(packed) // 4 * 4])
+    return data, fds
+
+
+class _Run:
+    """One thing the agent asked for: its first process, and when it started."""
+
+    __slots__ = ("ended", "held", "pid", "started")
+
+    def __init__(self, pid: int, started: int) -> None:
+        self.pid = pid
+        self.started = started
+        self.ended = False
+        self.held = False  # the agent is killing its tree and still needs it
+
+    def precedes(self, pid: int, start: int) -> bool:
+        """Whether this one began before another process. Starts have ticks of 10 ms; within one, the kernel counts pids up (and around)."""
+        return start > self.started or (start == self.started and 0 < (pid - self.pid) % _PIDS < _PIDS // 2)
+
+
+class Init:
+    """The loop of a slot's first process."""
+
+    def __init__(self, sock: socket.socket, config: Mapping[str, Any], oom_fd: int) -> None:
+        self._sock = sock
+        self._config = config
+        self._self = os.getpid()
+        self._runs: Dict[int, _Run] = {}
+        self._pids: Dict[int, int] = {}
+        self._sessions_over: Set[int] = set()
+        self._env: Dict[str, str] = config["env"]
+        self._null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
+        self._privileged = config["mode"] == "uid"
+        self._oom = oom_fd
+        self._wake_r, self._wake_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+
+    def report(self, kind: bytes, number: int = 0, status: int = 0, cpu_us: int = 0, rss_kb: int = 0, text: bytes = b"") -> None:
+        """Tell the agent; a dead agent ends the slot."""
+        try:
+            self._sock.send(REPORT.pack(kind, number, status, cpu_us, rss_kb) + text)
+        except OSError:
+            self._end()
+
+    def run(self) -> NoReturn:
+        """Serve until the agent is gone."""
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)
+        poll = select.poll()
+        control = self._sock.fileno()
+        poll.register(control, select.POLLIN)
+        poll.register(self._wake_r, select.POLLIN)
+        while True:
+            for fd, _ in poll.poll():
+                if fd == control:
+                    self._request()
+                else:
+                    os.read(self._wake_r, 4096)
+                    self._reap()
+
+    def _request(self) -> None:
+        data, fds = receive(self._sock)
+        if not data:
+            self._end()
+        try:
+            request = marshal.loads(data)
+            if request["op"] == "large":
+                request = _read_large(fds.pop(0))
+            self._serve(request, fds)
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _serve(self, request: Dict[str, Any], fds: List[int]) -> None:
+        op = request["op"]
+        if op == "spawn" or op == "fork":
+            self._start(request, dict(zip(request["fds"], fds)))
+        elif op == "signal":
+            self._signal(request["id"], request["signal"])
+        elif op == "release":
+            self._release(request["id"])
+        elif op == "move":
+            os.write(fds[0], b"0")
+            self.report(MOVED, request["id"])
+
+    # Starting.
+
+    def _start(self, request: Dict[str, Any], fds: Dict[str, int]) -> None:
+        number = request["id"]
+        where = b"cgroup"
+        try:
+            if "cgroup" in fds:
+                os.write(fds["cgroup"], b"0")
+            if self._oom >= 0:
+                # Inherited: out of memory, the kernel takes what the slot runs before it takes init.
+                os.pwrite(self._oom, _OOM_OF_SPAWNED, 0)
+            started = int(time.clock_gettime(_CLOCK_BOOTTIME) * _TICKS)
+            try:
+                if request["op"] == "fork" or self._privileged:
+                    where = b"fork"
+                    pid = self._fork(request, fds)
+                else:
+                    where = b"cwd"
+                    os.chdir(request["cwd"])
+                    where = b"spawn"
+                    pid = self._spawn(request, fds)
+            finally:
+                if self._oom >= 0:
+                    os.pwrite(self._oom, _OOM_OF_INIT, 0)
+        except OSError as error:
+            self.report(REFUSED, number, error.errno or 0, text=where)
+            return
+        self._runs[number] = _Run(pid, started)
+        self._pids[pid] = number
+        self._sessions_over.discard(pid)
+
+    def _environment(self, request: Mapping[str, Any]) -> Dict[str, str]:
+        extra = request["env"]
+        return dict(self._env, **extra) if extra else self._env
+
+    def _spawn(self, request: Mapping[str, Any], fds: Mapping[str, int]) -> int:
+        out = fds["out"]
+        actions = [
+            (os.POSIX_SPAWN_DUP2, fds.get("in", self._null), 0),
+            (os.POSIX_SPAWN_DUP2, out, 1),
+            (os.POSIX_SPAWN_DUP2, fds.get("err", out), 2),
+        ]
+        if "script" in fds:
+            actions.append((os.POSIX_SPAWN_DUP2, fds["script"], 3))
+        argv = request["argv"]
+        return os.posix_spawn(argv[0], argv, self._environment(request), file_actions=actions, setsid=True, setsigmask=(), setsigdef=_DEFAULT_SIGNALS)
+
+    def _fork(self, request: Mapping[str, Any], fds: Mapping[str, int]) -> int:
+        """Fork where `posix_spawn` cannot do it: our own code is to run, or the user is to change. A failed start is told through a pipe."""
+        failed_r, failed_w = os.pipe2(os.O_CLOEXEC)
+        try:
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    os.close(failed_r)
+                    self._child(request, fds, failed_w)
+                except OSError as error:
+                    os.write(failed_w, _ERRNO.pack(error.errno or 0))
+                finally:
+                    os._exit(125)  # whatever happened: a forked child never returns into init's loop
+            os.close(failed_w)
+            failed_w = -1
+            failed = os.read(failed_r, _ERRNO.size)
+        finally:
+            os.close(failed_r)
+            if failed_w >= 0:
+                os.close(failed_w)
+        if failed:
+            os.waitpid(pid, 0)
+            (number,) = _ERRNO.unpack(failed)
+            raise OSError(number, os.strerror(number))
+        return pid
+
+    def _child(self, request: Mapping[str, Any], fds: Mapping[str, int], failed_w: int) -> NoReturn:
+        os.setsid()
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        self._sock.close()
+        if request["op"] == "fork":
+            self._tool(request, fds, failed_w)
+        self._drop()
+        out, err, script = fds["out"], fds.get("err", fds["out"]), fds.get("script")
+        for source, target in ((fds.get("in", self._null), 0), (out, 1), (err, 2)):
+            os.dup2(source, target)
+        os.chdir(request["cwd"])
+        if script is not None:
+            os.dup2(script, 3)
+        os.execve(request["argv"][0], request["argv"], self._environment(request))
+
+    def _drop(self) -> None:
+        """In a fork of a privileged init: become the slot's user. All else of what confines it is inherited."""
+        if self._privileged:
+            slot_power.become(self._config["uid"], self._config["gid"])
+            slot_power.set_capabilities(0)
+            slot_power.hide()
+
+    def _tool(self, request: Mapping[str, Any], fds: Mapping[str, int], failed_w: int) -> NoReturn:
+        # Imported before the drop: the slot's user may not be allowed to read where this interpreter lives.
+        from sandbox_server.agent.tools import child
+
+        child.prepare(request["tool"])
+        self._drop()
+        for source, target in ((fds.get("in", self._null), 0), (self._null, 1), (self._null, 2)):
+            os.dup2(source, target)
+        home = self._config["home"]
+        os.chdir(home)
+        os.environ.clear()
+        os.environ.update(self._env)
+        os.close(failed_w)
+        child.run(request["tool"], request["args"], {"workspace": home, "roots": self._config["roots"], "home": home}, fds["out"], fds.get("in", -1))
+        os._exit(0)
+
+    # Reaping.
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status, usage = os.wait4(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if not pid:
+                return
+            number = self._pids.pop(pid, None)
+            if number is None:
+                continue  # an orphan of the slot
+            run = self._runs[number]
+            run.ended = True
+            if not run.held:
+                del self._runs[number]
+            if len(self._sessions_over) >= _MOST_SESSIONS:
+                self._sessions_over.clear()
+            self._sessions_over.add(pid)
+            self.report(EXITED, number, status, int((usage.ru_utime + usage.ru_stime) * 1e6), usage.ru_maxrss)
+
+    def _release(self, number: int) -> None:
+        run = self._runs.get(number)
+        if run is not None:
+            run.held = False
+            if run.ended:
+                del self._runs[number]
+
+    # Killing one run's tree by looking for it.
+
+    def _members(self, run: _Run) -> slot_trees.Members:
+        table = slot_trees.look()
+        table.pop(self._self, None)
+        mine = slot_trees.closure(table, [] if run.ended else [run.pid])
+        mine |= {pid for pid, entry in table.items() if entry[1] == run.pid}
+        leaders = [other.pid for other in self._runs.values() if other is not run and not other.ended]
+        others = slot_trees.closure(table, leaders)
+        orphans = [
+            pid
+            for pid, (parent, session, start, _) in table.items()
+            if parent == self._self and pid not in self._pids and session not in self._sessions_over and pid not in others and run.precedes(pid, start)
+        ]
+        mine |= slot_trees.closure(table, orphans)
+        return slot_trees.alive(table, mine - others)
+
+    def _signal(self, number: int, which: int) -> None:
+        run = self._runs.get(number)
+        if run is None:
+            self.report(SIGNALLED, number, 0)
+            return
+        run.held = True
+        if which == signal.SIGKILL:
+            left = self._kill(run)
+        else:
+            members = self._members(run)
+            if which:
+                self._send(members, which)
+            left = len(members)
+        self.report(SIGNALLED, number, left)
+
+    def _kill(self, run: _Run) -> int:
+        deadline = time.monotonic() + _KILL_SLICE_S
+        members = self._members(run)
+        for _ in range(_KILL_ROUNDS):
+            # Stopped first, so that what is being killed cannot fork ahead of the killing.
+            stopped: Set[int] = set()
+            while set(members) - stopped and time.monotonic() < deadline:
+                self._send(members, signal.SIGSTOP)
+                stopped |= set(members)
+                members = self._members(run)
+            self._send(members, signal.SIGKILL)
+            members = self._members(run)
+            if not members or time.monotonic() > deadline:
+                break
+        return len(members)
+
+    def _send(self, members: slot_trees.Members, which: int) -> None:
+        if not members:
+            return
+        if not self._privileged:
+            slot_trees.send(members, which)
+            return
+        # As the slot's user: a pid that was reused meanwhile cannot be anybody else's.
+        self._as_slot(lambda: slot_trees.send(members, which))
+
+    def _as_slot(self, work: Any) -> None:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                slot_power.become(self._config["uid"], self._config["gid"])
+                work()
+            finally:
+                os._exit(0)
+        os.waitpid(pid, 0)
+
+    # The end.
+
+    def _end(self) -> NoReturn:
+        """The agent is gone, so is the slot: everything of it dies with its first process, or by its user, or by its tree."""
+        if self._privileged:
+            # One `kill(-1)` as the slot's user reaches all of its processes at once: the kernel holds off every fork meanwhile.
+            self._as_slot(lambda: os.kill(-1, signal.SIGKILL))
+        elif self._config["mode"] == "none":
+            self._kill_descendants()
+        os._exit(0)
+
+    def _kill_descendants(self) -> None:
+        for _ in range(_KILL_ROUNDS):
+            table = slot_trees.look()
+            members = slot_trees.alive(table, slot_trees.closure(table, [pid for pid, entry in table.items() if entry[0] == self._self]))
+            if not members:
+                return
+            self._send(members, signal.SIGKILL)
+            try:
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+            except ChildProcessError:
+                return
+
+
+def _read_large(fd: int) -> Dict[str, Any]:
+    try:
+        size = os.fstat(fd).st_size
+        data = b""
+        while len(data) < size:
+            data += os.pread(fd, size - len(data), len(data))
+        request: Dict[str, Any] = marshal.loads(data)
+        return request
+    finally:
+        os.close(fd)
+
+
+def _prepare(config: Mapping[str, Any]) -> None:
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_IGN)
+    # No handler: the kernel then keeps a slot's SIGINT from the first process of its namespace.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    null = os.open("/dev/null", os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(null, fd)
+    os.close(null)
+    os.umask(0o022)
+    if config["affinity"]:
+        os.sched_setaffinity(0, config["affinity"])
+    mode = config["mode"]
+    if mode != "bwrap":
+        slot_power.adopt_orphans()
+    slot_power.set_limits(config["limits"])
+    if config["uid"] is not None:
+        slot_power.empty_bounding_set()
+    if mode == "uid":
+        # Init keeps its uid, so that the slot can neither signal nor trace it, and the right to become the slot's user. All else its forks inherit.
+        slot_power.set_capabilities(slot_power.CAP_SETUID | slot_power.CAP_SETGID)
+        slot_power.confine(config["filter"])
+        return
+    if config["uid"] is not None:
+        slot_power.become(config["uid"], config["gid"])
+    slot_power.set_capabilities(0)
+    slot_power.confine(config["filter"])
+    if mode == "bwrap":
+        slot_power.die_with_parent(signal.SIGKILL)
+    slot_power.check_powerless(config)
+
+
+def main() -> NoReturn:
+    """Take the control socket named in argv, become what the agent's first message says, serve."""
+    fd = int(sys.argv[1])
+    os.set_inheritable(fd, False)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, fd)
+    data, fds = receive(sock)
+    config = marshal.loads(data)
+    try:
+        for joined in fds:
+            os.write(joined, b"0")
+            os.close(joined)
+        # Before init hides itself: afterwards the file is root's.
+        oom_fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC) if config["oom_adjust"] else -1
+        _prepare(config)
+        init = Init(sock, config, oom_fd)
+    except OSError as error:
+        sock.send(REPORT.pack(FAILED, 0, error.errno or 0, 0, 0) + (error.strerror or str(error)).encode())
+        os._exit(1)
+    init.report(READY)
+    init.run()

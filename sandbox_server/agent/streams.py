@@ -1,0 +1,274 @@
+"""What the service can ask for on a stream, one handler an operation."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from typing import TYPE_CHECKING, Any, Awaitable, Callable, Deque, Mapping
+
+from sandbox_server.agent.calls import Call, parse_spec
+from sandbox_server.agent.errors import InvalidArgs, Refused
+from sandbox_server.agent.journal import Verdict
+from sandbox_server.agent.serve import Handler, Stream
+from sandbox_server.agent.slots import Slot
+
+if TYPE_CHECKING:
+    from sandbox_server.agent.agent import Agent
+
+_CHUNK_BYTES = 64 << 10
+MAX_CALLS_A_STREAM = 1000
+
+
+class Calls:
+    """Calls of one slot, one after the other; a failed one does not stop the next. They run on when the connection ends."""
+
+    def __init__(self, stream: Stream, slot: Slot, epoch: Any) -> None:
+        slot.admit(epoch)
+        self._stream = stream
+        self._slot = slot
+        self._epoch = epoch
+        self._waiting: Deque[dict[str, Any]] = deque()
+        self._busy = False
+        self._all_said = False
+
+    def item(self, meta: dict[str, Any], body: bytes) -> None:
+        """Another call."""
+        if len(self._waiting) >= MAX_CALLS_A_STREAM:
+            raise Refused("invalid", "more than %d calls wait on one stream" % MAX_CALLS_A_STREAM)
+        self._waiting.append(meta)
+        if not self._busy:
+            self._next()
+
+    def _next(self) -> None:
+        while self._waiting and not self._busy:
+            meta = self._waiting.popleft()
+            if self._slot.epoch != self._epoch or self._slot.state != "ready":
+                self._skip(meta)
+                continue
+            try:
+                spec = parse_spec(meta)
+            except InvalidArgs as error:
+                self._answer_invalid(meta, str(error))
+                continue
+            self._busy = True
+            self._slot.submit(spec, self._done)
+        if self._all_said and not self._busy:
+            self._stream.end()
+
+    def _done(self, verdict: Verdict) -> None:
+        self._stream.send_item(*verdict.item())
+        self._busy = False
+        if self._waiting or self._all_said:
+            self._next()
+
+    def _skip(self, meta: Mapping[str, Any]) -> None:
+        """The slot moved on before this call began."""
+        moved = self._slot.epoch != self._epoch
+        reason = "cancelled" if moved else "sandbox_lost" if self._slot.state == "broken" else "backend_error"
+        text = "the slot was given back before the call began" if moved else "the slot is %s" % self._slot.state
+        self._stream.send_item(_blank(meta, reason, text, {"may_have_run": False}))
+
+    def _answer_invalid(self, meta: Mapping[str, Any], text: str) -> None:
+        self._stream.send_item(_blank(meta, "invalid_args", text, {}))
+
+    def data(self, body: bytes) -> None:
+        """Calls are items."""
+        raise Refused("invalid", "a stream of calls takes no data")
+
+    def ended(self) -> None:
+        """No more calls come."""
+        self._all_said = True
+        if not self._busy and not self._waiting:
+            self._stream.end()
+
+    def aborted(self) -> None:
+        """Nobody listens; what was asked for still runs."""
+
+
+def _blank(meta: Mapping[str, Any], reason: str, error: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "call_id": meta.get("call_id"), "reason": reason, "exit_code": None, "error": error, "output_bytes": 0, "truncated": False, "started_at": 0.0,
+        "duration_s": 0.0, "cpu_s": 0.0, "max_rss_bytes": 0, "tool_ok": False, "metadata": metadata, "lens": [0],
+    }  # fmt: skip
+
+
+class Task:
+    """A stream that one coroutine serves."""
+
+    def __init__(self, stream: Stream, work: Callable[[], Awaitable[None]], cancel_on_abort: bool) -> None:
+        self._stream = stream
+        self._cancel_on_abort = cancel_on_abort
+        self._task = asyncio.get_event_loop().create_task(self._run(work))
+
+    async def _run(self, work: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await work()
+        except Refused as error:
+            self._stream.refuse(error)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            self._stream.refuse(Refused("internal", "%s: %s" % (type(error).__name__, error)))
+            raise
+
+    def item(self, meta: dict[str, Any], body: bytes) -> None:
+        """Nothing is expected."""
+        raise Refused("invalid", "this stream takes no items")
+
+    def data(self, body: bytes) -> None:
+        """Nothing is expected."""
+        raise Refused("invalid", "this stream takes no data")
+
+    def ended(self) -> None:
+        """The request is complete as it was opened."""
+
+    def aborted(self) -> None:
+        """Nobody waits for the answer."""
+        if self._cancel_on_abort:
+            self._task.cancel()
+
+
+class Watch:
+    """Every change of the slots, for as long as somebody listens."""
+
+    def __init__(self, agent: Agent, stream: Stream) -> None:
+        self._agent = agent
+        self._stream = stream
+        self._changed: dict[str, Slot] = {}
+        stream.send_item({"slots": [slot.view() for slot in agent.slots.values()]})
+        agent.watchers.append(self)
+
+    def changed(self, slot: Slot) -> None:
+        """Tell it soon; several changes at once become one message."""
+        if not self._changed:
+            asyncio.get_event_loop().call_soon(self._tell)
+        self._changed[slot.slot_id] = slot
+
+    def _tell(self) -> None:
+        slots, self._changed = self._changed, {}
+        self._stream.send_item({"slots": [slot.view() for slot in slots.values()]})
+
+    def item(self, meta: dict[str, Any], body: bytes) -> None:
+        """Nothing is expected."""
+
+    def data(self, body: bytes) -> None:
+        """Nothing is expected."""
+
+    def ended(self) -> None:
+        """The service only listens."""
+
+    def aborted(self) -> None:
+        """Nobody listens any more."""
+        self._agent.watchers.remove(self)
+
+
+async def cancel(stream: Stream, slot: Slot, call_id: Any) -> None:
+    """End a call's tree; its own stream gets its verdict."""
+    try:
+        found = slot.find_call(call_id)
+    except Refused:
+        stream.end({"found": False})
+        return
+    if isinstance(found, Call):
+        found.cancel()
+    stream.end({"found": True, "state": "running" if isinstance(found, Call) else "done"})
+
+
+async def call_status(stream: Stream, slot: Slot, call_id: Any) -> None:
+    """Whether a call runs, or its verdict."""
+    found = slot.find_call(call_id)
+    if isinstance(found, Call):
+        stream.end({"state": "running", "output_bytes": found.output_bytes, "started_at": found.started_at})
+    else:
+        stream.send_item(*found.item())
+        stream.end({"state": "done"})
+
+
+async def attach(stream: Stream, slot: Slot, call_id: Any, offset: Any) -> None:
+    """A call's output as it comes, then its verdict."""
+    at = _offset(offset)
+    found = slot.find_call(call_id)
+    while isinstance(found, Call):
+        sink = found.sinks[0]
+        chunk = sink.read(at, _CHUNK_BYTES) if found.verdict is None and at < sink.available else b""
+        if chunk:
+            at += len(chunk)
+            if not await stream.send_data(chunk):
+                return
+            continue
+        if found.verdict is not None:
+            found = found.verdict
+            break
+        await _wait_for_more(found)
+    await _send_whole(stream, found, at)
+    stream.send_item(*found.item())
+    stream.end()
+
+
+async def _wait_for_more(call: Call) -> None:
+    event: asyncio.Future[None] = asyncio.get_event_loop().create_future()
+
+    def happened() -> None:
+        if not event.done():
+            event.set_result(None)
+
+    call.watchers.append(happened)
+    try:
+        await event
+    finally:
+        call.watchers.remove(happened)
+
+
+async def _send_whole(stream: Stream, verdict: Verdict, at: int) -> int:
+    """What is kept of an output from an offset on; where it ended."""
+    if not verdict.outputs:
+        return at
+    kept = verdict.outputs[0]
+    while at < kept.available:
+        chunk = kept.read(at, _CHUNK_BYTES)
+        at += len(chunk)
+        if not chunk or not await stream.send_data(chunk):
+            break
+    return at
+
+
+async def output(stream: Stream, slot: Slot, call_id: Any, offset: Any) -> None:
+    """The whole output so far, or of a finished call as far as it is kept."""
+    at = start = _offset(offset)
+    found = slot.find_call(call_id)
+    if isinstance(found, Call):
+        sink = found.sinks[0]
+        until = sink.available
+        while at < until and found.verdict is None:
+            chunk = sink.read(at, min(_CHUNK_BYTES, until - at))
+            at += len(chunk)
+            if not chunk or not await stream.send_data(chunk):
+                break
+        stream.end({"total_bytes": found.output_bytes, "from": start})
+        return
+    await _send_whole(stream, found, at)
+    stream.end({"total_bytes": sum(kept.total for kept in found.outputs), "from": start, "available_bytes": sum(kept.available for kept in found.outputs)})
+
+
+def _offset(value: Any) -> int:
+    if value is None:
+        return 0
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise Refused("invalid", "offset must be an integer from 0 on")
+    return value
+
+
+async def reset(stream: Stream, slot: Slot, meta: Mapping[str, Any]) -> None:
+    """Clean the slot for its next holder; goes on when nobody listens any more."""
+    task = slot.reset(meta.get("epoch"), bool(meta.get("network", True)), bool(meta.get("keep", False)))
+    stream.end(await asyncio.shield(task))
+
+
+async def narrow(stream: Stream, slot: Slot, meta: Mapping[str, Any]) -> None:
+    """Take the network away."""
+    slot.admit(meta.get("epoch"))
+    await slot.narrow(bool(meta.get("network", False)))
+    stream.end()
+
+
+__all__ = ["Calls", "Handler", "Task", "Watch", "attach", "call_status", "cancel", "narrow", "output", "reset"]

@@ -1,0 +1,112 @@
+"""Ending the whole tree of exactly one run: SIGTERM, time to tidy up, SIGKILL, until nothing of it is left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from typing import Any, Protocol
+
+from sandbox_server.agent.cgroups import Leaf
+from sandbox_server.agent.runs import Run
+
+TERM_GRACE_S = 2.0
+KILL_WITHIN_S = 0.8
+_MOVE_WITHIN_S = 1.0
+_FREEZE_WITHIN_S = 0.1
+_FIRST_LOOK_S = 0.005
+_LOOK_EVERY_S = 0.1
+
+
+class _Tree(Protocol):
+    async def signal(self, number: int) -> int: ...
+    async def alive(self) -> int: ...
+
+
+class _LeafTree:
+    """The processes of a leaf; init is out of it."""
+
+    def __init__(self, leaf: Leaf) -> None:
+        self._leaf = leaf
+
+    async def signal(self, number: int) -> int:
+        if number == signal.SIGKILL:
+            self._leaf.kill()
+            return await self.alive()
+        # Frozen, nothing in it can end and give its pid to a stranger between the list and the signal.
+        self._leaf.freeze(True)
+        try:
+            deadline = asyncio.get_running_loop().time() + _FREEZE_WITHIN_S
+            while not self._leaf.is_frozen() and asyncio.get_running_loop().time() < deadline:
+                await asyncio.sleep(_FIRST_LOOK_S / 5)
+            if self._leaf.is_frozen():
+                for pid in self._leaf.pids():
+                    os.kill(pid, number)
+        finally:
+            self._leaf.freeze(False)
+        return await self.alive()
+
+    async def alive(self) -> int:
+        return len(self._leaf.pids()) if self._leaf.populated() else 0
+
+
+class _ScannedTree:
+    """The processes init finds: descendants, sessions, orphans that appeared while the run ran."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    async def signal(self, number: int) -> int:
+        return await self._run.body.link.ask({"op": "signal", "id": self._run.number, "signal": int(number)})
+
+    async def alive(self) -> int:
+        return await self.signal(0)
+
+
+async def end_tree(run: Run) -> dict[str, Any]:
+    """End the tree of a run.
+
+    Returns:
+        The evidence: how it was ended, and how many processes could not be.
+    """
+    tree = await _tree_of(run)
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    left = await tree.signal(signal.SIGTERM)
+    left = await _until_gone(tree, began + TERM_GRACE_S, left)
+    evidence: dict[str, Any] = {"signal": "SIGTERM"}
+    deadline = loop.time() + KILL_WITHIN_S
+    while left and loop.time() < deadline:
+        evidence["signal"] = "SIGKILL"
+        left = await tree.signal(signal.SIGKILL)
+        if left:
+            left = await _until_gone(tree, min(deadline, loop.time() + _LOOK_EVERY_S), left)
+    if left:
+        evidence["processes_left"] = left
+    if isinstance(tree, _ScannedTree):
+        run.body.link.release(run.number)
+    return evidence
+
+
+async def _tree_of(run: Run) -> _Tree:
+    leaf, leaves = run.leaf, run.body.groups.leaves
+    if leaf is None or leaves is None:
+        return _ScannedTree(run)
+    move_fd = leaves.leave(leaf)
+    if move_fd >= 0:
+        answer = run.body.link.ask({"op": "move", "id": run.number, "fds": ["cgroup"]}, [move_fd])
+        await asyncio.wait_for(answer, _MOVE_WITHIN_S)
+    return _LeafTree(leaf)
+
+
+async def _until_gone(tree: _Tree, deadline: float, left: int) -> int:
+    loop = asyncio.get_running_loop()
+    pause = _FIRST_LOOK_S
+    while left:
+        now = loop.time()
+        if now >= deadline:
+            break
+        await asyncio.sleep(min(pause, deadline - now))
+        pause = min(2 * pause, _LOOK_EVERY_S)
+        left = await tree.alive()
+    return left
