@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from sandbox_server.agent import wire
 from sandbox_server.link.errors import AgentRefused, LinkLost
@@ -224,8 +224,7 @@ class AgentLink(asyncio.Protocol):
             self._waiting_for_transport.append(waiter)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but name
 
     def data_received(self, data: bytes) -> None:
         self._last_heard = self.loop.time()

@@ -1,0 +1,62 @@
+"""The memory of leases that have ended, so that a late question hears how and when."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+
+from sandbox_server.core.errors import LeaseLost, SandboxLost
+from sandbox_server.core.types import Lease, LeaseState
+from sandbox_server.pool.store import Forgotten, Record
+
+REMEMBERED_S = 3600.0
+MAX_REMEMBERED = 200_000
+
+
+class EndedLeases:
+    """Ended leases of the last hour, at most `MAX_REMEMBERED` of them.
+
+    Args:
+        record: takes each ended lease, and each that is forgotten.
+    """
+
+    def __init__(self, record: Callable[[Record], None]) -> None:
+        self._leases: dict[str, Lease] = {}
+        self._order: deque[tuple[float, str]] = deque()
+        self._record = record
+
+    def add(self, lease: Lease, now: float) -> None:
+        """Remember a lease that ends now, monotonic."""
+        self._record(lease)
+        self.restore(lease, now)
+
+    def restore(self, lease: Lease, ended: float) -> None:
+        """Remember a lease whose end is on record already."""
+        self._leases[lease.lease_id] = lease
+        self._order.append((ended, lease.lease_id))
+
+    def get(self, lease_id: str) -> Lease | None:
+        """The lease as it ended."""
+        return self._leases.get(lease_id)
+
+    def purge(self, now: float) -> None:
+        """Forget what ended more than an hour ago."""
+        while self._order and (self._order[0][0] + REMEMBERED_S <= now or len(self._order) > MAX_REMEMBERED):
+            lease_id = self._order.popleft()[1]
+            del self._leases[lease_id]
+            self._record(Forgotten(lease_id=lease_id))
+
+    def __iter__(self) -> Iterator[Lease]:
+        return iter(self._leases.values())
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+
+def end_error(lease: Lease) -> LeaseLost:
+    """The error that says how and when this lease ended."""
+    when = datetime.fromtimestamp(lease.ended_at or 0.0, UTC).isoformat(timespec="milliseconds")
+    if lease.state is LeaseState.SANDBOX_LOST:
+        return SandboxLost(f"lease {lease.lease_id} ended at {when} with its sandbox {lease.sandbox_id}: {lease.end_detail}", lease_id=lease.lease_id)
+    return LeaseLost(f"lease {lease.lease_id} ended at {when}: {lease.end_detail}", lease_id=lease.lease_id)

@@ -1,0 +1,228 @@
+"""All that is waited for on behalf of one sandbox: its creation, its link, its slots' resets, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import aclosing
+from typing import Protocol
+
+from sandbox_server.agent import wire
+from sandbox_server.backends.base import Backend, CreateFailed, Health
+from sandbox_server.core.errors import PoolServiceError
+from sandbox_server.core.types import PoolSpec, SlotRef
+from sandbox_server.link import AgentLink, AgentRefused, LinkLost
+from sandbox_server.pool.holding import ResetOrder
+from sandbox_server.pool.sandbox import AgentNonsense, HelloSeen, Sandbox, SlotSeen, read_hello, read_slots
+from sandbox_server.pool.wiring import Wiring
+
+log = logging.getLogger(__name__)
+
+FIRST_HELLO_S = 60.0
+CONNECT_S = 2.0
+LOST_AFTER_S = 5.0
+RECONNECT_EVERY_S = 0.1
+DESTROY_AGAIN_S = 1.0
+
+
+class SandboxOver(Exception):
+    """The sandbox has ended without being told to; the message says how."""
+
+
+class Observer(Protocol):
+    """Who is told what was seen of a sandbox: its pool."""
+
+    spec: PoolSpec
+
+    def sandbox_changed(self, sandbox: Sandbox) -> None:
+        """There is a new checkpoint to record."""
+
+    def sandbox_connected(self, sandbox: Sandbox, link: AgentLink, hello: HelloSeen) -> None:
+        """Its agent answers, for the first time or again."""
+
+    def sandbox_unreachable(self, sandbox: Sandbox) -> None:
+        """The link is gone; whether the sandbox is, is being found out."""
+
+    def sandbox_failed(self, sandbox: Sandbox, error: Exception) -> None:
+        """It could not be made, or has ended. What is left of it will be destroyed."""
+
+    def sandbox_gone(self, sandbox: Sandbox) -> None:
+        """The backend says that nothing of it is left."""
+
+    def slots_seen(self, sandbox: Sandbox, slots: list[SlotSeen]) -> None:
+        """Its agent shows slots."""
+
+    def reset_done(self, ref: SlotRef, epoch: int, problem: str | None) -> None:
+        """A reset has ended, proven clean unless there is a problem."""
+
+
+class Keeper:
+    """Keeps one sandbox from its creation to its end. `run` is one task; `end` asks it to finish.
+
+    Args:
+        sandbox: what is kept.
+        pool: is told what is seen.
+        backend: where it lives.
+        budget: how many sandboxes may be in the making at once on that backend.
+        wiring: clock, timers and how to connect.
+    """
+
+    def __init__(self, sandbox: Sandbox, pool: Observer, backend: Backend, budget: asyncio.Semaphore, wiring: Wiring) -> None:
+        self._sandbox = sandbox
+        self._pool = pool
+        self._backend = backend
+        self._budget = budget
+        self._wiring = wiring
+        self._ending = asyncio.Event()
+        self._resets: set[asyncio.Task[None]] = set()
+
+    def end(self) -> None:
+        """Destroy the sandbox, whatever it is doing."""
+        self._sandbox.destroying = True
+        self._ending.set()
+
+    async def run(self) -> None:
+        """Make it, keep it, destroy it. Returns when it is gone."""
+        life = asyncio.create_task(self._life())
+        ordered = asyncio.create_task(self._ending.wait())
+        try:
+            await asyncio.wait({life, ordered}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (life, ordered, *self._resets):
+                task.cancel()
+            await asyncio.gather(life, ordered, *self._resets, return_exceptions=True)
+            if self._sandbox.link is not None:
+                await self._sandbox.link.close()
+        if not life.cancelled():
+            error = life.exception()
+            self._sandbox.destroying = True
+            assert isinstance(error, Exception), "a sandbox's life ends with an error, or is cancelled"
+            self._pool.sandbox_failed(self._sandbox, error)
+        await self._destroy()
+
+    async def _life(self) -> None:
+        """Runs until it is cancelled; raises when the sandbox has ended by itself."""
+        try:
+            async with self._budget:
+                await self._create()
+                link, hello = await self._first_link()
+            while True:
+                self._pool.sandbox_connected(self._sandbox, link, hello)
+                why = await self._watch(link)
+                self._pool.sandbox_unreachable(self._sandbox)
+                await link.close()
+                link, hello = await self._link_again(why)
+        except (CreateFailed, SandboxOver, PoolServiceError):
+            raise
+        except AgentNonsense as error:
+            raise SandboxOver(f"its agent is not to be trusted: {error}") from error
+        except Exception as error:  # the edge of this loop: whatever it was, the sandbox is given up and the pool lives on
+            log.exception("keeping a sandbox failed", extra={"sandbox_id": self._sandbox.sandbox_id, "pool": self._sandbox.pool})
+            raise SandboxOver(f"the service could not keep it: {type(error).__name__}: {error}") from error
+
+    async def _create(self) -> None:
+        sandbox = self._sandbox
+        async with aclosing(self._backend.create(sandbox.pool, self._pool.spec, sandbox.sandbox_id)) as steps:
+            async for handle in steps:
+                sandbox.handle = handle
+                self._pool.sandbox_changed(sandbox)
+                await self._wiring.store.flush()
+        if sandbox.handle is None or sandbox.handle.address is None:
+            raise CreateFailed("the backend made no agent that can be reached")
+
+    async def _health(self) -> Health:
+        handle = self._sandbox.handle
+        assert handle is not None, "only a created sandbox is checked"
+        return (await self._backend.check([handle])).get(handle.sandbox_id, Health.UNKNOWN)
+
+    async def _connect(self, timeout_s: float) -> tuple[AgentLink, HelloSeen]:
+        handle = self._sandbox.handle
+        assert handle is not None, "only a created sandbox is connected to"
+        assert handle.address is not None, "only a created sandbox is connected to"
+        link = await self._wiring.connect(handle.address, handle.token or "", timeout_s)
+        try:
+            return link, read_hello(link.hello, self._sandbox.sandbox_id, self._pool.spec)
+        except BaseException:
+            await link.close()
+            raise
+
+    async def _first_link(self) -> tuple[AgentLink, HelloSeen]:
+        clock = self._wiring.clock
+        until = clock.monotonic() + FIRST_HELLO_S
+        while True:
+            try:
+                return await self._connect(max(until - clock.monotonic(), CONNECT_S))
+            except LinkLost as error:
+                if await self._health() is Health.GONE:
+                    raise CreateFailed(f"its agent ended before it said hello: {error}") from error
+                if clock.monotonic() >= until:
+                    raise CreateFailed(f"its agent did not say hello within {FIRST_HELLO_S:g} s: {error}") from error
+            await self._wiring.timers.sleep(RECONNECT_EVERY_S)
+
+    async def _link_again(self, why: str) -> tuple[AgentLink, HelloSeen]:
+        """The link is gone: find out whether the sandbox is."""
+        clock = self._wiring.clock
+        until = clock.monotonic() + LOST_AFTER_S
+        while True:
+            if await self._health() is Health.GONE:
+                raise SandboxOver(f"its agent has ended ({why})")
+            try:
+                link, hello = await self._connect(CONNECT_S)
+            except LinkLost as error:
+                if clock.monotonic() >= until:
+                    raise SandboxOver(f"its agent could not be reached for {LOST_AFTER_S:g} s: {error}") from error
+            else:
+                if hello.boot == self._sandbox.boot:
+                    return link, hello
+                await link.close()
+                raise SandboxOver("another agent answers in its place: its own has ended")
+            await self._wiring.timers.sleep(RECONNECT_EVERY_S)
+
+    async def _watch(self, link: AgentLink) -> str:
+        """Tell the pool what the agent shows, until the link is gone. Returns how it went."""
+        try:
+            async with link.stream({"op": "watch"}) as stream:
+                async for event in stream:
+                    if isinstance(event, wire.Item):
+                        self._pool.slots_seen(self._sandbox, read_slots(event.meta, self._sandbox.sandbox_id))
+        except LinkLost as error:
+            return str(error)
+        except AgentRefused as error:
+            return f"its agent shows its slots no more: {error}"
+        return "its agent ended its watch"
+
+    def reset(self, order: ResetOrder) -> None:
+        """Have the agent reset a slot. Where the link is gone, the pool orders it again when it is back."""
+        if self._sandbox.reachable:
+            task = asyncio.create_task(self._reset(order))
+            self._resets.add(task)
+            task.add_done_callback(self._resets.discard)
+
+    async def _reset(self, order: ResetOrder) -> None:
+        link = self._sandbox.link
+        assert link is not None, "resets are asked of a reachable agent"
+        started = self._wiring.clock.monotonic()
+        meta = {"op": "reset", "slot": order.ref.slot_id, "epoch": order.epoch, "network": self._pool.spec.slots_have_network, "keep": order.keep}
+        try:
+            answer = await link.request(meta)
+        except LinkLost:
+            return
+        except AgentRefused as error:
+            self._pool.reset_done(order.ref, order.epoch, f"its agent will not reset it: {error}")
+            return
+        self._wiring.meter.observe("sandbox_reset_seconds", self._wiring.clock.monotonic() - started, pool=self._sandbox.pool)
+        problem = None if answer.get("state") == "ready" else str(answer.get("detail") or "its reset was not proven")[:2000]
+        self._pool.reset_done(order.ref, order.epoch, problem)
+
+    async def _destroy(self) -> None:
+        while self._sandbox.handle is not None:
+            try:
+                await self._backend.destroy(self._sandbox.handle)
+            except OSError as error:
+                log.warning(
+                    "a sandbox is still there: %s", error, extra={"sandbox_id": self._sandbox.sandbox_id, "pool": self._sandbox.pool}
+                )
+                await self._wiring.timers.sleep(DESTROY_AGAIN_S)
+            else:
+                break
+        self._pool.sandbox_gone(self._sandbox)

@@ -1,0 +1,385 @@
+"""The lease book of one pool: slots, leases, who waits, and the rule by which they meet. Synchronous; every method is one step, no I/O.
+
+A method that decides something leaves the work it causes in `resets` (slots that an agent must reset) and records what changed.
+The order: between tenants, the one with the least leased per weight; within a tenant priority, then arrival. A head that cannot be served yet
+reserves what comes free, nobody of its tenant overtakes it, and other tenants are served meanwhile only up to their share of the pool.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+from sandbox_server.core.clock import Clock
+from sandbox_server.core.lifecycle import SlotEvent
+from sandbox_server.core.types import AcquireRequest, Lease, LeaseState, PoolSpec, SlotRef, SlotState
+from sandbox_server.pool.ended import EndedLeases
+from sandbox_server.pool.holding import Holding, ResetOrder
+from sandbox_server.pool.slots import Holder, Slot, SlotTable
+from sandbox_server.pool.store import Record, SlotRecord
+from sandbox_server.pool.waiting import Waiter, WaitingLine
+
+KEPT_S = 60.0
+GRACE_S = 60.0
+
+
+class LeaseBook:
+    """Who has which slot of one pool, and who waits.
+
+    Args:
+        pool: the pool's name.
+        spec: the pool's spec; may be replaced.
+        clock: monotonic time rules deadlines, wall time is for what a client reads.
+        record: takes every change that must outlive a crash.
+        weight: a tenant's weight, more than 0.
+        new_lease_id: makes ids that nobody can guess.
+    """
+
+    def __init__(
+        self, pool: str, spec: PoolSpec, clock: Clock, record: Callable[[Record], None], weight: Callable[[str], float], new_lease_id: Callable[[], str]
+    ) -> None:
+        self.spec = spec
+        self.exclusive = False
+        self.table = SlotTable(self._slot_changed)
+        self.line = WaitingLine()
+        self.held: dict[str, Holding] = {}
+        self.ended = EndedLeases(record)
+        self.resets: list[ResetOrder] = []
+        self.leased_by: Counter[str] = Counter()
+        self._pool = pool
+        self._clock = clock
+        self._record = record
+        self._weight = weight
+        self._new_lease_id = new_lease_id
+        self._runs: dict[Holder, dict[str, None]] = {}
+        self._holder: Holder | None = None
+        self._ends: list[tuple[float, str]] = []
+        self._deadlines: list[tuple[float, int, Waiter]] = []
+        self._seq = itertools.count()
+
+    # Sandboxes and slots, as their agents show them.
+
+    def add_sandbox(self, sandbox_id: str) -> None:
+        """A sandbox whose slots will be shown one by one."""
+        self.table.add_shelf(sandbox_id)
+
+    def remove_sandbox(self, sandbox_id: str, detail: str) -> list[Lease]:
+        """A sandbox is over, and so are its leases. Returns them as they ended."""
+        lost = [slot.lease_id for slot in self.table.remove_shelf(sandbox_id) if slot.lease_id is not None]
+        return [self._end(self.held[lease_id], LeaseState.SANDBOX_LOST, detail) for lease_id in lost]
+
+    def slot_seen(self, ref: SlotRef, epoch: int, workspace: str, isolation: str) -> Slot:
+        """An agent shows a slot. A new one is not handed out before it is `cleaned`."""
+        slot = self.table.get(ref)
+        if slot is None:
+            slot = Slot(ref=ref, epoch=epoch, workspace=workspace, isolation=isolation, since=self._clock.monotonic())
+            self.table.add(slot)
+        elif slot.state in (SlotState.RESETTING, SlotState.READY) and isolation:
+            slot.workspace, slot.isolation = workspace, isolation
+        return slot
+
+    def cleaned(self, ref: SlotRef, epoch: int) -> bool:
+        """An agent says that the slot's reset to this epoch is proven. Returns whether that was news."""
+        slot = self.table.get(ref)
+        if slot is None or slot.state is not SlotState.RESETTING or slot.epoch != epoch:
+            return False
+        slot.since = self._clock.monotonic()
+        self.table.move(slot, SlotEvent.KEEP if slot.keep is not None else SlotEvent.CLEAN)
+        return True
+
+    def dirty(self, ref: SlotRef, detail: str) -> Lease | None:
+        """The slot cannot be proven clean, or the agent will not have it used. Returns the lease that this ended."""
+        slot = self.table.get(ref)
+        if slot is None or slot.state is SlotState.QUARANTINED:
+            return None
+        lease = self._end_of_slot(slot, detail)
+        slot.detail = detail
+        if lease is not None:
+            self.table.move(slot, SlotEvent.RELEASE)
+        self.table.move(slot, SlotEvent.DIRTY)
+        return lease
+
+    def broken(self, ref: SlotRef, detail: str) -> Lease | None:
+        """The slot's init died. It is reset, and its lease, returned here, has ended with it."""
+        slot = self.table.get(ref)
+        if slot is None or slot.state in (SlotState.QUARANTINED, SlotState.RESETTING):
+            return None
+        lease = self._end_of_slot(slot, detail)
+        self._reset(slot, SlotEvent.RECLAIM if lease is None else SlotEvent.RELEASE, keep=None)
+        return lease
+
+    def _end_of_slot(self, slot: Slot, detail: str) -> Lease | None:
+        if slot.lease_id is None:
+            return None
+        lease = self._end(self.held[slot.lease_id], LeaseState.SANDBOX_LOST, detail)
+        slot.lease_id = None
+        return lease
+
+    # Waiting and being served.
+
+    def enqueue(self, request: AcquireRequest, wait_s: float) -> Waiter:
+        """Queue a request. `assign` may serve it at once."""
+        now = self._clock.monotonic()
+        waiter = Waiter(request=request, seq=next(self._seq), arrived=now, deadline=now + wait_s, weight=self._weight(request.tenant))
+        self.line.add(waiter)
+        heapq.heappush(self._deadlines, (waiter.deadline, waiter.seq, waiter))
+        return waiter
+
+    def requeue(self, waiter: Waiter) -> None:
+        """What it was granted came to nothing before it was told: it waits again, at its old place and to its old deadline, which is still to come."""
+        waiter.leases = ()
+        self.line.add(waiter)
+
+    def abandon(self, waiter: Waiter) -> None:
+        """It does not want to wait any more."""
+        if waiter.waiting:
+            self.line.remove(waiter)
+
+    def overdue(self) -> list[Waiter]:
+        """Those who have waited as long as they would; they are still in the line."""
+        now = self._clock.monotonic()
+        late: list[Waiter] = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            waiter = heapq.heappop(self._deadlines)[2]
+            if waiter.waiting:
+                late.append(waiter)
+        return late
+
+    def assign(self) -> list[Waiter]:
+        """Serve whoever can be served now, in order. Returns them with their leases filled in."""
+        served: list[Waiter] = []
+        blocked: dict[str, Waiter] = {}
+        while self.table.free or self.table.counts[SlotState.KEPT]:
+            tenant = min((t for t in self.line.tenants() if t not in blocked), key=self._load, default=None)
+            if tenant is None:
+                break
+            waiter = self.line.head(tenant)
+            if self._may_have(waiter, within_share=bool(blocked)):
+                self._grant(waiter)
+                served.append(waiter)
+            else:
+                blocked[tenant] = waiter
+                if self.exclusive:
+                    break
+        if blocked:
+            self._reclaim_for(blocked.values())
+        return served
+
+    def _load(self, tenant: str) -> tuple[float, int]:
+        head = self.line.head(tenant)
+        return self.leased_by[tenant] / head.weight, head.seq
+
+    def _may_have(self, waiter: Waiter, *, within_share: bool) -> bool:
+        request = waiter.request
+        kept = len(self._kept_for(request))
+        if self.table.free + kept < request.count or (self.exclusive and not self._is_holder(request)):
+            return False
+        # What was kept for this run comes from nobody's share.
+        return not within_share or request.count <= kept or self.leased_by[request.tenant] + request.count <= self._share(request.tenant)
+
+    def _is_holder(self, request: AcquireRequest) -> bool:
+        counts = self.table.counts
+        busy = counts[SlotState.LEASED] + counts[SlotState.RESETTING] + counts[SlotState.KEPT]
+        return not busy or self._holder in (None, (request.tenant, request.run_id))
+
+    def _share(self, tenant: str) -> float:
+        active = {name for name, leased in self.leased_by.items() if leased} | set(self.line.tenants())
+        return self.table.usable() * self._weight(tenant) / sum(self._weight(name) for name in active)
+
+    def _kept_for(self, request: AcquireRequest) -> list[Slot]:
+        if request.run_id is None or not self.table.counts[SlotState.KEPT]:
+            return []
+        return self.table.kept_for((request.tenant, request.run_id))
+
+    def _reclaim_for(self, blocked: Iterable[Waiter]) -> None:
+        """Nothing else is free: kept slots become anyone's, as many as the heads lack."""
+        own = {(waiter.request.tenant, waiter.request.run_id) for waiter in blocked}
+        lacking = sum(waiter.request.count - len(self._kept_for(waiter.request)) for waiter in blocked)
+        lacking -= self.table.free + self.table.counts[SlotState.RESETTING]
+        if lacking > 0:
+            others = (slot for slot in self.table.kept() if slot.keep not in own)
+            for slot in list(itertools.islice(others, lacking)):
+                self._reset(slot, SlotEvent.RECLAIM, keep=None)
+
+    def _grant(self, waiter: Waiter) -> None:
+        request = waiter.request
+        self.line.remove(waiter)
+        self._holder = (request.tenant, request.run_id)
+        kept = self._kept_for(request)
+        mono, wall = self._clock.monotonic(), self._clock.wall()
+        waiter.leases = tuple(
+            self._lease_slot(kept[index] if index < len(kept) else self.table.next_free(), request, index, mono, wall) for index in range(request.count)
+        )
+
+    def _lease_slot(self, slot: Slot, request: AcquireRequest, index: int, mono: float, wall: float) -> Lease:
+        was_kept = slot.state is SlotState.KEPT
+        lease = Lease(
+            lease_id=self._new_lease_id(),
+            epoch=slot.epoch,
+            pool=self._pool,
+            sandbox_id=slot.ref.sandbox_id,
+            slot_id=slot.ref.slot_id,
+            tenant=request.tenant,
+            trajectory_id=request.trajectory_ids[index] if index < len(request.trajectory_ids) else None,
+            run_id=request.run_id,
+            state=LeaseState.HELD,
+            ttl_s=request.ttl_s,
+            acquired_at=wall,
+            expires_at=wall + request.ttl_s,
+            workspace=slot.workspace,
+            isolation=slot.isolation,
+            allow_network=self.spec.slots_have_network and request.allow_network is not False,
+            cache=request.cache,
+            workspace_kept=was_kept,
+            labels=request.labels,
+        )
+        slot.lease_id = lease.lease_id
+        self.table.move(slot, SlotEvent.GRANT)
+        self._hold(Holding(lease, deadline=mono + request.ttl_s))
+        self._record(lease)
+        return lease
+
+    def _hold(self, holding: Holding) -> None:
+        lease = holding.lease
+        self.held[lease.lease_id] = holding
+        self.leased_by[lease.tenant] += 1
+        self._runs.setdefault((lease.tenant, lease.run_id), {})[lease.lease_id] = None
+        heapq.heappush(self._ends, (holding.deadline, lease.lease_id))
+
+    # Ending.
+
+    def release(self, lease_id: str, *, keep: bool = False, state: LeaseState = LeaseState.RELEASED, detail: str = "released") -> Lease:
+        """End a held lease and have its slot reset. `keep`: for its run, if it has one, the files stay."""
+        holding = self.held[lease_id]
+        slot = self.table.get(holding.lease.slot)
+        assert slot is not None, "a held lease has a slot"
+        lease = self._end(holding, state, detail)
+        slot.lease_id = None
+        self._reset(slot, SlotEvent.RELEASE, keep=(lease.tenant, lease.run_id) if keep and lease.run_id is not None else None)
+        return lease
+
+    def reclaim_run(self, tenant: str, run_id: str) -> None:
+        """The run is over: nothing is kept for it any more."""
+        for slot in self.table.kept_for((tenant, run_id)):
+            self._reset(slot, SlotEvent.RECLAIM, keep=None)
+
+    def lease_ids_of_run(self, tenant: str, run_id: str | None) -> list[str]:
+        """The leases this run holds."""
+        return list(self._runs.get((tenant, run_id), ()))
+
+    def expire(self) -> list[Lease]:
+        """End what is past its time: leases, kept slots, the memory of ended leases. Returns the leases."""
+        now = self._clock.monotonic()
+        expired: list[Lease] = []
+        while self._ends and self._ends[0][0] <= now:
+            lease_id = heapq.heappop(self._ends)[1]
+            holding = self.held.get(lease_id)
+            if holding is None:
+                continue
+            if holding.running:
+                holding.parked = True
+            elif holding.ends_at > now:
+                heapq.heappush(self._ends, (holding.ends_at, lease_id))
+            else:
+                expired.append(self.release(lease_id, state=LeaseState.EXPIRED, detail=f"expired: not renewed for its ttl_s of {holding.lease.ttl_s:g} s"))
+        for slot in list(itertools.takewhile(lambda slot: slot.since + KEPT_S <= now, self.table.kept())):
+            self._reset(slot, SlotEvent.RECLAIM, keep=None)
+        self.ended.purge(now)
+        return expired
+
+    def next_due(self) -> float:
+        """When `expire` or `overdue` may have something to do next, monotonic."""
+        due = [heap[0][0] for heap in (self._ends, self._deadlines) if heap]
+        due.extend(slot.since + KEPT_S for slot in itertools.islice(self.table.kept(), 1))
+        return min(due, default=float("inf"))
+
+    def _end(self, holding: Holding, state: LeaseState, detail: str) -> Lease:
+        lease = replace(holding.lease, state=state, ended_at=self._clock.wall(), end_detail=detail)
+        del self.held[lease.lease_id]
+        self.leased_by[lease.tenant] -= 1
+        if not self.leased_by[lease.tenant]:
+            del self.leased_by[lease.tenant]
+        of_run = self._runs[lease.tenant, lease.run_id]
+        del of_run[lease.lease_id]
+        if not of_run:
+            del self._runs[lease.tenant, lease.run_id]
+        self.ended.add(lease, self._clock.monotonic())
+        return lease
+
+    def _reset(self, slot: Slot, event: SlotEvent, keep: Holder | None) -> None:
+        # The next holder's epoch starts here: from now on the agent refuses whatever still comes from the last one.
+        slot.epoch += 1
+        slot.since = self._clock.monotonic()
+        self.table.move(slot, event, keep)
+        self.resets.append(ResetOrder(ref=slot.ref, epoch=slot.epoch, keep=keep is not None))
+
+    # Holding.
+
+    def renew(self, lease_id: str, ttl_s: float) -> Lease:
+        """Let a held lease last at least `ttl_s` from now; never shortens."""
+        holding = self.held[lease_id]
+        now = self._clock.monotonic()
+        holding.deadline = max(holding.deadline, now + ttl_s)
+        # Shown from the monotonic deadline, so that a jump of the wall clock shortens nothing that a client reads later.
+        expires_at = self._clock.wall() + holding.deadline - now
+        holding.lease = replace(holding.lease, ttl_s=ttl_s, expires_at=expires_at)
+        self._record(holding.lease)
+        return holding.lease
+
+    def call_started(self, lease_id: str) -> None:
+        """A call runs in this lease; it does not expire under it. Nothing happens if it has ended."""
+        holding = self.held.get(lease_id)
+        if holding is not None:
+            holding.running += 1
+
+    def call_ended(self, lease_id: str) -> None:
+        """The other end of `call_started`."""
+        holding = self.held.get(lease_id)
+        if holding is None or not holding.running:
+            return
+        holding.running -= 1
+        holding.quiet_since = self._clock.monotonic()
+        if holding.parked and not holding.running:
+            holding.parked = False
+            heapq.heappush(self._ends, (holding.ends_at, lease_id))
+
+    # After a crash.
+
+    def restore(self, slots: Sequence[SlotRecord], leases: Sequence[Lease]) -> None:
+        """Fill an empty book from what was recorded. Sandboxes must have been added.
+
+        Leases that held get a grace; a slot that was between two holders is reset again.
+        """
+        now, wall = self._clock.monotonic(), self._clock.wall()
+        for lease in leases:
+            if lease.state is not LeaseState.HELD:
+                self.ended.restore(lease, now - max(0.0, wall - (lease.ended_at or wall)))
+        held = {lease.slot: lease for lease in leases if lease.state is LeaseState.HELD}
+        for record in slots:
+            slot = Slot(ref=record.ref, epoch=record.epoch, workspace=record.workspace, isolation=record.isolation, since=now, fresh=False)
+            slot.state, slot.keep = record.state, record.keep
+            holder = held.get(record.ref)
+            if holder is not None and holder.epoch == record.epoch and slot.state is SlotState.LEASED:
+                slot.lease_id = holder.lease_id
+                left_s = max(holder.expires_at - wall, min(holder.ttl_s, GRACE_S))
+                holder = replace(holder, expires_at=wall + left_s)
+                self._hold(Holding(holder, deadline=now + left_s))
+                self._record(holder)
+            self.table.add(slot)
+            self._settle_restored(slot)
+
+    def _settle_restored(self, slot: Slot) -> None:
+        if slot.state is SlotState.LEASED and slot.lease_id is None:
+            self._reset(slot, SlotEvent.RELEASE, keep=None)
+        elif slot.state is SlotState.RESETTING:
+            self.resets.append(ResetOrder(ref=slot.ref, epoch=slot.epoch, keep=slot.keep is not None))
+
+    def _slot_changed(self, slot: Slot) -> None:
+        self._record(
+            SlotRecord(
+                ref=slot.ref, pool=self._pool, state=slot.state, epoch=slot.epoch, workspace=slot.workspace, isolation=slot.isolation, keep=slot.keep
+            )
+        )

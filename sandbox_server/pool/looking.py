@@ -1,0 +1,85 @@
+"""What a pool looks like: to its plan, to callers. Reads, changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from sandbox_server.core.types import PoolSpec, PoolView, SandboxState, SandboxView, SlotState
+from sandbox_server.pool.leases import LeaseBook
+from sandbox_server.pool.plan import SandboxSeen, Snapshot
+from sandbox_server.pool.sandbox import Sandbox
+
+if TYPE_CHECKING:
+    from sandbox_server.pool.pool import Pool
+
+
+def snapshot(spec: PoolSpec, sandboxes: Iterable[Sandbox], book: LeaseBook, retry_at: float, *, closing: bool) -> Snapshot:
+    """What the plan must know of a pool."""
+    seen = [_seen(sandbox, book, spec) for sandbox in sandboxes]
+    return Snapshot(spec=spec, sandboxes=seen, slots_wanted=book.line.slots_wanted, retry_at=retry_at, closing=closing)
+
+
+def _seen(sandbox: Sandbox, book: LeaseBook, spec: PoolSpec) -> SandboxSeen:
+    shelf = book.table.shelves.get(sandbox.sandbox_id)
+    if shelf is None:
+        return SandboxSeen(sandbox_id=sandbox.sandbox_id, state=sandbox.state, destroying=sandbox.destroying)
+    counts = shelf.counts
+    not_shown = max(0, spec.slots_per_sandbox - len(shelf.slots))
+    is_idle = not counts[SlotState.LEASED] and not counts[SlotState.KEPT]
+    return SandboxSeen(
+        sandbox_id=sandbox.sandbox_id,
+        state=sandbox.state,
+        ready=counts[SlotState.READY],
+        leased=counts[SlotState.LEASED],
+        coming=counts[SlotState.RESETTING] + not_shown,
+        kept=counts[SlotState.KEPT],
+        quarantined=counts[SlotState.QUARANTINED],
+        ready_at=sandbox.ready_at,
+        idle_since=sandbox.idle_since if is_idle else None,
+        destroying=sandbox.destroying,
+    )
+
+
+def pool_view(pool: Pool, origin: str) -> PoolView:
+    """What a caller may see of a pool. `origin`: where its spec came from."""
+    counts = pool.book.table.counts
+    states = [sandbox.state for sandbox in pool.sandboxes.values()]
+    return PoolView(
+        name=pool.name,
+        spec=pool.spec,
+        origin=origin,
+        isolation=pool.shown.isolation if pool.shown is not None else None,
+        capabilities=pool.shown.capabilities if pool.shown is not None else {},
+        slots={state.value: counts[state] for state in SlotState},
+        sandboxes={state.value: states.count(state) for state in SandboxState if state is not SandboxState.GONE},
+        queue=len(pool.book.line),
+        last_error=pool.last_error,
+    )
+
+
+def sandbox_views(pool: Pool) -> list[SandboxView]:
+    """What a caller may see of a pool's sandboxes."""
+    views = []
+    for sandbox in pool.sandboxes.values():
+        shelf = pool.book.table.shelves.get(sandbox.sandbox_id)
+        view = SandboxView(
+            sandbox_id=sandbox.sandbox_id,
+            pool=pool.name,
+            backend=pool.spec.backend,
+            state=sandbox.state,
+            isolation=sandbox.isolation or None,
+            slots={state.value: shelf.counts[state] if shelf is not None else 0 for state in SlotState},
+            created_at=sandbox.created_wall,
+            ends_at=None,
+            last_error=sandbox.why or None,
+        )
+        views.append(view)
+    return views
+
+
+def readiness(pool: Pool) -> dict[str, Any]:
+    """Whether a pool has its minimum, or a permanent error to show."""
+    ready = sum(1 for sandbox in pool.sandboxes.values() if sandbox.state is SandboxState.READY and sandbox.reachable)
+    is_ready = ready >= pool.spec.min_sandboxes or pool.hopeless is not None
+    return {"ready": is_ready, "sandboxes": ready, "min_sandboxes": pool.spec.min_sandboxes, "last_error": pool.last_error}

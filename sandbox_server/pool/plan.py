@@ -1,0 +1,169 @@
+"""What a pool should do about its sandboxes, decided from a snapshot alone.
+
+`plan` looks and says; the pool acts, and counts what it has begun before it looks again. So creations under way are in the snapshot as STARTING,
+and what is being taken away still counts until the backend says that it is gone: a pool is never larger than `max_sandboxes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from sandbox_server.core.types import PoolSpec, SandboxState
+
+BACKOFF_FIRST_S = 0.5
+BACKOFF_MAX_S = 30.0
+#: A sandbox is replaced once this part of its slots is in quarantine.
+QUARANTINED_PART = 0.25
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SandboxSeen:
+    """What the plan must know of one sandbox. Times are monotonic; `ready_at` and `idle_since` are None where it is neither.
+
+    `coming` counts slots that are being started or reset, `kept` those that a waiter may take over. `destroying`: the backend is at it.
+    """
+
+    sandbox_id: str
+    state: SandboxState
+    ready: int = 0
+    leased: int = 0
+    coming: int = 0
+    kept: int = 0
+    quarantined: int = 0
+    ready_at: float | None = None
+    idle_since: float | None = None
+    destroying: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Snapshot:
+    """A pool at one moment. `closing`: it is going away and shall have no sandbox. `retry_at`: creating failed, not before then."""
+
+    spec: PoolSpec
+    sandboxes: Sequence[SandboxSeen] = ()
+    slots_wanted: int = 0
+    retry_at: float = 0.0
+    closing: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Create:
+    """Make one sandbox."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Give this sandbox no new leases."""
+
+    sandbox_id: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Retire:
+    """Take this sandbox away. It has no leases, unless `ends_leases` says that its time is over whatever runs in it."""
+
+    sandbox_id: str
+    why: str
+    ends_leases: bool = False
+
+
+Action = Create | Drain | Retire
+
+
+def plan(seen: Snapshot, now: float) -> list[Action]:
+    """What to do now, in order.
+
+    Args:
+        seen: the pool, with everything that is under way.
+        now: monotonic seconds.
+    """
+    actions: list[Action] = []
+    drained: set[str] = set()
+    for sandbox in seen.sandboxes:
+        action = _end_of_life(seen, sandbox, now)
+        if action is not None:
+            actions.append(action)
+            drained.add(sandbox.sandbox_id)
+    staying = [s for s in seen.sandboxes if s.sandbox_id not in drained and s.state in (SandboxState.STARTING, SandboxState.READY)]
+    if not seen.closing:
+        lacking = _lacking(seen, staying)
+        if lacking > 0 and now >= seen.retry_at:
+            actions.extend(Create() for _ in range(min(lacking, seen.spec.max_sandboxes - len(seen.sandboxes))))
+        elif lacking < 0:
+            actions.extend(_surplus(seen, staying, now))
+    return actions
+
+
+def next_due(seen: Snapshot, now: float) -> float:
+    """When `plan` may say something new although nothing happens, monotonic."""
+    spec = seen.spec
+    due = [seen.retry_at] if seen.retry_at > now else []
+    for sandbox in seen.sandboxes:
+        if sandbox.ready_at is not None:
+            due.append(sandbox.ready_at + spec.max_lifetime_s + (0.0 if sandbox.state is SandboxState.READY else spec.max_lease_s))
+        if sandbox.idle_since is not None and sandbox.state is SandboxState.READY:
+            due.append(sandbox.idle_since + spec.idle_timeout_s)
+    return min((at for at in due if at > now), default=float("inf"))
+
+
+def backoff_s(failures: int, jitter: Callable[[], float]) -> float:
+    """How long to wait after this many failing creates in a row: doubling, bounded, and spread by half so that pools do not retry in step.
+
+    Args:
+        failures: at least 1.
+        jitter: a random number from 0 to 1.
+    """
+    return float(min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2.0 ** min(failures - 1, 16)) * (0.75 + 0.5 * jitter()))
+
+
+def _end_of_life(seen: Snapshot, sandbox: SandboxSeen, now: float) -> Action | None:
+    spec = seen.spec
+    if sandbox.destroying or sandbox.state in (SandboxState.FAILED, SandboxState.GONE):
+        return None
+    age_s = 0.0 if sandbox.ready_at is None else now - sandbox.ready_at
+    if age_s >= spec.max_lifetime_s + spec.max_lease_s:
+        return Retire(sandbox.sandbox_id, "max_lifetime_s and max_lease_s are over", ends_leases=True)
+    if sandbox.state is SandboxState.DRAINING:
+        return Retire(sandbox.sandbox_id, "drained") if sandbox.leased == 0 else None
+    if seen.closing:
+        return Drain(sandbox.sandbox_id, "the pool is going away")
+    if sandbox.state is not SandboxState.READY:
+        return None
+    if age_s >= spec.max_lifetime_s:
+        return Drain(sandbox.sandbox_id, "max_lifetime_s is over")
+    if sandbox.quarantined >= max(1, ceil(spec.slots_per_sandbox * QUARANTINED_PART)):
+        return Drain(sandbox.sandbox_id, f"{sandbox.quarantined} of its slots are in quarantine")
+    return None
+
+
+def _lacking(seen: Snapshot, staying: Sequence[SandboxSeen]) -> int:
+    """How many sandboxes there are too few; below zero, how many there are beyond the minimum and nobody waits."""
+    spec = seen.spec
+    wanted = seen.slots_wanted + spec.warm_slots
+    coming = sum(spec.slots_per_sandbox if s.state is SandboxState.STARTING else s.ready + s.coming for s in staying)
+    # Kept slots are taken over before a new sandbox is made for a waiter, but they are not warm.
+    coming += min(sum(s.kept for s in staying), seen.slots_wanted)
+    lacking = max(spec.min_sandboxes - len(staying), ceil((wanted - coming) / spec.slots_per_sandbox))
+    if lacking > 0:
+        return lacking
+    return min(0, spec.min_sandboxes - len(staying)) if not seen.slots_wanted else 0
+
+
+def _surplus(seen: Snapshot, staying: Sequence[SandboxSeen], now: float) -> list[Action]:
+    """Idle sandboxes above the minimum, longest idle first, as long as the warm slots stay warm."""
+    spec = seen.spec
+    idle = [s for s in staying if s.state is SandboxState.READY and s.idle_since is not None and now - s.idle_since >= spec.idle_timeout_s]
+    idle.sort(key=lambda s: s.idle_since or 0.0)
+    ready = sum(s.ready for s in staying)
+    above = len(staying) - spec.min_sandboxes
+    actions: list[Action] = []
+    for sandbox in idle:
+        if above <= 0 or ready - sandbox.ready < spec.warm_slots:
+            break
+        above -= 1
+        ready -= sandbox.ready
+        actions.append(Drain(sandbox.sandbox_id, f"idle for idle_timeout_s of {spec.idle_timeout_s:g} s"))
+    return actions

@@ -1,0 +1,148 @@
+"""One sandbox as its pool knows it, and what of its agent's words the pool believes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from sandbox_server.backends.base import CreateFailed
+from sandbox_server.core.lifecycle import SandboxEvent, next_sandbox_state
+from sandbox_server.core.types import Handle, PoolSpec, SandboxState, SlotRef
+from sandbox_server.link import AgentLink
+from sandbox_server.pool.store import SandboxRecord
+
+MODES = frozenset({"bwrap", "uid", "dedicated", "none"})
+SLOT_STATES = frozenset({"starting", "ready", "resetting", "quarantined", "broken"})
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Sandbox:
+    """One sandbox. `state` is moved by `happen` alone; times without a clock in their name are monotonic."""
+
+    sandbox_id: str
+    pool: str
+    created_wall: float
+    state: SandboxState = SandboxState.STARTING
+    handle: Handle | None = None
+    link: AgentLink | None = None
+    boot: str | None = None
+    isolation: str = ""
+    ready_at: float | None = None
+    idle_since: float | None = None
+    destroying: bool = False
+    why: str = ""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def happen(self, event: SandboxEvent) -> None:
+        """Let something happen to it.
+
+        Raises:
+            UnlistedMove: it cannot happen in this state.
+        """
+        self.state = next_sandbox_state(self.state, event)
+        self.wake()
+
+    def wake(self) -> None:
+        """Let those look again who wait for something to change."""
+        changed, self.changed = self.changed, asyncio.Event()
+        changed.set()
+
+    @property
+    def reachable(self) -> bool:
+        """Whether its agent can be spoken to now."""
+        return self.link is not None and not self.link.closed.done()
+
+    def record(self) -> SandboxRecord:
+        """What must be known of it after a crash."""
+        return SandboxRecord(
+            sandbox_id=self.sandbox_id, pool=self.pool, state=self.state, handle=self.handle, created_at=self.created_wall, boot=self.boot
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlotSeen:
+    """What an agent said of one slot, checked."""
+
+    ref: SlotRef
+    epoch: int
+    state: str
+    workspace: str
+    isolation: str
+    detail: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HelloSeen:
+    """What an agent said of itself, checked."""
+
+    boot: str
+    isolation: str
+    capabilities: Mapping[str, Any]
+
+
+class AgentNonsense(Exception):
+    """An agent said something that no agent of ours says."""
+
+
+def read_hello(hello: Mapping[str, Any], sandbox_id: str, spec: PoolSpec) -> HelloSeen:
+    """Check an agent's hello against what the pool asks for.
+
+    Raises:
+        CreateFailed: hopeless, because this machine or image cannot give the pool what its spec asks.
+        AgentNonsense: the hello is not one.
+    """
+    boot, isolation, capabilities = hello.get("boot"), hello.get("isolation"), hello.get("capabilities") or {}
+    if hello.get("sandbox_id") != sandbox_id or not isinstance(boot, str) or not boot or not isinstance(capabilities, dict):
+        raise AgentNonsense("its hello lacks the boot nonce, the capabilities or the right sandbox id")
+    if isolation is None:
+        raise CreateFailed(f"no isolation mode works here: {str(hello.get('error') or 'the agent gave no reason')[:2000]}", hopeless=True)
+    if isolation not in MODES:
+        raise AgentNonsense(f"it isolates by {isolation!r}, which is no mode")
+    if isolation == "none" and spec.require_sandbox:
+        raise CreateFailed("the pool asks for require_sandbox, and no mode of at least 'uid' works here", hopeless=True)
+    if isolation == "none" and not spec.allow_none:
+        raise CreateFailed("only mode 'none' works here, and the pool does not set allow_none", hopeless=True)
+    if not spec.slots_have_network and "none" not in _strings(capabilities, "network"):
+        raise CreateFailed(f"the pool's slots shall have no network, which mode {isolation!r} cannot enforce here", hopeless=True)
+    missing = {"bash_stateful", "tmux"} - _strings(capabilities, "tools") if spec.require_stateful_sandbox else set()
+    if missing:
+        raise CreateFailed(f"the pool asks for require_stateful_sandbox, and this agent lacks {', '.join(sorted(missing))}", hopeless=True)
+    return HelloSeen(boot=boot[:200], isolation=isolation, capabilities=capabilities)
+
+
+def _strings(capabilities: Mapping[str, Any], name: str) -> set[str]:
+    values = capabilities.get(name)
+    return {value for value in values if isinstance(value, str)} if isinstance(values, list) else set()
+
+
+def read_slots(meta: Mapping[str, Any], sandbox_id: str) -> list[SlotSeen]:
+    """Check what an agent says of its slots.
+
+    Raises:
+        AgentNonsense: it is not what an agent says.
+    """
+    slots = meta.get("slots")
+    if not isinstance(slots, list):
+        raise AgentNonsense("it shows no list of slots")
+    return [_read_slot(slot, sandbox_id) for slot in slots]
+
+
+def _read_slot(slot: Any, sandbox_id: str) -> SlotSeen:
+    if not isinstance(slot, dict):
+        raise AgentNonsense("it shows a slot that is no object")
+    slot_id, epoch, state = slot.get("slot_id"), slot.get("epoch"), slot.get("state")
+    if not isinstance(slot_id, str) or not 0 < len(slot_id) <= 64:
+        raise AgentNonsense("it shows a slot without an id")
+    if not isinstance(epoch, int) or not 0 <= epoch < 1 << 53 or state not in SLOT_STATES:
+        raise AgentNonsense(f"it shows slot {slot_id!r} in epoch {epoch!r} and state {state!r}")
+    workspace, isolation = slot.get("workspace"), slot.get("isolation")
+    return SlotSeen(
+        ref=SlotRef(sandbox_id=sandbox_id, slot_id=slot_id),
+        epoch=epoch,
+        state=state,
+        workspace=workspace if isinstance(workspace, str) else "",
+        isolation=isolation if isinstance(isolation, str) and isolation in MODES else "",
+        detail=str(slot.get("detail") or "")[:2000],
+    )

@@ -1,0 +1,190 @@
+"""Where the service keeps what must outlive a crash. The seam, and the store that forgets.
+
+Records are values: the newest record of a thing replaces the older one. `put` only queues, in order and without waiting, so that a decision
+and its record are one step; an answer that depends on them leaves after `flush`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from sandbox_server.core.execution import Result
+from sandbox_server.core.types import AcquireRequest, Handle, Lease, SandboxState, SlotRef, SlotState
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SandboxRecord:
+    """A sandbox, with the last checkpoint of its creation and the boot nonce its agent showed. `GONE` deletes it and its slots."""
+
+    sandbox_id: str
+    pool: str
+    state: SandboxState
+    handle: Handle | None
+    created_at: float
+    boot: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlotRecord:
+    """A slot and the epoch it is in. `keep` is the tenant and run its files stay for."""
+
+    ref: SlotRef
+    pool: str
+    state: SlotState
+    epoch: int
+    workspace: str
+    isolation: str
+    keep: tuple[str, str | None] | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeyRecord:
+    """What a `request_key` of a tenant was granted."""
+
+    tenant: str
+    key: str
+    request: AcquireRequest
+    lease_ids: tuple[str, ...]
+    granted_at: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Forgotten:
+    """A lease, with its calls' verdicts, or a request key that nobody may ask for any more."""
+
+    lease_id: str | None = None
+    key: tuple[str, str] | None = None
+
+
+Record = SandboxRecord | SlotRecord | Lease | KeyRecord | Forgotten
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """How a call ended, under the identity (tool and arguments) it was made with."""
+
+    identity: bytes
+    result: Result
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class State:
+    """Everything a store remembers, for a service that starts."""
+
+    sandboxes: Sequence[SandboxRecord] = ()
+    slots: Sequence[SlotRecord] = ()
+    leases: Sequence[Lease] = ()
+    keys: Sequence[KeyRecord] = ()
+
+
+class Store(Protocol):
+    """What the pool and the dispatch remember."""
+
+    @property
+    def durable(self) -> bool:
+        """Whether a service started later finds what is put here; if not, nothing could adopt its sandboxes."""
+        ...
+
+    def put(self, record: Record) -> None:
+        """Queue one record. Never waits, never fails."""
+        ...
+
+    async def flush(self) -> None:
+        """Return once everything put so far will survive a crash.
+
+        Raises:
+            StorageUnavailable: it cannot be written; promise nothing that rests on it.
+        """
+        ...
+
+    def load(self) -> State:
+        """What was remembered when the store was opened."""
+        ...
+
+    def record_verdict(self, lease_id: str, call_id: str, identity: bytes, result: Result) -> None:
+        """Remember how a call ended, for as long as its lease is remembered. The first verdict stays. Queued as `put` does."""
+        ...
+
+    def verdict(self, lease_id: str, call_id: str) -> Verdict | None:
+        """What was recorded for this call."""
+        ...
+
+    def verdict_count(self, lease_id: str) -> int:
+        """How many calls of this lease have a verdict."""
+        ...
+
+    async def close(self) -> None:
+        """Write what is queued and let go."""
+        ...
+
+
+@dataclass
+class MemoryStore:
+    """A store that forgets when the process ends, and otherwise keeps the promises of `Store`."""
+
+    durable: bool = False
+    sandboxes: dict[str, SandboxRecord] = field(default_factory=dict)
+    slots: dict[SlotRef, SlotRecord] = field(default_factory=dict)
+    leases: dict[str, Lease] = field(default_factory=dict)
+    keys: dict[tuple[str, str], KeyRecord] = field(default_factory=dict)
+    verdicts: dict[str, dict[str, Verdict]] = field(default_factory=dict)
+    _slots_of: dict[str, set[SlotRef]] = field(default_factory=dict)
+
+    def put(self, record: Record) -> None:
+        """Remember one record."""
+        if isinstance(record, SlotRecord):
+            self.slots[record.ref] = record
+            self._slots_of.setdefault(record.ref.sandbox_id, set()).add(record.ref)
+        elif isinstance(record, Lease):
+            self.leases[record.lease_id] = record
+        elif isinstance(record, SandboxRecord):
+            self._put_sandbox(record)
+        elif isinstance(record, KeyRecord):
+            self.keys[record.tenant, record.key] = record
+        else:
+            self._forget(record)
+
+    def _put_sandbox(self, record: SandboxRecord) -> None:
+        if record.state is not SandboxState.GONE:
+            self.sandboxes[record.sandbox_id] = record
+            return
+        self.sandboxes.pop(record.sandbox_id, None)
+        for ref in self._slots_of.pop(record.sandbox_id, ()):
+            del self.slots[ref]
+
+    def _forget(self, record: Forgotten) -> None:
+        if record.lease_id is not None:
+            self.leases.pop(record.lease_id, None)
+            self.verdicts.pop(record.lease_id, None)
+        if record.key is not None:
+            self.keys.pop(record.key, None)
+
+    async def flush(self) -> None:
+        """There is nothing to wait for."""
+
+    def load(self) -> State:
+        """What is remembered now."""
+        return State(
+            sandboxes=tuple(self.sandboxes.values()),
+            slots=tuple(self.slots.values()),
+            leases=tuple(self.leases.values()),
+            keys=tuple(self.keys.values()),
+        )
+
+    def record_verdict(self, lease_id: str, call_id: str, identity: bytes, result: Result) -> None:
+        """Remember how a call ended; the first verdict stays."""
+        self.verdicts.setdefault(lease_id, {}).setdefault(call_id, Verdict(identity=identity, result=result))
+
+    def verdict(self, lease_id: str, call_id: str) -> Verdict | None:
+        """What was recorded for this call."""
+        calls = self.verdicts.get(lease_id)
+        return None if calls is None else calls.get(call_id)
+
+    def verdict_count(self, lease_id: str) -> int:
+        """How many calls of this lease have a verdict."""
+        return len(self.verdicts.get(lease_id, ()))
+
+    async def close(self) -> None:
+        """There is nothing to let go of."""

@@ -1,0 +1,76 @@
+"""The line of those who wait for slots of one pool: within a tenant priority, then arrival. Plain data."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from sandbox_server.core.types import AcquireRequest, Lease
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Waiter:
+    """One acquire in the queue. `leases` is filled when it is served."""
+
+    request: AcquireRequest
+    seq: int
+    arrived: float
+    deadline: float
+    weight: float
+    leases: tuple[Lease, ...] = ()
+    waiting: bool = True
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Smaller is served earlier within its tenant."""
+        return (-self.request.priority, self.seq)
+
+
+class WaitingLine:
+    """Waiters by tenant, each tenant's in order."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[str, list[tuple[int, int]]] = {}
+        self._waiters: dict[tuple[int, int], Waiter] = {}
+        self.slots_wanted = 0
+
+    def __len__(self) -> int:
+        return len(self._waiters)
+
+    def add(self, waiter: Waiter) -> None:
+        """Queue it where it belongs."""
+        insort(self._ranks.setdefault(waiter.request.tenant, []), waiter.rank)
+        self._waiters[waiter.rank] = waiter
+        self.slots_wanted += waiter.request.count
+        waiter.waiting = True
+
+    def remove(self, waiter: Waiter) -> None:
+        """It waits no more."""
+        tenant, rank = waiter.request.tenant, waiter.rank
+        ranks = self._ranks[tenant]
+        del ranks[bisect_left(ranks, rank)]
+        if not ranks:
+            del self._ranks[tenant]
+        del self._waiters[rank]
+        self.slots_wanted -= waiter.request.count
+        waiter.waiting = False
+
+    def tenants(self) -> Iterable[str]:
+        """Who has somebody waiting."""
+        return self._ranks.keys()
+
+    def head(self, tenant: str) -> Waiter:
+        """The tenant's first."""
+        return self._waiters[self._ranks[tenant][0]]
+
+    def all(self) -> list[Waiter]:
+        """Everybody who waits, in no order that means anything."""
+        return list(self._waiters.values())
+
+    def position(self, waiter: Waiter) -> int:
+        """About how many are served no later than this one, itself included: its tenant's before it, and as many of each other tenant's."""
+        ranks = self._ranks[waiter.request.tenant]
+        place = bisect_left(ranks, waiter.rank) + 1
+        others = sum(min(len(other), place - 1) for tenant, other in self._ranks.items() if tenant != waiter.request.tenant)
+        return place + others

@@ -1,0 +1,91 @@
+"""What every pool is given: the clock, the store, how to connect, how to make ids. Values and functions to inject, no logic."""
+
+from __future__ import annotations
+
+import random
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from sandbox_server.core.clock import Clock
+from sandbox_server.link import AgentLink
+from sandbox_server.pool.store import Store
+from sandbox_server.pool.ticker import LoopTimers, Timers
+
+
+class Connect(Protocol):
+    """How a link to an agent is made: `AgentLink.connect`, or a fake's."""
+
+    async def __call__(self, address: str, token: str, timeout_s: float) -> AgentLink:
+        """Connect and exchange hellos.
+
+        Raises:
+            LinkLost: nobody answers there as an agent should.
+        """
+        ...
+
+
+class Meter(Protocol):
+    """Takes figures; `telemetry` makes metrics of them."""
+
+    def count(self, name: str, **labels: str) -> None:
+        """One more of these."""
+        ...
+
+    def observe(self, name: str, value: float, **labels: str) -> None:
+        """One measured value."""
+        ...
+
+
+class NoMeter:
+    """Takes figures and keeps none."""
+
+    def count(self, name: str, **labels: str) -> None:
+        """Nothing."""
+
+    def observe(self, name: str, value: float, **labels: str) -> None:
+        """Nothing."""
+
+
+def new_lease_id() -> str:
+    """An id that nobody can guess."""
+    return "l-" + secrets.token_urlsafe(16)
+
+
+def new_sandbox_id() -> str:
+    """An id that is good as a name on any backend."""
+    return "s-" + secrets.token_hex(8)
+
+
+def same_weight(tenant: str) -> float:
+    """All tenants weigh the same."""
+    return 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolLimits:
+    """What a pool refuses to exceed, by name."""
+
+    max_waiters: int = 10_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wiring:
+    """What every pool is given.
+
+    Attributes:
+        weight: a tenant's weight in the queue, more than 0.
+        jitter: a random number from 0 to 1.
+    """
+
+    store: Store
+    clock: Clock
+    connect: Connect
+    timers: Timers = field(default_factory=LoopTimers)
+    meter: Meter = field(default_factory=NoMeter)
+    weight: Callable[[str], float] = same_weight
+    jitter: Callable[[], float] = random.random
+    lease_id: Callable[[], str] = new_lease_id
+    sandbox_id: Callable[[], str] = new_sandbox_id
+    limits: PoolLimits = PoolLimits()

@@ -1,0 +1,221 @@
+"""An agent that lives in this process and runs nothing: real frames over a transport in memory, slots that are only states.
+
+A fault is a subclass that overrides one method, say `reset` to leave a slot dirty, or `answer` to refuse an op.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from sandbox_server.agent import wire
+from sandbox_server.link import AgentLink
+
+
+class MemoryTransport(asyncio.Transport):
+    """One end of a connection in memory: what is written arrives at the other end in the next turn of the loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.deliver: Callable[[bytes], None] | None = None
+        self.hang_up: Callable[[], None] | None = None
+        self._closing = False
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        if self.deliver is not None and not self._closing:
+            asyncio.get_running_loop().call_soon(self._arrive, bytes(data))
+
+    def _arrive(self, data: bytes) -> None:
+        if self.deliver is not None and not self._closing:
+            self.deliver(data)
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def is_closing(self) -> bool:
+        return self._closing
+
+    def abort(self) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if not self._closing:
+            self._closing = True
+            if self.hang_up is not None:
+                asyncio.get_running_loop().call_soon(self.hang_up)
+
+
+class FakeLink(AgentLink):
+    """A link whose other end is in this process."""
+
+    @classmethod
+    async def to(cls, agent: FakeAgent, token: str) -> FakeLink:
+        """Connect to a fake agent and exchange hellos.
+
+        Raises:
+            LinkLost: the agent hung up instead of saying hello.
+        """
+        link = cls(asyncio.get_running_loop())
+        transport = MemoryTransport()
+        link.connection_made(transport)
+        agent.accept(transport, link.data_received, lambda: link.connection_lost(None))
+        link.connection.hello({"v": wire.PROTOCOL_VERSION, "token": token})
+        link.flush()
+        await link._greeted
+        link.check()
+        link._ping()
+        return link
+
+
+@dataclass(eq=False)
+class FakeSlot:
+    """A slot that is only a state."""
+
+    slot_id: str
+    epoch: int = 1
+    state: str = "ready"
+    network: bool = True
+    detail: str = ""
+
+    def meta(self) -> dict[str, Any]:
+        """What `watch` shows of it."""
+        return {
+            "slot_id": self.slot_id, "epoch": self.epoch, "state": self.state, "workspace": "/workspace", "tmp": "/tmp",
+            "isolation": "bwrap", "network": self.network, "detail": self.detail,
+        }  # fmt: skip
+
+
+class _Peer:
+    """One connection as the agent sees it."""
+
+    def __init__(self, send: Callable[[bytes], object], close: Callable[[], object]) -> None:
+        self.wire = wire.Connection(opens_odd=False)
+        self.watches: list[int] = []
+        self.send = send
+        self.close = close
+
+    def flush(self) -> None:
+        if self.wire.has_data_to_send():
+            self.send(self.wire.data_to_send())
+
+
+class FakeAgent:
+    """An agent without processes.
+
+    Args:
+        sandbox_id: whose agent it is.
+        token: what a service must show.
+        slots: how many slots it has.
+        isolation: the mode it says it found; None with an `error` for none.
+    """
+
+    def __init__(self, sandbox_id: str, token: str = "token", slots: int = 2, isolation: str | None = "bwrap") -> None:
+        self.sandbox_id = sandbox_id
+        self.token = token
+        self.isolation = isolation
+        self.boot = secrets.token_hex(8)
+        self.slots = {str(n): FakeSlot(str(n)) for n in range(slots)}
+        self.requests: list[dict[str, Any]] = []
+        self.networks = ["none", "shared"]
+        self._peers: list[_Peer] = []
+
+    def hello(self) -> dict[str, Any]:
+        """What it says of itself."""
+        tools = ["bash", "read_file"]
+        return {
+            "v": 1, "boot": self.boot, "sandbox_id": self.sandbox_id, "agent_version": "fake", "isolation": self.isolation,
+            "error": None if self.isolation else "no mode works: this agent is a fake",
+            "capabilities": {"modes": {"bwrap": "ok"}, "network": self.networks, "limits": {}, "kill": "scan", "proves": [], "tools": tools},
+        }  # fmt: skip
+
+    def accept(self, transport: MemoryTransport, send: Callable[[bytes], None], hang_up: Callable[[], None]) -> None:
+        """A service connects. `send` and `hang_up` are what its end of the connection hears."""
+        loop = asyncio.get_running_loop()
+
+        def arrive(data: bytes) -> None:
+            if not transport.is_closing():
+                send(data)
+
+        peer = _Peer(lambda data: loop.call_soon(arrive, data), lambda: loop.call_soon(hang_up))
+        transport.deliver = lambda data: self._hear(peer, data)
+        transport.hang_up = lambda: self._peers.remove(peer) if peer in self._peers else None
+        self._peers.append(peer)
+
+    def hang_up(self) -> None:
+        """End every connection, as a network or a death does."""
+        peers, self._peers = self._peers, []
+        for peer in peers:
+            peer.close()
+
+    def set_slot(self, slot_id: str, state: str, detail: str = "") -> None:
+        """Something became of a slot: tell whoever watches."""
+        slot = self.slots[slot_id]
+        slot.state, slot.detail = state, detail
+        self._show([slot])
+
+    def reset(self, slot: FakeSlot, meta: dict[str, Any]) -> dict[str, Any]:
+        """Make a slot clean for its next holder; what the END of a reset says."""
+        slot.epoch, slot.network, slot.state = meta["epoch"], meta["network"], "ready"
+        return {"state": "ready", "detail": "", "proof": {}, "duration_s": 0.0}
+
+    def answer(self, meta: dict[str, Any]) -> dict[str, Any]:
+        """What the END of a request says; `{"code", "detail"}` refuses it."""
+        op = meta.get("op")
+        slot = self.slots.get(str(meta.get("slot")))
+        if op in ("reset", "narrow") and slot is None:
+            return {"code": "unknown_slot", "detail": "there is no such slot"}
+        if op == "reset" and slot is not None:
+            if meta["epoch"] < slot.epoch:
+                return {"code": "stale_epoch", "detail": "the slot has moved on"}
+            return self.reset(slot, meta)
+        if op == "narrow" and slot is not None:
+            if meta["epoch"] != slot.epoch:
+                return {"code": "stale_epoch", "detail": "the slot has moved on"}
+            slot.network = False
+            return {}
+        return {"code": "not_implemented", "detail": f"a fake agent has no {op}"}
+
+    def _hear(self, peer: _Peer, data: bytes) -> None:
+        if peer not in self._peers:
+            return
+        for event in peer.wire.receive(data):
+            if isinstance(event, wire.Hello):
+                if event.meta.get("token") != self.token:
+                    self._peers.remove(peer)
+                    peer.close()
+                    return
+                peer.wire.hello(self.hello())
+            elif isinstance(event, wire.Opened):
+                self._opened(peer, event)
+        peer.flush()
+
+    def _opened(self, peer: _Peer, event: wire.Opened) -> None:
+        self.requests.append(event.meta)
+        if event.meta.get("op") == "watch":
+            peer.watches.append(event.stream)
+            peer.wire.send_item(event.stream, {"slots": [slot.meta() for slot in self.slots.values()]})
+            return
+        self.respond(event.meta, lambda answer: self._respond(peer, event.stream, answer))
+
+    def respond(self, meta: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> None:
+        """Answer a request; a slow agent keeps `say` for later."""
+        say(self.answer(meta))
+
+    def _respond(self, peer: _Peer, stream: int, answer: dict[str, Any]) -> None:
+        if not peer.wire.is_open(stream):
+            return
+        if "code" in answer:
+            peer.wire.abort(stream, answer)
+        else:
+            peer.wire.end(stream, answer)
+        peer.flush()
+
+    def _show(self, slots: list[FakeSlot]) -> None:
+        for peer in self._peers:
+            for stream in peer.watches:
+                if peer.wire.is_open(stream):
+                    peer.wire.send_item(stream, {"slots": [slot.meta() for slot in slots]})
+            peer.flush()
