@@ -1,0 +1,214 @@
+"""Requests into values: what a caller sent, checked, with its defaults filled in."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Collection
+from typing import Any, TypeVar
+
+import orjson
+from pydantic import ValidationError
+from starlette.requests import Request
+
+from sandbox_server.api.limits import Limits
+from sandbox_server.api.schemas import AcquireBody, Body, CallBody, ExecBody, first_problem
+from sandbox_server.core.errors import InvalidRequest, NotImplementedHere
+from sandbox_server.core.execution import Reason, Result, ToolCall
+from sandbox_server.core.types import AcquireRequest
+from sandbox_server.dispatch.verdicts import own_result
+
+AnyBody = TypeVar("AnyBody", bound=Body)
+TRUE_WORDS = frozenset({"1", "true", "yes"})
+FALSE_WORDS = frozenset({"0", "false", "no"})
+
+
+def checked(model: type[AnyBody], document: dict[str, Any]) -> AnyBody:
+    """The document as this kind of body.
+
+    Raises:
+        InvalidRequest: it is not; the error names the field.
+    """
+    try:
+        return model.model_validate(document)
+    except ValidationError as error:
+        field, sentence = first_problem(error, model.model_fields)
+        raise InvalidRequest(sentence, field=field) from None
+
+
+def acquire_request(body: AcquireBody, tenant: str, default_pool: str, limits: Limits) -> AcquireRequest:
+    """What is to be acquired.
+
+    Raises:
+        InvalidRequest: the fields do not fit together.
+        NotImplementedHere: the caches are not built.
+    """
+    if body.cache != "none":
+        raise NotImplementedHere("cache: shared caches are not built yet; only `none` is", field="cache")
+    if len(body.labels) > limits.labels:
+        raise InvalidRequest(f"labels: more than the {limits.labels} of `limits.labels`", field="labels", limit="labels")
+    return AcquireRequest(
+        tenant=tenant,
+        pool=body.pool if body.pool is not None else default_pool,
+        count=body.count,
+        trajectory_ids=_trajectory_ids(body),
+        run_id=body.run_id,
+        ttl_s=body.ttl_s,
+        wait_s=body.wait_s,
+        allow_network=body.allow_network,
+        cache=body.cache,
+        priority=body.priority,
+        labels=body.labels,
+        request_key=body.request_key,
+    )
+
+
+def _trajectory_ids(body: AcquireBody) -> tuple[str | None, ...]:
+    if body.trajectory_ids is not None:
+        if body.trajectory_id is not None:
+            raise InvalidRequest("trajectory_id: give it or trajectory_ids, not both", field="trajectory_id")
+        if len(body.trajectory_ids) != body.count:
+            raise InvalidRequest(f"trajectory_ids: {len(body.trajectory_ids)} of them for a count of {body.count}", field="trajectory_ids")
+        return tuple(body.trajectory_ids)
+    if body.trajectory_id is not None and body.count > 1:
+        raise InvalidRequest("trajectory_id: names one slot; a gang takes trajectory_ids, one for each of its slots", field="trajectory_id")
+    return (body.trajectory_id,) * min(body.count, 100_000)
+
+
+def new_call_id() -> str:
+    """An id for a call that came without one."""
+    return f"c-{secrets.token_hex(10)}"
+
+
+def batch_items(document: dict[str, Any], limits: Limits) -> list[ToolCall | Result]:
+    """The items of an exec-batch: calls, and the results of those that cannot be made.
+
+    Raises:
+        InvalidRequest: the request as a whole is none; see the contract for the few cases.
+    """
+    calls = document.get("calls")
+    if not isinstance(calls, list) or not calls:
+        raise InvalidRequest("calls: must be a list of at least one call", field="calls")
+    if len(calls) > limits.batch_calls:
+        raise InvalidRequest(f"calls: {len(calls)} are more than the {limits.batch_calls} of `limits.batch_calls`", field="calls", limit="batch_calls")
+    for index, item in enumerate(calls):
+        if not isinstance(item, dict) or not isinstance(item.get("lease_id"), str) or not isinstance(item.get("tool"), str):
+            raise InvalidRequest(f"calls.{index}: must be an object with string lease_id and tool", field=f"calls.{index}")
+    items = [call_of(item, limits) for item in calls]
+    return _within_output_budget(items, limits)
+
+
+def _within_output_budget(items: list[ToolCall | Result], limits: Limits) -> list[ToolCall | Result]:
+    budget_bytes = limits.batch_output_bytes
+    for index, item in enumerate(items):
+        if isinstance(item, ToolCall):
+            if item.output_limit_bytes > budget_bytes:
+                most = f"the {limits.batch_output_bytes} bytes of `limits.batch_output_bytes`"
+                items[index] = own_result(item, Reason.INVALID_ARGS, f"output_limit_bytes: the calls of this batch ask for more than {most} together")
+            else:
+                budget_bytes -= item.output_limit_bytes
+    return items
+
+
+def call_of(item: dict[str, Any], limits: Limits) -> ToolCall | Result:
+    """One item of a batch: a call, or the `invalid_args` that it comes to."""
+    try:
+        body = CallBody.model_validate(item)
+    except ValidationError as error:
+        return _invalid(item, first_problem(error, CallBody.model_fields)[1])
+    return _call(body, body.lease_id, body.tool, body.args, limits)
+
+
+def exec_call(document: dict[str, Any], lease_id: str, limits: Limits) -> ToolCall | Result:
+    """The call of a single exec: as an item of a batch, and the short form.
+
+    Raises:
+        InvalidRequest: it names no tool and no command, or another lease than its path.
+    """
+    if "command" not in document and "tool" not in document:
+        raise InvalidRequest("tool: missing; give tool and args, or command", field="tool")
+    if document.get("lease_id", lease_id) != lease_id:
+        raise InvalidRequest("lease_id: is not the lease of the path", field="lease_id")
+    item = {**document, "lease_id": lease_id}
+    try:
+        body = ExecBody.model_validate(item)
+    except ValidationError as error:
+        return _invalid(item, first_problem(error, ExecBody.model_fields)[1])
+    if body.command is None:
+        return _call(body, lease_id, body.tool, body.args, limits)
+    if "tool" in document or "args" in document:
+        return _invalid(item, "command: is short for tool and args; give one or the other")
+    return _call(body, lease_id, "bash", {"command": body.command}, limits)
+
+
+def _call(body: CallBody, lease_id: str, tool: str, args: dict[str, Any], limits: Limits) -> ToolCall | Result:
+    call = ToolCall(
+        call_id=body.call_id if body.call_id is not None else new_call_id(),
+        lease_id=lease_id,
+        tool=tool,
+        args=args,
+        timeout_s=body.timeout_s,
+        no_output_timeout_s=body.no_output_timeout_s,
+        output_limit_bytes=body.output_limit_bytes,
+        separate_streams=body.separate_streams,
+        encoding=body.encoding,
+    )
+    if len(orjson.dumps(args)) > limits.call_bytes:
+        return own_result(call, Reason.INVALID_ARGS, f"args: longer than the {limits.call_bytes} bytes of `limits.call_bytes`")
+    return call
+
+
+def _invalid(item: dict[str, Any], sentence: str) -> Result:
+    call_id = item.get("call_id")
+    encoding = item.get("encoding")
+    call = ToolCall(
+        call_id=call_id if isinstance(call_id, str) and len(call_id) <= 128 else new_call_id(),
+        lease_id=item["lease_id"],
+        tool="",
+        args={},
+        encoding=encoding if encoding == "base64" else "utf-8",
+    )
+    return own_result(call, Reason.INVALID_ARGS, sentence)
+
+
+def query(request: Request, allowed: Collection[str]) -> dict[str, str]:
+    """The query parameters.
+
+    Raises:
+        InvalidRequest: one is not known here, or is given twice.
+    """
+    found: dict[str, str] = {}
+    for name, value in request.query_params.multi_items():
+        if name not in allowed:
+            raise InvalidRequest(f"{name}: unknown query parameter; there are {', '.join(allowed) or 'none'}", field=name)
+        if name in found:
+            raise InvalidRequest(f"{name}: given twice", field=name)
+        if "\0" in value:
+            raise InvalidRequest(f"{name}: holds a NUL", field=name)
+        found[name] = value
+    return found
+
+
+def whole_number(text: str | None, name: str, default: int, largest: int) -> int:
+    """A query parameter that is a count.
+
+    Raises:
+        InvalidRequest: it is not a whole number from 1 to `largest`.
+    """
+    if text is None:
+        return default
+    if not text.isascii() or not text.isdecimal() or len(text) > 18 or not 1 <= int(text) <= largest:
+        raise InvalidRequest(f"{name}: must be a whole number from 1 to {largest}", field=name)
+    return int(text)
+
+
+def flag(text: str | None, name: str) -> bool:
+    """A query parameter that is yes or no.
+
+    Raises:
+        InvalidRequest: it is neither.
+    """
+    if text is None or text.lower() in FALSE_WORDS:
+        return False
+    if text.lower() in TRUE_WORDS:
+        return True
+    raise InvalidRequest(f"{name}: must be 1 or 0", field=name)

@@ -1,0 +1,134 @@
+"""Leases: acquire, release, renew, look."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from sandbox_server.api.body import CallerGone, read_object
+from sandbox_server.api.describe import LEASE_ID, WITH_BODY, WITH_LEASE, WITH_TOKEN, RawRoute, described, parameter
+from sandbox_server.api.parse import acquire_request, checked, query, whole_number
+from sandbox_server.api.render import json_response, lease_document
+from sandbox_server.api.schemas import AcquireAnswer, AcquireBody, LeaseAnswer, LeasesAnswer, ReleaseAnswer, ReleaseBody, RenewAnswer, RenewBody
+from sandbox_server.api.service import Service, service_of, tenant_of
+from sandbox_server.core.errors import Draining, InvalidRequest
+from sandbox_server.core.types import Acquired, AcquireRequest
+
+router = APIRouter(route_class=RawRoute, tags=["leases"])
+
+ACQUIRE_CODES = (
+    *WITH_TOKEN,
+    *WITH_BODY,
+    "pool_not_found",
+    "call_conflict",
+    "lease_lost",
+    "sandbox_lost",
+    "quota_exceeded",
+    "not_implemented",
+    "no_capacity",
+    "draining",
+    "backend_unavailable",
+    "storage_unavailable",
+)
+DEFAULT_PAGE_ITEMS = 100
+
+
+@router.post("/v1/acquire", **described("Acquire one slot, or a gang of them", codes=ACQUIRE_CODES, body=AcquireBody, answer=AcquireAnswer))
+async def acquire(request: Request) -> Response:
+    """Acquire slots; waits in the queue for as long as the caller does and may."""
+    service = service_of(request)
+    body = checked(AcquireBody, await read_object(request, service.limits))
+    wanted = acquire_request(body, tenant_of(request).name, service.default_pool, service.limits)
+    service.check_not_stopping()
+    acquired = await _acquire_unless_gone(service, request, wanted)
+    return json_response({"leases": [lease_document(lease) for lease in acquired.leases], "waited_s": round(acquired.waited_s, 6)})
+
+
+async def _acquire_unless_gone(service: Service, request: Request, wanted: AcquireRequest) -> Acquired:
+    """Acquire, but leave the queue when the caller hangs up or the service is told to stop; what was granted too late is given back."""
+    granting = asyncio.create_task(service.pools.acquire(wanted))
+    gone = asyncio.create_task(_hang_up(request))
+    try:
+        await asyncio.wait((granting, gone, service.stopping), return_when=asyncio.FIRST_COMPLETED)
+        if granting.done() and not gone.done():
+            return granting.result()
+    finally:
+        gone.cancel()
+        if not granting.done():
+            granting.cancel()
+            await asyncio.wait((granting,))
+    if not granting.cancelled() and granting.exception() is None:
+        service.pools.undelivered(granting.result(), wanted.request_key)
+    if gone.done() and not gone.cancelled():
+        raise CallerGone
+    raise Draining("the service is stopping: try again in a moment", retry_after_s=5)
+
+
+async def _hang_up(request: Request) -> None:
+    """Return once the caller has hung up. The body has been read by now: nothing else can come."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+@router.post("/v1/release", **described("Give slots back", codes=(*WITH_TOKEN, *WITH_BODY, "storage_unavailable"), body=ReleaseBody, answer=ReleaseAnswer))
+async def release(request: Request) -> Response:
+    """End leases, at once; the reset of their slots runs behind."""
+    service = service_of(request)
+    body = checked(ReleaseBody, await read_object(request, service.limits))
+    if (body.lease_ids is None) == (body.run_id is None):
+        raise InvalidRequest("lease_ids: give lease_ids or run_id, one of them", field="lease_ids")
+    _check_count(body.lease_ids, service)
+    released, unknown = service.pools.release(tenant_of(request).name, lease_ids=body.lease_ids, run_id=body.run_id, reset_workspace=body.reset_workspace)
+    return json_response({"released": list(released), "unknown": list(unknown)})
+
+
+@router.post("/v1/renew", **described("Let leases live on", codes=(*WITH_TOKEN, *WITH_BODY, "storage_unavailable"), body=RenewBody, answer=RenewAnswer))
+async def renew(request: Request) -> Response:
+    """Put off the end of leases; never brings it nearer."""
+    service = service_of(request)
+    body = checked(RenewBody, await read_object(request, service.limits))
+    _check_count(body.lease_ids, service)
+    leases, lost = service.pools.renew(tenant_of(request).name, body.lease_ids, body.ttl_s)
+    return json_response(
+        {
+            "leases": [lease_document(lease) for lease in leases],
+            "lost": [{"lease_id": error.extra.get("lease_id"), "code": error.code, "detail": error.detail} for error in lost],
+        }
+    )
+
+
+def _check_count(lease_ids: list[str] | None, service: Service) -> None:
+    if lease_ids is not None and len(lease_ids) > service.limits.lease_ids:
+        raise InvalidRequest(f"lease_ids: more than the {service.limits.lease_ids} of `limits.lease_ids`", field="lease_ids", limit="lease_ids")
+
+
+LIST_PARAMETERS = (
+    parameter("run_id", {"type": "string"}, "only the leases of this run"),
+    parameter("trajectory_id", {"type": "string"}, "only the leases of this trajectory"),
+    parameter("limit", {"type": "integer", "minimum": 1, "maximum": 1000, "default": DEFAULT_PAGE_ITEMS}, "leases in a page"),
+    parameter("cursor", {"type": "string"}, "the `next_cursor` of the page before"),
+)
+
+
+@router.get("/v1/leases", **described("The leases that hold", codes=(*WITH_TOKEN, "invalid_request"), parameters=LIST_PARAMETERS, answer=LeasesAnswer))
+async def list_leases(request: Request) -> Response:
+    """One page of the caller's leases."""
+    service = service_of(request)
+    asked = query(request, ("run_id", "trajectory_id", "limit", "cursor"))
+    limit = whole_number(asked.get("limit"), "limit", min(DEFAULT_PAGE_ITEMS, service.limits.page_items), service.limits.page_items)
+    leases, next_cursor = service.pools.leases(
+        tenant_of(request).name, run_id=asked.get("run_id"), trajectory_id=asked.get("trajectory_id"), limit=limit, cursor=asked.get("cursor")
+    )
+    document: dict[str, object] = {"leases": [lease_document(lease) for lease in leases]}
+    if next_cursor is not None:
+        document["next_cursor"] = next_cursor
+    return json_response(document)
+
+
+@router.get("/v1/leases/{lease_id}", **described("One lease", codes=(*WITH_TOKEN, *WITH_LEASE), parameters=(LEASE_ID,), answer=LeaseAnswer))
+async def get_lease(request: Request) -> Response:
+    """A lease that holds."""
+    return json_response(lease_document(service_of(request).pools.lease(tenant_of(request).name, request.path_params["lease_id"])))

@@ -1,0 +1,53 @@
+"""The service itself: alive, ready."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from sandbox_server.api.describe import ALWAYS, RawRoute, described, json_content, parameter
+from sandbox_server.api.parse import query
+from sandbox_server.api.render import json_response
+from sandbox_server.api.schemas import HealthAnswer, ReadyAnswer
+from sandbox_server.api.service import service_of
+from sandbox_server.core.errors import PoolNotFound
+
+router = APIRouter(route_class=RawRoute, tags=["service"])
+
+POOL = parameter("pool", {"type": "string"}, "only this pool has to be ready")
+
+
+@router.get("/healthz", **described("Whether the process answers", codes=ALWAYS, answer=HealthAnswer))
+async def healthz(request: Request) -> Response:
+    """The process answers."""
+    return json_response({"status": "ok"})
+
+
+@router.get(
+    "/readyz",
+    **described(
+        "Whether leases can be had",
+        codes=(*ALWAYS, "invalid_request", "pool_not_found"),
+        parameters=(POOL,),
+        answer=ReadyAnswer,
+        also={503: {"description": "not yet", "content": json_content(ReadyAnswer)}},
+    ),
+)
+async def readyz(request: Request) -> Response:
+    """200 once every pool of the settings file has its minimum or a shown permanent error, else 503; the body lists them."""
+    asked = query(request, ("pool",))
+    readiness = dict(service_of(request).pools.readiness())
+    ready = bool(readiness.get("ready"))
+    name = asked.get("pool")
+    if name is not None:
+        pools = readiness.get("pools", {})
+        if name not in pools:
+            raise PoolNotFound(f"there is no pool {name}")
+        readiness["pools"] = {name: pools[name]}
+        ready = bool(pools[name].get("ready"))
+        readiness["ready"] = ready
+    response = json_response(readiness, 200 if ready else 503)
+    if not ready:
+        response.headers["retry-after"] = "1"
+    return response

@@ -1,0 +1,91 @@
+"""What the handlers of this room work with: the service as the api sees it, and the caller of one request."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from starlette.requests import Request
+
+from sandbox_server.api.limits import Limits
+from sandbox_server.api.tenants import Tenant, Tenants
+from sandbox_server.core.errors import Draining, PoolServiceError
+from sandbox_server.core.types import Acquired, AcquireRequest, Lease, PoolView
+from sandbox_server.dispatch.dispatch import Dispatcher
+from sandbox_server.dispatch.files import SlotFiles
+
+SERVICE_KEY = "sandbox.service"
+CALLER_KEY = "sandbox.caller"
+
+
+class PoolsSeam(Protocol):
+    """Who has which slot, as far as the api asks. `pool.Pools` is it."""
+
+    async def acquire(self, request: AcquireRequest) -> Acquired: ...
+
+    def undelivered(self, acquired: Acquired, request_key: str | None) -> None: ...
+
+    def release(
+        self, tenant: str, *, lease_ids: Sequence[str] | None = None, run_id: str | None = None, reset_workspace: bool = True
+    ) -> tuple[Sequence[str], Sequence[str]]: ...
+
+    def renew(self, tenant: str, lease_ids: Sequence[str], ttl_s: float) -> tuple[Sequence[Lease], Sequence[PoolServiceError]]: ...
+
+    def lease(self, tenant: str, lease_id: str) -> Lease: ...
+
+    def leases(
+        self, tenant: str, *, run_id: str | None = None, trajectory_id: str | None = None, limit: int = 100, cursor: str | None = None
+    ) -> tuple[Sequence[Lease], str | None]: ...
+
+    def views(self) -> Sequence[PoolView]: ...
+
+    def view(self, name: str) -> PoolView: ...
+
+    def readiness(self) -> Mapping[str, Any]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Service:
+    """Everything a handler may call."""
+
+    pools: PoolsSeam
+    dispatcher: Dispatcher
+    files: SlotFiles
+    tenants: Tenants
+    limits: Limits
+    default_pool: str
+    stopping: asyncio.Future[None]
+    """Done once the service has been told to stop."""
+    requests: set[asyncio.Task[Any]] = field(default_factory=set)
+    """What is being answered now; cancelled when the grace of a stop is over."""
+
+    def check_not_stopping(self) -> None:
+        """Refuse new work of a service that is going away.
+
+        Raises:
+            Draining: it has been told to stop.
+        """
+        if self.stopping.done():
+            raise Draining("the service is stopping: try again in a moment", retry_after_s=5)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Caller:
+    """Who asks, in which request."""
+
+    tenant: Tenant
+    request_id: str
+
+
+def service_of(request: Request) -> Service:
+    """The service that this request reached."""
+    service: Service = request.scope[SERVICE_KEY]
+    return service
+
+
+def tenant_of(request: Request) -> Tenant:
+    """The tenant whose token this request carries."""
+    caller: Caller = request.scope[CALLER_KEY]
+    return caller.tenant

@@ -1,0 +1,61 @@
+"""The results of one request, as they come."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from sandbox_server.core.execution import Result
+
+
+class Batch:
+    """Collects results; read it once, either with `all` or with `next`.
+
+    Args:
+        size: how many results there will be.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._results: list[Result | None] = [None] * size
+        self._fresh: deque[tuple[int, Result]] = deque()
+        self._missing = size
+        self._wake: asyncio.Event = asyncio.Event()
+        self._done: asyncio.Event = asyncio.Event()
+
+    def deliver(self, index: int, result: Result) -> None:
+        """Take the result of one call. The first one stays."""
+        if self._results[index] is not None:
+            return
+        self._results[index] = result
+        self._fresh.append((index, result))
+        self._missing -= 1
+        self._wake.set()
+        if not self._missing:
+            self._done.set()
+
+    async def all(self) -> list[Result]:
+        """Every result, in the order of the calls, once the last is there."""
+        await self._done.wait()
+        return [result for result in self._results if result is not None]
+
+    async def next(self, wait_s: float) -> list[tuple[int, Result]] | None:
+        """What has finished since the last time, in the order of finishing.
+
+        Args:
+            wait_s: wait at most so long for the next one.
+
+        Returns:
+            The new results with their places in the request; none after `wait_s` seconds without one; None when there will be no more.
+        """
+        if not self._fresh:
+            if not self._missing:
+                return None
+            self._wake.clear()
+            try:
+                async with asyncio.timeout(wait_s):
+                    await self._wake.wait()
+            except TimeoutError:
+                return []
+        fresh = list(self._fresh)
+        self._fresh.clear()
+        return fresh

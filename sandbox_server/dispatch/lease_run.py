@@ -1,0 +1,228 @@
+"""The calls of one lease in one request: over its agent, in order, each to exactly one result."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from sandbox_server.agent import wire
+from sandbox_server.core.clock import Clock
+from sandbox_server.core.errors import BackendUnavailable, LeaseLost, LeaseNotFound, PoolServiceError, SandboxLost, StorageUnavailable
+from sandbox_server.core.execution import NOT_RECORDED, Reason, Result, ToolCall
+from sandbox_server.dispatch.seams import Route, Routes, slot_meta
+from sandbox_server.dispatch.verdicts import agent_result, identity_of, own_result, refusal
+from sandbox_server.link.errors import AgentRefused, LinkLost
+from sandbox_server.pool.store import Verdict
+
+log = logging.getLogger(__name__)
+
+AGAIN_AFTER_S = 0.1
+"""How long to wait before an agent that could not be reached twice is asked again, in seconds."""
+REPLY_GRACE_S = 20.0
+"""How long after a call's deadline the agent may take to say how it ended, in seconds."""
+LOST_WAIT_S = 15.0
+"""How long to wait for the pool to find out what a lost link means, in seconds."""
+
+
+class Verdicts(Protocol):
+    """Where the ends of calls are remembered. A `pool.store.Store` is one."""
+
+    def record_verdict(self, lease_id: str, call_id: str, identity: bytes, result: Result) -> None: ...
+
+    def verdict(self, lease_id: str, call_id: str) -> Verdict | None: ...
+
+    async def flush(self) -> None: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What one run of calls works with.
+
+    Args:
+        observe: hears of every result: the route it went (None: it went nowhere), the call, the result.
+    """
+
+    routes: Routes
+    verdicts: Verdicts
+    clock: Clock
+    observe: Callable[[Route | None, ToolCall, Result], None]
+
+
+class LeaseRun:
+    """Runs some calls of one lease one after another; a failed one does not stop the next.
+
+    Args:
+        job: what to work with.
+        tenant: who asks.
+        lease_id: under which lease.
+        calls: the calls with their places in the request.
+        deliver: takes each result, once.
+    """
+
+    def __init__(self, job: Job, tenant: str, lease_id: str, calls: Iterable[tuple[int, ToolCall]], deliver: Callable[[int, Result], None]) -> None:
+        self._job = job
+        self._tenant = tenant
+        self._lease_id = lease_id
+        self._pending = deque(calls)
+        self._deliver = deliver
+        self._sent = False
+        self._lost_since: float | None = None
+        self._started_at = job.clock.wall()
+
+    async def run(self) -> None:
+        """Deliver a result for every call, whatever happens."""
+        try:
+            await self._run()
+        except asyncio.CancelledError:
+            self._give_up("the service was told to stop while the call was under way")
+            raise
+        except Exception:  # the edge of this task: a bug costs these calls their results, and nobody else anything
+            log.exception("calls failed", extra={"lease_id": self._lease_id})
+            self._give_up("the service failed; its log has the details")
+
+    async def _run(self) -> None:
+        while self._pending:
+            try:
+                route = self._job.routes.route(self._tenant, self._lease_id)
+                self._check_timeouts(route.spec.max_timeout_s)
+                if self._pending:
+                    await self._converse(route)
+            except (LinkLost, BackendUnavailable) as lost:
+                await self._unreachable(str(lost))
+            except AgentRefused as refused:
+                self._refused(refused)
+            except PoolServiceError as error:
+                self._refuse(error)
+            except TimeoutError:
+                self._give_up(f"the agent did not say how the call ended within {REPLY_GRACE_S:g} s of its deadline")
+            else:
+                self._give_up("the agent ended the exchange without a result")
+
+    def _check_timeouts(self, longest_s: float) -> None:
+        for place, call in [item for item in self._pending if item[1].timeout_s is not None and item[1].timeout_s > longest_s]:
+            self._pending.remove((place, call))
+            self._finish(place, call, own_result(call, Reason.INVALID_ARGS, f"timeout_s: at most the pool's max_timeout_s, {longest_s:g}"), None)
+
+    async def _converse(self, route: Route) -> None:
+        """Send all that is pending and take the results, which come in the order of the calls."""
+        self._job.routes.call_started(self._lease_id)
+        try:
+            async with route.link.stream(slot_meta(route, "calls")) as stream:
+                self._sent = True
+                for _, call in self._pending:
+                    stream.send_item(_call_meta(call, route))
+                stream.end()
+                while self._pending:
+                    async with asyncio.timeout(_timeout_s(self._pending[0][1], route) + REPLY_GRACE_S):
+                        event = await anext(stream, None)
+                    if isinstance(event, wire.Item):
+                        await self._answered(event, route)
+                    elif not isinstance(event, wire.Data):
+                        break
+        finally:
+            self._job.routes.call_ended(self._lease_id)
+
+    async def _answered(self, item: wire.Item, route: Route) -> None:
+        place, call = self._pending[0]
+        result = agent_result(call, item.meta, item.body)
+        if item.meta.get("call_id") != call.call_id:
+            result = own_result(call, Reason.BACKEND_ERROR, "the agent answered another call than the one asked", may_have_run=True)
+        await self._record(call, result)
+        self._pending.popleft()
+        self._lost_since = None
+        self._finish(place, call, result, route)
+
+    async def _record(self, call: ToolCall, result: Result) -> None:
+        if result.reason in NOT_RECORDED:
+            return
+        self._job.verdicts.record_verdict(call.lease_id, call.call_id, identity_of(call), result)
+        try:
+            await self._job.verdicts.flush()
+        except StorageUnavailable:
+            # The agent's journal still has it: the caller hears the truth now, and asking again finds it there.
+            log.exception("a verdict could not be stored", extra={"lease_id": call.lease_id, "call_id": call.call_id})
+
+    def _finish(self, place: int, call: ToolCall, result: Result, route: Route | None) -> None:
+        self._job.observe(route, call, result)
+        self._deliver(place, result)
+
+    async def _unreachable(self, why: str) -> None:
+        """Wait until the pool knows what that means; the calls are told if it is the end. Else they are asked again: by the agent's journal
+        that joins what still runs, and runs nothing twice.
+        """
+        now = self._job.clock.monotonic()
+        if self._lost_since is None:
+            self._lost_since = now
+            log.warning("the agent of a call cannot be reached", extra={"lease_id": self._lease_id, "detail": why})
+        else:
+            await asyncio.sleep(AGAIN_AFTER_S)
+        left_s = self._lost_since + LOST_WAIT_S - now
+        if left_s <= 0:
+            self._give_up(f"the agent cannot be reached: {why}")
+            return
+        lost = await self._job.routes.lost_verdict(self._lease_id, left_s)
+        if lost is not None:
+            self._refuse(lost)
+
+    def _refused(self, refused: AgentRefused) -> None:
+        if refused.code == "not_implemented":
+            for place, call in self._drain():
+                self._finish(place, call, own_result(call, Reason.NOT_IMPLEMENTED, refused.detail), None)
+            return
+        # The slot has moved on or broken: the pool may know more.
+        try:
+            self._job.routes.route(self._tenant, self._lease_id)
+        except (LeaseNotFound, LeaseLost) as error:
+            self._refuse(error)
+        else:
+            self._give_up(f"the agent refused: {refused.detail}")
+
+    def _refuse(self, error: PoolServiceError) -> None:
+        for place, call in self._drain():
+            result = recorded(self._job.verdicts, call) if isinstance(error, SandboxLost) else None
+            if result is None:
+                result = refusal(call, error)
+                if result.reason is Reason.SANDBOX_LOST:
+                    self._job.verdicts.record_verdict(call.lease_id, call.call_id, identity_of(call), result)
+                elif result.reason is Reason.BACKEND_ERROR and self._sent:
+                    result = own_result(call, Reason.BACKEND_ERROR, error.detail, may_have_run=True)
+            self._finish(place, call, result, None)
+
+    def _give_up(self, why: str) -> None:
+        for place, call in self._drain():
+            self._finish(place, call, own_result(call, Reason.BACKEND_ERROR, why, may_have_run=self._sent, started_at=self._started_at), None)
+
+    def _drain(self) -> list[tuple[int, ToolCall]]:
+        pending = list(self._pending)
+        self._pending.clear()
+        return pending
+
+
+def recorded(verdicts: Verdicts, call: ToolCall) -> Result | None:
+    """The recorded result of a call asked for again, or the conflict with it; None if there is no record."""
+    verdict = verdicts.verdict(call.lease_id, call.call_id)
+    if verdict is None:
+        return None
+    if verdict.identity != identity_of(call):
+        return own_result(call, Reason.CALL_CONFLICT, f"call_id {call.call_id} was used before with another tool or other arguments")
+    return verdict.result
+
+
+def _timeout_s(call: ToolCall, route: Route) -> float:
+    return call.timeout_s if call.timeout_s is not None else route.spec.default_timeout_s
+
+
+def _call_meta(call: ToolCall, route: Route) -> dict[str, object]:
+    return {
+        "call_id": call.call_id,
+        "tool": call.tool,
+        "args": call.args,
+        "timeout_s": _timeout_s(call, route),
+        "no_output_timeout_s": call.no_output_timeout_s,
+        "output_limit_bytes": call.output_limit_bytes,
+        "separate_streams": call.separate_streams,
+    }

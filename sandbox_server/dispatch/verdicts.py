@@ -1,0 +1,115 @@
+"""How a call ended: the agent's word checked and made a result, and the results that the service finds itself.
+
+What the agent says is untrusted: types, sizes and closed sets are checked here, and nothing else is believed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+
+from sandbox_server.core.errors import LeaseLost, LeaseNotFound, PoolServiceError, SandboxLost
+from sandbox_server.core.execution import FAULT_OF, Fault, Reason, Result, ToolCall
+
+MAX_ERROR_CHARS = 4000
+
+
+def identity_of(call: ToolCall) -> bytes:
+    """What makes two calls of one id the same call: the tool and its arguments."""
+    return hashlib.sha256(call.tool.encode() + b"\0" + orjson.dumps(call.args, option=orjson.OPT_SORT_KEYS)).digest()
+
+
+def agent_result(call: ToolCall, meta: Mapping[str, Any], body: bytes) -> Result:
+    """The result that an agent's message says."""
+    try:
+        reason = Reason(str(meta.get("reason")))
+        lengths = _lengths(meta.get("lens", []), body)
+    except ValueError as error:
+        return own_result(call, Reason.BACKEND_ERROR, f"the agent's answer makes no sense: {error}", may_have_run=True)
+    metadata = meta.get("metadata")
+    metadata = dict(metadata) if isinstance(metadata, dict) else {}
+    exit_code = meta.get("exit_code")
+    separate = len(lengths) == 2
+    error_text = str(meta.get("error") or "")[:MAX_ERROR_CHARS]
+    return Result(
+        call_id=call.call_id,
+        lease_id=call.lease_id,
+        reason=reason,
+        fault=_fault(reason, metadata),
+        exit_code=exit_code if type(exit_code) is int else None,
+        output=b"" if separate else body,
+        stdout=body[: lengths[0]] if separate else None,
+        stderr=body[lengths[0] :] if separate else None,
+        error=error_text if reason is not Reason.EXIT else "",
+        output_bytes=int(_number(meta.get("output_bytes"))),
+        truncated=meta.get("truncated") is True,
+        encoding=call.encoding,
+        started_at=_number(meta.get("started_at")),
+        duration_s=_number(meta.get("duration_s")),
+        cpu_s=_number(meta.get("cpu_s")),
+        max_rss_bytes=int(_number(meta.get("max_rss_bytes"))),
+        metadata=metadata,
+        tool_ok=meta.get("tool_ok") is True,
+    )
+
+
+def _lengths(lengths: object, body: bytes) -> list[int]:
+    if not isinstance(lengths, list) or len(lengths) > 2 or not all(type(n) is int and n >= 0 for n in lengths) or sum(lengths) != len(body):
+        raise ValueError("the lengths of its output do not add up")
+    return lengths
+
+
+def _number(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not 0 <= value < 1 << 53:
+        return 0.0
+    return float(value)
+
+
+def _fault(reason: Reason, metadata: Mapping[str, Any]) -> Fault:
+    if reason is Reason.SANDBOX_LOST and _own_work(metadata.get("evidence")):
+        return Fault.POLICY
+    return FAULT_OF[reason]
+
+
+def _own_work(evidence: object) -> bool:
+    """Whether the evidence proves that this lease's own work took the sandbox or its init down."""
+    return isinstance(evidence, dict) and evidence.get("own_work") is True
+
+
+def own_result(
+    call: ToolCall, reason: Reason, error: str, *, may_have_run: bool | None = None, evidence: Mapping[str, Any] | None = None, started_at: float = 0.0
+) -> Result:
+    """A result that the service gives itself, without output."""
+    metadata: dict[str, Any] = {}
+    if may_have_run is not None:
+        metadata["may_have_run"] = may_have_run
+    if evidence:
+        metadata["evidence"] = dict(evidence)
+    return Result(
+        call_id=call.call_id,
+        lease_id=call.lease_id,
+        reason=reason,
+        fault=_fault(reason, metadata),
+        error=error,
+        encoding=call.encoding,
+        started_at=started_at,
+        metadata=metadata,
+    )
+
+
+def refusal(call: ToolCall, error: PoolServiceError) -> Result:
+    """The result of a call whose lease has no slot any more, or none that can be reached; it has not been sent."""
+    if isinstance(error, SandboxLost):
+        return own_result(call, Reason.SANDBOX_LOST, error.detail, evidence=_evidence(error))
+    if isinstance(error, LeaseNotFound | LeaseLost):
+        return own_result(call, Reason.LEASE_LOST, error.detail)
+    return own_result(call, Reason.BACKEND_ERROR, error.detail, may_have_run=False)
+
+
+def _evidence(error: SandboxLost) -> Mapping[str, Any]:
+    evidence = error.extra.get("evidence")
+    return evidence if isinstance(evidence, Mapping) else {"sandbox": error.detail}
