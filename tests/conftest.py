@@ -1,0 +1,43 @@
+"""Fixtures that any test may want. Those of one room live beside its tests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.matrix_in_readme import MatrixInReadme
+from tests.support.service import Service, running_service
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--readme", choices=("check", "write"), default="check", help="what to do with the README's isolation table after the hostile suite")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(MatrixInReadme(write=config.getoption("--readme") == "write"), "matrix-in-readme")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if os.geteuid() != 0:
+        for item in items:
+            if item.get_closest_marker("privileged"):
+                item.add_marker(pytest.mark.skip(reason="needs root"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _clean_environ() -> Iterator[None]:
+    """No test sees the settings of whoever runs it."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in list(os.environ):
+            if name.startswith("SANDBOX_") or name.lower() in {"http_proxy", "https_proxy", "all_proxy"}:
+                patch.delenv(name)
+        yield
+
+
+@pytest.fixture(scope="session")
+def service() -> Iterator[Service]:
+    """A real service on a real port with one small pool, shared by the whole run; `running_service` gives one with settings of a test's own."""
+    with running_service() as running:
+        yield running

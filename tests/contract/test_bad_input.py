@@ -1,0 +1,197 @@
+"""What bad input gets: a clear answer, and nothing else suffers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sandbox_server.api.limits import Limits
+from tests.support.house import POOL, House, bash, open_house
+
+BODIES: dict[str, tuple[bytes, str]] = {
+    "not JSON": (b"not json", "JSON"),
+    "cut short": (b'{"count": 1', "JSON"),
+    "empty": (b"", "empty"),
+    "not UTF-8": (b'{"pool": "\xff"}', "JSON"),
+    "NaN": (b'{"ttl_s": NaN}', "JSON"),
+    "a lone surrogate": (b'{"pool": "\\ud800"}', "JSON"),
+    "a list": (b"[]", "object"),
+    "a number": (b"7", "object"),
+    "too deep": (b'{"labels":' * 100 + b"1" + b"}" * 100, "json_depth"),
+    "far too deep": (b"[" * 90_000 + b"]" * 90_000, "JSON"),
+}
+ACQUIRES: dict[str, tuple[dict[str, Any], str]] = {
+    "an unknown field": ({"cuont": 1}, "cuont"),
+    "no slots": ({"count": 0}, "count"),
+    "a fraction of a slot": ({"count": 1.5}, "count"),
+    "a count in words": ({"count": "one"}, "count"),
+    "a yes for a count": ({"count": True}, "count"),
+    "more than the pool can ever hold": ({"count": 5}, "count"),
+    "absurdly many": ({"count": 10**30}, "count"),
+    "no time to live": ({"ttl_s": 0}, "ttl_s"),
+    "a day and a second": ({"ttl_s": 86_401}, "ttl_s"),
+    "a negative wait": ({"wait_s": -1}, "wait_s"),
+    "an infinite wait": ({"wait_s": 1e999}, "body"),
+    "another cache": ({"cache": "both"}, "cache"),
+    "trajectories for another count": ({"count": 2, "trajectory_ids": ["t"]}, "trajectory_ids"),
+    "one trajectory for a gang": ({"count": 2, "trajectory_id": "t"}, "trajectory_id"),
+    "labels of numbers": ({"labels": {"a": 1}}, "labels.a"),
+    "an empty name": ({"run_id": ""}, "run_id"),
+    "a long key": ({"request_key": "k" * 1000}, "request_key"),
+    "a priority beyond all": ({"priority": 10**9}, "priority"),
+}
+ITEMS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "an unknown tool": ({"tool": "sudo"}, "invalid_args", "sudo"),
+    "an unknown field": ({"timeout": 3}, "invalid_args", "timeout"),
+    "a command that is no text": ({"args": "ls"}, "invalid_args", "args"),
+    "no time": ({"timeout_s": 0}, "invalid_args", "timeout_s"),
+    "time backwards": ({"timeout_s": -5}, "invalid_args", "timeout_s"),
+    "a time beyond all": ({"timeout_s": 1e300}, "invalid_args", "timeout_s"),
+    "more than the pool's max_timeout_s": ({"timeout_s": 601}, "invalid_args", "timeout_s"),
+    "silence of no length": ({"no_output_timeout_s": 0}, "invalid_args", "no_output_timeout_s"),
+    "too much output": ({"output_limit_bytes": (10 << 20) + 1}, "invalid_args", "output_limit_bytes"),
+    "another encoding": ({"encoding": "latin-1"}, "invalid_args", "encoding"),
+    "a call_id with a space": ({"call_id": "a b"}, "invalid_args", "call_id"),
+    "a long call_id": ({"call_id": "c" * 129}, "invalid_args", "call_id"),
+    "an unknown lease": ({"lease_id": "nobodys"}, "lease_lost", "nobodys"),
+    "huge arguments": ({"args": {"command": "x" * 60_000}}, "invalid_args", "call_bytes"),
+}
+BATCHES: dict[str, tuple[Any, str]] = {
+    "no calls": ({"call": []}, "calls"),
+    "no list": ({"calls": {}}, "calls"),
+    "an empty list": ({"calls": []}, "calls"),
+    "1,001 calls": ({"calls": [{"lease_id": "l", "tool": "bash"}] * 1001}, "1001"),
+    "an item that is no object": ({"calls": ["ls"]}, "calls.0"),
+    "an item without a lease": ({"calls": [{"tool": "bash"}]}, "calls.0"),
+    "an item without a tool": ({"calls": [{"lease_id": "l"}]}, "calls.0"),
+    "a lease that is no text": ({"calls": [{"lease_id": 7, "tool": "bash"}]}, "calls.0"),
+}
+OTHERS: dict[str, tuple[str, str, dict[str, Any] | None, str]] = {
+    "release of nothing": ("POST", "/v1/release", {}, "lease_ids"),
+    "release of both": ("POST", "/v1/release", {"lease_ids": [], "run_id": "r"}, "lease_ids"),
+    "renew of nothing": ("POST", "/v1/renew", {}, "lease_ids"),
+    "cancel without a call": ("POST", "/v1/cancel", {"lease_id": "l"}, "call_id"),
+    "exec of nothing": ("POST", "/v1/leases/l/exec", {}, "tool"),
+    "exec for another lease": ("POST", "/v1/leases/l/exec", {"command": "true", "lease_id": "m"}, "lease_id"),
+    "a page of none": ("GET", "/v1/leases?limit=0", None, "limit"),
+    "a page too long": ("GET", "/v1/leases?limit=1001", None, "limit"),
+    "a page of words": ("GET", "/v1/leases?limit=all", None, "limit"),
+    "an unknown parameter": ("GET", "/v1/leases?run=r", None, "run"),
+    "a parameter twice": ("GET", "/v1/leases?run_id=a&run_id=b", None, "run_id"),
+    "a file without a path": ("GET", "/v1/leases/l/files", None, "path"),
+    "a path with a NUL": ("GET", "/v1/leases/l/files?path=a%00b", None, "path"),
+    "a path too long": ("GET", f"/v1/leases/l/files?path={'a' * 5000}", None, "path"),
+    "a mode that is not octal": ("PUT", "/v1/leases/l/files?path=a&mode=999", None, "mode"),
+    "a mode with more bits": ("PUT", "/v1/leases/l/files?path=a&mode=4755", None, "mode"),
+}
+
+
+async def still_well(house: House) -> None:
+    """That the service still does its work."""
+    (lease_id,) = await house.acquire()
+    (result,) = await house.batch(bash(lease_id, "echo well"))
+    assert result["output"] == "well\n"
+
+
+@pytest.mark.parametrize("name", BODIES)
+async def test_a_body_that_is_not_what_is_asked_for(name: str, house: House) -> None:
+    body, named = BODIES[name]
+    for path in ("/v1/acquire", "/v1/exec-batch", "/v1/release"):
+        answer = await house.http.post(path, content=body)
+
+        assert (answer.status_code, answer.json()["code"]) == (422, "invalid_request")
+        assert named in answer.json()["detail"]
+    await still_well(house)
+
+
+@pytest.mark.parametrize("name", ACQUIRES)
+async def test_an_acquire_that_cannot_be(name: str, house: House) -> None:
+    fields, named = ACQUIRES[name]
+    answer = await house.http.post("/v1/acquire", content=_json(fields))
+
+    assert (answer.status_code, answer.json()["code"]) == (422, "invalid_request"), answer.text
+    assert named in answer.json()["detail"] or named in answer.json().get("field", "")
+    await still_well(house)
+
+
+def _json(fields: dict[str, Any]) -> bytes:
+    return json.dumps(fields).replace("Infinity", "1e999").encode()
+
+
+@pytest.mark.parametrize("name", BATCHES)
+async def test_a_batch_that_is_refused_as_a_whole(name: str, house: House) -> None:
+    body, named = BATCHES[name]
+    answer = await house.http.post("/v1/exec-batch", json=body)
+
+    assert (answer.status_code, answer.json()["code"]) == (422, "invalid_request")
+    assert named in answer.json()["detail"]
+    await still_well(house)
+
+
+@pytest.mark.parametrize("name", ITEMS)
+async def test_what_is_wrong_with_one_item_is_that_items_result(name: str, tmp_path: Path) -> None:
+    fields, reason, named = ITEMS[name]
+    async with open_house(tmp_path / "state", limits=Limits(call_bytes=50_000)) as house:
+        (lease_id,) = await house.acquire()
+
+        before, bad, after = await house.batch(bash(lease_id, "echo a"), {**bash(lease_id, "true"), **fields}, bash(lease_id, "echo b"))
+
+        assert (bad["reason"], bad["success"], bad["exit_code"], bad["output"]) == (reason, False, None, "")
+        assert named in bad["error"]
+        assert [before["output"], after["output"]] == ["a\n", "b\n"]
+
+
+async def test_calls_that_ask_for_too_much_output_together(tmp_path: Path) -> None:
+    async with open_house(tmp_path / "state", limits=Limits(batch_output_bytes=250)) as house:
+        (lease_id,) = await house.acquire()
+
+        results = await house.batch(*(bash(lease_id, "true", output_limit_bytes=100) for _ in range(3)))
+
+        assert [result["reason"] for result in results] == ["exit", "exit", "invalid_args"]
+        assert "batch_output_bytes" in results[2]["error"]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+async def test_other_requests_that_cannot_be(name: str, house: House) -> None:
+    method, path, body, named = OTHERS[name]
+    answer = await house.http.request(method, path, json=body)
+
+    assert (answer.status_code, answer.json()["code"]) == (422, "invalid_request"), answer.text
+    assert answer.json()["field"] == named
+
+
+async def test_a_path_that_leads_out_is_refused(house: House) -> None:
+    (lease_id,) = await house.acquire()
+
+    for method in ("GET", "PUT"):
+        answer = await house.http.request(method, f"/v1/leases/{lease_id}/files", params={"path": "../secret"}, content=b"")
+        assert (answer.status_code, answer.json()["code"]) == (422, "invalid_request")
+
+
+async def test_a_file_larger_than_the_limit(tmp_path: Path) -> None:
+    async with open_house(tmp_path / "state", limits=Limits(upload_bytes=1000)) as house:
+        (lease_id,) = await house.acquire()
+
+        answer = await house.http.put(f"/v1/leases/{lease_id}/files", params={"path": "a"}, content=b"x" * 1001)
+
+        assert (answer.status_code, answer.json()["limit"]) == (413, "upload_bytes")
+        assert house.agent.files == {}
+
+
+async def test_shared_caches_say_that_they_are_not_built(house: House) -> None:
+    answer = await house.http.post("/v1/acquire", json={"cache": "rw"})
+
+    assert (answer.status_code, answer.json()["code"]) == (501, "not_implemented")
+
+
+async def test_a_wait_longer_than_the_pools_is_the_pools(tmp_path: Path) -> None:
+    async with open_house(tmp_path / "state", pools={"default": replace(POOL, acquire_timeout_s=0.05)}) as house:
+        await house.acquire(4)
+
+        answer = await house.http.post("/v1/acquire", json={"wait_s": 5000})
+
+        assert (answer.status_code, answer.json()["code"]) == (503, "no_capacity")

@@ -1,0 +1,161 @@
+"""The end of a service, under plain uvicorn in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.support.service import clean_environ
+
+ROOT = Path(__file__).parents[2]
+ENDS_WITHIN_S = 10.0
+
+
+@dataclass
+class Process:
+    """A service that somebody else started."""
+
+    popen: subprocess.Popen[str]
+    url: str
+    state_dir: Path
+    said: list[str]
+
+    def http(self) -> httpx.Client:
+        token = (self.state_dir / "token").read_text().strip()
+        return httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {token}"}, timeout=30.0, trust_env=False)
+
+    def connect(self) -> socket.socket:
+        host, _, port = self.url.removeprefix("http://").partition(":")
+        return socket.create_connection((host, int(port)))
+
+    def end(self) -> float:
+        """Send SIGTERM; the seconds it takes to end."""
+        started = time.monotonic()
+        self.popen.send_signal(signal.SIGTERM)
+        self.popen.wait(ENDS_WITHIN_S + 5)
+        return time.monotonic() - started
+
+
+@contextlib.contextmanager
+def uvicorn_on(state_dir: Path, **environ: str) -> Iterator[Process]:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        command = [sys.executable, "-m", "uvicorn", "tests.support.scripted_main:app", "--fd", str(listening.fileno())]
+        popen = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=clean_environ({"SANDBOX_STATE_DIR": str(state_dir), **environ}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            pass_fds=[listening.fileno()],
+        )
+    assert popen.stdout is not None
+    try:
+        said = []
+        for line in popen.stdout:
+            said.append(line)
+            if line.startswith("curl "):  # how to ask it: it is about to serve
+                break
+        yield Process(popen, url, state_dir, said)
+    finally:
+        if popen.poll() is None:
+            popen.kill()
+        popen.wait()
+        popen.stdout.close()
+
+
+@pytest.fixture
+def process(tmp_path: Path) -> Iterator[Process]:
+    with uvicorn_on(tmp_path / "state") as running:
+        yield running
+
+
+def acquire(http: httpx.Client) -> str:
+    lease_id: str = http.post("/v1/acquire", json={}).json()["leases"][0]["lease_id"]
+    return lease_id
+
+
+def test_it_ends_at_once_when_nobody_asks_anything(process: Process) -> None:
+    with process.http() as http:
+        assert http.get("/healthz").status_code == 200
+
+        assert process.end() < 5.0
+
+
+def test_a_running_batch_gets_its_results_before_the_end(process: Process) -> None:
+    with process.http() as http:
+        lease_id = acquire(http)
+        calls = [{"lease_id": lease_id, "tool": "bash", "args": {"command": command}} for command in ("echo done", "hang")]
+        body = {"calls": calls}
+        with http.stream("POST", "/v1/exec-batch", json=body, headers={"Accept": "application/x-ndjson"}) as stream:
+            lines = stream.iter_lines()
+            first = json.loads(next(lines))
+            process.popen.send_signal(signal.SIGTERM)
+            second = json.loads(next(line for line in lines if line))
+
+        assert (first["reason"], first["output"]) == ("exit", "done\n")
+        assert (second["reason"], second["metadata"]["may_have_run"]) == ("backend_error", True)
+        assert process.end() < ENDS_WITHIN_S
+
+
+def test_who_queues_is_told_to_come_again(process: Process) -> None:
+    with process.http() as http, process.connect() as queued:
+        for _ in range(50):
+            acquire(http)
+        body = b'{"wait_s": 60}'
+        head = f"POST /v1/acquire HTTP/1.1\r\nHost: h\r\nAuthorization: {http.headers['authorization']}\r\nContent-Length: {len(body)}\r\n\r\n"
+        queued.sendall(head.encode() + body)
+        while http.get("/v1/pools/default").json()["queue"] == 0:
+            pass
+
+        seconds = process.end()
+
+        answer = queued.recv(65536)
+        assert b"503" in answer.split(b"\r\n")[0]
+        assert b'"draining"' in answer
+        assert b"retry-after" in answer.lower()
+        assert seconds < ENDS_WITHIN_S
+
+
+def test_callers_who_neither_send_nor_read_do_not_keep_it(process: Process) -> None:
+    with process.http() as http, process.connect() as silent, process.connect() as half, process.connect() as deaf:
+        lease_id = acquire(http)
+        token = http.headers["authorization"]
+        half.sendall(f"POST /v1/acquire HTTP/1.1\r\nHost: h\r\nAuthorization: {token}\r\nContent-Length: 100\r\n\r\n{{".encode())
+        http.put(f"/v1/leases/{lease_id}/files", params={"path": "big"}, content=b"x" * (32 << 20))
+        deaf.sendall(f"GET /v1/leases/{lease_id}/files?path=big HTTP/1.1\r\nHost: h\r\nAuthorization: {token}\r\n\r\n".encode())
+        assert deaf.recv(1)
+
+        assert process.end() < ENDS_WITHIN_S
+        assert silent.fileno() != half.fileno()
+
+
+def test_a_second_service_on_the_same_state_folder_is_refused_in_one_line(process: Process) -> None:
+    with uvicorn_on(process.state_dir) as second:
+        assert second.popen.wait(20) == 3
+
+    (told,) = [line for line in second.said if "another service" in line]
+    assert str(process.state_dir) in told
+    assert str(process.popen.pid) in told
+    assert "Traceback" not in "".join(second.said)
+
+
+def test_an_unknown_variable_stops_the_start_in_one_line(tmp_path: Path) -> None:
+    with uvicorn_on(tmp_path / "state", SANDBOX_STAT_DIR="/x") as wrong:
+        assert wrong.popen.wait(20) == 3
+
+    (told,) = [line for line in wrong.said if "SANDBOX_STAT_DIR" in line]
+    assert "SANDBOX_STATE_DIR" in told
+    assert "Traceback" not in "".join(wrong.said)

@@ -1,0 +1,208 @@
+"""Every error code of the contract that this version can answer with, provoked over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from sandbox_server.api.limits import Limits
+from sandbox_server.api.problems import STATUS_OF
+from sandbox_server.backends.base import CreateFailed
+from tests.support.house import POOL, House, bash, open_house
+
+Provoke = Callable[[House], Awaitable[httpx.Response]]
+PROVOKED: dict[str, Provoke] = {}
+NOT_YET = {
+    "forbidden": "no route is kept for admins yet",
+    "sandbox_not_found": "sandboxes cannot be asked for yet",
+    "pool_conflict": "pools cannot be changed yet",
+    "storage_unavailable": "state is kept in memory",
+    "internal": "has a test of its own below",
+    "backend_unavailable": "has a test of its own below",
+    "draining": "has a test of its own, with the other ends of a service",
+}
+
+
+def provokes(code: str) -> Callable[[Provoke], Provoke]:
+    def register(provoke: Provoke) -> Provoke:
+        PROVOKED[code] = provoke
+        return provoke
+
+    return register
+
+
+@provokes("unauthorized")
+async def _no_token(house: House) -> httpx.Response:
+    return await house.http.get("/v1/pools", headers={"Authorization": "Bearer somebody-elses"})
+
+
+@provokes("not_found")
+async def _no_route(house: House) -> httpx.Response:
+    return await house.http.get("/v1/nowhere")
+
+
+@provokes("pool_not_found")
+async def _no_pool(house: House) -> httpx.Response:
+    return await house.http.post("/v1/acquire", json={"pool": "nowhere"})
+
+
+@provokes("lease_not_found")
+async def _no_lease(house: House) -> httpx.Response:
+    return await house.http.post("/v1/leases/nobodys/exec", json={"command": "true"})
+
+
+@provokes("file_not_found")
+async def _no_file(house: House) -> httpx.Response:
+    (lease_id,) = await house.acquire()
+    return await house.http.get(f"/v1/leases/{lease_id}/files", params={"path": "missing"})
+
+
+@provokes("call_not_found")
+async def _no_call(house: House) -> httpx.Response:
+    (lease_id,) = await house.acquire()
+    return await house.http.post("/v1/cancel", json={"lease_id": lease_id, "call_id": "missing"})
+
+
+@provokes("method_not_allowed")
+async def _wrong_method(house: House) -> httpx.Response:
+    return await house.http.delete("/v1/acquire")
+
+
+@provokes("call_conflict")
+async def _key_used(house: House) -> httpx.Response:
+    await house.acquire(1, request_key="k")
+    return await house.http.post("/v1/acquire", json={"count": 2, "request_key": "k"})
+
+
+@provokes("file_error")
+async def _fifo(house: House) -> httpx.Response:
+    (lease_id,) = await house.acquire()
+    return await house.http.get(f"/v1/leases/{lease_id}/files", params={"path": "fifo"})
+
+
+@provokes("lease_lost")
+async def _released(house: House) -> httpx.Response:
+    (lease_id,) = await house.acquire()
+    await house.http.post("/v1/release", json={"lease_ids": [lease_id]})
+    return await house.http.get(f"/v1/leases/{lease_id}")
+
+
+@provokes("sandbox_lost")
+async def _sandbox_died(house: House) -> httpx.Response:
+    (lease_id,) = await house.acquire()
+    house.backend.kill(house.agent.sandbox_id)
+    await house.batch(bash(lease_id, "true"))
+    return await house.http.post(f"/v1/leases/{lease_id}/exec", json={"command": "true", "call_id": "another"})
+
+
+@provokes("payload_too_large")
+async def _too_large(house: House) -> httpx.Response:
+    return await house.http.post("/v1/acquire", content=b" " * (house.settings.limits.body_bytes + 1))
+
+
+@provokes("invalid_request")
+async def _no_json(house: House) -> httpx.Response:
+    return await house.http.post("/v1/acquire", content=b"{")
+
+
+@provokes("quota_exceeded")
+async def _too_many_calls(house: House) -> httpx.Response:
+    (lease_id,) = await house.acquire()
+    calls = [bash(lease_id, "true") for _ in range(house.settings.limits.calls_in_flight + 1)]
+    return await house.http.post("/v1/exec-batch", json={"calls": calls})
+
+
+@provokes("not_implemented")
+async def _not_built(house: House) -> httpx.Response:
+    return await house.http.get("/v1/events")
+
+
+@provokes("no_capacity")
+async def _full(house: House) -> httpx.Response:
+    await house.acquire(4)
+    return await house.http.post("/v1/acquire", json={"wait_s": 0})
+
+
+@pytest.mark.parametrize("code", sorted(PROVOKED))
+async def test_the_code_comes_as_a_problem_document(code: str, tmp_path: Path) -> None:
+    async with open_house(tmp_path / "state", limits=Limits(calls_in_flight=50, body_bytes=100_000)) as house:
+        answer = await PROVOKED[code](house)
+
+    check_problem(answer, code)
+
+
+def check_problem(answer: httpx.Response, code: str) -> dict[str, Any]:
+    """That an answer is the problem document of a code, in every point of the contract."""
+    document: dict[str, Any] = answer.json()
+    assert (answer.status_code, document["code"]) == (STATUS_OF[code], code)
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert document["status"] == answer.status_code
+    assert document["type"].endswith(code)
+    assert document["title"]
+    assert len(document["detail"]) > 10
+    assert document["request_id"] == answer.headers["x-request-id"]
+    assert ("retry-after" in answer.headers) == (answer.status_code in (429, 503))
+    return document
+
+
+def test_every_code_is_provoked_or_says_why_not() -> None:
+    assert set(PROVOKED) | set(NOT_YET) == set(STATUS_OF)
+    assert not set(PROVOKED) & set(NOT_YET)
+
+
+async def test_no_capacity_says_where_in_the_queue_and_how_long(house: House) -> None:
+    await house.acquire(4)
+
+    document = (await house.http.post("/v1/acquire", json={"wait_s": 0})).json()
+
+    assert document["queue_position"] >= 1
+    assert document["waited_s"] >= 0
+
+
+async def test_a_refused_method_hears_what_is_allowed(house: House) -> None:
+    answer = await house.http.patch("/v1/leases/l-1/files")
+
+    assert answer.headers["allow"] == "GET, PUT"
+
+
+async def test_a_file_error_names_the_errno(house: House) -> None:
+    assert (await _fifo(house)).json()["errno"] == "EINVAL"
+
+
+async def test_an_invalid_request_names_the_field(house: House) -> None:
+    assert (await house.http.post("/v1/acquire", json={"count": 0})).json()["field"] == "count"
+
+
+async def test_a_bug_shows_a_request_id_and_no_insides(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("the secret of the house")
+
+    monkeypatch.setattr(house.agent.__class__, "hello", broken)
+    service = house.application._front.service
+    assert service is not None
+    monkeypatch.setattr(service.pools, "views", broken)
+
+    answer = await house.http.get("/v1/pools", headers={"X-Request-ID": "find-me"})
+
+    document = check_problem(answer, "internal")
+    assert document["request_id"] == "find-me"
+    assert "secret" not in answer.text
+    assert "ZeroDivision" not in answer.text
+
+
+async def test_a_pool_that_cannot_make_sandboxes_says_why(tmp_path: Path) -> None:
+    async with open_house(tmp_path / "state", pools={"default": replace(POOL, min_sandboxes=0)}) as house:
+
+        async def hopeless(sandbox_id: str) -> None:
+            raise CreateFailed("the image does not exist", hopeless=True)
+
+        house.backend.before_agent = hopeless  # type: ignore[method-assign]
+        answer = await house.http.post("/v1/acquire", json={})
+
+        document = check_problem(answer, "backend_unavailable")
+        assert "the image does not exist" in document["detail"]

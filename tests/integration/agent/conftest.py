@@ -1,0 +1,80 @@
+"""Agents in every isolation mode that this machine has, as root where we are root, and as an ordinary user."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any
+
+import pytest
+
+from tests.integration.agent.house import Agent, House, agent_process, connected
+from tests.support.users import ME, Runner, ordinary_user
+
+ROOT = [("bwrap", "root"), ("uid", "root")]
+USER = [("bwrap", "user"), ("none", "user")]
+MODES = [*ROOT, *USER] if os.geteuid() == 0 else USER
+BEST_USER = "root" if os.geteuid() == 0 else "user"
+
+Maker = Callable[..., Awaitable[House]]
+
+
+def _runner(user: str) -> Runner:
+    return ME if (user == "root") == (os.geteuid() == 0) else ordinary_user()
+
+
+@pytest.fixture
+async def make_house() -> AsyncIterator[Maker]:
+    """A factory of agents; arguments as the agent's configuration. They end with the test."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def make(mode: str = "bwrap", user: str = BEST_USER, **settings: Any) -> House:
+            agent = stack.enter_context(agent_process(_runner(user), mode, **settings))
+            return await stack.enter_async_context(connected(agent))
+
+        yield make
+
+
+@pytest.fixture(scope="package", params=MODES, ids="-".join)
+def shared_agent(request: pytest.FixtureRequest) -> Iterator[Agent]:
+    """One agent a mode, for every test that leaves it as it was."""
+    mode, user = request.param
+    with agent_process(_runner(user), mode) as agent:
+        yield agent
+
+
+@pytest.fixture(scope="package")
+def best_agent() -> Iterator[Agent]:
+    """One agent in the best mode, as whoever runs the tests."""
+    with agent_process(_runner(BEST_USER), "bwrap") as agent:
+        yield agent
+
+
+@contextlib.asynccontextmanager
+async def _clean_house(agent: Agent) -> AsyncIterator[House]:
+    async with connected(agent) as house:
+        yield house
+        for slot in house.epochs:
+            assert (await house.reset(slot))["state"] == "ready"
+
+
+@pytest.fixture
+async def house(shared_agent: Agent) -> AsyncIterator[House]:
+    """A link to the agent of each mode, its slots clean."""
+    async with _clean_house(shared_agent) as house:
+        yield house
+
+
+@pytest.fixture
+async def bwrap(best_agent: Agent) -> AsyncIterator[House]:
+    """A link to the agent in the best mode, its slots clean."""
+    async with _clean_house(best_agent) as house:
+        yield house
+
+
+@pytest.fixture(params=MODES, ids="-".join)
+async def own_house(request: pytest.FixtureRequest, make_house: Maker) -> House:
+    """An agent of the test's own, in each mode."""
+    mode, user = request.param
+    return await make_house(mode, user)

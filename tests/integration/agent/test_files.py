@@ -1,0 +1,82 @@
+"""File routes through the agent: streamed, confined, inside the slot."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+
+import pytest
+
+from sandbox_server.agent import wire
+from sandbox_server.link.errors import AgentRefused
+from tests.integration.agent.house import House
+
+
+async def _put(house: House, op: str, path: str, content: bytes) -> dict[str, object]:
+    async with house.link.stream({"op": op, "slot": "0", "epoch": house.epoch("0"), "path": path}) as stream:
+        for start in range(0, len(content), 60_000):
+            await stream.send_data(content[start : start + 60_000])
+        stream.end()
+        async for event in stream:
+            if isinstance(event, wire.Ended):
+                return event.meta
+    raise AssertionError("the stream did not end")
+
+
+async def test_a_file_goes_in_and_comes_out(house: House) -> None:
+    content = bytes(range(256)) * 20_000
+    await _put(house, "file_put", "d/file.bin", content)
+
+    assert (await house.bash("wc -c < d/file.bin")).text == f"{len(content)}\n"
+    data, _ = await house.data("file_get", path="d/file.bin")
+    assert data == content
+
+
+async def test_a_folder_is_listed(house: House) -> None:
+    await house.bash("mkdir -p d/e; echo x > d/e/f; ln -s f d/e/link")
+    async with house.link.stream({"op": "file_list", "slot": "0", "epoch": house.epoch("0"), "path": "d", "recursive": True}) as stream:
+        items = [event.meta async for event in stream if isinstance(event, wire.Item)]
+
+    assert {entry["path"].rsplit("/", 1)[-1]: entry["type"] for entry in items[0]["entries"]} == {"e": "directory", "f": "file", "link": "symlink"}
+
+
+async def test_a_tree_goes_in_and_comes_out(house: House) -> None:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
+        info = tarfile.TarInfo("project/main.py")
+        info.size = 6
+        archive.addfile(info, io.BytesIO(b"pass\n\n"))
+    await _put(house, "archive_put", ".", buffer.getvalue())
+    data, _ = await house.data("archive_get", path="project")
+
+    assert (await house.bash("cat project/main.py")).text == "pass\n\n"
+    with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+        assert any(name.endswith("main.py") for name in archive.getnames())
+
+
+@pytest.mark.parametrize(
+    ("make", "path", "code"),
+    [
+        ("true", "nowhere", "file_not_found"),
+        ("mkdir folder", "folder", "file_error"),
+        ("mkfifo pipe", "pipe", "file_error"),
+        ("ln -s /etc/passwd out", "out", "path_outside"),
+        ("ln -s /etc d", "d/passwd", "path_outside"),
+        ("true", "../../etc/passwd", "path_outside"),
+        ("true", "/etc/passwd", "path_outside"),
+        ("true", "a\0b", "invalid"),
+    ],
+)
+async def test_what_leads_elsewhere_is_refused(bwrap: House, make: str, path: str, code: str) -> None:
+    await bwrap.bash(make)
+    with pytest.raises(AgentRefused) as refused:
+        await bwrap.data("file_get", path=path)
+
+    assert refused.value.code == code
+
+
+async def test_an_upload_that_breaks_off_does_not_land(house: House) -> None:
+    async with house.link.stream({"op": "file_put", "slot": "0", "epoch": house.epoch("0"), "path": "half"}) as stream:
+        await stream.send_data(b"x" * 100_000)
+
+    await house.until('[ -z "$(find . -mindepth 1)" ]')

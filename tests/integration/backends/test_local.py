@@ -1,0 +1,223 @@
+"""The local backend with a stand-in for the agent: what it leaves at each checkpoint, and that `destroy` takes all of it away."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sandbox_server.backends.base import CreateFailed, Health
+from sandbox_server.backends.local import LocalBackend, make_local_backend
+from sandbox_server.backends.processes import end_process, is_running, spawn, start_time
+from sandbox_server.backends.registry import BUILT, NOT_BUILT, load_backend
+from sandbox_server.core.errors import InvalidRequest, NotImplementedHere
+from sandbox_server.core.types import PoolSpec
+
+LISTENS = """
+import json, socket, sys, signal, subprocess
+config = json.loads(sys.stdin.read())
+open(config["listen"]["unix"] + ".config", "w").write(json.dumps(config))
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(config["listen"]["unix"])
+listener.listen()
+signal.pause()
+"""
+STUBBORN = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + LISTENS.replace("signal.pause()", "while True: signal.pause()")
+DIES = "import sys\nsys.stderr.write('no bubblewrap in this place')\nsys.exit(3)\n"
+BREEDS = LISTENS.replace("signal.pause()", "child = subprocess.Popen(['sleep', '1000'], start_new_session=True)\nprint(child.pid, flush=True)\nsignal.pause()")
+
+
+@pytest.fixture
+def make_backend(tmp_path):
+    def make(source=LISTENS, **options):
+        agent = tmp_path / "agent.py"
+        agent.write_text(source)
+        return LocalBackend(tmp_path / "sandboxes", "me", lambda: agent, **options)
+
+    return make
+
+
+async def create(backend, sandbox_id="s-1", steps=99, **spec):
+    """Create, stopping after so many checkpoints. Returns the last handle."""
+    last = None
+    async with aclosing(backend.create("p", PoolSpec(**spec), sandbox_id)) as checkpoints:
+        async for handle in checkpoints:
+            last = handle
+            steps -= 1
+            if not steps:
+                break
+    return last
+
+
+def is_clean(backend):
+    return not any(backend._folder.iterdir())
+
+
+async def test_create_gives_an_address_and_tells_the_agent_everything_by_stdin(make_backend):
+    backend = make_backend()
+    handle = await create(backend, slots_per_sandbox=3, slot_processes=7, memory_mb=64, env_vars={"A": "b"}, allow_network=False)
+
+    assert handle.address == f"unix:{backend._folder}/s-1/agent.sock"
+    config = json.loads((backend._folder / "s-1" / "agent.sock.config").read_text())
+    assert (config["slots"], config["network"], config["env_vars"], config["sandbox_id"]) == (3, False, {"A": "b"}, "s-1")
+    assert config["limits"] == {"processes": 7, "memory_mb": 64, "max_file_mb": 1024, "cpu": None}
+    assert config["token"] == handle.token
+    seen = Path(f"/proc/{handle.data['pid']}/cmdline").read_bytes() + Path(f"/proc/{handle.data['pid']}/environ").read_bytes()
+    assert handle.token.encode() not in seen
+    assert os.getsid(handle.data["pid"]) == handle.data["pid"]
+    await backend.destroy(handle)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 4])
+async def test_whatever_was_yielded_last_is_destroyed_whole(make_backend, steps):
+    backend = make_backend()
+    handle = await create(backend, steps=steps)
+    assert [known.sandbox_id for known in await backend.list_owned("me")] == ["s-1"]
+    assert await backend.list_owned("somebody else") == []
+
+    await backend.destroy(handle)
+    await backend.destroy(handle)
+
+    assert is_clean(backend)
+    assert await backend.list_owned("me") == []
+    assert "pid" not in handle.data or not is_running(handle.data["pid"], handle.data["started"])
+    assert "group" not in handle.data or not os.path.exists(handle.data["group"])
+
+
+async def test_what_a_killed_agent_left_in_the_workspace_base_goes_too(make_backend, tmp_path):
+    backend = make_backend()
+    handle = await create(backend, workspace_base=str(tmp_path / "data"))
+    deep = tmp_path / "data" / "s-1" / "0" / "workspace" / "a" / "b"
+    deep.mkdir(parents=True)
+    deep.chmod(0)
+    other = tmp_path / "data" / "s-2"
+    other.mkdir()
+
+    await backend.destroy(handle)
+
+    assert [path.name for path in (tmp_path / "data").iterdir()] == ["s-2"]
+
+
+async def test_an_older_handle_destroys_what_came_after_it(make_backend):
+    backend = make_backend()
+    whole = await create(backend)
+
+    await backend.destroy(replace(whole, data={}, address=None))
+
+    assert is_clean(backend)
+    assert not is_running(whole.data["pid"], whole.data["started"])
+
+
+async def test_an_agent_that_ignores_sigterm_is_killed(make_backend):
+    backend = make_backend(STUBBORN, term_s=0.05)
+    handle = await create(backend)
+
+    await backend.destroy(handle)
+
+    assert not is_running(handle.data["pid"], handle.data["started"])
+
+
+async def test_what_a_dead_agent_left_running_dies_with_the_group(make_backend):
+    backend = make_backend(BREEDS)
+    handle = await create(backend)
+    if "group" not in handle.data:
+        await backend.destroy(handle)
+        pytest.skip("no cgroup v2 that can be written here")
+    log = backend._folder / "s-1" / "agent.log"
+    while not log.read_text().endswith("\n"):
+        await asyncio.sleep(0)
+    child = int(log.read_text())
+    os.kill(handle.data["pid"], signal.SIGKILL)
+
+    await backend.destroy(handle)
+
+    assert start_time(child) is None
+    assert not os.path.exists(handle.data["group"])
+
+
+async def test_check_tells_the_running_from_the_gone(make_backend):
+    backend = make_backend()
+    one, two = await create(backend, "s-1"), await create(backend, "s-2")
+    await backend.destroy(one)
+
+    assert await backend.check([one, two]) == {"s-1": Health.GONE, "s-2": Health.RUNNING}
+    recycled = replace(two, data={**two.data, "started": two.data["started"] - 1})
+    assert (await backend.check([recycled]))["s-2"] is Health.GONE
+    await backend.destroy(two)
+
+
+async def test_an_agent_that_ends_at_once_says_why(make_backend):
+    backend = make_backend(DIES)
+
+    with pytest.raises(CreateFailed, match="no bubblewrap in this place"):
+        await create(backend)
+
+    (handle,) = await backend.list_owned("me")
+    await backend.destroy(handle)
+    assert is_clean(backend)
+
+
+async def test_a_folder_without_a_record_is_an_orphan_too(make_backend):
+    backend = make_backend()
+    (backend._folder / "s-lost" / "base").mkdir(parents=True)
+
+    (handle,) = await backend.list_owned("me")
+    await backend.destroy(handle)
+
+    assert is_clean(backend)
+
+
+async def test_in_a_deep_state_folder_the_socket_is_elsewhere_and_goes_too(tmp_path):
+    agent = tmp_path / "agent.py"
+    agent.write_text(LISTENS)
+    backend = LocalBackend(tmp_path / ("deep" * 30), "me", lambda: agent)
+    handle = await create(backend)
+    assert len(handle.address) < 108
+
+    await backend.destroy(handle)
+
+    assert not os.path.exists(handle.data["socket_dir"])
+
+
+async def test_a_dedicated_sandbox_is_refused_for_good(make_backend):
+    with pytest.raises(CreateFailed) as caught:
+        await create(make_backend(), dedicated=True)
+    assert caught.value.hopeless
+
+
+async def test_a_recycled_pid_is_not_ended():
+    read, write = os.pipe()
+    pid, started = spawn(["/bin/sleep", "1000"], {}, read, write)
+    await end_process(pid, started + 1, 0.1, 0.1)
+    assert is_running(pid, started)
+
+    await end_process(pid, started, 5, 5)
+
+    assert not is_running(pid, started)
+    await end_process(pid, started, 5, 5)
+    os.close(read)
+    os.close(write)
+
+
+def test_the_registry_makes_what_is_built_and_says_what_is_not(tmp_path):
+    assert [load_backend(name, tmp_path).name for name in BUILT] == ["local"]
+    for name in NOT_BUILT:
+        with pytest.raises(NotImplementedHere, match=f"'{name}' is not built yet"):
+            load_backend(name, tmp_path)
+    with pytest.raises(InvalidRequest, match="no backend 'mainframe'"):
+        load_backend("mainframe", tmp_path)
+
+
+async def test_the_agent_is_unpacked_once_under_the_name_of_its_content(tmp_path):
+    backend = make_local_backend(tmp_path, "me")
+    first = backend._agent()
+
+    assert backend._agent() == first
+    assert (first / "__main__.py").is_file()
+    assert [path.name for path in (tmp_path / "agent").iterdir()] == [first.name]

@@ -1,0 +1,332 @@
+"""The lease book under anything that may happen to it, and a model that knows only the promises.
+
+The model does not look at how the book decides: it checks, after every step, who holds what, and at every grant, whether it was that waiter's turn.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from dataclasses import dataclass
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from sandbox_server.core.types import AcquireRequest, Lease, LeaseState, PoolSpec, SandboxState, SlotRef, SlotState
+from sandbox_server.pool.leases import LeaseBook
+from sandbox_server.pool.store import MemoryStore, SandboxRecord
+from sandbox_server.pool.waiting import Waiter
+from sandbox_server.testing import FakeClock
+
+TENANTS = ("a", "b", "c")
+WEIGHTS = {"a": 1.0, "b": 2.0, "c": 1.0}
+RUNS = (None, "r1", "r2")
+
+
+@dataclass
+class Busy:
+    """What the model knows of a held lease."""
+
+    lease: Lease
+    deadline: float
+    running: int = 0
+    quiet: float | None = None
+
+    @property
+    def ends(self) -> float:
+        """When it must end by itself."""
+        if self.running:
+            return float("inf")
+        return max(self.deadline, (self.quiet + 60) if self.quiet is not None else 0)
+
+
+class BookMachine(RuleBasedStateMachine):
+    """Drives a `LeaseBook` the way a pool does, crashes included."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids = itertools.count()
+        self.used_ids: set[str] = set()
+        self.highest_epoch: Counter[SlotRef] = Counter()
+
+    @initialize(slots=st.lists(st.integers(2, 4), min_size=1, max_size=3))
+    def begin(self, slots: list[int]) -> None:
+        self.clock = FakeClock()
+        self.store = MemoryStore(durable=True)
+        self.held: dict[str, Busy] = {}
+        self.waiting: list[Waiter] = []
+        self.known_slots: set[SlotRef] = set()
+        self.dirty: set[SlotRef] = set()
+        self.book = self._new_book()
+        for count in slots:
+            self._add_sandbox(count, clean=True)
+
+    def _new_book(self) -> LeaseBook:
+        return LeaseBook("p", PoolSpec(), self.clock, self.store.put, WEIGHTS.__getitem__, lambda: f"l-{next(self.ids)}")
+
+    # What the pool does after every step.
+
+    def _assign(self) -> None:
+        while True:
+            before = self._turns()
+            leased_before = Counter(self.book.leased_by)
+            usable = self.book.table.usable()
+            served = self.book.assign()
+            self._check_turns(before, leased_before, usable, served)
+            for waiter in served:
+                self.waiting.remove(waiter)
+                self._granted(waiter)
+            if not served:
+                return
+
+    def _turns(self) -> dict[str, list[Waiter]]:
+        """Each tenant's waiters in their order."""
+        turns: dict[str, list[Waiter]] = {}
+        for waiter in sorted(self.waiting, key=lambda waiter: (-waiter.request.priority, waiter.seq)):
+            turns.setdefault(waiter.request.tenant, []).append(waiter)
+        return turns
+
+    def _check_turns(self, turns: dict[str, list[Waiter]], leased: Counter[str], usable: int, served: list[Waiter]) -> None:
+        """Within a tenant nobody overtakes; between tenants the least leased per weight goes first, others only up to their share."""
+        active = {tenant for tenant, count in leased.items() if count} | set(turns)
+        for waiter in served:
+            tenant = waiter.request.tenant
+            assert turns[tenant][0] is waiter, "somebody overtook the head of its tenant"
+            load = leased[tenant] / WEIGHTS[tenant]
+            ahead = [other for other in turns if other != tenant and turns[other] and leased[other] / WEIGHTS[other] < load]
+            still_waiting = [other for other in ahead if turns[other][0] in self.waiting and turns[other][0].waiting]
+            kept = [lease for lease in waiter.leases if lease.workspace_kept]
+            if still_waiting and len(kept) < waiter.request.count:
+                share = usable * WEIGHTS[tenant] / sum(WEIGHTS[name] for name in active)
+                assert leased[tenant] + waiter.request.count <= share + 1e-9, "served past its share while another tenant's head waits"
+            turns[tenant].pop(0)
+            leased[tenant] += waiter.request.count
+
+    def _granted(self, waiter: Waiter) -> None:
+        request = waiter.request
+        assert len(waiter.leases) == request.count, "a gang is all or nothing"
+        assert len({lease.slot for lease in waiter.leases}) == request.count
+        for lease in waiter.leases:
+            assert lease.lease_id not in self.used_ids, "a lease id was used again"
+            assert lease.slot not in {busy.lease.slot for busy in self.held.values()}, "two holders"
+            assert lease.slot not in self.dirty, "a quarantined slot was leased"
+            assert lease.epoch > self.highest_epoch[lease.slot], "an epoch was used again"
+            self.used_ids.add(lease.lease_id)
+            self.highest_epoch[lease.slot] = lease.epoch
+            self.held[lease.lease_id] = Busy(lease, self.clock.monotonic() + request.ttl_s)
+
+    # What may happen. Few rules with many faces: every rule is as likely as any other, and most of a life shall be work, not disaster.
+
+    @rule(
+        requests=st.lists(
+            st.builds(
+                AcquireRequest,
+                tenant=st.sampled_from(TENANTS),
+                pool=st.just("p"),
+                count=st.sampled_from((1, 1, 1, 2, 2, 5)),
+                run_id=st.sampled_from(RUNS),
+                priority=st.sampled_from((0, 0, 1)),
+                ttl_s=st.sampled_from((5.0, 100.0, 1000.0)),
+            ),
+            min_size=1,
+            max_size=3,
+        )
+    )
+    def acquire(self, requests: list[AcquireRequest]) -> None:
+        for request in requests:
+            self.waiting.append(self.book.enqueue(request, wait_s=150.0))
+            self._assign()
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), keep=st.booleans(), clean=st.booleans())
+    def release(self, data: st.DataObject, keep: bool, clean: bool) -> None:
+        """Some leases end, and most of their slots are reset before anything else happens."""
+        for lease_id in data.draw(st.lists(st.sampled_from(sorted(self.held)), unique=True, min_size=1)):
+            lease = self.book.release(lease_id, keep=keep)
+            assert lease.state is LeaseState.RELEASED
+            del self.held[lease_id]
+            slot = self.book.table.get(lease.slot)
+            assert slot is not None
+            if clean:
+                assert self.book.cleaned(slot.ref, slot.epoch)
+            self._assign()
+
+    @precondition(lambda self: self._resetting())
+    @rule(data=st.data(), how=st.sampled_from(("all", "all", "one", "dirty", "late")))
+    def resets_end(self, data: st.DataObject, how: str) -> None:
+        refs = self._resetting() if how == "all" else [data.draw(st.sampled_from(self._resetting()))]
+        for ref in refs:
+            slot = self.book.table.get(ref)
+            assert slot is not None
+            if how == "late":
+                assert not self.book.cleaned(ref, slot.epoch - 1), "a reset of an older epoch counted"
+            elif how == "dirty" and len(self.dirty) < 2:
+                self.book.dirty(ref, "not proven")
+                self.dirty.add(ref)
+            else:
+                assert self.book.cleaned(ref, slot.epoch)
+        self._assign()
+
+    def _resetting(self) -> list[SlotRef]:
+        return sorted((slot.ref for slot in self.book.table if slot.state is SlotState.RESETTING), key=repr)
+
+    @precondition(lambda self: self.held)
+    @rule(data=st.data(), what=st.sampled_from(("renew", "start", "start", "end")), ttl=st.sampled_from((1.0, 50.0, 500.0)))
+    def use(self, data: st.DataObject, what: str, ttl: float) -> None:
+        lease_id = data.draw(st.sampled_from(sorted(self.held)))
+        busy = self.held[lease_id]
+        if what == "renew":
+            before = busy.lease.expires_at
+            busy.lease = self.book.renew(lease_id, ttl)
+            busy.deadline = max(busy.deadline, self.clock.monotonic() + ttl)
+            assert busy.lease.expires_at >= before - 1e-6, "a renewal shortened a lease"
+        elif what == "start":
+            busy.running += 1
+            self.book.call_started(lease_id)
+        elif busy.running:
+            busy.running -= 1
+            busy.quiet = self.clock.monotonic()
+            self.book.call_ended(lease_id)
+
+    @rule(seconds=st.sampled_from((0.5, 4.0, 6.0, 30.0, 61.0, 200.0)))
+    def time_passes(self, seconds: float) -> None:
+        self.clock.pass_time(seconds)
+        expired = {lease.lease_id for lease in self.book.expire()}
+        due = {lease_id for lease_id, busy in self.held.items() if busy.ends <= self.clock.monotonic()}
+        assert expired == due, "a lease ended early, or late"
+        for lease_id in expired:
+            del self.held[lease_id]
+        late = self.book.overdue()
+        assert set(map(id, late)) == {id(waiter) for waiter in self.waiting if waiter.deadline <= self.clock.monotonic()}
+        for waiter in late:
+            self.waiting.remove(waiter)
+            self.book.abandon(waiter)
+        for slot in self.book.table:
+            assert slot.state is not SlotState.KEPT or slot.since + 60 > self.clock.monotonic(), "kept for more than a minute"
+        self._assign()
+
+    @rule(data=st.data(), what=st.sampled_from(("hang_up", "undo", "init", "add", "open", "close", "lose", "crash")))
+    def disturb(self, data: st.DataObject, what: str) -> None:
+        getattr(self, f"_{what}")(data)
+        self._assign()
+
+    def _hang_up(self, data: st.DataObject) -> None:
+        if self.waiting:
+            waiter = data.draw(st.sampled_from(self.waiting))
+            self.waiting.remove(waiter)
+            self.book.abandon(waiter)
+
+    def _undo(self, data: st.DataObject) -> None:
+        """The narrowing of a grant failed: it is given back, and the waiter waits again at its old place."""
+        waiter = self.book.enqueue(AcquireRequest(tenant=data.draw(st.sampled_from(TENANTS)), pool="p"), wait_s=150.0)
+        self.waiting.append(waiter)
+        self._assign()
+        if waiter in self.waiting:
+            return
+        for lease in waiter.leases:
+            self.book.release(lease.lease_id)
+            del self.held[lease.lease_id]
+        self.book.requeue(waiter)
+        self.waiting.append(waiter)
+
+    def _init(self, data: st.DataObject) -> None:
+        """The init of a held slot dies."""
+        if self.held:
+            lease_id = data.draw(st.sampled_from(sorted(self.held)))
+            lease = self.book.broken(self.held.pop(lease_id).lease.slot, "killed")
+            assert lease is not None
+            assert (lease.lease_id, lease.state) == (lease_id, LeaseState.SANDBOX_LOST)
+
+    def _add(self, data: st.DataObject) -> None:
+        if len(self.book.table.shelves) < 4:
+            self._add_sandbox(data.draw(st.integers(1, 3)), clean=data.draw(st.booleans()))
+
+    def _add_sandbox(self, count: int, *, clean: bool) -> None:
+        sandbox_id = f"s-{next(self.ids)}"
+        self.store.put(SandboxRecord(sandbox_id=sandbox_id, pool="p", state=SandboxState.READY, handle=None, created_at=0.0))
+        self.book.add_sandbox(sandbox_id)
+        for number in range(count):
+            ref = SlotRef(sandbox_id=sandbox_id, slot_id=str(number))
+            self.book.slot_seen(ref, 1, "/workspace", "bwrap")
+            self.known_slots.add(ref)
+            if clean:
+                assert self.book.cleaned(ref, 1)
+
+    def _open(self, data: st.DataObject) -> None:
+        for sandbox_id in self.book.table.shelves:
+            self.book.table.open(sandbox_id)
+
+    def _close(self, data: st.DataObject) -> None:
+        """A sandbox drains, or cannot be reached."""
+        if self.book.table.shelves:
+            self.book.table.close(data.draw(st.sampled_from(sorted(self.book.table.shelves))))
+
+    def _lose(self, data: st.DataObject) -> None:
+        """A sandbox dies."""
+        if not self.book.table.shelves:
+            return
+        sandbox_id = data.draw(st.sampled_from(sorted(self.book.table.shelves)))
+        lost = {lease.lease_id for lease in self.book.remove_sandbox(sandbox_id, "killed")}
+        assert lost == {lease_id for lease_id, busy in self.held.items() if busy.lease.sandbox_id == sandbox_id}
+        self.store.put(SandboxRecord(sandbox_id=sandbox_id, pool="p", state=SandboxState.GONE, handle=None, created_at=0.0))
+        for lease_id in lost:
+            del self.held[lease_id]
+        self.known_slots = {ref for ref in self.known_slots if ref.sandbox_id != sandbox_id}
+
+    def _crash(self, data: st.DataObject) -> None:
+        """The service dies, and another starts from what is on record: held leases go on, nobody waits any more."""
+        self.clock.pass_time(data.draw(st.sampled_from((0.0, 3.0, 1000.0))))
+        self.waiting.clear()
+        self.book = self._new_book()
+        state = self.store.load()
+        for sandbox in state.sandboxes:
+            self.book.add_sandbox(sandbox.sandbox_id)
+        self.book.restore(state.slots, state.leases)
+        assert set(self.book.held) == set(self.held), "a crash lost or made a lease"
+        for lease_id, busy in self.held.items():
+            busy.running, busy.quiet = 0, None
+            busy.lease = self.book.held[lease_id].lease
+            busy.deadline = self.book.held[lease_id].deadline
+            assert busy.deadline >= self.clock.monotonic() + min(busy.lease.ttl_s, 60) - 1e-6, "no grace after downtime"
+        ordered = {order.ref: order.epoch for order in self.book.resets}
+        for ref in self._resetting():
+            slot = self.book.table.get(ref)
+            assert slot is not None
+            assert ordered.get(ref) == slot.epoch, "a slot between two holders would never be reset"
+
+    # What holds after every step.
+
+    @invariant()
+    def the_book_agrees_with_itself(self) -> None:
+        if not hasattr(self, "book"):
+            return
+        table = self.book.table
+        slots = list(table)
+        assert {slot.ref for slot in slots} == self.known_slots, "a slot was lost"
+        assert Counter(slot.state for slot in slots) == +table.counts
+        assert table.free == sum(1 for slot in slots if slot.state is SlotState.READY and table.shelves[slot.ref.sandbox_id].open)
+        assert {slot.lease_id for slot in slots if slot.state is SlotState.LEASED} == set(self.book.held) == set(self.held)
+        assert all(slot.lease_id is None for slot in slots if slot.state is not SlotState.LEASED)
+        assert {slot.ref for slot in slots if slot.state is SlotState.QUARANTINED} == self.dirty & self.known_slots
+        assert +self.book.leased_by == Counter(busy.lease.tenant for busy in self.held.values())
+        assert self.book.line.slots_wanted == sum(waiter.request.count for waiter in self.waiting)
+
+    @invariant()
+    def nobody_waits_for_what_is_free(self) -> None:
+        """Whoever is first in the order and fits is served: a lone head never waits beside enough free slots."""
+        if not hasattr(self, "book") or not self.waiting:
+            return
+        heads = [waiters[0] for waiters in self._turns().values()]
+        first = min(heads, key=lambda waiter: (self.book.leased_by[waiter.request.tenant] / WEIGHTS[waiter.request.tenant], waiter.seq))
+        kept = self.book.table.kept_for((first.request.tenant, first.request.run_id)) if first.request.run_id else []
+        assert self.book.table.free + len(kept) < first.request.count
+
+    @invariant()
+    def the_store_knows(self) -> None:
+        if not hasattr(self, "book"):
+            return
+        for slot in self.book.table:
+            record = self.store.slots[slot.ref]
+            assert (record.state, record.epoch, record.keep) == (slot.state, slot.epoch, slot.keep)
+        for lease_id, busy in self.held.items():
+            assert self.store.leases[lease_id] == busy.lease == self.book.held[lease_id].lease

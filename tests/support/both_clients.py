@@ -1,0 +1,69 @@
+"""Both clients behind one face, so that a test is written once: every verb blocks, every stream is a list."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
+from typing import Any
+
+KINDS = ("sync", "async")
+
+
+class Face:
+    """One client, or a lease of it, as a blocking thing.
+
+    Args:
+        inner: a `SandboxClient`, `AsyncSandboxClient`, their verbs or leases.
+        runner: the event loop of an asynchronous one.
+    """
+
+    def __init__(self, inner: Any, runner: asyncio.Runner) -> None:
+        self.inner = inner
+        self.runner = runner
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self.inner, name)
+        return functools.partial(self._call, found) if inspect.ismethod(found) else found
+
+    def _call(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        given = method(*args, **options)
+        if inspect.iscoroutine(given):
+            return self.runner.run(given)
+        if isinstance(given, AsyncIterator):
+            return self.runner.run(_collect(given))
+        if isinstance(given, AbstractAsyncContextManager | AbstractContextManager):
+            return self._block(given)
+        return list(given) if isinstance(given, Iterator) else given
+
+    @contextmanager
+    def _block(self, manager: Any) -> Iterator[Any]:
+        if isinstance(manager, AbstractContextManager):
+            with manager as held:
+                yield self._faces(held)
+            return
+        held = self.runner.run(_enter(manager))
+        try:
+            yield self._faces(held)
+        except BaseException as error:
+            if not self.runner.run(_leave(manager, error)):
+                raise
+        else:
+            self.runner.run(_leave(manager, None))
+
+    def _faces(self, held: Any) -> Any:
+        return tuple(Face(lease, self.runner) for lease in held) if isinstance(held, tuple) else Face(held, self.runner)
+
+
+async def _collect(stream: AsyncIterator[Any]) -> list[Any]:
+    return [item async for item in stream]
+
+
+async def _enter(manager: AbstractAsyncContextManager[Any]) -> Any:
+    return await manager.__aenter__()
+
+
+async def _leave(manager: AbstractAsyncContextManager[Any], error: BaseException | None) -> bool:
+    return bool(await manager.__aexit__(None if error is None else type(error), error, None if error is None else error.__traceback__))

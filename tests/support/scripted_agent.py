@@ -1,0 +1,227 @@
+"""A fake agent that answers calls and files by a script, so that the HTTP side runs whole without a process to isolate.
+
+Commands it knows: `true`, `exit N`, `echo TEXT`, `hang` (until cancelled or reset), `big N` (N bytes of x), `bytes` (not UTF-8), `both` (stdout and
+stderr), `refuse CODE` (the stream is aborted), `die` (the connection ends), `nonsense` (an answer outside the protocol's closed sets).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from sandbox_server.agent import wire
+from sandbox_server.core.types import PoolSpec
+from sandbox_server.testing import FakeAgent, FakeBackend
+
+
+@dataclass
+class _Exchange:
+    meta: dict[str, Any]
+    items: deque[dict[str, Any]] = field(default_factory=deque)
+    body: bytearray = field(default_factory=bytearray)
+    ended: bool = False
+    busy: bool = False
+
+
+@dataclass
+class _Call:
+    identity: tuple[str, str]
+    result: dict[str, Any] | None = None
+    body: bytes = b""
+    waiting: list[Callable[[], None]] = field(default_factory=list)
+
+
+class ScriptedAgent(FakeAgent):
+    """An agent whose slots understand a few commands."""
+
+    def __init__(self, sandbox_id: str, token: str = "token", slots: int = 2, isolation: str | None = "bwrap") -> None:
+        super().__init__(sandbox_id, token, slots, isolation)
+        self.ran: list[tuple[str, str]] = []
+        self.files: dict[tuple[str, str], bytes] = {}
+        self.calls: dict[tuple[str, int, str], _Call] = {}
+        self._exchanges: dict[tuple[int, int], _Exchange] = {}
+
+    def reset(self, slot: Any, meta: dict[str, Any]) -> dict[str, Any]:
+        for (slot_id, _, _), call in list(self.calls.items()):
+            if slot_id == slot.slot_id and call.result is None:
+                self._finish(call, {"reason": "cancelled", "exit_code": None, "error": "the slot was reset"}, b"")
+        self.files = {key: value for key, value in self.files.items() if key[0] != slot.slot_id}
+        return super().reset(slot, meta)
+
+    def _hear(self, peer: Any, data: bytes) -> None:
+        if peer not in self._peers:
+            return
+        for event in peer.wire.receive(data):
+            if isinstance(event, wire.Hello):
+                peer.wire.hello(self.hello())
+            elif isinstance(event, wire.Opened):
+                self._open(peer, event)
+            elif isinstance(event, wire.Item | wire.Data):
+                exchange = self._exchanges.get((id(peer), event.stream))
+                if exchange is not None:
+                    if isinstance(event, wire.Item):
+                        exchange.items.append(event.meta)
+                    else:
+                        exchange.body += event.body
+                peer.wire.acknowledge(event.stream, event.size)
+            elif isinstance(event, wire.Ended):
+                exchange = self._exchanges.get((id(peer), event.stream))
+                if exchange is not None:
+                    exchange.ended = True
+            self._advance(peer, getattr(event, "stream", 0))
+        peer.flush()
+
+    def _open(self, peer: Any, event: wire.Opened) -> None:
+        op = event.meta.get("op")
+        if op in ("watch", "reset", "narrow"):
+            self._opened(peer, event)
+            return
+        self.requests.append(event.meta)
+        slot = self.slots.get(str(event.meta.get("slot")))
+        if slot is None or slot.epoch != event.meta.get("epoch"):
+            peer.wire.abort(event.stream, {"code": "unknown_slot" if slot is None else "stale_epoch", "detail": "the slot has moved on"})
+            return
+        self._exchanges[id(peer), event.stream] = _Exchange(event.meta)
+
+    def _advance(self, peer: Any, stream: int) -> None:
+        exchange = self._exchanges.get((id(peer), stream))
+        if exchange is None or exchange.busy:
+            return
+        if exchange.meta["op"] == "calls":
+            self._next_call(peer, stream, exchange)
+        elif exchange.ended:
+            del self._exchanges[id(peer), stream]
+            self._about_calls_or_files(peer, stream, exchange)
+
+    # Calls.
+
+    def _next_call(self, peer: Any, stream: int, exchange: _Exchange) -> None:
+        while exchange.items:
+            meta = exchange.items.popleft()
+            key = (exchange.meta["slot"], exchange.meta["epoch"], meta["call_id"])
+            identity = (meta["tool"], repr(sorted(meta["args"].items())))
+            call = self.calls.get(key)
+            if call is not None and call.identity != identity:
+                self._say(peer, stream, meta, {"reason": "call_conflict", "exit_code": None, "error": "used before", "lens": []}, b"")
+                continue
+            if call is None:
+                call = self.calls[key] = _Call(identity)
+                self.ran.append((meta["call_id"], str(meta["args"].get("command"))))
+                if not self._run(peer, stream, meta, call):
+                    return
+            if call.result is None:
+                exchange.busy = True
+
+                def resume(meta: dict[str, Any] = meta, call: _Call = call) -> None:
+                    exchange.busy = False
+                    self._say(peer, stream, meta, call.result or {}, call.body)
+                    self._next_call(peer, stream, exchange)
+                    peer.flush()
+
+                call.waiting.append(resume)
+                return
+            self._say(peer, stream, meta, call.result, call.body)
+        if exchange.ended and peer.wire.is_open(stream):
+            self._exchanges.pop((id(peer), stream), None)
+            peer.wire.end(stream)
+
+    def _run(self, peer: Any, stream: int, meta: dict[str, Any], call: _Call) -> bool:
+        """Start a call; False if that was the end of the stream."""
+        if meta["tool"] not in ("bash", "terminal"):
+            call.result = {"reason": "invalid_args", "exit_code": None, "error": f"tool: there is no {meta['tool']}"}
+            return True
+        verb, _, rest = str(meta["args"].get("command", "")).partition(" ")
+        if verb == "refuse":
+            peer.wire.abort(stream, {"code": rest, "detail": "told to refuse"})
+            return False
+        if verb == "die":
+            self.hang_up()
+            return False
+        if verb == "nonsense":
+            call.result, call.body = {"reason": "sorcery", "exit_code": 0}, b""
+        elif verb != "hang":
+            output = {"echo": rest.encode() + b"\n", "big": b"x" * int(rest or 0) if verb == "big" else b"", "bytes": b"\xff\x00a"}.get(verb, b"")
+            lens = [3, 2] if verb == "both" else [len(output)]
+            call.body = b"outer" if verb == "both" else output
+            call.result = {"reason": "exit", "exit_code": int(rest) if verb == "exit" else 0, "lens": lens, "output_bytes": len(call.body)}
+        return True
+
+    def _finish(self, call: _Call, result: dict[str, Any], body: bytes) -> None:
+        call.result, call.body = result, body
+        waiting, call.waiting = call.waiting, []
+        for resume in waiting:
+            resume()
+
+    def _say(self, peer: Any, stream: int, meta: dict[str, Any], result: dict[str, Any], body: bytes) -> None:
+        if peer.wire.is_open(stream):
+            common = {"call_id": meta.get("call_id"), "lens": [len(body)], "started_at": 1.0, "duration_s": 0.25, "cpu_s": 0.1, "max_rss_bytes": 4096}
+            peer.wire.send_item(stream, {**common, "truncated": False, "tool_ok": False, "metadata": {}, **result}, body)
+
+    # The rest.
+
+    def _about_calls_or_files(self, peer: Any, stream: int, exchange: _Exchange) -> None:
+        op = exchange.meta["op"]
+        if op in ("cancel", "call_status", "attach"):
+            self._about_call(peer, stream, exchange.meta)
+        elif op in ("file_get", "file_put", "file_list", "archive_get", "archive_put"):
+            self._file(peer, stream, exchange)
+        else:
+            peer.wire.abort(stream, {"code": "not_implemented", "detail": f"a scripted agent has no {op}"})
+
+    def _about_call(self, peer: Any, stream: int, meta: dict[str, Any]) -> None:
+        call = self.calls.get((meta["slot"], meta["epoch"], meta["call_id"]))
+        if call is None:
+            if meta["op"] == "cancel":
+                peer.wire.end(stream, {"found": False})
+            else:
+                peer.wire.abort(stream, {"code": "call_not_found", "detail": "no such call"})
+            return
+        if meta["op"] == "cancel":
+            state = "done" if call.result is not None else "running"
+            peer.wire.end(stream, {"found": True, "state": state})
+            if call.result is None:
+                self._finish(call, {"reason": "cancelled", "exit_code": None, "error": "cancelled by the caller"}, b"")
+        elif call.result is not None:
+            self._say(peer, stream, meta, call.result, call.body)
+            peer.wire.end(stream, {"state": "done"})
+        else:
+            peer.wire.end(stream, {"state": "running", "output_bytes": 0, "started_at": 1.0})
+
+    def _file(self, peer: Any, stream: int, exchange: _Exchange) -> None:
+        meta = exchange.meta
+        key = (meta["slot"], meta["path"])
+        if meta["path"].startswith(".."):
+            peer.wire.abort(stream, {"code": "path_outside", "detail": f"{meta['path']} leads out"})
+        elif meta["path"] == "fifo":
+            peer.wire.abort(stream, {"code": "file_error", "detail": "fifo is a FIFO", "errno": "EINVAL"})
+        elif meta["op"].endswith("_put"):
+            self.files[key] = bytes(exchange.body)
+            peer.wire.end(stream, {})
+        elif meta["op"] == "file_list":
+            entries = [
+                {"path": path, "type": "file", "size_bytes": len(content), "mode": 0o644, "mtime": 1.0}
+                for (slot, path), content in self.files.items()
+                if slot == meta["slot"]
+            ]
+            peer.wire.send_item(stream, {"entries": entries})
+            peer.wire.end(stream)
+        elif key in self.files:
+            peer.wire.send_data(stream, self.files[key])
+            peer.wire.end(stream, {"size_bytes": len(self.files[key])})
+        else:
+            peer.wire.abort(stream, {"code": "file_not_found", "detail": f"there is no {meta['path']}"})
+
+
+class ScriptedBackend(FakeBackend):
+    """A backend of scripted agents."""
+
+    def make_agent(self, pool: str, spec: PoolSpec, sandbox_id: str) -> ScriptedAgent:
+        return ScriptedAgent(sandbox_id, slots=spec.slots_per_sandbox)
+
+    def agent(self) -> ScriptedAgent:
+        """The one agent there is."""
+        (agent,) = self.agents.values()
+        assert isinstance(agent, ScriptedAgent)
+        return agent

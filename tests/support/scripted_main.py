@@ -1,0 +1,23 @@
+"""The service on scripted agents, for `uvicorn tests.support.scripted_main:app`: what a process of its own does with signals and sockets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from sandbox_server.app import Application, Parts
+from sandbox_server.link import AgentLink
+from tests.support.scripted_agent import ScriptedBackend
+
+BACKEND = ScriptedBackend()
+
+
+def _load(name: str, state_dir: Path, owner: str) -> ScriptedBackend:
+    BACKEND.owner = owner
+    return BACKEND
+
+
+async def _connect(address: str, token: str, timeout_s: float = 10.0) -> AgentLink:
+    return await BACKEND.connect(address, token, timeout_s)
+
+
+app = Application(parts=Parts(backend=_load, connect=_connect))

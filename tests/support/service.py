@@ -1,0 +1,177 @@
+"""A real service as a process of its own: a real port, a state folder nobody else uses, its log kept for when a test fails."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import httpx
+import yaml
+
+from tests.support.users import ME, Runner
+
+START_TIMEOUT_S = 40.0
+STOP_TIMEOUT_S = 20.0
+
+# Small, and gone with the service: what most tests want of a pool.
+SMALL_POOL: Mapping[str, Any] = {"backend": "local", "slots_per_sandbox": 8, "min_sandboxes": 1, "max_sandboxes": 2, "on_shutdown": "destroy"}
+
+
+@dataclass(kw_only=True)
+class Service:
+    """One running service: where it is, how to talk to it, what it wrote."""
+
+    url: str
+    state_dir: Path
+    process: subprocess.Popen[bytes]
+    log_path: Path
+    stopped: bool = field(default=False)
+
+    @property
+    def token(self) -> str:
+        """The token the service made for itself at its first start."""
+        return (self.state_dir / "token").read_text(encoding="utf-8").strip()
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What every request carries."""
+        return {"Authorization": f"Bearer {self.token}"}
+
+    @property
+    def log(self) -> str:
+        """Everything the service has written so far."""
+        return self.log_path.read_text(encoding="utf-8", errors="replace")
+
+    @property
+    def environ(self) -> dict[str, str]:
+        """The variables by which a client on this machine finds the service."""
+        return {"SANDBOX_URL": self.url, "SANDBOX_TOKEN": self.token, "SANDBOX_STATE_DIR": str(self.state_dir)}
+
+    def http(self, **options: Any) -> httpx.Client:
+        """A plain HTTP client of the service, authenticated."""
+        return httpx.Client(base_url=self.url, headers=self.headers, timeout=60.0, trust_env=False, **options)
+
+    def stop(self) -> int:
+        """Tell it to stop and wait until it has; returns its exit code."""
+        if not self.stopped:
+            self.stopped = True
+            if self.process.poll() is None:
+                self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+                raise AssertionError(f"the service did not end within {STOP_TIMEOUT_S:.0f} s of SIGTERM:\n{self.log}") from None
+        return self.process.returncode
+
+
+def clean_environ(extra: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment without the service's own variables, plus `extra`."""
+    return {key: value for key, value in os.environ.items() if not key.startswith("SANDBOX_")} | dict(extra)
+
+
+@contextlib.contextmanager
+def short_folder(runner: Runner = ME) -> Iterator[Path]:
+    """A new private folder with a short path (unix sockets live below it), owned by the runner, removed afterwards."""
+    path = Path(tempfile.mkdtemp(prefix="sp-", dir="/tmp"))
+    try:
+        runner.own(path)
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def running_service(
+    settings: Mapping[str, Any] | None = None,
+    *,
+    env: Mapping[str, str] | None = None,
+    runner: Runner = ME,
+    arguments: Sequence[str] = (),
+    wait_ready: bool = True,
+) -> Iterator[Service]:
+    """Start a service, wait until it is ready, stop it and remove its state folder at the end.
+
+    Args:
+        settings: The settings file as a mapping; one small pool named `default` if not given.
+        env: Further environment variables of the service.
+        runner: Whom it runs as.
+        arguments: Further arguments of `serve`.
+        wait_ready: Whether to wait for `/readyz`, not just for the port.
+
+    Raises:
+        AssertionError: It ended or was not ready in time; the message carries its log.
+    """
+    with short_folder(runner) as folder:
+        config = folder / "config.yaml"
+        config.write_text(yaml.safe_dump(settings if settings is not None else {"pools": {"default": dict(SMALL_POOL)}}), encoding="utf-8")
+        runner.own(config)
+        state_dir, log_path = folder / "state", folder / "log"
+        environ = clean_environ({"SANDBOX_CONFIG": str(config), "SANDBOX_STATE_DIR": str(state_dir), **runner.environ, **(env or {})})
+        read_end, write_end = os.pipe()
+        command = [runner.python, "-m", "sandbox_server", "serve", "--host", "127.0.0.1", "--port", "0", "--ready-fd", str(write_end), *arguments]
+        with log_path.open("wb") as log, open(read_end, "rb") as ready:
+            process = subprocess.Popen(
+                command,
+                env=environ,
+                cwd=runner.cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                pass_fds=[write_end],
+                **runner.popen_options,
+            )
+            os.close(write_end)
+            service = Service(url="", state_dir=state_dir, process=process, log_path=log_path)
+            try:
+                service.url = listening_url(service, ready)
+                if wait_ready:
+                    wait_until_ready(service)
+                yield service
+            finally:
+                service.stop()
+                if sys.exc_info()[0] is not None:
+                    print(service.log, file=sys.stderr)
+
+
+def listening_url(service: Service, ready: BinaryIO) -> str:
+    """Wait until a service that is starting says where it listens.
+
+    Raises:
+        AssertionError: It ended, or said nothing in time.
+    """
+    if not select.select([ready], [], [], START_TIMEOUT_S)[0]:
+        raise AssertionError(f"the service does not listen {START_TIMEOUT_S:.0f} s after its start:\n{service.log}")
+    line = ready.readline()
+    if not line:
+        service.process.wait(STOP_TIMEOUT_S)
+        raise AssertionError(f"the service ended with {service.process.returncode} while starting:\n{service.log}")
+    url: str = json.loads(line)["url"]
+    return url
+
+
+def wait_until_ready(service: Service) -> None:
+    """Wait until every pool of the settings file has its minimum.
+
+    Raises:
+        AssertionError: It ended, or was not ready in time.
+    """
+    deadline = time.monotonic() + START_TIMEOUT_S
+    with httpx.Client(base_url=service.url, trust_env=False, timeout=10.0) as http:
+        while (response := http.get("/readyz")).status_code != httpx.codes.OK:
+            assert service.process.poll() is None, f"the service ended with {service.process.returncode} while starting:\n{service.log}"
+            assert time.monotonic() < deadline, f"not ready {START_TIMEOUT_S:.0f} s after its start: {response.text}\n{service.log}"
+            time.sleep(0.02)  # readiness has no event to wait for

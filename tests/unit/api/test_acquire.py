@@ -1,0 +1,125 @@
+"""An acquire whose caller goes away, or whose service does."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from starlette.requests import Request
+
+from sandbox_server.api.body import CallerGone
+from sandbox_server.api.limits import Limits
+from sandbox_server.api.routes.leases import acquire
+from sandbox_server.api.service import CALLER_KEY, SERVICE_KEY, Caller, Service
+from sandbox_server.api.tenants import Tenant, Tenants
+from sandbox_server.core.errors import Draining
+from sandbox_server.core.types import Acquired, AcquireRequest
+
+
+class FakePools:
+    """Grants when told to."""
+
+    def __init__(self) -> None:
+        self.queued: list[AcquireRequest] = []
+        self.left: list[AcquireRequest] = []
+        self.given_back: list[tuple[Acquired, str | None]] = []
+        self.grant = asyncio.Event()
+        self.grants_when_cancelled = False
+
+    async def acquire(self, request: AcquireRequest) -> Acquired:
+        self.queued.append(request)
+        try:
+            await self.grant.wait()
+        except asyncio.CancelledError:
+            if not self.grants_when_cancelled:
+                self.left.append(request)
+                raise
+        return Acquired(leases=(), waited_s=0.0)
+
+    def undelivered(self, acquired: Acquired, request_key: str | None) -> None:
+        self.given_back.append((acquired, request_key))
+
+
+class World:
+    """A request in flight."""
+
+    def __init__(self) -> None:
+        self.pools = FakePools()
+        self.messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self.messages.put_nowait({"type": "http.request", "body": b'{"request_key": "k"}', "more_body": False})
+        self.service = Service(
+            pools=self.pools,  # type: ignore[arg-type]
+            dispatcher=None,  # type: ignore[arg-type]
+            files=None,  # type: ignore[arg-type]
+            tenants=Tenants([]),
+            limits=Limits(),
+            default_pool="default",
+            stopping=asyncio.get_running_loop().create_future(),
+        )
+        scope = {"type": "http", "headers": [], SERVICE_KEY: self.service, CALLER_KEY: Caller(tenant=Tenant(name="a"), request_id="r")}
+        self.asking = asyncio.create_task(acquire(Request(scope, self.messages.get)))
+
+    async def queued(self) -> None:
+        while not self.pools.queued:
+            await asyncio.sleep(0)
+
+    def hang_up(self) -> None:
+        self.messages.put_nowait({"type": "http.disconnect"})
+
+
+@pytest.fixture
+async def world() -> World:
+    one = World()
+    await one.queued()
+    return one
+
+
+async def test_a_granted_acquire_is_answered(world: World) -> None:
+    world.pools.grant.set()
+
+    assert (await world.asking).status_code == 200
+    assert world.pools.given_back == []
+
+
+async def test_a_caller_that_hangs_up_leaves_the_queue(world: World) -> None:
+    world.hang_up()
+
+    with pytest.raises(CallerGone):
+        await world.asking
+    assert len(world.pools.left) == 1
+    assert world.pools.given_back == []
+
+
+async def test_what_is_granted_to_a_caller_that_is_gone_is_given_back_under_its_key(world: World) -> None:
+    world.hang_up()
+    world.pools.grant.set()
+
+    with pytest.raises(CallerGone):
+        await world.asking
+    assert [key for _, key in world.pools.given_back] == ["k"]
+
+
+async def test_what_is_granted_while_leaving_is_given_back(world: World) -> None:
+    world.pools.grants_when_cancelled = True
+    world.hang_up()
+
+    with pytest.raises(CallerGone):
+        await world.asking
+    assert len(world.pools.given_back) == 1
+
+
+async def test_a_service_that_stops_sends_the_queue_away(world: World) -> None:
+    world.service.stopping.set_result(None)
+
+    with pytest.raises(Draining):
+        await world.asking
+    assert len(world.pools.left) == 1
+
+
+async def test_a_request_that_is_cancelled_leaves_the_queue(world: World) -> None:
+    world.asking.cancel()
+
+    with pytest.raises(asyncio.CancelledError):
+        await world.asking
+    assert len(world.pools.left) == 1

@@ -1,0 +1,187 @@
+"""The small parts of the HTTP side."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sandbox_server.api.body import check_depth
+from sandbox_server.api.problems import STATUS_OF, problem_of
+from sandbox_server.api.render import dumps
+from sandbox_server.api.routes.calls import ResultLines
+from sandbox_server.api.tenants import Tenant, Tenants
+from sandbox_server.core import errors
+from sandbox_server.core.errors import InvalidRequest, NoCapacity, PoolServiceError, Unauthorized
+from sandbox_server.core.execution import Fault, Reason, Result
+from sandbox_server.dispatch.batch import Batch
+from sandbox_server.state_dir import StateDir, StateDirError
+from sandbox_server.telemetry import JsonFormatter, Telemetry, TextFormatter, request_fields
+
+
+def every_error() -> list[type[PoolServiceError]]:
+    return [one for _, one in inspect.getmembers(errors, inspect.isclass) if issubclass(one, PoolServiceError) and one is not PoolServiceError]
+
+
+def test_every_error_has_a_status_and_every_status_an_error() -> None:
+    assert {one.code for one in every_error()} == set(STATUS_OF)
+
+
+@pytest.mark.parametrize("error", every_error())
+def test_every_error_is_a_whole_problem_document(error: type[PoolServiceError]) -> None:
+    problem = problem_of(error(), "r-1")
+
+    document = json.loads(problem.body)
+    assert (document["code"], document["status"], document["request_id"]) == (error.code, problem.status, "r-1")
+    assert document["detail"] == (error.__doc__ or "").strip()
+    assert ("retry-after" in problem.headers) == (problem.status in (429, 503))
+
+
+def test_an_errors_members_go_into_the_document_and_never_over_it() -> None:
+    problem = problem_of(NoCapacity("full", queue_position=3, status=200, code="fine", retry_after_s=2.4), "r-1")
+
+    document = json.loads(problem.body)
+    assert (document["queue_position"], document["status"], document["code"]) == (3, 503, "no_capacity")
+    assert problem.headers["retry-after"] == "2"
+
+
+@pytest.mark.parametrize("depth", [1, 2, 64])
+def test_depth_is_counted_exactly(depth: int) -> None:
+    nested: Any = 1
+    for level in range(depth):
+        nested = [nested] if level % 2 else {"a": nested}
+
+    check_depth(nested, depth)
+    if depth > 1:
+        with pytest.raises(InvalidRequest):
+            check_depth(nested, depth - 1)
+
+
+def test_a_scalar_has_no_depth() -> None:
+    check_depth("[[[[", 1)
+
+
+def test_text_that_cannot_be_utf_8_is_replaced_and_numbers_beyond_json_are_floats() -> None:
+    assert json.loads(dumps({"a\udc80": ["\ud800b", 1 << 70], "c": (1, {2}), "d": True})) == {"a�": ["�b", float(1 << 70)], "c": [1, [2]], "d": True}
+
+
+TENANTS = Tenants([Tenant(name="a", token="token-a"), Tenant(name="b", token="token-b")])
+
+
+@pytest.mark.parametrize("header", [b"Bearer token-b", b"bearer token-b", b"Bearer  token-b "])
+def test_a_token_is_its_tenants(header: bytes) -> None:
+    assert TENANTS.authenticate(header).name == "b"
+
+
+@pytest.mark.parametrize("header", [None, b"", b"Bearer", b"Bearer ", b"Basic token-b", b"token-b", b"Bearer token", b"Bearer token-bb", b"Bearer \xff"])
+def test_anything_else_is_nobodys(header: bytes | None) -> None:
+    with pytest.raises(Unauthorized):
+        TENANTS.authenticate(header)
+
+
+def test_an_open_door_asks_for_nothing() -> None:
+    assert Tenants([Tenant(name="local", admin=True)], open_door=True).authenticate(None).admin
+
+
+def test_tenants_do_not_show_their_tokens() -> None:
+    assert "token-a" not in repr(TENANTS.all)
+
+
+def test_a_state_folder_has_one_service_at_a_time(tmp_path: Path) -> None:
+    first = StateDir.open(tmp_path / "deep" / "state")
+    with pytest.raises(StateDirError, match="another service"):
+        StateDir.open(tmp_path / "deep" / "state")
+
+    first.close()
+
+    StateDir.open(tmp_path / "deep" / "state").close()
+
+
+def test_a_state_folder_that_cannot_be_made_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+
+    with pytest.raises(StateDirError, match="SANDBOX_STATE_DIR"):
+        StateDir.open(tmp_path / "file" / "state")
+
+
+def test_the_token_is_made_once_and_private(tmp_path: Path) -> None:
+    state = StateDir.open(tmp_path / "state")
+
+    token = state.token()
+
+    assert len(token) >= 32
+    assert state.token() == token
+    assert state.owner() == state.owner()
+    assert state.token_path.stat().st_mode & 0o777 == 0o600
+    state.close()
+
+
+def test_server_json_is_there_while_the_service_is(tmp_path: Path) -> None:
+    state = StateDir.open(tmp_path / "state")
+    state.announce("http://127.0.0.1:1")
+    assert json.loads((tmp_path / "state" / "server.json").read_text())["url"] == "http://127.0.0.1:1"
+
+    state.close()
+
+    assert not (tmp_path / "state" / "server.json").exists()
+
+
+async def test_an_empty_line_says_that_the_service_is_still_there() -> None:
+    batch = Batch(1)
+    sent: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+    sending = asyncio.create_task(ResultLines(batch, heartbeat_s=0.01)({}, sent.get, sent.put))
+    assert (await sent.get())["status"] == 200
+    assert (await sent.get())["body"] == b"\n"
+
+    batch.deliver(0, Result(call_id="c", lease_id="l", reason=Reason.EXIT, fault=Fault.NONE, exit_code=0))
+
+    while (body := (await sent.get())["body"]) == b"\n":
+        pass
+    assert json.loads(body)["call_id"] == "c"
+    await sending
+    assert await sent.get() == {"type": "http.response.body", "body": b"", "more_body": False}
+
+
+def a_record(**extra: object) -> logging.LogRecord:
+    record = logging.LogRecord("x.y", logging.INFO, "f", 1, "hello %s", ("you",), None)
+    vars(record).update(extra)
+    return record
+
+
+def test_a_log_line_is_one_json_object_with_the_fields_of_its_request() -> None:
+    token = request_fields.set({"request_id": "r-1", "tenant": "a"})
+
+    line = JsonFormatter().format(a_record(lease_id="l-1", path=Path("/x")))
+
+    request_fields.reset(token)
+    document = json.loads(line)
+    assert "\n" not in line
+    assert {name: document[name] for name in ("level", "logger", "message", "request_id", "tenant", "lease_id", "path")} == {
+        "level": "info", "logger": "x.y", "message": "hello you", "request_id": "r-1", "tenant": "a", "lease_id": "l-1", "path": "/x",
+    }  # fmt: skip
+
+
+def test_an_exception_is_in_the_line() -> None:
+    try:
+        raise ValueError("why")
+    except ValueError:
+        record = a_record()
+        record.exc_info = sys.exc_info()
+
+    assert "ValueError: why" in json.loads(JsonFormatter().format(record))["exception"]
+    assert "ValueError: why" in TextFormatter().format(record)
+    assert "lease_id=l-1" in TextFormatter().format(a_record(lease_id="l-1"))
+
+
+def test_an_unknown_tool_is_no_label() -> None:
+    telemetry = Telemetry()
+    for n in range(100):
+        telemetry.call_ended(pool="p", tool=f"tool-{n}", reason="invalid_args", fault="policy", duration_s=0.0)
+
+    assert len(telemetry.counters["sandbox_exec_total"]) == 1

@@ -1,0 +1,168 @@
+"""What the operator decides: everything unknown, unreadable or out of range is one line that says where and what is allowed."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from sandbox_server.api.limits import Limits
+from sandbox_server.api.schemas import PoolSpecBody
+from sandbox_server.core.types import LocalSpec, PoolSpec
+from sandbox_server.settings import Settings, SettingsError, default_state_dir, load_settings, spec_of
+
+
+def with_file(path: Path, text: str, **environ: str) -> Settings:
+    config = path / "pools.yaml"
+    config.write_text(text)
+    return load_settings({"SANDBOX_CONFIG": str(config), **environ})
+
+
+def test_nothing_said_is_one_default_pool_and_no_tenants() -> None:
+    settings = load_settings({})
+
+    assert (settings.pools, settings.default_pool, settings.tenants, settings.open_door) == ({"default": PoolSpec()}, "default", (), False)
+    assert (settings.limits, settings.log_format, settings.log_level, settings.advertise_url) == (Limits(), "json", "info", None)
+
+
+def test_every_variable_is_read() -> None:
+    settings = load_settings(
+        {
+            "SANDBOX_STATE_DIR": "/s",
+            "SANDBOX_TOKENS": "a:one, b:two:with:colons",
+            "SANDBOX_AUTH": "none",
+            "SANDBOX_ADVERTISE_URL": "https://pool.example:8443/",
+            "SANDBOX_LOG_FORMAT": "text",
+            "SANDBOX_LOG_LEVEL": "debug",
+        }
+    )
+
+    assert [(tenant.name, tenant.token, tenant.admin) for tenant in settings.tenants] == [("a", "one", True), ("b", "two:with:colons", True)]
+    assert (settings.state_dir, settings.open_door, settings.advertise_url) == (Path("/s"), True, "https://pool.example:8443")
+    assert (settings.log_format, settings.log_level) == ("text", "debug")
+
+
+def test_the_clients_variables_are_left_alone() -> None:
+    load_settings({"SANDBOX_URL": "http://x", "SANDBOX_TOKEN": "t", "PATH": "/bin"})
+
+
+@pytest.mark.parametrize(
+    ("environ", "named"),
+    [
+        ({"SANDBOX_STATEDIR": "/x"}, "SANDBOX_STATEDIR.*SANDBOX_STATE_DIR"),
+        ({"SANDBOX_AUTH": "off"}, "SANDBOX_AUTH.*none"),
+        ({"SANDBOX_LOG_FORMAT": "xml"}, "SANDBOX_LOG_FORMAT.*json"),
+        ({"SANDBOX_LOG_LEVEL": "loud"}, "SANDBOX_LOG_LEVEL.*debug"),
+        ({"SANDBOX_ADVERTISE_URL": "pool:80"}, "SANDBOX_ADVERTISE_URL"),
+        ({"SANDBOX_TOKENS": "justatoken"}, "SANDBOX_TOKENS.*name:token"),
+        ({"SANDBOX_TOKENS": "a:x,a:y"}, "two tenants.*name.*a"),
+        ({"SANDBOX_TOKENS": "a:x,b:x"}, "two tenants.*token"),
+        ({"SANDBOX_CONFIG": "/nowhere/pools.yaml"}, "/nowhere/pools.yaml.*No such file"),
+    ],
+)
+def test_a_variable_that_cannot_be_stops_the_start(environ: dict[str, str], named: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        load_settings(environ)
+
+    assert re.search(named, str(caught.value))
+    assert "\n" not in str(caught.value)
+
+
+def test_no_refusal_shows_a_token() -> None:
+    with pytest.raises(SettingsError) as caught:
+        load_settings({"SANDBOX_TOKENS": "a:topsecret,b:topsecret"})
+
+    assert "topsecret" not in str(caught.value)
+
+
+def test_a_file_says_pools_tenants_and_limits(tmp_path: Path) -> None:
+    token_file = tmp_path / "token"
+    token_file.write_text("from-a-file\n")
+    settings = with_file(
+        tmp_path,
+        f"""
+        pools:
+          small: {{slots_per_sandbox: 2, idle_timeout_s: 30, local: {{expose: [/opt]}}, env_vars: {{A: b}}}}
+          plain:
+        default_pool: small
+        tenants:
+          - {{name: trainer, token: in-the-file, weight: 2}}
+          - {{name: admin, token_file: {token_file}, admin: true}}
+        limits: {{batch_calls: 10}}
+        """,
+    )
+
+    assert settings.pools == {
+        "small": PoolSpec(slots_per_sandbox=2, idle_timeout_s=30, local=LocalSpec(expose=("/opt",)), env_vars={"A": "b"}),
+        "plain": PoolSpec(),
+    }
+    assert [(t.name, t.token, t.admin, t.weight, t.max_leases) for t in settings.tenants] == [
+        ("trainer", "in-the-file", False, 2, None),
+        ("admin", "from-a-file", True, 1.0, None),
+    ]
+    assert (settings.default_pool, settings.limits.batch_calls) == ("small", 10)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("pools: {default: {slot_per_sandbox: 1}}", r"pools\.default\.slot_per_sandbox: unknown key; allowed are backend, image, slots_per_sandbox"),
+        ("pools: {default: {nomad: {adress: x}}}", r"pools\.default\.nomad\.adress: unknown key; allowed are address"),
+        ("pools: {default: {slots_per_sandbox: 0}}", r"pools\.default\.slots_per_sandbox: should be greater than or equal to 1"),
+        ("pools: {default: {slots_per_sandbox: ten}}", r"pools\.default\.slots_per_sandbox: should be a valid integer"),
+        ("pools: {default: {backend: ec2}}", r"pools\.default\.backend: should be 'local'"),
+        ("pools: {default: {min_sandboxes: 6}}", r"pools\.default\.min_sandboxes: must not be above max_sandboxes, 5"),
+        ("pools: {default: {default_timeout_s: 4000}}", r"pools\.default\.default_timeout_s"),
+        ("pools: {default: {network: internet}}", r"pools\.default\.network: internet is reserved"),
+        ("pools: {default: {root: overlay}}", r"pools\.default\.root: overlay is reserved"),
+        ("pools: {default: {dedicated: true}}", r"pools\.default\.dedicated: the local backend cannot"),
+        ("pools: {default: {local: {expose: [opt]}}}", r"pools\.default\.local\.expose: must be absolute"),
+        ("pools: {default: {env_vars: {'': x}}}", r"pools\.default\.env_vars"),
+        ("pools: {Default: {}}", r"pools"),
+        ("pools: {a: {}, b: {}}\nlimits: {pools: 1}", r"pools: 2 are more than the 1 of `limits.pools`"),
+        ("pools: {default: {slot_disk_mb: 5}}", r"pools\.default\.slot_disk_mb: is not built yet"),
+        ("pools: {default: {delete_after_idle_s: 5}}", r"pools\.default\.delete_after_idle_s: is not built yet"),
+        ("tenants: [{name: a, token: t, max_leases: 3}]", r"tenants\.0\.max_leases: is not built yet"),
+        ("pools: {a: {}}\ndefault_pool: b", r"default_pool: there is no pool 'b'; there are a"),
+        ("pool: {}", r"pool: unknown key; allowed are pools, default_pool, tenants, limits, nomad"),
+        ("limits: {batch_call: 1}", r"limits\.batch_call: unknown key; allowed are body_bytes"),
+        ("limits: {batch_calls: 0}", r"limits\.batch_calls"),
+        ("tenants: [{name: a}]", r"tenants\.0: a needs token or token_file"),
+        ("tenants: [{name: a, token: t, token_file: f}]", r"tenants\.0: a needs token or token_file"),
+        ("tenants: [{name: a, token_file: /nowhere}]", r"tenants\.0\.token_file: /nowhere cannot be read"),
+        ("tenants: [{name: a, tokn: t}]", r"tenants\.0\.tokn: unknown key; allowed are name, token"),
+        ("nomad: {tokenfile: x}", r"nomad\.tokenfile: unknown key; allowed are token_file"),
+        ("- a list", r"must be a mapping"),
+        ("pools: {default: [", r"is no YAML"),
+        ("a: !!python/object/apply:os.getcwd []", r"is no YAML"),
+    ],
+)
+def test_a_file_that_cannot_be_stops_the_start(tmp_path: Path, text: str, named: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        with_file(tmp_path, text)
+
+    assert str(caught.value).startswith(f"settings file {tmp_path / 'pools.yaml'}: ")
+    assert re.search(named, str(caught.value))
+    assert "\n" not in str(caught.value)
+
+
+def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
+    assert with_file(tmp_path, "").pools == {"default": PoolSpec()}
+
+
+def test_the_state_folder_is_roots_or_the_users() -> None:
+    assert default_state_dir({"XDG_STATE_HOME": "/x"}, 0) == Path("/var/lib/sandbox-pool")
+    assert default_state_dir({"XDG_STATE_HOME": "/x"}, 1000) == Path("/x/sandbox-pool")
+    assert default_state_dir({"HOME": "/home/u"}, 1000) == Path("/home/u/.local/state/sandbox-pool")
+
+
+def test_the_spec_over_http_and_the_spec_inside_have_the_same_fields_and_defaults() -> None:
+    assert spec_of(PoolSpecBody()) == PoolSpec()
+    assert list(PoolSpecBody.model_fields) == [field.name for field in dataclasses.fields(PoolSpec)]
+
+
+def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"Is a directory"):
+        load_settings({"SANDBOX_CONFIG": str(tmp_path)})

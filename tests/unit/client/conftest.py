@@ -1,0 +1,55 @@
+"""Both clients on a service made of prepared answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from env_client.client import AsyncSandboxClient, SandboxClient
+from env_client.discovery import Endpoint
+from env_client.retry import RetryPolicy
+from env_client.sending import AsyncSender, Sender, SyncSender
+from env_client.verbs import AsyncVerbs, Verbs
+from tests.support.both_clients import KINDS, Face
+from tests.support.scripted_service import URL, FakeTime, Script, ScriptedTransport
+
+
+@pytest.fixture
+def script() -> Script:
+    return Script()
+
+
+@pytest.fixture
+def fake_time() -> FakeTime:
+    return FakeTime()
+
+
+@pytest.fixture
+def runner() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as made:
+        yield made
+
+
+@pytest.fixture(params=KINDS)
+def verbs(request: pytest.FixtureRequest, script: Script, fake_time: FakeTime, runner: asyncio.Runner) -> Any:
+    """The verbs of either client, with a clock of the test's own and the longest jitter."""
+    core = Sender(Endpoint(URL, "s3cret"), RetryPolicy(), clock=fake_time.clock, unit=lambda: 1.0)
+    if request.param == "sync":
+        return Face(Verbs(SyncSender(core, ScriptedTransport(script), sleep=fake_time.sleep)), runner)
+    return Face(AsyncVerbs(AsyncSender(core, ScriptedTransport(script), sleep=fake_time.asleep)), runner)
+
+
+@pytest.fixture(params=KINDS)
+def client(request: pytest.FixtureRequest, script: Script, runner: asyncio.Runner) -> Iterator[Any]:
+    """Either client, on the real clock and without repeats."""
+    options: dict[str, Any] = {"transport": ScriptedTransport(script), "retry": RetryPolicy(total_s=0.0)}
+    if request.param == "sync":
+        with SandboxClient(URL, "s3cret", **options) as made:
+            yield Face(made, runner)
+    else:
+        face = Face(AsyncSandboxClient(URL, "s3cret", **options), runner)
+        yield face
+        face.aclose()

@@ -1,0 +1,180 @@
+"""What is asked, and how answers are read."""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import Any
+
+import pytest
+
+from env_client import errors, messages
+from env_client.messages import Answer
+from env_client.values import AcquireOptions, Call, Result
+from tests.support.scripted_service import a_lease, a_result
+
+
+def body(message: messages.Message[Any]) -> Any:
+    assert message.body is not None
+    return json.loads(message.body)
+
+
+def answer(document: Any, status: int = 200) -> Answer:
+    return Answer(status, json.dumps(document).encode())
+
+
+class TestAcquire:
+    def test_leaves_to_the_service_what_was_not_asked(self) -> None:
+        asked = body(messages.acquire(None, 1))
+
+        assert asked.pop("request_key").startswith("k-")
+        assert asked == {"count": 1}
+
+    def test_sends_what_was_asked(self) -> None:
+        asked: AcquireOptions = {"trajectory_ids": ["a", "b"], "run_id": "r", "ttl_s": 60, "wait_s": 0, "allow_network": False}
+        asked |= {"cache": "rw", "priority": 2, "labels": {"x": "y"}}
+
+        assert body(messages.acquire("p", 2, request_key="mine", **asked)) == {"pool": "p", "count": 2, "request_key": "mine", **asked}
+
+    def test_each_has_a_key_of_its_own(self) -> None:
+        assert body(messages.acquire(None, 1))["request_key"] != body(messages.acquire(None, 1))["request_key"]
+
+    def test_waits_as_long_as_it_may_queue(self) -> None:
+        assert messages.acquire(None, 1, wait_s=100).silence_s == 110
+        assert messages.acquire(None, 1).silence_s > 600
+        assert messages.acquire(None, 1, wait_s=1e300).silence_s < 100_000
+
+    def test_reads_the_leases(self) -> None:
+        acquired = messages.acquire(None, 1).parse(answer({"leases": [a_lease("l-1"), a_lease("l-2")], "waited_s": 0.5, "newer": True}))
+
+        assert [info.lease_id for info in acquired.leases] == ["l-1", "l-2"]
+        assert (acquired.waited_s, acquired.leases[0].epoch, acquired.leases[0].workspace) == (0.5, 7, "/workspace")
+
+
+class TestExec:
+    def test_a_call_is_sent_with_its_id_and_what_was_asked(self) -> None:
+        message = messages.exec_batch([(Call(lease_id="l-1", tool="bash", args={"command": "ls"}, timeout_s=5, encoding="base64"), "c-1")])
+
+        assert body(message) == {
+            "calls": [{"call_id": "c-1", "lease_id": "l-1", "tool": "bash", "args": {"command": "ls"}, "timeout_s": 5, "encoding": "base64"}]
+        }
+
+    def test_waits_as_long_as_the_slowest_lease(self) -> None:
+        calls = [Call(lease_id=lease_id, tool="bash", timeout_s=timeout_s) for lease_id, timeout_s in (("a", 30), ("a", 60), ("b", 50))]
+
+        message = messages.exec_batch(messages.named(calls))
+
+        assert (message.answer_within_s, message.silence_s) == (100, 100)
+
+    def test_a_long_call_is_asked_after(self) -> None:
+        message = messages.exec_one(Call(lease_id="a", tool="bash", timeout_s=3000))
+
+        assert (message.answer_within_s, message.silence_s) == (3010, messages.REJOIN_S)
+
+    def test_a_timeout_that_is_none_is_the_services_to_refuse(self) -> None:
+        assert messages.exec_one(Call(lease_id="a", tool="bash", timeout_s="soon")).answer_within_s > 3600  # type: ignore[arg-type]
+
+    def test_one_call_has_its_lease_in_the_path(self) -> None:
+        message = messages.exec_one(messages.make_call("l/1 ?", "bash", {"command": "ls"}, call_id="c-1"))
+
+        assert message.path == "/v1/leases/l%2F1%20%3F/exec"
+        assert body(message) == {"call_id": "c-1", "tool": "bash", "args": {"command": "ls"}}
+
+    def test_results_are_read_in_order(self) -> None:
+        message = messages.exec_batch(messages.named([Call(lease_id="l-1", tool="bash"), Call(lease_id="l-1", tool="bash")]))
+
+        results = message.parse(answer({"results": [a_result("c-1", output="ä"), a_result("c-2", reason="of_the_future")]}))
+
+        assert [result.call_id for result in results] == ["c-1", "c-2"]
+        assert (results[0].raw_output(), results[1].reason) == ("ä".encode(), "of_the_future")
+
+    def test_exact_bytes_come_back(self) -> None:
+        coded = base64.b64encode(b"\xff\x00").decode()
+        message = messages.exec_one(Call(lease_id="l-1", tool="bash"))
+
+        assert message.parse(answer(a_result("c-1", output=coded, encoding="base64"))).raw_output() == b"\xff\x00"
+
+    @pytest.mark.parametrize("args", [{"x": float("nan")}, {"x": b"bytes"}, {"x": "\ud800"}])
+    def test_what_is_no_json_is_refused_before_it_is_sent(self, args: dict[str, Any]) -> None:
+        with pytest.raises(errors.InvalidRequest, match="cannot be written as JSON"):
+            messages.exec_one(Call(lease_id="l-1", tool="bash", args=args))
+
+
+@pytest.mark.parametrize(
+    ("message", "method", "path", "asked"),
+    [
+        (messages.release(["l-1"], None, True), "POST", "/v1/release", {"lease_ids": ["l-1"], "reset_workspace": True}),
+        (messages.release(None, "r-1", False), "POST", "/v1/release", {"run_id": "r-1", "reset_workspace": False}),
+        (messages.renew(("l-1",), 60), "POST", "/v1/renew", {"lease_ids": ["l-1"], "ttl_s": 60}),
+        (messages.cancel("l-1", "c-1"), "POST", "/v1/cancel", {"lease_id": "l-1", "call_id": "c-1"}),
+        (messages.lease_info("l-1"), "GET", "/v1/leases/l-1", None),
+        (messages.leases("r 1", None, 10, None), "GET", "/v1/leases?run_id=r%201&limit=10", None),
+        (messages.leases(None, None, None, None), "GET", "/v1/leases", None),
+        (messages.get_file("l-1", "a b/ä&c"), "GET", "/v1/leases/l-1/files?path=a%20b%2F%C3%A4%26c", None),
+        (messages.put_file("l-1", "a", 0o644), "PUT", "/v1/leases/l-1/files?path=a&mode=0644", None),
+        (messages.put_file("l-1", "a", None), "PUT", "/v1/leases/l-1/files?path=a", None),
+        (messages.list_files("l-1", ".", True), "GET", "/v1/leases/l-1/files/list?path=.&recursive=1", None),
+        (messages.list_files("l-1", ".", False), "GET", "/v1/leases/l-1/files/list?path=.", None),
+        (messages.get_archive("l-1", "."), "GET", "/v1/leases/l-1/archive?path=.", None),
+        (messages.put_archive("l-1", "."), "PUT", "/v1/leases/l-1/archive?path=.", None),
+        (messages.pools(), "GET", "/v1/pools", None),
+        (messages.pool("a/b"), "GET", "/v1/pools/a%2Fb", None),
+        (messages.healthz(), "GET", "/healthz", None),
+        (messages.readyz("p"), "GET", "/readyz?pool=p", None),
+    ],
+)
+def test_what_is_asked(message: messages.Message[Any], method: str, path: str, asked: Any) -> None:
+    assert (message.method, message.path) == (method, path)
+    assert (None if message.body is None else json.loads(message.body)) == asked
+
+
+def test_lost_leases_are_errors_of_their_code() -> None:
+    renewed = messages.renew(["l-1", "l-2"], None).parse(
+        answer({"leases": [a_lease("l-1")], "lost": [{"lease_id": "l-2", "code": "sandbox_lost", "detail": "its agent died"}]})
+    )
+
+    assert [info.lease_id for info in renewed.leases] == ["l-1"]
+    assert isinstance(renewed.lost["l-2"], errors.SandboxLost)
+    assert renewed.lost["l-2"].detail == "its agent died"
+
+
+def test_not_ready_is_an_answer() -> None:
+    readiness = messages.readyz(None).parse(answer({"status": "starting"}, 503))
+
+    assert (readiness.ready, readiness.report) == (False, {"status": "starting"})
+
+
+@pytest.mark.parametrize(
+    ("message", "document"),
+    [
+        (messages.acquire(None, 1), []),
+        (messages.acquire(None, 1), {"leases": 3}),
+        (messages.acquire(None, 1), {"leases": [{"pool": "no id"}]}),
+        (messages.exec_batch(messages.named([Call(lease_id="l-1", tool="bash")])), {"results": []}),
+        (messages.exec_one(Call(lease_id="l-1", tool="bash")), {"call_id": "c-1"}),
+        (messages.exec_one(Call(lease_id="l-1", tool="bash")), "text"),
+        (messages.release(["l-1"], None, True), {"released": None}),
+        (messages.renew(["l-1"], None), {"leases": [], "lost": [{}]}),
+        (messages.list_files("l-1", ".", False), {"entries": [{"type": "file"}]}),
+        (messages.pools(), {"pools": [1]}),
+    ],
+)
+def test_an_answer_of_another_shape_is_a_bad_answer(message: messages.Message[Any], document: Any) -> None:
+    with pytest.raises(errors.BadAnswer):
+        message.parse(answer(document))
+
+
+def test_an_answer_that_is_no_json_is_a_bad_answer() -> None:
+    with pytest.raises(errors.BadAnswer, match="not JSON"):
+        messages.pools().parse(Answer(200, b"<html>"))
+
+
+def test_a_result_says_what_it_lacks() -> None:
+    with pytest.raises(errors.BadAnswer, match="Result without fault, reason"):
+        messages.result_line(b'{"call_id":"c","lease_id":"l","success":true}')
+
+
+def test_fields_have_the_contracts_defaults() -> None:
+    result = messages.result_line(json.dumps(a_result("c-1")).encode())
+
+    assert result == Result(call_id="c-1", lease_id="l-1", success=True, exit_code=0, reason="exit", fault="none")

@@ -1,0 +1,68 @@
+"""Whether and when a request is sent again."""
+
+from __future__ import annotations
+
+import pytest
+
+from env_client import errors
+from env_client.retry import RetryPolicy, may_retry, next_delay_s
+
+POLICY = RetryPolicy(total_s=60.0, base_s=0.1, cap_s=5.0)
+
+
+@pytest.mark.parametrize(
+    ("error", "repeatable", "expected"),
+    [
+        (errors.ConnectFailed(), False, True),
+        (errors.ConnectionLost(), True, True),
+        (errors.ConnectionLost(), False, False),
+        (errors.TimedOut(), True, True),
+        (errors.TimedOut(), False, False),
+        (errors.BadAnswer(status=502), True, True),
+        (errors.BadAnswer(status=503), True, True),
+        (errors.BadAnswer(status=504), True, True),
+        (errors.BadAnswer(status=502), False, False),
+        (errors.BadAnswer(status=500), True, False),
+        (errors.BadAnswer(status=200), True, False),
+        (errors.BackendUnavailable(status=503), True, True),
+        (errors.StorageUnavailable(status=503), True, True),
+        (errors.StorageUnavailable(status=503), False, False),
+        (errors.NoCapacity(status=503), True, False),
+        (errors.Draining(status=503), True, False),
+        (errors.QuotaExceeded(status=429), True, False),
+        (errors.InternalError(status=500), True, False),
+        (errors.InvalidRequest(status=422), True, False),
+        (errors.ServiceNotFound(), True, False),
+    ],
+)
+def test_what_is_sent_again(error: errors.SandboxError, repeatable: bool, expected: bool) -> None:
+    assert expected is may_retry(error, repeatable=repeatable)
+
+
+def test_a_code_that_is_the_answer_is_final() -> None:
+    assert not may_retry(errors.BackendUnavailable(status=503), repeatable=True, final_codes={"backend_unavailable"})
+
+
+def delay(attempt: int, *, unit: float = 1.0, elapsed_s: float = 0.0, error: errors.SandboxError | None = None) -> float | None:
+    return next_delay_s(POLICY, attempt=attempt, error=error or errors.ConnectFailed(), elapsed_s=elapsed_s, budget_s=60.0, unit=unit)
+
+
+def test_delays_double_up_to_the_cap() -> None:
+    assert pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0]) == [delay(attempt) for attempt in range(8)]
+    assert delay(10_000) == 5.0
+
+
+def test_jitter_takes_off_up_to_half() -> None:
+    assert pytest.approx(0.05) == delay(0, unit=0.0)
+    assert pytest.approx(0.075) == delay(0, unit=0.5)
+
+
+def test_the_service_may_ask_for_more_patience() -> None:
+    assert delay(0, error=errors.StorageUnavailable(retry_after_s=7.0)) == 7.0
+    assert pytest.approx(0.4) == delay(2, error=errors.StorageUnavailable(retry_after_s=0.0))
+
+
+def test_gives_up_when_the_budget_would_be_spent() -> None:
+    assert delay(9, elapsed_s=54.9) == 5.0
+    assert delay(9, elapsed_s=55.0) is None
+    assert delay(0, error=errors.StorageUnavailable(retry_after_s=60.0)) is None

@@ -1,0 +1,109 @@
+"""A dispatcher over one scripted agent; the test is the pool."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from sandbox_server.core.errors import LeaseNotFound, PoolServiceError, SandboxLost
+from sandbox_server.core.execution import ToolCall
+from sandbox_server.core.types import Lease, LeaseState, PoolSpec
+from sandbox_server.dispatch.dispatch import Dispatcher
+from sandbox_server.link import AgentLink
+from sandbox_server.pool.store import MemoryStore
+from sandbox_server.telemetry import Telemetry
+from sandbox_server.testing import FakeClock, FakeLink
+from tests.support.scripted_agent import ScriptedAgent
+
+SPEC = PoolSpec(default_timeout_s=30.0, max_timeout_s=600.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FakeRoute:
+    """The way to a slot of the scripted agent."""
+
+    lease: Lease
+    spec: PoolSpec
+    link: AgentLink
+    slot_id: str
+    epoch: int
+
+
+@dataclass
+class FakeRoutes:
+    """A pool that is one table of leases."""
+
+    routes: dict[str, FakeRoute] = field(default_factory=dict)
+    errors: dict[str, PoolServiceError] = field(default_factory=dict)
+    running: dict[str, int] = field(default_factory=dict)
+    most_running: int = 0
+    lost: SandboxLost | None = None
+    reconnect: AgentLink | None = None
+    while_waiting: Callable[[], object] = object
+
+    def route(self, tenant: str, lease_id: str) -> FakeRoute:
+        if lease_id in self.errors:
+            raise self.errors[lease_id]
+        if lease_id not in self.routes or self.routes[lease_id].lease.tenant != tenant:
+            raise LeaseNotFound(f"there is no lease {lease_id!r}, or it is not yours")
+        return self.routes[lease_id]
+
+    def call_started(self, lease_id: str) -> None:
+        self.running[lease_id] = self.running.get(lease_id, 0) + 1
+        self.most_running = max(self.most_running, sum(self.running.values()))
+
+    def call_ended(self, lease_id: str) -> None:
+        self.running[lease_id] -= 1
+
+    async def lost_verdict(self, lease_id: str, wait_s: float) -> SandboxLost | None:
+        self.while_waiting()
+        if self.lost is None and self.reconnect is not None:
+            self.routes = {name: replace(route, link=self.reconnect) for name, route in self.routes.items()}
+        return self.lost
+
+
+@dataclass
+class World:
+    """Everything a dispatcher talks to."""
+
+    agent: ScriptedAgent
+    routes: FakeRoutes
+    store: MemoryStore
+    telemetry: Telemetry
+    dispatcher: Dispatcher
+    clock: FakeClock
+
+    async def link(self) -> AgentLink:
+        """Another connection to the agent."""
+        return await FakeLink.to(self.agent, self.agent.token)
+
+    async def until_running(self, count: int = 1) -> None:
+        """Wait until the agent runs so many calls."""
+        while len(self.agent.ran) < count:
+            await asyncio.sleep(0)
+
+
+def call(lease_id: str, command: str, call_id: str = "c", **fields: object) -> ToolCall:
+    """One bash call."""
+    return ToolCall(call_id=call_id, lease_id=lease_id, tool="bash", args={"command": command}, **fields)  # type: ignore[arg-type]
+
+
+def lease(lease_id: str, slot_id: str) -> Lease:
+    """A lease of alice's on a slot of the agent."""
+    return Lease(
+        lease_id=lease_id, epoch=1, pool="default", sandbox_id="s-1", slot_id=slot_id, tenant="alice", trajectory_id=None, run_id=None,
+        state=LeaseState.HELD, ttl_s=300.0, acquired_at=0.0, expires_at=300.0, workspace="/workspace", isolation="bwrap", allow_network=True,
+    )  # fmt: skip
+
+
+@pytest.fixture
+async def world() -> World:
+    """Leases `a`, `b` and `c` of alice's, on one agent."""
+    agent = ScriptedAgent("s-1", slots=3)
+    link = await FakeLink.to(agent, agent.token)
+    routes = FakeRoutes({name: FakeRoute(lease=lease(name, str(n)), spec=SPEC, link=link, slot_id=str(n), epoch=1) for n, name in enumerate("abc")})
+    store, telemetry, clock = MemoryStore(), Telemetry(), FakeClock()
+    return World(agent, routes, store, telemetry, Dispatcher(routes, store, clock, telemetry, 100), clock)

@@ -1,0 +1,42 @@
+"""Results of one request, as they come."""
+
+from __future__ import annotations
+
+import asyncio
+
+from sandbox_server.core.execution import Fault, Reason, Result
+from sandbox_server.dispatch.batch import Batch
+
+
+def result(call_id: str) -> Result:
+    return Result(call_id=call_id, lease_id="a", reason=Reason.EXIT, fault=Fault.NONE, exit_code=0)
+
+
+async def test_all_is_in_the_order_of_the_calls() -> None:
+    batch = Batch(3)
+    for index in (2, 0, 1):
+        batch.deliver(index, result(str(index)))
+
+    assert [one.call_id for one in await batch.all()] == ["0", "1", "2"]
+
+
+async def test_next_is_in_the_order_of_finishing_and_then_none() -> None:
+    batch = Batch(3)
+    batch.deliver(2, result("2"))
+    batch.deliver(0, result("0"))
+
+    assert [index for index, _ in await batch.next(1.0) or []] == [2, 0]
+    assert await batch.next(0.0) == []
+    waiting = asyncio.create_task(batch.next(5.0))
+    await asyncio.sleep(0)
+    batch.deliver(1, result("1"))
+    assert [index for index, _ in await waiting or []] == [1]
+    assert await batch.next(5.0) is None
+
+
+async def test_the_first_result_of_a_call_stays() -> None:
+    batch = Batch(1)
+    batch.deliver(0, result("first"))
+    batch.deliver(0, result("second"))
+
+    assert [one.call_id for one in await batch.all()] == ["first"]

@@ -1,0 +1,199 @@
+"""From a lease to a result, whatever the agent does meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from sandbox_server.core.errors import BackendUnavailable, CallNotFound, LeaseLost, LeaseNotFound, QuotaExceeded, SandboxLost
+from sandbox_server.core.execution import Fault, Reason, Result
+from tests.unit.dispatch.conftest import World, call
+
+
+async def results(world: World, *items: object) -> list[Result]:
+    return await world.dispatcher.start("alice", list(items)).all()  # type: ignore[arg-type]
+
+
+async def test_calls_of_one_lease_go_over_one_stream_and_leases_side_by_side(world: World) -> None:
+    found = await results(world, call("a", "echo 1", "c1"), call("b", "echo 2", "c2"), call("a", "exit 3", "c3"))
+
+    assert [(result.call_id, result.output, result.exit_code) for result in found] == [("c1", b"1\n", 0), ("c2", b"2\n", 0), ("c3", b"", 3)]
+    assert [request["slot"] for request in world.agent.requests if request["op"] == "calls"] == ["0", "1"]
+
+
+async def test_a_slow_lease_holds_nobody_up(world: World) -> None:
+    batch = world.dispatcher.start("alice", [call("a", "hang", "slow"), call("b", "echo hi", "quick")])
+
+    fresh = await batch.next(5.0)
+
+    assert fresh is not None
+    assert [(index, result.call_id) for index, result in fresh] == [(1, "quick")]
+    assert await batch.next(0.0) == []
+    await world.dispatcher.stop()
+
+
+async def test_the_lease_is_told_while_calls_run(world: World) -> None:
+    batch = world.dispatcher.start("alice", [call("a", "hang")])
+    await world.until_running()
+    assert world.routes.running == {"a": 1}
+
+    await world.dispatcher.cancel("alice", "a", "c")
+
+    assert (await batch.all())[0].reason is Reason.CANCELLED
+    assert world.routes.running == {"a": 0}
+
+
+async def test_what_is_a_result_already_is_passed_through(world: World) -> None:
+    ready = Result(call_id="x", lease_id="a", reason=Reason.INVALID_ARGS, fault=Fault.POLICY)
+
+    assert await results(world, ready, call("a", "true")) == [ready, (await results(world, call("a", "true")))[0]]
+
+
+@pytest.mark.parametrize(
+    ("error", "reason", "fault"),
+    [
+        (LeaseLost("it was released"), Reason.LEASE_LOST, Fault.AMBIGUOUS),
+        (SandboxLost("it burnt down"), Reason.SANDBOX_LOST, Fault.INFRA),
+    ],
+)
+async def test_a_lease_without_a_slot_says_why(world: World, error: LeaseLost, reason: Reason, fault: Fault) -> None:
+    world.routes.errors["a"] = error
+
+    lost, kept = await results(world, call("a", "true"), call("b", "true"))
+
+    assert (lost.reason, lost.fault, lost.error, lost.exit_code) == (reason, fault, error.detail, None)
+    assert kept.success
+
+
+async def test_a_single_call_under_a_lost_lease_is_an_error(world: World) -> None:
+    world.routes.errors["a"] = LeaseLost("it was released")
+
+    with pytest.raises(LeaseLost):
+        await world.dispatcher.run_one("alice", call("a", "true"))
+    with pytest.raises(LeaseNotFound):
+        await world.dispatcher.run_one("bob", call("b", "true"))
+
+
+async def test_more_than_the_pools_max_timeout_is_refused_by_name(world: World) -> None:
+    long, short = await results(world, call("a", "true", "c1", timeout_s=601.0), call("a", "true", "c2", timeout_s=600.0))
+
+    assert (long.reason, short.reason) == (Reason.INVALID_ARGS, Reason.EXIT)
+    assert "timeout_s" in long.error
+
+
+async def test_an_unknown_reason_of_the_agents_is_a_backend_error(world: World) -> None:
+    (result,) = await results(world, call("a", "nonsense"))
+
+    assert (result.reason, result.fault, result.metadata["may_have_run"]) == (Reason.BACKEND_ERROR, Fault.INFRA, True)
+    assert world.store.verdict("a", "c") is None
+
+
+@pytest.mark.parametrize(("code", "reason"), [("internal", Reason.BACKEND_ERROR), ("not_implemented", Reason.NOT_IMPLEMENTED)])
+async def test_a_refusal_of_the_agents(world: World, code: str, reason: Reason) -> None:
+    refused, after = await results(world, call("a", f"refuse {code}", "c1"), call("a", "true", "c2"))
+
+    assert [refused.reason, after.reason] == [reason, reason]
+    assert "told to refuse" in refused.error
+
+
+async def test_a_slot_that_has_moved_on_is_a_lost_lease(world: World) -> None:
+    world.agent.slots["0"].epoch = 2
+    world.routes.errors["b"] = LeaseLost("b was released")
+    running = world.dispatcher.start("alice", [call("a", "true")])
+    world.routes.errors["a"] = LeaseLost("a was released meanwhile")
+
+    (result,) = await running.all()
+
+    assert (result.reason, result.error) == (Reason.LEASE_LOST, "a was released meanwhile")
+    assert world.agent.ran == []
+
+
+async def test_a_lost_link_that_comes_back_joins_what_still_runs(world: World) -> None:
+    batch = world.dispatcher.start("alice", [call("a", "hang", "c1"), call("a", "echo 2", "c2")])
+    await world.until_running()
+    world.routes.reconnect = await world.link()
+    world.agent._peers[0].close()
+
+    while sum(request["op"] == "calls" for request in world.agent.requests) < 2:
+        await asyncio.sleep(0)
+    await world.dispatcher.cancel("alice", "a", "c1")
+
+    assert [result.reason for result in await batch.all()] == [Reason.CANCELLED, Reason.EXIT]
+    assert [call_id for call_id, _ in world.agent.ran] == ["c1", "c2"]
+
+
+async def test_a_lost_sandbox_ends_its_calls_and_is_recorded(world: World) -> None:
+    batch = world.dispatcher.start("alice", [call("a", "hang", "c1"), call("a", "true", "c2")])
+    await world.until_running()
+    world.routes.lost = SandboxLost("it burnt down")
+    world.agent.hang_up()
+
+    found = await batch.all()
+
+    assert [(result.reason, result.fault) for result in found] == [(Reason.SANDBOX_LOST, Fault.INFRA)] * 2
+    assert world.store.verdict("a", "c1") is not None
+    assert found[0].metadata["evidence"] == {"sandbox": "it burnt down"}
+
+
+async def test_a_call_recorded_before_its_sandbox_was_lost_is_served(world: World) -> None:
+    (first,) = await results(world, call("a", "echo 1", "c1"))
+    world.routes.errors["a"] = SandboxLost("it burnt down")
+
+    again, other, new = await results(world, call("a", "echo 1", "c1"), call("a", "echo 2", "c1"), call("a", "true", "c2"))
+
+    assert again == first
+    assert await world.dispatcher.run_one("alice", call("a", "echo 1", "c1")) == first
+    assert (other.reason, new.reason) == (Reason.CALL_CONFLICT, Reason.SANDBOX_LOST)
+
+
+async def test_an_agent_that_stays_away_is_a_backend_error_that_may_have_run(world: World) -> None:
+    batch = world.dispatcher.start("alice", [call("a", "hang")])
+    await world.until_running()
+    world.routes.errors["a"] = BackendUnavailable("nobody answers")
+    world.routes.while_waiting = lambda: world.clock.pass_time(60.0)
+    world.agent.hang_up()
+
+    (result,) = await batch.all()
+
+    assert (result.reason, result.metadata) == (Reason.BACKEND_ERROR, {"may_have_run": True})
+
+
+async def test_stopping_ends_what_runs_and_says_that_it_may_have_run(world: World) -> None:
+    batch = world.dispatcher.start("alice", [call("a", "hang"), call("b", "true")])
+    await batch.next(5.0)
+
+    await world.dispatcher.stop()
+
+    hung, done = await batch.all()
+    assert (hung.reason, hung.metadata["may_have_run"]) == (Reason.BACKEND_ERROR, True)
+    assert done.success
+
+
+async def test_too_many_calls_at_once_are_refused_as_a_whole(world: World) -> None:
+    with pytest.raises(QuotaExceeded, match="calls_in_flight"):
+        world.dispatcher.start("alice", [call("a", "true", f"c{n}") for n in range(101)])
+
+    assert len(await results(world, *(call("a", "true", f"c{n}") for n in range(100)))) == 100
+    assert len(await results(world, *(call("a", "true", f"d{n}") for n in range(100)))) == 100
+
+
+async def test_a_call_that_nobody_made_cannot_be_cancelled(world: World) -> None:
+    with pytest.raises(CallNotFound):
+        await world.dispatcher.cancel("alice", "a", "nobodys")
+
+
+async def test_a_bug_costs_its_own_calls_only(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    world.routes.routes["a"] = None  # type: ignore[assignment]
+
+    broken, whole = await results(world, call("a", "true"), call("b", "true"))
+
+    assert (broken.reason, whole.reason) == (Reason.BACKEND_ERROR, Reason.EXIT)
+    assert "calls failed" in caplog.text
+
+
+async def test_results_are_counted_by_how_they_ended(world: World) -> None:
+    await results(world, call("a", "true"), call("a", "exit 1", "d"), call("nobodys", "true"))
+
+    counted = {tuple(value for _, value in labels): count for labels, count in world.telemetry.counters["sandbox_exec_total"].items()}
+    assert counted == {("default", "bash", "exit", "none"): 2.0, ("", "bash", "lease_lost", "ambiguous"): 1.0}

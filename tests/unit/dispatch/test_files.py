@@ -1,0 +1,71 @@
+"""Files of a slot: what the agent refuses becomes the error of the contract."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from sandbox_server.core.errors import BackendUnavailable, FileError, FileNotFound, InvalidRequest, LeaseLost, PoolServiceError, SandboxLost
+from sandbox_server.dispatch.files import SlotFiles
+from tests.unit.dispatch.conftest import World
+
+
+async def pieces(*parts: bytes) -> AsyncIterator[bytes]:
+    for part in parts:
+        yield part
+
+
+async def whole(chunks: AsyncIterator[bytes]) -> bytes:
+    return b"".join([chunk async for chunk in chunks])
+
+
+async def test_a_file_goes_in_and_comes_out_larger_than_any_window(world: World) -> None:
+    files = SlotFiles(world.routes)
+    parts = [bytes([n]) * 100_000 for n in range(40)]
+
+    await files.write("alice", "a", "big", 0o600, pieces(*parts))
+
+    assert await whole(files.read("alice", "a", "big")) == b"".join(parts)
+
+
+@pytest.mark.parametrize(("path", "error"), [("missing", FileNotFound), ("fifo", FileError), ("../out", InvalidRequest)])
+async def test_refusals_are_the_contracts_errors(world: World, path: str, error: type[PoolServiceError]) -> None:
+    with pytest.raises(error):
+        await whole(SlotFiles(world.routes).read("alice", "a", path))
+
+
+async def test_a_slot_that_has_moved_on_is_a_lost_lease(world: World) -> None:
+    world.agent.slots["0"].epoch = 2
+    stale = world.routes.routes["a"]
+    world.routes.errors["a"] = LeaseLost("a was released")
+
+    class Late(type(world.routes)):  # type: ignore[misc]
+        asked = 0
+
+        def route(self, tenant: str, lease_id: str) -> object:
+            self.asked += 1
+            return stale if self.asked == 1 else super().route(tenant, lease_id)
+
+    with pytest.raises(LeaseLost, match="a was released"):
+        await whole(SlotFiles(Late(world.routes.routes, world.routes.errors)).read("alice", "a", "x"))
+
+
+@pytest.mark.parametrize(("lost", "error"), [(SandboxLost("it burnt down"), SandboxLost), (None, BackendUnavailable)])
+async def test_a_lost_link_is_a_lost_sandbox_or_an_unreachable_one(world: World, lost: SandboxLost | None, error: type[PoolServiceError]) -> None:
+    world.routes.lost = lost
+    world.routes.routes["a"].link._lose("pulled")
+
+    with pytest.raises(error):
+        await whole(SlotFiles(world.routes).read("alice", "a", "x"))
+
+
+async def test_a_caller_that_stops_sending_leaves_nothing(world: World) -> None:
+    async def half() -> AsyncIterator[bytes]:
+        yield b"x" * 1000
+        raise ConnectionError("gone")
+
+    with pytest.raises(ConnectionError):
+        await SlotFiles(world.routes).write("alice", "a", "half", None, half())
+
+    assert world.agent.files == {}

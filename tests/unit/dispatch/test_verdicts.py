@@ -1,0 +1,67 @@
+"""What an agent says is checked before it is believed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from sandbox_server.core.execution import FAULT_OF, Fault, Reason
+from sandbox_server.dispatch.verdicts import agent_result, identity_of
+from tests.unit.dispatch.conftest import call
+
+GOOD: dict[str, Any] = {
+    "reason": "exit",
+    "exit_code": 0,
+    "lens": [3],
+    "output_bytes": 3,
+    "started_at": 1.0,
+    "duration_s": 0.5,
+    "cpu_s": 0.1,
+    "max_rss_bytes": 10,
+}
+
+
+def test_a_good_answer_is_the_result() -> None:
+    result = agent_result(call("a", "true"), GOOD, b"abc")
+
+    assert (result.reason, result.exit_code, result.output, result.output_bytes, result.success) == (Reason.EXIT, 0, b"abc", 3, True)
+
+
+@pytest.mark.parametrize("lens", [[2], [1, 1], [1, 1, 1], [-1, 4], ["3"], "3", [True, 2], None])
+def test_output_that_does_not_add_up_is_a_backend_error(lens: object) -> None:
+    assert agent_result(call("a", "true"), {**GOOD, "lens": lens}, b"abc").reason is Reason.BACKEND_ERROR
+
+
+@pytest.mark.parametrize("number", [-1, 1e400, float("nan"), "1", None, True, 1 << 60, []])
+def test_a_figure_that_is_none_counts_as_nothing(number: object) -> None:
+    result = agent_result(call("a", "true"), {**GOOD, "duration_s": number, "output_bytes": number, "max_rss_bytes": number}, b"abc")
+
+    assert (result.duration_s, result.output_bytes, result.max_rss_bytes) == (0.0, 0, 0)
+
+
+def test_a_file_tool_that_did_its_work_is_a_success() -> None:
+    assert agent_result(call("a", "true"), {**GOOD, "exit_code": None, "tool_ok": True}, b"abc").success
+
+
+def test_an_exit_has_no_error_sentence_and_a_long_one_is_cut() -> None:
+    assert agent_result(call("a", "true"), {**GOOD, "error": "said anyway"}, b"abc").error == ""
+    assert len(agent_result(call("a", "true"), {**GOOD, "reason": "tool_error", "error": "x" * 10_000}, b"abc").error) == 4000
+
+
+@pytest.mark.parametrize("reason", list(Reason))
+def test_every_reason_has_its_fault(reason: Reason) -> None:
+    assert agent_result(call("a", "true"), {**GOOD, "reason": reason.value}, b"abc").fault is FAULT_OF[reason]
+
+
+def test_a_sandbox_lost_by_the_leases_own_work_is_the_policys() -> None:
+    said = {**GOOD, "reason": "sandbox_lost", "metadata": {"evidence": {"own_work": True}}}
+
+    assert agent_result(call("a", "true"), said, b"abc").fault is Fault.POLICY
+
+
+def test_the_identity_is_the_tool_and_the_arguments_in_any_order() -> None:
+    one = call("a", "true")
+
+    assert identity_of(one) == identity_of(call("b", "true", "other", timeout_s=9.0))
+    assert identity_of(one) != identity_of(call("a", "false"))

@@ -1,0 +1,80 @@
+"""A service's pools on fakes: no sockets, no processes, time that moves when told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from sandbox_server.core.types import AcquireRequest, PoolSpec
+from sandbox_server.pool.pool import Pool
+from sandbox_server.pool.pools import Pools
+from sandbox_server.pool.store import MemoryStore
+from sandbox_server.pool.wiring import Wiring
+from sandbox_server.testing import FakeBackend, FakeClock, settle
+
+
+class World:
+    """Pools, and everything around them that a test may turn."""
+
+    def __init__(self, specs: dict[str, PoolSpec], backend: FakeBackend, weights: dict[str, float] | None = None) -> None:
+        self.clock = FakeClock()
+        self.backend = backend
+        self.store = MemoryStore()
+        weights = weights or {}
+        wiring = Wiring(
+            store=self.store,
+            clock=self.clock,
+            connect=backend.connect,
+            timers=self.clock,
+            weight=lambda tenant: weights.get(tenant, 1.0),
+            jitter=lambda: 0.5,
+        )
+        self.pools = Pools(specs, {"local": backend}, self.store, self.clock, wiring=wiring)
+
+    @property
+    def pool(self) -> Pool:
+        """The pool `default`."""
+        return self.pools._pools["default"]
+
+    async def start(self) -> None:
+        """Start and let the pools fill."""
+        await self.pools.start()
+        await settle()
+
+    async def acquire(self, tenant: str = "t", **fields: Any) -> Any:
+        """Acquire from `default`."""
+        return await self.pools.acquire(AcquireRequest(tenant=tenant, pool="default", **fields))
+
+    async def queue(self, tenant: str = "t", **fields: Any) -> asyncio.Task[Any]:
+        """Begin to acquire, and let it reach the queue."""
+        task = asyncio.create_task(self.acquire(tenant, **fields))
+        await settle()
+        return task
+
+    def slots(self) -> dict[str, int]:
+        """How many slots are in which state."""
+        return {state: count for state, count in self.pools.view("default").slots.items() if count}
+
+    def sandboxes(self) -> dict[str, int]:
+        """How many sandboxes are in which state."""
+        return {state: count for state, count in self.pools.view("default").sandboxes.items() if count}
+
+
+@pytest.fixture
+async def make_world() -> AsyncIterator[Callable[..., Any]]:
+    """Makes a started world: `await make_world(backend=None, weights=None, **spec)`."""
+    worlds: list[World] = []
+
+    async def make(backend: FakeBackend | None = None, weights: dict[str, float] | None = None, **spec: Any) -> World:
+        spec = {"slots_per_sandbox": 2, "max_sandboxes": 2} | spec
+        world = World({"default": PoolSpec(**spec)}, backend or FakeBackend(), weights)
+        worlds.append(world)
+        await world.start()
+        return world
+
+    yield make
+    for world in worlds:
+        await world.pools.stop()
