@@ -82,8 +82,24 @@ class Call:
     """
 
     __slots__ = (
-        "_cpu_s", "_deadline", "_done", "_ending", "_framed", "_last_output", "_max_rss_bytes", "_limits_before", "_silence", "_slot", "_started", "loop",
-        "run", "sinks", "spec", "started_at", "verdict", "watchers",
+        "_cpu_s",
+        "_deadline",
+        "_done",
+        "_ending",
+        "_framed",
+        "_last_output",
+        "_limits_before",
+        "_max_rss_bytes",
+        "_silence",
+        "_slot",
+        "_started",
+        "loop",
+        "run",
+        "sinks",
+        "spec",
+        "started_at",
+        "verdict",
+        "watchers",
     )  # fmt: skip
 
     def __init__(self, slot: Slot, spec: Spec) -> None:

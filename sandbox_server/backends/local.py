@@ -1,9 +1,9 @@
 """Sandboxes on this machine: each is an agent process of its own, reached over a unix socket in the state folder.
 
-    STATE/sandboxes/SANDBOX_ID/handle.json   the last checkpoint
-                               agent.sock    where the agent listens
-                               agent.log     what it says
-                               base/         the agent's own: slots, trash, spool
+STATE/sandboxes/SANDBOX_ID/handle.json   the last checkpoint
+                           agent.sock    where the agent listens
+                           agent.log     what it says
+                           base/         the agent's own: slots, trash, spool
 """
 
 from __future__ import annotations

@@ -219,9 +219,7 @@ class Keeper:
             try:
                 await self._backend.destroy(self._sandbox.handle)
             except OSError as error:
-                log.warning(
-                    "a sandbox is still there: %s", error, extra={"sandbox_id": self._sandbox.sandbox_id, "pool": self._sandbox.pool}
-                )
+                log.warning("a sandbox is still there: %s", error, extra={"sandbox_id": self._sandbox.sandbox_id, "pool": self._sandbox.pool})
                 await self._wiring.timers.sleep(DESTROY_AGAIN_S)
             else:
                 break

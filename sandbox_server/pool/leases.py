@@ -379,7 +379,5 @@ class LeaseBook:
 
     def _slot_changed(self, slot: Slot) -> None:
         self._record(
-            SlotRecord(
-                ref=slot.ref, pool=self._pool, state=slot.state, epoch=slot.epoch, workspace=slot.workspace, isolation=slot.isolation, keep=slot.keep
-            )
+            SlotRecord(ref=slot.ref, pool=self._pool, state=slot.state, epoch=slot.epoch, workspace=slot.workspace, isolation=slot.isolation, keep=slot.keep)
         )

@@ -143,7 +143,7 @@ class Pool:
                 error = end_error(ended) if ended is not None else None
                 return error if isinstance(error, SandboxLost) else None
             sandbox = self.sandboxes[holding.lease.sandbox_id]
-            if sandbox.reachable and self.book.table.shelves[sandbox.sandbox_id].open:
+            if sandbox.reachable:
                 return None
             await sandbox.changed.wait()
 
@@ -170,11 +170,13 @@ class Pool:
         self._serve()
         now = self._wiring.clock.monotonic()
         self._forgive(now)
-        for action in planning.plan(self._snapshot(), now):
+        seen = self._snapshot()
+        actions = planning.plan(seen, now)
+        for action in actions:
             self._act(action)
         # Last, so that what was wanted in vain has been seen by the plan.
         self._refuse_overdue()
-        return min(self.book.next_due(), planning.next_due(self._snapshot(), now))
+        return min(self.book.next_due(), planning.next_due(self._snapshot() if actions else seen, now))
 
     def _refuse_overdue(self) -> None:
         for waiter in self.book.overdue():

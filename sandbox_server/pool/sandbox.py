@@ -56,9 +56,7 @@ class Sandbox:
 
     def record(self) -> SandboxRecord:
         """What must be known of it after a crash."""
-        return SandboxRecord(
-            sandbox_id=self.sandbox_id, pool=self.pool, state=self.state, handle=self.handle, created_at=self.created_wall, boot=self.boot
-        )
+        return SandboxRecord(sandbox_id=self.sandbox_id, pool=self.pool, state=self.state, handle=self.handle, created_at=self.created_wall, boot=self.boot)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

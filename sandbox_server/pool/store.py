@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from sandbox_server.core.execution import Result
-from sandbox_server.core.types import AcquireRequest, Handle, Lease, SandboxState, SlotRef, SlotState
+from sandbox_server.core.types import AcquireRequest, Handle, Lease, LeaseState, SandboxState, SlotRef, SlotState
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,11 +52,14 @@ class KeyRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Forgotten:
-    """A lease, with its calls' verdicts, or a request key that nobody may ask for any more."""
+    """A lease, or a request key, that nobody may ask for any more."""
 
     lease_id: str | None = None
     key: tuple[str, str] | None = None
 
+
+#: Ends of a lease after which nobody is told how its calls ended.
+OVER = frozenset({LeaseState.RELEASED, LeaseState.EXPIRED})
 
 Record = SandboxRecord | SlotRecord | Lease | KeyRecord | Forgotten
 
@@ -104,7 +107,10 @@ class Store(Protocol):
         ...
 
     def record_verdict(self, lease_id: str, call_id: str, identity: bytes, result: Result) -> None:
-        """Remember how a call ended, for as long as its lease is remembered. The first verdict stays. Queued as `put` does."""
+        """Remember how a call ended: while its lease holds, and, where it ended with its sandbox, as long as that is said.
+
+        The first verdict stays. Queued as `put` does.
+        """
         ...
 
     def verdict(self, lease_id: str, call_id: str) -> Verdict | None:
@@ -139,6 +145,8 @@ class MemoryStore:
             self._slots_of.setdefault(record.ref.sandbox_id, set()).add(record.ref)
         elif isinstance(record, Lease):
             self.leases[record.lease_id] = record
+            if record.state in OVER:
+                self.verdicts.pop(record.lease_id, None)
         elif isinstance(record, SandboxRecord):
             self._put_sandbox(record)
         elif isinstance(record, KeyRecord):
@@ -175,7 +183,9 @@ class MemoryStore:
 
     def record_verdict(self, lease_id: str, call_id: str, identity: bytes, result: Result) -> None:
         """Remember how a call ended; the first verdict stays."""
-        self.verdicts.setdefault(lease_id, {}).setdefault(call_id, Verdict(identity=identity, result=result))
+        lease = self.leases.get(lease_id)
+        if lease is None or lease.state not in OVER:
+            self.verdicts.setdefault(lease_id, {}).setdefault(call_id, Verdict(identity=identity, result=result))
 
     def verdict(self, lease_id: str, call_id: str) -> Verdict | None:
         """What was recorded for this call."""

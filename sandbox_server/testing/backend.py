@@ -42,9 +42,7 @@ class FakeBackend:
         yield handle
         await self.before_agent(sandbox_id)
         agent = self.agents[sandbox_id] = self.make_agent(pool, spec, sandbox_id)
-        handle = Handle(
-            backend=self.name, pool=pool, owner=self.owner, sandbox_id=sandbox_id, address=f"fake:{sandbox_id}", token=agent.token
-        )
+        handle = Handle(backend=self.name, pool=pool, owner=self.owner, sandbox_id=sandbox_id, address=f"fake:{sandbox_id}", token=agent.token)
         self.handles[sandbox_id] = handle
         yield handle
 

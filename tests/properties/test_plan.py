@@ -34,9 +34,7 @@ class Simulation:
         self.made = 0
 
     def snapshot(self) -> Snapshot:
-        return Snapshot(
-            spec=self.spec, sandboxes=list(self.sandboxes.values()), slots_wanted=self.wanted, retry_at=self.retry_at, closing=self.closing
-        )
+        return Snapshot(spec=self.spec, sandboxes=list(self.sandboxes.values()), slots_wanted=self.wanted, retry_at=self.retry_at, closing=self.closing)
 
     def tick(self) -> None:
         for action in plan(self.snapshot(), self.now):

@@ -97,7 +97,7 @@ def command(text: Any, args: Mapping[str, Any], name: str = "command") -> Comman
         plain("cwd", cwd, MAX_CWD_BYTES)
     return Command(
         args=(b"-c", _FROM_FD if long else data),
-        env=_environment(env) if env else None,
+        env=_environment(env) if env is not None else None,
         cwd=cwd or None,
         stdin=encode("stdin", stdin, MAX_STDIN_BYTES) if stdin is not None else None,
         script=data if long else None,

@@ -34,7 +34,11 @@ while :; do sleep 7005; done
 
 
 # Of its own folder alone: without a namespace of its own a slot sees everybody's.
-SLEEPERS = r"""for p in /proc/[0-9]*; do [ -O $p ] && [ "$(readlink $p/cwd)" = "$HOME" ] && tr '\0' ' ' < $p/cmdline && echo; done 2>/dev/null | grep -oE '^(sleep|hidden) [67]00[0-9]' | sort"""
+SLEEPERS = r"""
+for p in /proc/[0-9]*; do
+    [ "$(readlink $p/cwd)" = "$HOME" ] && tr '\0' ' ' < $p/cmdline && echo
+done 2>/dev/null | grep -oE '^(sleep|hidden) [67]00[0-9]' | sort
+"""
 
 
 async def _sleepers(house: House, slot: str = "0") -> list[str]:

@@ -1,0 +1,60 @@
+"""The zipapp: the same bytes each time, runnable by itself."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+from sandbox_server.agent import slot_lib
+from sandbox_server.agent.build import build, content
+
+
+def test_two_builds_are_the_same_byte_for_byte(tmp_path: Path) -> None:
+    build(tmp_path / "a.pyz")
+    other = subprocess.run(
+        [sys.executable, "-m", "sandbox_server.agent.build", str(tmp_path / "b.pyz")], check=True, cwd=Path(__file__).resolve().parents[3], capture_output=True
+    )
+
+    assert other.stderr == b""
+    assert (tmp_path / "a.pyz").read_bytes() == (tmp_path / "b.pyz").read_bytes() == content()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pyz", "b.pyz"]
+
+
+def test_it_holds_every_module_and_nothing_of_the_service(tmp_path: Path) -> None:
+    build(tmp_path / "a.pyz")
+    names = zipfile.ZipFile(tmp_path / "a.pyz").namelist()
+
+    assert "sandbox_server/agent/slot_init.py" in names
+    assert all(name == "__main__.py" or name.startswith(("sandbox_server/agent/", "sandbox_server/__init__.py")) for name in names)
+
+
+def test_it_runs_without_anything_else_and_says_what_is_wrong(tmp_path: Path) -> None:
+    build(tmp_path / "a.pyz")
+    ran = subprocess.run([sys.executable, "-I", "-S", "-B", str(tmp_path / "a.pyz")], input=b'{"nonsense": 1}', capture_output=True, check=False)
+
+    assert ran.returncode == 2
+    assert json.loads(ran.stderr)["message"] == "unknown field nonsense"
+
+
+def test_the_slots_code_is_what_a_slot_runs_and_no_more(tmp_path: Path) -> None:
+    slot_lib.write_slot_lib(str(tmp_path / "lib"))
+    agent = tmp_path / "lib" / "sandbox_server" / "agent"
+
+    assert {path.name for path in agent.glob("*.py")} == {"__init__.py", "slot_init.py", "slot_power.py", "slot_trees.py"}
+    ran = subprocess.run(
+        [
+            sys.executable,
+            "-I",
+            "-S",
+            "-B",
+            "-c",
+            f"import sys; sys.path.insert(0, {str(tmp_path / 'lib')!r}); import sandbox_server.agent.slot_init, sandbox_server.agent.tools.child",
+        ],
+        check=False,
+        capture_output=True,
+    )
+    assert ran.stderr == b""
+    assert all(path.stat().st_mode & 0o044 == 0o044 for path in (tmp_path / "lib").rglob("*"))

@@ -1,0 +1,66 @@
+"""The system call filter, run by a small interpreter of its own."""
+
+from __future__ import annotations
+
+import errno
+import struct
+
+import pytest
+
+from sandbox_server.agent.seccomp import UnknownMachine, program
+
+X86, ARM = 0xC000003E, 0xC00000B7
+ALLOWED = 0
+
+
+def _run(code: bytes, arch: int, number: int, *args: int) -> int:
+    """The errno a call would get; 0 when it is allowed."""
+    data = struct.pack("<IIQ6Q", number, arch, 0, *(list(args) + [0] * 6)[:6])
+    ops = list(struct.iter_unpack("<HBBI", code))
+    at = accumulator = 0
+    while True:
+        op, jt, jf, k = ops[at]
+        at += 1
+        if op == 0x20:
+            (accumulator,) = struct.unpack_from("<I", data, k)
+        elif op == 0x06:
+            return k & 0xFFFF if k >> 16 == 5 else ALLOWED
+        else:
+            holds = {0x15: accumulator == k, 0x35: accumulator >= k, 0x45: bool(accumulator & k)}[op]
+            at += jt if holds else jf
+
+
+@pytest.mark.parametrize(
+    ("machine", "arch", "number", "args", "expected"),
+    [
+        ("x86_64", X86, 0, (), ALLOWED),  # read
+        ("x86_64", X86, 101, (), ALLOWED),  # ptrace
+        ("x86_64", X86, 56, (17,), ALLOWED),  # clone: fork
+        ("x86_64", X86, 56, (0x10000000 | 17,), errno.EPERM),  # clone, a user namespace
+        ("x86_64", X86, 272, (0x20000,), errno.EPERM),  # unshare, a mount namespace
+        ("x86_64", X86, 272, (0x400,), ALLOWED),  # unshare, the files
+        ("x86_64", X86, 308, (), errno.EPERM),  # setns
+        ("x86_64", X86, 435, (), errno.ENOSYS),  # clone3
+        ("x86_64", X86, 165, (), errno.EPERM),  # mount
+        ("x86_64", X86, 321, (), errno.EPERM),  # bpf
+        ("x86_64", X86, 425, (), errno.EPERM),  # io_uring_setup
+        ("x86_64", X86, 16, (0, 0x5412), errno.EPERM),  # ioctl TIOCSTI
+        ("x86_64", X86, 16, (0, 0x5413), ALLOWED),  # ioctl TIOCGWINSZ
+        ("x86_64", X86, 302, (0, 7), ALLOWED),  # prlimit, its own
+        ("x86_64", X86, 302, (1, 7), errno.EPERM),  # prlimit, init's
+        ("x86_64", X86, 302, (44, 7), errno.EPERM),
+        ("x86_64", X86, 0x40000000, (), errno.ENOSYS),  # x32
+        ("x86_64", 0x40000003, 0, (), errno.ENOSYS),  # i386
+        ("aarch64", ARM, 63, (), ALLOWED),  # read
+        ("aarch64", ARM, 97, (0x10000000,), errno.EPERM),  # unshare
+        ("aarch64", ARM, 40, (), errno.EPERM),  # mount
+        ("aarch64", X86, 63, (), errno.ENOSYS),
+    ],
+)
+def test_what_is_refused(machine: str, arch: int, number: int, args: tuple[int, ...], expected: int) -> None:
+    assert _run(program(machine), arch, number, *args) == expected
+
+
+def test_an_unknown_processor_is_named() -> None:
+    with pytest.raises(UnknownMachine, match="m68k"):
+        program("m68k")
