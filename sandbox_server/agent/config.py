@@ -105,6 +105,8 @@ def parse_config(document: bytes) -> AgentConfig:
     config = AgentConfig(**values)
     if config.isolation not in (*ISOLATION_MODES, "auto"):
         raise ConfigError("isolation must be auto, %s" % ", ".join(ISOLATION_MODES))
+    if not config.local:
+        raise ConfigError("local must be true: what a slot sees inside a container is not built yet")
     if "unix" not in config.listen or len(config.listen) != 1:
         raise ConfigError('listen must be {"unix": PATH}')
     for path in (config.base_dir, config.workspace_base, *config.expose):

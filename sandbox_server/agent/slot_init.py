@@ -15,11 +15,12 @@ import struct
 import sys
 import time
 
-from sandbox_server.agent import slot_power, slot_trees
+from sandbox_server.agent import slot_power
+from sandbox_server.agent.slot_runs import Runs
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, Dict, List, Mapping, NoReturn, Set, Tuple
+    from typing import Any, Dict, List, Mapping, NoReturn, Tuple
 
 REPORT = struct.Struct("<cIiQQ")
 READY, FAILED, EXITED, REFUSED, SIGNALLED, MOVED = b"R", b"F", b"X", b"E", b"S", b"M"
@@ -28,20 +29,9 @@ MAX_FDS = 8
 _ERRNO = struct.Struct("i")
 
 _DEFAULT_SIGNALS = [number for number in range(1, 65) if number not in (9, 19, 32, 33)]  # all but those nobody can set
-_KILL_ROUNDS = 40
-_KILL_SLICE_S = 0.5
-_MOST_SESSIONS = 20_000
 _CLOCK_BOOTTIME = 7  # what the start in /proc/PID/stat counts
 _TICKS = os.sysconf("SC_CLK_TCK")
 _OOM_OF_SPAWNED, _OOM_OF_INIT = b"300", b"0"
-
-
-def _read_number(path: str) -> int:
-    with open(path, "rb") as file:
-        return int(file.read())
-
-
-_PIDS = _read_number("/proc/sys/kernel/pid_max")
 
 
 def receive(sock: socket.socket) -> Tuple[bytes, List[int]]:
@@ -53,32 +43,13 @@ def receive(sock: socket.socket) -> Tuple[bytes, List[int]]:
     return data, fds
 
 
-class _Run:
-    """One thing the agent asked for: its first process, and when it started."""
-
-    __slots__ = ("ended", "held", "pid", "started")
-
-    def __init__(self, pid: int, started: int) -> None:
-        self.pid = pid
-        self.started = started
-        self.ended = False
-        self.held = False  # the agent is killing its tree and still needs it
-
-    def precedes(self, pid: int, start: int) -> bool:
-        """Whether this one began before another process. Starts have ticks of 10 ms; within one, the kernel counts pids up (and around)."""
-        return start > self.started or (start == self.started and 0 < (pid - self.pid) % _PIDS < _PIDS // 2)
-
-
 class Init:
     """The loop of a slot's first process."""
 
     def __init__(self, sock: socket.socket, config: Mapping[str, Any], oom_fd: int) -> None:
         self._sock = sock
         self._config = config
-        self._self = os.getpid()
-        self._runs: Dict[int, _Run] = {}
-        self._pids: Dict[int, int] = {}
-        self._sessions_over: Set[int] = set()
+        self._runs = Runs(config)
         self._env: Dict[str, str] = config["env"]
         self._null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
         self._privileged = config["mode"] == "uid"
@@ -126,9 +97,9 @@ class Init:
         if op == "spawn" or op == "fork":
             self._start(request, dict(zip(request["fds"], fds)))
         elif op == "signal":
-            self._signal(request["id"], request["signal"])
+            self.report(SIGNALLED, request["id"], self._runs.signal(request["id"], request["signal"]))
         elif op == "release":
-            self._release(request["id"])
+            self._runs.release(request["id"])
         elif op == "move":
             os.write(fds[0], b"0")
             self.report(MOVED, request["id"])
@@ -160,9 +131,7 @@ class Init:
         except OSError as error:
             self.report(REFUSED, number, error.errno or 0, text=where)
             return
-        self._runs[number] = _Run(pid, started)
-        self._pids[pid] = number
-        self._sessions_over.discard(pid)
+        self._runs.began(number, pid, started)
 
     def _environment(self, request: Mapping[str, Any]) -> Dict[str, str]:
         extra = request["env"]
@@ -256,115 +225,13 @@ class Init:
                 return
             if not pid:
                 return
-            number = self._pids.pop(pid, None)
-            if number is None:
-                continue  # an orphan of the slot
-            run = self._runs[number]
-            run.ended = True
-            if not run.held:
-                del self._runs[number]
-            if len(self._sessions_over) >= _MOST_SESSIONS:
-                self._sessions_over.clear()
-            self._sessions_over.add(pid)
-            self.report(EXITED, number, status, int((usage.ru_utime + usage.ru_stime) * 1e6), usage.ru_maxrss)
-
-    def _release(self, number: int) -> None:
-        run = self._runs.get(number)
-        if run is not None:
-            run.held = False
-            if run.ended:
-                del self._runs[number]
-
-    # Killing one run's tree by looking for it.
-
-    def _members(self, run: _Run) -> slot_trees.Members:
-        table = slot_trees.look()
-        table.pop(self._self, None)
-        mine = slot_trees.closure(table, [] if run.ended else [run.pid])
-        mine |= {pid for pid, entry in table.items() if entry[1] == run.pid}
-        leaders = [other.pid for other in self._runs.values() if other is not run and not other.ended]
-        others = slot_trees.closure(table, leaders)
-        orphans = [
-            pid
-            for pid, (parent, session, start, _) in table.items()
-            if parent == self._self and pid not in self._pids and session not in self._sessions_over and pid not in others and run.precedes(pid, start)
-        ]
-        mine |= slot_trees.closure(table, orphans)
-        return slot_trees.alive(table, mine - others)
-
-    def _signal(self, number: int, which: int) -> None:
-        run = self._runs.get(number)
-        if run is None:
-            self.report(SIGNALLED, number, 0)
-            return
-        run.held = True
-        if which == signal.SIGKILL:
-            left = self._kill(run)
-        else:
-            members = self._members(run)
-            if which:
-                self._send(members, which)
-            left = len(members)
-        self.report(SIGNALLED, number, left)
-
-    def _kill(self, run: _Run) -> int:
-        deadline = time.monotonic() + _KILL_SLICE_S
-        members = self._members(run)
-        for _ in range(_KILL_ROUNDS):
-            # Stopped first, so that what is being killed cannot fork ahead of the killing.
-            stopped: Set[int] = set()
-            while set(members) - stopped and time.monotonic() < deadline:
-                self._send(members, signal.SIGSTOP)
-                stopped |= set(members)
-                members = self._members(run)
-            self._send(members, signal.SIGKILL)
-            members = self._members(run)
-            if not members or time.monotonic() > deadline:
-                break
-        return len(members)
-
-    def _send(self, members: slot_trees.Members, which: int) -> None:
-        if not members:
-            return
-        if not self._privileged:
-            slot_trees.send(members, which)
-            return
-        # As the slot's user: a pid that was reused meanwhile cannot be anybody else's.
-        self._as_slot(lambda: slot_trees.send(members, which))
-
-    def _as_slot(self, work: Any) -> None:
-        pid = os.fork()
-        if pid == 0:
-            try:
-                slot_power.become(self._config["uid"], self._config["gid"])
-                work()
-            finally:
-                os._exit(0)
-        os.waitpid(pid, 0)
-
-    # The end.
+            number = self._runs.ended(pid)
+            if number is not None:
+                self.report(EXITED, number, status, int((usage.ru_utime + usage.ru_stime) * 1e6), usage.ru_maxrss)
 
     def _end(self) -> NoReturn:
-        """The agent is gone, so is the slot: everything of it dies with its first process, or by its user, or by its tree."""
-        if self._privileged:
-            # One `kill(-1)` as the slot's user reaches all of its processes at once: the kernel holds off every fork meanwhile.
-            self._as_slot(lambda: os.kill(-1, signal.SIGKILL))
-        elif self._config["mode"] == "none":
-            self._kill_descendants()
+        self._runs.end_all()
         os._exit(0)
-
-    def _kill_descendants(self) -> None:
-        for _ in range(_KILL_ROUNDS):
-            table = slot_trees.look()
-            members = slot_trees.alive(table, slot_trees.closure(table, [pid for pid, entry in table.items() if entry[0] == self._self]))
-            if not members:
-                return
-            self._send(members, signal.SIGKILL)
-            try:
-                while os.waitpid(-1, os.WNOHANG)[0]:
-                    pass
-            except ChildProcessError:
-                return
 
 
 def _read_large(fd: int) -> Dict[str, Any]:

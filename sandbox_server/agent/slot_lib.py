@@ -11,13 +11,14 @@ from sandbox_server.agent import tools
 from sandbox_server.agent.bytecode import compiled
 
 _PACKAGE = "sandbox_server"
+_INIT = ("__init__", "slot_init", "slot_power", "slot_runs", "slot_trees")
 _AGENT_SIDE_TOOLS = ("shell", "process", "table")
 
 
 def _names() -> list[str]:
-    below = [module.name for module in pkgutil.iter_modules(tools.__path__) if module.name not in _AGENT_SIDE_TOOLS]
-    names = ["__init__.py", "slot_init.py", "slot_power.py", "slot_trees.py", "tools/__init__.py"] + ["tools/%s.py" % name for name in sorted(below)]
-    return ["%s/agent/%s" % (_PACKAGE, name) for name in names]
+    tool_modules = [module.name for module in pkgutil.iter_modules(tools.__path__) if module.name not in _AGENT_SIDE_TOOLS]
+    modules = [*_INIT, "tools/__init__", *("tools/" + name for name in sorted(tool_modules))]
+    return ["%s/agent/%s.py" % (_PACKAGE, name) for name in modules]
 
 
 def _data(name: str) -> bytes:

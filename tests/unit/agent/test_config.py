@@ -37,6 +37,7 @@ def test_the_least_there_can_be_has_the_defaults() -> None:
         ({"env_vars": {"A": "b\0"}}, "A"),
         ({"env_vars": {"A": 1}}, "A"),
         ({"token": 5}, "token"),
+        ({"local": False}, "local"),
     ],
 )
 def test_what_does_not_fit_is_named(change: dict[str, Any], named: str) -> None:

@@ -1,0 +1,169 @@
+"""Ending the tree of one run, or of all, where there is no cgroup to do it: stop, look again, kill, until nothing is left."""
+
+from __future__ import annotations
+
+import _signal as signal  # type: ignore[import-not-found]
+import os
+import time
+
+from sandbox_server.agent import slot_power, slot_trees
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any, Callable, Dict, Mapping, Set
+
+_ROUNDS = 40
+_SLICE_S = 0.5
+_MOST_SESSIONS = 20_000
+
+
+def _read_number(path: str) -> int:
+    with open(path, "rb") as file:
+        return int(file.read())
+
+
+_PIDS = _read_number("/proc/sys/kernel/pid_max")
+
+
+class Run:
+    """One thing the agent asked for: its first process, and when it started."""
+
+    __slots__ = ("ended", "held", "pid", "started")
+
+    def __init__(self, pid: int, started: int) -> None:
+        self.pid = pid
+        self.started = started
+        self.ended = False
+        self.held = False  # the agent is killing its tree and still needs it
+
+    def precedes(self, pid: int, start: int) -> bool:
+        """Whether this one began before another process. Starts have ticks of 10 ms; within one, the kernel counts pids up (and around)."""
+        return start > self.started or (start == self.started and 0 < (pid - self.pid) % _PIDS < _PIDS // 2)
+
+
+class Runs:
+    """What init runs, and how to end it.
+
+    Args:
+        config: init's.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._config = config
+        self._privileged = config["mode"] == "uid"
+        self._self = os.getpid()
+        self._runs: Dict[int, Run] = {}
+        self._pids: Dict[int, int] = {}
+        self._sessions_over: Set[int] = set()
+
+    def began(self, number: int, pid: int, started: int) -> None:
+        """A run has a first process."""
+        self._runs[number] = Run(pid, started)
+        self._pids[pid] = number
+        self._sessions_over.discard(pid)
+
+    def ended(self, pid: int) -> int | None:
+        """A process was reaped; the number of the run whose first it was, if any."""
+        number = self._pids.pop(pid, None)
+        if number is None:
+            return None  # an orphan of the slot
+        run = self._runs[number]
+        run.ended = True
+        if not run.held:
+            del self._runs[number]
+        if len(self._sessions_over) >= _MOST_SESSIONS:
+            self._sessions_over.clear()
+        self._sessions_over.add(pid)
+        return number
+
+    def release(self, number: int) -> None:
+        """The agent has ended the run's tree and asks no more about it."""
+        run = self._runs.get(number)
+        if run is not None:
+            run.held = False
+            if run.ended:
+                del self._runs[number]
+
+    def signal(self, number: int, which: int) -> int:
+        """Signal everything of a run (0: nothing, only look); how many processes that is, or with SIGKILL, how many are left."""
+        run = self._runs.get(number)
+        if run is None:
+            return 0
+        run.held = True
+        if which == signal.SIGKILL:
+            return self._kill(run)
+        members = self._members(run)
+        if which:
+            self._send(members, which)
+        return len(members)
+
+    def _members(self, run: Run) -> slot_trees.Members:
+        table = slot_trees.look()
+        table.pop(self._self, None)
+        mine = slot_trees.closure(table, [] if run.ended else [run.pid])
+        mine |= {pid for pid, entry in table.items() if entry[1] == run.pid}
+        leaders = [other.pid for other in self._runs.values() if other is not run and not other.ended]
+        others = slot_trees.closure(table, leaders)
+        orphans = [
+            pid
+            for pid, (parent, session, start, _) in table.items()
+            if parent == self._self and pid not in self._pids and session not in self._sessions_over and pid not in others and run.precedes(pid, start)
+        ]
+        mine |= slot_trees.closure(table, orphans)
+        return slot_trees.alive(table, mine - others)
+
+    def _kill(self, run: Run) -> int:
+        deadline = time.monotonic() + _SLICE_S
+        members = self._members(run)
+        for _ in range(_ROUNDS):
+            # Stopped first, so that what is being killed cannot fork ahead of the killing.
+            stopped: Set[int] = set()
+            while set(members) - stopped and time.monotonic() < deadline:
+                self._send(members, signal.SIGSTOP)
+                stopped |= set(members)
+                members = self._members(run)
+            self._send(members, signal.SIGKILL)
+            members = self._members(run)
+            if not members or time.monotonic() > deadline:
+                break
+        return len(members)
+
+    def _send(self, members: slot_trees.Members, which: int) -> None:
+        if not members:
+            return
+        if not self._privileged:
+            slot_trees.send(members, which)
+            return
+        # As the slot's user: a pid that was reused meanwhile cannot be anybody else's.
+        self._as_slot(lambda: slot_trees.send(members, which))
+
+    def _as_slot(self, work: Callable[[], None]) -> None:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                slot_power.become(self._config["uid"], self._config["gid"])
+                work()
+            finally:
+                os._exit(0)
+        os.waitpid(pid, 0)
+
+    def end_all(self) -> None:
+        """The agent is gone, so is the slot: everything of it dies with the first process of its namespace, or by its user, or by its tree."""
+        if self._privileged:
+            # One `kill(-1)` as the slot's user reaches all of its processes at once: the kernel holds off every fork meanwhile.
+            self._as_slot(lambda: os.kill(-1, signal.SIGKILL))
+        elif self._config["mode"] == "none":
+            self._kill_descendants()
+
+    def _kill_descendants(self) -> None:
+        for _ in range(_ROUNDS):
+            table = slot_trees.look()
+            members = slot_trees.alive(table, slot_trees.closure(table, [pid for pid, entry in table.items() if entry[0] == self._self]))
+            if not members:
+                return
+            self._send(members, signal.SIGKILL)
+            try:
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+            except ChildProcessError:
+                return
