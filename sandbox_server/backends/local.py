@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from sandbox_server.agent.build import content
-from sandbox_server.agent.trash import delete_tree
 from sandbox_server.backends.base import CreateFailed, Health
+from sandbox_server.backends.disposal import dispose, sweep
 from sandbox_server.backends.group import join_group, kill_group, make_group, sweep_groups
 from sandbox_server.backends.processes import end_process, is_running, spawn
 from sandbox_server.core.types import Handle, PoolSpec
@@ -35,6 +35,7 @@ START_WITHIN_S = 20.0
 LOOK_EVERY_S = 0.005
 TERM_S = 3.0
 KILL_S = 5.0
+DELETE_WITHIN_S = 2.0
 #: The kernel's limit on a unix socket's path is 107 bytes.
 MAX_SOCKET_PATH_BYTES = 100
 GROUP_PREFIX = "sandbox-pool-"
@@ -56,6 +57,7 @@ class LocalBackend:
 
     def __init__(self, folder: Path, owner: str, agent: Callable[[], Path], alone_exit_s: float | None = 10.0, term_s: float = TERM_S) -> None:
         self._folder = folder
+        self._aside = folder.parent / "trash"
         self._owner = owner
         self._agent = agent
         self._alone_exit_s = alone_exit_s
@@ -150,8 +152,8 @@ class LocalBackend:
             await end_process(data["pid"], data["started"], self._term_s, KILL_S)
         if "group" in data:
             await asyncio.to_thread(kill_group, Path(data["group"]))
-        for folder in filter(None, (data.get("workspaces"), data.get("socket_dir"), str(self._folder / handle.sandbox_id))):
-            await asyncio.to_thread(delete_tree, folder)
+        folders = filter(None, (data.get("workspaces"), data.get("socket_dir"), str(self._folder / handle.sandbox_id)))
+        await dispose(folders, self._aside, DELETE_WITHIN_S)
 
     async def check(self, handles: Sequence[Handle]) -> Mapping[str, Health]:
         """Whether their agents run."""
@@ -165,6 +167,7 @@ class LocalBackend:
     async def list_owned(self, owner: str) -> Sequence[Handle]:
         """Every sandbox that has a folder here, also one whose record was never written. Takes away empty groups whose folder is gone with their service."""
         await asyncio.to_thread(sweep_groups, GROUP_PREFIX)
+        await sweep(self._aside, 0.0)
         if not self._folder.is_dir():
             return []
         unrecorded = Handle(backend=self.name, pool="", owner=self._owner, sandbox_id="")

@@ -79,6 +79,20 @@ async def end_process(pid: int, started: int, term_s: float, kill_s: float) -> N
     raise OSError(f"process {pid} has not ended {kill_s:g} s after SIGKILL")
 
 
+async def ended_within(pid: int, started: int, wait_s: float) -> bool:
+    """Whether a process ends, and is reaped if it is our child, within `wait_s` seconds."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        if is_running(pid, started):
+            await _readable(handle, wait_s)
+        return not is_running(pid, started)
+    finally:
+        os.close(handle)
+
+
 async def _readable(handle: int, wait_s: float) -> bool:
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
