@@ -11,6 +11,7 @@ import itertools
 import os
 import queue
 import stat
+import sys
 import threading
 from typing import Callable
 
@@ -18,7 +19,7 @@ _DIR_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _BATCH = 1000
 
 
-def _open_dir(name: str, parent: int | None) -> int:
+def open_dir(name: str, parent: int | None) -> int:
     """Open a folder though its mode forbids it."""
     try:
         return os.open(name, _DIR_FLAGS, dir_fd=parent)
@@ -71,7 +72,7 @@ def delete_tree(path: str) -> None:
         OSError: something could not be deleted.
     """
     try:
-        top = _open_dir(path, None)
+        top = open_dir(path, None)
     except FileNotFoundError:
         return
     try:
@@ -89,7 +90,7 @@ def delete_tree(path: str) -> None:
 
 def _flatten(name: str, top: int, counter: itertools.count[int]) -> None:
     """Empty one folder of `top`: files are unlinked, folders moved up into `top` under a name of our own; then remove it."""
-    folder = _open_dir(name, top)
+    folder = open_dir(name, top)
     try:
         while True:
             below = _empty_but_folders(folder)
@@ -110,7 +111,7 @@ def _move_up(child: str, folder: int, top: int, counter: itertools.count[int]) -
         except PermissionError:
             # Moving a folder rewrites its "..", which needs write permission on it and on its parent.
             os.fchmod(folder, 0o700)
-            os.close(_open_dir(child, folder))
+            os.close(open_dir(child, folder))
             path_fd = os.open(child, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_DIRECTORY, dir_fd=folder)
             try:
                 os.chmod("/proc/self/fd/%d" % path_fd, 0o700)
@@ -174,3 +175,8 @@ class Trash:
                 delete_tree(path)
             except OSError as error:
                 self._on_error(path, error)
+
+
+if __name__ == "__main__":
+    for doomed in sys.argv[1:]:
+        delete_tree(doomed)
