@@ -89,8 +89,16 @@ class Pong(NamedTuple):
 Event = Union[Hello, Opened, Item, Data, Ended, Aborted, Drained, Pong]
 
 
+_encode = json.JSONEncoder(separators=(",", ":")).encode
+
+
 def _dump(meta: Dict[str, Any]) -> bytes:
-    return json.dumps(meta, separators=(",", ":")).encode()
+    return _encode(meta).encode()
+
+
+def cost(payload: bytes) -> int:
+    """The credit that a frame of content takes: its header counts, or empty frames would be free."""
+    return HEADER.size + len(payload)
 
 
 def _load(payload: bytes) -> Dict[str, Any]:
@@ -130,13 +138,16 @@ def unpack_item(payload: bytes) -> Tuple[Dict[str, Any], bytes]:
 
 
 class _Stream:
-    __slots__ = ("closed_here", "closed_there", "credit", "owed", "parts", "parts_bytes", "queue", "received")
+    __slots__ = ("closed_here", "closed_there", "credit", "held", "owed", "parts", "parts_bytes", "queue", "queued", "received", "unread")
 
     def __init__(self) -> None:
         self.queue: Deque[Tuple[int, bytes]] = deque()
+        self.queued = 0  # the cost of what waits in the queue
         self.credit = WINDOW_BYTES
         self.received = 0  # bytes the other side sent and this side has not yet acknowledged
         self.owed = 0  # acknowledged here, not yet announced there
+        self.unread = 0  # items and data handed out here and not yet acknowledged
+        self.held = 0  # the cost of parts whose credit waits until everything before them is read
         self.parts: List[bytes] = []
         self.parts_bytes = 0
         self.closed_here = False
@@ -155,6 +166,7 @@ class Connection:
         self._out: List[bytes] = []
         self._buffer = bytearray()
         self._drained: List[int] = []
+        self._pong_due = False
         self._next = 1 if opens_odd else 2
         self._parity = self._next % 2
         self._said_hello = False
@@ -179,20 +191,23 @@ class Connection:
         """Queue one message."""
         payload = pack_item(meta, body)
         state = self._streams[stream]
-        if not state.queue and len(payload) <= min(state.credit, PART_BYTES):
-            state.credit -= len(payload)
+        if not state.queue and len(payload) <= PART_BYTES and cost(payload) <= state.credit:
+            state.credit -= cost(payload)
             self._out.append(frame(ITEM, stream, payload))
             return
         for start in range(0, len(payload), PART_BYTES):
             part = payload[start : start + PART_BYTES]
             state.queue.append((ITEM if start + PART_BYTES >= len(payload) else ITEM_PART, part))
+            state.queued += cost(part)
         self._pump(stream, state)
 
     def send_data(self, stream: int, body: bytes) -> None:
         """Queue raw bytes."""
         state = self._streams[stream]
         for start in range(0, len(body), PART_BYTES):
-            state.queue.append((DATA, body[start : start + PART_BYTES]))
+            part = body[start : start + PART_BYTES]
+            state.queue.append((DATA, part))
+            state.queued += cost(part)
         self._pump(stream, state)
 
     def end(self, stream: int, meta: Union[Dict[str, Any], None] = None) -> None:
@@ -210,10 +225,17 @@ class Connection:
             self._out.append(frame(ABORT, stream, _dump(meta)))
 
     def acknowledge(self, stream: int, size: int) -> None:
-        """Give back the credit of what was consumed."""
+        """Give back the credit of one item or piece of data that was consumed: its `size`."""
         state = self._streams.get(stream)
         if state is None or state.closed_there:
             return
+        state.unread -= 1
+        if not state.unread:
+            size += state.held
+            state.held = 0
+        self._give_back(stream, state, size)
+
+    def _give_back(self, stream: int, state: _Stream, size: int) -> None:
         state.received -= size
         state.owed += size
         if state.owed >= WINDOW_BYTES // 4:
@@ -230,18 +252,22 @@ class Connection:
         return state is not None and not state.closed_here
 
     def queued(self, stream: int) -> int:
-        """How many bytes wait on this stream for credit."""
+        """How much waits on this stream for credit, in bytes of frames."""
         state = self._streams.get(stream)
-        return sum(len(payload) for _, payload in state.queue) if state is not None else 0
+        return state.queued if state is not None else 0
 
     def data_to_send(self) -> bytes:
         """Everything there is to send now; the caller sends all of it."""
+        if self._pong_due:
+            # One answer for any number of pings: a flood of them costs the other side, not this one.
+            self._pong_due = False
+            self._out.append(frame(PONG, 0))
         out, self._out = b"".join(self._out), []
         return out
 
     def has_data_to_send(self) -> bool:
         """Whether `data_to_send` would give anything."""
-        return bool(self._out)
+        return self._pong_due or bool(self._out)
 
     # What this side hears.
 
@@ -281,7 +307,7 @@ class Connection:
         if not self._heard_hello:
             raise WireError(f"frame of kind {kind} before HELLO")
         if kind == PING:
-            self._out.append(frame(PONG, 0))
+            self._pong_due = True
         elif kind == PONG:
             events.append(Pong())
         elif kind == OPEN:
@@ -320,27 +346,33 @@ class Connection:
             self._content(kind, stream, state, payload, events)
 
     def _content(self, kind: int, stream: int, state: _Stream, payload: bytes, events: List[Event]) -> None:
-        state.received += len(payload)
+        state.received += cost(payload)
         if state.received > WINDOW_BYTES:
             raise WireError(f"stream {stream} sent more than its credit")
         if kind == DATA:
-            events.append(Data(stream, payload, len(payload)))
+            state.unread += 1
+            events.append(Data(stream, payload, cost(payload)))
             return
         if kind == ITEM and not state.parts:
             meta, body = unpack_item(payload)
-            events.append(Item(stream, meta, body, len(payload)))
+            state.unread += 1
+            events.append(Item(stream, meta, body, cost(payload)))
             return
         state.parts.append(payload)
-        state.parts_bytes += len(payload)
+        state.parts_bytes += cost(payload)
         if state.parts_bytes > MAX_ITEM_BYTES:
             raise WireError(f"an item of more than {MAX_ITEM_BYTES} bytes")
         if kind == ITEM_PART:
-            # The parts are in memory already, bounded by MAX_ITEM_BYTES: holding their credit would stop a long item for ever.
-            self.acknowledge(stream, len(payload))
+            # Holding its own credit would stop a long item for ever. But only one may grow at a time: what is not read yet holds the credit of what follows.
+            if state.unread:
+                state.held += cost(payload)
+            else:
+                self._give_back(stream, state, cost(payload))
             return
         meta, body = unpack_item(b"".join(state.parts))
         state.parts, state.parts_bytes = [], 0
-        events.append(Item(stream, meta, body, len(payload)))
+        state.unread += 1
+        events.append(Item(stream, meta, body, cost(payload)))
 
     def _pump(self, stream: int, state: _Stream) -> None:
         waited = bool(state.queue)
@@ -350,10 +382,11 @@ class Connection:
                 state.queue.popleft()
                 self._close_here(stream, state, payload)
                 break
-            if len(payload) > state.credit:
+            if cost(payload) > state.credit:
                 return
             state.queue.popleft()
-            state.credit -= len(payload)
+            state.queued -= cost(payload)
+            state.credit -= cost(payload)
             self._out.append(frame(kind, stream, payload))
         if waited:
             self._drained.append(stream)

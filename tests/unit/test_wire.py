@@ -47,12 +47,12 @@ def test_an_exchange_arrives_whole_and_in_order() -> None:
     assert agent.is_open(stream)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     messages=st.lists(
         st.one_of(st.binary(max_size=200), st.integers(0, 5).map(lambda n: bytes(n * wire.PART_BYTES + n)), st.just(b"x" * (3 * wire.WINDOW_BYTES))), max_size=8
     ),
-    cut=st.integers(1, 70_000),
+    cut=st.sampled_from([997, 4096, 65_536, 70_000]),
 )
 def test_any_items_in_any_cut_arrive_as_they_were(messages: list[bytes], cut: int) -> None:
     service, agent = pair()
@@ -76,6 +76,17 @@ def test_any_items_in_any_cut_arrive_as_they_were(messages: list[bytes], cut: in
     assert ended
 
 
+def test_one_byte_at_a_time() -> None:
+    service, agent = pair()
+    stream = service.open({"op": "calls"})
+    service.send_item(stream, {"n": 1}, b"body")
+    service.end(stream)
+
+    heard = [event for byte in service.data_to_send() for event in agent.receive(bytes([byte]))]
+
+    assert [type(event).__name__ for event in heard] == ["Opened", "Item", "Ended"]
+
+
 def test_a_sender_stops_at_its_credit_and_goes_on_when_it_comes_back() -> None:
     service, agent = pair()
     stream = service.open({})
@@ -83,12 +94,56 @@ def test_a_sender_stops_at_its_credit_and_goes_on_when_it_comes_back() -> None:
 
     first = [event for event in agent.receive(service.data_to_send()) if isinstance(event, wire.Data)]
 
-    assert sum(event.size for event in first) == wire.WINDOW_BYTES
-    assert service.queued(stream) == wire.WINDOW_BYTES
-    for event in first:
-        agent.acknowledge(stream, event.size)
-    assert wire.Drained(stream) in service.receive(agent.data_to_send())
-    assert sum(event.size for event in agent.receive(service.data_to_send()) if isinstance(event, wire.Data)) == wire.WINDOW_BYTES
+    assert wire.WINDOW_BYTES - wire.PART_BYTES - wire.HEADER.size < sum(event.size for event in first) <= wire.WINDOW_BYTES
+    assert service.queued(stream) >= 2 * wire.WINDOW_BYTES - sum(len(event.body) for event in first)
+    heard, back = carry_from(service, agent, first)
+    assert sum(len(event.body) for event in heard if isinstance(event, wire.Data)) == service_total(first)
+    assert wire.Drained(stream) in back
+
+
+def service_total(first: list[wire.Data]) -> int:
+    return 2 * wire.WINDOW_BYTES - sum(len(event.body) for event in first)
+
+
+def carry_from(service: wire.Connection, agent: wire.Connection, unread: list[wire.Data]) -> tuple[list[wire.Event], list[wire.Event]]:
+    """Consume what was received before, then carry on as `carry` does."""
+    for event in unread:
+        agent.acknowledge(event.stream, event.size)
+    return carry(service, agent)
+
+
+def test_empty_frames_are_not_free() -> None:
+    agent = wire.Connection(opens_odd=False)
+    agent.receive(hello() + wire.frame(wire.OPEN, 1))
+
+    with pytest.raises(wire.WireError, match="more than its credit"):
+        agent.receive(wire.frame(wire.DATA, 1) * (wire.WINDOW_BYTES // wire.HEADER.size + 1))
+
+
+def test_long_items_that_nobody_reads_do_not_pile_up() -> None:
+    service, agent = pair()
+    stream = service.open({})
+    for number in range(5):
+        service.send_item(stream, {"n": number}, bytes(4 * wire.WINDOW_BYTES))
+    unread: list[wire.Item] = []
+    while service.has_data_to_send() or agent.has_data_to_send():
+        unread += [event for event in agent.receive(service.data_to_send()) if isinstance(event, wire.Item)]
+        service.receive(agent.data_to_send())
+
+    assert [event.meta["n"] for event in unread] == [0]
+    assert service.queued(stream) > 3 * 4 * wire.WINDOW_BYTES
+    agent.acknowledge(stream, unread[0].size)
+    heard, _ = carry(service, agent)
+    assert [event.meta["n"] for event in heard if isinstance(event, wire.Item)] == [1, 2, 3, 4]
+
+
+def test_a_flood_of_pings_gets_one_answer() -> None:
+    service, agent = pair()
+
+    agent.receive(wire.frame(wire.PING, 0) * 10_000)
+
+    assert service.receive(agent.data_to_send()) == [wire.Pong()]
+    assert not agent.has_data_to_send()
 
 
 def test_an_abort_ends_both_directions_and_late_frames_are_ignored() -> None:
@@ -139,7 +194,7 @@ def test_an_item_without_end_is_bounded() -> None:
     agent = wire.Connection(opens_odd=False)
     agent.receive(hello() + wire.frame(wire.OPEN, 1))
     part = wire.frame(wire.ITEM_PART, 1, bytes(wire.PART_BYTES))
-    for _ in range(wire.MAX_ITEM_BYTES // wire.PART_BYTES):
+    for _ in range(wire.MAX_ITEM_BYTES // wire.cost(bytes(wire.PART_BYTES))):
         agent.receive(part)
 
     with pytest.raises(wire.WireError, match="an item of more than"):
