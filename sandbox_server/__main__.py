@@ -5,21 +5,24 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import functools
 import json
 import os
 import shutil
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
-import yaml
 
+from sandbox_server.api.service import came_with_token
 from sandbox_server.api.tenants import Tenant
 from sandbox_server.app import Application, load_backends
+from sandbox_server.backends.registry import load_backend
+from sandbox_server.doors import Doors, Visitor, open_files_limit, places_for
 from sandbox_server.settings import Settings, SettingsError, load_settings
 from sandbox_server.state_dir import StateDir, StateDirError
 
@@ -27,6 +30,7 @@ DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8700
 WRONG_SETTINGS = 2
 NOT_STARTED = 3
+BACKLOG = 2048
 KEEP_ALIVE_S = 75
 """How long an idle connection is kept, in seconds; longer than clients keep theirs, so that they close first."""
 
@@ -39,14 +43,14 @@ class ServeOptions:
         host: the address to listen on.
         port: the port to listen on; 0 takes a free one.
         ready_fd: where to write a line of JSON with the `url` once it listens.
-        exit_with_parent: stop when standard input ends.
+        parent_pid: stop when this process ends, or standard input does; None: go on.
         ephemeral: remove the state folder at the end.
     """
 
     host: str = DEFAULT_HOST
     port: int = DEFAULT_PORT
     ready_fd: int | None = None
-    exit_with_parent: bool = False
+    parent_pid: int | None = None
     ephemeral: bool = False
 
 
@@ -69,13 +73,30 @@ class Server(uvicorn.Server):
         if self._options.ready_fd is not None:
             with os.fdopen(self._options.ready_fd, "w") as ready:
                 ready.write(json.dumps({"url": url, "pid": os.getpid()}) + "\n")
-        if self._options.exit_with_parent:
+        if self._options.parent_pid is not None:
             asyncio.get_running_loop().add_reader(sys.stdin.fileno(), self._heard_from_parent)
+            self._watch(self._options.parent_pid)
 
     def _heard_from_parent(self) -> None:
         if not os.read(sys.stdin.fileno(), 4096):
             asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
             os.kill(os.getpid(), signal.SIGTERM)
+
+    def _watch(self, parent_pid: int) -> None:
+        """End with the parent even if a child of its own still holds the other end of our standard input."""
+        try:
+            parent = os.pidfd_open(parent_pid)
+        except ProcessLookupError:
+            parent = None
+        if parent is None or os.getppid() != parent_pid:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
+        asyncio.get_running_loop().add_reader(parent, self._parent_ended, parent)
+
+    def _parent_ended(self, parent: int) -> None:
+        asyncio.get_running_loop().remove_reader(parent)
+        os.close(parent)
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _reachable(host: str) -> str:
@@ -85,6 +106,17 @@ def _reachable(host: str) -> str:
     if host == "::":
         return "[::1]"
     return f"[{host}]" if ":" in host else host
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A listening socket, taken before anything else is begun: an address that is not to be had is said in one line, with nothing to undo."""
+    return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=BACKLOG)
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65_535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port: 0 to 65535")
+    return int(text)
 
 
 def serve(settings: Settings, options: ServeOptions) -> int:
@@ -98,15 +130,29 @@ def serve(settings: Settings, options: ServeOptions) -> int:
     except StateDirError as error:
         print(error, file=sys.stderr)
         return WRONG_SETTINGS
-    application = Application(announced=True)
+    try:
+        listener = _listen(options.host, options.port)
+    except OSError as error:
+        why = (error.strerror or str(error)).partition(" (while")[0]
+        print(f"cannot listen on {options.host} port {options.port}: {why}; choose another with --host and --port", file=sys.stderr)
+        return NOT_STARTED
+    application = Application(announced=True, ephemeral=options.ephemeral)
+    doors = Doors(places=places_for(open_files_limit()), trusted=came_with_token)
     config = uvicorn.Config(
-        application, host=options.host, port=options.port, lifespan="on", log_config=None, access_log=False, timeout_keep_alive=KEEP_ALIVE_S
+        application,
+        host=options.host,
+        port=options.port,
+        http=cast("type[asyncio.Protocol]", functools.partial(Visitor, doors=doors)),
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
     )
     server = Server(config, application, options)
     # uvicorn raises the signals that ended it once more, when all is done: then they only mean to end this process too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
-        server.run()
+        server.run(sockets=[listener])
     except KeyboardInterrupt:
         return 0
     finally:
@@ -116,13 +162,24 @@ def serve(settings: Settings, options: ServeOptions) -> int:
 
 
 def print_config(settings: Settings) -> None:
-    """Print what the settings come to, as a settings file would say it, tokens aside."""
-    print(yaml.safe_dump(_plain(settings), sort_keys=False, allow_unicode=True), end="")
+    """Print what the settings come to, as YAML, and behind each where it came from; tokens aside."""
+    shown = {name: value for name, value in _plain(settings).items() if name != "sources"}
+    print("\n".join(_lines(shown, settings)))
+
+
+def _lines(values: Mapping[str, Any], settings: Settings, prefix: str = "", indent: str = "") -> Iterator[str]:
+    for name, value in values.items():
+        path = f"{prefix}{name}"
+        if isinstance(value, dict) and value and name != "env_vars":
+            yield f"{indent}{name}:"
+            yield from _lines(value, settings, f"{path}.", indent + "  ")
+        else:
+            yield f"{indent}{name}: {json.dumps(value, ensure_ascii=False)}  # {settings.source(path)}"
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Tenant):
-        shown = {name: child for name, child in dataclasses.asdict(value).items() if name != "token"}
+        shown = {one.name: getattr(value, one.name) for one in dataclasses.fields(value) if one.name != "token"}
         return {**shown, "token": "(set)" if value.token else "(none)"}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {one.name: _plain(getattr(value, one.name)) for one in dataclasses.fields(value)}
@@ -138,12 +195,12 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     serving = commands.add_parser("serve", help="run the service until Ctrl-C or SIGTERM")
     serving.add_argument("--host", default=DEFAULT_HOST, help="the address to listen on (default %(default)s)")
-    serving.add_argument("--port", type=int, default=DEFAULT_PORT, help="the port to listen on; 0 takes a free one (default %(default)s)")
+    serving.add_argument("--port", type=_port, default=DEFAULT_PORT, help="the port to listen on; 0 takes a free one (default %(default)s)")
     serving.add_argument("--ready-fd", type=int, default=None, metavar="FD", help="write a line of JSON with the url there once it listens")
-    serving.add_argument("--exit-with-parent", action="store_true", help="stop when standard input ends")
+    serving.add_argument("--exit-with-parent", action="store_true", help="stop when the process that started this one ends, or standard input does")
     serving.add_argument("--ephemeral", action="store_true", help="remove the state folder at the end")
     commands.add_parser("check-config", help="say whether the service could start with these settings")
-    commands.add_parser("print-config", help="print every setting as it is in force")
+    commands.add_parser("print-config", help="print every setting as it is in force, and where it came from")
     return parser.parse_args(argv)
 
 
@@ -153,16 +210,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 2 for settings that cannot be.
     """
+    parent_pid = os.getppid()
     arguments = _arguments(argv)
     try:
         settings = load_settings()
-        load_backends(settings, settings.state_dir, "nobody")
+        load_backends(settings, lambda name: load_backend(name, settings.state_dir, "nobody"))
     except SettingsError as error:
         print(error, file=sys.stderr)
         return WRONG_SETTINGS
     if arguments.command == "serve":
-        given = {one.name: getattr(arguments, one.name) for one in dataclasses.fields(ServeOptions)}
-        return serve(settings, ServeOptions(**given))
+        given = {one.name: getattr(arguments, one.name) for one in dataclasses.fields(ServeOptions) if one.name != "parent_pid"}
+        return serve(settings, ServeOptions(**given, parent_pid=parent_pid if arguments.exit_with_parent else None))
     if arguments.command == "print-config":
         print_config(settings)
     else:
