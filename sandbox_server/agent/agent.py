@@ -12,7 +12,9 @@ from typing import Any, Awaitable, Callable, Mapping
 
 from sandbox_server.agent import AGENT_VERSION, seccomp, streams, wire
 from sandbox_server.agent.bodies import Bodies
+from sandbox_server.agent.caches import Cache, Caches
 from sandbox_server.agent.cgroups import Cgroups
+from sandbox_server.agent.changes import Changes
 from sandbox_server.agent.config import AgentConfig
 from sandbox_server.agent.errors import Refused
 from sandbox_server.agent.files import FILE_OPS, open_file_op
@@ -23,11 +25,18 @@ from sandbox_server.agent.slot_lib import write_slot_lib
 from sandbox_server.agent.slots import Slot
 from sandbox_server.agent.tools.table import TOOLS
 from sandbox_server.agent.trash import Trash
+from sandbox_server.agent.uids import UidRange
 
 log = logging.getLogger(__name__)
 
 _BACKLOG = 128
 _TRASH_WITHIN_S = 5.0
+_CHANGES: Mapping[str, Callable[[Stream, Changes, Mapping[str, Any]], Awaitable[None]]] = {
+    "reset": streams.reset,
+    "equip": streams.equip,
+    "narrow": streams.narrow,
+    "verify": streams.verify,
+}
 
 
 class Agent:
@@ -38,6 +47,7 @@ class Agent:
         self.token = config.token
         self.boot = secrets.token_hex(16)
         self.slots: dict[str, Slot] = {}
+        self._changes: dict[str, Changes] = {}
         self.watchers: list[streams.Watch] = []
         self.over = asyncio.Event()
         self._loop = asyncio.get_event_loop()
@@ -60,20 +70,28 @@ class Agent:
         self._cgroups = Cgroups(self.boot, self.config.limits.memory_mb, self.config.limits.processes)
         lib = os.path.join(self.config.base_dir, "lib")
         write_slot_lib(lib)
+        machine = os.uname().machine
         context = Context(
-            self.config, os.path.join(self.config.base_dir, "slots"), lib, seccomp.program(os.uname().machine), tuple(sorted(os.sched_getaffinity(0)))
+            self.config,
+            os.path.join(self.config.base_dir, "slots"),
+            lib,
+            seccomp.program(machine),
+            seccomp.program(machine, queues=os.path.ismount("/dev/mqueue")),
+            tuple(sorted(os.sched_getaffinity(0))),
         )
-        self._probed = await probe(context, self._cgroups, self._trash)
+        uids = UidRange()
+        self._probed = await probe(context, self._cgroups, self._trash, uids)
         await self._listen()
         self._watch_life()
         if self._probed.isolation is not None:
-            self._bodies = Bodies(self.config, self._probed.isolation, self._trash)
+            caches = Caches(os.path.join(self.config.base_dir, "caches"), int(self.config.cache_bytes), self._trash, uids if os.geteuid() == 0 else None)
+            self._bodies = Bodies(self.config, self._probed.isolation, self._trash, caches)
             await self._start_slots(self._bodies)
         await self.over.wait()
         await self._end()
 
     def _clean_leftovers(self) -> None:
-        for name in ("slots", "spool", "lib", "etc"):
+        for name in ("slots", "spool", "lib", "etc", "caches"):
             self._trash.throw(os.path.join(self.config.base_dir, name))
         os.makedirs(os.path.join(self.config.base_dir, "slots"), mode=0o700)
 
@@ -108,6 +126,7 @@ class Agent:
         for number in range(self.config.slots):
             slot = Slot(str(number), bodies, self._changed)
             self.slots[slot.slot_id] = slot
+            self._changes[slot.slot_id] = Changes(slot, bodies)
             self._changed(slot)
         first = probed.first_body if probed is not None else None
         rest = list(self.slots.values())
@@ -126,6 +145,7 @@ class Agent:
         await asyncio.gather(*(slot.end() for slot in self.slots.values()))
         if self._bodies is not None:
             await self._bodies.close()
+            await self._bodies.caches.close()
             self._bodies.isolation.close()
         if self._cgroups is not None:
             self._cgroups.close()
@@ -155,6 +175,8 @@ class Agent:
                 "kill": cgroups.kill,
                 "proves": self._proves(cgroups),
                 "tools": list(TOOLS),
+                "places": isolation.places if isolation is not None else "none",
+                "cache": isolation is not None and isolation.caches,
             },
         }
         if isolation is None:
@@ -192,21 +214,24 @@ class Agent:
             slot.admit(meta.get("epoch"))
             return open_file_op(stream, slot, meta)
         work = self._work(op, stream, meta)
-        return streams.Task(stream, work, cancel_on_abort=op in ("attach", "output"))
+        return streams.Task(stream, work, cancel_on_abort=op in ("attach", "output", "quiet"))
 
     def _work(self, op: Any, stream: Stream, meta: Mapping[str, Any]) -> Callable[[], Awaitable[None]]:
         if op == "stats":
             return lambda: self._stats(stream)
         if op == "shutdown":
             return lambda: self._shutdown(stream)
-        if op not in ("cancel", "call_status", "attach", "output", "reset", "narrow"):
-            raise Refused("not_implemented", "there is no operation %s" % ascii(op))
+        if op == "cache_drop":
+            return lambda: self._cache_drop(stream, meta.get("cache"))
         slot = self._slot(meta)
-        if op == "reset":
-            return lambda: streams.reset(stream, slot, meta)
-        if op == "narrow":
-            return lambda: streams.narrow(stream, slot, meta)
+        if op in _CHANGES:
+            changes = self._changes[slot.slot_id]
+            return lambda: _CHANGES[str(op)](stream, changes, meta)
+        if op not in ("cancel", "call_status", "attach", "output", "quiet"):
+            raise Refused("not_implemented", "there is no operation %s" % ascii(op))
         slot.check_epoch(meta.get("epoch"))
+        if op == "quiet":
+            return lambda: streams.quiet(stream, slot, slot.epoch)
         call_id = meta.get("call_id")
         if op == "cancel":
             return lambda: streams.cancel(stream, slot, call_id)
@@ -227,7 +252,16 @@ class Agent:
         states: dict[str, int] = {}
         for slot in self.slots.values():
             states[slot.state] = states.get(slot.state, 0) + 1
-        stream.end({"slots": len(self.slots), "states": states, "connections": len(self._connections)})
+        caches = self._bodies.caches.stats() if self._bodies is not None else []
+        stream.end({"slots": len(self.slots), "states": states, "connections": len(self._connections), "caches": caches})
+
+    async def _cache_drop(self, stream: Stream, key: Any) -> None:
+        if self._bodies is not None:
+            self._bodies.caches.drop(key, self._holders)
+        stream.end()
+
+    def _holders(self, cache: Cache) -> list[str]:
+        return [slot.slot_id for slot in self.slots.values() if slot.cache is cache]
 
     async def _shutdown(self, stream: Stream) -> None:
         stream.end()

@@ -7,6 +7,7 @@ import logging
 from collections import deque
 from typing import Any, Deque
 
+from sandbox_server.agent.caches import Cache, Caches
 from sandbox_server.agent.config import AgentConfig
 from sandbox_server.agent.errors import StartFailed
 from sandbox_server.agent.isolation.base import Body, Isolation
@@ -24,12 +25,14 @@ class Bodies:
         config: the agent's.
         isolation: the mode all slots of this agent run in.
         trash: where the folders of ended bodies go.
+        caches: what bodies may share.
     """
 
-    def __init__(self, config: AgentConfig, isolation: Isolation, trash: Trash) -> None:
+    def __init__(self, config: AgentConfig, isolation: Isolation, trash: Trash, caches: Caches) -> None:
         self.config = config
         self.isolation = isolation
         self.trash = trash
+        self.caches = caches
         spares = config.spares if config.spares is not None else (1 if config.slots > 1 else 0)
         self._wanted = spares
         self._shelf: Deque[Body] = deque()
@@ -54,18 +57,35 @@ class Bodies:
         async with self._limit:
             return await self.isolation.start(slot_id, network)
 
-    async def again(self, ended: Body, slot_id: str, network: bool) -> Body:
-        """A new body on the folders of one that has ended."""
-        async with self._limit:
-            return await self.isolation.start(slot_id, network, keep=ended)
+    async def again(self, ended: Body, slot_id: str, network: bool, cache: Cache | None = None) -> Body:
+        """A new body on the folders of one that has ended.
+
+        Raises:
+            StartFailed: with the error it met.
+        """
+        if cache is not None:
+            self.caches.mounted(cache)
+        try:
+            async with self._limit:
+                return await self.isolation.start(slot_id, network, keep=ended, cache=cache)
+        except BaseException:
+            if cache is not None:
+                self.caches.unmounted(cache)
+            self._done_with(ended)
+            raise
 
     async def end(self, body: Body, keep: bool) -> dict[str, Any]:
         """End a body; what it leaves is thrown away, or kept for `again`. Unproven, it stays as it is, out of use."""
         proof = await self.isolation.end(body)
+        if proof["clean"] and body.cache is not None:
+            self.caches.unmounted(body.cache)
         if proof["clean"] and not keep:
-            self.trash.throw(body.dirs.root)
-            self.isolation.forget(body)
+            self._done_with(body)
         return proof
+
+    def _done_with(self, ended: Body) -> None:
+        self.trash.throw(ended.dirs.root)
+        self.isolation.forget(ended)
 
     def refill(self) -> None:
         """Start what is missing on the shelf, behind."""

@@ -93,6 +93,7 @@ class Call:
         "_silence",
         "_slot",
         "_started",
+        "company",
         "loop",
         "run",
         "sinks",
@@ -121,6 +122,7 @@ class Call:
         self._cpu_s = 0.0
         self._max_rss_bytes = 0
         self._limits_before: dict[str, int] = {}
+        self.company = False  # something else of the slot ran beside it
 
     def on_done(self, callback: Callable[[Verdict], None]) -> None:
         """Hear the verdict."""
@@ -157,7 +159,8 @@ class Call:
 
     def _spawn(self, plan: Command | table.FileTool) -> None:
         body = self._slot.current_body()
-        self._limits_before = evidence.limits_of(body)
+        self._limits_before, busy = evidence.limits_of(body)
+        self.company = self._slot.joined_by(self) or busy
         if isinstance(plan, Command):
             run = self.run = Run(body, self._slot.drains, self.sinks, self)
             run.start(spawn_request(body.shell, body.workspace, plan), plan.stdin, plan.script)
@@ -202,14 +205,15 @@ class Call:
         if code == 0:
             self._finish("exit", exit_code=0)
             return
-        reason, sentence, proof = evidence.of_exit(self._slot.body, self._limits_before, status, code)
+        reason, sentence, proof = evidence.of_exit(self._slot.body, self._limits_before, self.company, status, code)
         self._finish(reason, exit_code=code, error=sentence, metadata=proof)
 
     def _tool_ended(self, status: int) -> None:
         framed = self._framed
         header = framed.header if framed is not None else None
         if header is None or (header.get("ok") and status != 0):
-            reason, sentence, proof = evidence.of_exit(self._slot.body, self._limits_before, status, 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else 1)
+            code = 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else 1
+            reason, sentence, proof = evidence.of_exit(self._slot.body, self._limits_before, self.company, status, code)
             if reason == "exit":
                 reason, sentence = "tool_error", "%s broke off before it had finished" % self.spec.tool
             self._finish(reason, error=sentence, metadata=proof)
@@ -232,8 +236,9 @@ class Call:
 
     def init_lost(self, detail: str) -> None:
         """See `runs.Owner`."""
-        if self.verdict is None:
-            self._finish("sandbox_lost", error="the slot's init has ended: %s" % detail, metadata={"evidence": {"init": detail}})
+        if self.verdict is None and self._ending is None:  # a tree that is being ended decides itself
+            reason, sentence, metadata = evidence.of_lost_init(self._slot.body, self._limits_before, detail)
+            self._finish(reason, error=sentence, metadata=metadata)
 
     # Ends from outside.
 
@@ -283,6 +288,7 @@ class Call:
             self.spec.call_id, reason, exit_code, error, self.started_at, self.loop.time() - self._started, self._cpu_s, self._max_rss_bytes, tool_ok,
             metadata if metadata is not None else {}, outputs,
         )  # fmt: skip
+        self._slot.live.discard(self)
         self._slot.journal.end(self.spec.call_id, verdict)
         done, self._done = self._done, []
         for callback in done:

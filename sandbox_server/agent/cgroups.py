@@ -157,6 +157,10 @@ class LeafBook:
         self._current = self._home
         return self._home.procs_fd
 
+    def paths(self) -> list[str]:
+        """Every leaf there is."""
+        return [leaf.path for leaf in [self._home, *self._leaves]]
+
     def kill_all(self) -> int:
         """SIGKILL to everything in every leaf; how many processes are still there."""
         left = 0
@@ -185,6 +189,7 @@ class SlotLimits:
         self.memory = "memory" in folders and memory_mb is not None
         self.processes = "pids" in folders
         self._counters: dict[str, tuple[int, bytes]] = {}
+        self._alive_fd = -1
         for folder in set(folders.values()):
             os.mkdir(folder)
         if self.memory and memory_mb is not None:
@@ -192,6 +197,7 @@ class SlotLimits:
         if self.processes:
             _write(os.path.join(folders["pids"], "pids.max"), str(processes))
             self._count("processes", os.path.join(folders["pids"], "pids.events"), b"max")
+            self._alive_fd = os.open(os.path.join(folders["pids"], "pids.current"), os.O_RDONLY | os.O_CLOEXEC)
 
     def _count(self, name: str, path: str, key: bytes) -> None:
         self._counters[name] = os.open(path, os.O_RDONLY | os.O_CLOEXEC), key
@@ -217,6 +223,10 @@ class SlotLimits:
         """The counters as they stand: `oom` kills, `processes` refused."""
         return {name: _find(os.pread(fd, _COUNTER_BYTES, 0), key) for name, (fd, key) in self._counters.items()}
 
+    def alive(self) -> int:
+        """How many processes and threads there are, init among them; 0 where nothing counts."""
+        return int(os.pread(self._alive_fd, _COUNTER_BYTES, 0)) if self._alive_fd >= 0 else 0
+
     def rises(self, before: dict[str, int]) -> dict[str, int]:
         """Which counters rose since they were read, and by how much."""
         return {name: count - before.get(name, 0) for name, count in self.read().items() if count > before.get(name, 0)}
@@ -226,6 +236,9 @@ class SlotLimits:
         for fd, _ in self._counters.values():
             os.close(fd)
         self._counters.clear()
+        if self._alive_fd >= 0:
+            os.close(self._alive_fd)
+            self._alive_fd = -1
         for folder in set(self._folders.values()):
             self._owner.remove(folder)
 

@@ -28,7 +28,7 @@ class AgentConfig:
     """The agent's whole configuration.
 
     `base_dir` is a folder of the agent's own (0700). `alone_exit_s`: end after so long without any connection from the service; None: never.
-    `spares`: bodies kept prepared for the next reset.
+    `spares`: bodies kept prepared for the next reset. `cache_bytes`: what one shared cache may take before it is emptied.
     """
 
     sandbox_id: str
@@ -48,9 +48,17 @@ class AgentConfig:
     alone_exit_s: float | None = 10.0
     max_life_s: float | None = None
     spares: int | None = None
+    cache_bytes: int = 10 << 30
 
 
-_NUMBERS = {"slots": (1, 10_000), "spool_bytes": (1 << 20, 1 << 50), "spares": (0, 100), "alone_exit_s": (0, 1e9), "max_life_s": (0, 1e9)}
+_NUMBERS = {
+    "slots": (1, 10_000),
+    "spool_bytes": (1 << 20, 1 << 50),
+    "cache_bytes": (1 << 20, 1 << 50),
+    "spares": (0, 100),
+    "alone_exit_s": (0, 1e9),
+    "max_life_s": (0, 1e9),
+}
 _KINDS: dict[str, type] = {
     "sandbox_id": str,
     "token": str,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from typing import Any, Mapping
 
 from sandbox_server.agent.errors import Refused
@@ -11,6 +12,7 @@ from sandbox_server.agent.framed import Framed
 from sandbox_server.agent.isolation.base import readable
 from sandbox_server.agent.serve import Handler, Stream
 from sandbox_server.agent.slots import Slot
+from sandbox_server.agent.stuck import Unanswered, ask_init, end_slot
 from sandbox_server.agent.tools.arguments import check_args
 
 FILE_OPS = {
@@ -23,10 +25,13 @@ FILE_OPS = {
 _ARGS = ("path", "mode", "recursive", "max_entries")
 _CHUNK_BYTES = 64 << 10
 STALL_S = 60.0
+_END_WITHIN_S = 2.0
 
 
 class _Chunks:
     """What a child wrote, waiting to be sent on."""
+
+    full = False
 
     def __init__(self) -> None:
         self.waiting: list[bytes] = []
@@ -50,6 +55,8 @@ class FileOp:
         self._out_fd = -1
         self._in_fd = -1
         self._number = 0
+        self._moved_at = self._loop.time()
+        self._wants_more = False  # the child has had all that has come so far
         self._body = slot.current_body()
         self._start(args)
         self._feeding = self._loop.create_task(self._feed()) if self._in_fd >= 0 else None
@@ -121,11 +128,14 @@ class FileOp:
     async def _feed(self) -> None:
         try:
             while True:
+                self._wants_more = True
                 data = await self._incoming.get()
+                self._wants_more = False
+                self._moved_at = self._loop.time()
                 if data is None:
                     return
                 await self._write(data)
-                self._stream.consumed(len(data))
+                self._stream.consumed(data)
         finally:
             os.close(self._in_fd)
 
@@ -134,6 +144,7 @@ class FileOp:
         while view:
             try:
                 view = view[os.write(self._in_fd, view) :]
+                self._moved_at = self._loop.time()
             except BlockingIOError:
                 await _writable(self._in_fd)
             except BrokenPipeError:
@@ -142,38 +153,43 @@ class FileOp:
     async def _serve(self) -> None:
         try:
             await self._send_all()
-            status = await asyncio.wait_for(self._status, STALL_S)
+            status = await asyncio.wait_for(asyncio.shield(self._status), STALL_S)
             self._finish(status)
         except Refused as error:
             self._stream.refuse(error)
         except asyncio.TimeoutError:
             self._stream.refuse(Refused("file_error", "nothing moved for %g s" % STALL_S, "ETIMEDOUT"))
         finally:
-            if self._feeding is not None:
-                self._feeding.cancel()
             os.close(self._out_fd)
             if not self._status.done():
-                self._end_child()
+                self._slot.spawn_task(self._end_child())
+            elif self._feeding is not None:
+                self._feeding.cancel()
 
-    def _end_child(self) -> None:
-        async def end() -> None:
-            await self._body.link.ask({"op": "signal", "id": self._number, "signal": 9})
+    async def _end_child(self) -> None:
+        """Only when the child has gone may its input be closed: it would take that for the end of the content, and put a part of it in place."""
+        try:
+            await ask_init(self._body, {"op": "signal", "id": self._number, "signal": int(signal.SIGKILL)})
             self._body.link.release(self._number)
-
-        self._slot.spawn_task(end())
+            await asyncio.wait_for(asyncio.shield(self._status), _END_WITHIN_S)
+        except (Unanswered, asyncio.TimeoutError) as error:
+            await end_slot(self._body, str(error) or "a file operation did not end within %g s of SIGKILL" % _END_WITHIN_S)
+        except Refused:
+            pass  # the slot has ended as a whole
+        finally:
+            if self._feeding is not None:
+                self._feeding.cancel()
 
     async def _send_all(self) -> None:
         while True:
             try:
                 data = os.read(self._out_fd, _CHUNK_BYTES)
             except BlockingIOError:
-                if self._tool.endswith("_put"):
-                    await readable(self._out_fd, 86400.0)
-                elif not await readable(self._out_fd, STALL_S):
-                    raise asyncio.TimeoutError from None
+                await self._readable()
                 continue
             if not data:
                 return
+            self._moved_at = self._loop.time()
             self._framed.write(data)
             self._check_header()
             if self._tool != "route_list":
@@ -181,6 +197,17 @@ class FileOp:
                     if not await self._stream.send_data(chunk):
                         raise asyncio.CancelledError
                 self._chunks.waiting.clear()
+
+    async def _readable(self) -> None:
+        """Wait for the child to say something. How long the sender of a put takes is the service's to limit."""
+        if self._in_fd < 0:
+            self._moved_at = self._loop.time()  # before this, it was we who had not read
+        while True:
+            left = STALL_S if self._wants_more else self._moved_at + STALL_S - self._loop.time()
+            if left <= 0:
+                raise asyncio.TimeoutError
+            if await readable(self._out_fd, left):
+                return
 
     def _check_header(self) -> None:
         header = self._framed.header

@@ -26,6 +26,11 @@ class Framed:
         self.header: dict[str, Any] | None = None
         self.broken = False
 
+    @property
+    def full(self) -> bool:
+        """See `runs.Writable`."""
+        return self._content.full
+
     def write(self, data: bytes) -> None:
         """Take what arrived."""
         if self.header is not None:

@@ -61,6 +61,7 @@ class InitLink:
         self._waiting: Deque[tuple[bytes, list[int]]] = collections.deque()
         self._ready: asyncio.Future[int] = loop.create_future()
         self.closed = False
+        self.own_work = False  # it is the slot's own doing that init goes
         self.on_lost: Callable[[str], None] | None = None
         sock.setblocking(False)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
@@ -135,7 +136,8 @@ class InitLink:
         for listener in listeners.values():
             listener.init_lost(detail)
 
-    def _lost(self, detail: str) -> None:
+    def lose(self, detail: str) -> None:
+        """Init is gone, or as good as gone."""
         if self.closed:
             return
         self.close(detail)
@@ -160,12 +162,12 @@ class InitLink:
             except BlockingIOError:
                 pass
             except OSError as error:
-                self._loop.call_soon(self._lost, "its control socket failed: %s" % error)
+                self._loop.call_soon(self.lose, "its control socket failed: %s" % error)
                 return
             else:
                 return
         if len(self._waiting) >= _QUEUE_LIMIT:
-            self._loop.call_soon(self._lost, "init has stopped reading")
+            self._loop.call_soon(self.lose, "init has stopped reading")
             return
         if not self._waiting:
             self._loop.add_writer(self._fd, self._flush)
@@ -185,7 +187,7 @@ class InitLink:
             except BlockingIOError:
                 return
             except OSError as error:
-                self._lost("its control socket failed: %s" % error)
+                self.lose("its control socket failed: %s" % error)
                 return
             self._waiting.popleft()
             for fd in fds:
@@ -199,10 +201,10 @@ class InitLink:
         except BlockingIOError:
             return
         except OSError as error:
-            self._lost("its control socket failed: %s" % error)
+            self.lose("its control socket failed: %s" % error)
             return
         if not data:
-            self._lost("init has ended")
+            self.lose("init has ended")
             return
         kind = data[:1]
         if kind == READY and ancillary:
@@ -215,7 +217,7 @@ class InitLink:
             text = data[REPORT.size :].decode("utf-8", "replace") if kind == FAILED else "init said something else than that it serves"
             if not self._ready.done():
                 self._ready.set_exception(StartFailed(text))
-            self._lost(text)
+            self.lose(text)
 
     def _receive(self) -> None:
         while not self.closed:
@@ -224,10 +226,10 @@ class InitLink:
             except BlockingIOError:
                 return
             except OSError as error:
-                self._lost("its control socket failed: %s" % error)
+                self.lose("its control socket failed: %s" % error)
                 return
             if len(data) < REPORT.size:
-                self._lost("init has ended" if not data else "init broke its protocol")
+                self.lose("init has ended" if not data else "init broke its protocol")
                 return
             self._report(data)
 
@@ -246,4 +248,4 @@ class InitLink:
             if answer is not None and not answer.done():
                 answer.set_result(status)
         else:
-            self._lost("init broke its protocol")
+            self.lose("init broke its protocol")

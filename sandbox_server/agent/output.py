@@ -195,6 +195,11 @@ class Sink:
         return done
 
     @property
+    def full(self) -> bool:
+        """Whether what comes is only counted any more, but for its end."""
+        return bool(self._tail)
+
+    @property
     def available(self) -> int:
         """How much of the whole, from its start, can be read."""
         return self._on_file if self._fd >= 0 else len(self._memory)

@@ -35,9 +35,41 @@ def uids_in_use() -> frozenset[int]:
     return frozenset(found)
 
 
-def pids_of_uid(uid: int) -> list[int]:
-    """The processes that have this uid as any of theirs."""
-    return [pid for pid in pids() if uid in _status_uids(pid)]
+def pids_of_uid(*uids: int) -> list[int]:
+    """The processes that have one of these uids as any of theirs."""
+    return [pid for pid in pids() if not _status_uids(pid).isdisjoint(uids)]
+
+
+def pids_in_group(path: str) -> list[int]:
+    """The processes in a control group; none when it is gone."""
+    try:
+        with open(os.path.join(path, "cgroup.procs"), encoding="ascii") as file:
+            return [int(word) for word in file.read().split()]
+    except OSError:
+        return []
+
+
+def has_argument(pid: int, part: str) -> bool:
+    """Whether this is in a process's command line."""
+    try:
+        with open("/proc/%d/cmdline" % pid, "rb") as file:
+            return part.encode() in file.read()
+    except OSError:
+        return False
+
+
+def inode_of(path: str) -> int:
+    """The inode behind a path; 0 when it is gone or not to be seen."""
+    try:
+        return os.stat(path).st_ino
+    except OSError:
+        return 0
+
+
+def has_line(path: str, column: int, word: bytes) -> bool:
+    """Whether a table of the kernel has this word in this column."""
+    with open(path, "rb") as file:
+        return any(line.split()[column : column + 1 or None] == [word] for line in file)
 
 
 def mounts_under(path: str) -> list[str]:

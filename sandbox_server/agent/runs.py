@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 from typing import Any, Protocol, Sequence
 
@@ -12,13 +13,19 @@ from sandbox_server.agent.init_link import memfd
 from sandbox_server.agent.isolation.base import Body
 
 _READ_BYTES = 64 << 10
+_F_SETPIPE_SZ = 1031  # fcntl has the name from Python 3.10 on
 _LISTEN_AFTER_S = 0.01
 _REPORT_POLL_S = 0.002
+_FLOOD_PAUSE_S = 0.002
+_FLOOD_PIPE_BYTES = 256 << 10
 _READS_AT_EXIT = 20  # a pipe holds at most 1 MiB, so this empties what the ended process has written
 
 
 class Writable(Protocol):
-    """Where output goes."""
+    """Where output goes. `full`: it is only counted any more, so there is no hurry."""
+
+    @property
+    def full(self) -> bool: ...
 
     def write(self, data: bytes) -> None:
         """Take some."""
@@ -50,7 +57,7 @@ class Run:
         owner: hears how it goes.
     """
 
-    __slots__ = ("_drains", "_fds", "_listening", "_loop", "_outputs", "_owner", "body", "leaf", "number", "over")
+    __slots__ = ("_drains", "_fds", "_listening", "_loop", "_outputs", "_owner", "_resting", "body", "leaf", "number", "over")
 
     def __init__(self, body: Body, drains: Drains, outputs: Sequence[Writable], owner: Owner) -> None:
         self.body = body
@@ -63,6 +70,7 @@ class Run:
         self.number = 0
         self.over = False
         self._listening: asyncio.TimerHandle | None = None
+        self._resting: dict[int, asyncio.TimerHandle] = {}
 
     def start(self, request: dict[str, Any], stdin: bytes | None, script: bytes | None = None, stdin_fd: int = -1) -> None:
         """Send the request; the outcome comes through the owner.
@@ -79,9 +87,11 @@ class Run:
         try:
             for _ in self._outputs:
                 read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
-                os.set_blocking(read_fd, False)
                 ours.append(read_fd)
                 theirs.append(write_fd)
+                os.set_blocking(read_fd, False)
+                if self.body.uid is not None:
+                    os.fchown(write_fd, self.body.uid, self.body.uid)  # or it could not open /dev/stdout
             if len(self._outputs) > 1:
                 names.append("err")
             for name, content in (("in", stdin), ("script", script)):
@@ -118,16 +128,38 @@ class Run:
         self._listening = None
 
     def _readable(self, which: int) -> None:
+        self._take(which, _READ_BYTES)
+
+    def _take(self, which: int, most: int) -> None:
         fd = self._fds[which]
         try:
-            data = os.read(fd, _READ_BYTES)
+            data = os.read(fd, most)
         except BlockingIOError:
             return
         if data:
             self._outputs[which].write(data)
             self._owner.wrote()
+            if self._outputs[which].full:
+                self._rest(which, fd, len(data))
         else:
             self._close(which)
+
+    def _rest(self, which: int, fd: int, size: int) -> None:
+        """A flood that nobody keeps gets a bounded share of this process's time; a wider pipe keeps it going at hundreds of MB a second."""
+        if size == _READ_BYTES:
+            try:
+                fcntl.fcntl(fd, _F_SETPIPE_SZ, _FLOOD_PIPE_BYTES)
+            except OSError:
+                pass  # this user has as many pipes as it may have wide ones
+        self._loop.remove_reader(fd)
+        self._resting[which] = self._loop.call_later(_FLOOD_PAUSE_S, self._resume, which)
+
+    def _resume(self, which: int) -> None:
+        del self._resting[which]
+        self._loop.add_reader(self._fds[which], self._readable_wide, which)
+
+    def _readable_wide(self, which: int) -> None:
+        self._take(which, _FLOOD_PIPE_BYTES)
 
     def _close(self, which: int) -> None:
         fd = self._fds[which]
@@ -135,7 +167,10 @@ class Run:
         os.close(fd)
 
     def _let_go(self, which: int) -> None:
-        if self._listening is None:
+        resting = self._resting.pop(which, None)
+        if resting is not None:
+            resting.cancel()
+        elif self._listening is None:
             self._loop.remove_reader(self._fds[which])
         self._fds[which] = -1
 

@@ -15,6 +15,9 @@ _ERRNO = 0x00050000
 
 _CLONE_NEW = 0x00000080 | 0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
+_FAMILIES = (1, 2, 10, 16)  # unix, the internet's, netlink: what network namespaces keep apart. Others (vsock) reach the machine from every slot.
+_INIT = 1  # where the slot has a namespace; elsewhere init is out of its reach as another user's
+_PRIO_USER, _IOPRIO_WHO_USER = 2, 3
 
 
 class UnknownMachine(Exception):
@@ -28,6 +31,11 @@ class _Machine(NamedTuple):
     clone3: int
     ioctl: int
     prlimit: int
+    mq_open: int
+    sockets: Tuple[int, int]  # socket, socketpair
+    schedules: Tuple[int, ...]  # sched_setscheduler, sched_setparam, sched_setaffinity, sched_setattr: first argument is a process
+    setpriority: int
+    ioprio_set: int
     foreign_from: int  # numbers from here on belong to another calling convention; 0: none do
 
 
@@ -43,6 +51,11 @@ _MACHINES: Dict[str, _Machine] = {
         435,
         16,
         302,
+        240,
+        (41, 53),
+        (144, 142, 203, 314),
+        141,
+        251,
         0x40000000,
     ),
     "aarch64": _Machine(
@@ -52,6 +65,11 @@ _MACHINES: Dict[str, _Machine] = {
         435,
         29,
         261,
+        180,
+        (198, 199),
+        (119, 118, 122, 274),
+        140,
+        30,
         0,
     ),
 }
@@ -65,11 +83,29 @@ def _refuse(number: int) -> bytes:
     return _op(_RET, _ERRNO | number)
 
 
-def program(machine: str) -> bytes:
+def _only_families(number: int) -> List[bytes]:
+    count = len(_FAMILIES)
+    known = [_op(_JEQ, family, count - at, 0) for at, family in enumerate(_FAMILIES)]
+    return [_op(_JEQ, number, 0, count + 3), _op(_LD_W_ABS, _ARGS), *known, _refuse(errno.EAFNOSUPPORT), _op(_RET, _ALLOW)]
+
+
+def _never_of_init(number: int) -> List[bytes]:
+    return [_op(_JEQ, number, 0, 4), _op(_LD_W_ABS, _ARGS), _op(_JEQ, _INIT, 0, 1), _refuse(errno.EPERM), _op(_RET, _ALLOW)]
+
+
+def _never_of_init_or_user(number: int, user: int) -> List[bytes]:
+    """For calls whose first argument says what kind the second is: a process, a group, or all of a user's, init included."""
+    which = [_op(_LD_W_ABS, _ARGS), _op(_JEQ, user, 2, 0)]
+    who = [_op(_LD_W_ABS, _ARGS + 8), _op(_JEQ, _INIT, 0, 1)]
+    return [_op(_JEQ, number, 0, 6), *which, *who, _refuse(errno.EPERM), _op(_RET, _ALLOW)]
+
+
+def program(machine: str, queues: bool = True) -> bytes:
     """The filter for a machine, as `struct sock_filter` after `struct sock_filter`.
 
     Args:
         machine: as `os.uname().machine` says it.
+        queues: whether POSIX message queues may be made. Where slots share them and nobody can list them, none could be found again.
 
     Raises:
         UnknownMachine: there is no filter for it.
@@ -85,9 +121,18 @@ def program(machine: str) -> bytes:
     ops += [_op(_JEQ, known.clone3, 0, 1), _refuse(errno.ENOSYS)]
     for number in known.refused:
         ops += [_op(_JEQ, number, 0, 1), _refuse(errno.EPERM)]
+    if not queues:
+        ops += [_op(_JEQ, known.mq_open, 0, 1), _refuse(errno.ENOSYS)]
     for number in known.namespaces:
         ops += [_op(_JEQ, number, 0, 4), _op(_LD_W_ABS, _ARGS), _op(_JSET, _CLONE_NEW, 0, 1), _refuse(errno.EPERM), allow]
     ops += [_op(_JEQ, known.ioctl, 0, 5), _op(_LD_W_ABS, _ARGS + 8), _op(_JEQ, _TIOCSTI, 1, 0), _op(_JEQ, _TIOCLINUX, 0, 1), _refuse(errno.EPERM), allow]
     # prlimit on another process: init has the slot's uid, and its limits are not the slot's to set.
-    ops += [_op(_JEQ, known.prlimit, 0, 4), _op(_LD_W_ABS, _ARGS), _op(_JEQ, 0, 1, 0), _refuse(errno.EPERM), allow, allow]
+    ops += [_op(_JEQ, known.prlimit, 0, 4), _op(_LD_W_ABS, _ARGS), _op(_JEQ, 0, 1, 0), _refuse(errno.EPERM), allow]
+    for number in known.sockets:
+        ops += _only_families(number)
+    # Init has the slot's uid, and a slot that slows it down makes its own calls late.
+    for number in known.schedules:
+        ops += _never_of_init(number)
+    ops += _never_of_init_or_user(known.setpriority, _PRIO_USER) + _never_of_init_or_user(known.ioprio_set, _IOPRIO_WHO_USER)
+    ops.append(allow)
     return b"".join(ops)

@@ -76,9 +76,9 @@ class Stream:
         self._wire.abort(self._number, error.meta())
         self._connection.flush_soon()
 
-    def consumed(self, size: int) -> None:
-        """Give credit back for data that was handled."""
-        self._wire.acknowledge(self._number, size)
+    def consumed(self, data: bytes) -> None:
+        """Give back the credit of one piece of data that was handled."""
+        self._wire.acknowledge(self._number, wire.cost(data))
         self._connection.flush_soon()
 
     @property

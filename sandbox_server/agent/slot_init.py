@@ -32,6 +32,7 @@ _DEFAULT_SIGNALS = [number for number in range(1, 65) if number not in (9, 19, 3
 _CLOCK_BOOTTIME = 7  # what the start in /proc/PID/stat counts
 _TICKS = os.sysconf("SC_CLK_TCK")
 _OOM_OF_SPAWNED, _OOM_OF_INIT = b"300", b"0"
+_LEAVES_PROCESSES = "leftovers_"  # tools that start programs as the slot would, and so must be the slot's user altogether
 
 
 def receive(sock: socket.socket) -> Tuple[bytes, List[int]]:
@@ -55,6 +56,7 @@ class Init:
         self._privileged = config["mode"] == "uid"
         self._oom = oom_fd
         self._wake_r, self._wake_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._failures: Dict[int, int] = {}
 
     def report(self, kind: bytes, number: int = 0, status: int = 0, cpu_us: int = 0, rss_kb: int = 0, text: bytes = b"") -> None:
         """Tell the agent; a dead agent ends the slot."""
@@ -150,30 +152,40 @@ class Init:
         return os.posix_spawn(argv[0], argv, self._environment(request), file_actions=actions, setsid=True, setsigmask=(), setsigdef=_DEFAULT_SIGNALS)
 
     def _fork(self, request: Mapping[str, Any], fds: Mapping[str, int]) -> int:
-        """Fork where `posix_spawn` cannot do it: our own code is to run, or the user is to change. A failed start is told through a pipe."""
-        failed_r, failed_w = os.pipe2(os.O_CLOEXEC)
+        """Fork where `posix_spawn` cannot do it: our own code is to run, or the user is to change.
+
+        A failed start is told through a pipe that is read when the child has ended: the slot may be able to stop it, and init waits for nobody.
+        """
+        failed_r, failed_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             pid = os.fork()
             if pid == 0:
                 try:
-                    os.close(failed_r)
                     self._child(request, fds, failed_w)
                 except OSError as error:
                     os.write(failed_w, _ERRNO.pack(error.errno or 0))
                 finally:
                     os._exit(125)  # whatever happened: a forked child never returns into init's loop
+        except OSError:
+            os.close(failed_r)
+            raise
+        finally:
             os.close(failed_w)
-            failed_w = -1
-            failed = os.read(failed_r, _ERRNO.size)
+        self._failures[pid] = failed_r
+        return pid
+
+    def _failure(self, pid: int) -> int:
+        """The errno with which a child that has ended could not start what it was to; 0: it could, or was never to say."""
+        failed_r = self._failures.pop(pid, -1)
+        if failed_r < 0:
+            return 0
+        try:
+            said = os.read(failed_r, _ERRNO.size)
+        except BlockingIOError:
+            return 0  # something it forked has the other end
         finally:
             os.close(failed_r)
-            if failed_w >= 0:
-                os.close(failed_w)
-        if failed:
-            os.waitpid(pid, 0)
-            (number,) = _ERRNO.unpack(failed)
-            raise OSError(number, os.strerror(number))
-        return pid
+        return int(_ERRNO.unpack(said)[0]) if len(said) == _ERRNO.size else 0
 
     def _child(self, request: Mapping[str, Any], fds: Mapping[str, int], failed_w: int) -> NoReturn:
         os.setsid()
@@ -204,7 +216,12 @@ class Init:
         from sandbox_server.agent.tools import child
 
         child.prepare(request["tool"])
-        self._drop()
+        if self._privileged and not request["tool"].startswith(_LEAVES_PROCESSES):
+            slot_power.act_as(self._config["uid"], self._config["keeper"])
+            slot_power.set_capabilities(0)
+            slot_power.hide()
+        else:
+            self._drop()
         for source, target in ((fds.get("in", self._null), 0), (self._null, 1), (self._null, 2)):
             os.dup2(source, target)
         home = self._config["home"]
@@ -225,8 +242,11 @@ class Init:
                 return
             if not pid:
                 return
+            failed = self._failure(pid)
             number = self._runs.ended(pid)
-            if number is not None:
+            if number is not None and failed:
+                self.report(REFUSED, number, failed, text=b"fork")
+            elif number is not None:
                 self.report(EXITED, number, status, int((usage.ru_utime + usage.ru_stime) * 1e6), usage.ru_maxrss)
 
     def _end(self) -> NoReturn:
@@ -255,10 +275,14 @@ def _prepare(config: Mapping[str, Any]) -> None:
     for fd in (0, 1, 2):
         os.dup2(null, fd)
     os.close(null)
-    os.umask(0o022)
+    os.umask(config["umask"])
     if config["affinity"]:
         os.sched_setaffinity(0, config["affinity"])
     mode = config["mode"]
+    if config["places"] is not None:
+        from sandbox_server.agent import slot_places
+
+        slot_places.make_own(config["places"], config["uid"])
     if mode != "bwrap":
         slot_power.adopt_orphans()
     slot_power.set_limits(config["limits"])
@@ -270,7 +294,7 @@ def _prepare(config: Mapping[str, Any]) -> None:
         slot_power.confine(config["filter"])
         return
     if config["uid"] is not None:
-        slot_power.become(config["uid"], config["gid"])
+        slot_power.become(config["uid"], config["gid"], config["groups"])
     slot_power.set_capabilities(0)
     slot_power.confine(config["filter"])
     if mode == "bwrap":

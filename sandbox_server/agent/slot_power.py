@@ -8,7 +8,7 @@ import os
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, Dict, Mapping
+    from typing import Any, Dict, Mapping, Sequence
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_CAPBSET_DROP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 24, 36, 38
 _SECCOMP_MODE_FILTER = 2
@@ -78,11 +78,22 @@ def empty_bounding_set() -> None:
             raise
 
 
-def become(uid: int, gid: int) -> None:
-    """Be this user, really, effectively and saved, without any group of the old one."""
-    os.setgroups([])
+def become(uid: int, gid: int, groups: Sequence[int] = ()) -> None:
+    """Be this user, really, effectively and saved, with these groups beside its own and without any of the old user's."""
+    os.setgroups(list(groups))
     os.setresgid(gid, gid, gid)
     os.setresuid(uid, uid, uid)
+
+
+def act_as(uid: int, keeper: int) -> None:
+    """Do what this user may do, out of its reach: its effective uid is what the kernel asks for, the real and saved ones say who may signal and trace.
+
+    Raises:
+        OSError: an id could not be changed.
+    """
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(keeper, uid, keeper)
 
 
 def set_limits(limits: Mapping[str, int]) -> None:
@@ -111,6 +122,8 @@ def check_powerless(config: Mapping[str, Any]) -> None:
         raise OSError(errno.EPERM, "no_new_privs or the system call filter is not in force")
     if config["uid"] is not None and set(status[b"Uid"].split()) != {b"%d" % config["uid"]}:
         raise OSError(errno.EPERM, "init did not become uid %d" % config["uid"])
+    if config["uid"] is not None and {int(word) for word in status[b"Groups"].split()} != set(config["groups"]):
+        raise OSError(errno.EPERM, "init is in other groups than it should be: %s" % status[b"Groups"].decode().strip())
 
 
 def _status() -> Dict[bytes, bytes]:

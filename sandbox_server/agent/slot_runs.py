@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 _ROUNDS = 40
 _SLICE_S = 0.5
+_HELPER_WITHIN_S = 0.5
+_HELPER_POLL_S = 0.0002
+_NOT_SENT = -1
 _MOST_SESSIONS = 20_000
 
 
@@ -85,17 +88,20 @@ class Runs:
                 del self._runs[number]
 
     def signal(self, number: int, which: int) -> int:
-        """Signal everything of a run (0: nothing, only look); how many processes that is, or with SIGKILL, how many are left."""
+        """Signal everything of a run (0: nothing, only look); how many processes that is, or with SIGKILL, how many are left; -1: it cannot be done."""
         run = self._runs.get(number)
         if run is None:
             return 0
         run.held = True
-        if which == signal.SIGKILL:
-            return self._kill(run)
-        members = self._members(run)
-        if which:
-            self._send(members, which)
-        return len(members)
+        try:
+            if which == signal.SIGKILL:
+                return self._kill(run)
+            members = self._members(run)
+            if which:
+                self._send(members, which)
+            return len(members)
+        except OSError:
+            return _NOT_SENT  # the slot leaves no room for one more process
 
     def _members(self, run: Run) -> slot_trees.Members:
         table = slot_trees.look()
@@ -141,11 +147,13 @@ class Runs:
         pid = os.fork()
         if pid == 0:
             try:
-                slot_power.become(self._config["uid"], self._config["gid"])
+                slot_power.act_as(self._config["uid"], self._config["keeper"])
                 work()
             finally:
                 os._exit(0)
-        os.waitpid(pid, 0)
+        deadline = time.monotonic() + _HELPER_WITHIN_S
+        while not os.waitpid(pid, os.WNOHANG)[0] and time.monotonic() < deadline:
+            time.sleep(_HELPER_POLL_S)
 
     def end_all(self) -> None:
         """The agent is gone, so is the slot: everything of it dies with the first process of its namespace, or by its user, or by its tree."""

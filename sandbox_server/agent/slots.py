@@ -1,4 +1,4 @@
-"""The slots of a sandbox: who may do what in them (epochs), their journals, their reset and its proof."""
+"""The slots of a sandbox: who may do what in them (epochs), their journals, their bodies."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any, Callable, Coroutine
 
+from sandbox_server.agent.caches import Cache
 from sandbox_server.agent.calls import Call, Spec
 from sandbox_server.agent.drains import Drains
 from sandbox_server.agent.errors import Refused, StartFailed
-from sandbox_server.agent.isolation.base import Body, prove_dirs
+from sandbox_server.agent.evidence import ran_out_of_memory
+from sandbox_server.agent.isolation.base import Body
 from sandbox_server.agent.journal import Journal, Verdict, identity
 from sandbox_server.agent.output import Spool
 from sandbox_server.agent.tools.process import Jobs
@@ -39,9 +41,11 @@ class Slot:
         self.journal = Journal()
         self.jobs = Jobs(self)
         self.drains = Drains(self.loop)
+        self.live: set[Call] = set()  # those that have processes
         self.spool = self._new_spool()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._reset_task: asyncio.Task[dict[str, Any]] | None = None
+        self.own_work = False  # what broke it was provably its holder's doing
+        self.cache: Cache | None = None  # what its holder was given
 
     def _new_spool(self) -> Spool:
         return Spool(self._spool_folder(), self._bodies.config.spool_bytes)
@@ -63,9 +67,12 @@ class Slot:
         }
         if self.detail is not None:
             view["detail"] = self.detail
+        if self.own_work:
+            view["own_work"] = True
         return view
 
-    def _become(self, state: str, detail: str | None = None) -> None:
+    def become(self, state: str, detail: str | None = None) -> None:
+        """Be in another state, and say so."""
         self.state, self.detail = state, detail
         self._on_change(self)
 
@@ -85,27 +92,22 @@ class Slot:
     async def start(self) -> None:
         """Give the slot its first body."""
         try:
-            self._adopt(await self._bodies.new(self.slot_id, self._bodies.config.network))
+            self.adopt(await self._bodies.new(self.slot_id, self._bodies.config.network))
         except StartFailed as error:
-            self._become(BROKEN, str(error))
+            self.become(BROKEN, str(error))
 
     def adopt(self, body: Body) -> None:
         """Take a body that was started already."""
-        self._adopt(body)
-
-    def _adopt(self, body: Body) -> None:
-        self.body = body
-        body.slot_id = self.slot_id
-        body.link.on_lost = lambda detail: self._init_lost(body, detail)
-        if body.link.closed:
-            self._become(BROKEN, "init has ended")
+        if self.take_body(body):
+            self.become(READY)
         else:
-            self._become(READY)
+            self.become(BROKEN, "init has ended")
 
     def _init_lost(self, body: Body, detail: str) -> None:
         if self.body is body and self.state == READY:
             log.warning("the init of a slot has ended", extra={"slot_id": self.slot_id, "detail": detail})
-            self._become(BROKEN, "its init has ended: %s" % detail)
+            self.own_work = ran_out_of_memory(body)
+            self.become(BROKEN, ("its own work ran out of memory: %s" if self.own_work else "its init has ended: %s") % detail)
 
     def current_body(self) -> Body:
         """The body calls run in."""
@@ -153,6 +155,18 @@ class Slot:
         call.on_done(on_done)
         call.start()
 
+    def joined_by(self, call: Call) -> bool:
+        """A call gets processes; whether it has company by other calls or jobs. They have its company from now on as well."""
+        company = bool(self.live) or self.jobs.running > 0
+        self.keep_company()
+        self.live.add(call)
+        return company
+
+    def keep_company(self) -> None:
+        """Something begins to run beside the calls that do."""
+        for call in self.live:
+            call.company = True
+
     def find_call(self, call_id: Any) -> Call | Verdict:
         """A call that runs, or its verdict.
 
@@ -167,116 +181,51 @@ class Slot:
         call: Call = entry.call
         return call
 
-    # Reset and narrow.
+    # What `Changes` does to it.
 
-    def reset(self, epoch: Any, network: bool, keep: bool) -> asyncio.Task[dict[str, Any]]:
-        """Make the slot clean for its next holder, whose epoch is given; everything older is refused from this moment.
+    def move_on(self, epoch: int) -> str:
+        """Belong to another holder: what ran is cancelled, what was recorded is forgotten.
 
         Returns:
-            The task; asking again with the same epoch gives the same one.
-
-        Raises:
-            Refused: the epoch is not newer, or the mode has no slots without network.
+            The folder of the outputs that nobody may read any more.
         """
-        if isinstance(epoch, bool) or not isinstance(epoch, int):
-            raise Refused("invalid", "epoch must be an integer")
-        if epoch == self.epoch and self._reset_task is not None:
-            return self._reset_task
-        if self.state == STARTING:
-            raise Refused("slot_unavailable", "slot %s is still starting" % self.slot_id)
-        if epoch <= self.epoch:
-            raise Refused("stale_epoch", "slot %s is at epoch %d, not below %d" % (self.slot_id, self.epoch, epoch))
-        if not network and "none" not in self._bodies.isolation.networks:
-            raise Refused("not_implemented", "slots without network need the mode bwrap, not %s" % self._bodies.isolation.name)
-        before, self._reset_task = self._reset_task, None
-        old_spool = self._spool_folder()
-        self._abandon_calls()
+        spool = self._spool_folder()
+        self.abandon_calls()
+        self.cache = None
+        self.own_work = False
+        self.live.clear()
         self.epoch = epoch
         self.journal = Journal()
         self.spool = self._new_spool()
         self.jobs = Jobs(self)
-        if self.state != QUARANTINED:
-            self._become(RESETTING)
-        self._reset_task = self.loop.create_task(self._reset(before, network, keep, old_spool))
-        return self._reset_task
+        return spool
 
-    def _abandon_calls(self) -> None:
+    def abandon_calls(self) -> None:
+        """What runs ends as cancelled; its processes are somebody else's to end."""
         for call in self.journal.running():
             call.abandon()
         self.jobs.close()
 
-    async def _reset(self, before: asyncio.Task[dict[str, Any]] | None, network: bool, keep: bool, old_spool: str) -> dict[str, Any]:
-        began = self.loop.time()
-        if before is not None:
-            await asyncio.wait([before])
-        self._bodies.trash.throw(old_spool)
-        proof: dict[str, Any] = {}
-        if self.state == QUARANTINED:
-            return {"state": QUARANTINED, "detail": self.detail, "proof": proof, "duration_s": 0.0}
-        try:
-            proof = await self._exchange(network, keep)
-        except (StartFailed, OSError) as error:
-            self._become(BROKEN, str(error))
-            return {"state": QUARANTINED, "detail": str(error), "proof": proof, "duration_s": self.loop.time() - began}
-        if proof.get("clean"):
-            self._become(READY)
-        else:
-            self._become(QUARANTINED, str(proof.get("detail", "the end of the slot could not be proven")))
-        return {"state": self.state, "detail": self.detail, "proof": proof, "duration_s": self.loop.time() - began}
-
-    async def _exchange(self, network: bool, keep: bool) -> dict[str, Any]:
-        """End the old body; when its end is proven, take a new one."""
-        old, self.body = self.body, None
-        proof: dict[str, Any] = {"clean": True}
-        if old is not None:
-            old.link.on_lost = None
-            self.drains.close()
-            proof = await self._bodies.end(old, keep)
-            if not proof["clean"]:
-                return proof
-        if keep and old is not None:
-            body = await self._bodies.again(old, self.slot_id, network)
-        else:
-            body = await self._bodies.new(self.slot_id, network)
-            wrong = prove_dirs(body.dirs, body.uid)
-            proof["workspace_empty"] = wrong is None
-            if wrong is not None:
-                proof.update(clean=False, detail=wrong)
-        self.body = body
-        body.slot_id = self.slot_id
-        body.link.on_lost = lambda detail: self._init_lost(body, detail)
-        if body.link.closed:
-            proof.update(clean=False, detail="the new init has ended")
-        return proof
-
-    async def narrow(self, network: bool) -> None:
-        """Processes end, files stay, the network is gone for good."""
-        if network:
-            raise Refused("invalid", "narrow only takes rights away")
-        if "none" not in self._bodies.isolation.networks:
-            raise Refused("not_implemented", "slots without network need the mode bwrap, not %s" % self._bodies.isolation.name)
-        if self.body is not None and not self.body.network:
-            return
-        for call in self.journal.running():
-            call.abandon()
-        self.jobs.close()
-        self._become(RESETTING)
-        epoch = self.epoch
-        try:
-            proof = await self._exchange(False, keep=True)
-        except (StartFailed, OSError) as error:
-            self._become(BROKEN, str(error))
-            raise Refused("slot_unavailable", "the slot could not be started again: %s" % error) from None
-        if epoch == self.epoch:
-            self._become(READY if proof["clean"] else QUARANTINED, proof.get("detail"))
-
-    async def end(self) -> None:
-        """The agent is told to end."""
-        self._abandon_calls()
-        self.drains.close()
+    def give_up_body(self) -> Body | None:
+        """Have no body from now on; the old one is the caller's to end."""
         body, self.body = self.body, None
         if body is not None:
             body.link.on_lost = None
+            self.drains.close()
+        return body
+
+    def take_body(self, body: Body) -> bool:
+        """Have a new body; whether it still lives."""
+        self.body = body
+        body.slot_id = self.slot_id
+        body.link.on_lost = lambda detail: self._init_lost(body, detail)
+        return not body.link.closed
+
+    async def end(self) -> None:
+        """The agent is told to end."""
+        self.abandon_calls()
+        body = self.give_up_body()
+        if body is not None:
             await self._bodies.end(body, keep=False)
 
 

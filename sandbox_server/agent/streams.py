@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from typing import TYPE_CHECKING, Any, Awaitable, Callable, Deque, Mapping
+from typing import TYPE_CHECKING, Any, Awaitable, Callable, Deque, Mapping, Sequence
 
 from sandbox_server.agent.calls import Call, parse_spec
+from sandbox_server.agent.changes import Changes
 from sandbox_server.agent.errors import InvalidArgs, Refused
 from sandbox_server.agent.journal import Verdict
+from sandbox_server.agent.output import Kept, Sink
 from sandbox_server.agent.serve import Handler, Stream
 from sandbox_server.agent.slots import Slot
+from sandbox_server.agent.verify import verify as start_verify
 
 if TYPE_CHECKING:
     from sandbox_server.agent.agent import Agent
@@ -29,6 +32,7 @@ class Calls:
         self._epoch = epoch
         self._waiting: Deque[dict[str, Any]] = deque()
         self._busy = False
+        self._advancing = False
         self._all_said = False
 
     def item(self, meta: dict[str, Any], body: bytes) -> None:
@@ -40,20 +44,28 @@ class Calls:
             self._next()
 
     def _next(self) -> None:
-        while self._waiting and not self._busy:
-            meta = self._waiting.popleft()
-            if self._slot.epoch != self._epoch or self._slot.state != "ready":
-                self._skip(meta)
-                continue
-            try:
-                spec = parse_spec(meta)
-            except InvalidArgs as error:
-                self._answer_invalid(meta, str(error))
-                continue
-            self._busy = True
-            self._slot.submit(spec, self._done)
+        if self._advancing:
+            return  # a call was over as soon as it began: the loop below goes on with the next
+        self._advancing = True
+        try:
+            while self._waiting and not self._busy:
+                self._begin(self._waiting.popleft())
+        finally:
+            self._advancing = False
         if self._all_said and not self._busy:
             self._stream.end()
+
+    def _begin(self, meta: dict[str, Any]) -> None:
+        if self._slot.epoch != self._epoch or self._slot.state != "ready":
+            self._skip(meta)
+            return
+        try:
+            spec = parse_spec(meta)
+        except InvalidArgs as error:
+            self._answer_invalid(meta, str(error))
+            return
+        self._busy = True
+        self._slot.submit(spec, self._done)
 
     def _done(self, verdict: Verdict) -> None:
         self._stream.send_item(*verdict.item())
@@ -185,22 +197,21 @@ async def call_status(stream: Stream, slot: Slot, call_id: Any) -> None:
 
 
 async def attach(stream: Stream, slot: Slot, call_id: Any, offset: Any) -> None:
-    """A call's output as it comes, then its verdict."""
+    """A call's output as it comes, then its verdict. Standard error, where it is apart, follows when standard output is complete."""
     at = _offset(offset)
     found = slot.find_call(call_id)
     while isinstance(found, Call):
-        sink = found.sinks[0]
-        chunk = sink.read(at, _CHUNK_BYTES) if found.verdict is None and at < sink.available else b""
-        if chunk:
-            at += len(chunk)
-            if not await stream.send_data(chunk):
-                return
-            continue
         if found.verdict is not None:
             found = found.verdict
             break
-        await _wait_for_more(found)
-    await _send_whole(stream, found, at)
+        chunk = found.sinks[0].read(at, _CHUNK_BYTES) if at < found.sinks[0].available else b""
+        if not chunk:
+            await _wait_for_more(found)
+            continue
+        at += len(chunk)
+        if not await stream.send_data(chunk):
+            return
+    await _send_whole(stream, found, [kept.available for kept in found.outputs], at)
     stream.send_item(*found.item())
     stream.end()
 
@@ -219,35 +230,30 @@ async def _wait_for_more(call: Call) -> None:
         call.watchers.remove(happened)
 
 
-async def _send_whole(stream: Stream, verdict: Verdict, at: int) -> int:
-    """What is kept of an output from an offset on; where it ended."""
-    if not verdict.outputs:
-        return at
-    kept = verdict.outputs[0]
-    while at < kept.available:
-        chunk = kept.read(at, _CHUNK_BYTES)
-        at += len(chunk)
-        if not chunk or not await stream.send_data(chunk):
-            break
-    return at
+async def _send_whole(stream: Stream, found: Call | Verdict, sizes: Sequence[int], at: int) -> None:
+    """So much of each output, as one run of bytes, from an offset on. A call may end meanwhile; its outputs then are its verdict's."""
+    start = 0
+    for which, size in enumerate(sizes):
+        while start <= at < start + size:
+            source = found.verdict if isinstance(found, Call) and found.verdict is not None else found
+            output: Sink | Kept = source.sinks[which] if isinstance(source, Call) else source.outputs[which]
+            chunk = output.read(at - start, min(_CHUNK_BYTES, start + size - at))
+            at += len(chunk)
+            if not chunk or not await stream.send_data(chunk):
+                return
+        start += size
 
 
 async def output(stream: Stream, slot: Slot, call_id: Any, offset: Any) -> None:
-    """The whole output so far, or of a finished call as far as it is kept."""
-    at = start = _offset(offset)
+    """The whole output so far, or of a finished call as far as it is kept; standard error, where it is apart, after standard output."""
+    start = _offset(offset)
     found = slot.find_call(call_id)
-    if isinstance(found, Call):
-        sink = found.sinks[0]
-        until = sink.available
-        while at < until and found.verdict is None:
-            chunk = sink.read(at, min(_CHUNK_BYTES, until - at))
-            at += len(chunk)
-            if not chunk or not await stream.send_data(chunk):
-                break
-        stream.end({"total_bytes": found.output_bytes, "from": start})
-        return
-    await _send_whole(stream, found, at)
-    stream.end({"total_bytes": sum(kept.total for kept in found.outputs), "from": start, "available_bytes": sum(kept.available for kept in found.outputs)})
+    sizes = [sink.available for sink in found.sinks] if isinstance(found, Call) else [kept.available for kept in found.outputs]
+    total = found.output_bytes if isinstance(found, Call) else sum(kept.total for kept in found.outputs)
+    about = {"total_bytes": total, "available_bytes": sum(sizes)}
+    stream.send_item({"state": "running" if isinstance(found, Call) else "done", **about})
+    await _send_whole(stream, found, sizes, start)
+    stream.end({**about, "from": start})
 
 
 def _offset(value: Any) -> int:
@@ -258,17 +264,51 @@ def _offset(value: Any) -> int:
     return value
 
 
-async def reset(stream: Stream, slot: Slot, meta: Mapping[str, Any]) -> None:
+async def reset(stream: Stream, changes: Changes, meta: Mapping[str, Any]) -> None:
     """Clean the slot for its next holder; goes on when nobody listens any more."""
-    task = slot.reset(meta.get("epoch"), bool(meta.get("network", True)), bool(meta.get("keep", False)))
+    task = changes.reset(meta.get("epoch"), bool(meta.get("network", True)), bool(meta.get("keep", False)))
     stream.end(await asyncio.shield(task))
 
 
-async def narrow(stream: Stream, slot: Slot, meta: Mapping[str, Any]) -> None:
-    """Take the network away."""
-    slot.admit(meta.get("epoch"))
-    await slot.narrow(bool(meta.get("network", False)))
+async def verify(stream: Stream, changes: Changes, meta: Mapping[str, Any]) -> None:
+    """Test the slot's reset; goes on when nobody listens any more."""
+    task = start_verify(changes, meta.get("epoch"), bool(meta.get("network", True)))
+    stream.end(await asyncio.shield(task))
+
+
+async def equip(stream: Stream, changes: Changes, meta: Mapping[str, Any]) -> None:
+    """Give the holder a cache."""
+    changes.slot.admit(meta.get("epoch"))
+    await changes.equip(meta.get("network", True) is not False, meta.get("cache"))
     stream.end()
 
 
-__all__ = ["Calls", "Handler", "Task", "Watch", "attach", "call_status", "cancel", "narrow", "output", "reset"]
+async def narrow(stream: Stream, changes: Changes, meta: Mapping[str, Any]) -> None:
+    """Take rights away."""
+    changes.slot.admit(meta.get("epoch"))
+    await changes.narrow(meta.get("network") is True, meta.get("cache"))
+    stream.end()
+
+
+async def quiet(stream: Stream, slot: Slot, epoch: Any) -> None:
+    """Answer as soon as no call runs in the slot; jobs do not count. What begins meanwhile counts; a reset ends it."""
+    while slot.epoch == epoch:
+        running = slot.journal.running()
+        if not running:
+            break
+        await _wait_for_verdict(running[0])
+    stream.end()
+
+
+async def _wait_for_verdict(call: Call) -> None:
+    over: asyncio.Future[None] = asyncio.get_event_loop().create_future()
+
+    def happened(_: Verdict) -> None:
+        if not over.done():
+            over.set_result(None)
+
+    call.on_done(happened)
+    await over
+
+
+__all__ = ["Calls", "Handler", "Task", "Watch", "attach", "call_status", "cancel", "equip", "narrow", "output", "quiet", "reset", "verify"]

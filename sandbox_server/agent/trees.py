@@ -9,10 +9,10 @@ from typing import Any, Protocol
 
 from sandbox_server.agent.cgroups import Leaf
 from sandbox_server.agent.runs import Run
+from sandbox_server.agent.stuck import Unanswered, ask_init, end_slot
 
 TERM_GRACE_S = 2.0
 KILL_WITHIN_S = 0.8
-_MOVE_WITHIN_S = 1.0
 _FREEZE_WITHIN_S = 0.1
 _FIRST_LOOK_S = 0.005
 _LOOK_EVERY_S = 0.1
@@ -57,18 +57,26 @@ class _ScannedTree:
         self._run = run
 
     async def signal(self, number: int) -> int:
-        return await self._run.body.link.ask({"op": "signal", "id": self._run.number, "signal": int(number)})
+        return await ask_init(self._run.body, {"op": "signal", "id": self._run.number, "signal": int(number)})
 
     async def alive(self) -> int:
         return await self.signal(0)
 
 
 async def end_tree(run: Run) -> dict[str, Any]:
-    """End the tree of a run.
+    """End the tree of a run, or the slot where init does not do its part.
 
     Returns:
         The evidence: how it was ended, and how many processes could not be.
     """
+    try:
+        return await _end_tree(run)
+    except Unanswered as error:
+        await end_slot(run.body, str(error))
+        return {"signal": "SIGKILL", "slot_ended": str(error), "own_work": True}
+
+
+async def _end_tree(run: Run) -> dict[str, Any]:
     tree = await _tree_of(run)
     loop = asyncio.get_running_loop()
     began = loop.time()
@@ -94,8 +102,7 @@ async def _tree_of(run: Run) -> _Tree:
         return _ScannedTree(run)
     move_fd = leaves.leave(leaf)
     if move_fd >= 0:
-        answer = run.body.link.ask({"op": "move", "id": run.number, "fds": ["cgroup"]}, [move_fd])
-        await asyncio.wait_for(answer, _MOVE_WITHIN_S)
+        await ask_init(run.body, {"op": "move", "id": run.number, "fds": ["cgroup"]}, [move_fd])
     return _LeafTree(leaf)
 
 

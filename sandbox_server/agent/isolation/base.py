@@ -12,6 +12,7 @@ import subprocess
 import sys
 from typing import Any, Mapping, Protocol, Sequence
 
+from sandbox_server.agent.caches import Cache
 from sandbox_server.agent.cgroups import Groups
 from sandbox_server.agent.config import AgentConfig
 from sandbox_server.agent.errors import StartFailed
@@ -22,6 +23,8 @@ END_TIMEOUT_S = 10.0
 _STDERR_BYTES = 4096
 _BEHIND_CGROUP = 64
 _EXIT_POLL_S = 0.005
+UMASK = 0o022
+SHM_BYTES = 256 << 20
 SLOT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 INIT_CODE = "import sys; sys.path.insert(0, %r); from sandbox_server.agent.slot_init import main; main()"
 
@@ -52,6 +55,7 @@ class Body:
     groups: Groups
     shell: str
     stderr_fd: int
+    cache: Cache | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +66,7 @@ class Context:
     slots_dir: str
     lib_dir: str
     filter: bytes
+    shared_filter: bytes  # for modes whose slots share the machine's message queues
     processors: tuple[int, ...]
 
     def affinity(self, turn: int) -> list[int]:
@@ -72,7 +77,7 @@ class Context:
         count = math.ceil(cpu)
         return [self.processors[(turn * count + number) % len(self.processors)] for number in range(count)]
 
-    def environment(self, cores: int, workspace: str, tmp: str | None) -> dict[str, str]:
+    def environment(self, cores: int, workspace: str, tmp: str | None, cache: str | None = None) -> dict[str, str]:
         """What every process of a slot finds in its environment; `cores` 0: it is not pinned."""
         cores = cores or len(self.processors)
         env = {
@@ -86,6 +91,8 @@ class Context:
         }
         if tmp is not None:
             env["TMPDIR"] = tmp
+        if cache is not None:
+            env["SANDBOX_CACHE"] = cache
         env.update(self.config.env_vars)
         return env
 
@@ -104,9 +111,11 @@ class Isolation(Protocol):
 
     name: str
     networks: tuple[str, ...]
+    places: str  # whether `/tmp`, `/dev/shm` and IPC are the slot's `own`, or `shared` with the machine and why; known when a slot was started
+    caches: bool  # whether a slot can be given a shared cache, and be rid of it again
 
-    async def start(self, slot_id: str, network: bool, keep: Body | None = None) -> Body:
-        """Start a slot's body; with `keep`, on the folders (and the user) of a body that has ended.
+    async def start(self, slot_id: str, network: bool, keep: Body | None = None, cache: Cache | None = None) -> Body:
+        """Start a slot's body; with `keep`, on the folders (and the user) of a body that has ended; with `cache`, where the mode can, with that mounted.
 
         Raises:
             StartFailed: with the error it met.

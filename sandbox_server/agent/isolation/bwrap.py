@@ -9,6 +9,7 @@ import sysconfig
 from typing import Any
 
 from sandbox_server.agent import procfs
+from sandbox_server.agent.caches import Cache
 from sandbox_server.agent.cgroups import Cgroups, Groups
 from sandbox_server.agent.errors import StartFailed
 from sandbox_server.agent.isolation import base
@@ -17,10 +18,10 @@ from sandbox_server.agent.uids import UidRange
 
 WORKSPACE = "/workspace"
 TMP = "/tmp"
+CACHE = "/cache"
 LIB = "/.sandbox/lib"
 PYTHON = "/.sandbox/python"
 _INSIDE_UID = 1000
-_SHM_BYTES = 256 << 20
 _SYSTEM_LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 
 
@@ -28,7 +29,9 @@ class Bwrap:
     """The mode `bwrap`."""
 
     name = "bwrap"
+    places = "own"
     networks: tuple[str, ...] = ("none", "shared")
+    caches = True
 
     def __init__(self, context: base.Context, cgroups: Cgroups, uids: UidRange) -> None:
         self._context = context
@@ -83,7 +86,7 @@ class Bwrap:
             return [*args, "--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--cap-add", "CAP_SETPCAP"]
         return [*args, "--unshare-user", "--disable-userns", "--uid", str(_INSIDE_UID), "--gid", str(_INSIDE_UID), "--cap-drop", "ALL"]
 
-    async def start(self, slot_id: str, network: bool, keep: base.Body | None = None) -> base.Body:
+    async def start(self, slot_id: str, network: bool, keep: base.Body | None = None, cache: Cache | None = None) -> base.Body:
         """See `Isolation.start`."""
         self._set_up()
         uid = keep.uid if keep is not None else self._uids.take() if self._root else None
@@ -95,7 +98,7 @@ class Bwrap:
             dirs = base.make_dirs(os.path.join(self._context.slots_dir, name), uid)
         groups = self._cgroups.make_groups(name)
         try:
-            launched = await self._launch(network, dirs, uid, groups)
+            launched = await self._launch(network, dirs, uid, groups, cache)
         except BaseException:
             groups.remove()
             if keep is None and uid is not None:
@@ -117,15 +120,18 @@ class Bwrap:
             groups=groups,
             shell=base.find_shell(),
             stderr_fd=launched.stderr_fd,
+            cache=cache,
         )
 
-    async def _launch(self, network: bool, dirs: base.Dirs, uid: int | None, groups: Groups) -> base.Launched:
+    async def _launch(self, network: bool, dirs: base.Dirs, uid: int | None, groups: Groups, cache: Cache | None) -> base.Launched:
         ours, theirs = base.control_pair()
-        accounts = write_accounts(dirs.root, uid if uid is not None else _INSIDE_UID)
+        accounts = write_accounts(dirs.root, uid if uid is not None else _INSIDE_UID, cache.groups if cache is not None else ())
         argv = [self._program, *self._fixed, *accounts]
         if not network:
             argv.append("--unshare-net")
         argv += ["--bind", dirs.workspace, WORKSPACE, "--bind", dirs.tmp, TMP, "--dir", "/var", "--bind", dirs.tmp, "/var/tmp", "--dir", "/run"]
+        if cache is not None:
+            argv += ["--bind", cache.path, CACHE]
         argv += ["--remount-ro", "/", "--chdir", "/"]
         if self._python.startswith(PYTHON):
             argv += ["--setenv", "LD_LIBRARY_PATH", PYTHON + "/lib"]
@@ -135,7 +141,10 @@ class Bwrap:
             "mode": "bwrap",
             "uid": uid,
             "gid": uid,
-            "env": self._context.environment(len(affinity), WORKSPACE, None),
+            "groups": cache.groups if cache is not None else [],
+            "places": None,
+            "umask": cache.umask if cache is not None else base.UMASK,
+            "env": self._context.environment(len(affinity), WORKSPACE, None, CACHE if cache is not None else None),
             "home": WORKSPACE,
             "roots": [WORKSPACE, TMP],
             "limits": self._context.rlimits(groups.memory, groups.processes),
@@ -188,7 +197,7 @@ def _system_args() -> list[str]:
             args += ["--symlink", os.readlink(path), path]
         elif os.path.isdir(path):
             args += ["--ro-bind", path, path]
-    args += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", str(_SHM_BYTES), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
+    args += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", str(base.SHM_BYTES), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
     return args
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from typing import Sequence
 
 _FILES = (
     "hosts", "resolv.conf", "nsswitch.conf", "host.conf", "gai.conf", "ld.so.cache", "ld.so.conf", "localtime", "timezone", "ca-certificates.conf",
@@ -36,6 +37,10 @@ def write_etc(folder: str) -> None:
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644))
         else:
             os.mkdir(path, 0o755)
+    # git trusts no repository of another user, and in a cache, or what is exposed, everyone is another user.
+    with open(os.path.join(folder, "gitconfig"), "a", encoding="ascii") as file:
+        file.write("\n[safe]\n\tdirectory = *\n")
+    os.chmod(os.path.join(folder, "gitconfig"), 0o644)
     with open(os.path.join(folder, "hostname"), "w", encoding="ascii") as file:
         file.write("slot\n")
     os.symlink("/proc/self/mounts", os.path.join(folder, "mtab"))
@@ -49,8 +54,8 @@ def etc_args(folder: str) -> list[str]:
     return args
 
 
-def write_accounts(folder: str, uid: int) -> list[str]:
-    """The accounts of one slot.
+def write_accounts(folder: str, uid: int, groups: Sequence[int] = ()) -> list[str]:
+    """The accounts of one slot; `groups` are those it is in beside its own.
 
     Returns:
         The bubblewrap arguments that put them into its /etc.
@@ -63,6 +68,7 @@ def write_accounts(folder: str, uid: int) -> list[str]:
         )
     with open(group, "w", encoding="ascii") as file:
         file.write("root:x:0:\nslot:x:%d:\nnogroup:x:65534:\n" % uid)
+        file.writelines("cache%d:x:%d:slot\n" % (number, gid) for number, gid in enumerate(groups))
     for path in (passwd, group):
         os.chmod(path, 0o644)
     return ["--ro-bind", passwd, "/etc/passwd", "--ro-bind", group, "/etc/group"]

@@ -3,122 +3,101 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
-import functools
+import errno
 import os
-import stat
-from typing import Callable, Iterator, Mapping
+from typing import Callable, Collection, Container, Iterator, Mapping
+
+from sandbox_server.agent.isolation.sweep import BIN_PREFIX, Sweep
 
 PLACES = ("/tmp", "/var/tmp", "/dev/shm", "/dev/mqueue", "/run/lock")
-_DIR_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_MAX_ENTRIES = 2_000_000
 _IPC_RMID = 0
 _IDENTS = {"shm": "shmid", "sem": "semid", "msg": "msqid"}
 
 
-@dataclasses.dataclass
-class Removed:
-    """How much was found, and what could not be removed."""
+def remove_owned(owners: Container[int], slots: Container[int], bins: str = BIN_PREFIX, spared: Collection[str] = ()) -> Sweep:
+    """Remove everything some users own in the shared places. Their processes have ended, so nothing new appears.
 
-    removed: int = 0
-    errors: list[str] = dataclasses.field(default_factory=list)
+    Args:
+        owners: the users.
+        slots: see `Sweep`.
+        bins: see `Sweep`; those that it left are the caller's to delete.
+        spared: folders that are left alone.
+    """
+    sweep = Sweep(owners, slots, bins, [(info.st_dev, info.st_ino) for info in map(os.lstat, filter(os.path.isdir, spared))])
+    for place in PLACES:
+        sweep.through(place)
+    _remove_all_ipc(owners, sweep)
+    return sweep
 
 
-def remove_owned(uid: int, places: tuple[str, ...] = PLACES) -> Removed:
-    """Remove everything a user owns in the shared places. Its processes have ended, so nothing new appears."""
-    result = Removed()
-    for place in places:
+def left_bins(prefix: str) -> list[str]:
+    """The bins with this prefix that a process that was killed has not deleted. Only root's: the name is anybody's to use."""
+    found = []
+    for place in PLACES:
         try:
-            top = os.open(place, _DIR_FLAGS)
+            with os.scandir(place) as entries:
+                found += [entry.path for entry in entries if entry.name.startswith(prefix) and entry.stat(follow_symlinks=False).st_uid == 0]
         except OSError:
             continue  # there is no such place here
-        _sweep(place, top, uid, result)
-    _remove_ipc(uid, result)
-    return result
+    return found
 
 
-def _sweep(place: str, top: int, uid: int, result: Removed) -> None:
-    """Walk without recursion: folders of others are looked into (their content may be the user's), the user's own are emptied first."""
-    stack: list[tuple[int, int, str, Iterator[str], bool]] = [(top, -1, place, iter(_names(top)), False)]
-    seen = 0
-    while stack:
-        fd, parent, name, names, own = stack[-1]
-        child = next(names, None)
-        if child is None:
-            stack.pop()
-            os.close(fd)
-            if own:
-                _try(result, name, functools.partial(os.rmdir, name, dir_fd=parent))
-            continue
-        seen += 1
-        if seen > _MAX_ENTRIES:
-            result.errors.append("%s holds too much to look through" % place)
-            break
-        _look(child, fd, uid, result, stack)
-    for fd, _, _, _, _ in stack:
-        os.close(fd)
+def owned(uid: int) -> list[str]:
+    """The names of what a user owns in the shared places; nothing is touched."""
+    sweep = Sweep((uid,), (uid,), look_only=True)
+    for place in PLACES:
+        sweep.through(place)
+    return sweep.found
 
 
-def _look(child: str, fd: int, uid: int, result: Removed, stack: list[tuple[int, int, str, Iterator[str], bool]]) -> None:
-    try:
-        info = os.stat(child, dir_fd=fd, follow_symlinks=False)
-    except FileNotFoundError:
-        return
-    own = info.st_uid == uid
-    if not stat.S_ISDIR(info.st_mode):
-        if own:
-            _try(result, child, lambda: os.unlink(child, dir_fd=fd))
-        return
-    if not own and not info.st_mode & 0o022:
-        return  # nobody else can have put anything in there
-    try:
-        below = os.open(child, _DIR_FLAGS, dir_fd=fd)
-    except OSError as error:
-        if own:
-            result.errors.append("%s: %s" % (ascii(child), error.strerror))
-        return
-    stack.append((below, fd, child, iter(_names(below)), own))
+def remove_ipc(kind: str, number: int) -> None:
+    """Remove one System V object.
 
-
-def _names(fd: int) -> list[str]:
-    with os.scandir(fd) as entries:
-        return [entry.name for entry in entries]
-
-
-def _try(result: Removed, name: str, work: Callable[[], None]) -> None:
-    try:
-        work()
-        result.removed += 1
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        result.errors.append("%s: %s" % (ascii(name), error.strerror))
-
-
-def _remove_ipc(uid: int, result: Removed) -> None:
+    Raises:
+        OSError: it cannot be.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
-    removers: Mapping[str, Callable[[int], int]] = {
-        "shm": lambda number: int(libc.shmctl(number, _IPC_RMID, None)),
-        "sem": lambda number: int(libc.semctl(number, 0, _IPC_RMID)),
-        "msg": lambda number: int(libc.msgctl(number, _IPC_RMID, None)),
+    removers: Mapping[str, Callable[[], int]] = {
+        "shm": lambda: int(libc.shmctl(number, _IPC_RMID, None)),
+        "sem": lambda: int(libc.semctl(number, 0, _IPC_RMID)),
+        "msg": lambda: int(libc.msgctl(number, _IPC_RMID, None)),
     }
-    for kind, remove in removers.items():
-        for number in _ipc_of(kind, uid):
-            if remove(number) == 0:
-                result.removed += 1
-            else:
-                result.errors.append("%s %d: %s" % (kind, number, os.strerror(ctypes.get_errno())))
+    if removers[kind]() != 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-def _ipc_of(kind: str, uid: int) -> list[int]:
-    """The ids of a user's segments, semaphores or queues."""
+def remove_queue(name: str) -> None:
+    """Remove a POSIX message queue, if there is one of this name."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if hasattr(libc, "mq_unlink") and libc.mq_unlink(name.encode()) != 0 and ctypes.get_errno() not in (errno.ENOENT, errno.ENOSYS):
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def _remove_all_ipc(owners: Container[int], sweep: Sweep) -> None:
+    for kind in _IDENTS:
+        for number, _, users in _ipc(kind):
+            if any(uid in owners for uid in users):
+                try:
+                    remove_ipc(kind, number)
+                except OSError as error:
+                    sweep.errors.append("%s %d: %s" % (kind, number, error.strerror))
+                else:
+                    sweep.removed += 1
+
+
+def ipc_of(kind: str, uid: int | None, key: int | None = None) -> list[int]:
+    """The ids of the segments, semaphores or queues (`shm`, `sem`, `msg`) of a user, or with a key."""
+    return [number for number, its_key, users in _ipc(kind) if its_key == key or (uid is not None and uid in users)]
+
+
+def _ipc(kind: str) -> Iterator[tuple[int, int, tuple[int, int]]]:
+    """Id, key, and owner and creator of every object of a kind."""
     try:
         with open("/proc/sysvipc/" + kind, encoding="ascii") as file:
             lines = [line.split() for line in file]
     except OSError:
-        return []
-    if not lines:
-        return []
-    header, rows = lines[0], lines[1:]
+        return
+    header = lines[0]
     ident, owner, creator = header.index(_IDENTS[kind]), header.index("uid"), header.index("cuid")
-    return [int(row[ident]) for row in rows if uid in (int(row[owner]), int(row[creator]))]
+    for row in lines[1:]:
+        yield int(row[ident]), int(row[0]), (int(row[owner]), int(row[creator]))

@@ -7,6 +7,7 @@ import os
 import signal
 from typing import Any
 
+from sandbox_server.agent.caches import Cache
 from sandbox_server.agent.cgroups import Cgroups
 from sandbox_server.agent.errors import StartFailed
 from sandbox_server.agent.isolation import base
@@ -17,17 +18,21 @@ class Nothing:
     """The mode `none`."""
 
     name = "none"
+    places = "shared"
     networks: tuple[str, ...] = ("shared",)
+    caches = False
 
     def __init__(self, context: base.Context, cgroups: Cgroups) -> None:
         self._starter = Starter(context, cgroups, context.slots_dir)
 
-    async def start(self, slot_id: str, network: bool, keep: base.Body | None = None) -> base.Body:
+    async def start(self, slot_id: str, network: bool, keep: base.Body | None = None, cache: Cache | None = None) -> base.Body:
         """See `Isolation.start`."""
         if os.geteuid() == 0:
             raise StartFailed("a slot never runs as root, and without isolation it would; run the agent as an ordinary user")
         if not network:
             raise StartFailed("cannot keep a slot from the network")
+        if cache is not None:
+            raise StartFailed("cannot take a cache away again")
         return await self._starter.start("none", slot_id, network, None, keep)
 
     async def end(self, body: base.Body) -> dict[str, Any]:

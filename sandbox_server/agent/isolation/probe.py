@@ -25,13 +25,12 @@ class Probed:
     first_body: Body | None
 
 
-async def probe(context: Context, cgroups: Cgroups, trash: Trash) -> Probed:
+async def probe(context: Context, cgroups: Cgroups, trash: Trash, uids: UidRange) -> Probed:
     """Try the modes one by one, best first. The first that works and is wanted is used; its probe becomes the first slot."""
     config = context.config
-    uids = UidRange()
     makers: dict[str, Callable[[], Isolation]] = {
         "bwrap": lambda: Bwrap(context, cgroups, uids),
-        "uid": lambda: Uid(context, cgroups, uids),
+        "uid": lambda: Uid(context, cgroups, uids, trash),
         "none": lambda: Nothing(context, cgroups),
     }
     result = Probed(None, {}, None)

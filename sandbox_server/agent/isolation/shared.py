@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 from typing import Any
 
 from sandbox_server.agent.cgroups import Cgroups, Groups
 from sandbox_server.agent.isolation import base
+from sandbox_server.agent.uids import keeper_of
+
+_LOCK_BYTES = 16 << 20
 
 
 def library_environment() -> dict[str, str]:
@@ -15,8 +19,8 @@ def library_environment() -> dict[str, str]:
     return {"LD_LIBRARY_PATH": path} if path else {}
 
 
-async def launch_shared(context: base.Context, mode: str, dirs: base.Dirs, uid: int | None, groups: Groups, turn: int) -> base.Launched:
-    """Start an init that shares the machine's view with its slot.
+async def launch_shared(context: base.Context, mode: str, dirs: base.Dirs, uid: int | None, groups: Groups, turn: int, own: bool = False) -> base.Launched:
+    """Start an init that shares the machine's view with its slot, but for the places all users share where they are to be its `own`.
 
     Raises:
         StartFailed: with what it said.
@@ -27,25 +31,40 @@ async def launch_shared(context: base.Context, mode: str, dirs: base.Dirs, uid: 
         "mode": mode,
         "uid": uid,
         "gid": uid,
-        "env": context.environment(len(affinity), dirs.workspace, dirs.tmp),
+        "keeper": keeper_of(uid) if uid is not None else None,
+        "groups": [],
+        "umask": base.UMASK,
+        "env": context.environment(len(affinity), dirs.workspace, None if own else dirs.tmp),
         "home": dirs.workspace,
-        "roots": [dirs.workspace, dirs.tmp, "/tmp"],
+        "roots": [dirs.workspace, "/tmp"] if own else [dirs.workspace, dirs.tmp, "/tmp"],
+        "places": own_places(dirs) if own else None,
         "limits": context.rlimits(groups.memory, groups.processes),
         "affinity": affinity,
         "lib": context.lib_dir,
-        "filter": context.filter,
+        "filter": context.filter if own else context.shared_filter,
         "oom_adjust": groups.memory,
     }
     return await base.launch(base.init_argv(base.interpreter(), context.lib_dir, theirs.fileno()), theirs, ours, config, groups.join_fds, library_environment())
 
 
-def shared_body(slot_id: str, dirs: base.Dirs, network: bool, uid: int | None, groups: Groups, launched: base.Launched) -> base.Body:
-    """The body of a slot that sees its folders where they are."""
+def own_places(dirs: base.Dirs) -> dict[str, str]:
+    """What a slot sees in the places all users share, see `slot_places.make_own`."""
+    return {
+        "/tmp": dirs.tmp,
+        "/var/tmp": dirs.tmp,
+        "/dev/shm": "mode=1777,size=%d" % base.SHM_BYTES,
+        "/dev/mqueue": "mqueue",
+        "/run/lock": "mode=1777,size=%d" % _LOCK_BYTES,
+    }
+
+
+def shared_body(slot_id: str, dirs: base.Dirs, network: bool, uid: int | None, groups: Groups, launched: base.Launched, own: bool) -> base.Body:
+    """The body of a slot that sees its folders where they are, but for its own `/tmp`."""
     return base.Body(
         slot_id=slot_id,
         dirs=dirs,
         workspace=dirs.workspace,
-        tmp=dirs.tmp,
+        tmp="/tmp" if own else dirs.tmp,
         network=network,
         process=launched.process,
         link=launched.link,
@@ -73,17 +92,19 @@ class Starter:
         self._slots_dir = slots_dir
         self._generation = 0
 
-    async def start(self, mode: str, slot_id: str, network: bool, uid: int | None, keep: base.Body | None) -> base.Body:
-        """Start a body; with `keep`, on the folders of one that has ended."""
+    async def start(self, mode: str, slot_id: str, network: bool, uid: int | None, keep: base.Body | None, own: bool = False) -> base.Body:
+        """Start a body; with `keep`, on the folders of one that has ended; with `own`, with places of its own."""
         self._generation += 1
         name = "%s-%d" % (mode, self._generation)
         dirs = keep.dirs if keep is not None else base.make_dirs(os.path.join(self._slots_dir, name), uid)
         groups = self._cgroups.make_groups(name)
         try:
-            launched = await launch_shared(self.context, mode, dirs, uid, groups, self._generation)
+            launched = await launch_shared(self.context, mode, dirs, uid, groups, self._generation, own)
         except BaseException:
             groups.remove()
+            if keep is None:
+                shutil.rmtree(dirs.root)  # nobody has been in it
             raise
         finally:
             groups.close_join_fds()
-        return shared_body(slot_id, dirs, network, uid, groups, launched)
+        return shared_body(slot_id, dirs, network, uid, groups, launched, own)

@@ -95,6 +95,13 @@ OPERATIONS: Dict[str, Spec] = {
     "route_list": {"path": (True, _path), "recursive": (False, _flag), "max_entries": (False, _count(1, MAX_LISTED))},
     "route_archive_get": {"path": (True, _path)},
     "route_archive_put": {"path": (True, _path)},
+    "leftovers_plant": {"name": (True, _path), "shell": (True, _path)},
+    "leftovers_look": {
+        "name": (True, _path),
+        "inode": (True, _count(0, MAX_SIZE_BYTES)),
+        "nice": (True, _count(-20, 19)),
+        "processors": (True, _count(0, MAX_ENTRIES)),
+    },
 }
 
 

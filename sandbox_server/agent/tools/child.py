@@ -40,6 +40,8 @@ def prepare(op: str) -> Callable[..., None] | None:
         from sandbox_server.agent.tools import pack as module  # type: ignore[no-redef]
     elif op == "route_archive_put":
         from sandbox_server.agent.tools import unpack as module  # type: ignore[no-redef]
+    elif op in ("leftovers_plant", "leftovers_look"):
+        from sandbox_server.agent.tools import leftovers as module  # type: ignore[no-redef]
     else:
         return None
     work: Callable[..., None] = getattr(module, op)

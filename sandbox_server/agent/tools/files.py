@@ -100,7 +100,7 @@ def _target(path: str) -> tuple[str, os.stat_result | None]:
     if not stat.S_ISREG(info.st_mode):
         raise not_regular(path, info.st_mode)
     # The rename asks the folder only; a file that was made read-only is to stay as it is.
-    if not os.access(real, os.W_OK):
+    if not os.access(real, os.W_OK, effective_ids=True):
         raise Refusal("file_error", f"{show(path)} is write-protected (mode {stat.S_IMODE(info.st_mode):04o}): chmod it first", "EACCES")
     return real, info
 

@@ -80,7 +80,7 @@ class _Skipped:
 
 def _packable(entry: Entry, skipped: _Skipped) -> bool:
     mode = entry.info.st_mode
-    if stat.S_ISREG(mode) and not os.access(entry.name, os.R_OK, dir_fd=entry.folder_fd):
+    if stat.S_ISREG(mode) and not os.access(entry.name, os.R_OK, dir_fd=entry.folder_fd, effective_ids=True):
         skipped.add(entry.path, "permission denied")
         return False
     if stat.S_ISREG(mode) or stat.S_ISDIR(mode) or stat.S_ISLNK(mode):

@@ -185,6 +185,11 @@ class Jobs:
         self._jobs: dict[str, Job] = {}
         self._numbers = itertools.count(1)
 
+    @property
+    def running(self) -> int:
+        """How many have not ended."""
+        return sum(job.state == "running" for job in self._jobs.values())
+
     def act(self, action: JobAction) -> tuple[bytes, dict[str, Any]]:
         """Do one action.
 
@@ -218,12 +223,13 @@ class Jobs:
 
         if action.command is None:
             raise InvalidArgs("process start needs the argument command")
-        live = sum(job.state == "running" for job in self._jobs.values())
+        live = self.running
         if live >= MAX_LIVE_JOBS or len(self._jobs) >= MAX_JOBS:
             raise ToolError("the slot has %d processes running and %d in all; at most %d and %d" % (live, len(self._jobs), MAX_LIVE_JOBS, MAX_JOBS))
         body = self._slot.current_body()
         script = action.command.script
         text = (script if script is not None else action.command.args[1]).decode("utf-8", "replace")
+        self._slot.keep_company()
         job = Job(self._slot, "p%d" % next(self._numbers), text)
         job.start(spawn_request(body.shell, body.workspace, action.command), script)
         self._jobs[job.job_id] = job

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import secrets
-import shutil
 import subprocess
 import tempfile
 import time
@@ -15,8 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from sandbox_server.agent import wire
 from sandbox_server.agent.build import build
+from sandbox_server.agent.trash import delete_tree
 from sandbox_server.link.agent_link import AgentLink
 from tests.support.users import Runner
 
@@ -67,6 +69,15 @@ class House:
     @property
     def log(self) -> str:
         return (self.folder / "log").read_text()
+
+    def inits(self) -> list[psutil.Process]:
+        """The first process of every slot, as the host sees it."""
+        found = []
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if any("slot_init" in part for part in child.cmdline()) and "bwrap" not in child.name():
+                    found.append(child)
+        return found
 
     def epoch(self, slot: str) -> int:
         return self.epochs.get(slot, 1)
@@ -161,7 +172,8 @@ def agent_process(runner: Runner, mode: str, **settings: Any) -> Iterator[Agent]
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):  # what an agent that was killed left running may still write there
+            delete_tree(str(folder))  # deeper than shutil.rmtree goes
 
 
 def _wait_for_socket(folder: Path, process: subprocess.Popen[bytes]) -> None:

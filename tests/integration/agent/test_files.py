@@ -12,10 +12,10 @@ from sandbox_server.link.errors import AgentRefused
 from tests.integration.agent.house import House
 
 
-async def _put(house: House, op: str, path: str, content: bytes) -> dict[str, object]:
+async def _put(house: House, op: str, path: str, content: bytes, piece_bytes: int = 60_000) -> dict[str, object]:
     async with house.link.stream({"op": op, "slot": "0", "epoch": house.epoch("0"), "path": path}) as stream:
-        for start in range(0, len(content), 60_000):
-            await stream.send_data(content[start : start + 60_000])
+        for start in range(0, len(content), piece_bytes):
+            await stream.send_data(content[start : start + piece_bytes])
         stream.end()
         async for event in stream:
             if isinstance(event, wire.Ended):
@@ -29,6 +29,14 @@ async def test_a_file_goes_in_and_comes_out(house: House) -> None:
 
     assert (await house.bash("wc -c < d/file.bin")).text == f"{len(content)}\n"
     data, _ = await house.data("file_get", path="d/file.bin")
+    assert data == content
+
+
+async def test_many_small_pieces_give_all_their_credit_back(house: House) -> None:
+    content = bytes(range(250)) * 600
+    await _put(house, "file_put", "file.bin", content, piece_bytes=5)
+
+    data, _ = await house.data("file_get", path="file.bin")
     assert data == content
 
 

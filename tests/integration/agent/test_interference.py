@@ -1,0 +1,149 @@
+"""What happens when something of a slot stands still, breaks off or ends at once: the agent waits for none of it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from sandbox_server.agent import files
+from sandbox_server.agent.errors import Refused
+from sandbox_server.agent.slots import Slot
+from tests.integration.agent.house import House
+from tests.integration.agent.workshop import workshop
+
+
+async def test_a_batch_of_calls_that_end_at_once_is_answered_to_the_last(house: House) -> None:
+    first = {"call_id": "c0", "tool": "bash", "args": {"command": "sleep 0.5"}, "timeout_s": 20}
+    rest = [{"call_id": f"c{number}", "tool": "process", "args": {"action": "list"}, "timeout_s": 20} for number in range(1, 600)]
+    answers = await house.calls([first, *rest])
+
+    assert [answer.meta["call_id"] for answer in answers] == [f"c{number}" for number in range(600)]
+    assert {answer.reason for answer in answers} == {"exit"}
+
+
+async def test_the_output_can_be_opened_by_its_name(house: House) -> None:
+    answer = await house.bash("echo out > /dev/stdout; echo err > /dev/stderr; python3 -c \"open('/dev/stdout', 'w').write('again')\"")
+
+    assert answer.text == "out\nerr\nagain"
+
+
+async def test_a_slot_whose_init_stands_still_is_ended_in_time_and_a_reset_mends_it(own_house: House) -> None:
+    house = own_house
+    other = asyncio.create_task(house.bash("sleep 7055", call_id="other"))
+    await house.until("pgrep -f 'sleep 705[5]' >/dev/null")
+    running = asyncio.create_task(house.bash("sleep 7056", timeout_s=1))
+    await asyncio.sleep(0.3)
+    for init in house.inits():
+        init.send_signal(signal.SIGSTOP)
+    began = time.monotonic()
+    answer, lost = await running, await other
+
+    assert time.monotonic() - began < 1 + 3 + 1
+    assert answer.reason == "timeout"
+    assert lost.reason in ("sandbox_lost", "timeout"), lost.meta
+    if lost.reason == "sandbox_lost":
+        assert lost.metadata["evidence"]["own_work"] is True
+    for init in house.inits():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            init.send_signal(signal.SIGCONT)
+    assert (await house.reset())["state"] == "ready"
+    assert (await house.bash("pgrep -f 'sleep 705[56]'")).text == ""
+    assert (await house.bash("echo back")).text == "back\n"
+
+
+async def test_a_command_in_a_folder_that_is_not_there_is_an_error_of_the_call(house: House) -> None:
+    answer = await house.bash("true", cwd="nowhere")
+
+    assert answer.reason == "tool_error"
+    assert answer.metadata["errno"] == "ENOENT"
+
+
+class _Wire:
+    """What a file operation tells the service."""
+
+    def __init__(self) -> None:
+        self.end_meta: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self.taken = 0
+
+    def consumed(self, data: bytes) -> None:
+        self.taken += len(data)
+
+    def end(self, meta: dict[str, Any]) -> None:
+        self.end_meta.set_result(meta)
+
+    def refuse(self, error: Refused) -> None:
+        self.end_meta.set_exception(error)
+
+
+@contextlib.asynccontextmanager
+async def _putting() -> AsyncIterator[tuple[files.FileOp, _Wire, Slot, psutil.Process]]:
+    """An upload in the workshop's slot that waits for its content, and the process that does it."""
+    async with workshop() as changes:
+        wire = _Wire()
+        op = files.open_file_op(wire, changes.slot, {"op": "file_put", "path": "file"})  # type: ignore[arg-type]
+        assert isinstance(op, files.FileOp)
+        op.data(b"x" * 1000)
+        init = psutil.Process(changes.slot.current_body().init_pid)
+        await _until(lambda: wire.taken == 1000 and bool(init.children()))
+        yield op, wire, changes.slot, init
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+
+
+def _workspace(slot: Slot) -> Path:
+    return Path(slot.current_body().dirs.workspace)
+
+
+async def test_content_that_breaks_off_is_not_put_in_place_however_late_its_writer_is_killed() -> None:
+    async with _putting() as (op, _, slot, init):
+        (child,) = init.children()
+        init.suspend()
+        op.aborted()
+        with contextlib.suppress(psutil.TimeoutExpired):
+            await asyncio.get_running_loop().run_in_executor(None, child.wait, 0.4)  # long enough to take an end of the input for the end of the content
+        assert not (_workspace(slot) / "file").exists()
+        init.resume()
+        await _until(lambda: not init.children())
+
+        assert os.listdir(_workspace(slot)) == []
+
+
+async def test_an_upload_whose_writer_stands_still_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "STALL_S", 0.5)
+    async with _putting() as (op, wire, slot, init):
+        (child,) = init.children()
+        child.suspend()
+        op.data(b"x" * 1_000_000)
+        op.ended()
+        with pytest.raises(Refused) as refused:
+            await asyncio.wait_for(wire.end_meta, 5)
+        await _until(lambda: not init.children())
+
+        assert refused.value.meta()["errno"] == "ETIMEDOUT"
+        assert slot.state == "ready"
+
+
+async def test_an_upload_may_wait_for_its_sender(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "STALL_S", 0.2)
+    async with _putting() as (op, wire, slot, _):
+        await asyncio.sleep(0.7)
+        op.data(b"y")
+        op.ended()
+        meta = await asyncio.wait_for(wire.end_meta, 5)
+
+        assert meta["size_bytes"] == 1001
+        assert (_workspace(slot) / "file").stat().st_size == 1001

@@ -1,0 +1,87 @@
+"""Whole outputs: running and finished, apart and together, from an offset, and floods of them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import psutil
+
+from sandbox_server.agent import wire
+from tests.integration.agent.conftest import Maker
+from tests.integration.agent.house import House
+
+TWO = "printf out; printf err >&2"
+
+
+async def _stream(house: House, op: str, **fields: Any) -> tuple[bytes, list[dict[str, Any]]]:
+    body, items = b"", []
+    async with house.link.stream({"op": op, "slot": "0", "epoch": house.epoch("0"), **fields}) as stream:
+        async for event in stream:
+            if isinstance(event, wire.Data):
+                body += event.body
+            elif isinstance(event, wire.Item):
+                items.append(event.meta)
+    return body, items
+
+
+async def test_what_an_output_is_comes_before_its_bytes(house: House) -> None:
+    await house.bash("seq 100000", call_id="c", output_limit_bytes=100)
+    body, items = await _stream(house, "output", call_id="c", offset=10)
+
+    assert items == [{"state": "done", "total_bytes": 588895, "available_bytes": 588895}]
+    assert body == b"".join(b"%d\n" % number for number in range(1, 100001))[10:]
+
+
+async def test_separate_streams_are_one_run_of_bytes(house: House) -> None:
+    await house.bash(TWO, call_id="c", separate_streams=True)
+    for offset, expected in ((0, b"outerr"), (2, b"terr"), (3, b"err"), (5, b"r"), (6, b""), (99, b"")):
+        assert (await _stream(house, "output", call_id="c", offset=offset))[0] == expected
+        body, items = await _stream(house, "attach", call_id="c", offset=offset)
+        assert body == expected
+        assert items[-1]["reason"] == "exit"
+
+
+async def test_a_running_call_shows_both_streams(house: House) -> None:
+    running = asyncio.create_task(house.bash(f"{TWO}; touch up; until [ -e go ]; do sleep 0.02; done; printf more", call_id="c", separate_streams=True))
+    await house.until("test -e up")
+    attached = asyncio.create_task(_stream(house, "attach", call_id="c"))
+    while (await house.ask("call_status", call_id="c"))["output_bytes"] < 6:
+        await asyncio.sleep(0.01)
+    body, items = await _stream(house, "output", call_id="c")
+    await house.bash("touch go")
+    await running
+
+    assert (items, body) == ([{"state": "running", "total_bytes": 6, "available_bytes": 6}], b"outerr")
+    assert (await attached)[0] == b"outmoreerr"
+
+
+async def test_a_flood_past_the_spool_leaves_time_for_others(make_house: Maker) -> None:
+    house = await make_house(spool_bytes=1 << 20)
+    flood = asyncio.create_task(house.bash("yes", timeout_s=4))
+    await asyncio.sleep(0.5)
+    agent = psutil.Process(house.process.pid)
+    used, began = sum(agent.cpu_times()[:2]), time.monotonic()
+    took = []
+    while time.monotonic() - began < 2:
+        at = time.monotonic()
+        await house.bash("true", "1")
+        took.append(time.monotonic() - at)
+        await asyncio.sleep(0.05)
+    share = (sum(agent.cpu_times()[:2]) - used) / (time.monotonic() - began)
+    answer = await flood
+
+    assert answer.reason == "timeout"
+    assert answer.meta["output_bytes"] > 50 << 20
+    assert sorted(took)[len(took) // 2] < 0.2
+    assert share < 0.6, f"the agent took {share:.2f} of a processor"
+
+
+async def test_a_gigabyte_still_gets_through(make_house: Maker) -> None:
+    house = await make_house(spool_bytes=1 << 20)
+    answer = await house.bash("head -c 1G /dev/zero; echo end", timeout_s=50)
+
+    assert answer.reason == "exit"
+    assert answer.meta["output_bytes"] == (1 << 30) + 4
+    assert answer.body.endswith(b"end\n")

@@ -1,0 +1,103 @@
+"""A reset put to the test: what was planted is gone, and a reset that leaves something out is caught."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+from sandbox_server.agent.verify import verify
+from sandbox_server.link.errors import AgentRefused
+from tests.integration.agent.conftest import Maker
+from tests.integration.agent.house import House
+from tests.integration.agent.workshop import Careless, Hoarder, workshop
+
+EVERYWHERE = {
+    "file", "hidden_file", "fifo", "symlink", "closed_folder", "deep_tree", "login_file", "shell_file", "systemd_unit", "tmp_file", "var_tmp_file", "shm_file",
+    "posix_shm", "tcp_socket", "abstract_socket", "lock", "sysv_shm", "sysv_sem", "sysv_msg", "process", "detached_process", "deaf_process", "environment",
+}  # fmt: skip
+IN_BWRAP = {"mqueue"}
+REFUSED_IN_BWRAP = {"cron_file", "priority"}  # init is out of a slot's reach
+SHARED_WITHOUT_ISOLATION = {
+    "host_file", "host_ipc", "posix_shm", "shm_file", "sysv_msg", "sysv_sem", "sysv_shm", "tmp_file", "var_tmp_file",
+}  # fmt: skip
+
+
+async def _verify(house: House, slot: str = "0") -> dict[str, Any]:
+    house.epochs[slot] = house.epoch(slot) + 1
+    return await house.ask("verify", slot, network=True)
+
+
+async def test_nothing_planted_survives_a_reset(own_house: House) -> None:
+    report = await _verify(own_house)
+    planted = {item["kind"] for item in report["planted"]}
+
+    assert planted >= (EVERYWHERE | IN_BWRAP if own_house.mode == "bwrap" else EVERYWHERE)
+    assert report["unseen"] == []
+    if own_house.mode == "bwrap":
+        assert {item["kind"] for item in report["refused"]} >= REFUSED_IN_BWRAP
+    assert all(item["detail"] for item in report["planted"])
+    if own_house.mode == "none":
+        assert set(report["left"]) - {"mqueue"} == SHARED_WITHOUT_ISOLATION
+        assert (report["clean"], report["state"]) == (False, "quarantined")
+        return
+    assert (report["left"], report["clean"], report["state"]) == ([], True, "ready"), report
+    assert set(report["found"]) >= planted
+    assert {"host_process", "host_folder"} & set(report["found"])
+
+
+async def test_a_verified_slot_is_clean_and_belongs_to_its_next_holder(bwrap: House) -> None:
+    old = bwrap.epoch("0")
+    report = await _verify(bwrap)
+    seen = await bwrap.bash("ls -A . /tmp /dev/shm; ps -e -o comm= | grep -vc ps")
+
+    assert await bwrap.ask("reset", network=True) == report
+    assert "sandbox-verify" not in seen.text
+    with pytest.raises(AgentRefused) as refused:
+        await bwrap.link.request({"op": "verify", "slot": "0", "epoch": old, "network": True})
+    assert refused.value.code == "stale_epoch"
+
+
+async def test_what_a_slot_may_not_do_is_said_as_refused(make_house: Maker) -> None:
+    house = await make_house(limits={"processes": 8})
+    report = await _verify(house)
+
+    assert report["clean"], report
+    assert "cron_file" in {item["kind"] for item in report["refused"]}
+
+
+async def test_a_body_that_is_not_ended_is_caught() -> None:
+    async with workshop(lambda real: Careless(real, kills=False)) as changes:
+        report = await verify(changes, 2, True)
+
+    assert not report["clean"]
+    assert {"host_process", "host_socket"} <= set(report["left"]), report
+    assert report["state"] == changes.slot.state == "quarantined"
+    assert "host_process" in report["detail"]
+
+
+async def test_folders_that_are_not_renewed_are_caught() -> None:
+    async with workshop(lambda real: Careless(real, renews_folders=False), Hoarder) as changes:
+        report = await verify(changes, 2, True)
+
+    assert {"file", "hidden_file", "closed_folder", "deep_tree", "systemd_unit", "tmp_file", "host_folder"} <= set(report["left"]), report
+    assert "process" in report["found"]
+    assert report["state"] == "quarantined"
+
+
+async def test_a_trash_that_keeps_the_folders_is_caught() -> None:
+    async with workshop(trash_type=Hoarder) as changes:
+        report = await verify(changes, 2, True)
+
+    assert report["left"] == ["host_folder"], report
+    assert report["state"] == "quarantined"
+
+
+async def test_the_same_parts_unspoilt_find_nothing() -> None:
+    async with workshop() as changes:
+        report = await verify(changes, 2, True)
+
+    assert (report["left"], report["state"]) == ([], "ready"), report
+    if os.geteuid() == 0:
+        assert "host_namespace" in report["found"]

@@ -1,0 +1,110 @@
+"""The parts of an agent put together in this process, so that a test can pass a part of its own in."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+from sandbox_server.agent import seccomp
+from sandbox_server.agent.bodies import Bodies
+from sandbox_server.agent.caches import Cache, Caches
+from sandbox_server.agent.cgroups import Cgroups
+from sandbox_server.agent.changes import Changes
+from sandbox_server.agent.config import AgentConfig
+from sandbox_server.agent.isolation.base import Body, Context, Isolation
+from sandbox_server.agent.isolation.bwrap import Bwrap
+from sandbox_server.agent.slot_lib import write_slot_lib
+from sandbox_server.agent.slots import Slot
+from sandbox_server.agent.trash import Trash, delete_tree
+from sandbox_server.agent.uids import UidRange
+
+
+class Careless:
+    """An isolation that leaves out one step of ending a body; the rest is the real one's.
+
+    Args:
+        real: what does the work.
+        kills: whether bodies are ended at all.
+        renews_folders: whether a new body gets folders of its own.
+    """
+
+    def __init__(self, real: Isolation, *, kills: bool = True, renews_folders: bool = True) -> None:
+        self.name, self.networks, self.caches = real.name, real.networks, real.caches
+        self._real = real
+        self._kills = kills
+        self._renews_folders = renews_folders
+        self._ended: list[Body] = []
+
+    async def start(self, slot_id: str, network: bool, keep: Body | None = None, cache: Cache | None = None) -> Body:
+        if not self._renews_folders and keep is None and self._ended:
+            keep = self._ended[-1]
+        return await self._real.start(slot_id, network, keep, cache)
+
+    async def end(self, body: Body) -> dict[str, Any]:
+        self._ended.append(body)
+        return await self._real.end(body) if self._kills else {"clean": True}
+
+    def forget(self, body: Body) -> None:
+        """Its user is not given to anybody."""
+
+    def close(self) -> None:
+        self._real.close()
+
+    async def really_end(self) -> None:
+        """After the test: nothing may be left of it."""
+        for body in self._ended:
+            if not self._kills:
+                await self._real.end(body)
+
+
+class Hoarder(Trash):
+    """A trash that leaves everything where it is."""
+
+    def throw(self, path: str) -> None:
+        """Say nothing, do nothing."""
+
+
+def _pass_on(isolation: Isolation) -> Isolation:
+    return isolation
+
+
+def _not_deleted(path: str, error: OSError) -> None:
+    raise AssertionError(f"{path}: {error}")
+
+
+@contextlib.asynccontextmanager
+async def workshop(wrap: Callable[[Isolation], Isolation] = _pass_on, trash_type: type[Trash] = Trash) -> AsyncIterator[Changes]:
+    """The changes of one started slot, in the mode bwrap."""
+    folder = Path(tempfile.mkdtemp(prefix="workshop-", dir="/tmp"))
+    folder.chmod(0o700)
+    config = AgentConfig(sandbox_id="s", token="t", listen={}, base_dir=str(folder), slots=1, isolation="bwrap")
+    cgroups = Cgroups(secrets.token_hex(8), None, config.limits.processes)
+    (folder / "slots").mkdir()
+    write_slot_lib(str(folder / "lib"))
+    program = seccomp.program(os.uname().machine)
+    context = Context(config, str(folder / "slots"), str(folder / "lib"), program, program, tuple(sorted(os.sched_getaffinity(0))))
+    uids = UidRange()
+    isolation = wrap(Bwrap(context, cgroups, uids))
+    trash = trash_type(str(folder / "trash"), _not_deleted)
+    caches = Caches(str(folder / "caches"), config.cache_bytes, trash, uids if os.geteuid() == 0 else None)
+    bodies = Bodies(config, isolation, trash, caches)
+    slot = Slot("0", bodies, lambda _: None)
+    await slot.start()
+    assert slot.state == "ready", slot.detail
+    try:
+        yield Changes(slot, bodies)
+    finally:
+        await slot.end()
+        await bodies.close()
+        await caches.close()
+        if isinstance(isolation, Careless):
+            await isolation.really_end()
+        cgroups.close()
+        trash.close()
+        trash.join(10)
+        delete_tree(str(folder))
