@@ -35,6 +35,8 @@ START_WITHIN_S = 20.0
 LOOK_EVERY_S = 0.005
 TERM_S = 3.0
 KILL_S = 5.0
+#: An agent whose service is gone, and that none will adopt, ends itself after so long.
+ALONE_EXIT_S = 10.0
 DELETE_WITHIN_S = 2.0
 #: The kernel's limit on a unix socket's path is 107 bytes.
 MAX_SOCKET_PATH_BYTES = 100
@@ -49,18 +51,18 @@ class LocalBackend:
         folder: where the sandboxes' folders are.
         owner: who they belong to.
         agent: gives the path of the agent, a zipapp or a folder like one, making it if need be.
-        alone_exit_s: an agent without a service ends itself after so long, in seconds; None: never.
+        survives: whether sandboxes outlive the service, for another one to adopt. They do so at most as long as they may live; else for `ALONE_EXIT_S`.
         term_s: how long an agent may take over SIGTERM before SIGKILL, in seconds.
     """
 
     name = "local"
 
-    def __init__(self, folder: Path, owner: str, agent: Callable[[], Path], alone_exit_s: float | None = 10.0, term_s: float = TERM_S) -> None:
+    def __init__(self, folder: Path, owner: str, agent: Callable[[], Path], survives: bool = False, term_s: float = TERM_S) -> None:
         self._folder = folder
         self._aside = folder.parent / "trash"
         self._owner = owner
         self._agent = agent
-        self._alone_exit_s = alone_exit_s
+        self._survives = survives
         self._term_s = term_s
 
     async def create(self, pool: str, spec: PoolSpec, sandbox_id: str) -> AsyncGenerator[Handle, None]:
@@ -83,7 +85,7 @@ class LocalBackend:
             data["workspaces"] = os.path.join(spec.workspace_base, sandbox_id)
             handle = replace(handle, data=data | ({"group": str(group)} if group is not None else {}))
             yield self._checkpoint(handle)
-            config = _config(handle, spec, socket, folder / "base", self._alone_exit_s)
+            config = _config(handle, spec, socket, folder / "base", survives=self._survives)
             handle, stdin = self._spawn(handle, agent)
             try:
                 yield self._checkpoint(handle)
@@ -200,7 +202,8 @@ def _brief(stdin: int, config: Mapping[str, Any], group: Path | None, pid: int) 
         pipe.write(json.dumps(config).encode())
 
 
-def _config(handle: Handle, spec: PoolSpec, socket: Path, base: Path, alone_exit_s: float | None) -> dict[str, Any]:
+def _config(handle: Handle, spec: PoolSpec, socket: Path, base: Path, *, survives: bool) -> dict[str, Any]:
+    longest_s = spec.max_lifetime_s + spec.max_lease_s
     return {
         "sandbox_id": handle.sandbox_id,
         "token": handle.token,
@@ -220,8 +223,8 @@ def _config(handle: Handle, spec: PoolSpec, socket: Path, base: Path, alone_exit
         "env_vars": dict(spec.env_vars),
         "expose": list(spec.local.expose),
         "workspace_base": spec.workspace_base,
-        "alone_exit_s": alone_exit_s,
-        "max_life_s": spec.max_lifetime_s + spec.max_lease_s,
+        "alone_exit_s": longest_s if survives else ALONE_EXIT_S,
+        "max_life_s": longest_s,
     }
 
 
@@ -231,7 +234,7 @@ def _environment() -> dict[str, str]:
     return {"PATH": SYSTEM_PATH, "LANG": "C.UTF-8", **kept}
 
 
-def make_local_backend(state_dir: Path, owner: str) -> LocalBackend:
+def make_local_backend(state_dir: Path, owner: str, survives: bool = False) -> LocalBackend:
     """The local backend of a service with this state folder."""
     lock = threading.Lock()
 
@@ -239,7 +242,7 @@ def make_local_backend(state_dir: Path, owner: str) -> LocalBackend:
         with lock:
             return _unpack_agent(state_dir / "agent")
 
-    return LocalBackend(state_dir / "sandboxes", owner, agent)
+    return LocalBackend(state_dir / "sandboxes", owner, agent, survives)
 
 
 def _unpack_agent(parent: Path) -> Path:

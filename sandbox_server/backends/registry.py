@@ -9,7 +9,7 @@ from pathlib import Path
 from sandbox_server.backends.base import Backend
 from sandbox_server.core.errors import InvalidRequest, NotImplementedHere
 
-#: name -> where to find a `make(state_dir, owner) -> Backend`
+#: name -> where to find a `make(state_dir, owner, survives) -> Backend`
 BUILT: Mapping[str, str] = {"local": "sandbox_server.backends.local:make_local_backend"}
 
 #: name -> the extra that its client library comes with
@@ -18,16 +18,17 @@ EXTRAS: Mapping[str, str] = {}
 #: Names that the contract has and this version does not.
 NOT_BUILT = frozenset({"docker", "nomad", "modal"})
 
-Make = Callable[[Path, str], Backend]
+Make = Callable[[Path, str, bool], Backend]
 
 
-def load_backend(name: str, state_dir: Path, owner: str = "local") -> Backend:
+def load_backend(name: str, state_dir: Path, owner: str = "local", survives: bool = False) -> Backend:
     """Make the backend of this name.
 
     Args:
         name: as a pool spec says it.
         state_dir: the service's folder; a backend keeps what it must under a folder of its own in there.
         owner: who its sandboxes belong to; `list_owned` finds them by it.
+        survives: whether its sandboxes are to outlive the service, because its state does.
 
     Raises:
         NotImplementedHere: this version does not have it.
@@ -43,4 +44,4 @@ def load_backend(name: str, state_dir: Path, owner: str = "local") -> Backend:
     except ModuleNotFoundError as error:
         extra = EXTRAS.get(name, "server")
         raise InvalidRequest(f"backend {name!r} needs {error.name!r}: pip install 'sandbox-pool[{extra}]'", field="backend") from error
-    return make(state_dir, owner)
+    return make(state_dir, owner, survives)

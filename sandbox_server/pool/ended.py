@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 
 from sandbox_server.core.errors import LeaseLost, SandboxLost
@@ -35,6 +35,12 @@ class EndedLeases:
         """Remember a lease whose end is on record already."""
         self._leases[lease.lease_id] = lease
         self._order.append((ended, lease.lease_id))
+
+    def restore_all(self, leases: Iterable[Lease], now: float, wall: float) -> None:
+        """Remember what is on record, as long as from its end on; leases that hold are passed over."""
+        ended = [(lease.ended_at, lease) for lease in leases if lease.ended_at is not None]
+        for ended_at, lease in sorted(ended, key=lambda pair: pair[0]):
+            self.restore(lease, now - max(0.0, wall - ended_at))
 
     def get(self, lease_id: str) -> Lease | None:
         """The lease as it ended."""

@@ -1,18 +1,37 @@
-"""From a place in the line to an answer: waking who is served, narrowing before the grant counts, giving back what nobody took."""
+"""From a place in the line to an answer: waking who is served, preparing slots before the grant counts, giving back what nobody took."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Protocol
 
-from sandbox_server.core.errors import InvalidRequest, NoCapacity, NotImplementedHere, PoolServiceError, QuotaExceeded
+from sandbox_server.core.errors import InvalidRequest, NoCapacity, PoolServiceError, QuotaExceeded
 from sandbox_server.core.types import Acquired, AcquireRequest, Lease, PoolSpec
 from sandbox_server.link import AgentRefused, LinkLost
+from sandbox_server.pool import rights
+from sandbox_server.pool.fleet import Fleet
 from sandbox_server.pool.leases import LeaseBook
 from sandbox_server.pool.sandbox import Sandbox
+from sandbox_server.pool.store import CacheRecord
 from sandbox_server.pool.waiting import Waiter
 from sandbox_server.pool.wiring import Wiring
+
+
+class Grantor(Protocol):
+    """Who is told of grants: their pool."""
+
+    def work(self) -> None:
+        """Go on after something was given back."""
+
+    def lease_begins(self, lease: Lease) -> None:
+        """A slot has been assigned."""
+
+    def lease_over(self, lease: Lease) -> None:
+        """A lease has ended."""
+
+    def cache_used(self, sandbox: Sandbox, record: CacheRecord) -> bool:
+        """A lease is about to share this cache. Returns whether it is new in this sandbox."""
+        ...
 
 
 class Granting:
@@ -20,52 +39,49 @@ class Granting:
 
     Args:
         book: the pool's lease book.
-        sandboxes: the pool's sandboxes, live.
+        fleet: the pool's sandboxes.
         spec: the pool's spec.
-        work: lets the pool go on after something was given back.
+        pool: is told of leases that begin and end, and goes on after something was given back.
         wiring: clock and store.
     """
 
-    def __init__(self, book: LeaseBook, sandboxes: Mapping[str, Sandbox], spec: PoolSpec, work: Callable[[], None], wiring: Wiring) -> None:
+    def __init__(self, book: LeaseBook, fleet: Fleet, spec: PoolSpec, pool: Grantor, wiring: Wiring) -> None:
         self.spec = spec
-        self.capabilities: Mapping[str, Any] = {}
         self.tasks: set[asyncio.Task[None]] = set()
         self._book = book
-        self._sandboxes = sandboxes
-        self._work = work
+        self._fleet = fleet
+        self._pool = pool
         self._wiring = wiring
         self._answers: dict[int, asyncio.Future[None]] = {}
-        self._narrowing: set[int] = set()
+        #: waiters whose slots are being changed for them, and those of them whose caller has gone
+        self._preparing: set[int] = set()
+        self._unwanted: set[int] = set()
 
     def refuse_impossible(self, request: AcquireRequest) -> None:
         """Refuse at once what waiting cannot help.
 
         Raises:
             InvalidRequest: the pool can never serve it.
-            NotImplementedHere: it asks for what is not built.
+            NotImplementedHere: it asks for what the pool's isolation mode cannot give.
             QuotaExceeded: too many wait already.
         """
         if request.count > self.spec.max_slots:
             raise InvalidRequest(f"count is {request.count}, and pool {request.pool!r} can never hold more than {self.spec.max_slots} slots", field="count")
-        if request.allow_network and not self.spec.slots_have_network:
-            raise InvalidRequest(f"allow_network may only narrow, and the slots of pool {request.pool!r} have no network", field="allow_network")
-        if request.cache != "none":
-            raise NotImplementedHere("cache is not built yet")
-        networks = self.capabilities.get("network")
-        if self._must_narrow(request) and isinstance(networks, list) and "none" not in networks:
-            raise NotImplementedHere(f"the isolation mode of pool {request.pool!r} cannot take the network away from a slot", field="allow_network")
-        if len(self._book.line) >= self._wiring.limits.max_waiters:
-            raise QuotaExceeded(f"max_waiters: {self._wiring.limits.max_waiters} acquires wait for pool {request.pool!r} already")
-
-    def _must_narrow(self, request: AcquireRequest) -> bool:
-        return request.allow_network is False and self.spec.slots_have_network
+        shown = self._fleet.shown
+        rights.check_possible(request, self.spec, shown.capabilities if shown is not None else {})
+        most = self._wiring.limits.max_waiters
+        if len(self._book.line) >= most:
+            full = f"{most} acquires wait for pool {request.pool!r} already, and `limits.waiters` is {most}"
+            raise QuotaExceeded(f"{full}: ask again later", limit="waiters", retry_after_s=5)
 
     def serve(self) -> None:
         """Let the book assign, and answer those it served."""
         for waiter in self._book.assign():
-            if self._must_narrow(waiter.request):
-                self._narrowing.add(waiter.seq)
-                task = asyncio.create_task(self._narrow_first(waiter))
+            for lease in waiter.leases:
+                self._pool.lease_begins(lease)
+            if rights.needs_preparing(waiter.request, self.spec):
+                self._preparing.add(waiter.seq)
+                task = asyncio.create_task(self._prepare_first(waiter))
                 self.tasks.add(task)
                 task.add_done_callback(self.tasks.discard)
             else:
@@ -95,7 +111,7 @@ class Granting:
             PoolServiceError: what it was refused with.
         """
         try:
-            if not waiter.leases or waiter.seq in self._narrowing or waiter.seq in self._answers:
+            if not waiter.leases or waiter.seq in self._preparing or waiter.seq in self._answers:
                 future = self._answers.get(waiter.seq)
                 if future is None:
                     future = self._answers[waiter.seq] = asyncio.get_running_loop().create_future()
@@ -111,41 +127,54 @@ class Granting:
         return Acquired(leases=waiter.leases, waited_s=waited_s)
 
     def give_back(self, waiter: Waiter) -> None:
-        """Nobody takes the answer: leave the line, and release what was granted."""
+        """Nobody takes the answer: leave the line, and release what was granted; a slot that is being prepared only once it is."""
         self._book.abandon(waiter)
+        if waiter.seq in self._preparing:
+            self._unwanted.add(waiter.seq)
+            return
         self.release_all(waiter.leases, "nobody took the answer to the acquire")
 
     def release_all(self, leases: tuple[Lease, ...], detail: str) -> None:
         """Release those of these leases that are still held."""
         for lease in leases:
             if lease.lease_id in self._book.held:
-                self._book.release(lease.lease_id, detail=detail)
-        self._work()
+                self._pool.lease_over(self._book.release(lease.lease_id, detail=detail))
+        self._pool.work()
 
-    async def _narrow_first(self, waiter: Waiter) -> None:
+    async def _prepare_first(self, waiter: Waiter) -> None:
         leases = waiter.leases
-        results = await asyncio.gather(*(self._narrow(lease) for lease in leases), return_exceptions=True)
-        self._narrowing.discard(waiter.seq)
+        results = await asyncio.gather(*(self._prepare(lease) for lease in leases), return_exceptions=True)
+        self._preparing.discard(waiter.seq)
         errors = [error for error in results if isinstance(error, BaseException)]
+        if waiter.seq in self._unwanted:
+            self._unwanted.discard(waiter.seq)
+            self.give_back(waiter)
+            return
         if not errors and all(lease.lease_id in self._book.held for lease in leases):
             self._answer(waiter, None)
             return
         waiter.leases = ()
-        self.release_all(leases, "its network could not be taken away")
+        self.release_all(leases, "its slot could not be prepared")
         unable = next((e for e in errors if isinstance(e, AgentRefused) and e.code in ("not_implemented", "invalid")), None)
+        unrecorded = next((e for e in errors if isinstance(e, PoolServiceError)), None)
         if unable is not None:
-            self._answer(waiter, NotImplementedHere(f"the network cannot be taken away from a slot of this pool: {unable.detail}", field="allow_network"))
+            self._answer(waiter, rights.cannot(leases[0], unable))
+        elif unrecorded is not None:
+            self._answer(waiter, unrecorded)
         elif waiter.seq not in self._answers:
             return  # nobody waits for it any more
         elif self._wiring.clock.monotonic() >= waiter.deadline:
-            waited_s = waiter.deadline - waiter.arrived
-            self._answer(waiter, NoCapacity("the network could not be taken away from a slot in time", queue_position=1, waited_s=waited_s))
+            waited_s = round(waiter.deadline - waiter.arrived, 3)
+            self._answer(waiter, NoCapacity("no slot could be prepared in time", waited_s=waited_s))
         else:
             self._book.requeue(waiter)
-            self._work()
+            self._pool.work()
 
-    async def _narrow(self, lease: Lease) -> None:
-        link = self._sandboxes[lease.sandbox_id].link
-        if link is None:
-            raise LinkLost("the link went before the slot was narrowed")
-        await link.request({"op": "narrow", "slot": lease.slot_id, "epoch": lease.epoch, "network": False})
+    async def _prepare(self, lease: Lease) -> None:
+        sandbox = self._fleet.sandboxes[lease.sandbox_id]
+        if lease.cache != rights.NO_CACHE and self._pool.cache_used(sandbox, rights.cache_of(lease)):
+            # On record before it is there, so that it is never there and unknown.
+            await self._wiring.store.flush()
+        if sandbox.link is None:
+            raise LinkLost("the link went before the slot was prepared")
+        await sandbox.link.request(rights.preparation(lease))

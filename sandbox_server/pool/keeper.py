@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Coroutine, Mapping
 from contextlib import aclosing
-from typing import Protocol
+from typing import Any, Protocol
 
 from sandbox_server.agent import wire
 from sandbox_server.backends.base import Backend, CreateFailed, Health
-from sandbox_server.core.errors import PoolServiceError
-from sandbox_server.core.types import PoolSpec, SlotRef
+from sandbox_server.core.errors import PoolServiceError, StorageUnavailable
+from sandbox_server.core.types import Lease, SlotRef
 from sandbox_server.link import AgentLink, AgentRefused, LinkLost
 from sandbox_server.pool.holding import ResetOrder
-from sandbox_server.pool.sandbox import AgentNonsense, HelloSeen, Sandbox, SlotSeen, read_hello, read_slots
+from sandbox_server.pool.sandbox import AgentNonsense, Cache, HelloSeen, Sandbox, SlotSeen, read_hello, read_slots
 from sandbox_server.pool.wiring import Wiring
 
 log = logging.getLogger(__name__)
@@ -31,8 +32,6 @@ class SandboxOver(Exception):
 
 class Observer(Protocol):
     """Who is told what was seen of a sandbox: its pool."""
-
-    spec: PoolSpec
 
     def sandbox_changed(self, sandbox: Sandbox) -> None:
         """There is a new checkpoint to record."""
@@ -55,6 +54,12 @@ class Observer(Protocol):
     def reset_done(self, ref: SlotRef, epoch: int, problem: str | None) -> None:
         """A reset has ended, proven clean unless there is a problem."""
 
+    def cache_dropped(self, sandbox: Sandbox, cache: Cache, *, gone: bool) -> None:
+        """The agent has deleted a cache, or could not be asked."""
+
+    def lease_quiet(self, sandbox: Sandbox, lease_id: str, *, ran: bool) -> None:
+        """No call runs any more in the slot of this adopted lease; `ran`: one did when its agent was found again."""
+
 
 class Keeper:
     """Keeps one sandbox from its creation to its end. `run` is one task; `end` asks it to finish.
@@ -74,7 +79,13 @@ class Keeper:
         self._budget = budget
         self._wiring = wiring
         self._ending = asyncio.Event()
-        self._resets: set[asyncio.Task[None]] = set()
+        self._behind: set[asyncio.Task[None]] = set()
+
+    def _task(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run something behind, as long as the sandbox is kept."""
+        task = asyncio.create_task(work)
+        self._behind.add(task)
+        task.add_done_callback(self._behind.discard)
 
     def end(self) -> None:
         """Destroy the sandbox, whatever it is doing."""
@@ -82,15 +93,20 @@ class Keeper:
         self._ending.set()
 
     async def run(self) -> None:
-        """Make it, keep it, destroy it. Returns when it is gone."""
+        """Make it, or find it again, keep it, destroy it. Returns when it is gone."""
+        if not self._ending.is_set():
+            await self._keep()
+        await self._destroy()
+
+    async def _keep(self) -> None:
         life = asyncio.create_task(self._life())
         ordered = asyncio.create_task(self._ending.wait())
         try:
             await asyncio.wait({life, ordered}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for task in (life, ordered, *self._resets):
+            for task in (life, ordered, *self._behind):
                 task.cancel()
-            await asyncio.gather(life, ordered, *self._resets, return_exceptions=True)
+            await asyncio.gather(life, ordered, *self._behind, return_exceptions=True)
             if self._sandbox.link is not None:
                 await self._sandbox.link.close()
         if not life.cancelled():
@@ -98,14 +114,16 @@ class Keeper:
             self._sandbox.destroying = True
             assert isinstance(error, Exception), "a sandbox's life ends with an error, or is cancelled"
             self._pool.sandbox_failed(self._sandbox, error)
-        await self._destroy()
 
     async def _life(self) -> None:
         """Runs until it is cancelled; raises when the sandbox has ended by itself."""
         try:
-            async with self._budget:
-                await self._create()
-                link, hello = await self._first_link()
+            if self._sandbox.boot is not None:
+                link, hello = await self._link_again("the service was started again")
+            else:
+                async with self._budget:
+                    await self._create()
+                    link, hello = await self._first_link()
             while True:
                 self._pool.sandbox_connected(self._sandbox, link, hello)
                 why = await self._watch(link)
@@ -122,7 +140,7 @@ class Keeper:
 
     async def _create(self) -> None:
         sandbox = self._sandbox
-        async with aclosing(self._backend.create(sandbox.pool, self._pool.spec, sandbox.sandbox_id)) as steps:
+        async with aclosing(self._backend.create(sandbox.pool, sandbox.spec, sandbox.sandbox_id)) as steps:
             async for handle in steps:
                 sandbox.handle = handle
                 self._pool.sandbox_changed(sandbox)
@@ -141,7 +159,7 @@ class Keeper:
         assert handle.address is not None, "only a created sandbox is connected to"
         link = await self._wiring.connect(handle.address, handle.token or "", timeout_s)
         try:
-            return link, read_hello(link.hello, self._sandbox.sandbox_id, self._pool.spec)
+            return link, read_hello(link.hello, self._sandbox.sandbox_id, self._sandbox.spec)
         except BaseException:
             await link.close()
             raise
@@ -194,15 +212,20 @@ class Keeper:
     def reset(self, order: ResetOrder) -> None:
         """Have the agent reset a slot. Where the link is gone, the pool orders it again when it is back."""
         if self._sandbox.reachable:
-            task = asyncio.create_task(self._reset(order))
-            self._resets.add(task)
-            task.add_done_callback(self._resets.discard)
+            self._task(self._reset(order))
 
     async def _reset(self, order: ResetOrder) -> None:
         link = self._sandbox.link
         assert link is not None, "resets are asked of a reachable agent"
+        await self._on_record()
         started = self._wiring.clock.monotonic()
-        meta = {"op": "reset", "slot": order.ref.slot_id, "epoch": order.epoch, "network": self._pool.spec.slots_have_network, "keep": order.keep}
+        meta: dict[str, object] = {
+            "op": "reset",
+            "slot": order.ref.slot_id,
+            "epoch": order.epoch,
+            "network": self._sandbox.spec.slots_have_network,
+            "keep": order.keep,
+        }
         try:
             answer = await link.request(meta)
         except LinkLost:
@@ -211,8 +234,74 @@ class Keeper:
             self._pool.reset_done(order.ref, order.epoch, f"its agent will not reset it: {error}")
             return
         self._wiring.meter.observe("sandbox_reset_seconds", self._wiring.clock.monotonic() - started, pool=self._sandbox.pool)
-        problem = None if answer.get("state") == "ready" else str(answer.get("detail") or "its reset was not proven")[:2000]
-        self._pool.reset_done(order.ref, order.epoch, problem)
+        self._pool.reset_done(order.ref, order.epoch, _problem(answer))
+
+    async def verify(self, order: ResetOrder) -> Mapping[str, Any]:
+        """Have the agent plant leftovers in a free slot and reset it; what it found. The slot is clean afterwards, or in quarantine.
+
+        Raises:
+            LinkLost: the agent cannot be reached now; the slot is reset when it can.
+            AgentRefused: it will not; the slot is reset.
+        """
+        await self._on_record()
+        link = self._sandbox.link
+        if link is None:
+            raise LinkLost("the link went before the slot was verified")
+        meta = {"op": "verify", "slot": order.ref.slot_id, "epoch": order.epoch, "network": self._sandbox.spec.slots_have_network}
+        try:
+            report = await link.request(meta)
+        except AgentRefused:
+            self.reset(order)
+            raise
+        self._pool.reset_done(order.ref, order.epoch, _problem(report))
+        return report
+
+    async def _on_record(self) -> None:
+        """A slot's next epoch is on record before its agent hears of it: a service that starts again never gives out one that the agent has left.
+
+        Where it cannot be recorded, cleaning up goes first; a service that starts then sees that its agent is ahead.
+        """
+        try:
+            await self._wiring.store.flush()
+        except StorageUnavailable as error:
+            log.warning("a slot is reset without a record: %s", error.detail, extra={"sandbox_id": self._sandbox.sandbox_id, "pool": self._sandbox.pool})
+
+    def drop_cache(self, cache: Cache) -> None:
+        """Have the agent delete a shared cache."""
+        self._task(self._drop_cache(cache))
+
+    async def _drop_cache(self, cache: Cache) -> None:
+        gone = False
+        try:
+            if self._sandbox.link is not None:
+                await self._sandbox.link.request({"op": "cache_drop", "cache": cache.record.key})
+                gone = True
+        except LinkLost:
+            pass  # asked again when it is back
+        except AgentRefused as error:
+            # While a slot that had it is being reset it cannot go yet, and is asked for again.
+            gone = error.code == "not_implemented"
+            log.debug("a cache is not dropped yet: %s", error, extra={"sandbox_id": self._sandbox.sandbox_id, "pool": self._sandbox.pool})
+        self._pool.cache_dropped(self._sandbox, cache, gone=gone)
+
+    def await_quiet(self, lease: Lease) -> None:
+        """Have the agent say when no call runs any more in the slot of an adopted lease."""
+        self._task(self._await_quiet(lease))
+
+    async def _await_quiet(self, lease: Lease) -> None:
+        ran = True
+        try:
+            if self._sandbox.link is not None:
+                answer = await self._sandbox.link.request({"op": "quiet", "slot": lease.slot_id, "epoch": lease.epoch})
+                ran = answer.get("ran") is not False
+        except LinkLost:
+            return  # asked again when it is back
+        except AgentRefused as error:
+            log.warning("whether calls still run cannot be told: %s", error, extra={"lease_id": lease.lease_id, "sandbox_id": lease.sandbox_id})
+        self._pool.lease_quiet(self._sandbox, lease.lease_id, ran=ran)
+
+    def _count(self, op: str, outcome: str) -> None:
+        self._wiring.meter.count("sandbox_backend_calls_total", backend=self._backend.name, op=op, outcome=outcome)
 
     async def _destroy(self) -> None:
         while self._sandbox.handle is not None:
@@ -220,7 +309,14 @@ class Keeper:
                 await self._backend.destroy(self._sandbox.handle)
             except OSError as error:
                 log.warning("a sandbox is still there: %s", error, extra={"sandbox_id": self._sandbox.sandbox_id, "pool": self._sandbox.pool})
+                self._count("destroy", "failed")
                 await self._wiring.timers.sleep(DESTROY_AGAIN_S)
             else:
+                self._count("destroy", "ok")
                 break
         self._pool.sandbox_gone(self._sandbox)
+
+
+def _problem(answer: Mapping[str, Any]) -> str | None:
+    """Why the slot is not clean, by the agent's answer to a reset; None: it is."""
+    return None if answer.get("state") == "ready" else str(answer.get("detail") or "its reset was not proven")[:2000]

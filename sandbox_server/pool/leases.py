@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
@@ -17,13 +16,17 @@ from sandbox_server.core.clock import Clock
 from sandbox_server.core.lifecycle import SlotEvent
 from sandbox_server.core.types import AcquireRequest, Lease, LeaseState, PoolSpec, SlotRef, SlotState
 from sandbox_server.pool.ended import EndedLeases
-from sandbox_server.pool.holding import Holding, ResetOrder
+from sandbox_server.pool.holding import Holding, Holdings, ResetOrder
 from sandbox_server.pool.slots import Holder, Slot, SlotTable
 from sandbox_server.pool.store import Record, SlotRecord
 from sandbox_server.pool.waiting import Waiter, WaitingLine
 
 KEPT_S = 60.0
 GRACE_S = 60.0
+#: How long a run waits for a slot of its own to be kept, rather than take another.
+KEEPING_S = 2.0
+FIRST_EPOCH = 1
+NOBODY: Holder = ("", None)
 
 
 class LeaseBook:
@@ -36,27 +39,34 @@ class LeaseBook:
         record: takes every change that must outlive a crash.
         weight: a tenant's weight, more than 0.
         new_lease_id: makes ids that nobody can guess.
+        ended: where ended leases are remembered, if that outlives the pool.
     """
 
     def __init__(
-        self, pool: str, spec: PoolSpec, clock: Clock, record: Callable[[Record], None], weight: Callable[[str], float], new_lease_id: Callable[[], str]
+        self,
+        pool: str,
+        spec: PoolSpec,
+        clock: Clock,
+        record: Callable[[Record], None],
+        weight: Callable[[str], float],
+        new_lease_id: Callable[[], str],
+        ended: EndedLeases | None = None,
     ) -> None:
         self.spec = spec
         self.exclusive = False
         self.table = SlotTable(self._slot_changed)
         self.line = WaitingLine()
-        self.held: dict[str, Holding] = {}
-        self.ended = EndedLeases(record)
+        self.holdings = Holdings()
+        self.held = self.holdings.by_id
+        self.leased_by = self.holdings.by_tenant
+        self.ended = EndedLeases(record) if ended is None else ended
         self.resets: list[ResetOrder] = []
-        self.leased_by: Counter[str] = Counter()
         self._pool = pool
         self._clock = clock
         self._record = record
         self._weight = weight
         self._new_lease_id = new_lease_id
-        self._runs: dict[Holder, dict[str, None]] = {}
         self._holder: Holder | None = None
-        self._ends: list[tuple[float, str]] = []
         self._deadlines: list[tuple[float, int, Waiter]] = []
         self._seq = itertools.count()
 
@@ -110,6 +120,26 @@ class LeaseBook:
         lease = self._end_of_slot(slot, detail)
         self._reset(slot, SlotEvent.RECLAIM if lease is None else SlotEvent.RELEASE, keep=None)
         return lease
+
+    def overtaken(self, ref: SlotRef, epoch: int) -> Lease | None:
+        """Its agent is in a later epoch than any that is on record: whatever holds it has lost it. It is reset; the lease that this ended is returned."""
+        slot = self.table.get(ref)
+        if slot is None or slot.state is SlotState.QUARANTINED or epoch <= slot.epoch:
+            return None
+        lease = self._end_of_slot(slot, "its slot has moved on")
+        slot.epoch, slot.fresh = epoch, False
+        if slot.state is SlotState.RESETTING:
+            slot.epoch += 1
+            self.table.unkeep(slot)
+            self.resets.append(ResetOrder(ref=ref, epoch=slot.epoch, keep=False))
+        else:
+            self._reset(slot, SlotEvent.RECLAIM if lease is None else SlotEvent.RELEASE, keep=None)
+        return lease
+
+    def claim_free(self) -> list[ResetOrder]:
+        """Take every free slot out of hand, for one reset to be asked of its agent by the caller."""
+        claimed = [slot for shelf in self.table.shelves.values() if shelf.open for slot in shelf.ready.values()]
+        return [self._begin_reset(slot, SlotEvent.RECLAIM, keep=None) for slot in claimed]
 
     def _end_of_slot(self, slot: Slot, detail: str) -> Lease | None:
         if slot.lease_id is None:
@@ -177,6 +207,8 @@ class LeaseBook:
         kept = len(self._kept_for(request))
         if self.table.free + kept < request.count or (self.exclusive and not self._is_holder(request)):
             return False
+        if kept < request.count and self._is_about_to_be_kept(waiter):
+            return False
         # What was kept for this run comes from nobody's share.
         return not within_share or request.count <= kept or self.leased_by[request.tenant] + request.count <= self._share(request.tenant)
 
@@ -193,6 +225,13 @@ class LeaseBook:
         if request.run_id is None or not self.table.counts[SlotState.KEPT]:
             return []
         return self.table.kept_for((request.tenant, request.run_id))
+
+    def _is_about_to_be_kept(self, waiter: Waiter) -> bool:
+        """Whether a slot with this run's files is worth waiting for, a moment: its processes are being ended."""
+        request, now = waiter.request, self._clock.monotonic()
+        if request.run_id is None or waiter.deadline <= now:
+            return False
+        return any(slot.since + KEEPING_S > now for slot in self.table.to_be_kept_for((request.tenant, request.run_id)))
 
     def _reclaim_for(self, blocked: Iterable[Waiter]) -> None:
         """Nothing else is free: kept slots become anyone's, as many as the heads lack."""
@@ -238,16 +277,9 @@ class LeaseBook:
         )
         slot.lease_id = lease.lease_id
         self.table.move(slot, SlotEvent.GRANT)
-        self._hold(Holding(lease, deadline=mono + request.ttl_s))
+        self.holdings.add(Holding(lease, deadline=mono + request.ttl_s))
         self._record(lease)
         return lease
-
-    def _hold(self, holding: Holding) -> None:
-        lease = holding.lease
-        self.held[lease.lease_id] = holding
-        self.leased_by[lease.tenant] += 1
-        self._runs.setdefault((lease.tenant, lease.run_id), {})[lease.lease_id] = None
-        heapq.heappush(self._ends, (holding.deadline, lease.lease_id))
 
     # Ending.
 
@@ -266,25 +298,13 @@ class LeaseBook:
         for slot in self.table.kept_for((tenant, run_id)):
             self._reset(slot, SlotEvent.RECLAIM, keep=None)
 
-    def lease_ids_of_run(self, tenant: str, run_id: str | None) -> list[str]:
-        """The leases this run holds."""
-        return list(self._runs.get((tenant, run_id), ()))
-
     def expire(self) -> list[Lease]:
         """End what is past its time: leases, kept slots, the memory of ended leases. Returns the leases."""
         now = self._clock.monotonic()
-        expired: list[Lease] = []
-        while self._ends and self._ends[0][0] <= now:
-            lease_id = heapq.heappop(self._ends)[1]
-            holding = self.held.get(lease_id)
-            if holding is None:
-                continue
-            if holding.running:
-                holding.parked = True
-            elif holding.ends_at > now:
-                heapq.heappush(self._ends, (holding.ends_at, lease_id))
-            else:
-                expired.append(self.release(lease_id, state=LeaseState.EXPIRED, detail=f"expired: not renewed for its ttl_s of {holding.lease.ttl_s:g} s"))
+        expired = [
+            self.release(due.lease.lease_id, state=LeaseState.EXPIRED, detail=f"expired: not renewed for its ttl_s of {due.lease.ttl_s:g} s")
+            for due in self.holdings.take_due(now)
+        ]
         for slot in list(itertools.takewhile(lambda slot: slot.since + KEPT_S <= now, self.table.kept())):
             self._reset(slot, SlotEvent.RECLAIM, keep=None)
         self.ended.purge(now)
@@ -292,29 +312,25 @@ class LeaseBook:
 
     def next_due(self) -> float:
         """When `expire` or `overdue` may have something to do next, monotonic."""
-        due = [heap[0][0] for heap in (self._ends, self._deadlines) if heap]
+        due = [self.holdings.next_due(), self._deadlines[0][0] if self._deadlines else float("inf")]
         due.extend(slot.since + KEPT_S for slot in itertools.islice(self.table.kept(), 1))
-        return min(due, default=float("inf"))
+        return min(due)
 
     def _end(self, holding: Holding, state: LeaseState, detail: str) -> Lease:
         lease = replace(holding.lease, state=state, ended_at=self._clock.wall(), end_detail=detail)
-        del self.held[lease.lease_id]
-        self.leased_by[lease.tenant] -= 1
-        if not self.leased_by[lease.tenant]:
-            del self.leased_by[lease.tenant]
-        of_run = self._runs[lease.tenant, lease.run_id]
-        del of_run[lease.lease_id]
-        if not of_run:
-            del self._runs[lease.tenant, lease.run_id]
+        self.holdings.remove(lease)
         self.ended.add(lease, self._clock.monotonic())
         return lease
 
     def _reset(self, slot: Slot, event: SlotEvent, keep: Holder | None) -> None:
+        self.resets.append(self._begin_reset(slot, event, keep))
+
+    def _begin_reset(self, slot: Slot, event: SlotEvent, keep: Holder | None) -> ResetOrder:
         # The next holder's epoch starts here: from now on the agent refuses whatever still comes from the last one.
         slot.epoch += 1
         slot.since = self._clock.monotonic()
         self.table.move(slot, event, keep)
-        self.resets.append(ResetOrder(ref=slot.ref, epoch=slot.epoch, keep=keep is not None))
+        return ResetOrder(ref=slot.ref, epoch=slot.epoch, keep=keep is not None)
 
     # Holding.
 
@@ -329,55 +345,59 @@ class LeaseBook:
         self._record(holding.lease)
         return holding.lease
 
+    def narrowed(self, lease_id: str, *, allow_network: bool, cache: str) -> Lease:
+        """A held lease has lost rights."""
+        holding = self.held[lease_id]
+        holding.lease = replace(holding.lease, allow_network=allow_network, cache=cache)
+        self._record(holding.lease)
+        return holding.lease
+
     def call_started(self, lease_id: str) -> None:
         """A call runs in this lease; it does not expire under it. Nothing happens if it has ended."""
-        holding = self.held.get(lease_id)
-        if holding is not None:
-            holding.running += 1
+        self.holdings.call_started(lease_id)
 
     def call_ended(self, lease_id: str) -> None:
         """The other end of `call_started`."""
-        holding = self.held.get(lease_id)
-        if holding is None or not holding.running:
-            return
-        holding.running -= 1
-        holding.quiet_since = self._clock.monotonic()
-        if holding.parked and not holding.running:
-            holding.parked = False
-            heapq.heappush(self._ends, (holding.ends_at, lease_id))
+        self.holdings.call_ended(lease_id, self._clock.monotonic())
 
     # After a crash.
 
     def restore(self, slots: Sequence[SlotRecord], leases: Sequence[Lease]) -> None:
-        """Fill an empty book from what was recorded. Sandboxes must have been added.
+        """Fill an empty book from what was recorded. Sandboxes must have been added; ended leases are passed over.
 
         Leases that held get a grace; a slot that was between two holders is reset again.
         """
         now, wall = self._clock.monotonic(), self._clock.wall()
-        for lease in leases:
-            if lease.state is not LeaseState.HELD:
-                self.ended.restore(lease, now - max(0.0, wall - (lease.ended_at or wall)))
         held = {lease.slot: lease for lease in leases if lease.state is LeaseState.HELD}
         for record in slots:
-            slot = Slot(ref=record.ref, epoch=record.epoch, workspace=record.workspace, isolation=record.isolation, since=now, fresh=False)
+            slot = Slot(ref=record.ref, epoch=record.epoch, workspace=record.workspace, isolation=record.isolation, since=now)
             slot.state, slot.keep = record.state, record.keep
+            # A slot that was never clean yet has nothing to reset: its agent shows when its first body is there.
+            slot.fresh = slot.state is SlotState.RESETTING and slot.epoch <= FIRST_EPOCH
             holder = held.get(record.ref)
             if holder is not None and holder.epoch == record.epoch and slot.state is SlotState.LEASED:
+                del held[record.ref]
                 slot.lease_id = holder.lease_id
                 left_s = max(holder.expires_at - wall, min(holder.ttl_s, GRACE_S))
                 holder = replace(holder, expires_at=wall + left_s)
-                self._hold(Holding(holder, deadline=now + left_s))
+                self.holdings.add(Holding(holder, deadline=now + left_s))
                 self._record(holder)
+                self._holder = (holder.tenant, holder.run_id)
+            elif slot.state is not SlotState.READY and self._holder is None:
+                # Whose it was is not known: where one tenant and run is served at a time, nobody is before it is clean.
+                self._holder = slot.keep or NOBODY
             self.table.add(slot)
             self._settle_restored(slot)
+        for lease in held.values():
+            self.ended.add(
+                replace(lease, state=LeaseState.SANDBOX_LOST, ended_at=wall, end_detail="its slot was not on record when the service came back"), now
+            )
 
     def _settle_restored(self, slot: Slot) -> None:
         if slot.state is SlotState.LEASED and slot.lease_id is None:
             self._reset(slot, SlotEvent.RELEASE, keep=None)
-        elif slot.state is SlotState.RESETTING:
+        elif slot.state is SlotState.RESETTING and not slot.fresh:
             self.resets.append(ResetOrder(ref=slot.ref, epoch=slot.epoch, keep=slot.keep is not None))
 
     def _slot_changed(self, slot: Slot) -> None:
-        self._record(
-            SlotRecord(ref=slot.ref, pool=self._pool, state=slot.state, epoch=slot.epoch, workspace=slot.workspace, isolation=slot.isolation, keep=slot.keep)
-        )
+        self._record(slot.record(self._pool))

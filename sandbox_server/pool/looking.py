@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from sandbox_server.core.types import PoolSpec, PoolView, SandboxState, SandboxView, SlotState
 from sandbox_server.pool.leases import LeaseBook
-from sandbox_server.pool.plan import SandboxSeen, Snapshot
+from sandbox_server.pool.plan import SandboxSeen, Snapshot, is_outdated
 from sandbox_server.pool.sandbox import Sandbox
 
 if TYPE_CHECKING:
@@ -22,10 +22,11 @@ def snapshot(spec: PoolSpec, sandboxes: Iterable[Sandbox], book: LeaseBook, retr
 
 def _seen(sandbox: Sandbox, book: LeaseBook, spec: PoolSpec) -> SandboxSeen:
     shelf = book.table.shelves.get(sandbox.sandbox_id)
+    outdated = is_outdated(sandbox.spec, spec)
     if shelf is None:
-        return SandboxSeen(sandbox_id=sandbox.sandbox_id, state=sandbox.state, destroying=sandbox.destroying)
+        return SandboxSeen(sandbox_id=sandbox.sandbox_id, state=sandbox.state, destroying=sandbox.destroying, outdated=outdated)
     counts = shelf.counts
-    not_shown = max(0, spec.slots_per_sandbox - len(shelf.slots))
+    not_shown = max(0, sandbox.spec.slots_per_sandbox - len(shelf.slots))
     is_idle = not counts[SlotState.LEASED] and not counts[SlotState.KEPT]
     return SandboxSeen(
         sandbox_id=sandbox.sandbox_id,
@@ -38,48 +39,48 @@ def _seen(sandbox: Sandbox, book: LeaseBook, spec: PoolSpec) -> SandboxSeen:
         ready_at=sandbox.ready_at,
         idle_since=sandbox.idle_since if is_idle else None,
         destroying=sandbox.destroying,
+        outdated=outdated,
+        max_lifetime_s=sandbox.spec.max_lifetime_s,
+        max_lease_s=sandbox.spec.max_lease_s,
     )
 
 
 def pool_view(pool: Pool, origin: str) -> PoolView:
     """What a caller may see of a pool. `origin`: where its spec came from."""
     counts = pool.book.table.counts
-    states = [sandbox.state for sandbox in pool.sandboxes.values()]
+    states = [sandbox.state for sandbox in pool.fleet.sandboxes.values()]
     return PoolView(
         name=pool.name,
         spec=pool.spec,
         origin=origin,
-        isolation=pool.shown.isolation if pool.shown is not None else None,
-        capabilities=pool.shown.capabilities if pool.shown is not None else {},
+        isolation=pool.fleet.shown.isolation if pool.fleet.shown is not None else None,
+        capabilities=pool.fleet.shown.capabilities if pool.fleet.shown is not None else {},
         slots={state.value: counts[state] for state in SlotState},
         sandboxes={state.value: states.count(state) for state in SandboxState if state is not SandboxState.GONE},
         queue=len(pool.book.line),
-        last_error=pool.last_error,
+        last_error=pool.fleet.last_error,
     )
 
 
-def sandbox_views(pool: Pool) -> list[SandboxView]:
-    """What a caller may see of a pool's sandboxes."""
-    views = []
-    for sandbox in pool.sandboxes.values():
-        shelf = pool.book.table.shelves.get(sandbox.sandbox_id)
-        view = SandboxView(
-            sandbox_id=sandbox.sandbox_id,
-            pool=pool.name,
-            backend=pool.spec.backend,
-            state=sandbox.state,
-            isolation=sandbox.isolation or None,
-            slots={state.value: shelf.counts[state] if shelf is not None else 0 for state in SlotState},
-            created_at=sandbox.created_wall,
-            ends_at=None,
-            last_error=sandbox.why or None,
-        )
-        views.append(view)
-    return views
+def sandbox_view(pool: Pool, sandbox: Sandbox) -> SandboxView:
+    """What a caller may see of a sandbox. `ends_at`: when it goes whatever runs in it."""
+    shelf = pool.book.table.shelves.get(sandbox.sandbox_id)
+    spec = sandbox.spec
+    return SandboxView(
+        sandbox_id=sandbox.sandbox_id,
+        pool=pool.name,
+        backend=spec.backend,
+        state=sandbox.state,
+        isolation=sandbox.isolation or None,
+        slots={state.value: shelf.counts[state] if shelf is not None else 0 for state in SlotState},
+        created_at=sandbox.created_wall,
+        ends_at=sandbox.ready_wall + spec.max_lifetime_s + spec.max_lease_s if sandbox.ready_wall is not None else None,
+        last_error=sandbox.why or None,
+    )
 
 
 def readiness(pool: Pool) -> dict[str, Any]:
     """Whether a pool has its minimum, or a permanent error to show."""
-    ready = sum(1 for sandbox in pool.sandboxes.values() if sandbox.state is SandboxState.READY and sandbox.reachable)
-    is_ready = ready >= pool.spec.min_sandboxes or pool.hopeless is not None
-    return {"ready": is_ready, "sandboxes": ready, "min_sandboxes": pool.spec.min_sandboxes, "last_error": pool.last_error}
+    ready = sum(1 for sandbox in pool.fleet.sandboxes.values() if sandbox.state is SandboxState.READY and sandbox.reachable)
+    is_ready = not pool.fleet.adopting and (ready >= pool.spec.min_sandboxes or pool.fleet.hopeless is not None or pool.closing)
+    return {"ready": is_ready, "sandboxes": ready, "min_sandboxes": pool.spec.min_sandboxes, "last_error": pool.fleet.last_error}

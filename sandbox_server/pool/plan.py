@@ -7,7 +7,7 @@ and what is being taken away still counts until the backend says that it is gone
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import ceil
 
 from sandbox_server.core.types import PoolSpec, SandboxState
@@ -16,6 +16,19 @@ BACKOFF_FIRST_S = 0.5
 BACKOFF_MAX_S = 30.0
 #: A sandbox is replaced once this part of its slots is in quarantine.
 QUARANTINED_PART = 0.25
+#: What of a spec the pool alone goes by: counts and timeouts. Whatever else changes, changes what its sandboxes are made of.
+IN_PLACE = frozenset(
+    {
+        "min_sandboxes", "max_sandboxes", "warm_slots", "idle_timeout_s", "max_lifetime_s", "max_lease_s", "min_lease_life_s", "acquire_timeout_s",
+        "default_timeout_s", "max_timeout_s", "on_shutdown", "delete_after_idle_s",
+    }
+)  # fmt: skip
+_MADE_OF = tuple(field.name for field in fields(PoolSpec) if field.name not in IN_PLACE)
+
+
+def is_outdated(made_with: PoolSpec, spec: PoolSpec) -> bool:
+    """Whether a sandbox made with one spec cannot serve a pool of the other."""
+    return any(getattr(made_with, name) != getattr(spec, name) for name in _MADE_OF)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,6 +36,7 @@ class SandboxSeen:
     """What the plan must know of one sandbox. Times are monotonic; `ready_at` and `idle_since` are None where it is neither.
 
     `coming` counts slots that are being started or reset, `kept` those that a waiter may take over. `destroying`: the backend is at it.
+    `outdated`: it was made with another spec than the pool's. `max_lifetime_s` and `max_lease_s` are those it was made with.
     """
 
     sandbox_id: str
@@ -35,6 +49,9 @@ class SandboxSeen:
     ready_at: float | None = None
     idle_since: float | None = None
     destroying: bool = False
+    outdated: bool = False
+    max_lifetime_s: float = float("inf")
+    max_lease_s: float = float("inf")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,6 +105,11 @@ def plan(seen: Snapshot, now: float) -> list[Action]:
             actions.append(action)
             drained.add(sandbox.sandbox_id)
     staying = [s for s in seen.sandboxes if s.sandbox_id not in drained and s.state in (SandboxState.STARTING, SandboxState.READY)]
+    too_many = len(staying) - seen.spec.max_sandboxes
+    if too_many > 0:
+        staying.sort(key=lambda s: (s.leased, s.kept, s.state is SandboxState.READY))
+        actions.extend(Drain(s.sandbox_id, f"more than max_sandboxes of {seen.spec.max_sandboxes}") for s in staying[:too_many])
+        del staying[:too_many]
     if not seen.closing:
         lacking = _lacking(seen, staying)
         if lacking > 0 and now >= seen.retry_at:
@@ -103,7 +125,7 @@ def next_due(seen: Snapshot, now: float) -> float:
     due = [seen.retry_at] if seen.retry_at > now else []
     for sandbox in seen.sandboxes:
         if sandbox.ready_at is not None:
-            due.append(sandbox.ready_at + spec.max_lifetime_s + (0.0 if sandbox.state is SandboxState.READY else spec.max_lease_s))
+            due.append(sandbox.ready_at + _lifetime_s(sandbox, spec) + (0.0 if sandbox.state is SandboxState.READY else _lease_s(sandbox, spec)))
         if sandbox.idle_since is not None and sandbox.state is SandboxState.READY:
             due.append(sandbox.idle_since + spec.idle_timeout_s)
     return min((at for at in due if at > now), default=float("inf"))
@@ -124,19 +146,30 @@ def _end_of_life(seen: Snapshot, sandbox: SandboxSeen, now: float) -> Action | N
     if sandbox.destroying or sandbox.state in (SandboxState.FAILED, SandboxState.GONE):
         return None
     age_s = 0.0 if sandbox.ready_at is None else now - sandbox.ready_at
-    if age_s >= spec.max_lifetime_s + spec.max_lease_s:
+    if age_s >= _lifetime_s(sandbox, spec) + _lease_s(sandbox, spec):
         return Retire(sandbox.sandbox_id, "max_lifetime_s and max_lease_s are over", ends_leases=True)
     if sandbox.state is SandboxState.DRAINING:
         return Retire(sandbox.sandbox_id, "drained") if sandbox.leased == 0 else None
     if seen.closing:
         return Drain(sandbox.sandbox_id, "the pool is going away")
+    if sandbox.outdated:
+        return Drain(sandbox.sandbox_id, "the pool's spec has changed")
     if sandbox.state is not SandboxState.READY:
         return None
-    if age_s >= spec.max_lifetime_s:
+    if age_s >= _lifetime_s(sandbox, spec):
         return Drain(sandbox.sandbox_id, "max_lifetime_s is over")
     if sandbox.quarantined >= max(1, ceil(spec.slots_per_sandbox * QUARANTINED_PART)):
         return Drain(sandbox.sandbox_id, f"{sandbox.quarantined} of its slots are in quarantine")
     return None
+
+
+def _lifetime_s(sandbox: SandboxSeen, spec: PoolSpec) -> float:
+    """Its agent ends by what it was told when it was made; a pool's new spec can only make that shorter."""
+    return min(sandbox.max_lifetime_s, spec.max_lifetime_s)
+
+
+def _lease_s(sandbox: SandboxSeen, spec: PoolSpec) -> float:
+    return min(sandbox.max_lease_s, spec.max_lease_s)
 
 
 def _lacking(seen: Snapshot, staying: Sequence[SandboxSeen]) -> int:

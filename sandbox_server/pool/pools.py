@@ -5,24 +5,30 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 from sandbox_server.backends.base import Backend
 from sandbox_server.core.clock import Clock
-from sandbox_server.core.errors import LeaseNotFound, PoolNotFound, PoolServiceError, SandboxLost
-from sandbox_server.core.types import Acquired, AcquireRequest, Handle, Lease, PoolSpec, PoolView, SandboxView
+from sandbox_server.core.errors import LeaseLost, LeaseNotFound, PoolServiceError, QuotaExceeded, SandboxLost, SandboxNotFound
+from sandbox_server.core.types import Acquired, AcquireRequest, Lease, PoolSpec, PoolView, SandboxState, SandboxView
 from sandbox_server.link import AgentLink
+from sandbox_server.pool.catalog import OF_THE_FILE, Catalog, LoadBackend, load_nothing
 from sandbox_server.pool.ended import end_error
-from sandbox_server.pool.looking import pool_view, readiness, sandbox_views
+from sandbox_server.pool.events import EventLog
+from sandbox_server.pool.holding import shown
+from sandbox_server.pool.looking import pool_view, readiness, sandbox_view
+from sandbox_server.pool.narrowing import narrow
+from sandbox_server.pool.orphans import sweep
 from sandbox_server.pool.pool import Pool
 from sandbox_server.pool.request_keys import RequestKeys
 from sandbox_server.pool.store import Store
+from sandbox_server.pool.verifying import verify
 from sandbox_server.pool.wiring import Connect, Wiring
 
 log = logging.getLogger(__name__)
 
-CREATIONS_AT_ONCE = 4
 STOP_WITHIN_S = 8.0
 
 
@@ -49,6 +55,8 @@ class Pools:
         owner: who the sandboxes on the backends belong to: this service, by its state.
         wiring: everything else, for tests and special cases; its store, clock and connect are the ones used.
         origins: where each spec came from, by pool name; default `file`.
+        events: where changes are published; default the wiring's.
+        load_backend: makes a backend that no pool has used yet.
     """
 
     def __init__(
@@ -62,43 +70,39 @@ class Pools:
         owner: str = "local",
         wiring: Wiring | None = None,
         origins: Mapping[str, str] | None = None,
+        events: EventLog | None = None,
+        load_backend: LoadBackend = load_nothing,
     ) -> None:
         wiring = wiring or Wiring(store=store, clock=clock, connect=connect)
-        self._backends = dict(backends)
+        if events is not None:
+            wiring = replace(wiring, events=events)
+        self.events = wiring.events
+        self._wiring = wiring
         self._store = wiring.store
-        self._clock = wiring.clock
         self._owner = owner
         self._keys = RequestKeys(wiring.clock, wiring.store)
-        self._origins = dict(origins or {})
-        budgets = {name: asyncio.Semaphore(CREATIONS_AT_ONCE) for name in self._backends}
-        self._pools = {name: Pool(name, spec, self._backends[spec.backend], budgets[spec.backend], wiring) for name, spec in specs.items()}
+        self._catalog = Catalog(backends, load_backend, wiring)
+        self._pools = self._catalog.pools
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._started = False
+        for name, spec in specs.items():
+            self._catalog.add(name, spec, (origins or {}).get(name, OF_THE_FILE))
 
     # Life.
 
     async def start(self) -> None:
-        """Take away what an earlier life left on the backends and nobody can adopt, then begin to fill the pools."""
-        await asyncio.gather(*(self._sweep(backend) for backend in self._backends.values()))
-        for pool in self._pools.values():
-            pool.start()
+        """Take over the pools, leases and sandboxes of an earlier life, take away what nobody recorded, and begin to fill."""
+        state = self._store.load()
+        self._catalog.restore(state)
+        self._keys.restore(state.keys)
+        known = {record.sandbox_id for record in state.sandboxes}
+        await asyncio.gather(*(sweep(backend, self._owner, known) for backend in self._catalog.backends.values()))
+        for pool in list(self._pools.values()):
+            self._catalog.start(pool)
         self._started = True
 
-    async def _sweep(self, backend: Backend) -> None:
-        known = {record.sandbox_id for record in self._store.load().sandboxes}
-        orphans = [handle for handle in await backend.list_owned(self._owner) if handle.sandbox_id not in known]
-        await asyncio.gather(*(self._destroy_orphan(backend, handle) for handle in orphans))
-
-    async def _destroy_orphan(self, backend: Backend, handle: Handle) -> None:
-        fields = {"sandbox_id": handle.sandbox_id, "pool": handle.pool}
-        try:
-            await backend.destroy(handle)
-        except OSError as error:
-            log.error("an orphaned sandbox could not be destroyed: %s", error, extra=fields)
-        else:
-            log.info("an orphaned sandbox was destroyed", extra=fields)
-
     async def stop(self, on_shutdown: str | None = None) -> None:
-        """Refuse new work, fail who waits, and leave or destroy the sandboxes; within `STOP_WITHIN_S`.
+        """Refuse new work, fail who waits, and leave or destroy the sandboxes; within `STOP_WITHIN_S`. The store stays open.
 
         Args:
             on_shutdown: `keep` or `destroy`, for all pools; default what each pool's spec says. A store that forgets always destroys:
@@ -106,14 +110,71 @@ class Pools:
         """
         try:
             async with asyncio.timeout(STOP_WITHIN_S):
-                await asyncio.gather(*(pool.stop(destroy=self._destroys(pool.spec, on_shutdown)) for pool in self._pools.values()))
+                await self._catalog.stop(lambda spec: self._destroys(spec, on_shutdown))
         except TimeoutError:
             log.error("not every sandbox was gone within %g s", STOP_WITHIN_S)
-        for backend in self._backends.values():
+        for backend in self._catalog.backends.values():
             await backend.close()
 
     def _destroys(self, spec: PoolSpec, on_shutdown: str | None) -> bool:
         return not self._store.durable or (on_shutdown or spec.on_shutdown) == "destroy"
+
+    async def flush(self) -> None:
+        """Return once everything decided so far is on record, or raise StorageUnavailable; before an answer that depends on it."""
+        await self._store.flush()
+
+    # Pools.
+
+    async def put_pool(self, name: str, spec: PoolSpec, *, origin: str = "api") -> tuple[PoolView, bool]:
+        """Make a pool, or change one: counts and timeouts in place, for anything else the old sandboxes drain and new ones come beside.
+
+        Returns:
+            The pool, and whether it was made.
+
+        Raises:
+            PoolConflict: it is of the settings file, is being deleted, or lives on another backend.
+            QuotaExceeded: there are too many pools.
+            InvalidRequest, NotImplementedHere: its backend cannot be had.
+            StorageUnavailable: it cannot be recorded.
+        """
+        made = await self._catalog.put(name, spec, origin)
+        return self.view(name), made
+
+    async def delete_pool(self, name: str, *, force: bool = False) -> None:
+        """Let a pool's leases end, then take it away; `force`: now. Answers when that is on record.
+
+        Raises:
+            PoolNotFound: there is none of that name.
+            PoolConflict: it is of the settings file.
+            StorageUnavailable: it cannot be recorded.
+        """
+        await self._catalog.delete(name, force=force)
+
+    async def verify(self, name: str) -> Mapping[str, Any]:
+        """Plant leftovers of every kind in a pool's free slots, reset them, and report what was found. Goes on when nobody waits for it.
+
+        Raises:
+            PoolNotFound: there is none of that name.
+            NoCapacity: no slot is free.
+            NotImplementedHere: its agents cannot.
+        """
+        return await verify(self._catalog.get(name))
+
+    async def drain_sandbox(self, sandbox_id: str) -> SandboxView:
+        """Give a sandbox no new leases; it goes when its last one ends.
+
+        Raises:
+            SandboxNotFound: there is none with that id.
+            StorageUnavailable: it cannot be recorded.
+        """
+        for pool in self._pools.values():
+            sandbox = pool.fleet.sandboxes.get(sandbox_id)
+            if sandbox is not None:
+                if sandbox.state in (SandboxState.STARTING, SandboxState.READY):
+                    pool.fleet.drain(sandbox, "an admin drained it")
+                await self._store.flush()
+                return sandbox_view(pool, sandbox)
+        raise SandboxNotFound(f"there is no sandbox {sandbox_id!r}")
 
     # The three verbs.
 
@@ -123,31 +184,40 @@ class Pools:
         Cancelling leaves the queue, or gives back what was granted; with a `request_key` what was granted is kept for a retry.
 
         Raises:
-            PoolNotFound: there is no such pool.
-            InvalidRequest: the pool can never serve it.
-            NoCapacity: nothing came free in time.
-            BackendUnavailable: the pool cannot make the sandboxes this needs.
-            Draining: the pool is going away.
+            PoolNotFound: there is no such pool; and whatever `Pool.acquire` raises.
             CallConflict: the key was used with another body.
             LeaseLost: the key's leases have all ended.
+            QuotaExceeded: its tenant has all the leases it may have, or too many wait.
         """
-        pool = self._pool(request.pool)
+        pool = self._catalog.get(request.pool)
         if request.request_key is None:
-            return await pool.acquire(request)
+            return await self._acquire(pool, request)
         record = self._keys.granted(request)
         if record is None:
-            return await self._keys.join(request, lambda: pool.acquire(request))
-        leases = [self._find(lease_id)[1] for lease_id in record.lease_ids]
+            return await self._keys.join(request, lambda: self._acquire(pool, request))
+        try:
+            leases = tuple(self._find(lease_id)[1] for lease_id in record.lease_ids)
+        except LeaseNotFound:
+            raise LeaseLost("the leases of this request_key ended long ago") from None
         if all(lease.ended_at is not None for lease in leases):
             raise end_error(leases[0])
-        return Acquired(leases=tuple(leases), waited_s=0.0)
+        return Acquired(leases=leases, waited_s=0.0)
+
+    async def _acquire(self, pool: Pool, request: AcquireRequest) -> Acquired:
+        most = self._wiring.max_leases(request.tenant)
+        if most is not None:
+            has = sum(pool.book.leased_by[request.tenant] + pool.book.line.wanted_by[request.tenant] for pool in self._pools.values())
+            if has + request.count > most:
+                why = f"{has} leases are held or waited for, and this tenant's max_leases is {most}"
+                raise QuotaExceeded(f"{why}: release some, or ask again later", limit="max_leases", retry_after_s=2)
+        return await pool.acquire(request)
 
     def undelivered(self, acquired: Acquired, request_key: str | None) -> None:
         """The caller was gone when its answer came: release what it was granted, or keep it for a retry under its key."""
         if request_key is None:
             for lease in acquired.leases:
-                pool = self._pools[lease.pool]
-                if lease.lease_id in pool.book.held:
+                pool, _ = self._find(lease.lease_id)
+                if pool is not None:
                     pool.release(lease.lease_id, keep=False)
 
     def release(
@@ -163,11 +233,11 @@ class Pools:
         unknown: list[str] = []
         for lease_id in dict.fromkeys(lease_ids or ()):
             try:
-                pool, lease = self._find(lease_id, tenant)
+                pool, _ = self._find(lease_id, tenant)
             except LeaseNotFound:
                 unknown.append(lease_id)
                 continue
-            if lease.ended_at is None:
+            if pool is not None:
                 pool.release(lease_id, keep=keep)
             released[lease_id] = None
         if run_id is not None:
@@ -191,8 +261,30 @@ class Pools:
             except PoolServiceError as error:
                 lost.append(error)
             else:
-                leases.append(pool.book.renew(lease_id, ttl_s))
+                lease = pool.book.renew(lease_id, ttl_s)
+                pool.lease_event("lease.renewed", lease, expires_at=lease.expires_at)
+                leases.append(lease)
         return leases, lost
+
+    async def narrow(self, tenant: str, lease_id: str, *, allow_network: bool | None = None, cache: str | None = None) -> Lease:
+        """Take rights away from a held lease: its processes end, its files stay. What it has not got to begin with changes nothing.
+
+        Args:
+            tenant: whose lease it is.
+            lease_id: which lease.
+            allow_network: False takes the network away; None leaves it.
+            cache: `none` takes the cache away; None leaves it.
+
+        Raises:
+            LeaseNotFound, LeaseLost, SandboxLost: there is no such lease, or it has ended.
+            InvalidRequest: it would widen them.
+            NotImplementedHere: the slot's isolation mode cannot.
+            BackendUnavailable: its agent cannot be reached, or could not do it.
+        """
+        # One after another: what the second asks is told from what the first has left.
+        async with self._locks.setdefault(lease_id, asyncio.Lock()):
+            pool, lease = self._held(tenant, lease_id)
+            return await narrow(pool, lease, allow_network, cache)
 
     def lease(self, tenant: str, lease_id: str) -> Lease:
         """A held lease.
@@ -201,7 +293,8 @@ class Pools:
             LeaseNotFound: it was never known, or is another tenant's.
             LeaseLost: it has ended; SandboxLost where that was with its sandbox.
         """
-        return self._held(tenant, lease_id)[1]
+        pool, lease = self._held(tenant, lease_id)
+        return shown(pool.book.held[lease.lease_id], self._wiring.clock)
 
     def leases(
         self, tenant: str, run_id: str | None = None, trajectory_id: str | None = None, limit: int = 100, cursor: str | None = None
@@ -212,7 +305,7 @@ class Pools:
             The page, and the cursor of the next one if there is more.
         """
         mine = (
-            holding.lease
+            shown(holding, self._wiring.clock)
             for pool in self._pools.values()
             for holding in pool.book.held.values()
             if holding.lease.tenant == tenant
@@ -255,7 +348,10 @@ class Pools:
             How it was lost; None if the link is back, the lease ended otherwise, or nothing is known after `wait_s`.
         """
         try:
-            pool, _ = self._find(lease_id)
+            pool, lease = self._find(lease_id)
+            if pool is None:
+                error = end_error(lease)
+                return error if isinstance(error, SandboxLost) else None
             async with asyncio.timeout(wait_s):
                 return await pool.lost_verdict(lease_id)
         except (LeaseNotFound, TimeoutError):
@@ -273,11 +369,11 @@ class Pools:
         Raises:
             PoolNotFound: there is none of that name.
         """
-        return pool_view(self._pool(name), self._origins.get(name, "file"))
+        return pool_view(self._catalog.get(name), self._catalog.origins[name])
 
     def sandboxes(self) -> list[SandboxView]:
         """What an admin may see of every sandbox."""
-        return [view for pool in self._pools.values() for view in sandbox_views(pool)]
+        return [sandbox_view(pool, sandbox) for pool in self._pools.values() for sandbox in pool.fleet.sandboxes.values()]
 
     def readiness(self) -> dict[str, Any]:
         """`{"ready": …, "pools": {name: {"ready", "sandboxes", "min_sandboxes", "last_error"}}}`."""
@@ -286,22 +382,21 @@ class Pools:
 
     # Finding.
 
-    def _pool(self, name: str) -> Pool:
-        try:
-            return self._pools[name]
-        except KeyError:
-            raise PoolNotFound(f"there is no pool {name!r}") from None
-
-    def _find(self, lease_id: str, tenant: str | None = None) -> tuple[Pool, Lease]:
+    def _find(self, lease_id: str, tenant: str | None = None) -> tuple[Pool | None, Lease]:
+        """The lease, and its pool if it is held."""
         for pool in self._pools.values():
             holding = pool.book.held.get(lease_id)
-            lease = holding.lease if holding is not None else pool.book.ended.get(lease_id)
-            if lease is not None and tenant in (None, lease.tenant):
-                return pool, lease
+            if holding is not None:
+                if tenant in (None, holding.lease.tenant):
+                    return pool, holding.lease
+                break
+        lease = self._catalog.ended.get(lease_id)
+        if lease is not None and tenant in (None, lease.tenant):
+            return None, lease
         raise LeaseNotFound(f"there is no lease {lease_id!r}, or it is not yours", lease_id=lease_id)
 
     def _held(self, tenant: str, lease_id: str) -> tuple[Pool, Lease]:
         pool, lease = self._find(lease_id, tenant)
-        if lease.ended_at is not None:
+        if pool is None:
             raise end_error(lease)
         return pool, lease

@@ -94,9 +94,9 @@ class RequestKeys:
         self.restore([record])
 
     def restore(self, records: Iterable[KeyRecord]) -> None:
-        """Remember what is on record already, oldest first."""
+        """Remember what is on record already."""
         now, wall = self._clock.monotonic(), self._clock.wall()
-        for record in records:
+        for record in sorted(records, key=lambda record: record.granted_at):
             name = (record.tenant, record.key)
             self._granted[name] = record
             self._order.append((now - max(0.0, wall - record.granted_at), name))

@@ -8,13 +8,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sandbox_server.backends.base import CreateFailed
+from sandbox_server.core.clock import Clock
 from sandbox_server.core.lifecycle import SandboxEvent, next_sandbox_state
 from sandbox_server.core.types import Handle, PoolSpec, SandboxState, SlotRef
 from sandbox_server.link import AgentLink
-from sandbox_server.pool.store import SandboxRecord
+from sandbox_server.pool.store import CacheRecord, SandboxRecord
 
 MODES = frozenset({"bwrap", "uid", "dedicated", "none"})
 SLOT_STATES = frozenset({"starting", "ready", "resetting", "quarantined", "broken"})
+
+
+@dataclass(slots=True, eq=False)
+class Cache:
+    """A shared cache in a sandbox. `idle_since`: nobody of its run holds a lease; `dropping`: the agent has been told to delete it."""
+
+    record: CacheRecord
+    idle_since: float | None = None
+    dropping: bool = False
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -23,6 +33,7 @@ class Sandbox:
 
     sandbox_id: str
     pool: str
+    spec: PoolSpec
     created_wall: float
     state: SandboxState = SandboxState.STARTING
     handle: Handle | None = None
@@ -30,9 +41,11 @@ class Sandbox:
     boot: str | None = None
     isolation: str = ""
     ready_at: float | None = None
+    ready_wall: float | None = None
     idle_since: float | None = None
     destroying: bool = False
     why: str = ""
+    caches: dict[str, Cache] = field(default_factory=dict)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def happen(self, event: SandboxEvent) -> None:
@@ -56,7 +69,36 @@ class Sandbox:
 
     def record(self) -> SandboxRecord:
         """What must be known of it after a crash."""
-        return SandboxRecord(sandbox_id=self.sandbox_id, pool=self.pool, state=self.state, handle=self.handle, created_at=self.created_wall, boot=self.boot)
+        return SandboxRecord(
+            sandbox_id=self.sandbox_id,
+            pool=self.pool,
+            state=self.state,
+            handle=self.handle,
+            created_at=self.created_wall,
+            boot=self.boot,
+            spec=self.spec,
+            ready_at=self.ready_wall,
+            caches=tuple(cache.record for cache in self.caches.values()),
+            why=self.why,
+        )
+
+    @classmethod
+    def restored(cls, record: SandboxRecord, spec: PoolSpec, clock: Clock) -> Sandbox:
+        """The sandbox of a record. Times of the wall clock become monotonic ones, as far as both can be believed."""
+        age_s = max(0.0, clock.wall() - record.ready_at) if record.ready_at is not None else None
+        return cls(
+            sandbox_id=record.sandbox_id,
+            pool=record.pool,
+            spec=record.spec or spec,
+            created_wall=record.created_at,
+            state=record.state,
+            handle=record.handle,
+            boot=record.boot,
+            ready_at=clock.monotonic() - age_s if age_s is not None else None,
+            ready_wall=record.ready_at,
+            why=record.why,
+            caches={cache.key: Cache(cache) for cache in record.caches},
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from sandbox_server.core.lifecycle import SlotEvent, next_slot_state
 from sandbox_server.core.types import SlotRef, SlotState
+from sandbox_server.pool.store import SlotRecord
 
 Holder = tuple[str, str | None]
 """A tenant and its run."""
@@ -30,6 +31,10 @@ class Slot:
     since: float = 0.0
     detail: str = ""
     fresh: bool = True
+
+    def record(self, pool: str) -> SlotRecord:
+        """What must be known of it after a crash."""
+        return SlotRecord(ref=self.ref, pool=pool, state=self.state, epoch=self.epoch, workspace=self.workspace, isolation=self.isolation, keep=self.keep)
 
 
 @dataclass(slots=True, eq=False)
@@ -56,6 +61,7 @@ class SlotTable:
         self._stocked: dict[str, Shelf] = {}
         self._kept: dict[Holder, dict[SlotRef, Slot]] = {}
         self._kept_in_order: dict[SlotRef, Slot] = {}
+        self._to_be_kept: dict[Holder, dict[SlotRef, Slot]] = {}
         self._on_change = on_change
 
     def add_shelf(self, sandbox_id: str) -> None:
@@ -68,7 +74,7 @@ class SlotTable:
         shelf = self.shelves.pop(sandbox_id)
         for slot in shelf.slots.values():
             self.counts[slot.state] -= 1
-            self._unkeep(slot)
+            self._unkeep(slot, self._kept if slot.state is SlotState.KEPT else self._to_be_kept)
         return list(shelf.slots.values())
 
     def open(self, sandbox_id: str) -> None:
@@ -127,7 +133,9 @@ class SlotTable:
                 if not shelf.ready:
                     self._stocked.pop(slot.ref.sandbox_id, None)
         elif slot.state is SlotState.KEPT:
-            self._unkeep(slot)
+            self._unkeep(slot, self._kept)
+        elif slot.state is SlotState.RESETTING:
+            self._unkeep(slot, self._to_be_kept)
 
     def _enter(self, slot: Slot, shelf: Shelf) -> None:
         self.counts[slot.state] += 1
@@ -140,14 +148,17 @@ class SlotTable:
         elif slot.state is SlotState.KEPT and slot.keep is not None:
             self._kept.setdefault(slot.keep, {})[slot.ref] = slot
             self._kept_in_order[slot.ref] = slot
+        elif slot.state is SlotState.RESETTING and slot.keep is not None:
+            self._to_be_kept.setdefault(slot.keep, {})[slot.ref] = slot
 
-    def _unkeep(self, slot: Slot) -> None:
-        if slot.keep is None or self._kept_in_order.pop(slot.ref, None) is None:
+    def _unkeep(self, slot: Slot, index: dict[Holder, dict[SlotRef, Slot]]) -> None:
+        self._kept_in_order.pop(slot.ref, None)
+        if slot.keep is None or slot.keep not in index:
             return
-        of_run = self._kept[slot.keep]
-        del of_run[slot.ref]
+        of_run = index[slot.keep]
+        of_run.pop(slot.ref, None)
         if not of_run:
-            del self._kept[slot.keep]
+            del index[slot.keep]
 
     def next_free(self) -> Slot:
         """The slot to hand out next: of the sandbox that has handed out longest, so that the others can go idle."""
@@ -160,6 +171,16 @@ class SlotTable:
         if of_run is None:
             return []
         return [slot for slot in of_run.values() if self.shelves[slot.ref.sandbox_id].open]
+
+    def unkeep(self, slot: Slot) -> None:
+        """A slot that is being reset is not to be kept after all."""
+        self._unkeep(slot, self._to_be_kept)
+        slot.keep = None
+        self._on_change(slot)
+
+    def to_be_kept_for(self, holder: Holder) -> Iterable[Slot]:
+        """Slots that will be kept for this tenant and run as soon as their processes are gone, of sandboxes that hand out."""
+        return (slot for slot in self._to_be_kept.get(holder, {}).values() if self.shelves[slot.ref.sandbox_id].open)
 
     def kept(self) -> Iterable[Slot]:
         """All kept slots, longest kept first."""

@@ -11,12 +11,35 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from sandbox_server.core.execution import Result
-from sandbox_server.core.types import AcquireRequest, Handle, Lease, LeaseState, SandboxState, SlotRef, SlotState
+from sandbox_server.core.types import AcquireRequest, Handle, Lease, LeaseState, PoolSpec, SandboxState, SlotRef, SlotState
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PoolRecord:
+    """A pool that was made while the service ran. `closing`: it is to go once its last lease has ended."""
+
+    name: str
+    spec: PoolSpec
+    origin: str
+    closing: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheRecord:
+    """A shared cache in a sandbox: its name there, the tenant and run it is for, and the lease alone where there is no run."""
+
+    key: str
+    tenant: str
+    run_id: str | None
+    lease_id: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SandboxRecord:
-    """A sandbox, with the last checkpoint of its creation and the boot nonce its agent showed. `GONE` deletes it and its slots."""
+    """A sandbox, with the last checkpoint of its creation and the boot nonce its agent showed. `GONE` deletes it and its slots.
+
+    `spec` is the one it was made with, `ready_at` when it first was ready, wall-clock.
+    """
 
     sandbox_id: str
     pool: str
@@ -24,6 +47,10 @@ class SandboxRecord:
     handle: Handle | None
     created_at: float
     boot: str | None = None
+    spec: PoolSpec | None = None
+    ready_at: float | None = None
+    caches: tuple[CacheRecord, ...] = ()
+    why: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,16 +79,17 @@ class KeyRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Forgotten:
-    """A lease, or a request key, that nobody may ask for any more."""
+    """A lease, a request key, or a pool that nobody may ask for any more."""
 
     lease_id: str | None = None
     key: tuple[str, str] | None = None
+    pool: str | None = None
 
 
 #: Ends of a lease after which nobody is told how its calls ended.
 OVER = frozenset({LeaseState.RELEASED, LeaseState.EXPIRED})
 
-Record = SandboxRecord | SlotRecord | Lease | KeyRecord | Forgotten
+Record = PoolRecord | SandboxRecord | SlotRecord | Lease | KeyRecord | Forgotten
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,6 +108,7 @@ class State:
     slots: Sequence[SlotRecord] = ()
     leases: Sequence[Lease] = ()
     keys: Sequence[KeyRecord] = ()
+    pools: Sequence[PoolRecord] = ()
 
 
 class Store(Protocol):
@@ -135,6 +164,7 @@ class MemoryStore:
     slots: dict[SlotRef, SlotRecord] = field(default_factory=dict)
     leases: dict[str, Lease] = field(default_factory=dict)
     keys: dict[tuple[str, str], KeyRecord] = field(default_factory=dict)
+    pools: dict[str, PoolRecord] = field(default_factory=dict)
     verdicts: dict[str, dict[str, Verdict]] = field(default_factory=dict)
     _slots_of: dict[str, set[SlotRef]] = field(default_factory=dict)
 
@@ -151,6 +181,8 @@ class MemoryStore:
             self._put_sandbox(record)
         elif isinstance(record, KeyRecord):
             self.keys[record.tenant, record.key] = record
+        elif isinstance(record, PoolRecord):
+            self.pools[record.name] = record
         else:
             self._forget(record)
 
@@ -168,6 +200,8 @@ class MemoryStore:
             self.verdicts.pop(record.lease_id, None)
         if record.key is not None:
             self.keys.pop(record.key, None)
+        if record.pool is not None:
+            self.pools.pop(record.pool, None)
 
     async def flush(self) -> None:
         """There is nothing to wait for."""
@@ -179,6 +213,7 @@ class MemoryStore:
             slots=tuple(self.slots.values()),
             leases=tuple(self.leases.values()),
             keys=tuple(self.keys.values()),
+            pools=tuple(self.pools.values()),
         )
 
     def record_verdict(self, lease_id: str, call_id: str, identity: bytes, result: Result) -> None:

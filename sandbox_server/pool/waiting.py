@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -34,6 +35,7 @@ class WaitingLine:
         self._ranks: dict[str, list[tuple[int, int]]] = {}
         self._waiters: dict[tuple[int, int], Waiter] = {}
         self.slots_wanted = 0
+        self.wanted_by: Counter[str] = Counter()
 
     def __len__(self) -> int:
         return len(self._waiters)
@@ -42,7 +44,7 @@ class WaitingLine:
         """Queue it where it belongs."""
         insort(self._ranks.setdefault(waiter.request.tenant, []), waiter.rank)
         self._waiters[waiter.rank] = waiter
-        self.slots_wanted += waiter.request.count
+        self._want(waiter, waiter.request.count)
         waiter.waiting = True
 
     def remove(self, waiter: Waiter) -> None:
@@ -53,8 +55,14 @@ class WaitingLine:
         if not ranks:
             del self._ranks[tenant]
         del self._waiters[rank]
-        self.slots_wanted -= waiter.request.count
+        self._want(waiter, -waiter.request.count)
         waiter.waiting = False
+
+    def _want(self, waiter: Waiter, count: int) -> None:
+        self.slots_wanted += count
+        self.wanted_by[waiter.request.tenant] += count
+        if not self.wanted_by[waiter.request.tenant]:
+            del self.wanted_by[waiter.request.tenant]
 
     def tenants(self) -> Iterable[str]:
         """Who has somebody waiting."""

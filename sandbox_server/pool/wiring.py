@@ -10,6 +10,7 @@ from typing import Protocol
 
 from sandbox_server.core.clock import Clock
 from sandbox_server.link import AgentLink
+from sandbox_server.pool.events import EventLog
 from sandbox_server.pool.store import Store
 from sandbox_server.pool.ticker import LoopTimers, Timers
 
@@ -63,11 +64,17 @@ def same_weight(tenant: str) -> float:
     return 1.0
 
 
+def no_maximum(tenant: str) -> int | None:
+    """No tenant is limited."""
+    return None
+
+
 @dataclass(frozen=True, kw_only=True)
 class PoolLimits:
-    """What a pool refuses to exceed, by name."""
+    """What the pools refuse to exceed, by name."""
 
     max_waiters: int = 10_000
+    max_pools: int = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +83,7 @@ class Wiring:
 
     Attributes:
         weight: a tenant's weight in the queue, more than 0.
+        max_leases: how many leases a tenant may hold and wait for; None: no limit.
         jitter: a random number from 0 to 1.
     """
 
@@ -84,7 +92,9 @@ class Wiring:
     connect: Connect
     timers: Timers = field(default_factory=LoopTimers)
     meter: Meter = field(default_factory=NoMeter)
+    events: EventLog = field(default_factory=EventLog)
     weight: Callable[[str], float] = same_weight
+    max_leases: Callable[[str], int | None] = no_maximum
     jitter: Callable[[], float] = random.random
     lease_id: Callable[[], str] = new_lease_id
     sandbox_id: Callable[[], str] = new_sandbox_id

@@ -78,6 +78,7 @@ class FakeSlot:
     epoch: int = 1
     state: str = "ready"
     network: bool = True
+    cache: str | None = None
     detail: str = ""
 
     def meta(self) -> dict[str, Any]:
@@ -120,6 +121,7 @@ class FakeAgent:
         self.slots = {str(n): FakeSlot(str(n)) for n in range(slots)}
         self.requests: list[dict[str, Any]] = []
         self.networks = ["none", "shared"]
+        self.caches: set[str] = set()
         self._peers: list[_Peer] = []
 
     def hello(self) -> dict[str, Any]:
@@ -128,7 +130,9 @@ class FakeAgent:
         return {
             "v": 1, "boot": self.boot, "sandbox_id": self.sandbox_id, "agent_version": "fake", "isolation": self.isolation,
             "error": None if self.isolation else "no mode works: this agent is a fake",
-            "capabilities": {"modes": {"bwrap": "ok"}, "network": self.networks, "limits": {}, "kill": "scan", "proves": [], "tools": tools},
+            "capabilities": {
+                "modes": {"bwrap": "ok"}, "network": self.networks, "cache": True, "limits": {}, "kill": "scan", "proves": [], "tools": tools,
+            },
         }  # fmt: skip
 
     def accept(self, transport: MemoryTransport, send: Callable[[bytes], None], hang_up: Callable[[], None]) -> None:
@@ -158,25 +162,44 @@ class FakeAgent:
 
     def reset(self, slot: FakeSlot, meta: dict[str, Any]) -> dict[str, Any]:
         """Make a slot clean for its next holder; what the END of a reset says."""
-        slot.epoch, slot.network, slot.state = meta["epoch"], meta["network"], "ready"
+        slot.epoch, slot.network, slot.cache, slot.state = meta["epoch"], meta["network"], None, "ready"
         return {"state": "ready", "detail": "", "proof": {}, "duration_s": 0.0}
+
+    def verify(self, slot: FakeSlot, meta: dict[str, Any]) -> dict[str, Any]:
+        """Plant something, reset, and find it; what the END of a verify says."""
+        planted = [{"kind": "file", "detail": "/workspace/left"}, {"kind": "process", "detail": "sleep"}]
+        return {"planted": planted, "found": ["file", "process"], "left": [], "clean": True, **self.reset(slot, meta)}
+
+    def equip(self, slot: FakeSlot, meta: dict[str, Any]) -> dict[str, Any]:
+        """Give a slot its cache; what the END of an equip says."""
+        slot.network, slot.cache = meta["network"], meta["cache"]
+        self.caches.add(meta["cache"])
+        return {}
+
+    def narrow(self, slot: FakeSlot, meta: dict[str, Any]) -> dict[str, Any]:
+        """Take rights away from a slot; what the END of a narrow says."""
+        if (meta["network"] and not slot.network) or meta.get("cache") not in (None, slot.cache):
+            return {"code": "invalid", "detail": "narrow only takes rights away"}
+        slot.network, slot.cache = meta["network"], meta.get("cache")
+        return {}
 
     def answer(self, meta: dict[str, Any]) -> dict[str, Any]:
         """What the END of a request says; `{"code", "detail"}` refuses it."""
         op = meta.get("op")
-        slot = self.slots.get(str(meta.get("slot")))
-        if op in ("reset", "narrow") and slot is None:
-            return {"code": "unknown_slot", "detail": "there is no such slot"}
-        if op == "reset" and slot is not None:
-            if meta["epoch"] < slot.epoch:
-                return {"code": "stale_epoch", "detail": "the slot has moved on"}
-            return self.reset(slot, meta)
-        if op == "narrow" and slot is not None:
-            if meta["epoch"] != slot.epoch:
-                return {"code": "stale_epoch", "detail": "the slot has moved on"}
-            slot.network = False
+        if op == "cache_drop":
+            self.caches.discard(meta["cache"])
             return {}
-        return {"code": "not_implemented", "detail": f"a fake agent has no {op}"}
+        if op not in ("reset", "verify", "equip", "narrow", "quiet"):
+            return {"code": "not_implemented", "detail": f"a fake agent has no {op}"}
+        slot = self.slots.get(str(meta.get("slot")))
+        if slot is None:
+            return {"code": "unknown_slot", "detail": "there is no such slot"}
+        if meta["epoch"] < slot.epoch or (meta["epoch"] > slot.epoch and op not in ("reset", "verify")):
+            return {"code": "stale_epoch", "detail": "the slot has moved on"}
+        if op == "quiet":
+            return {"ran": False}
+        act = {"reset": self.reset, "verify": self.verify, "equip": self.equip, "narrow": self.narrow}[str(op)]
+        return act(slot, meta)
 
     def _hear(self, peer: _Peer, data: bytes) -> None:
         if peer not in self._peers:

@@ -8,21 +8,39 @@ from typing import Any
 
 import pytest
 
+from sandbox_server.core.errors import StorageUnavailable
 from sandbox_server.core.types import AcquireRequest, PoolSpec
 from sandbox_server.pool.pool import Pool
 from sandbox_server.pool.pools import Pools
 from sandbox_server.pool.store import MemoryStore
-from sandbox_server.pool.wiring import Wiring
+from sandbox_server.pool.wiring import PoolLimits, Wiring
 from sandbox_server.testing import FakeBackend, FakeClock, settle
+
+
+class FailingStore(MemoryStore):
+    """Forgets as `MemoryStore` does, and cannot write while `fail` is set."""
+
+    fail: StorageUnavailable | None = None
+
+    async def flush(self) -> None:
+        if self.fail is not None:
+            raise self.fail
 
 
 class World:
     """Pools, and everything around them that a test may turn."""
 
-    def __init__(self, specs: dict[str, PoolSpec], backend: FakeBackend, weights: dict[str, float] | None = None) -> None:
+    def __init__(
+        self,
+        specs: dict[str, PoolSpec],
+        backend: FakeBackend,
+        weights: dict[str, float] | None = None,
+        max_leases: dict[str, int] | None = None,
+        max_pools: int = 100,
+    ) -> None:
         self.clock = FakeClock()
         self.backend = backend
-        self.store = MemoryStore()
+        self.store = FailingStore()
         weights = weights or {}
         wiring = Wiring(
             store=self.store,
@@ -30,6 +48,8 @@ class World:
             connect=backend.connect,
             timers=self.clock,
             weight=lambda tenant: weights.get(tenant, 1.0),
+            max_leases=(max_leases or {}).get,
+            limits=PoolLimits(max_pools=max_pools),
             jitter=lambda: 0.5,
         )
         self.pools = Pools(specs, {"local": backend}, self.store, self.clock, wiring=wiring)
@@ -54,6 +74,12 @@ class World:
         await settle()
         return task
 
+    async def queue_at(self, pool: str, **fields: Any) -> asyncio.Task[Any]:
+        """Begin to acquire from another pool, and let it reach the queue."""
+        task = asyncio.create_task(self.pools.acquire(AcquireRequest(tenant="t", pool=pool, **fields)))
+        await settle()
+        return task
+
     def slots(self) -> dict[str, int]:
         """How many slots are in which state."""
         return {state: count for state, count in self.pools.view("default").slots.items() if count}
@@ -65,12 +91,18 @@ class World:
 
 @pytest.fixture
 async def make_world() -> AsyncIterator[Callable[..., Any]]:
-    """Makes a started world: `await make_world(backend=None, weights=None, **spec)`."""
+    """Makes a started world: `await make_world(backend=None, weights=None, max_leases=None, max_pools=100, **spec)`."""
     worlds: list[World] = []
 
-    async def make(backend: FakeBackend | None = None, weights: dict[str, float] | None = None, **spec: Any) -> World:
+    async def make(
+        backend: FakeBackend | None = None,
+        weights: dict[str, float] | None = None,
+        max_leases: dict[str, int] | None = None,
+        max_pools: int = 100,
+        **spec: Any,
+    ) -> World:
         spec = {"slots_per_sandbox": 2, "max_sandboxes": 2} | spec
-        world = World({"default": PoolSpec(**spec)}, backend or FakeBackend(), weights)
+        world = World({"default": PoolSpec(**spec)}, backend or FakeBackend(), weights, max_leases, max_pools)
         worlds.append(world)
         await world.start()
         return world

@@ -1,0 +1,327 @@
+"""The store that outlives the service: one SQLite file, written by one thread, many changes in one commit.
+
+`put` only remembers what is to be written, the newest record of each thing. A `flush` has it written at the end of this turn of the loop; whoever
+comes while that is under way is part of the next commit. What could not be written is kept and tried again, until the disk takes it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sqlite3
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from queue import Empty, SimpleQueue
+
+from sandbox_server.core.errors import StorageUnavailable
+from sandbox_server.core.execution import Result
+from sandbox_server.core.types import Lease, SandboxState
+from sandbox_server.pool.codec import name_of, name_of_key
+from sandbox_server.pool.sqlite_file import Batch, SqliteFile, SqliteReader, StoreUnusable, damaged
+from sandbox_server.pool.store import OVER, Forgotten, Record, SandboxRecord, SlotRecord, State, Verdict
+
+log = logging.getLogger(__name__)
+
+#: What nobody waits for is written after so long, in seconds.
+UNHURRIED_S = 0.02
+#: After a failure, who comes this soon is told the same at once, in seconds.
+FAILED_FOR_S = 0.1
+#: How long after a failure it is tried again although nobody asks, in seconds.
+AGAIN_AFTER_S = 1.0
+#: Outputs of verdicts that cannot be written, held in memory; beyond it the oldest go. Their agents' journals still have them.
+MAX_UNWRITTEN_BYTES = 64 << 20
+#: After so many commits the file is looked after.
+TIDY_EVERY = 64
+
+__all__ = ["SqliteStore", "StoreUnusable"]
+
+
+class SqliteStore:
+    """Keeps the promises of `Store` over the end of the process.
+
+    Args:
+        path: the state file; made if it is not there. Its folder must be there.
+
+    Raises:
+        StoreUnusable: it is damaged, locked, of a newer version, or no state file at all.
+    """
+
+    durable = True
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._pending = Batch()
+        self._writing: Batch | None = None
+        self._waiting: list[asyncio.Future[None]] = []
+        self._waiting_for_written: list[asyncio.Future[None]] = []
+        self._failure: StorageUnavailable | None = None
+        self._failed_at = float("-inf")
+        self._timer: asyncio.TimerHandle | None = None
+        self._soon = False
+        self._calls: dict[str, set[str]] = {}
+        self._slots_of: dict[str, set[str]] = {}
+        file = SqliteFile(path)
+        try:
+            self._reader = SqliteReader(path)
+            self._state: State | None = self._read()
+            for lease_id, call_id in self._reader.calls():
+                self._calls.setdefault(lease_id, set()).add(call_id)
+        except (sqlite3.Error, ValueError) as error:
+            file.close()
+            raise StoreUnusable(damaged(path, str(error))) from error
+        self._writer = Writer(file)
+        for slot in self._state.slots:
+            self._slots_of.setdefault(slot.ref.sandbox_id, set()).add(name_of(slot)[1])
+        self._over = {lease.lease_id for lease in self._state.leases if lease.state in OVER}
+        known = {lease.lease_id for lease in self._state.leases}
+        for lease_id in [lease_id for lease_id in self._calls if lease_id not in known or lease_id in self._over]:
+            self._forget_verdicts(lease_id)
+
+    # Remembering.
+
+    def put(self, record: Record) -> None:
+        """Queue one record. Never waits, never fails."""
+        records = self._pending.records
+        if isinstance(record, Forgotten):
+            self._forget(record)
+        elif isinstance(record, SandboxRecord) and record.state is SandboxState.GONE:
+            records[name_of(record)] = None
+            for key in self._slots_of.pop(record.sandbox_id, ()):
+                records["slot", key] = None
+        else:
+            records[name_of(record)] = record
+            if isinstance(record, SlotRecord):
+                self._slots_of.setdefault(record.ref.sandbox_id, set()).add(name_of(record)[1])
+            elif isinstance(record, Lease) and record.state in OVER:
+                self._over.add(record.lease_id)
+                self._forget_verdicts(record.lease_id)
+        self._write_later()
+
+    def _forget(self, record: Forgotten) -> None:
+        records = self._pending.records
+        if record.lease_id is not None:
+            records["lease", record.lease_id] = None
+            self._over.discard(record.lease_id)
+            self._forget_verdicts(record.lease_id)
+        if record.key is not None:
+            records[name_of_key(*record.key)] = None
+        if record.pool is not None:
+            records["pool", record.pool] = None
+
+    def record_verdict(self, lease_id: str, call_id: str, identity: bytes, result: Result) -> None:
+        """Queue the end of a call; the first verdict stays, and one of a lease that is over is nobody's."""
+        if lease_id in self._over or call_id in self._calls.get(lease_id, ()):
+            return
+        self._calls.setdefault(lease_id, set()).add(call_id)
+        self._pending.judge(lease_id, call_id, Verdict(identity=identity, result=result))
+        while self._pending.output_bytes > MAX_UNWRITTEN_BYTES and self._failure is not None:
+            lost_lease, lost_call = self._pending.forget_oldest()
+            self._calls[lost_lease].discard(lost_call)
+        self._write_later()
+
+    def _forget_verdicts(self, lease_id: str) -> None:
+        if self._calls.pop(lease_id, None):
+            self._pending.forget_verdicts(lease_id)
+            self._writer.sweep(lease_id)
+
+    # Looking.
+
+    def load(self) -> State:
+        """What was remembered when the store was opened. Once: it is not kept."""
+        state, self._state = self._state, None
+        return state if state is not None else self._read()
+
+    def _read(self) -> State:
+        read = self._reader.records
+        return State(
+            sandboxes=tuple(read("sandbox")), slots=tuple(read("slot")), leases=tuple(read("lease")), keys=tuple(read("key")), pools=tuple(read("pool"))
+        )
+
+    def verdict(self, lease_id: str, call_id: str) -> Verdict | None:
+        """What was recorded for this call; from the file, unless it is on its way there.
+
+        Raises:
+            StorageUnavailable: it is there and cannot be read.
+        """
+        if call_id not in self._calls.get(lease_id, ()):
+            return None
+        for batch in (self._pending, self._writing):
+            verdict = batch.verdicts.get(lease_id, {}).get(call_id) if batch is not None else None
+            if verdict is not None:
+                return verdict
+        try:
+            return self._reader.verdict(lease_id, call_id)
+        except (sqlite3.Error, ValueError) as error:
+            raise self._unavailable("read", error) from error
+
+    def verdict_count(self, lease_id: str) -> int:
+        """How many calls of this lease have a verdict."""
+        return len(self._calls.get(lease_id, ()))
+
+    # Writing.
+
+    async def flush(self) -> None:
+        """Return once everything put so far is in the file.
+
+        Raises:
+            StorageUnavailable: it is not; it is kept, and tried again.
+        """
+        loop = asyncio.get_running_loop()
+        if self._pending:
+            if self._failure is not None and loop.time() - self._failed_at < FAILED_FOR_S:
+                raise self._failure
+            waiter: asyncio.Future[None] = loop.create_future()
+            self._waiting.append(waiter)
+            self._write_soon()
+        elif self._writing is not None:
+            waiter = loop.create_future()
+            self._waiting_for_written.append(waiter)
+        else:
+            return
+        await waiter
+
+    def _write_later(self) -> None:
+        """In a moment; where no loop runs yet, with whatever comes next."""
+        if self._timer is None and not self._soon and self._writing is None:
+            try:
+                loop = asyncio.get_running_loop()
+            except RuntimeError:
+                return
+            self._timer = loop.call_later(UNHURRIED_S if self._failure is None else AGAIN_AFTER_S, self._write)
+
+    def _write_soon(self) -> None:
+        """At the end of this turn, so that what else is decided in it is part of the commit."""
+        if not self._soon and self._writing is None:
+            self._soon = True
+            asyncio.get_running_loop().call_soon(self._write)
+
+    def _write(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._soon = False
+        if self._writing is not None or not self._pending:
+            return
+        self._writing, self._pending = self._pending, Batch()
+        self._waiting_for_written, self._waiting = self._waiting, []
+        loop = asyncio.get_running_loop()
+        self._writer.write(self._writing, lambda error: loop.call_soon_threadsafe(self._written, error))
+
+    def _written(self, error: Exception | None) -> None:
+        batch, self._writing = self._writing, None
+        assert batch is not None, "something was being written"
+        waiting, self._waiting_for_written = self._waiting_for_written, []
+        if error is None:
+            if self._failure is not None:
+                log.info("the state file can be written again")
+            self._failure = None
+        else:
+            self._failed(batch, error)
+            waiting += self._waiting
+            self._waiting = []
+        for waiter in waiting:
+            if waiter.done():
+                continue
+            if self._failure is None:
+                waiter.set_result(None)
+            else:
+                waiter.set_exception(self._failure)
+        if self._waiting:
+            self._write_soon()
+        elif self._pending:
+            self._write_later()
+
+    def _failed(self, batch: Batch, error: Exception) -> None:
+        if self._failure is None:
+            log.error("the state file cannot be written: %s", error)
+        self._failure = self._unavailable("written", error)
+        self._failed_at = asyncio.get_running_loop().time()
+        for lease_id in [lease_id for lease_id in batch.verdicts if lease_id not in self._calls]:
+            batch.forget_verdicts(lease_id)
+        self._pending = self._pending.on_top_of(batch)
+
+    def _unavailable(self, done: str, error: Exception) -> StorageUnavailable:
+        return StorageUnavailable(f"the state file {self._path} cannot be {done}: {error}", retry_after_s=2)
+
+    async def close(self) -> None:
+        """Write what is queued and let go."""
+        try:
+            while self._pending or self._writing is not None:
+                await self.flush()
+        except StorageUnavailable as error:
+            log.error("what was decided last is not on record: %s", error.detail)
+        if self._timer is not None:
+            self._timer.cancel()
+        self._reader.close()
+        await asyncio.to_thread(self._writer.end)
+
+
+Done = Callable[[Exception | None], object]
+
+
+class Writer:
+    """The thread that writes.
+
+    Args:
+        file: what it writes to.
+    """
+
+    def __init__(self, file: SqliteFile) -> None:
+        self._file = file
+        self._work: SimpleQueue[tuple[Batch, Done] | str | None] = SimpleQueue()
+        self._over: list[str] = []
+        self._tidying = False
+        self._commits = 0
+        self._thread = threading.Thread(target=self._run, name="state-file", daemon=True)
+        self._thread.start()
+
+    def write(self, batch: Batch, done: Done) -> None:
+        """Commit a batch; `done`, in this thread, is told of the error, if there was one."""
+        self._work.put((batch, done))
+
+    def sweep(self, lease_id: str) -> None:
+        """Delete the verdicts of a lease, when there is time."""
+        self._work.put(lease_id)
+
+    def end(self) -> None:
+        """Write what is queued, and let go. Blocks."""
+        self._work.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                work = self._work.get(block=not self._tidying)
+            except Empty:
+                self._tidying = self._tidy()
+                continue
+            if work is None:
+                break
+            if isinstance(work, str):
+                self._over.append(work)
+                self._tidying = True
+            else:
+                self._commit(*work)
+        self._file.close()
+
+    def _commit(self, batch: Batch, done: Done) -> None:
+        error: Exception | None = None
+        try:
+            self._file.commit(batch)
+        except Exception as caught:  # the edge of this thread: whatever it was, those who wait are told
+            error = caught
+        # A loop that is closed has nobody who waits.
+        with suppress(RuntimeError):
+            done(error)
+        self._commits += 1
+        if self._commits % TIDY_EVERY == 0:
+            self._tidying = True
+
+    def _tidy(self) -> bool:
+        try:
+            return self._file.tidy(self._over)
+        except sqlite3.Error as error:
+            log.warning("the state file could not be tidied: %s", error)
+            return False

@@ -1,0 +1,125 @@
+"""SIGKILL for the service, and another one after it: real agents, a real state file."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sandbox_server.agent import wire
+from sandbox_server.backends.processes import start_time
+from sandbox_server.core.types import AcquireRequest
+from tests.integration.pool.first_life import call, make_pools
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def live_once(tmp_path):
+    """Runs a first life up to its death: `live_once(command)` returns what it said. The command goes on."""
+
+    def live(command):
+        argv = [sys.executable, "-m", "tests.integration.pool.first_life", str(tmp_path), command]
+        process = subprocess.Popen(argv, stdout=subprocess.PIPE, cwd=ROOT)
+        said = json.loads(process.stdout.readline())
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        return said
+
+    return live
+
+
+@pytest.fixture
+async def again(tmp_path):
+    """Starts the next life."""
+    lives = []
+
+    async def start():
+        lives.append(make_pools(tmp_path))
+        await lives[-1].start()
+        return lives[-1]
+
+    yield start
+    for pools in lives[-1:]:
+        await pools.stop("destroy")
+        await pools._store.close()
+        assert await next(iter(pools._catalog.backends.values())).list_owned("me") == []
+
+
+async def until(happens):
+    async with asyncio.timeout(20):
+        while not happens():
+            await asyncio.sleep(0.01)
+
+
+async def result_of(route, call_id):
+    async with route.link.stream({"op": "attach", "slot": route.slot_id, "epoch": route.epoch, "call_id": call_id, "offset": 0}) as stream:
+        stream.end()
+        async for event in stream:
+            if isinstance(event, wire.Item):
+                return event.meta, event.body
+    raise AssertionError("the call has no result")
+
+
+def agents(tmp_path):
+    handles = [json.loads(path.read_text()) for path in tmp_path.glob("sandboxes/*/handle.json")]
+    return [(handle["data"]["pid"], handle["data"]["started"]) for handle in handles]
+
+
+async def test_a_command_goes_on_over_the_death_of_the_service_and_its_result_is_there(live_once, again, tmp_path):
+    said = live_once("echo began; until test -e go; do sleep 0.05; done; echo $$ ended")
+    ((pid, started),) = agents(tmp_path)
+    assert start_time(pid) == started, "the sandbox survived"
+
+    pools = await again()
+    await until(lambda: pools.readiness()["ready"])
+    lease = pools.lease("t", said["lease_id"])
+    route = pools.route("t", lease.lease_id)
+    assert await route.link.request({"op": "call_status", "slot": route.slot_id, "epoch": route.epoch, "call_id": "c"})
+    async with route.link.stream({"op": "calls", "slot": route.slot_id, "epoch": route.epoch}) as stream:
+        stream.send_item(call("go", "touch go"))
+        stream.end()
+        async for _ in stream:
+            pass
+    meta, body = await result_of(route, "c")
+
+    assert (meta["reason"], meta["exit_code"]) == ("exit", 0)
+    assert body.startswith(b"began\n")
+    assert body.endswith(b"ended\n")
+    assert agents(tmp_path) == [(pid, started)]
+    (other,) = (await pools.acquire(AcquireRequest(tenant="t", pool="default"))).leases
+    assert (other.sandbox_id, other.epoch) == (said["sandbox_id"], 2)
+
+
+async def test_an_agent_that_died_with_the_service_is_replaced(live_once, again, tmp_path):
+    said = live_once("echo began; sleep 100")
+    ((pid, started),) = agents(tmp_path)
+    os.kill(pid, signal.SIGKILL)
+    await until(lambda: start_time(pid) != started)
+
+    pools = await again()
+    (lease,) = (await pools.acquire(AcquireRequest(tenant="t", pool="default", wait_s=20))).leases
+
+    assert lease.sandbox_id != said["sandbox_id"]
+    assert len(pools.sandboxes()) == 1
+    with pytest.raises(Exception, match="its agent has ended"):
+        pools.lease("t", said["lease_id"])
+
+
+async def test_a_sandbox_that_no_record_tells_of_is_destroyed(live_once, again, tmp_path):
+    live_once("echo began; sleep 100")
+    ((pid, started),) = agents(tmp_path)
+    for path in tmp_path.glob("state.db*"):
+        path.unlink()
+
+    pools = await again()
+
+    assert start_time(pid) != started
+    assert pools.leases("t") == ([], None)

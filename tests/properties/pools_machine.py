@@ -1,0 +1,249 @@
+"""Whole pools over fakes, under anything that may happen to a service, its agents and their links, its own death included.
+
+The model knows only what was promised: which leases callers were told of, until when they hold, which sandboxes were killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hypothesis import strategies as st
+
+from sandbox_server.core.errors import PoolServiceError
+from sandbox_server.core.types import AcquireRequest, Lease, PoolSpec
+from sandbox_server.pool.pools import Pools
+from sandbox_server.pool.wiring import Wiring
+from sandbox_server.testing import FakeAgent, FakeBackend, FakeClock, settle
+from tests.support.crashing_store import CrashingStore
+from tests.support.lives import kill
+
+MAX_SANDBOXES = 3
+
+
+class Moody(FakeAgent):
+    """An agent that may stop answering for a while; what it was asked meanwhile it does when it is well again."""
+
+    stalled = False
+
+    def __init__(self, sandbox_id: str) -> None:
+        super().__init__(sandbox_id, slots=2)
+        self.asked: list[tuple[dict[str, Any], Callable[[dict[str, Any]], None]]] = []
+
+    def respond(self, meta: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> None:
+        if self.stalled:
+            self.asked.append((meta, say))
+        else:
+            super().respond(meta, say)
+
+    def recover(self) -> None:
+        self.stalled = False
+        asked, self.asked = self.asked, []
+        for meta, say in asked:
+            super().respond(meta, say)
+
+
+class MoodyBackend(FakeBackend):
+    """Makes moody agents."""
+
+    def make_agent(self, pool: str, spec: PoolSpec, sandbox_id: str) -> FakeAgent:
+        return Moody(sandbox_id)
+
+
+@dataclass
+class Promise:
+    """A lease that a caller was told of. `until`: it holds at least so long, monotonic."""
+
+    lease: Lease
+    until: float
+
+
+class World:
+    """One history."""
+
+    def __init__(self, data: st.DataObject) -> None:
+        self.data = data
+        self.clock = FakeClock()
+        self.backend = MoodyBackend()
+        self.store = CrashingStore()
+        self.spec = PoolSpec(slots_per_sandbox=2, min_sandboxes=1, max_sandboxes=MAX_SANDBOXES, idle_timeout_s=20, max_lifetime_s=1e6)
+        self.promises: dict[str, Promise] = {}
+        self.over: set[str] = set()
+        self.epochs: dict[tuple[str, str], int] = {}
+
+    async def start(self) -> None:
+        wiring = Wiring(store=self.store, clock=self.clock, connect=self.backend.connect, timers=self.clock, jitter=lambda: 0.5)
+        self.pools = Pools({"default": PoolSpec(min_sandboxes=0)}, {"local": self.backend}, self.store, self.clock, wiring=wiring)
+        await self.pools.start()
+        await settle()
+
+    # What happens.
+
+    async def acquire(self) -> None:
+        draw = self.data.draw
+        request = AcquireRequest(
+            tenant="t", pool="mine", count=draw(st.integers(1, 3)), run_id=draw(st.sampled_from((None, "r"))), wait_s=0.0,
+            ttl_s=draw(st.sampled_from((5.0, 100.0, 1000.0))), cache=draw(st.sampled_from(("none", "none", "rw"))),
+        )  # fmt: skip
+        task = asyncio.create_task(self.pools.acquire(request))
+        await settle()
+        if not task.done():
+            task.cancel()
+            await settle()
+        if task.cancelled() or isinstance(task.exception(), PoolServiceError):
+            return
+        for lease in task.result().leases:
+            assert lease.epoch > self.epochs.get((lease.sandbox_id, lease.slot_id), 0), "an epoch was used again"
+            assert lease.lease_id not in self.over
+            self.epochs[lease.sandbox_id, lease.slot_id] = lease.epoch
+            self.promises[lease.lease_id] = Promise(lease, self.clock.monotonic() + lease.ttl_s)
+
+    def _any_promise(self) -> Promise | None:
+        return self.data.draw(st.sampled_from([self.promises[lease_id] for lease_id in self.promises])) if self.promises else None
+
+    async def release(self) -> None:
+        promise = self._any_promise()
+        if promise is None:
+            return
+        self.pools.release("t", [promise.lease.lease_id], None, self.data.draw(st.booleans()))
+        del self.promises[promise.lease.lease_id]
+        if self.data.draw(st.booleans()):
+            await self.pools.flush()
+            self.over.add(promise.lease.lease_id)
+
+    async def renew(self) -> None:
+        promise = self._any_promise()
+        if promise is not None:
+            leases, _ = self.pools.renew("t", [promise.lease.lease_id], 50)
+            await self.pools.flush()
+            for lease in leases:
+                promise.lease = lease
+                promise.until = max(promise.until, self.clock.monotonic() + 50)
+
+    async def narrow(self) -> None:
+        promise = self._any_promise()
+        if promise is None:
+            return
+        task = asyncio.create_task(self.pools.narrow("t", promise.lease.lease_id, allow_network=False, cache="none"))
+        await settle()
+        if task.done() and task.exception() is None:
+            promise.lease = task.result()
+        elif not task.done():
+            task.cancel()
+            await settle()
+
+    async def time_passes(self) -> None:
+        await self.clock.advance(self.data.draw(st.sampled_from((0.1, 1.0, 6.0, 30.0, 61.0))))
+
+    def _any_agent(self) -> Moody | None:
+        agents = sorted(self.backend.agents.values(), key=lambda agent: self.backend.created.index(agent.sandbox_id))
+        return self.data.draw(st.sampled_from(agents)) if agents else None  # type: ignore[return-value]
+
+    async def agent_dies(self) -> None:
+        agent = self._any_agent()
+        if agent is not None:
+            self.backend.kill(agent.sandbox_id)
+            self.promises = {lease_id: p for lease_id, p in self.promises.items() if p.lease.sandbox_id != agent.sandbox_id}
+
+    async def link_is_cut(self) -> None:
+        agent = self._any_agent()
+        if agent is not None:
+            agent.hang_up()
+
+    async def agent_stalls(self) -> None:
+        agent = self._any_agent()
+        if agent is not None:
+            agent.stalled = True
+
+    async def agents_recover(self) -> None:
+        for agent in self.backend.agents.values():
+            if isinstance(agent, Moody):
+                agent.recover()
+        await settle()
+
+    async def spec_changes(self) -> None:
+        change = self.data.draw(st.sampled_from(({"slot_processes": 7}, {"slot_processes": 512}, {"min_sandboxes": 2}, {"min_sandboxes": 0})))
+        self.spec = replace(self.spec, **change)
+        await self.pools.put_pool("mine", self.spec)
+
+    async def verify(self) -> None:
+        task = asyncio.create_task(self.pools.verify("mine"))
+        await settle()
+        if not task.done():
+            task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    async def service_dies(self) -> None:
+        await kill(self.pools)
+        self.store.crash(self.data.draw(st.integers(0, self.store.unflushed)))
+        down_s = self.data.draw(st.sampled_from((0.0, 3.0, 1000.0)))
+        self.clock.pass_time(down_s)
+        await self.start()
+        now, wall = self.clock.monotonic(), self.clock.wall()
+        held = {lease.lease_id: lease for lease in self.pools.leases("t", limit=1000)[0]}
+        assert not self.over & set(held), "what was released came back"
+        for lease_id, promise in list(self.promises.items()):
+            # What expired before the death may be on record as such.
+            if promise.until <= now - down_s:
+                del self.promises[lease_id]
+                continue
+            assert lease_id in held, "a promised lease was lost"
+            left_s = held[lease_id].expires_at - wall
+            assert left_s >= min(promise.lease.ttl_s, 60.0) - 1e-6, "no grace after downtime"
+            promise.until = now + left_s
+
+    STEPS = (
+        acquire, acquire, acquire, acquire, release, release, renew, narrow, time_passes, time_passes, agent_dies, link_is_cut, agent_stalls,
+        agents_recover, agents_recover, spec_changes, verify, service_dies, service_dies,
+    )  # fmt: skip
+
+    # What must hold.
+
+    def check(self) -> None:
+        """After every step."""
+        held = self.pools.leases("t", limit=1000)[0]
+        slots = [(lease.sandbox_id, lease.slot_id) for lease in held]
+        assert len(slots) == len(set(slots)), "a slot with two holders"
+        now = self.clock.monotonic()
+        self.promises = {lease_id: promise for lease_id, promise in self.promises.items() if promise.until > now}
+        ids = {lease.lease_id for lease in held}
+        for lease_id, promise in self.promises.items():
+            assert lease_id in ids, "a promised lease does not hold"
+            slot = self.backend.agents[promise.lease.sandbox_id].slots[promise.lease.slot_id]
+            assert slot.epoch == promise.lease.epoch, "its agent has moved on under a held lease"
+        assert self.backend.most_at_once <= MAX_SANDBOXES, "past max_sandboxes"
+
+    async def check_at_rest(self) -> None:
+        """When nothing happens any more."""
+        await self.agents_recover()
+        await self.clock.advance(200)
+        await settle()
+        self.check()
+        view = self.pools.view("mine")
+        assert len(self.backend.handles) == len(self.pools.sandboxes()), "sandboxes that nobody knows"
+        assert view.sandboxes["ready"] >= view.spec.min_sandboxes or sum(view.sandboxes.values()) == MAX_SANDBOXES
+        assert not view.slots["resetting"], "a slot that nobody resets"
+        for lease in self.pools.leases("t", limit=1000)[0]:
+            route = self.pools.route("t", lease.lease_id)
+            assert self.backend.agents[lease.sandbox_id].slots[route.slot_id].epoch == route.epoch
+        self.pools.release("t", [lease.lease_id for lease in self.pools.leases("t", limit=1000)[0]])
+        await self.clock.advance(200)
+        assert all(not agent.caches for agent in self.backend.agents.values()), "a cache outlives its run"
+        await self.pools.stop("destroy")
+        assert self.backend.handles == {}
+
+
+async def live(data: st.DataObject, steps: int) -> None:
+    """One random history of so many steps."""
+    world = World(data)
+    await world.start()
+    await world.pools.put_pool("mine", world.spec)
+    await settle()
+    for _ in range(steps):
+        step = data.draw(st.sampled_from(World.STEPS))
+        await step(world)
+        await settle()
+        world.check()
+    await world.check_at_rest()

@@ -1,0 +1,239 @@
+"""Pools that are made, changed and deleted while the service runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from sandbox_server.core.errors import Draining, InvalidRequest, LeaseLost, PoolConflict, PoolNotFound, QuotaExceeded, SandboxLost, StorageUnavailable
+from sandbox_server.core.types import AcquireRequest, PoolSpec
+from sandbox_server.testing import FakeBackend, settle
+
+SPEC = PoolSpec(slots_per_sandbox=2, min_sandboxes=1, max_sandboxes=2)
+
+
+async def put(world, spec=SPEC, name="mine"):
+    view, made = await world.pools.put_pool(name, spec)
+    await settle()
+    return view, made
+
+
+async def acquire(world, **fields):
+    (lease, *_) = (await world.pools.acquire(AcquireRequest(tenant="t", pool="mine", **fields))).leases
+    return lease
+
+
+def kinds(world, after):
+    ring = [event for event in world.pools.events._ring if event is not None and event.id > after]
+    return [event.kind for event in sorted(ring, key=lambda event: event.id)]
+
+
+async def test_a_pool_is_made_and_the_same_again_changes_nothing(make_world):
+    world = await make_world()
+    began = world.pools.events.last_id
+    view, made = await put(world)
+    assert (view.name, view.origin, view.spec, made) == ("mine", "api", SPEC, True)
+    lease = await acquire(world)
+
+    assert (await put(world))[1] is False
+
+    assert world.pools.lease("t", lease.lease_id)
+    assert len(world.backend.created) == 2
+    assert kinds(world, began).count("pool.changed") == 0
+    assert kinds(world, began).count("pool.created") == 1
+
+
+async def test_counts_and_timeouts_change_in_place(make_world):
+    world = await make_world()
+    await put(world)
+    before = set(world.backend.agents)
+
+    view, made = await put(world, replace(SPEC, min_sandboxes=2, idle_timeout_s=5, acquire_timeout_s=7, max_sandboxes=3))
+
+    assert (made, view.spec.acquire_timeout_s) == (False, 7)
+    assert before < set(world.backend.agents)
+    assert world.pools.view("mine").sandboxes["ready"] == 2
+    assert world.backend.destroyed == []
+
+
+async def test_anything_else_drains_the_old_sandboxes_and_makes_new_ones_beside(make_world):
+    world = await make_world(min_sandboxes=0)
+    await put(world)
+    old = await acquire(world)
+
+    await put(world, replace(SPEC, env_vars={"A": "b"}))
+
+    assert world.pools.lease("t", old.lease_id), "the old lease goes on"
+    assert {state: n for state, n in world.pools.view("mine").sandboxes.items() if n} == {"draining": 1, "ready": 1}
+    new = await acquire(world)
+    assert new.sandbox_id != old.sandbox_id
+    world.pools.release("t", [old.lease_id])
+    await world.clock.advance(1)
+    assert old.sandbox_id in world.backend.destroyed
+
+
+async def test_old_and_new_sandboxes_together_never_pass_the_maximum(make_world):
+    backend = FakeBackend()
+    world = await make_world(backend, min_sandboxes=0)
+    await put(world, replace(SPEC, max_sandboxes=1))
+    old = await acquire(world)
+    await put(world, replace(SPEC, max_sandboxes=1, slot_processes=9))
+    await world.clock.advance(5)
+    assert backend.most_at_once == 1
+
+    world.pools.release("t", [old.lease_id])
+    await world.clock.advance(1)
+
+    assert backend.most_at_once == 1
+    assert (await acquire(world)).sandbox_id != old.sandbox_id
+
+
+async def test_a_smaller_maximum_drains_what_is_too_many(make_world):
+    world = await make_world(min_sandboxes=0)
+    await put(world, replace(SPEC, min_sandboxes=2))
+    lease = await acquire(world)
+
+    await put(world, replace(SPEC, min_sandboxes=1, max_sandboxes=1))
+    await world.clock.advance(1)
+
+    assert world.pools.view("mine").sandboxes["ready"] == 1
+    assert world.pools.lease("t", lease.lease_id)
+
+
+async def test_who_waits_for_more_than_the_new_spec_can_hold_hears_it(make_world):
+    world = await make_world(min_sandboxes=0)
+    await put(world)
+    await acquire(world)
+    waiting = await world.queue_at("mine", count=4)
+
+    await put(world, replace(SPEC, max_sandboxes=1))
+
+    with pytest.raises(InvalidRequest, match="no longer hold"):
+        await waiting
+
+
+async def test_pools_of_the_settings_file_and_backends_do_not_change(make_world):
+    world = await make_world()
+    await put(world)
+
+    with pytest.raises(PoolConflict, match="settings file"):
+        await put(world, name="default")
+    with pytest.raises(PoolConflict, match="settings file"):
+        await world.pools.delete_pool("default")
+    with pytest.raises(PoolConflict, match="backend"):
+        await put(world, replace(SPEC, backend="nomad"))
+    with pytest.raises(InvalidRequest, match="'nomad'"):
+        await put(world, replace(SPEC, backend="nomad"), name="other")
+    with pytest.raises(PoolNotFound):
+        await world.pools.delete_pool("nope")
+
+
+async def test_a_deleted_pool_drains_and_then_is_gone(make_world):
+    world = await make_world()
+    await put(world)
+    lease = await acquire(world)
+    waiting = await world.queue_at("mine", count=4)
+
+    await world.pools.delete_pool("mine")
+    await settle()
+
+    with pytest.raises(Draining):
+        await waiting
+    with pytest.raises(Draining):
+        await acquire(world)
+    with pytest.raises(PoolConflict, match="being deleted"):
+        await put(world)
+    assert world.pools.lease("t", lease.lease_id)
+    world.pools.release("t", [lease.lease_id])
+    await world.clock.advance(1)
+    with pytest.raises(PoolNotFound):
+        world.pools.view("mine")
+    with pytest.raises(LeaseLost, match="released"):
+        world.pools.lease("t", lease.lease_id)
+    assert world.store.pools == {}
+    assert len(world.backend.handles) == 1
+    assert (await put(world))[1] is True
+
+
+async def test_force_ends_the_leases_of_a_deleted_pool(make_world):
+    world = await make_world()
+    await put(world)
+    lease = await acquire(world)
+
+    await world.pools.delete_pool("mine", force=True)
+    await world.clock.advance(1)
+
+    with pytest.raises(SandboxLost, match="deleted"):
+        world.pools.lease("t", lease.lease_id)
+    assert await world.pools.lost_verdict(lease.lease_id, 1)
+    with pytest.raises(PoolNotFound):
+        world.pools.view("mine")
+
+
+async def test_a_pool_nobody_uses_goes_by_itself(make_world):
+    world = await make_world()
+    await put(world, replace(SPEC, delete_after_idle_s=30))
+    lease = await acquire(world, ttl_s=60)
+    await world.clock.advance(59)
+    world.pools.release("t", [lease.lease_id])
+    await world.clock.advance(20)
+    await put(world, replace(SPEC, delete_after_idle_s=30))
+    await world.clock.advance(29)
+    assert world.pools.view("mine")
+
+    await world.clock.advance(4)
+
+    with pytest.raises(PoolNotFound):
+        world.pools.view("mine")
+
+
+async def test_there_are_only_so_many_pools(make_world):
+    world = await make_world(max_pools=2)
+    await put(world)
+
+    with pytest.raises(QuotaExceeded, match=r"limits\.pools"):
+        await put(world, name="other")
+
+
+async def test_what_cannot_be_recorded_is_not_changed(make_world):
+    world = await make_world()
+    await put(world)
+    world.store.fail = StorageUnavailable("the disk is full")
+
+    with pytest.raises(StorageUnavailable):
+        await put(world, replace(SPEC, max_sandboxes=9))
+    with pytest.raises(StorageUnavailable):
+        await put(world, name="other")
+    with pytest.raises(StorageUnavailable):
+        await world.pools.delete_pool("mine")
+
+    world.store.fail = None
+    assert world.pools.view("mine").spec == SPEC
+    assert [view.name for view in world.pools.views()] == ["default", "mine"]
+    assert {name: (record.spec, record.closing) for name, record in world.store.pools.items()} == {"mine": (SPEC, False)}
+
+
+async def test_a_tenant_has_only_so_many_leases(make_world):
+    world = await make_world(max_leases={"t": 2})
+    await put(world)
+    held = await acquire(world)
+    await world.acquire()
+    with pytest.raises(QuotaExceeded, match="max_leases is 2"):
+        await acquire(world)
+    assert (await world.acquire("u")).leases
+
+    world.pools.release("t", [held.lease_id])
+
+    assert await acquire(world)
+
+
+async def test_what_a_tenant_waits_for_counts_towards_its_leases(make_world):
+    world = await make_world(max_sandboxes=1, max_leases={"t": 3})
+    await world.acquire(count=2)
+    waiting = await world.queue()
+
+    with pytest.raises(QuotaExceeded):
+        await world.acquire()
+
+    waiting.cancel()
