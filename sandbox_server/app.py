@@ -17,12 +17,15 @@ from sandbox_server.api.tenants import Tenant, Tenants
 from sandbox_server.backends.base import Backend
 from sandbox_server.backends.registry import load_backend
 from sandbox_server.core.clock import Clock, SystemClock
-from sandbox_server.core.errors import InvalidRequest, NotImplementedHere
-from sandbox_server.dispatch.dispatch import Dispatcher
+from sandbox_server.core.errors import InvalidRequest, NotImplementedHere, StorageUnavailable
+from sandbox_server.dispatch.dispatch import CallLimits, Dispatcher
 from sandbox_server.dispatch.files import SlotFiles
+from sandbox_server.dispatch.records import CallRecords
 from sandbox_server.link.agent_link import AgentLink
+from sandbox_server.pool.events import EventLog
 from sandbox_server.pool.pools import Pools
-from sandbox_server.pool.store import MemoryStore
+from sandbox_server.pool.sqlite_store import SqliteStore, StoreUnusable
+from sandbox_server.pool.store import MemoryStore, Store
 from sandbox_server.pool.wiring import Connect, PoolLimits, Wiring
 from sandbox_server.settings import LOCAL_TENANT, Settings, SettingsError, load_settings
 from sandbox_server.shutdown import Signals
@@ -31,12 +34,18 @@ from sandbox_server.telemetry import Telemetry, configure_logging
 
 log = logging.getLogger(__name__)
 
-DEFAULT_URL = "http://127.0.0.1:8000"
+UNKNOWN_URL = "http://ADDRESS"
+"""What is printed where the server listens is known to nobody but it: `SANDBOX_ADVERTISE_URL` would say."""
 GRACE_S = 2.0
 """How long requests may go on after the service has been told to stop, in seconds."""
 LAST_WORDS_S = 0.5
 """How long they may take to send what they have after that, in seconds."""
-POOLS_STOP_S = 5.0
+POOLS_STOP_S = 4.5
+STORE_CLOSE_S = 1.0
+STATE_FILE = "state.db"
+
+
+MakeBackend = Callable[[str, Path, str, bool], Backend]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,14 +53,16 @@ class Parts:
     """What the service is built on, for tests and embedders to exchange.
 
     Args:
-        backend: makes a backend, from its name, the service's state folder and its owner name.
+        backend: makes a backend, from its name, the service's state folder, its owner name, and whether sandboxes are to outlive the service.
         connect: makes a link to an agent.
+        store: opens what outlives the service, from the path of its file; raises StoreUnusable.
         clock: what time it is.
         configure_logging: sends the log where the settings say.
     """
 
-    backend: Callable[[str, Path, str], Backend] = load_backend
+    backend: MakeBackend = load_backend
     connect: Connect = AgentLink.connect
+    store: Callable[[Path], Store] = SqliteStore
     clock: Clock = field(default_factory=SystemClock)
     configure_logging: Callable[[str, str], None] = configure_logging
 
@@ -62,8 +73,10 @@ class Running:
 
     settings: Settings
     state_dir: StateDir
+    store: Store
     pools: Pools
     service: Service
+    ephemeral: bool = False
 
 
 class Application:
@@ -73,11 +86,13 @@ class Application:
         load: gives the settings when the service starts, and again on SIGHUP.
         parts: what to build on.
         announced: whether `announce` will be called once it listens.
+        ephemeral: nothing outlives it: every sandbox goes when it stops.
     """
 
-    def __init__(self, load: Callable[[], Settings] = load_settings, *, parts: Parts | None = None, announced: bool = False) -> None:
+    def __init__(self, load: Callable[[], Settings] = load_settings, *, parts: Parts | None = None, announced: bool = False, ephemeral: bool = False) -> None:
         self._load = load
         self._parts = parts or Parts()
+        self._ephemeral = ephemeral
         self._announced = announced
         self._front = build_api()
         self._running: Running | None = None
@@ -102,7 +117,7 @@ class Application:
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         await receive()
         try:
-            running = self._running = await start(self._load(), self._parts)
+            running = self._running = await start(self._load(), self._parts, ephemeral=self._ephemeral)
         except (SettingsError, StateDirError) as error:
             await send({"type": "lifespan.startup.failed", "message": str(error)})
             return
@@ -110,7 +125,7 @@ class Application:
         signals = self._signals = Signals(self._stop, self._reload_tenants)
         signals.install()
         if not self._announced:
-            say_how_to_ask(running, running.settings.advertise_url or DEFAULT_URL)
+            say_how_to_ask(running, running.settings.advertise_url or UNKNOWN_URL)
         await send({"type": "lifespan.startup.complete"})
         await receive()
         await self._stop()
@@ -138,8 +153,13 @@ class Application:
             log.info("the tenants have been read again")
 
 
-async def start(settings: Settings, parts: Parts) -> Running:
+async def start(settings: Settings, parts: Parts, *, ephemeral: bool = False) -> Running:
     """Start everything.
+
+    Args:
+        settings: what the operator decides.
+        parts: what to build on.
+        ephemeral: nothing is to outlive the service.
 
     Raises:
         SettingsError: a backend cannot be had.
@@ -148,7 +168,7 @@ async def start(settings: Settings, parts: Parts) -> Running:
     parts.configure_logging(settings.log_format, settings.log_level)
     state_dir = StateDir.open(settings.state_dir)
     try:
-        running = await _start_in(settings, state_dir, parts)
+        running = await _start_in(settings, state_dir, parts, ephemeral=ephemeral)
     except BaseException:
         state_dir.close()
         raise
@@ -157,43 +177,76 @@ async def start(settings: Settings, parts: Parts) -> Running:
     return running
 
 
-async def _start_in(settings: Settings, state_dir: StateDir, parts: Parts) -> Running:
+async def _start_in(settings: Settings, state_dir: StateDir, parts: Parts, *, ephemeral: bool) -> Running:
     tenants = Tenants(_tenants(settings, state_dir), open_door=settings.open_door)
-    clock, store, telemetry = parts.clock, MemoryStore(), Telemetry()
-    wiring = Wiring(
-        store=store,
-        clock=clock,
-        connect=parts.connect,
-        meter=telemetry,
-        weight=tenants.weight,
-        limits=PoolLimits(max_waiters=settings.limits.waiters),
-    )
-    owner = state_dir.owner()
-    backends = load_backends(settings, state_dir.path, owner, parts.backend)
-    pools = Pools(settings.pools, backends, store, clock, owner=owner, wiring=wiring)
-    await pools.start()
+    clock, telemetry = parts.clock, Telemetry()
+    store = _open_store(state_dir, parts, ephemeral=ephemeral)
+    try:
+        pools = await _start_pools(settings, state_dir, parts, store, tenants, telemetry, survives=store.durable and not ephemeral)
+    except BaseException:
+        await store.close()
+        raise
+    limits = CallLimits(in_flight=settings.limits.calls_in_flight, of_lease=settings.limits.lease_calls)
+    dispatcher = Dispatcher(pools, store, clock, telemetry, limits)
     service = Service(
         pools=pools,
-        dispatcher=Dispatcher(pools, store, clock, telemetry, settings.limits.calls_in_flight),
+        dispatcher=dispatcher,
         files=SlotFiles(pools),
+        records=CallRecords(pools, store, dispatcher.flights, clock),
+        events=pools.events,
+        telemetry=telemetry,
+        flush=pools.flush,
         tenants=tenants,
         limits=settings.limits,
         default_pool=settings.default_pool,
         stopping=asyncio.get_running_loop().create_future(),
     )
-    return Running(settings=settings, state_dir=state_dir, pools=pools, service=service)
+    return Running(settings=settings, state_dir=state_dir, store=store, pools=pools, service=service, ephemeral=ephemeral)
 
 
-def load_backends(settings: Settings, state_dir: Path, owner: str, load: Callable[[str, Path, str], Backend] = load_backend) -> dict[str, Backend]:
-    """Make every backend that a pool names.
+async def _start_pools(settings: Settings, state_dir: StateDir, parts: Parts, store: Store, tenants: Tenants, telemetry: Telemetry, *, survives: bool) -> Pools:
+    wiring = Wiring(
+        store=store,
+        clock=parts.clock,
+        connect=parts.connect,
+        meter=telemetry,
+        events=EventLog(clock=parts.clock),
+        weight=tenants.weight,
+        max_leases=tenants.max_leases,
+        limits=PoolLimits(max_waiters=settings.limits.waiters, max_pools=settings.limits.pools),
+    )
+    owner = state_dir.owner()
+
+    def make_backend(name: str) -> Backend:
+        return parts.backend(name, state_dir.path, owner, survives)
+
+    pools = Pools(settings.pools, load_backends(settings, make_backend), store, parts.clock, owner=owner, wiring=wiring, load_backend=make_backend)
+    await pools.start()
+    return pools
+
+
+def _open_store(state_dir: StateDir, parts: Parts, *, ephemeral: bool) -> Store:
+    """The store of this folder. A service that nothing outlives has nothing to find again."""
+    if ephemeral:
+        return MemoryStore()
+    try:
+        return parts.store(state_dir.path / STATE_FILE)
+    except StoreUnusable as error:
+        raise StateDirError(str(error)) from None
+
+
+def load_backends(settings: Settings, make: Callable[[str], Backend]) -> dict[str, Backend]:
+    """Make every backend that a pool of the settings names.
 
     Raises:
         SettingsError: one cannot be had; it names the pool.
     """
     backends: dict[str, Backend] = {}
     for pool, spec in settings.pools.items():
+        if spec.backend in backends:
+            continue
         try:
-            backends.setdefault(spec.backend, load(spec.backend, state_dir, owner))
+            backends[spec.backend] = make(spec.backend)
         except (InvalidRequest, NotImplementedHere) as error:
             raise SettingsError(f"settings file {settings.config_path}: pools.{pool}.backend: {error.detail}") from None
     return backends
@@ -214,9 +267,14 @@ async def stop(running: Running) -> None:
     await _wait_for_requests(service, LAST_WORDS_S)
     try:
         async with asyncio.timeout(POOLS_STOP_S):
-            await running.pools.stop()
+            await running.pools.stop("destroy" if running.ephemeral else None)
     except TimeoutError:
         log.error("not every sandbox was gone within %g s", POOLS_STOP_S)
+    try:
+        async with asyncio.timeout(STORE_CLOSE_S):
+            await running.store.close()
+    except (TimeoutError, StorageUnavailable):
+        log.exception("the last of the state could not be written")
     log.info("stopped")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,24 +11,32 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from sandbox_server.api.limits import Limits
+from sandbox_server.api.limits import LIMITS, Limits, most_of
 from sandbox_server.api.schemas import PoolSpecBody, first_problem
+from sandbox_server.api.specs import POOL_NAME, spec_of, spec_problem
 from sandbox_server.api.tenants import Tenant
-from sandbox_server.core.types import LocalSpec, ModalSpec, NomadSpec, PoolSpec
+from sandbox_server.core.types import PoolSpec
 
 PREFIX = "SANDBOX_"
 CLIENTS_OWN = frozenset({"SANDBOX_URL", "SANDBOX_TOKEN"})
 LOG_FORMATS = ("json", "text")
 LOG_LEVELS = ("debug", "info", "warning", "error")
-POOL_NAME = r"^[a-z0-9]([a-z0-9._-]{0,62}[a-z0-9])?$"
 LOCAL_TENANT = "local"
-NOT_BUILT = ("slot_disk_mb", "delete_after_idle_s")
-"""Fields of a pool spec that nothing enforces yet: better refused than ignored."""
 MIN_TOKEN_CHARS = 1
 
 
 class SettingsError(Exception):
     """The service cannot start like this; the message is one line that says where, what, and what is allowed."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NomadAccess:
+    """How the process reaches Nomad: paths of files that were readable at the start."""
+
+    token_file: Path | None = None
+    ca_cert: Path | None = None
+    client_cert: Path | None = None
+    client_key: Path | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +54,8 @@ class Settings:
         pools: the pools of the file, by name.
         default_pool: the pool of an acquire that names none.
         limits: the named limits.
+        nomad: how the process reaches Nomad.
+        sources: where a setting came from, by its dotted name; what is missing is a default.
     """
 
     state_dir: Path
@@ -59,6 +68,12 @@ class Settings:
     pools: Mapping[str, PoolSpec] = field(default_factory=lambda: {"default": PoolSpec()})
     default_pool: str = "default"
     limits: Limits = field(default_factory=Limits)
+    nomad: NomadAccess = field(default_factory=NomadAccess)
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    def source(self, name: str) -> str:
+        """Where a setting came from: `default`, `file, PATH` or `environment, NAME`."""
+        return self.sources.get(name, "default")
 
 
 class FileModel(BaseModel):
@@ -87,9 +102,6 @@ class NomadModel(FileModel):
     client_key: str | None = None
 
 
-LIMIT_NAMES = tuple(one.name for one in dataclasses.fields(Limits))
-
-
 class SettingsFile(FileModel):
     """The settings file."""
 
@@ -114,6 +126,17 @@ class EnvironmentModel(BaseModel):
     LOG_LEVEL: Literal["debug", "info", "warning", "error"] = "info"
 
 
+SETTING_OF: Mapping[str, str] = {
+    "CONFIG": "config_path",
+    "STATE_DIR": "state_dir",
+    "AUTH": "open_door",
+    "ADVERTISE_URL": "advertise_url",
+    "LOG_FORMAT": "log_format",
+    "LOG_LEVEL": "log_level",
+}
+"""Which setting a variable of the environment makes; `TOKENS` makes some of the tenants."""
+
+
 def load_settings(environ: Mapping[str, str] | None = None) -> Settings:
     """Read the environment, and the file that it names.
 
@@ -130,7 +153,7 @@ def load_settings(environ: Mapping[str, str] | None = None) -> Settings:
     limits = _limits(given, path)
     if len(given.pools) > limits.pools:
         raise SettingsError(f"settings file {path}: pools: {len(given.pools)} are more than the {limits.pools} of `limits.pools`")
-    if "default_pool" in given.model_fields_set and given.default_pool not in given.pools:
+    if given.default_pool not in given.pools and (given.pools or "default_pool" in given.model_fields_set):
         raise SettingsError(f"settings file {path}: default_pool: there is no pool {given.default_pool!r}; there are {', '.join(given.pools) or 'none'}")
     return Settings(
         state_dir=Path(told.STATE_DIR) if told.STATE_DIR else default_state_dir(environ, os.geteuid()),
@@ -140,10 +163,38 @@ def load_settings(environ: Mapping[str, str] | None = None) -> Settings:
         advertise_url=told.ADVERTISE_URL.rstrip("/") if told.ADVERTISE_URL else None,
         log_format=told.LOG_FORMAT,
         log_level=told.LOG_LEVEL,
-        pools={name: _pool_spec(name, spec, path) for name, spec in given.pools.items()},
+        pools={name: _pool_spec(name, spec, limits, path) for name, spec in given.pools.items()},
         default_pool=given.default_pool,
         limits=limits,
+        nomad=_nomad(given, path),
+        sources=_sources(told, given, path),
     )
+
+
+def _sources(told: EnvironmentModel, given: SettingsFile, path: Path | None) -> dict[str, str]:
+    """Where each setting came from that is not a default, by its dotted name."""
+    sources = {SETTING_OF[name]: f"environment, {PREFIX}{name}" for name in told.model_fields_set if name in SETTING_OF}
+    if path is not None:
+        sources.update((name, f"file, {path}") for name in _names_set(given))
+    if told.TOKENS:
+        sources["tenants"] = ", and ".join(filter(None, (f"environment, {PREFIX}TOKENS", sources.get("tenants"))))
+    return sources
+
+
+def _names_set(model: BaseModel, prefix: str = "") -> list[str]:
+    """The dotted names of what a file says; of a mapping or model that it says in part, of those parts."""
+    names = []
+    for name in model.model_fields_set:
+        value = getattr(model, name)
+        children = value.items() if isinstance(value, dict) and name != "env_vars" else ()
+        if isinstance(value, BaseModel):
+            names += _names_set(value, f"{prefix}{name}.")
+        elif children:
+            for key, child in children:
+                names += _names_set(child, f"{prefix}{name}.{key}.") if isinstance(child, BaseModel) else [f"{prefix}{name}.{key}"]
+        else:
+            names.append(prefix + name)
+    return names
 
 
 def default_state_dir(environ: Mapping[str, str], uid: int) -> Path:
@@ -166,6 +217,19 @@ def _environment(environ: Mapping[str, str]) -> EnvironmentModel:
         raise SettingsError(f"environment: {PREFIX}{first_problem(error, EnvironmentModel.model_fields)[1]}") from None
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """Refuses a mapping that has a key twice: the first of them would be ignored without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value != "<<":
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(None, None, f"the key {key.value!r} is there twice", key.start_mark)
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def read_file(path: Path) -> SettingsFile:
     """Read the settings file.
 
@@ -173,7 +237,7 @@ def read_file(path: Path) -> SettingsFile:
         SettingsError: it cannot be read, is no YAML, or holds what is not allowed.
     """
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeys)
     except OSError as error:
         raise SettingsError(f"settings file {path}: cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
@@ -211,51 +275,31 @@ def _below(model: Any, part: str | int) -> Any:
     return inner.annotation if inner is not None and inner.annotation is not None and hasattr(inner.annotation, "model_fields") else model
 
 
-def spec_of(body: PoolSpecBody) -> PoolSpec:
-    """A pool spec as a value."""
-    fields = {name: getattr(body, name) for name in PoolSpecBody.model_fields}
-    fields["local"] = LocalSpec(expose=tuple(body.local.expose))
-    fields["nomad"] = NomadSpec(**{**body.nomad.model_dump(), "datacenters": tuple(body.nomad.datacenters)})
-    fields["modal"] = ModalSpec(**{**body.modal.model_dump(), "secrets": tuple(body.modal.secrets)})
-    return PoolSpec(**fields)
-
-
 def _limits(given: SettingsFile, path: Path | None) -> Limits:
-    for name in given.limits:
-        if name not in LIMIT_NAMES:
-            raise SettingsError(f"settings file {path}: limits.{name}: unknown key; allowed are {', '.join(LIMIT_NAMES)}")
+    for name, value in given.limits.items():
+        if name not in LIMITS:
+            raise SettingsError(f"settings file {path}: limits.{name}: unknown key; allowed are {', '.join(LIMITS)}")
+        most = most_of(name)
+        if most is not None and value > most:
+            raise SettingsError(f"settings file {path}: limits.{name}: should be less than or equal to {most}, which the contract fixes")
     return Limits(**given.limits)
 
 
-def _pool_spec(name: str, body: PoolSpecBody, path: Path | None) -> PoolSpec:
-    problem = spec_problem(body)
+def _pool_spec(name: str, body: PoolSpecBody, limits: Limits, path: Path | None) -> PoolSpec:
+    problem = spec_problem(body, limits)
     if problem is not None:
         raise SettingsError(f"settings file {path}: pools.{name}.{problem}")
     return spec_of(body)
 
 
-def spec_problem(body: PoolSpecBody) -> str | None:
-    """What is wrong between the fields of a pool spec: `field: sentence`, or None."""
-    if body.min_sandboxes > body.max_sandboxes:
-        return f"min_sandboxes: must not be above max_sandboxes, {body.max_sandboxes}"
-    if body.default_timeout_s > body.max_timeout_s:
-        return f"default_timeout_s: must not be above max_timeout_s, {body.max_timeout_s:g}"
-    if body.network == "internet":
-        return "network: internet is reserved; allowed are shared, none"
-    if body.root == "overlay":
-        return "root: overlay is reserved; allowed is read-only"
-    for name in NOT_BUILT:
-        if getattr(body, name) is not None:
-            return f"{name}: is not built yet; leave it out"
-    if body.dedicated and body.backend == "local":
-        return "dedicated: the local backend cannot; a dedicated sandbox needs an image of its own"
-    if body.dedicated and body.slots_per_sandbox != 1:
-        return "slots_per_sandbox: must be 1 in a dedicated pool"
-    if any(not path.startswith("/") for path in body.local.expose):
-        return "local.expose: must be absolute paths"
-    if any(not name or "=" in name or "\0" in name + value for name, value in body.env_vars.items()):
-        return "env_vars: names must not be empty or hold `=`, nothing may hold a NUL"
-    return None
+def _nomad(given: SettingsFile, path: Path | None) -> NomadAccess:
+    files = {name: Path(value) for name, value in given.nomad.model_dump().items() if value is not None}
+    for name, file in files.items():
+        try:
+            file.read_bytes()
+        except OSError as error:
+            raise SettingsError(f"settings file {path}: nomad.{name}: {file} cannot be read: {error.strerror}") from None
+    return NomadAccess(**files)
 
 
 def _tenants(tokens: str | None, given: SettingsFile, path: Path | None) -> tuple[Tenant, ...]:
@@ -293,8 +337,6 @@ def file_tenants(given: SettingsFile, path: Path | None) -> list[Tenant]:
     tenants = []
     for index, one in enumerate(given.tenants):
         where = f"settings file {path}: tenants.{index}"
-        if one.max_leases is not None:
-            raise SettingsError(f"{where}.max_leases: is not built yet; leave it out")
         if (one.token is None) == (one.token_file is None):
             raise SettingsError(f"{where}: {one.name} needs token or token_file, one of them")
         token = one.token
@@ -305,5 +347,5 @@ def file_tenants(given: SettingsFile, path: Path | None) -> list[Tenant]:
                 raise SettingsError(f"{where}.token_file: {one.token_file} cannot be read: {getattr(error, 'strerror', None) or error}") from None
             if len(token) < MIN_TOKEN_CHARS:
                 raise SettingsError(f"{where}.token_file: {one.token_file} holds fewer than {MIN_TOKEN_CHARS} characters")
-        tenants.append(Tenant(name=one.name, token=token, admin=one.admin, weight=one.weight))
+        tenants.append(Tenant(name=one.name, token=token, admin=one.admin, max_leases=one.max_leases, weight=one.weight))
     return tenants

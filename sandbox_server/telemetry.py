@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import bisect
 import json
 import logging
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 request_fields: ContextVar[Mapping[str, Any]] = ContextVar("request_fields")
 """The fields that every log line of this request carries: `request_id`, `tenant`."""
@@ -72,50 +74,94 @@ def configure_logging(log_format: str, level: str) -> None:
 
 
 BUCKETS_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
+OVERHEAD_BUCKETS_S: Final = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 10.0)
+TOOLS: Final = frozenset(
+    {
+        "bash", "bash_stateful", "tmux", "process", "read_file", "write_file", "edit_file", "list_files", "search_files", "terminal", "terminal_stateful",
+    }
+)  # fmt: skip
+"""The tools of the contract. Any other name is a caller's own text: as a label it would let anyone grow the figures without bound."""
+OTHER_TOOL: Final = "other"
+FIGURES_TYPE: Final = CONTENT_TYPE_PLAIN_0_0_4
 
-Labels = tuple[tuple[str, str], ...]
+
+class Figure(NamedTuple):
+    """What is known of a figure before anything was counted."""
+
+    kind: type[Counter] | type[Gauge] | type[Histogram]
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = BUCKETS_S
 
 
-class Histogram:
-    """Measured values, by the bounds they fell below."""
-
-    __slots__ = ("counts", "total")
-
-    def __init__(self) -> None:
-        self.counts = [0] * (len(BUCKETS_S) + 1)
-        self.total = 0.0
-
-    def observe(self, value: float) -> None:
-        """Count one."""
-        self.counts[bisect.bisect_left(BUCKETS_S, value)] += 1
-        self.total += value
+FIGURES: Final[Mapping[str, Figure]] = {
+    "sandbox_slots": Figure(Gauge, "slots by what they are doing", ("pool", "state")),
+    "sandbox_sandboxes": Figure(Gauge, "sandboxes by where they are in their life", ("pool", "state")),
+    "sandbox_acquire_queue": Figure(Gauge, "acquires that wait", ("pool",)),
+    "sandbox_acquire_seconds": Figure(Histogram, "how long an acquire that was granted had waited", ("pool",)),
+    "sandbox_exec_seconds": Figure(Histogram, "how long tool calls ran, as their agents measured it", ("pool", "tool")),
+    "sandbox_exec_total": Figure(Counter, "tool calls that came to a result", ("pool", "tool", "reason", "fault")),
+    "sandbox_exec_overhead_seconds": Figure(Histogram, "what the service added to tool calls", (), OVERHEAD_BUCKETS_S),
+    "sandbox_reset_seconds": Figure(Histogram, "how long resets of slots took", ("pool",)),
+    "sandbox_slot_dirty_total": Figure(Counter, "slots whose reset could not be proven", ("pool",)),
+    "sandbox_backend_calls_total": Figure(Counter, "calls to backends", ("backend", "op", "outcome")),
+    "sandbox_leases_expired_total": Figure(Counter, "leases that ended because nobody renewed them", ("pool",)),
+}
+"""Every figure at `/metrics`."""
 
 
 class Telemetry:
-    """What the service counts: numbers that only grow, and how often a measured time fell below each bound, by name and labels."""
+    """What the service counts and measures, by the names of `FIGURES`, in a registry of its own."""
 
     def __init__(self) -> None:
-        self.counters: dict[str, dict[Labels, float]] = {}
-        self.histograms: dict[str, dict[Labels, Histogram]] = {}
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self.registry = CollectorRegistry()
+        self._figures = {name: self._make(name, figure) for name, figure in FIGURES.items()}
+        self._children: dict[tuple[str, ...], Any] = {}
+
+    def _make(self, name: str, figure: Figure) -> Counter | Gauge | Histogram:
+        if figure.kind is Histogram:
+            return Histogram(name, figure.help, figure.labels, registry=self.registry, buckets=figure.buckets)
+        return figure.kind(name, figure.help, figure.labels, registry=self.registry)
+
+    def _child(self, name: str, labels: Mapping[str, str]) -> Any:
+        """A figure under its labels. Finding it anew each time costs more than counting."""
+        key = (name, *labels.values())
+        child = self._children.get(key)
+        if child is None:
+            figure = self._figures[name]
+            child = self._children[key] = figure.labels(**labels) if labels else figure
+        return child
 
     def count(self, name: str, **labels: str) -> None:
         """One more of these."""
-        values = self.counters.setdefault(name, {})
-        key = tuple(labels.items())
-        values[key] = values.get(key, 0.0) + 1.0
+        self._child(name, labels).inc()
 
     def observe(self, name: str, value: float, **labels: str) -> None:
         """One measured value."""
-        histograms = self.histograms.setdefault(name, {})
-        key = tuple(labels.items())
-        histogram = histograms.get(key)
-        if histogram is None:
-            histogram = histograms[key] = Histogram()
-        histogram.observe(value)
+        self._child(name, labels).observe(value)
 
-    def call_ended(self, *, pool: str, tool: str, reason: str, fault: str, duration_s: float) -> None:
-        """A tool call came to a result."""
-        # An unknown tool is the caller's text: as a label it would let anyone grow this table.
-        tool = "" if reason == "invalid_args" else tool
+    def call_ended(self, *, pool: str, tool: str, reason: str, fault: str, duration_s: float, overhead_s: float | None) -> None:
+        """A tool call came to a result. `overhead_s`: what the service added; None if the call never reached its agent."""
+        tool = tool if tool in TOOLS else OTHER_TOOL
         self.count("sandbox_exec_total", pool=pool, tool=tool, reason=reason, fault=fault)
         self.observe("sandbox_exec_seconds", duration_s, pool=pool, tool=tool)
+        if overhead_s is not None:
+            self.observe("sandbox_exec_overhead_seconds", max(0.0, overhead_s))
+
+    def text(self, gauges: Iterable[tuple[str, Mapping[str, str], float]]) -> bytes:
+        """Everything, as Prometheus reads it.
+
+        Args:
+            gauges: what stands now: name, labels, value. What is not among them has gone.
+        """
+        for name, figure in FIGURES.items():
+            if figure.kind is Gauge:
+                self._figures[name].clear()
+        for name, labels, value in gauges:
+            self._figures[name].labels(**labels).set(value)  # type: ignore[union-attr]
+        return generate_latest(self.registry)
+
+    def value(self, name: str, **labels: str) -> float:
+        """What one sample stands at, for tests; 0 if there is none."""
+        return self.registry.get_sample_value(name, labels) or 0.0

@@ -14,14 +14,26 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from sandbox_server.api import schemas
+from sandbox_server.api import answers, schemas
 from sandbox_server.api.describe import REF, RawRoute
 from sandbox_server.api.front import OPEN_PATHS, Front
 from sandbox_server.api.render import json_response
-from sandbox_server.api.routes import calls, files, leases, pending, pools, system
+from sandbox_server.api.routes import calls, docs, events, figures, files, leases, pending, pools, records, sandboxes, system
 from sandbox_server.core.errors import InvalidRequest, MethodNotAllowed, RouteNotFound
 
-ROUTERS = (calls.router, leases.router, files.router, pools.router, system.router, pending.router)
+ROUTERS = (
+    calls.router,
+    leases.router,
+    records.router,
+    files.router,
+    pools.router,
+    sandboxes.router,
+    events.router,
+    figures.router,
+    docs.router,
+    system.router,
+    pending.router,
+)
 TITLE = "Sandbox pool"
 API_VERSION = "1"
 
@@ -59,12 +71,17 @@ def allowed_methods(path: str) -> list[str]:
     return sorted({method for route in every_route() if route.path_regex.match(path) for method in route.methods or ()})
 
 
-def build_api() -> Front:
-    """The whole HTTP side as one ASGI application; it answers once its `service` is set."""
+def build_routes() -> Routes:
+    """Every route of the contract, with no door before it."""
     app = Routes(title=TITLE, version=API_VERSION, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
     for router in ROUTERS:
         app.include_router(router)
+    return app
 
+
+def build_api() -> Front:
+    """The whole HTTP side as one ASGI application; it answers once its `service` is set."""
+    app = build_routes()
     described: list[Response] = []
 
     async def openapi_document(request: Request) -> Response:
@@ -85,7 +102,8 @@ def document(app: FastAPI) -> dict[str, Any]:
 
 def _complete(found: dict[str, Any]) -> dict[str, Any]:
     """Add what FastAPI cannot know of handlers that read the raw request."""
-    models = [model for _, model in inspect.getmembers(schemas, inspect.isclass) if issubclass(model, BaseModel) and model is not BaseModel]
+    members = [*inspect.getmembers(schemas, inspect.isclass), *inspect.getmembers(answers, inspect.isclass)]
+    models = [model for _, model in members if issubclass(model, BaseModel) and model is not BaseModel]
     _, definitions = models_json_schema([(model, "validation") for model in models], ref_template=REF)
     components = found.setdefault("components", {})
     components["schemas"] = definitions.get("$defs", {})

@@ -2,43 +2,42 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
 import orjson
 from starlette.requests import Request
 
-from sandbox_server.api.limits import Limits
-from sandbox_server.core.errors import InvalidRequest, PayloadTooLarge
+from sandbox_server.api.limits import Limits, too_large, too_many
+from sandbox_server.core.errors import InvalidRequest
 
 
 class CallerGone(Exception):
     """The caller hung up; there is nobody to answer."""
 
 
-def _check_length(request: Request, limit_bytes: int, name: str) -> None:
+def _check_length(request: Request, limits: Limits, name: str) -> None:
     claimed = request.headers.get("content-length")
-    if claimed is not None and claimed.isdecimal() and int(claimed) > limit_bytes:
-        raise _too_large(limit_bytes, name)
+    if claimed is not None and claimed.isdecimal() and (len(claimed) > 18 or int(claimed) > getattr(limits, name)):
+        raise too_large(limits, name)
 
 
-def _too_large(limit_bytes: int, name: str) -> PayloadTooLarge:
-    return PayloadTooLarge(f"the body is larger than the {limit_bytes} bytes of `limits.{name}`", limit=name, limit_bytes=limit_bytes)
-
-
-async def read_chunks(request: Request, limit_bytes: int, name: str) -> AsyncIterator[bytes]:
+async def read_chunks(request: Request, limits: Limits, name: str) -> AsyncIterator[bytes]:
     """The body as it comes.
 
     Args:
         request: whose body.
-        limit_bytes: more than this is refused, by what the caller claims and by counting.
-        name: the name of that limit.
+        limits: one of them bounds it, by what the caller claims and by counting.
+        name: which one.
 
     Raises:
         PayloadTooLarge: there is more.
         CallerGone: the caller hung up before the end.
     """
-    _check_length(request, limit_bytes, name)
+    _check_length(request, limits, name)
+    limit_bytes = getattr(limits, name)
     receive = request.receive
     seen = 0
     more = True
@@ -50,7 +49,7 @@ async def read_chunks(request: Request, limit_bytes: int, name: str) -> AsyncIte
         more = message.get("more_body", False)
         seen += len(chunk)
         if seen > limit_bytes:
-            raise _too_large(limit_bytes, name)
+            raise too_large(limits, name)
         if chunk:
             yield chunk
 
@@ -60,10 +59,10 @@ async def read_json(request: Request, limits: Limits) -> Any:
 
     Raises:
         PayloadTooLarge: it is longer than `limits.body_bytes`.
-        InvalidRequest: it is no JSON, or nests deeper than `limits.json_depth`.
+        InvalidRequest: it is no JSON, nests deeper than `limits.json_depth`, or gives a key twice.
         CallerGone: the caller hung up before the end.
     """
-    body = b"".join([chunk async for chunk in read_chunks(request, limits.body_bytes, "body_bytes")])
+    body = b"".join([chunk async for chunk in read_chunks(request, limits, "body_bytes")])
     if not body:
         raise InvalidRequest("the body is empty: send a JSON object", field="body")
     try:
@@ -72,7 +71,8 @@ async def read_json(request: Request, limits: Limits) -> Any:
         raise InvalidRequest(f"the body is not JSON: {error}", field="body") from None
     # Counting brackets is cheap and never too low; only a body with many of them is walked.
     if body.count(b"{") + body.count(b"[") > limits.json_depth:
-        check_depth(document, limits.json_depth)
+        check_depth(document, limits)
+    check_keys(body, document)
     return document
 
 
@@ -84,15 +84,52 @@ async def read_object(request: Request, limits: Limits) -> dict[str, Any]:
     return document
 
 
-def check_depth(document: Any, depth: int) -> None:
-    """Refuse a document that nests deeper than so many levels, without recursion of our own.
+def check_depth(document: Any, limits: Limits) -> None:
+    """Refuse a document that nests deeper than `limits.json_depth`, without recursion of our own.
 
     Raises:
         InvalidRequest: it does.
     """
     level = [document] if isinstance(document, dict | list) else []
-    for _ in range(depth):
+    for _ in range(limits.json_depth):
         level = [child for node in level for child in (node.values() if isinstance(node, dict) else node) if isinstance(child, dict | list)]
         if not level:
             return
-    raise InvalidRequest(f"the body nests deeper than the {depth} levels of `limits.json_depth`", field="body", limit="json_depth")
+    raise too_many(limits, "json_depth", "body")
+
+
+KEY = re.compile(rb'"[ \t\r\n]*:')
+
+
+def check_keys(body: bytes, document: Any) -> None:
+    """Refuse a body that gives a key twice: which one was meant cannot be known, and whoever looked at it before may have taken the other.
+
+    Every key is followed by a colon, and so may be a quote within a text: only a body with more of them than there are keys is read again.
+
+    Raises:
+        InvalidRequest: it does; the error names the key.
+    """
+    if len(KEY.findall(body)) > _count_keys(document):
+        json.loads(body, object_pairs_hook=_unique)
+
+
+def _count_keys(document: Any) -> int:
+    count = 0
+    nodes = [document]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, dict):
+            count += len(node)
+            nodes.extend(child for child in node.values() if isinstance(child, dict | list))
+        elif isinstance(node, list):
+            nodes.extend(child for child in node if isinstance(child, dict | list))
+    return count
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> None:
+    seen = set()
+    for key, _ in pairs:
+        if key in seen:
+            shown = ascii(key[:64])
+            raise InvalidRequest(f"the body gives {shown} twice", field="body")
+        seen.add(key)

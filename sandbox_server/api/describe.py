@@ -10,8 +10,8 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
+from sandbox_server.api.answers import ProblemAnswer
 from sandbox_server.api.problems import MEDIA_TYPE, RETRY_STATUSES, STATUS_OF
-from sandbox_server.api.schemas import ProblemAnswer
 
 REF = "#/components/schemas/{model}"
 PROBLEM_REF = REF.format(model=ProblemAnswer.__name__)
@@ -40,6 +40,7 @@ def parameter(name: str, schema: Mapping[str, Any], description: str, *, where: 
 
 LEASE_ID = parameter("lease_id", {"type": "string", "minLength": 1}, "a lease of yours", where="path", required=True)
 CALL_ID = parameter("call_id", {"type": "string", "pattern": "^[A-Za-z0-9._:-]{1,128}$"}, "a call of that lease", where="path", required=True)
+LAST_EVENT_ID = parameter("Last-Event-ID", {"type": "string", "pattern": "^[0-9]{0,18}$"}, "the id of the last event that was seen", where="header")
 
 
 def json_content(model: type[BaseModel]) -> dict[str, Any]:

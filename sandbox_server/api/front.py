@@ -11,6 +11,7 @@ import time
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sandbox_server.api.body import CallerGone
+from sandbox_server.api.limits import Limits, too_many
 from sandbox_server.api.problems import Problem, problem_of
 from sandbox_server.api.service import CALLER_KEY, SERVICE_KEY, Caller, Service
 from sandbox_server.api.tenants import Tenant
@@ -78,7 +79,7 @@ class Front:
 
     async def _http(self, service: Service, scope: Scope, receive: Receive, send: Send) -> None:
         started = time.perf_counter()
-        authorization, claimed_id = _headers(scope)
+        authorization, claimed_id, header_bytes = _headers(scope)
         exchange = Exchange(send, _request_id(claimed_id))
         task = asyncio.current_task()
         assert task is not None
@@ -86,6 +87,7 @@ class Front:
         caller = Caller(tenant=NOBODY, request_id=exchange.request_id)
         request_fields.set({"request_id": exchange.request_id})
         try:
+            _check_head(service.limits, scope, header_bytes)
             if scope["path"] not in OPEN_PATHS:
                 caller = Caller(tenant=service.tenants.authenticate(authorization), request_id=exchange.request_id)
             scope[CALLER_KEY] = caller
@@ -110,7 +112,7 @@ class Front:
                 log.info("request", extra={"method": scope["method"], "path": scope["path"], "status": exchange.status, "duration_s": took})
 
     async def _websocket(self, service: Service, scope: Scope, receive: Receive, send: Send) -> None:
-        authorization, claimed_id = _headers(scope)
+        authorization, claimed_id, _ = _headers(scope)
         await receive()
         protocol = next((name for name in scope.get("subprotocols", ()) if name.startswith(BEARER_SUBPROTOCOL)), None)
         if authorization is None and protocol is not None:
@@ -161,15 +163,24 @@ async def _discard_body(receive: Receive) -> None:
         log.info("the caller kept sending a body that was refused")
 
 
-def _headers(scope: Scope) -> tuple[bytes | None, bytes | None]:
+def _headers(scope: Scope) -> tuple[bytes | None, bytes | None, int]:
     authorization: bytes | None = None
     request_id: bytes | None = None
+    size_bytes = 0
     for name, value in scope["headers"]:
+        size_bytes += len(name) + len(value)
         if name == b"authorization":
             authorization = value
         elif name == b"x-request-id":
             request_id = value
-    return authorization, request_id
+    return authorization, request_id, size_bytes
+
+
+def _check_head(limits: Limits, scope: Scope, header_bytes: int) -> None:
+    if header_bytes > limits.header_bytes:
+        raise too_many(limits, "header_bytes", "headers")
+    if len(scope["path"]) + len(scope["query_string"]) > limits.query_bytes:
+        raise too_many(limits, "query_bytes", "query")
 
 
 def _request_id(claimed: bytes | None) -> str:

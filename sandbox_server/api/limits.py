@@ -1,43 +1,81 @@
-"""Every size and count that a request may reach, by name."""
+"""Every size and count that a request may reach, by name: its default, and what the error says."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Final
+
+from sandbox_server.core.errors import InvalidRequest, PayloadTooLarge, PoolServiceError, QuotaExceeded
+
+
+def _limit(default: int, text: str, *, most: int | None = None) -> Any:
+    return dataclasses.field(default=default, metadata={"text": text, "most": most})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """The named limits of the HTTP side; the settings file sets them under `limits`."""
+    """The named limits of the service; the settings file sets them under `limits`. Each says what it counts: `of` reads that back."""
 
-    body_bytes: int = 32 << 20
-    """A JSON request body."""
-    json_depth: int = 64
-    """How deep arrays and objects nest in a JSON body."""
-    batch_calls: int = 1000
-    """Tool calls in one exec-batch."""
-    call_bytes: int = 8 << 20
-    """The arguments of one tool call, as JSON."""
-    batch_output_bytes: int = 256 << 20
-    """The sum of `output_limit_bytes` over the calls of one exec-batch."""
-    calls_in_flight: int = 20_000
-    """Tool calls that the service has taken and not yet answered, over all requests."""
-    waiters: int = 10_000
-    """Acquires that queue for one pool."""
-    lease_ids: int = 10_000
-    """Lease ids in one release or renew."""
-    page_items: int = 1000
-    """Items in one page of a list."""
-    list_entries: int = 10_000
-    """Entries in one answer of a file list."""
-    upload_bytes: int = 16 << 30
-    """One file or archive sent to a slot."""
-    labels: int = 64
-    """Labels of one lease."""
-    pools: int = 64
-    """Pools at once, those of the settings file included."""
+    body_bytes: int = _limit(32 << 20, "bytes in one JSON body")
+    json_depth: int = _limit(64, "levels in one JSON body")
+    query_bytes: int = _limit(16 << 10, "bytes in the path and query of one request")
+    header_bytes: int = _limit(64 << 10, "bytes in the headers of one request")
+    batch_calls: int = _limit(1000, "calls in one exec-batch", most=1000)
+    call_bytes: int = _limit(8 << 20, "bytes in the arguments of one call")
+    batch_output_bytes: int = _limit(256 << 20, "bytes of output that the calls of one exec-batch may ask for together")
+    calls_in_flight: int = _limit(20_000, "calls under way at once")
+    lease_calls: int = _limit(100_000, "calls over the life of one lease", most=100_000)
+    call_wait_s: int = _limit(3600, "seconds of waiting for one call")
+    waiters: int = _limit(10_000, "acquires that queue for one pool")
+    lease_ids: int = _limit(10_000, "lease ids in one request")
+    page_items: int = _limit(1000, "items in one page of a list")
+    list_entries: int = _limit(100_000, "entries in the list of one folder", most=100_000)
+    upload_bytes: int = _limit(16 << 30, "bytes in one file or archive sent to a slot")
+    labels: int = _limit(64, "labels of one lease")
+    pools: int = _limit(64, "pools at once, those of the settings file included")
+    pool_sandboxes: int = _limit(1000, "sandboxes that one pool may ask for (max_sandboxes)")
+    pool_slots: int = _limit(100_000, "slots that one pool may ask for (max_sandboxes x slots_per_sandbox)")
+    pool_env_vars: int = _limit(256, "env_vars of one pool")
+    streams: int = _limit(1000, "event streams open at once")
 
 
 MAX_OUTPUT_LIMIT_BYTES = 10 << 20
 """The most that `output_limit_bytes` may ask for; fixed by the contract."""
 
 DEFAULT_OUTPUT_LIMIT_BYTES = 50_000
+
+LIMITS: Final[Mapping[str, dataclasses.Field[int]]] = {field.name: field for field in dataclasses.fields(Limits)}
+
+
+def text_of(name: str) -> str:
+    """What a limit counts."""
+    text: str = LIMITS[name].metadata["text"]
+    return text
+
+
+def most_of(name: str) -> int | None:
+    """What the contract fixes as the highest value of a limit; None: nothing."""
+    most: int | None = LIMITS[name].metadata["most"]
+    return most
+
+
+def sentence(limits: Limits, name: str) -> str:
+    """What every error about a limit says: its value, what it counts, its name."""
+    return f"more than {getattr(limits, name)} {text_of(name)}: that is `limits.{name}`"
+
+
+def too_many(limits: Limits, name: str, field: str) -> InvalidRequest:
+    """The error of a request that asks for more than a limit in one of its fields."""
+    return InvalidRequest(f"{field}: {sentence(limits, name)}", field=field, limit=name)
+
+
+def too_large(limits: Limits, name: str) -> PayloadTooLarge:
+    """The error of a body beyond a limit."""
+    return PayloadTooLarge(sentence(limits, name), limit=name, limit_bytes=getattr(limits, name))
+
+
+def too_much_at_once(limits: Limits, name: str) -> PoolServiceError:
+    """The error of one thing more than there may be at a time."""
+    return QuotaExceeded(f"{sentence(limits, name)}; try again later", limit=name, retry_after_s=5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Collection
 from typing import Any, TypeVar
@@ -10,9 +11,9 @@ import orjson
 from pydantic import ValidationError
 from starlette.requests import Request
 
-from sandbox_server.api.limits import Limits
+from sandbox_server.api.limits import Limits, sentence, too_many
 from sandbox_server.api.schemas import AcquireBody, Body, CallBody, ExecBody, first_problem
-from sandbox_server.core.errors import InvalidRequest, NotImplementedHere
+from sandbox_server.core.errors import InvalidRequest
 from sandbox_server.core.execution import Reason, Result, ToolCall
 from sandbox_server.core.types import AcquireRequest
 from sandbox_server.dispatch.verdicts import own_result
@@ -20,6 +21,7 @@ from sandbox_server.dispatch.verdicts import own_result
 AnyBody = TypeVar("AnyBody", bound=Body)
 TRUE_WORDS = frozenset({"1", "true", "yes"})
 FALSE_WORDS = frozenset({"0", "false", "no"})
+SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 
 
 def checked(model: type[AnyBody], document: dict[str, Any]) -> AnyBody:
@@ -31,8 +33,8 @@ def checked(model: type[AnyBody], document: dict[str, Any]) -> AnyBody:
     try:
         return model.model_validate(document)
     except ValidationError as error:
-        field, sentence = first_problem(error, model.model_fields)
-        raise InvalidRequest(sentence, field=field) from None
+        field, problem = first_problem(error, model.model_fields)
+        raise InvalidRequest(problem, field=field) from None
 
 
 def acquire_request(body: AcquireBody, tenant: str, default_pool: str, limits: Limits) -> AcquireRequest:
@@ -40,12 +42,9 @@ def acquire_request(body: AcquireBody, tenant: str, default_pool: str, limits: L
 
     Raises:
         InvalidRequest: the fields do not fit together.
-        NotImplementedHere: the caches are not built.
     """
-    if body.cache != "none":
-        raise NotImplementedHere("cache: shared caches are not built yet; only `none` is", field="cache")
     if len(body.labels) > limits.labels:
-        raise InvalidRequest(f"labels: more than the {limits.labels} of `limits.labels`", field="labels", limit="labels")
+        raise too_many(limits, "labels", "labels")
     return AcquireRequest(
         tenant=tenant,
         pool=body.pool if body.pool is not None else default_pool,
@@ -89,7 +88,7 @@ def batch_items(document: dict[str, Any], limits: Limits) -> list[ToolCall | Res
     if not isinstance(calls, list) or not calls:
         raise InvalidRequest("calls: must be a list of at least one call", field="calls")
     if len(calls) > limits.batch_calls:
-        raise InvalidRequest(f"calls: {len(calls)} are more than the {limits.batch_calls} of `limits.batch_calls`", field="calls", limit="batch_calls")
+        raise too_many(limits, "batch_calls", "calls")
     for index, item in enumerate(calls):
         if not isinstance(item, dict) or not isinstance(item.get("lease_id"), str) or not isinstance(item.get("tool"), str):
             raise InvalidRequest(f"calls.{index}: must be an object with string lease_id and tool", field=f"calls.{index}")
@@ -102,8 +101,7 @@ def _within_output_budget(items: list[ToolCall | Result], limits: Limits) -> lis
     for index, item in enumerate(items):
         if isinstance(item, ToolCall):
             if item.output_limit_bytes > budget_bytes:
-                most = f"the {limits.batch_output_bytes} bytes of `limits.batch_output_bytes`"
-                items[index] = own_result(item, Reason.INVALID_ARGS, f"output_limit_bytes: the calls of this batch ask for more than {most} together")
+                items[index] = own_result(item, Reason.INVALID_ARGS, f"output_limit_bytes: {sentence(limits, 'batch_output_bytes')}")
             else:
                 budget_bytes -= item.output_limit_bytes
     return items
@@ -153,11 +151,11 @@ def _call(body: CallBody, lease_id: str, tool: str, args: dict[str, Any], limits
         encoding=body.encoding,
     )
     if len(orjson.dumps(args)) > limits.call_bytes:
-        return own_result(call, Reason.INVALID_ARGS, f"args: longer than the {limits.call_bytes} bytes of `limits.call_bytes`")
+        return own_result(call, Reason.INVALID_ARGS, f"args: {sentence(limits, 'call_bytes')}")
     return call
 
 
-def _invalid(item: dict[str, Any], sentence: str) -> Result:
+def _invalid(item: dict[str, Any], problem: str) -> Result:
     call_id = item.get("call_id")
     encoding = item.get("encoding")
     call = ToolCall(
@@ -167,7 +165,7 @@ def _invalid(item: dict[str, Any], sentence: str) -> Result:
         args={},
         encoding=encoding if encoding == "base64" else "utf-8",
     )
-    return own_result(call, Reason.INVALID_ARGS, sentence)
+    return own_result(call, Reason.INVALID_ARGS, problem)
 
 
 def query(request: Request, allowed: Collection[str]) -> dict[str, str]:
@@ -212,3 +210,41 @@ def flag(text: str | None, name: str) -> bool:
     if text.lower() in TRUE_WORDS:
         return True
     raise InvalidRequest(f"{name}: must be 1 or 0", field=name)
+
+
+def offset_of(text: str | None, name: str = "offset") -> int:
+    """A place in an output, in bytes, or the number of an event.
+
+    Raises:
+        InvalidRequest: it is not a whole number from 0 on.
+    """
+    if text is None:
+        return 0
+    if not text.isascii() or not text.isdecimal() or len(text) > 18:
+        raise InvalidRequest(f"{name}: must be a whole number from 0 on", field=name)
+    return int(text)
+
+
+def wait_of(text: str | None, limits: Limits) -> float:
+    """How long to wait for a call, in seconds.
+
+    Raises:
+        InvalidRequest: it is not a number from 0 to `limits.call_wait_s`.
+    """
+    if text is None:
+        return 0.0
+    if not SECONDS.fullmatch(text):
+        raise InvalidRequest("wait_s: must be a number of seconds from 0 on", field="wait_s")
+    if float(text) > limits.call_wait_s:
+        raise too_many(limits, "call_wait_s", "wait_s")
+    return float(text)
+
+
+def last_event_id(request: Request) -> int | None:
+    """Where an event stream is to go on; None if the caller does not say.
+
+    Raises:
+        InvalidRequest: it is no id of ours.
+    """
+    last = request.headers.get("last-event-id")
+    return offset_of(last, "Last-Event-ID") if last else None

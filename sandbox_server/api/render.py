@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import dataclasses
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -11,8 +10,9 @@ from typing import Any
 import orjson
 from starlette.responses import Response
 
+from sandbox_server.api.specs import shown_spec
 from sandbox_server.core.execution import Result
-from sandbox_server.core.types import Lease, PoolView
+from sandbox_server.core.types import Lease, PoolView, SandboxView
 
 JSON_TYPE = "application/json"
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
@@ -107,17 +107,29 @@ def _text(data: bytes, encoding: str) -> str:
 
 def pool_document(view: PoolView, *, admin: bool) -> dict[str, Any]:
     """A pool as callers see it; only admins see `env_vars`."""
-    spec = dataclasses.asdict(view.spec)
-    if not admin:
-        del spec["env_vars"]
     return {
         "name": view.name,
-        "spec": spec,
+        "spec": shown_spec(view.spec, admin=admin),
         "origin": view.origin,
         "isolation": view.isolation,
         "capabilities": dict(view.capabilities),
         "slots": dict(view.slots),
         "sandboxes": dict(view.sandboxes),
         "queue": view.queue,
+        "last_error": view.last_error,
+    }
+
+
+def sandbox_document(view: SandboxView) -> dict[str, Any]:
+    """A sandbox as callers see it."""
+    return {
+        "sandbox_id": view.sandbox_id,
+        "pool": view.pool,
+        "backend": view.backend,
+        "state": view.state.value,
+        "isolation": view.isolation,
+        "slots": dict(view.slots),
+        "created_at": view.created_at,
+        "ends_at": view.ends_at,
         "last_error": view.last_error,
     }

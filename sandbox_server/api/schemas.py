@@ -1,17 +1,32 @@
-"""What goes over HTTP as JSON, as pydantic sees it: requests are checked with these, the OpenAPI document is made from all of them."""
+"""What comes over HTTP as JSON, as pydantic sees it: requests are checked with these, and the OpenAPI document is made from them."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from sandbox_server.api.limits import DEFAULT_OUTPUT_LIMIT_BYTES, MAX_OUTPUT_LIMIT_BYTES
 
 CALL_ID_PATTERN = r"^[A-Za-z0-9._:-]{1,128}$"
 
-Name = Annotated[str, Field(min_length=1, max_length=256)]
+
+def _no_control_characters(text: str) -> str:
+    if CONTROL.search(text):
+        raise ValueError("must not hold NUL or other control characters")
+    return text
+
+
+def _empty_for_null(value: Any) -> Any:
+    return {} if value is None else value
+
+
+CONTROL = re.compile("[\x00-\x1f\x7f]")
+Name = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_no_control_characters)]
+LabelValue = Annotated[str, Field(max_length=1024), AfterValidator(_no_control_characters)]
+Arguments = Annotated[dict[str, Any], BeforeValidator(_empty_for_null)]
 Seconds = Annotated[float, Field(gt=0, le=31_536_000)]
 TtlSeconds = Annotated[float, Field(ge=1, le=86_400)]
 LeaseId = Annotated[str, Field(min_length=1, max_length=256)]
@@ -36,7 +51,7 @@ class AcquireBody(Body):
     allow_network: bool | None = Field(default=None, description="may only narrow the pool's")
     cache: Literal["none", "rw"] = "none"
     priority: int = Field(default=0, ge=-1_000_000, le=1_000_000)
-    labels: dict[Name, Annotated[str, Field(max_length=1024)]] = Field(default_factory=dict)
+    labels: dict[Name, LabelValue] = Field(default_factory=dict)
     request_key: Name | None = Field(default=None, description="the same key and body returns the same leases, for an hour")
 
 
@@ -68,7 +83,7 @@ class CallBody(Body):
     lease_id: str
     tool: str
     call_id: str | None = Field(default=None, pattern=CALL_ID_PATTERN, description="default: a new one")
-    args: dict[str, Any] = Field(default_factory=dict)
+    args: Arguments = Field(default_factory=dict)
     timeout_s: Seconds | None = Field(default=None, description="default: the pool's default_timeout_s; at most its max_timeout_s")
     no_output_timeout_s: Seconds | None = None
     output_limit_bytes: int = Field(default=DEFAULT_OUTPUT_LIMIT_BYTES, ge=0, le=MAX_OUTPUT_LIMIT_BYTES)
@@ -113,7 +128,7 @@ class NomadSpecBody(Body):
 
     address: str = "http://localhost:4646"
     job_id: str = "atropos-sandbox"
-    datacenters: list[str] = Field(default_factory=lambda: ["dc1"])
+    datacenters: list[str] = Field(default=["dc1"])
     driver: str = "docker"
     singularity_image: str | None = None
     privileged: bool = False
@@ -167,181 +182,6 @@ class PoolSpecBody(Body):
     modal: ModalSpecBody = Field(default_factory=ModalSpecBody)
 
 
-class Answer(BaseModel):
-    """What the service sends. Fields may be added, never renamed."""
-
-    model_config = ConfigDict(extra="allow")
-
-
-class LeaseAnswer(Answer):
-    """The time-bounded right to use one slot."""
-
-    lease_id: str
-    epoch: int
-    pool: str
-    sandbox_id: str
-    slot_id: str
-    trajectory_id: str | None
-    run_id: str | None
-    tenant: str
-    state: Literal["held", "released", "expired", "sandbox_lost"]
-    acquired_at: float
-    expires_at: float
-    sandbox_ends_at: float | None
-    workspace: str
-    workspace_kept: bool
-    isolation: str
-    allow_network: bool
-    cache: str
-    labels: dict[str, str]
-
-
-class AcquireAnswer(Answer):
-    """The leases, and how long they took."""
-
-    leases: list[LeaseAnswer]
-    waited_s: float
-
-
-class ResultAnswer(Answer):
-    """What a tool call came to."""
-
-    call_id: str
-    lease_id: str
-    success: bool
-    exit_code: int | None
-    reason: Literal[
-        "exit",
-        "timeout",
-        "no_output_timeout",
-        "oom",
-        "resource_limit",
-        "invalid_args",
-        "tool_error",
-        "cancelled",
-        "lease_lost",
-        "sandbox_lost",
-        "backend_error",
-        "call_conflict",
-        "not_implemented",
-    ]
-    fault: Literal["none", "policy", "infra", "ambiguous"]
-    output: str = Field(description="empty with `separate_streams`: see metadata.stdout and metadata.stderr")
-    error: str
-    output_bytes: int
-    truncated: bool
-    encoding: Literal["utf-8", "base64"]
-    started_at: float
-    duration_s: float
-    cpu_s: float
-    max_rss_bytes: int
-    metadata: dict[str, Any]
-
-
-class ExecBatchAnswer(Answer):
-    """The results, in the order of the calls."""
-
-    results: list[ResultAnswer]
-
-
-class ReleaseAnswer(Answer):
-    """Which leases have ended, and which were never yours."""
-
-    released: list[str]
-    unknown: list[str]
-
-
-class LostLease(Answer):
-    """A lease that could not be renewed."""
-
-    lease_id: str
-    code: str
-    detail: str
-
-
-class RenewAnswer(Answer):
-    """The leases that live on, and those that do not."""
-
-    leases: list[LeaseAnswer]
-    lost: list[LostLease]
-
-
-class LeasesAnswer(Answer):
-    """One page of leases."""
-
-    leases: list[LeaseAnswer]
-    next_cursor: str | None = None
-
-
-class CallAnswer(Answer):
-    """Where a call is."""
-
-    state: Literal["running", "done"]
-    output_bytes: int | None = None
-    started_at: float | None = None
-    result: ResultAnswer | None = None
-
-
-class FileEntry(Answer):
-    """One name in a folder of a slot."""
-
-    path: str
-    type: str
-    size_bytes: int
-    mode: Any
-    mtime: float
-
-
-class FilesAnswer(Answer):
-    """What a folder of a slot holds."""
-
-    entries: list[FileEntry]
-
-
-class PoolAnswer(Answer):
-    """A pool and what it holds now."""
-
-    name: str
-    spec: dict[str, Any]
-    origin: str
-    isolation: str | None
-    capabilities: dict[str, Any]
-    slots: dict[str, int]
-    sandboxes: dict[str, int]
-    queue: int
-    last_error: str | None
-
-
-class PoolsAnswer(Answer):
-    """All pools."""
-
-    pools: list[PoolAnswer]
-
-
-class HealthAnswer(Answer):
-    """The process answers."""
-
-    status: Literal["ok"]
-
-
-class ReadyAnswer(Answer):
-    """Whether leases can be had, pool by pool."""
-
-    ready: bool
-    pools: dict[str, Any]
-
-
-class ProblemAnswer(Answer):
-    """An error (RFC 9457)."""
-
-    type: str
-    title: str
-    status: int
-    detail: str
-    code: str
-    request_id: str
-
-
 def first_problem(error: ValidationError, allowed: Mapping[str, Any]) -> tuple[str, str]:
     """The first thing that is wrong with a body, as (field, sentence).
 
@@ -359,5 +199,19 @@ def first_problem(error: ValidationError, allowed: Mapping[str, Any]) -> tuple[s
     return field, f"{field}: {_lower(first['msg'])}"
 
 
+WORDS = {
+    "Value error, ": "",
+    "Input should be": "should be",
+    "String should": "should",
+    "List should": "should",
+    "a valid dictionary": "an object",
+    "a valid string": "a text",
+    "a valid boolean": "true or false",
+}
+"""What pydantic says, and how it is said to people who write JSON."""
+
+
 def _lower(message: str) -> str:
-    return message.replace("Input should be", "should be").replace("String should", "should")
+    for theirs, ours in WORDS.items():
+        message = message.replace(theirs, ours)
+    return message

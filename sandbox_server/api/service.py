@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -11,10 +11,13 @@ from starlette.requests import Request
 
 from sandbox_server.api.limits import Limits
 from sandbox_server.api.tenants import Tenant, Tenants
-from sandbox_server.core.errors import Draining, PoolServiceError
-from sandbox_server.core.types import Acquired, AcquireRequest, Lease, PoolView
+from sandbox_server.core.errors import Draining, Forbidden, PoolServiceError
+from sandbox_server.core.types import Acquired, AcquireRequest, Lease, PoolSpec, PoolView, SandboxView
 from sandbox_server.dispatch.dispatch import Dispatcher
 from sandbox_server.dispatch.files import SlotFiles
+from sandbox_server.dispatch.records import CallRecords
+from sandbox_server.pool.events import Event
+from sandbox_server.telemetry import Telemetry
 
 SERVICE_KEY = "sandbox.service"
 CALLER_KEY = "sandbox.caller"
@@ -39,11 +42,29 @@ class PoolsSeam(Protocol):
         self, tenant: str, *, run_id: str | None = None, trajectory_id: str | None = None, limit: int = 100, cursor: str | None = None
     ) -> tuple[Sequence[Lease], str | None]: ...
 
+    async def narrow(self, tenant: str, lease_id: str, *, allow_network: bool | None, cache: str | None) -> Lease: ...
+
     def views(self) -> Sequence[PoolView]: ...
 
     def view(self, name: str) -> PoolView: ...
 
+    async def put_pool(self, name: str, spec: PoolSpec, *, origin: str = "api") -> tuple[PoolView, bool]: ...
+
+    async def delete_pool(self, name: str, *, force: bool = False) -> None: ...
+
+    async def verify(self, name: str) -> Mapping[str, Any]: ...
+
+    def sandboxes(self) -> Sequence[SandboxView]: ...
+
+    async def drain_sandbox(self, sandbox_id: str) -> SandboxView: ...
+
     def readiness(self) -> Mapping[str, Any]: ...
+
+
+class EventsSeam(Protocol):
+    """What has changed. `pool.events.EventLog` is it."""
+
+    def follow(self, after: int | None = None) -> AsyncIterator[Event | None]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,10 +77,18 @@ class Service:
     tenants: Tenants
     limits: Limits
     default_pool: str
+    records: CallRecords
+    events: EventsSeam
+    telemetry: Telemetry
+    flush: Callable[[], Awaitable[None]]
+    """Returns once what was decided so far is on disk; an answer that rests on it leaves after that."""
     stopping: asyncio.Future[None]
     """Done once the service has been told to stop."""
     requests: set[asyncio.Task[Any]] = field(default_factory=set)
     """What is being answered now; cancelled when the grace of a stop is over."""
+
+    streams: set[object] = field(default_factory=set)
+    """The event streams that are open."""
 
     def check_not_stopping(self) -> None:
         """Refuse new work of a service that is going away.
@@ -85,7 +114,23 @@ def service_of(request: Request) -> Service:
     return service
 
 
+def came_with_token(scope: Mapping[str, Any]) -> bool:
+    """Whether the request of this scope was let in by its token."""
+    caller: Caller | None = scope.get(CALLER_KEY)
+    return caller is not None and bool(caller.tenant.name)
+
+
 def tenant_of(request: Request) -> Tenant:
     """The tenant whose token this request carries."""
     caller: Caller = request.scope[CALLER_KEY]
     return caller.tenant
+
+
+def check_admin(request: Request, what: str) -> None:
+    """Refuse what is kept for admins.
+
+    Raises:
+        Forbidden: this token is no admin's.
+    """
+    if not tenant_of(request).admin:
+        raise Forbidden(f"only an admin may {what}")

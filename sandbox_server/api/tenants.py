@@ -59,6 +59,10 @@ class Tenants:
         """A tenant's share of contended slots."""
         return next((tenant.weight for tenant in self._all if tenant.name == name), 1.0)
 
+    def max_leases(self, name: str) -> int | None:
+        """How many leases a tenant may hold at once; None: no limit of its own."""
+        return next((tenant.max_leases for tenant in self._all if tenant.name == name), None)
+
     def authenticate(self, authorization: bytes | None) -> Tenant:
         """The tenant of an `Authorization` header.
 

@@ -3,22 +3,40 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from sandbox_server.agent import wire
 from sandbox_server.core.clock import Clock
-from sandbox_server.core.errors import BackendUnavailable, CallNotFound, LeaseLost, LeaseNotFound, NotImplementedHere, QuotaExceeded, SandboxLost
-from sandbox_server.core.execution import Result, ToolCall
+from sandbox_server.core.errors import BackendUnavailable, CallNotFound, QuotaExceeded, SandboxLost
+from sandbox_server.core.execution import Reason, Result, ToolCall
 from sandbox_server.dispatch.batch import Batch
+from sandbox_server.dispatch.flights import Flights
 from sandbox_server.dispatch.lease_run import Job, LeaseRun, Verdicts, recorded
+from sandbox_server.dispatch.records import refused_call
 from sandbox_server.dispatch.seams import Route, Routes, slot_meta
-from sandbox_server.dispatch.verdicts import agent_result
+from sandbox_server.dispatch.verdicts import agent_result, own_result
 from sandbox_server.link.agent_link import AgentStream
 from sandbox_server.link.errors import AgentRefused, LinkLost
 from sandbox_server.telemetry import Telemetry
 
 CANCEL_WAIT_S = 15.0
 """How long a cancelled call may take to end, in seconds."""
+AGENTS_CALL_LIMIT = "calls"
+"""How an agent names the limit, where its journal has as many calls of one lease as it takes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CallLimits:
+    """How many calls there may be, by the names of the settings.
+
+    Args:
+        in_flight: under way at once (`limits.calls_in_flight`).
+        of_lease: over the life of a lease (`limits.lease_calls`).
+    """
+
+    in_flight: int = 20_000
+    of_lease: int = 100_000
 
 
 class Dispatcher:
@@ -29,24 +47,25 @@ class Dispatcher:
         verdicts: remembers how calls ended.
         clock: for records.
         telemetry: counts.
-        max_in_flight: at most so many calls at once (`limits.calls_in_flight`).
+        limits: how many calls there may be.
     """
 
-    def __init__(self, routes: Routes, verdicts: Verdicts, clock: Clock, telemetry: Telemetry, max_in_flight: int) -> None:
+    def __init__(self, routes: Routes, verdicts: Verdicts, clock: Clock, telemetry: Telemetry, limits: CallLimits) -> None:
         self._routes = routes
         self._verdicts = verdicts
         self._telemetry = telemetry
-        self._max_in_flight = max_in_flight
-        self._in_flight = 0
+        self._limits = limits
+        self.flights = Flights()
         self._tasks: set[asyncio.Task[None]] = set()
         self._job = Job(routes=routes, verdicts=verdicts, clock=clock, observe=self._observe)
 
-    def start(self, tenant: str, items: Sequence[ToolCall | Result]) -> Batch:
+    def start(self, tenant: str, items: Sequence[ToolCall | Result], on_sent: Callable[[], None] | None = None) -> Batch:
         """Set the calls going; they go on to their ends even if nobody reads the batch.
 
         Args:
             tenant: who asks.
             items: the calls, in order; what is a result already is passed through in its place.
+            on_sent: hears, for each lease, that its agent has been asked.
 
         Raises:
             QuotaExceeded: too many calls are under way.
@@ -58,25 +77,78 @@ class Dispatcher:
             if isinstance(item, ToolCall):
                 count += 1
                 by_lease.setdefault(item.lease_id, []).append((index, item))
-        if self._in_flight + count > self._max_in_flight:
-            full = f"{self._in_flight} calls are under way, and `limits.calls_in_flight` is {self._max_in_flight}"
-            raise QuotaExceeded(f"{full}: ask again later", limit="calls_in_flight", retry_after_s=2)
+        self._check_in_flight(count)
         for index, item in enumerate(items):
             if isinstance(item, Result):
-                batch.deliver(index, item)
-        self._in_flight += count
+                batch.deliver(index, self.stamped(item))
         for lease_id, calls in by_lease.items():
-            task = asyncio.create_task(LeaseRun(self._job, tenant, lease_id, calls, batch.deliver).run())
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            within = self._within_lease(lease_id, calls, batch)
+            for _, call in within:
+                self.flights.begin(call)
+            if within:
+                self._spawn(LeaseRun(self._job, tenant, lease_id, within, batch.deliver, on_sent))
         return batch
+
+    def stamped(self, result: Result) -> Result:
+        """The result of a call that never began, with the time it was refused at."""
+        return result if result.started_at else replace(result, started_at=self._job.clock.wall())
+
+    def _spawn(self, run: LeaseRun) -> None:
+        task = asyncio.create_task(run.run())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _check_in_flight(self, count: int) -> None:
+        if self.flights.count + count > self._limits.in_flight:
+            full = f"{self.flights.count} calls are under way, and `limits.calls_in_flight` is {self._limits.in_flight}"
+            raise QuotaExceeded(f"{full}: ask again later", limit="calls_in_flight", retry_after_s=2)
+
+    def _within_lease(self, lease_id: str, calls: list[tuple[int, ToolCall]], batch: Batch) -> list[tuple[int, ToolCall]]:
+        """The calls that their lease may still have; the others get their results here. Calls that are known already cost nothing."""
+        left = self._limits.of_lease - self._verdicts.verdict_count(lease_id) - self.flights.of_lease(lease_id)
+        if len(calls) <= left:
+            return calls
+        within = []
+        for index, call in calls:
+            if self._is_known(call):
+                within.append((index, call))
+            elif left > 0:
+                left -= 1
+                within.append((index, call))
+            else:
+                batch.deliver(index, self.stamped(own_result(call, Reason.BACKEND_ERROR, self._too_many(), may_have_run=False)))
+        return within
+
+    def _is_known(self, call: ToolCall) -> bool:
+        return self._verdicts.verdict(call.lease_id, call.call_id) is not None or self.flights.of(call.lease_id, call.call_id) is not None
+
+    def _too_many(self) -> str:
+        return f"this lease has had the {self._limits.of_lease} calls of `limits.lease_calls`: acquire a new one"
 
     async def run_one(self, tenant: str, call: ToolCall) -> Result:
         """Run one call under a lease that must hold.
 
         Raises:
             LeaseNotFound, LeaseLost, SandboxLost: it does not.
-            QuotaExceeded: too many calls are under way.
+            QuotaExceeded: too many calls are under way, or the lease has had all it may have.
+        """
+        known = self.check(tenant, call)
+        if known is not None:
+            return known
+        (result,) = await self.start(tenant, [call]).all()
+        if result.reason is Reason.BACKEND_ERROR and result.metadata.get("limit") == AGENTS_CALL_LIMIT:
+            raise QuotaExceeded(self._too_many(), limit="lease_calls")
+        return result
+
+    def check(self, tenant: str, call: ToolCall) -> Result | None:
+        """See whether a single call may run.
+
+        Returns:
+            Its result, where it has one and its sandbox is gone.
+
+        Raises:
+            LeaseNotFound, LeaseLost, SandboxLost: its lease does not hold.
+            QuotaExceeded: the lease has had all the calls it may have.
         """
         try:
             self._routes.route(tenant, call.lease_id)
@@ -87,7 +159,10 @@ class Dispatcher:
             return result
         except BackendUnavailable:
             pass  # becomes the call's own result
-        return (await self.start(tenant, [call]).all())[0]
+        had = self._verdicts.verdict_count(call.lease_id) + self.flights.of_lease(call.lease_id)
+        if had >= self._limits.of_lease and not self._is_known(call):
+            raise QuotaExceeded(self._too_many(), limit="lease_calls")
+        return None
 
     async def cancel(self, tenant: str, lease_id: str, call_id: str) -> Result:
         """End a running call and return its result; of a call that has ended, its result as it was.
@@ -113,7 +188,7 @@ class Dispatcher:
             verdict_error = await self._routes.lost_verdict(lease_id, CANCEL_WAIT_S)
             raise verdict_error or BackendUnavailable(f"the agent cannot be reached: {lost}") from None
         except AgentRefused as refused:
-            raise self._refused(tenant, lease_id, call_id, refused) from None
+            raise refused_call(self._routes, tenant, lease_id, call_id, refused) from None
 
     async def _cancel(self, route: Route, lease_id: str, call_id: str) -> Result:
         answer = await route.link.request(slot_meta(route, "cancel", call_id=call_id))
@@ -131,17 +206,6 @@ class Dispatcher:
             raise BackendUnavailable("the agent ended the exchange without a result")
         return result
 
-    def _refused(self, tenant: str, lease_id: str, call_id: str, refused: AgentRefused) -> Exception:
-        if refused.code == "call_not_found":
-            return CallNotFound(f"lease {lease_id} has no call {call_id}")
-        if refused.code == "not_implemented":
-            return NotImplementedHere(refused.detail)
-        try:
-            self._routes.route(tenant, lease_id)
-        except (LeaseNotFound, LeaseLost) as error:
-            return error
-        return BackendUnavailable(f"the agent refused: {refused.detail}")
-
     async def stop(self) -> None:
         """End every call that still runs here; each gets `backend_error`, and may have run."""
         tasks = list(self._tasks)
@@ -149,10 +213,16 @@ class Dispatcher:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _observe(self, route: Route | None, call: ToolCall, result: Result) -> None:
-        self._in_flight -= 1
-        pool = route.lease.pool if route is not None else ""
-        self._telemetry.call_ended(pool=pool, tool=call.tool, reason=result.reason.value, fault=result.fault.value, duration_s=result.duration_s)
+    def _observe(self, route: Route | None, call: ToolCall, result: Result, overhead_s: float) -> None:
+        self.flights.end(call)
+        self._telemetry.call_ended(
+            pool=route.lease.pool if route is not None else "",
+            tool=call.tool,
+            reason=result.reason.value,
+            fault=result.fault.value,
+            duration_s=result.duration_s,
+            overhead_s=overhead_s if route is not None else None,
+        )
 
 
 async def _result_and_end(stream: AgentStream, call: ToolCall) -> tuple[Result | None, dict[str, object]]:

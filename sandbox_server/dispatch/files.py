@@ -57,16 +57,18 @@ class SlotFiles:
         """Unpack a gzipped tar into a folder."""
         await self._send(tenant, lease_id, "archive_put", path, chunks)
 
-    async def entries(self, tenant: str, lease_id: str, path: str, *, recursive: bool, max_entries: int) -> list[Any]:
-        """What a folder holds."""
-        entries: list[Any] = []
+    async def entries(self, tenant: str, lease_id: str, path: str, *, recursive: bool, max_entries: int) -> tuple[list[dict[str, Any]], bool]:
+        """What a folder holds, and whether that is not all of it."""
+        entries: list[dict[str, Any]] = []
+        is_cut = False
         async with self._stream(tenant, lease_id, "file_list", path, recursive=recursive, max_entries=max_entries) as stream:
             stream.end()
             async for event in stream:
                 if isinstance(event, wire.Item):
                     found = event.meta.get("entries")
-                    entries.extend(found if isinstance(found, list) else ())
-        return entries
+                    entries.extend(entry for entry in (found if isinstance(found, list) else ()) if isinstance(entry, dict))
+                    is_cut = is_cut or event.meta.get("truncated") is True
+        return entries[:max_entries], is_cut or len(entries) > max_entries
 
     async def _receive(self, tenant: str, lease_id: str, op: str, path: str) -> AsyncGenerator[bytes, None]:
         async with self._stream(tenant, lease_id, op, path) as stream:

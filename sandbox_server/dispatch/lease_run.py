@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from sandbox_server.agent import wire
@@ -35,6 +35,8 @@ class Verdicts(Protocol):
 
     def verdict(self, lease_id: str, call_id: str) -> Verdict | None: ...
 
+    def verdict_count(self, lease_id: str) -> int: ...
+
     async def flush(self) -> None: ...
 
 
@@ -43,13 +45,14 @@ class Job:
     """What one run of calls works with.
 
     Args:
-        observe: hears of every result: the route it went (None: it went nowhere), the call, the result.
+        observe: hears of every result: the route it went (None: it went nowhere), the call, the result, and what the service added to its
+            duration, in seconds.
     """
 
     routes: Routes
     verdicts: Verdicts
     clock: Clock
-    observe: Callable[[Route | None, ToolCall, Result], None]
+    observe: Callable[[Route | None, ToolCall, Result, float], None]
 
 
 class LeaseRun:
@@ -61,9 +64,18 @@ class LeaseRun:
         lease_id: under which lease.
         calls: the calls with their places in the request.
         deliver: takes each result, once.
+        on_sent: hears that the agent has been asked.
     """
 
-    def __init__(self, job: Job, tenant: str, lease_id: str, calls: Iterable[tuple[int, ToolCall]], deliver: Callable[[int, Result], None]) -> None:
+    def __init__(
+        self,
+        job: Job,
+        tenant: str,
+        lease_id: str,
+        calls: Iterable[tuple[int, ToolCall]],
+        deliver: Callable[[int, Result], None],
+        on_sent: Callable[[], None] | None = None,
+    ) -> None:
         self._job = job
         self._tenant = tenant
         self._lease_id = lease_id
@@ -71,7 +83,9 @@ class LeaseRun:
         self._deliver = deliver
         self._sent = False
         self._lost_since: float | None = None
+        self._on_sent = on_sent
         self._started_at = job.clock.wall()
+        self._since = job.clock.monotonic()
 
     async def run(self) -> None:
         """Deliver a result for every call, whatever happens."""
@@ -105,7 +119,7 @@ class LeaseRun:
     def _check_timeouts(self, longest_s: float) -> None:
         for place, call in [item for item in self._pending if item[1].timeout_s is not None and item[1].timeout_s > longest_s]:
             self._pending.remove((place, call))
-            self._finish(place, call, own_result(call, Reason.INVALID_ARGS, f"timeout_s: at most the pool's max_timeout_s, {longest_s:g}"), None)
+            self._finish(place, call, self._stamped(own_result(call, Reason.INVALID_ARGS, f"timeout_s: at most the pool's max_timeout_s, {longest_s:g}")), None)
 
     async def _converse(self, route: Route) -> None:
         """Send all that is pending and take the results, which come in the order of the calls."""
@@ -116,6 +130,8 @@ class LeaseRun:
                 for _, call in self._pending:
                     stream.send_item(_call_meta(call, route))
                 stream.end()
+                if self._on_sent is not None:
+                    self._on_sent()
                 while self._pending:
                     async with asyncio.timeout(_timeout_s(self._pending[0][1], route) + REPLY_GRACE_S):
                         event = await anext(stream, None)
@@ -147,7 +163,9 @@ class LeaseRun:
             log.exception("a verdict could not be stored", extra={"lease_id": call.lease_id, "call_id": call.call_id})
 
     def _finish(self, place: int, call: ToolCall, result: Result, route: Route | None) -> None:
-        self._job.observe(route, call, result)
+        now = self._job.clock.monotonic()
+        self._job.observe(route, call, result, now - self._since - result.duration_s)
+        self._since, self._started_at = now, self._job.clock.wall()
         self._deliver(place, result)
 
     async def _unreachable(self, why: str) -> None:
@@ -171,7 +189,7 @@ class LeaseRun:
     def _refused(self, refused: AgentRefused) -> None:
         if refused.code == "not_implemented":
             for place, call in self._drain():
-                self._finish(place, call, own_result(call, Reason.NOT_IMPLEMENTED, refused.detail), None)
+                self._finish(place, call, self._stamped(own_result(call, Reason.NOT_IMPLEMENTED, refused.detail)), None)
             return
         # The slot has moved on or broken: the pool may know more.
         try:
@@ -185,16 +203,20 @@ class LeaseRun:
         for place, call in self._drain():
             result = recorded(self._job.verdicts, call) if isinstance(error, SandboxLost) else None
             if result is None:
-                result = refusal(call, error)
+                result = self._stamped(refusal(call, error))
                 if result.reason is Reason.SANDBOX_LOST:
                     self._job.verdicts.record_verdict(call.lease_id, call.call_id, identity_of(call), result)
-                elif result.reason is Reason.BACKEND_ERROR and self._sent:
-                    result = own_result(call, Reason.BACKEND_ERROR, error.detail, may_have_run=True)
             self._finish(place, call, result, None)
 
     def _give_up(self, why: str) -> None:
         for place, call in self._drain():
-            self._finish(place, call, own_result(call, Reason.BACKEND_ERROR, why, may_have_run=self._sent, started_at=self._started_at), None)
+            self._finish(place, call, self._stamped(own_result(call, Reason.BACKEND_ERROR, why)), None)
+
+    def _stamped(self, result: Result) -> Result:
+        """A result of the service's own with what can be known of the time: since when the call may have run, and whether it may have run at all."""
+        said: dict[str, object] = {"may_have_run": self._sent} if result.reason in (Reason.SANDBOX_LOST, Reason.BACKEND_ERROR) else {}
+        duration_s = self._job.clock.monotonic() - self._since if self._sent else 0.0
+        return replace(result, started_at=self._started_at, duration_s=duration_s, metadata={**result.metadata, **said})
 
     def _drain(self) -> list[tuple[int, ToolCall]]:
         pending = list(self._pending)

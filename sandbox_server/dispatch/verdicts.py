@@ -16,6 +16,8 @@ from sandbox_server.core.errors import LeaseLost, LeaseNotFound, PoolServiceErro
 from sandbox_server.core.execution import FAULT_OF, Fault, Reason, Result, ToolCall
 
 MAX_ERROR_CHARS = 4000
+MAX_METADATA_BYTES = 64 << 10
+MAX_METADATA_DEPTH = 16
 
 
 def identity_of(call: ToolCall) -> bytes:
@@ -28,11 +30,10 @@ def agent_result(call: ToolCall, meta: Mapping[str, Any], body: bytes) -> Result
     try:
         reason = Reason(str(meta.get("reason")))
         lengths = _lengths(meta.get("lens", []), body)
+        metadata = _metadata(meta.get("metadata"))
+        exit_code = _exit_code(meta.get("exit_code"))
     except ValueError as error:
         return own_result(call, Reason.BACKEND_ERROR, f"the agent's answer makes no sense: {error}", may_have_run=True)
-    metadata = meta.get("metadata")
-    metadata = dict(metadata) if isinstance(metadata, dict) else {}
-    exit_code = meta.get("exit_code")
     separate = len(lengths) == 2
     error_text = str(meta.get("error") or "")[:MAX_ERROR_CHARS]
     return Result(
@@ -40,7 +41,7 @@ def agent_result(call: ToolCall, meta: Mapping[str, Any], body: bytes) -> Result
         lease_id=call.lease_id,
         reason=reason,
         fault=_fault(reason, metadata),
-        exit_code=exit_code if type(exit_code) is int else None,
+        exit_code=exit_code,
         output=b"" if separate else body,
         stdout=body[: lengths[0]] if separate else None,
         stderr=body[lengths[0] :] if separate else None,
@@ -61,6 +62,40 @@ def _lengths(lengths: object, body: bytes) -> list[int]:
     if not isinstance(lengths, list) or len(lengths) > 2 or not all(type(n) is int and n >= 0 for n in lengths) or sum(lengths) != len(body):
         raise ValueError("the lengths of its output do not add up")
     return lengths
+
+
+def _metadata(value: object) -> dict[str, Any]:
+    """What the agent adds, if it is of a sane size: one answer that cannot be written must not cost the others of its batch."""
+    if not isinstance(value, dict):
+        return {}
+    if _depth(value) > MAX_METADATA_DEPTH:
+        raise ValueError(f"its metadata is nested more than {MAX_METADATA_DEPTH} deep")
+    try:
+        size = len(orjson.dumps(value))
+    except TypeError as error:
+        raise ValueError(f"its metadata is no JSON: {error}") from None
+    if size > MAX_METADATA_BYTES:
+        raise ValueError(f"its metadata has {size} bytes, and {MAX_METADATA_BYTES} are allowed")
+    return value
+
+
+def _depth(value: object) -> int:
+    deepest, todo = 0, [(value, 1)]
+    while todo and deepest <= MAX_METADATA_DEPTH:
+        item, depth = todo.pop()
+        inner = item.values() if isinstance(item, dict) else item if isinstance(item, list) else None
+        if inner is not None:
+            deepest = max(deepest, depth)
+            todo.extend((below, depth + 1) for below in inner)
+    return deepest
+
+
+def _exit_code(value: object) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= 255:
+        raise ValueError(f"its exit code is {str(value)[:40]}")
+    return value
 
 
 def _number(value: object) -> float:

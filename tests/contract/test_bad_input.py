@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,13 @@ BODIES: dict[str, tuple[bytes, str]] = {
     "a list": (b"[]", "object"),
     "a number": (b"7", "object"),
     "too deep": (b'{"labels":' * 100 + b"1" + b"}" * 100, "json_depth"),
+    "a key twice": (b'{"count": 1, "count": 2}', "'count' twice"),
+    "a key twice in disguise": (b'{"count": 1, "\\u0063ount": 2}', "'count' twice"),
+    "a key twice, deep down": (b'{"labels": {"a": "1", "b": "2", "a": "3"}}', "'a' twice"),
+    "an endless number": (b'{"ttl_s": 1e99999}', "JSON"),
+    "minus infinity": (b'{"ttl_s": -Infinity}', "JSON"),
+    "two documents": (b"{}{}", "JSON"),
+    "a byte order mark": (b"\xef\xbb\xbf{}", "JSON"),
     "far too deep": (b"[" * 90_000 + b"]" * 90_000, "JSON"),
 }
 ACQUIRES: dict[str, tuple[dict[str, Any], str]] = {
@@ -40,6 +48,11 @@ ACQUIRES: dict[str, tuple[dict[str, Any], str]] = {
     "trajectories for another count": ({"count": 2, "trajectory_ids": ["t"]}, "trajectory_ids"),
     "one trajectory for a gang": ({"count": 2, "trajectory_id": "t"}, "trajectory_id"),
     "labels of numbers": ({"labels": {"a": 1}}, "labels.a"),
+    "a run with a NUL": ({"run_id": "a\0b"}, "run_id"),
+    "a trajectory with a line end": ({"trajectory_id": "a\nb"}, "trajectory_id"),
+    "a key with an escape": ({"request_key": "\x1b[31m"}, "request_key"),
+    "a label with a NUL": ({"labels": {"a": "\0"}}, "labels.a"),
+    "labels that are a list": ({"labels": []}, "labels"),
     "an empty name": ({"run_id": ""}, "run_id"),
     "a long key": ({"request_key": "k" * 1000}, "request_key"),
     "a priority beyond all": ({"priority": 10**9}, "priority"),
@@ -64,7 +77,7 @@ BATCHES: dict[str, tuple[Any, str]] = {
     "no calls": ({"call": []}, "calls"),
     "no list": ({"calls": {}}, "calls"),
     "an empty list": ({"calls": []}, "calls"),
-    "1,001 calls": ({"calls": [{"lease_id": "l", "tool": "bash"}] * 1001}, "1001"),
+    "1,001 calls": ({"calls": [{"lease_id": "l", "tool": "bash"}] * 1001}, "1000"),
     "an item that is no object": ({"calls": ["ls"]}, "calls.0"),
     "an item without a lease": ({"calls": [{"tool": "bash"}]}, "calls.0"),
     "an item without a tool": ({"calls": [{"lease_id": "l"}]}, "calls.0"),
@@ -82,6 +95,26 @@ OTHERS: dict[str, tuple[str, str, dict[str, Any] | None, str]] = {
     "a page of words": ("GET", "/v1/leases?limit=all", None, "limit"),
     "an unknown parameter": ("GET", "/v1/leases?run=r", None, "run"),
     "a parameter twice": ("GET", "/v1/leases?run_id=a&run_id=b", None, "run_id"),
+    "a negative page": ("GET", "/v1/leases?limit=-1", None, "limit"),
+    "a page in other digits": ("GET", "/v1/leases?limit=%D9%A3", None, "limit"),
+    "a page of exponents": ("GET", "/v1/leases?limit=1e3", None, "limit"),
+    "a page of all digits": ("GET", f"/v1/pools?limit={'9' * 400}", None, "limit"),
+    "a cursor that is garbage": ("GET", "/v1/leases?cursor=%00%FF", None, "cursor"),
+    "a cursor from elsewhere": ("GET", "/v1/pools?cursor=../..", None, "cursor"),
+    "a cursor that is no text": ("GET", "/v1/sandboxes?cursor=_w", None, "cursor"),
+    "an endless cursor": ("GET", f"/v1/pools?cursor={'A' * 9000}", None, "cursor"),
+    "a huge query": ("GET", f"/v1/leases?run_id={'r' * 20_000}", None, "query"),
+    "a parameter where there is none": ("GET", "/v1/events?after=1", None, "after"),
+    "a negative offset": ("GET", "/v1/leases/l/calls/c/output?offset=-1", None, "offset"),
+    "an offset beyond all": ("GET", f"/v1/leases/l/calls/c/events?offset={'9' * 40}", None, "offset"),
+    "a wait that is no number": ("GET", "/v1/leases/l/calls/c?wait_s=nan", None, "wait_s"),
+    "a wait backwards": ("GET", "/v1/leases/l/calls/c?wait_s=-1", None, "wait_s"),
+    "a wait for ever": ("GET", "/v1/leases/l/calls/c?wait_s=1e9", None, "wait_s"),
+    "force by half": ("DELETE", "/v1/pools/default?force=maybe", None, "force"),
+    "a narrow that takes nothing away": ("POST", "/v1/leases/l/narrow", {}, "allow_network"),
+    "a narrow that gives": ("POST", "/v1/leases/l/narrow", {"allow_network": True}, "allow_network"),
+    "a narrow that gives a cache": ("POST", "/v1/leases/l/narrow", {"cache": "rw"}, "cache"),
+    "a narrow of more": ("POST", "/v1/leases/l/narrow", {"allow_network": False, "root": True}, "root"),
     "a file without a path": ("GET", "/v1/leases/l/files", None, "path"),
     "a path with a NUL": ("GET", "/v1/leases/l/files?path=a%00b", None, "path"),
     "a path too long": ("GET", f"/v1/leases/l/files?path={'a' * 5000}", None, "path"),
@@ -195,3 +228,84 @@ async def test_a_wait_longer_than_the_pools_is_the_pools(tmp_path: Path) -> None
         answer = await house.http.post("/v1/acquire", json={"wait_s": 5000})
 
         assert (answer.status_code, answer.json()["code"]) == (503, "no_capacity")
+
+
+IDS = (
+    "%2e%2e",
+    "%2e%2e%2f%2e%2e%2fetc%2fpasswd",
+    "..%5c..",
+    "%00",
+    "%ff%fe",
+    "a" * 10_000,
+    "%0d%0aX-Injected:%201",
+    "{lease_id}",
+    "null",
+    "'; drop table leases; --",
+    "💥",
+)
+
+
+@pytest.mark.parametrize("odd", IDS)
+async def test_ids_that_nobody_gave_are_simply_not_found(odd: str, house: House) -> None:
+    (lease_id,) = await house.acquire()
+    asked = [
+        ("GET", f"/v1/leases/{odd}"), ("GET", f"/v1/leases/{odd}/files?path=a"), ("GET", f"/v1/leases/{odd}/calls/c"),
+        ("GET", f"/v1/leases/{lease_id}/calls/{odd}"),
+        ("GET", f"/v1/leases/{lease_id}/calls/{odd}/output"), ("GET", f"/v1/leases/{lease_id}/calls/{odd}/events"), ("GET", f"/v1/pools/{odd}"),
+        ("DELETE", f"/v1/pools/{odd}"), ("POST", f"/v1/sandboxes/{odd}/drain"), ("POST", f"/v1/pools/{odd}/verify"),
+    ]  # fmt: skip
+    for method, path in asked:
+        answer = await house.http.request(method, path)
+        assert answer.status_code in (404, 405), (method, path, answer.text)
+        assert "x-injected" not in answer.headers
+    await still_well(house)
+
+
+HEADERS: dict[str, dict[str, str]] = {
+    "no scheme": {"Authorization": "alices-token"},
+    "another scheme": {"Authorization": "Basic YWxpY2U6"},
+    "an empty token": {"Authorization": "Bearer "},
+    "two tokens": {"Authorization": "Bearer alices-token, Bearer bobs-token"},
+    "a very long token": {"Authorization": "Bearer " + "x" * 30_000},
+    "a token of other letters": {"Authorization": "Bearer \u00e4\u00f6"},
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+async def test_a_token_that_is_none(name: str, house: House) -> None:
+    answer = await house.http.get("/v1/pools", headers={key: value.encode("latin-1") for key, value in HEADERS[name].items()})  # type: ignore[misc]
+
+    assert (answer.status_code, answer.json()["code"]) == (401, "unauthorized")
+    await still_well(house)
+
+
+@pytest.mark.parametrize("last", ["-1", "abc", "1.5", "9" * 30, "\u00e4"])
+async def test_a_last_event_id_that_is_none_of_ours(last: str, house: House) -> None:
+    answer = await house.http.get("/v1/events", headers={"Last-Event-ID": last.encode("latin-1")})  # type: ignore[dict-item]
+
+    assert (answer.status_code, answer.json()["field"]) == (422, "Last-Event-ID")
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"GET /v1/pools HTTP/1.1\r\nHost: h\r\n" + b"X-A: b\r\n" * 5000 + b"\r\n",
+        b"GET /v1/pools HTTP/1.1\r\nHost: h\r\nContent-Length: -5\r\n\r\n",
+        b"POST /v1/acquire HTTP/1.1\r\nHost: h\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        b"GET /v1/pools HTTP/9.9\r\nHost: h\r\n\r\n",
+        b"GET http://elsewhere/v1/pools HTTP/1.1\r\nHost: h\r\n\r\n",
+        b"GET /v1/pools\x00 HTTP/1.1\r\nHost: h\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x00" * 64,
+        b"POST /v1/acquire HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\nZZZ\r\n",
+    ],
+)
+async def test_what_is_hardly_http_is_refused_and_nobody_else_notices(raw: bytes, port: House) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(port.url.rpartition(":")[2]))
+    writer.write(raw)
+    writer.write_eof()
+    async with asyncio.timeout(20):
+        answer = await reader.read(65536)
+    writer.close()
+
+    assert answer == b"" or answer.startswith((b"HTTP/1.1 4", b"HTTP/1.0 4"))
+    await still_well(port)

@@ -66,7 +66,7 @@ def uvicorn_on(state_dir: Path, **environ: str) -> Iterator[Process]:
         said = []
         for line in popen.stdout:
             said.append(line)
-            if line.startswith("curl "):  # how to ask it: it is about to serve
+            if line.startswith("curl ") or "startup complete" in line:  # it is about to serve
                 break
         yield Process(popen, url, state_dir, said)
     finally:
@@ -159,3 +159,40 @@ def test_an_unknown_variable_stops_the_start_in_one_line(tmp_path: Path) -> None
     (told,) = [line for line in wrong.said if "SANDBOX_STAT_DIR" in line]
     assert "SANDBOX_STATE_DIR" in told
     assert "Traceback" not in "".join(wrong.said)
+
+
+def test_open_event_streams_end_with_it(process: Process) -> None:
+    with process.http() as http:
+        lease_id = acquire(http)
+        call = {"command": "hang", "call_id": "c"}
+        with (
+            http.stream("GET", "/v1/events") as everything,
+            http.stream("POST", f"/v1/leases/{lease_id}/exec", json=call, headers={"Accept": "text/event-stream"}) as running,
+            http.stream("GET", f"/v1/leases/{lease_id}/calls/c/events") as again,
+        ):
+            assert [stream.status_code for stream in (everything, running, again)] == [200, 200, 200]
+            seconds = process.end()
+            last = running.read()
+
+    assert b'"reason":"backend_error"' in last
+    assert seconds < ENDS_WITHIN_S
+
+
+def test_a_hang_up_signal_reads_the_files_tenants_again(tmp_path: Path) -> None:
+    config = tmp_path / "pools.yaml"
+    config.write_text("tenants: [{name: a, token: old, admin: true}]")
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "token").write_text("old")
+    with uvicorn_on(tmp_path / "state", SANDBOX_CONFIG=str(config)) as process, process.http() as http:
+        assert http.get("/v1/pools").status_code == 200
+        config.write_text("tenants: [{name: a, token: [")
+        process.popen.send_signal(signal.SIGHUP)
+        assert http.get("/v1/pools").status_code == 200
+        config.write_text("tenants: [{name: a, token: new}]")
+        process.popen.send_signal(signal.SIGHUP)
+        while http.get("/v1/pools").status_code == 200:
+            pass
+        http.headers["authorization"] = "Bearer new"
+
+        assert http.get("/v1/pools").status_code == 200
+        assert process.end() < ENDS_WITHIN_S

@@ -13,19 +13,20 @@ import pytest
 from sandbox_server.api.limits import Limits
 from sandbox_server.api.problems import STATUS_OF
 from sandbox_server.backends.base import CreateFailed
-from tests.support.house import POOL, House, bash, open_house
+from sandbox_server.core.errors import StorageUnavailable
+from sandbox_server.pool.store import MemoryStore
+from tests.contract.contract import CONTRACT
+from tests.support.house import BOB, POOL, House, bash, bearer, open_house
 
 Provoke = Callable[[House], Awaitable[httpx.Response]]
 PROVOKED: dict[str, Provoke] = {}
-NOT_YET = {
-    "forbidden": "no route is kept for admins yet",
-    "sandbox_not_found": "sandboxes cannot be asked for yet",
-    "pool_conflict": "pools cannot be changed yet",
-    "storage_unavailable": "state is kept in memory",
-    "internal": "has a test of its own below",
-    "backend_unavailable": "has a test of its own below",
-    "draining": "has a test of its own, with the other ends of a service",
+ELSEWHERE = {
+    "internal": "test_a_bug_shows_a_request_id_and_no_insides",
+    "backend_unavailable": "test_a_pool_that_cannot_make_sandboxes_says_why",
+    "draining": "test_a_pool_that_is_going_gives_no_leases",
+    "storage_unavailable": "test_a_disk_that_is_full_stops_new_leases",
 }
+"""Codes that need a house of their own, and the test below that provokes them."""
 
 
 def provokes(code: str) -> Callable[[Provoke], Provoke]:
@@ -44,6 +45,21 @@ async def _no_token(house: House) -> httpx.Response:
 @provokes("not_found")
 async def _no_route(house: House) -> httpx.Response:
     return await house.http.get("/v1/nowhere")
+
+
+@provokes("forbidden")
+async def _no_admin(house: House) -> httpx.Response:
+    return await house.http.delete("/v1/pools/default", headers=bearer(BOB))
+
+
+@provokes("sandbox_not_found")
+async def _no_sandbox(house: House) -> httpx.Response:
+    return await house.http.post("/v1/sandboxes/nobodys/drain")
+
+
+@provokes("pool_conflict")
+async def _pool_of_the_file(house: House) -> httpx.Response:
+    return await house.http.put("/v1/pools/default", json={"max_sandboxes": 2})
 
 
 @provokes("pool_not_found")
@@ -119,7 +135,7 @@ async def _too_many_calls(house: House) -> httpx.Response:
 
 @provokes("not_implemented")
 async def _not_built(house: House) -> httpx.Response:
-    return await house.http.get("/v1/events")
+    return await house.http.get("/")
 
 
 @provokes("no_capacity")
@@ -150,9 +166,10 @@ def check_problem(answer: httpx.Response, code: str) -> dict[str, Any]:
     return document
 
 
-def test_every_code_is_provoked_or_says_why_not() -> None:
-    assert set(PROVOKED) | set(NOT_YET) == set(STATUS_OF)
-    assert not set(PROVOKED) & set(NOT_YET)
+def test_every_code_is_provoked() -> None:
+    assert {**dict.fromkeys(PROVOKED), **ELSEWHERE}.keys() == CONTRACT["errors"].keys() == STATUS_OF.keys()
+    assert not set(PROVOKED) & set(ELSEWHERE)
+    assert set(ELSEWHERE.values()) <= set(globals())
 
 
 async def test_no_capacity_says_where_in_the_queue_and_how_long(house: House) -> None:
@@ -206,3 +223,36 @@ async def test_a_pool_that_cannot_make_sandboxes_says_why(tmp_path: Path) -> Non
 
         document = check_problem(answer, "backend_unavailable")
         assert "the image does not exist" in document["detail"]
+
+
+async def test_a_pool_that_is_going_gives_no_leases(house: House) -> None:
+    assert (await house.http.put("/v1/pools/mine", json={"slots_per_sandbox": 1, "max_sandboxes": 1})).status_code == 201
+    await house.acquire(pool="mine")
+    assert (await house.http.delete("/v1/pools/mine")).status_code == 202
+
+    check_problem(await house.http.post("/v1/acquire", json={"pool": "mine"}), "draining")
+
+
+class FullDisk(MemoryStore):
+    """A store whose disk is full as soon as it is told so."""
+
+    is_full = False
+
+    async def flush(self) -> None:
+        if self.is_full:
+            raise StorageUnavailable("the state cannot be written: no space left on device")
+
+
+async def test_a_disk_that_is_full_stops_new_leases(tmp_path: Path) -> None:
+    store = FullDisk()
+    async with open_house(tmp_path / "state", store=store) as house:
+        (lease_id,) = await house.acquire()
+        store.is_full = True
+        acquired = await house.http.post("/v1/acquire", json={})
+        renewed = await house.http.post("/v1/renew", json={"lease_ids": [lease_id]})
+        released = await house.http.post("/v1/release", json={"lease_ids": [lease_id]})
+        store.is_full = False
+
+    check_problem(acquired, "storage_unavailable")
+    check_problem(renewed, "storage_unavailable")
+    assert released.json() == {"released": [lease_id], "unknown": []}

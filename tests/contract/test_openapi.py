@@ -1,4 +1,4 @@
-"""The OpenAPI document says what the routes do."""
+"""The OpenAPI document says what the contract says."""
 
 from __future__ import annotations
 
@@ -9,25 +9,12 @@ import pytest
 from sandbox_server.api.api import every_route
 from sandbox_server.api.front import OPEN_PATHS
 from sandbox_server.api.problems import STATUS_OF
+from tests.contract.contract import BUILT, CONTRACT, ROUTES, WAITING, members, named
 from tests.support.house import House
 
-# Every route of the contract, as its page lists them.
-CONTRACT = {
-    ("POST", "/v1/acquire"), ("POST", "/v1/exec-batch"), ("POST", "/v1/release"), ("POST", "/v1/renew"), ("POST", "/v1/cancel"),
-    ("POST", "/v1/leases/{}/narrow"), ("GET", "/v1/leases"), ("GET", "/v1/leases/{}"), ("POST", "/v1/leases/{}/exec"),
-    ("GET", "/v1/leases/{}/calls/{}"), ("GET", "/v1/leases/{}/calls/{}/events"), ("GET", "/v1/leases/{}/calls/{}/output"),
-    ("GET", "/v1/leases/{}/files"), ("PUT", "/v1/leases/{}/files"), ("GET", "/v1/leases/{}/files/list"),
-    ("GET", "/v1/leases/{}/archive"), ("PUT", "/v1/leases/{}/archive"), ("GET", "/v1/leases/{}/terminal"),
-    ("GET", "/v1/pools"), ("GET", "/v1/pools/{}"), ("PUT", "/v1/pools/{}"), ("DELETE", "/v1/pools/{}"), ("POST", "/v1/pools/{}/verify"),
-    ("GET", "/v1/sandboxes"), ("POST", "/v1/sandboxes/{}/drain"), ("GET", "/v1/events"), ("GET", "/healthz"), ("GET", "/readyz"),
-    ("GET", "/metrics"), ("GET", "/"), ("GET", "/docs"), ("GET", "/v1/agent.pyz"),
-}  # fmt: skip
-NOT_BUILT = {
-    ("POST", "/v1/leases/{}/narrow"), ("GET", "/v1/leases/{}/calls/{}"), ("GET", "/v1/leases/{}/calls/{}/events"),
-    ("GET", "/v1/leases/{}/calls/{}/output"), ("GET", "/v1/leases/{}/terminal"), ("PUT", "/v1/pools/{}"), ("DELETE", "/v1/pools/{}"),
-    ("POST", "/v1/pools/{}/verify"), ("GET", "/v1/sandboxes"), ("POST", "/v1/sandboxes/{}/drain"), ("GET", "/v1/events"), ("GET", "/metrics"),
-    ("GET", "/"), ("GET", "/docs"), ("GET", "/v1/agent.pyz"),
-}  # fmt: skip
+SUCCESSES = {"200", "201", "202", "204"}
+SHAPES = {"lease": "LeaseAnswer", "result": "ResultAnswer", "pool": "PoolAnswer", "entry": "FileEntry", "lost": "LostLease"}
+BODIES = {"acquire": "AcquireBody", "call": "CallBody", "release": "ReleaseBody", "renew": "RenewBody", "narrow": "NarrowBody", "spec": "PoolSpecBody"}
 
 
 def shape(path: str) -> str:
@@ -40,6 +27,13 @@ async def document(house: House) -> dict[str, Any]:
     return found
 
 
+async def operation(house: House, route: dict[str, Any]) -> dict[str, Any]:
+    paths = (await document(house))["paths"]
+    (found,) = [operations for path, operations in paths.items() if shape(path) == route["path"]]
+    one: dict[str, Any] = found[route["method"].lower()]
+    return one
+
+
 def references(node: Any) -> set[str]:
     if isinstance(node, dict):
         own = {node["$ref"]} if isinstance(node.get("$ref"), str) else set()
@@ -50,7 +44,8 @@ def references(node: Any) -> set[str]:
 async def test_the_document_has_every_route_of_the_contract_and_no_other(house: House) -> None:
     paths = (await document(house))["paths"]
 
-    assert {(method.upper(), shape(path)) for path, operations in paths.items() for method in operations} == CONTRACT
+    found = {(method.upper(), shape(path)) for path, operations in paths.items() for method in operations}
+    assert found == {(route["method"], route["path"]) for route in ROUTES}
 
 
 async def test_every_reference_leads_somewhere(house: House) -> None:
@@ -61,37 +56,86 @@ async def test_every_reference_leads_somewhere(house: House) -> None:
 
 async def test_every_operation_names_its_parameters_its_answers_and_who_may_call(house: House) -> None:
     for path, operations in (await document(house))["paths"].items():
-        for operation in operations.values():
-            in_path = {parameter["name"] for parameter in operation["parameters"] if parameter["in"] == "path"}
+        for one in operations.values():
+            in_path = {parameter["name"] for parameter in one["parameters"] if parameter["in"] == "path"}
             assert in_path == {part[1:-1] for part in path.split("/") if part.startswith("{")}
-            assert (operation["security"] == []) == (path in OPEN_PATHS)
-            assert ("401" in operation["responses"]) == (path not in OPEN_PATHS)
-            assert set(operation["responses"]) - {"200", "204"} <= {str(status) for status in STATUS_OF.values()}
-            assert operation["summary"]
+            assert (one["security"] == []) == (path in OPEN_PATHS)
+            assert ("401" in one["responses"]) == (path not in OPEN_PATHS)
+            assert set(one["responses"]) - SUCCESSES <= {str(status) for status in STATUS_OF.values()}
+            assert one["summary"]
 
 
-@pytest.mark.parametrize(("method", "path"), sorted(NOT_BUILT))
-async def test_what_is_not_built_says_so(house: House, method: str, path: str) -> None:
-    answer = await house.http.request(method, path.replace("{}", "x"))
+@pytest.mark.parametrize("route", BUILT, ids=named)
+async def test_an_operation_takes_and_answers_what_the_contract_says(house: House, route: dict[str, Any]) -> None:
+    found = await operation(house, route)
+    success = found["responses"][str(route["status"])]
+    types = success.get("content", {})
+
+    assert {parameter["name"] for parameter in found["parameters"] if parameter["in"] == "query"} == set(route.get("query", ()))
+    assert {parameter["name"] for parameter in found["parameters"] if parameter["in"] == "header"} == set(route.get("headers", ()))
+    assert set(types) >= {*route.get("also", ()), *([route["media"]] if "media" in route else [])}
+    body = found.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {}).get("$ref", "")
+    assert body.rpartition("/")[2] == route.get("body", "")
+    if "answer" in route:
+        name = types["application/json"]["schema"]["$ref"].rpartition("/")[2]
+        fields = (await document(house))["components"]["schemas"][name]["properties"]
+        assert members(route["answer"]) <= set(fields)
+        assert ("next_cursor" in fields) == route.get("list", False)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+async def test_an_answer_has_the_fields_of_the_contract(house: House, name: str) -> None:
+    schema = (await document(house))["components"]["schemas"][SHAPES[name]]
+
+    assert set(schema["properties"]) == set(CONTRACT["shapes"][name])
+    assert set(schema["required"]) == set(CONTRACT["shapes"][name])
+
+
+@pytest.mark.parametrize("name", BODIES)
+async def test_a_body_has_the_fields_and_defaults_of_the_contract(house: House, name: str) -> None:
+    schemas = (await document(house))["components"]["schemas"]
+
+    defaults = defaults_of(schemas, BODIES[name])
+
+    assert {field: defaults[field] for field in CONTRACT["bodies"][name]} == CONTRACT["bodies"][name]
+
+
+def defaults_of(schemas: dict[str, Any], model: str) -> dict[str, Any]:
+    """What a body comes to that says nothing."""
+    defaults: dict[str, Any] = {}
+    for field, schema in schemas[model]["properties"].items():
+        if "$ref" in schema:
+            defaults[field] = defaults_of(schemas, schema["$ref"].rpartition("/")[2])
+        else:
+            empty = {"object": {}, "array": []}.get(schema.get("type", ""))
+            defaults[field] = schema.get("default", empty)
+    return defaults
+
+
+async def test_the_closed_sets_are_the_contracts(house: House) -> None:
+    schemas = (await document(house))["components"]["schemas"]
+    result = schemas["ResultAnswer"]["properties"]
+
+    assert set(result["reason"]["enum"]) == set(CONTRACT["reasons"])
+    assert set(result["fault"]["enum"]) == {fault for faults in CONTRACT["reasons"].values() for fault in faults}
+    assert set(CONTRACT["problem"]) <= set(schemas["ProblemAnswer"]["properties"])
+    assert CONTRACT["errors"] == STATUS_OF
+
+
+@pytest.mark.parametrize("route", [route for route in WAITING if route["path"] != "/v1/leases/{}/terminal"], ids=named)
+async def test_what_waits_says_so(house: House, route: dict[str, Any]) -> None:
+    answer = await house.http.request(route["method"], route["path"].replace("{}", "x"))
 
     assert (answer.status_code, answer.json()["code"]) == (501, "not_implemented")
 
 
-@pytest.mark.parametrize(("method", "path"), sorted(CONTRACT))
-async def test_only_the_open_paths_answer_without_a_token(house: House, method: str, path: str) -> None:
-    answer = await house.http.request(method, path.replace("{}", "x"), headers={"Authorization": ""})
+@pytest.mark.parametrize("route", ROUTES, ids=named)
+async def test_only_the_open_paths_answer_without_a_token(house: House, route: dict[str, Any]) -> None:
+    answer = await house.http.request(route["method"], route["path"].replace("{}", "x"), headers={"Authorization": ""})
 
-    assert (answer.status_code == 401) == (path not in OPEN_PATHS)
+    assert (answer.status_code == 401) == (not route.get("open", False))
 
 
 def test_no_path_is_open_that_the_contract_does_not_open() -> None:
-    assert {"/", "/docs", "/healthz", "/readyz", "/v1/agent.pyz"} == OPEN_PATHS
+    assert {route["path"] for route in ROUTES if route.get("open")} == OPEN_PATHS
     assert {route.path for route in every_route()} >= OPEN_PATHS
-
-
-async def test_an_event_stream_of_a_call_is_not_built(house: House) -> None:
-    (lease_id,) = await house.acquire()
-
-    answer = await house.http.post(f"/v1/leases/{lease_id}/exec", json={"command": "true"}, headers={"Accept": "text/event-stream"})
-
-    assert (answer.status_code, answer.json()["code"]) == (501, "not_implemented")

@@ -7,11 +7,13 @@ import os
 import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sandbox_server.api.tenants import Tenant
-from tests.support.house import ALICE, BOB, House, bearer, lifespan, make_application, make_settings, open_house
+from tests.contract.contract import BUILT, named
+from tests.support.house import ALICE, BOB, House, bash, bearer, lifespan, make_application, make_settings, open_house
 
 
 async def test_each_tenant_has_its_own_leases(house: House) -> None:
@@ -38,7 +40,7 @@ async def test_without_tokens_the_service_makes_one_and_never_prints_it(tmp_path
 
     told = capsys.readouterr()
     assert (mine.status_code, wrong.status_code) == (200, 401)
-    assert f'curl -H "Authorization: Bearer $(cat {tmp_path / "state" / "token"})" http://127.0.0.1:8000/' in told.out
+    assert f'curl -H "Authorization: Bearer $(cat {tmp_path / "state" / "token"})" http://ADDRESS/' in told.out
     assert token not in told.out + told.err
 
 
@@ -67,3 +69,41 @@ async def test_an_advertised_url_is_left_for_this_machines_clients(tmp_path: Pat
     assert not (tmp_path / "state" / "server.json").exists()
     assert ALICE.token is not None
     assert ALICE.token not in told
+
+
+@pytest.mark.parametrize("route", [route for route in BUILT if route["path"].startswith("/v1/leases/{}")], ids=named)
+async def test_anothers_lease_is_not_found_whatever_is_asked_of_it(house: House, route: dict[str, Any]) -> None:
+    (lease_id,) = await house.acquire()
+    await house.batch(bash(lease_id, "true", call_id="c"))
+    path = route["path"].replace("{}", lease_id, 1).replace("{}", "c")
+    body = {"NarrowBody": {"allow_network": False}, "ExecBody": {"command": "true"}}.get(route.get("body", ""))
+    params = {"path": "a"} if "path" in route.get("query", ()) else {}
+
+    answer = await house.http.request(route["method"], path, params=params, json=body, headers=bearer(BOB))
+
+    assert (answer.status_code, answer.json()["code"]) == (404, "lease_not_found")
+
+
+async def test_anothers_lease_can_be_neither_renewed_released_cancelled_nor_used(house: House) -> None:
+    (lease_id,) = await house.acquire(run_id="r")
+    bob = bearer(BOB)
+    renewed = (await house.http.post("/v1/renew", json={"lease_ids": [lease_id]}, headers=bob)).json()
+    released = (await house.http.post("/v1/release", json={"lease_ids": [lease_id]}, headers=bob)).json()
+    of_run = (await house.http.post("/v1/release", json={"run_id": "r"}, headers=bob)).json()
+    used = (await house.http.post("/v1/exec-batch", json={"calls": [bash(lease_id, "true")]}, headers=bob)).json()["results"][0]
+
+    assert renewed["lost"][0]["code"] == "lease_not_found"
+    assert (released, of_run) == ({"released": [], "unknown": [lease_id]}, {"released": [], "unknown": []})
+    assert used["reason"] == "lease_lost"
+    assert (await house.http.get(f"/v1/leases/{lease_id}")).status_code == 200
+
+
+async def test_a_tenant_may_hold_so_many_leases(tmp_path: Path) -> None:
+    limited = replace(BOB, max_leases=2)
+    async with open_house(tmp_path / "state", tenants=(ALICE, limited)) as house:
+        two = await house.http.post("/v1/acquire", json={"count": 2}, headers=bearer(BOB))
+        third = await house.http.post("/v1/acquire", json={}, headers=bearer(BOB))
+
+    assert (two.status_code, third.status_code) == (200, 429)
+    assert (third.json()["code"], third.json()["limit"]) == ("quota_exceeded", "max_leases")
+    assert int(third.headers["retry-after"]) >= 1

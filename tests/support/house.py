@@ -14,8 +14,11 @@ import uvicorn
 
 from sandbox_server.api.tenants import Tenant
 from sandbox_server.app import Application, Parts
+from sandbox_server.backends.base import Backend
+from sandbox_server.backends.registry import load_backend
 from sandbox_server.core.types import PoolSpec
 from sandbox_server.link import AgentLink
+from sandbox_server.pool.store import MemoryStore, Store
 from sandbox_server.settings import Settings
 from tests.support.scripted_agent import ScriptedAgent, ScriptedBackend
 
@@ -68,18 +71,27 @@ def make_settings(state_dir: Path, **changes: Any) -> Settings:
     return replace(Settings(state_dir=state_dir, tenants=(ALICE, BOB), pools={"default": POOL}), **changes)
 
 
-def make_application(settings: Settings) -> tuple[Application, ScriptedBackend]:
-    """A service that is not running yet, and its backend."""
+def make_application(settings: Settings, store: Store | None = None, *, real_backends: bool = False) -> tuple[Application, ScriptedBackend]:
+    """A service that is not running yet, and its backend.
+
+    Args:
+        settings: what the operator decides.
+        store: what it remembers in; default one that forgets.
+        real_backends: whether only the local backend is the scripted one.
+    """
     backend = ScriptedBackend()
 
-    def load(name: str, state_dir: Path, owner: str) -> ScriptedBackend:
+    def load(name: str, state_dir: Path, owner: str, survives: bool) -> Backend:
+        if real_backends and name != "local":
+            return load_backend(name, state_dir, owner)
         backend.owner = owner
         return backend
 
     async def connect(address: str, token: str, timeout_s: float = 10.0) -> AgentLink:
         return await backend.connect(address, token, timeout_s)
 
-    parts = Parts(backend=load, connect=connect, configure_logging=lambda log_format, level: None)
+    remembered = store or MemoryStore()
+    parts = Parts(backend=load, connect=connect, store=lambda path: remembered, configure_logging=lambda log_format, level: None)
     return Application(lambda: settings, parts=parts), backend
 
 
@@ -106,10 +118,10 @@ async def lifespan(application: Application) -> AsyncIterator[None]:
 
 
 @contextlib.asynccontextmanager
-async def open_house(state_dir: Path, **changes: Any) -> AsyncIterator[House]:
+async def open_house(state_dir: Path, *, store: Store | None = None, real_backends: bool = False, **changes: Any) -> AsyncIterator[House]:
     """The service over ASGI, as alice."""
     settings = make_settings(state_dir, **changes)
-    application, backend = make_application(settings)
+    application, backend = make_application(settings, store, real_backends=real_backends)
     async with lifespan(application):
         transport = httpx.ASGITransport(application)
         async with httpx.AsyncClient(transport=transport, base_url="http://house", headers=bearer(ALICE)) as http:

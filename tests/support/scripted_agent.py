@@ -1,7 +1,8 @@
 """A fake agent that answers calls and files by a script, so that the HTTP side runs whole without a process to isolate.
 
-Commands it knows: `true`, `exit N`, `echo TEXT`, `hang` (until cancelled or reset), `big N` (N bytes of x), `bytes` (not UTF-8), `both` (stdout and
-stderr), `refuse CODE` (the stream is aborted), `die` (the connection ends), `nonsense` (an answer outside the protocol's closed sets).
+Commands it knows: `true`, `exit N`, `echo TEXT`, `hang` (until cancelled or reset), `big N` (N bytes of x, of which the result carries the first
+and last of its limit), `bytes` (not UTF-8), `both` (stdout and stderr), `live` (until the test lets it `write` and `finish`),
+`refuse CODE` (the stream is aborted), `die` (the connection ends), `nonsense` (an answer outside the protocol's closed sets).
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ class _Call:
     identity: tuple[str, str]
     result: dict[str, Any] | None = None
     body: bytes = b""
+    whole: bytes = b""
+    is_evicted: bool = False
+    followers: list[Callable[[], None]] = field(default_factory=list)
     waiting: list[Callable[[], None]] = field(default_factory=list)
 
 
@@ -135,24 +139,49 @@ class ScriptedAgent(FakeAgent):
         verb, _, rest = str(meta["args"].get("command", "")).partition(" ")
         if verb == "refuse":
             peer.wire.abort(stream, {"code": rest, "detail": "told to refuse"})
+            self.calls = {key: known for key, known in self.calls.items() if known is not call}
             return False
         if verb == "die":
             self.hang_up()
             return False
         if verb == "nonsense":
             call.result, call.body = {"reason": "sorcery", "exit_code": 0}, b""
-        elif verb != "hang":
+        elif verb not in ("hang", "live"):
             output = {"echo": rest.encode() + b"\n", "big": b"x" * int(rest or 0) if verb == "big" else b"", "bytes": b"\xff\x00a"}.get(verb, b"")
             lens = [3, 2] if verb == "both" else [len(output)]
-            call.body = b"outer" if verb == "both" else output
-            call.result = {"reason": "exit", "exit_code": int(rest) if verb == "exit" else 0, "lens": lens, "output_bytes": len(call.body)}
+            call.whole = b"outer" if verb == "both" else output
+            limit = meta["output_limit_bytes"]
+            is_cut = len(call.whole) > limit
+            call.body = call.whole[: limit // 2] + call.whole[len(call.whole) - limit // 2 :] if is_cut else call.whole
+            lens = [len(call.body)] if is_cut else lens
+            exit_code = int(rest) if verb == "exit" else 0
+            call.result = {"reason": "exit", "exit_code": exit_code, "lens": lens, "output_bytes": len(call.whole), "truncated": is_cut}
         return True
 
     def _finish(self, call: _Call, result: dict[str, Any], body: bytes) -> None:
-        call.result, call.body = result, body
+        call.result, call.body = {"output_bytes": len(call.whole), **result}, body
         waiting, call.waiting = call.waiting, []
         for resume in waiting:
             resume()
+        for follow in call.followers:
+            follow()
+
+    def live(self, call_id: str) -> _Call:
+        """A call that was begun."""
+        (call,) = [call for (_, _, name), call in self.calls.items() if name == call_id]
+        return call
+
+    def write(self, call_id: str, output: bytes) -> None:
+        """A `live` call writes something."""
+        call = self.live(call_id)
+        call.whole += output
+        for follow in call.followers:
+            follow()
+
+    def finish(self, call_id: str, exit_code: int = 0) -> None:
+        """A `live` call ends."""
+        call = self.live(call_id)
+        self._finish(call, {"reason": "exit", "exit_code": exit_code}, call.whole)
 
     def _say(self, peer: Any, stream: int, meta: dict[str, Any], result: dict[str, Any], body: bytes) -> None:
         if peer.wire.is_open(stream):
@@ -163,7 +192,7 @@ class ScriptedAgent(FakeAgent):
 
     def _about_calls_or_files(self, peer: Any, stream: int, exchange: _Exchange) -> None:
         op = exchange.meta["op"]
-        if op in ("cancel", "call_status", "attach"):
+        if op in ("cancel", "call_status", "attach", "output"):
             self._about_call(peer, stream, exchange.meta)
         elif op in ("file_get", "file_put", "file_list", "archive_get", "archive_put"):
             self._file(peer, stream, exchange)
@@ -183,11 +212,41 @@ class ScriptedAgent(FakeAgent):
             peer.wire.end(stream, {"found": True, "state": state})
             if call.result is None:
                 self._finish(call, {"reason": "cancelled", "exit_code": None, "error": "cancelled by the caller"}, b"")
+        elif meta["op"] == "attach":
+            self._attach(peer, stream, meta, call)
+        elif meta["op"] == "output":
+            self._output(peer, stream, meta, call)
         elif call.result is not None:
             self._say(peer, stream, meta, call.result, call.body)
             peer.wire.end(stream, {"state": "done"})
         else:
-            peer.wire.end(stream, {"state": "running", "output_bytes": 0, "started_at": 1.0})
+            peer.wire.end(stream, {"state": "running", "output_bytes": len(call.whole), "started_at": 1.0})
+
+    def _attach(self, peer: Any, stream: int, meta: dict[str, Any], call: _Call) -> None:
+        at = meta["offset"]
+
+        def follow() -> None:
+            nonlocal at
+            if not peer.wire.is_open(stream):
+                return
+            if len(call.whole) > at:
+                peer.wire.send_data(stream, call.whole[at:])
+                at = len(call.whole)
+            if call.result is not None:
+                self._say(peer, stream, meta, call.result, call.body)
+                peer.wire.end(stream)
+            peer.flush()
+
+        call.followers.append(follow)
+        follow()
+
+    def _output(self, peer: Any, stream: int, meta: dict[str, Any], call: _Call) -> None:
+        kept = b"" if call.is_evicted else call.whole
+        state = "running" if call.result is None else "done"
+        peer.wire.send_item(stream, {"state": state, "total_bytes": len(call.whole), "available_bytes": len(kept)})
+        if kept[meta["offset"] :]:
+            peer.wire.send_data(stream, kept[meta["offset"] :])
+        peer.wire.end(stream, {"total_bytes": len(call.whole), "from": meta["offset"]})
 
     def _file(self, peer: Any, stream: int, exchange: _Exchange) -> None:
         meta = exchange.meta

@@ -11,7 +11,7 @@ from tests.support.scripted_agent import ScriptedBackend
 BACKEND = ScriptedBackend()
 
 
-def _load(name: str, state_dir: Path, owner: str) -> ScriptedBackend:
+def _load(name: str, state_dir: Path, owner: str, survives: bool) -> ScriptedBackend:
     BACKEND.owner = owner
     return BACKEND
 

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from typing import Any, BinaryIO
 import httpx
 import yaml
 
+from sandbox_server.agent.trash import delete_tree
 from tests.support.users import ME, Runner
 
 START_TIMEOUT_S = 40.0
@@ -91,7 +91,17 @@ def short_folder(runner: Runner = ME) -> Iterator[Path]:
         runner.own(path)
         yield path
     finally:
-        shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(OSError):  # what a service left running may still write there
+            delete_tree(str(path))  # deeper than shutil.rmtree goes
+
+
+def end_sandboxes_left(state_dir: Path) -> None:
+    """End the agents that a service of this folder has left running, as it does for pools that are to outlive it."""
+    for record in state_dir.glob("sandboxes/*/handle.json"):
+        pid = json.loads(record.read_text(encoding="utf-8"))["data"].get("pid")
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+            if pid is not None and str(state_dir).encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+                os.kill(pid, signal.SIGKILL)
 
 
 @contextlib.contextmanager
@@ -117,7 +127,10 @@ def running_service(
     """
     with short_folder(runner) as folder:
         config = folder / "config.yaml"
-        config.write_text(yaml.safe_dump(settings if settings is not None else {"pools": {"default": dict(SMALL_POOL)}}), encoding="utf-8")
+        said = dict(settings if settings is not None else {"pools": {"default": dict(SMALL_POOL)}})
+        # Sandboxes outlive a service unless it is told otherwise.
+        said["pools"] = {name: {"on_shutdown": "destroy", **(spec or {})} for name, spec in said.get("pools", {"default": {}}).items()}
+        config.write_text(yaml.safe_dump(said), encoding="utf-8")
         runner.own(config)
         state_dir, log_path = folder / "state", folder / "log"
         environ = clean_environ({"SANDBOX_CONFIG": str(config), "SANDBOX_STATE_DIR": str(state_dir), **runner.environ, **(env or {})})
@@ -143,6 +156,7 @@ def running_service(
                 yield service
             finally:
                 service.stop()
+                end_sandboxes_left(state_dir)
                 if sys.exc_info()[0] is not None:
                     print(service.log, file=sys.stderr)
 

@@ -7,21 +7,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from sandbox_server.api.answers import ExecBatchAnswer, ResultAnswer
 from sandbox_server.api.body import read_object
-from sandbox_server.api.describe import LEASE_ID, REF, WITH_BODY, WITH_LEASE, WITH_TOKEN, RawRoute, described
-from sandbox_server.api.parse import batch_items, checked, exec_call
+from sandbox_server.api.call_events import exec_events, one_result
+from sandbox_server.api.describe import LAST_EVENT_ID, LEASE_ID, REF, TEXT, WITH_BODY, WITH_LEASE, WITH_TOKEN, RawRoute, described
+from sandbox_server.api.parse import batch_items, checked, exec_call, last_event_id
 from sandbox_server.api.render import dumps, json_response, result_document
-from sandbox_server.api.schemas import CancelBody, ExecBatchAnswer, ExecBatchBody, ExecBody, ResultAnswer
+from sandbox_server.api.schemas import CancelBody, ExecBatchBody, ExecBody
 from sandbox_server.api.service import service_of, tenant_of
-from sandbox_server.core.errors import NotImplementedHere
+from sandbox_server.api.streams import EVENT_STREAM_TYPE, HEARTBEAT_S, EventStream, check_room
 from sandbox_server.core.execution import Result
 from sandbox_server.dispatch.batch import Batch
 
 router = APIRouter(route_class=RawRoute, tags=["calls"])
 
 NDJSON_TYPE = "application/x-ndjson"
-EVENT_STREAM_TYPE = "text/event-stream"
-HEARTBEAT_S = 15.0
 
 
 class ResultLines(Response):
@@ -73,23 +73,27 @@ async def exec_batch(request: Request) -> Response:
     "/v1/leases/{lease_id}/exec",
     **described(
         "Run one tool call",
-        codes=(*WITH_TOKEN, *WITH_BODY, *WITH_LEASE, "quota_exceeded", "not_implemented", "draining"),
-        parameters=(LEASE_ID,),
+        codes=(*WITH_TOKEN, *WITH_BODY, *WITH_LEASE, "quota_exceeded", "draining"),
+        parameters=(LEASE_ID, LAST_EVENT_ID),
         body=ExecBody,
         answer=ResultAnswer,
+        content={EVENT_STREAM_TYPE: {"schema": TEXT}},
     ),
 )
 async def exec_one(request: Request) -> Response:
     """Run one call under a lease that must hold."""
     service = service_of(request)
-    if EVENT_STREAM_TYPE in request.headers.get("accept", ""):
-        raise NotImplementedHere("event streams of calls are not built yet; ask for application/json")
+    wants_events = EVENT_STREAM_TYPE in request.headers.get("accept", "")
     call = exec_call(await read_object(request, service.limits), request.path_params["lease_id"], service.limits)
     service.check_not_stopping()
     tenant = tenant_of(request).name
     if isinstance(call, Result):
         service.pools.lease(tenant, call.lease_id)
-        return json_response(result_document(call))
+        call = service.dispatcher.stamped(call)
+        return EventStream(one_result(call), service) if wants_events else json_response(result_document(call))
+    if wants_events:
+        check_room(service)
+        return EventStream(exec_events(service, tenant, call, last_event_id(request) or 0), service)
     return json_response(result_document(await service.dispatcher.run_one(tenant, call)))
 
 

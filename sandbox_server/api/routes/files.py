@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
-
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
 
-from sandbox_server.api.body import CallerGone, read_chunks
+from sandbox_server.api.answers import FilesAnswer
+from sandbox_server.api.body import read_chunks
 from sandbox_server.api.describe import BINARY, LEASE_ID, WITH_LEASE, WITH_TOKEN, RawRoute, described, parameter
+from sandbox_server.api.limits import sentence
+from sandbox_server.api.paging import PAGE_NAMES, PAGE_PARAMETERS, Page, page_document
 from sandbox_server.api.parse import flag, query
 from sandbox_server.api.render import json_response
-from sandbox_server.api.schemas import FilesAnswer
 from sandbox_server.api.service import service_of, tenant_of
+from sandbox_server.api.streams import Stream
 from sandbox_server.core.errors import InvalidRequest
 
 router = APIRouter(route_class=RawRoute, tags=["files"])
@@ -29,44 +27,6 @@ PATH_SCHEMA = {"type": "string", "minLength": 1, "maxLength": MAX_PATH_CHARS}
 PATH = parameter("path", PATH_SCHEMA, "below the workspace or /tmp; relative to the workspace", required=True)
 MODE = parameter("mode", {"type": "string", "pattern": "^0?[0-7]{3}$"}, "permissions of the new file, octal")
 RECURSIVE = parameter("recursive", {"type": "string", "enum": ["0", "1"]}, "the whole tree")
-
-
-class Stream(Response):
-    """Bytes as they come, at the pace of the caller. Nothing is answered before the first of them: until then an error can still be told.
-
-    Args:
-        chunks: the bytes.
-        media_type: of what they are.
-    """
-
-    def __init__(self, chunks: AsyncGenerator[bytes, None], media_type: str) -> None:
-        super().__init__(media_type=media_type)
-        del self.headers["content-length"]
-        self._chunks = chunks
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        gone = asyncio.create_task(_hang_up(receive))
-        try:
-            async with aclosing(self._chunks) as chunks:
-                first = await anext(chunks, b"")
-                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-                await send(_body(first))
-                async for chunk in chunks:
-                    if gone.done():
-                        raise CallerGone
-                    await send(_body(chunk))
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-        finally:
-            gone.cancel()
-
-
-def _body(chunk: bytes) -> Message:
-    return {"type": "http.response.body", "body": chunk, "more_body": True}
-
-
-async def _hang_up(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def _path(asked: dict[str, str]) -> str:
@@ -109,24 +69,33 @@ async def put_file(request: Request) -> Response:
     """Replace one file, atomically."""
     service = service_of(request)
     asked = query(request, ("path", "mode"))
-    chunks = read_chunks(request, service.limits.upload_bytes, "upload_bytes")
+    chunks = read_chunks(request, service.limits, "upload_bytes")
     await service.files.write(tenant_of(request).name, request.path_params["lease_id"], _path(asked), _mode(asked), chunks)
     return Response(status_code=204)
 
 
-@router.get("/v1/leases/{lease_id}/files/list", **described("List a folder", codes=FILE_CODES, parameters=(LEASE_ID, PATH, RECURSIVE), answer=FilesAnswer))
+@router.get(
+    "/v1/leases/{lease_id}/files/list",
+    **described("List a folder", codes=FILE_CODES, parameters=(LEASE_ID, PATH, RECURSIVE, *PAGE_PARAMETERS), answer=FilesAnswer),
+)
 async def list_files(request: Request) -> Response:
-    """The names in a folder."""
+    """The names in a folder; all of them where no `limit` is given."""
     service = service_of(request)
-    asked = query(request, ("path", "recursive"))
-    entries = await service.files.entries(
+    asked = query(request, ("path", "recursive", *PAGE_NAMES))
+    most = service.limits.list_entries
+    page = Page.of(asked, service.limits, default=most)
+    entries, is_cut = await service.files.entries(
         tenant_of(request).name,
         request.path_params["lease_id"],
         _path(asked),
         recursive=flag(asked.get("recursive"), "recursive"),
-        max_entries=service.limits.list_entries,
+        max_entries=most,
     )
-    return json_response({"entries": entries[: service.limits.list_entries]})
+    if is_cut:
+        why = f"path: {sentence(service.limits, 'list_entries')}, or their names are too long together: list the folders below it one by one"
+        raise InvalidRequest(why, field="path", limit="list_entries")
+    shown, cursor = page.cut(entries, lambda entry: str(entry.get("path")))
+    return json_response(page_document("entries", shown, cursor))
 
 
 @router.get("/v1/leases/{lease_id}/archive", **described("Read a tree", codes=FILE_CODES, parameters=(LEASE_ID, PATH), content={GZIP_TYPE: {"schema": BINARY}}))
@@ -150,6 +119,6 @@ async def put_archive(request: Request) -> Response:
     """Unpack a gzipped tar into a folder."""
     service = service_of(request)
     path = _path(query(request, ("path",)))
-    chunks = read_chunks(request, service.limits.upload_bytes, "upload_bytes")
+    chunks = read_chunks(request, service.limits, "upload_bytes")
     await service.files.write_archive(tenant_of(request).name, request.path_params["lease_id"], path, chunks)
     return Response(status_code=204)

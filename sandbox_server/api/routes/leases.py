@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from sandbox_server.api.answers import AcquireAnswer, LeaseAnswer, LeasesAnswer, ReleaseAnswer, RenewAnswer
 from sandbox_server.api.body import CallerGone, read_object
 from sandbox_server.api.describe import LEASE_ID, WITH_BODY, WITH_LEASE, WITH_TOKEN, RawRoute, described, parameter
-from sandbox_server.api.parse import acquire_request, checked, query, whole_number
+from sandbox_server.api.limits import too_many
+from sandbox_server.api.paging import PAGE_NAMES, PAGE_PARAMETERS, Page, next_cursor, page_document
+from sandbox_server.api.parse import acquire_request, checked, query
 from sandbox_server.api.render import json_response, lease_document
-from sandbox_server.api.schemas import AcquireAnswer, AcquireBody, LeaseAnswer, LeasesAnswer, ReleaseAnswer, ReleaseBody, RenewAnswer, RenewBody
+from sandbox_server.api.schemas import AcquireBody, NarrowBody, ReleaseBody, RenewBody
 from sandbox_server.api.service import Service, service_of, tenant_of
-from sandbox_server.core.errors import Draining, InvalidRequest
+from sandbox_server.api.streams import hang_up
+from sandbox_server.core.errors import Draining, InvalidRequest, StorageUnavailable
 from sandbox_server.core.types import Acquired, AcquireRequest
+
+log = logging.getLogger(__name__)
 
 router = APIRouter(route_class=RawRoute, tags=["leases"])
 
@@ -33,7 +40,6 @@ ACQUIRE_CODES = (
     "backend_unavailable",
     "storage_unavailable",
 )
-DEFAULT_PAGE_ITEMS = 100
 
 
 @router.post("/v1/acquire", **described("Acquire one slot, or a gang of them", codes=ACQUIRE_CODES, body=AcquireBody, answer=AcquireAnswer))
@@ -50,7 +56,7 @@ async def acquire(request: Request) -> Response:
 async def _acquire_unless_gone(service: Service, request: Request, wanted: AcquireRequest) -> Acquired:
     """Acquire, but leave the queue when the caller hangs up or the service is told to stop; what was granted too late is given back."""
     granting = asyncio.create_task(service.pools.acquire(wanted))
-    gone = asyncio.create_task(_hang_up(request))
+    gone = asyncio.create_task(hang_up(request.receive))
     try:
         await asyncio.wait((granting, gone, service.stopping), return_when=asyncio.FIRST_COMPLETED)
         if granting.done() and not gone.done():
@@ -67,13 +73,7 @@ async def _acquire_unless_gone(service: Service, request: Request, wanted: Acqui
     raise Draining("the service is stopping: try again in a moment", retry_after_s=5)
 
 
-async def _hang_up(request: Request) -> None:
-    """Return once the caller has hung up. The body has been read by now: nothing else can come."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-@router.post("/v1/release", **described("Give slots back", codes=(*WITH_TOKEN, *WITH_BODY, "storage_unavailable"), body=ReleaseBody, answer=ReleaseAnswer))
+@router.post("/v1/release", **described("Give slots back", codes=(*WITH_TOKEN, *WITH_BODY), body=ReleaseBody, answer=ReleaseAnswer))
 async def release(request: Request) -> Response:
     """End leases, at once; the reset of their slots runs behind."""
     service = service_of(request)
@@ -82,6 +82,11 @@ async def release(request: Request) -> Response:
         raise InvalidRequest("lease_ids: give lease_ids or run_id, one of them", field="lease_ids")
     _check_count(body.lease_ids, service)
     released, unknown = service.pools.release(tenant_of(request).name, lease_ids=body.lease_ids, run_id=body.run_id, reset_workspace=body.reset_workspace)
+    try:
+        await service.flush()
+    except StorageUnavailable:
+        # The leases have ended all the same, and a service that finds them again only lets them expire.
+        log.exception("releases could not be written down")
     return json_response({"released": list(released), "unknown": list(unknown)})
 
 
@@ -92,6 +97,7 @@ async def renew(request: Request) -> Response:
     body = checked(RenewBody, await read_object(request, service.limits))
     _check_count(body.lease_ids, service)
     leases, lost = service.pools.renew(tenant_of(request).name, body.lease_ids, body.ttl_s)
+    await service.flush()
     return json_response(
         {
             "leases": [lease_document(lease) for lease in leases],
@@ -102,14 +108,13 @@ async def renew(request: Request) -> Response:
 
 def _check_count(lease_ids: list[str] | None, service: Service) -> None:
     if lease_ids is not None and len(lease_ids) > service.limits.lease_ids:
-        raise InvalidRequest(f"lease_ids: more than the {service.limits.lease_ids} of `limits.lease_ids`", field="lease_ids", limit="lease_ids")
+        raise too_many(service.limits, "lease_ids", "lease_ids")
 
 
 LIST_PARAMETERS = (
     parameter("run_id", {"type": "string"}, "only the leases of this run"),
     parameter("trajectory_id", {"type": "string"}, "only the leases of this trajectory"),
-    parameter("limit", {"type": "integer", "minimum": 1, "maximum": 1000, "default": DEFAULT_PAGE_ITEMS}, "leases in a page"),
-    parameter("cursor", {"type": "string"}, "the `next_cursor` of the page before"),
+    *PAGE_PARAMETERS,
 )
 
 
@@ -117,18 +122,37 @@ LIST_PARAMETERS = (
 async def list_leases(request: Request) -> Response:
     """One page of the caller's leases."""
     service = service_of(request)
-    asked = query(request, ("run_id", "trajectory_id", "limit", "cursor"))
-    limit = whole_number(asked.get("limit"), "limit", min(DEFAULT_PAGE_ITEMS, service.limits.page_items), service.limits.page_items)
-    leases, next_cursor = service.pools.leases(
-        tenant_of(request).name, run_id=asked.get("run_id"), trajectory_id=asked.get("trajectory_id"), limit=limit, cursor=asked.get("cursor")
+    asked = query(request, ("run_id", "trajectory_id", *PAGE_NAMES))
+    page = Page.of(asked, service.limits)
+    leases, last = service.pools.leases(
+        tenant_of(request).name, run_id=asked.get("run_id"), trajectory_id=asked.get("trajectory_id"), limit=page.limit, cursor=page.after
     )
-    document: dict[str, object] = {"leases": [lease_document(lease) for lease in leases]}
-    if next_cursor is not None:
-        document["next_cursor"] = next_cursor
-    return json_response(document)
+    cursor = None if last is None else next_cursor(last)
+    return json_response(page_document("leases", [lease_document(lease) for lease in leases], cursor))
 
 
 @router.get("/v1/leases/{lease_id}", **described("One lease", codes=(*WITH_TOKEN, *WITH_LEASE), parameters=(LEASE_ID,), answer=LeaseAnswer))
 async def get_lease(request: Request) -> Response:
     """A lease that holds."""
     return json_response(lease_document(service_of(request).pools.lease(tenant_of(request).name, request.path_params["lease_id"])))
+
+
+@router.post(
+    "/v1/leases/{lease_id}/narrow",
+    **described(
+        "Take rights away from a held slot",
+        codes=(*WITH_TOKEN, *WITH_BODY, *WITH_LEASE, "not_implemented", "draining", "backend_unavailable", "storage_unavailable"),
+        parameters=(LEASE_ID,),
+        body=NarrowBody,
+        answer=LeaseAnswer,
+    ),
+)
+async def narrow(request: Request) -> Response:
+    """End the slot's processes and take network or cache away, for good; its files stay."""
+    service = service_of(request)
+    body = checked(NarrowBody, await read_object(request, service.limits))
+    if body.allow_network is None and body.cache is None:
+        raise InvalidRequest("allow_network: say what to take away: allow_network, cache or both", field="allow_network")
+    service.check_not_stopping()
+    lease = await service.pools.narrow(tenant_of(request).name, request.path_params["lease_id"], allow_network=body.allow_network, cache=body.cache)
+    return json_response(lease_document(lease))

@@ -15,6 +15,7 @@ from sandbox_server.api.service import CALLER_KEY, SERVICE_KEY, Caller, Service
 from sandbox_server.api.tenants import Tenant, Tenants
 from sandbox_server.core.errors import Draining
 from sandbox_server.core.types import Acquired, AcquireRequest
+from sandbox_server.telemetry import Telemetry
 
 
 class FakePools:
@@ -37,6 +38,9 @@ class FakePools:
                 raise
         return Acquired(leases=(), waited_s=0.0)
 
+    async def flush(self) -> None:
+        """Nothing is kept here."""
+
     def undelivered(self, acquired: Acquired, request_key: str | None) -> None:
         self.given_back.append((acquired, request_key))
 
@@ -52,6 +56,10 @@ class World:
             pools=self.pools,  # type: ignore[arg-type]
             dispatcher=None,  # type: ignore[arg-type]
             files=None,  # type: ignore[arg-type]
+            records=None,  # type: ignore[arg-type]
+            events=None,  # type: ignore[arg-type]
+            telemetry=Telemetry(),
+            flush=self.pools.flush,
             tenants=Tenants([]),
             limits=Limits(),
             default_pool="default",

@@ -38,7 +38,7 @@ def test_a_backend_that_is_not_built_is_refused_by_pool(
     backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tmp_path / "pools.yaml"
-    config.write_text(f"pools: {{far: {{backend: {backend}}}}}")
+    config.write_text(f"pools: {{far: {{backend: {backend}}}, default: {{}}}}")
     monkeypatch.setenv("SANDBOX_CONFIG", str(config))
 
     assert main(["check-config"]) == 2
@@ -59,6 +59,9 @@ def test_print_config_shows_every_setting_and_no_token(monkeypatch: pytest.Monke
     assert shown["pools"]["default"]["slots_per_sandbox"] == 10
     assert shown["tenants"][0]["name"] == "trainer"
     assert shown["limits"]["batch_calls"] == 1000
+    assert "  batch_calls: 1000  # default" in told.splitlines()
+    assert any(line.startswith("tenants: ") and line.endswith("# environment, SANDBOX_TOKENS") for line in told.splitlines())
+    assert any(line.startswith("state_dir: ") and line.endswith("# environment, SANDBOX_STATE_DIR") for line in told.splitlines())
 
 
 def test_a_state_folder_that_cannot_be_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

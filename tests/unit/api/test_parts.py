@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from sandbox_server.api.body import check_depth
+from sandbox_server.api.limits import Limits
 from sandbox_server.api.problems import STATUS_OF, problem_of
 from sandbox_server.api.render import dumps
 from sandbox_server.api.routes.calls import ResultLines
@@ -57,14 +58,14 @@ def test_depth_is_counted_exactly(depth: int) -> None:
     for level in range(depth):
         nested = [nested] if level % 2 else {"a": nested}
 
-    check_depth(nested, depth)
+    check_depth(nested, Limits(json_depth=depth))
     if depth > 1:
         with pytest.raises(InvalidRequest):
-            check_depth(nested, depth - 1)
+            check_depth(nested, Limits(json_depth=depth - 1))
 
 
 def test_a_scalar_has_no_depth() -> None:
-    check_depth("[[[[", 1)
+    check_depth("[[[[", Limits(json_depth=1))
 
 
 def test_text_that_cannot_be_utf_8_is_replaced_and_numbers_beyond_json_are_floats() -> None:
@@ -182,6 +183,7 @@ def test_an_exception_is_in_the_line() -> None:
 def test_an_unknown_tool_is_no_label() -> None:
     telemetry = Telemetry()
     for n in range(100):
-        telemetry.call_ended(pool="p", tool=f"tool-{n}", reason="invalid_args", fault="policy", duration_s=0.0)
+        telemetry.call_ended(pool="p", tool=f"tool-{n}", reason="lease_lost", fault="ambiguous", duration_s=0.0, overhead_s=None)
 
-    assert len(telemetry.counters["sandbox_exec_total"]) == 1
+    assert telemetry.value("sandbox_exec_total", pool="p", tool="other", reason="lease_lost", fault="ambiguous") == 100.0
+    assert b"tool-7" not in telemetry.text([])

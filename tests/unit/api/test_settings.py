@@ -10,8 +10,20 @@ import pytest
 
 from sandbox_server.api.limits import Limits
 from sandbox_server.api.schemas import PoolSpecBody
+from sandbox_server.api.specs import spec_of
 from sandbox_server.core.types import LocalSpec, PoolSpec
-from sandbox_server.settings import Settings, SettingsError, default_state_dir, load_settings, spec_of
+from sandbox_server.settings import (
+    CLIENTS_OWN,
+    EnvironmentModel,
+    NomadModel,
+    Settings,
+    SettingsError,
+    SettingsFile,
+    TenantModel,
+    default_state_dir,
+    load_settings,
+)
+from tests.contract.contract import CONTRACT
 
 
 def with_file(path: Path, text: str, **environ: str) -> Settings:
@@ -123,9 +135,15 @@ def test_a_file_says_pools_tenants_and_limits(tmp_path: Path) -> None:
         ("pools: {Default: {}}", r"pools"),
         ("pools: {a: {}, b: {}}\nlimits: {pools: 1}", r"pools: 2 are more than the 1 of `limits.pools`"),
         ("pools: {default: {slot_disk_mb: 5}}", r"pools\.default\.slot_disk_mb: is not built yet"),
-        ("pools: {default: {delete_after_idle_s: 5}}", r"pools\.default\.delete_after_idle_s: is not built yet"),
-        ("tenants: [{name: a, token: t, max_leases: 3}]", r"tenants\.0\.max_leases: is not built yet"),
+        ("pools: {default: {max_sandboxes: 1001}}", r"pools\.default\.max_sandboxes: more than 1000 sandboxes.*limits.pool_sandboxes"),
+        ("pools: {default: {workspace_base: data}}", r"pools\.default\.workspace_base: must be an absolute path"),
+        ("pools: {default: {cpu: .nan}}", r"pools\.default\.cpu: should be a finite number"),
+        ("pools: {default: {}, default: {}}", r"is no YAML: .*'default' is there twice"),
+        ("limits: {lease_calls: 100001}", r"limits\.lease_calls: should be less than or equal to 100000"),
+        ("limits: {lease_calls: many}", r"limits\.lease_calls: should be a valid integer"),
+        ("nomad: {ca_cert: /nowhere.pem}", r"nomad\.ca_cert: /nowhere.pem cannot be read: No such file"),
         ("pools: {a: {}}\ndefault_pool: b", r"default_pool: there is no pool 'b'; there are a"),
+        ("pools: {a: {}}", r"default_pool: there is no pool 'default'; there are a"),
         ("pool: {}", r"pool: unknown key; allowed are pools, default_pool, tenants, limits, nomad"),
         ("limits: {batch_call: 1}", r"limits\.batch_call: unknown key; allowed are body_bytes"),
         ("limits: {batch_calls: 0}", r"limits\.batch_calls"),
@@ -146,6 +164,31 @@ def test_a_file_that_cannot_be_stops_the_start(tmp_path: Path, text: str, named:
     assert str(caught.value).startswith(f"settings file {tmp_path / 'pools.yaml'}: ")
     assert re.search(named, str(caught.value))
     assert "\n" not in str(caught.value)
+
+
+def test_every_setting_says_where_it_came_from(tmp_path: Path) -> None:
+    text = "pools: {default: {min_sandboxes: 0, local: {expose: [/opt]}}}\nlimits: {pools: 3}\ntenants: [{name: a, token: b}]"
+    settings = with_file(tmp_path, text, SANDBOX_LOG_LEVEL="debug", SANDBOX_TOKENS="c:d")
+    file = f"file, {tmp_path / 'pools.yaml'}"
+
+    assert settings.source("pools.default.min_sandboxes") == settings.source("pools.default.local.expose") == settings.source("limits.pools") == file
+    assert settings.source("log_level") == "environment, SANDBOX_LOG_LEVEL"
+    assert settings.source("tenants") == f"environment, SANDBOX_TOKENS, and {file}"
+    assert {settings.source(name) for name in ("log_format", "pools.default.max_sandboxes", "limits.body_bytes", "state_dir")} == {"default"}
+
+
+def test_a_tenant_may_have_a_limit_of_leases(tmp_path: Path) -> None:
+    assert with_file(tmp_path, "tenants: [{name: a, token: t, max_leases: 3}]").tenants[0].max_leases == 3
+
+
+def test_the_variables_and_keys_are_the_contracts(tmp_path: Path) -> None:
+    told = CONTRACT["settings"]
+
+    assert ["SANDBOX_" + name for name in EnvironmentModel.model_fields] == told["environment"]
+    assert set(told["left_alone"]) == CLIENTS_OWN
+    assert list(SettingsFile.model_fields) == told["file"]
+    assert list(TenantModel.model_fields) == told["tenant"]
+    assert set(told["nomad"]) <= set(NomadModel.model_fields)
 
 
 def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:

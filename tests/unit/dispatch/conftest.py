@@ -11,7 +11,7 @@ import pytest
 from sandbox_server.core.errors import LeaseNotFound, PoolServiceError, SandboxLost
 from sandbox_server.core.execution import ToolCall
 from sandbox_server.core.types import Lease, LeaseState, PoolSpec
-from sandbox_server.dispatch.dispatch import Dispatcher
+from sandbox_server.dispatch.dispatch import CallLimits, Dispatcher
 from sandbox_server.link import AgentLink
 from sandbox_server.pool.store import MemoryStore
 from sandbox_server.telemetry import Telemetry
@@ -106,4 +106,4 @@ async def world() -> World:
     link = await FakeLink.to(agent, agent.token)
     routes = FakeRoutes({name: FakeRoute(lease=lease(name, str(n)), spec=SPEC, link=link, slot_id=str(n), epoch=1) for n, name in enumerate("abc")})
     store, telemetry, clock = MemoryStore(), Telemetry(), FakeClock()
-    return World(agent, routes, store, telemetry, Dispatcher(routes, store, clock, telemetry, 100), clock)
+    return World(agent, routes, store, telemetry, Dispatcher(routes, store, clock, telemetry, CallLimits(in_flight=100)), clock)

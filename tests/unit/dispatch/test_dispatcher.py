@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -47,7 +48,23 @@ async def test_the_lease_is_told_while_calls_run(world: World) -> None:
 async def test_what_is_a_result_already_is_passed_through(world: World) -> None:
     ready = Result(call_id="x", lease_id="a", reason=Reason.INVALID_ARGS, fault=Fault.POLICY)
 
-    assert await results(world, ready, call("a", "true")) == [ready, (await results(world, call("a", "true")))[0]]
+    passed, ran = await results(world, ready, call("a", "true"))
+
+    assert passed == replace(ready, started_at=world.clock.wall())
+    assert ran.reason is Reason.EXIT
+
+
+async def test_a_call_that_was_sent_and_lost_says_since_when_and_that_it_may_have_run(world: World) -> None:
+    batch = world.dispatcher.start("alice", [call("a", "hang")])
+    await world.until_running()
+    world.clock.pass_time(3.0)
+    world.routes.lost = SandboxLost("it burnt down")
+    world.agent.hang_up()
+
+    (lost,) = await batch.all()
+
+    assert (lost.reason, lost.duration_s, lost.started_at) == (Reason.SANDBOX_LOST, 3.0, world.clock.wall() - 3.0)
+    assert (lost.metadata["may_have_run"], lost.metadata["evidence"]) == (True, {"sandbox": "it burnt down"})
 
 
 @pytest.mark.parametrize(
@@ -195,5 +212,9 @@ async def test_a_bug_costs_its_own_calls_only(world: World, caplog: pytest.LogCa
 async def test_results_are_counted_by_how_they_ended(world: World) -> None:
     await results(world, call("a", "true"), call("a", "exit 1", "d"), call("nobodys", "true"))
 
-    counted = {tuple(value for _, value in labels): count for labels, count in world.telemetry.counters["sandbox_exec_total"].items()}
-    assert counted == {("default", "bash", "exit", "none"): 2.0, ("", "bash", "lease_lost", "ambiguous"): 1.0}
+    def counted(pool: str, reason: str, fault: str) -> float:
+        return world.telemetry.value("sandbox_exec_total", pool=pool, tool="bash", reason=reason, fault=fault)
+
+    assert (counted("default", "exit", "none"), counted("", "lease_lost", "ambiguous")) == (2.0, 1.0)
+    assert world.telemetry.value("sandbox_exec_seconds_count", pool="default", tool="bash") == 2.0
+    assert world.telemetry.value("sandbox_exec_overhead_seconds_count") == 2.0

@@ -65,3 +65,32 @@ def test_the_identity_is_the_tool_and_the_arguments_in_any_order() -> None:
 
     assert identity_of(one) == identity_of(call("b", "true", "other", timeout_s=9.0))
     assert identity_of(one) != identity_of(call("a", "false"))
+
+
+def nested(depth: int) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for _ in range(depth):
+        value = {"below": value}
+    return value
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"metadata": nested(400)},
+        {"metadata": {"list": [[[[[[[[[[[[[[[[[[]]]]]]]]]]]]]]]]]]}},
+        {"metadata": {"long": "x" * 70_000}},
+        {"metadata": {"number": 1 << 70}},
+        {"metadata": {"text": "\ud800"}},
+        {"exit_code": 1 << 70},
+        {"exit_code": -1},
+        {"exit_code": 256},
+        {"exit_code": True},
+        {"exit_code": "0"},
+    ],
+)
+def test_what_could_not_be_answered_costs_only_its_own_call(odd: dict[str, Any]) -> None:
+    result = agent_result(call("a", "true"), {**GOOD, **odd}, b"abc")
+
+    assert result.reason is Reason.BACKEND_ERROR
+    assert result.metadata == {"may_have_run": True}

@@ -1,0 +1,53 @@
+"""What others read of the service: figures for Prometheus, and the agent itself."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import hashlib
+from collections.abc import Iterator, Mapping
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from sandbox_server.agent.build import content
+from sandbox_server.api.describe import ALWAYS, BINARY, TEXT, WITH_TOKEN, RawRoute, described
+from sandbox_server.api.service import PoolsSeam, service_of
+from sandbox_server.telemetry import FIGURES_TYPE
+
+router = APIRouter(route_class=RawRoute, tags=["service"])
+
+ZIP_TYPE = "application/zip"
+TEXT_TYPE = "text/plain"
+
+
+def standing(pools: PoolsSeam) -> Iterator[tuple[str, Mapping[str, str], float]]:
+    """What stands now, pool by pool: name, labels, value."""
+    for view in pools.views():
+        for state, count in view.slots.items():
+            yield "sandbox_slots", {"pool": view.name, "state": state}, count
+        for state, count in view.sandboxes.items():
+            yield "sandbox_sandboxes", {"pool": view.name, "state": state}, count
+        yield "sandbox_acquire_queue", {"pool": view.name}, view.queue
+
+
+@router.get("/metrics", **described("Figures for Prometheus", codes=WITH_TOKEN, content={TEXT_TYPE: {"schema": TEXT}}))
+async def metrics(request: Request) -> Response:
+    """Every figure, in Prometheus' own text."""
+    service = service_of(request)
+    return Response(service.telemetry.text(standing(service.pools)), headers={"content-type": FIGURES_TYPE})
+
+
+@functools.cache
+def agent_zipapp() -> tuple[bytes, str]:
+    """The agent's zipapp, and a tag that changes when it does."""
+    data = content()
+    return data, f'"{hashlib.sha256(data).hexdigest()[:32]}"'
+
+
+@router.get("/v1/agent.pyz", **described("The agent", codes=ALWAYS, content={ZIP_TYPE: {"schema": BINARY}}))
+async def agent_pyz(request: Request) -> Response:
+    """The program that runs inside a sandbox, as one file for any Python from 3.8 on."""
+    data, tag = await asyncio.to_thread(agent_zipapp)
+    return Response(data, media_type=ZIP_TYPE, headers={"etag": tag, "content-disposition": 'attachment; filename="agent.pyz"'})

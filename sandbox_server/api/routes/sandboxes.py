@@ -1,0 +1,44 @@
+"""Sandboxes: look at them, drain one."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from starlette.requests import Request
+from starlette.responses import Response
+
+from sandbox_server.api.answers import SandboxAnswer, SandboxesAnswer
+from sandbox_server.api.describe import WITH_TOKEN, RawRoute, described, parameter
+from sandbox_server.api.paging import PAGE_NAMES, PAGE_PARAMETERS, Page, page_document
+from sandbox_server.api.parse import query
+from sandbox_server.api.render import json_response, sandbox_document
+from sandbox_server.api.service import check_admin, service_of
+
+router = APIRouter(route_class=RawRoute, tags=["sandboxes"])
+
+SANDBOX_ID = parameter("sandbox_id", {"type": "string", "minLength": 1}, "a sandbox", where="path", required=True)
+
+
+@router.get("/v1/sandboxes", **described("All sandboxes", codes=(*WITH_TOKEN, "invalid_request"), parameters=PAGE_PARAMETERS, answer=SandboxesAnswer))
+async def list_sandboxes(request: Request) -> Response:
+    """Every sandbox and what its slots are doing."""
+    service = service_of(request)
+    page = Page.of(query(request, PAGE_NAMES), service.limits)
+    views, cursor = page.cut(service.pools.sandboxes(), lambda view: view.sandbox_id)
+    return json_response(page_document("sandboxes", [sandbox_document(view) for view in views], cursor))
+
+
+@router.post(
+    "/v1/sandboxes/{sandbox_id}/drain",
+    **described(
+        "Drain a sandbox",
+        codes=(*WITH_TOKEN, "forbidden", "sandbox_not_found", "storage_unavailable"),
+        status=202,
+        parameters=(SANDBOX_ID,),
+        answer=SandboxAnswer,
+    ),
+)
+async def drain_sandbox(request: Request) -> Response:
+    """Give no new leases in it; it goes with its last one, and the pool makes another where it needs one."""
+    check_admin(request, "drain sandboxes")
+    view = await service_of(request).pools.drain_sandbox(request.path_params["sandbox_id"])
+    return json_response(sandbox_document(view), 202)

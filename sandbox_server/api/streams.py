@@ -1,0 +1,138 @@
+"""Answers that come bit by bit: bytes at the caller's pace, results as lines, server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from sandbox_server.api.body import CallerGone
+from sandbox_server.api.limits import too_much_at_once
+from sandbox_server.api.render import dumps
+from sandbox_server.api.service import Service
+
+EVENT_STREAM_TYPE = "text/event-stream"
+HEARTBEAT_S = 15.0
+COMMENT = b":\n\n"
+
+
+def body_part(chunk: bytes, *, more: bool = True) -> Message:
+    """One part of a response's body."""
+    return {"type": "http.response.body", "body": chunk, "more_body": more}
+
+
+async def hang_up(receive: Receive) -> None:
+    """Return once the caller has hung up. Whatever it still sends is read over."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class Stream(Response):
+    """Bytes as they come, at the pace of the caller. Nothing is answered before the first of them: until then an error can still be told.
+
+    Args:
+        chunks: the bytes.
+        media_type: of what they are.
+        headers: further headers.
+    """
+
+    def __init__(self, chunks: AsyncGenerator[bytes, None], media_type: str, headers: dict[str, str] | None = None) -> None:
+        super().__init__(media_type=media_type, headers=headers)
+        del self.headers["content-length"]
+        self._chunks = chunks
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        gone = asyncio.create_task(hang_up(receive))
+        try:
+            async with aclosing(self._chunks) as chunks:
+                first = await anext(chunks, b"")
+                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                await send(body_part(first))
+                async for chunk in chunks:
+                    if gone.done():
+                        raise CallerGone
+                    await send(body_part(chunk))
+            await send(body_part(b"", more=False))
+        finally:
+            gone.cancel()
+
+
+def event_block(data: object, *, event: str, event_id: int | None = None) -> bytes:
+    """One server-sent event. Its data is JSON, so it has no line ends of its own."""
+    head = f"event: {event}\n" if event_id is None else f"id: {event_id}\nevent: {event}\n"
+    return head.encode() + b"data: " + dumps(data) + b"\n\n"
+
+
+def check_room(service: Service) -> None:
+    """Refuse one event stream more than there may be; before anything is begun for it.
+
+    Raises:
+        QuotaExceeded: so many are open.
+    """
+    if len(service.streams) >= service.limits.streams:
+        raise too_much_at_once(service.limits, "streams")
+
+
+class EventStream(Response):
+    """Server-sent events as they come, a comment now and then while none does; ends with them, or when the service stops.
+
+    Args:
+        events: whole blocks, as `event_block` makes them. Closed at the end, whatever that is.
+        service: whose streams are counted.
+        ends_at_once: when the service is told to stop; else the events end by themselves in time.
+        heartbeat_s: how long nothing is sent at most, in seconds.
+
+    Raises:
+        QuotaExceeded: too many streams are open.
+    """
+
+    media_type = EVENT_STREAM_TYPE
+
+    def __init__(self, events: AsyncGenerator[bytes, None], service: Service, *, ends_at_once: bool = False, heartbeat_s: float = HEARTBEAT_S) -> None:
+        check_room(service)
+        super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+        self._service = service
+        self._stopping = service.stopping if ends_at_once else None
+        self._heartbeat_s = heartbeat_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._service.streams.add(self)
+        gone = asyncio.create_task(hang_up(receive))
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await send(body_part(COMMENT))
+            await self._pass_on(send, gone)
+            await send(body_part(b"", more=False))
+        finally:
+            self._service.streams.discard(self)
+            gone.cancel()
+            await self._events.aclose()
+
+    async def _pass_on(self, send: Send, gone: asyncio.Task[None]) -> None:
+        ends: set[asyncio.Future[Any]] = {gone} if self._stopping is None else {gone, self._stopping}
+        coming: asyncio.Future[Any] = asyncio.ensure_future(anext(self._events, None))
+        try:
+            while True:
+                await asyncio.wait({coming, *ends}, timeout=self._heartbeat_s, return_when=asyncio.FIRST_COMPLETED)
+                if gone.done():
+                    raise CallerGone
+                if coming.done():
+                    block = coming.result()
+                    if block is None:
+                        return
+                    await send(body_part(block))
+                    coming = asyncio.ensure_future(anext(self._events, None))
+                elif any(end.done() for end in ends):
+                    return
+                else:
+                    await send(body_part(COMMENT))
+        finally:
+            if not coming.done():
+                coming.cancel()
+                await asyncio.wait({coming})

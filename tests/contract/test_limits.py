@@ -1,0 +1,171 @@
+"""Every named limit, passed by one: a clear error that names it, and the service goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from sandbox_server.api.limits import LIMITS, Limits, text_of
+from tests.support.house import House, bash, open_house
+
+Pass = Callable[[House], Awaitable[httpx.Response]]
+PASSED: dict[str, tuple[int, int, Pass]] = {}
+
+
+def passes(name: str, value: int, status: int) -> Callable[[Pass], Pass]:
+    """Register how a limit of this value is passed, and what that is answered with."""
+
+    def register(ask: Pass) -> Pass:
+        PASSED[name] = (value, status, ask)
+        return ask
+
+    return register
+
+
+async def batch(house: House, *calls: dict[str, Any]) -> httpx.Response:
+    return await house.http.post("/v1/exec-batch", json={"calls": list(calls)})
+
+
+@passes("body_bytes", 100, 413)
+async def _body(house: House) -> httpx.Response:
+    return await house.http.post("/v1/acquire", content=b" " * 101)
+
+
+@passes("json_depth", 2, 422)
+async def _depth(house: House) -> httpx.Response:
+    return await house.http.post("/v1/acquire", content=b'{"a": {"b": {}}}')
+
+
+@passes("query_bytes", 100, 422)
+async def _query(house: House) -> httpx.Response:
+    return await house.http.get("/v1/leases", params={"run_id": "r" * 100})
+
+
+@passes("header_bytes", 500, 422)
+async def _headers(house: House) -> httpx.Response:
+    return await house.http.get("/v1/leases", headers={"X-Much": "a" * 500})
+
+
+@passes("batch_calls", 1, 422)
+async def _calls(house: House) -> httpx.Response:
+    return await batch(house, bash("l", "true"), bash("l", "true"))
+
+
+@passes("call_bytes", 50, 200)
+async def _call(house: House) -> httpx.Response:
+    (lease_id,) = await house.acquire()
+    return await batch(house, bash(lease_id, "x" * 60))
+
+
+@passes("batch_output_bytes", 150, 200)
+async def _outputs(house: House) -> httpx.Response:
+    (lease_id,) = await house.acquire()
+    return await batch(house, bash(lease_id, "true", output_limit_bytes=100), bash(lease_id, "true", output_limit_bytes=100))
+
+
+@passes("calls_in_flight", 1, 429)
+async def _in_flight(house: House) -> httpx.Response:
+    (lease_id,) = await house.acquire()
+    return await batch(house, bash(lease_id, "true"), bash(lease_id, "true"))
+
+
+@passes("lease_calls", 1, 429)
+async def _of_lease(house: House) -> httpx.Response:
+    (lease_id,) = await house.acquire()
+    await house.batch(bash(lease_id, "true"))
+    return await house.http.post(f"/v1/leases/{lease_id}/exec", json={"command": "true"})
+
+
+@passes("call_wait_s", 1, 422)
+async def _wait(house: House) -> httpx.Response:
+    return await house.http.get("/v1/leases/l/calls/c", params={"wait_s": "1.5"})
+
+
+@passes("waiters", 1, 429)
+async def _waiters(house: House) -> httpx.Response:
+    await house.acquire(4)
+    first = asyncio.create_task(house.http.post("/v1/acquire", json={"wait_s": 20}))
+    while (await house.http.get("/v1/pools/default")).json()["queue"] == 0:
+        await asyncio.sleep(0)
+    second = await house.http.post("/v1/acquire", json={"wait_s": 20})
+    first.cancel()
+    return second
+
+
+@passes("lease_ids", 1, 422)
+async def _lease_ids(house: House) -> httpx.Response:
+    return await house.http.post("/v1/renew", json={"lease_ids": ["a", "b"]})
+
+
+@passes("page_items", 1, 422)
+async def _page(house: House) -> httpx.Response:
+    return await house.http.get("/v1/pools", params={"limit": "2"})
+
+
+@passes("list_entries", 1, 422)
+async def _entries(house: House) -> httpx.Response:
+    (lease_id,) = await house.acquire()
+    for name in ("a", "b"):
+        await house.http.put(f"/v1/leases/{lease_id}/files", params={"path": name}, content=b"")
+    return await house.http.get(f"/v1/leases/{lease_id}/files/list", params={"path": "."})
+
+
+@passes("upload_bytes", 10, 413)
+async def _upload(house: House) -> httpx.Response:
+    (lease_id,) = await house.acquire()
+    return await house.http.put(f"/v1/leases/{lease_id}/files", params={"path": "a"}, content=b"x" * 11)
+
+
+@passes("labels", 1, 422)
+async def _labels(house: House) -> httpx.Response:
+    return await house.http.post("/v1/acquire", json={"labels": {"a": "1", "b": "2"}})
+
+
+@passes("pools", 1, 429)
+async def _pools(house: House) -> httpx.Response:
+    return await house.http.put("/v1/pools/another", json={"min_sandboxes": 0})
+
+
+@passes("pool_sandboxes", 2, 422)
+async def _sandboxes(house: House) -> httpx.Response:
+    return await house.http.put("/v1/pools/another", json={"max_sandboxes": 3})
+
+
+@passes("pool_slots", 10, 422)
+async def _slots(house: House) -> httpx.Response:
+    return await house.http.put("/v1/pools/another", json={"max_sandboxes": 2, "slots_per_sandbox": 6})
+
+
+@passes("pool_env_vars", 1, 422)
+async def _env_vars(house: House) -> httpx.Response:
+    return await house.http.put("/v1/pools/another", json={"env_vars": {"A": "1", "B": "2"}})
+
+
+@passes("streams", 1, 429)
+async def _streams(house: House) -> httpx.Response:
+    service = house.application._front.service
+    assert service is not None
+    service.streams.add(object())
+    return await house.http.get("/v1/events")
+
+
+@pytest.mark.parametrize("name", LIMITS)
+async def test_a_limit_has_its_own_clear_error(name: str, tmp_path: Path) -> None:
+    value, status, ask = PASSED[name]
+    async with open_house(tmp_path / "state", limits=Limits(**{name: value})) as house:
+        answer = await ask(house)
+
+        assert answer.status_code == status, answer.text
+        assert f"`limits.{name}`" in answer.text
+        assert str(value) in answer.text
+        assert (await house.http.get("/healthz")).status_code == 200
+
+
+def test_every_limit_says_what_it_counts() -> None:
+    assert set(PASSED) == set(LIMITS)
+    assert all(text_of(name) for name in LIMITS)
