@@ -67,10 +67,7 @@ class AsyncSandboxClient(AsyncVerbs):
     @asynccontextmanager
     async def gang(self, count: int, pool: str | None = None, **options: Unpack[AcquireOptions]) -> AsyncIterator[tuple[AsyncLease, ...]]:
         """As `lease`, for `count` slots: all of them or none."""
-        acquired = await self.acquire(pool, count, **options)
-        leases = tuple(AsyncLease(self, info) for info in acquired.leases)
-        for lease in leases:
-            self._heartbeat.add(lease, options.get("ttl_s") or DEFAULT_TTL_S)
+        leases = await self.hold(count, pool, **options)
         try:
             yield leases
         except BaseException as error:
@@ -80,8 +77,25 @@ class AsyncSandboxClient(AsyncVerbs):
             except SandboxError as second:
                 error.add_note(f"the leases {', '.join(_ids(leases))} could not be released either: {second}")
             raise
+        await self.give_back(leases)
+
+    async def hold(self, count: int = 1, pool: str | None = None, **options: Unpack[AcquireOptions]) -> tuple[AsyncLease, ...]:
+        """As `gang`, without a block: renewed until `give_back`, or until this client is closed."""
+        acquired = await self.acquire(pool, count, **options)
+        leases = tuple(AsyncLease(self, info) for info in acquired.leases)
+        for lease in leases:
+            self._heartbeat.add(lease, options.get("ttl_s") or DEFAULT_TTL_S)
+        return leases
+
+    async def give_back(self, leases: Sequence[AsyncLease], *, reset_workspace: bool = True) -> None:
+        """Renew leases no longer, and release them. Those that have ended already are left at that.
+
+        Args:
+            leases: which.
+            reset_workspace: False keeps the files for the run's next acquire.
+        """
         self._heartbeat.remove(_ids(leases))
-        await self.release(_ids(leases))
+        await self.release(_ids(leases), reset_workspace=reset_workspace)
 
     async def aclose(self) -> None:
         """Stop renewing and close the connections. Leases that are still held end with their `ttl_s`."""
@@ -122,10 +136,7 @@ class SandboxClient(Verbs):
     @contextmanager
     def gang(self, count: int, pool: str | None = None, **options: Unpack[AcquireOptions]) -> Iterator[tuple[Lease, ...]]:
         """As `AsyncSandboxClient.gang`."""
-        acquired = self.acquire(pool, count, **options)
-        leases = tuple(Lease(self, info) for info in acquired.leases)
-        for lease in leases:
-            self._heartbeat.add(lease, options.get("ttl_s") or DEFAULT_TTL_S)
+        leases = self.hold(count, pool, **options)
         try:
             yield leases
         except BaseException as error:
@@ -135,8 +146,20 @@ class SandboxClient(Verbs):
             except SandboxError as second:
                 error.add_note(f"the leases {', '.join(_ids(leases))} could not be released either: {second}")
             raise
+        self.give_back(leases)
+
+    def hold(self, count: int = 1, pool: str | None = None, **options: Unpack[AcquireOptions]) -> tuple[Lease, ...]:
+        """As `AsyncSandboxClient.hold`."""
+        acquired = self.acquire(pool, count, **options)
+        leases = tuple(Lease(self, info) for info in acquired.leases)
+        for lease in leases:
+            self._heartbeat.add(lease, options.get("ttl_s") or DEFAULT_TTL_S)
+        return leases
+
+    def give_back(self, leases: Sequence[Lease], *, reset_workspace: bool = True) -> None:
+        """As `AsyncSandboxClient.give_back`."""
         self._heartbeat.remove(_ids(leases))
-        self.release(_ids(leases))
+        self.release(_ids(leases), reset_workspace=reset_workspace)
 
     def close(self) -> None:
         """As `AsyncSandboxClient.aclose`."""

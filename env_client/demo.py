@@ -81,6 +81,11 @@ def cell(step: int, result: Result) -> tuple[str, bool]:
     return (f"[green]{last_line}[/]" if result.success else f"[red]{last_line}[/]"), result.success
 
 
+def slot_number(lease: Lease) -> int:
+    """Which slot of its sandbox it is."""
+    return int(lease.info.slot_id.rpartition("/")[2])
+
+
 def table(rows: Sequence[Row]) -> Table:
     """The rows as a table."""
     it = Table("slot", "tests before", "edit", "tests after", "time", title=f"{len(rows)} slots, the same bug in each, mended in {WRONG_FILE}")
@@ -92,7 +97,7 @@ def table(rows: Sequence[Row]) -> Table:
 def work(client: SandboxClient, leases: Sequence[Lease], console: Console) -> bool:
     """Run every step in every slot and show each result as it comes; returns whether all were as hoped."""
     calls = [call for lease in leases for call in steps(lease)]
-    rows = [Row(slot_id=lease.info.slot_id.rpartition("/")[2]) for lease in leases]
+    rows = [Row(slot_id=str(slot_number(lease))) for lease in leases]
     each = len(calls) // len(leases)
     with Live(table(rows), console=console, auto_refresh=False) as live:
         for index, result in client.exec_stream(calls):
@@ -121,7 +126,8 @@ def demo(console: Console) -> bool:
     started = time.monotonic()
     with embedded(pools={"default": POOL}) as service, service.client() as client:
         console.print(f"service   {service.url}, ready after {time.monotonic() - started:.1f} s")
-        with client.gang(SLOT_COUNT, run_id=RUN_ID) as leases:
+        with client.gang(SLOT_COUNT, run_id=RUN_ID) as taken:
+            leases = tuple(sorted(taken, key=slot_number))  # they come in the order in which their slots were ready
             isolation = sorted({lease.info.isolation for lease in leases})
             console.print(f"acquired  {len(leases)} slots at once, isolation {', '.join(isolation)}")
             project, before = packed_project(), time.monotonic()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from env_client.errors import ServiceNotFound
@@ -15,10 +15,11 @@ ROOT_STATE_DIR = Path("/var/lib/sandbox-pool")
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A service's address, and what opens it; no token where the service asks for none."""
+    """A service's address, and what opens it; no token where the service asks for none. `source` is who said so."""
 
     url: str
     token: str | None
+    source: str = field(default="the caller", compare=False)
 
 
 def find_service(
@@ -36,20 +37,41 @@ def find_service(
     Raises:
         ServiceNotFound: nobody says where it is, or what says it cannot be read.
     """
+    source = "the caller" if url else "SANDBOX_URL"
     url, token = url or environ.get("SANDBOX_URL"), token or environ.get("SANDBOX_TOKEN")
     if url:
         if not url.startswith(("http://", "https://")):
             raise ServiceNotFound(f"the service's address must start with http:// or https://, not be {url!r}")
-        return Endpoint(url.rstrip("/"), token or None)
-    looked = state_dirs(environ, os.getuid() if uid is None else uid, root_dir)
-    for state_dir in looked:
-        found = _server_json(state_dir)
-        if found is not None:
-            return Endpoint(found, token or _token(state_dir))
+        if not token and source == "SANDBOX_URL":
+            token = _token_of_this_machine(url.rstrip("/"), environ, uid, root_dir)
+        return Endpoint(url.rstrip("/"), token or None, source)
+    uid = os.getuid() if uid is None else uid
+    found = local_service(environ, uid=uid, root_dir=root_dir)
+    if found is not None:
+        return found
+    looked = state_dirs(environ, uid, root_dir)
     raise ServiceNotFound(
         "no sandbox service is known: set SANDBOX_URL (and SANDBOX_TOKEN), or start one on this machine with "
         f"`python -m sandbox_server serve` (looked for server.json in {' and '.join(map(str, looked))})"
     )
+
+
+def _token_of_this_machine(url: str, environ: Mapping[str, str], uid: int | None, root_dir: Path) -> str | None:
+    """The token of the service of this machine, if the address is its own. A token never goes to an address that its service did not name."""
+    found = local_service(environ, uid=uid, root_dir=root_dir)
+    return found.token if found is not None and found.url == url else None
+
+
+def local_service(environ: Mapping[str, str] = os.environ, *, uid: int | None = None, root_dir: Path = ROOT_STATE_DIR) -> Endpoint | None:
+    """The service of this machine; None where none runs.
+
+    Args and errors: as `find_service`.
+    """
+    for state_dir in state_dirs(environ, os.getuid() if uid is None else uid, root_dir):
+        url = _server_json(state_dir)
+        if url is not None:
+            return Endpoint(url, environ.get("SANDBOX_TOKEN") or _token(state_dir), str(state_dir / "server.json"))
+    return None
 
 
 def state_dirs(environ: Mapping[str, str], uid: int, root_dir: Path = ROOT_STATE_DIR) -> list[Path]:
@@ -62,15 +84,28 @@ def state_dirs(environ: Mapping[str, str], uid: int, root_dir: Path = ROOT_STATE
 
 
 def _server_json(state_dir: Path) -> str | None:
-    """The address in `server.json`, None where there is no such file or it is not for us to see."""
+    """The address in `server.json`; None where there is no such file, it is not for us to see, or its service was killed and left it."""
     path = state_dir / "server.json"
     try:
-        url = json.loads(path.read_bytes())["url"]
+        told = json.loads(path.read_bytes())
+        url = told["url"]
     except (FileNotFoundError, NotADirectoryError, PermissionError):
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ServiceNotFound(f"{path} does not say where the service is ({error!r}): set SANDBOX_URL") from error
-    return str(url).rstrip("/")
+    return None if _is_gone(told.get("pid")) else str(url).rstrip("/")
+
+
+def _is_gone(pid: object) -> bool:
+    if not isinstance(pid, int) or pid <= 0:
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False
+    return False
 
 
 def _token(state_dir: Path) -> str | None:

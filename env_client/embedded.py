@@ -131,9 +131,20 @@ class EmbeddedService:
         return str(json.loads(line)["url"])
 
     def _last_words(self) -> str:
-        """What the service wrote last; where its package is missing, how to get it."""
+        """Why the service ended, as it said itself; where its package is missing, how to get it."""
         self._log.seek(0)
-        told = self._log.read().decode("utf-8", "replace").strip()
-        if "No module named" in told:
-            return f": {told.splitlines()[-1]}; install it with: pip install 'sandbox-pool[server]'"
-        return f": {told[-2000:]}" if told else ""
+        lines = self._log.read().decode("utf-8", "replace").strip().splitlines()
+        if lines and "No module named" in lines[-1]:
+            return f": {lines[-1].rpartition(': ')[2]}; install it with: pip install 'sandbox-pool[server]'"
+        told = [line for line in lines if not line.startswith("{")] or [_gist(line) for line in lines if '"exception"' in line][-1:] or lines[-1:]
+        if told and told[0].startswith("Traceback"):
+            told = told[-1:]
+        return f": {' '.join(told)[-1000:]}" if told else ""
+
+
+def _gist(line: str) -> str:
+    """The last line of the exception that a line of the log carries."""
+    try:
+        return str(json.loads(line)["exception"]).strip().splitlines()[-1]
+    except (ValueError, LookupError, TypeError):
+        return line

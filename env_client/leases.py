@@ -10,7 +10,7 @@ from typing import Any, Unpack
 from env_client import messages
 from env_client.errors import LeaseLost, LeaseNotFound, SandboxError, ServiceError, service_error
 from env_client.uploads import AsyncSource, Source
-from env_client.values import Call, CallOptions, FileEntry, LeaseInfo, Released, Renewed, Result
+from env_client.values import Call, CallOptions, CallStatus, FileEntry, LeaseInfo, Output, Released, Renewed, Result
 from env_client.verbs import AsyncVerbs, Verbs
 
 
@@ -102,6 +102,23 @@ class AsyncLease(HeldLease):
         """Run a shell command."""
         return await self.exec("bash", bash_args(command, cwd, env, stdin), **options)
 
+    async def exec_events(self, tool: str, args: Mapping[str, Any] | None = None, **options: Unpack[CallOptions]) -> AsyncIterator[Output | Result]:
+        """Run one tool call: its output as it comes, then its result."""
+        with self._held() as lease_id:
+            async for item in self._verbs.exec_events(lease_id, tool, args, **options):
+                yield item
+
+    async def call_status(self, call_id: str, *, wait_s: float | None = None) -> CallStatus:
+        """Where a call is; `wait_s` waits for its end."""
+        with self._held() as lease_id:
+            return await self._verbs.call_status(lease_id, call_id, wait_s=wait_s)
+
+    async def call_output(self, call_id: str, *, offset: int = 0) -> AsyncIterator[bytes]:
+        """The whole output of a call, piece by piece, from a byte on."""
+        with self._held() as lease_id:
+            async for chunk in self._verbs.call_output(lease_id, call_id, offset=offset):
+                yield chunk
+
     async def cancel(self, call_id: str) -> Result:
         """End a call that runs."""
         with self._held() as lease_id:
@@ -111,6 +128,12 @@ class AsyncLease(HeldLease):
         """Have it hold for `ttl_s` seconds from now. The heartbeat does this by itself."""
         with self._held() as lease_id:
             return self._settle(await self._verbs.renew([lease_id], ttl_s))
+
+    async def narrow(self, *, allow_network: bool | None = None, cache: str | None = None) -> LeaseInfo:
+        """Take the network (`allow_network=False`) or the cache (`cache="none"`) away for good: processes end, files stay."""
+        with self._held() as lease_id:
+            self.renewed(await self._verbs.narrow(lease_id, allow_network=allow_network, cache=cache))
+            return self.info
 
     async def release(self, *, reset_workspace: bool = True) -> Released:
         """Give the slot back before the block ends."""
@@ -182,6 +205,21 @@ class Lease(HeldLease):
         """As `AsyncLease.bash`."""
         return self.exec("bash", bash_args(command, cwd, env, stdin), **options)
 
+    def exec_events(self, tool: str, args: Mapping[str, Any] | None = None, **options: Unpack[CallOptions]) -> Iterator[Output | Result]:
+        """As `AsyncLease.exec_events`."""
+        with self._held() as lease_id:
+            yield from self._verbs.exec_events(lease_id, tool, args, **options)
+
+    def call_status(self, call_id: str, *, wait_s: float | None = None) -> CallStatus:
+        """As `AsyncLease.call_status`."""
+        with self._held() as lease_id:
+            return self._verbs.call_status(lease_id, call_id, wait_s=wait_s)
+
+    def call_output(self, call_id: str, *, offset: int = 0) -> Iterator[bytes]:
+        """As `AsyncLease.call_output`."""
+        with self._held() as lease_id:
+            yield from self._verbs.call_output(lease_id, call_id, offset=offset)
+
     def cancel(self, call_id: str) -> Result:
         """As `AsyncLease.cancel`."""
         with self._held() as lease_id:
@@ -191,6 +229,12 @@ class Lease(HeldLease):
         """As `AsyncLease.renew`."""
         with self._held() as lease_id:
             return self._settle(self._verbs.renew([lease_id], ttl_s))
+
+    def narrow(self, *, allow_network: bool | None = None, cache: str | None = None) -> LeaseInfo:
+        """As `AsyncLease.narrow`."""
+        with self._held() as lease_id:
+            self.renewed(self._verbs.narrow(lease_id, allow_network=allow_network, cache=cache))
+            return self.info
 
     def release(self, *, reset_workspace: bool = True) -> Released:
         """As `AsyncLease.release`."""

@@ -1,25 +1,42 @@
-"""Every request as a value, and how its answer is read. Pure, and written once for both clients."""
+"""Every request about leases, calls and files as a value, and how its answer is read. Pure, and written once for both clients."""
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, Unpack
-from urllib.parse import quote, urlencode
+from typing import Any, TypeVar, Unpack
 
-from env_client.errors import BadAnswer, InvalidRequest, service_error
+from env_client.errors import BadAnswer, service_error
+from env_client.message import (
+    BYTES,
+    EVENT_STREAM,
+    GZIP,
+    JSON,
+    NDJSON,
+    PROMPT_S,
+    SILENCE_S,
+    TRANSFER_S,
+    Answer,
+    Message,
+    decode,
+    given,
+    list_of,
+    nothing,
+    object_of,
+    path_of,
+    seconds,
+    segment,
+    to_json,
+)
 from env_client.values import (
     Acquired,
     AcquireOptions,
     Call,
     CallOptions,
+    CallStatus,
     FileEntry,
     LeaseInfo,
     LeasePage,
-    PoolInfo,
-    Readiness,
     Released,
     Renewed,
     Result,
@@ -28,15 +45,6 @@ from env_client.values import (
 
 T = TypeVar("T")
 
-JSON = "application/json"
-NDJSON = "application/x-ndjson"
-GZIP = "application/gzip"
-BYTES = "application/octet-stream"
-
-#: What an ordinary answer may take, in seconds.
-PROMPT_S = 30.0
-#: What a transfer may pause, and a listing or an unpacking may take, in seconds.
-TRANSFER_S = 300.0
 #: The contract's default `max_timeout_s`: what a call without a timeout of its own may take.
 LONGEST_CALL_S = 3600.0
 #: The contract's longest `ttl_s`; nothing is waited for longer.
@@ -51,41 +59,6 @@ SLACK_S = 10.0
 REJOIN_S = 240.0
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What came back, as far as parsing needs it."""
-
-    status: int
-    body: bytes
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Message(Generic[T]):
-    """One request, ready to be sent.
-
-    Args:
-        path: with its query, percent-encoded.
-        parse: reads the answer; raises `BadAnswer`.
-        answer_within_s: what the answer may rightly take.
-        silence_s: how long one attempt waits for bytes.
-        repeatable: whether it may be served twice without harm.
-        final_codes: errors that are an answer, not an obstacle.
-        also_ok: statuses beside 2xx that `parse` reads.
-    """
-
-    method: str
-    path: str
-    parse: Callable[[Answer], T]
-    body: bytes | None = None
-    content_type: str = JSON
-    accept: str = JSON
-    answer_within_s: float = PROMPT_S
-    silence_s: float = PROMPT_S
-    repeatable: bool = True
-    final_codes: frozenset[str] = frozenset()
-    also_ok: frozenset[int] = frozenset()
-
-
 def new_call_id() -> str:
     """An id for a call that nobody named."""
     return "c-" + secrets.token_hex(12)
@@ -95,11 +68,11 @@ def acquire(pool: str | None, count: int, **options: Unpack[AcquireOptions]) -> 
     """`POST /v1/acquire`, always with a request key, so that it may be sent again."""
     asked: dict[str, Any] = {"pool": pool, "count": count, **options}
     asked["request_key"] = options.get("request_key") or "k-" + secrets.token_hex(16)
-    queue_s = min(_seconds(options.get("wait_s"), LONGEST_QUEUE_S), LONGEST_LEASE_S) + SLACK_S
+    queue_s = min(seconds(options.get("wait_s"), LONGEST_QUEUE_S), LONGEST_LEASE_S) + SLACK_S
     return Message(
         method="POST",
         path="/v1/acquire",
-        body=_json(_given(asked)),
+        body=to_json(given(asked)),
         parse=_acquired,
         answer_within_s=queue_s,
         silence_s=queue_s,
@@ -122,11 +95,11 @@ def exec_batch(calls: Sequence[tuple[Call, str]], *, stream: bool = False) -> Me
     """`POST /v1/exec-batch`; with `stream` the answer is one result a line, and `parse` is not for it."""
     lasts_s: dict[str, float] = {}
     for call, _ in calls:
-        lasts_s[call.lease_id] = lasts_s.get(call.lease_id, 0.0) + _seconds(call.timeout_s, LONGEST_CALL_S)
+        lasts_s[call.lease_id] = lasts_s.get(call.lease_id, 0.0) + seconds(call.timeout_s, LONGEST_CALL_S)
     within_s = max(lasts_s.values(), default=0.0) + SLACK_S
 
     def parse(answer: Answer) -> tuple[Result, ...]:
-        results = tuple(read_value(Result, item) for item in _list(_object(answer), "results"))
+        results = tuple(read_value(Result, item) for item in list_of(object_of(answer), "results"))
         if len(results) != len(calls):
             raise BadAnswer(f"the service sent {len(results)} results for {len(calls)} calls")
         return results
@@ -134,111 +107,111 @@ def exec_batch(calls: Sequence[tuple[Call, str]], *, stream: bool = False) -> Me
     return Message(
         method="POST",
         path="/v1/exec-batch",
-        body=_json({"calls": [_call(call, call_id) for call, call_id in calls]}),
+        body=to_json({"calls": [_call(call, call_id) for call, call_id in calls]}),
         accept=NDJSON if stream else JSON,
         parse=parse,
         answer_within_s=within_s,
         # A stream has a line every 15 s, so silence is noticed early.
-        silence_s=min(within_s, 45.0 if stream else REJOIN_S),
+        silence_s=min(within_s, SILENCE_S if stream else REJOIN_S),
     )
 
 
-def exec_one(call: Call) -> Message[Result]:
-    """`POST /v1/leases/{id}/exec`."""
+def exec_one(call: Call, *, stream: bool = False) -> Message[Result]:
+    """`POST /v1/leases/{id}/exec`; with `stream` the answer is events, and `parse` is not for it."""
     asked = _call(call, call.call_id or new_call_id())
     del asked["lease_id"]
-    within_s = _seconds(call.timeout_s, LONGEST_CALL_S) + SLACK_S
+    within_s = seconds(call.timeout_s, LONGEST_CALL_S) + SLACK_S
     return Message(
         method="POST",
-        path=f"/v1/leases/{_segment(call.lease_id)}/exec",
-        body=_json(asked),
+        path=f"/v1/leases/{segment(call.lease_id)}/exec",
+        body=to_json(asked),
+        accept=EVENT_STREAM if stream else JSON,
         parse=_result,
         answer_within_s=within_s,
-        silence_s=min(within_s, REJOIN_S),
+        silence_s=min(within_s, SILENCE_S if stream else REJOIN_S),
     )
+
+
+def call_status(lease_id: str, call_id: str, wait_s: float | None) -> Message[CallStatus]:
+    """`GET /v1/leases/{id}/calls/{call_id}`."""
+    within_s = seconds(wait_s, 0.0) + PROMPT_S
+    return Message(method="GET", path=path_of(_call_path(lease_id, call_id), wait_s=wait_s), parse=_call_status, answer_within_s=within_s, silence_s=within_s)
+
+
+def call_events(lease_id: str, call_id: str, offset: int, within_s: float) -> Message[Result]:
+    """`GET /v1/leases/{id}/calls/{call_id}/events`: what its output was and is from a byte on, then its result."""
+    path = path_of(_call_path(lease_id, call_id) + "/events", offset=offset or None)
+    return Message(method="GET", path=path, accept=EVENT_STREAM, parse=_result, answer_within_s=within_s, silence_s=min(within_s, SILENCE_S))
+
+
+def call_output(lease_id: str, call_id: str, offset: int) -> Message[bytes]:
+    """`GET /v1/leases/{id}/calls/{call_id}/output`: all of it from a byte on."""
+    return _transfer("GET", path_of(_call_path(lease_id, call_id) + "/output", offset=offset or None), lambda answer: answer.body, accept=BYTES)
 
 
 def release(lease_ids: Iterable[str] | None, run_id: str | None, reset_workspace: bool) -> Message[Released]:
     """`POST /v1/release`, of leases or of a run."""
-    asked = _given({"lease_ids": None if lease_ids is None else list(lease_ids), "run_id": run_id, "reset_workspace": reset_workspace})
-    return Message(method="POST", path="/v1/release", body=_json(asked), parse=_released, answer_within_s=AT_ONCE_S)
+    asked = given({"lease_ids": None if lease_ids is None else list(lease_ids), "run_id": run_id, "reset_workspace": reset_workspace})
+    return Message(method="POST", path="/v1/release", body=to_json(asked), parse=_released, answer_within_s=AT_ONCE_S)
 
 
 def renew(lease_ids: Iterable[str], ttl_s: float | None) -> Message[Renewed]:
     """`POST /v1/renew`."""
-    asked = _given({"lease_ids": list(lease_ids), "ttl_s": ttl_s})
-    return Message(method="POST", path="/v1/renew", body=_json(asked), parse=_renewed, answer_within_s=AT_ONCE_S)
+    asked = given({"lease_ids": list(lease_ids), "ttl_s": ttl_s})
+    return Message(method="POST", path="/v1/renew", body=to_json(asked), parse=_renewed, answer_within_s=AT_ONCE_S)
 
 
 def cancel(lease_id: str, call_id: str) -> Message[Result]:
     """`POST /v1/cancel`."""
-    return Message(method="POST", path="/v1/cancel", body=_json({"lease_id": lease_id, "call_id": call_id}), parse=_result)
+    return Message(method="POST", path="/v1/cancel", body=to_json({"lease_id": lease_id, "call_id": call_id}), parse=_result)
+
+
+def narrow(lease_id: str, allow_network: bool | None, cache: str | None) -> Message[LeaseInfo]:
+    """`POST /v1/leases/{id}/narrow`. It ends the slot's processes: an answer that was lost is asked for again, which changes nothing more."""
+    asked = given({"allow_network": allow_network, "cache": cache})
+    return Message(method="POST", path=f"/v1/leases/{segment(lease_id)}/narrow", body=to_json(asked), parse=_lease)
 
 
 def lease_info(lease_id: str) -> Message[LeaseInfo]:
     """`GET /v1/leases/{id}`."""
-    return Message(method="GET", path=f"/v1/leases/{_segment(lease_id)}", parse=lambda answer: read_value(LeaseInfo, _object(answer)))
+    return Message(method="GET", path=f"/v1/leases/{segment(lease_id)}", parse=_lease)
 
 
 def leases(run_id: str | None, trajectory_id: str | None, limit: int | None, cursor: str | None) -> Message[LeasePage]:
     """`GET /v1/leases`."""
-    return Message(method="GET", path=_path("/v1/leases", run_id=run_id, trajectory_id=trajectory_id, limit=limit, cursor=cursor), parse=_lease_page)
+    return Message(method="GET", path=path_of("/v1/leases", run_id=run_id, trajectory_id=trajectory_id, limit=limit, cursor=cursor), parse=_lease_page)
 
 
 def get_file(lease_id: str, path: str) -> Message[bytes]:
     """`GET /v1/leases/{id}/files`."""
-    return _transfer("GET", _path(f"/v1/leases/{_segment(lease_id)}/files", path=path), lambda answer: answer.body, accept=BYTES)
+    return _transfer("GET", path_of(f"/v1/leases/{segment(lease_id)}/files", path=path), lambda answer: answer.body, accept=BYTES)
 
 
 def put_file(lease_id: str, path: str, mode: int | None) -> Message[None]:
     """`PUT /v1/leases/{id}/files`; the content is sent beside it."""
     octal = None if mode is None else f"{mode:04o}"
-    return _transfer("PUT", _path(f"/v1/leases/{_segment(lease_id)}/files", path=path, mode=octal), _nothing, content_type=BYTES)
+    return _transfer("PUT", path_of(f"/v1/leases/{segment(lease_id)}/files", path=path, mode=octal), nothing, content_type=BYTES)
 
 
 def list_files(lease_id: str, path: str, recursive: bool) -> Message[tuple[FileEntry, ...]]:
     """`GET /v1/leases/{id}/files/list`."""
-    where = _path(f"/v1/leases/{_segment(lease_id)}/files/list", path=path, recursive=1 if recursive else None)
+    where = path_of(f"/v1/leases/{segment(lease_id)}/files/list", path=path, recursive=1 if recursive else None)
     return _transfer("GET", where, _entries)
 
 
 def get_archive(lease_id: str, path: str) -> Message[bytes]:
     """`GET /v1/leases/{id}/archive`."""
-    return _transfer("GET", _path(f"/v1/leases/{_segment(lease_id)}/archive", path=path), lambda answer: answer.body, accept=GZIP)
+    return _transfer("GET", path_of(f"/v1/leases/{segment(lease_id)}/archive", path=path), lambda answer: answer.body, accept=GZIP)
 
 
 def put_archive(lease_id: str, path: str) -> Message[None]:
     """`PUT /v1/leases/{id}/archive`; the archive is sent beside it."""
-    return _transfer("PUT", _path(f"/v1/leases/{_segment(lease_id)}/archive", path=path), _nothing, content_type=GZIP)
-
-
-def pools() -> Message[tuple[PoolInfo, ...]]:
-    """`GET /v1/pools`."""
-    return Message(method="GET", path="/v1/pools", parse=lambda answer: tuple(read_value(PoolInfo, item) for item in _list(_object(answer), "pools")))
-
-
-def pool(name: str) -> Message[PoolInfo]:
-    """`GET /v1/pools/{name}`."""
-    return Message(method="GET", path=f"/v1/pools/{_segment(name)}", parse=lambda answer: read_value(PoolInfo, _object(answer)))
-
-
-def healthz() -> Message[Mapping[str, Any]]:
-    """`GET /healthz`."""
-    return Message(method="GET", path="/healthz", parse=_object)
-
-
-def readyz(pool: str | None) -> Message[Readiness]:
-    """`GET /readyz`; not ready is an answer too."""
-
-    def parse(answer: Answer) -> Readiness:
-        return Readiness(ready=answer.status == 200, report=_object(answer))
-
-    return Message(method="GET", path=_path("/readyz", pool=pool), parse=parse, also_ok=frozenset({503}))
+    return _transfer("PUT", path_of(f"/v1/leases/{segment(lease_id)}/archive", path=path), nothing, content_type=GZIP)
 
 
 def result_line(line: bytes) -> Result:
     """One line of a streamed batch."""
-    return read_value(Result, _decode(line))
+    return read_value(Result, decode(line))
 
 
 def _transfer(method: str, path: str, parse: Callable[[Answer], T], *, accept: str = JSON, content_type: str = JSON) -> Message[T]:
@@ -254,75 +227,43 @@ def _call(call: Call, call_id: str) -> dict[str, Any]:
     return asked
 
 
-def _given(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what was left to the service."""
-    return {name: value for name, value in asked.items() if value is not None}
+def _call_path(lease_id: str, call_id: str) -> str:
+    return f"/v1/leases/{segment(lease_id)}/calls/{segment(call_id)}"
 
 
-def _json(value: object) -> bytes:
-    try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
-    except (TypeError, ValueError) as error:
-        raise InvalidRequest(f"the request cannot be written as JSON: {error}") from error
+def _lease(answer: Answer) -> LeaseInfo:
+    return read_value(LeaseInfo, object_of(answer))
 
 
-def _seconds(value: object, default_s: float) -> float:
-    """A duration to wait for; what is no number is left for the service to refuse."""
-    return max(0.0, float(value)) if isinstance(value, int | float) else default_s
-
-
-def _segment(value: str) -> str:
-    return quote(value, safe="")
-
-
-def _path(route: str, /, **query: object) -> str:
-    given = _given(query)
-    return f"{route}?{urlencode(given, quote_via=quote)}" if given else route
-
-
-def _decode(body: bytes) -> Any:
-    try:
-        return json.loads(body)
-    except ValueError as error:
-        raise BadAnswer(f"the service sent what is not JSON: {body[:200]!r}") from error
-
-
-def _object(answer: Answer) -> dict[str, Any]:
-    document = _decode(answer.body)
-    if not isinstance(document, dict):
-        raise BadAnswer(f"the service sent {type(document).__name__} where an object was due", status=answer.status)
-    return document
-
-
-def _list(document: Mapping[str, Any], name: str) -> list[Any]:
-    items = document.get(name)
-    if not isinstance(items, list):
-        raise BadAnswer(f"the service sent no list of {name}")
-    return items
+def _call_status(answer: Answer) -> CallStatus:
+    document = object_of(answer)
+    if document.get("state") == "done":
+        document = {**document, "result": read_value(Result, document.get("result"))}
+    return read_value(CallStatus, document)
 
 
 def _leases_of(document: Mapping[str, Any]) -> tuple[LeaseInfo, ...]:
-    return tuple(read_value(LeaseInfo, item) for item in _list(document, "leases"))
+    return tuple(read_value(LeaseInfo, item) for item in list_of(document, "leases"))
 
 
 def _acquired(answer: Answer) -> Acquired:
-    document = _object(answer)
-    return Acquired(leases=_leases_of(document), waited_s=_seconds(document.get("waited_s"), 0.0))
+    document = object_of(answer)
+    return Acquired(leases=_leases_of(document), waited_s=seconds(document.get("waited_s"), 0.0))
 
 
 def _result(answer: Answer) -> Result:
-    return read_value(Result, _object(answer))
+    return read_value(Result, object_of(answer))
 
 
 def _released(answer: Answer) -> Released:
-    document = _object(answer)
-    return Released(released=tuple(_list(document, "released")), unknown=tuple(_list(document, "unknown")))
+    document = object_of(answer)
+    return Released(released=tuple(list_of(document, "released")), unknown=tuple(list_of(document, "unknown")))
 
 
 def _renewed(answer: Answer) -> Renewed:
-    document = _object(answer)
+    document = object_of(answer)
     lost = {}
-    for item in _list(document, "lost"):
+    for item in list_of(document, "lost"):
         if not isinstance(item, dict) or not isinstance(item.get("lease_id"), str):
             raise BadAnswer("the service sent a lost lease without its id")
         lost[item["lease_id"]] = service_error(item.get("code") or "lease_lost", item.get("detail"))
@@ -330,13 +271,9 @@ def _renewed(answer: Answer) -> Renewed:
 
 
 def _lease_page(answer: Answer) -> LeasePage:
-    document = _object(answer)
+    document = object_of(answer)
     return LeasePage(leases=_leases_of(document), next_cursor=document.get("next_cursor"))
 
 
 def _entries(answer: Answer) -> tuple[FileEntry, ...]:
-    return tuple(read_value(FileEntry, item) for item in _list(_object(answer), "entries"))
-
-
-def _nothing(answer: Answer) -> None:
-    return None
+    return tuple(read_value(FileEntry, item) for item in list_of(object_of(answer), "entries"))

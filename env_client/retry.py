@@ -21,11 +21,13 @@ class RetryPolicy:
         total_s: how long one request may be repeated, on top of the time its answer may rightly take; 0: never repeat.
         base_s: the first delay, doubled each time, with jitter between half of it and all.
         cap_s: the longest delay of our own; the service's `Retry-After` may ask for more.
+        first_connect_s: how long a service that has never answered this client is tried for: more likely its address is wrong than that it restarts.
     """
 
     total_s: float = 60.0
     base_s: float = 0.1
     cap_s: float = 5.0
+    first_connect_s: float = 10.0
 
 
 def may_retry(error: SandboxError, *, repeatable: bool, final_codes: Collection[str] = ()) -> bool:

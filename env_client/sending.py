@@ -7,23 +7,22 @@ import functools
 import logging
 import os
 import random
-import tempfile
+import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import BinaryIO, TypeVar, cast
+from typing import BinaryIO, TypeVar
 
 import httpx
 
 from env_client._version import __version__
-from env_client.batches import BatchProgress
 from env_client.discovery import Endpoint
 from env_client.errors import BadAnswer, ConnectFailed, ConnectionLost, InvalidRequest, SandboxError, TimedOut, error_of_answer
-from env_client.messages import Answer, Message
+from env_client.message import Answer, Message
+from env_client.progress import Progress
 from env_client.retry import RetryPolicy, may_retry, next_delay_s
 from env_client.uploads import Upload
-from env_client.values import Result
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -47,6 +46,7 @@ class Sender:
         self.policy = policy
         self.clock = clock
         self._unit = unit
+        self._met = False  # whether the service has ever answered this client
         self._headers = [(b"Host", httpx.URL(endpoint.url).netloc), (b"User-Agent", f"sandbox-pool/{__version__}".encode())]
         if endpoint.token:
             self._headers.append((b"Authorization", b"Bearer " + endpoint.token.encode("latin-1", "replace")))
@@ -65,6 +65,8 @@ class Sender:
             size_bytes: the upload's size, if known.
         """
         headers = [*self._headers, (b"Accept", message.accept.encode())]
+        if message.last_event_id is not None:
+            headers.append((b"Last-Event-ID", message.last_event_id.encode("latin-1", "replace")))
         body = message.body if content is None else content
         if body is not None:
             headers.append((b"Content-Type", message.content_type.encode()))
@@ -85,9 +87,9 @@ class Sender:
         self.check(message, response, body)
         return message.parse(Answer(response.status_code, body))
 
-    @staticmethod
-    def succeeded(message: Message[T], response: httpx.Response) -> bool:
+    def succeeded(self, message: Message[T], response: httpx.Response) -> bool:
         """Whether an answer is one that the message's `parse` reads."""
+        self._met = True
         return 200 <= response.status_code < 300 or response.status_code in message.also_ok
 
     def check(self, message: Message[T], response: httpx.Response, body: bytes) -> None:
@@ -116,9 +118,12 @@ class Sender:
         if not may_retry(error, repeatable=message.repeatable and repeatable, final_codes=message.final_codes):
             return None
         budget_s = self.policy.total_s + (message.answer_within_s if self.policy.total_s else 0.0)
+        if not self._met and isinstance(error, ConnectFailed):
+            budget_s = min(self.policy.total_s, self.policy.first_connect_s)
         wait_s = next_delay_s(self.policy, attempt=attempt, error=error, elapsed_s=self.clock() - started, budget_s=budget_s, unit=self._unit())
         if wait_s is not None:
-            log.info("sending %s %s again in %.2f s: %s", message.method, message.path.partition("?")[0], wait_s, error)
+            level = logging.INFO if attempt else logging.WARNING
+            log.log(level, "sending %s %s again in %.2f s: %s", message.method, message.path.partition("?")[0], wait_s, error)
         return wait_s
 
 
@@ -169,16 +174,17 @@ class AsyncSender:
 
         return await self._repeat(message, attempt)
 
-    async def batch(self, progress: BatchProgress) -> AsyncIterator[tuple[int, Result]]:
-        """The results of a streamed batch as they come; a cut connection is taken up again with the calls that are still missing."""
+    async def follow(self, progress: Progress[R]) -> AsyncIterator[R]:
+        """A stream as it comes; a cut connection is taken up again with what is still missing, patiently as long as anything comes."""
         started, attempt = self.core.clock(), 0
         while not progress.done:
             message = progress.message()
             try:
                 async with self._open(message) as chunks:
                     async for chunk in chunks:
+                        started = self.core.clock()
                         for took in progress.feed(chunk):
-                            started, attempt = self.core.clock(), 0
+                            attempt = 0
                             yield took
                 progress.ended()
             except SandboxError as error:
@@ -255,16 +261,17 @@ class SyncSender:
 
         return self._repeat(message, attempt)
 
-    def batch(self, progress: BatchProgress) -> Iterator[tuple[int, Result]]:
-        """As `AsyncSender.batch`."""
+    def follow(self, progress: Progress[R]) -> Iterator[R]:
+        """As `AsyncSender.follow`."""
         started, attempt = self.core.clock(), 0
         while not progress.done:
             message = progress.message()
             try:
                 with self._open(message) as chunks:
                     for chunk in chunks:
+                        started = self.core.clock()
                         for took in progress.feed(chunk):
-                            started, attempt = self.core.clock(), 0
+                            attempt = 0
                             yield took
                 progress.ended()
             except SandboxError as error:
@@ -313,11 +320,12 @@ class SyncSender:
 @contextmanager
 def replacing(target: Path) -> Iterator[BinaryIO]:
     """A file that takes the place of `target` when the block ends well, and is gone when it does not."""
-    with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as file:
+    partial = target.with_name(f".{target.name}.{secrets.token_hex(6)}")
+    with open(partial, "xb") as file:
         try:
-            yield cast(BinaryIO, file)
+            yield file
             file.flush()
-            os.replace(file.name, target)
+            os.replace(partial, target)
         except BaseException:
-            os.unlink(file.name)
+            os.unlink(partial)
             raise

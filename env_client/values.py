@@ -8,7 +8,7 @@ import enum
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypedDict, TypeVar, cast
+from typing import Any, Generic, TypedDict, TypeVar, cast
 
 from env_client.errors import BadAnswer, ServiceError
 
@@ -212,6 +212,92 @@ class Readiness:
 
     ready: bool
     report: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Page(Generic[V]):
+    """Some of a list; `next_cursor` leads to the next page, None is the end."""
+
+    items: tuple[V, ...]
+    next_cursor: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CallStatus:
+    """Where a call is: `running` with what it has written so far, or `done` with its result."""
+
+    state: str
+    output_bytes: int = 0
+    started_at: float = 0.0
+    result: Result | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Output:
+    """A piece of a call's output as it comes; `offset` is how many bytes of output there are up to its end."""
+
+    data: bytes
+    offset: int
+
+    @property
+    def text(self) -> str:
+        """The piece as text; a character that is cut in two is not one."""
+        return self.data.decode("utf-8", "replace")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Event:
+    """Something that changed in the service, such as `lease.acquired`; `id` is where to go on after it."""
+
+    kind: str
+    id: str = ""
+    at: float = 0.0
+    data: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PoolChange:
+    """A pool as it is after a `pool_put`, and whether there was none of that name before."""
+
+    pool: PoolInfo
+    created: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SandboxInfo:
+    """A sandbox as the service last described it."""
+
+    sandbox_id: str
+    pool: str = ""
+    backend: str = ""
+    state: str = ""
+    isolation: str | None = None
+    slots: Mapping[str, int] = field(default_factory=dict)
+    created_at: float = 0.0
+    ends_at: float | None = None
+    last_error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlotCheck:
+    """What a verify planted in one slot, which kinds its reset found, and which are left."""
+
+    slot_id: str
+    clean: bool
+    sandbox_id: str = ""
+    planted: list[Mapping[str, Any]] = field(default_factory=list)
+    found: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    duration_s: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VerifyReport:
+    """Whether the slots of a pool are clean after a reset, one by one."""
+
+    pool: str
+    clean: bool
+    slots: tuple[SlotCheck, ...] = ()
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""The contract's verbs, for an event loop and for threads. A verb builds its message and sends it; what it means is said once, at the asynchronous one."""
+"""The contract's verbs of leases, calls and files: a verb builds its message and sends it. What it means is said once, at the asynchronous one."""
 
 from __future__ import annotations
 
@@ -9,29 +9,27 @@ from typing import Any, Unpack
 
 from env_client import messages
 from env_client.batches import BatchProgress
-from env_client.sending import AsyncSender, SyncSender
+from env_client.progress import ExecProgress, OutputProgress
+from env_client.service_verbs import AsyncServiceVerbs, ServiceVerbs
 from env_client.uploads import AsyncSource, Source, Upload
 from env_client.values import (
     Acquired,
     AcquireOptions,
     Call,
     CallOptions,
+    CallStatus,
     FileEntry,
     LeaseInfo,
     LeasePage,
-    PoolInfo,
-    Readiness,
+    Output,
     Released,
     Renewed,
     Result,
 )
 
 
-class AsyncVerbs:
+class AsyncVerbs(AsyncServiceVerbs):
     """What can be asked of the service. Every verb raises a `SandboxError`: a `ServiceError` for an answer, a `TransportError` for none."""
-
-    def __init__(self, sender: AsyncSender) -> None:
-        self._sender = sender
 
     async def acquire(self, pool: str | None = None, count: int = 1, **options: Unpack[AcquireOptions]) -> Acquired:
         """Acquire slots: all `count` of them or none. Nothing renews these leases; `lease` and `gang` do.
@@ -62,6 +60,13 @@ class AsyncVerbs:
         """
         return await self._sender.send(messages.exec_one(messages.make_call(lease_id, tool, args, **options)))
 
+    def exec_events(self, lease_id: str, tool: str, args: Mapping[str, Any] | None = None, **options: Unpack[CallOptions]) -> AsyncIterator[Output | Result]:
+        """As `exec`, but the output as it comes, then the result. A cut connection is taken up again at the byte where it was cut.
+
+        Breaking off does not end the call; `cancel` does.
+        """
+        return self._sender.follow(ExecProgress(messages.make_call(lease_id, tool, args, **options)))
+
     async def exec_batch(self, calls: Iterable[Call]) -> tuple[Result, ...]:
         """Run many calls over many leases; results in the order of the calls. What is wrong with one call is that call's own result.
 
@@ -72,7 +77,7 @@ class AsyncVerbs:
 
     def exec_stream(self, calls: Iterable[Call]) -> AsyncIterator[tuple[int, Result]]:
         """As `exec_batch`, but each result as soon as it is there, with its place in the batch."""
-        return self._sender.batch(BatchProgress(calls))
+        return self._sender.follow(BatchProgress(calls))
 
     async def release(self, lease_ids: Iterable[str] | None = None, *, run_id: str | None = None, reset_workspace: bool = True) -> Released:
         """Give slots back.
@@ -91,6 +96,33 @@ class AsyncVerbs:
     async def cancel(self, lease_id: str, call_id: str) -> Result:
         """End a call that runs; its result, which is `cancelled` unless it had ended by itself."""
         return await self._sender.send(messages.cancel(lease_id, call_id))
+
+    async def call_status(self, lease_id: str, call_id: str, *, wait_s: float | None = None) -> CallStatus:
+        """Where a call is.
+
+        Args:
+            lease_id: in whose slot.
+            call_id: which call.
+            wait_s: how long to wait for its end, in seconds; default: do not.
+
+        Raises:
+            CallNotFound: the lease has no such call.
+        """
+        return await self._sender.send(messages.call_status(lease_id, call_id, wait_s))
+
+    def call_output(self, lease_id: str, call_id: str, *, offset: int = 0) -> AsyncIterator[bytes]:
+        """The whole output of a call, piece by piece, from a byte on: also what was cut out of the middle of its result."""
+        return self._sender.follow(OutputProgress(lease_id, call_id, offset))
+
+    async def narrow(self, lease_id: str, *, allow_network: bool | None = None, cache: str | None = None) -> LeaseInfo:
+        """Take rights away from a held slot for good: its processes end, its files stay.
+
+        Args:
+            lease_id: whose slot.
+            allow_network: False takes the network.
+            cache: `none` takes the cache.
+        """
+        return await self._sender.send(messages.narrow(lease_id, allow_network, cache))
 
     async def lease_info(self, lease_id: str) -> LeaseInfo:
         """A lease as it is now."""
@@ -157,28 +189,9 @@ class AsyncVerbs:
         """Unpack a gzipped tar under a folder of the slot; `source` as in `put_file`."""
         await self._sender.send(messages.put_archive(lease_id, path), Upload(source))
 
-    async def pools(self) -> tuple[PoolInfo, ...]:
-        """All pools."""
-        return await self._sender.send(messages.pools())
 
-    async def pool(self, name: str) -> PoolInfo:
-        """One pool."""
-        return await self._sender.send(messages.pool(name))
-
-    async def healthz(self) -> Mapping[str, Any]:
-        """Whether the service is alive: `{"status": "ok"}`."""
-        return await self._sender.send(messages.healthz())
-
-    async def readyz(self, pool: str | None = None) -> Readiness:
-        """Whether the service, or one of its pools, is ready. Not ready is an answer, not an error."""
-        return await self._sender.send(messages.readyz(pool))
-
-
-class Verbs:
+class Verbs(ServiceVerbs):
     """As `AsyncVerbs`, blocking, for any number of threads."""
-
-    def __init__(self, sender: SyncSender) -> None:
-        self._sender = sender
 
     def acquire(self, pool: str | None = None, count: int = 1, **options: Unpack[AcquireOptions]) -> Acquired:
         """As `AsyncVerbs.acquire`."""
@@ -188,13 +201,17 @@ class Verbs:
         """As `AsyncVerbs.exec`."""
         return self._sender.send(messages.exec_one(messages.make_call(lease_id, tool, args, **options)))
 
+    def exec_events(self, lease_id: str, tool: str, args: Mapping[str, Any] | None = None, **options: Unpack[CallOptions]) -> Iterator[Output | Result]:
+        """As `AsyncVerbs.exec_events`."""
+        return self._sender.follow(ExecProgress(messages.make_call(lease_id, tool, args, **options)))
+
     def exec_batch(self, calls: Iterable[Call]) -> tuple[Result, ...]:
         """As `AsyncVerbs.exec_batch`."""
         return self._sender.send(messages.exec_batch(messages.named(calls)))
 
     def exec_stream(self, calls: Iterable[Call]) -> Iterator[tuple[int, Result]]:
         """As `AsyncVerbs.exec_stream`."""
-        return self._sender.batch(BatchProgress(calls))
+        return self._sender.follow(BatchProgress(calls))
 
     def release(self, lease_ids: Iterable[str] | None = None, *, run_id: str | None = None, reset_workspace: bool = True) -> Released:
         """As `AsyncVerbs.release`."""
@@ -207,6 +224,18 @@ class Verbs:
     def cancel(self, lease_id: str, call_id: str) -> Result:
         """As `AsyncVerbs.cancel`."""
         return self._sender.send(messages.cancel(lease_id, call_id))
+
+    def call_status(self, lease_id: str, call_id: str, *, wait_s: float | None = None) -> CallStatus:
+        """As `AsyncVerbs.call_status`."""
+        return self._sender.send(messages.call_status(lease_id, call_id, wait_s))
+
+    def call_output(self, lease_id: str, call_id: str, *, offset: int = 0) -> Iterator[bytes]:
+        """As `AsyncVerbs.call_output`."""
+        return self._sender.follow(OutputProgress(lease_id, call_id, offset))
+
+    def narrow(self, lease_id: str, *, allow_network: bool | None = None, cache: str | None = None) -> LeaseInfo:
+        """As `AsyncVerbs.narrow`."""
+        return self._sender.send(messages.narrow(lease_id, allow_network, cache))
 
     def lease_info(self, lease_id: str) -> LeaseInfo:
         """As `AsyncVerbs.lease_info`."""
@@ -260,19 +289,3 @@ class Verbs:
     def put_archive(self, lease_id: str, path: str, source: Source) -> None:
         """As `AsyncVerbs.put_archive`."""
         self._sender.send(messages.put_archive(lease_id, path), Upload(source))
-
-    def pools(self) -> tuple[PoolInfo, ...]:
-        """As `AsyncVerbs.pools`."""
-        return self._sender.send(messages.pools())
-
-    def pool(self, name: str) -> PoolInfo:
-        """As `AsyncVerbs.pool`."""
-        return self._sender.send(messages.pool(name))
-
-    def healthz(self) -> Mapping[str, Any]:
-        """As `AsyncVerbs.healthz`."""
-        return self._sender.send(messages.healthz())
-
-    def readyz(self, pool: str | None = None) -> Readiness:
-        """As `AsyncVerbs.readyz`."""
-        return self._sender.send(messages.readyz(pool))

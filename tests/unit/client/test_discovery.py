@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from env_client.discovery import Endpoint, find_service, state_dirs
+from env_client.discovery import Endpoint, find_service, local_service, state_dirs
 from env_client.errors import ServiceNotFound
 
 
@@ -17,6 +19,24 @@ def a_service(state_dir: Path, url: str = "http://127.0.0.1:8700", token: str | 
     if token is not None:
         (state_dir / "token").write_text(token + "\n")
     return state_dir
+
+
+def test_a_service_that_was_killed_is_not_found(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as gone:
+        gone.wait()
+    (tmp_path / "server.json").write_text(json.dumps({"url": "http://127.0.0.1:8700", "pid": gone.pid}))
+
+    assert local_service({"SANDBOX_STATE_DIR": str(tmp_path)}) is None
+    with pytest.raises(ServiceNotFound):
+        find_service(environ={"SANDBOX_STATE_DIR": str(tmp_path)})
+
+
+def test_it_is_known_who_said_where(tmp_path: Path) -> None:
+    here = {"SANDBOX_STATE_DIR": str(a_service(tmp_path))}
+
+    assert find_service("http://arg", environ=here).source == "the caller"
+    assert find_service(environ={"SANDBOX_URL": "http://env"}).source == "SANDBOX_URL"
+    assert find_service(environ=here).source == str(tmp_path / "server.json")
 
 
 def test_what_is_said_outright_goes_first(tmp_path: Path) -> None:
@@ -30,6 +50,12 @@ def test_the_token_of_this_machine_is_not_sent_elsewhere(tmp_path: Path) -> None
     environ = {"SANDBOX_URL": "http://elsewhere", "SANDBOX_STATE_DIR": str(a_service(tmp_path))}
 
     assert find_service(environ=environ) == Endpoint("http://elsewhere", None)
+
+
+def test_an_address_of_this_machine_s_service_brings_its_token(tmp_path: Path) -> None:
+    environ = {"SANDBOX_URL": "http://127.0.0.1:8700/", "SANDBOX_STATE_DIR": str(a_service(tmp_path))}
+
+    assert find_service(environ=environ) == Endpoint("http://127.0.0.1:8700", "local-token")
 
 
 def test_the_service_of_this_machine_is_found_in_its_state_folder(tmp_path: Path) -> None:

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from env_client import errors, messages
-from env_client.messages import Answer
+from env_client import errors, messages, service_messages
+from env_client.message import Answer, Message
 from env_client.values import AcquireOptions, Call, Result
 from tests.support.scripted_service import a_lease, a_result
 
 
-def body(message: messages.Message[Any]) -> Any:
+def body(message: Message[Any]) -> Any:
     assert message.body is not None
     return json.loads(message.body)
 
@@ -117,13 +117,30 @@ class TestExec:
         (messages.list_files("l-1", ".", False), "GET", "/v1/leases/l-1/files/list?path=.", None),
         (messages.get_archive("l-1", "."), "GET", "/v1/leases/l-1/archive?path=.", None),
         (messages.put_archive("l-1", "."), "PUT", "/v1/leases/l-1/archive?path=.", None),
-        (messages.pools(), "GET", "/v1/pools", None),
-        (messages.pool("a/b"), "GET", "/v1/pools/a%2Fb", None),
-        (messages.healthz(), "GET", "/healthz", None),
-        (messages.readyz("p"), "GET", "/readyz?pool=p", None),
+        (service_messages.pools(), "GET", "/v1/pools", None),
+        (service_messages.pool("a/b"), "GET", "/v1/pools/a%2Fb", None),
+        (service_messages.pools("n"), "GET", "/v1/pools?cursor=n", None),
+        (service_messages.pool_put("p", {"min_sandboxes": 2}), "PUT", "/v1/pools/p", {"min_sandboxes": 2}),
+        (service_messages.pool_delete("p", False), "DELETE", "/v1/pools/p", None),
+        (service_messages.pool_delete("p", True), "DELETE", "/v1/pools/p?force=1", None),
+        (service_messages.pool_verify("p"), "POST", "/v1/pools/p/verify", None),
+        (service_messages.sandboxes(5, "n"), "GET", "/v1/sandboxes?limit=5&cursor=n", None),
+        (service_messages.sandbox_drain("s-1"), "POST", "/v1/sandboxes/s-1/drain", None),
+        (service_messages.events(None), "GET", "/v1/events", None),
+        (service_messages.metrics(), "GET", "/metrics", None),
+        (service_messages.agent_pyz(), "GET", "/v1/agent.pyz", None),
+        (messages.narrow("l-1", False, None), "POST", "/v1/leases/l-1/narrow", {"allow_network": False}),
+        (messages.narrow("l-1", None, "none"), "POST", "/v1/leases/l-1/narrow", {"cache": "none"}),
+        (messages.call_status("l-1", "c:1", None), "GET", "/v1/leases/l-1/calls/c%3A1", None),
+        (messages.call_status("l-1", "c-1", 2.5), "GET", "/v1/leases/l-1/calls/c-1?wait_s=2.5", None),
+        (messages.call_events("l-1", "c-1", 7, 60), "GET", "/v1/leases/l-1/calls/c-1/events?offset=7", None),
+        (messages.call_output("l-1", "c-1", 0), "GET", "/v1/leases/l-1/calls/c-1/output", None),
+        (messages.call_output("l-1", "c-1", 7), "GET", "/v1/leases/l-1/calls/c-1/output?offset=7", None),
+        (service_messages.healthz(), "GET", "/healthz", None),
+        (service_messages.readyz("p"), "GET", "/readyz?pool=p", None),
     ],
 )
-def test_what_is_asked(message: messages.Message[Any], method: str, path: str, asked: Any) -> None:
+def test_what_is_asked(message: Message[Any], method: str, path: str, asked: Any) -> None:
     assert (message.method, message.path) == (method, path)
     assert (None if message.body is None else json.loads(message.body)) == asked
 
@@ -139,7 +156,7 @@ def test_lost_leases_are_errors_of_their_code() -> None:
 
 
 def test_not_ready_is_an_answer() -> None:
-    readiness = messages.readyz(None).parse(answer({"status": "starting"}, 503))
+    readiness = service_messages.readyz(None).parse(answer({"status": "starting"}, 503))
 
     assert (readiness.ready, readiness.report) == (False, {"status": "starting"})
 
@@ -156,17 +173,17 @@ def test_not_ready_is_an_answer() -> None:
         (messages.release(["l-1"], None, True), {"released": None}),
         (messages.renew(["l-1"], None), {"leases": [], "lost": [{}]}),
         (messages.list_files("l-1", ".", False), {"entries": [{"type": "file"}]}),
-        (messages.pools(), {"pools": [1]}),
+        (service_messages.pools(), {"pools": [1]}),
     ],
 )
-def test_an_answer_of_another_shape_is_a_bad_answer(message: messages.Message[Any], document: Any) -> None:
+def test_an_answer_of_another_shape_is_a_bad_answer(message: Message[Any], document: Any) -> None:
     with pytest.raises(errors.BadAnswer):
         message.parse(answer(document))
 
 
 def test_an_answer_that_is_no_json_is_a_bad_answer() -> None:
     with pytest.raises(errors.BadAnswer, match="not JSON"):
-        messages.pools().parse(Answer(200, b"<html>"))
+        service_messages.pools().parse(Answer(200, b"<html>"))
 
 
 def test_a_result_says_what_it_lacks() -> None:

@@ -15,28 +15,13 @@ import pytest
 from env_client import errors
 from env_client.values import Call
 from tests.support.scripted_service import FakeTime, Script, a_lease, a_result, problem
+from tests.unit.client.streams import CutStream
 
 OK_ACQUIRE = {"leases": [a_lease()], "waited_s": 0.0}
 
 
 def lines(*results: dict[str, Any]) -> bytes:
     return b"".join(json.dumps(result).encode() + b"\n" for result in results)
-
-
-class CutStream(httpx.AsyncByteStream, httpx.SyncByteStream):
-    """A body that ends in a broken connection."""
-
-    def __init__(self, *chunks: bytes) -> None:
-        self._chunks = chunks
-
-    def __iter__(self) -> Iterator[bytes]:
-        yield from self._chunks
-        raise httpx.ReadError("connection reset")
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        for chunk in self._chunks:
-            yield chunk
-        raise httpx.ReadError("connection reset")
 
 
 class TestHeaders:
@@ -98,8 +83,19 @@ class TestRepeats:
             verbs.acquire(wait_s=0)
         assert (len(script.requests), fake_time.slept_s) == (1, [])
 
-    def test_gives_up_when_patience_is_spent_and_says_why(self, verbs: Any, script: Script, fake_time: FakeTime) -> None:
+    def test_gives_up_soon_on_a_service_it_never_met_and_says_why(
+        self, verbs: Any, script: Script, fake_time: FakeTime, caplog: pytest.LogCaptureFixture
+    ) -> None:
         script.steps = [httpx.ConnectError("refused")]
+
+        with pytest.raises(errors.ConnectFailed, match="is the service running"):
+            verbs.acquire(wait_s=600)
+        assert 5 < sum(fake_time.slept_s) < 10
+        assert [record.levelname for record in caplog.records if "again in" in record.message] == ["WARNING"]
+
+    def test_gives_up_when_patience_is_spent_and_says_why(self, verbs: Any, script: Script, fake_time: FakeTime) -> None:
+        script.steps = [httpx.Response(200, json={"pools": []}), httpx.ConnectError("refused")]
+        verbs.pools()
 
         with pytest.raises(errors.ConnectFailed, match=r"no connection for GET http://pool.test/v1/pools; is the service running\?: refused"):
             verbs.pools()

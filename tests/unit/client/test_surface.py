@@ -20,11 +20,12 @@ PACKAGE = Path(env_client.__file__).parent
 
 EXPORTED = [
     "AcquireOptions", "Acquired", "AsyncLease", "AsyncSandboxClient", "BackendUnavailable", "BadAnswer", "Call", "CallConflict", "CallNotFound",
-    "CallOptions", "ConnectFailed", "ConnectionLost", "Draining", "EmbeddedFailed", "EmbeddedService", "Endpoint", "Fault", "FileEntry", "FileError",
-    "FileNotFound", "Forbidden", "InternalError", "InvalidRequest", "Lease", "LeaseInfo", "LeaseLost", "LeaseNotFound", "LeasePage", "MethodNotAllowed",
-    "NoCapacity", "NotImplementedYet", "PayloadTooLarge", "PoolConflict", "PoolInfo", "PoolNotFound", "QuotaExceeded", "Readiness", "Reason", "Released",
-    "Renewed", "Result", "RetryPolicy", "RouteNotFound", "SandboxClient", "SandboxError", "SandboxLost", "SandboxNotFound", "ServiceError",
-    "ServiceNotFound", "StorageUnavailable", "TimedOut", "TransportError", "Unauthorized", "__version__", "embedded", "find_service",
+    "CallOptions", "CallStatus", "ConnectFailed", "ConnectionLost", "Draining", "EmbeddedFailed", "EmbeddedService", "Endpoint", "Event",
+    "ExecutionResult", "Fault", "FileEntry", "FileError", "FileNotFound", "Forbidden", "InternalError", "InvalidRequest", "Lease", "LeaseInfo",
+    "LeaseLost", "LeaseNotFound", "LeasePage", "MethodNotAllowed", "NoCapacity", "NotImplementedYet", "Output", "Page", "PayloadTooLarge", "PoolChange",
+    "PoolConflict", "PoolInfo", "PoolNotFound", "QuotaExceeded", "Readiness", "Reason", "Released", "RemoteToolBackend", "Renewed", "Result",
+    "RetryPolicy", "RouteNotFound", "SandboxClient", "SandboxError", "SandboxInfo", "SandboxLost", "SandboxNotFound", "ServiceError", "ServiceNotFound",
+    "Slot", "SlotCheck", "StorageUnavailable", "TimedOut", "TransportError", "Unauthorized", "VerifyReport", "__version__", "embedded", "find_service",
 ]  # fmt: skip
 
 #: The closed set of the HTTP contract.

@@ -1,0 +1,177 @@
+"""`sandbox cp` and `ls`."""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import shutil
+import stat
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from env_client.cli.connecting import connected
+from env_client.cli.executing import ending_by_signal
+from env_client.cli.failures import Failure
+from env_client.cli.packing import Packed
+from env_client.cli.screen import JsonFlag, Screen, clock_time, size
+from env_client.cli.unpacking import unpack
+from env_client.client import SandboxClient
+from env_client.errors import FileError, FileNotFound
+from env_client.values import FileEntry
+
+_TYPE_BITS = {"directory": stat.S_IFDIR, "file": stat.S_IFREG, "symlink": stat.S_IFLNK}
+
+
+def cp(
+    source: Annotated[str, typer.Argument(metavar="SOURCE", hidden=True)],
+    target: Annotated[str, typer.Argument(metavar="TARGET", hidden=True)],
+    as_json: JsonFlag = False,
+) -> None:
+    """Copy a file or a folder into a slot, or out of one.
+
+    A path in the slot is in its workspace, or absolute in that or in /tmp. A folder that is there is copied into, as cp does;
+    `FOLDER/.` stands for what is in a folder. A local path with a colon is written ./a:b.
+    """
+    screen = Screen(as_json)
+    there, here = _split(target), _split(source)
+    if (there is None) == (here is None):
+        both = "both are in slots" if there else "neither is in a slot"
+        raise Failure(f"one of SOURCE and TARGET must be LEASE:PATH; {both}", "for example: sandbox cp notes.txt LEASE:notes.txt")
+    with ending_by_signal(), connected() as client:
+        if there is not None:
+            path, left_out = _upload(client, source, *there)
+        else:
+            assert here is not None
+            path, left_out = _download(client, *here, target)
+    if left_out:
+        screen.note(f"left out, since {'they are no files' if there else 'they lead out of the folder or are no files'}: {', '.join(left_out[:10])}")
+    if as_json and target != "-":
+        screen.document({"source": source, "target": path, "left_out": left_out})
+
+
+def ls(
+    where: Annotated[str, typer.Argument(metavar="LEASE[:FOLDER]", hidden=True)],
+    recursive: Annotated[bool, typer.Option("--recursive", "-R", help="With all that is below.")] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """List a folder of a slot."""
+    screen = Screen(as_json)
+    lease_id, path = _split(where) or (where, "")
+    with connected() as client:
+        entries = client.list_files(lease_id, path or ".", recursive=recursive)
+    if as_json:
+        screen.document({"entries": entries})
+        return
+    top = posixpath.commonpath([posixpath.dirname(entry.path) for entry in entries]) if entries else ""
+    rows = [(_mode(entry), size(entry.size_bytes) if entry.type == "file" else "-", clock_time(entry.mtime), _name(entry, top)) for entry in entries]
+    screen.table(("MODE", "SIZE>", "CHANGED", "NAME"), rows, empty="the folder is empty")
+
+
+def _split(text: str) -> tuple[str, str] | None:
+    """The lease and the path of `LEASE:PATH`; None for a local path."""
+    lease_id, colon, path = text.partition(":")
+    return (lease_id, path) if colon and lease_id and "/" not in lease_id and lease_id != "." else None
+
+
+def _kind(client: SandboxClient, lease_id: str, path: str) -> str | None:
+    """What is at a path of a slot: a directory, a file, or nothing."""
+    try:
+        client.list_files(lease_id, path)
+    except FileNotFound:
+        return None
+    except FileError as error:
+        if error.extra.get("errno") == "ENOTDIR":
+            return "file"
+        raise
+    return "directory"
+
+
+def _runs(client: SandboxClient, lease_id: str, path: str) -> bool:
+    """Whether a file of a slot may be run by its owner."""
+    folder, name = posixpath.split(path)
+    return any(posixpath.basename(entry.path) == name and _bits(entry) & stat.S_IXUSR for entry in client.list_files(lease_id, folder or "."))
+
+
+def _upload(client: SandboxClient, source: str, lease_id: str, path: str) -> tuple[str, list[str]]:
+    if source == "-":
+        if not path or path.endswith("/"):
+            raise Failure("what comes from standard input needs a file name in the slot", "say LEASE:NAME")
+        client.put_file(lease_id, path, sys.stdin.buffer)
+        return f"{lease_id}:{path}", []
+    local = Path(source)
+    if not local.exists():
+        raise Failure(f"there is no {source} here", "look at the path; a slot's is written LEASE:PATH", "file_not_found")
+    if not local.is_dir() and not local.is_file():
+        raise Failure(f"{source} is neither a file nor a folder", "copy its content with: cat … | sandbox cp - LEASE:NAME", "file_error")
+    kind = _kind(client, lease_id, path or ".")
+    into = kind == "directory" or path.endswith("/")
+    target = posixpath.join(path, local.resolve().name) if into and not source.endswith(("/.", "/./")) and source != "." else path or "."
+    try:
+        if local.is_file():
+            client.put_file(lease_id, target, local, mode=local.stat().st_mode & 0o777)
+            return f"{lease_id}:{target}", []
+        if kind == "file":
+            raise Failure(f"{path} is a file in the slot, and {source} a folder here", "copy to another name", "file_error")
+        packed = Packed(local)
+        client.put_archive(lease_id, target, packed)
+    except OSError as error:
+        raise _unreadable(error, source) from error
+    return f"{lease_id}:{target}", packed.skipped
+
+
+def _download(client: SandboxClient, lease_id: str, path: str, target: str) -> tuple[str, list[str]]:
+    kind = _kind(client, lease_id, path or ".")
+    if target == "-":
+        _to_stdout(client, lease_id, path, kind)
+        return target, []
+    name = posixpath.basename(posixpath.normpath(path or "."))
+    local = Path(target)
+    if local.is_dir() and name not in (".", "..") and not path.endswith("/."):
+        local = local / name
+    if not local.parent.is_dir():
+        raise Failure(f"there is no folder {local.parent} here", "make it first", "file_not_found")
+    try:
+        if kind == "directory":
+            return str(local), unpack(client.stream_archive(lease_id, path or "."), local)
+        if local.is_dir():
+            raise Failure(f"{local} is a folder here, and {path} a file in the slot", "remove it, or copy to another name", "file_error")
+        client.get_file_to(lease_id, path, local)
+        if _runs(client, lease_id, path):
+            mode = local.stat().st_mode
+            local.chmod(mode | (mode & 0o444) >> 2)
+    except OSError as error:
+        raise _unreadable(error, str(local)) from error
+    return str(local), []
+
+
+def _to_stdout(client: SandboxClient, lease_id: str, path: str, kind: str | None) -> None:
+    if kind == "directory" and os.isatty(1):
+        raise Failure(f"{path or '.'} is a folder, and its archive is not for a terminal", "send it on: sandbox cp LEASE:FOLDER - > folder.tar.gz")
+    chunks = client.stream_archive(lease_id, path or ".") if kind == "directory" else client.stream_file(lease_id, path)
+    for chunk in chunks:
+        sys.stdout.buffer.write(chunk)
+    sys.stdout.buffer.flush()
+
+
+def _unreadable(error: OSError, path: str) -> Failure | OSError:
+    if isinstance(error, BrokenPipeError):
+        return error
+    free = "" if error.errno != 28 else f" ({size(shutil.disk_usage('.').free)} free)"
+    return Failure(f"{error.filename or path}: {error.strerror}{free}", "change that, or copy to another place", "file_error")
+
+
+def _bits(entry: FileEntry) -> int:
+    return int(entry.mode, 8) if isinstance(entry.mode, str) else entry.mode
+
+
+def _mode(entry: FileEntry) -> str:
+    bits = _bits(entry)
+    return stat.filemode(bits | _TYPE_BITS.get(entry.type, 0)) if entry.type in _TYPE_BITS else "?" + stat.filemode(bits)[1:]
+
+
+def _name(entry: FileEntry, top: str) -> str:
+    name = posixpath.relpath(entry.path, top) if top else entry.path
+    return name + "/" if entry.type == "directory" else name

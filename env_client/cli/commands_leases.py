@@ -1,0 +1,228 @@
+"""`sandbox acquire`, `leases`, `renew`, `narrow`, `release`, `exec`, `run`."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import Annotated
+
+import typer
+
+from env_client.cli.connecting import connected, connected_or_own
+from env_client.cli.executing import CommandLine, conclude, ending_by_signal, execute
+from env_client.cli.failures import Failure
+from env_client.cli.screen import JsonFlag, Screen, clock_time, span
+from env_client.client import SandboxClient
+from env_client.errors import SandboxError
+from env_client.values import AcquireOptions, CallOptions, LeaseInfo
+
+LeaseArgument = Annotated[str, typer.Argument(metavar="LEASE", hidden=True)]
+PoolOption = Annotated[str | None, typer.Option("--pool", "-p", metavar="NAME", help="Of which pool.  [default: the service's default pool]")]
+RunOption = Annotated[str | None, typer.Option("--run-id", metavar="RUN", help="The run that the leases belong to.")]
+WaitOption = Annotated[float | None, typer.Option("--wait", metavar="SECONDS", help="How long to queue for a slot.  [default: the pool's acquire_timeout_s]")]
+CommandArgument = Annotated[list[str], typer.Argument(metavar="-- CMD", hidden=True)]
+CwdOption = Annotated[str | None, typer.Option("--cwd", "-w", metavar="FOLDER", help="Where in the slot.  [default: its workspace]")]
+EnvOption = Annotated[list[str] | None, typer.Option("--env", "-e", metavar="NAME=VALUE", help="A variable for the command; NAME alone passes on one of here.")]
+TimeoutOption = Annotated[
+    float | None, typer.Option("--timeout", "-t", metavar="SECONDS", help="Kill the command and all it started after so long.  [default: the pool's]")
+]
+SilenceOption = Annotated[float | None, typer.Option("--no-output-timeout", metavar="SECONDS", help="Kill it once it is silent for so long.")]
+NoStdinFlag = Annotated[bool, typer.Option("--no-stdin", "-n", help="Do not read standard input, also where it is no terminal.")]
+NoNetworkFlag = Annotated[bool, typer.Option("--no-network", help="Without network.")]
+
+
+def acquire(
+    pool: PoolOption = None,
+    count: Annotated[int, typer.Option("--count", "-c", metavar="N", help="So many at once: all of them or none.")] = 1,
+    ttl: Annotated[float, typer.Option("--ttl", metavar="SECONDS", help="How long it holds if it is not renewed.")] = 3600.0,
+    wait: WaitOption = None,
+    run_id: RunOption = None,
+    trajectory_id: Annotated[list[str] | None, typer.Option("--trajectory-id", metavar="ID", help="Who holds it; once for each of --count.")] = None,
+    no_network: NoNetworkFlag = False,
+    cache: Annotated[bool, typer.Option("--cache", help="With the shared cache of its run, at /cache.")] = False,
+    priority: Annotated[int | None, typer.Option("--priority", metavar="N", help="Higher is served first, among your own.")] = None,
+    label: Annotated[list[str] | None, typer.Option("--label", metavar="NAME=VALUE", help="To find it again.")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Take a slot: prints its lease id, which the other commands want."""
+    screen = Screen(as_json)
+    options: AcquireOptions = {"ttl_s": ttl, "wait_s": wait, "run_id": run_id, "priority": priority, "labels": _labels(label)}
+    if no_network:
+        options["allow_network"] = False
+    if cache:
+        options["cache"] = "rw"
+    if trajectory_id:
+        options["trajectory_ids"] = trajectory_id
+    with ending_by_signal(), connected() as client:
+        acquired = client.acquire(pool, count, **options)
+    if as_json:
+        screen.document(acquired)
+        return
+    for info in acquired.leases:
+        screen.line(info.lease_id)
+    first = acquired.leases[0]
+    screen.note(f"held until {clock_time(first.expires_at)} in pool {first.pool}; next: sandbox exec {first.lease_id} -- ls -la")
+
+
+def leases(
+    run_id: Annotated[str | None, typer.Option("--run-id", metavar="RUN", help="Those of a run.")] = None,
+    trajectory_id: Annotated[str | None, typer.Option("--trajectory-id", metavar="ID", help="Those of a trajectory.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Just the ids.")] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """List the leases you hold."""
+    screen = Screen(as_json)
+    with connected() as client:
+        found = list(client.iter_leases(run_id=run_id, trajectory_id=trajectory_id))
+    if as_json:
+        screen.document({"leases": found})
+    elif quiet:
+        for info in found:
+            screen.line(info.lease_id)
+    else:
+        screen.table(("LEASE", "POOL", "SLOT", "ENDS IN>", "RUN", "TRAJECTORY", "RIGHTS"), map(_lease_row, found), empty="you hold no leases")
+
+
+def renew(
+    lease: Annotated[list[str], typer.Argument(metavar="LEASE...", hidden=True)],
+    ttl: Annotated[float, typer.Option("--ttl", metavar="SECONDS", help="From now on.")] = 3600.0,
+    as_json: JsonFlag = False,
+) -> None:
+    """Keep leases for longer."""
+    screen = Screen(as_json)
+    with connected() as client:
+        renewed = client.renew(lease, ttl)
+    if as_json:
+        lost = [{"lease_id": lease_id, "code": error.code, "detail": error.detail} for lease_id, error in renewed.lost.items()]
+        screen.document({"leases": renewed.leases, "lost": lost})
+    else:
+        for info in renewed.leases:
+            screen.line(f"{info.lease_id} held until {clock_time(info.expires_at)}")
+    for error in renewed.lost.values():
+        raise error
+
+
+def narrow(
+    lease: LeaseArgument,
+    no_network: Annotated[bool, typer.Option("--no-network", help="Take the network away.")] = False,
+    no_cache: Annotated[bool, typer.Option("--no-cache", help="Take the shared cache away.")] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Take rights away from a held slot, for good. Its processes end, its files stay."""
+    screen = Screen(as_json)
+    if not no_network and not no_cache:
+        raise Failure("there is nothing to take away", "say --no-network, --no-cache, or both")
+    with connected() as client:
+        info = client.narrow(lease, allow_network=False if no_network else None, cache="none" if no_cache else None)
+    if as_json:
+        screen.document(info)
+    else:
+        screen.line(f"{info.lease_id} now has {_rights(info)}")
+
+
+def release(
+    lease: Annotated[list[str] | None, typer.Argument(metavar="[LEASE]...", hidden=True)] = None,
+    run_id: Annotated[str | None, typer.Option("--run-id", metavar="RUN", help="All leases of a run.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="All leases you hold.")] = False,
+    keep_workspace: Annotated[bool, typer.Option("--keep-workspace", help="Keep the files for a minute, for the next acquire of the same run.")] = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Give slots back: running commands end, and the files go."""
+    screen = Screen(as_json)
+    if sum((bool(lease), run_id is not None, everything)) != 1:
+        raise Failure("it is not clear which leases to release", "name them, or say --run-id RUN, or --all")
+    with connected() as client:
+        named = [info.lease_id for info in client.iter_leases()] if everything else lease
+        done = client.release(named, run_id=run_id, reset_workspace=not keep_workspace)
+    if as_json:
+        screen.document(done)
+    else:
+        for lease_id in done.released:
+            screen.line(lease_id)
+        if not done.released and not done.unknown:
+            screen.note("there was nothing to release")
+    if done.unknown:
+        raise Failure(f"not yours, or never known: {', '.join(done.unknown)}", "`sandbox leases` lists those you hold", "lease_not_found")
+
+
+def exec_(
+    lease: LeaseArgument,
+    command: CommandArgument,
+    timeout: TimeoutOption = None,
+    no_output_timeout: SilenceOption = None,
+    cwd: CwdOption = None,
+    env: EnvOption = None,
+    no_stdin: NoStdinFlag = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Run a command in a slot; its output comes as it is written, its exit code is ours.
+
+    Nothing in the words means anything to a shell; for a shell line say: sandbox exec LEASE -- bash -c 'ls | wc -l'.
+    Both its outputs come in true order on standard output. What is piped in is its standard input.
+    """
+    screen = Screen(as_json)
+    line = CommandLine(command, cwd, env or [])
+    options: CallOptions = {"timeout_s": timeout, "no_output_timeout_s": no_output_timeout}
+    with ending_by_signal(), connected() as client:
+        result = execute(client, lease, line, options, screen, forward_input=not no_stdin, cancel=True)
+    raise typer.Exit(conclude(result, screen))
+
+
+def run(
+    command: CommandArgument,
+    pool: PoolOption = None,
+    wait: WaitOption = None,
+    timeout: TimeoutOption = None,
+    no_output_timeout: SilenceOption = None,
+    cwd: CwdOption = None,
+    env: EnvOption = None,
+    no_network: NoNetworkFlag = False,
+    no_stdin: NoStdinFlag = False,
+    as_json: JsonFlag = False,
+) -> None:
+    """Run a command in a fresh slot, and give the slot back: acquire, exec and release in one.
+
+    Where no service runs, one is started for this command, and ends with it; a command may then take an hour before it is killed.
+    """
+    screen = Screen(as_json)
+    line = CommandLine(command, cwd, env or [])
+    options: CallOptions = {"timeout_s": timeout, "no_output_timeout_s": no_output_timeout}
+    asked: AcquireOptions = {"wait_s": wait, "run_id": "sandbox-run-" + secrets.token_hex(6), "labels": {"command": line.text[:200]}}
+    if no_network:
+        asked["allow_network"] = False
+    with ending_by_signal(), connected_or_own(pool) as client:
+        try:
+            with client.lease(pool, **asked) as lease:
+                result = execute(client, lease.lease_id, line, options, screen, forward_input=not no_stdin, cancel=False)
+        except KeyboardInterrupt:
+            _give_back(client, asked["run_id"] or "", screen)
+            raise
+    raise typer.Exit(conclude(result, screen))
+
+
+def _give_back(client: SandboxClient, run_id: str, screen: Screen) -> None:
+    """Release what an acquire that was interrupted may have been granted."""
+    try:
+        client.release(run_id=run_id)
+    except SandboxError as error:
+        screen.note(f"the slot could not be given back, and frees itself within five minutes: {error.detail}")
+
+
+def _labels(pairs: list[str] | None) -> dict[str, str] | None:
+    labels = {}
+    for pair in pairs or []:
+        name, equals, value = pair.partition("=")
+        if not name or not equals:
+            raise Failure(f"--label takes NAME=VALUE, not {pair!r}", "say for example --label user=me")
+        labels[name] = value
+    return labels or None
+
+
+def _lease_row(info: LeaseInfo) -> tuple[str, ...]:
+    ends_in = span(info.expires_at - time.time())
+    return info.lease_id, info.pool, info.slot_id, ends_in, info.run_id or "", info.trajectory_id or "", _rights(info)
+
+
+def _rights(info: LeaseInfo) -> str:
+    network = "network" if info.allow_network else "no network"
+    return f"{network}, cache" if info.cache != "none" else network

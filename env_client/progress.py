@@ -1,0 +1,150 @@
+"""Streams that are taken up again where they were cut: what has come, and what to ask for next. Pure."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Iterator
+from typing import Any, Protocol, TypeVar
+
+from env_client import messages, service_messages
+from env_client.errors import BadAnswer, ConnectionLost
+from env_client.message import Message, decode
+from env_client.sse import EventReader, ServerEvent
+from env_client.values import Call, Event, Output, Result, read_value
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Progress(Protocol[T_co]):
+    """A stream that may take several requests."""
+
+    @property
+    def done(self) -> bool:
+        """Whether all of it has come."""
+
+    def message(self) -> Message[Any]:
+        """Asks for what is missing."""
+
+    def feed(self, chunk: bytes) -> Iterator[T_co]:
+        """Take a piece of the answer; gives what is now whole."""
+
+    def ended(self) -> None:
+        """The answer is over. Raises `ConnectionLost` if it should not be."""
+
+
+class ExecProgress:
+    """The output of one call as it comes, then its result.
+
+    Args:
+        call: with an id, so that asking again finds the same call.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._within_s = messages.exec_one(call).answer_within_s
+        self._events = EventReader()
+        self._offset = 0
+        self._begun = False
+        self.done = False
+
+    def message(self) -> Message[Result]:
+        """Starts the call; once it is known to run, asks for its events from the byte that is missing."""
+        self._events = EventReader()
+        if not self._begun:
+            return messages.exec_one(self._call, stream=True)
+        call_id = self._call.call_id or ""
+        return messages.call_events(self._call.lease_id, call_id, self._offset, self._within_s)
+
+    def feed(self, chunk: bytes) -> Iterator[Output | Result]:
+        """Take a piece of the answer; gives output, and the result at the end.
+
+        Raises:
+            BadAnswer: an event that is not the contract's.
+        """
+        for event in self._events.feed(chunk):
+            self._begun = True
+            if event.name == "output":
+                output = _output(event, self._call.encoding)
+                if output.offset > self._offset:
+                    self._offset = output.offset
+                    yield output
+            elif event.name == "result":
+                self.done = True
+                yield read_value(Result, decode(event.data))
+
+    def ended(self) -> None:
+        """The answer is over."""
+        if not self.done:
+            raise ConnectionLost("the answer ended without the result of the call")
+
+
+class OutputProgress:
+    """The whole output of a call, from a byte on."""
+
+    def __init__(self, lease_id: str, call_id: str, offset: int) -> None:
+        self._lease_id, self._call_id, self._offset = lease_id, call_id, offset
+        self.done = False
+
+    def message(self) -> Message[bytes]:
+        """Asks for the bytes that are missing."""
+        return messages.call_output(self._lease_id, self._call_id, self._offset)
+
+    def feed(self, chunk: bytes) -> Iterator[bytes]:
+        """Take a piece."""
+        self._offset += len(chunk)
+        yield chunk
+
+    def ended(self) -> None:
+        """That was all."""
+        self.done = True
+
+
+class EventsProgress:
+    """Everything that changes, without an end.
+
+    Args:
+        after: the last event that was seen before.
+    """
+
+    done = False
+
+    def __init__(self, after: str | None) -> None:
+        self._after = after
+        self._events = EventReader()
+
+    def message(self) -> Message[None]:
+        """Asks for what came after the last event."""
+        self._events = EventReader()
+        return service_messages.events(self._after)
+
+    def feed(self, chunk: bytes) -> Iterator[Event]:
+        """Take a piece.
+
+        Raises:
+            BadAnswer: an event that is not the contract's.
+        """
+        for event in self._events.feed(chunk):
+            self._after = event.id or self._after
+            data = decode(event.data)
+            if not isinstance(data, dict):
+                raise BadAnswer(f"the service sent the event {event.name!r} without an object")
+            at = data.pop("at", 0.0)
+            yield Event(kind=event.name, id=event.id, at=at if isinstance(at, int | float) else 0.0, data=data)
+
+    def ended(self) -> None:
+        """The service, or something in between, has ended it."""
+        raise ConnectionLost("the stream of events ended")
+
+
+def _output(event: ServerEvent, asked_encoding: str | None) -> Output:
+    document = decode(event.data)
+    text = document.get("data") if isinstance(document, dict) else None
+    if not isinstance(text, str) or not event.id.isdecimal():
+        raise BadAnswer(f"the service sent output without {'its offset' if isinstance(text, str) else 'data'}")
+    if document.get("encoding", asked_encoding) != "base64":
+        return Output(data=text.encode(), offset=int(event.id))
+    try:
+        return Output(data=base64.b64decode(text, validate=True), offset=int(event.id))
+    except binascii.Error as error:
+        raise BadAnswer("the service sent output that is not the base64 it should be") from error

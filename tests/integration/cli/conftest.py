@@ -1,0 +1,33 @@
+"""`sandbox` as a process, on a service that runs and where none does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.cli.house import CommandLine
+from tests.support.service import Service
+
+
+@pytest.fixture
+def sandbox(service: Service, tmp_path: Path) -> CommandLine:
+    """`sandbox` of the shared service, in a folder of its own."""
+    return CommandLine(service.environ, tmp_path)
+
+
+@pytest.fixture
+def lease(sandbox: CommandLine) -> Iterator[str]:
+    """A lease, released afterwards."""
+    lease_id = sandbox.out("acquire", "--wait", "30").strip()
+    yield lease_id
+    sandbox("release", lease_id)
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> CommandLine:
+    """`sandbox` on a machine where nothing runs."""
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "state").mkdir()
+    return CommandLine({"SANDBOX_STATE_DIR": str(tmp_path / "state"), "TMPDIR": str(tmp_path / "tmp")}, tmp_path)

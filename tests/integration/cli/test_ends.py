@@ -1,0 +1,106 @@
+"""However it ends: what runs is cancelled, what was taken is given back."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.integration.cli.house import PROGRAM, WAIT_S, CommandLine
+
+
+def wait_gone(sandbox: CommandLine, lease: str, command: str) -> None:
+    """Wait until no process of the slot has these words."""
+    look = f"! pgrep -fx {command!r}"
+    deadline = time.monotonic() + WAIT_S
+    while sandbox("exec", lease, "--", "bash", "-c", look).returncode != 0:
+        assert time.monotonic() < deadline, "it still runs"
+
+
+def test_ctrl_c_cancels_the_call_and_keeps_the_lease(sandbox: CommandLine, lease: str) -> None:
+    with sandbox.on_terminal("exec", lease, "--", "bash", "-c", "echo started; sleep 31337") as terminal:
+        terminal.wait_for(b"started")
+        terminal.type(b"\x03")
+
+        assert terminal.end() == 130
+    assert "Traceback" not in terminal.text
+    wait_gone(sandbox, lease, "sleep 31337")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)])
+def test_a_signal_gives_back_what_run_took(sandbox: CommandLine, number: signal.Signals, code: int) -> None:
+    with sandbox.started("run", "--", "bash", "-c", "echo started; sleep 31338") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"started\n"
+        process.send_signal(number)
+
+        assert process.wait(WAIT_S) == code
+        assert process.stderr is not None
+        assert process.stderr.read() == b""
+    assert not [row for row in sandbox.json("leases")["leases"] if "31338" in row["labels"].get("command", "")]
+
+
+def test_ctrl_c_while_it_queues_leaves_the_queue(sandbox: CommandLine) -> None:
+    sandbox.out("pool", "apply", "full", "-s", "slots_per_sandbox=1", "-s", "min_sandboxes=1", "-s", "max_sandboxes=1", "-s", 'on_shutdown="destroy"')
+    held = sandbox.out("acquire", "-p", "full", "--wait", "30").strip()
+    with sandbox.started("run", "-p", "full", "--", "true") as process:
+        deadline = time.monotonic() + WAIT_S
+        while sandbox.json("pools", "full")["queue"] != 1:
+            assert time.monotonic() < deadline, "it does not queue"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(WAIT_S) == 130
+
+    while sandbox.json("pools", "full")["queue"] != 0:
+        assert time.monotonic() < deadline, "it still queues"
+    sandbox.out("release", held)
+    sandbox.out("pool", "delete", "full", "--force")
+
+
+def test_a_reader_that_leaves_ends_the_command(sandbox: CommandLine, lease: str) -> None:
+    line = f"{' '.join(PROGRAM)} exec {lease} -- yes | head -1; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", line], env=sandbox.environ, stdin=subprocess.DEVNULL, capture_output=True, timeout=WAIT_S, check=False)
+
+    assert (done.stdout, done.stderr) == (b"y\n141\n", b"")
+    wait_gone(sandbox, lease, "yes")
+
+
+@pytest.mark.parametrize("words", [["leases"], ["ls"], ["pools", "--json"]])
+def test_a_reader_that_is_gone_is_no_traceback(sandbox: CommandLine, lease: str, words: list[str]) -> None:
+    ours, its = os.pipe()
+    os.close(ours)
+    words = [*words, lease] if words == ["ls"] else words
+    sandbox.out("exec", lease, "--", "touch", "f")
+    done = subprocess.run([*PROGRAM, *words], env=sandbox.environ, stdin=subprocess.DEVNULL, stdout=its, stderr=subprocess.PIPE, timeout=WAIT_S, check=False)
+    os.close(its)
+
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_ctrl_c_ends_the_service_that_run_started(alone: CommandLine, tmp_path: Path) -> None:
+    with alone.on_terminal("run", "--", "bash", "-c", "echo started; sleep 31339") as terminal:
+        terminal.wait_for(b"started")
+        terminal.type(b"\x03")
+
+        assert terminal.end() == 130
+    assert "Traceback" not in terminal.text
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_even_a_kill_ends_the_service_that_run_started(alone: CommandLine) -> None:
+    with alone.started("run", "--", "bash", "-c", "echo started; sleep 31340") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"started\n"
+        family = [os.pidfd_open(child.pid) for child in psutil.Process(process.pid).children(recursive=True)]
+        process.kill()
+        process.wait()
+
+        assert len(family) > 2
+        assert all(select.select([one], [], [], WAIT_S)[0] for one in family)
+    for one in family:
+        os.close(one)

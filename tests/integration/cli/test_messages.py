@@ -1,0 +1,161 @@
+"""What a person reads when something is wrong: one sentence, and what to do next; never a traceback."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.integration.cli.house import CommandLine
+
+OTHER_LEASE = "  `sandbox leases` lists those you hold, `sandbox acquire` takes a new one\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["exec", "l-nope", "--", "ls"], "sandbox: there is no lease 'l-nope', or it is not yours\n" + OTHER_LEASE),
+        (["ls", "l-nope"], "sandbox: there is no lease 'l-nope', or it is not yours\n" + OTHER_LEASE),
+        (["release", "l-nope"], "sandbox: not yours, or never known: l-nope\n  `sandbox leases` lists those you hold\n"),
+        (["release"], "sandbox: it is not clear which leases to release\n  name them, or say --run-id RUN, or --all\n"),
+        (["narrow", "l-nope"], "sandbox: there is nothing to take away\n  say --no-network, --no-cache, or both\n"),
+        (["acquire", "--pool", "nope"], "sandbox: there is no pool 'nope'\n  `sandbox pools` lists them, `sandbox pool apply` makes one\n"),
+        (["acquire", "--label", "x"], "sandbox: --label takes NAME=VALUE, not 'x'\n  say for example --label user=me\n"),
+        (["pools", "nope"], "sandbox: there is no pool 'nope'; there is default\n  `sandbox pool apply NAME` makes one\n"),
+        (["drain", "s-nope"], "sandbox: there is no sandbox 's-nope'\n  `sandbox sandboxes` lists them\n"),
+        (["cp", "a", "b"], "sandbox: one of SOURCE and TARGET must be LEASE:PATH; neither is in a slot\n  for example: sandbox cp notes.txt LEASE:notes.txt\n"),
+        (["cp", "nope", "l-nope:x"], "sandbox: there is no nope here\n  look at the path; a slot's is written LEASE:PATH\n"),
+        (["pool", "apply", "p", "."], "sandbox: . is a folder, not a file\n  give the path of a spec in YAML or JSON\n"),
+        (["pool", "apply", "p", "nope"], "sandbox: there is no file nope\n  give the path of a spec in YAML or JSON, or - for standard input\n"),
+        (["pool", "apply", "p", "--set", "x"], "sandbox: --set takes FIELD=VALUE, not 'x'\n  say for example --set max_sandboxes=2\n"),
+        (["exec", "l-nope", "--timeout", "3", "--", "ls"], None),
+        (["exec", "l-nope"], "sandbox: Missing argument '-- CMD'\n  `sandbox exec --help` says what is taken\n"),
+        (["run", "-e", "=x", "--", "ls"], "sandbox: --env takes NAME=VALUE, not '=x'\n  or NAME alone, for a variable that is set here\n"),
+        (["bogus"], "sandbox: No such command 'bogus'\n  `sandbox --help` says what is taken\n"),
+        (["pools", "--bogus"], "sandbox: No such option: --bogus\n  `sandbox pools --help` says what is taken\n"),
+        (["acquire", "--count", "many"], None),
+        (["acquire", "--count", "9999999"], None),
+        (["acquire", "--ttl", "0"], None),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_is_wrong_and_what_to_do(sandbox: CommandLine, words: list[str], told: str | None) -> None:
+    done = sandbox(*words)
+
+    assert done.returncode == 125
+    assert done.stdout == b""
+    if told is not None:
+        assert done.stderr.decode() == told
+    first, second = done.stderr.decode().splitlines()
+    assert first.startswith("sandbox: ")
+    assert second.startswith("  ")
+    assert "\x1b" not in first
+
+
+class TestFilesThatDoNotFit:
+    def test_a_folder_where_a_file_is_meant(self, sandbox: CommandLine, lease: str, tmp_path: Path) -> None:
+        (tmp_path / "folder").mkdir()
+        (tmp_path / "file").write_text("x")
+        sandbox.out("cp", "file", f"{lease}:file")
+        sandbox.out("exec", lease, "--", "mkdir", "folder")
+
+        onto_file = sandbox("cp", "folder", f"{lease}:file")
+        onto_local = sandbox("cp", f"{lease}:folder", "file")
+        listed = sandbox("ls", f"{lease}:file")
+
+        assert onto_file.stderr.decode() == "sandbox: file is a file in the slot, and folder a folder here\n  copy to another name\n"
+        assert onto_local.stderr.decode().endswith("file is a file here, and a folder in the slot\n  remove it, or copy to another name\n")
+        assert listed.stderr.decode() == "sandbox: file, or a part of it, is not a folder\n  `sandbox ls LEASE:FOLDER` shows what is there\n"
+        assert {onto_file.returncode, onto_local.returncode, listed.returncode} == {125}
+        assert (tmp_path / "file").read_text() == "x"
+
+    def test_what_is_not_there(self, sandbox: CommandLine, lease: str, tmp_path: Path) -> None:
+        done = sandbox("cp", f"{lease}:nope", "x")
+
+        assert done.stderr.decode() == "sandbox: no such file or folder: nope\n  `sandbox ls LEASE:FOLDER` lists a folder\n"
+        assert not (tmp_path / "x").exists()
+
+    def test_a_path_that_leads_out(self, sandbox: CommandLine, lease: str) -> None:
+        done = sandbox("cp", f"{lease}:/etc/passwd", "x")
+
+        assert done.returncode == 125
+        assert done.stderr.decode().startswith("sandbox: /etc/passwd leads out of /workspace and /tmp")
+
+
+def test_a_lease_that_has_ended(sandbox: CommandLine, lease: str) -> None:
+    sandbox.out("release", lease)
+
+    done = sandbox("exec", lease, "--", "ls")
+
+    assert done.returncode == 125
+    assert done.stderr.decode().startswith(f"sandbox: lease {lease} ended at ")
+    assert done.stderr.decode().endswith(": released\n" + OTHER_LEASE)
+
+
+def test_a_wrong_token(sandbox: CommandLine) -> None:
+    done = sandbox("pools", environ={"SANDBOX_TOKEN": "wrong"})
+
+    assert done.returncode == 125
+    assert done.stderr.decode() == (
+        "sandbox: this token is not known here\n"
+        "  set SANDBOX_TOKEN to a token of this service; one that made its own keeps it in the file `token` of its state folder\n"
+    )
+
+
+def test_no_service(alone: CommandLine) -> None:
+    done = alone("pools")
+
+    assert done.returncode == 125
+    assert done.stderr.decode() == (
+        "sandbox: no sandbox service is known: set SANDBOX_URL (and SANDBOX_TOKEN), or start one on this machine with "
+        f"`python -m sandbox_server serve` (looked for server.json in {alone.environ['SANDBOX_STATE_DIR']})\n"
+        "  `sandbox run -- CMD...` needs none: it starts one for itself\n"
+    )
+
+
+@pytest.mark.parametrize("words", [["pools"], ["run", "--", "true"]])
+def test_a_service_that_does_not_answer(alone: CommandLine, words: list[str]) -> None:
+    done = alone(*words, environ={"SANDBOX_URL": "http://127.0.0.1:9"})
+
+    assert done.returncode == 125
+    assert done.stderr.decode() == (
+        "sandbox: no service answers at http://127.0.0.1:9 (from SANDBOX_URL)\n"
+        "  start the service there, or correct SANDBOX_URL; without it, the service of this machine is used\n"
+    )
+
+
+def test_an_address_that_is_none(alone: CommandLine) -> None:
+    done = alone("pools", environ={"SANDBOX_URL": "127.0.0.1:8700"})
+
+    assert done.stderr.decode() == (
+        "sandbox: the service's address must start with http:// or https://, not be '127.0.0.1:8700'\n"
+        "  set SANDBOX_URL to an address such as http://127.0.0.1:8700, or unset it for the service of this machine\n"
+    )
+
+
+def test_a_pool_of_a_service_that_is_not_there(alone: CommandLine) -> None:
+    done = alone("run", "--pool", "gpu", "--", "true")
+
+    assert (done.returncode, done.stderr.decode()) == (
+        125,
+        "sandbox: no service runs, so there is no pool 'gpu'\n  leave out --pool to run in a slot of this machine, or set SANDBOX_URL\n",
+    )
+
+
+def test_a_spec_that_is_not_yaml(sandbox: CommandLine, tmp_path: Path) -> None:
+    (tmp_path / "p.yaml").write_text("a: 1\nb: [\n")
+
+    done = sandbox("pool", "apply", "p", "p.yaml")
+
+    assert done.returncode == 125
+    assert done.stderr.decode().startswith("sandbox: p.yaml: line 3: ")
+
+
+def test_with_json_the_error_is_the_one_document(sandbox: CommandLine) -> None:
+    done = sandbox("ls", "--json", "l-nope")
+
+    error = json.loads(done.stdout)["error"]
+    assert (done.returncode, error["code"], error["status"], error["detail"]) == (125, "lease_not_found", 404, "there is no lease 'l-nope', or it is not yours")
+    assert error["next_step"]
+    assert done.stderr.decode().startswith("sandbox: there is no lease")

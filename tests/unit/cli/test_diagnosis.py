@@ -1,0 +1,68 @@
+"""What `doctor` makes of a pool's capabilities."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from env_client.cli.diagnosis import Finding, State, pool_findings
+from env_client.values import PoolInfo
+
+ALL = {
+    "modes": {"bwrap": "ok", "uid": "ok", "none": "not allowed"},
+    "network": ["none", "shared"],
+    "limits": {"memory": "cgroup2", "processes": "cgroup2"},
+    "proves": ["oom"],
+    "tools": ["bash"],
+}
+
+
+def found(isolation: str | None = "bwrap", last_error: str | None = None, **changed: Any) -> dict[str, Finding]:
+    pool = PoolInfo(name="p", isolation=isolation, capabilities={**ALL, **changed} if isolation else {}, last_error=last_error)
+    return {finding.name: finding for finding in pool_findings(pool)}
+
+
+def test_where_all_is_well_nothing_is_to_be_mended() -> None:
+    assert {finding.state for finding in found().values()} == {State.OK, State.OFF}
+    assert not [finding.fix for finding in found().values() if finding.fix]
+
+
+@pytest.mark.parametrize(
+    ("verdict", "fix"),
+    [
+        ("bubblewrap (bwrap) is not in PATH", "bubblewrap"),
+        ("bwrap: setting up uid map: Permission denied", "let ordinary users make user namespaces"),
+        ("bwrap: No permissions to create new namespace: Operation not permitted", "--security-opt seccomp=unconfined"),
+    ],
+)
+def test_a_mode_that_does_not_work_says_how_to_get_it(verdict: str, fix: str) -> None:
+    finding = found("uid", modes={"bwrap": verdict, "uid": "ok"})["mode bwrap"]
+
+    assert (finding.state, finding.detail) == (State.LIMITED, verdict)
+    assert fix in finding.fix
+
+
+def test_a_worse_mode_that_does_not_work_harms_nobody() -> None:
+    finding = found("bwrap", modes={"bwrap": "ok", "uid": "needs root, to give every slot a user of its own"})["mode uid"]
+
+    assert (finding.state, finding.fix) == (State.OFF, "run the service as root")
+
+
+def test_no_isolation_is_said_loudly() -> None:
+    assert "NOT kept apart" in found("none")["isolation"].detail
+
+
+@pytest.mark.parametrize(("how", "state"), [("cgroup1", State.OK), ("rlimit", State.LIMITED), ("none", State.LIMITED)])
+def test_limits(how: str, state: State) -> None:
+    assert found(limits={"memory": how})["memory limit"].state is state
+
+
+def test_a_pool_that_cannot_start_is_missing_what_slots_need() -> None:
+    findings = found(None, last_error="no isolation mode works here")
+
+    assert (findings["isolation"].state, findings["last error"].state) == (State.MISSING, State.MISSING)
+
+
+def test_a_network_that_cannot_be_taken_is_said() -> None:
+    assert found("uid", network=["shared"])["network"].state is State.LIMITED

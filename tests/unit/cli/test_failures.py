@@ -1,0 +1,50 @@
+"""Every error of the client has a next step, and what is not installed has one too."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+from env_client import errors
+from env_client.cli.failures import NEXT_STEPS, document_of, failure_of
+
+RAISED = [found for _, found in inspect.getmembers(errors, inspect.isclass) if issubclass(found, errors.SandboxError) and found is not errors.SandboxError]
+
+
+@pytest.mark.parametrize("kind", RAISED)
+def test_every_error_says_what_to_do_next(kind: type[errors.SandboxError]) -> None:
+    failure = failure_of(kind("it is so"))
+
+    assert failure.sentence == "it is so"
+    assert failure.next_step
+    assert failure.code == kind.code
+
+
+def test_no_step_is_for_an_error_that_is_none() -> None:
+    assert set(NEXT_STEPS) <= set(RAISED)
+
+
+def test_what_failed_inside_is_found_by_its_request() -> None:
+    failure = failure_of(errors.InternalError("The service failed.", status=500, request_id="r-1"))
+
+    assert failure.sentence == "The service failed (request r-1)"
+
+
+def test_as_a_document() -> None:
+    error = errors.NoCapacity("none free", status=503, request_id="r-1", extra={"queue_position": 3})
+
+    told = document_of(failure_of(error), error)["error"]
+
+    assert (told["code"], told["detail"], told["status"], told["queue_position"]) == ("no_capacity", "none free", 503, 3)
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_what_is_not_installed_is_named_with_how_to_get_it(missing: str) -> None:
+    program = f"import sys; sys.modules[{missing!r}] = None; sys.argv = ['sandbox', 'pools']; from env_client.cli import main; main()"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+
+    assert (done.returncode, done.stdout) == (125, "")
+    assert done.stderr == f"sandbox: the command line needs {missing}, which is not installed: pip install 'sandbox-pool[cli]'\n"

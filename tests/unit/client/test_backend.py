@@ -1,0 +1,131 @@
+"""The backend that environments hold, against a service that answers as it was told."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from env_client import errors
+from env_client.backend import RemoteToolBackend
+from env_client.retry import RetryPolicy
+from tests.support.scripted_service import URL, Script, ScriptedTransport, a_lease, a_result, problem
+
+RELEASED = httpx.Response(200, json={"released": ["l-1"], "unknown": []})
+
+
+def backend(script: Script, **options: Any) -> RemoteToolBackend:
+    return RemoteToolBackend(URL, "s3cret", run_id="r-1", retry=RetryPolicy(total_s=0.0), transport=ScriptedTransport(script), **options)
+
+
+def granted(*leases: dict[str, Any]) -> httpx.Response:
+    return httpx.Response(200, json={"leases": list(leases), "waited_s": 0.0})
+
+
+def ran(request: httpx.Request) -> httpx.Response:
+    calls = json.loads(request.content)["calls"]
+    results = [a_result(call["call_id"], call["lease_id"], output=call["args"]["command"]) for call in reversed(calls)]
+    return httpx.Response(200, content=b"".join(json.dumps(one).encode() + b"\n" for one in results))
+
+
+async def test_a_trajectory_has_a_slot_until_it_is_released(script: Script) -> None:
+    script.steps = [granted(a_lease("l-1", trajectory_id="t-1")), ran, RELEASED]
+    async with backend(script, pool="p", acquire_timeout_s=5, cache="rw") as held:
+        slot = await held.acquire("t-1")
+        (result,) = await held.execute_batch([(slot, "bash", {"command": "ls"})])
+        await held.release(slot, reset_workspace=False)
+
+    asked, _, released, ended = script.bodies()
+    assert (slot.trajectory_id, slot.slot_id, slot.workspace, slot.lost) == ("t-1", "s-1/0", "/workspace", None)
+    assert (result.success, result.output, result.error, result.reason, result.fault) == (True, "ls", "", "exit", "none")
+    assert asked.pop("request_key")
+    assert asked == {"pool": "p", "count": 1, "trajectory_ids": ["t-1"], "run_id": "r-1", "ttl_s": 300.0, "wait_s": 5, "cache": "rw"}
+    assert released == {"lease_ids": ["l-1"], "reset_workspace": False}
+    assert ended == {"run_id": "r-1", "reset_workspace": True}
+
+
+async def test_results_are_in_the_order_of_the_calls(script: Script) -> None:
+    script.steps = [granted(a_lease("l-1"), a_lease("l-2")), ran, RELEASED]
+    async with backend(script) as held:
+        one, other = await held.acquire_group(["t-1", "t-2"])
+        results = await held.execute_batch([(one, "bash", {"command": "a"}), (other, "bash", {"command": "b"}), (one, "bash", {"command": "c"})], timeout_s=9)
+
+    assert [result.output for result in results] == ["a", "b", "c"]
+    assert {call["timeout_s"] for call in script.bodies()[1]["calls"]} == {9}
+
+
+async def test_more_calls_than_one_request_takes_are_several(script: Script) -> None:
+    script.steps = [granted(a_lease("l-1")), ran, ran, RELEASED]
+    async with backend(script) as held:
+        slot = await held.acquire("t-1")
+        results = await held.execute_batch([(slot, "bash", {"command": str(number)}) for number in range(1200)])
+
+    assert [result.output for result in results] == [str(number) for number in range(1200)]
+    assert [len(body["calls"]) for body in script.bodies()[1:3]] == [1000, 200]
+
+
+async def test_a_service_that_is_gone_is_a_fault_of_ours(script: Script) -> None:
+    def half(request: httpx.Request) -> httpx.Response:
+        first = json.loads(request.content)["calls"][0]
+        return httpx.Response(200, content=json.dumps(a_result(first["call_id"], output="there")).encode() + b"\n")
+
+    script.steps = [granted(a_lease("l-1")), half, RELEASED]
+    async with backend(script) as held:
+        slot = await held.acquire("t-1")
+        first, second = await held.execute_batch([(slot, "bash", {"command": "a"}), (slot, "bash", {"command": "b"})])
+
+    assert (first.success, first.output) == (True, "there")
+    assert (second.success, second.reason, second.fault, second.metadata["may_have_run"]) == (False, "backend_error", "infra", True)
+    assert "results missing" in second.error
+
+
+async def test_a_batch_that_is_refused_is_an_error(script: Script) -> None:
+    script.steps = [granted(a_lease("l-1")), problem(401, "unauthorized"), RELEASED]
+    async with backend(script) as held:
+        slot = await held.acquire("t-1")
+        with pytest.raises(errors.Unauthorized):
+            await held.execute(slot, "bash", {"command": "ls"})
+
+
+async def test_artifacts_come_from_the_slot(script: Script) -> None:
+    entries = {"entries": [{"path": "/workspace/a"}]}
+    script.steps = [
+        granted(a_lease("l-1")),
+        httpx.Response(200, content=b"x"),
+        httpx.Response(200, json=entries),
+        httpx.Response(200, content=b"tar"),
+        RELEASED,
+    ]
+    async with backend(script) as held:
+        slot = await held.acquire("t-1")
+        assert await held.read_artifact(slot, "a") == b"x"
+        assert [entry.path for entry in await held.list_artifacts(slot, recursive=True)] == ["/workspace/a"]
+        assert await held.archive_artifacts(slot) == b"tar"
+
+
+async def test_rights_are_taken_away(script: Script) -> None:
+    script.steps = [granted(a_lease("l-1")), httpx.Response(200, json=a_lease("l-1", allow_network=False)), RELEASED]
+    async with backend(script) as held:
+        slot = await held.acquire("t-1")
+        await held.narrow(slot, allow_network=False, cache="none")
+
+    assert not slot.info.allow_network
+    assert script.bodies()[1] == {"allow_network": False, "cache": "none"}
+
+
+async def test_a_group_is_named_as_a_whole(script: Script) -> None:
+    script.steps = [RELEASED]
+    async with backend(script) as held:
+        with pytest.raises(ValueError, match="either all"):
+            await held.acquire_group(["t-1", None])
+
+
+async def test_what_went_wrong_first_is_what_is_raised(script: Script) -> None:
+    script.steps = [problem(500, "internal")]
+
+    with pytest.raises(LookupError) as caught:
+        async with backend(script):
+            raise LookupError("the environment's own")
+    assert "could not be released" in caught.value.__notes__[0]

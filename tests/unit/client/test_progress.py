@@ -1,0 +1,177 @@
+"""Streams that are taken up again where they were cut, by both clients."""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from env_client import errors
+from env_client.values import Event, Output, Result
+from tests.support.scripted_service import FakeTime, Script, a_result, problem
+from tests.unit.client.streams import CutStream
+
+
+def output(text: str, offset: int, **more: Any) -> bytes:
+    return f"id: {offset}\nevent: output\ndata: {json.dumps({'data': text, **more})}\n\n".encode()
+
+
+def result(call_id: str = "c-1", **fields: Any) -> bytes:
+    return f"event: result\ndata: {json.dumps(a_result(call_id, **fields))}\n\n".encode()
+
+
+def streamed(*chunks: bytes) -> httpx.Response:
+    return httpx.Response(200, content=b"".join(chunks), headers={"content-type": "text/event-stream"})
+
+
+def exec_events(verbs: Any, **options: Any) -> list[Output | Result]:
+    return list(verbs.exec_events("l-1", "bash", {"command": "ls"}, call_id="c-1", **options))
+
+
+class TestExecEvents:
+    def test_gives_output_as_it_comes_and_then_the_result(self, verbs: Any, script: Script) -> None:
+        script.steps = [streamed(b":\n\n", output("a", 1), output("bä", 4), result())]
+
+        *pieces, last = exec_events(verbs)
+
+        assert pieces == [Output(data=b"a", offset=1), Output(data="bä".encode(), offset=4)]
+        assert isinstance(last, Result)
+        assert script.requests[0].headers["accept"] == "text/event-stream"
+
+    def test_a_cut_is_taken_up_at_its_byte(self, verbs: Any, script: Script) -> None:
+        script.steps = [httpx.Response(200, stream=CutStream(output("abc", 3), b"id: 9\nevent: out")), streamed(output("def", 6), result())]
+
+        pieces = exec_events(verbs)
+
+        assert b"".join(piece.data for piece in pieces[:-1]) == b"abcdef"
+        assert [(request.method, request.url.path, request.url.query) for request in script.requests] == [
+            ("POST", "/v1/leases/l-1/exec", b""),
+            ("GET", "/v1/leases/l-1/calls/c-1/events", b"offset=3"),
+        ]
+
+    def test_a_cut_before_the_first_event_asks_for_the_same_call(self, verbs: Any, script: Script) -> None:
+        script.steps = [httpx.Response(200, stream=CutStream(b":\n\n")), httpx.ReadError("reset"), streamed(result())]
+
+        exec_events(verbs)
+
+        assert [request.method for request in script.requests] == ["POST"] * 3
+        assert script.bodies()[0] == script.bodies()[2]
+
+    def test_an_answer_that_ends_early_is_no_end(self, verbs: Any, script: Script) -> None:
+        script.steps = [streamed(output("a", 1)), streamed(result())]
+
+        assert len(exec_events(verbs)) == 2
+
+    def test_what_came_already_is_not_given_twice(self, verbs: Any, script: Script) -> None:
+        script.steps = [httpx.Response(200, stream=CutStream(output("abc", 3))), streamed(output("abc", 3), output("d", 4), result())]
+
+        assert [piece.data for piece in exec_events(verbs)[:-1]] == [b"abc", b"d"]
+
+    def test_exact_bytes_come_as_base64(self, verbs: Any, script: Script) -> None:
+        coded = base64.b64encode(b"\xff\x00").decode()
+        script.steps = [streamed(output(coded, 2), output("text", 6, encoding="utf-8"), result())]
+
+        assert [piece.data for piece in exec_events(verbs, encoding="base64")[:-1]] == [b"\xff\x00", b"text"]
+
+    @pytest.mark.parametrize("block", [b"event: output\ndata: {}\n\n", b'event: output\ndata: {"data": "a"}\n\n', b"id: 1\nevent: output\ndata: nonsense\n\n"])
+    def test_an_event_of_another_shape_is_a_bad_answer(self, verbs: Any, script: Script, block: bytes) -> None:
+        script.steps = [streamed(block)]
+
+        with pytest.raises(errors.BadAnswer):
+            exec_events(verbs)
+
+    def test_a_lease_that_has_ended_is_an_error(self, verbs: Any, script: Script) -> None:
+        script.steps = [httpx.Response(200, stream=CutStream(output("a", 1))), problem(410, "lease_lost")]
+
+        with pytest.raises(errors.LeaseLost):
+            exec_events(verbs)
+
+    def test_a_service_that_is_gone_is_given_up(self, verbs: Any, script: Script, fake_time: FakeTime) -> None:
+        script.steps = [httpx.Response(200, stream=CutStream(output("a", 1))), httpx.ConnectError("refused")]
+
+        with pytest.raises(errors.ConnectFailed):
+            exec_events(verbs, timeout_s=10)
+        assert 70 < sum(fake_time.slept_s) < 80
+
+
+class TestCallOutput:
+    def test_is_taken_up_at_its_byte(self, verbs: Any, script: Script) -> None:
+        script.steps = [httpx.Response(200, stream=CutStream(b"ab")), httpx.Response(200, content=b"cd")]
+
+        assert b"".join(verbs.call_output("l-1", "c-1", offset=5)) == b"abcd"
+        assert [request.url.query for request in script.requests] == [b"offset=5", b"offset=7"]
+
+
+class TestCallStatus:
+    def test_running_and_done(self, verbs: Any, script: Script) -> None:
+        script.steps = [
+            httpx.Response(200, json={"state": "running", "output_bytes": 3, "started_at": 1.5}),
+            httpx.Response(200, json={"state": "done", "result": a_result("c-1")}),
+        ]
+
+        running, done = verbs.call_status("l-1", "c-1"), verbs.call_status("l-1", "c-1", wait_s=5)
+
+        assert (running.state, running.output_bytes, running.result) == ("running", 3, None)
+        assert done.result.call_id == "c-1"
+
+    def test_done_without_a_result_is_a_bad_answer(self, verbs: Any, script: Script) -> None:
+        script.steps = [httpx.Response(200, json={"state": "done"})]
+
+        with pytest.raises(errors.BadAnswer):
+            verbs.call_status("l-1", "c-1")
+
+
+class TestEvents:
+    def test_go_on_after_the_last_one(self, verbs: Any, script: Script) -> None:
+        block = b'id: 7\nevent: lease.acquired\ndata: {"at": 2.5, "lease_id": "l-1"}\n\n'
+        script.steps = [httpx.Response(200, stream=CutStream(block)), problem(403, "forbidden")]
+
+        with pytest.raises(errors.Forbidden):
+            verbs.events(after="3")
+        assert [request.headers["last-event-id"] for request in script.requests] == ["3", "7"]
+
+    def test_are_read(self, script: Script) -> None:
+        from env_client.progress import EventsProgress
+
+        block = b'id: 7\nevent: lease.acquired\ndata: {"at": 2.5, "lease_id": "l-1"}\n\n'
+
+        assert list(EventsProgress(None).feed(block)) == [Event(kind="lease.acquired", id="7", at=2.5, data={"lease_id": "l-1"})]
+
+
+def test_lists_are_read_page_by_page(verbs: Any, script: Script) -> None:
+    script.steps = [
+        httpx.Response(200, json={"pools": [{"name": "a"}], "next_cursor": "n"}),
+        httpx.Response(200, json={"pools": [{"name": "b"}], "next_cursor": None}),
+        httpx.Response(200, json={"sandboxes": [{"sandbox_id": "s-1"}], "next_cursor": "m"}),
+        httpx.Response(200, json={"sandboxes": [{"sandbox_id": "s-2"}]}),
+    ]
+
+    assert [pool.name for pool in verbs.pools()] == ["a", "b"]
+    assert [info.sandbox_id for info in verbs.iter_sandboxes()] == ["s-1", "s-2"]
+
+
+def test_a_pool_is_made_or_changed(verbs: Any, script: Script) -> None:
+    script.steps = [httpx.Response(201, json={"name": "p"}), httpx.Response(200, json={"name": "p"}), httpx.Response(202)]
+
+    assert [verbs.pool_put("p", {}).created for _ in range(2)] == [True, False]
+    assert verbs.pool_delete("p", force=True) is None
+
+
+def test_a_verify_is_read(verbs: Any, script: Script) -> None:
+    check = {"slot_id": "s-1/0", "planted": [{"kind": "file", "detail": "x"}], "found": ["file"], "left": [], "clean": True, "duration_s": 0.5}
+    script.steps = [httpx.Response(200, json={"pool": "p", "slots": [check], "clean": True}), httpx.Response(200, json={"pool": "p", "slots": [check]})]
+
+    report = verbs.pool_verify("p")
+
+    assert (report.clean, report.slots[0].found) == (True, ["file"])
+    with pytest.raises(errors.BadAnswer):
+        verbs.pool_verify("p")
+
+
+def test_figures_and_the_agent_come_as_they_are(verbs: Any, script: Script) -> None:
+    script.steps = [httpx.Response(200, text="sandbox_slots 3\n"), httpx.Response(200, content=b"PK")]
+
+    assert (verbs.metrics(), verbs.agent_pyz()) == ("sandbox_slots 3\n", b"PK")
