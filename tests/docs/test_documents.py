@@ -2,59 +2,57 @@
 
 from __future__ import annotations
 
+import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from sybil import Document, Example
-from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser
 
 from env_client._version import __version__
+from tests.docs.blocks import DOCUMENTS, IDS, KINDS, Blocks
 from tests.hostile.attacks import ATTACKS
 from tests.support import tables
 from tests.support.service import Service
 from tests.support.users import ROOT
 
-DOCUMENTS = sorted(path for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
-IDS = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
-BASH_TIMEOUT_S = 60
+README = ROOT / "README.md"
+FENCE = re.compile(r"^( *)```(.*)$", re.MULTILINE)
 
 
-class BashBlocks:
-    """Runs ```bash blocks in one folder, one after the other; a ```text block after one is what it printed."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.printed = ""
-
-    def run(self, example: Example) -> None:
-        script = f"set -euo pipefail\n{example.parsed}"
-        done = subprocess.run(["bash", "-c", script], cwd=self.folder, capture_output=True, text=True, timeout=BASH_TIMEOUT_S, check=False)
-        assert done.returncode == 0, f"line {example.line}: exit code {done.returncode}\n{done.stdout}{done.stderr}"
-        self.printed = done.stdout
-
-    def compare(self, example: Example) -> None:
-        assert self.printed.strip() == str(example.parsed).strip(), f"line {example.line}"
+def heading_anchors(path: Path) -> set[str]:
+    """The anchors of a document's headings, as they are made where it is shown."""
+    headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize("path", DOCUMENTS, ids=IDS)
 def test_every_code_block_runs(path: Path, service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in service.environ.items():
         monkeypatch.setenv(name, value)
-    blocks = BashBlocks(tmp_path)
-    parsers = [PythonCodeBlockParser(), CodeBlockParser(language="bash", evaluator=blocks.run), CodeBlockParser(language="text", evaluator=blocks.compare)]
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    monkeypatch.chdir(tmp_path)
 
-    for example in Document.parse(str(path), *parsers).examples():
-        example.evaluate()
+    Blocks(tmp_path).run(path)
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=IDS)
-def test_every_link_to_a_file_leads_somewhere(path: Path) -> None:
-    links = re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text(encoding="utf-8"))
+def test_no_code_block_is_of_a_kind_that_is_not_tried(path: Path) -> None:
+    fences = [language for _, language in FENCE.findall(path.read_text(encoding="utf-8"))]
 
-    missing = [link for link in links if "://" not in link and not (path.parent / link).exists()]
+    assert set(fences[::2]) <= KINDS
+    assert set(fences[1::2]) <= {""}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=IDS)
+def test_every_link_leads_somewhere(path: Path) -> None:
+    missing = []
+    for link in re.findall(r"\]\(([^)]+)\)", path.read_text(encoding="utf-8")):
+        target, _, anchor = link.partition("#")
+        there = path.parent / target if target else path
+        if "://" not in link and not (there.exists() and (not anchor or anchor in heading_anchors(there))):
+            missing.append(link)
 
     assert missing == []
 
@@ -69,21 +67,15 @@ def test_every_make_target_named_exists(path: Path) -> None:
 
 
 def test_the_first_screen_of_the_readme_shows_the_two_commands() -> None:
-    first_screen = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()[:24]
+    first_screen = README.read_text(encoding="utf-8").splitlines()[:24]
 
     assert [command for command in ("make demo", "make test", "make serve") if not any(command in line for line in first_screen)] == []
 
 
-def test_the_settings_file_of_the_readme_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    block = re.search(r"```yaml\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-    assert block
-    config = tmp_path / "pools.yaml"
-    config.write_text(block.group(1), encoding="utf-8")
-    monkeypatch.setenv("SANDBOX_CONFIG", str(config))
+def test_every_page_is_in_the_list_of_pages() -> None:
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
 
-    done = subprocess.run([sys.executable, "-m", "sandbox_server", "check-config"], cwd=ROOT, capture_output=True, text=True, check=False)
-
-    assert done.returncode == 0, done.stderr
+    assert [path.name for path in sorted(ROOT.glob("docs/*.md")) if path.name != "README.md" and f"({path.name})" not in index] == []
 
 
 def test_the_isolation_table_of_the_readme_has_every_attack() -> None:

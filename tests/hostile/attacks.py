@@ -309,6 +309,12 @@ for family, address in ((socket.AF_INET, ("127.0.0.1", KNOWN["port"])), (socket.
     except OSError: continue
     broke(address)
 if [name for _, name in socket.if_nameindex() if name != "lo"]: broke(socket.if_nameindex())
+# What network namespaces do not keep apart: the machine's own sockets to whatever it runs in, and all else that is not the internet's.
+for family in set(range(46)) - {socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK}:
+    for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM, socket.SOCK_RAW, socket.SOCK_SEQPACKET):
+        try: socket.socket(family, kind).close()
+        except OSError: continue
+        broke("a socket of family %d" % family)
 held()
 """,
         refused=frozenset({"uid"}),

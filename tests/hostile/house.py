@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -117,7 +118,12 @@ class House:
 
     def agent_pids(self) -> list[int]:
         """The agents of this service, as the host sees them."""
-        return [child.pid for child in psutil.Process(self.pid).children() if any("agent" in part for part in child.cmdline())]
+        found = []
+        for child in psutil.Process(self.pid).children():
+            with contextlib.suppress(psutil.NoSuchProcess):  # a zombie as well
+                if any("agent" in part for part in child.cmdline()):
+                    found.append(child.pid)
+        return found
 
     def processes(self, marker: str) -> list[psutil.Process]:
         """Processes of the whole machine whose command line holds the marker."""

@@ -8,6 +8,7 @@ import socket
 import time
 import uuid
 
+import httpx
 import psutil
 import pytest
 
@@ -208,3 +209,25 @@ def test_a_workspace_taken_away_under_a_command_is_not_our_fault(house: House) -
     house.settled()
     house.still_sound()
     assert house.bash(house.acquire(), "touch x && echo fine")["output"] == "fine\n"
+
+
+def test_a_slot_cannot_crowd_everybody_else_out_of_the_service(house: House) -> None:
+    crowder, other = house.acquire(), house.acquire()
+    crowd = f"""
+import os, socket, time
+for _ in range(3): os.fork()
+held = []
+while len(held) < 4000:
+    try:
+        held.append(socket.create_connection(("127.0.0.1", {house.port}), 5)); held[-1].send(b"G")
+    except OSError: break
+print(len(held), flush=True)
+time.sleep(30)
+"""
+    crowding = {"command": "cat > crowd.py; setsid python3 crowd.py > log 2>&1 & sleep 6; cat log", "stdin": crowd}
+    assert house.call(crowder, "bash", crowding)["reason"] == "exit"
+
+    for _ in range(5):
+        with httpx.Client(base_url=house.url, headers=house.client.headers, timeout=10) as newcomer:
+            assert newcomer.get("/v1/pools/default").status_code == 200
+        assert house.bash(other, "echo fine")["output"] == "fine\n"

@@ -1,0 +1,135 @@
+"""What the code blocks of the documents are, and how each kind is tried.
+
+bash      is run; its variables and functions are there in the next one of the same document, as in a reader's shell
+text      is what the block before it printed, line by line; `…` stands for anything within a line
+json      is what the block before it printed: the same names and kinds of values, and the same words where the words are a closed set
+python    is run; a document is one program
+yaml      is a settings file that the service accepts
+ini       is a unit of systemd that starts the service with settings it knows
+console   is not run: only `make` targets that exist and `pip install` of extras that exist
+mermaid   is a drawing
+"""
+
+from __future__ import annotations
+
+import configparser
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from sybil import Document, Example
+from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser
+
+from sandbox_server.settings import EnvironmentModel
+from tests.support.service import end_sandboxes_left
+from tests.support.users import ROOT
+
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+IDS = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
+KINDS = frozenset({"bash", "text", "json", "python", "yaml", "ini", "console", "mermaid"})
+TIMEOUT_S = 100
+#: The members of a JSON document whose values are words of closed sets, or facts that an example must not get wrong.
+EXACT = frozenset({"code", "status", "reason", "fault", "success", "exit_code", "state", "truncated", "encoding", "allow_network", "cache", "clean", "origin"})
+#: Members that hold whatever there is: their names are not the page's to say.
+OPEN = frozenset({"modes", "limits", "evidence", "metadata", "labels", "spec", "capabilities", "data"})
+RESTORE = 'shopt -s expand_aliases; if [ -f "$DOC_STATE" ]; then . "$DOC_STATE"; fi; set -a'
+SAVE = '{ export -p | grep -v "^declare -x DOC_STATE="; declare -f; } > "$DOC_STATE"'
+
+
+class Blocks:
+    """Tries the blocks of one document, in one folder.
+
+    Args:
+        folder: where they run.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._printed = ""
+        self._groups: list[int] = []
+
+    def run(self, path: Path) -> None:
+        """Try every block of a document, in its order."""
+        tried = {"bash": self._bash, "text": self._text, "json": self._json, "yaml": self._yaml, "ini": self._ini, "console": self._console}
+        parsers = [PythonCodeBlockParser(), *(CodeBlockParser(language=language, evaluator=one) for language, one in tried.items())]
+        try:
+            for example in Document.parse(str(path), *parsers).examples():
+                example.evaluate()
+        finally:
+            for group in self._groups:  # what a block has left running
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(group, signal.SIGTERM)
+            end_sandboxes_left(self._folder / "state")
+
+    def _bash(self, example: Example) -> None:
+        script = f"{RESTORE}\nset -euo pipefail\n{str(example.parsed).rstrip()}\n{SAVE}"
+        environ = os.environ | {"DOC_STATE": str(self._folder / ".doc-state"), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": True}
+        with subprocess.Popen(["bash", "-c", script], cwd=self._folder, env=environ, text=True, **options) as shell:
+            self._groups.append(shell.pid)
+            try:
+                self._printed, complaint = shell.communicate(timeout=TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(shell.pid, signal.SIGKILL)
+                self._printed, complaint = shell.communicate()
+                complaint += f"not done after {TIMEOUT_S} s"
+        assert shell.returncode == 0, f"line {example.line}: exit code {shell.returncode}\n{self._printed}{complaint}"
+
+    def _text(self, example: Example) -> None:
+        said = [re.escape(line.rstrip()).replace("…", ".*") for line in str(example.parsed).strip().splitlines()]
+        printed = [line.rstrip() for line in self._printed.strip().splitlines()]
+        assert len(said) == len(printed), f"line {example.line}: printed was\n{self._printed}"
+        for pattern, line in zip(said, printed, strict=True):
+            assert re.fullmatch(pattern, line), f"line {example.line}: printed was {line!r}"
+
+    def _json(self, example: Example) -> None:
+        found = differences(json.loads(str(example.parsed)), json.loads(self._printed), "")
+        assert found == [], f"line {example.line}: {found}\nprinted was\n{self._printed}"
+
+    def _yaml(self, example: Example) -> None:
+        config = self._folder / "settings.yaml"
+        config.write_text(str(example.parsed), encoding="utf-8")
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("SANDBOX_")} | {"SANDBOX_CONFIG": str(config)}
+        command = [sys.executable, "-m", "sandbox_server", "check-config"]
+        done = subprocess.run(command, cwd=self._folder, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        assert done.returncode == 0, f"line {example.line}: {done.stderr}"
+
+    def _ini(self, example: Example) -> None:
+        unit = configparser.ConfigParser(interpolation=None, strict=False)
+        unit.optionxform = str  # type: ignore[assignment,method-assign]
+        unit.read_string(str(example.parsed))
+        assert " -m sandbox_server serve" in unit["Service"]["ExecStart"]
+        named = set(re.findall(r"^Environment=SANDBOX_([A-Z_]+)=", str(example.parsed), re.MULTILINE))
+        assert named <= set(EnvironmentModel.model_fields), f"line {example.line}"
+
+    def _console(self, example: Example) -> None:
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+        for line in str(example.parsed).splitlines():
+            command = line.removeprefix("$ ").partition("#")[0].strip()
+            installed = re.fullmatch(r"pip install '?\.(?:\[([a-z,]+)\])?'?", command)
+            assert command.startswith("make ") or (installed and set((installed[1] or "cli").split(",")) <= set(extras)), f"line {example.line}: {command}"
+
+
+def differences(said: Any, printed: Any, where: str) -> list[str]:
+    """Where what was printed is not of the form that a document says."""
+    name = where.rpartition(".")[2]
+    if isinstance(said, dict) and isinstance(printed, dict):
+        if name in OPEN or not said:
+            return []
+        odd = [f"{where}: {sorted(said.keys() ^ printed.keys())} on one side only"] if said.keys() != printed.keys() else []
+        return odd + [one for key in said.keys() & printed.keys() for one in differences(said[key], printed[key], f"{where}.{key}")]
+    if isinstance(said, list) and isinstance(printed, list):
+        if said and not printed:
+            return [f"{where}: nothing"]
+        return [one for item in printed if said for one in differences(said[0] if len(said) != len(printed) else said[printed.index(item)], item, where)]
+    numbers = isinstance(said, int | float) and isinstance(printed, int | float) and not isinstance(said, bool) and not isinstance(printed, bool)
+    if not numbers and type(said) is not type(printed):
+        return [f"{where}: {type(printed).__name__}, not {type(said).__name__}"]
+    return [f"{where}: {printed!r}, not {said!r}"] if name in EXACT and said != printed else []
