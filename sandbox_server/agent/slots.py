@@ -106,8 +106,9 @@ class Slot:
     def _init_lost(self, body: Body, detail: str) -> None:
         if self.body is body and self.state == READY:
             log.warning("the init of a slot has ended", extra={"slot_id": self.slot_id, "detail": detail})
-            self.own_work = ran_out_of_memory(body)
-            self.become(BROKEN, ("its own work ran out of memory: %s" if self.own_work else "its init has ended: %s") % detail)
+            oom = ran_out_of_memory(body)
+            self.own_work = oom or body.link.own_work
+            self.become(BROKEN, ("its own work ran out of memory: %s" if oom else "its init has ended: %s") % detail)
 
     def current_body(self) -> Body:
         """The body calls run in."""

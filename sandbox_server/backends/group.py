@@ -7,6 +7,9 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from sandbox_server.backends.processes import start_time
+
+GROUP_PREFIX = "sandbox-pool-"
 EMPTY_WITHIN_S = 5.0
 LOOK_EVERY_S = 0.005
 #: A group that is just being made holds nobody either.
@@ -68,6 +71,48 @@ def sweep_groups(prefix: str) -> None:
         with suppress(OSError):
             if time.time() - group.stat().st_mtime > STALE_S and not _populated(group):
                 _remove(group)
+
+
+def remove_groups_of(agent_pid: int) -> None:
+    """Remove the groups that an agent made for itself, outside of its sandbox's or where that has none: one that was killed could not. Blocks.
+
+    Raises:
+        OSError: something in one of them does not end.
+    """
+    if start_time(agent_pid) is not None:
+        return  # the pid is another process's by now
+    until = time.monotonic() + EMPTY_WITHIN_S
+    while left := [group for parent in _parents() for group in parent.glob(f"{GROUP_PREFIX}{agent_pid}-*") if _is_left(group)]:
+        if time.monotonic() > until:
+            raise OSError(f"processes in {left[0]} have not ended within {EMPTY_WITHIN_S:g} s")
+        time.sleep(LOOK_EVERY_S)
+
+
+def _is_left(group: Path) -> bool:
+    """Whether a group of ours is still there after being removed."""
+    with suppress(FileNotFoundError):
+        if group.stat().st_uid != os.geteuid():
+            return False
+        with suppress(OSError):  # busy
+            _remove(group)
+        return group.exists()
+    return False
+
+
+def _parents() -> set[Path]:
+    """Where an agent of ours may have made its own groups: beside this process, or at the top where what we are in is not shown here."""
+    paths = {}
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        paths.update(dict.fromkeys(controllers.split(","), path))
+    parents = set()
+    for line in Path("/proc/self/mountinfo").read_text().splitlines():
+        left, _, right = line.partition(" - ")
+        kind, _, options = right.split(" ", 2)
+        if kind in ("cgroup", "cgroup2"):
+            mount = Path(left.split(" ")[4])
+            parents |= {mount} | {Path(f"{mount}{paths[name]}") for name in (options.split(",") if kind == "cgroup" else [""]) if name in paths}
+    return {parent for parent in parents if parent.is_dir()}
 
 
 def _remove(group: Path) -> None:

@@ -27,7 +27,7 @@ from typing import Any
 from sandbox_server.agent.build import content
 from sandbox_server.backends.base import CreateFailed, Health
 from sandbox_server.backends.disposal import dispose, sweep
-from sandbox_server.backends.group import join_group, kill_group, make_group, sweep_groups
+from sandbox_server.backends.group import GROUP_PREFIX, join_group, kill_group, make_group, remove_groups_of, sweep_groups
 from sandbox_server.backends.processes import end_process, is_running, spawn
 from sandbox_server.core.types import Handle, PoolSpec
 
@@ -40,7 +40,6 @@ ALONE_EXIT_S = 10.0
 DELETE_WITHIN_S = 2.0
 #: The kernel's limit on a unix socket's path is 107 bytes.
 MAX_SOCKET_PATH_BYTES = 100
-GROUP_PREFIX = "sandbox-pool-"
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
@@ -154,6 +153,8 @@ class LocalBackend:
             await end_process(data["pid"], data["started"], self._term_s, KILL_S)
         if "group" in data:
             await asyncio.to_thread(kill_group, Path(data["group"]))
+        if "pid" in data:
+            await asyncio.to_thread(remove_groups_of, data["pid"])
         folders = filter(None, (data.get("workspaces"), data.get("socket_dir"), str(self._folder / handle.sandbox_id)))
         await dispose(folders, self._aside, DELETE_WITHIN_S)
 

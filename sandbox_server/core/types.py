@@ -184,6 +184,7 @@ class Lease:
     labels: Mapping[str, str] = field(default_factory=dict)
     ended_at: float | None = None
     end_detail: str = ""
+    end_own_work: bool = False  # its end was provably its own work's doing
 
     @property
     def slot(self) -> SlotRef:

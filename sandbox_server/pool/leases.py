@@ -112,12 +112,12 @@ class LeaseBook:
         self.table.move(slot, SlotEvent.DIRTY)
         return lease
 
-    def broken(self, ref: SlotRef, detail: str) -> Lease | None:
-        """The slot's init died. It is reset, and its lease, returned here, has ended with it."""
+    def broken(self, ref: SlotRef, detail: str, *, own_work: bool = False) -> Lease | None:
+        """The slot's init died, provably by its `own_work` or not. It is reset, and its lease, returned here, has ended with it."""
         slot = self.table.get(ref)
         if slot is None or slot.state in (SlotState.QUARANTINED, SlotState.RESETTING):
             return None
-        lease = self._end_of_slot(slot, detail)
+        lease = self._end_of_slot(slot, detail, own_work)
         self._reset(slot, SlotEvent.RECLAIM if lease is None else SlotEvent.RELEASE, keep=None)
         return lease
 
@@ -141,10 +141,10 @@ class LeaseBook:
         claimed = [slot for shelf in self.table.shelves.values() if shelf.open for slot in shelf.ready.values()]
         return [self._begin_reset(slot, SlotEvent.RECLAIM, keep=None) for slot in claimed]
 
-    def _end_of_slot(self, slot: Slot, detail: str) -> Lease | None:
+    def _end_of_slot(self, slot: Slot, detail: str, own_work: bool = False) -> Lease | None:
         if slot.lease_id is None:
             return None
-        lease = self._end(self.held[slot.lease_id], LeaseState.SANDBOX_LOST, detail)
+        lease = self._end(self.held[slot.lease_id], LeaseState.SANDBOX_LOST, detail, own_work)
         slot.lease_id = None
         return lease
 
@@ -316,8 +316,8 @@ class LeaseBook:
         due.extend(slot.since + KEPT_S for slot in itertools.islice(self.table.kept(), 1))
         return min(due)
 
-    def _end(self, holding: Holding, state: LeaseState, detail: str) -> Lease:
-        lease = replace(holding.lease, state=state, ended_at=self._clock.wall(), end_detail=detail)
+    def _end(self, holding: Holding, state: LeaseState, detail: str, own_work: bool = False) -> Lease:
+        lease = replace(holding.lease, state=state, ended_at=self._clock.wall(), end_detail=detail, end_own_work=own_work)
         self.holdings.remove(lease)
         self.ended.add(lease, self._clock.monotonic())
         return lease
@@ -363,10 +363,7 @@ class LeaseBook:
     # After a crash.
 
     def restore(self, slots: Sequence[SlotRecord], leases: Sequence[Lease]) -> None:
-        """Fill an empty book from what was recorded. Sandboxes must have been added; ended leases are passed over.
-
-        Leases that held get a grace; a slot that was between two holders is reset again.
-        """
+        """Fill an empty book from what was recorded; its sandboxes must have been added. Leases that held get a grace; what was being reset is again."""
         now, wall = self._clock.monotonic(), self._clock.wall()
         held = {lease.slot: lease for lease in leases if lease.state is LeaseState.HELD}
         for record in slots:

@@ -144,9 +144,7 @@ class Pools:
         """Let a pool's leases end, then take it away; `force`: now. Answers when that is on record.
 
         Raises:
-            PoolNotFound: there is none of that name.
-            PoolConflict: it is of the settings file.
-            StorageUnavailable: it cannot be recorded.
+            PoolNotFound, PoolConflict, StorageUnavailable: there is none, it is of the settings file, it cannot be recorded.
         """
         await self._catalog.delete(name, force=force)
 

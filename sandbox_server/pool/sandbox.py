@@ -111,6 +111,7 @@ class SlotSeen:
     workspace: str
     isolation: str
     detail: str
+    own_work: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,4 +186,5 @@ def _read_slot(slot: Any, sandbox_id: str) -> SlotSeen:
         workspace=workspace if isinstance(workspace, str) else "",
         isolation=isolation if isinstance(isolation, str) and isolation in MODES else "",
         detail=str(slot.get("detail") or "")[:2000],
+        own_work=slot.get("own_work") is True,
     )

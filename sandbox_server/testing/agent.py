@@ -80,12 +80,13 @@ class FakeSlot:
     network: bool = True
     cache: str | None = None
     detail: str = ""
+    own_work: bool = False
 
     def meta(self) -> dict[str, Any]:
         """What `watch` shows of it."""
         return {
             "slot_id": self.slot_id, "epoch": self.epoch, "state": self.state, "workspace": "/workspace", "tmp": "/tmp",
-            "isolation": "bwrap", "network": self.network, "detail": self.detail,
+            "isolation": "bwrap", "network": self.network, "detail": self.detail, "own_work": self.own_work,
         }  # fmt: skip
 
 
@@ -154,10 +155,10 @@ class FakeAgent:
         for peer in peers:
             peer.close()
 
-    def set_slot(self, slot_id: str, state: str, detail: str = "") -> None:
+    def set_slot(self, slot_id: str, state: str, detail: str = "", *, own_work: bool = False) -> None:
         """Something became of a slot: tell whoever watches."""
         slot = self.slots[slot_id]
-        slot.state, slot.detail = state, detail
+        slot.state, slot.detail, slot.own_work = state, detail, own_work
         self._show([slot])
 
     def reset(self, slot: FakeSlot, meta: dict[str, Any]) -> dict[str, Any]:

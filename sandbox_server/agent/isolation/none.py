@@ -37,6 +37,7 @@ class Nothing:
 
     async def end(self, body: base.Body) -> dict[str, Any]:
         """See `Isolation.end`. Init kills what descends from it; where there are leaves, the kernel kills what is in them."""
+        died_before = body.process.poll() is not None
         body.link.close()
         ended = await base.wait_exit(body.process, base.END_TIMEOUT_S)
         if not ended:
@@ -45,9 +46,11 @@ class Nothing:
         left = 0
         if body.groups.leaves is not None:
             left = await self._empty(body)
-        proof: dict[str, Any] = {"init_ended": ended, "processes": left, "clean": ended and not left}
+        # What an init leaves that did not end by its own hand can be found by its control groups, or not at all.
+        lost_track = died_before and body.groups.leaves is None
+        proof: dict[str, Any] = {"init_ended": ended, "processes": left, "clean": ended and not left and not lost_track}
         if not proof["clean"]:
-            proof["detail"] = "%d processes could not be ended" % left
+            proof["detail"] = "its init was killed, and what it had started cannot be found" if lost_track else "%d processes could not be ended" % left
         else:
             base.close_body_fds(body)
             body.groups.remove()

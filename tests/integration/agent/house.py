@@ -153,7 +153,7 @@ def agent_process(runner: Runner, mode: str, **settings: Any) -> Iterator[Agent]
         "slots": 2,
         "isolation": mode,
         "allow_none": mode == "none",
-        "alone_exit_s": 60.0,
+        "alone_exit_s": 600.0,  # one agent may wait through the tests of many others
         **settings,
     }
     environ = {"PATH": os.environ["PATH"], **{name: value for name, value in runner.environ.items() if name == "LD_LIBRARY_PATH"}}

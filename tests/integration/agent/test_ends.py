@@ -172,22 +172,41 @@ async def test_narrow_takes_the_network_and_keeps_the_files(house: House) -> Non
     assert (await house.bash("grep -c : /proc/net/dev")).text == "1\n"
 
 
-async def test_a_dead_init_breaks_its_slot_and_a_reset_mends_it(house: House) -> None:
-    running = asyncio.create_task(house.bash("sleep 7015", call_id="c"))
-    while "c" not in await _known(house):
-        await asyncio.sleep(0.02)
-    inits = [child for child in psutil.Process(house.process.pid).children(recursive=True) if any("slot_init" in part for part in child.cmdline())]
-    for child in inits:
-        if "bwrap" not in child.name():
-            child.kill()
+async def test_a_dead_init_breaks_its_slot_and_a_reset_mends_it_or_says_that_it_cannot(own_house: House) -> None:
+    house, marker = own_house, f"7015.{secrets.randbelow(10**9)}"
+    running = asyncio.create_task(house.bash(f"exec sleep {marker}", call_id="c"))
+    sleeper = await _process(["sleep", marker])
+    init = sleeper.parent()
+    assert init is not None
+    init.kill()
     answer = await running
 
     assert answer.reason == "sandbox_lost"
     with pytest.raises(AgentRefused) as refused:
         await house.bash("true")
     assert refused.value.code == "slot_unavailable"
+    if house.link.hello["isolation"] == "none" and _lives(sleeper):
+        # Nothing says what an init without a namespace had started: the slot is not called clean.
+        answered = await house.reset()
+        assert (answered["state"], "cannot be found" in str(answered["detail"])) == ("quarantined", True)
+        sleeper.kill()
+        return
     assert (await house.reset())["state"] == "ready"
     assert (await house.bash("echo back")).text == "back\n"
+    assert not _lives(sleeper)
+
+
+def _lives(process: psutil.Process) -> bool:
+    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+
+
+async def _process(command: list[str]) -> psutil.Process:
+    """The process that runs this command, as soon as there is one."""
+    while True:
+        for process in psutil.process_iter(["cmdline"]):
+            if process.info["cmdline"] == command:
+                return process
+        await asyncio.sleep(0.02)
 
 
 async def test_a_fork_bomb_hits_its_limit_and_nobody_else(make_house: Maker) -> None:

@@ -141,6 +141,22 @@ async def test_what_a_dead_agent_left_running_dies_with_the_group(make_backend):
     assert not os.path.exists(handle.data["group"])
 
 
+async def test_groups_that_a_killed_agent_made_for_itself_go_too(make_backend):
+    backend = make_backend()
+    handle = await create(backend)
+    name = f"{GROUP_PREFIX}{handle.data['pid']}-0123abcd"
+    made = []
+    for parent in _parents():
+        with suppress(OSError):
+            (parent / name / "slot").mkdir(parents=True)
+            made.append(parent / name)
+    os.kill(handle.data["pid"], signal.SIGKILL)
+
+    await backend.destroy(handle)
+
+    assert [group for group in made if group.exists()] == []
+
+
 async def test_check_tells_the_running_from_the_gone(make_backend):
     backend = make_backend()
     one, two = await create(backend, "s-1"), await create(backend, "s-2")

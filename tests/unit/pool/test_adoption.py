@@ -8,48 +8,9 @@ from dataclasses import replace
 import pytest
 
 from sandbox_server.core.errors import BackendUnavailable, LeaseLost, LeaseNotFound, SandboxLost, StorageUnavailable
-from sandbox_server.core.types import AcquireRequest, PoolSpec
-from sandbox_server.pool.pools import Pools
-from sandbox_server.pool.wiring import Wiring
-from sandbox_server.testing import FakeAgent, FakeBackend, FakeClock, settle
-from tests.support.crashing_store import CrashingStore
-from tests.support.lives import kill
-
-SPEC = PoolSpec(slots_per_sandbox=2, min_sandboxes=1, max_sandboxes=2)
-
-
-class Lives:
-    """A service that can die and start again over the same backend and store."""
-
-    def __init__(self, backend=None, **spec):
-        self.clock = FakeClock()
-        self.backend = backend or FakeBackend()
-        self.store = CrashingStore()
-        self.specs = {"default": replace(SPEC, **spec)}
-        self.pools = None
-
-    async def start(self, **wiring):
-        parts = Wiring(store=self.store, clock=self.clock, connect=self.backend.connect, timers=self.clock, jitter=lambda: 0.5, **wiring)
-        self.pools = Pools(self.specs, {"local": self.backend}, self.store, self.clock, wiring=parts)
-        await self.pools.start()
-        await settle()
-        return self
-
-    async def die(self, down_s=0.0, *, lossy=False):
-        """SIGKILL: nothing more is said. `lossy`: what nobody waited for had not been written yet either."""
-        await kill(self.pools)
-        self.store.crash(0 if lossy else self.store.unflushed)
-        self.clock.pass_time(down_s)
-
-    async def again(self, down_s=0.0, *, lossy=False):
-        await self.die(down_s, lossy=lossy)
-        return await self.start()
-
-    async def acquire(self, pool="default", **fields):
-        return (await self.pools.acquire(AcquireRequest(tenant="t", pool=pool, **fields))).leases
-
-    def slots(self, pool="default"):
-        return {state: count for state, count in self.pools.view(pool).slots.items() if count}
+from sandbox_server.core.types import AcquireRequest
+from sandbox_server.testing import FakeAgent, FakeBackend, settle
+from tests.unit.pool.lives import SPEC, Lives
 
 
 @pytest.fixture
@@ -404,14 +365,12 @@ async def test_mode_none_serves_one_tenant_and_run_at_a_time_over_a_restart_too(
             return FakeAgent(sandbox_id, isolation="none")
 
     lives = await make_lives(Backend(), allow_none=True, max_sandboxes=1)
-    (lease,) = await lives.acquire(run_id="r")
+    await lives.acquire(run_id="r")
     await lives.again()
 
     other = asyncio.create_task(lives.pools.acquire(AcquireRequest(tenant="u", pool="default")))
     await settle()
     assert not other.done()
 
-    assert await lives.acquire(run_id="r")
     lives.pools.release("t", None, "r")
     assert (await other).leases
-    assert lease.isolation == "none"

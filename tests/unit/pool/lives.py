@@ -1,0 +1,48 @@
+"""A service that can die and start again, on fakes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from sandbox_server.core.types import AcquireRequest, PoolSpec
+from sandbox_server.pool.pools import Pools
+from sandbox_server.pool.wiring import Wiring
+from sandbox_server.testing import FakeBackend, FakeClock, settle
+from tests.support.crashing_store import CrashingStore
+from tests.support.lives import kill
+
+SPEC = PoolSpec(slots_per_sandbox=2, min_sandboxes=1, max_sandboxes=2)
+
+
+class Lives:
+    """A service that can die and start again over the same backend and store."""
+
+    def __init__(self, backend=None, **spec):
+        self.clock = FakeClock()
+        self.backend = backend or FakeBackend()
+        self.store = CrashingStore()
+        self.specs = {"default": replace(SPEC, **spec)}
+        self.pools = None
+
+    async def start(self, **wiring):
+        parts = Wiring(store=self.store, clock=self.clock, connect=self.backend.connect, timers=self.clock, jitter=lambda: 0.5, **wiring)
+        self.pools = Pools(self.specs, {"local": self.backend}, self.store, self.clock, wiring=parts)
+        await self.pools.start()
+        await settle()
+        return self
+
+    async def die(self, down_s=0.0, *, lossy=False):
+        """SIGKILL: nothing more is said. `lossy`: what nobody waited for had not been written yet either."""
+        await kill(self.pools)
+        self.store.crash(0 if lossy else self.store.unflushed)
+        self.clock.pass_time(down_s)
+
+    async def again(self, down_s=0.0, *, lossy=False):
+        await self.die(down_s, lossy=lossy)
+        return await self.start()
+
+    async def acquire(self, pool="default", **fields):
+        return (await self.pools.acquire(AcquireRequest(tenant="t", pool=pool, **fields))).leases
+
+    def slots(self, pool="default"):
+        return {state: count for state, count in self.pools.view(pool).slots.items() if count}
