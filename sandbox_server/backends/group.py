@@ -82,7 +82,7 @@ def remove_groups_of(agent_pid: int) -> None:
     if start_time(agent_pid) is not None:
         return  # the pid is another process's by now
     until = time.monotonic() + EMPTY_WITHIN_S
-    while left := [group for parent in _parents() for group in parent.glob(f"{GROUP_PREFIX}{agent_pid}-*") if _is_left(group)]:
+    while left := [group for parent in group_parents() for group in parent.glob(f"{GROUP_PREFIX}{agent_pid}-*") if _is_left(group)]:
         if time.monotonic() > until:
             raise OSError(f"processes in {left[0]} have not ended within {EMPTY_WITHIN_S:g} s")
         time.sleep(LOOK_EVERY_S)
@@ -99,7 +99,7 @@ def _is_left(group: Path) -> bool:
     return False
 
 
-def _parents() -> set[Path]:
+def group_parents() -> set[Path]:
     """Where an agent of ours may have made its own groups: beside this process, or at the top where what we are in is not shown here."""
     paths = {}
     for line in Path("/proc/self/cgroup").read_text().splitlines():

@@ -6,14 +6,15 @@ import asyncio
 import json
 import os
 import signal
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from sandbox_server.backends.base import CreateFailed, Health
-from sandbox_server.backends.local import LocalBackend, make_local_backend
+from sandbox_server.backends.group import group_parents
+from sandbox_server.backends.local import GROUP_PREFIX, LocalBackend, make_local_backend
 from sandbox_server.backends.processes import end_process, is_running, spawn, start_time
 from sandbox_server.backends.registry import BUILT, NOT_BUILT, load_backend
 from sandbox_server.core.errors import InvalidRequest, NotImplementedHere
@@ -146,7 +147,7 @@ async def test_groups_that_a_killed_agent_made_for_itself_go_too(make_backend):
     handle = await create(backend)
     name = f"{GROUP_PREFIX}{handle.data['pid']}-0123abcd"
     made = []
-    for parent in _parents():
+    for parent in group_parents():
         with suppress(OSError):
             (parent / name / "slot").mkdir(parents=True)
             made.append(parent / name)
