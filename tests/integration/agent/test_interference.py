@@ -55,7 +55,11 @@ async def test_a_slot_whose_init_stands_still_is_ended_in_time_and_a_reset_mends
     for init in house.inits():
         with contextlib.suppress(psutil.NoSuchProcess):
             init.send_signal(signal.SIGCONT)
-    assert (await house.reset())["state"] == "ready"
+    answered = await house.reset()
+    if lost.reason == "sandbox_lost" and house.link.hello["isolation"] == "none":
+        assert answered["state"] == "quarantined"  # without a namespace nothing proves that all is gone
+        return
+    assert answered["state"] == "ready"
     assert (await house.bash("pgrep -f 'sleep 705[56]'")).text == ""
     assert (await house.bash("echo back")).text == "back\n"
 
