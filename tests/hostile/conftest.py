@@ -21,7 +21,7 @@ POOL = {
     "max_sandboxes": 1,
     "require_sandbox": True,
     "slot_processes": 200,
-    "max_file_mb": 2048,
+    "max_file_mb": 64,
     "on_shutdown": "destroy",
 }
 HOUSES = [("bwrap", "root"), ("uid", "root"), ("bwrap", "user")] if os.geteuid() == 0 else [("bwrap", "user")]

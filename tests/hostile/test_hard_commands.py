@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import socket
 import time
 import uuid
@@ -131,8 +132,8 @@ def test_a_fork_bomb_hurts_nobody_else_and_is_gone_with_the_lease(house: House) 
 def test_a_file_beyond_the_limit_is_a_resource_limit_where_that_is_proven(house: House) -> None:
     lease = house.acquire()
 
-    proven = house.bash(lease, "exec head -c 3G /dev/zero > big")
-    unproven = house.bash(lease, "head -c 3G /dev/zero > big; exit 7")
+    proven = house.bash(lease, "exec head -c 100M /dev/zero > big")
+    unproven = house.bash(lease, "head -c 100M /dev/zero > big; exit 7")
 
     assert (proven["reason"], proven["fault"]) == ("resource_limit", "policy"), proven
     assert proven["metadata"]["evidence"] == {"signal": "SIGXFSZ"}
@@ -212,6 +213,8 @@ def test_a_workspace_taken_away_under_a_command_is_not_our_fault(house: House) -
 
 
 def test_a_slot_cannot_crowd_everybody_else_out_of_the_service(house: House) -> None:
+    if os.geteuid() == 0 and house.name != "`bwrap` as root":
+        pytest.skip("the network is the same in every house: once is enough")
     crowder, other = house.acquire(), house.acquire()
     crowd = f"""
 import os, socket, time
