@@ -15,7 +15,7 @@ AGENT := sandbox_server/agent
 # Newer than 3.8, and used by the agent only where they are there.
 WHERE_PRESENT := os.pidfd_open signal.pidfd_send_signal
 
-.PHONY: help setup demo test check pytest serve bench matrix format clean
+.PHONY: help setup demo test check pytest serve bench faults matrix format clean
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -45,6 +45,9 @@ serve: setup ## the service, until Ctrl-C
 
 bench: setup ## the service beside the bare machine and SWE-ReX; writes the README's speed table
 	@$(BIN)/python -m tests.bench --write
+
+faults: setup ## load and crashes at once, the histories checked: make faults ARGS="--seconds 600 --clients 50"
+	@$(BIN)/python -m tests.faults $(ARGS)
 
 matrix: setup ## the README's isolation table, from a run of the hostile suite
 	@$(BIN)/python -m pytest tests/hostile --readme=write

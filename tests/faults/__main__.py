@@ -1,0 +1,59 @@
+"""The crash harness from the command line."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import secrets
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.faults.harness import Report, Run
+from tests.faults.history import about
+
+STORIES = 5
+"""How many violations are told with their history; the others in one line each."""
+STORY_EVENTS = 60
+
+
+def main() -> int:
+    """Run it, print the figures.
+
+    Returns:
+        0, or 1 when a promise was not kept.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.faults", description="The real service under load, killed again and again; what its clients saw is checked."
+    )
+    parser.add_argument("--seconds", type=float, default=60.0, help="how long the load and the faults last (default %(default)g)")
+    parser.add_argument("--seed", type=int, default=None, help="decides what the clients do and what fails when; default a new one, which is printed")
+    parser.add_argument("--clients", type=int, default=50, help="how many clients (default %(default)s)")
+    options = parser.parse_args()
+    seed = options.seed if options.seed is not None else secrets.randbelow(1_000_000)
+    print(f"seed {seed}, {options.clients} clients, {options.seconds:g} s", flush=True)
+    report = asyncio.run(Run(seed, options.seconds, options.clients).run())
+    for name, count in report.figures.items():
+        print(f"{name:32} {count:8,}")
+    if not report.violations:
+        return 0
+    tell(report)
+    print(f"again: python -m tests.faults --seed {seed} --seconds {options.seconds:g} --clients {options.clients}")
+    return 1
+
+
+def tell(report: Report) -> None:
+    """Print the violations, the first ones with what led to them, and keep everything."""
+    folder = Path(tempfile.mkdtemp(prefix=f"sandbox-pool-faults-{report.seed}-"))
+    report.history.write(folder / "history")
+    (folder / "log").write_text(report.log, encoding="utf-8")
+    for number, violation in enumerate(report.violations):
+        print(f"\n{violation.rule}: {violation.detail}")
+        if number < STORIES and violation.names:
+            story = [str(event) for event in about(report.history.events, violation.names)]
+            print("\n".join(f"    {line[:600]}" for line in story[:STORY_EVENTS]))
+    print(f"\nseed {report.seed}; the whole history and the service's log: {folder}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

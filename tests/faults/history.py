@@ -1,0 +1,74 @@
+"""What happened, in the order in which the harness saw it: the one thing that the checker reads."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One thing that happened.
+
+    Args:
+        at: when, in seconds since the history began.
+        kind: what.
+        fields: the rest of it; values as JSON has them.
+    """
+
+    at: float
+    kind: str
+    fields: Mapping[str, Any]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.fields[name]
+
+    def __str__(self) -> str:
+        return f"{self.at:9.3f} {self.kind:16} " + " ".join(f"{name}={json.dumps(value)}" for name, value in self.fields.items())
+
+
+class History:
+    """All events of a run. Everything that notes is in one event loop, so that their order is the order in which they were seen.
+
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.events: list[Event] = []
+        self._clock = clock
+        self._began = clock()
+
+    def now(self) -> float:
+        """Seconds since the history began."""
+        return self._clock() - self._began
+
+    def note(self, kind: str, **fields: Any) -> None:
+        """Something happened now."""
+        self.events.append(Event(self.now(), kind, fields))
+
+    def write(self, path: Path) -> None:
+        """Keep it, one event a line."""
+        path.write_text("".join(f"{event}\n" for event in self.events), encoding="utf-8")
+
+
+def about(events: Collection[Event], names: Collection[str], *, always: Collection[str] = ("fault", "service")) -> Iterator[Event]:
+    """The events that mention any of these names, and between the first and the last of them the faults.
+
+    Args:
+        events: the history.
+        names: ids of leases, calls, sandboxes, keys.
+        always: kinds that belong to every story.
+    """
+    mentions = [event for event in events if any(name in str(event) for name in names)]
+    if not mentions:
+        return
+    first, last = mentions[0].at - 1.0, mentions[-1].at + 1.0
+    told = set(map(id, mentions))
+    for event in events:
+        if id(event) in told or (event.kind in always and first <= event.at <= last):
+            yield event

@@ -1,0 +1,253 @@
+"""Where the run takes place: the service's folder on a small disk of its own, the service that is started again whenever it ends, its agents."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+
+from tests.faults.history import History
+from tests.support.service import clean_environ
+
+DISK_MB = 96
+START_WITHIN_S = 30.0
+STOP_WITHIN_S = 20.0
+AGAIN_AFTER_S = 0.3
+READY_WITHIN_S = 8.0
+LOOK_EVERY_S = 0.1
+WORDS = 2000
+"""How much of the service's log a story quotes, in characters."""
+# Below the range from which the kernel takes ports for connections: nobody takes it while the service is down.
+PORTS = range(20_000, 32_000)
+FAKETIME = ("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1", "/usr/lib/aarch64-linux-gnu/faketime/libfaketime.so.1")
+
+
+def free_port(start: int) -> int:
+    """A port on loopback that nobody has."""
+    for offset in range(len(PORTS)):
+        port = PORTS[(start + offset) % len(PORTS)]
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with suppress(OSError):
+                probe.bind(("127.0.0.1", port))
+                return port
+    raise OSError(errno.EADDRINUSE, "no port is free")
+
+
+class Stage:
+    """The service and what it runs on.
+
+    Args:
+        history: takes what happens.
+        pools: the settings file's pools.
+        port: where the service listens.
+    """
+
+    def __init__(self, history: History, pools: Mapping[str, Any], port: int) -> None:
+        self.history = history
+        self.port = port
+        self.folder = Path(tempfile.mkdtemp(prefix="sp-", dir="/tmp"))
+        self.state_dir = self.folder / "state"
+        self.state_dir.mkdir(mode=0o711)
+        self.has_disk = os.geteuid() == 0 and _mount(self.state_dir)
+        self.log_path = self.folder / "log"
+        self.up = asyncio.Event()
+        self.starts = 0
+        self.seen: dict[str, dict[str, Any]] = {}
+        self._config = self.folder / "config.yaml"
+        self._config.write_text(yaml.safe_dump({"pools": dict(pools)}), encoding="utf-8")
+        self._clock = self.folder / "clock"
+        self._clock.write_text("+0\n", encoding="ascii")
+        self._faketime = next((path for path in FAKETIME if os.path.exists(path)), None)
+        self._process: asyncio.subprocess.Process | None = None
+        self._wanted = True
+        self._killed = False
+        self._pause_s = 0.0
+
+    def possible(self) -> set[str]:
+        """The kinds of fault that can be done here."""
+        always = {"service.kill", "agent.kill", "agent.stop", "cut"}
+        return always | ({"disk.fill"} if self.has_disk else set()) | ({"clock.jump"} if self._faketime else set())
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What every request carries."""
+        return {"Authorization": f"Bearer {(self.state_dir / 'token').read_text(encoding='utf-8').strip()}"}
+
+    # The service.
+
+    async def keep_running(self) -> None:
+        """Start it, and again whenever it has ended, until it is to stop."""
+        while self._wanted:
+            began_at = self.history.now()
+            self._killed = False
+            status = await self._life()
+            self.up.clear()
+            self.history.note("service", what="ended", status=status)
+            if not self._ended_rightly():
+                self.history.note("died", status=status, began_at=began_at, words=self.last_words())
+            if self._wanted:
+                await asyncio.sleep(self._pause_s if self._killed else AGAIN_AFTER_S)
+
+    def _ended_rightly(self) -> bool:
+        return self._killed or not self._wanted
+
+    async def _life(self) -> int:
+        read_end, write_end = os.pipe()
+        with self.log_path.open("ab") as log:
+            self._process = process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "sandbox_server", "serve", "--port", str(self.port), "--ready-fd", str(write_end)),
+                env=clean_environ({"SANDBOX_CONFIG": str(self._config), "SANDBOX_STATE_DIR": str(self.state_dir), **self._fake_clock()}),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[write_end],
+            )
+        os.close(write_end)
+        if not self._wanted:
+            process.terminate()
+        try:
+            if await _line_came(read_end):
+                self.starts += 1
+                self.history.note("service", what="listens", pid=process.pid)
+                self.up.set()
+        finally:
+            os.close(read_end)
+        return await process.wait()
+
+    def _fake_clock(self) -> dict[str, str]:
+        if self._faketime is None:
+            return {}
+        return {
+            "LD_PRELOAD": self._faketime,
+            "FAKETIME_TIMESTAMP_FILE": str(self._clock),
+            "FAKETIME_CACHE_DURATION": "1",
+            "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+            "FAKETIME_DONT_RESET": "1",
+        }
+
+    def kill(self, pause_s: float) -> bool:
+        """SIGKILL the service, whatever it is doing; it is started again after a pause. Returns whether it ran."""
+        self._pause_s = pause_s
+        if self._process is None or self._process.returncode is not None or self._killed:
+            return False
+        self._killed = True
+        self._process.kill()
+        return True
+
+    async def ready(self) -> None:
+        """Wait until it has its pools' minimum, or `READY_WITHIN_S` have passed: it may well be kept from it."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(READY_WITHIN_S), httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.port}", trust_env=False) as http:
+                while True:
+                    await self.up.wait()
+                    with suppress(httpx.TransportError):
+                        if (await http.get("/readyz")).status_code == httpx.codes.OK:
+                            return
+                    await asyncio.sleep(LOOK_EVERY_S)
+
+    async def stop(self, keeping: asyncio.Task[None]) -> None:
+        """Tell it to stop, destroying its sandboxes, and wait until it has."""
+        self._wanted = False
+        assert self._process is not None, "it has been started"
+        if self._process.returncode is None:
+            self._process.terminate()
+        done, _ = await asyncio.wait({keeping}, timeout=STOP_WITHIN_S)
+        if not done:
+            self.history.note("leak", what=f"the service has not ended within {STOP_WITHIN_S:g} s of SIGTERM")
+            self._process.kill()
+        await keeping
+
+    def last_words(self) -> str:
+        """The end of its log."""
+        return self.log_path.read_text(encoding="utf-8", errors="replace")[-WORDS:]
+
+    # Its sandboxes.
+
+    def look(self) -> dict[str, dict[str, Any]]:
+        """The records of the sandboxes that have a folder now, by sandbox id; those ever looked at are in `seen`."""
+        found = {}
+        for path in self.state_dir.glob("sandboxes/*/handle.json"):
+            with suppress(FileNotFoundError):
+                data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["data"]
+                found[path.parent.name] = data
+        self.seen.update(found)
+        return found
+
+    def agents(self) -> list[tuple[str, int]]:
+        """The sandbox ids and pids of the agents that run, in an order that does not depend on chance."""
+        running = []
+        for sandbox_id, data in sorted(self.look().items()):
+            if "pid" in data and self._is_agent(data["pid"]):
+                running.append((sandbox_id, data["pid"]))
+        return running
+
+    def _is_agent(self, pid: int) -> bool:
+        with suppress(FileNotFoundError, ProcessLookupError):
+            return str(self.state_dir).encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return False
+
+    # Its disk and its clock.
+
+    def fill_disk(self) -> None:
+        """Leave no room on the service's disk."""
+        with open(self.state_dir / "filler", "wb", buffering=0) as filler:
+            for size in (1 << 20, 1 << 12):
+                with suppress(OSError):
+                    while True:
+                        filler.write(bytes(size))
+
+    def free_disk(self) -> None:
+        """Give the room back."""
+        (self.state_dir / "filler").unlink(missing_ok=True)
+
+    def set_clock(self, offset_s: int) -> None:
+        """From now on the service's wall clock is off by so much."""
+        partial = self._clock.with_suffix(".new")
+        partial.write_text(f"{offset_s:+d}\n", encoding="ascii")
+        partial.replace(self._clock)
+
+    def close(self) -> None:
+        """Take the disk and the folder away."""
+        if self.has_disk:
+            subprocess.run(["umount", "--lazy", str(self.state_dir)], check=True)
+        subprocess.run(["rm", "-rf", "--one-file-system", str(self.folder)], check=True)
+
+
+def signal_agent(pid: int, number: signal.Signals) -> None:
+    """Send a signal to an agent that may have ended meanwhile."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _mount(path: Path) -> bool:
+    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m,mode=711", "sandbox-pool-faults", str(path)]
+    return subprocess.run(command, check=False, capture_output=True).returncode == 0
+
+
+async def _line_came(descriptor: int) -> bool:
+    """Whether something is written before the other end closes."""
+    loop = asyncio.get_running_loop()
+    readable = asyncio.Event()
+    loop.add_reader(descriptor, readable.set)
+    try:
+        async with asyncio.timeout(START_WITHIN_S):
+            await readable.wait()
+        return bool(os.read(descriptor, 1))
+    except TimeoutError:
+        return False
+    finally:
+        loop.remove_reader(descriptor)
