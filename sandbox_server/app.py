@@ -55,14 +55,14 @@ class Parts:
     Args:
         backend: makes a backend, from its name, the service's state folder, its owner name, and whether sandboxes are to outlive the service.
         connect: makes a link to an agent.
-        store: opens what outlives the service, from the path of its file; raises StoreUnusable.
+        store: opens what outlives the service, from the path of its file and the clock; raises StoreUnusable.
         clock: what time it is.
         configure_logging: sends the log where the settings say.
     """
 
     backend: MakeBackend = load_backend
     connect: Connect = AgentLink.connect
-    store: Callable[[Path], Store] = SqliteStore
+    store: Callable[[Path, Clock], Store] = SqliteStore
     clock: Clock = field(default_factory=SystemClock)
     configure_logging: Callable[[str, str], None] = configure_logging
 
@@ -230,7 +230,7 @@ def _open_store(state_dir: StateDir, parts: Parts, *, ephemeral: bool) -> Store:
     if ephemeral:
         return MemoryStore()
     try:
-        return parts.store(state_dir.path / STATE_FILE)
+        return parts.store(state_dir.path / STATE_FILE, parts.clock)
     except StoreUnusable as error:
         raise StateDirError(str(error)) from None
 

@@ -15,10 +15,10 @@ import orjson
 
 from sandbox_server.core.execution import Result
 from sandbox_server.core.types import Lease
-from sandbox_server.pool.store import KeyRecord, PoolRecord, Record, SandboxRecord, SlotRecord, Verdict
+from sandbox_server.pool.store import ClockRecord, KeyRecord, PoolRecord, Record, SandboxRecord, SlotRecord, Verdict
 
 #: What a record is called in the file.
-KINDS: Mapping[str, type] = {"pool": PoolRecord, "sandbox": SandboxRecord, "slot": SlotRecord, "lease": Lease, "key": KeyRecord}
+KINDS: Mapping[str, type] = {"pool": PoolRecord, "sandbox": SandboxRecord, "slot": SlotRecord, "lease": Lease, "key": KeyRecord, "clock": ClockRecord}
 OUTPUTS = ("output", "stdout", "stderr")
 _RESULT_FIELDS = tuple(field.name for field in dataclasses.fields(Result) if field.name not in OUTPUTS)
 
@@ -38,6 +38,8 @@ def name_of(record: Record) -> Name:
         return name_of_key(record.tenant, record.key)
     if isinstance(record, PoolRecord):
         return "pool", record.name
+    if isinstance(record, ClockRecord):
+        return "clock", ""
     raise TypeError(f"{type(record).__name__} is not kept")
 
 

@@ -75,7 +75,7 @@ class Fleet:
     def create(self, spec: PoolSpec) -> None:
         """Make one."""
         sandbox = Sandbox(sandbox_id=self._wiring.sandbox_id(), pool=self._pool.name, spec=spec, created_wall=self._wiring.clock.wall())
-        self._wiring.store.put(sandbox.record())
+        self._wiring.store.put(sandbox.record(self._wiring.clock))
         self._tell("starting", sandbox)
         self._keep(sandbox)
 
@@ -116,7 +116,7 @@ class Fleet:
         sandbox.happen(SandboxEvent.DRAIN)
         if sandbox.sandbox_id in self._book.table.shelves:
             self._book.table.close(sandbox.sandbox_id)
-        self._wiring.store.put(sandbox.record())
+        self._wiring.store.put(sandbox.record(self._wiring.clock))
         self._tell("draining", sandbox, detail=why)
         self._pool.work()
 
@@ -174,7 +174,7 @@ class Fleet:
 
     def sandbox_changed(self, sandbox: Sandbox) -> None:
         """There is a new checkpoint to record."""
-        self._wiring.store.put(sandbox.record())
+        self._wiring.store.put(sandbox.record(self._wiring.clock))
 
     def sandbox_connected(self, sandbox: Sandbox, link: AgentLink, hello: HelloSeen) -> None:
         """Its agent answers, for the first time or again."""
@@ -184,7 +184,7 @@ class Fleet:
         now = self._wiring.clock.monotonic()
         if sandbox.state is SandboxState.STARTING:
             sandbox.happen(SandboxEvent.CONNECT)
-            sandbox.ready_at, sandbox.ready_wall = now, self._wiring.clock.wall()
+            sandbox.ready_at = now
             self.last_error = self.hopeless = None
             self._wiring.meter.count("sandbox_backend_calls_total", backend=sandbox.spec.backend, op="create", outcome="ok")
             self._tell("ready", sandbox)
@@ -200,7 +200,7 @@ class Fleet:
                 self.keepers[sandbox.sandbox_id].await_quiet(self._book.held[lease_id].lease)
         for cache in sandbox.caches.values():
             cache.dropping = False
-        self._wiring.store.put(sandbox.record())
+        self._wiring.store.put(sandbox.record(self._wiring.clock))
         sandbox.wake()
         self._pool.work()
 
@@ -233,14 +233,14 @@ class Fleet:
             self.retry_at = now + planning.BACKOFF_MAX_S
             self._pool.hope_lost(error.detail)
         log.warning("sandbox failed: %s", error, extra={"pool": self._pool.name, "sandbox_id": sandbox.sandbox_id})
-        self._wiring.store.put(sandbox.record())
+        self._wiring.store.put(sandbox.record(self._wiring.clock))
         self._pool.work()
 
     def sandbox_gone(self, sandbox: Sandbox) -> None:
         """The backend says that nothing of it is left."""
         sandbox.happen(SandboxEvent.DESTROY)
         del self.sandboxes[sandbox.sandbox_id], self.keepers[sandbox.sandbox_id]
-        self._wiring.store.put(sandbox.record())
+        self._wiring.store.put(sandbox.record(self._wiring.clock))
         self._tell("gone", sandbox)
         self._pool.work()
 
@@ -280,8 +280,8 @@ class Fleet:
             self._book.cleaned(ref, epoch)
         else:
             self._wiring.meter.count("sandbox_slot_dirty_total", pool=self._pool.name)
-            log.warning("slot in quarantine: %s", problem, extra={"pool": self._pool.name, "sandbox_id": ref.sandbox_id, "slot_id": ref.slot_id})
-            where = {"pool": self._pool.name, "sandbox_id": ref.sandbox_id, "slot_id": ref.slot_id}
+            where = {"pool": self._pool.name, "sandbox_id": ref.sandbox_id, "slot_id": ref.name}
+            log.warning("slot in quarantine: %s", problem, extra=where)
             self._wiring.events.publish("slot.quarantined", admin_only=True, detail=problem, **where)
             self._over(self._book.dirty(ref, problem))
         self._pool.work()
@@ -296,7 +296,7 @@ class Fleet:
         # It may have been made anew meanwhile.
         if gone and sandbox.caches.get(cache.record.key) is cache:
             del sandbox.caches[cache.record.key]
-            self._wiring.store.put(sandbox.record())
+            self._wiring.store.put(sandbox.record(self._wiring.clock))
 
     def lease_quiet(self, sandbox: Sandbox, lease_id: str, *, ran: bool) -> None:
         """No call runs any more in the slot of this adopted lease; `ran`: one did when its agent was found again."""

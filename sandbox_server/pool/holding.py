@@ -41,6 +41,11 @@ class Holding:
         return self.deadline if self.quiet_since is None else max(self.deadline, self.quiet_since + STRETCH_S)
 
 
+def expires_at(holding: Holding, clock: Clock) -> float:
+    """What the wall clock will show at its deadline, as it stands now: an earlier jump shortens nothing that a client or the next life reads."""
+    return clock.wall() + holding.deadline - clock.monotonic()
+
+
 def shown(holding: Holding, clock: Clock) -> Lease:
     """The lease with the end that it has for now: a running call, and 60 s after it, hold it beyond its own."""
     lease, now = holding.lease, clock.monotonic()

@@ -16,7 +16,7 @@ from sandbox_server.core.clock import Clock
 from sandbox_server.core.lifecycle import SlotEvent
 from sandbox_server.core.types import AcquireRequest, Lease, LeaseState, PoolSpec, SlotRef, SlotState
 from sandbox_server.pool.ended import EndedLeases
-from sandbox_server.pool.holding import Holding, Holdings, ResetOrder
+from sandbox_server.pool.holding import Holding, Holdings, ResetOrder, expires_at
 from sandbox_server.pool.slots import Holder, Slot, SlotTable
 from sandbox_server.pool.store import Record, SlotRecord
 from sandbox_server.pool.waiting import Waiter, WaitingLine
@@ -337,18 +337,15 @@ class LeaseBook:
     def renew(self, lease_id: str, ttl_s: float) -> Lease:
         """Let a held lease last at least `ttl_s` from now; never shortens."""
         holding = self.held[lease_id]
-        now = self._clock.monotonic()
-        holding.deadline = max(holding.deadline, now + ttl_s)
-        # Shown from the monotonic deadline, so that a jump of the wall clock shortens nothing that a client reads later.
-        expires_at = self._clock.wall() + holding.deadline - now
-        holding.lease = replace(holding.lease, ttl_s=ttl_s, expires_at=expires_at)
+        holding.deadline = max(holding.deadline, self._clock.monotonic() + ttl_s)
+        holding.lease = replace(holding.lease, ttl_s=ttl_s, expires_at=expires_at(holding, self._clock))
         self._record(holding.lease)
         return holding.lease
 
     def narrowed(self, lease_id: str, *, allow_network: bool, cache: str) -> Lease:
         """A held lease has lost rights."""
         holding = self.held[lease_id]
-        holding.lease = replace(holding.lease, allow_network=allow_network, cache=cache)
+        holding.lease = replace(holding.lease, allow_network=allow_network, cache=cache, expires_at=expires_at(holding, self._clock))
         self._record(holding.lease)
         return holding.lease
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from sandbox_server.core.types import PoolSpec, PoolView, SandboxState, SandboxView, SlotState
+from sandbox_server.core.types import PoolSpec, PoolState, PoolView, SandboxState, SandboxView, SlotState
 from sandbox_server.pool.leases import LeaseBook
 from sandbox_server.pool.plan import SandboxSeen, Snapshot, is_outdated
 from sandbox_server.pool.sandbox import Sandbox
@@ -51,6 +51,7 @@ def pool_view(pool: Pool, origin: str) -> PoolView:
     states = [sandbox.state for sandbox in pool.fleet.sandboxes.values()]
     return PoolView(
         name=pool.name,
+        state=PoolState.DRAINING if pool.closing else PoolState.READY,
         spec=pool.spec,
         origin=origin,
         isolation=pool.fleet.shown.isolation if pool.fleet.shown is not None else None,
@@ -58,14 +59,25 @@ def pool_view(pool: Pool, origin: str) -> PoolView:
         slots={state.value: counts[state] for state in SlotState},
         sandboxes={state.value: states.count(state) for state in SandboxState if state is not SandboxState.GONE},
         queue=len(pool.book.line),
-        last_error=pool.fleet.last_error,
+        last_error=_going(pool) if pool.closing else pool.fleet.last_error,
     )
+
+
+def _going(pool: Pool) -> str:
+    """Why a pool drains, and when it is gone."""
+    held = pool.book.held.values()
+    if not held:
+        return f"{pool.why_closing}: it is gone as soon as its sandboxes are"
+    count = "its lease has" if len(held) == 1 else f"its {len(held)} leases have"
+    ends_at = max(holding.ends_at for holding in held)
+    within = "" if ends_at == float("inf") else f", in {max(0.0, ends_at - pool.now()):.0f} s unless they are renewed or used"
+    return f"{pool.why_closing}: it is gone when {count} ended{within}"
 
 
 def sandbox_view(pool: Pool, sandbox: Sandbox) -> SandboxView:
     """What a caller may see of a sandbox. `ends_at`: when it goes whatever runs in it."""
     shelf = pool.book.table.shelves.get(sandbox.sandbox_id)
-    spec = sandbox.spec
+    spec, ready = sandbox.spec, sandbox.ready_wall(pool.clock)
     return SandboxView(
         sandbox_id=sandbox.sandbox_id,
         pool=pool.name,
@@ -74,7 +86,7 @@ def sandbox_view(pool: Pool, sandbox: Sandbox) -> SandboxView:
         isolation=sandbox.isolation or None,
         slots={state.value: shelf.counts[state] if shelf is not None else 0 for state in SlotState},
         created_at=sandbox.created_wall,
-        ends_at=sandbox.ready_wall + spec.max_lifetime_s + spec.max_lease_s if sandbox.ready_wall is not None else None,
+        ends_at=None if ready is None else ready + spec.max_lifetime_s + spec.max_lease_s,
         last_error=sandbox.why or None,
     )
 

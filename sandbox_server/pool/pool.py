@@ -23,6 +23,7 @@ from sandbox_server.pool.looking import snapshot
 from sandbox_server.pool.sandbox import Sandbox
 from sandbox_server.pool.store import CacheRecord, State
 from sandbox_server.pool.ticker import Ticker
+from sandbox_server.pool.waiting import none_free
 from sandbox_server.pool.wiring import Wiring
 
 log = logging.getLogger(__name__)
@@ -49,7 +50,9 @@ class Pool:
         self.spec = spec
         self.book = LeaseBook(name, spec, wiring.clock, wiring.store.put, wiring.weight, wiring.lease_id, ended)
         self.fleet = Fleet(self, self.book, backend, budget, wiring)
+        self.clock = wiring.clock
         self.closing = False
+        self.why_closing = "the service is stopping"
         #: set once a pool that was closed has no sandbox left
         self.over = asyncio.Event()
         self._wiring = wiring
@@ -82,7 +85,9 @@ class Pool:
 
     def close(self, why: str, *, force: bool = False) -> None:
         """Let no new lease begin; `over` is set when the last sandbox has gone, which, unless forced, its leases hold up."""
-        self.closing = self._closed = True
+        if not self._closed:
+            self.closing, self._closed, self.why_closing = True, True, why
+            self._wiring.events.publish("pool.draining", pool=self.name, detail=why)
         self._refuse_all()
         if force:
             for sandbox in list(self.fleet.sandboxes.values()):
@@ -94,7 +99,7 @@ class Pool:
             self._granting.refuse(waiter, self._going())
 
     def _going(self) -> Draining:
-        return Draining(f"pool {self.name!r} is going away")
+        return Draining(f"pool {self.name!r} gives no new leases: {self.why_closing}")
 
     def change(self, spec: PoolSpec) -> None:
         """Go by another spec. What is made otherwise than it says drains; new sandboxes come beside, within `max_sandboxes`."""
@@ -133,7 +138,8 @@ class Pool:
         self._used_at = self._wiring.clock.monotonic()
         self.work()
         if waiter.waiting and wait_s <= 0:
-            self._tick()  # grows the pool all the same, then refuses
+            # The pool grows all the same: who asks again and again without waiting gets a slot, and one that nobody takes goes as idle.
+            self._tick()
         return await self._granting.answer(waiter)
 
     def release(self, lease_id: str, *, keep: bool) -> Lease:
@@ -211,7 +217,7 @@ class Pool:
             lease_id=lease.lease_id,
             pool=lease.pool,
             sandbox_id=lease.sandbox_id,
-            slot_id=lease.slot_id,
+            slot_id=lease.slot.name,
             run_id=lease.run_id,
             trajectory_id=lease.trajectory_id,
             **more,
@@ -227,7 +233,7 @@ class Pool:
         """A lease is about to share this cache. Returns whether it is new in this sandbox."""
         is_new = caches.use(sandbox, record)
         if is_new:
-            self._wiring.store.put(sandbox.record())
+            self._wiring.store.put(sandbox.record(self._wiring.clock))
         return is_new
 
     # Deciding.
@@ -263,11 +269,11 @@ class Pool:
         return min(self.book.next_due(), planning.next_due(self._snapshot() if actions else seen, now))
 
     def _refuse_overdue(self) -> None:
-        for waiter in self.book.overdue():
-            position = self.book.line.position(waiter)
+        late = [(waiter, self.book.line.position(waiter)) for waiter in self.book.overdue()]
+        making = sum(sandbox.state is SandboxState.STARTING for sandbox in self.fleet.sandboxes.values()) if late else 0
+        for waiter, position in late:
             waited_s = self._wiring.clock.monotonic() - waiter.arrived
-            why = f" (the pool's last error: {self.fleet.last_error})" if self.fleet.last_error else ""
-            detail = f"pool {self.name!r} had no {waiter.request.count} slots free in {waited_s:.3g} s{why}"
+            detail = none_free(self.name, waiter.request.count, waited_s, making=making, last_error=self.fleet.last_error)
             self._granting.refuse(waiter, NoCapacity(detail, queue_position=position, waited_s=round(waited_s, 3)))
 
     def _act(self, action: planning.Action) -> None:
@@ -293,7 +299,7 @@ class Pool:
             self._used_at = now
         elif limit_s is not None and not self.closing and now - self._used_at >= limit_s:
             log.info("the pool has been idle for delete_after_idle_s", extra={"pool": self.name})
-            self.close(f"idle for delete_after_idle_s of {limit_s:g} s")
+            self.close(f"idle for delete_after_idle_s of {limit_s:.10g} s")
 
     def _no_hope(self) -> PoolServiceError:
         return BackendUnavailable(f"pool {self.name!r} cannot make sandboxes: {self.fleet.hopeless}")

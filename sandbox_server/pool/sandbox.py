@@ -41,7 +41,6 @@ class Sandbox:
     boot: str | None = None
     isolation: str = ""
     ready_at: float | None = None
-    ready_wall: float | None = None
     idle_since: float | None = None
     destroying: bool = False
     why: str = ""
@@ -67,7 +66,11 @@ class Sandbox:
         """Whether its agent can be spoken to now."""
         return self.link is not None and not self.link.closed.done()
 
-    def record(self) -> SandboxRecord:
+    def ready_wall(self, clock: Clock) -> float | None:
+        """When it first was ready, as the wall clock tells it now."""
+        return None if self.ready_at is None else clock.wall() - (clock.monotonic() - self.ready_at)
+
+    def record(self, clock: Clock) -> SandboxRecord:
         """What must be known of it after a crash."""
         return SandboxRecord(
             sandbox_id=self.sandbox_id,
@@ -77,7 +80,7 @@ class Sandbox:
             created_at=self.created_wall,
             boot=self.boot,
             spec=self.spec,
-            ready_at=self.ready_wall,
+            ready_at=self.ready_wall(clock),
             caches=tuple(cache.record for cache in self.caches.values()),
             why=self.why,
         )
@@ -95,7 +98,6 @@ class Sandbox:
             handle=record.handle,
             boot=record.boot,
             ready_at=clock.monotonic() - age_s if age_s is not None else None,
-            ready_wall=record.ready_at,
             why=record.why,
             caches={cache.key: Cache(cache) for cache in record.caches},
         )

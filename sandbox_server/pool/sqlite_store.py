@@ -15,10 +15,12 @@ from contextlib import suppress
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
+from sandbox_server.core.clock import Clock, SystemClock
 from sandbox_server.core.errors import StorageUnavailable
 from sandbox_server.core.execution import Result
 from sandbox_server.core.types import Lease, SandboxState
 from sandbox_server.pool.codec import name_of, name_of_key
+from sandbox_server.pool.record_time import RecordTime, boot_id
 from sandbox_server.pool.sqlite_file import Batch, SqliteFile, SqliteReader, StoreUnusable, damaged
 from sandbox_server.pool.store import OVER, Forgotten, Record, SandboxRecord, SlotRecord, State, Verdict
 
@@ -43,6 +45,8 @@ class SqliteStore:
 
     Args:
         path: the state file; made if it is not there. Its folder must be there.
+        clock: what the times of records are told by.
+        boot: what this start of the machine is called.
 
     Raises:
         StoreUnusable: it is damaged, locked, of a newer version, or no state file at all.
@@ -50,7 +54,7 @@ class SqliteStore:
 
     durable = True
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, clock: Clock | None = None, boot: str | None = None) -> None:
         self._path = path
         self._pending = Batch()
         self._writing: Batch | None = None
@@ -66,12 +70,15 @@ class SqliteStore:
         try:
             self._reader = SqliteReader(path)
             self._state: State | None = self._read()
+            self._time = RecordTime(clock or SystemClock(), boot_id() if boot is None else boot, self._state.clock)
             for lease_id, call_id in self._reader.calls():
                 self._calls.setdefault(lease_id, set()).add(call_id)
         except (sqlite3.Error, ValueError) as error:
             file.close()
             raise StoreUnusable(damaged(path, str(error))) from error
         self._writer = Writer(file)
+        if self._time.record != self._state.clock:
+            self.put(self._time.record)
         for slot in self._state.slots:
             self._slots_of.setdefault(slot.ref.sandbox_id, set()).add(name_of(slot)[1])
         self._over = {lease.lease_id for lease in self._state.leases if lease.state in OVER}
@@ -91,7 +98,7 @@ class SqliteStore:
             for key in self._slots_of.pop(record.sandbox_id, ()):
                 records["slot", key] = None
         else:
-            records[name_of(record)] = record
+            records[name_of(record)] = self._time.to_record(record)
             if isinstance(record, SlotRecord):
                 self._slots_of.setdefault(record.ref.sandbox_id, set()).add(name_of(record)[1])
             elif isinstance(record, Lease) and record.state in OVER:
@@ -131,12 +138,17 @@ class SqliteStore:
     def load(self) -> State:
         """What was remembered when the store was opened. Once: it is not kept."""
         state, self._state = self._state, None
-        return state if state is not None else self._read()
+        return self._time.from_record(state if state is not None else self._read())
 
     def _read(self) -> State:
         read = self._reader.records
         return State(
-            sandboxes=tuple(read("sandbox")), slots=tuple(read("slot")), leases=tuple(read("lease")), keys=tuple(read("key")), pools=tuple(read("pool"))
+            sandboxes=tuple(read("sandbox")),
+            slots=tuple(read("slot")),
+            leases=tuple(read("lease")),
+            keys=tuple(read("key")),
+            pools=tuple(read("pool")),
+            clock=next(read("clock"), None),
         )
 
     def verdict(self, lease_id: str, call_id: str) -> Verdict | None:

@@ -78,6 +78,14 @@ class KeyRecord:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ClockRecord:
+    """What record time is ahead of CLOCK_MONOTONIC while the machine runs that was started under this id; see `record_time`."""
+
+    boot_id: str
+    offset_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Forgotten:
     """A lease, a request key, or a pool that nobody may ask for any more."""
 
@@ -89,7 +97,7 @@ class Forgotten:
 #: Ends of a lease after which nobody is told how its calls ended.
 OVER = frozenset({LeaseState.RELEASED, LeaseState.EXPIRED})
 
-Record = PoolRecord | SandboxRecord | SlotRecord | Lease | KeyRecord | Forgotten
+Record = PoolRecord | SandboxRecord | SlotRecord | Lease | KeyRecord | ClockRecord | Forgotten
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,6 +117,7 @@ class State:
     leases: Sequence[Lease] = ()
     keys: Sequence[KeyRecord] = ()
     pools: Sequence[PoolRecord] = ()
+    clock: ClockRecord | None = None
 
 
 class Store(Protocol):
@@ -183,7 +192,7 @@ class MemoryStore:
             self.keys[record.tenant, record.key] = record
         elif isinstance(record, PoolRecord):
             self.pools[record.name] = record
-        else:
+        elif isinstance(record, Forgotten):
             self._forget(record)
 
     def _put_sandbox(self, record: SandboxRecord) -> None:

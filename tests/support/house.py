@@ -91,7 +91,7 @@ def make_application(settings: Settings, store: Store | None = None, *, real_bac
         return await backend.connect(address, token, timeout_s)
 
     remembered = store or MemoryStore()
-    parts = Parts(backend=load, connect=connect, store=lambda path: remembered, configure_logging=lambda log_format, level: None)
+    parts = Parts(backend=load, connect=connect, store=lambda path, clock: remembered, configure_logging=lambda log_format, level: None)
     return Application(lambda: settings, parts=parts), backend
 
 

@@ -107,6 +107,7 @@ def test_what_was_flushed_survives_sigkill_and_a_commit_is_whole(path, after_lin
 
 async def test_many_who_wait_share_a_commit(path):
     async with opened(path) as store:
+        await store.flush()
         commits = []
         commit = store._writer._file.commit
         store._writer._file.commit = lambda batch: commits.append(len(batch.records)) or commit(batch)
