@@ -19,6 +19,7 @@ from sandbox_server.backends.registry import load_backend
 from sandbox_server.core.clock import Clock, SystemClock
 from sandbox_server.core.errors import InvalidRequest, NotImplementedHere, StorageUnavailable
 from sandbox_server.dispatch.dispatch import CallLimits, Dispatcher
+from sandbox_server.dispatch.doubts import Doubts
 from sandbox_server.dispatch.files import SlotFiles
 from sandbox_server.dispatch.records import CallRecords
 from sandbox_server.link.agent_link import AgentLink
@@ -187,7 +188,7 @@ async def _start_in(settings: Settings, state_dir: StateDir, parts: Parts, *, ep
         await store.close()
         raise
     limits = CallLimits(in_flight=settings.limits.calls_in_flight, of_lease=settings.limits.lease_calls)
-    dispatcher = Dispatcher(pools, store, clock, telemetry, limits)
+    dispatcher = Dispatcher(pools, store, clock, telemetry, limits, Doubts(pools.restored))
     service = Service(
         pools=pools,
         dispatcher=dispatcher,

@@ -11,6 +11,7 @@ from sandbox_server.core.clock import Clock
 from sandbox_server.core.errors import BackendUnavailable, CallNotFound, QuotaExceeded, SandboxLost
 from sandbox_server.core.execution import Reason, Result, ToolCall
 from sandbox_server.dispatch.batch import Batch
+from sandbox_server.dispatch.doubts import Doubts
 from sandbox_server.dispatch.flights import Flights
 from sandbox_server.dispatch.lease_run import Job, LeaseRun, Verdicts, recorded
 from sandbox_server.dispatch.records import refused_call
@@ -48,16 +49,17 @@ class Dispatcher:
         clock: for records.
         telemetry: counts.
         limits: how many calls there may be.
+        doubts: the leases whose calls may have run in an earlier life.
     """
 
-    def __init__(self, routes: Routes, verdicts: Verdicts, clock: Clock, telemetry: Telemetry, limits: CallLimits) -> None:
+    def __init__(self, routes: Routes, verdicts: Verdicts, clock: Clock, telemetry: Telemetry, limits: CallLimits, doubts: Doubts | None = None) -> None:
         self._routes = routes
         self._verdicts = verdicts
         self._telemetry = telemetry
         self._limits = limits
         self.flights = Flights()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._job = Job(routes=routes, verdicts=verdicts, clock=clock, observe=self._observe)
+        self._job = Job(routes=routes, verdicts=verdicts, clock=clock, observe=self._observe, flights=self.flights, doubts=doubts or Doubts())
 
     def start(self, tenant: str, items: Sequence[ToolCall | Result], on_sent: Callable[[], None] | None = None) -> Batch:
         """Set the calls going; they go on to their ends even if nobody reads the batch.

@@ -43,6 +43,10 @@ class Flights:
         calls = self._calls.get((lease_id, call_id))
         return calls[0] if calls else None
 
+    def has_twin(self, call: ToolCall) -> bool:
+        """Whether the same call is under way for somebody else too."""
+        return len(self._calls.get((call.lease_id, call.call_id), ())) > 1
+
     def of_lease(self, lease_id: str) -> int:
         """How many calls of this lease are under way."""
         return self._of_lease[lease_id]

@@ -13,6 +13,8 @@ from sandbox_server.agent import wire
 from sandbox_server.core.clock import Clock
 from sandbox_server.core.errors import BackendUnavailable, LeaseLost, LeaseNotFound, PoolServiceError, SandboxLost, StorageUnavailable
 from sandbox_server.core.execution import NOT_RECORDED, Reason, Result, ToolCall
+from sandbox_server.dispatch.doubts import Doubts
+from sandbox_server.dispatch.flights import Flights
 from sandbox_server.dispatch.seams import Route, Routes, slot_meta
 from sandbox_server.dispatch.verdicts import agent_result, identity_of, own_result, refusal
 from sandbox_server.link.errors import AgentRefused, LinkLost
@@ -47,12 +49,16 @@ class Job:
     Args:
         observe: hears of every result: the route it went (None: it went nowhere), the call, the result, and what the service added to its
             duration, in seconds.
+        flights: the calls under way.
+        doubts: the leases whose calls may have run unseen.
     """
 
     routes: Routes
     verdicts: Verdicts
     clock: Clock
     observe: Callable[[Route | None, ToolCall, Result, float], None]
+    flights: Flights
+    doubts: Doubts
 
 
 class LeaseRun:
@@ -119,7 +125,8 @@ class LeaseRun:
     def _check_timeouts(self, longest_s: float) -> None:
         for place, call in [item for item in self._pending if item[1].timeout_s is not None and item[1].timeout_s > longest_s]:
             self._pending.remove((place, call))
-            self._finish(place, call, self._stamped(own_result(call, Reason.INVALID_ARGS, f"timeout_s: at most the pool's max_timeout_s, {longest_s:g}")), None)
+            refused = own_result(call, Reason.INVALID_ARGS, f"timeout_s: at most the pool's max_timeout_s, {longest_s:g}")
+            self._finish(place, call, self._stamped(call, refused), None)
 
     async def _converse(self, route: Route) -> None:
         """Send all that is pending and take the results, which come in the order of the calls."""
@@ -164,6 +171,8 @@ class LeaseRun:
 
     def _finish(self, place: int, call: ToolCall, result: Result, route: Route | None) -> None:
         now = self._job.clock.monotonic()
+        if result.reason is Reason.BACKEND_ERROR and result.metadata.get("may_have_run") is not False:
+            self._job.doubts.add(self._lease_id)
         self._job.observe(route, call, result, now - self._since - result.duration_s)
         self._since, self._started_at = now, self._job.clock.wall()
         self._deliver(place, result)
@@ -189,7 +198,7 @@ class LeaseRun:
     def _refused(self, refused: AgentRefused) -> None:
         if refused.code == "not_implemented":
             for place, call in self._drain():
-                self._finish(place, call, self._stamped(own_result(call, Reason.NOT_IMPLEMENTED, refused.detail)), None)
+                self._finish(place, call, self._stamped(call, own_result(call, Reason.NOT_IMPLEMENTED, refused.detail)), None)
             return
         # The slot has moved on or broken: the pool may know more.
         try:
@@ -203,18 +212,20 @@ class LeaseRun:
         for place, call in self._drain():
             result = recorded(self._job.verdicts, call) if isinstance(error, SandboxLost) else None
             if result is None:
-                result = self._stamped(refusal(call, error))
+                result = self._stamped(call, refusal(call, error))
                 if result.reason is Reason.SANDBOX_LOST:
                     self._job.verdicts.record_verdict(call.lease_id, call.call_id, identity_of(call), result)
             self._finish(place, call, result, None)
 
     def _give_up(self, why: str) -> None:
         for place, call in self._drain():
-            self._finish(place, call, self._stamped(own_result(call, Reason.BACKEND_ERROR, why)), None)
+            self._finish(place, call, self._stamped(call, own_result(call, Reason.BACKEND_ERROR, why)), None)
 
-    def _stamped(self, result: Result) -> Result:
+    def _stamped(self, call: ToolCall, result: Result) -> Result:
         """A result of the service's own with what can be known of the time: since when the call may have run, and whether it may have run at all."""
-        said: dict[str, object] = {"may_have_run": self._sent} if result.reason in (Reason.SANDBOX_LOST, Reason.BACKEND_ERROR) else {}
+        said: dict[str, object] = {}
+        if result.reason in (Reason.SANDBOX_LOST, Reason.BACKEND_ERROR):
+            said["may_have_run"] = self._sent or self._job.doubts.about(self._lease_id) or self._job.flights.has_twin(call)
         duration_s = self._job.clock.monotonic() - self._since if self._sent else 0.0
         return replace(result, started_at=self._started_at, duration_s=duration_s, metadata={**result.metadata, **said})
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -16,7 +16,6 @@ from sandbox_server.core.types import Acquired, AcquireRequest, Lease, PoolSpec,
 from sandbox_server.link import AgentLink
 from sandbox_server.pool.catalog import OF_THE_FILE, Catalog, LoadBackend, load_nothing
 from sandbox_server.pool.ended import end_error
-from sandbox_server.pool.events import EventLog
 from sandbox_server.pool.holding import shown
 from sandbox_server.pool.looking import pool_view, readiness, sandbox_view
 from sandbox_server.pool.narrowing import narrow
@@ -55,7 +54,6 @@ class Pools:
         owner: who the sandboxes on the backends belong to: this service, by its state.
         wiring: everything else, for tests and special cases; its store, clock and connect are the ones used.
         origins: where each spec came from, by pool name; default `file`.
-        events: where changes are published; default the wiring's.
         load_backend: makes a backend that no pool has used yet.
     """
 
@@ -70,13 +68,12 @@ class Pools:
         owner: str = "local",
         wiring: Wiring | None = None,
         origins: Mapping[str, str] | None = None,
-        events: EventLog | None = None,
         load_backend: LoadBackend = load_nothing,
     ) -> None:
         wiring = wiring or Wiring(store=store, clock=clock, connect=connect)
-        if events is not None:
-            wiring = replace(wiring, events=events)
         self.events = wiring.events
+        #: the leases that were on record when it started
+        self.restored: frozenset[str] = frozenset()
         self._wiring = wiring
         self._store = wiring.store
         self._owner = owner
@@ -93,6 +90,7 @@ class Pools:
     async def start(self) -> None:
         """Take over the pools, leases and sandboxes of an earlier life, take away what nobody recorded, and begin to fill."""
         state = self._store.load()
+        self.restored = frozenset(lease.lease_id for lease in state.leases)
         self._catalog.restore(state)
         self._keys.restore(state.keys)
         known = {record.sandbox_id for record in state.sandboxes}

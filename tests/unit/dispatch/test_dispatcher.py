@@ -9,6 +9,9 @@ import pytest
 
 from sandbox_server.core.errors import BackendUnavailable, CallNotFound, LeaseLost, LeaseNotFound, QuotaExceeded, SandboxLost
 from sandbox_server.core.execution import Fault, Reason, Result
+from sandbox_server.dispatch import doubts
+from sandbox_server.dispatch.dispatch import CallLimits, Dispatcher
+from sandbox_server.dispatch.doubts import Doubts
 from tests.unit.dispatch.conftest import World, call
 
 
@@ -65,6 +68,54 @@ async def test_a_call_that_was_sent_and_lost_says_since_when_and_that_it_may_hav
 
     assert (lost.reason, lost.duration_s, lost.started_at) == (Reason.SANDBOX_LOST, 3.0, world.clock.wall() - 3.0)
     assert (lost.metadata["may_have_run"], lost.metadata["evidence"]) == (True, {"sandbox": "it burnt down"})
+
+
+async def test_what_never_was_sent_cannot_have_run(world: World) -> None:
+    world.routes.errors["a"] = SandboxLost("it burnt down")
+
+    (lost,) = await results(world, call("a", "true"))
+
+    assert (lost.reason, lost.metadata["may_have_run"]) == (Reason.SANDBOX_LOST, False)
+
+
+async def test_a_call_of_an_earlier_life_may_have_run(world: World) -> None:
+    dispatcher = Dispatcher(world.routes, world.store, world.clock, world.telemetry, CallLimits(), Doubts(["a"]))
+    for lease_id in "ab":
+        world.routes.errors[lease_id] = SandboxLost("it burnt down")
+
+    earlier, new = await dispatcher.start("alice", [call("a", "true"), call("b", "true")]).all()
+
+    assert (earlier.metadata["may_have_run"], new.metadata["may_have_run"]) == (True, False)
+
+
+async def test_a_call_that_was_sent_and_never_answered_may_have_run_also_when_it_is_asked_for_again(world: World) -> None:
+    (unknown,) = await results(world, call("a", "nonsense"))
+    world.routes.errors["a"] = SandboxLost("it burnt down")
+
+    (again,) = await results(world, call("a", "nonsense"))
+
+    assert (unknown.reason, again.reason, again.metadata["may_have_run"]) == (Reason.BACKEND_ERROR, Reason.SANDBOX_LOST, True)
+
+
+async def test_a_call_that_runs_for_somebody_else_may_have_run(world: World) -> None:
+    first = world.dispatcher.start("alice", [call("a", "hang")])
+    await world.until_running()
+    world.routes.errors["a"] = SandboxLost("it burnt down")
+
+    (second,) = await results(world, call("a", "hang"))
+
+    assert (second.reason, second.metadata["may_have_run"]) == (Reason.SANDBOX_LOST, True)
+    await world.dispatcher.stop()
+    await first.all()
+
+
+def test_beyond_its_limit_everything_is_doubted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doubts, "MAX_LEASES", 2)
+    some = Doubts(["a"])
+    some.add("b")
+    assert [some.about(name) for name in "abc"] == [True, True, False]
+    some.add("c")
+    assert some.about("z")
 
 
 @pytest.mark.parametrize(
