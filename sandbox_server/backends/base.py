@@ -31,6 +31,19 @@ class CreateFailed(Exception):
         self.hopeless = hopeless
 
 
+class RateLimited(CreateFailed):
+    """The backend makes no more for now: a reason to wait, and nobody's error.
+
+    Args:
+        detail: what it said.
+        retry_after_s: how long it asks for; None: it does not say.
+    """
+
+    def __init__(self, detail: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(detail)
+        self.retry_after_s = retry_after_s
+
+
 class Backend(Protocol):
     """How a sandbox comes and goes. One object a backend, shared by its pools; every method may be called concurrently."""
 
@@ -43,6 +56,7 @@ class Backend(Protocol):
 
         Raises:
             CreateFailed: it could not be made; what was yielded so far still has to be destroyed.
+            RateLimited: not now; so does what was yielded so far.
         """
         ...
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from sandbox_server.backends.base import Backend
 from sandbox_server.core.errors import InvalidRequest, PoolConflict, PoolNotFound, PoolServiceError, QuotaExceeded
 from sandbox_server.core.types import PoolSpec
+from sandbox_server.pool.budget import CreationBudget
 from sandbox_server.pool.ended import EndedLeases
 from sandbox_server.pool.pool import Pool
 from sandbox_server.pool.store import Forgotten, PoolRecord, SandboxRecord, State
@@ -17,10 +18,10 @@ from sandbox_server.pool.wiring import Wiring
 
 log = logging.getLogger(__name__)
 
-CREATIONS_AT_ONCE = 4
 OF_THE_FILE = "file"
 #: of no file: the pool that a service without one has
 BUILT_IN = "default"
+DELETED = "the pool was deleted"
 
 LoadBackend = Callable[[str], Backend]
 
@@ -50,7 +51,7 @@ class Catalog:
         self.ended = EndedLeases(wiring.store.put)
         self._load_backend = load_backend
         self._wiring = wiring
-        self._budgets: dict[str, asyncio.Semaphore] = {}
+        self._budgets: dict[str, CreationBudget] = {}
         self._watches: set[asyncio.Task[None]] = set()
         self._changing = asyncio.Lock()
 
@@ -73,7 +74,11 @@ class Catalog:
         """
         if spec.backend not in self.backends:
             self.backends[spec.backend] = self._load_backend(spec.backend)
-        budget = self._budgets.setdefault(spec.backend, asyncio.Semaphore(CREATIONS_AT_ONCE))
+        budget = self._budgets.get(spec.backend)
+        if budget is None:
+            limits, clock, timers = self._wiring.limits, self._wiring.clock, self._wiring.timers
+            budget = CreationBudget(spec.backend, at_once=limits.creations_at_once, per_s=limits.creations_per_s, clock=clock, timers=timers)
+            self._budgets[spec.backend] = budget
         pool = self.pools[name] = Pool(name, spec, self.backends[spec.backend], budget, self._wiring, self.ended)
         self.origins[name] = origin
         return pool
@@ -85,7 +90,7 @@ class Catalog:
                 log.warning("the settings file has a pool of this name now; the one that was made over the api is forgotten", extra={"pool": record.name})
                 self._wiring.store.put(Forgotten(pool=record.name))
             else:
-                self._add_again(record.name, record.spec, record.origin, closing=record.closing)
+                self._add_again(record.name, record.spec, record.origin, closes=DELETED if record.closing else None)
         for sandbox in state.sandboxes:
             if sandbox.pool not in self.pools:
                 self._add_for(sandbox)
@@ -93,20 +98,20 @@ class Catalog:
         for pool in self.pools.values():
             pool.restore(state)
 
-    def _add_again(self, name: str, spec: PoolSpec, origin: str, *, closing: bool) -> None:
+    def _add_again(self, name: str, spec: PoolSpec, origin: str, *, closes: str | None) -> None:
         try:
             pool = self.add(name, spec, origin)
         except PoolServiceError as error:
             log.error("a pool of an earlier life cannot be served: %s", error.detail, extra={"pool": name})
             return
-        if closing:
-            pool.close("the pool was deleted")
+        if closes is not None:
+            pool.close(closes)
 
     def _add_for(self, sandbox: SandboxRecord) -> None:
         """Its pool is in no settings file any more: it may end its leases in peace."""
         if sandbox.spec is not None:
             log.warning("the settings file has no such pool any more: what it still has drains", extra={"pool": sandbox.pool})
-            self._add_again(sandbox.pool, sandbox.spec, OF_THE_FILE, closing=True)
+            self._add_again(sandbox.pool, sandbox.spec, OF_THE_FILE, closes="no settings file has the pool any more")
 
     def start(self, pool: Pool) -> None:
         """Let a pool fill, and take it away when it is over."""
@@ -183,7 +188,7 @@ class Catalog:
             self._check_changeable(pool)
             record = PoolRecord(name=name, spec=pool.spec, origin=self.origins[name])
             await self._record(replace(record, closing=True), replace(record, closing=pool.closing))
-            pool.close("the pool was deleted", force=force)
+            pool.close(DELETED, force=force)
 
     async def _record(self, record: PoolRecord, before: PoolRecord | Forgotten) -> None:
         self._wiring.store.put(record)

@@ -7,11 +7,12 @@ import logging
 from collections.abc import Iterable
 from typing import Protocol
 
-from sandbox_server.backends.base import Backend, CreateFailed
+from sandbox_server.backends.base import Backend, CreateFailed, RateLimited
 from sandbox_server.core.lifecycle import SandboxEvent
 from sandbox_server.core.types import Lease, LeaseState, PoolSpec, SandboxState, SlotRef, SlotState
 from sandbox_server.link import AgentLink
 from sandbox_server.pool import plan as planning
+from sandbox_server.pool.budget import CreationBudget
 from sandbox_server.pool.holding import ResetOrder
 from sandbox_server.pool.keeper import Keeper
 from sandbox_server.pool.leases import LeaseBook
@@ -47,11 +48,11 @@ class Fleet:
         pool: whose they are.
         book: its leases and slots.
         backend: where they live.
-        budget: how many creations that backend takes at once, shared by its pools.
+        budget: how fast sandboxes are made on that backend, shared by its pools.
         wiring: clock, store, timers, how to connect.
     """
 
-    def __init__(self, pool: Owner, book: LeaseBook, backend: Backend, budget: asyncio.Semaphore, wiring: Wiring) -> None:
+    def __init__(self, pool: Owner, book: LeaseBook, backend: Backend, budget: CreationBudget, wiring: Wiring) -> None:
         self.sandboxes: dict[str, Sandbox] = {}
         self.keepers: dict[str, Keeper] = {}
         #: those found on record of which nobody knows yet whether they are there
@@ -218,11 +219,12 @@ class Fleet:
     def sandbox_failed(self, sandbox: Sandbox, error: Exception) -> None:
         """It could not be made, or has ended."""
         now = self._wiring.clock.monotonic()
-        created = sandbox.ready_at is not None
+        created, patience = sandbox.ready_at is not None, isinstance(error, RateLimited)
         self.last_error = sandbox.why = str(error)
         if not created:
-            self._wiring.meter.count("sandbox_backend_calls_total", backend=sandbox.spec.backend, op="create", outcome="failed")
-        if (not created or now - (sandbox.ready_at or now) < SHORT_LIFE_S) and now >= self.retry_at:
+            outcome = "limited" if patience else "failed"
+            self._wiring.meter.count("sandbox_backend_calls_total", backend=sandbox.spec.backend, op="create", outcome=outcome)
+        if not patience and (not created or now - (sandbox.ready_at or now) < SHORT_LIFE_S) and now >= self.retry_at:
             self._failures += 1
             self.retry_at = now + planning.backoff_s(self._failures, self._wiring.jitter)
         sandbox.happen(SandboxEvent.FAIL)

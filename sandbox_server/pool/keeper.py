@@ -13,6 +13,7 @@ from sandbox_server.backends.base import Backend, CreateFailed, Health
 from sandbox_server.core.errors import PoolServiceError, StorageUnavailable
 from sandbox_server.core.types import Lease, SlotRef
 from sandbox_server.link import AgentLink, AgentRefused, LinkLost
+from sandbox_server.pool.budget import CreationBudget
 from sandbox_server.pool.holding import ResetOrder
 from sandbox_server.pool.sandbox import AgentNonsense, Cache, HelloSeen, Sandbox, SlotSeen, read_hello, read_slots
 from sandbox_server.pool.wiring import Wiring
@@ -68,11 +69,11 @@ class Keeper:
         sandbox: what is kept.
         pool: is told what is seen.
         backend: where it lives.
-        budget: how many sandboxes may be in the making at once on that backend.
+        budget: how fast sandboxes are made on that backend.
         wiring: clock, timers and how to connect.
     """
 
-    def __init__(self, sandbox: Sandbox, pool: Observer, backend: Backend, budget: asyncio.Semaphore, wiring: Wiring) -> None:
+    def __init__(self, sandbox: Sandbox, pool: Observer, backend: Backend, budget: CreationBudget, wiring: Wiring) -> None:
         self._sandbox = sandbox
         self._pool = pool
         self._backend = backend
@@ -121,7 +122,7 @@ class Keeper:
             if self._sandbox.boot is not None:
                 link, hello = await self._link_again("the service was started again")
             else:
-                async with self._budget:
+                async with self._budget.turn():
                     await self._create()
                     link, hello = await self._first_link()
             while True:

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from sandbox_server.backends.base import Backend
-from sandbox_server.core.errors import BackendUnavailable, Draining, InvalidRequest, NoCapacity, PoolServiceError, SandboxLost
+from sandbox_server.core.errors import BackendUnavailable, Draining, InvalidRequest, NoCapacity, PoolServiceError, QuotaExceeded, SandboxLost
 from sandbox_server.core.types import Acquired, AcquireRequest, Lease, LeaseState, PoolSpec, SandboxState, SlotState
 from sandbox_server.link import AgentLink
 from sandbox_server.pool import caches
 from sandbox_server.pool import plan as planning
+from sandbox_server.pool.budget import CreationBudget
 from sandbox_server.pool.ended import EndedLeases, end_error
 from sandbox_server.pool.fleet import Fleet
 from sandbox_server.pool.granting import Granting
@@ -23,7 +25,7 @@ from sandbox_server.pool.looking import snapshot
 from sandbox_server.pool.sandbox import Sandbox
 from sandbox_server.pool.store import CacheRecord, State
 from sandbox_server.pool.ticker import Ticker
-from sandbox_server.pool.waiting import none_free
+from sandbox_server.pool.waiting import Waiter, none_free
 from sandbox_server.pool.wiring import Wiring
 
 log = logging.getLogger(__name__)
@@ -40,12 +42,12 @@ class Pool:
         name: the pool's name.
         spec: what it is made of.
         backend: where its sandboxes live.
-        budget: how many creations that backend takes at once, shared by its pools.
+        budget: how fast sandboxes are made on that backend, shared by its pools.
         wiring: clock, store, timers, how to connect.
         ended: where ended leases are remembered, if that outlives the pool.
     """
 
-    def __init__(self, name: str, spec: PoolSpec, backend: Backend, budget: asyncio.Semaphore, wiring: Wiring, ended: EndedLeases | None = None) -> None:
+    def __init__(self, name: str, spec: PoolSpec, backend: Backend, budget: CreationBudget, wiring: Wiring, ended: EndedLeases | None = None) -> None:
         self.name = name
         self.spec = spec
         self.book = LeaseBook(name, spec, wiring.clock, wiring.store.put, wiring.weight, wiring.lease_id, ended)
@@ -115,10 +117,15 @@ class Pool:
                 self._granting.refuse(waiter, InvalidRequest(detail, field="count"))
         self.work()
 
-    async def acquire(self, request: AcquireRequest) -> Acquired:
+    async def acquire(self, request: AcquireRequest, may_wait: Callable[[str], None]) -> Acquired:
         """Wait for slots. A caller that is cancelled leaves the queue, or gives back what it had been granted.
 
+        Args:
+            request: what is wanted.
+            may_wait: is asked, with the tenant, where it cannot be served at once; raises QuotaExceeded if it may not wait.
+
         Raises:
+            QuotaExceeded: too many wait already.
             NoCapacity: nothing came free in time.
             BackendUnavailable: there is no hope of more slots, and too few to serve this.
             Draining: the pool is going away.
@@ -140,7 +147,16 @@ class Pool:
         if waiter.waiting and wait_s <= 0:
             # The pool grows all the same: who asks again and again without waiting gets a slot, and one that nobody takes goes as idle.
             self._tick()
+        elif waiter.waiting:
+            self._check_may_wait(waiter, may_wait)
         return await self._granting.answer(waiter)
+
+    def _check_may_wait(self, waiter: Waiter, may_wait: Callable[[str], None]) -> None:
+        try:
+            may_wait(waiter.request.tenant)
+        except QuotaExceeded:
+            self.book.abandon(waiter)  # before the plan has seen that it wants something
+            raise
 
     def release(self, lease_id: str, *, keep: bool) -> Lease:
         """End a held lease; its slot's reset runs behind."""

@@ -71,10 +71,12 @@ def no_maximum(tenant: str) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolLimits:
-    """What the pools refuse to exceed, by name."""
+    """What the pools refuse to exceed, by name; `creations_*`: of sandboxes on one backend."""
 
     max_waiters: int = 10_000
     max_pools: int = 1000
+    creations_at_once: int = 4
+    creations_per_s: float = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +86,7 @@ class Wiring:
     Attributes:
         weight: a tenant's weight in the queue, more than 0.
         max_leases: how many leases a tenant may hold and wait for; None: no limit.
+        max_waiters: how many acquires of a tenant may queue; None: no limit.
         jitter: a random number from 0 to 1.
     """
 
@@ -95,6 +98,7 @@ class Wiring:
     events: EventLog = field(default_factory=EventLog)
     weight: Callable[[str], float] = same_weight
     max_leases: Callable[[str], int | None] = no_maximum
+    max_waiters: Callable[[str], int | None] = no_maximum
     jitter: Callable[[], float] = random.random
     lease_id: Callable[[], str] = new_lease_id
     sandbox_id: Callable[[], str] = new_sandbox_id

@@ -10,8 +10,8 @@ import pytest
 from sandbox_server.backends.base import CreateFailed
 from sandbox_server.core.errors import BackendUnavailable, NoCapacity, SandboxLost
 from sandbox_server.core.types import PoolSpec
-from sandbox_server.pool.catalog import CREATIONS_AT_ONCE
 from sandbox_server.pool.keeper import FIRST_HELLO_S
+from sandbox_server.pool.wiring import PoolLimits
 from sandbox_server.testing import FakeAgent, FakeBackend, settle
 from tests.unit.pool.conftest import World
 
@@ -82,8 +82,9 @@ async def test_a_backend_makes_only_so_many_at_once(make_world):
 
     world = await make_world(Counting(), min_sandboxes=9, max_sandboxes=9)
     await settle(200)
+    await world.clock.advance(1)
 
-    assert world.backend.most == CREATIONS_AT_ONCE
+    assert world.backend.most == PoolLimits().creations_at_once
     assert world.sandboxes() == {"ready": 9}
 
 
@@ -339,6 +340,8 @@ async def test_pools_of_one_backend_share_its_budget():
     world = World({"default": PoolSpec(min_sandboxes=3, max_sandboxes=3), "other": PoolSpec(min_sandboxes=3, max_sandboxes=3)}, backend)
     await world.start()
     await settle(200)
+    assert sum(view.sandboxes["ready"] for view in world.pools.views()) == 4
+    await world.clock.advance(0.3)
 
     assert [view.sandboxes["ready"] for view in world.pools.views()] == [3, 3]
     assert len(world.pools.sandboxes()) == 6
