@@ -11,10 +11,12 @@ from pathlib import Path
 
 from tests.faults.harness import Report, Run
 from tests.faults.history import about
+from tests.support import tables
 
 STORIES = 5
 """How many violations are told with their history; the others in one line each."""
 STORY_EVENTS = 60
+SECTION = "crashes"
 
 
 def main() -> int:
@@ -29,6 +31,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60.0, help="how long the load and the faults last (default %(default)g)")
     parser.add_argument("--seed", type=int, default=None, help="decides what the clients do and what fails when; default a new one, which is printed")
     parser.add_argument("--clients", type=int, default=50, help="how many clients (default %(default)s)")
+    parser.add_argument("--write", action="store_true", help="put the figures of a run without violations into the README")
     options = parser.parse_args()
     seed = options.seed if options.seed is not None else secrets.randbelow(1_000_000)
     print(f"seed {seed}, {options.clients} clients, {options.seconds:g} s", flush=True)
@@ -36,10 +39,18 @@ def main() -> int:
     for name, count in report.figures.items():
         print(f"{name:32} {count:8,}")
     if not report.violations:
+        if options.write:
+            tables.write(SECTION, in_words(report, options.clients))
         return 0
     tell(report)
     print(f"again: python -m tests.faults --seed {seed} --seconds {options.seconds:g} --clients {options.clients}")
     return 1
+
+
+def in_words(report: Report, clients: int) -> str:
+    """What the README says of a run."""
+    head = f"One run of {report.seconds / 60:g} minutes with {clients} clients (seed {report.seed}):\n\n"
+    return head + tables.render(("figure", "count"), [(name, f"{count:,}") for name, count in report.figures.items()])
 
 
 def tell(report: Report) -> None:

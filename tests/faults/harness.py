@@ -143,6 +143,8 @@ class Run:
                 self._later(self._hold(pid, fault.lasts_s))
             case "cut":
                 note("fault", what=fault.what, connections=self._proxy.cut(fault.share))
+            case "link.cut":
+                note("fault", what=fault.what, connections=self._stage.cut_links(fault.share))
             case "disk.fill":
                 self._later(self._fill(fault.lasts_s))
             case "clock.jump":
@@ -194,6 +196,7 @@ def figures(events: list[Event], violations: list[Violation], *, starts: int) ->
         "kills of agents": faults["agent.kill"],
         "agents stopped for a while": faults["agent.stop"],
         "connections cut": sum(event["connections"] for event in events if event.kind == "fault" and event["what"] == "cut"),
+        "links to agents cut": sum(event["connections"] for event in events if event.kind == "fault" and event["what"] == "link.cut"),
         "disks filled": faults["disk.full"],
         "clock jumps": faults["clock.jump"],
         "acquires": kinds["granted"],

@@ -12,6 +12,7 @@ WEIGHTS: Final[Mapping[str, int]] = {
     "agent.kill": 10,
     "agent.stop": 12,
     "cut": 16,
+    "link.cut": 14,
     "disk.fill": 8,
     "clock.jump": 6,
 }

@@ -19,6 +19,7 @@ from typing import Any
 import httpx
 import yaml
 
+from tests.faults import links
 from tests.faults.history import History
 from tests.support.service import clean_environ
 
@@ -79,7 +80,7 @@ class Stage:
 
     def possible(self) -> set[str]:
         """The kinds of fault that can be done here."""
-        always = {"service.kill", "agent.kill", "agent.stop", "cut"}
+        always = {"service.kill", "agent.kill", "agent.stop", "cut"} | ({"link.cut"} if links.possible() else set())
         return always | ({"disk.fill"} if self.has_disk else set()) | ({"clock.jump"} if self._faketime else set())
 
     @property
@@ -170,6 +171,12 @@ class Stage:
             self.history.note("leak", what=f"the service has not ended within {STOP_WITHIN_S:g} s of SIGTERM")
             self._process.kill()
         await keeping
+
+    def cut_links(self, share: float) -> int:
+        """Cut a share of its connections to agents. Returns how many."""
+        if self._process is None or self._process.returncode is not None:
+            return 0
+        return links.cut(self._process.pid, share, self.state_dir)
 
     def last_words(self) -> str:
         """The end of its log."""
