@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import errno
 import os
-import signal
 import time
 from typing import TYPE_CHECKING, Any, Callable, Mapping
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 MAX_OUTPUT_LIMIT_BYTES = 10 << 20
 DEFAULT_OUTPUT_LIMIT_BYTES = 50_000
 _REPORT_WITHIN_S = 0.1
+_STOOD_STILL_S = 1.0  # a timer that is so late: this process did not run, and perhaps the slot did not either
+_MOST_GIVEN_BACK_S = 10.0
 MAX_TIMEOUT_S = 10 * 86400.0
 
 
@@ -93,6 +95,7 @@ class Call:
         "_silence",
         "_slot",
         "_started",
+        "_stood_still_s",
         "company",
         "loop",
         "run",
@@ -119,6 +122,7 @@ class Call:
         self._deadline: asyncio.TimerHandle | None = None
         self._silence: asyncio.TimerHandle | None = None
         self._ending: str | None = None
+        self._stood_still_s = 0.0
         self._cpu_s = 0.0
         self._max_rss_bytes = 0
         self._limits_before: dict[str, int] = {}
@@ -141,26 +145,29 @@ class Call:
         try:
             plan = table.plan(spec.tool, spec.args)
         except InvalidArgs as error:
-            self._finish("invalid_args", error=str(error))
+            self._finish("invalid_args", error=str(error), metadata={"evidence": {"ran": False}})
             return
         except table.NotBuilt as error:
-            self._finish("not_implemented", error=str(error))
+            self._finish("not_implemented", error=str(error), metadata={"evidence": {"ran": False}})
             return
         if isinstance(plan, table.JobAction):
             self._job(plan)
             return
-        self._deadline = self.loop.call_later(spec.timeout_s, self._end, "timeout")
+        self._deadline = self.loop.call_at(self._started + spec.timeout_s, self._timed_out, self._started + spec.timeout_s)
         if spec.no_output_timeout_s is not None:
             self._silence = self.loop.call_later(spec.no_output_timeout_s, self._look_for_silence)
         try:
             self._spawn(plan)
         except OSError as error:
-            self._finish("backend_error", error="the agent could not set the call up: %s" % error, metadata={"may_have_run": False})
+            self._not_set_up(error)
+
+    def _not_set_up(self, error: OSError) -> None:
+        proof = {"errno": errno.errorcode.get(error.errno or 0, str(error.errno)), "at": "agent"}
+        self._finish("backend_error", error="the agent could not set the call up: %s" % error, metadata={"may_have_run": False, "evidence": proof})
 
     def _spawn(self, plan: Command | table.FileTool) -> None:
         body = self._slot.current_body()
-        self._limits_before, busy = evidence.limits_of(body)
-        self.company = self._slot.joined_by(self) or busy
+        self._limits_before, self.company = evidence.limits_of(body, self._slot.joined_by(self))
         if isinstance(plan, Command):
             run = self.run = Run(body, self._slot.drains, self.sinks, self)
             run.start(spawn_request(body.shell, body.workspace, plan), plan.stdin, plan.script)
@@ -173,9 +180,11 @@ class Call:
         try:
             text, metadata = self._slot.jobs.act(action)
         except InvalidArgs as error:
-            self._finish("invalid_args", error=str(error))
+            self._finish("invalid_args", error=str(error), metadata={"evidence": {"ran": False}})
         except table.ToolError as error:
-            self._finish("tool_error", error=str(error))
+            self._finish("tool_error", error=str(error), metadata={"evidence": {"tool": "process %s" % action.action}})
+        except OSError as error:
+            self._not_set_up(error)
         else:
             self.sinks[0].write(text)
             self._finish("exit", exit_code=0, tool_ok=True, metadata=metadata)
@@ -202,18 +211,18 @@ class Call:
             code = 128 + os.WTERMSIG(status)
         else:
             code = os.WEXITSTATUS(status)
-        if code == 0:
-            self._finish("exit", exit_code=0)
-            return
-        reason, sentence, proof = evidence.of_exit(self._slot.body, self._limits_before, self.company, status, code)
+        reason, sentence, proof = self._of_exit(status, code)
         self._finish(reason, exit_code=code, error=sentence, metadata=proof)
+
+    def _of_exit(self, status: int, code: int) -> tuple[str, str, dict[str, Any]]:
+        return evidence.of_exit(self._slot.body, self._limits_before, self.company, status, code, self._max_rss_bytes, self._slot.limits)
 
     def _tool_ended(self, status: int) -> None:
         framed = self._framed
         header = framed.header if framed is not None else None
         if header is None or (header.get("ok") and status != 0):
             code = 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else 1
-            reason, sentence, proof = evidence.of_exit(self._slot.body, self._limits_before, self.company, status, code)
+            reason, sentence, proof = self._of_exit(status, code)
             if reason == "exit":
                 reason, sentence = "tool_error", "%s broke off before it had finished" % self.spec.tool
             self._finish(reason, error=sentence, metadata=proof)
@@ -221,8 +230,8 @@ class Call:
             self._finish("exit", exit_code=0, tool_ok=True, metadata={key: value for key, value in header.items() if key != "ok"})
         else:
             reason = "invalid_args" if header.get("code") == "invalid_args" else "tool_error"
-            metadata = {"errno": header["errno"]} if "errno" in header else {}
-            self._finish(reason, error=str(header.get("detail", "")), metadata=metadata)
+            said = {"errno": header["errno"]} if "errno" in header else {}
+            self._finish(reason, error=str(header.get("detail", "")), metadata={**said, "evidence": said or {"tool": self.spec.tool}})
 
     def refused(self, number: int, where: str) -> None:
         """See `runs.Owner`."""
@@ -231,7 +240,7 @@ class Call:
         if self.run is not None:
             self.run.collect()
         self._ending = None
-        reason, sentence, metadata = evidence.of_refusal(number, where, self.spec.args)
+        reason, sentence, metadata = evidence.of_refusal(number, where, self.spec.args, self._slot.body, self._limits_before, self._slot.limits)
         self._finish(reason, error=sentence, metadata=metadata)
 
     def init_lost(self, detail: str) -> None:
@@ -242,15 +251,39 @@ class Call:
 
     # Ends from outside.
 
+    def _timed_out(self, due: float) -> None:
+        self._catch_up()
+        late = self._given_back(due)
+        if late and self.verdict is None:
+            self._deadline = self.loop.call_later(late, self._end, "timeout")
+        else:
+            self._end("timeout")
+
     def _look_for_silence(self) -> None:
         limit = self.spec.no_output_timeout_s
         if limit is None:
             return
+        if self.loop.time() - self._last_output >= limit:
+            self._catch_up()
         silent = self.loop.time() - self._last_output
-        if silent >= limit:
+        if silent >= limit and not self._given_back(self._last_output + limit):
             self._end("no_output_timeout")
-        else:
-            self._silence = self.loop.call_later(limit - silent, self._look_for_silence)
+        elif self.verdict is None:
+            self._silence = self.loop.call_later(max(limit - silent, self._stood_still_s), self._look_for_silence)
+
+    def _catch_up(self) -> None:
+        """See what has come before a deadline is held to have passed: one who stood still hears of everything at once, in any order."""
+        if self.run is not None:
+            self.run.body.link.poll()
+            self.run.poll()
+
+    def _given_back(self, due: float) -> float:
+        """How long this process stood still while a deadline passed, as far as the call gets that time again, once; 0: it did not."""
+        late = self.loop.time() - due
+        if late < _STOOD_STILL_S or self._stood_still_s:
+            return 0.0
+        self._stood_still_s = min(late, _MOST_GIVEN_BACK_S)
+        return self._stood_still_s
 
     def cancel(self) -> None:
         """End its tree; the verdict is `cancelled`, unless it already has another."""
@@ -262,20 +295,29 @@ class Call:
             self._slot.spawn_task(self._end_tree(reason))
 
     async def _end_tree(self, reason: str) -> None:
-        proof: dict[str, Any] = {}
+        proof: dict[str, Any] = {"after_s": round(self.loop.time() - self._started, 3)}
+        if reason != "cancelled":
+            # Where others leave no time to a call, its timeout says little of it.
+            proof.update(load_1m=round(os.getloadavg()[0], 1), processors=len(os.sched_getaffinity(0)))
+        if self._stood_still_s:
+            proof["agent_stood_still_s"] = round(self._stood_still_s, 3)
         if self.run is not None:
             try:
-                proof = await end_tree(self.run)
+                proof.update(await end_tree(self.run))
             except (OSError, asyncio.TimeoutError) as error:
-                proof = {"tree": "could not be ended: %s" % (str(error) or "init did not answer")}
+                proof["tree"] = "could not be ended: %s" % (str(error) or "init did not answer")
             await self.run.reported(_REPORT_WITHIN_S)
         if self.verdict is None:
-            self._finish(reason, error=_sentence(reason, self.spec), metadata={"evidence": proof} if proof else {})
+            self._finish(reason, error=_sentence(reason, self.spec), metadata={"evidence": proof})
 
-    def abandon(self) -> None:
-        """The slot is being reset: the verdict is `cancelled`, now; the reset ends the processes."""
-        if self.verdict is None:
-            self._finish("cancelled", error=_sentence("cancelled", self.spec))
+    def abandon(self, lost: str | None = None) -> None:
+        """The slot is being reset: the verdict is `cancelled`, now; the reset ends the processes. Or it is `lost` with all the sandbox, and why."""
+        if self.verdict is not None:
+            return
+        if lost is not None:
+            self._finish("sandbox_lost", error="the sandbox has ended: %s" % lost, metadata={"evidence": {"agent": lost}})
+        else:
+            self._finish("cancelled", error=_sentence("cancelled", self.spec), metadata={"evidence": {"slot": "given back, or its rights changed"}})
 
     def _finish(self, reason: str, exit_code: int | None = None, error: str = "", metadata: dict[str, Any] | None = None, tool_ok: bool = False) -> None:
         for timer in (self._deadline, self._silence):
@@ -309,11 +351,3 @@ def _sentence(reason: str, spec: Spec) -> str:
     if reason == "no_output_timeout":
         return "the call wrote nothing for %g s and was killed with its whole tree" % (spec.no_output_timeout_s or 0)
     return "the call was cancelled"
-
-
-def signal_name(number: int) -> str:
-    """A signal as people know it."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return "signal %d" % number

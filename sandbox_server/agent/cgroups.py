@@ -10,8 +10,9 @@ import os
 import re
 from typing import Iterator
 
+from sandbox_server.agent.slot_limits import SlotLimits, find, open_procs, write
+
 _OWN = re.compile(r"sandbox-pool-(\d+)-[0-9a-f]+\Z")
-_COUNTER_BYTES = 4096
 _V1 = ("memory", "pids")
 
 
@@ -36,30 +37,13 @@ def _own_paths() -> dict[str, str]:
     return paths
 
 
-def _write(path: str, text: str) -> None:
-    with open(path, "w", encoding="ascii") as file:
-        file.write(text)
-
-
 def _read(path: str) -> str:
     with open(path, encoding="ascii") as file:
         return file.read()
 
 
-def _find(content: bytes, name: bytes) -> int:
-    for line in content.splitlines():
-        key, _, value = line.partition(b" ")
-        if key == name:
-            return int(value)
-    return 0
-
-
 def _counter(path: str, name: str) -> int:
-    return _find(_read(path).encode(), name.encode())
-
-
-def _open_procs(folder: str) -> int:
-    return os.open(os.path.join(folder, "cgroup.procs"), os.O_RDWR | os.O_CLOEXEC)
+    return find(_read(path).encode(), name.encode())
 
 
 class Leaf:
@@ -70,7 +54,7 @@ class Leaf:
     def __init__(self, path: str) -> None:
         os.mkdir(path)
         self.path = path
-        self.procs_fd = _open_procs(path)
+        self.procs_fd = open_procs(path)
         self.live = True
 
     def pids(self) -> list[int]:
@@ -89,7 +73,7 @@ class Leaf:
 
     def freeze(self, frozen: bool) -> None:
         """Stop everything in it, or let it go on."""
-        _write(os.path.join(self.path, "cgroup.freeze"), "1" if frozen else "0")
+        write(os.path.join(self.path, "cgroup.freeze"), "1" if frozen else "0")
 
     def is_frozen(self) -> bool:
         """Whether the stop is complete."""
@@ -97,7 +81,7 @@ class Leaf:
 
     def kill(self) -> None:
         """SIGKILL to everything in it, without a race."""
-        _write(os.path.join(self.path, "cgroup.kill"), "1")
+        write(os.path.join(self.path, "cgroup.kill"), "1")
 
 
 class LeafBook:
@@ -180,69 +164,6 @@ class LeafBook:
         self._owner.remove(self._folder)
 
 
-class SlotLimits:
-    """What limits one slot, by which hierarchy, and its counters."""
-
-    def __init__(self, owner: Cgroups, folders: dict[str, str], memory_mb: int | None, processes: int) -> None:
-        self._owner = owner
-        self._folders = folders
-        self.memory = "memory" in folders and memory_mb is not None
-        self.processes = "pids" in folders
-        self._counters: dict[str, tuple[int, bytes]] = {}
-        self._alive_fd = -1
-        for folder in set(folders.values()):
-            os.mkdir(folder)
-        if self.memory and memory_mb is not None:
-            self._limit_memory(folders["memory"], memory_mb << 20)
-        if self.processes:
-            _write(os.path.join(folders["pids"], "pids.max"), str(processes))
-            self._count("processes", os.path.join(folders["pids"], "pids.events"), b"max")
-            self._alive_fd = os.open(os.path.join(folders["pids"], "pids.current"), os.O_RDONLY | os.O_CLOEXEC)
-
-    def _count(self, name: str, path: str, key: bytes) -> None:
-        self._counters[name] = os.open(path, os.O_RDONLY | os.O_CLOEXEC), key
-
-    def _limit_memory(self, folder: str, limit: int) -> None:
-        if os.path.exists(os.path.join(folder, "memory.max")):
-            _write(os.path.join(folder, "memory.max"), str(limit))
-            if os.path.exists(os.path.join(folder, "memory.swap.max")):
-                _write(os.path.join(folder, "memory.swap.max"), "0")
-            self._count("oom", os.path.join(folder, "memory.events"), b"oom_kill")
-            return
-        _write(os.path.join(folder, "memory.limit_in_bytes"), str(limit))
-        both = os.path.join(folder, "memory.memsw.limit_in_bytes")
-        if os.path.exists(both):
-            _write(both, str(limit))
-        self._count("oom", os.path.join(folder, "memory.oom_control"), b"oom_kill")
-
-    def procs_fds(self) -> list[int]:
-        """Open descriptors through which init joins; the caller closes them."""
-        return [_open_procs(folder) for folder in sorted(set(self._folders.values()))]
-
-    def read(self) -> dict[str, int]:
-        """The counters as they stand: `oom` kills, `processes` refused."""
-        return {name: _find(os.pread(fd, _COUNTER_BYTES, 0), key) for name, (fd, key) in self._counters.items()}
-
-    def alive(self) -> int:
-        """How many processes and threads there are, init among them; 0 where nothing counts."""
-        return int(os.pread(self._alive_fd, _COUNTER_BYTES, 0)) if self._alive_fd >= 0 else 0
-
-    def rises(self, before: dict[str, int]) -> dict[str, int]:
-        """Which counters rose since they were read, and by how much."""
-        return {name: count - before.get(name, 0) for name, count in self.read().items() if count > before.get(name, 0)}
-
-    def remove(self) -> None:
-        """The slot has ended: remove its groups."""
-        for fd, _ in self._counters.values():
-            os.close(fd)
-        self._counters.clear()
-        if self._alive_fd >= 0:
-            os.close(self._alive_fd)
-            self._alive_fd = -1
-        for folder in set(self._folders.values()):
-            self._owner.remove(folder)
-
-
 class Groups:
     """Every control group of one body."""
 
@@ -322,7 +243,7 @@ class Cgroups:
         for name in wanted:
             try:
                 for folder in (os.path.dirname(top), top):
-                    _write(os.path.join(folder, "cgroup.subtree_control"), "+" + name)
+                    write(os.path.join(folder, "cgroup.subtree_control"), "+" + name)
             except OSError as error:
                 self.errors[name] = str(error)
                 continue
@@ -350,7 +271,7 @@ class Cgroups:
         wanted = {key: top for key, top in self._limit_tops.items() if key != "memory" or self._memory_mb is not None}
         if not wanted:
             return None
-        return SlotLimits(self, {key: os.path.join(top, "limits-" + name) for key, top in wanted.items()}, self._memory_mb, self._processes)
+        return SlotLimits({key: os.path.join(top, "limits-" + name) for key, top in wanted.items()}, self._memory_mb, self._processes, self.remove)
 
     def _make_leaves(self, name: str) -> LeafBook | None:
         """The leaves of a new body, or None where trees must be found by scanning."""

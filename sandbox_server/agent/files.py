@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 from typing import Any, Mapping
@@ -92,7 +93,7 @@ class FileOp:
 
     def refused(self, number: int, where: str) -> None:
         """See `init_link.Listener`."""
-        self._fail(Refused("file_error", "the slot cannot start anything: %s" % os.strerror(number), "EAGAIN"))
+        self._fail(Refused("file_error", "the slot cannot start anything: %s" % os.strerror(number), errno.errorcode.get(number, "EIO")))
 
     def init_lost(self, detail: str) -> None:
         """See `init_link.Listener`."""

@@ -92,8 +92,14 @@ class InitLink:
         self._next += 1
         self._listeners[number] = listener
         request["id"] = number
-        self._send(request, fds)
+        if self.closed:
+            self._loop.call_soon(self._never_began, number)
+        else:
+            self._send(request, fds)
         return number
+
+    def _never_began(self, number: int) -> None:
+        self._listeners.pop(number).init_lost("init had ended before")
 
     def ask(self, request: dict[str, Any], fds: Sequence[int] = ()) -> asyncio.Future[int]:
         """Ask something about a run (`signal`, `move`); the future gets init's number."""
@@ -140,9 +146,14 @@ class InitLink:
         """Init is gone, or as good as gone."""
         if self.closed:
             return
-        self.close(detail)
         if self.on_lost is not None:
-            self.on_lost(detail)
+            self.on_lost(detail)  # first: who hears of the end of a run goes on to the next call at once, and must find the slot broken
+        self.close(detail)
+
+    def poll(self) -> None:
+        """Hear now what init has said and this process has not yet come to."""
+        if not self.closed:
+            self._receive()
 
     def _send(self, request: dict[str, Any], fds: Sequence[int]) -> None:
         data = marshal.dumps(request, 4)

@@ -1,17 +1,19 @@
 """What a call wrote: a bounded part in memory, the whole in a spool file, and the cut that a result carries.
 
-However much a process writes, a sink holds at most `MEMORY_BYTES` of it, and half the result's limit where even the spool was full.
+However much a process writes, a sink holds at most `MEMORY_BYTES` of it, and what a result may carry where even the spool, or its disk, was full.
+A disk that cannot take an output costs its middle, never the verdict: a slot that fills the disk must not be able to hide how its calls end.
 """
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 from collections import OrderedDict
 
 MEMORY_BYTES = 64 << 10
 KEPT_IN_MEMORY_BYTES = 4 << 10
-SMALL_TOTAL_BYTES = 4 << 20
+IN_MEMORY_TOTAL_BYTES = 4 << 20
 _READ_BYTES = 256 << 10
 
 
@@ -33,12 +35,16 @@ class Spool:
         self._left = budget_bytes
         self._names = itertools.count()
         self._finished: OrderedDict[Kept, None] = OrderedDict()
-        self._small: OrderedDict[Kept, None] = OrderedDict()
-        self._small_bytes = 0
-        os.makedirs(folder, mode=0o700, exist_ok=True)
+        self._in_memory: OrderedDict[Kept, int] = OrderedDict()
+        self._in_memory_bytes = 0
 
     def create(self) -> tuple[str, int]:
-        """A new, empty file: its path and a descriptor the caller closes."""
+        """A new, empty file: its path and a descriptor the caller closes.
+
+        Raises:
+            OSError: the disk has no room for one.
+        """
+        os.makedirs(self._folder, mode=0o700, exist_ok=True)  # not before: a slot must be able to change hands on a full disk
         path = os.path.join(self._folder, str(next(self._names)))
         return path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
@@ -46,36 +52,60 @@ class Spool:
         """How many of so many more bytes may be written, after making room."""
         while self._left < wanted and self._finished:
             kept, _ = self._finished.popitem(last=False)
+            self._in_memory_bytes -= self._in_memory.pop(kept, 0)
             self._left += kept.evict()
         granted = max(0, min(wanted, self._left))
         self._left -= granted
         return granted
 
+    def give_back(self, granted: int) -> None:
+        """So many of the bytes granted were not written."""
+        self._left += granted
+
     def finished(self, kept: Kept) -> None:
         """An output is complete and may be evicted when its turn comes."""
         if kept.path is not None:
             self._finished[kept] = None
-            return
-        self._small[kept] = None
-        self._small_bytes += len(kept.memory)
-        while self._small_bytes > SMALL_TOTAL_BYTES:
-            oldest, _ = self._small.popitem(last=False)
-            self._small_bytes -= len(oldest.memory)
-            self._to_file(oldest)
+        held = len(kept.memory) + len(kept.tail)
+        if held:
+            self._in_memory[kept] = held
+            self._in_memory_bytes += held
+        # The newest stays: its result has not been told yet.
+        while self._in_memory_bytes > IN_MEMORY_TOTAL_BYTES and len(self._in_memory) > 1:
+            oldest, held = self._in_memory.popitem(last=False)
+            self._in_memory_bytes -= held
+            if not self._to_file(oldest):
+                self._finished.pop(oldest, None)
+                self._left += oldest.evict()
 
-    def _to_file(self, kept: Kept) -> None:
-        granted = self.grant(len(kept.memory))
-        if granted < len(kept.memory):
+    def _to_file(self, kept: Kept) -> bool:
+        """Put an output that is in memory altogether into a file; whether that could be done."""
+        size = len(kept.memory)
+        if kept.tail:
+            return False
+        granted = self.grant(size)
+        try:
+            if granted < size:
+                raise OSError(errno.ENOSPC, "the spool has no room")
+            kept.path = self._write(kept.memory)
+        except OSError:
             self._left += granted
-            kept.evict()
-            return
+            return False
+        kept.on_file, kept.memory = size, b""
+        self._finished[kept] = None
+        return True
+
+    def _write(self, content: bytes) -> str:
         path, fd = self.create()
         try:
-            os.write(fd, kept.memory)
+            if os.write(fd, content) < len(content):
+                raise OSError(errno.ENOSPC, "the disk is full")
+        except OSError:
+            os.unlink(path)
+            raise
         finally:
             os.close(fd)
-        kept.path, kept.on_file, kept.memory = path, granted, b""
-        self._finished[kept] = None
+        return path
 
 
 class Kept:
@@ -147,7 +177,7 @@ class Sink:
         limit: how many bytes the result carries at most, the cut's line aside.
     """
 
-    __slots__ = ("_fd", "_memory", "_on_file", "_path", "_spool", "_tail", "limit", "total")
+    __slots__ = ("_fd", "_memory", "_no_file", "_on_file", "_path", "_spool", "_tail", "limit", "total")
 
     def __init__(self, spool: Spool, limit: int) -> None:
         self._spool = spool
@@ -155,8 +185,9 @@ class Sink:
         self.total = 0
         self._memory = bytearray()
         self._tail = bytearray()
-        self._path: str | None = None
+        self._path = ""
         self._fd = -1
+        self._no_file = False  # the disk had no room for one
         self._on_file = 0
 
     def write(self, data: bytes) -> None:
@@ -165,9 +196,9 @@ class Sink:
         if self._fd < 0 and not self._tail and len(self._memory) + len(data) <= MEMORY_BYTES:
             self._memory += data
             return
-        if self._fd < 0 and not self._tail:
+        if self._fd < 0 and not self._no_file:
             self._to_file()
-        if not self._tail:
+        if self._fd >= 0 and not self._tail:
             data = data[self._append(data) :]
         if data:
             self._tail += data
@@ -176,10 +207,19 @@ class Sink:
                 del self._tail[:surplus]
 
     def _to_file(self) -> None:
-        self._path, self._fd = self._spool.create()
+        try:
+            self._path, self._fd = self._spool.create()
+        except OSError:
+            self._no_file = True  # what is in memory stays there as the beginning, and the end is kept as a tail
+            return
         memory = bytes(self._memory)
-        self._memory.clear()
         written = self._append(memory)
+        if memory and not written:
+            os.close(self._fd)
+            os.unlink(self._path)
+            self._path, self._fd, self._no_file = "", -1, True
+            return
+        self._memory.clear()
         self._tail += memory[written:]
 
     def _append(self, data: bytes) -> int:
@@ -191,6 +231,7 @@ class Sink:
                 done += os.pwrite(self._fd, data[done:granted], self._on_file + done)
         except OSError:
             pass  # the disk is full: what is on it stays, the rest is kept as a tail, and the result says how much was cut
+        self._spool.give_back(granted - done)
         self._on_file += done
         return done
 
@@ -212,12 +253,12 @@ class Sink:
 
     def finish(self) -> Kept:
         """Nothing more comes."""
-        if self._fd < 0 and len(self._memory) > KEPT_IN_MEMORY_BYTES:
+        if self._fd < 0 and not self._no_file and len(self._memory) > KEPT_IN_MEMORY_BYTES:
             self._to_file()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-        kept = Kept(bytes(self._memory), self._path, self._on_file, bytes(self._tail), self.total, self.limit)
+        kept = Kept(bytes(self._memory), self._path or None, self._on_file, bytes(self._tail), self.total, self.limit)
         self._memory.clear()
         self._tail.clear()
         self._spool.finished(kept)

@@ -27,6 +27,14 @@ def _status_uids(pid: int) -> frozenset[int]:
     return frozenset()
 
 
+def threads_of(pid: int) -> int:
+    """How many threads a process has; 0 when it is gone."""
+    try:
+        return len(os.listdir("/proc/%d/task" % pid))
+    except OSError:
+        return 0
+
+
 def uids_in_use() -> frozenset[int]:
     """Every uid that some process has."""
     found: set[int] = set()

@@ -161,6 +161,12 @@ class Run:
     def _readable_wide(self, which: int) -> None:
         self._take(which, _FLOOD_PIPE_BYTES)
 
+    def poll(self) -> None:
+        """Read some of what has been written by now; a pipe that rests has just been read."""
+        for which, fd in enumerate(self._fds):
+            if fd >= 0 and which not in self._resting:
+                self._take(which, _READ_BYTES)
+
     def _close(self, which: int) -> None:
         fd = self._fds[which]
         self._let_go(which)

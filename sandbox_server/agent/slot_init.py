@@ -115,7 +115,7 @@ class Init:
             if "cgroup" in fds:
                 os.write(fds["cgroup"], b"0")
             if self._oom >= 0:
-                # Inherited: out of memory, the kernel takes what the slot runs before it takes init.
+                # Inherited: out of memory, the kernel takes what the slot runs before it takes init, the agent or the service.
                 os.pwrite(self._oom, _OOM_OF_SPAWNED, 0)
             started = int(time.clock_gettime(_CLOCK_BOOTTIME) * _TICKS)
             try:
@@ -302,6 +302,13 @@ def _prepare(config: Mapping[str, Any]) -> None:
     slot_power.check_powerless(config)
 
 
+def _open_oom_adjustment() -> int:
+    try:
+        return os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
+    except OSError:
+        return -1  # a read-only /proc: the kernel chooses without advice
+
+
 def main() -> NoReturn:
     """Take the control socket named in argv, become what the agent's first message says, serve."""
     fd = int(sys.argv[1])
@@ -314,7 +321,7 @@ def main() -> NoReturn:
             os.write(joined, b"0")
             os.close(joined)
         # Before init hides itself: afterwards the file is root's.
-        oom_fd = os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC) if config["oom_adjust"] else -1
+        oom_fd = _open_oom_adjustment()
         _prepare(config)
         init = Init(sock, config, oom_fd)
     except OSError as error:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from typing import TYPE_CHECKING, Any, Callable, Coroutine
 
 from sandbox_server.agent.caches import Cache
 from sandbox_server.agent.calls import Call, Spec
+from sandbox_server.agent.config import Limits
 from sandbox_server.agent.drains import Drains
 from sandbox_server.agent.errors import Refused, StartFailed
 from sandbox_server.agent.evidence import ran_out_of_memory
@@ -108,7 +110,12 @@ class Slot:
             log.warning("the init of a slot has ended", extra={"slot_id": self.slot_id, "detail": detail})
             oom = ran_out_of_memory(body)
             self.own_work = oom or body.link.own_work
-            self.become(BROKEN, ("its own work ran out of memory: %s" if oom else "its init has ended: %s") % detail)
+            self.become(BROKEN, ("its own work ran out of memory: %s" if oom else "%s") % detail)
+
+    @property
+    def limits(self) -> Limits:
+        """What the slot may use."""
+        return self._bodies.config.limits
 
     def current_body(self) -> Body:
         """The body calls run in."""
@@ -201,10 +208,10 @@ class Slot:
         self.jobs = Jobs(self)
         return spool
 
-    def abandon_calls(self) -> None:
-        """What runs ends as cancelled; its processes are somebody else's to end."""
+    def abandon_calls(self, lost: str | None = None) -> None:
+        """What runs ends as cancelled, or as lost with the sandbox, and why; its processes are somebody else's to end."""
         for call in self.journal.running():
-            call.abandon()
+            call.abandon(lost)
         self.jobs.close()
 
     def give_up_body(self) -> Body | None:
@@ -223,12 +230,13 @@ class Slot:
         return not body.link.closed
 
     async def end(self) -> None:
-        """The agent is told to end."""
-        self.abandon_calls()
+        """The agent is told to end. Nobody has cancelled what still runs."""
+        self.abandon_calls("its agent was told to end")
         body = self.give_up_body()
         if body is not None:
             await self._bodies.end(body, keep=False)
 
 
 def _refusal(spec: Spec, reason: str, error: str, metadata: dict[str, Any] | None = None) -> Verdict:
-    return Verdict(spec.call_id, reason, None, error, 0.0, 0.0, 0.0, 0, False, metadata or {}, ())
+    metadata = {"evidence": {"ran": False}, **(metadata or {})}
+    return Verdict(spec.call_id, reason, None, error, time.time(), 0.0, 0.0, 0, False, metadata, ())

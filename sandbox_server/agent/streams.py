@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, Awaitable, Callable, Deque, Mapping, Sequence
 
@@ -77,11 +78,15 @@ class Calls:
         """The slot moved on before this call began."""
         moved = self._slot.epoch != self._epoch
         reason = "cancelled" if moved else "sandbox_lost" if self._slot.state == "broken" else "backend_error"
-        text = "the slot was given back before the call began" if moved else "the slot is %s" % self._slot.state
-        self._stream.send_item(_blank(meta, reason, text, {"may_have_run": False}))
+        state = "given back" if moved else self._slot.state
+        text = "the slot was given back" if moved else "the slot is %s (%s)" % (state, self._slot.detail)
+        proof: dict[str, Any] = {"slot": state, "ran": False}
+        if not moved and self._slot.own_work:
+            proof["own_work"] = True
+        self._stream.send_item(_blank(meta, reason, text + " before the call began", {"may_have_run": False, "evidence": proof}))
 
     def _answer_invalid(self, meta: Mapping[str, Any], text: str) -> None:
-        self._stream.send_item(_blank(meta, "invalid_args", text, {}))
+        self._stream.send_item(_blank(meta, "invalid_args", text, {"evidence": {"ran": False}}))
 
     def data(self, body: bytes) -> None:
         """Calls are items."""
@@ -99,7 +104,7 @@ class Calls:
 
 def _blank(meta: Mapping[str, Any], reason: str, error: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "call_id": meta.get("call_id"), "reason": reason, "exit_code": None, "error": error, "output_bytes": 0, "truncated": False, "started_at": 0.0,
+        "call_id": meta.get("call_id"), "reason": reason, "exit_code": None, "error": error, "output_bytes": 0, "truncated": False, "started_at": time.time(),
         "duration_s": 0.0, "cpu_s": 0.0, "max_rss_bytes": 0, "tool_ok": False, "metadata": metadata, "lens": [0],
     }  # fmt: skip
 

@@ -30,12 +30,12 @@ def agent_result(call: ToolCall, meta: Mapping[str, Any], body: bytes) -> Result
     try:
         reason = Reason(str(meta.get("reason")))
         lengths = _lengths(meta.get("lens", []), body)
-        metadata = _metadata(meta.get("metadata"))
+        error_text = str(meta.get("error") or "")[:MAX_ERROR_CHARS] if reason is not Reason.EXIT else ""
+        metadata = _proven(reason, _metadata(meta.get("metadata")), error_text)
         exit_code = _exit_code(meta.get("exit_code"))
     except ValueError as error:
         return own_result(call, Reason.BACKEND_ERROR, f"the agent's answer makes no sense: {error}", may_have_run=True)
     separate = len(lengths) == 2
-    error_text = str(meta.get("error") or "")[:MAX_ERROR_CHARS]
     return Result(
         call_id=call.call_id,
         lease_id=call.lease_id,
@@ -45,7 +45,7 @@ def agent_result(call: ToolCall, meta: Mapping[str, Any], body: bytes) -> Result
         output=b"" if separate else body,
         stdout=body[: lengths[0]] if separate else None,
         stderr=body[lengths[0] :] if separate else None,
-        error=error_text if reason is not Reason.EXIT else "",
+        error=error_text,
         output_bytes=int(_number(meta.get("output_bytes"))),
         truncated=meta.get("truncated") is True,
         encoding=call.encoding,
@@ -56,6 +56,13 @@ def agent_result(call: ToolCall, meta: Mapping[str, Any], body: bytes) -> Result
         metadata=metadata,
         tool_ok=meta.get("tool_ok") is True,
     )
+
+
+def _proven(reason: Reason, metadata: dict[str, Any], error: str) -> dict[str, Any]:
+    """Every verdict but `exit` says what it rests on, be it only the sentence."""
+    if reason is Reason.EXIT or isinstance(metadata.get("evidence"), dict):
+        return metadata
+    return {**metadata, "evidence": {"detail": error}}
 
 
 def _lengths(lengths: object, body: bytes) -> list[int]:
@@ -122,8 +129,7 @@ def own_result(
     metadata: dict[str, Any] = {}
     if may_have_run is not None:
         metadata["may_have_run"] = may_have_run
-    if evidence:
-        metadata["evidence"] = dict(evidence)
+    metadata["evidence"] = dict(evidence or {"detail": error})
     return Result(
         call_id=call.call_id,
         lease_id=call.lease_id,
@@ -141,7 +147,8 @@ def refusal(call: ToolCall, error: PoolServiceError) -> Result:
     if isinstance(error, SandboxLost):
         return own_result(call, Reason.SANDBOX_LOST, error.detail, evidence=_evidence(error))
     if isinstance(error, LeaseNotFound | LeaseLost):
-        return own_result(call, Reason.LEASE_LOST, error.detail)
+        lease = "unknown" if isinstance(error, LeaseNotFound) else "ended"
+        return own_result(call, Reason.LEASE_LOST, error.detail, evidence={"lease": lease, "detail": error.detail})
     return own_result(call, Reason.BACKEND_ERROR, error.detail, may_have_run=False)
 
 

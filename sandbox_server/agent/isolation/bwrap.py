@@ -151,7 +151,6 @@ class Bwrap:
             "affinity": affinity,
             "lib": LIB,
             "filter": self._context.filter,
-            "oom_adjust": groups.memory,
         }
         return await base.launch(argv, theirs, ours, config, groups.join_fds)
 

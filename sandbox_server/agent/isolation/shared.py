@@ -42,7 +42,6 @@ async def launch_shared(context: base.Context, mode: str, dirs: base.Dirs, uid: 
         "affinity": affinity,
         "lib": context.lib_dir,
         "filter": context.filter if own else context.shared_filter,
-        "oom_adjust": groups.memory,
     }
     return await base.launch(base.init_argv(base.interpreter(), context.lib_dir, theirs.fileno()), theirs, ours, config, groups.join_fds, library_environment())
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sandbox_server.agent.output import MEMORY_BYTES, SMALL_TOTAL_BYTES, Sink, Spool, marker
+from sandbox_server.agent.output import IN_MEMORY_TOTAL_BYTES, MEMORY_BYTES, Sink, Spool, marker
 
 CHUNKS = st.lists(st.integers(0, 40_000), max_size=12)
 
@@ -68,7 +68,7 @@ def test_the_oldest_finished_output_makes_room(tmp_path: Path) -> None:
 def test_many_small_outputs_leave_memory_and_stay_readable(tmp_path: Path) -> None:
     spool = Spool(str(tmp_path), 1 << 30)
     kept = []
-    for number in range(SMALL_TOTAL_BYTES // 4000 + 10):
+    for number in range(IN_MEMORY_TOTAL_BYTES // 4000 + 10):
         sink = Sink(spool, 50_000)
         sink.write(b"%04d" % number * 1000)
         kept.append(sink.finish())
@@ -90,3 +90,38 @@ def test_a_full_disk_cuts_and_says_so(tmp_path: Path, monkeypatch: pytest.Monkey
 
     assert kept.total == 100_000
     assert kept.cut().endswith(b"b" * 500)
+
+
+@pytest.mark.parametrize("refuses", ["open", "pwrite"])
+def test_a_disk_without_room_for_a_file_costs_the_middle_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuses: str) -> None:
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    spool = Spool(str(tmp_path), 1 << 30)
+    monkeypatch.setattr(os, refuses, full)
+    small, large = Sink(spool, 50_000), Sink(spool, 1000)
+    small.write(b"s" * 10_000)
+    for letter in (b"a", b"b", b"c"):
+        large.write(letter * 60_000)
+
+    assert small.finish().cut() == b"s" * 10_000
+    assert large.read(0, 2) == b"aa"
+    assert large.finish().cut() == b"a" * 500 + marker(179_000) + b"c" * 500
+    monkeypatch.undo()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_no_disk_takes_is_held_up_to_a_limit_and_the_newest_always(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    spool = Spool(str(tmp_path), 1 << 30)
+    monkeypatch.setattr(os, "open", full)
+    kept = []
+    for _ in range(3):
+        sink = Sink(spool, IN_MEMORY_TOTAL_BYTES)
+        sink.write(b"x" * IN_MEMORY_TOTAL_BYTES)
+        kept.append(sink.finish())
+
+    assert [len(entry.memory) + len(entry.tail) for entry in kept] == [0, 0, IN_MEMORY_TOTAL_BYTES]
+    assert [entry.evicted for entry in kept] == [True, True, False]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sandbox_server.core.execution import FAULT_OF, Fault, Reason
-from sandbox_server.dispatch.verdicts import agent_result, identity_of
+from sandbox_server.dispatch.verdicts import agent_result, identity_of, own_result
 from tests.unit.dispatch.conftest import call
 
 GOOD: dict[str, Any] = {
@@ -93,4 +93,15 @@ def test_what_could_not_be_answered_costs_only_its_own_call(odd: dict[str, Any])
     result = agent_result(call("a", "true"), {**GOOD, **odd}, b"abc")
 
     assert result.reason is Reason.BACKEND_ERROR
-    assert result.metadata == {"may_have_run": True}
+    assert result.metadata["may_have_run"] is True
+    assert result.metadata["evidence"] == {"detail": result.error}
+
+
+@pytest.mark.parametrize("reason", [reason for reason in Reason if reason is not Reason.EXIT])
+def test_every_verdict_but_an_exit_says_what_it_rests_on(reason: Reason) -> None:
+    bare = agent_result(call("a", "true"), {**GOOD, "reason": reason.value, "error": "it broke", "metadata": {}}, b"abc")
+    proven = agent_result(call("a", "true"), {**GOOD, "reason": reason.value, "metadata": {"evidence": {"signal": "SIGKILL"}}}, b"abc")
+
+    assert bare.metadata["evidence"] == {"detail": "it broke"}
+    assert proven.metadata["evidence"] == {"signal": "SIGKILL"}
+    assert own_result(call("a", "true"), reason, "we know").metadata["evidence"] == {"detail": "we know"}

@@ -1,0 +1,190 @@
+"""What a slot may try: to have its own failures taken for ours, which a trainer would mask, and its neighbours blamed for what it did."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, wait
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.attribution.conftest import Open
+from tests.integration.attribution.station import HOG, TAKE_ALL_PROCESSES, Station, proof, verdict
+from tests.support.users import ordinary_user
+
+POLICY_LOST = ("sandbox_lost", "policy", None)
+
+
+@pytest.mark.privileged
+def test_who_ends_its_init_by_taking_all_memory_has_done_it_itself_and_alone(station: Station) -> None:
+    lease, neighbour = station.acquire(2)
+    beside = station.begin_bash(neighbour, "until [ -e go ]; do sleep 0.02; done; echo fine")
+    fill = "echo 0 > /proc/self/oom_score_adj; for i in $(seq 60); do dd if=/dev/zero of=/dev/shm/$i bs=64k count=100 2> /dev/null; done"
+    calls = [{"lease_id": lease["lease_id"], "tool": "bash", "args": {"command": command}, "timeout_s": 20} for command in (fill, "echo next")]
+    first, second = station.begin(*calls).result()
+
+    assert verdict(first) == ("oom", "policy", None)
+    assert proof(first)["oom_kills"] >= 1
+    assert verdict(second) == verdict(station.bash(lease, "true")) == POLICY_LOST
+    assert "memory" in second["error"]
+    station.bash(neighbour, "touch go")
+    (other,) = beside.result()
+    assert (verdict(other), other["output"]) == (("exit", "none", 0), "fine\n")
+
+
+@contextmanager
+def small_disk(options: str) -> Iterator[Path]:
+    folder = Path("/tmp", f"sp-{uuid.uuid4().hex[:8]}")
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", options, "small", folder], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+        folder.rmdir()
+
+
+FILLS = {
+    "no-inodes": ("size=64m,nr_inodes=3000,mode=711", "i=0; while : > f$i; do i=$((i+1)); done 2> /dev/null"),
+    "no-bytes": ("size=24m,mode=711", "for i in 1 2 3 4; do head -c 7M /dev/zero > f$i; done 2> /dev/null"),
+}
+
+
+@pytest.mark.privileged
+@pytest.mark.parametrize("fill", FILLS)
+def test_a_full_disk_hides_no_verdict_and_no_end_of_an_output(open_one: Open, fill: str) -> None:
+    options, command = FILLS[fill]
+    with small_disk(options) as disk:
+        station = open_one({"env": {"SANDBOX_STATE_DIR": str(disk)}}, max_sandboxes=1)
+        station.service.state_dir = disk
+        lease, neighbour = station.acquire(2)
+        station.bash(lease, command)
+        before = time.monotonic()
+        for each in (lease, neighbour):
+            result = station.bash(each, "seq 40000; exit 3", timeout_s=5)
+            assert verdict(result) == ("exit", "none", 3)
+            assert result["output"].startswith("1\n2\n")
+            assert result["output"].endswith("\n40000\n")
+            refused = station.call(each, "write_file", {"path": "new", "content": "x" * 100_000})
+            assert verdict(refused) == ("tool_error", "policy", None)
+            assert proof(refused)["errno"] == "ENOSPC"
+        assert time.monotonic() - before < 10
+        station.service.stop()
+
+
+@contextmanager
+def within_group(controller: str, **limits: int) -> Iterator[None]:
+    """What is started meanwhile is in a control group around everything, as a container's would be."""
+    mount = Path("/sys/fs/cgroup", controller)
+    if not (mount / "cgroup.procs").exists():
+        pytest.skip(f"no hierarchy of its own for {controller}, which is where a test can put one group around others")
+    lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    home = mount / next(line.split(":", 2)[2].lstrip("/") for line in lines if controller in line.split(":", 2)[1].split(","))
+    group = home / f"sp-test-{uuid.uuid4().hex[:8]}"
+    group.mkdir()
+    for name, value in limits.items():
+        (group / name.replace("__", ".")).write_text(str(value), encoding="ascii")
+    (group / "cgroup.procs").write_text(str(os.getpid()), encoding="ascii")
+    try:
+        yield
+    finally:
+        (home / "cgroup.procs").write_text(str(os.getpid()), encoding="ascii")
+        Station.until(lambda: not (group / "cgroup.procs").read_text(encoding="ascii") and _removed(group))
+
+
+def _removed(group: Path) -> bool:
+    for below in sorted(group.glob("**/"), reverse=True):
+        try:
+            below.rmdir()
+        except OSError:
+            return False  # a process of it is still being reaped
+    return True
+
+
+@pytest.mark.privileged
+def test_a_kill_for_want_of_everybodys_memory_is_not_held_against_who_kept_to_its_own_limit(open_one: Open) -> None:
+    with within_group("memory", memory__limit_in_bytes=600 << 20):
+        station = open_one(slot_memory_mb=500, max_sandboxes=1)
+        hold = "exec python3 -c 'import time; x = bytearray(300 << 20); time.sleep(60)'"
+        running = [station.begin({"lease_id": lease["lease_id"], "tool": "bash", "args": {"command": hold}}) for lease in station.acquire(2)]
+        killed, survives = wait(running, 20, FIRST_COMPLETED)
+
+        (result,) = killed.pop().result()
+        assert verdict(result) == ("exit", "none", 137)
+        assert proof(result) == {"signal": "SIGKILL", "oom_kills_below_own_limit": 1}
+        assert len(survives) == 1
+        station.release_all()
+        station.service.stop()
+
+
+@pytest.mark.privileged
+def test_who_takes_everybodys_processes_does_not_have_its_neighbour_blamed(open_one: Open) -> None:
+    with within_group("pids", pids__max=160):
+        station = open_one(slot_processes=150, max_sandboxes=1)
+        taker, neighbour = station.acquire(2)
+        assert station.python(taker, TAKE_ALL_PROCESSES)["success"]
+        station.until(lambda: station.bash(taker, "true")["reason"] == "resource_limit")
+        refused = station.bash(neighbour, "true")
+
+        assert verdict(refused) == ("backend_error", "infra", None)
+        assert refused["metadata"]["may_have_run"] is False
+        assert proof(refused)["processes"] < 10
+        assert "only" in refused["error"]
+        station.release_all()
+        station.service.stop()
+
+
+@pytest.fixture
+def unisolated(open_one: Open, tmp_path: Path) -> Station:
+    """Slots in the mode `none`: one user for all, and no counters."""
+    runner = ordinary_user()
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    # Whatever else this user runs on the machine counts too, so the limit is wide.
+    return open_one({"env": {"PATH": str(empty)}, "runner": runner}, allow_none=True, slots_per_sandbox=3, max_sandboxes=1, slot_processes=400)
+
+
+def acquired(station: Station) -> list[dict[str, Any]]:
+    leases = station.acquire(3, run_id="r")
+    assert {lease["isolation"] for lease in leases} == {"none"}
+    return leases
+
+
+def test_without_counters_a_slots_own_processes_are_counted_before_it_is_blamed(unisolated: Station) -> None:
+    taker, neighbour, _ = acquired(unisolated)
+    assert unisolated.python(taker, TAKE_ALL_PROCESSES)["success"]
+    unisolated.until(lambda: unisolated.bash(taker, "true")["reason"] == "resource_limit")
+
+    own, others = unisolated.bash(taker, "true"), unisolated.bash(neighbour, "true")
+    assert verdict(own) == ("resource_limit", "policy", None)
+    assert proof(own)["processes"] >= 300
+    assert verdict(others) == ("backend_error", "infra", None)
+    assert proof(others)["processes"] < 10
+
+
+def test_without_isolation_a_killed_init_proves_nothing_and_its_slot_is_not_used_again(unisolated: Station) -> None:
+    lease, neighbour, _ = acquired(unisolated)
+    result = unisolated.bash(lease, "kill -9 $PPID; sleep 60")
+
+    assert verdict(result) == verdict(unisolated.bash(lease, "true")) == ("sandbox_lost", "infra", None)
+    assert "own_work" not in proof(result)
+    assert unisolated.bash(neighbour, "echo fine")["output"] == "fine\n"
+    unisolated.until(lambda: unisolated.slots()["quarantined"] == 1)
+
+
+@pytest.mark.privileged
+def test_without_a_limit_of_its_own_what_a_slot_runs_is_still_taken_first_when_memory_runs_out(open_one: Open) -> None:
+    station = open_one(slot_memory_mb=None, slots_per_sandbox=2)
+    (lease,) = station.acquire()
+    result = station.bash(lease, "cat /proc/self/oom_score_adj")
+    init = station.init(lease)
+
+    assert int(result["output"]) == 300
+    assert [int(Path(f"/proc/{pid}/oom_score_adj").read_text(encoding="ascii")) for pid in (init.pid, station.agent(lease).pid)] == [0, 0]
+    assert station.bash(lease, HOG)["success"]

@@ -1,0 +1,103 @@
+"""The rows that are decided before, beside or instead of a process."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import pytest
+
+from tests.integration.attribution.station import Station, proof, verdict
+
+
+@pytest.mark.parametrize(
+    ("tool", "args", "named"),
+    [
+        ("bash", {}, "command"),
+        ("bash", {"command": "true", "shell": "zsh"}, "shell"),
+        ("nonsense", {}, "nonsense"),
+        ("process", {"action": "poll", "process_id": 1}, "process_id"),
+        ("read_file", {"path": 1}, "path"),
+        ("write_file", {"path": "f"}, "content"),
+        ("edit_file", {"path": "f", "old": "x"}, "new"),
+        ("list_files", {"recursive": "yes"}, "recursive"),
+        ("search_files", {"pattern": "("}, "pattern"),
+    ],
+)
+def test_a_wrong_argument_is_named_and_the_policys(station: Station, tool: str, args: dict[str, Any], named: str) -> None:
+    result = station.call(station.acquire()[0], tool, args)
+
+    assert verdict(result) == ("invalid_args", "policy", None)
+    assert named in result["error"]
+
+
+@pytest.mark.parametrize(
+    ("tool", "args", "errno"),
+    [
+        ("read_file", {"path": "missing"}, "ENOENT"),
+        ("read_file", {"path": "."}, "EISDIR"),
+        ("write_file", {"path": "/usr/f", "content": "x"}, None),
+        ("edit_file", {"path": "missing", "old": "a", "new": "b"}, "ENOENT"),
+        ("list_files", {"path": "missing"}, "ENOENT"),
+        ("search_files", {"path": "missing", "pattern": "x"}, "ENOENT"),
+        ("process", {"action": "poll", "process_id": "p9"}, None),
+        ("bash", {"command": "true", "cwd": "missing"}, "ENOENT"),
+    ],
+)
+def test_what_a_tool_cannot_do_is_the_policys(station: Station, tool: str, args: dict[str, Any], errno: str | None) -> None:
+    result = station.call(station.acquire()[0], tool, args)
+
+    assert verdict(result) == ("tool_error", "policy", None)
+    assert errno is None or proof(result)["errno"] == errno
+
+
+@pytest.mark.parametrize("tool", ["bash_stateful", "tmux"])
+def test_what_is_not_built_is_ours(station: Station, tool: str) -> None:
+    result = station.call(station.acquire()[0], tool, {"command": "true", "action": "capture"})
+
+    assert verdict(result) == ("not_implemented", "infra", None)
+
+
+def test_a_call_id_used_for_something_else_is_the_trainers_mistake_and_the_first_stays(station: Station) -> None:
+    (lease,) = station.acquire()
+    first = station.bash(lease, "echo first", call_id="c")
+    other = station.bash(lease, "echo other", call_id="c")
+
+    assert verdict(other) == ("call_conflict", "infra", None)
+    assert station.bash(lease, "echo first", call_id="c") == first
+
+
+@pytest.mark.parametrize("by", ["cancel", "release"])
+def test_who_ends_a_call_from_outside_is_not_told_that_it_failed(station: Station, by: str) -> None:
+    (lease,) = station.acquire()
+    call_id = uuid.uuid4().hex
+    running = station.begin_bash(lease, "echo part; sleep 60", call_id=call_id)
+    station.until(lambda: station.ask("GET", f"/v1/leases/{lease['lease_id']}/calls/{call_id}")["output_bytes"] == 5)
+    if by == "cancel":
+        station.ask("POST", "/v1/cancel", json={"lease_id": lease["lease_id"], "call_id": call_id})
+    else:
+        station.ask("POST", "/v1/release", json={"lease_ids": [lease["lease_id"]]})
+    (result,) = running.result()
+
+    assert verdict(result) == ("cancelled", "none", None)
+    assert result["output"] == "part\n"
+
+
+def test_a_lease_that_is_not_held_is_ambiguous_and_says_how_it_ended(station: Station) -> None:
+    released, expired = station.acquire()[0], station.acquire(ttl_s=1)[0]
+    station.ask("POST", "/v1/release", json={"lease_ids": [released["lease_id"]]})
+    station.until(lambda: station.ask("GET", f"/v1/leases/{expired['lease_id']}").get("code") == "lease_lost")
+
+    for lease, how, words in (({"lease_id": "none"}, "unknown", "there is no lease"), (released, "ended", "released"), (expired, "ended", "not renewed")):
+        result = station.bash(lease, "true")
+        assert verdict(result) == ("lease_lost", "ambiguous", None)
+        assert words in result["error"]
+        assert proof(result)["lease"] == how
+
+
+def test_a_lease_does_not_expire_under_a_call(station: Station) -> None:
+    (lease,) = station.acquire(ttl_s=1)
+
+    result = station.bash(lease, "sleep 1.5; echo done")
+
+    assert verdict(result) == ("exit", "none", 0)
