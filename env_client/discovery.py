@@ -38,9 +38,11 @@ def find_service(
         ServiceNotFound: nobody says where it is, or what says it cannot be read.
     """
     source = "the caller" if url else "SANDBOX_URL"
-    url, token = url or environ.get("SANDBOX_URL"), token or environ.get("SANDBOX_TOKEN")
+    url, token = (url or environ.get("SANDBOX_URL") or "").strip(), (token or environ.get("SANDBOX_TOKEN") or "").strip()
+    if not token.isprintable():
+        raise ServiceNotFound("the service's token must not hold line breaks or other control characters: set SANDBOX_TOKEN to the token alone")
     if url:
-        if not url.startswith(("http://", "https://")):
+        if not url.startswith(("http://", "https://")) or not url.partition("://")[2].strip("/"):
             raise ServiceNotFound(f"the service's address must start with http:// or https://, not be {url!r}")
         if not token and source == "SANDBOX_URL":
             token = _token_of_this_machine(url.rstrip("/"), environ, uid, root_dir)
@@ -70,7 +72,7 @@ def local_service(environ: Mapping[str, str] = os.environ, *, uid: int | None = 
     for state_dir in state_dirs(environ, os.getuid() if uid is None else uid, root_dir):
         url = _server_json(state_dir)
         if url is not None:
-            return Endpoint(url, environ.get("SANDBOX_TOKEN") or _token(state_dir), str(state_dir / "server.json"))
+            return Endpoint(url, (environ.get("SANDBOX_TOKEN") or "").strip() or _token(state_dir), str(state_dir / "server.json"))
     return None
 
 

@@ -135,7 +135,7 @@ class EmbeddedService:
         self._log.seek(0)
         lines = self._log.read().decode("utf-8", "replace").strip().splitlines()
         if lines and "No module named" in lines[-1]:
-            return f": {lines[-1].rpartition(': ')[2]}; install it with: pip install 'sandbox-pool[server]'"
+            return f": {lines[-1].rpartition(': ')[2]}; in a clone of the repository: pip install '.[server]'"
         told = [line for line in lines if not line.startswith("{")] or [_gist(line) for line in lines if '"exception"' in line][-1:] or lines[-1:]
         if told and told[0].startswith("Traceback"):
             told = told[-1:]

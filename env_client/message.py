@@ -76,8 +76,15 @@ def to_json(value: object) -> bytes:
     """
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"the request cannot be written as JSON: {_around(error)!r} is not text in UTF-8") from error
     except (TypeError, ValueError) as error:
         raise InvalidRequest(f"the request cannot be written as JSON: {error}") from error
+
+
+def _around(error: UnicodeEncodeError) -> str:
+    """What is no text, with a little of what is beside it."""
+    return error.object[max(0, error.start - 20) : error.end + 20]
 
 
 def seconds(value: object, default_s: float) -> float:
@@ -86,14 +93,28 @@ def seconds(value: object, default_s: float) -> float:
 
 
 def segment(value: str) -> str:
-    """One part of a path."""
-    return quote(value, safe="")
+    """One part of a path.
+
+    Raises:
+        InvalidRequest: it is no text.
+    """
+    try:
+        return quote(value, safe="")
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"no request can ask for {_around(error)!r}: it is not text in UTF-8") from error
 
 
 def path_of(route: str, /, **query: object) -> str:
-    """A path with the part of the query that is given."""
+    """A path with the part of the query that is given.
+
+    Raises:
+        InvalidRequest: some of that is no text.
+    """
     asked = given(query)
-    return f"{route}?{urlencode(asked, quote_via=quote)}" if asked else route
+    try:
+        return f"{route}?{urlencode(asked, quote_via=quote)}" if asked else route
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"no request can ask for {_around(error)!r}: it is not text in UTF-8") from error
 
 
 def decode(body: bytes | str) -> Any:

@@ -11,6 +11,8 @@ from env_client.errors import BadAnswer, ConnectFailed, ConnectionLost, SandboxE
 PROXY_STATUSES = frozenset({502, 503, 504})
 #: Answers of the service itself that pass by themselves. `no_capacity` is not one: it has queued as long as it was asked to.
 PASSING_CODES = frozenset({"backend_unavailable", "storage_unavailable"})
+#: Limits of what goes on at once: a `quota_exceeded` that names one passes as soon as something has ended, without anybody giving anything up.
+PASSING_LIMITS = frozenset({"calls_in_flight", "max_running_calls", "max_waiters", "streams", "waiters"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +48,8 @@ def may_retry(error: SandboxError, *, repeatable: bool, final_codes: Collection[
         case BadAnswer():
             return repeatable and error.status in PROXY_STATUSES
         case ServiceError():
-            return repeatable and error.code in PASSING_CODES and error.code not in final_codes
+            passes = error.code in PASSING_CODES or (error.code == "quota_exceeded" and error.extra.get("limit") in PASSING_LIMITS)
+            return repeatable and passes and error.code not in final_codes
         case _:
             return False
 

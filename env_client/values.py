@@ -182,9 +182,10 @@ class LeasePage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolInfo:
-    """A pool: its spec, what it can do, how many slots and sandboxes are in which state."""
+    """A pool: its spec, what it can do, how many slots and sandboxes are in which state; `state` is empty where an older service does not say it."""
 
     name: str
+    state: str = ""
     spec: Mapping[str, Any] = field(default_factory=dict)
     origin: str = ""
     isolation: str | None = None
@@ -280,7 +281,7 @@ class SandboxInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlotCheck:
-    """What a verify planted in one slot, which kinds its reset found, and which are left."""
+    """What a verify planted in one slot, which kinds of trace its reset took away, which are left, and where it could not be done, why."""
 
     slot_id: str
     clean: bool
@@ -288,6 +289,7 @@ class SlotCheck:
     planted: list[Mapping[str, Any]] = field(default_factory=list)
     found: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
+    detail: str = ""
     duration_s: float = 0.0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -13,15 +14,19 @@ _NEEDED = frozenset({"rich", "typer"})
 
 def main() -> None:
     """Run the command line with this process's arguments, and end the process."""
-    if sys.stdout is None:  # closed by whoever started us
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # closed by whoever started us
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
+        elif isinstance(stream, io.TextIOWrapper):  # what it cannot show is no reason to fall over
+            stream.reconfigure(errors="backslashreplace")
     try:
         from env_client.cli.app import run
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in _NEEDED:
             raise
-        sys.stderr.write(f"sandbox: the command line needs {missing}, which is not installed: pip install 'sandbox-pool[cli]'\n")
+        sys.stderr.write(f"sandbox: the command line needs {missing}, which is not installed\n  in a clone of the repository: pip install '.[cli]'\n")
         sys.exit(OWN_FAILURE)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -15,15 +13,15 @@ import typer.core
 from env_client._version import __version__
 from env_client.cli import OWN_FAILURE, commands_files, commands_leases, commands_pools
 from env_client.cli.commands_doctor import doctor
-from env_client.cli.failures import Failure, Interrupted, document_of, failure_of
+from env_client.cli.ending import ending, fail, nobody_reads
+from env_client.cli.failures import Failure
 from env_client.cli.screen import Screen
-from env_client.errors import SandboxError
 
 #: What is wrong with the words of a command line, whichever library typer takes it from.
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 _EPILOG = (
-    "Exit codes: those of the command that was run; 124 it timed out; 125 sandbox could not do its part; 130 Ctrl-C; 137 out of memory; "
-    "141 nobody reads its output; 1 doctor or verify found something. "
+    "Exit codes: those of the command that was run, 128+n after signal n; 124 it timed out; 125 sandbox could not do its part; 126 it cannot be started; "
+    "127 there is no such program; 130 Ctrl-C; 137 out of memory; 141 nobody reads its output; 143 SIGTERM; 1 doctor or verify found something. "
     "The service: SANDBOX_URL and SANDBOX_TOKEN, else the one of this machine."
 )
 
@@ -44,30 +42,7 @@ def _add(to: typer.Typer, name: str, function: Callable[..., None], usage: str, 
         def collect_usage_pieces(self, ctx: Any) -> list[str]:
             return [usage]
 
-    to.command(name, cls=Command, short_help=summary, context_settings={"allow_interspersed_args": False} if options_first else None)(_ending(function))
-
-
-def _ending(function: Callable[..., None]) -> Callable[..., None]:
-    """A command whose interruptions are exit codes before typer makes its own of them."""
-
-    @functools.wraps(function)
-    def run_it(*args: Any, **options: Any) -> None:
-        try:
-            function(*args, **options)
-        except Interrupted as interrupted:
-            raise typer.Exit(128 + interrupted.signal_number) from None
-        except KeyboardInterrupt:
-            raise typer.Exit(128 + signal.SIGINT) from None
-        except BrokenPipeError:
-            raise typer.Exit(_nobody_reads()) from None
-
-    return run_it
-
-
-def _nobody_reads() -> int:
-    # The interpreter would complain about it once more when it flushes at its end.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    return 128 + signal.SIGPIPE
+    to.command(name, cls=Command, short_help=summary, context_settings={"allow_interspersed_args": False} if options_first else None)(ending(function))
 
 
 app = typer.Typer(
@@ -78,6 +53,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # the same text on a terminal and in a file
+    context_settings={"help_option_names": ["--help", "-h"]},
 )
 
 
@@ -99,7 +75,7 @@ _add(app, "cp", commands_files.cp, "[OPTIONS] SOURCE TARGET", "Copy files and fo
 _add(app, "ls", commands_files.ls, "[OPTIONS] LEASE[:FOLDER]", "List a folder of a slot.")
 _add(app, "leases", commands_leases.leases, "[OPTIONS]", "List the leases you hold.")
 _add(app, "renew", commands_leases.renew, "[OPTIONS] LEASE...", "Keep leases for longer.")
-_add(app, "narrow", commands_leases.narrow, "[OPTIONS] LEASE", "Take network or cache away from a slot.")
+_add(app, "narrow", commands_leases.narrow, "[OPTIONS] LEASE...", "Take network or cache away from slots.")
 _add(app, "release", commands_leases.release, "[OPTIONS] [LEASE...]", "Give slots back.")
 _add(app, "pools", commands_pools.pools, "[OPTIONS] [NAME]", "List the pools.")
 _add(app, "sandboxes", commands_pools.sandboxes, "[OPTIONS]", "List the sandboxes.")
@@ -122,37 +98,36 @@ def run(argv: Sequence[str]) -> int:
         The exit code.
     """
     try:
-        returned = app(list(argv), prog_name="sandbox", standalone_mode=False)
-        sys.stdout.flush()
-        return returned if isinstance(returned, int) else 0
-    except SandboxError as error:
-        return _fail(failure_of(error), argv, error)
-    except Failure as failure:
-        return _fail(failure, argv)
-    except _UsageError as error:
-        return _misused(error, argv)
-    except BrokenPipeError:
-        return _nobody_reads()
-    except OSError as error:
-        return _fail(Failure(f"{error.filename}: {error.strerror}" if error.filename else str(error), "mend that, and try again", "os_error"), argv)
+        return _run(argv)
+    except (BrokenPipeError, SystemExit):  # the latter is what typer makes of it where it prints a help
+        return nobody_reads()
     except (KeyboardInterrupt, typer.Abort):
         return 128 + signal.SIGINT
 
 
-def _fail(failure: Failure, argv: Sequence[str], error: SandboxError | None = None) -> int:
-    options = argv[: argv.index("--")] if "--" in argv else argv
-    screen = Screen("--json" in options)
-    if screen.as_json:
-        screen.document(document_of(failure, error))
-    screen.failure(failure)
-    return OWN_FAILURE
+def _run(argv: Sequence[str]) -> int:
+    try:
+        returned = app(list(argv), prog_name="sandbox", standalone_mode=False)
+        sys.stdout.flush()
+        return returned if isinstance(returned, int) else 0
+    except Failure as failure:
+        return fail(failure, _screen(argv))
+    except _UsageError as error:
+        return _misused(error, argv)
+
+
+def _screen(argv: Sequence[str]) -> Screen:
+    """For what is wrong with the words themselves, before any option is known."""
+    return Screen("--json" in (argv[: argv.index("--")] if "--" in argv else argv))
 
 
 def _misused(error: Exception, argv: Sequence[str]) -> int:
     context = getattr(error, "ctx", None)
-    path = context.command_path if context is not None else "sandbox"
+    path = context.command_path if context is not None else " ".join(("sandbox", *(word for word in argv[:1] if not word.startswith("-"))))
     message = getattr(error, "format_message", lambda: str(error))()
     if type(error).__name__ == "NoArgsIsHelpError":
         sys.stdout.write(message + "\n")
         return OWN_FAILURE
-    return _fail(Failure(message.strip().rstrip("."), f"`{path} --help` says what is taken"), argv)
+    is_early = path == "sandbox" and len(argv) > 1 and argv[0].startswith("-")
+    next_step = "options go after the command: `sandbox COMMAND --help` lists its own" if is_early else f"`{path} --help` says what is taken"
+    return fail(Failure(message.strip().rstrip("."), next_step), _screen(argv))

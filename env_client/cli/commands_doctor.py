@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 
 import typer
 
 from env_client.cli.connecting import check
 from env_client.cli.diagnosis import BACKENDS, Finding, State, backend_finding, machine_findings, pool_findings
+from env_client.cli.failures import failure_of
 from env_client.cli.screen import JsonFlag, Screen
 from env_client.client import SandboxClient
 from env_client.discovery import find_service, local_service
 from env_client.embedded import embedded
-from env_client.errors import SandboxError, ServiceNotFound
+from env_client.errors import ConnectFailed, SandboxError, ServiceNotFound
 from env_client.values import PoolInfo
 
 _STYLES = {State.OK: "green", State.LIMITED: "yellow", State.MISSING: "bold red", State.OFF: "dim"}
@@ -59,21 +61,32 @@ def _service_sections() -> list[tuple[str, list[Finding]]]:
     try:
         endpoint = find_service()
     except ServiceNotFound as error:
-        if local_service() is None and "must start with" not in error.detail:
+        if _nobody_names_one():
             return _own_sections("none runs on this machine")
-        return [("service", [Finding("address", State.MISSING, error.detail, "correct it")])]
+        return [("service", [Finding("address", State.MISSING, error.detail, "correct SANDBOX_URL and SANDBOX_TOKEN, or unset them")])]
     where = f"{endpoint.url} (from {endpoint.source})"
     try:
         check(endpoint)
         with SandboxClient(endpoint.url, endpoint.token) as client:
             readiness, pools = client.readyz(), client.pools()
+    except ConnectFailed:
+        return [("service", [Finding("address", State.MISSING, f"no service answers at {where}", "start it, or correct SANDBOX_URL")])]
     except SandboxError as error:
-        return [("service", [Finding("address", State.MISSING, f"{where}: {error.detail}", "start it, or correct SANDBOX_URL and SANDBOX_TOKEN")])]
+        return [("service", [Finding("address", State.MISSING, f"{where}: {error.detail}", failure_of(error).next_step)])]
     if readiness.ready:
         ready = Finding("ready", State.OK, "every pool has its minimum")
     else:
         ready = Finding("ready", State.LIMITED, "not every pool has its minimum yet", "wait, or see what each pool says below")
     return [("service", [Finding("address", State.OK, where), ready]), *((f"pool {pool.name}", pool_findings(pool)) for pool in pools)]
+
+
+def _nobody_names_one() -> bool:
+    if os.environ.get("SANDBOX_URL"):
+        return False
+    try:
+        return local_service() is None
+    except ServiceNotFound:  # a state folder names one, illegibly
+        return False
 
 
 def _own_sections(why: str) -> list[tuple[str, list[Finding]]]:

@@ -12,8 +12,8 @@ from typing import Annotated
 
 import typer
 
+from env_client.cli.arguments import check_text, read_lease, shown_bytes
 from env_client.cli.connecting import connected
-from env_client.cli.executing import ending_by_signal
 from env_client.cli.failures import Failure
 from env_client.cli.packing import Packed
 from env_client.cli.screen import JsonFlag, Screen, clock_time, size
@@ -36,11 +36,15 @@ def cp(
     `FOLDER/.` stands for what is in a folder. A local path with a colon is written ./a:b.
     """
     screen = Screen(as_json)
+    if not source or not target:
+        raise Failure(f"{'TARGET' if source else 'SOURCE'} is empty", "is the variable set that it comes from? `.` is this folder")
+    if as_json and target == "-":
+        raise Failure("the file and the JSON document cannot both go to standard output", "leave out --json, or copy to a file")
     there, here = _split(target), _split(source)
     if (there is None) == (here is None):
         both = "both are in slots" if there else "neither is in a slot"
         raise Failure(f"one of SOURCE and TARGET must be LEASE:PATH; {both}", "for example: sandbox cp notes.txt LEASE:notes.txt")
-    with ending_by_signal(), connected() as client:
+    with connected() as client:
         if there is not None:
             path, left_out = _upload(client, source, *there)
         else:
@@ -48,7 +52,7 @@ def cp(
             path, left_out = _download(client, *here, target)
     if left_out:
         screen.note(f"left out, since {'they are no files' if there else 'they lead out of the folder or are no files'}: {', '.join(left_out[:10])}")
-    if as_json and target != "-":
+    if as_json:
         screen.document({"source": source, "target": path, "left_out": left_out})
 
 
@@ -59,7 +63,7 @@ def ls(
 ) -> None:
     """List a folder of a slot."""
     screen = Screen(as_json)
-    lease_id, path = _split(where) or (where, "")
+    lease_id, path = _split(where) or (read_lease(where), "")
     with connected() as client:
         entries = client.list_files(lease_id, path or ".", recursive=recursive)
     if as_json:
@@ -67,13 +71,16 @@ def ls(
         return
     top = posixpath.commonpath([posixpath.dirname(entry.path) for entry in entries]) if entries else ""
     rows = [(_mode(entry), size(entry.size_bytes) if entry.type == "file" else "-", clock_time(entry.mtime), _name(entry, top)) for entry in entries]
-    screen.table(("MODE", "SIZE>", "CHANGED", "NAME"), rows, empty="the folder is empty")
+    screen.table(("MODE", "SIZE>", "CHANGED", "NAME"), rows, empty="the folder is empty", wraps=False)
 
 
 def _split(text: str) -> tuple[str, str] | None:
     """The lease and the path of `LEASE:PATH`; None for a local path."""
     lease_id, colon, path = text.partition(":")
-    return (lease_id, path) if colon and lease_id and "/" not in lease_id and lease_id != "." else None
+    if not colon or not lease_id or "/" in lease_id or lease_id == ".":
+        return None
+    check_text(f"the path {shown_bytes(path)}", path, "copy the folder that holds it: the names in there may be any bytes")
+    return lease_id, path
 
 
 def _kind(client: SandboxClient, lease_id: str, path: str) -> str | None:
@@ -109,6 +116,7 @@ def _upload(client: SandboxClient, source: str, lease_id: str, path: str) -> tup
     kind = _kind(client, lease_id, path or ".")
     into = kind == "directory" or path.endswith("/")
     target = posixpath.join(path, local.resolve().name) if into and not source.endswith(("/.", "/./")) and source != "." else path or "."
+    _split(f"{lease_id}:{target}")
     try:
         if local.is_file():
             client.put_file(lease_id, target, local, mode=local.stat().st_mode & 0o777)

@@ -4,37 +4,45 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections.abc import Callable, Mapping
 from typing import Annotated
 
 import typer
 
+from env_client.cli.arguments import (
+    DEFAULT_TTL_S,
+    CommandArgument,
+    CwdOption,
+    EnvOption,
+    LeaseArgument,
+    LeasesArgument,
+    NoNetworkFlag,
+    NoStdinFlag,
+    PoolOption,
+    RunOption,
+    SilenceOption,
+    TimeoutOption,
+    TtlOption,
+    WaitOption,
+    read_count,
+    read_lease,
+)
+from env_client.cli.command_line import CommandLine
 from env_client.cli.connecting import connected, connected_or_own
-from env_client.cli.executing import CommandLine, conclude, ending_by_signal, execute
-from env_client.cli.failures import Failure
+from env_client.cli.executing import conclude, execute
+from env_client.cli.failures import Failure, Interrupted, failure_of_several
 from env_client.cli.screen import JsonFlag, Screen, clock_time, span
 from env_client.client import SandboxClient
-from env_client.errors import SandboxError
-from env_client.values import AcquireOptions, CallOptions, LeaseInfo
+from env_client.errors import SandboxError, ServiceError
+from env_client.values import AcquireOptions, CallOptions, LeaseInfo, Result
 
-LeaseArgument = Annotated[str, typer.Argument(metavar="LEASE", hidden=True)]
-PoolOption = Annotated[str | None, typer.Option("--pool", "-p", metavar="NAME", help="Of which pool.  [default: the service's default pool]")]
-RunOption = Annotated[str | None, typer.Option("--run-id", metavar="RUN", help="The run that the leases belong to.")]
-WaitOption = Annotated[float | None, typer.Option("--wait", metavar="SECONDS", help="How long to queue for a slot.  [default: the pool's acquire_timeout_s]")]
-CommandArgument = Annotated[list[str], typer.Argument(metavar="-- CMD", hidden=True)]
-CwdOption = Annotated[str | None, typer.Option("--cwd", "-w", metavar="FOLDER", help="Where in the slot.  [default: its workspace]")]
-EnvOption = Annotated[list[str] | None, typer.Option("--env", "-e", metavar="NAME=VALUE", help="A variable for the command; NAME alone passes on one of here.")]
-TimeoutOption = Annotated[
-    float | None, typer.Option("--timeout", "-t", metavar="SECONDS", help="Kill the command and all it started after so long.  [default: the pool's]")
-]
-SilenceOption = Annotated[float | None, typer.Option("--no-output-timeout", metavar="SECONDS", help="Kill it once it is silent for so long.")]
-NoStdinFlag = Annotated[bool, typer.Option("--no-stdin", "-n", help="Do not read standard input, also where it is no terminal.")]
-NoNetworkFlag = Annotated[bool, typer.Option("--no-network", help="Without network.")]
+NOT_GIVEN_BACK = "the slot could not be given back, and frees itself within five minutes: {}"
 
 
 def acquire(
     pool: PoolOption = None,
-    count: Annotated[int, typer.Option("--count", "-c", metavar="N", help="So many at once: all of them or none.")] = 1,
-    ttl: Annotated[float, typer.Option("--ttl", metavar="SECONDS", help="How long it holds if it is not renewed.")] = 3600.0,
+    count: Annotated[int, typer.Option("--count", "-c", metavar="N", parser=read_count, help="So many at once: all of them or none.")] = 1,
+    ttl: TtlOption = DEFAULT_TTL_S,
     wait: WaitOption = None,
     run_id: RunOption = None,
     trajectory_id: Annotated[list[str] | None, typer.Option("--trajectory-id", metavar="ID", help="Who holds it; once for each of --count.")] = None,
@@ -53,7 +61,7 @@ def acquire(
         options["cache"] = "rw"
     if trajectory_id:
         options["trajectory_ids"] = trajectory_id
-    with ending_by_signal(), connected() as client:
+    with connected() as client:
         acquired = client.acquire(pool, count, **options)
     if as_json:
         screen.document(acquired)
@@ -80,48 +88,57 @@ def leases(
         for info in found:
             screen.line(info.lease_id)
     else:
-        screen.table(("LEASE", "POOL", "SLOT", "ENDS IN>", "RUN", "TRAJECTORY", "RIGHTS"), map(_lease_row, found), empty="you hold no leases")
+        heads = ("LEASE", "POOL", "SLOT", "ENDS IN>", "RUN", "TRAJECTORY", "RIGHTS")
+        screen.table(heads, map(_lease_row, found), empty="you hold no leases" + _of(run_id, trajectory_id))
 
 
-def renew(
-    lease: Annotated[list[str], typer.Argument(metavar="LEASE...", hidden=True)],
-    ttl: Annotated[float, typer.Option("--ttl", metavar="SECONDS", help="From now on.")] = 3600.0,
-    as_json: JsonFlag = False,
-) -> None:
-    """Keep leases for longer."""
+def renew(lease: LeasesArgument, ttl: TtlOption = DEFAULT_TTL_S, as_json: JsonFlag = False) -> None:
+    """Keep leases for longer: each holds so many seconds from now on. Never shortens."""
     screen = Screen(as_json)
     with connected() as client:
         renewed = client.renew(lease, ttl)
-    if as_json:
-        lost = [{"lease_id": lease_id, "code": error.code, "detail": error.detail} for lease_id, error in renewed.lost.items()]
-        screen.document({"leases": renewed.leases, "lost": lost})
-    else:
+    document = {"leases": renewed.leases, "lost": _refusals(renewed.lost)}
+    if not as_json:
         for info in renewed.leases:
             screen.line(f"{info.lease_id} held until {clock_time(info.expires_at)}")
-    for error in renewed.lost.values():
-        raise error
+    if renewed.lost:
+        raise failure_of_several(renewed.lost, document)
+    if as_json:
+        screen.document(document)
 
 
 def narrow(
-    lease: LeaseArgument,
+    lease: LeasesArgument,
     no_network: Annotated[bool, typer.Option("--no-network", help="Take the network away.")] = False,
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Take the shared cache away.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Take rights away from a held slot, for good. Its processes end, its files stay."""
+    """Take rights away from held slots, for good. Their processes end, their files stay."""
     screen = Screen(as_json)
     if not no_network and not no_cache:
         raise Failure("there is nothing to take away", "say --no-network, --no-cache, or both")
+    narrowed: list[LeaseInfo] = []
+    refused: dict[str, SandboxError] = {}
     with connected() as client:
-        info = client.narrow(lease, allow_network=False if no_network else None, cache="none" if no_cache else None)
+        for lease_id in lease:
+            try:
+                narrowed.append(client.narrow(lease_id, allow_network=False if no_network else None, cache="none" if no_cache else None))
+            except SandboxError as error:
+                refused[lease_id] = error
+                if not isinstance(error, ServiceError):  # the next would wait as long for nothing
+                    break
+    document = {"leases": narrowed, "refused": _refusals(refused)}
+    if not as_json:
+        for info in narrowed:
+            screen.line(f"{info.lease_id} now has {_rights(info)}")
+    if refused:
+        raise failure_of_several(refused, document)
     if as_json:
-        screen.document(info)
-    else:
-        screen.line(f"{info.lease_id} now has {_rights(info)}")
+        screen.document(document)
 
 
 def release(
-    lease: Annotated[list[str] | None, typer.Argument(metavar="[LEASE]...", hidden=True)] = None,
+    lease: Annotated[list[str] | None, typer.Argument(metavar="[LEASE]...", hidden=True, parser=read_lease)] = None,
     run_id: Annotated[str | None, typer.Option("--run-id", metavar="RUN", help="All leases of a run.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="All leases you hold.")] = False,
     keep_workspace: Annotated[bool, typer.Option("--keep-workspace", help="Keep the files for a minute, for the next acquire of the same run.")] = False,
@@ -134,15 +151,16 @@ def release(
     with connected() as client:
         named = [info.lease_id for info in client.iter_leases()] if everything else lease
         done = client.release(named, run_id=run_id, reset_workspace=not keep_workspace)
-    if as_json:
-        screen.document(done)
-    else:
+    document = {"released": done.released, "unknown": done.unknown}
+    if not as_json:
         for lease_id in done.released:
             screen.line(lease_id)
-        if not done.released and not done.unknown:
-            screen.note("there was nothing to release")
     if done.unknown:
-        raise Failure(f"not yours, or never known: {', '.join(done.unknown)}", "`sandbox leases` lists those you hold", "lease_not_found")
+        raise Failure(f"not yours, or never known: {', '.join(done.unknown)}", "`sandbox leases` lists those you hold", "lease_not_found", document)
+    if as_json:
+        screen.document(document)
+    elif not done.released:
+        screen.note("there was nothing to release")
 
 
 def exec_(
@@ -163,9 +181,9 @@ def exec_(
     screen = Screen(as_json)
     line = CommandLine(command, cwd, env or [])
     options: CallOptions = {"timeout_s": timeout, "no_output_timeout_s": no_output_timeout}
-    with ending_by_signal(), connected() as client:
+    with connected() as client:
         result = execute(client, lease, line, options, screen, forward_input=not no_stdin, cancel=True)
-    raise typer.Exit(conclude(result, screen))
+    raise typer.Exit(conclude(result, line, screen))
 
 
 def run(
@@ -190,22 +208,50 @@ def run(
     asked: AcquireOptions = {"wait_s": wait, "run_id": "sandbox-run-" + secrets.token_hex(6), "labels": {"command": line.text[:200]}}
     if no_network:
         asked["allow_network"] = False
-    with ending_by_signal(), connected_or_own(pool) as client:
-        try:
-            with client.lease(pool, **asked) as lease:
-                result = execute(client, lease.lease_id, line, options, screen, forward_input=not no_stdin, cancel=False)
-        except KeyboardInterrupt:
+    with connected_or_own(pool) as client:
+
+        def work(lease_id: str) -> Result:
+            # Releasing the slot ends the command as well, and sooner; only its result comes by cancelling.
+            return execute(client, lease_id, line, options, screen, forward_input=not no_stdin, cancel=as_json)
+
+        result = _in_own_slot(client, pool, asked, work, screen)
+    raise typer.Exit(conclude(result, line, screen))
+
+
+def _in_own_slot(client: SandboxClient, pool: str | None, asked: AcquireOptions, work: Callable[[str], Result], screen: Screen) -> Result:
+    """Do something in a slot of one's own, which is given back whatever happens; a result that is there is not lost where that fails."""
+    result: Result | None = None
+    inside = False
+    try:
+        with client.lease(pool, **asked) as lease:
+            inside = True
+            result = work(lease.lease_id)
+            inside = False
+    except Interrupted:
+        if not inside:  # while it was granted, or given back
             _give_back(client, asked["run_id"] or "", screen)
+        raise
+    except SandboxError as error:
+        if result is None:
             raise
-    raise typer.Exit(conclude(result, screen))
+        screen.note(NOT_GIVEN_BACK.format(error.detail))
+    assert result is not None
+    return result
 
 
 def _give_back(client: SandboxClient, run_id: str, screen: Screen) -> None:
-    """Release what an acquire that was interrupted may have been granted."""
     try:
         client.release(run_id=run_id)
     except SandboxError as error:
-        screen.note(f"the slot could not be given back, and frees itself within five minutes: {error.detail}")
+        screen.note(NOT_GIVEN_BACK.format(error.detail))
+
+
+def _refusals(errors: Mapping[str, SandboxError]) -> list[dict[str, str]]:
+    return [{"lease_id": lease_id, "code": error.code, "detail": error.detail} for lease_id, error in errors.items()]
+
+
+def _of(run_id: str | None, trajectory_id: str | None) -> str:
+    return "".join(f" of {kind} {name!r}" for kind, name in (("run", run_id), ("trajectory", trajectory_id)) if name is not None)
 
 
 def _labels(pairs: list[str] | None) -> dict[str, str] | None:

@@ -3,37 +3,42 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from env_client.cli.arguments import PoolArgument, read_pool, read_sandbox
 from env_client.cli.connecting import connected
+from env_client.cli.diagnosis import draining_for
 from env_client.cli.failures import Failure
 from env_client.cli.screen import JsonFlag, Screen, clock_time
-from env_client.errors import PoolNotFound
-from env_client.values import PoolInfo, SandboxInfo, SlotCheck
+from env_client.cli.specs import changed_by, differences, spec_in, unknown_field
+from env_client.client import SandboxClient
+from env_client.errors import InvalidRequest, PoolNotFound
+from env_client.values import PoolChange, PoolInfo, SandboxInfo, SlotCheck
 
-PoolArgument = Annotated[str, typer.Argument(metavar="NAME", hidden=True)]
 FileArgument = Annotated[str | None, typer.Argument(metavar="[FILE]", hidden=True)]
-SetOption = Annotated[list[str] | None, typer.Option("--set", "-s", metavar="FIELD=VALUE", help="A field on top of that; nomad.driver=docker goes deeper.")]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", "-s", metavar="FIELD=VALUE", help="Set a field, the rest stays; nomad.driver=docker goes deeper. May be given often."),
+]
 NOT_CLEAN = 1
+SPEC_HELP = "`sandbox pools NAME` shows every field of a spec; docs/settings.md says what each takes"
 
 
 def pools(
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", hidden=True)] = None,
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", hidden=True, parser=read_pool)] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """List the pools and what they hold now."""
     screen = Screen(as_json)
     with connected() as client:
-        found = client.pools() if name is None else (_known(client.pool, name, client.pools),)
+        found = client.pools() if name is None else (_known(client, name),)
     if as_json:
         screen.document({"pools": found} if name is None else found[0])
     elif name is None:
-        heads = ("POOL", "BACKEND", "ISOLATION", "READY>", "LEASED>", "RESETTING>", "QUEUE>", "SANDBOXES>", "STATE")
+        heads = ("POOL", "BACKEND", "ISOLATION", "READY>", "LEASED>", "SANDBOXES>", "RESETTING>", "QUEUE>", "STATE")
         screen.table(heads, map(_pool_row, found), empty="there are no pools; `sandbox pool apply` makes one")
     else:
         _describe(found[0], screen)
@@ -43,22 +48,52 @@ def pool_apply(
     name: PoolArgument,
     file: FileArgument = None,
     change: SetOption = None,
+    defaults: Annotated[bool, typer.Option("--defaults", help="Begin with the default of every field, also where there is such a pool.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Make a pool, or change it to be of a spec. What the spec does not say has its default.
+    """Make a pool, or change it. Says what has changed.
 
-    FILE is a spec; of a settings file with `pools:`, the one of that name is taken.
+    FILE is the whole spec: what it does not say has its default. Of a settings file with `pools:`, the one of that name is taken; `-` is standard input.
+    Without FILE, --set changes fields of the pool as it is; of a new pool, every other field has its default.
     """
     screen = Screen(as_json)
-    spec = {} if file is None else _spec_in(file, name)
-    for one in change or []:
-        _set(spec, one)
+    if file is not None and defaults:
+        raise Failure("FILE and --defaults both say what to begin with", "give one of them")
+    given: dict[str, Any] | None = spec_in(file, name) if file is not None else {} if defaults else None
+    changed_by(given or {}, change or [])  # what is wrong with the words is said before anything else
     with connected() as client:
-        done = client.pool_put(name, spec)
+        before = _pool_or_none(client, name)
+        if given is None and before is not None and not change:
+            raise Failure(f"pool {name!r} is there, and nothing says what to change", "give a FILE, --set FIELD=VALUE, or --defaults")
+        base = given if given is not None else before.spec if before is not None else {}
+        done = _put(client, name, changed_by(base, change or []))
+    changed = differences(before.spec, done.pool.spec) if before is not None and not done.created else {}
     if as_json:
-        screen.document(done)
+        screen.document({"pool": done.pool, "created": done.created, "changed": list(changed)})
+    elif done.created:
+        screen.line(f"made pool {name}")
+    elif changed:
+        screen.line(f"changed pool {name}: " + ", ".join(f"{field} {how}".rstrip() for field, how in changed.items()))
     else:
-        screen.line(f"{'made' if done.created else 'changed'} pool {done.pool.name}")
+        screen.line(f"unchanged pool {name}")
+
+
+def _pool_or_none(client: SandboxClient, name: str) -> PoolInfo | None:
+    try:
+        return client.pool(name)
+    except PoolNotFound:
+        return None
+
+
+def _put(client: SandboxClient, name: str, spec: Mapping[str, Any]) -> PoolChange:
+    try:
+        return client.pool_put(name, spec)
+    except InvalidRequest as error:
+        field = str(error.extra.get("field", ""))
+        if field in ("name", "backend"):
+            raise
+        known = next((pool.spec for pool in client.pools()), {})
+        raise unknown_field(field, known) or Failure(error.detail, SPEC_HELP, error.code) from error
 
 
 def pool_delete(
@@ -77,9 +112,10 @@ def pool_delete(
 
 
 def pool_verify(name: PoolArgument, as_json: JsonFlag = False) -> None:
-    """Plant leftovers of every kind in the pool's free slots, reset them, and say what was found.
+    """Plant leftovers in the pool's free slots (files, processes, sockets …), reset the slots, and look for traces of them.
 
-    Ends with 1 if anything was left.
+    PLANTED counts the leftovers, TRACES GONE the kinds of trace that were there before the reset and not after it: from inside the slot and from
+    outside of it, so one leftover may leave several. TRACES LEFT names what survived. Ends with 1 if anything did.
     """
     screen = Screen(as_json)
     with connected() as client:
@@ -87,8 +123,10 @@ def pool_verify(name: PoolArgument, as_json: JsonFlag = False) -> None:
     if as_json:
         screen.document(report)
     else:
-        screen.table(("SLOT", "PLANTED>", "FOUND>", "LEFT", "TOOK>", "VERDICT"), map(_check_row, report.slots), empty="there was no free slot")
-        screen.styled((f"{len(report.slots)} slots of pool {report.pool}: ", ""), ("clean", "green") if report.clean else ("NOT CLEAN", "bold red"))
+        heads = ("SLOT", "PLANTED>", "TRACES GONE>", "TRACES LEFT", "TOOK>", "VERDICT", "WHY")
+        screen.table(heads, map(_check_row, sorted(report.slots, key=_slot_order)), empty="there was no free slot")
+        count = "1 slot" if len(report.slots) == 1 else f"{len(report.slots)} slots"
+        screen.styled((f"{count} of pool {report.pool}: ", ""), ("clean", "green") if report.clean else ("NOT CLEAN", "bold red"))
     if not report.clean:
         raise typer.Exit(NOT_CLEAN)
 
@@ -101,12 +139,12 @@ def sandboxes(as_json: JsonFlag = False) -> None:
     if as_json:
         screen.document({"sandboxes": found})
     else:
-        heads = ("SANDBOX", "POOL", "BACKEND", "STATE", "ISOLATION", "SLOTS", "SINCE", "LAST ERROR")
+        heads = ("SANDBOX", "POOL", "STATE", "ISOLATION", "SLOTS", "SINCE", "LAST ERROR")
         screen.table(heads, map(_sandbox_row, found), empty="there are no sandboxes")
 
 
 def drain(
-    sandbox: Annotated[str, typer.Argument(metavar="SANDBOX", hidden=True)],
+    sandbox: Annotated[str, typer.Argument(metavar="SANDBOX", hidden=True, parser=read_sandbox)],
     as_json: JsonFlag = False,
 ) -> None:
     """Give no new leases in a sandbox; it goes with its last one."""
@@ -119,112 +157,69 @@ def drain(
         screen.line(f"{info.sandbox_id} is {info.state or 'draining'}")
 
 
-def _known(ask: Any, name: str, every: Any) -> PoolInfo:
+def _known(client: SandboxClient, name: str) -> PoolInfo:
     try:
-        return ask(name)  # type: ignore[no-any-return]
+        return client.pool(name)
     except PoolNotFound as error:
-        names = ", ".join(sorted(pool.name for pool in every()))
+        names = ", ".join(sorted(pool.name for pool in client.pools()))
         raise Failure(f"{error.detail}; there is {names or 'none'}", "`sandbox pool apply NAME` makes one", error.code) from error
-
-
-def _spec_in(file: str, name: str) -> dict[str, Any]:
-    document = _parsed(_text(file), file)
-    if isinstance(document, dict) and isinstance(document.get("pools"), dict):
-        specs = document["pools"]
-        if name not in specs:
-            raise Failure(f"{file} has no pool {name!r}; it has {', '.join(map(str, specs)) or 'none'}", "give one of these names")
-        document = specs[name]
-    elif isinstance(document, dict) and isinstance(document.get("spec"), dict):  # as `sandbox pools NAME --json` prints it
-        document = document["spec"]
-    if document is None:
-        return {}
-    if not isinstance(document, dict):
-        raise Failure(f"{file} holds {type(document).__name__} where a spec should be", "a spec is fields and values, such as `max_sandboxes: 2`")
-    return document
-
-
-def _text(file: str) -> str:
-    try:
-        return sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        raise Failure(f"there is no file {file}", "give the path of a spec in YAML or JSON, or - for standard input", "file_not_found") from error
-    except IsADirectoryError as error:
-        raise Failure(f"{file} is a folder, not a file", "give the path of a spec in YAML or JSON", "file_error") from error
-    except OSError as error:
-        raise Failure(f"{file} cannot be read: {error.strerror}", "give the path of a spec in YAML or JSON", "file_error") from error
-    except UnicodeDecodeError as error:
-        raise Failure(f"{file} is not text", "give the path of a spec in YAML or JSON", "file_error") from error
-
-
-def _parsed(text: str, file: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        pass
-    try:
-        import yaml
-    except ModuleNotFoundError as error:
-        raise Failure(f"{file} is not JSON, and YAML needs a package that is missing", "pip install pyyaml, or write the spec in JSON") from error
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        where = getattr(error, "problem_mark", None)
-        line = f" line {where.line + 1}:" if where is not None else ""
-        raise Failure(f"{file}:{line} {getattr(error, 'problem', None) or 'not YAML'}", "correct that line") from error
-
-
-def _set(spec: dict[str, Any], change: str) -> None:
-    path, equals, value = change.partition("=")
-    *outer, last = path.split(".")
-    if not equals or not all((*outer, last)):
-        raise Failure(f"--set takes FIELD=VALUE, not {change!r}", "say for example --set max_sandboxes=2")
-    into = spec
-    for name in outer:
-        into = into.setdefault(name, {})
-        if not isinstance(into, dict):
-            raise Failure(f"--set {change}: {name} is not an object", "look at the spec")
-    try:
-        into[last] = json.loads(value)
-    except ValueError:
-        into[last] = value
 
 
 def _pool_row(pool: PoolInfo) -> tuple[str, ...]:
     slots, alive = pool.slots, pool.sandboxes
-    state = pool.last_error or ("starting" if alive.get("starting") and not alive.get("ready") else "ok")
-    counts = [str(slots.get(name, 0)) for name in ("ready", "leased", "resetting")]
-    if slots.get("quarantined"):
-        state = f"{slots['quarantined']} quarantined; {state}"
-    return pool.name, str(pool.spec.get("backend", "")), pool.isolation or "-", *counts, str(pool.queue), str(alive.get("ready", 0)), state
+    always = str(slots.get("ready", 0)), str(slots.get("leased", 0)), str(alive.get("ready", 0))
+    at_times = _if_any(slots.get("resetting", 0)), _if_any(pool.queue)
+    return pool.name, str(pool.spec.get("backend", "")), pool.isolation or "-", *always, *at_times, _standing(pool)
+
+
+def _if_any(count: int) -> str:
+    return str(count) if count else ""
+
+
+def _standing(pool: PoolInfo) -> str:
+    """How a pool stands, in a few words."""
+    if draining := draining_for(pool):
+        return draining
+    is_starting = pool.sandboxes.get("starting") and not pool.sandboxes.get("ready")
+    said = [f"{pool.slots['quarantined']} quarantined" if pool.slots.get("quarantined") else "", pool.last_error or ""]
+    return "; ".join(filter(None, said)) or ("starting" if is_starting else "ok")
 
 
 def _describe(pool: PoolInfo, screen: Screen) -> None:
+    origins = {"file": "of the settings file", "default": "built in", "api": "made while the service ran"}
     facts: list[tuple[str, str]] = [
-        ("pool", f"{pool.name} (of {'the settings file' if pool.origin == 'file' else 'the ' + (pool.origin or '?')})"),
+        ("pool", f"{pool.name} ({origins.get(pool.origin, pool.origin or 'of unknown origin')})"),
+        ("state", _standing(pool)),
         ("isolation", pool.isolation or "none found yet"),
         ("slots", _counts(pool.slots)),
         ("sandboxes", _counts(pool.sandboxes)),
         ("queue", str(pool.queue)),
-        ("last error", pool.last_error or "none"),
     ]
-    width = max(map(len, [*(name for name, _ in facts), *pool.spec]))
+    fields = [(name, json.dumps(value, ensure_ascii=False)) for name, value in pool.spec.items()]
+    width = 2 + max(len(name) for name, _ in (*facts, *fields))
     for name, text in facts:
-        screen.styled((name.ljust(width + 2), "bold"), (text, ""))
+        screen.entry(name, text, width, "bold")
     screen.line("")
-    for name, value in pool.spec.items():
-        screen.styled((name.ljust(width + 2), ""), (json.dumps(value, ensure_ascii=False), ""))
+    for name, text in fields:
+        screen.entry(name, text, width)
 
 
 def _counts(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {name}" for name, count in counts.items() if count) or "none"
 
 
+def _slot_order(check: SlotCheck) -> tuple[str, int, str]:
+    number = check.slot_id.rpartition("/")[2]
+    return check.sandbox_id, int(number) if number.isdecimal() else 0, number
+
+
 def _check_row(check: SlotCheck) -> tuple[str, ...]:
     verdict = "clean" if check.clean else "NOT CLEAN"
     slot = check.slot_id if "/" in check.slot_id else f"{check.sandbox_id}/{check.slot_id}"
-    return slot, str(len(check.planted)), str(len(check.found)), ", ".join(check.left) or "-", f"{check.duration_s * 1000:.0f} ms", verdict
+    counts = str(len(check.planted)), str(len(check.found))
+    return slot, *counts, ", ".join(check.left) or "-", f"{check.duration_s * 1000:.0f} ms", verdict, check.detail
 
 
 def _sandbox_row(info: SandboxInfo) -> tuple[str, ...]:
     slots = _counts(info.slots)
-    return info.sandbox_id, info.pool, info.backend, info.state, info.isolation or "-", slots, clock_time(info.created_at), info.last_error or ""
+    return info.sandbox_id, info.pool, info.state, info.isolation or "-", slots, clock_time(info.created_at), info.last_error or ""

@@ -54,9 +54,9 @@ def _system() -> Finding:
 
 
 def _service_package() -> Finding:
-    if all(map(importlib.util.find_spec, ("fastapi", "uvicorn", "pydantic_settings"))):
+    if all(map(importlib.util.find_spec, ("fastapi", "uvicorn", "pydantic"))):
         return Finding("service", State.OK, "can be started here: python -m sandbox_server serve")
-    return Finding("service", State.LIMITED, "its packages are not installed, so this machine is only a client", "pip install 'sandbox-pool[server]'")
+    return Finding("service", State.LIMITED, "its packages are not installed, so this machine is only a client", _package("server"))
 
 
 def _bubblewrap() -> Finding:
@@ -99,14 +99,25 @@ def _tmux() -> Finding:
     return Finding("tmux", State.OK, f"{_first_line([path, '-V']).removeprefix('tmux ')}, {path}")
 
 
+def draining_for(pool: PoolInfo) -> str:
+    """That a pool is going away, and why; nothing where it is not, or where an older service does not say."""
+    if pool.state != "draining":
+        return ""
+    return f"draining: {pool.last_error or 'it gives no new leases, and is gone with its last one'}"
+
+
 def pool_findings(pool: PoolInfo) -> list[Finding]:
     """What a pool's sandboxes can do, as their agent found out by trying."""
     can = pool.capabilities
-    found = [_isolation(pool)]
+    draining = draining_for(pool)
+    found = [Finding("state", State.LIMITED, draining, "acquire from another pool")] if draining else []
+    if draining and not can:
+        return found
+    found.append(_isolation(pool))
     modes = can.get("modes")
     for mode, verdict in modes.items() if isinstance(modes, dict) else ():
         found.append(_mode(str(mode), str(verdict), pool))
-    if pool.last_error:
+    if pool.last_error and not draining:
         state = State.LIMITED if pool.sandboxes.get("ready") else State.MISSING
         found.append(Finding("last error", state, pool.last_error, "mend that; the pool tries again by itself"))
     if not can:
@@ -188,9 +199,10 @@ def backend_finding(name: str) -> Finding:
         return Finding(name, State.OK, _BACKEND_NOTES.get(name, "can be used in a pool's spec"))
     told = (done.stderr.strip().splitlines() or ["the service could not be asked"])[-1]
     said = told.rpartition(".backend: ")[2]
-    sentence, _, install = said.partition(": pip install ")
-    fix = f"pip install {install}" if install else "pip install 'sandbox-pool[server]'" if "No module named" in said else ""
-    return Finding(name, State.OFF, sentence, fix)
+    sentence, _, fix = said.partition(": in a clone ")
+    if fix:
+        return Finding(name, State.OFF, sentence, f"in a clone {fix}")
+    return Finding(name, State.OFF, sentence, _package("server") if "No module named" in said else "")
 
 
 _BACKEND_NOTES = {"local": "slots on this machine, nothing else needed", "modal": "its package is here; credentials: `modal token new`"}
@@ -201,6 +213,10 @@ def _install(package: str) -> str:
         if shutil.which(manager):
             return f"{command} {package}"
     return f"install {package}"
+
+
+def _package(extra: str) -> str:
+    return f"in a clone of the repository: pip install '.[{extra}]'"
 
 
 def _first_line(command: list[str]) -> str:

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import os
 import select
-import shlex
 import signal
 import stat
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from itertools import chain
-from types import FrameType
 from typing import Any
 
 from env_client.cli import OWN_FAILURE
-from env_client.cli.failures import Failure, Interrupted
+from env_client.cli.command_line import CommandLine
+from env_client.cli.failures import Failure, Interrupted, correction
 from env_client.cli.screen import Screen
 from env_client.client import SandboxClient
-from env_client.errors import SandboxError
+from env_client.errors import CallNotFound, SandboxError
 from env_client.messages import new_call_id
 from env_client.values import CallOptions, Reason, Result
 
 #: As timeout(1).
 TIMED_OUT = 124
+#: As env(1) and a shell: the command is there, or could be, and cannot be started; here because its folder cannot be entered.
+CANNOT_START = 126
 #: 128 + SIGKILL, as a process that the kernel killed for its memory.
 OUT_OF_MEMORY = 137
 #: Input up to so many bytes travels with the call; more of it, or what is no text, goes into a file of the slot first.
@@ -41,58 +41,24 @@ _NEXT_STEPS: Mapping[str, str] = {
     Reason.SANDBOX_LOST: "`sandbox acquire` takes a new lease; `sandbox sandboxes` shows what became of it",
     Reason.BACKEND_ERROR: "`sandbox doctor` looks at the service",
     Reason.NOT_IMPLEMENTED: "`sandbox doctor` says what there is",
-    Reason.INVALID_ARGS: "see `--help` for what is taken",
+    Reason.TOOL_ERROR: "correct `--cwd`: a relative one begins in the workspace",
 }
 
 
-class CommandLine:
-    """A command as the tool `bash` takes it.
-
-    Args:
-        words: the program and its arguments; nothing in them means anything to a shell.
-        cwd: where it runs.
-        env: `NAME=VALUE` pairs.
-
-    Raises:
-        Failure: there is no command, or a pair is none.
-    """
-
-    def __init__(self, words: Sequence[str], cwd: str | None, env: Sequence[str]) -> None:
-        words = words[1:] if words[:1] == ["--"] else words
-        if not words:
-            raise Failure("there is no command to run", "give one after `--`: … -- ls -la")
-        if words[0].startswith("-"):
-            raise Failure(f"{words[0]!r} stands where the command should be", "options go first, and the command after `--`: … -- ls -la")
-        self.text = shlex.join(words)
-        self.cwd = cwd
-        self.env = dict(_pair(one) for one in env)
-
-    def args(self, stdin: str | None, input_path: str | None) -> dict[str, Any]:
-        """The arguments of the tool."""
-        quoted = shlex.quote(input_path or "")
-        text = self.text if input_path is None else f"exec <{quoted} && rm -f {quoted} && {self.text}"
-        given: dict[str, Any] = {"command": text, "cwd": self.cwd, "env": self.env or None, "stdin": stdin}
-        return {name: value for name, value in given.items() if value is not None}
-
-
-def _pair(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not name or (not equals and name not in os.environ):
-        raise Failure(f"--env takes NAME=VALUE, not {text!r}", "or NAME alone, for a variable that is set here")
-    return name, value if equals else os.environ[name]
-
-
 def execute(client: SandboxClient, lease_id: str, command: CommandLine, options: CallOptions, screen: Screen, *, forward_input: bool, cancel: bool) -> Result:
-    """Run a command in a slot; its output goes to standard output as it comes.
+    """Run a command in a slot; its output goes to standard output as it comes, but for `--json`, whose document has it.
 
     Args:
         client: of the service.
         lease_id: in whose slot.
         command: what to run.
         options: its deadlines.
-        screen: prints the result where that is asked for as JSON.
+        screen: whether the result is asked for as JSON.
         forward_input: give it this process's standard input, where that is no terminal.
         cancel: whether to cancel the call when this process is interrupted.
+
+    Raises:
+        Interrupted: with the result of the cancelled call, where there is one.
     """
     stdin, input_path = _forward(client, lease_id, screen) if forward_input else (None, None)
     call_id = new_call_id()
@@ -100,26 +66,32 @@ def execute(client: SandboxClient, lease_id: str, command: CommandLine, options:
     args = command.args(stdin, input_path)
     try:
         if screen.as_json:
-            result = client.exec(lease_id, "bash", args, **options)
-            screen.document(result)
-            return result
-        return _stream(client, lease_id, args, options)
-    except (KeyboardInterrupt, BrokenPipeError):
-        if cancel:
-            try:
-                client.cancel(lease_id, call_id)
-            except SandboxError as error:
-                screen.note(f"the command could not be cancelled and ends at its timeout: {error.detail}")
+            return client.exec(lease_id, "bash", args, **options)
+        return _stream(client, lease_id, args, options, screen)
+    except (Interrupted, BrokenPipeError) as ended:
+        result = _cancelled(client, lease_id, call_id, screen) if cancel else None
+        if isinstance(ended, Interrupted):
+            ended.document = result
         raise
 
 
-def _stream(client: SandboxClient, lease_id: str, args: Mapping[str, Any], options: CallOptions) -> Result:
+def _cancelled(client: SandboxClient, lease_id: str, call_id: str, screen: Screen) -> Result | None:
+    try:
+        return client.cancel(lease_id, call_id)
+    except CallNotFound:  # it had not begun
+        return None
+    except SandboxError as error:
+        screen.note(f"the command could not be cancelled and ends at its timeout: {error.detail}")
+        return None
+
+
+def _stream(client: SandboxClient, lease_id: str, args: Mapping[str, Any], options: CallOptions, screen: Screen) -> Result:
     # All of the output comes with the events, byte for byte; the result need not carry it once more.
     options |= {"encoding": "base64", "output_limit_bytes": 0}
     written = 0
     for item in client.exec_events(lease_id, "bash", args, **options):
         if isinstance(item, Result):
-            _check_whole(item, written)
+            _tell_missing(item.output_bytes - written, screen)
             return item
         sys.stdout.buffer.write(item.data)
         sys.stdout.buffer.flush()
@@ -127,22 +99,35 @@ def _stream(client: SandboxClient, lease_id: str, args: Mapping[str, Any], optio
     raise AssertionError("a stream of a call ends with its result, or raises")
 
 
-def _check_whole(result: Result, written: int) -> None:
-    """What is missing in the middle of a pipe must not pass for success."""
-    if written < result.output_bytes:
-        sentence = f"the command wrote {result.output_bytes} bytes, of which {written} came: a slot keeps only so much"
-        raise Failure(sentence, "have it write to a file in /workspace, and copy that with `sandbox cp`", "output_lost")
+def _tell_missing(count: int, screen: Screen) -> None:
+    """The command's verdict stands, but nobody is to take what came for all that it wrote."""
+    if count > 0:
+        sentence = f"{count:,} bytes of the output are missing: a slot keeps only so much of what a command writes"
+        screen.failure(Failure(sentence, "have it write to a file in /workspace, and copy that with `sandbox cp`"))
 
 
-def conclude(result: Result, screen: Screen) -> int:
+def conclude(result: Result, command: CommandLine, screen: Screen) -> int:
     """Say how a call ended where it was not by itself; returns the exit code that stands for it."""
+    if screen.as_json:
+        screen.document(result)
     if result.reason == Reason.EXIT:
+        screen.note(command.hint(result.exit_code))
         return OWN_FAILURE if result.exit_code is None else result.exit_code
-    screen.failure(Failure(f"{result.error or 'the command did not end by itself'} [{result.reason}]", _NEXT_STEPS.get(result.reason, "")))
+    next_step = _NEXT_STEPS.get(result.reason, "")
+    if result.reason == Reason.INVALID_ARGS:
+        next_step = correction(result.error.partition(":")[0]) or "correct that, and try again"
+    screen.failure(Failure(f"{result.error or 'the command did not end by itself'} [{result.reason}]", next_step))
+    return _exit_code(result)
+
+
+def _exit_code(result: Result) -> int:
+    """The exit code for a command that did not end by itself."""
     if result.reason in _TIMEOUTS:
         return TIMED_OUT
     if result.reason == Reason.CANCELLED:
         return 128 + signal.SIGINT
+    if result.reason == Reason.TOOL_ERROR:
+        return CANNOT_START
     if result.reason in (Reason.OOM, Reason.RESOURCE_LIMIT):
         return OUT_OF_MEMORY if result.exit_code is None else result.exit_code
     return OWN_FAILURE
@@ -176,21 +161,3 @@ def _input(screen: Screen) -> Iterator[bytes]:
         screen.note("waiting for standard input to end; --no-stdin runs the command without it")
     while chunk := os.read(0, 1 << 16):
         yield chunk
-
-
-@contextmanager
-def ending_by_signal() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the block as Ctrl-C does, so that what was taken is given back."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise Interrupted(number)
-
-    before: dict[signal.Signals, Callable[[int, FrameType | None], Any] | int | None] = {}
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            before[number] = signal.signal(number, interrupt)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ _START = "start one with `python -m sandbox_server serve`, or set SANDBOX_URL to
 NEXT_STEPS: Mapping[type[errors.SandboxError], str] = {
     errors.ServiceError: "the request id finds it in the service's log",
     errors.Unauthorized: "set SANDBOX_TOKEN to a token of this service; one that made its own keeps it in the file `token` of its state folder",
-    errors.Forbidden: "ask with the token of an admin in SANDBOX_TOKEN",
+    errors.Forbidden: "ask with the token of an admin in SANDBOX_TOKEN, or ask an admin",
     errors.RouteNotFound: "is SANDBOX_URL the address of a sandbox service, and is it of this version?",
     errors.MethodNotAllowed: "is the service of this version? `sandbox --version` and the service's should be the same",
     errors.PoolNotFound: "`sandbox pools` lists them, `sandbox pool apply` makes one",
@@ -24,13 +25,13 @@ NEXT_STEPS: Mapping[type[errors.SandboxError], str] = {
     errors.FileNotFound: "`sandbox ls LEASE:FOLDER` lists a folder",
     errors.FileError: "`sandbox ls LEASE:FOLDER` shows what is there",
     errors.CallNotFound: "calls are known until their lease ends",
-    errors.PoolConflict: "a pool of the settings file is changed there; another backend needs a pool of another name",
+    errors.PoolConflict: "`sandbox pools NAME` says where a pool comes from and how it stands",
     errors.CallConflict: "leave out the id or key to have a new one made",
     errors.PayloadTooLarge: "copy large data with `sandbox cp`, and read it from there",
-    errors.InvalidRequest: "see `--help` for what is taken",
+    errors.InvalidRequest: "correct that, and try again",
     errors.QuotaExceeded: "release what is not needed: `sandbox leases`, then `sandbox release`",
     errors.NotImplementedYet: "this service or backend does not have it; `sandbox doctor` says what there is",
-    errors.NoCapacity: "wait longer with `--wait`, release leases (`sandbox leases`), or raise the pool's max_sandboxes",
+    errors.NoCapacity: "`sandbox leases` lists what you hold, `sandbox pools` how many slots there are; `--wait` of acquire and run waits longer",
     errors.Draining: "use another pool (`sandbox pools`), or ask again once the service is back",
     errors.BackendUnavailable: "`sandbox doctor` says what is missing and how to get it",
     errors.StorageUnavailable: "look at the disk that holds the service's state folder",
@@ -41,6 +42,20 @@ NEXT_STEPS: Mapping[type[errors.SandboxError], str] = {
     errors.EmbeddedFailed: "`sandbox doctor` says what this machine can do",
 }
 
+#: The option that gives a field of a request.
+OPTION_OF: Mapping[str, str] = {
+    "ttl_s": "--ttl", "wait_s": "--wait", "count": "--count", "run_id": "--run-id", "trajectory_id": "--trajectory-id", "trajectory_ids": "--trajectory-id",
+    "priority": "--priority", "labels": "--label", "pool": "--pool", "allow_network": "--no-network", "cache": "--cache",
+    "timeout_s": "--timeout", "no_output_timeout_s": "--no-output-timeout", "cwd": "--cwd", "env": "--env",
+}  # fmt: skip
+#: The next step for a field that is wrong, where correcting its option does not say enough.
+STEP_OF_FIELD: Mapping[str, str] = {
+    "path": "`ls` and `cp` reach /workspace, where relative paths begin, and /tmp; a command sees the rest: sandbox exec LEASE -- ls -la /etc",
+    "count": "ask for fewer with `--count`; a pool holds max_sandboxes times slots_per_sandbox: `sandbox pools NAME` shows them",
+    "name": "give it such a name, for example gpu-2",
+    "backend": "`sandbox doctor` says which backends there are",
+}
+
 
 class Failure(Exception):
     """The command line cannot do what was asked.
@@ -49,13 +64,15 @@ class Failure(Exception):
         sentence: what is wrong.
         next_step: what to do about it.
         code: what it is called in `--json`.
+        document: what could be done all the same; `--json` prints it in the same document.
     """
 
-    def __init__(self, sentence: str, next_step: str, code: str = "usage") -> None:
+    def __init__(self, sentence: str, next_step: str, code: str = "usage", document: Mapping[str, Any] | None = None) -> None:
         super().__init__(sentence)
         self.sentence = sentence
         self.next_step = next_step
         self.code = code
+        self.document = document
 
 
 class Interrupted(KeyboardInterrupt):
@@ -68,20 +85,51 @@ class Interrupted(KeyboardInterrupt):
     def __init__(self, signal_number: int) -> None:
         super().__init__()
         self.signal_number = signal_number
+        #: What is known by then; `--json` prints it.
+        self.document: Any = None
 
 
 def failure_of(error: errors.SandboxError) -> Failure:
     """An error of the client as a failure to be read by a person."""
-    next_step = next((NEXT_STEPS[kind] for kind in type(error).__mro__ if kind in NEXT_STEPS), "")
+    next_step = _step_for_field(error) or next((NEXT_STEPS[kind] for kind in type(error).__mro__ if kind in NEXT_STEPS), "")
     sentence = error.detail
     if isinstance(error, errors.InternalError) and error.request_id:
         sentence = f"{sentence.rstrip('.')} (request {error.request_id})"
     return Failure(sentence, next_step, error.code)
 
 
-def document_of(failure: Failure, error: errors.SandboxError | None) -> dict[str, Any]:
+def _step_for_field(error: errors.SandboxError) -> str:
+    field = error.extra.get("field")
+    if not isinstance(error, errors.InvalidRequest) or not isinstance(field, str) or "limit" in error.extra:
+        return ""
+    return correction(field)
+
+
+def correction(field: str) -> str:
+    """What to do about a field that the service does not take; nothing where all that can be said is to correct it."""
+    name = field.partition(".")[0]
+    return STEP_OF_FIELD.get(name) or (f"correct `{OPTION_OF[name]}`" if name in OPTION_OF else "")
+
+
+def failure_of_several(lost: Mapping[str, errors.SandboxError], document: Mapping[str, Any]) -> Failure:
+    """What went wrong with some of many: a sentence each, and what to do about the first.
+
+    Args:
+        lost: the errors, by what they are of; at least one.
+        document: what came of all of them.
+    """
+    first = failure_of(next(iter(lost.values())))
+    return Failure("\n".join(error.detail for error in lost.values()), first.next_step, first.code, document)
+
+
+def document_of(failure: Failure, error: errors.SandboxError | None = None) -> dict[str, Any]:
     """A failure as `--json` prints it."""
     told: dict[str, Any] = {"code": failure.code, "detail": failure.sentence, "next_step": failure.next_step}
     if error is not None:
         told |= {"status": error.status, "request_id": error.request_id, **error.extra}
-    return {"error": told}
+    return {**(failure.document or {}), "error": told}
+
+
+def interruption(interrupted: Interrupted) -> dict[str, Any]:
+    """A signal that ended a command before there was anything to tell, as `--json` prints it."""
+    return document_of(Failure(f"ended by {signal.Signals(interrupted.signal_number).name}", "", "interrupted"))

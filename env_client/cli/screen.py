@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
+from rich.cells import cell_len
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from env_client.cli.failures import Failure
@@ -21,6 +21,9 @@ JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document 
 
 #: Where nobody looks at a terminal, nothing is cut or wrapped.
 _ENDLESS = 100_000
+_GAP = "  "
+#: Prose in a column narrower than this is hard to read.
+_PROSE_WIDTH = 24
 
 
 class Screen:
@@ -37,34 +40,47 @@ class Screen:
 
     def document(self, value: Any) -> None:
         """Print the one JSON document."""
-        sys.stdout.write(json.dumps(plain(value), ensure_ascii=False, indent=2 if self._out.is_terminal else None) + "\n")
+        escaped = (sys.stdout.encoding or "").lower().replace("-", "") != "utf8"
+        sys.stdout.write(json.dumps(plain(value), ensure_ascii=escaped, indent=2 if self._out.is_terminal else None) + "\n")
         sys.stdout.flush()
 
-    def table(self, columns: Sequence[str], rows: Iterable[Sequence[str]], *, empty: str) -> None:
-        """Print rows under their heads.
+    def table(self, columns: Sequence[str], rows: Iterable[Sequence[str]], *, empty: str, wraps: bool = True) -> None:
+        """Print rows under their heads; where the terminal is too narrow for that, each row as a list.
 
         Args:
             columns: the heads; one that ends in `>` is of numbers.
             rows: as many cells each; a column without any content is left out.
             empty: what to say on standard error where there are none.
+            wraps: whether the last column is prose, of which a long one goes on in the next line.
         """
         shown = [[printable(cell) for cell in row] for row in rows]
         if not shown:
             self.note(empty)
             return
-        table = Table(box=None, pad_edge=False, header_style="bold")
         used = [number for number in range(len(columns)) if any(row[number] for row in shown)]
-        for number in used:
-            head = columns[number]
-            # The first names the thing, and is copied from here: it stays in one piece.
-            table.add_column(
-                head.rstrip(">"), justify="right" if head.endswith(">") else "left", overflow="fold", no_wrap=number == 0, min_width=len(head.rstrip(">"))
-            )
-        for row in shown:
-            table.add_row(*(Text(row[number]) for number in used))
-        with self._out.capture() as captured:
-            self._out.print(table)
-        self.line("\n".join(line.rstrip() for line in captured.get().splitlines()))
+        heads = [columns[number].rstrip(">") for number in used]
+        cells = [[row[number] for number in used] for row in shown]
+        widths = [max(map(cell_len, column)) for column in zip(heads, *cells, strict=True)]
+        room = self._out.width - sum(widths[:-1]) - len(_GAP) * (len(widths) - 1)
+        if room < (min(widths[-1], _PROSE_WIDTH) if wraps else 0):
+            self._lists(heads, cells)
+            return
+        places = [(width, columns[number].endswith(">")) for width, number in zip(widths, used, strict=True)]
+        self.styled((_row(heads, places), "bold"))
+        for row in cells:
+            first, *more = _lines(row[-1], room, "") if wraps else [row[-1]]
+            self.styled((_row([*row[:-1], first], places), ""))
+            for line in more:
+                self.styled((" " * (self._out.width - room) + line, ""))
+
+    def _lists(self, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        indent = max(map(cell_len, heads)) + len(_GAP)
+        for number, row in enumerate(rows):
+            if number:
+                self.line("")
+            for head, cell in zip(heads, row, strict=True):
+                if cell:
+                    self.entry(head, cell, indent, "bold")
 
     def line(self, text: str) -> None:
         """Print a line as it is."""
@@ -75,23 +91,38 @@ class Screen:
         """Print a line of (text, style) parts."""
         self._out.print(Text.assemble(*((printable(text), style) for text, style in parts)))
 
+    def entry(self, name: str, text: str, indent: int, style: str = "") -> None:
+        """Print a name, and beside it a text in lines that fit the terminal."""
+        first, *more = self.wrapped(text, indent)
+        self.styled((name.ljust(indent), style), (first, ""))
+        for line in more:
+            self.styled((" " * indent + line, ""))
+
     def wrapped(self, text: str, indent: int) -> list[str]:
         """A text in lines that fit the terminal beside an indent; as one line where there is none."""
         return _lines(printable(text), self._out.width - indent, "")
 
     def note(self, text: str) -> None:
-        """Say something by the way, on standard error; nothing in `--json`."""
-        if not self.as_json:
+        """Say something by the way, on standard error; nothing in `--json`, nor where there is nothing to say."""
+        if text and not self.as_json:
             self._err.print(Text("\n".join(_lines(printable(text), self._err.width, "")), style="dim"))
 
     def failure(self, failure: Failure) -> None:
         """Say on standard error what does not work, and what to do."""
-        first, *more = _lines("sandbox: " + printable(failure.sentence, "\n"), self._err.width, "  ")
+        first, *more = _lines("sandbox: " + printable(failure.sentence, "\n").replace("\n", "\n  "), self._err.width, "  ")
         if failure.next_step:
             more += ["  " + line for line in _lines(printable(failure.next_step), self._err.width - 2, "")]
         told = Text(first)
         told.stylize("bold red", 0, len("sandbox:"))
         self._err.print(Text("\n").join((told, *map(Text, more))))
+
+
+def _row(cells: Sequence[str], places: Sequence[tuple[int, bool]]) -> str:
+    """A line of a table; a place is its width, and whether it is of numbers."""
+    padded = [
+        " " * (width - cell_len(cell)) + cell if right else cell + " " * (width - cell_len(cell)) for cell, (width, right) in zip(cells, places, strict=True)
+    ]
+    return _GAP.join(padded).rstrip()
 
 
 def _lines(text: str, width: int, indent: str) -> list[str]:
@@ -100,8 +131,15 @@ def _lines(text: str, width: int, indent: str) -> list[str]:
     return [piece for line in lines for piece in textwrap.wrap(line, max(20, width), subsequent_indent=indent, break_on_hyphens=False) or [""]] or [""]
 
 
+class _Console(Console):
+    """A console that leaves a reader who has gone to the caller."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 def _console(*, stderr: bool) -> Console:
-    console = Console(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
+    console = _Console(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
     if not console.is_terminal:
         console.width = _ENDLESS
     return console

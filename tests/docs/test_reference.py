@@ -15,7 +15,11 @@ from pydantic_core import PydanticUndefined
 from env_client import errors as client_errors
 from env_client.cli import OWN_FAILURE
 from env_client.cli.app import app as cli_app
-from env_client.cli.executing import OUT_OF_MEMORY, TIMED_OUT
+from env_client.cli.arguments import DEFAULT_TTL_S
+from env_client.cli.command_line import NOT_FOUND
+from env_client.cli.commands_doctor import SOMETHING_MISSING
+from env_client.cli.commands_pools import NOT_CLEAN
+from env_client.cli.executing import CANNOT_START, OUT_OF_MEMORY, TIMED_OUT
 from sandbox_server.agent.tools.table import NOT_BUILT as TOOLS_NOT_BUILT
 from sandbox_server.agent.tools.table import TOOLS
 from sandbox_server.api.api import every_route
@@ -172,4 +176,10 @@ def test_every_kind_of_event() -> None:
 def test_every_exit_code_of_the_command_line() -> None:
     said = {row[0] for row in tables.parse(page("command-line.md").partition("## Exit codes")[2])[1:]}
 
-    assert said >= {str(code) for code in (OWN_FAILURE, TIMED_OUT, OUT_OF_MEMORY, 128 + signal.SIGINT, 128 + signal.SIGPIPE)}
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGKILL)
+    own = {OWN_FAILURE, TIMED_OUT, CANNOT_START, NOT_FOUND, OUT_OF_MEMORY, SOMETHING_MISSING, NOT_CLEAN, *(128 + number for number in signals)}
+    assert said - {"0 to 123", "128+n"} == {str(code) for code in own}
+
+
+def test_how_long_a_lease_of_the_command_line_holds() -> None:
+    assert f"by default for {DEFAULT_TTL_S:g}, an hour" in page("command-line.md")

@@ -193,7 +193,7 @@ class CommandLine:
         return Outcome(printed, None, {130: "cancelled"}.get(running.returncode, f"exit code {running.returncode}"))
 
     def narrow(self, lease: str) -> bool:
-        return bool(self._json("narrow", lease, "--no-network")["allow_network"])
+        return bool(self._json("narrow", lease, "--no-network")["leases"][0]["allow_network"])
 
     def release(self, lease: str) -> list[str]:
         return list(self._json("release", lease)["released"])

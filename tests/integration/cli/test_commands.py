@@ -43,6 +43,12 @@ class TestLeases:
         assert kept["expires_at"] > time.time() + 7000
         assert sandbox.out("renew", lease).startswith(f"{lease} held until ")
 
+    def test_the_network_is_taken_away_from_several(self, sandbox: CommandLine, lease: str) -> None:
+        other = sandbox.out("acquire", "--wait", "30").strip()
+
+        assert sandbox.out("narrow", "--no-network", lease, other) == f"{lease} now has no network\n{other} now has no network\n"
+        sandbox.out("release", other)
+
     def test_the_network_is_taken_away(self, sandbox: CommandLine, lease: str) -> None:
         assert sandbox.out("exec", lease, "--", "touch", "kept") == ""
         assert sandbox.out("narrow", "--no-network", lease) == f"{lease} now has no network\n"
@@ -164,7 +170,7 @@ class TestPools:
         (tmp_path / "p.yaml").write_text("slots_per_sandbox: 2\nmin_sandboxes: 1\nmax_sandboxes: 1\non_shutdown: destroy\n")
 
         assert sandbox.out("pool", "apply", "walk", "p.yaml") == "made pool walk\n"
-        assert sandbox.out("pool", "apply", "walk", "p.yaml", "--set", "acquire_timeout_s=5") == "changed pool walk\n"
+        assert sandbox.out("pool", "apply", "walk", "p.yaml", "--set", "acquire_timeout_s=5") == "changed pool walk: acquire_timeout_s 60 → 5\n"
         shown = sandbox.json("pools", "walk")
         assert (shown["spec"]["acquire_timeout_s"], shown["spec"]["slots_per_sandbox"]) == (5, 2)
         assert "walk" in sandbox.out("pools")

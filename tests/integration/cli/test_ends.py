@@ -82,6 +82,16 @@ def test_a_reader_that_is_gone_is_no_traceback(sandbox: CommandLine, lease: str,
     assert (done.returncode, done.stderr) == (141, b"")
 
 
+@pytest.mark.parametrize("words", [["--help"], ["nope"], ["exec", "l-nope", "--", "true"], ["doctor"]], ids=" ".join)
+def test_where_nobody_reads_what_is_wrong_either_it_is_the_same(sandbox: CommandLine, words: list[str]) -> None:
+    ours, its = os.pipe()
+    os.close(ours)
+    done = subprocess.run([*PROGRAM, *words], env=sandbox.environ, stdin=subprocess.DEVNULL, stdout=its, stderr=its, timeout=WAIT_S, check=False)
+    os.close(its)
+
+    assert done.returncode == 141
+
+
 def test_ctrl_c_ends_the_service_that_run_started(alone: CommandLine, tmp_path: Path) -> None:
     with alone.on_terminal("run", "--", "bash", "-c", "echo started; sleep 31339") as terminal:
         terminal.wait_for(b"started")

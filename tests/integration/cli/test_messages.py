@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -159,3 +160,123 @@ def test_with_json_the_error_is_the_one_document(sandbox: CommandLine) -> None:
     assert (done.returncode, error["code"], error["status"], error["detail"]) == (125, "lease_not_found", 404, "there is no lease 'l-nope', or it is not yours")
     assert error["next_step"]
     assert done.stderr.decode().startswith("sandbox: there is no lease")
+
+
+class TestNextSteps:
+    """A step that helps with what is wrong, not one that sends to a help that does not say it."""
+
+    def test_paths_that_files_reach(self, sandbox: CommandLine, lease: str) -> None:
+        for words in (["ls", f"{lease}:/etc"], ["cp", f"{lease}:../x", "x"]):
+            step = sandbox(*words).stderr.decode().splitlines()[-1]
+            assert step == "  `ls` and `cp` reach /workspace, where relative paths begin, and /tmp; a command sees the rest: sandbox exec LEASE -- ls -la /etc"
+
+    @pytest.mark.parametrize(
+        ("words", "first", "step"),
+        [
+            (
+                ["acquire", "--count", "1000"],
+                "count is 1000, and pool 'default' can never hold more than 16 slots",
+                "ask for fewer with `--count`; a pool holds max_sandboxes times slots_per_sandbox: `sandbox pools NAME` shows them",
+            ),
+            (["acquire", "--count", "0"], "Invalid value for '--count' / '-c': '0' is not a number of slots", "`sandbox acquire --help` says what is taken"),
+            (["acquire", "--ttl", "0"], "ttl_s: should be greater than or equal to 1", "correct `--ttl`"),
+            (["acquire", "--wait", "inf"], "Invalid value for '--wait': 'inf' is not a number of seconds", "`sandbox acquire --help` says what is taken"),
+            (["acquire", "--run-id", ""], "run_id: should have at least 1 character", "correct `--run-id`"),
+            (
+                ["pool", "apply", "Bad Name"],
+                "name: must be 1 to 64 of a-z, 0-9, `.`, `_` and `-`, with a letter or digit at both ends",
+                "give it such a name, for example gpu-2",
+            ),
+            (
+                ["pool", "apply", "a/b"],
+                "'a/b' cannot name a pool",
+                "`sandbox pools` lists them; a name is of a-z, 0-9, `.`, `_` and `-`, with a letter or digit at both ends",
+            ),
+            (["exec", "", "--", "ls"], "the lease is empty", "is the variable set that it comes from? " + OTHER_LEASE.strip()),
+            (["cp", "", "l-1:x"], "SOURCE is empty", "is the variable set that it comes from? `.` is this folder"),
+            (["cp", "l-1:x", ""], "TARGET is empty", "is the variable set that it comes from? `.` is this folder"),
+            (["drain", ""], "the sandbox is empty", "is the variable set that it comes from? `sandbox sandboxes` lists them"),
+            (["--json"], "No such option: --json (Possible options: --version)", "`sandbox --help` says what is taken"),
+            (["exec", "-t"], "Option '-t' requires an argument", "`sandbox exec --help` says what is taken"),
+        ],
+        ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+    )
+    def test_of_words_that_are_wrong(self, sandbox: CommandLine, words: list[str], first: str, step: str) -> None:
+        done = sandbox(*words)
+
+        assert done.returncode == 125
+        assert done.stderr.decode() == f"sandbox: {first}\n  {step}\n"
+
+    def test_no_leases_of_a_run(self, sandbox: CommandLine, lease: str) -> None:
+        assert sandbox("leases", "--run-id", "nope").stderr == b"you hold no leases of run 'nope'\n"
+
+
+class TestCommandsThatDoNotStart:
+    def test_a_folder_that_cannot_be_entered_is_126(self, sandbox: CommandLine, lease: str) -> None:
+        done = sandbox("exec", "--cwd", "/nope", lease, "--", "true")
+
+        assert done.returncode == 126
+        assert done.stderr.decode() == (
+            "sandbox: the folder '/nope' cannot be entered: No such file or directory [tool_error]\n  correct `--cwd`: a relative one begins in the workspace\n"
+        )
+
+    def test_a_shell_line_as_one_word_is_127_with_a_hint(self, sandbox: CommandLine, lease: str) -> None:
+        done = sandbox("exec", lease, "--", "echo hi")
+
+        assert (done.returncode, done.stdout) == (127, b"/bin/bash: line 1: echo hi: command not found\n")
+        assert done.stderr.decode() == "the words after `--` are a program and its arguments; for a shell line say: -- bash -c 'echo hi'\n"
+
+    def test_a_program_that_is_not_there_is_127_without_one(self, sandbox: CommandLine, lease: str) -> None:
+        assert (sandbox("exec", lease, "--", "nope", "x y").returncode, sandbox("exec", lease, "--", "nope").stderr) == (127, b"")
+
+    def test_one_that_is_killed_is_128_and_its_signal(self, sandbox: CommandLine, lease: str) -> None:
+        assert [sandbox("exec", lease, "--", "bash", "-c", f"kill -{number} $$").returncode for number in (9, 15)] == [137, 143]
+
+
+class TestWhatIsNoText:
+    def test_a_word_of_a_command_arrives_byte_by_byte(self, sandbox: CommandLine, lease: str) -> None:
+        assert sandbox("exec", lease, "--", "printf", "%s", os.fsdecode(b"\xff\xfe")).stdout == b"\xff\xfe"
+
+    @pytest.mark.parametrize("words", [["pools", "\udcff"], ["leases", "--run-id", "\udcff"], ["acquire", "--label", "a=\udcff"], ["ls", "\udcff"]])
+    def test_what_cannot_be_asked_for_is_no_traceback(self, sandbox: CommandLine, words: list[str]) -> None:
+        done = sandbox(*words)
+
+        assert done.returncode == 125
+        assert "is not text in UTF-8" in done.stderr.decode()
+        assert "Traceback" not in done.stderr.decode()
+
+    def test_a_file_with_such_a_name_travels_with_its_folder(self, sandbox: CommandLine, lease: str, tmp_path: Path) -> None:
+        name = os.fsdecode(b"\xff")
+        (tmp_path / "folder").mkdir()
+        (tmp_path / "folder" / name).write_text("content")
+
+        alone = sandbox("cp", f"folder/{name}", f"{lease}:")
+        sandbox.out("cp", "folder", f"{lease}:")
+        back = sandbox("cp", f"{lease}:folder/{name}", "x")
+        sandbox.out("cp", f"{lease}:folder", "back")
+
+        assert (alone.returncode, back.returncode) == (125, 125)
+        assert alone.stderr.decode().splitlines()[1] == "  copy the folder that holds it: the names in there may be any bytes"
+        assert (tmp_path / "back" / name).read_text() == "content"
+
+
+class TestWhereTheServiceIs:
+    def test_a_token_with_a_line_break_is_not_shown(self, sandbox: CommandLine) -> None:
+        done = sandbox("pools", environ={"SANDBOX_TOKEN": "sec\nret"})
+
+        assert done.returncode == 125
+        assert done.stderr.decode().startswith("sandbox: the service's token must not hold line breaks or other control characters")
+        assert "ret" not in done.stderr.decode().replace("secret", "")
+
+    def test_white_space_around_address_and_token_is_no_part_of_them(self, sandbox: CommandLine) -> None:
+        environ = {name: f" {sandbox.environ[name]}\n" for name in ("SANDBOX_URL", "SANDBOX_TOKEN")}
+
+        assert sandbox("pools", environ=environ).returncode == 0
+
+    def test_doctor_says_which_of_them_is_wrong(self, sandbox: CommandLine, alone: CommandLine) -> None:
+        token = sandbox("doctor", environ={"SANDBOX_TOKEN": "wrong"})
+        address = alone("doctor", environ={"SANDBOX_URL": "http://127.0.0.1:9"})
+
+        assert "set SANDBOX_TOKEN to a token of this service" in token.stdout.decode()
+        assert "no service answers at http://127.0.0.1:9 (from SANDBOX_URL)" in address.stdout.decode()
+        assert (token.returncode, address.returncode) == (1, 1)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from env_client.cli.diagnosis import Finding, State, pool_findings
+from env_client.cli.diagnosis import Finding, State, draining_for, pool_findings
 from env_client.values import PoolInfo
 
 ALL = {
@@ -66,3 +66,19 @@ def test_a_pool_that_cannot_start_is_missing_what_slots_need() -> None:
 
 def test_a_network_that_cannot_be_taken_is_said() -> None:
     assert found("uid", network=["shared"])["network"].state is State.LIMITED
+
+
+@pytest.mark.parametrize("isolation", ["bwrap", None])
+def test_a_pool_that_drains_is_no_fault_and_says_why(isolation: str | None) -> None:
+    pool = PoolInfo(name="p", state="draining", isolation=isolation, capabilities=ALL if isolation else {}, last_error="the pool was deleted")
+    findings = {finding.name: finding for finding in pool_findings(pool)}
+
+    assert (findings["state"].state, findings["state"].detail) == (State.LIMITED, "draining: the pool was deleted")
+    assert not [finding for finding in findings.values() if finding.state is State.MISSING]
+    assert "last error" not in findings
+
+
+def test_a_service_that_does_not_say_how_a_pool_stands_is_an_older_one() -> None:
+    assert draining_for(PoolInfo(name="p", last_error="no isolation mode works here")) == ""
+    assert "state" not in found()
+    assert draining_for(PoolInfo(name="p", state="draining")) == "draining: it gives no new leases, and is gone with its last one"

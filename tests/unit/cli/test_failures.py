@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from env_client import errors
-from env_client.cli.failures import NEXT_STEPS, document_of, failure_of
+from env_client.cli.failures import NEXT_STEPS, Failure, correction, document_of, failure_of, failure_of_several
 
 RAISED = [found for _, found in inspect.getmembers(errors, inspect.isclass) if issubclass(found, errors.SandboxError) and found is not errors.SandboxError]
 
@@ -41,10 +41,38 @@ def test_as_a_document() -> None:
     assert (told["code"], told["detail"], told["status"], told["queue_position"]) == ("no_capacity", "none free", 503, 3)
 
 
+def test_what_could_be_done_all_the_same_is_in_the_same_document() -> None:
+    failure = Failure("so", "do that", "some_code", {"released": ["l-1"]})
+
+    assert document_of(failure) == {"released": ["l-1"], "error": {"code": "some_code", "detail": "so", "next_step": "do that"}}
+
+
+def test_of_several_each_is_said_and_the_first_says_what_to_do() -> None:
+    lost = {"a": errors.LeaseLost("a has ended"), "b": errors.ConnectFailed("nobody answers")}
+
+    failure = failure_of_several(lost, {})
+
+    assert (failure.sentence, failure.next_step, failure.code) == ("a has ended\nnobody answers", NEXT_STEPS[errors.LeaseLost], "lease_lost")
+
+
+@pytest.mark.parametrize(
+    ("field", "step"), [("ttl_s", "correct `--ttl`"), ("labels.a", "correct `--label`"), ("path", "`ls` and `cp` reach /workspace"), ("else", "")]
+)
+def test_a_field_names_its_option(field: str, step: str) -> None:
+    assert correction(field).startswith(step)
+    assert bool(correction(field)) is bool(step)
+
+
+def test_a_limit_says_itself_what_to_do() -> None:
+    error = errors.InvalidRequest("path: too many entries: list the folders below it", extra={"field": "path", "limit": "list_entries"})
+
+    assert failure_of(error).next_step == NEXT_STEPS[errors.InvalidRequest]
+
+
 @pytest.mark.parametrize("missing", ["typer", "rich"])
 def test_what_is_not_installed_is_named_with_how_to_get_it(missing: str) -> None:
     program = f"import sys; sys.modules[{missing!r}] = None; sys.argv = ['sandbox', 'pools']; from env_client.cli import main; main()"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
 
     assert (done.returncode, done.stdout) == (125, "")
-    assert done.stderr == f"sandbox: the command line needs {missing}, which is not installed: pip install 'sandbox-pool[cli]'\n"
+    assert done.stderr == f"sandbox: the command line needs {missing}, which is not installed\n  in a clone of the repository: pip install '.[cli]'\n"

@@ -1,0 +1,190 @@
+"""With `--json`, standard output is one document, whatever happens."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.integration.cli.house import PROGRAM, WAIT_S, CommandLine
+from tests.support.service import Service, running_service
+
+LONG = ["--", "bash", "-c", "echo partial; sleep 31341"]
+
+
+def the_document(done: subprocess.CompletedProcess[bytes]) -> Any:
+    """The one document; anything beside it is no JSON."""
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["acquire", "--pool", "nope"],
+        ["acquire", "--ttl", "nan"],
+        ["acquire", "--count", "1000"],
+        ["leases", "extra"],
+        ["renew", "l-nope"],
+        ["narrow", "--no-network", "l-nope"],
+        ["narrow", "l-nope"],
+        ["release", "l-nope"],
+        ["release", ""],
+        ["exec", "l-nope", "--", "true"],
+        ["run", "--pool", "nope", "--", "true"],
+        ["run", "--timeout", "-1", "--", "true"],
+        ["run", "--cwd", "/nope", "--", "true"],
+        ["run", "--", "nope"],
+        ["cp", "nope", "l-nope:x"],
+        ["cp", "l-nope:x", "-"],
+        ["cp", "l-nope:x", "here"],
+        ["ls", "l-nope"],
+        ["pools", "nope"],
+        ["pools", "no/pe"],
+        ["sandboxes", "extra"],
+        ["drain", "s-nope"],
+        ["pool", "apply", "Bad Name", "--set", "max_sandboxes=1"],
+        ["pool", "apply", "p", "--set", "nope=1"],
+        ["pool", "delete", "nope"],
+        ["pool", "verify", "nope"],
+        ["doctor", "--bogus"],
+    ],
+    ids=" ".join,
+)
+def test_what_fails_is_one_document(sandbox: CommandLine, words: list[str]) -> None:
+    place = 2 if words[0] == "pool" else 1
+    done = sandbox(*words[:place], "--json", *words[place:])
+
+    document = the_document(done)
+    assert done.returncode in (125, 126, 127)
+    if "reason" in document:  # of a call that came to a result
+        assert document["reason"] in ("exit", "tool_error", "invalid_args")
+    else:
+        assert document["error"]["detail"]
+    assert b"Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("words", [["doctor"], ["pools"], ["pools", "--json"]], ids=" ".join)
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "nonsense", "http://"])
+def test_without_a_service_too(alone: CommandLine, words: list[str], url: str) -> None:
+    done = alone(*words, *([] if "--json" in words else ["--json"]), environ={"SANDBOX_URL": url})
+
+    assert done.returncode == (1 if words == ["doctor"] else 125)
+    assert the_document(done)
+
+
+class TestSomeOfMany:
+    def test_what_could_be_released_and_what_not(self, sandbox: CommandLine, lease: str) -> None:
+        done = sandbox("release", "--json", lease, "l-nope")
+
+        document = the_document(done)
+        assert done.returncode == 125
+        assert (document["released"], document["unknown"], document["error"]["code"]) == ([lease], ["l-nope"], "lease_not_found")
+
+    def test_what_could_be_renewed_and_what_not(self, sandbox: CommandLine, lease: str) -> None:
+        done = sandbox("renew", "--json", "l-no", lease, "l-nope")
+
+        document = the_document(done)
+        assert done.returncode == 125
+        assert [one["lease_id"] for one in document["leases"]] == [lease]
+        assert [(one["lease_id"], one["code"]) for one in document["lost"]] == [("l-no", "lease_not_found"), ("l-nope", "lease_not_found")]
+        assert done.stderr.decode().splitlines()[:2] == [
+            "sandbox: there is no lease 'l-no', or it is not yours",
+            "  there is no lease 'l-nope', or it is not yours",
+        ]
+
+    def test_what_could_be_narrowed_and_what_not(self, sandbox: CommandLine, lease: str) -> None:
+        done = sandbox("narrow", "--no-network", "--json", "l-nope", lease)
+
+        document = the_document(done)
+        assert done.returncode == 125
+        assert [(one["lease_id"], one["allow_network"]) for one in document["leases"]] == [(lease, False)]
+        assert [(one["lease_id"], one["code"]) for one in document["refused"]] == [("l-nope", "lease_not_found")]
+        assert document["error"]["code"] == "lease_not_found"
+
+    def test_where_all_goes_well_no_error_is_said(self, sandbox: CommandLine, lease: str) -> None:
+        assert set(sandbox.json("renew", lease)) == {"leases", "lost"}
+        assert set(sandbox.json("narrow", "--no-network", lease)) == {"leases", "refused"}
+        assert set(sandbox.json("release", lease)) == {"released", "unknown"}
+
+
+class TestInterrupted:
+    @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+    @pytest.mark.parametrize("command", ["exec", "run"])
+    def test_what_the_command_wrote_until_then_is_in_the_document(
+        self, sandbox: CommandLine, lease: str, tmp_path: Path, command: str, number: signal.Signals, code: int
+    ) -> None:
+        words = ["exec", "--json", lease, *LONG] if command == "exec" else ["run", "--json", *LONG]
+        with sandbox.started(*words) as process:
+            wait_for_the_command()
+            process.send_signal(number)
+            told, complaint = process.communicate(timeout=WAIT_S)
+
+        document = json.loads(told)
+        assert (process.returncode, complaint) == (code, b"")
+        assert (document["reason"], document["fault"], document["output"]) == ("cancelled", "none", "partial\n")
+
+    def test_what_has_no_result_yet_says_so(self, sandbox: CommandLine) -> None:
+        sandbox.out("pool", "apply", "taken", "-s", "slots_per_sandbox=1", "-s", "max_sandboxes=1", "-s", "on_shutdown=destroy")
+        held = sandbox.out("acquire", "-p", "taken", "--wait", "30").strip()
+        with sandbox.started("acquire", "--json", "-p", "taken") as process:
+            while sandbox.json("pools", "taken")["queue"] != 1:
+                assert process.poll() is None
+            process.send_signal(signal.SIGINT)
+            told, _ = process.communicate(timeout=WAIT_S)
+
+        assert process.returncode == 130
+        assert json.loads(told) == {"error": {"code": "interrupted", "detail": "ended by SIGINT", "next_step": ""}}
+        sandbox.out("release", held)
+        sandbox.out("pool", "delete", "taken", "--force")
+
+
+def wait_for_the_command() -> None:
+    """Wait until the long command sleeps in its slot."""
+    deadline = time.monotonic() + WAIT_S
+    while not any(process.info["cmdline"] == ["sleep", "31341"] for process in psutil.process_iter(["cmdline"])):
+        assert time.monotonic() < deadline, "it does not run"
+
+
+@pytest.fixture
+def own_service() -> Iterator[Service]:
+    """A service that a test may stop for a while."""
+    with running_service() as service:
+        yield service
+        os.kill(service.process.pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_second_ctrl_c_leaves_at_once(own_service: Service, tmp_path: Path, as_json: bool) -> None:
+    sandbox = CommandLine(own_service.environ, tmp_path)
+    with sandbox.started("run", *(["--json"] if as_json else []), *LONG) as process:
+        wait_for_the_command()
+        if not as_json:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"partial\n"
+        os.kill(own_service.process.pid, signal.SIGSTOP)
+        process.send_signal(signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):  # it waits to give the slot back
+            process.wait(1.0)
+        process.send_signal(signal.SIGINT)
+        told, _ = process.communicate(timeout=3.0)
+        os.kill(own_service.process.pid, signal.SIGCONT)
+
+    assert process.returncode == 130
+    assert json.loads(told)["error"]["code"] == "interrupted" if as_json else told == b""
+
+
+def test_an_output_that_cannot_be_written_is_no_traceback(sandbox: CommandLine) -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [*PROGRAM, "pools", "--json"], env=sandbox.environ, stdin=subprocess.DEVNULL, stdout=full, stderr=subprocess.PIPE, timeout=WAIT_S, check=False
+        )
+
+    assert (done.returncode, done.stderr) == (125, b"sandbox: No space left on device\n  mend that, and try again\n")

@@ -1,0 +1,112 @@
+"""Pools made, changed, looked at and taken away by `sandbox`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration.cli.house import CommandLine
+
+SMALL = ("-s", "slots_per_sandbox=1", "-s", "max_sandboxes=1", "-s", "min_sandboxes=0", "-s", "on_shutdown=destroy")
+
+
+@pytest.fixture
+def pool(sandbox: CommandLine) -> Iterator[str]:
+    """A pool without a sandbox, removed afterwards."""
+    assert sandbox.out("pool", "apply", "walk", *SMALL) == "made pool walk\n"
+    yield "walk"
+    sandbox("pool", "delete", "walk", "--force")
+
+
+class TestApply:
+    def test_set_changes_a_field_and_leaves_the_rest(self, sandbox: CommandLine, pool: str) -> None:
+        before = sandbox.json("pools", pool)["spec"]
+
+        assert sandbox.out("pool", "apply", pool, "-s", "acquire_timeout_s=5") == "changed pool walk: acquire_timeout_s 60 → 5\n"
+        assert sandbox.json("pools", pool)["spec"] == {**before, "acquire_timeout_s": 5}
+
+    def test_what_is_so_already_is_unchanged(self, sandbox: CommandLine, pool: str, tmp_path: Path) -> None:
+        (tmp_path / "same.json").write_text(json.dumps(sandbox.json("pools", pool)))
+
+        assert sandbox.out("pool", "apply", pool, "same.json") == "unchanged pool walk\n"
+        assert sandbox.out("pool", "apply", pool, "-s", "max_sandboxes=1") == "unchanged pool walk\n"
+        document = json.loads(sandbox.out("pool", "apply", "--json", pool, "-s", "max_sandboxes=1"))
+        assert (document["created"], document["changed"], document["pool"]["name"]) == (False, [], pool)
+
+    def test_a_file_is_the_whole_spec(self, sandbox: CommandLine, pool: str, tmp_path: Path) -> None:
+        (tmp_path / "p.yaml").write_text("slots_per_sandbox: 1\nmin_sandboxes: 0\non_shutdown: destroy\n")
+
+        assert sandbox.out("pool", "apply", pool, "p.yaml", "-s", "idle_timeout_s=7") == "changed pool walk: max_sandboxes 1 → 5, idle_timeout_s 120 → 7\n"
+
+    def test_without_anything_to_apply_a_pool_that_is_there_stays(self, sandbox: CommandLine, pool: str) -> None:
+        before = sandbox.json("pools", pool)["spec"]
+        done = sandbox("pool", "apply", pool)
+
+        assert (done.returncode, done.stdout) == (125, b"")
+        assert done.stderr.decode() == "sandbox: pool 'walk' is there, and nothing says what to change\n  give a FILE, --set FIELD=VALUE, or --defaults\n"
+        assert sandbox.json("pools", pool)["spec"] == before
+
+    def test_the_defaults_are_asked_for(self, sandbox: CommandLine, pool: str) -> None:
+        told = sandbox.out("pool", "apply", pool, "--defaults", "-s", "slots_per_sandbox=1", "-s", "min_sandboxes=0")
+
+        assert told == 'changed pool walk: max_sandboxes 1 → 5, on_shutdown "destroy" → "keep"\n'
+        both = sandbox("pool", "apply", pool, "-", "--defaults")
+        assert (both.returncode, both.stderr.decode()) == (125, "sandbox: FILE and --defaults both say what to begin with\n  give one of them\n")
+
+    def test_a_new_pool_needs_nothing_said(self, sandbox: CommandLine) -> None:
+        assert sandbox.out("pool", "apply", "plain") == "made pool plain\n"
+        sandbox.out("pool", "delete", "plain", "--force")
+
+    @pytest.mark.parametrize(
+        ("change", "told"),
+        [
+            ("slot_per_sandbox=3", "sandbox: a pool spec has no field 'slot_per_sandbox'\n  did you mean slots_per_sandbox?\n"),
+            ("nomad.adress=x", "sandbox: a pool spec has no field 'nomad.adress'\n  did you mean nomad.address?\n"),
+            (
+                "max_sandboxes=many",
+                "sandbox: max_sandboxes: should be a valid integer\n"
+                "  `sandbox pools NAME` shows every field of a spec; docs/settings.md says what each takes\n",
+            ),
+        ],
+    )
+    def test_a_field_that_is_none_or_wrong(self, sandbox: CommandLine, change: str, told: str) -> None:
+        done = sandbox("pool", "apply", "never", "--set", change)
+
+        assert (done.returncode, done.stderr.decode()) == (125, told)
+
+    def test_a_pool_of_the_settings_file_says_where_it_is_changed(self, sandbox: CommandLine) -> None:
+        done = sandbox("pool", "apply", "default", "-s", "max_sandboxes=7")
+
+        assert done.returncode == 125
+        assert done.stderr.decode().startswith("sandbox: pool 'default' is of the settings file: change it there, and start the service again\n")
+
+
+def test_a_pool_that_goes_is_seen_to_go(sandbox: CommandLine) -> None:
+    sandbox.out("pool", "apply", "going", "-s", "slots_per_sandbox=2", "-s", "max_sandboxes=1", "-s", "on_shutdown=destroy")
+    lease = sandbox.out("acquire", "-p", "going", "--wait", "30").strip()
+    sandbox.out("pool", "delete", "going")
+
+    (row,) = [line for line in sandbox.out("pools").splitlines() if line.startswith("going")]
+    assert "draining: the pool was deleted" in row
+    assert "draining: the pool was deleted" in sandbox.out("pools", "going")
+    doctor = sandbox("doctor", "--json")
+    (finding,) = [one for one in json.loads(doctor.stdout)["pool going"] if one["name"] == "state"]
+    assert (doctor.returncode, finding["state"]) == (0, "limited")
+    assert finding["detail"].startswith("draining: the pool was deleted")
+    sandbox.out("release", lease)
+
+
+def test_a_verification_says_what_was_left_and_what_is_gone(sandbox: CommandLine) -> None:
+    sandbox.out("pool", "apply", "tested", "-s", "slots_per_sandbox=1", "-s", "max_sandboxes=1", "-s", "on_shutdown=destroy")
+    sandbox.out("release", sandbox.out("acquire", "-p", "tested", "--wait", "30").strip())
+
+    heads, row, verdict = sandbox.out("pool", "verify", "tested").splitlines()
+
+    assert heads.split("  ")[0] == "SLOT"
+    assert [head for head in ("PLANTED", "TRACES GONE", "TRACES LEFT", "VERDICT") if head not in heads] == []
+    assert row.endswith("clean")
+    assert verdict == "1 slot of pool tested: clean"
+    sandbox.out("pool", "delete", "tested", "--force")

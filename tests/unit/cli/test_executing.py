@@ -1,0 +1,91 @@
+"""What becomes of a call's output and verdict, with a client that answers as it is told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from env_client.cli.command_line import CommandLine
+from env_client.cli.commands_leases import _in_own_slot
+from env_client.cli.executing import conclude, execute
+from env_client.cli.screen import Screen
+from env_client.client import SandboxClient
+from env_client.errors import ConnectFailed, NoCapacity
+from env_client.values import Output, Reason, Result
+
+COMMAND = CommandLine(["true"], None, [])
+
+
+def a_result(reason: str = "exit", exit_code: int | None = 0, **fields: Any) -> Result:
+    return Result(call_id="c", lease_id="l", success=False, reason=reason, fault="none", exit_code=exit_code, **fields)
+
+
+def test_output_that_a_slot_could_not_keep_is_counted_and_the_exit_code_is_the_commands(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    def events(*args: Any, **options: Any) -> Iterator[Output | Result]:
+        yield Output(data=b"begin", offset=5)
+        yield a_result(exit_code=3, output_bytes=5_000_005)
+
+    screen = Screen()
+    result = execute(cast(SandboxClient, SimpleNamespace(exec_events=events)), "l", COMMAND, {}, screen, forward_input=False, cancel=True)
+
+    assert conclude(result, COMMAND, screen) == 3
+    out, err = capfdbinary.readouterr()
+    assert out == b"begin"
+    assert err.decode() == (
+        "sandbox: 5,000,000 bytes of the output are missing: a slot keeps only so much of what a command writes\n"
+        "  have it write to a file in /workspace, and copy that with `sandbox cp`\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("reason", "own_code", "exit_code"),
+    [
+        ("exit", 7, 7),
+        ("exit", 137, 137),
+        ("timeout", None, 124),
+        ("no_output_timeout", None, 124),
+        ("tool_error", None, 126),
+        ("oom", None, 137),
+        ("oom", 1, 1),
+        ("resource_limit", 153, 153),
+        ("cancelled", None, 130),
+        *((reason, None, 125) for reason in ("invalid_args", "lease_lost", "sandbox_lost", "backend_error", "call_conflict", "not_implemented")),
+    ],
+)
+def test_how_a_call_ended_is_an_exit_code(reason: str, own_code: int | None, exit_code: int) -> None:
+    assert conclude(a_result(reason, own_code, error="so"), COMMAND, Screen()) == exit_code
+
+
+def test_every_reason_has_an_exit_code() -> None:
+    assert all(conclude(a_result(reason, None, error="so"), COMMAND, Screen()) >= 124 for reason in Reason)
+
+
+@pytest.mark.parametrize(("error", "step"), [("timeout_s: too long", "correct `--timeout`"), ("env: no", "correct `--env`"), ("x: y", "correct that, and try")])
+def test_an_argument_that_is_wrong_names_its_option(capsys: pytest.CaptureFixture[str], error: str, step: str) -> None:
+    conclude(a_result("invalid_args", None, error=error), COMMAND, Screen())
+
+    assert step in capsys.readouterr().err
+
+
+class Lending:
+    """A client whose slots cannot be given back."""
+
+    @contextmanager
+    def lease(self, pool: str | None, **asked: Any) -> Iterator[SimpleNamespace]:
+        if pool == "full":
+            raise NoCapacity("none is free")
+        yield SimpleNamespace(lease_id="l")
+        raise ConnectFailed("the service is gone")
+
+
+def test_a_slot_that_cannot_be_given_back_costs_no_result(capsys: pytest.CaptureFixture[str]) -> None:
+    client = cast(SandboxClient, Lending())
+
+    assert _in_own_slot(client, None, {"run_id": "r"}, lambda lease_id: a_result(exit_code=4), Screen()).exit_code == 4
+    assert "frees itself within five minutes: the service is gone" in capsys.readouterr().err
+    with pytest.raises(NoCapacity):
+        _in_own_slot(client, "full", {"run_id": "r"}, lambda lease_id: a_result(), Screen())

@@ -1,0 +1,66 @@
+"""Tables that fit, or lists where they do not."""
+
+from __future__ import annotations
+
+import pytest
+
+from env_client.cli.screen import Screen
+
+HEADS = ("NAME", "COUNT>", "UNUSED", "STATE")
+ROWS = [("first", "10", "", "ok"), ("second", "2", "", "the backend cannot be reached, and nobody knows why")]
+
+
+def printed(capsys: pytest.CaptureFixture[str], width: int, *, wraps: bool = True) -> list[str]:
+    screen = Screen()
+    screen._out.width = width
+    screen.table(HEADS, ROWS, empty="nothing", wraps=wraps)
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_table_that_fits_leaves_out_what_is_empty(capsys: pytest.CaptureFixture[str]) -> None:
+    assert printed(capsys, 100) == [
+        "NAME    COUNT  STATE",
+        "first      10  ok",
+        "second      2  the backend cannot be reached, and nobody knows why",
+    ]
+
+
+def test_prose_in_the_last_column_goes_on_below(capsys: pytest.CaptureFixture[str]) -> None:
+    assert printed(capsys, 45) == [
+        "NAME    COUNT  STATE",
+        "first      10  ok",
+        "second      2  the backend cannot be reached,",
+        "               and nobody knows why",
+    ]
+
+
+def test_what_does_not_fit_is_a_list(capsys: pytest.CaptureFixture[str]) -> None:
+    assert printed(capsys, 30) == [
+        "NAME   first",
+        "COUNT  10",
+        "STATE  ok",
+        "",
+        "NAME   second",
+        "COUNT  2",
+        "STATE  the backend cannot be",
+        "       reached, and nobody",
+        "       knows why",
+    ]
+
+
+def test_what_is_no_prose_is_left_in_one_piece(capsys: pytest.CaptureFixture[str]) -> None:
+    assert printed(capsys, 30, wraps=False)[2] == "second      2  the backend cannot be reached, and nobody knows why"
+
+
+def test_wide_characters_are_as_wide_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    Screen().table(("A", "B"), [("日本", "x"), ("abcd", "y")], empty="")
+
+    assert capsys.readouterr().out.splitlines() == ["A     B", "日本  x", "abcd  y"]
+
+
+@pytest.mark.parametrize("text", ["", "said"])
+def test_a_note_is_said_where_there_is_one(capsys: pytest.CaptureFixture[str], text: str) -> None:
+    Screen().note(text)
+    Screen(as_json=True).note("never")
+
+    assert capsys.readouterr().err == (f"{text}\n" if text else "")

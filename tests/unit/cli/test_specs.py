@@ -1,0 +1,57 @@
+"""Specs as a person gives them, and what of them has changed."""
+
+from __future__ import annotations
+
+import pytest
+
+from env_client.cli.failures import Failure
+from env_client.cli.specs import changed_by, differences, unknown_field
+
+SPEC = {"max_sandboxes": 2, "idle_timeout_s": 120.0, "env_vars": {}, "nomad": {"address": "a", "driver": "docker"}, "local": {"expose": []}}
+
+
+def test_fields_are_set_and_the_spec_itself_stays() -> None:
+    changed = changed_by(SPEC, ["max_sandboxes=3", "nomad.driver=podman", 'local.expose=["/opt"]', "env_vars.A=b=c"])
+
+    assert changed == {**SPEC, "max_sandboxes": 3, "nomad": {"address": "a", "driver": "podman"}, "local": {"expose": ["/opt"]}, "env_vars": {"A": "b=c"}}
+    assert SPEC["nomad"] == {"address": "a", "driver": "docker"}
+
+
+@pytest.mark.parametrize("change", ["x", "=1", ".a=1", "a.=1", "max_sandboxes.a=1"])
+def test_what_sets_nothing_is_refused(change: str) -> None:
+    with pytest.raises(Failure, match="--set"):
+        changed_by(SPEC, [change])
+
+
+def test_differences_are_said_and_values_that_may_be_secret_are_not() -> None:
+    after = changed_by(SPEC, ["max_sandboxes=3", "idle_timeout_s=0.5", "nomad.driver=podman", "env_vars.TOKEN=secret", 'local.expose=["/opt"]'])
+
+    assert differences(SPEC, after) == {
+        "max_sandboxes": "2 → 3",
+        "idle_timeout_s": "120 → 0.5",
+        "nomad.driver": '"docker" → "podman"',
+        "env_vars": "",
+        "local.expose": "",
+    }
+    assert differences(SPEC, SPEC) == {}
+
+
+@pytest.mark.parametrize(
+    ("field", "next_step"),
+    [
+        ("max_sandbox", "did you mean max_sandboxes?"),
+        ("nomad.adress", "did you mean nomad.address?"),
+        ("nomad.zzz", "there are nomad.address, nomad.driver"),
+        ("zzz", "there are max_sandboxes, idle_timeout_s, env_vars, nomad, local"),
+    ],
+)
+def test_a_field_that_is_none_has_its_nearest_named(field: str, next_step: str) -> None:
+    failure = unknown_field(field, SPEC)
+
+    assert failure is not None
+    assert (failure.sentence, failure.next_step) == (f"a pool spec has no field {field!r}", next_step)
+
+
+@pytest.mark.parametrize("field", ["max_sandboxes", "nomad.driver", "max_sandboxes.x", ""])
+def test_a_field_that_there_is_has_something_else_wrong(field: str) -> None:
+    assert unknown_field(field, SPEC) is None or field == ""
