@@ -22,7 +22,9 @@ from sandbox_server.dispatch.dispatch import CallLimits, Dispatcher
 from sandbox_server.dispatch.doubts import Doubts
 from sandbox_server.dispatch.files import SlotFiles
 from sandbox_server.dispatch.records import CallRecords
+from sandbox_server.dispatch.turns import Turns
 from sandbox_server.link.agent_link import AgentLink
+from sandbox_server.pool.catalog import BUILT_IN, OF_THE_FILE
 from sandbox_server.pool.events import EventLog
 from sandbox_server.pool.pools import Pools
 from sandbox_server.pool.sqlite_store import SqliteStore, StoreUnusable
@@ -151,6 +153,7 @@ class Application:
         except (SettingsError, StateDirError) as error:
             log.error("the tenants are left as they were: %s", error)
         else:
+            self._running.service.dispatcher.turns.look_again()
             log.info("the tenants have been read again")
 
 
@@ -188,7 +191,8 @@ async def _start_in(settings: Settings, state_dir: StateDir, parts: Parts, *, ep
         await store.close()
         raise
     limits = CallLimits(in_flight=settings.limits.calls_in_flight, of_lease=settings.limits.lease_calls)
-    dispatcher = Dispatcher(pools, store, clock, telemetry, limits, Doubts(pools.restored))
+    dispatcher = Dispatcher(pools, store, clock, telemetry, limits, Doubts(pools.restored), Turns(tenants.max_running_calls))
+    pools.when_a_lease_ends(dispatcher.turns.lease_over)
     service = Service(
         pools=pools,
         dispatcher=dispatcher,
@@ -214,6 +218,7 @@ async def _start_pools(settings: Settings, state_dir: StateDir, parts: Parts, st
         events=EventLog(clock=parts.clock),
         weight=tenants.weight,
         max_leases=tenants.max_leases,
+        max_waiters=tenants.max_waiters,
         limits=PoolLimits(max_waiters=settings.limits.waiters, max_pools=settings.limits.pools),
     )
     owner = state_dir.owner()
@@ -221,7 +226,8 @@ async def _start_pools(settings: Settings, state_dir: StateDir, parts: Parts, st
     def make_backend(name: str) -> Backend:
         return parts.backend(name, state_dir.path, owner, survives)
 
-    pools = Pools(settings.pools, load_backends(settings, make_backend), store, parts.clock, owner=owner, wiring=wiring, load_backend=make_backend)
+    backends, origins = load_backends(settings, make_backend), dict.fromkeys(settings.pools, BUILT_IN if settings.pools_are_built_in else OF_THE_FILE)
+    pools = Pools(settings.pools, backends, store, parts.clock, owner=owner, wiring=wiring, origins=origins, load_backend=make_backend)
     await pools.start()
     return pools
 
@@ -249,7 +255,8 @@ def load_backends(settings: Settings, make: Callable[[str], Backend]) -> dict[st
         try:
             backends[spec.backend] = make(spec.backend)
         except (InvalidRequest, NotImplementedHere) as error:
-            raise SettingsError(f"settings file {settings.config_path}: pools.{pool}.backend: {error.detail}") from None
+            where = "the built-in pool" if settings.pools_are_built_in else f"settings file {settings.config_path}: pools.{pool}"
+            raise SettingsError(f"{where}.backend: {error.detail}") from None
     return backends
 
 

@@ -51,7 +51,7 @@ class Settings:
         advertise_url: where others reach this service, if it was told.
         log_format: `json` or `text`.
         log_level: `debug`, `info`, `warning` or `error`.
-        pools: the pools of the file, by name.
+        pools: the pools of the file, by name; where nothing is said of pools, the one that is built in.
         default_pool: the pool of an acquire that names none.
         limits: the named limits.
         nomad: how the process reaches Nomad.
@@ -75,6 +75,11 @@ class Settings:
         """Where a setting came from: `default`, `file, PATH` or `environment, NAME`."""
         return self.sources.get(name, "default")
 
+    @property
+    def pools_are_built_in(self) -> bool:
+        """Whether nothing is said of pools."""
+        return "pools" not in self.sources
+
 
 class FileModel(BaseModel):
     """A part of the settings file."""
@@ -90,6 +95,8 @@ class TenantModel(FileModel):
     token_file: str | None = None
     admin: bool = False
     max_leases: int | None = Field(default=None, ge=0)
+    max_waiters: int | None = Field(default=None, ge=1)
+    max_running_calls: int | None = Field(default=None, ge=1)
     weight: float = Field(default=1.0, gt=0)
 
 
@@ -175,7 +182,7 @@ def _sources(told: EnvironmentModel, given: SettingsFile, path: Path | None) -> 
     """Where each setting came from that is not a default, by its dotted name."""
     sources = {SETTING_OF[name]: f"environment, {PREFIX}{name}" for name in told.model_fields_set if name in SETTING_OF}
     if path is not None:
-        sources.update((name, f"file, {path}") for name in _names_set(given))
+        sources.update((name, f"file, {path}") for name in [*_names_set(given), *given.model_fields_set])
     if told.TOKENS:
         sources["tenants"] = ", and ".join(filter(None, (f"environment, {PREFIX}TOKENS", sources.get("tenants"))))
     return sources
@@ -347,5 +354,5 @@ def file_tenants(given: SettingsFile, path: Path | None) -> list[Tenant]:
                 raise SettingsError(f"{where}.token_file: {one.token_file} cannot be read: {getattr(error, 'strerror', None) or error}") from None
             if len(token) < MIN_TOKEN_CHARS:
                 raise SettingsError(f"{where}.token_file: {one.token_file} holds fewer than {MIN_TOKEN_CHARS} characters")
-        tenants.append(Tenant(name=one.name, token=token, admin=one.admin, max_leases=one.max_leases, weight=one.weight))
+        tenants.append(Tenant(**{**one.model_dump(exclude={"token_file"}), "token": token}))
     return tenants

@@ -143,6 +143,7 @@ class PoolAnswer(Answer):
     """A pool and what it holds now."""
 
     name: str
+    state: Literal["ready", "draining"] = Field(description="draining: it takes no acquires, and is gone when its last lease has ended")
     spec: dict[str, Any]
     origin: str
     isolation: str | None
@@ -150,7 +151,7 @@ class PoolAnswer(Answer):
     slots: dict[str, int]
     sandboxes: dict[str, int]
     queue: int
-    last_error: str | None
+    last_error: str | None = Field(description="why it cannot make sandboxes; of a pool that drains, why it does and when it is gone")
 
 
 class PoolsAnswer(Answer):

@@ -58,7 +58,7 @@ def lease_document(lease: Lease) -> dict[str, Any]:
         "epoch": lease.epoch,
         "pool": lease.pool,
         "sandbox_id": lease.sandbox_id,
-        "slot_id": f"{lease.sandbox_id}/{lease.slot_id}",
+        "slot_id": lease.slot.name,
         "trajectory_id": lease.trajectory_id,
         "run_id": lease.run_id,
         "tenant": lease.tenant,
@@ -109,6 +109,7 @@ def pool_document(view: PoolView, *, admin: bool) -> dict[str, Any]:
     """A pool as callers see it; only admins see `env_vars`."""
     return {
         "name": view.name,
+        "state": view.state.value,
         "spec": shown_spec(view.spec, admin=admin),
         "origin": view.origin,
         "isolation": view.isolation,

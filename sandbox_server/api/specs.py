@@ -43,7 +43,7 @@ def _between_fields(body: PoolSpecBody) -> str | None:
     if body.min_sandboxes > body.max_sandboxes:
         return f"min_sandboxes: must not be above max_sandboxes, {body.max_sandboxes}"
     if body.default_timeout_s > body.max_timeout_s:
-        return f"default_timeout_s: must not be above max_timeout_s, {body.max_timeout_s:g}"
+        return f"default_timeout_s: must not be above max_timeout_s, {body.max_timeout_s:.10g}"
     if body.dedicated and body.slots_per_sandbox != 1:
         return "slots_per_sandbox: must be 1 in a dedicated pool"
     return None

@@ -19,6 +19,8 @@ class Tenant:
         token: proves that a request is its own; None only where authentication is off.
         admin: may do what `api.md` keeps for admins.
         max_leases: at most so many leases at once; None: no limit of its own.
+        max_waiters: at most so many acquires that queue, over all pools; None: no limit of its own.
+        max_running_calls: at most so many tool calls running at once, the others wait for their turn; None: no limit of its own.
         weight: its share of contended slots, beside the other tenants'.
     """
 
@@ -26,7 +28,12 @@ class Tenant:
     token: str | None = field(default=None, repr=False)
     admin: bool = False
     max_leases: int | None = None
+    max_waiters: int | None = None
+    max_running_calls: int | None = None
     weight: float = 1.0
+
+
+FORMER = Tenant(name="")
 
 
 def _digest(token: bytes) -> bytes:
@@ -48,6 +55,7 @@ class Tenants:
     def replace(self, tenants: Iterable[Tenant]) -> None:
         """Take these instead of the ones known so far."""
         self._all = tuple(tenants)
+        self._by_name = {tenant.name: tenant for tenant in self._all}
         self._by_digest = tuple((_digest(tenant.token.encode()), tenant) for tenant in self._all if tenant.token is not None)
 
     @property
@@ -57,11 +65,23 @@ class Tenants:
 
     def weight(self, name: str) -> float:
         """A tenant's share of contended slots."""
-        return next((tenant.weight for tenant in self._all if tenant.name == name), 1.0)
+        return self._of(name).weight
 
     def max_leases(self, name: str) -> int | None:
         """How many leases a tenant may hold at once; None: no limit of its own."""
-        return next((tenant.max_leases for tenant in self._all if tenant.name == name), None)
+        return self._of(name).max_leases
+
+    def max_waiters(self, name: str) -> int | None:
+        """How many acquires of a tenant may queue at once; None: no limit of its own."""
+        return self._of(name).max_waiters
+
+    def max_running_calls(self, name: str) -> int | None:
+        """How many calls of a tenant may run at once; None: no limit of its own."""
+        return self._of(name).max_running_calls
+
+    def _of(self, name: str) -> Tenant:
+        """The tenant of this name; one without limits for a name that no token has any more, though leases still do."""
+        return self._by_name.get(name, FORMER)
 
     def authenticate(self, authorization: bytes | None) -> Tenant:
         """The tenant of an `Authorization` header.

@@ -73,7 +73,11 @@ class Backend(Protocol):
         ...
 
     async def list_owned(self, owner: str) -> Sequence[Handle]:
-        """Every sandbox of this owner that the backend knows, recorded or not."""
+        """Every sandbox of this owner that the backend knows, recorded or not.
+
+        Raises:
+            OSError, BackendUnavailable: it cannot be asked now; try again.
+        """
         ...
 
     async def close(self) -> None:

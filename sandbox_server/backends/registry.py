@@ -43,5 +43,5 @@ def load_backend(name: str, state_dir: Path, owner: str = "local", survives: boo
         make: Make = getattr(importlib.import_module(module), attribute)
     except ModuleNotFoundError as error:
         extra = EXTRAS.get(name, "server")
-        raise InvalidRequest(f"backend {name!r} needs {error.name!r}: pip install 'sandbox-pool[{extra}]'", field="backend") from error
+        raise InvalidRequest(f"backend {name!r} needs {error.name!r}: in a clone of the repository: pip install '.[{extra}]'", field="backend") from error
     return make(state_dir, owner, survives)

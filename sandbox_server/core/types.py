@@ -114,6 +114,11 @@ class SlotRef:
     sandbox_id: str
     slot_id: str
 
+    @property
+    def name(self) -> str:
+        """What the slot is called outside of its sandbox, where each agent counts its own: `SANDBOX/SLOT`."""
+        return f"{self.sandbox_id}/{self.slot_id}"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Handle:
@@ -200,11 +205,19 @@ class Acquired:
     waited_s: float
 
 
+class PoolState(enum.StrEnum):
+    """Whether a pool takes acquires. Whether it can serve them now, its slots and its last error say."""
+
+    READY = "ready"
+    DRAINING = "draining"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolView:
-    """What a caller may see of a pool."""
+    """What a caller may see of a pool. `last_error`: why it cannot make sandboxes, or, where it drains, why it does and when it is gone."""
 
     name: str
+    state: PoolState
     spec: PoolSpec
     origin: str
     isolation: str | None

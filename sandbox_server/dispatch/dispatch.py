@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from sandbox_server.agent import wire
 from sandbox_server.core.clock import Clock
@@ -13,9 +13,10 @@ from sandbox_server.core.execution import Reason, Result, ToolCall
 from sandbox_server.dispatch.batch import Batch
 from sandbox_server.dispatch.doubts import Doubts
 from sandbox_server.dispatch.flights import Flights
-from sandbox_server.dispatch.lease_run import Job, LeaseRun, Verdicts, recorded
+from sandbox_server.dispatch.lease_run import Job, LeaseRun, Verdicts, record, recorded, timed
 from sandbox_server.dispatch.records import refused_call
 from sandbox_server.dispatch.seams import Route, Routes, slot_meta
+from sandbox_server.dispatch.turns import Turns
 from sandbox_server.dispatch.verdicts import agent_result, own_result
 from sandbox_server.link.agent_link import AgentStream
 from sandbox_server.link.errors import AgentRefused, LinkLost
@@ -50,16 +51,35 @@ class Dispatcher:
         telemetry: counts.
         limits: how many calls there may be.
         doubts: the leases whose calls may have run in an earlier life.
+        turns: when calls may begin; default: at once.
     """
 
-    def __init__(self, routes: Routes, verdicts: Verdicts, clock: Clock, telemetry: Telemetry, limits: CallLimits, doubts: Doubts | None = None) -> None:
+    def __init__(
+        self,
+        routes: Routes,
+        verdicts: Verdicts,
+        clock: Clock,
+        telemetry: Telemetry,
+        limits: CallLimits,
+        doubts: Doubts | None = None,
+        turns: Turns | None = None,
+    ) -> None:
         self._routes = routes
         self._verdicts = verdicts
         self._telemetry = telemetry
         self._limits = limits
         self.flights = Flights()
+        self.turns = turns or Turns(lambda tenant: None)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._job = Job(routes=routes, verdicts=verdicts, clock=clock, observe=self._observe, flights=self.flights, doubts=doubts or Doubts())
+        self._job = Job(
+            routes=routes,
+            verdicts=verdicts,
+            clock=clock,
+            observe=self._observe,
+            flights=self.flights,
+            doubts=doubts or Doubts(),
+            turns=self.turns,
+        )
 
     def start(self, tenant: str, items: Sequence[ToolCall | Result], on_sent: Callable[[], None] | None = None) -> Batch:
         """Set the calls going; they go on to their ends even if nobody reads the batch.
@@ -70,7 +90,7 @@ class Dispatcher:
             on_sent: hears, for each lease, that its agent has been asked.
 
         Raises:
-            QuotaExceeded: too many calls are under way.
+            QuotaExceeded: too many calls are under way, or too many of the tenant's wait for their turn.
         """
         batch = Batch(len(items))
         by_lease: dict[str, list[tuple[int, ToolCall]]] = {}
@@ -80,6 +100,7 @@ class Dispatcher:
                 count += 1
                 by_lease.setdefault(item.lease_id, []).append((index, item))
         self._check_in_flight(count)
+        self._check_turns(tenant, items)
         for index, item in enumerate(items):
             if isinstance(item, Result):
                 batch.deliver(index, self.stamped(item))
@@ -93,7 +114,7 @@ class Dispatcher:
 
     def stamped(self, result: Result) -> Result:
         """The result of a call that never began, with the time it was refused at."""
-        return result if result.started_at else replace(result, started_at=self._job.clock.wall())
+        return timed(result, self._job.clock)
 
     def _spawn(self, run: LeaseRun) -> None:
         task = asyncio.create_task(run.run())
@@ -104,6 +125,14 @@ class Dispatcher:
         if self.flights.count + count > self._limits.in_flight:
             full = f"{self.flights.count} calls are under way, and `limits.calls_in_flight` is {self._limits.in_flight}"
             raise QuotaExceeded(f"{full}: ask again later", limit="calls_in_flight", retry_after_s=2)
+
+    def _check_turns(self, tenant: str, items: Sequence[ToolCall | Result]) -> None:
+        """Refuse calls of a tenant of which enough wait already. A request that only asks again for what it has asked for before is let in."""
+        try:
+            self.turns.check_room(tenant)
+        except QuotaExceeded:
+            if not all(isinstance(item, Result) or self._is_known(item) for item in items):
+                raise
 
     def _within_lease(self, lease_id: str, calls: list[tuple[int, ToolCall]], batch: Batch) -> list[tuple[int, ToolCall]]:
         """The calls that their lease may still have; the others get their results here. Calls that are known already cost nothing."""
@@ -158,7 +187,7 @@ class Dispatcher:
             result = recorded(self._verdicts, call)
             if result is None:
                 raise
-            return result
+            return self.stamped(result)
         except BackendUnavailable:
             pass  # becomes the call's own result
         had = self._verdicts.verdict_count(call.lease_id) + self.flights.of_lease(call.lease_id)
@@ -167,7 +196,7 @@ class Dispatcher:
         return None
 
     async def cancel(self, tenant: str, lease_id: str, call_id: str) -> Result:
-        """End a running call and return its result; of a call that has ended, its result as it was.
+        """End a call and return its result; of a call that has ended, its result as it was. One that has not begun never will.
 
         Raises:
             LeaseNotFound, LeaseLost, SandboxLost: the lease does not hold.
@@ -193,9 +222,13 @@ class Dispatcher:
             raise refused_call(self._routes, tenant, lease_id, call_id, refused) from None
 
     async def _cancel(self, route: Route, lease_id: str, call_id: str) -> Result:
-        answer = await route.link.request(slot_meta(route, "cancel", call_id=call_id))
-        if answer.get("found") is not True:
-            raise CallNotFound(f"lease {lease_id} has no call {call_id}")
+        if not await self._cancel_at_agent(route, lease_id, call_id):
+            held = self.flights.held(lease_id, call_id)
+            if held is not None:
+                return await self._cancel_held(route.lease.tenant, held)
+            # It may have begun just then.
+            if not await self._cancel_at_agent(route, lease_id, call_id):
+                raise CallNotFound(f"lease {lease_id} has no call {call_id}")
         call = ToolCall(call_id=call_id, lease_id=lease_id, tool="", args={})
         async with route.link.stream(slot_meta(route, "call_status", call_id=call_id)) as stream:
             result, status = await _result_and_end(stream, call)
@@ -206,6 +239,18 @@ class Dispatcher:
             result, _ = await _result_and_end(stream, call)
         if result is None:
             raise BackendUnavailable("the agent ended the exchange without a result")
+        return result
+
+    async def _cancel_at_agent(self, route: Route, lease_id: str, call_id: str) -> bool:
+        """Whether the agent knows the call; it ends it then."""
+        answer = await route.link.request(slot_meta(route, "cancel", call_id=call_id))
+        return answer.get("found") is True
+
+    async def _cancel_held(self, tenant: str, call: ToolCall) -> Result:
+        """On record first: whoever has asked for the call, or will, finds it there before its agent is asked."""
+        result = self.stamped(own_result(call, Reason.CANCELLED, "the caller cancelled it before it began"))
+        await record(self._verdicts, call, result)
+        self.turns.wake(tenant, (call.lease_id, call.call_id))
         return result
 
     async def stop(self) -> None:

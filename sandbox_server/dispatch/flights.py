@@ -14,6 +14,7 @@ class Flights:
     def __init__(self) -> None:
         self.count = 0
         self._calls: dict[tuple[str, str], list[ToolCall]] = {}
+        self._asked: set[tuple[str, str]] = set()
         self._of_lease: Counter[str] = Counter()
         self._waiting: dict[tuple[str, str], list[asyncio.Future[None]]] = {}
 
@@ -22,6 +23,10 @@ class Flights:
         self.count += 1
         self._of_lease[call.lease_id] += 1
         self._calls.setdefault((call.lease_id, call.call_id), []).append(call)
+
+    def asked(self, call: ToolCall) -> None:
+        """Its agent is asked for it: from now on it may run."""
+        self._asked.add((call.lease_id, call.call_id))
 
     def end(self, call: ToolCall) -> None:
         """It came to a result."""
@@ -34,6 +39,7 @@ class Flights:
         same.remove(call)
         if not same:
             del self._calls[key]
+            self._asked.discard(key)
         for waiter in self._waiting.pop(key, ()):
             if not waiter.done():
                 waiter.set_result(None)
@@ -42,6 +48,10 @@ class Flights:
         """The call under way by this name."""
         calls = self._calls.get((lease_id, call_id))
         return calls[0] if calls else None
+
+    def held(self, lease_id: str, call_id: str) -> ToolCall | None:
+        """The call under way by this name, if its agent has not been asked for it yet."""
+        return None if (lease_id, call_id) in self._asked else self.of(lease_id, call_id)
 
     def has_twin(self, call: ToolCall) -> bool:
         """Whether the same call is under way for somebody else too."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -16,6 +17,7 @@ from sandbox_server.core.execution import NOT_RECORDED, Reason, Result, ToolCall
 from sandbox_server.dispatch.doubts import Doubts
 from sandbox_server.dispatch.flights import Flights
 from sandbox_server.dispatch.seams import Route, Routes, slot_meta
+from sandbox_server.dispatch.turns import Turns
 from sandbox_server.dispatch.verdicts import agent_result, identity_of, own_result, refusal
 from sandbox_server.link.errors import AgentRefused, LinkLost
 from sandbox_server.pool.store import Verdict
@@ -51,6 +53,7 @@ class Job:
             duration, in seconds.
         flights: the calls under way.
         doubts: the leases whose calls may have run unseen.
+        turns: when calls may begin.
     """
 
     routes: Routes
@@ -59,6 +62,7 @@ class Job:
     observe: Callable[[Route | None, ToolCall, Result, float], None]
     flights: Flights
     doubts: Doubts
+    turns: Turns
 
 
 class LeaseRun:
@@ -87,7 +91,8 @@ class LeaseRun:
         self._lease_id = lease_id
         self._pending = deque(calls)
         self._deliver = deliver
-        self._sent = False
+        self._asked = 0  # so many of the pending calls, from the first on, the agent has been asked for
+        self._turn: str | None = None  # the call whose turn is taken: the first
         self._lost_since: float | None = None
         self._on_sent = on_sent
         self._started_at = job.clock.wall()
@@ -103,14 +108,20 @@ class LeaseRun:
         except Exception:  # the edge of this task: a bug costs these calls their results, and nobody else anything
             log.exception("calls failed", extra={"lease_id": self._lease_id})
             self._give_up("the service failed; its log has the details")
+        finally:
+            self._give_turn_back()
 
     async def _run(self) -> None:
         while self._pending:
             try:
                 route = self._job.routes.route(self._tenant, self._lease_id)
                 self._check_timeouts(route.spec.max_timeout_s)
-                if self._pending:
-                    await self._converse(route)
+                self._repeat_recorded(route)
+                count = self._may_begin()
+                if count:
+                    await self._converse(route, count)
+                elif self._pending:
+                    await self._wait_for_turn()
             except (LinkLost, BackendUnavailable) as lost:
                 await self._unreachable(str(lost))
             except AgentRefused as refused:
@@ -118,28 +129,70 @@ class LeaseRun:
             except PoolServiceError as error:
                 self._refuse(error)
             except TimeoutError:
-                self._give_up(f"the agent did not say how the call ended within {REPLY_GRACE_S:g} s of its deadline")
+                self._give_up(f"the agent did not say how the call ended within {REPLY_GRACE_S:g} s of its deadline", max(1, self._asked))
             else:
-                self._give_up("the agent ended the exchange without a result")
+                self._give_up("the agent ended the exchange without a result", self._asked)
 
     def _check_timeouts(self, longest_s: float) -> None:
-        for place, call in [item for item in self._pending if item[1].timeout_s is not None and item[1].timeout_s > longest_s]:
+        to_send = list(itertools.islice(self._pending, self._asked, None))
+        for place, call in [item for item in to_send if item[1].timeout_s is not None and item[1].timeout_s > longest_s]:
             self._pending.remove((place, call))
-            refused = own_result(call, Reason.INVALID_ARGS, f"timeout_s: at most the pool's max_timeout_s, {longest_s:g}")
-            self._finish(place, call, self._stamped(call, refused), None)
+            refused = own_result(call, Reason.INVALID_ARGS, f"timeout_s: at most the pool's max_timeout_s, {longest_s:.10g}")
+            self._finish(place, call, refused, None)
 
-    async def _converse(self, route: Route) -> None:
-        """Send all that is pending and take the results, which come in the order of the calls."""
+    def _repeat_recorded(self, route: Route) -> None:
+        """Give out what is on record: it is the same however often it is asked for, and takes nobody's turn."""
+        if not self._job.verdicts.verdict_count(self._lease_id):
+            return
+        for place, call in list(itertools.islice(self._pending, self._asked, None)):
+            try:
+                result = recorded(self._job.verdicts, call)
+            except StorageUnavailable:
+                log.exception("a verdict cannot be read: the agent is asked", extra={"lease_id": call.lease_id, "call_id": call.call_id})
+                continue
+            if result is not None:
+                self._pending.remove((place, call))
+                self._finish(place, call, replace(result, encoding=call.encoding), route)
+
+    def _may_begin(self) -> int:
+        """How many of the pending calls may be sent now: all, or, where its tenant has a limit, the first, in its turn. Those sent before may be again."""
+        if not self._pending or self._job.turns.most(self._tenant) is None:
+            return len(self._pending)
+        call_id = self._pending[0][1].call_id
+        if self._turn is None and self._job.turns.take(self._tenant, (self._lease_id, call_id)):
+            self._turn = call_id
+        return self._asked or (1 if self._turn is not None else 0)
+
+    async def _wait_for_turn(self) -> None:
+        """Wait until the first call may begin, or something else has become of it or its lease, which it holds as if it ran."""
+        call_id = self._pending[0][1].call_id
+        self._job.routes.call_started(self._lease_id)
+        try:
+            if await self._job.turns.wait(self._tenant, (self._lease_id, call_id)):
+                self._turn = call_id
+        finally:
+            self._job.routes.call_ended(self._lease_id)
+        self._since, self._started_at = self._job.clock.monotonic(), self._job.clock.wall()
+
+    def _give_turn_back(self) -> None:
+        if self._turn is not None:
+            call_id, self._turn = self._turn, None
+            self._job.turns.give_back(self._tenant, (self._lease_id, call_id))
+
+    async def _converse(self, route: Route, count: int) -> None:
+        """Send so many of the pending calls and take the results, which come in the order of the calls."""
+        for _, call in itertools.islice(self._pending, count):
+            self._job.flights.asked(call)
         self._job.routes.call_started(self._lease_id)
         try:
             async with route.link.stream(slot_meta(route, "calls")) as stream:
-                self._sent = True
-                for _, call in self._pending:
+                self._asked = count
+                for _, call in itertools.islice(self._pending, count):
                     stream.send_item(_call_meta(call, route))
                 stream.end()
                 if self._on_sent is not None:
                     self._on_sent()
-                while self._pending:
+                while self._asked:
                     async with asyncio.timeout(_timeout_s(self._pending[0][1], route) + REPLY_GRACE_S):
                         event = await anext(stream, None)
                     if isinstance(event, wire.Item):
@@ -154,28 +207,22 @@ class LeaseRun:
         result = agent_result(call, item.meta, item.body)
         if item.meta.get("call_id") != call.call_id:
             result = own_result(call, Reason.BACKEND_ERROR, "the agent answered another call than the one asked", may_have_run=True)
-        await self._record(call, result)
+        result = timed(result, self._job.clock)
+        await record(self._job.verdicts, call, result)
         self._pending.popleft()
+        self._asked -= 1
         self._lost_since = None
         self._finish(place, call, result, route)
-
-    async def _record(self, call: ToolCall, result: Result) -> None:
-        if result.reason in NOT_RECORDED:
-            return
-        self._job.verdicts.record_verdict(call.lease_id, call.call_id, identity_of(call), result)
-        try:
-            await self._job.verdicts.flush()
-        except StorageUnavailable:
-            # The agent's journal still has it: the caller hears the truth now, and asking again finds it there.
-            log.exception("a verdict could not be stored", extra={"lease_id": call.lease_id, "call_id": call.call_id})
 
     def _finish(self, place: int, call: ToolCall, result: Result, route: Route | None) -> None:
         now = self._job.clock.monotonic()
         if result.reason is Reason.BACKEND_ERROR and result.metadata.get("may_have_run") is not False:
             self._job.doubts.add(self._lease_id)
+        if self._turn == call.call_id:
+            self._give_turn_back()
         self._job.observe(route, call, result, now - self._since - result.duration_s)
         self._since, self._started_at = now, self._job.clock.wall()
-        self._deliver(place, result)
+        self._deliver(place, timed(result, self._job.clock))
 
     async def _unreachable(self, why: str) -> None:
         """Wait until the pool knows what that means; the calls are told if it is the end. Else they are asked again: by the agent's journal
@@ -197,8 +244,8 @@ class LeaseRun:
 
     def _refused(self, refused: AgentRefused) -> None:
         if refused.code == "not_implemented":
-            for place, call in self._drain():
-                self._finish(place, call, self._stamped(call, own_result(call, Reason.NOT_IMPLEMENTED, refused.detail)), None)
+            for place, call, _ in self._drain():
+                self._finish(place, call, own_result(call, Reason.NOT_IMPLEMENTED, refused.detail), None)
             return
         # The slot has moved on or broken: the pool may know more.
         try:
@@ -209,30 +256,53 @@ class LeaseRun:
             self._give_up(f"the agent refused: {refused.detail}")
 
     def _refuse(self, error: PoolServiceError) -> None:
-        for place, call in self._drain():
+        for place, call, asked in self._drain():
             result = recorded(self._job.verdicts, call) if isinstance(error, SandboxLost) else None
             if result is None:
-                result = self._stamped(call, refusal(call, error))
+                result = self._stamped(call, refusal(call, error), asked=asked)
                 if result.reason is Reason.SANDBOX_LOST:
                     self._job.verdicts.record_verdict(call.lease_id, call.call_id, identity_of(call), result)
             self._finish(place, call, result, None)
 
-    def _give_up(self, why: str) -> None:
-        for place, call in self._drain():
-            self._finish(place, call, self._stamped(call, own_result(call, Reason.BACKEND_ERROR, why)), None)
+    def _give_up(self, why: str, count: int | None = None) -> None:
+        """No more is to be learnt of the pending calls, or of so many of them."""
+        for place, call, asked in self._drain(count):
+            self._finish(place, call, self._stamped(call, own_result(call, Reason.BACKEND_ERROR, why), asked=asked), None)
 
-    def _stamped(self, call: ToolCall, result: Result) -> Result:
+    def _stamped(self, call: ToolCall, result: Result, *, asked: bool) -> Result:
         """A result of the service's own with what can be known of the time: since when the call may have run, and whether it may have run at all."""
         said: dict[str, object] = {}
         if result.reason in (Reason.SANDBOX_LOST, Reason.BACKEND_ERROR):
-            said["may_have_run"] = self._sent or self._job.doubts.about(self._lease_id) or self._job.flights.has_twin(call)
-        duration_s = self._job.clock.monotonic() - self._since if self._sent else 0.0
-        return replace(result, started_at=self._started_at, duration_s=duration_s, metadata={**result.metadata, **said})
+            said["may_have_run"] = asked or self._job.doubts.about(self._lease_id) or self._job.flights.has_twin(call)
+        result = replace(result, metadata={**result.metadata, **said})
+        if not asked:
+            return timed(result, self._job.clock)
+        return replace(result, started_at=self._started_at, duration_s=self._job.clock.monotonic() - self._since)
 
-    def _drain(self) -> list[tuple[int, ToolCall]]:
-        pending = list(self._pending)
-        self._pending.clear()
-        return pending
+    def _drain(self, count: int | None = None) -> list[tuple[int, ToolCall, bool]]:
+        """The pending calls, or so many of them, pending no more, each with whether its agent has been asked."""
+        drained = [(place, call, index < self._asked) for index, (place, call) in enumerate(itertools.islice(self._pending, count))]
+        for _ in drained:
+            self._pending.popleft()
+        self._asked = max(0, self._asked - len(drained))
+        return drained
+
+
+def timed(result: Result, clock: Clock) -> Result:
+    """The result with the time at which it was refused, where it never began and so has none."""
+    return result if result.started_at else replace(result, started_at=clock.wall())
+
+
+async def record(verdicts: Verdicts, call: ToolCall, result: Result) -> None:
+    """Put a result on record, if it is one that is recorded."""
+    if result.reason in NOT_RECORDED:
+        return
+    verdicts.record_verdict(call.lease_id, call.call_id, identity_of(call), result)
+    try:
+        await verdicts.flush()
+    except StorageUnavailable:
+        # The agent's journal still has it: the caller hears the truth now, and asking again finds it there.
+        log.exception("a verdict could not be stored", extra={"lease_id": call.lease_id, "call_id": call.call_id})
 
 
 def recorded(verdicts: Verdicts, call: ToolCall) -> Result | None:

@@ -20,7 +20,7 @@ from sandbox_server.core.errors import (
     PoolServiceError,
     SandboxLost,
 )
-from sandbox_server.core.execution import Result, ToolCall
+from sandbox_server.core.execution import Reason, Result, ToolCall
 from sandbox_server.dispatch.flights import Flights
 from sandbox_server.dispatch.lease_run import Verdicts
 from sandbox_server.dispatch.seams import Routes, slot_meta
@@ -114,6 +114,24 @@ class CallRecords:
             except CallNotFound:
                 # It was under way and its result is not one that is recorded: what is known now decides.
                 continue
+
+    async def check_offset(self, tenant: str, lease_id: str, call_id: str, offset: int, name: str = "offset") -> None:
+        """See that a call's output reaches so far; its end is as far as it may be.
+
+        Args:
+            tenant: who asks.
+            lease_id: whose call.
+            call_id: which one.
+            offset: in bytes.
+            name: what the caller calls it.
+
+        Raises:
+            InvalidRequest: it lies beyond the end.
+        """
+        found = await self.status(tenant, lease_id, call_id)
+        # Of a call that went with its sandbox nobody knows any more how much it had written.
+        if offset > found.output_bytes and not (isinstance(found, Result) and found.reason is Reason.SANDBOX_LOST):
+            raise _beyond(found.output_bytes, name)
 
     def _recorded(self, tenant: str, lease_id: str, call_id: str) -> Result | None:
         verdict = self._verdicts.verdict(lease_id, call_id)
@@ -217,6 +235,8 @@ class CallRecords:
             if verdict is None or verdict.result.truncated:
                 raise
             kept = verdict.result.output or (verdict.result.stdout or b"") + (verdict.result.stderr or b"")
+            if offset > len(kept):
+                raise _beyond(len(kept)) from None
             return WholeOutput(total_bytes=len(kept), chunks=_once(kept[offset:]))
         if isinstance(first, bytes):
             return WholeOutput(total_bytes=None, chunks=_again(first, chunks))
@@ -284,10 +304,14 @@ async def _check_available(head: dict[str, Any], offset: int, call_id: str, chun
     if total_bytes and not available_bytes and head.get("state") == "done":
         problem = CallNotFound(f"the whole output of call {call_id} has made room for newer ones; its result still has both ends", output_bytes=total_bytes)
     elif offset > total_bytes:
-        problem = InvalidRequest(f"offset: beyond the {total_bytes} bytes that there are", field="offset")
+        problem = _beyond(total_bytes)
     if problem is not None:
         await chunks.aclose()
         raise problem
+
+
+def _beyond(total_bytes: int, name: str = "offset") -> InvalidRequest:
+    return InvalidRequest(f"{name}: beyond the {total_bytes} bytes that there are", field=name)
 
 
 async def _once(data: bytes) -> AsyncGenerator[bytes, None]:

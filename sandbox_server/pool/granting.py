@@ -165,7 +165,7 @@ class Granting:
             return  # nobody waits for it any more
         elif self._wiring.clock.monotonic() >= waiter.deadline:
             waited_s = round(waiter.deadline - waiter.arrived, 3)
-            self._answer(waiter, NoCapacity("no slot could be prepared in time", waited_s=waited_s))
+            self._answer(waiter, NoCapacity("no slot could be prepared in time: ask again", queue_position=1, waited_s=waited_s))
         else:
             self._book.requeue(waiter)
             self._pool.work()

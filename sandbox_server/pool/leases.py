@@ -338,6 +338,7 @@ class LeaseBook:
         """Let a held lease last at least `ttl_s` from now; never shortens."""
         holding = self.held[lease_id]
         holding.deadline = max(holding.deadline, self._clock.monotonic() + ttl_s)
+        ttl_s = max(ttl_s, holding.deadline - self._clock.monotonic())
         holding.lease = replace(holding.lease, ttl_s=ttl_s, expires_at=expires_at(holding, self._clock))
         self._record(holding.lease)
         return holding.lease
@@ -372,7 +373,8 @@ class LeaseBook:
             if holder is not None and holder.epoch == record.epoch and slot.state is SlotState.LEASED:
                 del held[record.ref]
                 slot.lease_id = holder.lease_id
-                left_s = max(holder.expires_at - wall, min(holder.ttl_s, GRACE_S))
+                # No longer than it was given: a clock that was set back meanwhile makes no lease immortal.
+                left_s = min(max(holder.expires_at - wall, min(holder.ttl_s, GRACE_S)), holder.ttl_s)
                 holder = replace(holder, expires_at=wall + left_s)
                 self.holdings.add(Holding(holder, deadline=now + left_s))
                 self._record(holder)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from sandbox_server.core.types import PoolSpec, PoolState, PoolView, SandboxState, SandboxView, SlotState
 from sandbox_server.pool.leases import LeaseBook
+from sandbox_server.pool.orphans import Trouble
 from sandbox_server.pool.plan import SandboxSeen, Snapshot, is_outdated
 from sandbox_server.pool.sandbox import Sandbox
 
@@ -91,8 +92,10 @@ def sandbox_view(pool: Pool, sandbox: Sandbox) -> SandboxView:
     )
 
 
-def readiness(pool: Pool) -> dict[str, Any]:
-    """Whether a pool has its minimum, or a permanent error to show."""
+def readiness(pool: Pool, orphans: Trouble | None) -> dict[str, Any]:
+    """Whether a pool has its minimum, or a permanent error to show. `orphans`: why its backend may have sandboxes that nobody knows of."""
     ready = sum(1 for sandbox in pool.fleet.sandboxes.values() if sandbox.state is SandboxState.READY and sandbox.reachable)
     is_ready = not pool.fleet.adopting and (ready >= pool.spec.min_sandboxes or pool.fleet.hopeless is not None or pool.closing)
-    return {"ready": is_ready, "sandboxes": ready, "min_sandboxes": pool.spec.min_sandboxes, "last_error": pool.fleet.last_error}
+    is_adopted = orphans is None or not orphans.is_blind
+    last_error = pool.fleet.last_error or (orphans.detail if orphans is not None else None)
+    return {"ready": is_ready and is_adopted, "sandboxes": ready, "min_sandboxes": pool.spec.min_sandboxes, "last_error": last_error}

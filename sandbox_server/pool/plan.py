@@ -198,5 +198,5 @@ def _surplus(seen: Snapshot, staying: Sequence[SandboxSeen], now: float) -> list
             break
         above -= 1
         ready -= sandbox.ready
-        actions.append(Drain(sandbox.sandbox_id, f"idle for idle_timeout_s of {spec.idle_timeout_s:g} s"))
+        actions.append(Drain(sandbox.sandbox_id, f"idle for idle_timeout_s of {spec.idle_timeout_s:.10g} s"))
     return actions

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from sandbox_server.backends.base import Backend
@@ -33,6 +34,17 @@ log = logging.getLogger(__name__)
 #: An agent that has not finished a reset by then never will.
 RESET_LIMIT_S = 120.0
 EVENT_OF_END = {LeaseState.RELEASED: "lease.released", LeaseState.EXPIRED: "lease.expired", LeaseState.SANDBOX_LOST: "lease.lost"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Route:
+    """Where the work of a held lease goes."""
+
+    lease: Lease
+    spec: PoolSpec
+    link: AgentLink
+    slot_id: str
+    epoch: int
 
 
 class Pool:
@@ -187,6 +199,14 @@ class Pool:
             raise BackendUnavailable(f"the agent of sandbox {lease.sandbox_id} cannot be reached at the moment", lease_id=lease.lease_id)
         return sandbox.link
 
+    def route(self, lease: Lease) -> Route:
+        """Where the work of a held lease goes now.
+
+        Raises:
+            BackendUnavailable: its agent cannot be reached at the moment.
+        """
+        return Route(lease=lease, spec=self.spec, link=self.link_of(lease), slot_id=lease.slot_id, epoch=lease.epoch)
+
     async def lost_verdict(self, lease_id: str) -> SandboxLost | None:
         """Wait until it is known whether this lease's sandbox is gone. None: it is there and its link is back, or the lease ended otherwise."""
         while True:
@@ -224,6 +244,8 @@ class Pool:
         fields = {"lease_id": lease.lease_id, "pool": self.name, "tenant": lease.tenant, "run_id": lease.run_id, "sandbox_id": lease.sandbox_id}
         log.log(level, "lease ended: %s", lease.end_detail, extra=fields)
         self.lease_event(EVENT_OF_END[lease.state], lease, detail=lease.end_detail)
+        for hear in self._wiring.lease_watchers:
+            hear(lease.lease_id)
 
     def lease_event(self, kind: str, lease: Lease, **more: Any) -> None:
         """Tell whoever follows what became of a lease."""

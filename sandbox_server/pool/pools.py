@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
 from sandbox_server.backends.base import Backend
 from sandbox_server.core.clock import Clock
-from sandbox_server.core.errors import LeaseLost, LeaseNotFound, PoolServiceError, QuotaExceeded, SandboxLost, SandboxNotFound
+from sandbox_server.core.errors import LeaseLost, LeaseNotFound, PoolServiceError, SandboxLost, SandboxNotFound
 from sandbox_server.core.types import Acquired, AcquireRequest, Lease, PoolSpec, PoolView, SandboxState, SandboxView
 from sandbox_server.link import AgentLink
 from sandbox_server.pool.catalog import OF_THE_FILE, Catalog, LoadBackend, load_nothing
@@ -19,8 +18,9 @@ from sandbox_server.pool.ended import end_error
 from sandbox_server.pool.holding import shown
 from sandbox_server.pool.looking import pool_view, readiness, sandbox_view
 from sandbox_server.pool.narrowing import narrow
-from sandbox_server.pool.orphans import sweep
-from sandbox_server.pool.pool import Pool
+from sandbox_server.pool.orphans import Orphans
+from sandbox_server.pool.pool import Pool, Route
+from sandbox_server.pool.quotas import Quotas
 from sandbox_server.pool.request_keys import RequestKeys
 from sandbox_server.pool.store import Store
 from sandbox_server.pool.verifying import verify
@@ -29,17 +29,6 @@ from sandbox_server.pool.wiring import Connect, Wiring
 log = logging.getLogger(__name__)
 
 STOP_WITHIN_S = 8.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Route:
-    """Where the work of a held lease goes."""
-
-    lease: Lease
-    spec: PoolSpec
-    link: AgentLink
-    slot_id: str
-    epoch: int
 
 
 class Pools:
@@ -76,10 +65,12 @@ class Pools:
         self.restored: frozenset[str] = frozenset()
         self._wiring = wiring
         self._store = wiring.store
-        self._owner = owner
+        self._recorded: frozenset[str] = frozenset()
+        self._orphans = Orphans(owner, self._known_sandboxes, wiring)
         self._keys = RequestKeys(wiring.clock, wiring.store)
         self._catalog = Catalog(backends, load_backend, wiring)
         self._pools = self._catalog.pools
+        self._quotas = Quotas(self._pools, wiring)
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._started = False
         for name, spec in specs.items():
@@ -93,8 +84,8 @@ class Pools:
         self.restored = frozenset(lease.lease_id for lease in state.leases)
         self._catalog.restore(state)
         self._keys.restore(state.keys)
-        known = {record.sandbox_id for record in state.sandboxes}
-        await asyncio.gather(*(sweep(backend, self._owner, known) for backend in self._catalog.backends.values()))
+        self._recorded = frozenset(record.sandbox_id for record in state.sandboxes)
+        await self._orphans.sweep(self._catalog.backends)
         for pool in list(self._pools.values()):
             self._catalog.start(pool)
         self._started = True
@@ -106,6 +97,7 @@ class Pools:
             on_shutdown: `keep` or `destroy`, for all pools; default what each pool's spec says. A store that forgets always destroys:
                 nothing could adopt what it left.
         """
+        await self._orphans.stop()
         try:
             async with asyncio.timeout(STOP_WITHIN_S):
                 await self._catalog.stop(lambda spec: self._destroys(spec, on_shutdown))
@@ -113,6 +105,9 @@ class Pools:
             log.error("not every sandbox was gone within %g s", STOP_WITHIN_S)
         for backend in self._catalog.backends.values():
             await backend.close()
+
+    def _known_sandboxes(self) -> frozenset[str]:
+        return self._recorded.union(*(pool.fleet.sandboxes for pool in self._pools.values()))
 
     def _destroys(self, spec: PoolSpec, on_shutdown: str | None) -> bool:
         return not self._store.durable or (on_shutdown or spec.on_shutdown) == "destroy"
@@ -183,7 +178,7 @@ class Pools:
             PoolNotFound: there is no such pool; and whatever `Pool.acquire` raises.
             CallConflict: the key was used with another body.
             LeaseLost: the key's leases have all ended.
-            QuotaExceeded: its tenant has all the leases it may have, or too many wait.
+            QuotaExceeded: its tenant has all the leases it may have, or too many wait, of all or of its tenant's.
         """
         pool = self._catalog.get(request.pool)
         if request.request_key is None:
@@ -200,13 +195,8 @@ class Pools:
         return Acquired(leases=leases, waited_s=0.0)
 
     async def _acquire(self, pool: Pool, request: AcquireRequest) -> Acquired:
-        most = self._wiring.max_leases(request.tenant)
-        if most is not None:
-            has = sum(pool.book.leased_by[request.tenant] + pool.book.line.wanted_by[request.tenant] for pool in self._pools.values())
-            if has + request.count > most:
-                why = f"{has} leases are held or waited for, and this tenant's max_leases is {most}"
-                raise QuotaExceeded(f"{why}: release some, or ask again later", limit="max_leases", retry_after_s=2)
-        return await pool.acquire(request)
+        self._quotas.check_leases(request)
+        return await pool.acquire(request, self._quotas.check_waiters)
 
     def undelivered(self, acquired: Acquired, request_key: str | None) -> None:
         """The caller was gone when its answer came: release what it was granted, or keep it for a retry under its key."""
@@ -321,7 +311,7 @@ class Pools:
             BackendUnavailable: its agent cannot be reached at the moment.
         """
         pool, lease = self._held(tenant, lease_id)
-        return Route(lease=lease, spec=pool.spec, link=pool.link_of(lease), slot_id=lease.slot_id, epoch=lease.epoch)
+        return pool.route(lease)
 
     def call_started(self, lease_id: str) -> None:
         """A call of this lease begins; the lease does not expire under it, nor within 60 s after its end."""
@@ -332,6 +322,10 @@ class Pools:
         """The call has ended."""
         for pool in self._pools.values():
             pool.book.call_ended(lease_id)
+
+    def when_a_lease_ends(self, hear: Callable[[str], None]) -> None:
+        """Have this told the id of every lease that ends from now on, however that comes."""
+        self._wiring.lease_watchers.append(hear)
 
     async def lost_verdict(self, lease_id: str, wait_s: float) -> SandboxLost | None:
         """After a lost link: wait until it is known whether the sandbox is.
@@ -373,7 +367,7 @@ class Pools:
 
     def readiness(self) -> dict[str, Any]:
         """`{"ready": …, "pools": {name: {"ready", "sandboxes", "min_sandboxes", "last_error"}}}`."""
-        pools = {name: readiness(pool) for name, pool in self._pools.items()}
+        pools = {name: readiness(pool, self._orphans.troubles.get(pool.spec.backend)) for name, pool in self._pools.items()}
         return {"ready": self._started and all(pool["ready"] for pool in pools.values()), "pools": pools}
 
     # Finding.

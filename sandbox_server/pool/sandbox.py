@@ -15,6 +15,8 @@ from sandbox_server.link import AgentLink
 from sandbox_server.pool.store import CacheRecord, SandboxRecord
 
 MODES = frozenset({"bwrap", "uid", "dedicated", "none"})
+#: What a sandbox that is found again has left at least, in seconds.
+GRACE_S = 60.0
 SLOT_STATES = frozenset({"starting", "ready", "resetting", "quarantined", "broken"})
 
 
@@ -88,11 +90,14 @@ class Sandbox:
     @classmethod
     def restored(cls, record: SandboxRecord, spec: PoolSpec, clock: Clock) -> Sandbox:
         """The sandbox of a record. Times of the wall clock become monotonic ones, as far as both can be believed."""
-        age_s = max(0.0, clock.wall() - record.ready_at) if record.ready_at is not None else None
+        made_with = record.spec or spec
+        # Its agent ends itself by a clock of its own: one that still runs has some time left, whatever the wall clock says.
+        oldest_s = max(0.0, made_with.max_lifetime_s + made_with.max_lease_s - GRACE_S)
+        age_s = min(max(0.0, clock.wall() - record.ready_at), oldest_s) if record.ready_at is not None else None
         return cls(
             sandbox_id=record.sandbox_id,
             pool=record.pool,
-            spec=record.spec or spec,
+            spec=made_with,
             created_wall=record.created_at,
             state=record.state,
             handle=record.handle,

@@ -35,7 +35,7 @@ async def verify(pool: Pool) -> Mapping[str, Any]:
 
 async def _verify(pool: Pool, order: ResetOrder) -> dict[str, Any]:
     began = pool.now()
-    where = {"sandbox_id": order.ref.sandbox_id, "slot_id": order.ref.slot_id}
+    where = {"sandbox_id": order.ref.sandbox_id, "slot_id": order.ref.name}
     try:
         report = await pool.fleet.keepers[order.ref.sandbox_id].verify(order)
     except AgentRefused as refused:

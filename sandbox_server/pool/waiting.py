@@ -72,6 +72,10 @@ class WaitingLine:
         """The tenant's first."""
         return self._waiters[self._ranks[tenant][0]]
 
+    def count_of(self, tenant: str) -> int:
+        """How many of a tenant's wait."""
+        return len(self._ranks.get(tenant, ()))
+
     def all(self) -> list[Waiter]:
         """Everybody who waits, in no order that means anything."""
         return list(self._waiters.values())
@@ -82,3 +86,22 @@ class WaitingLine:
         place = bisect_left(ranks, waiter.rank) + 1
         others = sum(min(len(other), place - 1) for tenant, other in self._ranks.items() if tenant != waiter.request.tenant)
         return place + others
+
+
+def none_free(pool: str, count: int, waited_s: float, *, making: int, last_error: str | None) -> str:
+    """The sentence for whom it was too late: what there was none of, why, and what to do.
+
+    Args:
+        pool: the pool's name.
+        count: how many slots were wanted at once.
+        waited_s: how long they were waited for, in seconds.
+        making: how many sandboxes are being made.
+        last_error: why none can be made, if that is so.
+    """
+    slots = "slot free" if count == 1 else f"{count} slots free at once"
+    tried = f"had no {slots} within {round(waited_s, 1):g} s" if round(waited_s, 1) else f"has no {slots}"
+    if making:
+        todo = "a sandbox is being made" if making == 1 else f"{making} sandboxes are being made"
+        return f"pool {pool!r} {tried}: {todo}, ask again in a moment"
+    why = f" (its last error: {last_error})" if last_error else ""
+    return f"pool {pool!r} {tried}{why}: release leases, raise its max_sandboxes, or ask again"

@@ -88,6 +88,7 @@ class Wiring:
         max_leases: how many leases a tenant may hold and wait for; None: no limit.
         max_waiters: how many acquires of a tenant may queue; None: no limit.
         jitter: a random number from 0 to 1.
+        lease_watchers: who hears of each lease that ends, by its id.
     """
 
     store: Store
@@ -100,6 +101,7 @@ class Wiring:
     max_leases: Callable[[str], int | None] = no_maximum
     max_waiters: Callable[[str], int | None] = no_maximum
     jitter: Callable[[], float] = random.random
+    lease_watchers: list[Callable[[str], None]] = field(default_factory=list)
     lease_id: Callable[[], str] = new_lease_id
     sandbox_id: Callable[[], str] = new_sandbox_id
     limits: PoolLimits = PoolLimits()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any
 
+import pytest
+
 from tests.contract.test_recorded import Told, events
 from tests.support.house import BOB, House, bearer
 
@@ -47,6 +49,21 @@ async def test_nobody_hears_of_anothers_leases_and_only_admins_of_sandboxes(port
     assert [told.event for told in to_bob if told.event.startswith("sandbox.")] == []
     assert [told.event for told in to_alice if told.event.startswith("lease.")] == ["lease.acquired"]
     assert "sandbox.draining" in [told.event for told in to_alice]
+
+
+async def test_a_slot_has_one_name_wherever_it_is_told(port: House, caplog: pytest.LogCaptureFixture) -> None:
+    async with port.http.stream("GET", "/v1/events") as answer:
+        lease = (await port.http.post("/v1/acquire", json={})).json()["leases"][0]
+        acquired = (await until(events(answer), "lease.acquired"))[-1]
+    checked = (await port.http.post("/v1/pools/default/verify")).json()["slots"]
+    async with port.http.stream("GET", "/v1/events") as answer:
+        port.agent.set_slot(lease["slot_id"].rpartition("/")[2], "quarantined", "a process would not die")
+        quarantined = (await until(events(answer), "slot.quarantined"))[-1]
+
+    of_sandbox = {f"{lease['sandbox_id']}/{number}" for number in range(4)}
+    assert lease["slot_id"] == acquired.data["slot_id"] == quarantined.data["slot_id"]
+    assert {slot["slot_id"] for slot in checked} == of_sandbox - {lease["slot_id"]}
+    assert {record.slot_id for record in caplog.records if hasattr(record, "slot_id")} == {lease["slot_id"]}
 
 
 async def first(port: House, **headers: str) -> Told:

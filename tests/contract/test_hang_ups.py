@@ -6,6 +6,7 @@ import asyncio
 import json
 from typing import Any
 
+from sandbox_server.api.tenants import Tenant
 from tests.support.house import ALICE, House, bash
 
 
@@ -21,8 +22,8 @@ class Caller:
         host, _, port = house.url.removeprefix("http://").partition(":")
         return cls(*await asyncio.open_connection(host, int(port)))
 
-    async def send(self, method: str, path: str, body: bytes, *headers: str, length: int | None = None) -> None:
-        lines = [f"{method} {path} HTTP/1.1", "Host: house", f"Authorization: Bearer {ALICE.token}", *headers]
+    async def send(self, method: str, path: str, body: bytes, *headers: str, length: int | None = None, tenant: Tenant = ALICE) -> None:
+        lines = [f"{method} {path} HTTP/1.1", "Host: house", f"Authorization: Bearer {tenant.token}", *headers]
         if not any(header.lower().startswith("transfer-encoding") for header in headers):
             lines.append(f"Content-Length: {len(body) if length is None else length}")
         self.writer.write("\r\n".join([*lines, "", ""]).encode() + body)

@@ -118,6 +118,7 @@ async def test_the_closed_sets_are_the_contracts(house: House) -> None:
 
     assert set(result["reason"]["enum"]) == set(CONTRACT["reasons"])
     assert set(result["fault"]["enum"]) == {fault for faults in CONTRACT["reasons"].values() for fault in faults}
+    assert set(schemas["PoolAnswer"]["properties"]["state"]["enum"]) == set(CONTRACT["shapes"]["pool_state"])
     assert set(CONTRACT["problem"]) <= set(schemas["ProblemAnswer"]["properties"])
     assert CONTRACT["errors"] == STATUS_OF
 

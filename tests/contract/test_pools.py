@@ -48,6 +48,9 @@ async def test_a_pool_is_made_used_changed_and_drained_away(house: House) -> Non
     deleted = await house.http.delete("/v1/pools/mine")
 
     assert [answer.status_code for answer in (made, same, changed, deleted)] == [201, 200, 200, 202]
+    draining = (await house.http.get("/v1/pools/mine")).json()
+    assert (made.json()["state"], draining["state"]) == ("ready", "draining")
+    assert draining["last_error"].startswith("the pool was deleted: it is gone when its lease has ended")
     assert (changed.json()["spec"]["max_sandboxes"], changed.json()["spec"]["idle_timeout_s"]) == (3, 120)
     assert (await house.http.get(f"/v1/leases/{lease_id}")).status_code == 200
     assert (await house.http.delete("/v1/pools/mine", params={"force": "1"})).status_code == 202
@@ -92,6 +95,17 @@ async def test_the_pools_of_the_settings_file_stay_as_they_are(house: House) -> 
     deleted = await house.http.delete("/v1/pools/default", params={"force": "1"})
 
     assert [(answer.status_code, answer.json()["code"]) for answer in (put, deleted)] == [(409, "pool_conflict")] * 2
+
+
+async def test_a_conflict_says_where_the_pool_is_from(tmp_path: Path) -> None:
+    written = {"pools": f"file, {tmp_path / 'pools.yaml'}"}
+    async with open_house(tmp_path / "built-in") as built_in, open_house(tmp_path / "of-the-file", sources=written) as of_the_file:
+        told = [await house.http.put("/v1/pools/default", json=SMALL) for house in (built_in, of_the_file)]
+        origins = [(await house.http.get("/v1/pools/default")).json()["origin"] for house in (built_in, of_the_file)]
+
+    assert origins == ["default", "file"]
+    assert [answer.status_code for answer in told] == [409, 409]
+    assert [("built in" in answer.json()["detail"], "of the settings file" in answer.json()["detail"]) for answer in told] == [(True, False), (False, True)]
 
 
 def test_what_is_for_admins_is_the_contracts() -> None:

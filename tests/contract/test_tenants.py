@@ -13,7 +13,9 @@ import pytest
 
 from sandbox_server.api.tenants import Tenant
 from tests.contract.contract import BUILT, named
-from tests.support.house import ALICE, BOB, House, bash, bearer, lifespan, make_application, make_settings, open_house
+from tests.contract.test_events import until
+from tests.contract.test_recorded import events
+from tests.support.house import ALICE, BOB, POOL, House, bash, bearer, lifespan, make_application, make_settings, open_house
 
 
 async def test_each_tenant_has_its_own_leases(house: House) -> None:
@@ -91,11 +93,85 @@ async def test_anothers_lease_can_be_neither_renewed_released_cancelled_nor_used
     released = (await house.http.post("/v1/release", json={"lease_ids": [lease_id]}, headers=bob)).json()
     of_run = (await house.http.post("/v1/release", json={"run_id": "r"}, headers=bob)).json()
     used = (await house.http.post("/v1/exec-batch", json={"calls": [bash(lease_id, "true")]}, headers=bob)).json()["results"][0]
+    await house.batch(bash(lease_id, "true", call_id="c"))
+    cancelled = await house.http.post("/v1/cancel", json={"lease_id": lease_id, "call_id": "c"}, headers=bob)
 
+    assert (cancelled.status_code, cancelled.json()["code"]) == (404, "lease_not_found")
     assert renewed["lost"][0]["code"] == "lease_not_found"
     assert (released, of_run) == ({"released": [], "unknown": [lease_id]}, {"released": [], "unknown": []})
     assert used["reason"] == "lease_lost"
     assert (await house.http.get(f"/v1/leases/{lease_id}")).status_code == 200
+
+
+async def test_a_run_and_a_request_key_of_one_name_are_two_tenants_own(house: House) -> None:
+    body = {"run_id": "r", "trajectory_id": "t", "request_key": "k"}
+    mine = (await house.http.post("/v1/acquire", json=body)).json()["leases"][0]["lease_id"]
+    hers = (await house.http.post("/v1/acquire", json={**body, "ttl_s": 5}, headers=bearer(BOB))).json()["leases"][0]["lease_id"]
+    listed = (await house.http.get("/v1/leases", params={"run_id": "r", "trajectory_id": "t"}, headers=bearer(BOB))).json()["leases"]
+    released = (await house.http.post("/v1/release", json={"run_id": "r"}, headers=bearer(BOB))).json()
+
+    assert mine != hers
+    assert [lease["lease_id"] for lease in listed] == [hers]
+    assert released == {"released": [hers], "unknown": []}
+    assert (await house.http.get(f"/v1/leases/{mine}")).status_code == 200
+
+
+async def test_nobody_but_admins_reads_a_variable_anywhere(tmp_path: Path) -> None:
+    secret = replace(POOL, env_vars={"KEY": "for-admins-only"})
+    async with open_house(tmp_path / "state", pools={"default": secret}) as house:
+        await house.http.post("/v1/acquire", json={}, headers=bearer(BOB))
+        asked = [
+            await house.http.request(route["method"], route["path"].replace("{}", "default"), headers=bearer(BOB))
+            for route in BUILT
+            if route["method"] == "GET" and "media" not in route and not route["path"].startswith("/v1/leases")
+        ]
+        put = await house.http.put("/v1/pools/default", json={"slots_per_sandbox": 4}, headers=bearer(BOB))
+        verify = await house.http.post("/v1/pools/default/verify", headers=bearer(BOB))
+        figures = await house.http.get("/metrics", headers=bearer(BOB))
+        admins = await house.http.get("/v1/pools/default")
+
+    assert len(asked) >= 5
+    assert [answer.url.path for answer in (*asked, put, verify, figures) if "for-admins-only" in answer.text] == []
+    assert "for-admins-only" in admins.text
+
+
+async def test_a_stream_that_goes_on_where_it_was_cut_tells_nothing_of_anothers(port: House) -> None:
+    async with port.http.stream("GET", "/v1/events") as answer:
+        (mine,) = await port.acquire()
+        acquired = (await until(events(answer), "lease.acquired"))[-1]
+    hers = (await port.http.post("/v1/acquire", json={}, headers=bearer(BOB))).json()["leases"][0]["lease_id"]
+
+    async with port.http.stream("GET", "/v1/events", headers={**bearer(BOB), "Last-Event-ID": str(int(acquired.id or 0) - 1)}) as answer:
+        first = await anext(events(answer))
+
+    assert acquired.data["lease_id"] == mine
+    assert (first.event, first.data["lease_id"]) == ("lease.acquired", hers)
+
+
+KEPT_APART: dict[str, str] = {
+    "POST /v1/acquire": "test_a_run_and_a_request_key_of_one_name_are_two_tenants_own",
+    "POST /v1/exec-batch": "test_anothers_lease_can_be_neither_renewed_released_cancelled_nor_used",
+    "POST /v1/release": "test_anothers_lease_can_be_neither_renewed_released_cancelled_nor_used",
+    "POST /v1/renew": "test_anothers_lease_can_be_neither_renewed_released_cancelled_nor_used",
+    "POST /v1/cancel": "test_anothers_lease_can_be_neither_renewed_released_cancelled_nor_used",
+    "GET /v1/leases": "test_each_tenant_has_its_own_leases",
+    "GET /v1/events": "test_a_stream_that_goes_on_where_it_was_cut_tells_nothing_of_anothers",
+    **dict.fromkeys(
+        (
+            "GET /v1/pools", "GET /v1/pools/{}", "PUT /v1/pools/{}", "POST /v1/pools/{}/verify", "GET /v1/sandboxes", "GET /metrics", "GET /readyz",
+        ),
+        "test_nobody_but_admins_reads_a_variable_anywhere",
+    ),
+}  # fmt: skip
+"""Which test keeps tenants apart at a route. The routes of one lease are all in one; those that are missing here tell or do nothing of a tenant's."""
+OF_NOBODY = {"DELETE /v1/pools/{}", "POST /v1/sandboxes/{}/drain", "GET /healthz", "GET /docs", "GET /v1/agent.pyz"}
+
+
+def test_every_route_keeps_tenants_apart() -> None:
+    of_a_lease = {named(route) for route in BUILT if route["path"].startswith("/v1/leases/{}")}
+
+    assert {named(route) for route in BUILT} == of_a_lease | set(KEPT_APART) | OF_NOBODY
+    assert set(KEPT_APART.values()) <= set(globals())
 
 
 async def test_a_tenant_may_hold_so_many_leases(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from sandbox_server.testing import settle
 
 async def kill(pools: Pools) -> None:
     """End a service's pools as SIGKILL does: nothing is told to anybody, nothing is written."""
-    tasks = list(pools._catalog._watches)
+    tasks = [*pools._catalog._watches, *pools._orphans._tasks]
     for pool in pools._pools.values():
         pool._ticker.stop()
         tasks += [*pool.fleet._tasks.values(), *pool._granting.tasks]

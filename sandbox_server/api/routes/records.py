@@ -65,8 +65,8 @@ async def get_events(request: Request) -> Response:
     tenant, lease_id, call_id = _call(request)
     offset = offset_of(query(request, ("offset",)).get("offset"))
     last = last_event_id(request)
-    offset = offset if last is None else last
-    await service.records.status(tenant, lease_id, call_id)
+    offset, name = (offset, "offset") if last is None else (last, "Last-Event-ID")
+    await service.records.check_offset(tenant, lease_id, call_id, offset, name)
     return EventStream(call_events(service.records, tenant, lease_id, call_id, offset), service, ends_at_once=True)
 
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import hmac
 import inspect
 import json
 import logging
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from sandbox_server.api import tenants as tenants_module
 from sandbox_server.api.body import check_depth
 from sandbox_server.api.limits import Limits
 from sandbox_server.api.problems import STATUS_OF, problem_of
@@ -84,6 +88,21 @@ def test_a_token_is_its_tenants(header: bytes) -> None:
 def test_anything_else_is_nobodys(header: bytes | None) -> None:
     with pytest.raises(Unauthorized):
         TENANTS.authenticate(header)
+
+
+@pytest.mark.parametrize("token", [b"token-a", b"token-b", b"nobodys", b"t" * 10_000])
+def test_a_token_takes_the_same_comparisons_whoevers_it_is(token: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[int] = []
+
+    def compare(known: bytes, asked: bytes) -> bool:
+        compared.append(len(asked))
+        return hmac.compare_digest(known, asked)
+
+    monkeypatch.setattr(tenants_module, "hmac", SimpleNamespace(compare_digest=compare))
+    with contextlib.suppress(Unauthorized):
+        TENANTS.of_token(token)
+
+    assert compared == [32, 32], "each known token once, over digests of one length"
 
 
 def test_an_open_door_asks_for_nothing() -> None:

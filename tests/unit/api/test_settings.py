@@ -11,6 +11,7 @@ import pytest
 from sandbox_server.api.limits import Limits
 from sandbox_server.api.schemas import PoolSpecBody
 from sandbox_server.api.specs import spec_of
+from sandbox_server.api.tenants import Tenant
 from sandbox_server.core.types import LocalSpec, PoolSpec
 from sandbox_server.settings import (
     CLIENTS_OWN,
@@ -150,6 +151,9 @@ def test_a_file_says_pools_tenants_and_limits(tmp_path: Path) -> None:
         ("tenants: [{name: a}]", r"tenants\.0: a needs token or token_file"),
         ("tenants: [{name: a, token: t, token_file: f}]", r"tenants\.0: a needs token or token_file"),
         ("tenants: [{name: a, token_file: /nowhere}]", r"tenants\.0\.token_file: /nowhere cannot be read"),
+        ("tenants: [{name: a, token: t, max_leases: -1}]", r"tenants\.0\.max_leases: should be greater than or equal to 0"),
+        ("tenants: [{name: a, token: t, max_waiters: many}]", r"tenants\.0\.max_waiters: should be a valid integer"),
+        ("tenants: [{name: a, token: t, max_running_calls: 0}]", r"tenants\.0\.max_running_calls: should be greater than or equal to 1"),
         ("tenants: [{name: a, tokn: t}]", r"tenants\.0\.tokn: unknown key; allowed are name, token"),
         ("nomad: {tokenfile: x}", r"nomad\.tokenfile: unknown key; allowed are token_file"),
         ("- a list", r"must be a mapping"),
@@ -177,8 +181,20 @@ def test_every_setting_says_where_it_came_from(tmp_path: Path) -> None:
     assert {settings.source(name) for name in ("log_format", "pools.default.max_sandboxes", "limits.body_bytes", "state_dir")} == {"default"}
 
 
-def test_a_tenant_may_have_a_limit_of_leases(tmp_path: Path) -> None:
-    assert with_file(tmp_path, "tenants: [{name: a, token: t, max_leases: 3}]").tenants[0].max_leases == 3
+def test_a_pool_that_nobody_wrote_down_is_built_in(tmp_path: Path) -> None:
+    assert load_settings({}).pools_are_built_in
+    assert with_file(tmp_path, "limits: {pools: 3}").pools_are_built_in
+    assert not with_file(tmp_path, "pools: {default: {}}").pools_are_built_in
+    assert not with_file(tmp_path, "pools: {}").pools_are_built_in
+
+
+def test_a_tenant_may_have_limits(tmp_path: Path) -> None:
+    (limited, free) = with_file(
+        tmp_path, "tenants: [{name: a, token: t, max_leases: 3, max_waiters: 1, max_running_calls: 1, weight: 2}, {name: b, token: u}]"
+    ).tenants
+
+    assert limited == Tenant(name="a", token="t", max_leases=3, max_waiters=1, max_running_calls=1, weight=2)
+    assert free == Tenant(name="b", token="u")
 
 
 def test_the_variables_and_keys_are_the_contracts(tmp_path: Path) -> None:

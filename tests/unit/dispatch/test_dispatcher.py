@@ -224,7 +224,8 @@ async def test_an_agent_that_stays_away_is_a_backend_error_that_may_have_run(wor
 
     (result,) = await batch.all()
 
-    assert (result.reason, result.metadata) == (Reason.BACKEND_ERROR, {"may_have_run": True})
+    assert (result.reason, result.metadata["may_have_run"]) == (Reason.BACKEND_ERROR, True)
+    assert result.metadata["evidence"] == {"detail": "the agent cannot be reached: nobody answers"}
 
 
 async def test_stopping_ends_what_runs_and_says_that_it_may_have_run(world: World) -> None:

@@ -37,6 +37,7 @@ class World:
         weights: dict[str, float] | None = None,
         max_leases: dict[str, int] | None = None,
         max_pools: int = 100,
+        max_waiters: dict[str, int] | None = None,
     ) -> None:
         self.clock = FakeClock()
         self.backend = backend
@@ -49,6 +50,7 @@ class World:
             timers=self.clock,
             weight=lambda tenant: weights.get(tenant, 1.0),
             max_leases=(max_leases or {}).get,
+            max_waiters=(max_waiters or {}).get,
             limits=PoolLimits(max_pools=max_pools),
             jitter=lambda: 0.5,
         )
@@ -91,7 +93,7 @@ class World:
 
 @pytest.fixture
 async def make_world() -> AsyncIterator[Callable[..., Any]]:
-    """Makes a started world: `await make_world(backend=None, weights=None, max_leases=None, max_pools=100, **spec)`."""
+    """Makes a started world: `await make_world(backend=None, weights=None, max_leases=None, max_pools=100, max_waiters=None, **spec)`."""
     worlds: list[World] = []
 
     async def make(
@@ -99,10 +101,11 @@ async def make_world() -> AsyncIterator[Callable[..., Any]]:
         weights: dict[str, float] | None = None,
         max_leases: dict[str, int] | None = None,
         max_pools: int = 100,
+        max_waiters: dict[str, int] | None = None,
         **spec: Any,
     ) -> World:
         spec = {"slots_per_sandbox": 2, "max_sandboxes": 2} | spec
-        world = World({"default": PoolSpec(**spec)}, backend or FakeBackend(), weights, max_leases, max_pools)
+        world = World({"default": PoolSpec(**spec)}, backend or FakeBackend(), weights, max_leases, max_pools, max_waiters)
         worlds.append(world)
         await world.start()
         return world

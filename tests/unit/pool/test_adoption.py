@@ -78,6 +78,37 @@ async def test_after_downtime_a_lease_that_held_gets_its_grace(make_lives, ttl_s
         lives.pools.lease("t", lease.lease_id)
 
 
+@pytest.mark.parametrize(
+    ("jump_s", "left_s"), [(-1_000_000, 300), (-200, 300), (200, 100), (1_000_000, 60)], ids=["far back", "back", "forward", "far forward"]
+)
+async def test_a_clock_that_was_set_while_the_service_was_down_makes_no_lease_immortal(make_lives, jump_s, left_s):
+    lives = await make_lives()
+    (lease,) = await lives.acquire(ttl_s=300)
+    await lives.die()
+    lives.clock.jump_wall(jump_s)
+
+    await lives.start()
+    again = lives.pools.lease("t", lease.lease_id)
+    await lives.again()
+
+    assert again.expires_at == lives.pools.lease("t", lease.lease_id).expires_at == pytest.approx(lives.clock.wall() + left_s)
+    await lives.clock.advance(left_s - 1)
+    assert lives.pools.lease("t", lease.lease_id)
+    await lives.clock.advance(2)
+    with pytest.raises(LeaseLost, match="expired"):
+        lives.pools.lease("t", lease.lease_id)
+
+
+async def test_a_renewal_that_shortened_nothing_does_not_either_after_a_restart(make_lives):
+    lives = await make_lives()
+    (lease,) = await lives.acquire(ttl_s=300)
+    lives.pools.renew("t", [lease.lease_id], 1)
+
+    await lives.again(10)
+
+    assert lives.pools.lease("t", lease.lease_id).expires_at == pytest.approx(lives.clock.wall() + 290)
+
+
 async def test_a_lease_does_not_expire_under_a_command_that_ran_on(make_lives):
     class Busy(FakeAgent):
         running = None
@@ -257,6 +288,7 @@ async def test_pools_made_over_the_api_come_back_and_deleted_ones_go_on_going(ma
     assert [(view.name, view.origin) for view in lives.pools.views()] == [("default", "file"), ("going", "api"), ("mine", "api")]
     assert lives.pools.lease("t", kept.lease_id)
     assert lives.pools.lease("t", ending.lease_id)
+    assert [(view.state, (view.last_error or "")[:20]) for view in lives.pools.views()] == [("ready", ""), ("draining", "the pool was deleted"), ("ready", "")]
     lives.pools.release("t", [ending.lease_id])
     await lives.clock.advance(1)
     assert [view.name for view in lives.pools.views()] == ["default", "mine"]
@@ -285,6 +317,8 @@ async def test_a_pool_that_is_in_no_settings_file_any_more_ends_its_leases_in_pe
     await lives.again()
 
     assert lives.pools.lease("t", lease.lease_id)
+    assert lives.pools.view("default").state == "draining"
+    assert lives.pools.view("default").last_error.startswith("no settings file has the pool any more: it is gone when its lease has ended")
     lives.pools.release("t", [lease.lease_id])
     await lives.clock.advance(1)
     assert [view.name for view in lives.pools.views()] == ["other"]

@@ -6,7 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from sandbox_server.core.errors import Draining, InvalidRequest, LeaseLost, PoolConflict, PoolNotFound, QuotaExceeded, SandboxLost, StorageUnavailable
+from sandbox_server.core.errors import (
+    Draining,
+    InvalidRequest,
+    LeaseLost,
+    NoCapacity,
+    PoolConflict,
+    PoolNotFound,
+    QuotaExceeded,
+    SandboxLost,
+    StorageUnavailable,
+)
 from sandbox_server.core.types import AcquireRequest, PoolSpec
 from sandbox_server.testing import FakeBackend, settle
 
@@ -156,6 +166,29 @@ async def test_a_deleted_pool_drains_and_then_is_gone(make_world):
     assert (await put(world))[1] is True
 
 
+async def test_a_pool_that_drains_says_why_and_when_it_is_gone(make_world):
+    world = await make_world()
+    await put(world)
+    (lease, other) = (await world.pools.acquire(AcquireRequest(tenant="t", pool="mine", count=2, ttl_s=50))).leases
+    assert (world.pools.view("mine").state, world.pools.view("mine").last_error) == ("ready", None)
+    began = world.pools.events.last_id
+
+    await world.pools.delete_pool("mine")
+    await world.pools.delete_pool("mine")
+
+    assert kinds(world, began).count("pool.draining") == 1
+    view = world.pools.view("mine")
+    assert view.state == "draining"
+    assert view.last_error == "the pool was deleted: it is gone when its 2 leases have ended, in 50 s unless they are renewed or used"
+    world.pools.release("t", [other.lease_id])
+    world.pools.call_started(lease.lease_id)
+    assert world.pools.view("mine").last_error == "the pool was deleted: it is gone when its lease has ended"
+    world.pools.release("t", [lease.lease_id])
+    assert world.pools.view("mine").last_error == "the pool was deleted: it is gone as soon as its sandboxes are"
+    with pytest.raises(Draining, match="pool 'mine' gives no new leases: the pool was deleted"):
+        await acquire(world)
+
+
 async def test_force_ends_the_leases_of_a_deleted_pool(make_world):
     world = await make_world()
     await put(world)
@@ -226,6 +259,45 @@ async def test_a_tenant_has_only_so_many_leases(make_world):
     world.pools.release("t", [held.lease_id])
 
     assert await acquire(world)
+
+
+async def test_so_many_acquires_of_a_tenant_wait_over_all_pools_and_no_more(make_world):
+    world = await make_world(max_sandboxes=1, max_waiters={"t": 2})
+    await put(world, replace(SPEC, max_sandboxes=1))
+    here = (await world.acquire(count=2)).leases
+    await acquire(world, count=2)
+    first, second = await world.queue(count=2), await world.queue_at("mine")
+
+    with pytest.raises(QuotaExceeded, match="2 acquires of this tenant wait already, and its max_waiters is 2") as refused:
+        await world.acquire()
+    with pytest.raises(NoCapacity):
+        await world.acquire(wait_s=0)
+    other = await world.queue("u")
+
+    assert refused.value.extra == {"limit": "max_waiters", "retry_after_s": 5}
+    assert world.pools.view("default").queue == 2, "one of each tenant"
+    other.cancel()
+    world.pools.release("t", [lease.lease_id for lease in here])
+    assert len((await first).leases) == 2
+    third = await world.queue()
+    assert not third.done()
+    for task in (second, third):
+        task.cancel()
+
+
+async def test_a_tenant_that_may_not_wait_is_served_where_it_need_not(make_world):
+    world = await make_world(max_sandboxes=1, max_waiters={"t": 1})
+    await put(world)
+    await world.acquire(count=2)
+    waiting = await world.queue()
+
+    assert await acquire(world)
+    with pytest.raises(QuotaExceeded):
+        await acquire(world, count=4)
+    await settle()
+
+    assert world.pools.view("mine").sandboxes["ready"] == 1, "what may not wait makes no pool grow"
+    waiting.cancel()
 
 
 async def test_what_a_tenant_waits_for_counts_towards_its_leases(make_world):

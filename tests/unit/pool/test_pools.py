@@ -22,6 +22,7 @@ from sandbox_server.core.errors import (
 from sandbox_server.core.execution import Fault, ToolCall
 from sandbox_server.core.types import AcquireRequest
 from sandbox_server.dispatch.verdicts import refusal
+from sandbox_server.pool.waiting import none_free
 from sandbox_server.testing import FakeAgent, FakeBackend, settle
 
 
@@ -103,6 +104,56 @@ async def test_wait_s_zero_answers_at_once_and_still_makes_the_pool_grow(make_wo
     await settle()
 
     assert len((await world.acquire(wait_s=0)).leases) == 1
+
+
+async def test_who_asks_again_and_again_without_waiting_makes_the_pool_grow_once_and_not_for_good(make_world):
+    class Slow(FakeBackend):
+        gate = asyncio.Event()
+
+        async def before_agent(self, sandbox_id):
+            await self.gate.wait()
+
+    Slow.gate = asyncio.Event()
+    world = await make_world(Slow(), min_sandboxes=0, max_sandboxes=5, idle_timeout_s=20)
+    for _ in range(20):
+        with pytest.raises(NoCapacity, match="pool 'default' has no slot free: a sandbox is being made, ask again in a moment"):
+            await world.acquire(wait_s=0)
+        await world.clock.advance(0.1)
+    assert world.sandboxes() == {"starting": 1}
+
+    Slow.gate.set()
+    await world.clock.advance(19)
+    assert world.sandboxes() == {"ready": 1}
+    await world.clock.advance(2)
+
+    assert world.sandboxes() == {}
+
+
+@pytest.mark.parametrize(
+    ("count", "waited_s", "making", "last_error", "said"),
+    [
+        (1, 0.000279, 0, None, "pool 'p' has no slot free: release leases, raise its max_sandboxes, or ask again"),
+        (1, 4.0004, 0, "no disk", "pool 'p' had no slot free within 4 s (its last error: no disk): release leases, raise its max_sandboxes, or ask again"),
+        (8, 59.9996, 2, None, "pool 'p' had no 8 slots free at once within 60 s: 2 sandboxes are being made, ask again in a moment"),
+        (8, 0.5, 1, None, "pool 'p' had no 8 slots free at once within 0.5 s: a sandbox is being made, ask again in a moment"),
+    ],
+)
+def test_who_waited_in_vain_hears_it_in_words_for_people(count, waited_s, making, last_error, said):
+    assert none_free("p", count, waited_s, making=making, last_error=last_error) == said
+
+
+async def test_the_place_in_the_queue_counts_the_own_tenants_and_as_many_of_each_other(make_world):
+    world = await make_world(max_sandboxes=1)
+    await world.acquire("x", count=2)
+    early = [await world.queue(tenant, wait_s=50) for tenant in ("a", "a", "b", "b", "b", "b")]
+    late = [await world.queue("a", wait_s=1), await world.queue("a", wait_s=1, priority=5), await world.queue("b", wait_s=1)]
+
+    await world.clock.advance(1)
+
+    refused = await asyncio.gather(*late, return_exceptions=True)
+    assert [error.extra["queue_position"] for error in refused] == [4 + 3, 1, 5 + 4]
+    for task in early:
+        task.cancel()
 
 
 async def test_wait_s_is_bounded_by_the_pools_own(make_world):
@@ -282,13 +333,30 @@ async def test_a_running_call_holds_the_lease_and_sixty_seconds_beyond(make_worl
         world.pools.lease("t", lease.lease_id)
 
 
-async def test_a_jump_of_the_wall_clock_moves_no_deadline(make_world):
-    world = await make_world()
-    (lease,) = (await world.acquire(ttl_s=100)).leases
-    world.clock.jump_wall(1_000_000)
-    await world.clock.advance(50)
-
+@pytest.mark.parametrize("jump_s", [1_000_000, -1_000_000])
+async def test_a_jump_of_the_wall_clock_moves_no_deadline(make_world, jump_s):
+    world = await make_world(max_sandboxes=1, min_sandboxes=0, idle_timeout_s=40)
+    (lease, other) = (await world.acquire(ttl_s=100, count=2)).leases
+    waiting = await world.queue(wait_s=30)
+    world.clock.jump_wall(jump_s)
+    world.pools.renew("t", [other.lease_id], 200)
+    await world.clock.advance(29)
+    assert not waiting.done()
+    await world.clock.advance(2)
+    with pytest.raises(NoCapacity):
+        await waiting
+    await world.clock.advance(68)
     assert world.pools.lease("t", lease.lease_id)
+    await world.clock.advance(2)
+    with pytest.raises(LeaseLost, match="expired"):
+        world.pools.lease("t", lease.lease_id)
+    assert world.pools.lease("t", other.lease_id).expires_at == pytest.approx(world.clock.wall() + 99)
+
+    await world.clock.advance(100)
+    assert world.sandboxes() == {"ready": 1}
+    await world.clock.advance(45)
+
+    assert world.sandboxes() == {}, "idle_timeout_s and max_lifetime_s are no matter of the wall clock either"
 
 
 async def test_a_slot_is_narrowed_before_its_grant_counts(make_world):

@@ -1,0 +1,115 @@
+"""Items of a batch that come to a result without running: each says when it was refused, and that it took no time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sandbox_server.api.limits import Limits
+from tests.support.house import House, bash, open_house
+
+Item = dict[str, Any]
+Refuse = Callable[[House, str], Awaitable[Item]]
+REFUSED: dict[str, tuple[str, Refuse]] = {}
+
+
+def refused(name: str, reason: str) -> Callable[[Refuse], Refuse]:
+    """Register how an item is provoked, and the reason it comes to."""
+
+    def register(provoke: Refuse) -> Refuse:
+        REFUSED[name] = (reason, provoke)
+        return provoke
+
+    return register
+
+
+@refused("a field out of range", "invalid_args")
+async def _field(house: House, lease_id: str) -> Item:
+    return bash(lease_id, "true", timeout_s=-1)
+
+
+@refused("more time than the pool gives", "invalid_args")
+async def _timeout(house: House, lease_id: str) -> Item:
+    return bash(lease_id, "true", timeout_s=601)
+
+
+@refused("an unknown lease", "lease_lost")
+async def _unknown(house: House, lease_id: str) -> Item:
+    return bash("nobodys", "true")
+
+
+@refused("a lease that was released", "lease_lost")
+async def _released(house: House, lease_id: str) -> Item:
+    await house.http.post("/v1/release", json={"lease_ids": [lease_id]})
+    return bash(lease_id, "true")
+
+
+@refused("another command under the same id", "call_conflict")
+async def _conflict(house: House, lease_id: str) -> Item:
+    await house.batch(bash(lease_id, "echo 1", call_id="c"))
+    return bash(lease_id, "echo 2", call_id="c")
+
+
+@refused("another command under the same id, after the sandbox", "call_conflict")
+async def _late_conflict(house: House, lease_id: str) -> Item:
+    await house.batch(bash(lease_id, "echo 1", call_id="c"))
+    house.backend.kill(house.agent.sandbox_id)
+    await house.batch(bash(lease_id, "true"))
+    return bash(lease_id, "echo 2", call_id="c")
+
+
+@refused("a lost sandbox", "sandbox_lost")
+async def _lost(house: House, lease_id: str) -> Item:
+    house.backend.kill(house.agent.sandbox_id)
+    await house.batch(bash(lease_id, "true"))
+    return bash(lease_id, "true", call_id="later")
+
+
+@refused("what is not built", "not_implemented")
+async def _not_built(house: House, lease_id: str) -> Item:
+    return bash(lease_id, "refuse not_implemented")
+
+
+@refused("more calls than a lease may have", "backend_error")
+async def _too_many(house: House, lease_id: str) -> Item:
+    await house.batch(*(bash(lease_id, "true") for _ in range(5)))
+    return bash(lease_id, "true")
+
+
+@pytest.mark.parametrize("name", REFUSED)
+async def test_a_refused_item_says_when(name: str, tmp_path: Path) -> None:
+    reason, provoke = REFUSED[name]
+    async with open_house(tmp_path / "state", limits=Limits(lease_calls=5)) as house:
+        (lease_id,) = await house.acquire()
+        item = await provoke(house, lease_id)
+        before = time.time()
+        (result,) = await house.batch(item)
+        after = time.time()
+
+    assert result["reason"] == reason
+    assert before <= result["started_at"] <= after
+    assert result["duration_s"] == 0.0
+
+
+async def test_a_single_call_that_conflicts_says_when_too(house: House) -> None:
+    (lease_id,) = await house.acquire()
+    item = await _late_conflict(house, lease_id)
+    before = time.time()
+
+    result = (await house.http.post(f"/v1/leases/{lease_id}/exec", json=item)).json()
+
+    assert (result["reason"], result["duration_s"]) == ("call_conflict", 0.0)
+    assert before <= result["started_at"] <= time.time()
+
+
+async def test_what_was_refused_for_good_says_the_same_when_asked_again(house: House) -> None:
+    (lease_id,) = await house.acquire()
+    item = await _lost(house, lease_id)
+
+    first, again = [(await house.batch(item))[0] for _ in range(2)]
+
+    assert first == again
