@@ -10,6 +10,8 @@ HOST ?= 127.0.0.1
 PORT ?= 8700
 # What `make test` passes on to pytest: make test ARGS="-k acquire"
 ARGS ?=
+# How many tests `make test` runs side by side: most of them wait most of their time.
+WORKERS ?= 2
 
 AGENT := sandbox_server/agent
 # Newer than 3.8, and used by the agent only where they are there.
@@ -27,7 +29,7 @@ demo: setup ## the main job for real: 8 slots, a project with a failing test in 
 	@$(BIN)/python -m env_client.demo
 
 test: check ## every check and every test
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup $(ARGS)
 
 check: setup ## the static checks: style, types, directions of import, the agent's Python 3.8
 	@$(BIN)/ruff check --quiet .

@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.support.matrix_in_readme import MatrixInReadme
 from tests.support.service import Service, running_service
+
+HOSTILE = Path(__file__).parent / "hostile"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -25,6 +28,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        # Where several workers share the run: a file keeps its fixtures, and the hostile suite its houses, and its table.
+        hostile = item.path.is_relative_to(HOSTILE)
+        item.add_marker(pytest.mark.xdist_group("hostile" if hostile else str(item.path.relative_to(HOSTILE.parent))))
     if os.geteuid() != 0:
         for item in items:
             if item.get_closest_marker("privileged"):

@@ -22,8 +22,8 @@ from sandbox_server.pool.ended import EndedLeases, end_error
 from sandbox_server.pool.fleet import Fleet
 from sandbox_server.pool.granting import Granting
 from sandbox_server.pool.leases import LeaseBook
-from sandbox_server.pool.looking import snapshot
 from sandbox_server.pool.sandbox import Sandbox
+from sandbox_server.pool.seen import snapshot
 from sandbox_server.pool.store import CacheRecord, State
 from sandbox_server.pool.ticker import Ticker
 from sandbox_server.pool.waiting import Waiter, none_free
