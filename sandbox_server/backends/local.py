@@ -40,6 +40,8 @@ ALONE_EXIT_S = 10.0
 DELETE_WITHIN_S = 2.0
 #: The kernel's limit on a unix socket's path is 107 bytes.
 MAX_SOCKET_PATH_BYTES = 100
+#: Where a socket goes whose state folder, and whose folder for temporary files, have too long a path.
+SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
@@ -182,12 +184,22 @@ class LocalBackend:
 
 
 def _socket_path(folder: Path) -> tuple[Path, dict[str, Any]]:
-    """Where the agent listens, and what `destroy` must know of it: in a deep state folder, a short path elsewhere."""
+    """Where the agent listens, and what `destroy` must know of it: in a deep state folder, a short path elsewhere.
+
+    Raises:
+        CreateFailed: there is no folder with a path short enough for a socket.
+    """
     socket = folder / "agent.sock"
     if len(os.fsencode(socket)) <= MAX_SOCKET_PATH_BYTES:
         return socket, {}
-    short = tempfile.mkdtemp(prefix="sandbox-pool-")
-    return Path(short, "agent.sock"), {"socket_dir": short}
+    for parent in (tempfile.gettempdir(), *SHORT_FOLDERS):
+        longest = os.path.join(parent, "sandbox-pool-" + "x" * 8, "agent.sock")
+        if len(os.fsencode(longest)) <= MAX_SOCKET_PATH_BYTES:
+            with suppress(OSError):  # not there, or not ours to write in: the next
+                short = tempfile.mkdtemp(prefix="sandbox-pool-", dir=parent)
+                return Path(short, "agent.sock"), {"socket_dir": short}
+    tried = ", ".join((str(folder), tempfile.gettempdir(), *SHORT_FOLDERS))
+    raise CreateFailed(f"its agent needs a socket with a path of at most {MAX_SOCKET_PATH_BYTES} bytes, and none of {tried} will do", hopeless=True)
 
 
 def _exists(path: Path) -> bool:

@@ -132,6 +132,6 @@ class House:
     def host_uid_of(self, lease: dict[str, Any]) -> int:
         """The uid, on the host, of what runs in the lease's slot."""
         marker = f"31{time.monotonic_ns() % 10**12}"
-        assert self.bash(lease, f"sleep {marker} >/dev/null 2>&1 &")["success"]
+        assert self.bash(lease, f"sleep {marker} >/dev/null 2>&1 & until grep -q sleep /proc/$!/comm; do :; done")["success"]
         (process,) = [found for found in self.processes(marker) if found.name() == "sleep"]
         return int(process.uids().real)

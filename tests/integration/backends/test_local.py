@@ -6,19 +6,21 @@ import asyncio
 import json
 import os
 import signal
+import tempfile
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from sandbox_server.backends import local
 from sandbox_server.backends.base import CreateFailed, Health
 from sandbox_server.backends.group import group_parents
 from sandbox_server.backends.local import GROUP_PREFIX, LocalBackend, make_local_backend
 from sandbox_server.backends.processes import end_process, is_running, spawn, start_time
 from sandbox_server.backends.registry import BUILT, NOT_BUILT, load_backend
 from sandbox_server.core.errors import InvalidRequest, NotImplementedHere
-from sandbox_server.core.types import PoolSpec
+from sandbox_server.core.types import Handle, PoolSpec
 
 LISTENS = """
 import json, socket, sys, signal, subprocess
@@ -200,6 +202,36 @@ async def test_in_a_deep_state_folder_the_socket_is_elsewhere_and_goes_too(tmp_p
     await backend.destroy(handle)
 
     assert not os.path.exists(handle.data["socket_dir"])
+
+
+async def test_where_temporary_files_lie_deep_too_the_socket_still_has_a_short_path(tmp_path, monkeypatch):
+    agent = tmp_path / "agent.py"
+    agent.write_text(LISTENS)
+    deep = tmp_path / ("deep" * 30)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    backend = LocalBackend(deep / "state", "me", lambda: agent)
+
+    handle = await create(backend)
+    await backend.destroy(handle)
+
+    assert len(handle.address) < 108
+    assert not os.path.exists(handle.data["socket_dir"])
+
+
+async def test_where_no_path_is_short_enough_that_is_said_at_once(tmp_path, monkeypatch):
+    deep = tmp_path / ("deep" * 30)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    monkeypatch.setattr(local, "SHORT_FOLDERS", ("/proc", "/does/not/exist"))
+    backend = LocalBackend(deep / "state", "me", lambda: tmp_path)
+
+    with pytest.raises(CreateFailed, match="at most 100 bytes") as caught:
+        await create(backend)
+
+    assert caught.value.hopeless
+    await backend.destroy(Handle(backend="local", pool="p", owner="me", sandbox_id="s-1"))
+    assert os.listdir(deep / "state") in ([], ["sandboxes"])
 
 
 async def test_a_dedicated_sandbox_is_refused_for_good(make_backend):
