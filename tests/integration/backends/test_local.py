@@ -36,6 +36,10 @@ DIES = "import sys\nsys.stderr.write('no bubblewrap in this place')\nsys.exit(3)
 BREEDS = LISTENS.replace("signal.pause()", "child = subprocess.Popen(['sleep', '1000'], start_new_session=True)\nprint(child.pid, flush=True)\nsignal.pause()")
 
 
+# The groups of sandboxes lie side by side on this machine: another run of these tests has other names.
+ONE, TWO = (f"s-{os.getpid()}-{number}" for number in (1, 2))
+
+
 @pytest.fixture
 def make_backend(tmp_path):
     def make(source=LISTENS, **options):
@@ -46,7 +50,7 @@ def make_backend(tmp_path):
     return make
 
 
-async def create(backend, sandbox_id="s-1", steps=99, **spec):
+async def create(backend, sandbox_id=ONE, steps=99, **spec):
     """Create, stopping after so many checkpoints. Returns the last handle."""
     last = None
     async with aclosing(backend.create("p", PoolSpec(**spec), sandbox_id)) as checkpoints:
@@ -66,9 +70,9 @@ async def test_create_gives_an_address_and_tells_the_agent_everything_by_stdin(m
     backend = make_backend()
     handle = await create(backend, slots_per_sandbox=3, slot_processes=7, memory_mb=64, env_vars={"A": "b"}, allow_network=False)
 
-    assert handle.address == f"unix:{backend._folder}/s-1/agent.sock"
-    config = json.loads((backend._folder / "s-1" / "agent.sock.config").read_text())
-    assert (config["slots"], config["network"], config["env_vars"], config["sandbox_id"]) == (3, False, {"A": "b"}, "s-1")
+    assert handle.address == f"unix:{backend._folder}/{ONE}/agent.sock"
+    config = json.loads((backend._folder / ONE / "agent.sock.config").read_text())
+    assert (config["slots"], config["network"], config["env_vars"], config["sandbox_id"]) == (3, False, {"A": "b"}, ONE)
     assert config["limits"] == {"processes": 7, "memory_mb": 64, "max_file_mb": 1024, "cpu": None}
     assert config["token"] == handle.token
     seen = Path(f"/proc/{handle.data['pid']}/cmdline").read_bytes() + Path(f"/proc/{handle.data['pid']}/environ").read_bytes()
@@ -81,7 +85,7 @@ async def test_create_gives_an_address_and_tells_the_agent_everything_by_stdin(m
 async def test_whatever_was_yielded_last_is_destroyed_whole(make_backend, steps):
     backend = make_backend()
     handle = await create(backend, steps=steps)
-    assert [known.sandbox_id for known in await backend.list_owned("me")] == ["s-1"]
+    assert [known.sandbox_id for known in await backend.list_owned("me")] == [ONE]
     assert await backend.list_owned("somebody else") == []
 
     await backend.destroy(handle)
@@ -96,15 +100,15 @@ async def test_whatever_was_yielded_last_is_destroyed_whole(make_backend, steps)
 async def test_what_a_killed_agent_left_in_the_workspace_base_goes_too(make_backend, tmp_path):
     backend = make_backend()
     handle = await create(backend, workspace_base=str(tmp_path / "data"))
-    deep = tmp_path / "data" / "s-1" / "0" / "workspace" / "a" / "b"
+    deep = tmp_path / "data" / ONE / "0" / "workspace" / "a" / "b"
     deep.mkdir(parents=True)
     deep.chmod(0)
-    other = tmp_path / "data" / "s-2"
+    other = tmp_path / "data" / TWO
     other.mkdir()
 
     await backend.destroy(handle)
 
-    assert [path.name for path in (tmp_path / "data").iterdir()] == ["s-2"]
+    assert [path.name for path in (tmp_path / "data").iterdir()] == [TWO]
 
 
 async def test_an_older_handle_destroys_what_came_after_it(make_backend):
@@ -132,7 +136,7 @@ async def test_what_a_dead_agent_left_running_dies_with_the_group(make_backend):
     if "group" not in handle.data:
         await backend.destroy(handle)
         pytest.skip("no cgroup v2 that can be written here")
-    log = backend._folder / "s-1" / "agent.log"
+    log = backend._folder / ONE / "agent.log"
     while not log.read_text().endswith("\n"):
         await asyncio.sleep(0)
     child = int(log.read_text())
@@ -162,12 +166,12 @@ async def test_groups_that_a_killed_agent_made_for_itself_go_too(make_backend):
 
 async def test_check_tells_the_running_from_the_gone(make_backend):
     backend = make_backend()
-    one, two = await create(backend, "s-1"), await create(backend, "s-2")
+    one, two = await create(backend, ONE), await create(backend, TWO)
     await backend.destroy(one)
 
-    assert await backend.check([one, two]) == {"s-1": Health.GONE, "s-2": Health.RUNNING}
+    assert await backend.check([one, two]) == {ONE: Health.GONE, TWO: Health.RUNNING}
     recycled = replace(two, data={**two.data, "started": two.data["started"] - 1})
-    assert (await backend.check([recycled]))["s-2"] is Health.GONE
+    assert (await backend.check([recycled]))[TWO] is Health.GONE
     await backend.destroy(two)
 
 
@@ -230,7 +234,7 @@ async def test_where_no_path_is_short_enough_that_is_said_at_once(tmp_path, monk
         await create(backend)
 
     assert caught.value.hopeless
-    await backend.destroy(Handle(backend="local", pool="p", owner="me", sandbox_id="s-1"))
+    await backend.destroy(Handle(backend="local", pool="p", owner="me", sandbox_id=ONE))
     assert os.listdir(deep / "state") in ([], ["sandboxes"])
 
 
