@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -17,7 +18,8 @@ import pytest
 from tests.integration.cli.house import PROGRAM, WAIT_S, CommandLine
 from tests.support.service import Service, running_service
 
-LONG = ["--", "bash", "-c", "echo partial; sleep 31341"]
+SECONDS = (f"{31341 + os.getpid()}.{number}" for number in itertools.count(1))
+"""How long commands sleep: each its own time, by which it is found among all processes of the machine."""
 
 
 def the_document(done: subprocess.CompletedProcess[bytes]) -> Any:
@@ -121,9 +123,9 @@ class TestInterrupted:
     def test_what_the_command_wrote_until_then_is_in_the_document(
         self, sandbox: CommandLine, lease: str, tmp_path: Path, command: str, number: signal.Signals, code: int
     ) -> None:
-        words = ["exec", "--json", lease, *LONG] if command == "exec" else ["run", "--json", *LONG]
-        with sandbox.started(*words) as process:
-            wait_for_the_command()
+        seconds = next(SECONDS)
+        with sandbox.started(*(["exec", "--json", lease] if command == "exec" else ["run", "--json"]), *sleeping(seconds)) as process:
+            wait_for_the_command(seconds)
             process.send_signal(number)
             told, complaint = process.communicate(timeout=WAIT_S)
 
@@ -146,10 +148,15 @@ class TestInterrupted:
         sandbox.out("pool", "delete", "taken", "--force")
 
 
-def wait_for_the_command() -> None:
-    """Wait until the long command sleeps in its slot."""
+def sleeping(seconds: str) -> list[str]:
+    """A command that writes something and sleeps."""
+    return ["--", "bash", "-c", f"echo partial; sleep {seconds}"]
+
+
+def wait_for_the_command(seconds: str) -> None:
+    """Wait until it sleeps in its slot."""
     deadline = time.monotonic() + WAIT_S
-    while not any(process.info["cmdline"] == ["sleep", "31341"] for process in psutil.process_iter(["cmdline"])):
+    while not any(process.info["cmdline"] == ["sleep", seconds] for process in psutil.process_iter(["cmdline"])):
         assert time.monotonic() < deadline, "it does not run"
 
 
@@ -164,8 +171,9 @@ def own_service() -> Iterator[Service]:
 @pytest.mark.parametrize("as_json", [False, True])
 def test_a_second_ctrl_c_leaves_at_once(own_service: Service, tmp_path: Path, as_json: bool) -> None:
     sandbox = CommandLine(own_service.environ, tmp_path)
-    with sandbox.started("run", *(["--json"] if as_json else []), *LONG) as process:
-        wait_for_the_command()
+    seconds = next(SECONDS)
+    with sandbox.started("run", *(["--json"] if as_json else []), *sleeping(seconds)) as process:
+        wait_for_the_command(seconds)
         if not as_json:
             assert process.stdout is not None
             assert process.stdout.readline() == b"partial\n"
