@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
 
 from sandbox_server.core.errors import LeaseLost, SandboxLost
@@ -27,7 +28,8 @@ class EndedLeases:
         self._record = record
 
     def add(self, lease: Lease, now: float) -> None:
-        """Remember a lease that ends now, monotonic."""
+        """Remember a lease that ends now, monotonic; nobody asks for its labels any more."""
+        lease = replace(lease, labels={})
         self._record(lease)
         self.restore(lease, now)
 

@@ -12,7 +12,7 @@ from sandbox_server.pool import rights
 from sandbox_server.pool.fleet import Fleet
 from sandbox_server.pool.leases import LeaseBook
 from sandbox_server.pool.sandbox import Sandbox
-from sandbox_server.pool.store import CacheRecord
+from sandbox_server.pool.store import CacheRecord, Forgotten, KeyRecord
 from sandbox_server.pool.waiting import Waiter
 from sandbox_server.pool.wiring import Wiring
 
@@ -85,7 +85,16 @@ class Granting:
                 self.tasks.add(task)
                 task.add_done_callback(self.tasks.discard)
             else:
-                self._answer(waiter, None)
+                self._granted(waiter)
+
+    def _granted(self, waiter: Waiter) -> None:
+        """What a request key was granted goes on record in one commit with the leases: never one without the other."""
+        request = waiter.request
+        if request.request_key is not None:
+            lease_ids = tuple(lease.lease_id for lease in waiter.leases)
+            now = self._wiring.clock.wall()
+            self._wiring.store.put(KeyRecord(tenant=request.tenant, key=request.request_key, request=request, lease_ids=lease_ids, granted_at=now))
+        self._answer(waiter, None)
 
     def refuse(self, waiter: Waiter, error: PoolServiceError) -> None:
         """It waits no more, and this is why."""
@@ -132,6 +141,8 @@ class Granting:
         if waiter.seq in self._preparing:
             self._unwanted.add(waiter.seq)
             return
+        if waiter.leases and waiter.request.request_key is not None:
+            self._wiring.store.put(Forgotten(key=(waiter.request.tenant, waiter.request.request_key)))
         self.release_all(waiter.leases, "nobody took the answer to the acquire")
 
     def release_all(self, leases: tuple[Lease, ...], detail: str) -> None:
@@ -151,7 +162,7 @@ class Granting:
             self.give_back(waiter)
             return
         if not errors and all(lease.lease_id in self._book.held for lease in leases):
-            self._answer(waiter, None)
+            self._granted(waiter)
             return
         waiter.leases = ()
         self.release_all(leases, "its slot could not be prepared")

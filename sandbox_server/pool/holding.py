@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from sandbox_server.core.clock import Clock
 from sandbox_server.core.types import Lease, SlotRef
 from sandbox_server.pool.slots import Holder
+from sandbox_server.pool.waiting import SLACK
 
 #: How long a lease outlasts its last running call, in seconds.
 STRETCH_S = 60.0
@@ -69,6 +70,9 @@ class Holdings:
         self.by_tenant[lease.tenant] += 1
         self._runs.setdefault((lease.tenant, lease.run_id), {})[lease.lease_id] = None
         heapq.heappush(self._ends, (holding.deadline, lease.lease_id))
+        if len(self._ends) > SLACK + 2 * len(self.by_id):
+            self._ends = [(held.deadline, lease_id) for lease_id, held in self.by_id.items() if not held.parked]
+            heapq.heapify(self._ends)
 
     def remove(self, lease: Lease) -> None:
         """It holds no more."""

@@ -7,7 +7,6 @@ reserves what comes free, nobody of its tenant overtakes it, and other tenants a
 
 from __future__ import annotations
 
-import heapq
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -67,7 +66,6 @@ class LeaseBook:
         self._weight = weight
         self._new_lease_id = new_lease_id
         self._holder: Holder | None = None
-        self._deadlines: list[tuple[float, int, Waiter]] = []
         self._seq = itertools.count()
 
     # Sandboxes and slots, as their agents show them.
@@ -155,7 +153,6 @@ class LeaseBook:
         now = self._clock.monotonic()
         waiter = Waiter(request=request, seq=next(self._seq), arrived=now, deadline=now + wait_s, weight=self._weight(request.tenant))
         self.line.add(waiter)
-        heapq.heappush(self._deadlines, (waiter.deadline, waiter.seq, waiter))
         return waiter
 
     def requeue(self, waiter: Waiter) -> None:
@@ -170,13 +167,7 @@ class LeaseBook:
 
     def overdue(self) -> list[Waiter]:
         """Those who have waited as long as they would; they are still in the line."""
-        now = self._clock.monotonic()
-        late: list[Waiter] = []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            waiter = heapq.heappop(self._deadlines)[2]
-            if waiter.waiting:
-                late.append(waiter)
-        return late
+        return self.line.overdue(self._clock.monotonic())
 
     def assign(self) -> list[Waiter]:
         """Serve whoever can be served now, in order. Returns them with their leases filled in."""
@@ -218,8 +209,9 @@ class LeaseBook:
         return not busy or self._holder in (None, (request.tenant, request.run_id))
 
     def _share(self, tenant: str) -> float:
+        # One slot at least: who has nothing is not shut out for good by a head that waits for many.
         active = {name for name, leased in self.leased_by.items() if leased} | set(self.line.tenants())
-        return self.table.usable() * self._weight(tenant) / sum(self._weight(name) for name in active)
+        return max(1.0, self.table.usable() * self._weight(tenant) / sum(self._weight(name) for name in active))
 
     def _kept_for(self, request: AcquireRequest) -> list[Slot]:
         if request.run_id is None or not self.table.counts[SlotState.KEPT]:
@@ -312,7 +304,7 @@ class LeaseBook:
 
     def next_due(self) -> float:
         """When `expire` or `overdue` may have something to do next, monotonic."""
-        due = [self.holdings.next_due(), self._deadlines[0][0] if self._deadlines else float("inf")]
+        due = [self.holdings.next_due(), self.line.next_overdue()]
         due.extend(slot.since + KEPT_S for slot in itertools.islice(self.table.kept(), 1))
         return min(due)
 

@@ -89,9 +89,8 @@ class RequestKeys:
 
     def _remember(self, name: Name, request: AcquireRequest, acquired: Acquired) -> None:
         lease_ids = tuple(lease.lease_id for lease in acquired.leases)
-        record = KeyRecord(tenant=name[0], key=name[1], request=request, lease_ids=lease_ids, granted_at=self._clock.wall())
-        self._store.put(record)
-        self.restore([record])
+        # On record since the moment it was granted, with its leases.
+        self.restore([KeyRecord(tenant=name[0], key=name[1], request=request, lease_ids=lease_ids, granted_at=self._clock.wall())])
 
     def restore(self, records: Iterable[KeyRecord]) -> None:
         """Remember what is on record already."""

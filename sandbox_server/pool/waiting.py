@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sandbox_server.core.types import AcquireRequest, Lease
+
+
+#: A heap is made anew when so many of its entries, and most of them, are of what has ended.
+SLACK = 1024
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -34,6 +39,7 @@ class WaitingLine:
     def __init__(self) -> None:
         self._ranks: dict[str, list[tuple[int, int]]] = {}
         self._waiters: dict[tuple[int, int], Waiter] = {}
+        self._deadlines: list[tuple[float, tuple[int, int]]] = []
         self.slots_wanted = 0
         self.wanted_by: Counter[str] = Counter()
 
@@ -46,6 +52,10 @@ class WaitingLine:
         self._waiters[waiter.rank] = waiter
         self._want(waiter, waiter.request.count)
         waiter.waiting = True
+        heapq.heappush(self._deadlines, (waiter.deadline, waiter.rank))
+        if len(self._deadlines) > SLACK + 2 * len(self._waiters):
+            self._deadlines = [(waiter.deadline, waiter.rank) for waiter in self._waiters.values()]
+            heapq.heapify(self._deadlines)
 
     def remove(self, waiter: Waiter) -> None:
         """It waits no more."""
@@ -63,6 +73,19 @@ class WaitingLine:
         self.wanted_by[waiter.request.tenant] += count
         if not self.wanted_by[waiter.request.tenant]:
             del self.wanted_by[waiter.request.tenant]
+
+    def overdue(self, now: float) -> list[Waiter]:
+        """Those who have waited as long as they would, monotonic; they stay in the line, and are told of once."""
+        late: dict[int, Waiter] = {}
+        while self._deadlines and self._deadlines[0][0] <= now:
+            waiter = self._waiters.get(heapq.heappop(self._deadlines)[1])
+            if waiter is not None:
+                late[waiter.seq] = waiter
+        return list(late.values())
+
+    def next_overdue(self) -> float:
+        """When `overdue` may have somebody, monotonic."""
+        return self._deadlines[0][0] if self._deadlines else float("inf")
 
     def tenants(self) -> Iterable[str]:
         """Who has somebody waiting."""

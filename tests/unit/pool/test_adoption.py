@@ -46,6 +46,30 @@ async def test_leases_keep_their_ids_slots_and_epochs(make_lives):
     assert lives.pools.readiness()["ready"]
 
 
+async def test_a_key_is_on_record_when_its_answer_leaves(make_lives):
+    lives = await make_lives()
+    (keyed,) = await lives.acquire(request_key="k")
+
+    await lives.again(lossy=True)
+
+    assert (await lives.acquire(request_key="k"))[0].lease_id == keyed.lease_id
+    assert lives.slots() == {"leased": 1, "ready": 1}
+
+
+async def test_what_nobody_took_is_not_kept_under_its_key(make_lives):
+    lives = await make_lives()
+    lives.store.failure = StorageUnavailable("the disk is full")
+    with pytest.raises(StorageUnavailable):
+        await lives.acquire(request_key="k")
+    lives.store.failure = None
+
+    await lives.again()
+
+    assert lives.store.disk.keys == {}
+    (lease,) = await lives.acquire(request_key="k")
+    assert lives.pools.lease("t", lease.lease_id).state == "held"
+
+
 async def test_a_run_a_key_and_the_memory_of_what_ended_come_back(make_lives):
     lives = await make_lives()
     (keyed,) = await lives.acquire(request_key="k", run_id="r")

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from sandbox_server.core.errors import NoCapacity
+import pytest
+
+from sandbox_server.core.errors import LeaseLost, NoCapacity
+from sandbox_server.pool.waiting import SLACK
 
 
 def give_back(world, leases):
@@ -67,6 +70,39 @@ async def test_another_tenant_is_served_beside_a_waiting_gang_up_to_its_share(ma
     assert (first.done(), second.done(), third.done(), gang.done()) == (True, True, False, False)
     for task in (gang, third):
         task.cancel()
+
+
+async def test_who_has_nothing_gets_one_slot_beside_a_waiting_gang_however_small_its_share(make_world):
+    world = await make_world(max_sandboxes=1, slots_per_sandbox=10, weights={"heavy": 10.0})
+    held = (await world.acquire("b")).leases
+    gang = await world.queue("heavy", count=10)
+    single, second = await world.queue("c"), await world.queue("c")
+
+    assert [len((await single).leases), second.done(), gang.done()] == [1, False, False]
+    second.cancel()
+    give_back(world, held)
+    give_back(world, single.result().leases)
+    assert len((await gang).leases) == 10
+
+
+async def test_what_has_ended_is_not_kept_in_mind_for_its_ttl_or_its_wait(make_world):
+    world = await make_world(max_sandboxes=1, slots_per_sandbox=2, acquire_timeout_s=86_400)
+    (held,) = (await world.acquire(ttl_s=500)).leases
+    world.pool.book.call_started(held.lease_id)
+    labels = {"a": "b"}
+    for _ in range(3 * SLACK):
+        (lease,) = (await world.acquire(ttl_s=86_400, labels=labels)).leases
+        world.pools.release(lease.tenant, [lease.lease_id])
+        await world.clock.advance(0)
+
+    book = world.pool.book
+    assert len(book.holdings._ends) <= SLACK + 4
+    assert len(book.line._deadlines) <= SLACK + 4
+    assert all(not lease.labels for lease in book.ended)
+    book.call_ended(held.lease_id)
+    await world.clock.advance(501)
+    with pytest.raises(LeaseLost):
+        world.pools.lease("t", held.lease_id)
 
 
 async def test_thousands_may_wait_and_leave(make_world):
