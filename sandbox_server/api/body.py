@@ -59,12 +59,14 @@ async def read_json(request: Request, limits: Limits) -> Any:
 
     Raises:
         PayloadTooLarge: it is longer than `limits.body_bytes`.
-        InvalidRequest: it is no JSON, nests deeper than `limits.json_depth`, or gives a key twice.
+        InvalidRequest: it is no JSON, holds more than `limits.json_values`, nests deeper than `limits.json_depth`, or gives a key twice.
         CallerGone: the caller hung up before the end.
     """
     body = b"".join([chunk async for chunk in read_chunks(request, limits, "body_bytes")])
     if not body:
         raise InvalidRequest("the body is empty: send a JSON object", field="body")
+    bare = without_escapes(body)
+    check_count(bare, limits)
     try:
         document = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -72,7 +74,7 @@ async def read_json(request: Request, limits: Limits) -> Any:
     # Counting brackets is cheap and never too low; only a body with many of them is walked.
     if body.count(b"{") + body.count(b"[") > limits.json_depth:
         check_depth(document, limits)
-    check_keys(body, document)
+    check_keys(body, bare, document)
     return document
 
 
@@ -82,6 +84,31 @@ async def read_object(request: Request, limits: Limits) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise InvalidRequest("the body is not a JSON object", field="body")
     return document
+
+
+def without_escapes(body: bytes) -> bytes:
+    """The body without what is escaped by a backslash: of what is left, every quote begins or ends a text."""
+    return body.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in body else body
+
+
+def check_count(bare: bytes, limits: Limits) -> None:
+    """Refuse a body of very many small values before they are made: millions would hold everybody up. What stands in texts does not count.
+
+    Args:
+        bare: the body, `without_escapes`.
+        limits: one of them is `json_values`.
+
+    Raises:
+        InvalidRequest: there are more.
+    """
+    most = limits.json_values
+    if bare.count(b",") + bare.count(b"{") + bare.count(b"[") <= most:
+        return
+    if bare.count(b'"') <= 4 * most:  # a key and a text for each value
+        outside = b"".join(bare.split(b'"')[::2])
+        if outside.count(b",") + outside.count(b"{") + outside.count(b"[") <= most:
+            return
+    raise too_many(limits, "json_values", "body")
 
 
 def check_depth(document: Any, limits: Limits) -> None:
@@ -101,15 +128,15 @@ def check_depth(document: Any, limits: Limits) -> None:
 KEY = re.compile(rb'"[ \t\r\n]*:')
 
 
-def check_keys(body: bytes, document: Any) -> None:
+def check_keys(body: bytes, bare: bytes, document: Any) -> None:
     """Refuse a body that gives a key twice: which one was meant cannot be known, and whoever looked at it before may have taken the other.
 
-    Every key is followed by a colon, and so may be a quote within a text: only a body with more of them than there are keys is read again.
+    A quote before a colon is a key's, once those within texts are gone: only a body with more of them than there are keys is read again.
 
     Raises:
         InvalidRequest: it does; the error names the key.
     """
-    if len(KEY.findall(body)) > _count_keys(document):
+    if sum(1 for _ in KEY.finditer(bare)) > _count_keys(document):
         json.loads(body, object_pairs_hook=_unique)
 
 

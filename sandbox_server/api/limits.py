@@ -20,6 +20,7 @@ class Limits:
 
     body_bytes: int = _limit(32 << 20, "bytes in one JSON body")
     json_depth: int = _limit(64, "levels in one JSON body")
+    json_values: int = _limit(200_000, "objects, lists and members in one JSON body")
     query_bytes: int = _limit(16 << 10, "bytes in the path and query of one request")
     header_bytes: int = _limit(64 << 10, "bytes in the headers of one request")
     batch_calls: int = _limit(1000, "calls in one exec-batch", most=1000)

@@ -41,6 +41,11 @@ async def _depth(house: House) -> httpx.Response:
     return await house.http.post("/v1/acquire", content=b'{"a": {"b": {}}}')
 
 
+@passes("json_values", 20, 422)
+async def _values(house: House) -> httpx.Response:
+    return await house.http.post("/v1/release", json={"lease_ids": ["l"] * 21})
+
+
 @passes("query_bytes", 100, 422)
 async def _query(house: House) -> httpx.Response:
     return await house.http.get("/v1/leases", params={"run_id": "r" * 100})

@@ -14,7 +14,8 @@ from tests.docs.test_reference import rows
 from tests.support.service import SMALL_POOL, running_service
 
 LOW = {
-    "body_bytes": 9000, "json_depth": 8, "query_bytes": 300, "header_bytes": 2000, "batch_calls": 5, "call_bytes": 500, "batch_output_bytes": 300_000,
+    "body_bytes": 9000, "json_depth": 8, "json_values": 100,
+    "query_bytes": 300, "header_bytes": 2000, "batch_calls": 5, "call_bytes": 500, "batch_output_bytes": 300_000,
     "calls_in_flight": 4, "lease_calls": 6, "call_wait_s": 5, "waiters": 1, "lease_ids": 2, "page_items": 3, "list_entries": 3, "upload_bytes": 1000,
     "labels": 2, "pools": 2, "pool_sandboxes": 2, "pool_slots": 16, "pool_env_vars": 1, "streams": 1,
 }  # fmt: skip
@@ -83,6 +84,7 @@ def past_list_entries(http: httpx.Client, lease: str) -> httpx.Response:
 
 PAST = {
     "body_bytes": lambda http, lease: http.post("/v1/acquire", json={"run_id": "x" * 10_000}),
+    "json_values": lambda http, lease: http.post("/v1/release", json={"lease_ids": ["x"] * 101}),
     "json_depth": lambda http, lease: http.post("/v1/acquire", content="[" * 9 + "]" * 9),
     "query_bytes": lambda http, lease: http.get("/v1/leases", params={"run_id": "x" * 400}),
     "header_bytes": lambda http, lease: http.get("/v1/leases", headers={"X-Long": "x" * 2000}),

@@ -14,9 +14,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from sandbox_server.api import tenants as tenants_module
-from sandbox_server.api.body import check_depth
+from sandbox_server.api.body import check_count, check_depth, check_keys, without_escapes
 from sandbox_server.api.limits import Limits
 from sandbox_server.api.problems import STATUS_OF, problem_of
 from sandbox_server.api.render import dumps
@@ -70,6 +72,45 @@ def test_depth_is_counted_exactly(depth: int) -> None:
 
 def test_a_scalar_has_no_depth() -> None:
     check_depth("[[[[", Limits(json_depth=1))
+
+
+@pytest.mark.parametrize(
+    ("body", "values"),
+    [
+        (b"[1, 2, 3]", 3),
+        (b'{"a": {}, "b": [[]]}', 5),
+        (b'{"a": ",[{,[{", "b": 1}', 2),
+        (rb'["\\", "\",\",\\\",[", "\\\\"]', 3),
+        (rb'{"x":"\":","y":[{"":[[]]},{"":[[]]}]}', 10),
+    ],
+)
+def test_values_are_counted_outside_of_texts(body: bytes, values: int) -> None:
+    bare = without_escapes(body)
+
+    check_count(bare, Limits(json_values=values))
+    check_keys(body, bare, json.loads(body))
+    with pytest.raises(InvalidRequest, match="json_values"):
+        check_count(bare, Limits(json_values=values - 1))
+
+
+@given(st.recursive(st.none() | st.integers() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=30))
+def test_no_value_escapes_the_count(document: Any) -> None:
+    def count(value: Any) -> int:
+        children = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else ()
+        return (isinstance(value, dict | list)) + max(0, len(children) - 1) + sum(count(child) for child in children)
+
+    body = json.dumps(document).encode()
+    bare, values = without_escapes(body), count(document)
+
+    check_count(bare, Limits(json_values=max(values, 1)))
+    check_keys(body, bare, document)
+    if values > 1:
+        with pytest.raises(InvalidRequest, match="json_values"):
+            check_count(bare, Limits(json_values=values - 1))
+
+
+def test_a_long_text_full_of_commas_is_one_value() -> None:
+    check_count(without_escapes(json.dumps({"content": '1,"2",[3]\n' * 500_000}).encode()), Limits())
 
 
 def test_text_that_cannot_be_utf_8_is_replaced_and_numbers_beyond_json_are_floats() -> None:
