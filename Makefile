@@ -10,8 +10,8 @@ HOST ?= 127.0.0.1
 PORT ?= 8700
 # What `make test` passes on to pytest: make test ARGS="-k acquire"
 ARGS ?=
-# How many tests `make test` runs side by side: most of them wait most of their time.
-WORKERS ?= 2
+# How many tests `make test` runs side by side; 0: one after another. Most of them wait most of their time.
+WORKERS ?= 0
 
 AGENT := sandbox_server/agent
 # Newer than 3.8, and used by the agent only where they are there.

@@ -231,7 +231,10 @@ class Slot:
 
     async def end(self) -> None:
         """The agent is told to end. Nobody has cancelled what still runs."""
-        self.abandon_calls("its agent was told to end")
+        why = "its agent was told to end"
+        # Told to nobody: the end of the agent says more. But what is asked until then is lost too.
+        self.state, self.detail = BROKEN, why
+        self.abandon_calls(why)
         body = self.give_up_body()
         if body is not None:
             await self._bodies.end(body, keep=False)

@@ -52,6 +52,8 @@ def test_a_sandbox_that_ends_under_its_calls_is_ours_on_every_lease_and_stays_so
         later = own.bash(lease, "true")
         assert verdict(later) == LOST
         assert later["metadata"]["may_have_run"] is False
+        while own.ask("GET", f"/v1/leases/{lease['lease_id']}").get("state") == "held":
+            assert time.monotonic() - before < 20, "the agent has ended, and the service does not see it"
         assert own.ask("GET", f"/v1/leases/{lease['lease_id']}")["code"] == "sandbox_lost"
     # Recorded: asked again, it is the same, and nothing runs.
     again = own.begin({"lease_id": leases[0]["lease_id"], "tool": "bash", "args": {"command": "echo else"}, "call_id": call_id}).result()[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import tempfile
 from contextlib import aclosing, suppress
@@ -20,7 +21,7 @@ from sandbox_server.backends.local import GROUP_PREFIX, LocalBackend, make_local
 from sandbox_server.backends.processes import end_process, is_running, spawn, start_time
 from sandbox_server.backends.registry import BUILT, NOT_BUILT, load_backend
 from sandbox_server.core.errors import InvalidRequest, NotImplementedHere
-from sandbox_server.core.types import Handle, PoolSpec
+from sandbox_server.core.types import Handle, LocalSpec, PoolSpec
 
 LISTENS = """
 import json, socket, sys, signal, subprocess
@@ -42,12 +43,16 @@ ONE, TWO = (f"s-{os.getpid()}-{number}" for number in (1, 2))
 
 @pytest.fixture
 def make_backend(tmp_path):
+    # A short path, whatever the run's own folder is called: sockets lie in it.
+    folder = Path(tempfile.mkdtemp(prefix="sp-", dir="/tmp"))
+
     def make(source=LISTENS, **options):
         agent = tmp_path / "agent.py"
         agent.write_text(source)
-        return LocalBackend(tmp_path / "sandboxes", "me", lambda: agent, **options)
+        return LocalBackend(folder / "sandboxes", "me", lambda: agent, **options)
 
-    return make
+    yield make
+    shutil.rmtree(folder)
 
 
 async def create(backend, sandbox_id=ONE, steps=99, **spec):
@@ -241,6 +246,13 @@ async def test_where_no_path_is_short_enough_that_is_said_at_once(tmp_path, monk
 async def test_a_dedicated_sandbox_is_refused_for_good(make_backend):
     with pytest.raises(CreateFailed) as caught:
         await create(make_backend(), dedicated=True)
+    assert caught.value.hopeless
+
+
+@pytest.mark.parametrize(("path", "why"), [("/nonexistent", "'/nonexistent' is not there"), ("etc", "'etc' is no absolute path")])
+async def test_what_is_exposed_must_be_there(make_backend, path, why):
+    with pytest.raises(CreateFailed, match=why) as caught:
+        await create(make_backend(), local=LocalSpec(expose=("/usr", path)))
     assert caught.value.hopeless
 
 
