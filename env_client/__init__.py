@@ -3,71 +3,77 @@
 `with SandboxClient() as client, client.lease() as lease: print(lease.bash("echo hello").output)`, and `AsyncSandboxClient` the same with `async`.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from env_client._version import __version__
-from env_client.backend import ExecutionResult, RemoteToolBackend, Slot
-from env_client.client import AsyncSandboxClient, SandboxClient
-from env_client.discovery import Endpoint, find_service
-from env_client.embedded import EmbeddedService, embedded
-from env_client.errors import (
-    BackendUnavailable,
-    BadAnswer,
-    CallConflict,
-    CallNotFound,
-    ConnectFailed,
-    ConnectionLost,
-    Draining,
-    EmbeddedFailed,
-    FileError,
-    FileNotFound,
-    Forbidden,
-    InternalError,
-    InvalidRequest,
-    LeaseLost,
-    LeaseNotFound,
-    MethodNotAllowed,
-    NoCapacity,
-    NotImplementedYet,
-    PayloadTooLarge,
-    PoolConflict,
-    PoolNotFound,
-    QuotaExceeded,
-    RouteNotFound,
-    SandboxError,
-    SandboxLost,
-    SandboxNotFound,
-    ServiceError,
-    ServiceNotFound,
-    StorageUnavailable,
-    TimedOut,
-    TransportError,
-    Unauthorized,
-)
-from env_client.leases import AsyncLease, Lease
-from env_client.retry import RetryPolicy
-from env_client.values import (
-    Acquired,
-    AcquireOptions,
-    Call,
-    CallOptions,
-    CallStatus,
-    Event,
-    Fault,
-    FileEntry,
-    LeaseInfo,
-    LeasePage,
-    Output,
-    Page,
-    PoolChange,
-    PoolInfo,
-    Readiness,
-    Reason,
-    Released,
-    Renewed,
-    Result,
-    SandboxInfo,
-    SlotCheck,
-    VerifyReport,
-)
+
+if TYPE_CHECKING:
+    from env_client.backend import ExecutionResult, RemoteToolBackend, Slot
+    from env_client.client import AsyncSandboxClient, SandboxClient
+    from env_client.discovery import Endpoint, find_service
+    from env_client.embedding import EmbeddedService, embedded
+    from env_client.errors import (
+        BackendUnavailable,
+        BadAnswer,
+        CallConflict,
+        CallNotFound,
+        ClientClosed,
+        ConnectFailed,
+        ConnectionLost,
+        Draining,
+        EmbeddedFailed,
+        FileError,
+        FileNotFound,
+        Forbidden,
+        InternalError,
+        InvalidRequest,
+        LeaseLost,
+        LeaseNotFound,
+        MethodNotAllowed,
+        NoCapacity,
+        NotImplementedYet,
+        PayloadTooLarge,
+        PoolConflict,
+        PoolNotFound,
+        QuotaExceeded,
+        RouteNotFound,
+        SandboxError,
+        SandboxLost,
+        SandboxNotFound,
+        ServiceError,
+        ServiceNotFound,
+        StorageUnavailable,
+        TimedOut,
+        TransportError,
+        Unauthorized,
+    )
+    from env_client.leases import AsyncLease, Lease
+    from env_client.retry import RetryPolicy
+    from env_client.values import (
+        Acquired,
+        AcquireOptions,
+        Call,
+        CallOptions,
+        CallStatus,
+        Event,
+        Fault,
+        FileEntry,
+        LeaseInfo,
+        LeasePage,
+        Output,
+        Page,
+        PoolChange,
+        PoolInfo,
+        Readiness,
+        Reason,
+        Released,
+        Renewed,
+        Result,
+        SandboxInfo,
+        SlotCheck,
+        VerifyReport,
+    )
 
 __all__ = [
     "AcquireOptions",
@@ -81,6 +87,7 @@ __all__ = [
     "CallNotFound",
     "CallOptions",
     "CallStatus",
+    "ClientClosed",
     "ConnectFailed",
     "ConnectionLost",
     "Draining",
@@ -138,3 +145,20 @@ __all__ = [
     "embedded",
     "find_service",
 ]
+
+#: Where the public names are.
+_MODULES = ("backend", "client", "discovery", "embedding", "errors", "leases", "retry", "values")
+
+
+def __getattr__(name: str) -> Any:
+    """A public name; the first loads them all. Until then the package costs nothing, so that the command line takes Ctrl-C before it loads what talks HTTP."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    for module in _MODULES:
+        found = vars(import_module(f"{__name__}.{module}"))
+        globals().update({one: found[one] for one in __all__ if one in found})
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -11,7 +11,7 @@ from typing import Any, Self
 import httpx
 
 from env_client.client import DEFAULT_TTL_S, AsyncSandboxClient
-from env_client.errors import BadAnswer, SandboxError, ServiceError, TransportError
+from env_client.errors import BadAnswer, ClientClosed, SandboxError, ServiceError, TransportError
 from env_client.leases import AsyncLease
 from env_client.retry import RetryPolicy
 from env_client.values import AcquireOptions, Call, Fault, FileEntry, LeaseInfo, Reason, Result
@@ -128,6 +128,7 @@ class RemoteToolBackend:
     ) -> None:
         self.client = AsyncSandboxClient(url, token, retry=retry, max_connections=max_connections, transport=transport)
         self.pool = pool
+        self._ended = False
         self.run_id = run_id or "run-" + secrets.token_hex(8)
         self._options: AcquireOptions = {
             "run_id": self.run_id,
@@ -142,18 +143,26 @@ class RemoteToolBackend:
 
         Raises:
             NoCapacity: none came free in time.
+            ClientClosed: the backend was closed.
         """
         return (await self.acquire_group([trajectory_id]))[0]
 
     async def acquire_group(self, trajectory_ids: Sequence[str | None]) -> list[Slot]:
         """Slots for a group of trajectories: all of them or none."""
+        self._check_open()
         options: AcquireOptions = {**self._options}
         named = [one for one in trajectory_ids if one is not None]
         if named and len(named) != len(trajectory_ids):
             raise ValueError("either all trajectories of a group have an id, or none has")
         if named:
             options["trajectory_ids"] = named
-        return [Slot(lease) for lease in await self.client.hold(len(trajectory_ids), self.pool, **options)]
+        leases = await self.client.hold(len(trajectory_ids), self.pool, **options)
+        try:
+            self._check_open()
+        except ClientClosed:  # while this was under way, and perhaps after the run was released
+            await self.client.give_back(leases)
+            raise
+        return [Slot(lease) for lease in leases]
 
     async def execute_batch(self, requests: Iterable[tuple[Slot, str, Mapping[str, Any]]], *, timeout_s: float | None = None) -> list[ExecutionResult]:
         """Run tool calls over many slots; those of one slot run in the order given, different slots side by side.
@@ -208,7 +217,10 @@ class RemoteToolBackend:
         return slot.lease.stream_archive(path)
 
     async def close(self) -> None:
-        """Give back all slots of the run, and close the connections."""
+        """Give back all slots of the run, and close the connections. From then on it refuses everything."""
+        if self._ended:
+            return
+        self._ended = True
         try:
             await self.client.release(run_id=self.run_id)
         finally:
@@ -224,6 +236,10 @@ class RemoteToolBackend:
             if error is None:
                 raise
             error.add_note(f"the slots of run {self.run_id} could not be released either: {second}")
+
+    def _check_open(self) -> None:
+        if self._ended:
+            raise ClientClosed(f"the backend of run {self.run_id} is closed, and its slots are given back: make a new one")
 
     async def _batch(self, calls: Sequence[Call]) -> list[ExecutionResult]:
         found: dict[int, ExecutionResult] = {}

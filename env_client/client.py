@@ -10,6 +10,7 @@ from typing import Self, Unpack
 
 import httpx
 
+from env_client.blocks import async_block, block
 from env_client.connections import async_connections, default_max_connections, sync_connections
 from env_client.discovery import find_service
 from env_client.errors import SandboxError
@@ -55,6 +56,7 @@ class AsyncSandboxClient(AsyncVerbs):
         self._hasty = AsyncVerbs(AsyncSender(hasty, carrier))
         self._heartbeat = AsyncHeartbeat(AsyncSender(hasty, carrier))
 
+    @async_block
     @asynccontextmanager
     async def lease(self, pool: str | None = None, **options: Unpack[AcquireOptions]) -> AsyncIterator[AsyncLease]:
         """One slot for the time of the block: acquired, renewed at a third of `ttl_s`, released at the end.
@@ -64,6 +66,7 @@ class AsyncSandboxClient(AsyncVerbs):
         async with self.gang(1, pool, **options) as (lease,):
             yield lease
 
+    @async_block
     @asynccontextmanager
     async def gang(self, count: int, pool: str | None = None, **options: Unpack[AcquireOptions]) -> AsyncIterator[tuple[AsyncLease, ...]]:
         """As `lease`, for `count` slots: all of them or none."""
@@ -82,6 +85,7 @@ class AsyncSandboxClient(AsyncVerbs):
     async def hold(self, count: int = 1, pool: str | None = None, **options: Unpack[AcquireOptions]) -> tuple[AsyncLease, ...]:
         """As `gang`, without a block: renewed until `give_back`, or until this client is closed."""
         acquired = await self.acquire(pool, count, **options)
+        self._sender.core.check_open()
         leases = tuple(AsyncLease(self, info) for info in acquired.leases)
         for lease in leases:
             self._heartbeat.add(lease, options.get("ttl_s") or DEFAULT_TTL_S)
@@ -127,12 +131,14 @@ class SandboxClient(Verbs):
         self._hasty = Verbs(SyncSender(hasty, carrier))
         self._heartbeat = ThreadHeartbeat(SyncSender(hasty, carrier))
 
+    @block
     @contextmanager
     def lease(self, pool: str | None = None, **options: Unpack[AcquireOptions]) -> Iterator[Lease]:
         """As `AsyncSandboxClient.lease`."""
         with self.gang(1, pool, **options) as (lease,):
             yield lease
 
+    @block
     @contextmanager
     def gang(self, count: int, pool: str | None = None, **options: Unpack[AcquireOptions]) -> Iterator[tuple[Lease, ...]]:
         """As `AsyncSandboxClient.gang`."""
@@ -151,6 +157,7 @@ class SandboxClient(Verbs):
     def hold(self, count: int = 1, pool: str | None = None, **options: Unpack[AcquireOptions]) -> tuple[Lease, ...]:
         """As `AsyncSandboxClient.hold`."""
         acquired = self.acquire(pool, count, **options)
+        self._sender.core.check_open()
         leases = tuple(Lease(self, info) for info in acquired.leases)
         for lease in leases:
             self._heartbeat.add(lease, options.get("ttl_s") or DEFAULT_TTL_S)
@@ -176,7 +183,8 @@ class SandboxClient(Verbs):
 def _cores(url: str | None, token: str | None, retry: RetryPolicy | None) -> tuple[Sender, Sender]:
     """What builds and decides: for the verbs, and for what must not hold anything up for long."""
     endpoint, policy = find_service(url, token), retry or RetryPolicy()
-    return Sender(endpoint, policy), Sender(endpoint, dataclasses.replace(policy, total_s=min(HASTY_S, policy.total_s)))
+    core = Sender(endpoint, policy)
+    return core, Sender(endpoint, dataclasses.replace(policy, total_s=min(HASTY_S, policy.total_s)), contact=core.contact)
 
 
 def _ids(leases: Sequence[AsyncLease] | Sequence[Lease]) -> list[str]:

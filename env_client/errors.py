@@ -16,6 +16,7 @@
     │   ├── ConnectionLost, TimedOut        the request may have been served
     │   └── BadAnswer                       an answer that the contract does not know, from a proxy for instance
     ├── ServiceNotFound                     nobody said where the service is
+    ├── ClientClosed                        this client was closed before
     └── EmbeddedFailed                      the embedded service did not start
 
 A command that fails is a `Result`, never an error.
@@ -247,6 +248,12 @@ class ServiceNotFound(SandboxError):
     """No sandbox service is known: set SANDBOX_URL (and SANDBOX_TOKEN), or start one with `python -m sandbox_server serve`."""
 
     code = "service_not_found"
+
+
+class ClientClosed(SandboxError):
+    """This client is closed: make a new one, or close it later."""
+
+    code = "client_closed"
 
 
 class EmbeddedFailed(SandboxError):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from env_client import messages
-from env_client.errors import SandboxError, ServiceError
+from env_client.errors import SandboxError, ServiceError, TransportError
 from env_client.sending import AsyncSender, SyncSender
 from env_client.values import LeaseInfo, Renewed
 
@@ -58,6 +58,7 @@ class HeartbeatBook:
 
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
+        self._failing = False
 
     def add(self, held: Held, ttl_s: float, now_s: float) -> None:
         """Keep a lease from now on."""
@@ -86,6 +87,7 @@ class HeartbeatBook:
 
     def told(self, renewed: Renewed, now_s: float) -> None:
         """What the service answered."""
+        self._failing = False
         for info in renewed.leases:
             entry = self._entries.get(info.lease_id)
             if entry is not None:
@@ -98,8 +100,10 @@ class HeartbeatBook:
                 entry.held.lose(error)
 
     def failed(self, beat: Beat, error: SandboxError) -> None:
-        """A renewal got no answer; it will be tried again."""
-        log.warning("%d leases could not be renewed, trying again: %s", len(beat.lease_ids), error)
+        """A renewal got no answer; it will be tried again. That the service is away is said by whoever sends; all else is said here, once."""
+        quiet = self._failing or isinstance(error, TransportError)
+        log.log(logging.INFO if quiet else logging.WARNING, "%d leases could not be renewed, trying again: %s", len(beat.lease_ids), error)
+        self._failing = True
         for lease_id in beat.lease_ids:
             if lease_id in self._entries:
                 self._entries[lease_id].held.unsure(error)
@@ -138,6 +142,7 @@ class AsyncHeartbeat:
             try:
                 renewed = await self._sender.send(messages.renew(beat.lease_ids, beat.ttl_s))
             except SandboxError as error:
+                self._sender.core.unanswered(error)
                 self._book.failed(beat, error)
             else:
                 self._book.told(renewed, self._clock())
@@ -197,6 +202,7 @@ class ThreadHeartbeat:
             try:
                 renewed = self._sender.send(messages.renew(beat.lease_ids, beat.ttl_s))
             except SandboxError as error:
+                self._sender.core.unanswered(error)
                 with self._changed:
                     self._book.failed(beat, error)
             else:

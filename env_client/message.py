@@ -34,6 +34,11 @@ class Answer:
     body: bytes
 
 
+def never(value: object) -> bool:
+    """Of answers that are never half done."""
+    return False
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Message(Generic[T]):
     """One request, ready to be sent.
@@ -47,6 +52,8 @@ class Message(Generic[T]):
         final_codes: errors that are an answer, not an obstacle.
         also_ok: statuses beside 2xx that `parse` reads.
         last_event_id: the last event of a stream that is taken up again.
+        call_ids: the calls it is about.
+        unfinished: whether a value says that the service stopped before it was done, so that it is worth asking again.
     """
 
     method: str
@@ -61,6 +68,8 @@ class Message(Generic[T]):
     final_codes: frozenset[str] = frozenset()
     also_ok: frozenset[int] = frozenset()
     last_event_id: str | None = None
+    call_ids: tuple[str, ...] = ()
+    unfinished: Callable[[T], bool] = never
 
 
 def given(asked: Mapping[str, Any]) -> dict[str, Any]:

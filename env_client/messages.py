@@ -87,8 +87,16 @@ def make_call(lease_id: str, tool: str, args: Mapping[str, Any] | None, **option
 
 
 def named(calls: Iterable[Call]) -> list[tuple[Call, str]]:
-    """The calls, each with its own id or a new one."""
-    return [(call, call.call_id or new_call_id()) for call in calls]
+    """The calls, each with its own id or a new one.
+
+    Raises:
+        TypeError: one of them is no `Call`.
+    """
+    asked = list(calls)
+    for index, call in enumerate(asked):
+        if not isinstance(call, Call):
+            raise TypeError(f"a batch is made of calls, such as lease.call('bash', {{'command': 'ls'}}), but item {index} is {call!r:.100}")
+    return [(call, call.call_id or new_call_id()) for call in asked]
 
 
 def exec_batch(calls: Sequence[tuple[Call, str]], *, stream: bool = False) -> Message[tuple[Result, ...]]:
@@ -110,14 +118,16 @@ def exec_batch(calls: Sequence[tuple[Call, str]], *, stream: bool = False) -> Me
         body=to_json({"calls": [_call(call, call_id) for call, call_id in calls]}),
         accept=NDJSON if stream else JSON,
         parse=parse,
+        call_ids=tuple(call_id for _, call_id in calls),
+        unfinished=lambda results: any(result.unfinished for result in results),
         answer_within_s=within_s,
         # A stream has a line every 15 s, so silence is noticed early.
         silence_s=min(within_s, SILENCE_S if stream else REJOIN_S),
     )
 
 
-def exec_one(call: Call, *, stream: bool = False) -> Message[Result]:
-    """`POST /v1/leases/{id}/exec`; with `stream` the answer is events, and `parse` is not for it."""
+def exec_one(call: Call, *, stream: bool = False, offset: int = 0) -> Message[Result]:
+    """`POST /v1/leases/{id}/exec`; with `stream` the answer is events, of the output from `offset` on, and `parse` is not for it."""
     asked = _call(call, call.call_id or new_call_id())
     del asked["lease_id"]
     within_s = seconds(call.timeout_s, LONGEST_CALL_S) + SLACK_S
@@ -127,6 +137,9 @@ def exec_one(call: Call, *, stream: bool = False) -> Message[Result]:
         body=to_json(asked),
         accept=EVENT_STREAM if stream else JSON,
         parse=_result,
+        call_ids=(asked["call_id"],),
+        unfinished=lambda result: result.unfinished,
+        last_event_id=str(offset) if offset else None,
         answer_within_s=within_s,
         silence_s=min(within_s, SILENCE_S if stream else REJOIN_S),
     )
@@ -141,7 +154,9 @@ def call_status(lease_id: str, call_id: str, wait_s: float | None) -> Message[Ca
 def call_events(lease_id: str, call_id: str, offset: int, within_s: float) -> Message[Result]:
     """`GET /v1/leases/{id}/calls/{call_id}/events`: what its output was and is from a byte on, then its result."""
     path = path_of(_call_path(lease_id, call_id) + "/events", offset=offset or None)
-    return Message(method="GET", path=path, accept=EVENT_STREAM, parse=_result, answer_within_s=within_s, silence_s=min(within_s, SILENCE_S))
+    return Message(
+        method="GET", path=path, accept=EVENT_STREAM, parse=_result, call_ids=(call_id,), answer_within_s=within_s, silence_s=min(within_s, SILENCE_S)
+    )
 
 
 def call_output(lease_id: str, call_id: str, offset: int) -> Message[bytes]:
@@ -188,7 +203,13 @@ def get_file(lease_id: str, path: str) -> Message[bytes]:
 
 
 def put_file(lease_id: str, path: str, mode: int | None) -> Message[None]:
-    """`PUT /v1/leases/{id}/files`; the content is sent beside it."""
+    """`PUT /v1/leases/{id}/files`; the content is sent beside it.
+
+    Raises:
+        TypeError: the mode is no number.
+    """
+    if not isinstance(mode, int | None):
+        raise TypeError(f"mode is a number, such as 0o644, not {mode!r}")
     octal = None if mode is None else f"{mode:04o}"
     return _transfer("PUT", path_of(f"/v1/leases/{segment(lease_id)}/files", path=path, mode=octal), nothing, content_type=BYTES)
 

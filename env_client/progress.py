@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import base64
-import binascii
 from collections.abc import Iterator
 from typing import Any, Protocol, TypeVar
 
 from env_client import messages, service_messages
 from env_client.errors import BadAnswer, ConnectionLost
 from env_client.message import Message, decode
+from env_client.retry import Unfinished
 from env_client.sse import EventReader, ServerEvent
 from env_client.values import Call, Event, Output, Result, read_value
 
@@ -32,6 +32,9 @@ class Progress(Protocol[T_co]):
     def ended(self) -> None:
         """The answer is over. Raises `ConnectionLost` if it should not be."""
 
+    def give_up(self) -> Iterator[T_co]:
+        """Nobody asks again; gives what a service that stopped has said."""
+
 
 class ExecProgress:
     """The output of one call as it comes, then its result.
@@ -46,13 +49,14 @@ class ExecProgress:
         self._events = EventReader()
         self._offset = 0
         self._begun = False
+        self._unfinished: Result | None = None
         self.done = False
 
     def message(self) -> Message[Result]:
         """Starts the call; once it is known to run, asks for its events from the byte that is missing."""
         self._events = EventReader()
         if not self._begun:
-            return messages.exec_one(self._call, stream=True)
+            return messages.exec_one(self._call, stream=True, offset=self._offset)
         call_id = self._call.call_id or ""
         return messages.call_events(self._call.lease_id, call_id, self._offset, self._within_s)
 
@@ -61,22 +65,35 @@ class ExecProgress:
 
         Raises:
             BadAnswer: an event that is not the contract's.
+            Unfinished: the service stopped before the call ended; `message` sends it again.
         """
         for event in self._events.feed(chunk):
             self._begun = True
             if event.name == "output":
-                output = _output(event, self._call.encoding)
+                output = _output(event)
                 if output.offset > self._offset:
                     self._offset = output.offset
                     yield output
             elif event.name == "result":
-                self.done = True
-                yield read_value(Result, decode(event.data))
+                yield self._result(read_value(Result, decode(event.data)))
 
     def ended(self) -> None:
         """The answer is over."""
         if not self.done:
             raise ConnectionLost("the answer ended without the result of the call")
+
+    def give_up(self) -> Iterator[Output | Result]:
+        """Nobody asks again."""
+        if self._unfinished is not None:
+            self.done = True
+            yield self._unfinished
+
+    def _result(self, result: Result) -> Result:
+        if result.unfinished:
+            self._unfinished, self._begun = result, False
+            raise Unfinished(result)
+        self.done = True
+        return result
 
 
 class OutputProgress:
@@ -98,6 +115,10 @@ class OutputProgress:
     def ended(self) -> None:
         """That was all."""
         self.done = True
+
+    def give_up(self) -> Iterator[bytes]:
+        """There is nothing more to say."""
+        return iter(())
 
 
 class EventsProgress:
@@ -136,15 +157,20 @@ class EventsProgress:
         """The service, or something in between, has ended it."""
         raise ConnectionLost("the stream of events ended")
 
+    def give_up(self) -> Iterator[Event]:
+        """There is nothing more to say."""
+        return iter(())
 
-def _output(event: ServerEvent, asked_encoding: str | None) -> Output:
+
+def _output(event: ServerEvent) -> Output:
+    """What an event says itself decides how it is read: after a restart the service may no longer know what the call asked for."""
     document = decode(event.data)
     text = document.get("data") if isinstance(document, dict) else None
     if not isinstance(text, str) or not event.id.isdecimal():
         raise BadAnswer(f"the service sent output without {'its offset' if isinstance(text, str) else 'data'}")
-    if document.get("encoding", asked_encoding) != "base64":
+    if document.get("encoding") != "base64":
         return Output(data=text.encode(), offset=int(event.id))
     try:
         return Output(data=base64.b64decode(text, validate=True), offset=int(event.id))
-    except binascii.Error as error:
+    except ValueError as error:  # also text that is not ASCII
         raise BadAnswer("the service sent output that is not the base64 it should be") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 from env_client.errors import BadAnswer, ConnectFailed, ConnectionLost, SandboxError, ServiceError, TimedOut
 
@@ -15,15 +16,30 @@ PASSING_CODES = frozenset({"backend_unavailable", "storage_unavailable"})
 PASSING_LIMITS = frozenset({"calls_in_flight", "max_running_calls", "max_waiters", "streams", "waiters"})
 
 
+class Unfinished(SandboxError):
+    """The service was told to stop before the call ended; asking again joins the call, or runs it. Never raised to callers.
+
+    Args:
+        value: the answer as it is, for when asking again leads nowhere.
+    """
+
+    code = "unfinished"
+
+    def __init__(self, value: Any = None) -> None:
+        super().__init__()
+        self.value = value
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RetryPolicy:
     """How patient a client is. All in seconds.
 
     Args:
-        total_s: how long one request may be repeated, on top of the time its answer may rightly take; 0: never repeat.
+        total_s: how long one request is repeated without a connection, from when that was lost or first refused; 0: never repeat. As long again a
+            connection may hold on which nothing comes, on top of what the answer may rightly take.
         base_s: the first delay, doubled each time, with jitter between half of it and all.
         cap_s: the longest delay of our own; the service's `Retry-After` may ask for more.
-        first_connect_s: how long a service that has never answered this client is tried for: more likely its address is wrong than that it restarts.
+        first_connect_s: how long a client that has never made a connection tries to: more likely the address is wrong than that the service restarts.
     """
 
     total_s: float = 60.0
@@ -43,15 +59,25 @@ def may_retry(error: SandboxError, *, repeatable: bool, final_codes: Collection[
     match error:
         case ConnectFailed():
             return True
-        case ConnectionLost() | TimedOut():
+        case ConnectionLost() | TimedOut() | Unfinished():
             return repeatable
         case BadAnswer():
             return repeatable and error.status in PROXY_STATUSES
         case ServiceError():
-            passes = error.code in PASSING_CODES or (error.code == "quota_exceeded" and error.extra.get("limit") in PASSING_LIMITS)
-            return repeatable and passes and error.code not in final_codes
+            return repeatable and _passes(error) and error.code not in final_codes
         case _:
             return False
+
+
+def _passes(error: ServiceError) -> bool:
+    """Whether what the service refuses now it may take in a moment. One that drains to stop is back soon; a pool that drains is not."""
+    match error.code:
+        case "quota_exceeded":
+            return error.extra.get("limit") in PASSING_LIMITS
+        case "draining":
+            return error.extra.get("stopping") is True
+        case code:
+            return code in PASSING_CODES
 
 
 def next_delay_s(policy: RetryPolicy, *, attempt: int, error: SandboxError, elapsed_s: float, budget_s: float, unit: float) -> float | None:
@@ -61,7 +87,7 @@ def next_delay_s(policy: RetryPolicy, *, attempt: int, error: SandboxError, elap
         policy: the client's patience.
         attempt: 0 after the first attempt, and so on.
         error: one that `may_retry`.
-        elapsed_s: since the first attempt began.
+        elapsed_s: what is spent of the budget.
         budget_s: how long all attempts together may take.
         unit: a random number from 0 to 1, for the jitter.
 

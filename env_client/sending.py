@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import logging
 import os
 import random
 import secrets
@@ -12,23 +11,32 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import httpx
 
 from env_client._version import __version__
 from env_client.discovery import Endpoint
-from env_client.errors import BadAnswer, ConnectFailed, ConnectionLost, InvalidRequest, SandboxError, TimedOut, error_of_answer
+from env_client.errors import (
+    BadAnswer,
+    ClientClosed,
+    ConnectFailed,
+    ConnectionLost,
+    Draining,
+    InvalidRequest,
+    SandboxError,
+    TimedOut,
+    TransportError,
+    error_of_answer,
+)
 from env_client.message import Answer, Message
+from env_client.patience import CONNECT_S, Contact, Patience
 from env_client.progress import Progress
-from env_client.retry import RetryPolicy, may_retry, next_delay_s
+from env_client.retry import RetryPolicy, Unfinished
 from env_client.uploads import Upload
 
 T = TypeVar("T")
 R = TypeVar("R")
-log = logging.getLogger("env_client")
-
-CONNECT_S = 10.0
 
 
 class Sender:
@@ -39,14 +47,22 @@ class Sender:
         policy: how patient to be.
         clock: monotonic seconds.
         unit: random numbers from 0 to 1.
+        contact: what another sender of the same client knows too; default one of its own.
     """
 
-    def __init__(self, endpoint: Endpoint, policy: RetryPolicy, clock: Callable[[], float] = time.monotonic, unit: Callable[[], float] = random.random) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        policy: RetryPolicy,
+        clock: Callable[[], float] = time.monotonic,
+        unit: Callable[[], float] = random.random,
+        contact: Contact | None = None,
+    ) -> None:
         self.endpoint = endpoint
         self.policy = policy
         self.clock = clock
         self._unit = unit
-        self._met = False  # whether the service has ever answered this client
+        self.contact = contact or Contact(endpoint.url, clock)
         self._headers = [(b"Host", httpx.URL(endpoint.url).netloc), (b"User-Agent", f"sandbox-pool/{__version__}".encode())]
         if endpoint.token:
             self._headers.append((b"Authorization", b"Bearer " + endpoint.token.encode("latin-1", "replace")))
@@ -56,6 +72,15 @@ class Sender:
     def _parse_url(self, path: str) -> httpx.URL:
         return httpx.URL(self.endpoint.url + path)
 
+    def check_open(self) -> None:
+        """Refuse to go on without connections.
+
+        Raises:
+            ClientClosed: they were closed.
+        """
+        if self.contact.closed:
+            raise ClientClosed
+
     def build(self, message: Message[T], content: bytes | Iterator[bytes] | AsyncIterator[bytes] | None = None, size_bytes: int | None = None) -> httpx.Request:
         """The request of a message.
 
@@ -63,7 +88,11 @@ class Sender:
             message: what to send.
             content: an upload's bytes; default the message's own body.
             size_bytes: the upload's size, if known.
+
+        Raises:
+            ClientClosed: there are no connections any longer.
         """
+        self.check_open()
         headers = [*self._headers, (b"Accept", message.accept.encode())]
         if message.last_event_id is not None:
             headers.append((b"Last-Event-ID", message.last_event_id.encode("latin-1", "replace")))
@@ -85,11 +114,14 @@ class Sender:
             SandboxError: the answer is an error, or not the contract's.
         """
         self.check(message, response, body)
-        return message.parse(Answer(response.status_code, body))
+        value = message.parse(Answer(response.status_code, body))
+        if message.unfinished(value):
+            raise Unfinished(value)
+        return value
 
     def succeeded(self, message: Message[T], response: httpx.Response) -> bool:
         """Whether an answer is one that the message's `parse` reads."""
-        self._met = True
+        self.contact.over()
         return 200 <= response.status_code < 300 or response.status_code in message.also_ok
 
     def check(self, message: Message[T], response: httpx.Response, body: bytes) -> None:
@@ -113,18 +145,24 @@ class Sender:
             case _:
                 return ConnectionLost(f"the connection ended during {what}{told}")
 
-    def delay_s(self, message: Message[T], error: SandboxError, attempt: int, started: float, repeatable: bool = True) -> float | None:
-        """How long to wait before sending again, in seconds; None: do not."""
-        if not may_retry(error, repeatable=message.repeatable and repeatable, final_codes=message.final_codes):
-            return None
-        budget_s = self.policy.total_s + (message.answer_within_s if self.policy.total_s else 0.0)
-        if not self._met and isinstance(error, ConnectFailed):
-            budget_s = min(self.policy.total_s, self.policy.first_connect_s)
-        wait_s = next_delay_s(self.policy, attempt=attempt, error=error, elapsed_s=self.clock() - started, budget_s=budget_s, unit=self._unit())
-        if wait_s is not None:
-            level = logging.INFO if attempt else logging.WARNING
-            log.log(level, "sending %s %s again in %.2f s: %s", message.method, message.path.partition("?")[0], wait_s, error)
-        return wait_s
+    def patience(self) -> Patience:
+        """What one request has of this client's patience."""
+        return Patience(self.policy, self.contact, self.clock, self._unit)
+
+    def unanswered(self, error: SandboxError) -> None:
+        """Somebody who repeats a request by himself got no answer."""
+        if isinstance(error, TransportError):
+            self.contact.begins(error)
+
+    def known(self, error: SandboxError, unfinished: Unfinished | None) -> Any:
+        """What a request comes to that is given up: the answer of a service that stopped, if there was one and none came after it.
+
+        Raises:
+            SandboxError: the last error.
+        """
+        if unfinished is not None and (error is unfinished or isinstance(error, TransportError | Draining)):
+            return unfinished.value
+        raise error
 
 
 class AsyncSender:
@@ -176,39 +214,46 @@ class AsyncSender:
 
     async def follow(self, progress: Progress[R]) -> AsyncIterator[R]:
         """A stream as it comes; a cut connection is taken up again with what is still missing, patiently as long as anything comes."""
-        started, attempt = self.core.clock(), 0
+        patience = self.core.patience()
         while not progress.done:
             message = progress.message()
+            patience.begin()
             try:
                 async with self._open(message) as chunks:
                     async for chunk in chunks:
-                        started = self.core.clock()
+                        patience.alive()
                         for took in progress.feed(chunk):
-                            attempt = 0
+                            patience.moved()
                             yield took
                 progress.ended()
             except SandboxError as error:
-                wait_s = self.core.delay_s(message, error, attempt, started)
-                if wait_s is None:
+                wait_s = patience.wait_s(message, error)
+                if wait_s is not None:
+                    await self._sleep(wait_s)
+                    continue
+                for known in progress.give_up():
+                    yield known
+                if not progress.done:
                     raise
-                await self._sleep(wait_s)
-                attempt += 1
 
     async def aclose(self) -> None:
         """Close the connections."""
+        self.core.contact.closed = True
         await self.transport.aclose()
 
     async def _repeat(self, message: Message[T], attempt_once: Callable[[], Awaitable[R]], upload: Upload | None = None) -> R:
-        started, attempt = self.core.clock(), 0
+        patience, unfinished = self.core.patience(), None
         while True:
+            patience.begin()
             try:
                 return await attempt_once()
             except SandboxError as error:
-                wait_s = self.core.delay_s(message, error, attempt, started, upload is None or upload.rewindable)
+                unfinished = error if isinstance(error, Unfinished) else unfinished
+                wait_s = patience.wait_s(message, error, upload is None or upload.rewindable)
                 if wait_s is None:
-                    raise
+                    known: R = self.core.known(error, unfinished)
+                    return known
             await self._sleep(wait_s)
-            attempt += 1
 
     @asynccontextmanager
     async def _open(self, message: Message[T]) -> AsyncIterator[AsyncIterator[bytes]]:
@@ -263,39 +308,45 @@ class SyncSender:
 
     def follow(self, progress: Progress[R]) -> Iterator[R]:
         """As `AsyncSender.follow`."""
-        started, attempt = self.core.clock(), 0
+        patience = self.core.patience()
         while not progress.done:
             message = progress.message()
+            patience.begin()
             try:
                 with self._open(message) as chunks:
                     for chunk in chunks:
-                        started = self.core.clock()
+                        patience.alive()
                         for took in progress.feed(chunk):
-                            attempt = 0
+                            patience.moved()
                             yield took
                 progress.ended()
             except SandboxError as error:
-                wait_s = self.core.delay_s(message, error, attempt, started)
-                if wait_s is None:
+                wait_s = patience.wait_s(message, error)
+                if wait_s is not None:
+                    self._sleep(wait_s)
+                    continue
+                yield from progress.give_up()
+                if not progress.done:
                     raise
-                self._sleep(wait_s)
-                attempt += 1
 
     def close(self) -> None:
         """Close the connections."""
+        self.core.contact.closed = True
         self.transport.close()
 
     def _repeat(self, message: Message[T], attempt_once: Callable[[], R], upload: Upload | None = None) -> R:
-        started, attempt = self.core.clock(), 0
+        patience, unfinished = self.core.patience(), None
         while True:
+            patience.begin()
             try:
                 return attempt_once()
             except SandboxError as error:
-                wait_s = self.core.delay_s(message, error, attempt, started, upload is None or upload.rewindable)
+                unfinished = error if isinstance(error, Unfinished) else unfinished
+                wait_s = patience.wait_s(message, error, upload is None or upload.rewindable)
                 if wait_s is None:
-                    raise
+                    known: R = self.core.known(error, unfinished)
+                    return known
             self._sleep(wait_s)
-            attempt += 1
 
     @contextmanager
     def _open(self, message: Message[T]) -> Iterator[Iterator[bytes]]:

@@ -119,9 +119,19 @@ class Result:
     max_rss_bytes: int = 0
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def unfinished(self) -> bool:
+        """Whether the service was told to stop while the call was under way: the same call sent again is joined, or run if it never was."""
+        return self.reason == Reason.BACKEND_ERROR and self.metadata.get("stopping") is True
+
     def raw_output(self) -> bytes:
         """The output as bytes: exactly those written if the call asked for `base64`, else the text's."""
-        return base64.b64decode(self.output) if self.encoding == "base64" else self.output.encode()
+        if self.encoding != "base64":
+            return self.output.encode()
+        try:
+            return base64.b64decode(self.output, validate=True)
+        except ValueError as error:
+            raise BadAnswer(f"the output of call {self.call_id} is not the base64 it should be") from error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,6 +6,7 @@ import io
 import os
 import signal
 import sys
+from types import FrameType
 
 #: What `sandbox` ends with when it could not do its part, as docker does; below it are the command's own exit codes.
 OWN_FAILURE = 125
@@ -14,6 +15,8 @@ _NEEDED = frozenset({"rich", "typer"})
 
 def main() -> None:
     """Run the command line with this process's arguments, and end the process."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else somebody wants it ignored
+        signal.signal(signal.SIGINT, _end)
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:  # closed by whoever started us
@@ -28,6 +31,9 @@ def main() -> None:
             raise
         sys.stderr.write(f"sandbox: the command line needs {missing}, which is not installed\n  in a clone of the repository: pip install '.[cli]'\n")
         sys.exit(OWN_FAILURE)
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
     sys.exit(run(sys.argv[1:]))
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    """End at once, while nothing is taken yet or everything is given back: an exception in the middle of an import would be a traceback."""
+    os._exit(128 + number)

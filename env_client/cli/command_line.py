@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import posixpath
 import re
 import shlex
 from collections.abc import Sequence
@@ -14,6 +15,8 @@ from env_client.cli.failures import Failure
 #: First words that bash would not take for a program's name, quoted or not; `time` does to a program what it is there for.
 _OF_BASH = re.compile(r"(if|then|elif|else|fi|case|esac|for|select|while|until|do|done|in|function|coproc)|\w+\+?=.*", re.DOTALL)
 _OF_A_SHELL = re.compile(r"[\s|&;<>()$`*?]")
+#: What reads standard input if it is given no words.
+_READS_INPUT = re.compile(r"(|ba|da|z|k)sh|i?python[\d.]*|node|perl|ruby|irb|cat|sqlite3|bc")
 NOT_FOUND = 127
 
 
@@ -51,8 +54,16 @@ class CommandLine:
         given: dict[str, Any] = {"command": text, "cwd": self.cwd, "env": self.env or None, "stdin": stdin}
         return {name: value for name, value in given.items() if value is not None}
 
-    def hint(self, exit_code: int | None) -> str:
-        """What to try instead, where a whole shell line was given as the one word of a program's name."""
+    def hint(self, exit_code: int | None, output_bytes: int = 0, *, on_terminal: bool = False) -> str:
+        """What to try instead, where a whole shell line was given as the one word of a program's name, or a program would read what it does not get.
+
+        Args:
+            exit_code: of the command.
+            output_bytes: how much it wrote.
+            on_terminal: whether standard input here is a terminal, which is not read.
+        """
+        if on_terminal and (exit_code, output_bytes) == (0, 0) and _READS_INPUT.fullmatch(posixpath.basename(self._only)):
+            return f"{self._only} had no input: a terminal is not read; pipe it in, or give the command as words: -- {self._only} …"
         if exit_code != NOT_FOUND or not _OF_A_SHELL.search(self._only):
             return ""
         return f"the words after `--` are a program and its arguments; for a shell line say: -- bash -c {shlex.quote(self._only)}"

@@ -13,7 +13,7 @@ from env_client.cli.failures import failure_of
 from env_client.cli.screen import JsonFlag, Screen
 from env_client.client import SandboxClient
 from env_client.discovery import find_service, local_service
-from env_client.embedded import embedded
+from env_client.embedding import embedded
 from env_client.errors import ConnectFailed, SandboxError, ServiceNotFound
 from env_client.values import PoolInfo
 

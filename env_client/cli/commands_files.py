@@ -33,7 +33,8 @@ def cp(
     """Copy a file or a folder into a slot, or out of one.
 
     A path in the slot is in its workspace, or absolute in that or in /tmp. A folder that is there is copied into, as cp does;
-    `FOLDER/.` stands for what is in a folder. A local path with a colon is written ./a:b.
+    `FOLDER/.` stands for what is in a folder. A local path with a colon is written ./a:b. `-` is standard input or output,
+    and a folder of a slot goes there as a tar.gz.
     """
     screen = Screen(as_json)
     if not source or not target:

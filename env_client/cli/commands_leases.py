@@ -29,14 +29,16 @@ from env_client.cli.arguments import (
 )
 from env_client.cli.command_line import CommandLine
 from env_client.cli.connecting import connected, connected_or_own
-from env_client.cli.executing import conclude, execute
+from env_client.cli.ending import leaving
+from env_client.cli.executing import conclude, execute, unanswered
 from env_client.cli.failures import Failure, Interrupted, failure_of_several
 from env_client.cli.screen import JsonFlag, Screen, clock_time, span
 from env_client.client import SandboxClient
-from env_client.errors import SandboxError, ServiceError
+from env_client.errors import SandboxError, ServiceError, TransportError
 from env_client.values import AcquireOptions, CallOptions, LeaseInfo, Result
 
 NOT_GIVEN_BACK = "the slot could not be given back, and frees itself within five minutes: {}"
+LEFT = "a slot that it had is not given back, and frees itself within five minutes"
 
 
 def acquire(
@@ -130,7 +132,7 @@ def narrow(
     document = {"leases": narrowed, "refused": _refusals(refused)}
     if not as_json:
         for info in narrowed:
-            screen.line(f"{info.lease_id} now has {_rights(info)}")
+            screen.line(f"{info.lease_id} now has {_rights(info)}" + (", no cache" if no_cache and info.cache == "none" else ""))
     if refused:
         raise failure_of_several(refused, document)
     if as_json:
@@ -182,7 +184,10 @@ def exec_(
     line = CommandLine(command, cwd, env or [])
     options: CallOptions = {"timeout_s": timeout, "no_output_timeout_s": no_output_timeout}
     with connected() as client:
-        result = execute(client, lease, line, options, screen, forward_input=not no_stdin, cancel=True)
+        try:
+            result = execute(client, lease, line, options, screen, forward_input=not no_stdin, cancel=True)
+        except TransportError as error:
+            raise unanswered(error, lease, options.get("call_id")) from error
     raise typer.Exit(conclude(result, line, screen))
 
 
@@ -208,7 +213,7 @@ def run(
     asked: AcquireOptions = {"wait_s": wait, "run_id": "sandbox-run-" + secrets.token_hex(6), "labels": {"command": line.text[:200]}}
     if no_network:
         asked["allow_network"] = False
-    with connected_or_own(pool) as client:
+    with connected_or_own(pool, screen) as client:
 
         def work(lease_id: str) -> Result:
             # Releasing the slot ends the command as well, and sooner; only its result comes by cancelling.
@@ -223,7 +228,7 @@ def _in_own_slot(client: SandboxClient, pool: str | None, asked: AcquireOptions,
     result: Result | None = None
     inside = False
     try:
-        with client.lease(pool, **asked) as lease:
+        with leaving(LEFT), client.lease(pool, **asked) as lease:
             inside = True
             result = work(lease.lease_id)
             inside = False

@@ -15,8 +15,8 @@ from env_client.cli.failures import Failure
 from env_client.cli.screen import JsonFlag, Screen, clock_time
 from env_client.cli.specs import changed_by, differences, spec_in, unknown_field
 from env_client.client import SandboxClient
-from env_client.errors import InvalidRequest, PoolNotFound
-from env_client.values import PoolChange, PoolInfo, SandboxInfo, SlotCheck
+from env_client.errors import InvalidRequest, NoCapacity, PoolNotFound
+from env_client.values import PoolChange, PoolInfo, SandboxInfo, SlotCheck, VerifyReport
 
 FileArgument = Annotated[str | None, typer.Argument(metavar="[FILE]", hidden=True)]
 SetOption = Annotated[
@@ -119,7 +119,7 @@ def pool_verify(name: PoolArgument, as_json: JsonFlag = False) -> None:
     """
     screen = Screen(as_json)
     with connected() as client:
-        report = client.pool_verify(name)
+        report = _verified(client, name)
     if as_json:
         screen.document(report)
     else:
@@ -129,6 +129,17 @@ def pool_verify(name: PoolArgument, as_json: JsonFlag = False) -> None:
         screen.styled((f"{count} of pool {report.pool}: ", ""), ("clean", "green") if report.clean else ("NOT CLEAN", "bold red"))
     if not report.clean:
         raise typer.Exit(NOT_CLEAN)
+
+
+def _verified(client: SandboxClient, name: str) -> VerifyReport:
+    try:
+        return client.pool_verify(name)
+    except NoCapacity as error:
+        alive = client.pool(name).sandboxes
+        if alive.get("ready") or alive.get("starting"):
+            raise
+        next_step = f"one is made once a slot is asked for: `sandbox run --pool {name} -- true`, and verify then"
+        raise Failure(f"pool {name!r} has no sandbox now, so no slot to verify", next_step, error.code) from error
 
 
 def sandboxes(as_json: JsonFlag = False) -> None:
@@ -182,7 +193,7 @@ def _standing(pool: PoolInfo) -> str:
         return draining
     is_starting = pool.sandboxes.get("starting") and not pool.sandboxes.get("ready")
     said = [f"{pool.slots['quarantined']} quarantined" if pool.slots.get("quarantined") else "", pool.last_error or ""]
-    return "; ".join(filter(None, said)) or ("starting" if is_starting else "ok")
+    return "; ".join(filter(None, said)) or ("starting" if is_starting else pool.state or "ready")
 
 
 def _describe(pool: PoolInfo, screen: Screen) -> None:

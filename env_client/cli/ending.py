@@ -20,6 +20,7 @@ from env_client.errors import SandboxError
 
 #: Whoever comes a second time with one of these does not want to wait for what is being given back. A second SIGHUP is the same terminal closing.
 _AT_ONCE = frozenset({signal.SIGINT, signal.SIGTERM})
+_left_behind: list[str] = []
 
 
 def ending(function: Callable[..., None]) -> Callable[..., None]:
@@ -77,6 +78,16 @@ def _failure_of_system(error: OSError) -> Failure:
 
 
 @contextmanager
+def leaving(sentence: str) -> Iterator[None]:
+    """Say what is left behind, where a second signal ends the process within the block."""
+    _left_behind.append(sentence)
+    try:
+        yield
+    finally:
+        _left_behind.remove(sentence)
+
+
+@contextmanager
 def ending_by_signal(as_json: bool) -> Iterator[None]:
     """SIGTERM and SIGHUP end the block as Ctrl-C does, so that what was taken is given back; a second one ends the process where it is.
 
@@ -93,6 +104,8 @@ def ending_by_signal(as_json: bool) -> Iterator[None]:
         if number in _AT_ONCE:
             if as_json:
                 os.write(1, json.dumps(interruption(Interrupted(number))).encode() + b"\n")
+            else:
+                os.write(2, "".join(f"sandbox: {sentence}\n" for sentence in _left_behind).encode())
             os._exit(128 + number)
 
     before: dict[signal.Signals, Callable[[int, FrameType | None], Any] | int | None] = {}

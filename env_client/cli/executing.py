@@ -16,7 +16,7 @@ from env_client.cli.command_line import CommandLine
 from env_client.cli.failures import Failure, Interrupted, correction
 from env_client.cli.screen import Screen
 from env_client.client import SandboxClient
-from env_client.errors import CallNotFound, SandboxError
+from env_client.errors import CallNotFound, SandboxError, TransportError
 from env_client.messages import new_call_id
 from env_client.values import CallOptions, Reason, Result
 
@@ -75,6 +75,14 @@ def execute(client: SandboxClient, lease_id: str, command: CommandLine, options:
         raise
 
 
+def unanswered(error: TransportError, lease_id: str, call_id: str | None) -> Failure | TransportError:
+    """A call whose end did not come, and how to ask for it; the error itself where there was no call yet."""
+    if call_id is None or error.extra.get("may_have_run") is False:
+        return error
+    next_step = f"the command may have run, or still run: GET /v1/leases/{lease_id}/calls/{call_id} says so once the service answers, with its result"
+    return Failure(error.detail, next_step, error.code, {"lease_id": lease_id, "call_id": call_id})
+
+
 def _cancelled(client: SandboxClient, lease_id: str, call_id: str, screen: Screen) -> Result | None:
     try:
         return client.cancel(lease_id, call_id)
@@ -111,7 +119,7 @@ def conclude(result: Result, command: CommandLine, screen: Screen) -> int:
     if screen.as_json:
         screen.document(result)
     if result.reason == Reason.EXIT:
-        screen.note(command.hint(result.exit_code))
+        screen.note(command.hint(result.exit_code, result.output_bytes, on_terminal=os.isatty(0)))
         return OWN_FAILURE if result.exit_code is None else result.exit_code
     next_step = _NEXT_STEPS.get(result.reason, "")
     if result.reason == Reason.INVALID_ARGS:

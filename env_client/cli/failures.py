@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Mapping
 from typing import Any
@@ -39,6 +40,7 @@ NEXT_STEPS: Mapping[type[errors.SandboxError], str] = {
     errors.ConnectFailed: _START,
     errors.BadAnswer: "is SANDBOX_URL the address of a sandbox service?",
     errors.ServiceNotFound: "`sandbox run` needs none: it starts one for itself",
+    errors.ClientClosed: "try again; the command line makes a client for each command",
     errors.EmbeddedFailed: "`sandbox doctor` says what this machine can do",
 }
 
@@ -91,7 +93,7 @@ class Interrupted(KeyboardInterrupt):
 
 def failure_of(error: errors.SandboxError) -> Failure:
     """An error of the client as a failure to be read by a person."""
-    next_step = _step_for_field(error) or next((NEXT_STEPS[kind] for kind in type(error).__mro__ if kind in NEXT_STEPS), "")
+    next_step = _step_for_field(error) or _step_for_address(error) or next((NEXT_STEPS[kind] for kind in type(error).__mro__ if kind in NEXT_STEPS), "")
     sentence = error.detail
     if isinstance(error, errors.InternalError) and error.request_id:
         sentence = f"{sentence.rstrip('.')} (request {error.request_id})"
@@ -103,6 +105,13 @@ def _step_for_field(error: errors.SandboxError) -> str:
     if not isinstance(error, errors.InvalidRequest) or not isinstance(field, str) or "limit" in error.extra:
         return ""
     return correction(field)
+
+
+def _step_for_address(error: errors.SandboxError) -> str:
+    address = os.environ.get("SANDBOX_URL", "").strip().rstrip("/")
+    if not isinstance(error, errors.RouteNotFound) or not address.endswith("/v1"):
+        return ""
+    return f"leave /v1 out of SANDBOX_URL, as in {address.removesuffix('/v1')}"
 
 
 def correction(field: str) -> str:

@@ -126,9 +126,9 @@ def _row(cells: Sequence[str], places: Sequence[tuple[int, bool]]) -> str:
 
 
 def _lines(text: str, width: int, indent: str) -> list[str]:
-    """A text in lines of whole words; what has lines of its own keeps them."""
-    lines = text.splitlines()
-    return [piece for line in lines for piece in textwrap.wrap(line, max(20, width), subsequent_indent=indent, break_on_hyphens=False) or [""]] or [""]
+    """A text in lines of whole words, also where one is longer than a line; what has lines of its own keeps them."""
+    wrapper = textwrap.TextWrapper(max(20, width), subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
+    return [piece for line in text.splitlines() for piece in wrapper.wrap(line) or [""]] or [""]
 
 
 class _Console(Console):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import difflib
 import json
+import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -14,6 +15,8 @@ from env_client.cli.failures import Failure
 
 _GIVE_A_FILE = "give the path of a spec in YAML or JSON"
 _MISSING = object()
+#: The one field whose names are the caller's own, and whose values are text.
+_VARIABLES = "env_vars"
 
 
 def spec_in(file: str, name: str) -> dict[str, Any]:
@@ -76,7 +79,7 @@ def changed_by(spec: Mapping[str, Any], changes: Iterable[str]) -> dict[str, Any
 
     Args:
         spec: what it is; stays as it is.
-        changes: `FIELD=VALUE` each, the value in JSON or a plain word; `nomad.driver=docker` goes deeper.
+        changes: `FIELD=VALUE` each, the value in JSON or a plain word; `nomad.driver=docker` goes deeper. A variable's value is always text.
 
     Raises:
         Failure: one of them is no such thing.
@@ -84,7 +87,8 @@ def changed_by(spec: Mapping[str, Any], changes: Iterable[str]) -> dict[str, Any
     changed = copy.deepcopy(dict(spec))
     for change in changes:
         path, equals, value = change.partition("=")
-        *outer, last = path.split(".")
+        is_variable = path.startswith(f"{_VARIABLES}.")
+        *outer, last = path.split(".", 1 if is_variable else -1)
         if not equals or not all((*outer, last)):
             raise Failure(f"--set takes FIELD=VALUE, not {change!r}", "say for example --set max_sandboxes=2")
         into = changed
@@ -92,15 +96,36 @@ def changed_by(spec: Mapping[str, Any], changes: Iterable[str]) -> dict[str, Any
             into = into.setdefault(name, {})
             if not isinstance(into, dict):
                 raise Failure(f"--set {change}: {name} has no fields of its own", f"say --set {name}=VALUE")
-        into[last] = _value(value)
+        into[last] = _variable(value) if is_variable else _variables(_value(value, change)) if path == _VARIABLES else _value(value, change)
     return changed
 
 
-def _value(text: str) -> Any:
+def _value(text: str, change: str) -> Any:
+    def finite(number: str) -> float:
+        value = float(number)
+        if not math.isfinite(value):
+            raise Failure(f"--set {change}: {number} is not a finite number", "give a finite one; null is what some fields take for none")
+        return value
+
     try:
-        return json.loads(text)
+        return json.loads(text, parse_float=finite, parse_constant=finite)
     except ValueError:
         return text
+
+
+def _variable(text: str) -> str:
+    """The value of a variable: 5 and true are text here, and JSON's quotes around it are none of it."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    return value if isinstance(value, str) else text
+
+
+def _variables(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {name: one if isinstance(one, str) else json.dumps(one, ensure_ascii=False) for name, one in value.items()}
 
 
 def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, str]:
@@ -113,7 +138,7 @@ def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str
 def _fields(spec: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in spec.items():
         # The variables of a pool may be secrets: that they have changed is all that is said.
-        if isinstance(value, Mapping) and name != "env_vars":
+        if isinstance(value, Mapping) and name != _VARIABLES:
             yield from _fields(value, f"{prefix}{name}.")
         else:
             yield prefix + name, value
@@ -140,10 +165,12 @@ def unknown_field(field: str, known: Mapping[str, Any]) -> Failure | None:
         None where there is such a field, and something else is wrong with it.
     """
     *outer, last = field.split(".")
+    if not last or outer[:1] == [_VARIABLES]:
+        return None
     within: Any = known
     for name in outer:
         within = within.get(name) if isinstance(within, Mapping) else None
-    if not isinstance(within, Mapping) or last in within:
+    if not isinstance(within, Mapping) or not within or last in within:
         return None
     near = [".".join((*outer, name)) for name in difflib.get_close_matches(last, within, n=3)]
     next_step = f"did you mean {' or '.join(near)}?" if near else f"there are {', '.join('.'.join((*outer, name)) for name in within)}"

@@ -21,7 +21,8 @@ def test_every_call_runs_once_and_every_result_arrives(service: Service, kind: s
         made = SandboxClient if kind == "sync" else AsyncSandboxClient
         client = Face(made(proxy.url, service.token, retry=QUICK), runner)
         with client.gang(2, wait_s=30, run_id="cut") as leases:
-            client.close() if kind == "sync" else client.aclose()  # the connection that was let live
+            connections = Face(client.inner._sender.transport, runner)
+            connections.close() if kind == "sync" else connections.aclose()  # the one that was let live
             for number in range(5):
                 calls = [lease.call("bash", {"command": f"echo {number}.{part} >> ran; echo done {number}"}) for lease in leases for part in range(3)]
                 results = client.exec_batch(calls) if number % 2 else [result for _, result in sorted(client.exec_stream(calls), key=lambda took: took[0])]

@@ -87,3 +87,16 @@ def test_it_ends_with_its_process(end: signal.Signals) -> None:
 def test_a_service_that_cannot_start_says_why() -> None:
     with pytest.raises(EmbeddedFailed, match="slots_per_sandboxes"):
         embedded({"default": {"slots_per_sandboxes": 2}})
+
+
+def test_the_only_pool_is_the_default_one_and_another_is_named() -> None:
+    small = {"slots_per_sandbox": 1, "min_sandboxes": 0, "max_sandboxes": 1}
+    with embedded({"mine": small}) as service, service.client() as client, client.lease(wait_s=30) as lease:
+        assert lease.info.pool == "mine"
+    with embedded({"mine": small, "other": small}, default_pool="other") as service, service.client() as client, client.lease(wait_s=30) as lease:
+        assert lease.info.pool == "other"
+
+
+def test_a_service_without_a_pool_is_refused() -> None:
+    with pytest.raises(ValueError, match="needs a pool"):
+        embedded({})

@@ -52,6 +52,7 @@ class TestLeases:
     def test_the_network_is_taken_away(self, sandbox: CommandLine, lease: str) -> None:
         assert sandbox.out("exec", lease, "--", "touch", "kept") == ""
         assert sandbox.out("narrow", "--no-network", lease) == f"{lease} now has no network\n"
+        assert sandbox.out("narrow", "--no-cache", lease) == f"{lease} now has no network, no cache\n"
         assert sandbox.out("exec", lease, "--", "bash", "-c", "ls; tail -n +3 /proc/net/dev | cut -d: -f1") == "kept\n    lo\n"
 
 
@@ -221,9 +222,11 @@ class TestRun:
         assert list((tmp_path / "tmp").iterdir()) == []
 
     def test_a_service_that_was_killed_is_none(self, alone: CommandLine, tmp_path: Path) -> None:
-        (tmp_path / "state" / "server.json").write_text(json.dumps({"url": "http://127.0.0.1:9", "pid": os.getpid()}))
+        left = tmp_path / "state" / "server.json"
+        left.write_text(json.dumps({"url": "http://127.0.0.1:9", "pid": os.getpid()}))
+        done = alone("run", "--", "true")
 
-        assert alone("run", "--", "true").returncode == 0
+        assert (done.returncode, done.stderr.decode()) == (0, f"the service that {left} names is gone; this command runs on one of its own\n")
 
 
 def test_a_standard_output_that_is_closed_is_no_traceback(sandbox: CommandLine) -> None:

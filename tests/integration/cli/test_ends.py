@@ -6,6 +6,7 @@ import os
 import select
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -100,6 +101,33 @@ def test_ctrl_c_ends_the_service_that_run_started(alone: CommandLine, tmp_path: 
         assert terminal.end() == 130
     assert "Traceback" not in terminal.text
     assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_a_second_ctrl_c_says_what_is_left_behind(alone: CommandLine) -> None:
+    held = (
+        "import os, signal; from env_client.cli.ending import ending_by_signal, leaving\n"
+        "with ending_by_signal(False), leaving('so'):\n"
+        "    try: os.kill(os.getpid(), signal.SIGINT)\n"
+        "    except KeyboardInterrupt: os.kill(os.getpid(), signal.SIGINT)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", held], env=alone.environ, capture_output=True, timeout=WAIT_S, check=False)
+
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"sandbox: so\n")
+
+
+@pytest.mark.parametrize("module", ["httpx", "rich", "typer"])
+@pytest.mark.parametrize("start", [["-m", "env_client.cli"], ["-c", "from env_client.cli import main; main()"]], ids=["module", "script"])
+def test_ctrl_c_while_it_still_loads_is_no_traceback(alone: CommandLine, start: list[str], module: str) -> None:
+    (alone.cwd / f"{module}.py").write_text("import sys\nprint('loading', flush=True)\nsys.stdin.read()\n")
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, *start, "leases"], env=alone.environ, cwd=alone.cwd, stdin=pipe, stdout=pipe, stderr=pipe) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"loading\n"
+        process.send_signal(signal.SIGINT)
+
+        assert process.wait(WAIT_S) == 130
+        assert process.stderr is not None
+        assert process.stderr.read() == b""
 
 
 def test_even_a_kill_ends_the_service_that_run_started(alone: CommandLine) -> None:

@@ -36,6 +36,24 @@ class TestApply:
         document = json.loads(sandbox.out("pool", "apply", "--json", pool, "-s", "max_sandboxes=1"))
         assert (document["created"], document["changed"], document["pool"]["name"]) == (False, [], pool)
 
+    def test_a_variable_is_text(self, sandbox: CommandLine, pool: str) -> None:
+        sandbox.out("pool", "apply", pool, "-s", "env_vars.N=5", "-s", "env_vars.T=true")
+
+        assert sandbox.json("pools", pool)["spec"]["env_vars"] == {"N": "5", "T": "true"}
+
+    def test_a_variable_of_a_file_that_is_no_text_says_so(self, sandbox: CommandLine, pool: str, tmp_path: Path) -> None:
+        (tmp_path / "p.yaml").write_text("env_vars: {N: 5}\n")
+        done = sandbox("pool", "apply", pool, "p.yaml")
+
+        assert done.returncode == 125
+        assert done.stderr.startswith(b"sandbox: env_vars.N: should be ")
+
+    def test_a_state_is_in_the_words_of_the_api(self, sandbox: CommandLine, pool: str) -> None:
+        told = sandbox.json("pools", pool)["state"]
+
+        assert told in sandbox.out("pools", pool).splitlines()[1].split()
+        assert sandbox.out("pools").splitlines()[1].split()[-1] == "ready"
+
     def test_a_file_is_the_whole_spec(self, sandbox: CommandLine, pool: str, tmp_path: Path) -> None:
         (tmp_path / "p.yaml").write_text("slots_per_sandbox: 1\nmin_sandboxes: 0\non_shutdown: destroy\n")
 
@@ -65,6 +83,10 @@ class TestApply:
         [
             ("slot_per_sandbox=3", "sandbox: a pool spec has no field 'slot_per_sandbox'\n  did you mean slots_per_sandbox?\n"),
             ("nomad.adress=x", "sandbox: a pool spec has no field 'nomad.adress'\n  did you mean nomad.address?\n"),
+            (
+                "idle_timeout_s=1e400",
+                "sandbox: --set idle_timeout_s=1e400: 1e400 is not a finite number\n  give a finite one; null is what some fields take for none\n",
+            ),
             (
                 "max_sandboxes=many",
                 "sandbox: max_sandboxes: should be a valid integer\n"
@@ -97,6 +119,16 @@ def test_a_pool_that_goes_is_seen_to_go(sandbox: CommandLine) -> None:
     assert (doctor.returncode, finding["state"]) == (0, "limited")
     assert finding["detail"].startswith("draining: the pool was deleted")
     sandbox.out("release", lease)
+
+
+def test_a_pool_without_a_sandbox_says_how_to_get_one_to_verify(sandbox: CommandLine, pool: str) -> None:
+    done = sandbox("pool", "verify", pool)
+
+    assert (done.returncode, done.stderr.decode()) == (
+        125,
+        "sandbox: pool 'walk' has no sandbox now, so no slot to verify\n"
+        "  one is made once a slot is asked for: `sandbox run --pool walk -- true`, and verify then\n",
+    )
 
 
 def test_a_verification_says_what_was_left_and_what_is_gone(sandbox: CommandLine) -> None:

@@ -39,6 +39,24 @@ def test_a_shell_line_as_one_word_gets_a_hint(words: list[str], is_line: bool) -
     assert command.hint(0) == command.hint(1) == command.hint(None) == ""
 
 
+@pytest.mark.parametrize(
+    ("words", "ended", "is_told"),
+    [
+        (["python3"], (0, 0), True),
+        (["/bin/bash"], (0, 0), True),
+        (["python3"], (0, 1), False),
+        (["python3"], (1, 0), False),
+        (["true"], (0, 0), False),
+        (["python3", "x.py"], (0, 0), False),
+    ],
+)
+def test_a_program_that_reads_its_input_is_told_that_a_terminal_is_none(words: list[str], ended: tuple[int, int], is_told: bool) -> None:
+    command = CommandLine(words, None, [])
+
+    assert ("a terminal is not read" in command.hint(*ended, on_terminal=True)) is is_told
+    assert command.hint(*ended) == ""
+
+
 @pytest.mark.parametrize(("cwd", "env"), [(os.fsdecode(b"\xff"), []), (None, [os.fsdecode(b"A=\xff")])])
 def test_what_is_no_text_is_named_and_not_shown(cwd: str | None, env: list[str]) -> None:
     with pytest.raises(Failure, match=r"--(cwd|env A) is not text in UTF-8$"):

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from env_client.cli import commands_leases, ending
 from env_client.cli.command_line import CommandLine
-from env_client.cli.commands_leases import _in_own_slot
-from env_client.cli.executing import conclude, execute
+from env_client.cli.commands_leases import LEFT, _in_own_slot
+from env_client.cli.executing import conclude, execute, unanswered
+from env_client.cli.failures import Failure
 from env_client.cli.screen import Screen
 from env_client.client import SandboxClient
-from env_client.errors import ConnectFailed, NoCapacity
+from env_client.errors import ConnectFailed, ConnectionLost, NoCapacity
 from env_client.values import Output, Reason, Result
 
 COMMAND = CommandLine(["true"], None, [])
@@ -89,3 +91,44 @@ def test_a_slot_that_cannot_be_given_back_costs_no_result(capsys: pytest.Capture
     assert "frees itself within five minutes: the service is gone" in capsys.readouterr().err
     with pytest.raises(NoCapacity):
         _in_own_slot(client, "full", {"run_id": "r"}, lambda lease_id: a_result(), Screen())
+
+
+def test_what_a_second_signal_says_is_known_while_a_slot_is_held() -> None:
+    client = cast(SandboxClient, SimpleNamespace(lease=lambda pool, **asked: nullcontext(SimpleNamespace(lease_id="l"))))
+    seen: list[str] = []
+
+    def work(lease_id: str) -> Result:
+        seen.extend(ending._left_behind)
+        return a_result()
+
+    _in_own_slot(client, None, {"run_id": "r"}, work, Screen())
+
+    assert (seen, ending._left_behind) == ([LEFT], [])
+
+
+def test_a_call_whose_end_did_not_come_can_be_asked_for() -> None:
+    failure = unanswered(ConnectionLost("cut"), "l-1", "c-1")
+
+    assert isinstance(failure, Failure)
+    assert (failure.sentence, failure.code, failure.document) == ("cut", "connection_lost", {"lease_id": "l-1", "call_id": "c-1"})
+    assert "GET /v1/leases/l-1/calls/c-1" in failure.next_step
+
+
+@pytest.mark.parametrize(("call_id", "extra"), [(None, {}), ("c-1", {"may_have_run": False})])
+def test_a_call_that_never_was_has_nothing_to_ask_for(call_id: str | None, extra: dict[str, bool]) -> None:
+    error = ConnectFailed("nobody", extra=extra)
+
+    assert unanswered(error, "l-1", call_id) is error
+
+
+def test_exec_names_the_call_that_it_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(*args: Any, **options: Any) -> Iterator[Output | Result]:
+        raise ConnectionLost(f"cut, call {options['call_id']}")
+
+    monkeypatch.setattr(commands_leases, "connected", lambda: nullcontext(SimpleNamespace(exec_events=lost)))
+    with pytest.raises(Failure) as caught:
+        commands_leases.exec_("l-1", ["true"], no_stdin=True)
+
+    assert caught.value.document is not None
+    assert caught.value.document["lease_id"] == "l-1"
+    assert caught.value.sentence == f"cut, call {caught.value.document['call_id']}"

@@ -11,7 +11,9 @@ import pytest
 from env_client import errors
 from env_client.cli.failures import NEXT_STEPS, Failure, correction, document_of, failure_of, failure_of_several
 
-RAISED = [found for _, found in inspect.getmembers(errors, inspect.isclass) if issubclass(found, errors.SandboxError) and found is not errors.SandboxError]
+#: `Unfinished` is between the parts of the client, and reaches nobody.
+_INSIDE = (errors.SandboxError, errors.Unfinished)
+RAISED = [found for _, found in inspect.getmembers(errors, inspect.isclass) if issubclass(found, errors.SandboxError) and found not in _INSIDE]
 
 
 @pytest.mark.parametrize("kind", RAISED)
@@ -76,3 +78,10 @@ def test_what_is_not_installed_is_named_with_how_to_get_it(missing: str) -> None
 
     assert (done.returncode, done.stdout) == (125, "")
     assert done.stderr == f"sandbox: the command line needs {missing}, which is not installed\n  in a clone of the repository: pip install '.[cli]'\n"
+
+
+@pytest.mark.parametrize(("address", "is_why"), [("http://h:1/v1", True), ("http://h:1/v1/", True), ("http://h:1", False), ("http://h:1/xv1", False)])
+def test_an_address_with_the_version_in_it_is_said_to_be_why(monkeypatch: pytest.MonkeyPatch, address: str, is_why: bool) -> None:
+    monkeypatch.setenv("SANDBOX_URL", address)
+
+    assert (failure_of(errors.RouteNotFound("no route")).next_step == "leave /v1 out of SANDBOX_URL, as in http://h:1") is is_why

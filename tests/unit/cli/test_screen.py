@@ -64,3 +64,11 @@ def test_a_note_is_said_where_there_is_one(capsys: pytest.CaptureFixture[str], t
     Screen(as_json=True).note("never")
 
     assert capsys.readouterr().err == (f"{text}\n" if text else "")
+
+
+def test_a_fact_goes_on_below_and_no_word_of_it_is_broken(capsys: pytest.CaptureFixture[str]) -> None:
+    screen = Screen()
+    screen._out.width = 30
+    screen.entry("state", "draining: see /a/path/that/is/longer/than/the/line for why", 7)
+
+    assert capsys.readouterr().out.splitlines() == ["state  draining: see", "       /a/path/that/is/longer/than/the/line", "       for why"]

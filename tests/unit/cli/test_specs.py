@@ -17,6 +17,27 @@ def test_fields_are_set_and_the_spec_itself_stays() -> None:
     assert SPEC["nomad"] == {"address": "a", "driver": "docker"}
 
 
+@pytest.mark.parametrize(
+    ("change", "variables"),
+    [
+        ("env_vars.N=5", {"N": "5"}),
+        ("env_vars.N=true", {"N": "true"}),
+        ("env_vars.N=1e400", {"N": "1e400"}),
+        ('env_vars.N="5"', {"N": "5"}),
+        ("env_vars.a.b=c", {"a.b": "c"}),
+        ('env_vars={"N": 5, "T": true, "S": "s"}', {"N": "5", "T": "true", "S": "s"}),
+    ],
+)
+def test_a_variable_is_text_whatever_it_looks_like(change: str, variables: dict[str, str]) -> None:
+    assert changed_by(SPEC, [change])["env_vars"] == variables
+
+
+@pytest.mark.parametrize("number", ["1e400", "-1e400", "NaN", "Infinity"])
+def test_a_number_that_is_not_finite_says_so(number: str) -> None:
+    with pytest.raises(Failure, match=f"--set idle_timeout_s={number}: .* is not a finite number"):
+        changed_by(SPEC, [f"idle_timeout_s={number}"])
+
+
 @pytest.mark.parametrize("change", ["x", "=1", ".a=1", "a.=1", "max_sandboxes.a=1"])
 def test_what_sets_nothing_is_refused(change: str) -> None:
     with pytest.raises(Failure, match="--set"):
@@ -52,6 +73,10 @@ def test_a_field_that_is_none_has_its_nearest_named(field: str, next_step: str) 
     assert (failure.sentence, failure.next_step) == (f"a pool spec has no field {field!r}", next_step)
 
 
-@pytest.mark.parametrize("field", ["max_sandboxes", "nomad.driver", "max_sandboxes.x", ""])
+@pytest.mark.parametrize("field", ["max_sandboxes", "nomad.driver", "max_sandboxes.x", "env_vars.N", ""])
 def test_a_field_that_there_is_has_something_else_wrong(field: str) -> None:
-    assert unknown_field(field, SPEC) is None or field == ""
+    assert unknown_field(field, SPEC) is None
+
+
+def test_where_no_pool_shows_the_fields_none_are_named() -> None:
+    assert unknown_field("zzz", {}) is None

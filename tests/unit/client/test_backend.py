@@ -129,3 +129,62 @@ async def test_what_went_wrong_first_is_what_is_raised(script: Script) -> None:
         async with backend(script):
             raise LookupError("the environment's own")
     assert "could not be released" in caught.value.__notes__[0]
+
+
+async def test_a_backend_that_has_ended_refuses(script: Script) -> None:
+    script.steps = [granted(a_lease("l-1")), RELEASED]
+    async with backend(script) as held:
+        slot = await held.acquire("t-1")
+    await held.close()
+
+    with pytest.raises(errors.ClientClosed, match="r-1 is closed"):
+        await held.acquire("t-2")
+    with pytest.raises(errors.ClientClosed):
+        await held.execute(slot, "bash", {"command": "ls"})
+    assert len(script.requests) == 2
+
+
+async def test_a_call_that_a_stop_cut_off_is_run_by_the_next_service(script: Script) -> None:
+    def stopped(request: httpx.Request) -> httpx.Response:
+        call = json.loads(request.content)["calls"][0]
+        one = a_result(call["call_id"], success=False, reason="backend_error", fault="infra", metadata={"stopping": True})
+        return httpx.Response(200, content=json.dumps(one).encode() + b"\n")
+
+    script.steps = [granted(a_lease("l-1")), stopped, ran, RELEASED]
+    patient = RetryPolicy(base_s=0.001)
+    async with RemoteToolBackend(URL, "s3cret", run_id="r-1", retry=patient, transport=ScriptedTransport(script)) as held:
+        slot = await held.acquire("t-1")
+        result = await held.execute(slot, "bash", {"command": "ls"})
+
+    _, first, second, _ = script.bodies()
+    assert (result.success, result.output) == (True, "ls")
+    assert first == second
+
+
+async def test_slots_that_come_while_the_backend_ends_are_given_back(script: Script) -> None:
+    held = backend(script)
+
+    def late(request: httpx.Request) -> httpx.Response:
+        held._ended = True  # as `close` does before it releases the run
+        return granted(a_lease("l-1"))
+
+    script.steps = [late, RELEASED]
+    with pytest.raises(errors.ClientClosed, match="given back"):
+        await held.acquire("t-1")
+    await held.client.aclose()
+
+    assert script.bodies()[1] == {"lease_ids": ["l-1"], "reset_workspace": True}
+
+
+async def test_slots_that_come_after_the_end_are_not_renewed(script: Script) -> None:
+    held = backend(script)
+
+    def late(request: httpx.Request) -> httpx.Response:
+        held.client._sender.core.contact.closed = True
+        return granted(a_lease("l-1"))
+
+    script.steps = [late]
+    with pytest.raises(errors.ClientClosed):
+        await held.acquire("t-1")
+
+    assert held.client._heartbeat._book.next_due_s() is None

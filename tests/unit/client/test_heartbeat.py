@@ -104,6 +104,34 @@ class TestBook:
         assert (holder.heard, book.next_due_s()) == ([], None)
 
 
+@pytest.mark.parametrize(("error", "warnings"), [(ConnectFailed(), 0), (SandboxError("refused"), 2)])
+def test_renewals_that_fail_are_told_once_until_one_succeeds(error: SandboxError, warnings: int, caplog: pytest.LogCaptureFixture) -> None:
+    book = HeartbeatBook()
+    book.add(Holder(), 300, 0)
+    for _ in range(2):
+        for now_s in (100, 105, 110):
+            for beat in book.due(now_s):
+                book.failed(beat, error)
+        book.told(renewed("l-1"), 0)
+
+    assert [record.levelname for record in caplog.records].count("WARNING") == warnings
+
+
+async def test_a_service_that_is_away_is_told_once_for_all_that_ask(
+    core: Sender, script: Script, fake_time: FakeTime, caplog: pytest.LogCaptureFixture
+) -> None:
+    heartbeat = AsyncHeartbeat(AsyncSender(core, httpx.MockTransport(script)), fake_time.clock)
+    script.steps = [*[httpx.ConnectError("refused")] * 3, httpx.Response(200, json={"leases": [a_lease()], "lost": []})]
+    heartbeat.add(Holder(), 300)
+    for wait_s in (100, 5, 5, 5):
+        fake_time.now_s += wait_s
+        await heartbeat.beat()
+    await heartbeat.aclose()
+
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [line.partition(",")[0] for line in told] == [f"no answer from {URL}", f"{URL} answers again after 15.0 s"]
+
+
 @pytest.fixture
 def core(fake_time: FakeTime) -> Sender:
     return Sender(Endpoint(URL, None), RetryPolicy(total_s=0), clock=fake_time.clock)

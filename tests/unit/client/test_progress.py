@@ -27,7 +27,16 @@ def streamed(*chunks: bytes) -> httpx.Response:
     return httpx.Response(200, content=b"".join(chunks), headers={"content-type": "text/event-stream"})
 
 
-def exec_events(verbs: Any, **options: Any) -> list[Output | Result]:
+STOPPED: dict[str, Any] = {
+    "success": False,
+    "exit_code": None,
+    "reason": "backend_error",
+    "fault": "infra",
+    "metadata": {"stopping": True, "may_have_run": True},
+}
+
+
+def exec_events(verbs: Any, **options: Any) -> list[Any]:
     return list(verbs.exec_events("l-1", "bash", {"command": "ls"}, call_id="c-1", **options))
 
 
@@ -72,9 +81,18 @@ class TestExecEvents:
 
     def test_exact_bytes_come_as_base64(self, verbs: Any, script: Script) -> None:
         coded = base64.b64encode(b"\xff\x00").decode()
-        script.steps = [streamed(output(coded, 2), output("text", 6, encoding="utf-8"), result())]
+        script.steps = [streamed(output(coded, 2, encoding="base64"), output("text", 6, encoding="utf-8"), output("late", 10), result())]
 
-        assert [piece.data for piece in exec_events(verbs, encoding="base64")[:-1]] == [b"\xff\x00", b"text"]
+        assert [piece.data for piece in exec_events(verbs, encoding="base64")[:-1]] == [b"\xff\x00", b"text", b"late"]
+
+    @pytest.mark.parametrize("coded", ["nonsense!", "ä", "YQ"])
+    def test_what_is_not_the_base64_it_says_is_a_bad_answer(self, verbs: Any, script: Script, coded: str) -> None:
+        script.steps = [streamed(output(coded, 2, encoding="base64"))]
+
+        with pytest.raises(errors.BadAnswer, match="base64"):
+            exec_events(verbs, encoding="base64")
+        with pytest.raises(errors.BadAnswer, match="base64"):
+            Result(call_id="c", lease_id="l", success=True, reason="exit", fault="none", output=coded, encoding="base64").raw_output()
 
     @pytest.mark.parametrize("block", [b"event: output\ndata: {}\n\n", b'event: output\ndata: {"data": "a"}\n\n', b"id: 1\nevent: output\ndata: nonsense\n\n"])
     def test_an_event_of_another_shape_is_a_bad_answer(self, verbs: Any, script: Script, block: bytes) -> None:
@@ -94,7 +112,23 @@ class TestExecEvents:
 
         with pytest.raises(errors.ConnectFailed):
             exec_events(verbs, timeout_s=10)
-        assert 70 < sum(fake_time.slept_s) < 80
+        assert 50 < sum(fake_time.slept_s) < 60
+
+    def test_a_service_that_stops_is_asked_for_the_same_call(self, verbs: Any, script: Script) -> None:
+        script.steps = [streamed(output("abc", 3), result(**STOPPED)), httpx.ConnectError("refused"), streamed(output("d", 4), result())]
+
+        *pieces, last = exec_events(verbs)
+
+        assert (b"".join(piece.data for piece in pieces), last.success) == (b"abcd", True)
+        assert [(request.method, request.headers.get("last-event-id")) for request in script.requests] == [("POST", None), ("POST", "3"), ("POST", "3")]
+        assert script.bodies()[0] == script.bodies()[2]
+
+    def test_a_service_that_stops_for_good_has_said_the_last_word(self, verbs: Any, script: Script) -> None:
+        script.steps = [streamed(output("abc", 3), result(**STOPPED)), httpx.ConnectError("refused")]
+
+        _, last = exec_events(verbs)
+
+        assert (last.reason, last.metadata["may_have_run"]) == ("backend_error", True)
 
 
 class TestCallOutput:

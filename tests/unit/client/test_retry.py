@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from env_client import errors
-from env_client.retry import RetryPolicy, may_retry, next_delay_s
+from env_client.retry import RetryPolicy, Unfinished, may_retry, next_delay_s
 
 POLICY = RetryPolicy(total_s=60.0, base_s=0.1, cap_s=5.0)
 
@@ -29,6 +29,11 @@ POLICY = RetryPolicy(total_s=60.0, base_s=0.1, cap_s=5.0)
         (errors.StorageUnavailable(status=503), False, False),
         (errors.NoCapacity(status=503), True, False),
         (errors.Draining(status=503), True, False),
+        (errors.Draining(status=503, extra={"stopping": True}), True, True),
+        (errors.Draining(status=503, extra={"stopping": True}), False, False),
+        (Unfinished(), True, True),
+        (Unfinished(), False, False),
+        (errors.ClientClosed(), True, False),
         (errors.QuotaExceeded(status=429), True, False),
         (errors.QuotaExceeded(status=429, extra={"limit": "max_running_calls"}), True, True),
         (errors.QuotaExceeded(status=429, extra={"limit": "max_running_calls"}), False, False),

@@ -20,7 +20,7 @@ PACKAGE = Path(env_client.__file__).parent
 
 EXPORTED = [
     "AcquireOptions", "Acquired", "AsyncLease", "AsyncSandboxClient", "BackendUnavailable", "BadAnswer", "Call", "CallConflict", "CallNotFound",
-    "CallOptions", "CallStatus", "ConnectFailed", "ConnectionLost", "Draining", "EmbeddedFailed", "EmbeddedService", "Endpoint", "Event",
+    "CallOptions", "CallStatus", "ClientClosed", "ConnectFailed", "ConnectionLost", "Draining", "EmbeddedFailed", "EmbeddedService", "Endpoint", "Event",
     "ExecutionResult", "Fault", "FileEntry", "FileError", "FileNotFound", "Forbidden", "InternalError", "InvalidRequest", "Lease", "LeaseInfo",
     "LeaseLost", "LeaseNotFound", "LeasePage", "MethodNotAllowed", "NoCapacity", "NotImplementedYet", "Output", "Page", "PayloadTooLarge", "PoolChange",
     "PoolConflict", "PoolInfo", "PoolNotFound", "QuotaExceeded", "Readiness", "Reason", "Released", "RemoteToolBackend", "Renewed", "Result",

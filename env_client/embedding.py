@@ -32,17 +32,22 @@ class ClientOptions(TypedDict, total=False):
     max_connections: int | None
 
 
-def embedded(pools: Mapping[str, Mapping[str, Any]] | None = None, *, start_s: float = START_S) -> EmbeddedService:
+def embedded(pools: Mapping[str, Mapping[str, Any]] | None = None, *, default_pool: str | None = None, start_s: float = START_S) -> EmbeddedService:
     """Start a service of one's own on this machine: `with embedded() as service, service.client() as client: …`.
 
     Args:
         pools: pool specs by name, as in the settings file; default one pool `default`. Their sandboxes end with the service.
+        default_pool: which of them an acquire that names none is for; default the only one, else `default`.
         start_s: how long it may take to listen, in seconds.
 
     Raises:
         EmbeddedFailed: it did not start; the detail has its own last words.
+        ValueError: `pools` is empty.
     """
-    return EmbeddedService(pools, start_s)
+    if pools is not None and not pools:
+        raise ValueError("a service of one's own needs a pool: leave pools out for one named 'default', or name at least one")
+    specs = {"default": {}} if pools is None else pools
+    return EmbeddedService(specs, default_pool or (next(iter(specs)) if len(specs) == 1 else "default"), start_s)
 
 
 class EmbeddedService:
@@ -51,12 +56,12 @@ class EmbeddedService:
     Its `url`, its `token`, and the `state_dir` that goes with it.
     """
 
-    def __init__(self, pools: Mapping[str, Mapping[str, Any]] | None, start_s: float) -> None:
+    def __init__(self, pools: Mapping[str, Mapping[str, Any]], default_pool: str, start_s: float) -> None:
         self.state_dir = Path(tempfile.mkdtemp(prefix="sandbox-pool-"))
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  closed in `close`, as the rest
         ready, announce = os.pipe()
         try:
-            self._process = self._start(pools, announce)
+            self._process = self._start(pools, default_pool, announce)
         finally:
             os.close(announce)
         try:
@@ -100,12 +105,12 @@ class EmbeddedService:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         self.close()
 
-    def _start(self, pools: Mapping[str, Mapping[str, Any]] | None, announce: int) -> subprocess.Popen[bytes]:
+    def _start(self, pools: Mapping[str, Mapping[str, Any]], default_pool: str, announce: int) -> subprocess.Popen[bytes]:
         environ = {name: value for name, value in os.environ.items() if not name.startswith("SANDBOX_") or name.startswith("SANDBOX_LOG_")}
         environ["SANDBOX_STATE_DIR"] = str(self.state_dir)
         config = self.state_dir / "pools.yaml"
-        specs = {"default": {}} if pools is None else pools
-        config.write_text(json.dumps({"pools": {name: {**spec, "on_shutdown": "destroy"} for name, spec in specs.items()}}))  # JSON is YAML
+        specs = {name: {**spec, "on_shutdown": "destroy"} for name, spec in pools.items()}
+        config.write_text(json.dumps({"pools": specs, "default_pool": default_pool}))  # JSON is YAML
         environ["SANDBOX_CONFIG"] = str(config)
         serve = [sys.executable, "-m", "sandbox_server", "serve", "--host", "127.0.0.1", "--port", "0"]
         return subprocess.Popen(

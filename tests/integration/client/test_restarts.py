@@ -1,0 +1,117 @@
+"""A service that is stopped, or killed, and started again in the middle of a call: its caller notices nothing. Both clients, a real service."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from env_client import Output, RemoteToolBackend, Result, SandboxClient
+from tests.support.service import SMALL_POOL, Service, clean_environ, end_sandboxes_left, listening_url, short_folder, wait_until_ready
+
+#: Begins, waits until it is let go, and ends; `ran` has a line each time it has run. Its last bytes are no text.
+COMMAND = r"printf 'begun\n'; echo ran >> ran; while [ ! -e go ]; do sleep 0.05; done; printf 'done\n\377'"
+
+
+class Restarting:
+    """A service on one port and one state folder, in one life after the other."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        config = {"pools": {"default": {**SMALL_POOL, "on_shutdown": "keep"}}}
+        (folder / "config.yaml").write_text(json.dumps(config), encoding="utf-8")
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self._port = free.getsockname()[1]
+        self.service = self._start()
+
+    def again(self, how: signal.Signals) -> None:
+        """End this life, and begin the next."""
+        self.end(how)
+        self.service = self._start()
+
+    def end(self, how: signal.Signals) -> None:
+        """End this life."""
+        self.service.process.send_signal(how)
+        self.service.process.wait(30)
+
+    def _start(self) -> Service:
+        state_dir, log_path = self._folder / "state", self._folder / "log"
+        environ = clean_environ({"SANDBOX_CONFIG": str(self._folder / "config.yaml"), "SANDBOX_STATE_DIR": str(state_dir)})
+        read_end, write_end = os.pipe()
+        command = [sys.executable, "-m", "sandbox_server", "serve", "--host", "127.0.0.1", "--port", str(self._port), "--ready-fd", str(write_end)]
+        with log_path.open("ab") as log, open(read_end, "rb") as ready:
+            process = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[write_end])
+            os.close(write_end)
+            service = Service(url="", state_dir=state_dir, process=process, log_path=log_path)
+            service.url = listening_url(service, ready)
+        wait_until_ready(service)
+        return service
+
+
+@pytest.fixture
+def restarting() -> Iterator[Restarting]:
+    with short_folder() as folder:
+        made = Restarting(folder)
+        try:
+            yield made
+        finally:
+            made.end(signal.SIGKILL)
+            end_sandboxes_left(made.service.state_dir)
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("encoding", ["base64", "utf-8"])
+def test_a_call_outlives_its_service(restarting: Restarting, how: signal.Signals, encoding: str) -> None:
+    service, begun = restarting.service, threading.Event()
+    with SandboxClient(service.url, service.token) as client, client.lease(wait_s=30) as lease, ThreadPoolExecutor(2) as threads:
+
+        def follow() -> list[Output | Result]:
+            items = []
+            for item in lease.exec_events("bash", {"command": COMMAND}, encoding=encoding, call_id="followed"):
+                items.append(item)
+                begun.set()
+            return items
+
+        following = threads.submit(follow)
+        assert begun.wait(30)
+        asking = threads.submit(lease.exec, "bash", {"command": COMMAND}, encoding=encoding, call_id="followed")
+        restarting.again(how)
+        lease.put_file("go", b"")
+        *pieces, last = following.result(60)
+        result = asking.result(60)
+        ran = lease.get_file("ran")
+
+    whole = b"begun\ndone\n\xff" if encoding == "base64" else "begun\ndone\n\N{REPLACEMENT CHARACTER}".encode()
+    assert isinstance(last, Result)
+    assert (last.success, last.reason, ran) == (True, "exit", b"ran\n")
+    assert b"".join(piece.data for piece in pieces if isinstance(piece, Output)) == whole
+    assert (result.success, result.raw_output()) == (True, whole)
+
+
+async def test_the_slots_of_an_environment_outlive_their_service(restarting: Restarting) -> None:
+    service = restarting.service
+    async with RemoteToolBackend(service.url, service.token, acquire_timeout_s=30) as backend:
+        slot = await backend.acquire("t-1")
+        calls: list[tuple[Any, str, dict[str, Any]]] = [(slot, "bash", {"command": COMMAND}), (slot, "bash", {"command": "echo after"})]
+        running = asyncio.create_task(backend.execute_batch(calls))
+        async with asyncio.timeout(30):
+            while "ran" not in [entry.path.rpartition("/")[2] for entry in await backend.list_artifacts(slot)]:
+                await asyncio.sleep(0.02)  # what a command writes has no event
+        await asyncio.to_thread(restarting.again, signal.SIGTERM)
+        await slot.lease.put_file("go", b"")
+        async with asyncio.timeout(60):
+            first, second = await running
+        ran = await backend.read_artifact(slot, "ran")
+
+    assert (first.success, second.output, ran) == (True, "after\n", b"ran\n")
