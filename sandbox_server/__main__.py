@@ -125,6 +125,10 @@ def serve(settings: Settings, options: ServeOptions) -> int:
     Returns:
         The exit status.
     """
+    # A parent has made the folder for it, and may have put the settings there.
+    if options.ephemeral and options.parent_pid is None and settings.state_dir.is_dir() and any(settings.state_dir.iterdir()):
+        print(f"state folder {settings.state_dir}: --ephemeral removes it at the end, and it is not empty: name another in SANDBOX_STATE_DIR", file=sys.stderr)
+        return WRONG_SETTINGS
     try:
         StateDir.open(settings.state_dir).close()
     except StateDirError as error:
@@ -198,7 +202,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     serving.add_argument("--port", type=_port, default=DEFAULT_PORT, help="the port to listen on; 0 takes a free one (default %(default)s)")
     serving.add_argument("--ready-fd", type=int, default=None, metavar="FD", help="write a line of JSON with the url there once it listens")
     serving.add_argument("--exit-with-parent", action="store_true", help="stop when the process that started this one ends, or standard input does")
-    serving.add_argument("--ephemeral", action="store_true", help="remove the state folder at the end")
+    serving.add_argument("--ephemeral", action="store_true", help="remove the state folder at the end, and every sandbox; it must be new or empty")
     commands.add_parser("check-config", help="say whether the service could start with these settings")
     commands.add_parser("print-config", help="print every setting as it is in force, and where it came from")
     return parser.parse_args(argv)

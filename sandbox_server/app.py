@@ -99,6 +99,7 @@ class Application:
         self._announced = announced
         self._front = build_api()
         self._running: Running | None = None
+        self._has_tenants = False
         self._stopping: asyncio.Task[None] | None = None
         self._signals: Signals | None = None
 
@@ -125,6 +126,7 @@ class Application:
             await send({"type": "lifespan.startup.failed", "message": str(error)})
             return
         self._front.service = running.service
+        self._has_tenants = bool(running.settings.tenants)
         signals = self._signals = Signals(self._stop, self._reload_tenants)
         signals.install()
         if not self._announced:
@@ -149,10 +151,14 @@ class Application:
         assert self._running is not None
         try:
             settings = self._load()
+            if not settings.tenants and self._has_tenants:
+                file = settings.config_path or "the environment"
+                raise SettingsError(f"{file} names no tenants any more, and no token would be let in: name one, or restart the service to have its own token")
             self._running.service.tenants.replace(_tenants(settings, self._running.state_dir))
         except (SettingsError, StateDirError) as error:
             log.error("the tenants are left as they were: %s", error)
         else:
+            self._has_tenants = bool(settings.tenants)
             self._running.service.dispatcher.turns.look_again()
             log.info("the tenants have been read again")
 

@@ -248,7 +248,8 @@ def read_file(path: Path) -> SettingsFile:
     except OSError as error:
         raise SettingsError(f"settings file {path}: cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise SettingsError(f"settings file {path}: is no YAML: {' '.join(str(error).split())}") from None
+        said = " ".join(str(error).split()).replace('in "<unicode string>", ', "at ")
+        raise SettingsError(f"settings file {path}: is no YAML: {said}") from None
     if content is None:
         content = {}
     if not isinstance(content, dict):

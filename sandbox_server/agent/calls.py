@@ -41,6 +41,7 @@ class Spec:
     no_output_timeout_s: float | None
     output_limit_bytes: int
     separate_streams: bool
+    encoding: str = "utf-8"  # of no use here: whoever asks after the call is told in which one its caller wants it
 
 
 def parse_spec(meta: Mapping[str, Any]) -> Spec:
@@ -63,8 +64,9 @@ def parse_spec(meta: Mapping[str, Any]) -> Spec:
     if timeout_s is None:
         raise InvalidArgs("timeout_s is missing")
     return Spec(
-        call_id, tool, args, timeout_s, _seconds("no_output_timeout_s", meta.get("no_output_timeout_s")), limit, bool(meta.get("separate_streams", False))
-    )
+        call_id, tool, args, timeout_s, _seconds("no_output_timeout_s", meta.get("no_output_timeout_s")), limit, bool(meta.get("separate_streams", False)),
+        "base64" if meta.get("encoding") == "base64" else "utf-8",
+    )  # fmt: skip
 
 
 def _seconds(name: str, value: Any) -> float | None:
@@ -328,7 +330,7 @@ class Call:
         outputs: list[Kept] = [sink.finish() for sink in self.sinks]
         verdict = self.verdict = Verdict(
             self.spec.call_id, reason, exit_code, error, self.started_at, self.loop.time() - self._started, self._cpu_s, self._max_rss_bytes, tool_ok,
-            metadata if metadata is not None else {}, outputs,
+            metadata if metadata is not None else {}, outputs, self.spec.encoding,
         )  # fmt: skip
         self._slot.live.discard(self)
         self._slot.journal.end(self.spec.call_id, verdict)

@@ -29,6 +29,7 @@ class Verdict:
     tool_ok: bool
     metadata: dict[str, Any]
     outputs: Sequence[Kept]
+    encoding: str = "utf-8"
 
     def item(self) -> tuple[dict[str, Any], bytes]:
         """The verdict as the service gets it: a JSON object, and the output beside it."""
@@ -43,6 +44,7 @@ class Verdict:
             "error": self.error,
             "output_bytes": sum(kept.total for kept in self.outputs),
             "truncated": any(kept.truncated for kept in self.outputs),
+            "encoding": self.encoding,
             "started_at": self.started_at,
             "duration_s": self.duration_s,
             "cpu_s": self.cpu_s,

@@ -195,7 +195,7 @@ async def call_status(stream: Stream, slot: Slot, call_id: Any) -> None:
     """Whether a call runs, or its verdict."""
     found = slot.find_call(call_id)
     if isinstance(found, Call):
-        stream.end({"state": "running", "output_bytes": found.output_bytes, "started_at": found.started_at})
+        stream.end({"state": "running", "output_bytes": found.output_bytes, "started_at": found.started_at, "encoding": found.spec.encoding})
     else:
         stream.send_item(*found.item())
         stream.end({"state": "done"})

@@ -65,7 +65,7 @@ async def one_result(result: Result) -> AsyncGenerator[bytes, None]:
 
 async def call_events(records: CallRecords, tenant: str, lease_id: str, call_id: str, offset: int) -> AsyncGenerator[bytes, None]:
     """The events of a call that the lease has, from an offset on."""
-    text = Text(records.encoding(lease_id, call_id), offset)
+    text = Text(await records.encoding(tenant, lease_id, call_id), offset)
     async with aclosing(records.follow(tenant, lease_id, call_id, offset)) as found:
         async for event in found:
             if isinstance(event, Chunk):

@@ -15,7 +15,7 @@ from sandbox_server.api.limits import Limits, too_many
 from sandbox_server.api.problems import Problem, problem_of
 from sandbox_server.api.service import CALLER_KEY, SERVICE_KEY, Caller, Service
 from sandbox_server.api.tenants import Tenant
-from sandbox_server.core.errors import Draining, Internal, NotImplementedHere, PoolServiceError, RouteNotFound, Unauthorized
+from sandbox_server.core.errors import Internal, NotImplementedHere, PoolServiceError, RouteNotFound, Stopping, Unauthorized
 from sandbox_server.telemetry import request_fields
 
 log = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class Front:
             if not service.stopping.done():
                 raise
             task.uncancel()
-            await answer_error(exchange, receive, Draining("the service is stopping: ask again once it is back", retry_after_s=5))
+            await answer_error(exchange, receive, Stopping())
         except Exception:  # the edge of a request: a bug costs this request its answer, and nobody else anything
             log.exception("a request failed", extra={"method": scope["method"], "path": scope["path"]})
             await answer_error(exchange, receive, Internal())

@@ -207,6 +207,8 @@ WORDS = {
     "a valid dictionary": "an object",
     "a valid string": "a text",
     "a valid boolean": "true or false",
+    "be False": "be false",
+    "be True": "be true",
 }
 """What pydantic says, and how it is said to people who write JSON."""
 

@@ -11,7 +11,7 @@ from starlette.requests import Request
 
 from sandbox_server.api.limits import Limits
 from sandbox_server.api.tenants import Tenant, Tenants
-from sandbox_server.core.errors import Draining, Forbidden, PoolServiceError
+from sandbox_server.core.errors import Forbidden, PoolServiceError, Stopping
 from sandbox_server.core.types import Acquired, AcquireRequest, Lease, PoolSpec, PoolView, SandboxView
 from sandbox_server.dispatch.dispatch import Dispatcher
 from sandbox_server.dispatch.files import SlotFiles
@@ -94,10 +94,10 @@ class Service:
         """Refuse new work of a service that is going away.
 
         Raises:
-            Draining: it has been told to stop.
+            Stopping: it has been told to stop.
         """
         if self.stopping.done():
-            raise Draining("the service is stopping: try again in a moment", retry_after_s=5)
+            raise Stopping
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -34,6 +34,7 @@ class Tenant:
 
 
 FORMER = Tenant(name="")
+HOW = "send `Authorization: Bearer TOKEN`"
 
 
 def _digest(token: bytes) -> bytes:
@@ -92,10 +93,10 @@ class Tenants:
         if self._open_door:
             return self._all[0]
         if authorization is None:
-            raise Unauthorized
+            raise Unauthorized(f"the request carries no token: {HOW}")
         scheme, _, token = authorization.partition(b" ")
         if scheme.lower() != b"bearer" or not token.strip():
-            raise Unauthorized("the Authorization header is not of the form `Bearer TOKEN`")
+            raise Unauthorized(f"the Authorization header carries no token: {HOW}")
         return self.of_token(token.strip())
 
     def of_token(self, token: bytes) -> Tenant:

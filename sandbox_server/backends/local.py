@@ -74,6 +74,7 @@ class LocalBackend:
         """
         if spec.dedicated:
             raise CreateFailed("the local backend has no dedicated sandboxes: they need an image of their own", hopeless=True)
+        await asyncio.to_thread(_check_exposed, spec.local.expose)
         folder = self._folder / sandbox_id
         handle = Handle(backend=self.name, pool=pool, owner=self._owner, sandbox_id=sandbox_id, token=secrets.token_urlsafe(32))
         try:
@@ -181,6 +182,19 @@ class LocalBackend:
 
     async def close(self) -> None:
         """There is nothing to let go of: agents are in sessions of their own."""
+
+
+def _check_exposed(paths: Sequence[str]) -> None:
+    """See that what slots are to see is there: else no slot could be walled off with it, and a weaker isolation would be taken for the best there is.
+
+    Raises:
+        CreateFailed: one is not.
+    """
+    for path in paths:
+        if not os.path.isabs(path):
+            raise CreateFailed(f"local.expose: {path!r} is no absolute path: correct the pool's spec", hopeless=True)
+        if not os.path.exists(path):
+            raise CreateFailed(f"local.expose: {path!r} is not there: make it, or take it out of the pool's spec", hopeless=True)
 
 
 def _socket_path(folder: Path) -> tuple[Path, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The one error tree. A class a code of the HTTP contract; the docstring is the default message.
+"""The one error tree. A class a code of the HTTP contract (`Stopping` has that of `Draining`); the docstring is the default message.
 
     PoolServiceError
     ├── Unauthorized, Forbidden
@@ -9,7 +9,9 @@
     │   └── SandboxLost
     ├── PayloadTooLarge, InvalidRequest, QuotaExceeded
     ├── Internal, NotImplementedHere
-    └── NoCapacity, Draining, BackendUnavailable, StorageUnavailable
+    ├── NoCapacity, BackendUnavailable, StorageUnavailable
+    └── Draining
+        └── Stopping
 
 Which HTTP status a code has is known to `api/problems.py` alone.
 """
@@ -159,6 +161,13 @@ class Draining(PoolServiceError):
     """The pool or the service is draining and gives no new leases."""
 
     code = "draining"
+
+
+class Stopping(Draining):
+    """The service is stopping: ask again when it is back."""
+
+    def __init__(self, detail: str | None = None) -> None:
+        super().__init__(detail, stopping=True, retry_after_s=5)
 
 
 class BackendUnavailable(PoolServiceError):

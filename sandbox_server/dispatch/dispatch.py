@@ -13,11 +13,11 @@ from sandbox_server.core.execution import Reason, Result, ToolCall
 from sandbox_server.dispatch.batch import Batch
 from sandbox_server.dispatch.doubts import Doubts
 from sandbox_server.dispatch.flights import Flights
-from sandbox_server.dispatch.lease_run import Job, LeaseRun, Verdicts, record, recorded, timed
-from sandbox_server.dispatch.records import refused_call
+from sandbox_server.dispatch.lease_run import Job, LeaseRun, Verdicts, recorded, timed
+from sandbox_server.dispatch.records import found_result, refused_call
 from sandbox_server.dispatch.seams import Route, Routes, slot_meta
 from sandbox_server.dispatch.turns import Turns
-from sandbox_server.dispatch.verdicts import agent_result, own_result
+from sandbox_server.dispatch.verdicts import identity_of, own_result
 from sandbox_server.link.agent_link import AgentStream
 from sandbox_server.link.errors import AgentRefused, LinkLost
 from sandbox_server.telemetry import Telemetry
@@ -229,17 +229,26 @@ class Dispatcher:
             # It may have begun just then.
             if not await self._cancel_at_agent(route, lease_id, call_id):
                 raise CallNotFound(f"lease {lease_id} has no call {call_id}")
-        call = ToolCall(call_id=call_id, lease_id=lease_id, tool="", args={})
         async with route.link.stream(slot_meta(route, "call_status", call_id=call_id)) as stream:
-            result, status = await _result_and_end(stream, call)
+            result, status = await self._result_and_end(stream, lease_id, call_id)
         if result is not None:
             return result
         offset = status.get("output_bytes")
         async with route.link.stream(slot_meta(route, "attach", call_id=call_id, offset=offset if isinstance(offset, int) else 0)) as stream:
-            result, _ = await _result_and_end(stream, call)
+            result, _ = await self._result_and_end(stream, lease_id, call_id)
         if result is None:
             raise BackendUnavailable("the agent ended the exchange without a result")
         return result
+
+    async def _result_and_end(self, stream: AgentStream, lease_id: str, call_id: str) -> tuple[Result | None, dict[str, object]]:
+        stream.end()
+        result = None
+        async for event in stream:
+            if isinstance(event, wire.Item):
+                result = found_result(self._verdicts, self.flights, lease_id, call_id, event)
+            elif isinstance(event, wire.Ended):
+                return result, dict(event.meta)
+        return result, {}
 
     async def _cancel_at_agent(self, route: Route, lease_id: str, call_id: str) -> bool:
         """Whether the agent knows the call; it ends it then."""
@@ -247,14 +256,21 @@ class Dispatcher:
         return answer.get("found") is True
 
     async def _cancel_held(self, tenant: str, call: ToolCall) -> Result:
-        """On record first: whoever has asked for the call, or will, finds it there before its agent is asked."""
+        """On record first: whoever has asked for the call, or will, finds it there before its agent is asked.
+
+        Raises:
+            StorageUnavailable: it may not be found there by a later life, and no agent's journal has it.
+        """
         result = self.stamped(own_result(call, Reason.CANCELLED, "the caller cancelled it before it began"))
-        await record(self._verdicts, call, result)
-        self.turns.wake(tenant, (call.lease_id, call.call_id))
+        self._verdicts.record_verdict(call.lease_id, call.call_id, identity_of(call), result)
+        try:
+            await self._verdicts.flush()
+        finally:
+            self.turns.wake(tenant, (call.lease_id, call.call_id))
         return result
 
     async def stop(self) -> None:
-        """End every call that still runs here; each gets `backend_error`, and may have run."""
+        """End every call that still runs here; each gets `backend_error` with `stopping`, and may have run: it is for the next life of the service to join."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -270,14 +286,3 @@ class Dispatcher:
             duration_s=result.duration_s,
             overhead_s=overhead_s if route is not None else None,
         )
-
-
-async def _result_and_end(stream: AgentStream, call: ToolCall) -> tuple[Result | None, dict[str, object]]:
-    stream.end()
-    result = None
-    async for event in stream:
-        if isinstance(event, wire.Item):
-            result = agent_result(call, event.meta, event.body)
-        elif isinstance(event, wire.Ended):
-            return result, dict(event.meta)
-    return result, {}

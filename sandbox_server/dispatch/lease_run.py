@@ -94,6 +94,7 @@ class LeaseRun:
         self._asked = 0  # so many of the pending calls, from the first on, the agent has been asked for
         self._turn: str | None = None  # the call whose turn is taken: the first
         self._lost_since: float | None = None
+        self._stopping = False
         self._on_sent = on_sent
         self._started_at = job.clock.wall()
         self._since = job.clock.monotonic()
@@ -103,7 +104,8 @@ class LeaseRun:
         try:
             await self._run()
         except asyncio.CancelledError:
-            self._give_up("the service was told to stop while the call was under way")
+            self._stopping = True
+            self._give_up("the service was told to stop while the call was under way: ask again with the same call_id when it is back")
             raise
         except Exception:  # the edge of this task: a bug costs these calls their results, and nobody else anything
             log.exception("calls failed", extra={"lease_id": self._lease_id})
@@ -274,6 +276,8 @@ class LeaseRun:
         said: dict[str, object] = {}
         if result.reason in (Reason.SANDBOX_LOST, Reason.BACKEND_ERROR):
             said["may_have_run"] = asked or self._job.doubts.about(self._lease_id) or self._job.flights.has_twin(call)
+        if self._stopping:
+            said["stopping"] = True
         result = replace(result, metadata={**result.metadata, **said})
         if not asked:
             return timed(result, self._job.clock)
@@ -328,4 +332,5 @@ def _call_meta(call: ToolCall, route: Route) -> dict[str, object]:
         "no_output_timeout_s": call.no_output_timeout_s,
         "output_limit_bytes": call.output_limit_bytes,
         "separate_streams": call.separate_streams,
+        "encoding": call.encoding,
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,7 @@ from sandbox_server.core.execution import Reason, Result, ToolCall
 from sandbox_server.dispatch.flights import Flights
 from sandbox_server.dispatch.lease_run import Verdicts
 from sandbox_server.dispatch.seams import Routes, slot_meta
-from sandbox_server.dispatch.verdicts import agent_result, refusal
+from sandbox_server.dispatch.verdicts import agent_result, agents_encoding, refusal
 from sandbox_server.link.agent_link import AgentStream
 from sandbox_server.link.errors import AgentRefused, LinkLost
 
@@ -37,10 +37,11 @@ BEYOND_ALL_BYTES = 1 << 53
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Running:
-    """A call that has no result yet. `started_at` is None while it waits for the calls before it."""
+    """A call that has no result yet. `started_at` is None while it waits for the calls before it; `encoding` is the one it asked for."""
 
     output_bytes: int
     started_at: float | None
+    encoding: str = "utf-8"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,13 +84,12 @@ class CallRecords:
         self._flights = flights
         self._clock = clock
 
-    def encoding(self, lease_id: str, call_id: str) -> str:
-        """The encoding that the call asked for, as far as this process knows it."""
-        verdict = self._verdicts.verdict(lease_id, call_id)
-        if verdict is not None:
-            return verdict.result.encoding
-        flight = self._flights.of(lease_id, call_id)
-        return flight.encoding if flight is not None else "utf-8"
+    async def encoding(self, tenant: str, lease_id: str, call_id: str) -> str:
+        """The encoding that the call asked for; its agent knows it where this process does not, which has started after the call."""
+        known = known_encoding(self._verdicts, self._flights, lease_id, call_id)
+        if known is not None:
+            return known
+        return (await self.status(tenant, lease_id, call_id)).encoding
 
     async def status(self, tenant: str, lease_id: str, call_id: str, wait_s: float = 0.0) -> Running | Result:
         """Where a call is.
@@ -150,14 +150,19 @@ class CallRecords:
                     if isinstance(event, wire.Item):
                         result = self._result(lease_id, call_id, event)
                     elif isinstance(event, wire.Ended) and result is None:
-                        return Running(output_bytes=_count(event.meta.get("output_bytes")), started_at=_time(event.meta.get("started_at")))
+                        return self._running(lease_id, call_id, event.meta)
         except CallNotFound:
-            if self._flights.of(lease_id, call_id) is None:
+            flight = self._flights.of(lease_id, call_id)
+            if flight is None:
                 raise
-            return Running(output_bytes=0, started_at=None)
+            return Running(output_bytes=0, started_at=None, encoding=flight.encoding)
         if result is None:
             raise BackendUnavailable("the agent ended the exchange without an answer")
         return result
+
+    def _running(self, lease_id: str, call_id: str, meta: Mapping[str, Any]) -> Running:
+        encoding = known_encoding(self._verdicts, self._flights, lease_id, call_id) or agents_encoding(meta)
+        return Running(output_bytes=_count(meta.get("output_bytes")), started_at=_time(meta.get("started_at")), encoding=encoding)
 
     async def _end(self, tenant: str, lease_id: str, call_id: str) -> Result:
         async with aclosing(self.follow(tenant, lease_id, call_id, BEYOND_ALL_BYTES)) as events:
@@ -218,7 +223,9 @@ class CallRecords:
 
     def _lost(self, lease_id: str, call_id: str, error: SandboxLost) -> Result:
         verdict = self._verdicts.verdict(lease_id, call_id)
-        return verdict.result if verdict is not None else refusal(_unnamed(lease_id, call_id, self.encoding(lease_id, call_id)), error)
+        if verdict is not None:
+            return verdict.result
+        return refusal(_unnamed(lease_id, call_id, known_encoding(self._verdicts, self._flights, lease_id, call_id) or "utf-8"), error)
 
     async def output(self, tenant: str, lease_id: str, call_id: str, offset: int) -> WholeOutput:
         """The whole output from an offset on: of a call that runs, what there is so far.
@@ -277,7 +284,22 @@ class CallRecords:
             raise refused_call(self._routes, tenant, lease_id, call_id, refused) from None
 
     def _result(self, lease_id: str, call_id: str, item: wire.Item) -> Result:
-        return agent_result(_unnamed(lease_id, call_id, self.encoding(lease_id, call_id)), item.meta, item.body)
+        return found_result(self._verdicts, self._flights, lease_id, call_id, item)
+
+
+def known_encoding(verdicts: Verdicts, flights: Flights, lease_id: str, call_id: str) -> str | None:
+    """The encoding that a call asked for, if this process knows it."""
+    verdict = verdicts.verdict(lease_id, call_id)
+    if verdict is not None:
+        return verdict.result.encoding
+    flight = flights.of(lease_id, call_id)
+    return flight.encoding if flight is not None else None
+
+
+def found_result(verdicts: Verdicts, flights: Flights, lease_id: str, call_id: str, item: wire.Item) -> Result:
+    """The result of a call that its agent was asked after, in the encoding that the call asked for."""
+    encoding = known_encoding(verdicts, flights, lease_id, call_id) or agents_encoding(item.meta)
+    return agent_result(_unnamed(lease_id, call_id, encoding), item.meta, item.body)
 
 
 def refused_call(routes: Routes, tenant: str, lease_id: str, call_id: str, refused: AgentRefused) -> PoolServiceError:

@@ -25,6 +25,11 @@ def identity_of(call: ToolCall) -> bytes:
     return hashlib.sha256(call.tool.encode() + b"\0" + orjson.dumps(call.args, option=orjson.OPT_SORT_KEYS)).digest()
 
 
+def agents_encoding(meta: Mapping[str, Any]) -> str:
+    """The encoding that the caller of a call wants its output in, as its agent was told; agents made by an older service were not."""
+    return "base64" if meta.get("encoding") == "base64" else "utf-8"
+
+
 def agent_result(call: ToolCall, meta: Mapping[str, Any], body: bytes) -> Result:
     """The result that an agent's message says."""
     try:

@@ -185,6 +185,9 @@ class Catalog:
         """
         async with self._changing:
             pool = self.get(name)
+            if self.origins[name] == BUILT_IN:
+                how = "start the service with a settings file that names its pools, with `on_shutdown: destroy` to have them go when it stops"
+                raise PoolConflict(f"pool {name!r} is built in and cannot be deleted: {how}")
             self._check_changeable(pool)
             record = PoolRecord(name=name, spec=pool.spec, origin=self.origins[name])
             await self._record(replace(record, closing=True), replace(record, closing=pool.closing))

@@ -12,7 +12,8 @@ from sandbox_server.pool.sandbox import Sandbox
 
 def pool_view(pool: Pool, origin: str) -> PoolView:
     """What a caller may see of a pool. `origin`: where its spec came from."""
-    counts = pool.book.table.counts
+    # Ready is what can be had: not what lies in a sandbox that drains, or cannot be reached now.
+    counts = {**pool.book.table.counts, SlotState.READY: pool.book.table.free}
     states = [sandbox.state for sandbox in pool.fleet.sandboxes.values()]
     return PoolView(
         name=pool.name,
@@ -21,10 +22,10 @@ def pool_view(pool: Pool, origin: str) -> PoolView:
         origin=origin,
         isolation=pool.fleet.shown.isolation if pool.fleet.shown is not None else None,
         capabilities=pool.fleet.shown.capabilities if pool.fleet.shown is not None else {},
-        slots={state.value: counts[state] for state in SlotState},
+        slots={state.value: counts.get(state, 0) for state in SlotState},
         sandboxes={state.value: states.count(state) for state in SandboxState if state is not SandboxState.GONE},
         queue=len(pool.book.line),
-        last_error=_going(pool) if pool.closing else pool.fleet.last_error,
+        last_error=_going(pool) if pool.closing else pool.fleet.last_error or pool.crowded_out(),
     )
 
 
@@ -33,9 +34,9 @@ def _going(pool: Pool) -> str:
     held = pool.book.held.values()
     if not held:
         return f"{pool.why_closing}: it is gone as soon as its sandboxes are"
-    count = "its lease has" if len(held) == 1 else f"its {len(held)} leases have"
+    count, they = ("its lease has", "it is") if len(held) == 1 else (f"its {len(held)} leases have", "they are")
     ends_at = max(holding.ends_at for holding in held)
-    within = "" if ends_at == float("inf") else f", in {max(0.0, ends_at - pool.now()):.0f} s unless they are renewed or used"
+    within = "" if ends_at == float("inf") else f", in {max(0.0, ends_at - pool.now()):.0f} s unless {they} renewed or used"
     return f"{pool.why_closing}: it is gone when {count} ended{within}"
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sandbox_server.backends.base import Backend
-from sandbox_server.core.errors import BackendUnavailable, Draining, InvalidRequest, NoCapacity, PoolServiceError, QuotaExceeded, SandboxLost
+from sandbox_server.core.errors import BackendUnavailable, Draining, InvalidRequest, NoCapacity, PoolServiceError, QuotaExceeded, SandboxLost, Stopping
 from sandbox_server.core.types import Acquired, AcquireRequest, Lease, LeaseState, PoolSpec, SandboxState, SlotState
 from sandbox_server.link import AgentLink
 from sandbox_server.pool import caches
@@ -26,7 +26,7 @@ from sandbox_server.pool.sandbox import Sandbox
 from sandbox_server.pool.seen import snapshot
 from sandbox_server.pool.store import CacheRecord, State
 from sandbox_server.pool.ticker import Ticker
-from sandbox_server.pool.waiting import Waiter, none_free
+from sandbox_server.pool.waiting import Waiter, crowded_out, none_free
 from sandbox_server.pool.wiring import Wiring
 
 log = logging.getLogger(__name__)
@@ -113,6 +113,8 @@ class Pool:
             self._granting.refuse(waiter, self._going())
 
     def _going(self) -> Draining:
+        if not self._closed:
+            return Stopping(f"pool {self.name!r} gives no new leases: the service is stopping: ask again when it is back")
         return Draining(f"pool {self.name!r} gives no new leases: {self.why_closing}")
 
     def change(self, spec: PoolSpec) -> None:
@@ -228,6 +230,16 @@ class Pool:
         """
         await self._wiring.store.flush()
 
+    def crowded_out(self) -> str | None:
+        """Why it may make no sandbox for who waits, where that is because of leases in draining ones."""
+        shelves = self.book.table.shelves
+        draining = [sandbox.sandbox_id for sandbox in self.fleet.sandboxes.values() if sandbox.state is SandboxState.DRAINING]
+        leases = [count for count in (shelves[name].counts[SlotState.LEASED] for name in draining if name in shelves) if count]
+        is_empty = len(draining) == len(self.fleet.sandboxes)
+        if not leases or len(self.fleet.sandboxes) < self.spec.max_sandboxes or not (is_empty or len(self.book.line)):
+            return None
+        return crowded_out(self.spec.max_sandboxes, len(leases), sum(leases))
+
     def now(self) -> float:
         """Monotonic seconds."""
         return self._wiring.clock.monotonic()
@@ -311,7 +323,7 @@ class Pool:
         making = sum(sandbox.state is SandboxState.STARTING for sandbox in self.fleet.sandboxes.values()) if late else 0
         for waiter, position in late:
             waited_s = self._wiring.clock.monotonic() - waiter.arrived
-            detail = none_free(self.name, waiter.request.count, waited_s, making=making, last_error=self.fleet.last_error)
+            detail = none_free(self.name, waiter.request.count, waited_s, making=making, crowded=self.crowded_out(), last_error=self.fleet.last_error)
             self._granting.refuse(waiter, NoCapacity(detail, queue_position=position, waited_s=round(waited_s, 3)))
 
     def _act(self, action: planning.Action) -> None:

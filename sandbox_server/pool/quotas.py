@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from sandbox_server.core.errors import QuotaExceeded
+from sandbox_server.core.errors import InvalidRequest, QuotaExceeded
 from sandbox_server.core.types import AcquireRequest
 from sandbox_server.pool.pool import Pool
 from sandbox_server.pool.wiring import Wiring
@@ -26,11 +26,14 @@ class Quotas:
         """Refuse an acquire with which its tenant would have more leases than it may, those it waits for included.
 
         Raises:
+            InvalidRequest: it could never be served, whatever is released.
             QuotaExceeded: naming `max_leases`.
         """
         most, tenant = self._wiring.max_leases(request.tenant), request.tenant
         if most is None:
             return
+        if request.count > most:
+            raise InvalidRequest(f"count is {request.count}, and this tenant's max_leases is {most}: ask for fewer, or have an admin raise it", field="count")
         has = sum(pool.book.leased_by[tenant] + pool.book.line.wanted_by[tenant] for pool in self._pools.values())
         if has + request.count > most:
             why = f"{has} leases are held or waited for, and this tenant's max_leases is {most}"

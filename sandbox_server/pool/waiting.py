@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from sandbox_server.core.types import AcquireRequest, Lease
 
-
 #: A heap is made anew when so many of its entries, and most of them, are of what has ended.
 SLACK = 1024
 
@@ -111,7 +110,20 @@ class WaitingLine:
         return place + others
 
 
-def none_free(pool: str, count: int, waited_s: float, *, making: int, last_error: str | None) -> str:
+def crowded_out(max_sandboxes: int, draining: int, leases: int) -> str:
+    """The sentence for a pool that may make no sandbox as long as old ones are there.
+
+    Args:
+        max_sandboxes: of the pool.
+        draining: how many of its sandboxes drain and are held by leases.
+        leases: how many leases hold them.
+    """
+    old = "1 draining sandbox counts" if draining == 1 else f"{draining} draining sandboxes count"
+    held = "its last lease" if leases == draining == 1 else f"the last of {leases} leases there"
+    return f"{old} towards its max_sandboxes of {max_sandboxes} until {held} has ended"
+
+
+def none_free(pool: str, count: int, waited_s: float, *, making: int, crowded: str | None = None, last_error: str | None) -> str:
     """The sentence for whom it was too late: what there was none of, why, and what to do.
 
     Args:
@@ -119,6 +131,7 @@ def none_free(pool: str, count: int, waited_s: float, *, making: int, last_error
         count: how many slots were wanted at once.
         waited_s: how long they were waited for, in seconds.
         making: how many sandboxes are being made.
+        crowded: `crowded_out`, if that is so.
         last_error: why none can be made, if that is so.
     """
     slots = "slot free" if count == 1 else f"{count} slots free at once"
@@ -126,5 +139,7 @@ def none_free(pool: str, count: int, waited_s: float, *, making: int, last_error
     if making:
         todo = "a sandbox is being made" if making == 1 else f"{making} sandboxes are being made"
         return f"pool {pool!r} {tried}: {todo}, ask again in a moment"
+    if crowded:
+        return f"pool {pool!r} {tried}: {crowded}: release leases there, raise its max_sandboxes, or ask again"
     why = f" (its last error: {last_error})" if last_error else ""
     return f"pool {pool!r} {tried}{why}: release leases, raise its max_sandboxes, or ask again"

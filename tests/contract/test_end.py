@@ -106,7 +106,8 @@ def test_a_running_batch_gets_its_results_before_the_end(process: Process) -> No
             second = json.loads(next(line for line in lines if line))
 
         assert (first["reason"], first["output"]) == ("exit", "done\n")
-        assert (second["reason"], second["metadata"]["may_have_run"]) == ("backend_error", True)
+        assert second["reason"] == "backend_error"
+        assert (second["metadata"]["may_have_run"], second["metadata"]["stopping"]) == (True, True)
         assert process.end() < ENDS_WITHIN_S
 
 
@@ -125,6 +126,8 @@ def test_who_queues_is_told_to_come_again(process: Process) -> None:
         answer = queued.recv(65536)
         assert b"503" in answer.split(b"\r\n")[0]
         assert b'"draining"' in answer
+        assert b'"stopping":true' in answer
+        assert b"ask again when it is back" in answer
         assert b"retry-after" in answer.lower()
         assert seconds < ENDS_WITHIN_S
 

@@ -101,9 +101,12 @@ async def test_a_conflict_says_where_the_pool_is_from(tmp_path: Path) -> None:
     written = {"pools": f"file, {tmp_path / 'pools.yaml'}"}
     async with open_house(tmp_path / "built-in") as built_in, open_house(tmp_path / "of-the-file", sources=written) as of_the_file:
         told = [await house.http.put("/v1/pools/default", json=SMALL) for house in (built_in, of_the_file)]
+        deleted = await built_in.http.delete("/v1/pools/default")
         origins = [(await house.http.get("/v1/pools/default")).json()["origin"] for house in (built_in, of_the_file)]
 
     assert origins == ["default", "file"]
+    assert deleted.status_code == 409
+    assert "built in and cannot be deleted: start the service with a settings file" in deleted.json()["detail"]
     assert [answer.status_code for answer in told] == [409, 409]
     assert [("built in" in answer.json()["detail"], "of the settings file" in answer.json()["detail"]) for answer in told] == [(True, False), (False, True)]
 

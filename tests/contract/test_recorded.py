@@ -88,7 +88,7 @@ async def test_base64_gives_the_bytes_as_they_are(port: House) -> None:
         told = await anext(found)
         port.agent.finish("c")
 
-    assert base64.b64decode(told.data["data"]) == b"\xff\x00"
+    assert (base64.b64decode(told.data["data"]), told.data["encoding"]) == (b"\xff\x00", "base64")
 
 
 async def test_a_hang_up_ends_no_call_and_the_stream_goes_on_where_it_was_left(port: House) -> None:

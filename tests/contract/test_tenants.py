@@ -63,6 +63,47 @@ async def test_a_hang_up_signal_reads_the_tenants_again(tmp_path: Path) -> None:
         assert {tenant.name for tenant in service.tenants.all} == {"carol"}
 
 
+@pytest.mark.parametrize(
+    ("header", "detail"),
+    [
+        ({}, "the request carries no token: send `Authorization: Bearer TOKEN`"),
+        ({"Authorization": "Basic abc"}, "the Authorization header carries no token: send `Authorization: Bearer TOKEN`"),
+        ({"Authorization": "Bearer abc"}, "this token is not known here"),
+    ],
+)
+async def test_who_is_not_let_in_is_told_why(tmp_path: Path, header: dict[str, str], detail: str) -> None:
+    async with open_house(tmp_path / "state", tenants=(ALICE,)) as house:
+        del house.http.headers["Authorization"]
+        answer = await house.http.get("/v1/pools", headers=header)
+
+    assert (answer.status_code, answer.json()["detail"]) == (401, detail)
+
+
+async def test_what_may_be_narrowed_is_said_in_json(house: House) -> None:
+    (lease_id,) = await house.acquire()
+    answer = await house.http.post(f"/v1/leases/{lease_id}/narrow", json={"allow_network": True})
+
+    assert (answer.status_code, answer.json()["detail"]) == (422, "allow_network: should be false")
+
+
+async def test_a_file_that_names_no_tenants_any_more_locks_nobody_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    settings = make_settings(tmp_path / "state")
+    told = [replace(settings, tenants=(BOB,)), replace(settings, tenants=(), config_path=Path("/etc/pools.yaml"))]
+    application, _ = make_application(settings)
+    application._load = lambda: told.pop(0)
+
+    async with lifespan(application):
+        service = application._front.service
+        assert service is not None
+        os.kill(os.getpid(), signal.SIGHUP)
+        while told:
+            await asyncio.sleep(0)
+
+        assert {tenant.name for tenant in service.tenants.all} == {BOB.name}
+    (line,) = [record.message for record in caplog.records if "left as they were" in record.message]
+    assert "/etc/pools.yaml names no tenants any more" in line
+
+
 async def test_an_advertised_url_is_left_for_this_machines_clients(tmp_path: Path) -> None:
     async with open_house(tmp_path / "state", advertise_url="https://pool.example"):
         told = (tmp_path / "state" / "server.json").read_text()

@@ -19,7 +19,7 @@ from sandbox_server.api.render import json_response, lease_document
 from sandbox_server.api.schemas import AcquireBody, NarrowBody, ReleaseBody, RenewBody
 from sandbox_server.api.service import Service, service_of, tenant_of
 from sandbox_server.api.streams import hang_up
-from sandbox_server.core.errors import Draining, InvalidRequest, StorageUnavailable
+from sandbox_server.core.errors import InvalidRequest, Stopping, StorageUnavailable
 from sandbox_server.core.types import Acquired, AcquireRequest
 
 log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ async def _acquire_unless_gone(service: Service, request: Request, wanted: Acqui
         service.pools.undelivered(granting.result(), wanted.request_key)
     if gone.done() and not gone.cancelled():
         raise CallerGone
-    raise Draining("the service is stopping: try again in a moment", retry_after_s=5)
+    raise Stopping
 
 
 @router.post("/v1/release", **described("Give slots back", codes=(*WITH_TOKEN, *WITH_BODY), body=ReleaseBody, answer=ReleaseAnswer))

@@ -26,7 +26,7 @@ def call(call_id: str, command: str) -> dict[str, object]:
     """What a dispatcher sends for a command."""
     return {
         "call_id": call_id, "tool": "bash", "args": {"command": command}, "timeout_s": 60, "no_output_timeout_s": None,
-        "output_limit_bytes": 10_000, "separate_streams": False,
+        "output_limit_bytes": 10_000, "separate_streams": False, "encoding": "base64",
     }  # fmt: skip
 
 

@@ -8,13 +8,23 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import aclosing
 from pathlib import Path
 
 import pytest
 
 from sandbox_server.agent import wire
+from sandbox_server.api.call_events import call_events
+from sandbox_server.api.render import result_document
 from sandbox_server.backends.processes import start_time
+from sandbox_server.core.clock import SystemClock
+from sandbox_server.core.execution import Reason
 from sandbox_server.core.types import AcquireRequest
+from sandbox_server.dispatch.dispatch import CallLimits, Dispatcher
+from sandbox_server.dispatch.doubts import Doubts
+from sandbox_server.dispatch.records import CallRecords
+from sandbox_server.dispatch.turns import Turns
+from sandbox_server.telemetry import Telemetry
 from tests.integration.pool.first_life import call, make_pools
 
 ROOT = Path(__file__).parents[3]
@@ -96,6 +106,28 @@ async def test_a_command_goes_on_over_the_death_of_the_service_and_its_result_is
     assert agents(tmp_path) == [(pid, started)]
     (other,) = (await pools.acquire(AcquireRequest(tenant="t", pool="default"))).leases
     assert (other.sandbox_id, other.epoch) == (said["sandbox_id"], 2)
+
+
+async def test_a_call_of_an_earlier_life_is_told_of_in_the_encoding_that_it_asked_for(live_once, again):
+    said = live_once("printf '\\377\\0'; sleep 100")
+    lease_id = said["lease_id"]
+    pools = await again()
+    await until(lambda: pools.readiness()["ready"])
+    dispatcher = Dispatcher(pools, pools._store, SystemClock(), Telemetry(), CallLimits(), Doubts(()), Turns(lambda tenant: None))
+    records = CallRecords(pools, pools._store, dispatcher.flights, SystemClock())
+
+    running = await records.status("t", lease_id, "c")
+    async with aclosing(call_events(records, "t", lease_id, "c", 0)) as found:
+        first = await anext(found)
+        cancelled = await dispatcher.cancel("t", lease_id, "c")
+        last = await anext(found)
+    done = await records.status("t", lease_id, "c")
+
+    assert (running.output_bytes, running.encoding) == (2, "base64")
+    assert b'"data":"/wA=","encoding":"base64"' in first
+    assert b'"output":"/wA="' in last
+    assert result_document(cancelled) == result_document(done)
+    assert (done.reason, result_document(done)["output"], done.encoding) == (Reason.CANCELLED, "/wA=", "base64")
 
 
 async def test_an_agent_that_died_with_the_service_is_replaced(live_once, again, tmp_path):

@@ -64,6 +64,18 @@ def test_print_config_shows_every_setting_and_no_token(monkeypatch: pytest.Monke
     assert any(line.startswith("state_dir: ") and line.endswith("# environment, SANDBOX_STATE_DIR") for line in told.splitlines())
 
 
+def test_a_folder_that_holds_something_is_not_for_a_service_that_removes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "state.db").write_text("precious")
+    monkeypatch.setenv("SANDBOX_STATE_DIR", str(tmp_path))
+
+    assert main(["serve", "--port", "0", "--ephemeral"]) == 2
+
+    assert f"state folder {tmp_path}: --ephemeral removes it at the end, and it is not empty" in capsys.readouterr().err
+    assert (tmp_path / "state.db").read_text() == "precious"
+
+
 def test_a_state_folder_that_cannot_be_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SANDBOX_STATE_DIR", str(tmp_path / "file"))

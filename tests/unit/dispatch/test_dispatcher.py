@@ -235,7 +235,7 @@ async def test_stopping_ends_what_runs_and_says_that_it_may_have_run(world: Worl
     await world.dispatcher.stop()
 
     hung, done = await batch.all()
-    assert (hung.reason, hung.metadata["may_have_run"]) == (Reason.BACKEND_ERROR, True)
+    assert (hung.reason, hung.metadata["may_have_run"], hung.metadata["stopping"]) == (Reason.BACKEND_ERROR, True, True)
     assert done.success
 
 

@@ -91,6 +91,10 @@ async def test_old_and_new_sandboxes_together_never_pass_the_maximum(make_world)
     await put(world, replace(SPEC, max_sandboxes=1, slot_processes=9))
     await world.clock.advance(5)
     assert backend.most_at_once == 1
+    view, crowded = world.pools.view("mine"), "1 draining sandbox counts towards its max_sandboxes of 1 until its last lease has ended"
+    assert (view.slots["ready"], view.slots["leased"], view.last_error) == (0, 1, crowded)
+    with pytest.raises(NoCapacity, match=f"no slot free: {crowded}: release leases there, raise its max_sandboxes, or ask again"):
+        await acquire(world, wait_s=0)
 
     world.pools.release("t", [old.lease_id])
     await world.clock.advance(1)
@@ -181,6 +185,7 @@ async def test_a_pool_that_drains_says_why_and_when_it_is_gone(make_world):
     assert view.state == "draining"
     assert view.last_error == "the pool was deleted: it is gone when its 2 leases have ended, in 50 s unless they are renewed or used"
     world.pools.release("t", [other.lease_id])
+    assert world.pools.view("mine").last_error == "the pool was deleted: it is gone when its lease has ended, in 50 s unless it is renewed or used"
     world.pools.call_started(lease.lease_id)
     assert world.pools.view("mine").last_error == "the pool was deleted: it is gone when its lease has ended"
     world.pools.release("t", [lease.lease_id])
@@ -255,6 +260,8 @@ async def test_a_tenant_has_only_so_many_leases(make_world):
     with pytest.raises(QuotaExceeded, match="max_leases is 2"):
         await acquire(world)
     assert (await world.acquire("u")).leases
+    with pytest.raises(InvalidRequest, match="count is 3, and this tenant's max_leases is 2"):
+        await acquire(world, count=3)
 
     world.pools.release("t", [held.lease_id])
 
