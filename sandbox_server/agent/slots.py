@@ -233,7 +233,8 @@ class Slot:
         """The agent is told to end. Nobody has cancelled what still runs."""
         why = "its agent was told to end"
         # Told to nobody: the end of the agent says more. But what is asked until then is lost too.
-        self.state, self.detail = BROKEN, why
+        if self.state == READY:
+            self.state, self.detail = BROKEN, why
         self.abandon_calls(why)
         body = self.give_up_body()
         if body is not None:
