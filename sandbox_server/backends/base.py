@@ -32,7 +32,7 @@ class CreateFailed(Exception):
 
 
 class RateLimited(CreateFailed):
-    """The backend makes no more for now: a reason to wait, and nobody's error.
+    """The backend makes no more at present: a reason to wait, and nobody's error.
 
     Args:
         detail: what it said.

@@ -18,6 +18,16 @@ class Clock(Protocol):
         ...
 
 
+def wall_at(clock: Clock, when: float) -> float:
+    """What the wall clock shows at a monotonic time, if it goes on from where it stands now: an earlier jump of it moves nothing."""
+    return clock.wall() + when - clock.monotonic()
+
+
+def monotonic_at(clock: Clock, when: float) -> float:
+    """The monotonic time of a moment in the past that the wall clock's time was noted of; now, where that is still to come."""
+    return clock.monotonic() - max(0.0, clock.wall() - when)
+
+
 class SystemClock:
     """The machine's own clocks."""
 

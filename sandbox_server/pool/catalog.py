@@ -94,7 +94,7 @@ class Catalog:
         for sandbox in state.sandboxes:
             if sandbox.pool not in self.pools:
                 self._add_for(sandbox)
-        self.ended.restore_all(state.leases, self._wiring.clock.monotonic(), self._wiring.clock.wall())
+        self.ended.restore_all(state.leases, self._wiring.clock)
         for pool in self.pools.values():
             pool.restore(state)
 

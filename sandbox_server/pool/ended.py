@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 
+from sandbox_server.core.clock import Clock, monotonic_at
 from sandbox_server.core.errors import LeaseLost, SandboxLost
 from sandbox_server.core.types import Lease, LeaseState
 from sandbox_server.pool.store import Forgotten, Record
@@ -38,11 +39,11 @@ class EndedLeases:
         self._leases[lease.lease_id] = lease
         self._order.append((ended, lease.lease_id))
 
-    def restore_all(self, leases: Iterable[Lease], now: float, wall: float) -> None:
+    def restore_all(self, leases: Iterable[Lease], clock: Clock) -> None:
         """Remember what is on record, as long as from its end on; leases that hold are passed over."""
         ended = [(lease.ended_at, lease) for lease in leases if lease.ended_at is not None]
         for ended_at, lease in sorted(ended, key=lambda pair: pair[0]):
-            self.restore(lease, now - max(0.0, wall - ended_at))
+            self.restore(lease, monotonic_at(clock, ended_at))
 
     def get(self, lease_id: str) -> Lease | None:
         """The lease as it ended."""

@@ -76,7 +76,7 @@ class Fleet:
     def create(self, spec: PoolSpec) -> None:
         """Make one."""
         sandbox = Sandbox(sandbox_id=self._wiring.sandbox_id(), pool=self._pool.name, spec=spec, created_wall=self._wiring.clock.wall())
-        self._wiring.store.put(sandbox.record(self._wiring.clock))
+        self.sandbox_changed(sandbox)
         self._tell("starting", sandbox)
         self._keep(sandbox)
 
@@ -117,7 +117,7 @@ class Fleet:
         sandbox.happen(SandboxEvent.DRAIN)
         if sandbox.sandbox_id in self._book.table.shelves:
             self._book.table.close(sandbox.sandbox_id)
-        self._wiring.store.put(sandbox.record(self._wiring.clock))
+        self.sandbox_changed(sandbox)
         self._tell("draining", sandbox, detail=why)
         self._pool.work()
 
@@ -174,7 +174,7 @@ class Fleet:
     # What keepers saw.
 
     def sandbox_changed(self, sandbox: Sandbox) -> None:
-        """There is a new checkpoint to record."""
+        """What must be known of it after a crash has changed."""
         self._wiring.store.put(sandbox.record(self._wiring.clock))
 
     def sandbox_connected(self, sandbox: Sandbox, link: AgentLink, hello: HelloSeen) -> None:
@@ -201,7 +201,7 @@ class Fleet:
                 self.keepers[sandbox.sandbox_id].await_quiet(self._book.held[lease_id].lease)
         for cache in sandbox.caches.values():
             cache.dropping = False
-        self._wiring.store.put(sandbox.record(self._wiring.clock))
+        self.sandbox_changed(sandbox)
         sandbox.wake()
         self._pool.work()
 
@@ -235,14 +235,14 @@ class Fleet:
             self.retry_at = now + planning.BACKOFF_MAX_S
             self._pool.hope_lost(error.detail)
         log.warning("sandbox failed: %s", error, extra={"pool": self._pool.name, "sandbox_id": sandbox.sandbox_id})
-        self._wiring.store.put(sandbox.record(self._wiring.clock))
+        self.sandbox_changed(sandbox)
         self._pool.work()
 
     def sandbox_gone(self, sandbox: Sandbox) -> None:
         """The backend says that nothing of it is left."""
         sandbox.happen(SandboxEvent.DESTROY)
         del self.sandboxes[sandbox.sandbox_id], self.keepers[sandbox.sandbox_id]
-        self._wiring.store.put(sandbox.record(self._wiring.clock))
+        self.sandbox_changed(sandbox)
         self._tell("gone", sandbox)
         self._pool.work()
 
@@ -298,7 +298,7 @@ class Fleet:
         # It may have been made anew meanwhile.
         if gone and sandbox.caches.get(cache.record.key) is cache:
             del sandbox.caches[cache.record.key]
-            self._wiring.store.put(sandbox.record(self._wiring.clock))
+            self.sandbox_changed(sandbox)
 
     def lease_quiet(self, sandbox: Sandbox, lease_id: str, *, ran: bool) -> None:
         """No call runs any more in the slot of this adopted lease; `ran`: one did when its agent was found again."""

@@ -11,8 +11,9 @@ from sandbox_server.link import AgentRefused, LinkLost
 from sandbox_server.pool import rights
 from sandbox_server.pool.fleet import Fleet
 from sandbox_server.pool.leases import LeaseBook
+from sandbox_server.pool.request_keys import key_record
 from sandbox_server.pool.sandbox import Sandbox
-from sandbox_server.pool.store import CacheRecord, Forgotten, KeyRecord
+from sandbox_server.pool.store import CacheRecord, Forgotten
 from sandbox_server.pool.waiting import Waiter
 from sandbox_server.pool.wiring import Wiring
 
@@ -89,11 +90,8 @@ class Granting:
 
     def _granted(self, waiter: Waiter) -> None:
         """What a request key was granted goes on record in one commit with the leases: never one without the other."""
-        request = waiter.request
-        if request.request_key is not None:
-            lease_ids = tuple(lease.lease_id for lease in waiter.leases)
-            now = self._wiring.clock.wall()
-            self._wiring.store.put(KeyRecord(tenant=request.tenant, key=request.request_key, request=request, lease_ids=lease_ids, granted_at=now))
+        if waiter.request.request_key is not None:
+            self._wiring.store.put(key_record(waiter.request, waiter.leases, self._wiring.clock.wall()))
         self._answer(waiter, None)
 
     def refuse(self, waiter: Waiter, error: PoolServiceError) -> None:

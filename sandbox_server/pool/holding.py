@@ -6,10 +6,10 @@ import heapq
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from sandbox_server.core.clock import Clock
+from sandbox_server.core.clock import Clock, wall_at
 from sandbox_server.core.types import Lease, SlotRef
+from sandbox_server.pool.heaps import tidied
 from sandbox_server.pool.slots import Holder
-from sandbox_server.pool.waiting import SLACK
 
 #: How long a lease outlasts its last running call, in seconds.
 STRETCH_S = 60.0
@@ -42,16 +42,11 @@ class Holding:
         return self.deadline if self.quiet_since is None else max(self.deadline, self.quiet_since + STRETCH_S)
 
 
-def expires_at(holding: Holding, clock: Clock) -> float:
-    """What the wall clock will show at its deadline, as it stands now: an earlier jump shortens nothing that a client or the next life reads."""
-    return clock.wall() + holding.deadline - clock.monotonic()
-
-
 def shown(holding: Holding, clock: Clock) -> Lease:
-    """The lease with the end that it has for now: a running call, and 60 s after it, hold it beyond its own."""
+    """The lease with the end that it has as things stand: a running call, and 60 s after it, hold it beyond its own."""
     lease, now = holding.lease, clock.monotonic()
     ends_at = now + STRETCH_S if holding.running else now if holding.unsure else holding.ends_at
-    return lease if ends_at <= holding.deadline else replace(lease, expires_at=clock.wall() + ends_at - now)
+    return lease if ends_at <= holding.deadline else replace(lease, expires_at=wall_at(clock, ends_at))
 
 
 class Holdings:
@@ -70,9 +65,7 @@ class Holdings:
         self.by_tenant[lease.tenant] += 1
         self._runs.setdefault((lease.tenant, lease.run_id), {})[lease.lease_id] = None
         heapq.heappush(self._ends, (holding.deadline, lease.lease_id))
-        if len(self._ends) > SLACK + 2 * len(self.by_id):
-            self._ends = [(held.deadline, lease_id) for lease_id, held in self.by_id.items() if not held.parked]
-            heapq.heapify(self._ends)
+        self._ends = tidied(self._ends, len(self.by_id), ((held.deadline, lease_id) for lease_id, held in self.by_id.items() if not held.parked))
 
     def remove(self, lease: Lease) -> None:
         """It holds no more."""

@@ -11,11 +11,11 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from sandbox_server.core.clock import Clock
+from sandbox_server.core.clock import Clock, wall_at
 from sandbox_server.core.lifecycle import SlotEvent
 from sandbox_server.core.types import AcquireRequest, Lease, LeaseState, PoolSpec, SlotRef, SlotState
 from sandbox_server.pool.ended import EndedLeases
-from sandbox_server.pool.holding import Holding, Holdings, ResetOrder, expires_at
+from sandbox_server.pool.holding import Holding, Holdings, ResetOrder
 from sandbox_server.pool.slots import Holder, Slot, SlotTable
 from sandbox_server.pool.store import Record, SlotRecord
 from sandbox_server.pool.waiting import Waiter, WaitingLine
@@ -331,14 +331,14 @@ class LeaseBook:
         holding = self.held[lease_id]
         holding.deadline = max(holding.deadline, self._clock.monotonic() + ttl_s)
         ttl_s = max(ttl_s, holding.deadline - self._clock.monotonic())
-        holding.lease = replace(holding.lease, ttl_s=ttl_s, expires_at=expires_at(holding, self._clock))
+        holding.lease = replace(holding.lease, ttl_s=ttl_s, expires_at=wall_at(self._clock, holding.deadline))
         self._record(holding.lease)
         return holding.lease
 
     def narrowed(self, lease_id: str, *, allow_network: bool, cache: str) -> Lease:
         """A held lease has lost rights."""
         holding = self.held[lease_id]
-        holding.lease = replace(holding.lease, allow_network=allow_network, cache=cache, expires_at=expires_at(holding, self._clock))
+        holding.lease = replace(holding.lease, allow_network=allow_network, cache=cache, expires_at=wall_at(self._clock, holding.deadline))
         self._record(holding.lease)
         return holding.lease
 

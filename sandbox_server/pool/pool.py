@@ -283,7 +283,7 @@ class Pool:
         """A lease is about to share this cache. Returns whether it is new in this sandbox."""
         is_new = caches.use(sandbox, record)
         if is_new:
-            self._wiring.store.put(sandbox.record(self._wiring.clock))
+            self.fleet.sandbox_changed(sandbox)
         return is_new
 
     # Deciding.

@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
-from sandbox_server.core.clock import Clock
+from sandbox_server.core.clock import Clock, monotonic_at
 from sandbox_server.core.errors import CallConflict
-from sandbox_server.core.types import Acquired, AcquireRequest
+from sandbox_server.core.types import Acquired, AcquireRequest, Lease
 from sandbox_server.pool.store import Forgotten, KeyRecord, Store
 
 KEPT_S = 3600.0
@@ -80,25 +80,23 @@ class RequestKeys:
         here = asyncio.current_task()
         try:
             acquired = await acquire()
-            self._remember(name, request, acquired)
+            self._remember(request, acquired)
             return acquired
         finally:
             attempt = self._attempts.get(name)
             if attempt is not None and attempt.task is here:
                 del self._attempts[name]
 
-    def _remember(self, name: Name, request: AcquireRequest, acquired: Acquired) -> None:
-        lease_ids = tuple(lease.lease_id for lease in acquired.leases)
+    def _remember(self, request: AcquireRequest, acquired: Acquired) -> None:
         # On record since the moment it was granted, with its leases.
-        self.restore([KeyRecord(tenant=name[0], key=name[1], request=request, lease_ids=lease_ids, granted_at=self._clock.wall())])
+        self.restore([key_record(request, acquired.leases, self._clock.wall())])
 
     def restore(self, records: Iterable[KeyRecord]) -> None:
         """Remember what is on record already."""
-        now, wall = self._clock.monotonic(), self._clock.wall()
         for record in sorted(records, key=lambda record: record.granted_at):
             name = (record.tenant, record.key)
             self._granted[name] = record
-            self._order.append((now - max(0.0, wall - record.granted_at), name))
+            self._order.append((monotonic_at(self._clock, record.granted_at), name))
 
     def purge(self) -> None:
         """Forget what was granted more than an hour ago, and the oldest beyond `MAX_KEYS`."""
@@ -113,6 +111,12 @@ def _mark_seen(task: asyncio.Task[Acquired]) -> None:
     """Everybody who wanted its answer may have gone, and then its failure is nobody's."""
     if not task.cancelled():
         task.exception()
+
+
+def key_record(request: AcquireRequest, leases: Iterable[Lease], granted_at: float) -> KeyRecord:
+    """What is to be remembered of a request with a key: its leases, and when it was granted them, by the wall clock."""
+    tenant, key = _name(request)
+    return KeyRecord(tenant=tenant, key=key, request=request, lease_ids=tuple(lease.lease_id for lease in leases), granted_at=granted_at)
 
 
 def _name(request: AcquireRequest) -> Name:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sandbox_server.backends.base import CreateFailed
-from sandbox_server.core.clock import Clock
+from sandbox_server.core.clock import Clock, monotonic_at, wall_at
 from sandbox_server.core.lifecycle import SandboxEvent, next_sandbox_state
 from sandbox_server.core.types import Handle, PoolSpec, SandboxState, SlotRef
 from sandbox_server.link import AgentLink
@@ -70,7 +70,7 @@ class Sandbox:
 
     def ready_wall(self, clock: Clock) -> float | None:
         """When it first was ready, as the wall clock tells it now."""
-        return None if self.ready_at is None else clock.wall() - (clock.monotonic() - self.ready_at)
+        return None if self.ready_at is None else wall_at(clock, self.ready_at)
 
     def record(self, clock: Clock) -> SandboxRecord:
         """What must be known of it after a crash."""
@@ -93,7 +93,6 @@ class Sandbox:
         made_with = record.spec or spec
         # Its agent ends itself by a clock of its own: one that still runs has some time left, whatever the wall clock says.
         oldest_s = max(0.0, made_with.max_lifetime_s + made_with.max_lease_s - GRACE_S)
-        age_s = min(max(0.0, clock.wall() - record.ready_at), oldest_s) if record.ready_at is not None else None
         return cls(
             sandbox_id=record.sandbox_id,
             pool=record.pool,
@@ -102,7 +101,7 @@ class Sandbox:
             state=record.state,
             handle=record.handle,
             boot=record.boot,
-            ready_at=clock.monotonic() - age_s if age_s is not None else None,
+            ready_at=None if record.ready_at is None else max(monotonic_at(clock, record.ready_at), clock.monotonic() - oldest_s),
             why=record.why,
             caches={cache.key: Cache(cache) for cache in record.caches},
         )

@@ -9,9 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from sandbox_server.core.types import AcquireRequest, Lease
-
-#: A heap is made anew when so many of its entries, and most of them, are of what has ended.
-SLACK = 1024
+from sandbox_server.pool.heaps import tidied
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -52,9 +50,7 @@ class WaitingLine:
         self._want(waiter, waiter.request.count)
         waiter.waiting = True
         heapq.heappush(self._deadlines, (waiter.deadline, waiter.rank))
-        if len(self._deadlines) > SLACK + 2 * len(self._waiters):
-            self._deadlines = [(waiter.deadline, waiter.rank) for waiter in self._waiters.values()]
-            heapq.heapify(self._deadlines)
+        self._deadlines = tidied(self._deadlines, len(self._waiters), ((one.deadline, one.rank) for one in self._waiters.values()))
 
     def remove(self, waiter: Waiter) -> None:
         """It waits no more."""

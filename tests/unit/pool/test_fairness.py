@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from sandbox_server.core.errors import LeaseLost, NoCapacity
-from sandbox_server.pool.waiting import SLACK
+from sandbox_server.pool.heaps import SLACK
 
 
 def give_back(world, leases):
