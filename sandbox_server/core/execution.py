@@ -35,21 +35,23 @@ class Fault(enum.StrEnum):
     AMBIGUOUS = "ambiguous"
 
 
-FAULT_OF: Mapping[Reason, Fault] = {
-    Reason.EXIT: Fault.NONE,
-    Reason.TIMEOUT: Fault.POLICY,
-    Reason.NO_OUTPUT_TIMEOUT: Fault.POLICY,
-    Reason.OOM: Fault.POLICY,
-    Reason.RESOURCE_LIMIT: Fault.POLICY,
-    Reason.INVALID_ARGS: Fault.POLICY,
-    Reason.TOOL_ERROR: Fault.POLICY,
-    Reason.CANCELLED: Fault.NONE,
-    Reason.LEASE_LOST: Fault.AMBIGUOUS,
-    Reason.SANDBOX_LOST: Fault.INFRA,
-    Reason.BACKEND_ERROR: Fault.INFRA,
-    Reason.CALL_CONFLICT: Fault.INFRA,
-    Reason.NOT_IMPLEMENTED: Fault.INFRA,
+FAULTS_OF: Mapping[Reason, tuple[Fault, ...]] = {
+    Reason.EXIT: (Fault.NONE,),
+    Reason.TIMEOUT: (Fault.POLICY, Fault.AMBIGUOUS),
+    Reason.NO_OUTPUT_TIMEOUT: (Fault.POLICY,),
+    Reason.OOM: (Fault.POLICY, Fault.AMBIGUOUS),
+    Reason.RESOURCE_LIMIT: (Fault.POLICY, Fault.AMBIGUOUS),
+    Reason.INVALID_ARGS: (Fault.POLICY, Fault.INFRA),
+    Reason.TOOL_ERROR: (Fault.POLICY,),
+    Reason.CANCELLED: (Fault.NONE,),
+    Reason.LEASE_LOST: (Fault.AMBIGUOUS,),
+    Reason.SANDBOX_LOST: (Fault.INFRA, Fault.POLICY),
+    Reason.BACKEND_ERROR: (Fault.INFRA,),
+    Reason.CALL_CONFLICT: (Fault.INFRA,),
+    Reason.NOT_IMPLEMENTED: (Fault.INFRA,),
 }
+"""Every fault that a result with this reason may have; the first is the one that needs no further proof."""
+FAULT_OF: Mapping[Reason, Fault] = {reason: faults[0] for reason, faults in FAULTS_OF.items()}
 
 NOT_RECORDED = frozenset({Reason.BACKEND_ERROR, Reason.LEASE_LOST, Reason.CALL_CONFLICT, Reason.NOT_IMPLEMENTED})
 

@@ -18,8 +18,8 @@ from sandbox_server.dispatch.records import found_result, refused_call
 from sandbox_server.dispatch.seams import Route, Routes, slot_meta
 from sandbox_server.dispatch.turns import Turns
 from sandbox_server.dispatch.verdicts import identity_of, own_result
-from sandbox_server.link.agent_link import AgentStream
-from sandbox_server.link.errors import AgentRefused, LinkLost
+from sandbox_server.link.agent_link import ANSWER_WITHIN_S, AgentStream
+from sandbox_server.link.errors import AgentRefused, AgentSilent, LinkLost
 from sandbox_server.telemetry import Telemetry
 
 CANCEL_WAIT_S = 15.0
@@ -215,6 +215,8 @@ class Dispatcher:
                 return await self._cancel(route, lease_id, call_id)
         except TimeoutError:
             raise BackendUnavailable(f"call {call_id} has not ended within {CANCEL_WAIT_S:g} s of being cancelled") from None
+        except AgentSilent as silent:
+            raise BackendUnavailable(f"the agent cannot be reached: {silent}") from None
         except LinkLost as lost:
             verdict_error = await self._routes.lost_verdict(lease_id, CANCEL_WAIT_S)
             raise verdict_error or BackendUnavailable(f"the agent cannot be reached: {lost}") from None
@@ -229,12 +231,13 @@ class Dispatcher:
             # It may have begun just then.
             if not await self._cancel_at_agent(route, lease_id, call_id):
                 raise CallNotFound(f"lease {lease_id} has no call {call_id}")
-        async with route.link.stream(slot_meta(route, "call_status", call_id=call_id)) as stream:
+        async with route.link.stream(slot_meta(route, "call_status", call_id=call_id), ANSWER_WITHIN_S) as stream:
             result, status = await self._result_and_end(stream, lease_id, call_id)
         if result is not None:
             return result
         offset = status.get("output_bytes")
-        async with route.link.stream(slot_meta(route, "attach", call_id=call_id, offset=offset if isinstance(offset, int) else 0)) as stream:
+        attach = slot_meta(route, "attach", call_id=call_id, offset=offset if isinstance(offset, int) else 0)
+        async with route.link.stream(attach, ANSWER_WITHIN_S) as stream:
             result, _ = await self._result_and_end(stream, lease_id, call_id)
         if result is None:
             raise BackendUnavailable("the agent ended the exchange without a result")
@@ -252,7 +255,7 @@ class Dispatcher:
 
     async def _cancel_at_agent(self, route: Route, lease_id: str, call_id: str) -> bool:
         """Whether the agent knows the call; it ends it then."""
-        answer = await route.link.request(slot_meta(route, "cancel", call_id=call_id))
+        answer = await route.link.request(slot_meta(route, "cancel", call_id=call_id), ANSWER_WITHIN_S)
         return answer.get("found") is True
 
     async def _cancel_held(self, tenant: str, call: ToolCall) -> Result:

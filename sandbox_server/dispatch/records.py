@@ -25,8 +25,8 @@ from sandbox_server.dispatch.flights import Flights
 from sandbox_server.dispatch.lease_run import Verdicts
 from sandbox_server.dispatch.seams import Routes, slot_meta
 from sandbox_server.dispatch.verdicts import agent_result, agents_encoding, refusal
-from sandbox_server.link.agent_link import AgentStream
-from sandbox_server.link.errors import AgentRefused, LinkLost
+from sandbox_server.link.agent_link import ANSWER_WITHIN_S, AgentStream
+from sandbox_server.link.errors import AgentRefused, AgentSilent, LinkLost
 
 LOST_WAIT_S = 15.0
 """How long to wait for the pool to find out what a lost link means, in seconds."""
@@ -267,17 +267,19 @@ class CallRecords:
     @asynccontextmanager
     async def _stream(self, tenant: str, lease_id: str, call_id: str, op: str, **more: Any) -> AsyncIterator[AgentStream]:
         try:
-            async with self._raw_stream(tenant, lease_id, call_id, op, **more) as stream:
+            async with self._raw_stream(tenant, lease_id, call_id, op, ANSWER_WITHIN_S, **more) as stream:
                 yield stream
+        except AgentSilent as silent:
+            raise BackendUnavailable(f"the agent cannot be reached: {silent}") from None
         except LinkLost as lost:
             error = await self._routes.lost_verdict(lease_id, LOST_WAIT_S)
             raise error or BackendUnavailable(f"the agent cannot be reached: {lost}") from None
 
     @asynccontextmanager
-    async def _raw_stream(self, tenant: str, lease_id: str, call_id: str, op: str, **more: Any) -> AsyncIterator[AgentStream]:
+    async def _raw_stream(self, tenant: str, lease_id: str, call_id: str, op: str, silence_s: float | None = None, **more: Any) -> AsyncIterator[AgentStream]:
         route = self._routes.route(tenant, lease_id)
         try:
-            async with route.link.stream(slot_meta(route, op, call_id=call_id, **more)) as stream:
+            async with route.link.stream(slot_meta(route, op, call_id=call_id, **more), silence_s) as stream:
                 stream.end()
                 yield stream
         except AgentRefused as refused:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -18,6 +19,13 @@ from sandbox_server.core.execution import FAULT_OF, Fault, Reason, Result, ToolC
 MAX_ERROR_CHARS = 4000
 MAX_METADATA_BYTES = 64 << 10
 MAX_METADATA_DEPTH = 16
+PROOF_OF_OTHER_FAULT: Mapping[Reason, tuple[str, Fault]] = {
+    Reason.TIMEOUT: ("starved", Fault.AMBIGUOUS),
+    Reason.OOM: ("machine_full", Fault.AMBIGUOUS),
+    Reason.RESOURCE_LIMIT: ("machine_full", Fault.AMBIGUOUS),
+    Reason.SANDBOX_LOST: ("own_work", Fault.POLICY),
+}
+"""The only faults that an agent may give instead of a reason's own: what its evidence must hold for one, `true` or an object with figures."""
 
 
 def identity_of(call: ToolCall) -> bytes:
@@ -117,14 +125,19 @@ def _number(value: object) -> float:
 
 
 def _fault(reason: Reason, metadata: Mapping[str, Any]) -> Fault:
-    if reason is Reason.SANDBOX_LOST and _own_work(metadata.get("evidence")):
-        return Fault.POLICY
+    """Who is to blame. An agent says it by its evidence alone; a `fault` of its own is not looked at."""
+    evidence = metadata.get("evidence")
+    if reason in PROOF_OF_OTHER_FAULT and isinstance(evidence, dict):
+        key, fault = PROOF_OF_OTHER_FAULT[reason]
+        proof = evidence.get(key)
+        if proof is True or (isinstance(proof, dict) and proof):
+            return fault
     return FAULT_OF[reason]
 
 
-def _own_work(evidence: object) -> bool:
-    """Whether the evidence proves that this lease's own work took the sandbox or its init down."""
-    return isinstance(evidence, dict) and evidence.get("own_work") is True
+def callers_mistake(call: ToolCall, field: str, error: str) -> Result:
+    """The result of a call of which a field beside `tool` and `args` is wrong: no policy fills those in."""
+    return replace(own_result(call, Reason.INVALID_ARGS, error, evidence={"field": field, "detail": error}), fault=Fault.INFRA)
 
 
 def own_result(
