@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypedDict, TypeVar, cast
 
+from env_client.checks import check_type
 from env_client.errors import BadAnswer, ServiceError
 
 V = TypeVar("V")
@@ -85,7 +86,13 @@ class CallOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """One tool call to be sent in a batch; the fields are those of `CallOptions`."""
+    """One tool call to be sent in a batch; the fields are those of `CallOptions`.
+
+    `args` may be whatever a model has said: the service looks at it, and what is wrong with it is the call's own result.
+
+    Raises:
+        InvalidRequest: another field is not of its type, which is a mistake of the program that makes the call.
+    """
 
     lease_id: str
     tool: str
@@ -96,6 +103,22 @@ class Call:
     output_limit_bytes: int | None = None
     separate_streams: bool | None = None
     encoding: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("lease_id", "tool"):
+            check_type(name, getattr(self, name), str)
+        for name, kinds in _OPTION_KINDS.items():
+            check_type(name, getattr(self, name), *kinds, type(None))
+
+
+_OPTION_KINDS: Mapping[str, tuple[type, ...]] = {
+    "call_id": (str,),
+    "timeout_s": (int, float),
+    "no_output_timeout_s": (int, float),
+    "output_limit_bytes": (int,),
+    "separate_streams": (bool,),
+    "encoding": (str,),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

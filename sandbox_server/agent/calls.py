@@ -10,7 +10,7 @@ import time
 from typing import TYPE_CHECKING, Any, Callable, Mapping
 
 from sandbox_server.agent import evidence
-from sandbox_server.agent.errors import InvalidArgs
+from sandbox_server.agent.errors import InvalidArgs, UnknownTool
 from sandbox_server.agent.framed import Framed
 from sandbox_server.agent.journal import Verdict
 from sandbox_server.agent.output import Kept, Sink
@@ -27,7 +27,7 @@ DEFAULT_OUTPUT_LIMIT_BYTES = 50_000
 _REPORT_WITHIN_S = 0.1
 _STOOD_STILL_S = 1.0  # a timer that is so late: this process did not run, and perhaps the slot did not either
 _MOST_GIVEN_BACK_S = 10.0
-MAX_TIMEOUT_S = 10 * 86400.0
+MAX_TIMEOUT_S = 365 * 86400.0  # as much as the service takes: what it has let through is not the policy's mistake
 
 
 @dataclasses.dataclass
@@ -147,7 +147,8 @@ class Call:
         try:
             plan = table.plan(spec.tool, spec.args)
         except InvalidArgs as error:
-            self._finish("invalid_args", error=str(error), metadata={"evidence": {"ran": False}})
+            field = "tool" if isinstance(error, UnknownTool) else "args"
+            self._finish("invalid_args", error=str(error), metadata={"evidence": {"ran": False, "field": field}})
             return
         except table.NotBuilt as error:
             self._finish("not_implemented", error=str(error), metadata={"evidence": {"ran": False}})

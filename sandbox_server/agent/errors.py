@@ -35,3 +35,7 @@ class StartFailed(Exception):
 
 class InvalidArgs(Exception):
     """A call's arguments do not fit its tool; the text names the argument."""
+
+
+class UnknownTool(InvalidArgs):
+    """There is no such tool."""

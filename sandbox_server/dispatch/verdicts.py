@@ -21,8 +21,8 @@ MAX_METADATA_BYTES = 64 << 10
 MAX_METADATA_DEPTH = 16
 PROOF_OF_OTHER_FAULT: Mapping[Reason, tuple[str, Fault]] = {
     Reason.TIMEOUT: ("starved", Fault.AMBIGUOUS),
-    Reason.OOM: ("machine_full", Fault.AMBIGUOUS),
-    Reason.RESOURCE_LIMIT: ("machine_full", Fault.AMBIGUOUS),
+    Reason.OOM: ("ambiguous", Fault.AMBIGUOUS),
+    Reason.RESOURCE_LIMIT: ("ambiguous", Fault.AMBIGUOUS),
     Reason.SANDBOX_LOST: ("own_work", Fault.POLICY),
 }
 """The only faults that an agent may give instead of a reason's own: what its evidence must hold for one, `true` or an object with figures."""

@@ -146,6 +146,7 @@ class AgentLink(asyncio.Protocol):
         self._paused = False
         self._waiting_for_transport: list[asyncio.Future[None]] = []
         self._last_heard = loop.time()
+        self._heard_count = 0  # so often data came
         self._waiting_for_data: list[asyncio.Future[None]] = []
         self._pinger: asyncio.TimerHandle | None = None
 
@@ -224,7 +225,7 @@ class AgentLink(asyncio.Protocol):
             LinkLost: the connection has ended.
         """
         self.check()
-        asked_at, heard = self.loop.time(), self.loop.create_future()
+        heard_count, heard = self._heard_count, self.loop.create_future()
         self._waiting_for_data.append(heard)
         self.connection.ping()
         self.flush_soon()
@@ -234,7 +235,7 @@ class AgentLink(asyncio.Protocol):
         except TimeoutError:
             await asyncio.sleep(LAST_READ_S)
         self.check()
-        return self._last_heard >= asked_at
+        return self._heard_count > heard_count
 
     async def close(self) -> None:
         """Hang up."""
@@ -278,6 +279,7 @@ class AgentLink(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._last_heard = self.loop.time()
+        self._heard_count += 1
         self._data_came()
         try:
             events = self.connection.receive(data)

@@ -146,7 +146,8 @@ async def test_a_single_call_under_a_lost_lease_is_an_error(world: World) -> Non
 async def test_more_than_the_pools_max_timeout_is_refused_by_name(world: World) -> None:
     long, short = await results(world, call("a", "true", "c1", timeout_s=601.0), call("a", "true", "c2", timeout_s=600.0))
 
-    assert (long.reason, short.reason) == (Reason.INVALID_ARGS, Reason.EXIT)
+    assert (long.reason, long.fault, short.reason) == (Reason.INVALID_ARGS, Fault.INFRA, Reason.EXIT)
+    assert long.metadata["evidence"]["field"] == "timeout_s"
     assert "timeout_s" in long.error
 
 
