@@ -95,17 +95,17 @@ class Figure(NamedTuple):
 
 
 FIGURES: Final[Mapping[str, Figure]] = {
-    "sandbox_slots": Figure(Gauge, "slots by what they are doing", ("pool", "state")),
-    "sandbox_sandboxes": Figure(Gauge, "sandboxes by where they are in their life", ("pool", "state")),
-    "sandbox_acquire_queue": Figure(Gauge, "acquires that wait", ("pool",)),
-    "sandbox_acquire_seconds": Figure(Histogram, "how long an acquire that was granted had waited", ("pool",)),
-    "sandbox_exec_seconds": Figure(Histogram, "how long tool calls ran, as their agents measured it", ("pool", "tool")),
-    "sandbox_exec_total": Figure(Counter, "tool calls that came to a result", ("pool", "tool", "reason", "fault")),
+    "sandbox_slots": Figure(Gauge, "slots by what they are doing", ("pool", "pool_tenant", "state")),
+    "sandbox_sandboxes": Figure(Gauge, "sandboxes by where they are in their life", ("pool", "pool_tenant", "state")),
+    "sandbox_acquire_queue": Figure(Gauge, "acquires that wait", ("pool", "pool_tenant")),
+    "sandbox_acquire_seconds": Figure(Histogram, "how long an acquire that was granted had waited", ("pool", "pool_tenant")),
+    "sandbox_exec_seconds": Figure(Histogram, "how long tool calls ran, as their agents measured it", ("pool", "pool_tenant", "tool")),
+    "sandbox_exec_total": Figure(Counter, "tool calls that came to a result", ("pool", "pool_tenant", "tool", "reason", "fault")),
     "sandbox_exec_overhead_seconds": Figure(Histogram, "what the service added to tool calls", (), OVERHEAD_BUCKETS_S),
-    "sandbox_reset_seconds": Figure(Histogram, "how long resets of slots took", ("pool",)),
-    "sandbox_slot_dirty_total": Figure(Counter, "slots whose reset could not be proven", ("pool",)),
+    "sandbox_reset_seconds": Figure(Histogram, "how long resets of slots took", ("pool", "pool_tenant")),
+    "sandbox_slot_dirty_total": Figure(Counter, "slots whose reset could not be proven", ("pool", "pool_tenant")),
     "sandbox_backend_calls_total": Figure(Counter, "calls to backends", ("backend", "op", "outcome")),
-    "sandbox_leases_expired_total": Figure(Counter, "leases that ended because nobody renewed them", ("pool",)),
+    "sandbox_leases_expired_total": Figure(Counter, "leases that ended because nobody renewed them", ("pool", "pool_tenant")),
 }
 """Every figure at `/metrics`."""
 
@@ -141,11 +141,11 @@ class Telemetry:
         """One measured value."""
         self._child(name, labels).observe(value)
 
-    def call_ended(self, *, pool: str, tool: str, reason: str, fault: str, duration_s: float, overhead_s: float | None) -> None:
-        """A tool call came to a result. `overhead_s`: what the service added; None if the call never reached its agent."""
+    def call_ended(self, *, pool: str, tool: str, reason: str, fault: str, duration_s: float, overhead_s: float | None, pool_tenant: str = "") -> None:
+        """A tool call came to a result. `overhead_s`: what the service added; None if the call never reached its agent. `pool_tenant`: who owns the pool."""
         tool = tool if tool in TOOLS else OTHER_TOOL
-        self.count("sandbox_exec_total", pool=pool, tool=tool, reason=reason, fault=fault)
-        self.observe("sandbox_exec_seconds", duration_s, pool=pool, tool=tool)
+        self.count("sandbox_exec_total", pool=pool, pool_tenant=pool_tenant, tool=tool, reason=reason, fault=fault)
+        self.observe("sandbox_exec_seconds", duration_s, pool=pool, pool_tenant=pool_tenant, tool=tool)
         if overhead_s is not None:
             self.observe("sandbox_exec_overhead_seconds", max(0.0, overhead_s))
 
