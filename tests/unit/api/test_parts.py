@@ -245,5 +245,5 @@ def test_an_unknown_tool_is_no_label() -> None:
     for n in range(100):
         telemetry.call_ended(pool="p", tool=f"tool-{n}", reason="lease_lost", fault="ambiguous", duration_s=0.0, overhead_s=None)
 
-    assert telemetry.value("sandbox_exec_total", pool="p", pool_tenant="", tool="other", reason="lease_lost", fault="ambiguous") == 100.0
+    assert telemetry.value("sandbox_exec_total", pool="p", tool="other", reason="lease_lost", fault="ambiguous") == 100.0
     assert b"tool-7" not in telemetry.text([])
