@@ -215,9 +215,14 @@ class LeasePage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolInfo:
-    """A pool: its spec, what it can do, how many slots and sandboxes are in which state; `state` is empty where an older service does not say it."""
+    """A pool: its spec, what it can do, how many slots and sandboxes are in which state; `state` is empty where an older service does not say it.
+
+    `tenant`: who owns it, None where no tenant does; `shared`: every tenant may use it.
+    """
 
     name: str
+    tenant: str | None = None
+    shared: bool = False
     state: str = ""
     spec: Mapping[str, Any] = field(default_factory=dict)
     origin: str = ""
@@ -299,10 +304,11 @@ class PoolChange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SandboxInfo:
-    """A sandbox as the service last described it."""
+    """A sandbox as the service last described it. `pool_tenant`: who owns its pool, None where no tenant does."""
 
     sandbox_id: str
     pool: str = ""
+    pool_tenant: str | None = None
     backend: str = ""
     state: str = ""
     isolation: str | None = None

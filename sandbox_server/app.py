@@ -224,6 +224,7 @@ async def _start_pools(settings: Settings, state_dir: StateDir, parts: Parts, st
         events=EventLog(clock=parts.clock),
         weight=tenants.weight,
         max_leases=tenants.max_leases,
+        max_slots=tenants.max_slots,
         max_waiters=tenants.max_waiters,
         limits=PoolLimits(max_waiters=settings.limits.waiters, max_pools=settings.limits.pools),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -65,7 +65,7 @@ class Settings:
     advertise_url: str | None = None
     log_format: str = "json"
     log_level: str = "info"
-    pools: Mapping[str, PoolSpec] = field(default_factory=lambda: {"default": PoolSpec()})
+    pools: Mapping[str, PoolSpec] = field(default_factory=lambda: {"default": PoolSpec(shared=True)})
     default_pool: str = "default"
     limits: Limits = field(default_factory=Limits)
     nomad: NomadAccess = field(default_factory=NomadAccess)
@@ -95,6 +95,8 @@ class TenantModel(FileModel):
     token_file: str | None = None
     admin: bool = False
     max_leases: int | None = Field(default=None, ge=0)
+    max_slots: int | None = Field(default=None, ge=0)
+    backends: list[Literal["local", "docker", "nomad", "modal"]] = Field(default=["local"])
     max_waiters: int | None = Field(default=None, ge=1)
     max_running_calls: int | None = Field(default=None, ge=1)
     weight: float = Field(default=1.0, gt=0)
@@ -297,7 +299,9 @@ def _pool_spec(name: str, body: PoolSpecBody, limits: Limits, path: Path | None)
     problem = spec_problem(body, limits)
     if problem is not None:
         raise SettingsError(f"settings file {path}: pools.{name}.{problem}")
-    return spec_of(body)
+    if "shared" in body.model_fields_set and not body.shared:
+        raise SettingsError(f"settings file {path}: pools.{name}.shared: cannot be false: every tenant may use the pools of the settings file")
+    return replace(spec_of(body), shared=True)
 
 
 def _nomad(given: SettingsFile, path: Path | None) -> NomadAccess:
@@ -355,5 +359,5 @@ def file_tenants(given: SettingsFile, path: Path | None) -> list[Tenant]:
                 raise SettingsError(f"{where}.token_file: {one.token_file} cannot be read: {getattr(error, 'strerror', None) or error}") from None
             if len(token) < MIN_TOKEN_CHARS:
                 raise SettingsError(f"{where}.token_file: {one.token_file} holds fewer than {MIN_TOKEN_CHARS} characters")
-        tenants.append(Tenant(**{**one.model_dump(exclude={"token_file"}), "token": token}))
+        tenants.append(Tenant(**{**one.model_dump(exclude={"token_file"}), "token": token, "backends": tuple(one.backends)}))
     return tenants

@@ -143,6 +143,8 @@ class PoolAnswer(Answer):
     """A pool and what it holds now."""
 
     name: str
+    tenant: str | None = Field(description="who owns it; null: no tenant does")
+    shared: bool = Field(description="every tenant may use it")
     state: Literal["ready", "draining"] = Field(description="draining: it takes no acquires, and is gone when its last lease has ended")
     spec: dict[str, Any]
     origin: str
@@ -186,6 +188,7 @@ class SandboxAnswer(Answer):
 
     sandbox_id: str
     pool: str
+    pool_tenant: str | None = Field(description="who owns the pool; null: no tenant does")
     backend: str
     state: Literal["starting", "ready", "draining", "failed", "gone"]
     isolation: str | None

@@ -109,6 +109,8 @@ def pool_document(view: PoolView, *, admin: bool) -> dict[str, Any]:
     """A pool as callers see it; only admins see `env_vars`."""
     return {
         "name": view.name,
+        "tenant": view.tenant,
+        "shared": view.shared,
         "state": view.state.value,
         "spec": shown_spec(view.spec, admin=admin),
         "origin": view.origin,
@@ -126,6 +128,7 @@ def sandbox_document(view: SandboxView) -> dict[str, Any]:
     return {
         "sandbox_id": view.sandbox_id,
         "pool": view.pool,
+        "pool_tenant": view.pool_tenant,
         "backend": view.backend,
         "state": view.state.value,
         "isolation": view.isolation,

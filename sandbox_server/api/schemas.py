@@ -181,6 +181,7 @@ class PoolSpecBody(Body):
     local: LocalSpecBody = Field(default_factory=LocalSpecBody)
     nomad: NomadSpecBody = Field(default_factory=NomadSpecBody)
     modal: ModalSpecBody = Field(default_factory=ModalSpecBody)
+    shared: bool = Field(default=False, description="every tenant may use the pool; for admins")
 
 
 def first_problem(error: ValidationError, allowed: Mapping[str, Any]) -> tuple[str, str]:

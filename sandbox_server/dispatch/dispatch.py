@@ -283,6 +283,7 @@ class Dispatcher:
         self.flights.end(call)
         self._telemetry.call_ended(
             pool=route.lease.pool if route is not None else "",
+            pool_tenant=route.lease.pool_tenant or "" if route is not None else "",
             tool=call.tool,
             reason=result.reason.value,
             fault=result.fault.value,

@@ -6,7 +6,7 @@ import asyncio
 from typing import Protocol
 
 from sandbox_server.core.errors import InvalidRequest, NoCapacity, PoolServiceError, QuotaExceeded
-from sandbox_server.core.types import Acquired, AcquireRequest, Lease, PoolSpec
+from sandbox_server.core.types import Acquired, AcquireRequest, Lease, PoolId, PoolSpec
 from sandbox_server.link import AgentRefused, LinkLost
 from sandbox_server.pool import rights
 from sandbox_server.pool.fleet import Fleet
@@ -20,6 +20,8 @@ from sandbox_server.pool.wiring import Wiring
 
 class Grantor(Protocol):
     """Who is told of grants: their pool."""
+
+    pool_id: PoolId
 
     def work(self) -> None:
         """Go on after something was given back."""
@@ -130,7 +132,7 @@ class Granting:
         finally:
             self._answers.pop(waiter.seq, None)
         waited_s = self._wiring.clock.monotonic() - waiter.arrived
-        self._wiring.meter.observe("sandbox_acquire_seconds", waited_s, pool=waiter.request.pool)
+        self._wiring.meter.observe("sandbox_acquire_seconds", waited_s, **self._pool.pool_id.labels)
         return Acquired(leases=waiter.leases, waited_s=waited_s)
 
     def give_back(self, waiter: Waiter) -> None:

@@ -136,12 +136,12 @@ class Keeper:
         except AgentNonsense as error:
             raise SandboxOver(f"its agent is not to be trusted: {error}") from error
         except Exception as error:  # the edge of this loop: whatever it was, the sandbox is given up and the pool lives on
-            log.exception("keeping a sandbox failed", extra={"sandbox_id": self._sandbox.sandbox_id, "pool": self._sandbox.pool})
+            log.exception("keeping a sandbox failed", extra=self._sandbox.fields)
             raise SandboxOver(f"the service could not keep it: {type(error).__name__}: {error}") from error
 
     async def _create(self) -> None:
         sandbox = self._sandbox
-        async with aclosing(self._backend.create(sandbox.pool, sandbox.spec, sandbox.sandbox_id)) as steps:
+        async with aclosing(self._backend.create(sandbox.pool_id.key, sandbox.spec, sandbox.sandbox_id)) as steps:
             async for handle in steps:
                 sandbox.handle = handle
                 self._pool.sandbox_changed(sandbox)
@@ -234,7 +234,7 @@ class Keeper:
         except AgentRefused as error:
             self._pool.reset_done(order.ref, order.epoch, f"its agent will not reset it: {error}")
             return
-        self._wiring.meter.observe("sandbox_reset_seconds", self._wiring.clock.monotonic() - started, pool=self._sandbox.pool)
+        self._wiring.meter.observe("sandbox_reset_seconds", self._wiring.clock.monotonic() - started, **self._sandbox.pool_id.labels)
         self._pool.reset_done(order.ref, order.epoch, _problem(answer))
 
     async def verify(self, order: ResetOrder) -> Mapping[str, Any]:
@@ -265,7 +265,7 @@ class Keeper:
         try:
             await self._wiring.store.flush()
         except StorageUnavailable as error:
-            log.warning("a slot is reset without a record: %s", error.detail, extra={"sandbox_id": self._sandbox.sandbox_id, "pool": self._sandbox.pool})
+            log.warning("a slot is reset without a record: %s", error.detail, extra=self._sandbox.fields)
 
     def drop_cache(self, cache: Cache) -> None:
         """Have the agent delete a shared cache."""
@@ -282,7 +282,7 @@ class Keeper:
         except AgentRefused as error:
             # While a slot that had it is being reset it cannot go yet, and is asked for again.
             gone = error.code == "not_implemented"
-            log.debug("a cache is not dropped yet: %s", error, extra={"sandbox_id": self._sandbox.sandbox_id, "pool": self._sandbox.pool})
+            log.debug("a cache is not dropped yet: %s", error, extra=self._sandbox.fields)
         self._pool.cache_dropped(self._sandbox, cache, gone=gone)
 
     def await_quiet(self, lease: Lease) -> None:
@@ -309,7 +309,7 @@ class Keeper:
             try:
                 await self._backend.destroy(self._sandbox.handle)
             except OSError as error:
-                log.warning("a sandbox is still there: %s", error, extra={"sandbox_id": self._sandbox.sandbox_id, "pool": self._sandbox.pool})
+                log.warning("a sandbox is still there: %s", error, extra=self._sandbox.fields)
                 self._count("destroy", "failed")
                 await self._wiring.timers.sleep(DESTROY_AGAIN_S)
             else:

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from sandbox_server.core.clock import Clock, wall_at
 from sandbox_server.core.lifecycle import SlotEvent
-from sandbox_server.core.types import AcquireRequest, Lease, LeaseState, PoolSpec, SlotRef, SlotState
+from sandbox_server.core.types import AcquireRequest, Lease, LeaseState, PoolId, PoolSpec, SlotRef, SlotState
 from sandbox_server.pool.ended import EndedLeases
 from sandbox_server.pool.holding import Holding, Holdings, ResetOrder
 from sandbox_server.pool.slots import Holder, Slot, SlotTable
@@ -32,7 +32,7 @@ class LeaseBook:
     """Who has which slot of one pool, and who waits.
 
     Args:
-        pool: the pool's name.
+        pool: which pool it is.
         spec: the pool's spec; may be replaced.
         clock: monotonic time rules deadlines, wall time is for what a client reads.
         record: takes every change that must outlive a crash.
@@ -43,7 +43,7 @@ class LeaseBook:
 
     def __init__(
         self,
-        pool: str,
+        pool: PoolId,
         spec: PoolSpec,
         clock: Clock,
         record: Callable[[Record], None],
@@ -250,7 +250,8 @@ class LeaseBook:
         lease = Lease(
             lease_id=self._new_lease_id(),
             epoch=slot.epoch,
-            pool=self._pool,
+            pool=self._pool.name,
+            pool_tenant=self._pool.tenant,
             sandbox_id=slot.ref.sandbox_id,
             slot_id=slot.ref.slot_id,
             tenant=request.tenant,

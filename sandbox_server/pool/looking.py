@@ -17,6 +17,8 @@ def pool_view(pool: Pool, origin: str) -> PoolView:
     states = [sandbox.state for sandbox in pool.fleet.sandboxes.values()]
     return PoolView(
         name=pool.name,
+        tenant=pool.pool_id.tenant,
+        shared=pool.shared,
         state=PoolState.DRAINING if pool.closing else PoolState.READY,
         spec=pool.spec,
         origin=origin,
@@ -47,6 +49,7 @@ def sandbox_view(pool: Pool, sandbox: Sandbox) -> SandboxView:
     return SandboxView(
         sandbox_id=sandbox.sandbox_id,
         pool=pool.name,
+        pool_tenant=pool.pool_id.tenant,
         backend=spec.backend,
         state=sandbox.state,
         isolation=sandbox.isolation or None,

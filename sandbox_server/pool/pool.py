@@ -12,8 +12,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from sandbox_server.backends.base import Backend
-from sandbox_server.core.errors import BackendUnavailable, Draining, InvalidRequest, NoCapacity, PoolServiceError, QuotaExceeded, SandboxLost, Stopping
-from sandbox_server.core.types import Acquired, AcquireRequest, Lease, LeaseState, PoolSpec, SandboxState, SlotState
+from sandbox_server.core.errors import (
+    BackendUnavailable,
+    Draining,
+    InvalidRequest,
+    NoCapacity,
+    PoolNotFound,
+    PoolServiceError,
+    QuotaExceeded,
+    SandboxLost,
+    Stopping,
+)
+from sandbox_server.core.types import Acquired, AcquireRequest, Lease, LeaseState, PoolId, PoolSpec, SandboxState, SlotState
 from sandbox_server.link import AgentLink
 from sandbox_server.pool import caches
 from sandbox_server.pool import plan as planning
@@ -51,7 +61,7 @@ class Pool:
     """A named set of identical sandboxes.
 
     Args:
-        name: the pool's name.
+        pool_id: its name, and who owns it.
         spec: what it is made of.
         backend: where its sandboxes live.
         budget: how fast sandboxes are made on that backend, shared by its pools.
@@ -59,14 +69,17 @@ class Pool:
         ended: where ended leases are remembered, if that outlives the pool.
     """
 
-    def __init__(self, name: str, spec: PoolSpec, backend: Backend, budget: CreationBudget, wiring: Wiring, ended: EndedLeases | None = None) -> None:
-        self.name = name
+    def __init__(self, pool_id: PoolId, spec: PoolSpec, backend: Backend, budget: CreationBudget, wiring: Wiring, ended: EndedLeases | None = None) -> None:
+        self.pool_id = pool_id
+        self.name = pool_id.name
         self.spec = spec
-        self.book = LeaseBook(name, spec, wiring.clock, wiring.store.put, wiring.weight, wiring.lease_id, ended)
+        self.book = LeaseBook(pool_id, spec, wiring.clock, wiring.store.put, wiring.weight, wiring.lease_id, ended)
         self.fleet = Fleet(self, self.book, backend, budget, wiring)
         self.clock = wiring.clock
         self.closing = False
         self.why_closing = "the service is stopping"
+        #: the tenant that deleted it; None: the service itself
+        self.closed_by: str | None = None
         #: set once a pool that was closed has no sandbox left
         self.over = asyncio.Event()
         self._wiring = wiring
@@ -77,12 +90,17 @@ class Pool:
 
     # For callers.
 
+    @property
+    def shared(self) -> bool:
+        """Whether every tenant may use it. A pool that no tenant owns always is."""
+        return self.pool_id.tenant is None or self.spec.shared
+
     def restore(self, state: State) -> None:
         """Take over what an earlier life of this service recorded of this pool. Before `start`."""
-        records = [record for record in state.sandboxes if record.pool == self.name]
+        records = [record for record in state.sandboxes if record.pool_id == self.pool_id]
         self.fleet.adopt(records, self.spec)
-        slots = [slot for slot in state.slots if slot.pool == self.name and slot.ref.sandbox_id in self.book.table.shelves]
-        self.book.restore(slots, [lease for lease in state.leases if lease.pool == self.name])
+        slots = [slot for slot in state.slots if slot.pool_id == self.pool_id and slot.ref.sandbox_id in self.book.table.shelves]
+        self.book.restore(slots, [lease for lease in state.leases if lease.pool_id == self.pool_id])
 
     def start(self) -> None:
         """Find again what was restored, and begin to fill."""
@@ -97,11 +115,17 @@ class Pool:
         await self.fleet.stop(destroy=destroy)
         await asyncio.gather(*self._granting.tasks, return_exceptions=True)
 
-    def close(self, why: str, *, force: bool = False) -> None:
-        """Let no new lease begin; `over` is set when the last sandbox has gone, which, unless forced, its leases hold up."""
+    def close(self, why: str, *, force: bool = False, by: str | None = None) -> None:
+        """Let no new lease begin; `over` is set when the last sandbox has gone, which, unless forced, its leases hold up.
+
+        Args:
+            why: what callers are told.
+            force: its leases end now.
+            by: the tenant that wants it; None: the service itself.
+        """
         if not self._closed:
-            self.closing, self._closed, self.why_closing = True, True, why
-            self._wiring.events.publish("pool.draining", pool=self.name, detail=why)
+            self.closing, self._closed, self.why_closing, self.closed_by = True, True, why, by
+            self.pool_event("pool.draining", detail=why, by=by)
         self._refuse_all()
         if force:
             for sandbox in list(self.fleet.sandboxes.values()):
@@ -126,7 +150,9 @@ class Pool:
             if sandbox.state in (SandboxState.STARTING, SandboxState.READY) and planning.is_outdated(sandbox.spec, spec):
                 self.fleet.drain(sandbox, "the pool's spec has changed")
         for waiter in self.book.line.all():
-            if waiter.request.count > spec.max_slots:
+            if not self.shared and waiter.request.tenant != self.pool_id.tenant:
+                self._granting.refuse(waiter, PoolNotFound(f"pool {self.name!r} is no longer shared with this tenant"))
+            elif waiter.request.count > spec.max_slots:
                 detail = f"count is {waiter.request.count}, and pool {self.name!r} can no longer hold more than {spec.max_slots} slots"
                 self._granting.refuse(waiter, InvalidRequest(detail, field="count"))
         self.work()
@@ -253,11 +279,16 @@ class Pool:
     def lease_over(self, lease: Lease) -> None:
         """A lease has ended."""
         level = logging.DEBUG if lease.state is LeaseState.RELEASED else logging.INFO
-        fields = {"lease_id": lease.lease_id, "pool": self.name, "tenant": lease.tenant, "run_id": lease.run_id, "sandbox_id": lease.sandbox_id}
+        fields = {"lease_id": lease.lease_id, **self.pool_id.fields, "tenant": lease.tenant, "run_id": lease.run_id, "sandbox_id": lease.sandbox_id}
         log.log(level, "lease ended: %s", lease.end_detail, extra=fields)
         self.lease_event(EVENT_OF_END[lease.state], lease, detail=lease.end_detail)
         for hear in self._wiring.lease_watchers:
             hear(lease.lease_id)
+
+    def pool_event(self, kind: str, **more: Any) -> None:
+        """Tell whoever follows, and may see the pool, what became of it."""
+        owner = None if self.shared else self.pool_id.tenant
+        self._wiring.events.publish(kind, tenant=owner, admins_too=True, **self.pool_id.fields, **more)
 
     def lease_event(self, kind: str, lease: Lease, **more: Any) -> None:
         """Tell whoever follows what became of a lease."""
@@ -301,7 +332,7 @@ class Pool:
     def _tick(self) -> float:
         now = self._wiring.clock.monotonic()
         for lease in self.book.expire():
-            self._wiring.meter.count("sandbox_leases_expired_total", pool=self.name)
+            self._wiring.meter.count("sandbox_leases_expired_total", **self.pool_id.labels)
             self.lease_over(lease)
         self._quarantine_stuck(now)
         self._serve()
@@ -348,7 +379,7 @@ class Pool:
         if self.book.held or len(self.book.line):
             self._used_at = now
         elif limit_s is not None and not self.closing and now - self._used_at >= limit_s:
-            log.info("the pool has been idle for delete_after_idle_s", extra={"pool": self.name})
+            log.info("the pool has been idle for delete_after_idle_s", extra=self.pool_id.fields)
             self.close(f"idle for delete_after_idle_s of {limit_s:.10g} s")
 
     def _no_hope(self) -> PoolServiceError:

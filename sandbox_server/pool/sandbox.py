@@ -10,7 +10,7 @@ from typing import Any
 from sandbox_server.backends.base import CreateFailed
 from sandbox_server.core.clock import Clock, monotonic_at, wall_at
 from sandbox_server.core.lifecycle import SandboxEvent, next_sandbox_state
-from sandbox_server.core.types import Handle, PoolSpec, SandboxState, SlotRef
+from sandbox_server.core.types import Handle, PoolId, PoolSpec, SandboxState, SlotRef
 from sandbox_server.link import AgentLink
 from sandbox_server.pool.store import CacheRecord, SandboxRecord
 
@@ -47,6 +47,7 @@ class Sandbox:
     destroying: bool = False
     why: str = ""
     caches: dict[str, Cache] = field(default_factory=dict)
+    pool_tenant: str | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def happen(self, event: SandboxEvent) -> None:
@@ -62,6 +63,16 @@ class Sandbox:
         """Let those look again who wait for something to change."""
         changed, self.changed = self.changed, asyncio.Event()
         changed.set()
+
+    @property
+    def pool_id(self) -> PoolId:
+        """Which pool it is of."""
+        return PoolId(self.pool, self.pool_tenant)
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What log lines say of it."""
+        return {"sandbox_id": self.sandbox_id, **self.pool_id.fields}
 
     @property
     def reachable(self) -> bool:
@@ -85,6 +96,7 @@ class Sandbox:
             ready_at=self.ready_wall(clock),
             caches=tuple(cache.record for cache in self.caches.values()),
             why=self.why,
+            pool_tenant=self.pool_tenant,
         )
 
     @classmethod
@@ -103,6 +115,7 @@ class Sandbox:
             boot=record.boot,
             ready_at=None if record.ready_at is None else max(monotonic_at(clock, record.ready_at), clock.monotonic() - oldest_s),
             why=record.why,
+            pool_tenant=record.pool_tenant,
             caches={cache.key: Cache(cache) for cache in record.caches},
         )
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from sandbox_server.core.lifecycle import SlotEvent, next_slot_state
-from sandbox_server.core.types import SlotRef, SlotState
+from sandbox_server.core.types import PoolId, SlotRef, SlotState
 from sandbox_server.pool.store import SlotRecord
 
 Holder = tuple[str, str | None]
@@ -32,9 +32,18 @@ class Slot:
     detail: str = ""
     fresh: bool = True
 
-    def record(self, pool: str) -> SlotRecord:
+    def record(self, pool: PoolId) -> SlotRecord:
         """What must be known of it after a crash."""
-        return SlotRecord(ref=self.ref, pool=pool, state=self.state, epoch=self.epoch, workspace=self.workspace, isolation=self.isolation, keep=self.keep)
+        return SlotRecord(
+            ref=self.ref,
+            pool=pool.name,
+            pool_tenant=pool.tenant,
+            state=self.state,
+            epoch=self.epoch,
+            workspace=self.workspace,
+            isolation=self.isolation,
+            keep=self.keep,
+        )
 
 
 @dataclass(slots=True, eq=False)

@@ -37,6 +37,9 @@ MIGRATIONS: Sequence[Sequence[str]] = (
         "CREATE TABLE verdict (lease_id TEXT NOT NULL, call_id TEXT NOT NULL, identity TEXT NOT NULL, doc TEXT NOT NULL,"
         " lengths TEXT NOT NULL, outputs BLOB NOT NULL, PRIMARY KEY (lease_id, call_id))",
     ),
+    # From here on pools have owners. Those without one belong to the admins, and every tenant may use them, as every tenant could before.
+    # A service that knows no owners would take same-named pools of two tenants for one: the new version keeps it from opening the file.
+    ("UPDATE record SET doc = json_set(doc, '$.tenant', NULL, '$.spec.shared', json('true')) WHERE kind = 'pool'",),
 )
 PUT = "INSERT OR REPLACE INTO record VALUES (?, ?, ?)"
 DROP = "DELETE FROM record WHERE kind = ? AND key = ?"

@@ -11,17 +11,23 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from sandbox_server.core.execution import Result
-from sandbox_server.core.types import AcquireRequest, Handle, Lease, LeaseState, PoolSpec, SandboxState, SlotRef, SlotState
+from sandbox_server.core.types import AcquireRequest, Handle, Lease, LeaseState, PoolId, PoolSpec, SandboxState, SlotRef, SlotState
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolRecord:
-    """A pool that was made while the service ran. `closing`: it is to go once its last lease has ended."""
+    """A pool that was made while the service ran. `closing`: it is to go once its last lease has ended. `tenant`: who owns it; None: no tenant does."""
 
     name: str
     spec: PoolSpec
     origin: str
     closing: bool = False
+    tenant: str | None = None
+
+    @property
+    def pool_id(self) -> PoolId:
+        """Which pool."""
+        return PoolId(self.name, self.tenant)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +57,12 @@ class SandboxRecord:
     ready_at: float | None = None
     caches: tuple[CacheRecord, ...] = ()
     why: str = ""
+    pool_tenant: str | None = None
+
+    @property
+    def pool_id(self) -> PoolId:
+        """Which pool it is of."""
+        return PoolId(self.pool, self.pool_tenant)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +76,12 @@ class SlotRecord:
     workspace: str
     isolation: str
     keep: tuple[str, str | None] | None = None
+    pool_tenant: str | None = None
+
+    @property
+    def pool_id(self) -> PoolId:
+        """Which pool it is of."""
+        return PoolId(self.pool, self.pool_tenant)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,7 +105,7 @@ class ClockRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Forgotten:
-    """A lease, a request key, or a pool that nobody may ask for any more."""
+    """A lease, a request key, or a pool (by the key of its id) that nobody may ask for any more."""
 
     lease_id: str | None = None
     key: tuple[str, str] | None = None
@@ -191,7 +209,7 @@ class MemoryStore:
         elif isinstance(record, KeyRecord):
             self.keys[record.tenant, record.key] = record
         elif isinstance(record, PoolRecord):
-            self.pools[record.name] = record
+            self.pools[record.pool_id.key] = record
         elif isinstance(record, Forgotten):
             self._forget(record)
 

@@ -85,7 +85,8 @@ class Wiring:
 
     Attributes:
         weight: a tenant's weight in the queue, more than 0.
-        max_leases: how many leases a tenant may hold and wait for; None: no limit.
+        max_leases: how many leases a tenant may hold, wait for and have slots reserved for; None: no limit.
+        max_slots: how many slots a tenant's pools may have at most, together; None: no limit.
         max_waiters: how many acquires of a tenant may queue; None: no limit.
         jitter: a random number from 0 to 1.
         lease_watchers: who hears of each lease that ends, by its id.
@@ -99,6 +100,7 @@ class Wiring:
     events: EventLog = field(default_factory=EventLog)
     weight: Callable[[str], float] = same_weight
     max_leases: Callable[[str], int | None] = no_maximum
+    max_slots: Callable[[str], int | None] = no_maximum
     max_waiters: Callable[[str], int | None] = no_maximum
     jitter: Callable[[], float] = random.random
     lease_watchers: list[Callable[[str], None]] = field(default_factory=list)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from sandbox_server.core.types import AcquireRequest, Lease, LeaseState, PoolSpec, SandboxState, SlotRef, SlotState
+from sandbox_server.core.types import AcquireRequest, Lease, LeaseState, PoolId, PoolSpec, SandboxState, SlotRef, SlotState
 from sandbox_server.pool.leases import KEEPING_S, LeaseBook
 from sandbox_server.pool.store import MemoryStore, SandboxRecord
 from sandbox_server.pool.waiting import Waiter
@@ -62,7 +62,7 @@ class BookMachine(RuleBasedStateMachine):
             self._add_sandbox(count, clean=True)
 
     def _new_book(self) -> LeaseBook:
-        return LeaseBook("p", PoolSpec(), self.clock, self.store.put, WEIGHTS.__getitem__, lambda: f"l-{next(self.ids)}")
+        return LeaseBook(PoolId("p"), PoolSpec(), self.clock, self.store.put, WEIGHTS.__getitem__, lambda: f"l-{next(self.ids)}")
 
     # What the pool does after every step.
 

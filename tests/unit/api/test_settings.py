@@ -36,7 +36,7 @@ def with_file(path: Path, text: str, **environ: str) -> Settings:
 def test_nothing_said_is_one_default_pool_and_no_tenants() -> None:
     settings = load_settings({})
 
-    assert (settings.pools, settings.default_pool, settings.tenants, settings.open_door) == ({"default": PoolSpec()}, "default", (), False)
+    assert (settings.pools, settings.default_pool, settings.tenants, settings.open_door) == ({"default": PoolSpec(shared=True)}, "default", (), False)
     assert (settings.limits, settings.log_format, settings.log_level, settings.advertise_url) == (Limits(), "json", "info", None)
 
 
@@ -108,8 +108,8 @@ def test_a_file_says_pools_tenants_and_limits(tmp_path: Path) -> None:
     )
 
     assert settings.pools == {
-        "small": PoolSpec(slots_per_sandbox=2, idle_timeout_s=30, local=LocalSpec(expose=("/opt",)), env_vars={"A": "b"}),
-        "plain": PoolSpec(),
+        "small": PoolSpec(slots_per_sandbox=2, idle_timeout_s=30, local=LocalSpec(expose=("/opt",)), env_vars={"A": "b"}, shared=True),
+        "plain": PoolSpec(shared=True),
     }
     assert [(t.name, t.token, t.admin, t.weight, t.max_leases) for t in settings.tenants] == [
         ("trainer", "in-the-file", False, 2, None),
@@ -209,7 +209,7 @@ def test_the_variables_and_keys_are_the_contracts(tmp_path: Path) -> None:
 
 
 def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
-    assert with_file(tmp_path, "").pools == {"default": PoolSpec()}
+    assert with_file(tmp_path, "").pools == {"default": PoolSpec(shared=True)}
 
 
 def test_the_state_folder_is_roots_or_the_users() -> None:
