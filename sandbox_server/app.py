@@ -12,10 +12,11 @@ from pathlib import Path
 from starlette.types import Receive, Scope, Send
 
 from sandbox_server.api.api import build_api
-from sandbox_server.api.service import Service
+from sandbox_server.api.service import Service, came_with_token
 from sandbox_server.api.tenants import Tenant, Tenants
 from sandbox_server.backends.base import Backend
 from sandbox_server.backends.registry import load_backend
+from sandbox_server.connection_limits import limit_connections
 from sandbox_server.core.clock import Clock, SystemClock
 from sandbox_server.core.errors import InvalidRequest, NotImplementedHere, StorageUnavailable
 from sandbox_server.dispatch.dispatch import CallLimits, Dispatcher
@@ -23,6 +24,7 @@ from sandbox_server.dispatch.doubts import Doubts
 from sandbox_server.dispatch.files import SlotFiles
 from sandbox_server.dispatch.records import CallRecords
 from sandbox_server.dispatch.turns import Turns
+from sandbox_server.doors import HEAD_WITHIN_S
 from sandbox_server.link.agent_link import AgentLink
 from sandbox_server.pool.catalog import BUILT_IN, OF_THE_FILE
 from sandbox_server.pool.events import EventLog
@@ -61,6 +63,7 @@ class Parts:
         store: opens what outlives the service, from the path of its file and the clock; raises StoreUnusable.
         clock: what time it is.
         configure_logging: sends the log where the settings say.
+        head_within_s: how long the head of a request may take, in seconds.
     """
 
     backend: MakeBackend = load_backend
@@ -68,6 +71,7 @@ class Parts:
     store: Callable[[Path, Clock], Store] = SqliteStore
     clock: Clock = field(default_factory=SystemClock)
     configure_logging: Callable[[str, str], None] = configure_logging
+    head_within_s: float = HEAD_WITHIN_S
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +129,10 @@ class Application:
         except (SettingsError, StateDirError) as error:
             await send({"type": "lifespan.startup.failed", "message": str(error)})
             return
+        unprotected = limit_connections(receive, came_with_token, self._parts.head_within_s)
+        if unprotected is not None:
+            log.warning(unprotected)
+            running.service.warnings.append(unprotected)
         self._front.service = running.service
         self._has_tenants = bool(running.settings.tenants)
         signals = self._signals = Signals(self._stop, self._reload_tenants)

@@ -213,6 +213,7 @@ class ReadyAnswer(Answer):
 
     ready: bool
     pools: dict[str, Any]
+    warnings: list[str] = Field(description="what the service cannot protect where it runs now")
 
 
 class ProblemAnswer(Answer):

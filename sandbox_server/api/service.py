@@ -90,6 +90,9 @@ class Service:
     streams: set[object] = field(default_factory=set)
     """The event streams that are open."""
 
+    warnings: list[str] = field(default_factory=list)
+    """What the service cannot protect where it runs now, each in a sentence that says what to do."""
+
     def check_not_stopping(self) -> None:
         """Refuse new work of a service that is going away.
 

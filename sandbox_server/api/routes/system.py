@@ -37,7 +37,8 @@ async def healthz(request: Request) -> Response:
 async def readyz(request: Request) -> Response:
     """200 once every pool of the settings file has its minimum or a shown permanent error, else 503; the body lists them."""
     asked = query(request, ("pool",))
-    readiness = dict(service_of(request).pools.readiness())
+    service = service_of(request)
+    readiness = {**service.pools.readiness(), "warnings": service.warnings}
     ready = bool(readiness.get("ready"))
     name = asked.get("pool")
     if name is not None:
