@@ -15,10 +15,13 @@ from typing import Any, cast
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from sandbox_server.doors import HEAD_WITHIN_S, RESERVED_DESCRIPTORS, Doors, Visitor, open_files_limit, places_for
+from sandbox_server.doors import HEAD_WITHIN_S, Doors, Visitor, open_files_limit, places_for
 
-ACCEPTED_AT_ONCE = RESERVED_DESCRIPTORS // 2
-"""How many connections may be taken in one turn of the event loop, before any of them is counted: fewer than the descriptors that are held back."""
+FEWEST_AT_ONCE = 64
+"""So many connections may always be taken in one turn of the event loop."""
+
+TURNS_UNCOUNTED = 4
+"""In so many turns asyncio takes a new connection, counts it, and closes an older one for it; until then both hold a descriptor."""
 
 CONSEQUENCE = "idle and half-sent connections are not closed, and whoever can connect can keep others out without a token"
 REMEDY = "start it with `python -m sandbox_server serve` or with plain `uvicorn sandbox_server.app:app`, or put a proxy that limits connections before it"
@@ -35,7 +38,7 @@ def limit_connections(receive: object, trusted: Callable[[Mapping[str, Any]], bo
     Returns:
         What is not protected, why, and what to do; None where everything is.
     """
-    places = places_for(open_files_limit())
+    descriptors = open_files_limit()
     config = getattr(getattr(receive, "__self__", None), "config", None)
     if not isinstance(config, uvicorn.Config):
         return f"connections are not limited: the service cannot reach the connections of this server: {CONSEQUENCE}; {REMEDY}"
@@ -43,7 +46,11 @@ def limit_connections(receive: object, trusted: Callable[[Mapping[str, Any]], bo
     if protocol is not HttpToolsProtocol:
         name = getattr(protocol, "__name__", protocol)
         return f"connections are not limited: uvicorn was told to serve HTTP with {name}, not with httptools: {CONSEQUENCE}; {REMEDY}"
+    places = places_for(descriptors)
+    # asyncio's own loop takes as many connections in one turn as the kernel may queue, and uvloop takes one.
+    if isinstance(asyncio.get_running_loop(), asyncio.BaseEventLoop):
+        config.backlog = min(config.backlog, max(FEWEST_AT_ONCE, descriptors // 8))
+        places = max(FEWEST_AT_ONCE, places - TURNS_UNCOUNTED * (config.backlog - FEWEST_AT_ONCE))
     doors = Doors(places=places, trusted=trusted, head_within_s=head_within_s)
     config.http_protocol_class = cast("type[asyncio.Protocol]", functools.partial(Visitor, doors=doors))
-    config.backlog = min(config.backlog, ACCEPTED_AT_ONCE)
     return None
