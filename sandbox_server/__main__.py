@@ -18,7 +18,7 @@ from typing import Any
 import uvicorn
 
 from sandbox_server.api.tenants import Tenant
-from sandbox_server.app import Application, load_backends
+from sandbox_server.app import Application, load_backends, say
 from sandbox_server.backends.registry import load_backend
 from sandbox_server.settings import Settings, SettingsError, load_settings
 from sandbox_server.state_dir import StateDir, StateDirError
@@ -65,7 +65,7 @@ class Server(uvicorn.Server):
             return
         port = self.servers[0].sockets[0].getsockname()[1]
         url = f"http://{_reachable(self._options.host)}:{port}"
-        print(f"listening on {url}", flush=True)
+        say(f"listening on {url}")
         self._application.announce(url)
         if self._options.ready_fd is not None:
             with os.fdopen(self._options.ready_fd, "w") as ready:

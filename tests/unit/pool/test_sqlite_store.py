@@ -21,7 +21,7 @@ import pytest
 from sandbox_server.core.errors import StorageUnavailable
 from sandbox_server.core.types import LeaseState
 from sandbox_server.pool import sqlite_store
-from sandbox_server.pool.sqlite_file import SWEPT_AT_ONCE
+from sandbox_server.pool.sqlite_file import RESERVE_FILE, SWEPT_AT_ONCE
 from sandbox_server.pool.sqlite_store import SqliteStore, StoreUnusable
 from tests.unit.pool.test_store import LEASE, RESULT, SLOT
 
@@ -83,7 +83,7 @@ async def test_it_outlives_the_process_and_is_nobody_elses(path):
         assert len(store.load().leases) == 3
         assert store.durable
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert [leftover.name for leftover in path.parent.iterdir()] == [path.name]
+    assert {leftover.name for leftover in path.parent.iterdir()} == {path.name, RESERVE_FILE}
 
 
 @pytest.mark.parametrize("after_lines", [1, 50, 400])
