@@ -23,7 +23,7 @@ class DiskReserve:
         size_bytes: how much it keeps.
     """
 
-    def __init__(self, path: Path, size_bytes: int = RESERVE_BYTES) -> None:
+    def __init__(self, path: Path, size_bytes: int) -> None:
         self._path = path
         self._size_bytes = size_bytes
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from sandbox_server.pool.codec import Name, decode, decode_verdict, encode, encode_result
-from sandbox_server.pool.disk_reserve import DiskReserve
+from sandbox_server.pool.disk_reserve import RESERVE_BYTES, DiskReserve
 from sandbox_server.pool.file_watch import FileWatch, StateFileReplaced
 from sandbox_server.pool.sqlite_copy import finish_writing_anew, write_anew
 from sandbox_server.pool.sqlite_errors import StoreUnusable, damaged, is_full, unusable
@@ -38,6 +38,8 @@ GIVEN_BACK_AT_ONCE = 1024
 #: What else writes to a full disk may be quicker than SQLite, which frees and takes some pages when it opens a file: then it is tried again.
 OPEN_ATTEMPTS, OPEN_AGAIN_S = 20, 0.05
 RESERVE_FILE = "reserve"
+#: What SQLite calls the kind of auto_vacuum that gives room back only when it is asked to.
+INCREMENTAL = 2
 
 #: What leads from each schema version to the next; the first makes an empty file the first version.
 MIGRATIONS: Sequence[Sequence[str]] = (
@@ -112,7 +114,7 @@ class SqliteFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._wal = Path(f"{path}-wal")
-        self._reserve = DiskReserve(path.with_name(RESERVE_FILE))
+        self._reserve = DiskReserve(path.with_name(RESERVE_FILE), RESERVE_BYTES)
         #: how often the file was written anew: a reader of an earlier one reads what is not there any more
         self.generation = 0
         try:
@@ -165,7 +167,9 @@ class SqliteFile:
 
     def _connect(self) -> sqlite3.Connection:
         connection = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False, timeout=BUSY_S, cached_statements=32)
-        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+        # Only where it is not so already: it is a write, for which a full disk has no room.
+        if connection.execute("PRAGMA auto_vacuum").fetchone() != (INCREMENTAL,):
+            connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = NORMAL")
         connection.execute("PRAGMA wal_autocheckpoint = 0")

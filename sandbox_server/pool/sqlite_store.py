@@ -300,7 +300,8 @@ class SqliteStore:
         before.close()
 
     def _unavailable(self, done: str, error: Exception) -> StorageUnavailable:
-        return StorageUnavailable(f"the state file {self._path} cannot be {done}: {error}", retry_after_s=2)
+        detail = str(error) if isinstance(error, StateFileReplaced) else f"the state file {self._path} cannot be {done}: {error}"
+        return StorageUnavailable(detail, retry_after_s=2)
 
     async def close(self) -> None:
         """Write what is queued and let go."""
