@@ -216,6 +216,8 @@ class ReadyAnswer(Answer):
 
     ready: bool
     pools: dict[str, Any]
+    storage: dict[str, Any] = Field(description="`ready`: whether the state can be recorded; `last_error`: why not, and what to do")
+    warnings: list[str] = Field(description="what the service cannot protect where it runs now")
 
 
 class ProblemAnswer(Answer):

@@ -11,7 +11,7 @@ from starlette.requests import Request
 
 from sandbox_server.api.limits import Limits
 from sandbox_server.api.tenants import Tenant, Tenants
-from sandbox_server.core.errors import Forbidden, PoolServiceError, Stopping
+from sandbox_server.core.errors import Forbidden, PoolServiceError, Stopping, StorageUnavailable
 from sandbox_server.core.types import Acquired, AcquireRequest, Lease, PoolSpec, PoolView, SandboxView
 from sandbox_server.dispatch.dispatch import Dispatcher
 from sandbox_server.dispatch.files import SlotFiles
@@ -92,6 +92,22 @@ class Service:
 
     streams: set[object] = field(default_factory=set)
     """The event streams that are open."""
+
+    warnings: list[str] = field(default_factory=list)
+    """What the service cannot protect where it runs now, each in a sentence that says what to do."""
+
+    storage_trouble: Callable[[], str | None] = lambda: None
+    """Why nothing new can be recorded at present, and what to do; None: it can."""
+
+    def check_storage(self) -> None:
+        """Refuse what takes room for records while there is none to spare, or while what is recorded would not be found again.
+
+        Raises:
+            StorageUnavailable: it cannot be recorded at present.
+        """
+        trouble = self.storage_trouble()
+        if trouble is not None:
+            raise StorageUnavailable(trouble, retry_after_s=2)
 
     def check_not_stopping(self) -> None:
         """Refuse new work of a service that is going away.

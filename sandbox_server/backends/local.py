@@ -14,6 +14,7 @@ import io
 import json
 import os
 import secrets
+import shutil
 import sys
 import tempfile
 import threading
@@ -279,7 +280,12 @@ def _unpack_agent(parent: Path) -> Path:
     if not folder.exists():
         parent.mkdir(mode=0o700, exist_ok=True)
         partial = Path(tempfile.mkdtemp(dir=parent))
-        with zipfile.ZipFile(io.BytesIO(zipapp)) as archive:
-            archive.extractall(partial)
-        partial.replace(folder)
+        try:
+            with zipfile.ZipFile(io.BytesIO(zipapp)) as archive:
+                archive.extractall(partial)
+            partial.replace(folder)
+        except BaseException:
+            # On a full disk each attempt would leave one more, until the room that comes free was full of them.
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
     return folder

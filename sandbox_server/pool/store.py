@@ -177,6 +177,15 @@ class Store(Protocol):
         """How many calls of this lease have a verdict."""
         ...
 
+    @property
+    def trouble(self) -> str | None:
+        """Why nothing new should be begun, and what to do; None: it can."""
+        ...
+
+    async def check(self) -> None:
+        """See that what was put can still be found by a service that starts later. To be called every second; `trouble` says what was found."""
+        ...
+
     async def close(self) -> None:
         """Write what is queued and let go."""
         ...
@@ -257,6 +266,14 @@ class MemoryStore:
     def verdict_count(self, lease_id: str) -> int:
         """How many calls of this lease have a verdict."""
         return len(self.verdicts.get(lease_id, ()))
+
+    @property
+    def trouble(self) -> str | None:
+        """There is none."""
+        return None
+
+    async def check(self) -> None:
+        """There is nothing to see."""
 
     async def close(self) -> None:
         """There is nothing to let go of."""

@@ -73,6 +73,14 @@ class CrashingStore:
         """How many calls of this lease have a verdict."""
         return self.live.verdict_count(lease_id)
 
+    @property
+    def trouble(self) -> str | None:
+        """Why it cannot be written, while it shall not be."""
+        return None if self.failure is None else self.failure.detail
+
+    async def check(self) -> None:
+        """There is nothing to see."""
+
     async def close(self) -> None:
         """Write what is queued."""
         await self.flush()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from sandbox_server.app import Application, Parts
+from sandbox_server.doors import HEAD_WITHIN_S
 from sandbox_server.link import AgentLink
 from tests.support.scripted_agent import ScriptedBackend
 
@@ -20,4 +22,4 @@ async def _connect(address: str, token: str, timeout_s: float = 10.0) -> AgentLi
     return await BACKEND.connect(address, token, timeout_s)
 
 
-app = Application(parts=Parts(backend=_load, connect=_connect))
+app = Application(parts=Parts(backend=_load, connect=_connect, head_within_s=float(os.environ.get("HEAD_WITHIN_S", HEAD_WITHIN_S))))
