@@ -246,7 +246,7 @@ class InitLink:
 
     def _report(self, data: bytes) -> None:
         kind, number, status, cpu_us, rss_kb = REPORT.unpack_from(data)
-        if kind == EXITED:
+        if kind == EXITED and (os.WIFEXITED(status) or os.WIFSIGNALED(status)):
             listener = self._listeners.pop(number, None)
             if listener is not None:
                 listener.exited(status, cpu_us / 1e6, rss_kb << 10)
