@@ -15,7 +15,7 @@ import struct
 import sys
 import time
 
-from sandbox_server.agent import slot_power
+from sandbox_server.agent import slot_power, slot_tracees
 from sandbox_server.agent.slot_runs import Runs
 
 TYPE_CHECKING = False
@@ -242,6 +242,9 @@ class Init:
                 return
             if not pid:
                 return
+            if not slot_tracees.has_ended(status):
+                slot_tracees.detach(pid, status)
+                continue
             failed = self._failure(pid)
             number = self._runs.ended(pid)
             if number is not None and failed:
