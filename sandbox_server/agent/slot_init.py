@@ -317,10 +317,10 @@ def main() -> NoReturn:
     fd = int(sys.argv[1])
     os.set_inheritable(fd, False)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, fd)
-    data, fds = receive(sock)
+    data, _ = receive(sock)
     config = marshal.loads(data)
     try:
-        for joined in fds:
+        for joined in config["join"]:
             os.write(joined, b"0")
             os.close(joined)
         # Before init hides itself: afterwards the file is root's.

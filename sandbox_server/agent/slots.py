@@ -42,7 +42,7 @@ class Slot:
         self.body: Body | None = None
         self.journal = Journal()
         self.jobs = Jobs(self)
-        self.drains = Drains(self.loop)
+        self.drains = Drains(self.loop, bodies.most_drains)
         self.live: set[Call] = set()  # those that have processes
         self.spool = self._new_spool()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -227,6 +227,7 @@ class Slot:
         self.body = body
         body.slot_id = self.slot_id
         body.link.on_lost = lambda detail: self._init_lost(body, detail)
+        body.link.on_in_flight_full = self._bodies.on_in_flight_full
         return not body.link.closed
 
     async def end(self) -> None:
