@@ -59,6 +59,7 @@ class InitLink:
         self._answers: dict[int, asyncio.Future[int]] = {}
         self._ready: asyncio.Future[int] = loop.create_future()
         self.closed = False
+        self._used_s: dict[int, float] = {}
         self._hears = True
         self.own_work = False  # it is the slot's own doing that init goes
         self.on_lost: Callable[[str], None] | None = None
@@ -143,10 +144,15 @@ class InitLink:
         if not answer.done():
             answer.set_exception(OSError(errno, os.strerror(errno)))
 
-    def release(self, number: int) -> None:
-        """Nothing more will be asked about a run that was signalled."""
+    def release(self, number: int) -> float:
+        """Nothing more will be asked about a run that was signalled.
+
+        Returns:
+            The processor time, in seconds, that init has counted for what it signalled and reaped of the run.
+        """
         if not self.closed:
             self._send({"op": "release", "id": number}, [], 0, lambda _: None)
+        return self._used_s.pop(number, 0.0)
 
     def close(self, detail: str = "the slot has ended") -> None:
         """End the link; a living init ends its slot when it notices. Who still waits for a run hears that init has gone."""
@@ -246,6 +252,8 @@ class InitLink:
             if listener is not None:
                 listener.refused(status, data[REPORT.size :].decode("ascii", "replace"))
         elif kind in (SIGNALLED, MOVED):
+            if kind == SIGNALLED:
+                self._used_s[number] = cpu_us / 1e6
             answer = self._answers.pop(number, None)
             if answer is not None and not answer.done():
                 answer.set_result(status)

@@ -17,6 +17,7 @@ from sandbox_server.agent.evidence import ran_out_of_memory
 from sandbox_server.agent.isolation.base import Body
 from sandbox_server.agent.journal import Journal, Verdict, identity
 from sandbox_server.agent.output import Spool
+from sandbox_server.agent.processor_share import promised_share
 from sandbox_server.agent.tools.process import Jobs
 
 if TYPE_CHECKING:
@@ -116,6 +117,12 @@ class Slot:
     def limits(self) -> Limits:
         """What the slot may use."""
         return self._bodies.config.limits
+
+    @property
+    def processor_share(self) -> float:
+        """How many processors the slot is promised."""
+        config = self._bodies.config
+        return promised_share(len(os.sched_getaffinity(0)), config.slots, config.limits.cpu)
 
     def current_body(self) -> Body:
         """The body calls run in."""

@@ -92,7 +92,7 @@ async def _end_tree(run: Run) -> dict[str, Any]:
     if left:
         evidence["processes_left"] = left
     if isinstance(tree, _ScannedTree):
-        run.body.link.release(run.number)
+        run.killed_cpu_s = run.body.link.release(run.number)
     return evidence
 
 

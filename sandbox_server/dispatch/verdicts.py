@@ -119,7 +119,14 @@ def _number(value: object) -> float:
 def _fault(reason: Reason, metadata: Mapping[str, Any]) -> Fault:
     if reason is Reason.SANDBOX_LOST and _own_work(metadata.get("evidence")):
         return Fault.POLICY
+    if reason in (Reason.TIMEOUT, Reason.NO_OUTPUT_TIMEOUT) and _starved(metadata.get("evidence")):
+        return Fault.AMBIGUOUS
     return FAULT_OF[reason]
+
+
+def _starved(evidence: object) -> bool:
+    """Whether the evidence proves that others kept the call from its slot's share of the processor."""
+    return isinstance(evidence, dict) and isinstance(evidence.get("starved"), dict)
 
 
 def _own_work(evidence: object) -> bool:

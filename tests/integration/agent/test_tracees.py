@@ -29,7 +29,9 @@ PROGRAMS = {
     "executes a program": "trace_me(); os.execv('/bin/sh', ['sh', '-c', 'echo on; exit 3'])",
     "executes twice": "trace_me(); os.execv('/bin/sh', ['sh', '-c', 'exec sh -c \"echo on; exit 3\"'])",
     "has children": "trace_me(); print(os.popen('echo on').read(), end=''); sys.exit(3)",
-    "handles a breakpoint": "signal.signal(signal.SIGTRAP, lambda *_: (print('on'), os._exit(3))); trace_me(); signal.raise_signal(signal.SIGTRAP); time.sleep(20)",
+    "handles a breakpoint": (
+        "signal.signal(signal.SIGTRAP, lambda *_: (print('on'), os._exit(3))); trace_me()\nsignal.raise_signal(signal.SIGTRAP); time.sleep(20)"
+    ),
     "is stopped and continued": (
         "trace_me()\nme = os.getpid()\nif os.fork() == 0:\n"
         "    while open(f'/proc/{me}/stat').read().rpartition(') ')[2][0] not in 'Tt': time.sleep(0.01)\n"
