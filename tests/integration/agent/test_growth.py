@@ -20,7 +20,7 @@ from sandbox_server.link.agent_link import AgentLink
 from tests.integration.agent.house import Answer
 
 TOKEN = "t"
-CYCLES = 12
+CYCLES = 6
 REQUESTS_A_CYCLE = 20
 
 

@@ -54,6 +54,21 @@ def test_every_reason_has_its_fault(reason: Reason) -> None:
     assert agent_result(call("a", "true"), {**GOOD, "reason": reason.value}, b"abc").fault is FAULT_OF[reason]
 
 
+@pytest.mark.parametrize("reason", ["timeout", "no_output_timeout"])
+@pytest.mark.parametrize(
+    ("evidence", "fault"),
+    [
+        ({"starved": {"share_processors": 0.25, "owed_s": 0.5, "given_s": 0.1}}, Fault.AMBIGUOUS),
+        ({"starved": True}, Fault.POLICY),
+        ({"load_1m": 99.0}, Fault.POLICY),
+    ],
+)
+def test_a_deadline_is_nobodys_only_where_it_is_proven_that_others_had_the_time(reason: str, evidence: dict[str, object], fault: Fault) -> None:
+    said = {**GOOD, "reason": reason, "exit_code": None, "metadata": {"evidence": evidence}}
+
+    assert agent_result(call("a", "true"), said, b"abc").fault is fault
+
+
 def test_a_sandbox_lost_by_the_leases_own_work_is_the_policys() -> None:
     said = {**GOOD, "reason": "sandbox_lost", "metadata": {"evidence": {"own_work": True}}}
 
