@@ -18,7 +18,8 @@ from sandbox_server.agent.changes import Changes
 from sandbox_server.agent.config import AgentConfig
 from sandbox_server.agent.errors import Refused
 from sandbox_server.agent.files import FILE_OPS, open_file_op
-from sandbox_server.agent.isolation.base import Context
+from sandbox_server.agent.inflight import InFlightBlame
+from sandbox_server.agent.isolation.base import Body, Context
 from sandbox_server.agent.isolation.probe import Probed, probe
 from sandbox_server.agent.serve import Connection, Handler, Stream
 from sandbox_server.agent.slot_lib import write_slot_lib
@@ -86,6 +87,7 @@ class Agent:
         if self._probed.isolation is not None:
             caches = Caches(os.path.join(self.config.base_dir, "caches"), int(self.config.cache_bytes), self._trash, uids if os.geteuid() == 0 else None)
             self._bodies = Bodies(self.config, self._probed.isolation, self._trash, caches)
+            self._bodies.on_in_flight_full = InFlightBlame(self._running_bodies).look
             await self._start_slots(self._bodies)
         await self.over.wait()
         await self._end()
@@ -134,6 +136,9 @@ class Agent:
             rest.pop(0).adopt(first)
         await asyncio.gather(*(slot.start() for slot in rest))
         bodies.refill()
+
+    def _running_bodies(self) -> dict[str, Body]:
+        return {slot.slot_id: slot.body for slot in self.slots.values() if slot.body is not None and not slot.body.link.closed}
 
     def _changed(self, slot: Slot) -> None:
         for watcher in self.watchers:

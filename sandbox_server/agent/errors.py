@@ -30,7 +30,16 @@ class Refused(Exception):
 
 
 class StartFailed(Exception):
-    """A slot's body could not be started; the text is the error it met."""
+    """A slot's body could not be started; the text is the error it met.
+
+    Args:
+        detail: the text.
+        temporary: the machine was short of something, and the same may work in a moment.
+    """
+
+    def __init__(self, detail: str, temporary: bool = False) -> None:
+        super().__init__(detail)
+        self.temporary = temporary
 
 
 class InvalidArgs(Exception):

@@ -15,7 +15,7 @@ import struct
 import sys
 import time
 
-from sandbox_server.agent import slot_power
+from sandbox_server.agent import slot_power, slot_tracees
 from sandbox_server.agent.slot_runs import Runs
 
 TYPE_CHECKING = False
@@ -99,7 +99,9 @@ class Init:
         if op == "spawn" or op == "fork":
             self._start(request, dict(zip(request["fds"], fds)))
         elif op == "signal":
-            self.report(SIGNALLED, request["id"], self._runs.signal(request["id"], request["signal"]))
+            left = self._runs.signal(request["id"], request["signal"])
+            self._reap()  # what has been killed is dead, and tells now what it used
+            self.report(SIGNALLED, request["id"], left, self._runs.used_us(request["id"]))
         elif op == "release":
             self._runs.release(request["id"])
         elif op == "move":
@@ -242,12 +244,16 @@ class Init:
                 return
             if not pid:
                 return
+            if not slot_tracees.has_ended(status):
+                slot_tracees.detach(pid, status)
+                continue
             failed = self._failure(pid)
-            number = self._runs.ended(pid)
+            used_us = int((usage.ru_utime + usage.ru_stime) * 1e6)
+            number = self._runs.ended(pid, used_us)
             if number is not None and failed:
                 self.report(REFUSED, number, failed, text=b"fork")
             elif number is not None:
-                self.report(EXITED, number, status, int((usage.ru_utime + usage.ru_stime) * 1e6), usage.ru_maxrss)
+                self.report(EXITED, number, status, used_us, usage.ru_maxrss)
 
     def _end(self) -> NoReturn:
         self._runs.end_all()
@@ -314,10 +320,10 @@ def main() -> NoReturn:
     fd = int(sys.argv[1])
     os.set_inheritable(fd, False)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, fd)
-    data, fds = receive(sock)
+    data, _ = receive(sock)
     config = marshal.loads(data)
     try:
-        for joined in fds:
+        for joined in config["join"]:
             os.write(joined, b"0")
             os.close(joined)
         # Before init hides itself: afterwards the file is root's.

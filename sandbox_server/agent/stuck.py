@@ -68,6 +68,7 @@ def _command_line(pid: int) -> bytes:
 async def end_slot(body: Body, detail: str) -> None:
     """Init does not end a tree of its slot: so all of the slot ends, and it is the slot's own doing. Nothing else runs beside init that keeps it busy."""
     body.link.own_work = True
+    body.link.stop_hearing()
     loop = asyncio.get_running_loop()
     has_namespace = body.init_pid != body.process.pid  # that ends with init
     if not has_namespace and body.uid is None:

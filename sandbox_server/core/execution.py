@@ -38,7 +38,7 @@ class Fault(enum.StrEnum):
 FAULTS_OF: Mapping[Reason, tuple[Fault, ...]] = {
     Reason.EXIT: (Fault.NONE,),
     Reason.TIMEOUT: (Fault.POLICY, Fault.AMBIGUOUS),
-    Reason.NO_OUTPUT_TIMEOUT: (Fault.POLICY,),
+    Reason.NO_OUTPUT_TIMEOUT: (Fault.POLICY, Fault.AMBIGUOUS),
     Reason.OOM: (Fault.POLICY, Fault.AMBIGUOUS),
     Reason.RESOURCE_LIMIT: (Fault.POLICY, Fault.AMBIGUOUS),
     Reason.INVALID_ARGS: (Fault.POLICY, Fault.INFRA),

@@ -21,6 +21,7 @@ MAX_METADATA_BYTES = 64 << 10
 MAX_METADATA_DEPTH = 16
 PROOF_OF_OTHER_FAULT: Mapping[Reason, tuple[str, Fault]] = {
     Reason.TIMEOUT: ("starved", Fault.AMBIGUOUS),
+    Reason.NO_OUTPUT_TIMEOUT: ("starved", Fault.AMBIGUOUS),
     Reason.OOM: ("ambiguous", Fault.AMBIGUOUS),
     Reason.RESOURCE_LIMIT: ("ambiguous", Fault.AMBIGUOUS),
     Reason.SANDBOX_LOST: ("own_work", Fault.POLICY),

@@ -247,9 +247,14 @@ class AgentLink(asyncio.Protocol):
             raise LinkLost(self.closed.result())
 
     def forget(self, number: int, *, finished: bool) -> None:
-        """A stream's user has left it."""
+        """A stream's user has left it. A stream that only the agent has ended would stay with both sides for as long as the connection."""
         self._streams.pop(number, None)
-        if not finished and not self.closed.done():
+        if self.closed.done():
+            return
+        if finished and self.connection.is_open(number):
+            self.connection.end(number)
+            self.flush_soon()
+        elif not finished:
             self.connection.abort(number, {"code": "cancelled", "detail": "the service lost interest"})
             self.flush_soon()
 

@@ -15,6 +15,7 @@ from typing import Any, Mapping, Protocol, Sequence
 from sandbox_server.agent.caches import Cache
 from sandbox_server.agent.cgroups import Groups
 from sandbox_server.agent.config import AgentConfig
+from sandbox_server.agent.descriptors import TEMPORARY_ERRORS, agent_limit, slot_limit
 from sandbox_server.agent.errors import StartFailed
 from sandbox_server.agent.init_link import InitLink
 
@@ -100,7 +101,7 @@ class Context:
         """Limits every process of a slot has. Where a cgroup does it better (it counts what it refuses), the rlimit is out of its way."""
         limits = self.config.limits
         processes = limits.processes + (_BEHIND_CGROUP if processes_by_cgroup else 0)
-        values = {"RLIMIT_CORE": 0, "RLIMIT_FSIZE": limits.max_file_mb << 20, "RLIMIT_NPROC": processes, "RLIMIT_NOFILE": 4096}
+        values = {"RLIMIT_CORE": 0, "RLIMIT_FSIZE": limits.max_file_mb << 20, "RLIMIT_NPROC": processes, "RLIMIT_NOFILE": slot_limit(agent_limit())}
         if limits.memory_mb is not None and not memory_by_cgroup:
             values["RLIMIT_DATA"] = limits.memory_mb << 20
         return values
@@ -199,6 +200,8 @@ async def launch(
 ) -> Launched:
     """Start an init and wait until it serves. Through `join_fds` it joins its control groups before anything else.
 
+    It inherits them: what is sent over a socket can be refused because of what other slots send.
+
     Raises:
         StartFailed: with what it said on its standard error or over the socket.
     """
@@ -212,19 +215,19 @@ async def launch(
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=stderr_w,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(theirs.fileno(), *join_fds),
                 env=dict(env or {}),
                 cwd="/",
             )
         except OSError as error:
             ours.close()
-            raise StartFailed("%s: %s" % (argv[0], error.strerror)) from None
+            raise StartFailed("%s: %s" % (argv[0], error.strerror), temporary=error.errno in TEMPORARY_ERRORS) from None
         finally:
             os.close(stderr_w)
             theirs.close()
         link = InitLink(loop, ours)
         try:
-            pid = await link.ready(dict(init_config), join_fds, START_TIMEOUT_S)
+            pid = await link.ready(dict(init_config, join=list(join_fds)), START_TIMEOUT_S)
             pidfd = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else -1
         except BaseException as error:
             link.close()

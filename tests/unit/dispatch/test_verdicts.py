@@ -57,6 +57,7 @@ def test_every_reason_has_its_fault(reason: Reason) -> None:
 PROVEN = {
     ("sandbox_lost", "own_work"): Fault.POLICY,
     ("timeout", "starved"): Fault.AMBIGUOUS,
+    ("no_output_timeout", "starved"): Fault.AMBIGUOUS,
     ("oom", "ambiguous"): Fault.AMBIGUOUS,
     ("resource_limit", "ambiguous"): Fault.AMBIGUOUS,
 }
