@@ -98,6 +98,7 @@ FIGURES: Final[Mapping[str, Figure]] = {
     "sandbox_slots": Figure(Gauge, "slots by what they are doing", ("pool", "state")),
     "sandbox_sandboxes": Figure(Gauge, "sandboxes by where they are in their life", ("pool", "state")),
     "sandbox_acquire_queue": Figure(Gauge, "acquires that wait", ("pool",)),
+    "sandbox_held_slots": Figure(Gauge, "free slots that are held for the claimant", ("pool",)),
     "sandbox_acquire_seconds": Figure(Histogram, "how long an acquire that was granted had waited", ("pool",)),
     "sandbox_exec_seconds": Figure(Histogram, "how long tool calls ran, as their agents measured it", ("pool", "tool")),
     "sandbox_exec_total": Figure(Counter, "tool calls that came to a result", ("pool", "tool", "reason", "fault")),

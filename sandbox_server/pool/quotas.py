@@ -39,6 +39,11 @@ class Quotas:
             why = f"{has} leases are held or waited for, and this tenant's max_leases is {most}"
             raise QuotaExceeded(f"{why}: release some, or ask again later", limit="max_leases", retry_after_s=2)
 
+    def admits(self, request: AcquireRequest) -> bool:
+        """Whether an acquire that waits may be served now: its tenant's limit may be lower than when it came."""
+        most = self._wiring.max_leases(request.tenant)
+        return most is None or sum(pool.book.leased_by[request.tenant] for pool in self._pools.values()) + request.count <= most
+
     def check_waiters(self, tenant: str) -> None:
         """Refuse that one more acquire queues, the one that just joined the line included in those that do.
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from sandbox_server.core.types import AcquireRequest, Lease, LeaseState, PoolSpec, SandboxState, SlotRef, SlotState
-from sandbox_server.pool.leases import KEEPING_S, LeaseBook
+from sandbox_server.pool.leases import LeaseBook
+from sandbox_server.pool.serving_order import KEEPING_S
 from sandbox_server.pool.store import MemoryStore, SandboxRecord
 from sandbox_server.pool.waiting import Waiter
 from sandbox_server.testing import FakeClock

@@ -35,16 +35,16 @@ async def list_pools(request: Request) -> Response:
     """Every pool and what it holds now."""
     service = service_of(request)
     page = Page.of(query(request, PAGE_NAMES), service.limits)
-    admin = tenant_of(request).admin
+    caller = tenant_of(request)
     views, cursor = page.cut(service.pools.views(), lambda view: view.name)
-    return json_response(page_document("pools", [pool_document(view, admin=admin) for view in views], cursor))
+    return json_response(page_document("pools", [pool_document(view, caller) for view in views], cursor))
 
 
 @router.get("/v1/pools/{name}", **described("One pool", codes=(*WITH_TOKEN, "pool_not_found"), parameters=(NAME,), answer=PoolAnswer))
 async def get_pool(request: Request) -> Response:
     """One pool and what it holds now."""
     view = service_of(request).pools.view(request.path_params["name"])
-    return json_response(pool_document(view, admin=tenant_of(request).admin))
+    return json_response(pool_document(view, tenant_of(request)))
 
 
 @router.put(
@@ -75,7 +75,7 @@ async def put_pool(request: Request) -> Response:
     if not tenant.admin:
         check_may_set(spec_of(body), now, gives_env_vars="env_vars" in document)
     view, made = await service.pools.put_pool(name, spec_of(body))
-    return json_response(pool_document(view, admin=tenant.admin), 201 if made else 200)
+    return json_response(pool_document(view, tenant), 201 if made else 200)
 
 
 def _name(request: Request) -> str:
