@@ -231,6 +231,8 @@ class PoolInfo:
     slots: Mapping[str, int] = field(default_factory=dict)
     sandboxes: Mapping[str, int] = field(default_factory=dict)
     queue: int = 0
+    #: the acquire for which it holds every slot that comes free: `count`, `held_slots`, `waited_s`, and whose it is where that may be seen
+    claimant: Mapping[str, Any] | None = None
     last_error: str | None = None
 
 

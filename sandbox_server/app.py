@@ -238,6 +238,7 @@ async def _start_pools(settings: Settings, state_dir: StateDir, parts: Parts, st
         max_leases=tenants.max_leases,
         max_slots=tenants.max_slots,
         max_waiters=tenants.max_waiters,
+        claim_after_s=settings.claim_after_s,
         limits=PoolLimits(max_waiters=settings.limits.waiters, max_pools=settings.limits.pools),
     )
     owner = state_dir.owner()

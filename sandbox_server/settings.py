@@ -16,6 +16,7 @@ from sandbox_server.api.schemas import PoolSpecBody, first_problem
 from sandbox_server.api.specs import POOL_NAME, spec_of, spec_problem
 from sandbox_server.api.tenants import Tenant
 from sandbox_server.core.types import PoolSpec
+from sandbox_server.pool.claims import CLAIM_AFTER_S
 
 PREFIX = "SANDBOX_"
 CLIENTS_OWN = frozenset({"SANDBOX_URL", "SANDBOX_TOKEN"})
@@ -23,6 +24,7 @@ LOG_FORMATS = ("json", "text")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOCAL_TENANT = "local"
 MIN_TOKEN_CHARS = 1
+MAX_CLAIM_AFTER_S = 86_400.0
 
 
 class SettingsError(Exception):
@@ -53,6 +55,7 @@ class Settings:
         log_level: `debug`, `info`, `warning` or `error`.
         pools: the pools of the file, by name; where nothing is said of pools, the one that is built in.
         default_pool: the pool of an acquire that names none.
+        claim_after_s: how long a tenant's first acquire in the queue waits before its pool holds slots for it, in seconds.
         limits: the named limits.
         nomad: how the process reaches Nomad.
         sources: where a setting came from, by its dotted name; what is missing is a default.
@@ -67,6 +70,7 @@ class Settings:
     log_level: str = "info"
     pools: Mapping[str, PoolSpec] = field(default_factory=lambda: {"default": PoolSpec(shared=True)})
     default_pool: str = "default"
+    claim_after_s: float = CLAIM_AFTER_S
     limits: Limits = field(default_factory=Limits)
     nomad: NomadAccess = field(default_factory=NomadAccess)
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -116,6 +120,7 @@ class SettingsFile(FileModel):
 
     pools: dict[Annotated[str, Field(pattern=POOL_NAME)], PoolSpecBody] = Field(default_factory=lambda: {"default": PoolSpecBody()})
     default_pool: str = "default"
+    claim_after_s: float = Field(default=CLAIM_AFTER_S, ge=0, le=MAX_CLAIM_AFTER_S)
     tenants: list[TenantModel] = Field(default_factory=list)
     limits: dict[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
     nomad: NomadModel = Field(default_factory=NomadModel)
@@ -174,6 +179,7 @@ def load_settings(environ: Mapping[str, str] | None = None) -> Settings:
         log_level=told.LOG_LEVEL,
         pools={name: _pool_spec(name, spec, limits, path) for name, spec in given.pools.items()},
         default_pool=given.default_pool,
+        claim_after_s=given.claim_after_s,
         limits=limits,
         nomad=_nomad(given, path),
         sources=_sources(told, given, path),

@@ -102,6 +102,7 @@ FIGURES: Final[Mapping[str, Figure]] = {
     "sandbox_slots": Figure(Gauge, "slots by what they are doing", ("pool", TENANT, "state")),
     "sandbox_sandboxes": Figure(Gauge, "sandboxes by where they are in their life", ("pool", TENANT, "state")),
     "sandbox_acquire_queue": Figure(Gauge, "acquires that wait", ("pool", TENANT)),
+    "sandbox_held_slots": Figure(Gauge, "free slots that are held for the claimant", ("pool", TENANT)),
     "sandbox_acquire_seconds": Figure(Histogram, "how long an acquire that was granted had waited", ("pool", TENANT)),
     "sandbox_exec_seconds": Figure(Histogram, "how long tool calls ran, as their agents measured it", ("pool", TENANT, "tool")),
     "sandbox_exec_total": Figure(Counter, "tool calls that came to a result", ("pool", TENANT, "tool", "reason", "fault")),

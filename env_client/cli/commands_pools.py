@@ -195,8 +195,17 @@ def _standing(pool: PoolInfo) -> str:
     if draining := draining_for(pool):
         return draining
     is_starting = pool.sandboxes.get("starting") and not pool.sandboxes.get("ready")
-    said = [f"{pool.slots['quarantined']} quarantined" if pool.slots.get("quarantined") else "", pool.last_error or ""]
+    quarantined = f"{pool.slots['quarantined']} quarantined" if pool.slots.get("quarantined") else ""
+    said = [quarantined, _held_for(pool), pool.last_error or ""]
     return "; ".join(filter(None, said)) or ("starting" if is_starting else pool.state or "ready")
+
+
+def _held_for(pool: PoolInfo) -> str:
+    """That free slots are not to be had, and why."""
+    if not pool.claimant:
+        return ""
+    of = f" of {pool.claimant['tenant']}" if pool.claimant.get("tenant") else ""
+    return f"{pool.claimant['held_slots']} free held for an acquire of {pool.claimant['count']}{of}, waiting {pool.claimant['waited_s']:.0f} s"
 
 
 def _describe(pool: PoolInfo, screen: Screen) -> None:

@@ -139,6 +139,16 @@ class FilesAnswer(Answer):
     next_cursor: str | None = None
 
 
+class ClaimantAnswer(Answer):
+    """The acquire for which a pool holds every slot that comes free."""
+
+    count: int
+    held_slots: int = Field(description="how many slots are held for it now")
+    waited_s: float
+    tenant: str | None = Field(default=None, description="only for admins, and for the tenant whose it is; `run_id` too")
+    run_id: str | None = None
+
+
 class PoolAnswer(Answer):
     """A pool and what it holds now."""
 
@@ -153,6 +163,7 @@ class PoolAnswer(Answer):
     slots: dict[str, int]
     sandboxes: dict[str, int]
     queue: int
+    claimant: ClaimantAnswer | None = Field(description="the acquire that has waited so long that what comes free is held for it; null: none")
     last_error: str | None = Field(description="why it cannot make sandboxes; of a pool that drains, why it does and when it is gone")
 
 

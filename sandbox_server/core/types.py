@@ -249,6 +249,17 @@ class PoolState(enum.StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ClaimantView:
+    """The acquire for which a pool holds what comes free. `held_slots`: how many it holds now; `waited_s`: since the acquire came."""
+
+    tenant: str
+    run_id: str | None
+    count: int
+    held_slots: int
+    waited_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PoolView:
     """What a caller may see of a pool. `last_error`: why it cannot make sandboxes, or, where it drains, why it does and when it is gone.
 
@@ -266,6 +277,7 @@ class PoolView:
     slots: Mapping[str, int]
     sandboxes: Mapping[str, int]
     queue: int
+    claimant: ClaimantView | None
     last_error: str | None
 
 

@@ -59,6 +59,8 @@ class Fleet:
         self.adopting: set[str] = set()
         self.last_error: str | None = None
         self.hopeless: str | None = None
+        #: whether the last sandbox that was to be made could not be, the backend's requests for patience aside
+        self.creating_fails = False
         self.retry_at = 0.0
         self.shown: HelloSeen | None = None
         self._pool = pool
@@ -160,6 +162,7 @@ class Fleet:
     def hope_again(self) -> None:
         """The spec has changed: what could not be made may be made now."""
         self._failures, self.retry_at, self.hopeless, self.last_error = 0, 0.0, None, None
+        self.creating_fails = False
 
     def _end_leases(self, sandbox: Sandbox, why: str) -> None:
         self.adopting.discard(sandbox.sandbox_id)
@@ -182,12 +185,13 @@ class Fleet:
         """Its agent answers, for the first time or again."""
         sandbox.link, sandbox.boot, sandbox.isolation = link, hello.boot, hello.isolation
         self.shown = hello
-        self._book.exclusive = hello.isolation == "none"
+        self._book.order.exclusive = hello.isolation == "none"
         now = self._wiring.clock.monotonic()
         if sandbox.state is SandboxState.STARTING:
             sandbox.happen(SandboxEvent.CONNECT)
             sandbox.ready_at = now
             self.last_error = self.hopeless = None
+            self.creating_fails = False
             self._wiring.meter.count("sandbox_backend_calls_total", backend=sandbox.spec.backend, op="create", outcome="ok")
             self._tell("ready", sandbox)
         if sandbox.idle_since is None:
@@ -225,6 +229,7 @@ class Fleet:
         if not created:
             outcome = "limited" if patience else "failed"
             self._wiring.meter.count("sandbox_backend_calls_total", backend=sandbox.spec.backend, op="create", outcome=outcome)
+            self.creating_fails = self.creating_fails or not patience
         if not patience and (not created or now - (sandbox.ready_at or now) < SHORT_LIFE_S) and now >= self.retry_at:
             self._failures += 1
             self.retry_at = now + planning.backoff_s(self._failures, self._wiring.jitter)

@@ -77,9 +77,9 @@ class Granting:
             full = f"{most} acquires wait for pool {request.pool!r} already, and `limits.waiters` is {most}"
             raise QuotaExceeded(f"{full}: ask again later", limit="waiters", retry_after_s=5)
 
-    def serve(self) -> None:
-        """Let the book assign, and answer those it served."""
-        for waiter in self._book.assign():
+    def serve(self, served: list[Waiter]) -> None:
+        """Answer those whom the book has given slots."""
+        for waiter in served:
             for lease in waiter.leases:
                 self._pool.lease_begins(lease)
             if rights.needs_preparing(waiter.request, self.spec):

@@ -8,6 +8,7 @@ from sandbox_server.core.types import PoolState, PoolView, SandboxState, Sandbox
 from sandbox_server.pool.orphans import Trouble
 from sandbox_server.pool.pool import Pool
 from sandbox_server.pool.sandbox import Sandbox
+from sandbox_server.pool.seen import claimant_view
 
 
 def pool_view(pool: Pool, origin: str) -> PoolView:
@@ -27,6 +28,7 @@ def pool_view(pool: Pool, origin: str) -> PoolView:
         slots={state.value: counts.get(state, 0) for state in SlotState},
         sandboxes={state.value: states.count(state) for state in SandboxState if state is not SandboxState.GONE},
         queue=len(pool.book.line),
+        claimant=claimant_view(pool.book, pool.now()),
         last_error=_going(pool) if pool.closing else pool.fleet.last_error or pool.crowded_out(),
     )
 

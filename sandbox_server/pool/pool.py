@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from sandbox_server.backends.base import Backend
@@ -33,10 +33,10 @@ from sandbox_server.pool.fleet import Fleet
 from sandbox_server.pool.granting import Granting
 from sandbox_server.pool.leases import LeaseBook
 from sandbox_server.pool.sandbox import Sandbox
-from sandbox_server.pool.seen import snapshot
+from sandbox_server.pool.seen import capacity, claimant_view, snapshot
 from sandbox_server.pool.store import CacheRecord, State
 from sandbox_server.pool.ticker import Ticker
-from sandbox_server.pool.waiting import Waiter, crowded_out, none_free
+from sandbox_server.pool.waiting import Waiter, crowded_out, held_back, none_free
 from sandbox_server.pool.wiring import Wiring
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,12 @@ class Pool:
         self.pool_id = pool_id
         self.name = pool_id.name
         self.spec = spec
-        self.book = LeaseBook(pool_id, spec, wiring.clock, wiring.store.put, wiring.weight, wiring.lease_id, ended)
+        self.book = LeaseBook(
+            *(pool_id, spec, wiring.clock, wiring.store.put, wiring.weight, wiring.lease_id, ended),
+            claim_after_s=wiring.claim_after_s,
+            admits=wiring.admits,
+            capacity=self._capacity,
+        )
         self.fleet = Fleet(self, self.book, backend, budget, wiring)
         self.clock = wiring.clock
         self.closing = False
@@ -87,6 +92,8 @@ class Pool:
         self._granting = Granting(self.book, self.fleet, spec, self, wiring)
         self._used_at = wiring.clock.monotonic()
         self._closed = False
+        #: the claimant that those who follow the events know of
+        self._told_claimant: Waiter | None = None
 
     # For callers.
 
@@ -325,9 +332,23 @@ class Pool:
         self._ticker.kick()
 
     def _serve(self) -> None:
-        self._granting.serve()
+        served = self.book.assign()
+        # The end of a claim is told before, and its beginning after what was granted then: what lies between the two was granted under it.
+        if self._told_claimant is not None and self.book.claims.claimant is not self._told_claimant:
+            self._tell_claimant(None)
+        self._granting.serve(served)
+        if self.book.claims.claimant is not self._told_claimant:
+            self._tell_claimant(self.book.claims.claimant)
         orders, self.book.resets = self.book.resets, []
         self.fleet.reset(orders)
+
+    def _tell_claimant(self, claimant: Waiter | None) -> None:
+        self._told_claimant = claimant
+        view = claimant_view(self.book, self.now())
+        if view is not None:
+            who = {"pool": self.name, "tenant": view.tenant, "run_id": view.run_id}
+            log.info("what comes free is held for an acquire of %d that has waited for %.1f s", view.count, view.waited_s, extra=who)
+        self._wiring.events.publish("pool.claimant", admin_only=True, **self.pool_id.fields, claimant=None if view is None else asdict(view))
 
     def _tick(self) -> float:
         now = self._wiring.clock.monotonic()
@@ -350,12 +371,21 @@ class Pool:
         return min(self.book.next_due(), planning.next_due(self._snapshot() if actions else seen, now))
 
     def _refuse_overdue(self) -> None:
-        late = [(waiter, self.book.line.position(waiter)) for waiter in self.book.overdue()]
+        claimant = self.book.claims.claimant
+        late = [(waiter, self.book.line.position(waiter, claimant)) for waiter in self.book.overdue()]
         making = sum(sandbox.state is SandboxState.STARTING for sandbox in self.fleet.sandboxes.values()) if late else 0
         for waiter, position in late:
-            waited_s = self._wiring.clock.monotonic() - waiter.arrived
-            detail = none_free(self.name, waiter.request.count, waited_s, making=making, crowded=self.crowded_out(), last_error=self.fleet.last_error)
+            waited_s = self.now() - waiter.arrived
+            held = None
+            if claimant is not None and waiter is not claimant and self.book.table.free >= waiter.request.count:
+                held = held_back(self.book.table.free, claimant.request.count, self.now() - claimant.arrived)
+            detail = none_free(
+                *(self.name, waiter.request.count, waited_s), making=making, held=held, crowded=self.crowded_out(), last_error=self.fleet.last_error
+            )
             self._granting.refuse(waiter, NoCapacity(detail, queue_position=position, waited_s=round(waited_s, 3)))
+        if late:
+            # What was reserved or held for them may be somebody else's now.
+            self._ticker.kick()
 
     def _act(self, action: planning.Action) -> None:
         if isinstance(action, planning.Create):
@@ -367,6 +397,9 @@ class Pool:
 
     def _snapshot(self) -> planning.Snapshot:
         return snapshot(self.spec, self.fleet.sandboxes.values(), self.book, self.fleet.retry_at, closing=self.closing)
+
+    def _capacity(self) -> int:
+        return capacity(self.spec, self.fleet.sandboxes.values(), self.book, can_grow=not self.fleet.creating_fails)
 
     def _quarantine_stuck(self, now: float) -> None:
         if not self.book.table.counts[SlotState.RESETTING]:

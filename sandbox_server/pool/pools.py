@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -59,7 +60,7 @@ class Pools:
         origins: Mapping[str, str] | None = None,
         load_backend: LoadBackend = load_nothing,
     ) -> None:
-        wiring = wiring or Wiring(store=store, clock=clock, connect=connect)
+        wiring = replace(wiring or Wiring(store=store, clock=clock, connect=connect), admits=self._admits)
         self.events = wiring.events
         #: the leases that were on record when it started
         self.restored: frozenset[str] = frozenset()
@@ -193,6 +194,9 @@ class Pools:
         if all(lease.ended_at is not None for lease in leases):
             raise end_error(leases[0])
         return Acquired(leases=leases, waited_s=0.0)
+
+    def _admits(self, request: AcquireRequest) -> bool:
+        return self._quotas.admits(request)
 
     async def _acquire(self, pool: Pool, request: AcquireRequest) -> Acquired:
         self._quotas.check_leases(request, pool)

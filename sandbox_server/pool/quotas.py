@@ -84,6 +84,11 @@ class Quotas:
         has = _leases(pool, tenant)
         return max(pool.spec.reserved_slots, has) if pool.pool_id.tenant == tenant else has
 
+    def admits(self, request: AcquireRequest) -> bool:
+        """Whether an acquire that waits may be served now: its tenant's limit may be lower than when it came."""
+        most = self._wiring.max_leases(request.tenant)
+        return most is None or sum(pool.book.leased_by[request.tenant] for pool in self._pools.values()) + request.count <= most
+
     def check_waiters(self, tenant: str) -> None:
         """Refuse that one more acquire queues, the one that just joined the line included in those that do.
 

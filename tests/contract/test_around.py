@@ -87,7 +87,8 @@ async def test_pools_show_their_spec_and_only_admins_see_the_variables(house: Ho
     admin = (await house.http.get("/v1/pools/default")).json()
     user = (await house.http.get("/v1/pools", headers=bearer(BOB))).json()["pools"][0]
 
-    assert set(admin) == {"name", "tenant", "shared", "state", "spec", "origin", "isolation", "capabilities", "slots", "sandboxes", "queue", "last_error"}
+    fields = {"name", "tenant", "shared", "state", "spec", "origin", "isolation", "capabilities", "slots", "sandboxes", "queue", "claimant", "last_error"}
+    assert set(admin) == fields
     assert admin["spec"]["env_vars"] == {"KEY": "value"}
     assert "env_vars" not in user["spec"]
     assert {**admin["spec"], "env_vars": None} == {**user["spec"], "env_vars": None}

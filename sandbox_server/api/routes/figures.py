@@ -33,6 +33,7 @@ def standing(pools: PoolsSeam) -> Iterator[tuple[str, Mapping[str, str], float]]
         for state, count in view.sandboxes.items():
             yield "sandbox_sandboxes", {**labels, "state": state}, count
         yield "sandbox_acquire_queue", labels, view.queue
+        yield "sandbox_held_slots", labels, 0 if view.claimant is None else view.claimant.held_slots
 
 
 @router.get("/metrics", **described("Figures for Prometheus", codes=WITH_TOKEN, content={TEXT_TYPE: {"schema": TEXT}}))

@@ -42,7 +42,7 @@ async def list_pools(request: Request) -> Response:
     asked = query(request, ("tenant", *PAGE_NAMES))
     page = Page.of(asked, service.limits)
     views, cursor = page.cut(service.pools.views(actor=actor, tenant=asked.get("tenant")), lambda view: f"{view.name}/{view.tenant or ''}")
-    return json_response(page_document("pools", [pool_document(view, admin=actor.admin) for view in views], cursor))
+    return json_response(page_document("pools", [pool_document(view, tenant_of(request)) for view in views], cursor))
 
 
 @router.get(
@@ -53,7 +53,7 @@ async def get_pool(request: Request) -> Response:
     """One pool and what it holds now."""
     actor = actor_of(request)
     view = service_of(request).pools.view(request.path_params["name"], actor=actor, tenant=_tenant(query(request, ("tenant",))))
-    return json_response(pool_document(view, admin=actor.admin))
+    return json_response(pool_document(view, tenant_of(request)))
 
 
 @router.put(
@@ -86,7 +86,7 @@ async def put_pool(request: Request) -> Response:
             check_may_set(spec, now, gives_env_vars="env_vars" in document, backends=tenant.backends)
 
     view, made = await service.pools.put_pool(name, spec, actor=actor_of(request), tenant=owner, check=check)
-    return json_response(pool_document(view, admin=tenant.admin), 201 if made else 200)
+    return json_response(pool_document(view, tenant), 201 if made else 200)
 
 
 def _name(request: Request) -> str:

@@ -146,7 +146,7 @@ def test_a_file_says_pools_tenants_and_limits(tmp_path: Path) -> None:
         ("nomad: {ca_cert: /nowhere.pem}", r"nomad\.ca_cert: /nowhere.pem cannot be read: No such file"),
         ("pools: {a: {}}\ndefault_pool: b", r"default_pool: there is no pool 'b'; there are a"),
         ("pools: {a: {}}", r"default_pool: there is no pool 'default'; there are a"),
-        ("pool: {}", r"pool: unknown key; allowed are pools, default_pool, tenants, limits, nomad"),
+        ("pool: {}", r"pool: unknown key; allowed are pools, default_pool, claim_after_s, tenants, limits, nomad"),
         ("limits: {batch_call: 1}", r"limits\.batch_call: unknown key; allowed are body_bytes"),
         ("limits: {batch_calls: 0}", r"limits\.batch_calls"),
         ("tenants: [{name: a}]", r"tenants\.0: a needs token or token_file"),
