@@ -277,7 +277,12 @@ class SqliteStore:
         """See that the state file is still the one at its path, and that there is room in reserve. To be called every second."""
         loop = asyncio.get_running_loop()
         checked: asyncio.Future[Exception | None] = loop.create_future()
-        self._writer.check(lambda error: loop.call_soon_threadsafe(checked.set_result, error))
+
+        def finish(error: Exception | None) -> None:
+            if not checked.done():  # who waited may have been cancelled
+                checked.set_result(error)
+
+        self._writer.check(lambda error: loop.call_soon_threadsafe(finish, error))
         error = await checked
         self._read_what_was_written_anew()
         if error is not None:
