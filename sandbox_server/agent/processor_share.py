@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 _LEAST_OWED_S = 0.05  # below it, the ticks of the scheduler decide
 _ENOUGH = 0.8  # of what was owed: shares are kept on average, and the agent and the service need some
+_MATTERS = 0.25  # of the time of the call: what slept most of it was not late for the little that it missed
 
 
 class ProcessorTimes(NamedTuple):
@@ -49,15 +50,19 @@ class ProcessorAccount:
 
     def __init__(self, share: float, first: ProcessorTimes) -> None:
         self._share = share
+        self._first_at_s = first.at_s
         self._last = first
         self._owed_s = 0.0
         self._given_s = 0.0
+        self._waited_s = 0.0
         self._lowered = first.lowered
 
     def add(self, now: ProcessorTimes) -> None:
         """Take in what has been used by now."""
         last, self._last = self._last, now
-        wanted_s = max(0.0, now.call_ran_s - last.call_ran_s) + max(0.0, now.call_waited_s - last.call_waited_s)
+        waited_s = max(0.0, now.call_waited_s - last.call_waited_s)
+        wanted_s = max(0.0, now.call_ran_s - last.call_ran_s) + waited_s
+        self._waited_s += waited_s
         self._owed_s += min(wanted_s, self._share * max(0.0, now.at_s - last.at_s))
         self._given_s += max(0.0, now.slot_ran_s - last.slot_ran_s)
         self._lowered = self._lowered or now.lowered
@@ -66,4 +71,7 @@ class ProcessorAccount:
         """The proof that others kept the call from its slot's share; None where there is none."""
         if self._lowered or self._owed_s < _LEAST_OWED_S or self._given_s >= _ENOUGH * self._owed_s:
             return None
-        return {"share_processors": round(self._share, 3), "owed_s": round(self._owed_s, 3), "given_s": round(self._given_s, 3)}
+        lost_s = min(self._waited_s, (self._owed_s - self._given_s) / self._share)
+        if lost_s < _MATTERS * (self._last.at_s - self._first_at_s):
+            return None
+        return {"share_processors": round(self._share, 3), "owed_s": round(self._owed_s, 3), "given_s": round(self._given_s, 3), "lost_s": round(lost_s, 3)}

@@ -24,7 +24,7 @@ def account(share: float, *looks: ProcessorTimes) -> ProcessorAccount:
 
 
 def test_the_proof_says_what_was_owed_and_what_was_given() -> None:
-    assert account(0.25, after(2.0, 0.1, 1.9)).starved() == {"share_processors": 0.25, "owed_s": 0.5, "given_s": 0.1}
+    assert account(0.25, after(2.0, 0.1, 1.9)).starved() == {"share_processors": 0.25, "owed_s": 0.5, "given_s": 0.1, "lost_s": 1.6}
 
 
 @pytest.mark.parametrize(
@@ -37,6 +37,7 @@ def test_the_proof_says_what_was_owed_and_what_was_given() -> None:
         ("it wanted little and got most of it", 0.25, after(10.0, 0.2, 0.04)),
         ("its own slot took the rest", 0.25, after(2.0, 0.01, 1.99, slot_ran=0.6)),
         ("it asked for less", 0.25, after(2.0, 0.0, 2.0, lowered=True)),
+        ("it slept nearly all of the time", 0.5, after(30.0, 0.1, 0.9)),
         ("it is a matter of ticks", 0.25, after(0.1, 0.0, 0.1)),
     ],
     ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else "",
@@ -46,8 +47,8 @@ def test_it_is_not_proven(why: str, share: float, look: ProcessorTimes) -> None:
 
 
 def test_what_was_given_while_it_slept_is_not_owed() -> None:
-    # Nine seconds asleep, then one in which it could hardly run: only that second counts.
-    assert account(0.5, after(9.0, 0.0, 0.0), after(10.0, 0.1, 0.9)).starved() == {"share_processors": 0.5, "owed_s": 0.5, "given_s": 0.1}
+    # Two seconds asleep, then one in which it could hardly run: only that second counts.
+    assert account(0.5, after(2.0, 0.0, 0.0), after(3.0, 0.1, 0.9)).starved() == {"share_processors": 0.5, "owed_s": 0.5, "given_s": 0.1, "lost_s": 0.8}
 
 
 def test_plenty_before_makes_up_for_little_later() -> None:
