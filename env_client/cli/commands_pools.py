@@ -212,12 +212,12 @@ def _describe(pool: PoolInfo, screen: Screen) -> None:
     origins = {"file": "of the settings file", "default": "built in", "api": "made while the service ran"}
     facts: list[tuple[str, str]] = [
         ("pool", f"{pool.name} ({origins.get(pool.origin, pool.origin or 'of unknown origin')})"),
-        ("owner", (pool.tenant or "no tenant, so the admins'") + ("; every tenant may use it" if pool.shared else "")),
         ("state", _standing(pool)),
         ("isolation", pool.isolation or "none found yet"),
         ("slots", _counts(pool.slots)),
         ("sandboxes", _counts(pool.sandboxes)),
         ("queue", str(pool.queue)),
+        ("owner", (pool.tenant or "no tenant, so the admins'") + ("; every tenant may use it" if pool.shared else "")),
     ]
     fields = [(name, json.dumps(value, ensure_ascii=False)) for name, value in pool.spec.items()]
     width = 2 + max(len(name) for name, _ in (*facts, *fields))
