@@ -214,7 +214,11 @@ class PoolState(enum.StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolView:
-    """What a caller may see of a pool. `last_error`: why it cannot make sandboxes, or, where it drains, why it does and when it is gone."""
+    """What a caller may see of a pool.
+
+    `effective`: the limits that hold for each slot, as the agent that spoke last said; empty before the first has.
+    `last_error`: why it cannot make sandboxes, or, where it drains, why it does and when it is gone.
+    """
 
     name: str
     state: PoolState
@@ -222,6 +226,7 @@ class PoolView:
     origin: str
     isolation: str | None
     capabilities: Mapping[str, Any]
+    effective: Mapping[str, int | None]
     slots: Mapping[str, int]
     sandboxes: Mapping[str, int]
     queue: int

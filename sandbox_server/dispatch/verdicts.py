@@ -117,8 +117,11 @@ def _number(value: object) -> float:
 
 
 def _fault(reason: Reason, metadata: Mapping[str, Any]) -> Fault:
-    if reason is Reason.SANDBOX_LOST and _own_work(metadata.get("evidence")):
+    evidence = metadata.get("evidence")
+    if reason is Reason.SANDBOX_LOST and _own_work(evidence):
         return Fault.POLICY
+    if reason in (Reason.OOM, Reason.RESOURCE_LIMIT) and isinstance(evidence, dict) and evidence.get("ambiguous") is True:
+        return Fault.AMBIGUOUS  # what all slots share was full
     return FAULT_OF[reason]
 
 
