@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 from typing import Any, Mapping
 
 from sandbox_server.agent.isolation.base import Body
-from sandbox_server.agent.memory_groups import ENDED_MARK
+from sandbox_server.agent.memory_groups import was_ended
 from sandbox_server.agent.stuck import end_slot
 
 log = logging.getLogger(__name__)
@@ -55,4 +54,4 @@ def limit_end_of(body: Body | None) -> LimitEnd | None:
 def _was_marked(body: Body) -> bool:
     limits = body.groups.limits
     folder = limits.memory_folder if limits is not None else None
-    return folder is not None and os.path.isdir(os.path.join(folder, ENDED_MARK))
+    return folder is not None and was_ended(folder)

@@ -10,10 +10,12 @@ that is furthest above its share. A slot's own group does kill, inside that slot
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import os
 import re
+import stat
 from typing import Iterator
 
 from sandbox_server.agent.memory_plan import MemoryPlan, Usage, full_at
@@ -21,7 +23,6 @@ from sandbox_server.agent.slot_limits import find, write
 
 SLOTS_GROUP = "sandbox-pool-slots"
 SLOT_PREFIX = "limits-"
-ENDED_MARK = "ended-for-memory"
 _AGENT = re.compile(r"sandbox-pool-(\d+)-[0-9a-f]+-(\d+)-(\d+)-(\d+)\Z")
 _UNLIMITED_BYTES = 1 << 60
 _MAKE_ROUNDS = 5
@@ -178,10 +179,10 @@ class MemoryGroups:
             return 0
         try:
             with open(os.path.join(folder, "memory.stat"), "rb") as file:
-                stat = file.read(_READ_BYTES)
+                lines = file.read(_READ_BYTES)
         except OSError:
             return 0
-        return max(0, used - sum(find(stat, line) for line in self._files.file_lines))
+        return max(0, used - sum(find(lines, line) for line in self._files.file_lines))
 
     def is_full(self, folder: str, limit_bytes: int) -> bool:
         """Whether a group uses so much that a slot must go."""
@@ -260,11 +261,17 @@ class MemoryGroups:
 
 
 def mark_ended(folder: str) -> None:
-    """Leave a mark in a slot's group for its own agent: its slot was ended by another for want of memory."""
+    """Leave a mark for its own agent on a slot's group, the sticky bit: its slot was ended by another for want of memory. (A file would take memory.)"""
+    with contextlib.suppress(FileNotFoundError):
+        os.chmod(folder, stat.S_IMODE(os.stat(folder).st_mode) | stat.S_ISVTX)
+
+
+def was_ended(folder: str) -> bool:
+    """Whether another agent has ended the slot of this group."""
     try:
-        os.mkdir(os.path.join(folder, ENDED_MARK))
+        return bool(os.stat(folder).st_mode & stat.S_ISVTX)
     except OSError:
-        return  # it is there already, or the slot has gone
+        return False
 
 
 def _slots_of(agent: str) -> list[str]:
