@@ -90,7 +90,7 @@ def test_a_disk_that_others_have_filled_hides_no_verdict_and_no_end_of_an_output
 SLOT_FILLS = {
     "files": ("size=200m,nr_inodes=20000,mode=711", "i=0; while :; do : > f$i; i=$((i+1)); done 2> /dev/null"),
     "bytes": ("size=300m,mode=711", "i=0; while :; do head -c 7M /dev/zero > f$i; i=$((i+1)); done 2> /dev/null"),
-    "deleted": ("size=300m,mode=711", "for i in {10..90}; do eval \"exec $i> f; rm f; head -c 7M /dev/zero >&$i\"; done 2> /dev/null; sleep 60"),
+    "deleted": ("size=300m,mode=711", 'for i in {10..90}; do eval "exec $i> f; rm f; head -c 7M /dev/zero >&$i"; done 2> /dev/null; sleep 60'),
 }
 
 
@@ -99,7 +99,7 @@ SLOT_FILLS = {
 def test_a_slot_that_fills_the_disk_of_the_state_folder_is_ended_and_nobody_else(open_one: Open, fill: str) -> None:
     options, command = SLOT_FILLS[fill]
     with small_disk(options) as disk:
-        station = open_one({"env": {"SANDBOX_STATE_DIR": str(disk)}}, max_sandboxes=1)
+        station = open_one({"env": {"SANDBOX_STATE_DIR": str(disk)}}, max_sandboxes=1, slot_memory_mb=None)  # this disk is memory, too
         station.service.state_dir = disk
         filler, neighbour = station.acquire(2)
         beside = station.begin_bash(neighbour, "until [ -e go ]; do sleep 0.02; done; echo fine")
