@@ -164,7 +164,7 @@ async def test_without_control_groups_memory_that_nobody_has_mapped_is_counted_t
 
 
 async def test_what_runs_in_slots_is_killed_first_and_cannot_change_that_where_it_is_said_so(make_house: Maker) -> None:
-    house = await make_house()
+    house = await make_house(spares=0)
     lowered = await house.bash("echo 0 > /proc/self/oom_score_adj; cat /proc/self/oom_score_adj")
     started = await house.bash("cat /proc/self/oom_score_adj")
     told = [sentence for sentence in house.link.hello["capabilities"]["not_enforced"] if "oom_score_adj" in sentence]
