@@ -228,6 +228,7 @@ class PoolInfo:
     origin: str = ""
     isolation: str | None = None
     capabilities: Mapping[str, Any] = field(default_factory=dict)
+    effective: Mapping[str, int | None] = field(default_factory=dict)
     slots: Mapping[str, int] = field(default_factory=dict)
     sandboxes: Mapping[str, int] = field(default_factory=dict)
     queue: int = 0

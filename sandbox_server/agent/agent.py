@@ -10,7 +10,7 @@ import socket
 import stat
 from typing import Any, Awaitable, Callable, Mapping
 
-from sandbox_server.agent import AGENT_VERSION, seccomp, streams, wire
+from sandbox_server.agent import AGENT_VERSION, oom_score, seccomp, streams, wire
 from sandbox_server.agent.bodies import Bodies
 from sandbox_server.agent.caches import Cache, Caches
 from sandbox_server.agent.cgroups import Cgroups
@@ -18,6 +18,7 @@ from sandbox_server.agent.changes import Changes
 from sandbox_server.agent.config import AgentConfig
 from sandbox_server.agent.errors import Refused
 from sandbox_server.agent.files import FILE_OPS, open_file_op
+from sandbox_server.agent.guards import Guards
 from sandbox_server.agent.inflight import InFlightBlame
 from sandbox_server.agent.isolation.base import Body, Context
 from sandbox_server.agent.isolation.probe import Probed, probe
@@ -59,6 +60,7 @@ class Agent:
         self._server: asyncio.AbstractServer | None = None
         self._bodies: Bodies | None = None
         self._cgroups: Cgroups | None = None
+        self._guards: Guards | None = None
         self._trash = Trash(os.path.join(config.base_dir, "trash"), self._not_deleted)
 
     @staticmethod
@@ -68,7 +70,9 @@ class Agent:
     async def run(self) -> None:
         """Listen, probe, start the slots, serve until told to end, end everything."""
         self._clean_leftovers()
-        self._cgroups = Cgroups(self.boot, self.config.limits.memory_mb, self.config.limits.processes)
+        self._cgroups = Cgroups(self.boot, self.config)
+        sets_floor = oom_score.protect_this_process()
+        self._guards = Guards(self.config, self._cgroups, self._trash, sets_floor)
         lib = os.path.join(self.config.base_dir, "lib")
         write_slot_lib(lib)
         machine = os.uname().machine
@@ -79,6 +83,7 @@ class Agent:
             seccomp.program(machine),
             seccomp.program(machine, queues=os.path.ismount("/dev/mqueue")),
             tuple(sorted(os.sched_getaffinity(0))),
+            sets_floor,
         )
         uids = UidRange()
         self._probed = await probe(context, self._cgroups, self._trash, uids)
@@ -89,6 +94,7 @@ class Agent:
             self._bodies = Bodies(self.config, self._probed.isolation, self._trash, caches)
             self._bodies.on_in_flight_full = InFlightBlame(self._running_bodies).look
             await self._start_slots(self._bodies)
+            self._guards.start(self.slots, self._bodies, self._effective_changed)
         await self.over.wait()
         await self._end()
 
@@ -147,6 +153,8 @@ class Agent:
     async def _end(self) -> None:
         if self._server is not None:
             self._server.close()
+        if self._guards is not None:
+            await self._guards.close()
         await asyncio.gather(*(slot.end() for slot in self.slots.values()))
         if self._bodies is not None:
             await self._bodies.close()
@@ -163,8 +171,8 @@ class Agent:
 
     def hello(self) -> dict[str, Any]:
         """See `serve.Server`."""
-        probed, cgroups = self._probed, self._cgroups
-        if probed is None or cgroups is None:
+        probed, cgroups, guards = self._probed, self._cgroups, self._guards
+        if probed is None or cgroups is None or guards is None:
             raise RuntimeError("nobody is let in before the probing is done")
         isolation = probed.isolation
         answer: dict[str, Any] = {
@@ -173,12 +181,14 @@ class Agent:
             "sandbox_id": self.config.sandbox_id,
             "agent_version": AGENT_VERSION,
             "isolation": isolation.name if isolation is not None else None,
+            "effective": guards.effective(),
             "capabilities": {
                 "modes": probed.modes,
                 "network": list(isolation.networks) if isolation is not None else [],
-                "limits": {"memory": cgroups.memory if self.config.limits.memory_mb else "none", "processes": cgroups.pids},
+                "limits": {"memory": guards.memory_by(), "processes": cgroups.pids, "disk": "accounting"},
+                "not_enforced": guards.not_enforced(),
                 "kill": cgroups.kill,
-                "proves": self._proves(cgroups),
+                "proves": ["oom", "resource_limit"],
                 "tools": list(TOOLS),
                 "places": isolation.places if isolation is not None else "none",
                 "cache": isolation is not None and isolation.caches,
@@ -189,11 +199,13 @@ class Agent:
             answer["error"] = "no isolation mode can be used: %s" % "; ".join("%s: %s" % mode for mode in wanted.items())
         return answer
 
-    def _proves(self, cgroups: Cgroups) -> list[str]:
-        proves = ["resource_limit"]
-        if self.config.limits.memory_mb is not None and cgroups.memory != "rlimit":
-            proves.insert(0, "oom")
-        return proves
+    def effective(self) -> dict[str, Any]:
+        """The limits that hold for each slot now."""
+        return self._guards.effective() if self._guards is not None else {}
+
+    def _effective_changed(self) -> None:
+        for watcher in self.watchers:
+            watcher.effective_changed()
 
     def connected(self, connection: Connection) -> None:
         """See `serve.Server`."""

@@ -35,8 +35,7 @@ class Bodies:
         self.isolation = isolation
         self.trash = trash
         self.caches = caches
-        spares = config.spares if config.spares is not None else (1 if config.slots > 1 else 0)
-        self._wanted = spares
+        self._wanted = config.wanted_spares
         self._shelf: Deque[Body] = deque()
         self._starting = 0
         self._names = 0
@@ -103,6 +102,10 @@ class Bodies:
     def _done_with(self, ended: Body) -> None:
         self.trash.throw(ended.dirs.root)
         self.isolation.forget(ended)
+
+    def prepared(self) -> list[Body]:
+        """What is on the shelf."""
+        return list(self._shelf)
 
     def refill(self) -> None:
         """Start what is missing on the shelf, behind."""

@@ -16,6 +16,7 @@ import sys
 import time
 
 from sandbox_server.agent import slot_power, slot_tracees
+from sandbox_server.agent.oom_score import OF_SPAWNED, SLOT_FLOOR
 from sandbox_server.agent.slot_runs import Runs
 
 TYPE_CHECKING = False
@@ -31,7 +32,7 @@ _ERRNO = struct.Struct("i")
 _DEFAULT_SIGNALS = [number for number in range(1, 65) if number not in (9, 19, 32, 33)]  # all but those nobody can set
 _CLOCK_BOOTTIME = 7  # what the start in /proc/PID/stat counts
 _TICKS = os.sysconf("SC_CLK_TCK")
-_OOM_OF_SPAWNED, _OOM_OF_INIT = b"300", b"0"
+_OOM_OF_SPAWNED, _OOM_OF_INIT = b"%d" % OF_SPAWNED, b"%d" % SLOT_FLOOR
 _LEAVES_PROCESSES = "leftovers_"  # tools that start programs as the slot would, and so must be the slot's user altogether
 
 
@@ -117,7 +118,7 @@ class Init:
             if "cgroup" in fds:
                 os.write(fds["cgroup"], b"0")
             if self._oom >= 0:
-                # Inherited: out of memory, the kernel takes what the slot runs before it takes init, the agent or the service.
+                # Inherited: out of memory, the kernel takes what the slot runs before it takes init, and init before the agent or the service.
                 os.pwrite(self._oom, _OOM_OF_SPAWNED, 0)
             started = int(time.clock_gettime(_CLOCK_BOOTTIME) * _TICKS)
             try:
@@ -328,6 +329,8 @@ def main() -> NoReturn:
             os.close(joined)
         # Before init hides itself: afterwards the file is root's.
         oom_fd = _open_oom_adjustment()
+        if oom_fd >= 0:
+            os.pwrite(oom_fd, _OOM_OF_INIT, 0)
         _prepare(config)
         init = Init(sock, config, oom_fd)
     except OSError as error:

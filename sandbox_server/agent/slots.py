@@ -16,6 +16,7 @@ from sandbox_server.agent.errors import Refused, StartFailed
 from sandbox_server.agent.evidence import ran_out_of_memory
 from sandbox_server.agent.isolation.base import Body
 from sandbox_server.agent.journal import Journal, Verdict, identity
+from sandbox_server.agent.limit_end import limit_end_of
 from sandbox_server.agent.output import Spool
 from sandbox_server.agent.processor_share import promised_share
 from sandbox_server.agent.tools.process import Jobs
@@ -109,7 +110,7 @@ class Slot:
     def _init_lost(self, body: Body, detail: str) -> None:
         if self.body is body and self.state == READY:
             log.warning("the init of a slot has ended", extra={"slot_id": self.slot_id, "detail": detail})
-            oom = ran_out_of_memory(body)
+            oom = limit_end_of(body) is None and ran_out_of_memory(body)
             self.own_work = oom or body.link.own_work
             self.become(BROKEN, ("its own work ran out of memory: %s" if oom else "%s") % detail)
 

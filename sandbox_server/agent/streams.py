@@ -161,6 +161,10 @@ class Watch:
             asyncio.get_event_loop().call_soon(self._tell)
         self._changed[slot.slot_id] = slot
 
+    def effective_changed(self) -> None:
+        """Tell which limits hold for each slot from now on."""
+        self._stream.send_item({"slots": [], "effective": self._agent.effective()})
+
     def _tell(self) -> None:
         slots, self._changed = self._changed, {}
         self._stream.send_item({"slots": [slot.view() for slot in slots.values()]})

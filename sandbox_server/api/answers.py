@@ -160,6 +160,7 @@ class PoolAnswer(Answer):
     origin: str
     isolation: str | None
     capabilities: dict[str, Any]
+    effective: dict[str, int | None] = Field(description="the limits that hold for each slot now, in MiB; empty before the first sandbox has started")
     slots: dict[str, int]
     sandboxes: dict[str, int]
     queue: int

@@ -117,6 +117,7 @@ def pool_document(view: PoolView, caller: Tenant) -> dict[str, Any]:
         "origin": view.origin,
         "isolation": view.isolation,
         "capabilities": dict(view.capabilities),
+        "effective": dict(view.effective),
         "slots": dict(view.slots),
         "sandboxes": dict(view.sandboxes),
         "queue": view.queue,

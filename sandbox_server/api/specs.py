@@ -12,8 +12,6 @@ from sandbox_server.core.errors import Forbidden
 from sandbox_server.core.types import LocalSpec, ModalSpec, NomadSpec, PoolSpec
 
 POOL_NAME: Final = r"^[a-z0-9]([a-z0-9._-]{0,62}[a-z0-9])?$"
-NOT_BUILT: Final = ("slot_disk_mb",)
-"""Fields that nothing enforces yet: better refused than ignored."""
 ADMINS_ONLY: Final = (
     "local",
     "nomad.address",
@@ -57,9 +55,6 @@ def _not_possible(body: PoolSpecBody) -> str | None:
         return "network: internet is reserved; allowed are shared, none"
     if body.root == "overlay":
         return "root: overlay is reserved; allowed is read-only"
-    for name in NOT_BUILT:
-        if getattr(body, name) is not None:
-            return f"{name}: is not built yet; leave it out"
     if body.dedicated and body.backend == "local":
         return "dedicated: the local backend cannot; a dedicated sandbox needs an image of its own"
     if any(not path.startswith("/") or "\0" in path for path in body.local.expose):

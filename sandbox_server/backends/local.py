@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from sandbox_server.agent.build import content
+from sandbox_server.agent.oom_score import protect_this_process
 from sandbox_server.backends.base import CreateFailed, Health
 from sandbox_server.backends.disposal import dispose, sweep
 from sandbox_server.backends.group import GROUP_PREFIX, join_group, kill_group, make_group, remove_groups_of, sweep_groups
@@ -244,10 +245,12 @@ def _config(handle: Handle, spec: PoolSpec, socket: Path, base: Path, *, survive
         "network": spec.slots_have_network,
         "limits": {
             "processes": spec.slot_processes,
-            "memory_mb": spec.slot_memory_mb if spec.slot_memory_mb is not None else spec.memory_mb,
+            "memory_mb": spec.slot_memory_mb,
+            "disk_mb": spec.slot_disk_mb,
             "max_file_mb": spec.max_file_mb,
             "cpu": spec.cpu,
         },
+        "memory_mb": spec.memory_mb,
         "env_vars": dict(spec.env_vars),
         "expose": list(spec.local.expose),
         "workspace_base": spec.workspace_base,
@@ -263,7 +266,8 @@ def _environment() -> dict[str, str]:
 
 
 def make_local_backend(state_dir: Path, owner: str, survives: bool = False) -> LocalBackend:
-    """The local backend of a service with this state folder."""
+    """The local backend of a service with this state folder. Slots share the machine with the service, which is then the last the kernel kills for memory."""
+    protect_this_process()
     lock = threading.Lock()
 
     def agent() -> Path:

@@ -261,9 +261,11 @@ class ClaimantView:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolView:
-    """What a caller may see of a pool. `last_error`: why it cannot make sandboxes, or, where it drains, why it does and when it is gone.
+    """What a caller may see of a pool.
 
     `tenant`: who owns it; None: no tenant does. `shared`: every tenant may use it.
+    `effective`: the limits that hold for each slot, as the agent that spoke last said; empty before the first has.
+    `last_error`: why it cannot make sandboxes, or, where it drains, why it does and when it is gone.
     """
 
     name: str
@@ -274,6 +276,7 @@ class PoolView:
     origin: str
     isolation: str | None
     capabilities: Mapping[str, Any]
+    effective: Mapping[str, int | None]
     slots: Mapping[str, int]
     sandboxes: Mapping[str, int]
     queue: int

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 from sandbox_server.backends.base import Backend, CreateFailed, RateLimited
@@ -251,6 +252,11 @@ class Fleet:
         self.sandbox_changed(sandbox)
         self._tell("gone", sandbox)
         self._pool.work()
+
+    def effective_seen(self, effective: Mapping[str, int | None]) -> None:
+        """An agent says which limits hold for each slot now."""
+        if self.shown is not None:
+            self.shown = replace(self.shown, effective=effective)
 
     def slots_seen(self, sandbox: Sandbox, slots: list[SlotSeen]) -> None:
         """Its agent shows slots."""

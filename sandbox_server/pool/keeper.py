@@ -15,7 +15,7 @@ from sandbox_server.core.types import Lease, SlotRef
 from sandbox_server.link import AgentLink, AgentRefused, LinkLost
 from sandbox_server.pool.budget import CreationBudget
 from sandbox_server.pool.holding import ResetOrder
-from sandbox_server.pool.sandbox import AgentNonsense, Cache, HelloSeen, Sandbox, SlotSeen, read_hello, read_slots
+from sandbox_server.pool.sandbox import AgentNonsense, Cache, HelloSeen, Sandbox, SlotSeen, read_effective, read_hello, read_slots
 from sandbox_server.pool.wiring import Wiring
 
 log = logging.getLogger(__name__)
@@ -48,6 +48,9 @@ class Observer(Protocol):
 
     def sandbox_gone(self, sandbox: Sandbox) -> None:
         """The backend says that nothing of it is left."""
+
+    def effective_seen(self, effective: Mapping[str, int | None]) -> None:
+        """Its agent says which limits hold for each slot now."""
 
     def slots_seen(self, sandbox: Sandbox, slots: list[SlotSeen]) -> None:
         """Its agent shows slots."""
@@ -203,6 +206,9 @@ class Keeper:
             async with link.stream({"op": "watch"}) as stream:
                 async for event in stream:
                     if isinstance(event, wire.Item):
+                        effective = read_effective(event.meta)
+                        if effective is not None:
+                            self._pool.effective_seen(effective)
                         self._pool.slots_seen(self._sandbox, read_slots(event.meta, self._sandbox.sandbox_id))
         except LinkLost as error:
             return str(error)

@@ -25,6 +25,7 @@ def pool_view(pool: Pool, origin: str) -> PoolView:
         origin=origin,
         isolation=pool.fleet.shown.isolation if pool.fleet.shown is not None else None,
         capabilities=pool.fleet.shown.capabilities if pool.fleet.shown is not None else {},
+        effective=pool.fleet.shown.effective if pool.fleet.shown is not None else {},
         slots={state.value: counts.get(state, 0) for state in SlotState},
         sandboxes={state.value: states.count(state) for state in SandboxState if state is not SandboxState.GONE},
         queue=len(pool.book.line),

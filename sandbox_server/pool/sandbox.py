@@ -17,6 +17,8 @@ from sandbox_server.pool.store import CacheRecord, SandboxRecord
 MODES = frozenset({"bwrap", "uid", "dedicated", "none"})
 #: What a sandbox that is found again has left at least, in seconds.
 GRACE_S = 60.0
+#: What an agent says of the limits that hold for each slot.
+EFFECTIVE = ("slot_memory_mb", "share_memory_mb", "slots_memory_mb", "slot_disk_mb")
 SLOT_STATES = frozenset({"starting", "ready", "resetting", "quarantined", "broken"})
 
 
@@ -140,6 +142,7 @@ class HelloSeen:
     boot: str
     isolation: str
     capabilities: Mapping[str, Any]
+    effective: Mapping[str, int | None]
 
 
 class AgentNonsense(Exception):
@@ -169,7 +172,19 @@ def read_hello(hello: Mapping[str, Any], sandbox_id: str, spec: PoolSpec) -> Hel
     missing = {"bash_stateful", "tmux"} - _strings(capabilities, "tools") if spec.require_stateful_sandbox else set()
     if missing:
         raise CreateFailed(f"the pool asks for require_stateful_sandbox, and this agent lacks {', '.join(sorted(missing))}", hopeless=True)
-    return HelloSeen(boot=boot[:200], isolation=isolation, capabilities=capabilities)
+    return HelloSeen(boot=boot[:200], isolation=isolation, capabilities=capabilities, effective=read_effective(hello) or {})
+
+
+def read_effective(meta: Mapping[str, Any]) -> Mapping[str, int | None] | None:
+    """Check what an agent says of the limits that hold for each of its slots; None: it says nothing of them."""
+    said = meta.get("effective")
+    if not isinstance(said, dict):
+        return None
+    return {name: value for name in EFFECTIVE if _is_limit(value := said.get(name))}
+
+
+def _is_limit(value: object) -> bool:
+    return value is None or (type(value) is int and 0 <= value < 1 << 53)
 
 
 def _strings(capabilities: Mapping[str, Any], name: str) -> set[str]:

@@ -135,7 +135,7 @@ def test_a_file_says_pools_tenants_and_limits(tmp_path: Path) -> None:
         ("pools: {default: {env_vars: {'': x}}}", r"pools\.default\.env_vars"),
         ("pools: {Default: {}}", r"pools"),
         ("pools: {a: {}, b: {}}\nlimits: {pools: 1}", r"pools: 2 are more than the 1 of `limits.pools`"),
-        ("pools: {default: {slot_disk_mb: 5}}", r"pools\.default\.slot_disk_mb: is not built yet"),
+        ("pools: {default: {slot_disk_mb: 0}}", r"pools\.default\.slot_disk_mb: should be greater than or equal to 1"),
         ("pools: {default: {max_sandboxes: 1001}}", r"pools\.default\.max_sandboxes: more than 1000 sandboxes.*limits.pool_sandboxes"),
         ("pools: {default: {workspace_base: data}}", r"pools\.default\.workspace_base: must be an absolute path"),
         ("pools: {default: {cpu: .nan}}", r"pools\.default\.cpu: should be a finite number"),

@@ -69,7 +69,7 @@ async def test_slots_that_turn_as_kept_ones_come_to_the_claimant_too(make_world)
     gang = await world.queue("gang", count=2)
     await world.clock.advance(CLAIM_AFTER_S)
 
-    for turns in range(3):
+    for turns in range(3):  # noqa: B007
         waiting = await world.queue("turning", run_id="r")
         give_back(world, held.pop(0).leases, reset=False)
         await settle()
