@@ -12,7 +12,8 @@ from sandbox_server.agent import wire
 from sandbox_server.link.errors import AgentRefused, LinkLost
 
 PING_EVERY_S = 5.0
-SILENT_FOR_S = 20.0
+SILENT_PINGS = 4
+"""So many pings in a row that nothing was heard after are the end of a link."""
 SEND_AHEAD_BYTES = 512 << 10
 
 
@@ -126,7 +127,7 @@ class AgentLink(asyncio.Protocol):
         self._flush_planned = False
         self._paused = False
         self._waiting_for_transport: list[asyncio.Future[None]] = []
-        self._last_heard = loop.time()
+        self._silent_pings = 0
         self._pinger: asyncio.TimerHandle | None = None
 
     @classmethod
@@ -227,7 +228,7 @@ class AgentLink(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but name
 
     def data_received(self, data: bytes) -> None:
-        self._last_heard = self.loop.time()
+        self._silent_pings = 0
         try:
             events = self.connection.receive(data)
         except wire.WireError as error:
@@ -268,11 +269,13 @@ class AgentLink(asyncio.Protocol):
         self._lose(f"the connection to the agent ended: {error}" if error else "the agent hung up")
 
     def _ping(self) -> None:
-        silent_s = self.loop.time() - self._last_heard
-        if silent_s > SILENT_FOR_S:
-            self._lose(f"the agent has been silent for {silent_s:.0f} s")
+        # Pings are counted, not seconds. While this process does not run, none is sent, and what the agent has said meanwhile is read before the
+        # next one is due: however long that was, it is one ping. Seconds would put it down to the agent, for timers come before what was received.
+        if self._silent_pings >= SILENT_PINGS:
+            self._lose(f"the agent has not answered {SILENT_PINGS} pings, {PING_EVERY_S:g} s apart")
         if self.closed.done():
             return
+        self._silent_pings += 1
         self.connection.ping()
         self.flush_soon()
         self._pinger = self.loop.call_later(PING_EVERY_S, self._ping)
