@@ -26,8 +26,9 @@ MAX_CALLS_A_STREAM = 1000
 class Calls:
     """Calls of one slot, one after the other; a failed one does not stop the next. They run on when the connection ends.
 
-    A large output is not sent with its result: it waits in the spool until the service has fetched it, and the next call begins then. So
-    however slowly the service takes them, a stream never has more than one large output, and that is not in memory.
+    A large output is not sent with its result: it waits in the spool until the service has fetched it, and the next call begins then. So it does
+    behind a smaller one that waits for the service to take what was sent before. However slowly the service takes them, a stream never has more
+    than one large output, which is not in memory, and never much more than its window of small ones.
 
     Args:
         stream: where the results go.
@@ -86,7 +87,15 @@ class Calls:
             self._stream.send_item(verdict.head())
             return
         self._stream.send_item(*verdict.item())
-        self._go_on()
+        if self._stream.queued_bytes:
+            self._stream.on_drained = self._drained  # results that nobody takes yet wait here, in memory: no more of them until then
+        else:
+            self._go_on()
+
+    def _drained(self) -> None:
+        if not self._stream.queued_bytes:
+            self._stream.on_drained = None
+            self._go_on()
 
     def _go_on(self) -> None:
         if self._unfetched is not None:
@@ -123,7 +132,8 @@ class Calls:
     def aborted(self) -> None:
         """Nobody listens; what was asked for still runs."""
         self._fetches = False
-        if self._unfetched is not None:
+        if self._unfetched is not None or self._stream.on_drained is not None:
+            self._stream.on_drained = None
             self._go_on()
 
 

@@ -125,7 +125,7 @@ class OutputFiles:
             if file is None:
                 unused.append(path)
             else:
-                weakref.finalize(file, _delete, (path,))
+                weakref.finalize(file, self._behind, _delete, (path,))
         if unused:
             self._behind(_delete, unused)
 
@@ -137,7 +137,7 @@ class OutputFiles:
             paths.discard(file.path)
             if not paths:
                 del self._paths[lease_id]
-            weakref.finalize(file, _delete, (file.path,))
+            weakref.finalize(file, self._behind, _delete, (file.path,))
 
     def _made_folder(self) -> str:
         if self._folder is None:
