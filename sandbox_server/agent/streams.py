@@ -14,6 +14,7 @@ from sandbox_server.agent.journal import Verdict
 from sandbox_server.agent.output import Kept, Sink
 from sandbox_server.agent.serve import Handler, Stream
 from sandbox_server.agent.slots import Slot
+from sandbox_server.agent.unfetched import Unfetched
 from sandbox_server.agent.verify import verify as start_verify
 
 if TYPE_CHECKING:
@@ -135,30 +136,6 @@ class Calls:
         if self._unfetched is not None or self._stream.on_drained is not None:
             self._stream.on_drained = None
             self._go_on()
-
-
-class Unfetched:
-    """A large output that the service was told of: it is kept from eviction until it was fetched.
-
-    Args:
-        slot: whose call it is.
-        verdict: of the call.
-        fetched: hears, once, that the output was fetched.
-    """
-
-    def __init__(self, slot: Slot, verdict: Verdict, fetched: Callable[[], None]) -> None:
-        self._spool = slot.spool
-        self._verdict = verdict
-        self._fetched = fetched
-        for kept in verdict.outputs:
-            self._spool.hold(kept)
-        verdict.on_fetched.append(fetched)
-
-    def let_go(self) -> None:
-        """It may be evicted again."""
-        self._verdict.on_fetched.remove(self._fetched)
-        for kept in self._verdict.outputs:
-            self._spool.let_go(kept)
 
 
 def _send_verdict(stream: Stream, verdict: Verdict, fetches: bool) -> None:

@@ -12,7 +12,7 @@ from sandbox_server.agent import wire
 from sandbox_server.link.errors import AgentRefused, LinkLost
 
 PING_EVERY_S = 5.0
-HELLO_PART_S = 1.0
+HELLO_PARTS = 4
 SILENT_PINGS = 4
 """So many pings in a row that nothing was heard after are the end of a link."""
 SEND_AHEAD_BYTES = 512 << 10
@@ -168,7 +168,7 @@ class AgentLink(asyncio.Protocol):
         Raises:
             TimeoutError: it did not come.
         """
-        parts = max(1, round(timeout_s / HELLO_PART_S))
+        parts = max(HELLO_PARTS, round(timeout_s))
         for _ in range(parts):
             await asyncio.wait({self._greeted}, timeout=timeout_s / parts)
             if self._greeted.done():

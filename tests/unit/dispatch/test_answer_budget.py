@@ -46,7 +46,7 @@ async def test_after_the_wait_it_is_429_by_the_name_of_the_limit() -> None:
     of = budget(wait_s=0.01)
     await of.reserve("alice", calls(5, 10 * MIB))
 
-    with pytest.raises(QuotaExceeded, match="answer_file_bytes.*answer_wait_s") as refused:
+    with pytest.raises(QuotaExceeded, match=r"answer_file_bytes.*answer_wait_s") as refused:
         await of.reserve("alice", calls(1, 10 * MIB))
     assert refused.value.extra["limit"] == "answer_file_bytes"
     assert refused.value.extra["retry_after_s"] > 0
