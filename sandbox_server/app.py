@@ -18,6 +18,7 @@ from sandbox_server.backends.registry import load_backend
 from sandbox_server.connection_limits import limit_connections
 from sandbox_server.core.clock import Clock, SystemClock
 from sandbox_server.core.errors import InvalidRequest, NotImplementedHere, StorageUnavailable
+from sandbox_server.dispatch.answer_budget import AnswerBudget, AnswerLimits
 from sandbox_server.dispatch.dispatch import CallLimits, Dispatcher
 from sandbox_server.dispatch.doubts import Doubts
 from sandbox_server.dispatch.files import SlotFiles
@@ -27,8 +28,9 @@ from sandbox_server.doors import HEAD_WITHIN_S
 from sandbox_server.link.agent_link import AgentLink
 from sandbox_server.pool.catalog import BUILT_IN, OF_THE_FILE
 from sandbox_server.pool.events import EventLog
+from sandbox_server.pool.output_files import OutputFiles
 from sandbox_server.pool.pools import Pools
-from sandbox_server.pool.sqlite_store import SqliteStore, StoreUnusable
+from sandbox_server.pool.sqlite_store import OUTPUT_FOLDER, SqliteStore, StoreUnusable
 from sandbox_server.pool.store import MemoryStore, Store
 from sandbox_server.pool.wiring import Connect, PoolLimits, Wiring
 from sandbox_server.settings import LOCAL_TENANT, Settings, SettingsError, load_settings
@@ -208,13 +210,14 @@ async def _start_in(settings: Settings, state_dir: StateDir, parts: Parts, *, ep
         raise
     limits = CallLimits(in_flight=settings.limits.calls_in_flight, of_lease=settings.limits.lease_calls)
     care = StateCare(state_dir, store)
-    dispatcher = Dispatcher(pools, store, clock, telemetry, limits, Doubts(pools.restored), Turns(tenants.max_running_calls))
+    answers = AnswerBudget(_answer_limits(settings))
+    dispatcher = Dispatcher(pools, store, clock, telemetry, limits, Doubts(pools.restored), Turns(tenants.max_running_calls), answers)
     pools.when_a_lease_ends(dispatcher.turns.lease_over)
     service = Service(
         pools=pools,
         dispatcher=dispatcher,
         files=SlotFiles(pools),
-        records=CallRecords(pools, store, dispatcher.flights, clock),
+        records=CallRecords(pools, store, dispatcher.flights, clock, dispatcher.outputs),
         events=pools.events,
         telemetry=telemetry,
         flush=pools.flush,
@@ -225,6 +228,11 @@ async def _start_in(settings: Settings, state_dir: StateDir, parts: Parts, *, ep
         storage_trouble=lambda: care.trouble,
     )
     return Running(settings=settings, state_dir=state_dir, store=store, care=care, pools=pools, service=service, ephemeral=ephemeral)
+
+
+def _answer_limits(settings: Settings) -> AnswerLimits:
+    named = settings.limits
+    return AnswerLimits(memory_bytes=named.answer_memory_bytes, file_bytes=named.answer_file_bytes, wait_s=named.answer_wait_s)
 
 
 async def _start_pools(settings: Settings, state_dir: StateDir, parts: Parts, store: Store, tenants: Tenants, telemetry: Telemetry, *, survives: bool) -> Pools:
@@ -255,7 +263,7 @@ async def _start_pools(settings: Settings, state_dir: StateDir, parts: Parts, st
 def _open_store(state_dir: StateDir, parts: Parts, *, ephemeral: bool) -> Store:
     """The store of this folder. A service that nothing outlives has nothing to find again."""
     if ephemeral:
-        return MemoryStore()
+        return MemoryStore(outputs=OutputFiles(state_dir.path / OUTPUT_FOLDER))
     try:
         return parts.store(state_dir.path / STATE_FILE, parts.clock)
     except StoreUnusable as error:

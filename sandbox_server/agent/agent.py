@@ -223,7 +223,7 @@ class Agent:
         """See `serve.Server`."""
         op = meta.get("op")
         if op == "calls":
-            return streams.Calls(stream, self._slot(meta), meta.get("epoch"))
+            return streams.Calls(stream, self._slot(meta), meta.get("epoch"), meta.get("fetches_outputs") is True)
         if op == "watch":
             return streams.Watch(self, stream)
         if op in FILE_OPS:
@@ -231,7 +231,7 @@ class Agent:
             slot.admit(meta.get("epoch"))
             return open_file_op(stream, slot, meta)
         work = self._work(op, stream, meta)
-        return streams.Task(stream, work, cancel_on_abort=op in ("attach", "output", "quiet"))
+        return streams.Task(stream, work, cancel_on_abort=op in ("attach", "output", "quiet", "result_output"))
 
     def _work(self, op: Any, stream: Stream, meta: Mapping[str, Any]) -> Callable[[], Awaitable[None]]:
         if op == "stats":
@@ -244,18 +244,20 @@ class Agent:
         if op in _CHANGES:
             changes = self._changes[slot.slot_id]
             return lambda: _CHANGES[str(op)](stream, changes, meta)
-        if op not in ("cancel", "call_status", "attach", "output", "quiet"):
+        if op not in ("cancel", "call_status", "attach", "output", "quiet", "result_output"):
             raise Refused("not_implemented", "there is no operation %s" % ascii(op))
         slot.check_epoch(meta.get("epoch"))
         if op == "quiet":
             return lambda: streams.quiet(stream, slot, slot.epoch)
-        call_id = meta.get("call_id")
+        call_id, fetches = meta.get("call_id"), meta.get("fetches_outputs") is True
         if op == "cancel":
             return lambda: streams.cancel(stream, slot, call_id)
         if op == "call_status":
-            return lambda: streams.call_status(stream, slot, call_id)
+            return lambda: streams.call_status(stream, slot, call_id, fetches)
         if op == "attach":
-            return lambda: streams.attach(stream, slot, call_id, meta.get("offset"))
+            return lambda: streams.attach(stream, slot, call_id, meta.get("offset"), fetches)
+        if op == "result_output":
+            return lambda: streams.result_output(stream, slot, call_id)
         return lambda: streams.output(stream, slot, call_id, meta.get("offset"))
 
     def _slot(self, meta: Mapping[str, Any]) -> Slot:

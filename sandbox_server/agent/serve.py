@@ -34,7 +34,7 @@ class Handler(Protocol):
 class Stream:
     """The agent's side of one stream. Sending on a stream that is over does nothing."""
 
-    __slots__ = ("_connection", "_drained", "_handler", "_number", "_wire")
+    __slots__ = ("_connection", "_drained", "_handler", "_number", "_wire", "on_drained")
 
     def __init__(self, connection: Connection, number: int) -> None:
         self._connection = connection
@@ -42,6 +42,7 @@ class Stream:
         self._number = number
         self._handler: Handler | None = None
         self._drained: asyncio.Future[None] | None = None
+        self.on_drained: Callable[[], None] | None = None
 
     def send_item(self, meta: Mapping[str, Any], body: bytes = b"") -> None:
         """Send a message."""
@@ -83,6 +84,11 @@ class Stream:
         self._connection.flush_soon()
 
     @property
+    def queued_bytes(self) -> int:
+        """How much waits here until the service has taken what was sent before; once it is none, `on_drained` hears of it."""
+        return self._wire.queued(self._number)
+
+    @property
     def open(self) -> bool:
         """Whether anything can still be sent."""
         return self._wire.is_open(self._number)
@@ -91,6 +97,8 @@ class Stream:
         """What was queued is on its way, or never will be."""
         if self._drained is not None and not self._drained.done():
             self._drained.set_result(None)
+        if self.on_drained is not None:
+            self.on_drained()
 
 
 class Server(Protocol):

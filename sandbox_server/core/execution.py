@@ -56,6 +56,25 @@ FAULT_OF: Mapping[Reason, Fault] = {reason: faults[0] for reason, faults in FAUL
 NOT_RECORDED = frozenset({Reason.BACKEND_ERROR, Reason.LEASE_LOST, Reason.CALL_CONFLICT, Reason.NOT_IMPLEMENTED})
 
 
+LARGE_OUTPUT_BYTES = 64 << 10
+"""A result with more output than this keeps it in a file."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, weakref_slot=True)
+class OutputFile:
+    """The output of a result, in a file of the service.
+
+    Args:
+        path: the file. It is there as long as this value is.
+        size_bytes: how much it holds.
+        stdout_bytes: where standard error is apart: so much from the start is standard output, the rest is standard error.
+    """
+
+    path: str
+    size_bytes: int
+    stdout_bytes: int | None = None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolCall:
     """One unit of work in a slot, checked and with every default filled in but the pool's.
@@ -76,7 +95,7 @@ class ToolCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """What a tool call came to. `output` is what the process wrote, bounded, as bytes; the api decodes it."""
+    """What a tool call came to. `output` is what the process wrote, bounded, as bytes; the api decodes it. Where it is in `output_file`, it is nowhere else."""
 
     call_id: str
     lease_id: str
@@ -96,6 +115,19 @@ class Result:
     max_rss_bytes: int = 0
     metadata: Mapping[str, Any] = field(default_factory=dict)
     tool_ok: bool = False
+    output_file: OutputFile | None = None
+
+    @property
+    def is_separate(self) -> bool:
+        """Whether standard output and standard error are apart."""
+        if self.output_file is not None:
+            return self.output_file.stdout_bytes is not None
+        return self.stdout is not None or self.stderr is not None
+
+    @property
+    def held_bytes(self) -> int:
+        """How much output it holds in memory."""
+        return len(self.output) + len(self.stdout or b"") + len(self.stderr or b"")
 
     @property
     def success(self) -> bool:

@@ -15,13 +15,16 @@ from sandbox_server.agent import wire
 from sandbox_server.core.clock import Clock
 from sandbox_server.core.errors import BackendUnavailable, LeaseLost, LeaseNotFound, PoolServiceError, SandboxLost, StorageUnavailable
 from sandbox_server.core.execution import NOT_RECORDED, Reason, Result, ToolCall
+from sandbox_server.dispatch.batch import Batch
 from sandbox_server.dispatch.doubts import Doubts
 from sandbox_server.dispatch.flights import Flights
+from sandbox_server.dispatch.outputs import ResultOutputs
 from sandbox_server.dispatch.seams import Route, Routes, slot_meta
 from sandbox_server.dispatch.turns import Turns
-from sandbox_server.dispatch.verdicts import agent_result, callers_mistake, identity_of, own_result, refusal
+from sandbox_server.dispatch.verdicts import agent_result, callers_mistake, identity_of, own_result, refusal, waiting_output
 from sandbox_server.link.agent_link import AgentStream
 from sandbox_server.link.errors import AgentRefused, AgentSilent, LinkLost
+from sandbox_server.pool.output_files import OutputFiles
 from sandbox_server.pool.store import Verdict
 
 log = logging.getLogger(__name__)
@@ -38,8 +41,15 @@ LOST_WAIT_S = 15.0
 """How long to wait for the pool to find out what a lost link means, in seconds."""
 
 
+class _AskAgain(Exception):
+    """The rest of the calls is to be asked for on another stream."""
+
+
 class Verdicts(Protocol):
     """Where the ends of calls are remembered. A `pool.store.Store` is one."""
+
+    @property
+    def outputs(self) -> OutputFiles: ...
 
     def record_verdict(self, lease_id: str, call_id: str, identity: bytes, result: Result) -> None: ...
 
@@ -60,6 +70,7 @@ class Job:
         flights: the calls under way.
         doubts: the leases whose calls may have run unseen.
         turns: when calls may begin.
+        outputs: brings the outputs of results.
     """
 
     routes: Routes
@@ -69,6 +80,7 @@ class Job:
     flights: Flights
     doubts: Doubts
     turns: Turns
+    outputs: ResultOutputs
 
 
 class LeaseRun:
@@ -79,7 +91,7 @@ class LeaseRun:
         tenant: who asks.
         lease_id: under which lease.
         calls: the calls with their places in the request.
-        deliver: takes each result, once.
+        batch: takes each result, once.
         on_sent: hears that the agent has been asked.
     """
 
@@ -89,14 +101,14 @@ class LeaseRun:
         tenant: str,
         lease_id: str,
         calls: Iterable[tuple[int, ToolCall]],
-        deliver: Callable[[int, Result], None],
+        batch: Batch,
         on_sent: Callable[[], None] | None = None,
     ) -> None:
         self._job = job
         self._tenant = tenant
         self._lease_id = lease_id
         self._pending = deque(calls)
-        self._deliver = deliver
+        self._batch = batch
         self._asked = 0  # so many of the pending calls, from the first on, the agent has been asked for
         self._turn: str | None = None  # the call whose turn is taken: the first
         self._lost_since: float | None = None
@@ -126,7 +138,7 @@ class LeaseRun:
                 route = self._job.routes.route(self._tenant, self._lease_id)
                 self._default_timeout_s = route.spec.default_timeout_s
                 self._check_timeouts(route.spec.max_timeout_s)
-                self._repeat_recorded(route)
+                await self._repeat_recorded(route)
                 count = self._may_begin()
                 if count:
                     await self._converse(route, count)
@@ -135,12 +147,14 @@ class LeaseRun:
             except (LinkLost, BackendUnavailable) as lost:
                 await self._unreachable(str(lost))
             except AgentRefused as refused:
-                self._refused(refused)
+                await self._refused(refused)
             except PoolServiceError as error:
-                self._refuse(error)
+                await self._refuse(error)
             except AgentSilent as silent:
                 # None of the calls behind it either: what is sent now could overtake it in the agent.
                 self._give_up(f"the call is past its deadline, and {silent}: ask again with the same call_id")
+            except _AskAgain:
+                pass
             except TimeoutError:
                 self._give_up(f"the agent did not say how the call ended within {REPLY_GRACE_S:g} s of its deadline", max(1, self._asked))
             else:
@@ -153,7 +167,7 @@ class LeaseRun:
             refused = callers_mistake(call, "timeout_s", f"timeout_s: at most the pool's max_timeout_s, {longest_s:.10g}")
             self._finish(place, call, refused, None)
 
-    def _repeat_recorded(self, route: Route) -> None:
+    async def _repeat_recorded(self, route: Route) -> None:
         """Give out what is on record: it is the same however often it is asked for, and takes nobody's turn."""
         if not self._job.verdicts.verdict_count(self._lease_id):
             return
@@ -164,8 +178,14 @@ class LeaseRun:
                 log.exception("a verdict cannot be read: the agent is asked", extra={"lease_id": call.lease_id, "call_id": call.call_id})
                 continue
             if result is not None:
+                result = await self._within(replace(result, encoding=call.encoding))
                 self._pending.remove((place, call))
-                self._finish(place, call, replace(result, encoding=call.encoding), route)
+                self._finish(place, call, result, route)
+
+    async def _within(self, recorded_result: Result) -> Result:
+        """A recorded result that holds no more memory than there is for it."""
+        result = await self._job.outputs.within(recorded_result, self._batch.reservation)
+        return result if result.output_file is recorded_result.output_file else self._job.outputs.only_for_now(result)
 
     def _may_begin(self) -> int:
         """How many of the pending calls may be sent now: all, or, where its tenant has a limit, the first, in its turn. Those sent before may be again."""
@@ -199,7 +219,7 @@ class LeaseRun:
         self._job.routes.call_started(self._lease_id)
         sent_at = self._job.clock.monotonic()
         try:
-            async with route.link.stream(slot_meta(route, "calls")) as stream:
+            async with route.link.stream(slot_meta(route, "calls", fetches_outputs=True)) as stream:
                 self._asked = count
                 for _, call in itertools.islice(self._pending, count):
                     stream.send_item(_call_meta(call, self._timeout_s(call)))
@@ -246,12 +266,26 @@ class LeaseRun:
         result = agent_result(call, item.meta, item.body)
         if item.meta.get("call_id") != call.call_id:
             result = own_result(call, Reason.BACKEND_ERROR, "the agent answered another call than the one asked", may_have_run=True)
-        result = timed(result, self._job.clock)
+        result = await self._job.outputs.complete(timed(result, self._job.clock), item.meta, route)
+        result = await self._job.outputs.within(result, self._batch.reservation)
         await record(self._job.verdicts, call, result)
+        if result.output_file is not None:
+            result = self._one_file(call, result)
         self._pending.popleft()
         self._asked -= 1
         self._lost_since = None
         self._finish(place, call, result, route)
+        if self._asked and waiting_output(item.meta) is not None and result.output_file is None:
+            raise _AskAgain  # its agent waits for the output to be fetched before it goes on with the next call of that stream
+
+    def _one_file(self, call: ToolCall, result: Result) -> Result:
+        """The result with the file that is on record: another request may have fetched the same output meanwhile, and a lease that is over has no record."""
+        verdict = self._job.verdicts.verdict(call.lease_id, call.call_id)
+        on_record = verdict.result.output_file if verdict is not None else None
+        if on_record is result.output_file:
+            return result
+        self._job.outputs.only_for_now(result)
+        return replace(result, output_file=on_record or result.output_file)
 
     def _finish(self, place: int, call: ToolCall, result: Result, route: Route | None) -> None:
         now = self._job.clock.monotonic()
@@ -259,9 +293,10 @@ class LeaseRun:
             self._job.doubts.add(self._lease_id)
         if self._turn == call.call_id:
             self._give_turn_back()
+        self._batch.reservation.settle(call, result)
         self._job.observe(route, call, result, now - self._since - result.duration_s)
         self._since, self._started_at = now, self._job.clock.wall()
-        self._deliver(place, timed(result, self._job.clock))
+        self._batch.deliver(place, timed(result, self._job.clock))
 
     async def _unreachable(self, why: str) -> None:
         """Wait until the pool knows what that means; the calls are told if it is the end. Else they are asked again: by the agent's journal
@@ -280,9 +315,9 @@ class LeaseRun:
             return
         lost = await self._job.routes.lost_verdict(self._lease_id, left_s)
         if lost is not None:
-            self._refuse(lost)
+            await self._refuse(lost)
 
-    def _refused(self, refused: AgentRefused) -> None:
+    async def _refused(self, refused: AgentRefused) -> None:
         if refused.code == "not_implemented":
             for place, call, _ in self._drain():
                 self._finish(place, call, own_result(call, Reason.NOT_IMPLEMENTED, refused.detail), None)
@@ -291,14 +326,16 @@ class LeaseRun:
         try:
             self._job.routes.route(self._tenant, self._lease_id)
         except (LeaseNotFound, LeaseLost) as error:
-            self._refuse(error)
+            await self._refuse(error)
         else:
             self._give_up(f"the agent refused: {refused.detail}")
 
-    def _refuse(self, error: PoolServiceError) -> None:
+    async def _refuse(self, error: PoolServiceError) -> None:
         for place, call, asked in self._drain():
             result = recorded(self._job.verdicts, call) if isinstance(error, SandboxLost) else None
-            if result is None:
+            if result is not None:
+                result = await self._within(result)
+            else:
                 result = self._stamped(call, refusal(call, error), asked=asked)
                 if result.reason is Reason.SANDBOX_LOST:
                     self._job.verdicts.record_verdict(call.lease_id, call.call_id, identity_of(call), result)

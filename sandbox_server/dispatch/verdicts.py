@@ -27,6 +27,8 @@ PROOF_OF_OTHER_FAULT: Mapping[Reason, tuple[str, Fault]] = {
     Reason.SANDBOX_LOST: ("own_work", Fault.POLICY),
 }
 """The only faults that an agent may give instead of a reason's own: what its evidence must hold for one, `true` or an object with figures."""
+MAX_FETCHED_BYTES = 32 << 20
+"""More output than this no result has: two of the most that a call may ask for, and the lines where they are cut."""
 
 
 def identity_of(call: ToolCall) -> bytes:
@@ -39,11 +41,21 @@ def agents_encoding(meta: Mapping[str, Any]) -> str:
     return "base64" if meta.get("encoding") == "base64" else "utf-8"
 
 
+def waiting_output(meta: Mapping[str, Any]) -> list[int] | None:
+    """The sizes of the outputs that an agent's message says are to be fetched, in bytes; None if the message carries them, or what it says makes no sense."""
+    lengths = meta.get("lens")
+    if meta.get("output_waits") is not True or not isinstance(lengths, list) or not 1 <= len(lengths) <= 2:
+        return None
+    if not all(type(n) is int and n >= 0 for n in lengths) or sum(lengths) > MAX_FETCHED_BYTES:
+        return None
+    return lengths
+
+
 def agent_result(call: ToolCall, meta: Mapping[str, Any], body: bytes) -> Result:
-    """The result that an agent's message says."""
+    """The result that an agent's message says; without the output, where that is to be fetched."""
     try:
         reason = Reason(str(meta.get("reason")))
-        lengths = _lengths(meta.get("lens", []), body)
+        lengths = [] if waiting_output(meta) is not None else _lengths(meta.get("lens", []), body)
         error_text = str(meta.get("error") or "")[:MAX_ERROR_CHARS] if reason is not Reason.EXIT else ""
         metadata = _proven(reason, _metadata(meta.get("metadata")), error_text)
         exit_code = _exit_code(meta.get("exit_code"))

@@ -12,7 +12,9 @@ from sandbox_server.agent import wire
 from sandbox_server.link.errors import AgentRefused, AgentSilent, LinkLost
 
 PING_EVERY_S = 5.0
-SILENT_FOR_S = 20.0
+HELLO_PARTS = 4
+SILENT_PINGS = 4
+"""So many pings in a row that nothing was heard after are the end of a link."""
 SEND_AHEAD_BYTES = 512 << 10
 ANSWER_WITHIN_S = 10.0
 """The `silence_s` of what should be answered at once: files, and questions about calls. In seconds."""
@@ -145,7 +147,7 @@ class AgentLink(asyncio.Protocol):
         self._flush_planned = False
         self._paused = False
         self._waiting_for_transport: list[asyncio.Future[None]] = []
-        self._last_heard = loop.time()
+        self._silent_pings = 0
         self._heard_count = 0  # so often data came
         self._waiting_for_data: list[asyncio.Future[None]] = []
         self._pinger: asyncio.TimerHandle | None = None
@@ -170,9 +172,9 @@ class AgentLink(asyncio.Protocol):
         try:
             async with asyncio.timeout(timeout_s):
                 await loop.create_unix_connection(lambda: link, path)
-                link.connection.hello({"v": wire.PROTOCOL_VERSION, "token": token})
-                link.flush()
-                await link._greeted
+            link.connection.hello({"v": wire.PROTOCOL_VERSION, "token": token})
+            link.flush()
+            await link._until_greeted(timeout_s)
         except TimeoutError:
             link._lose(f"the agent at {address} did not say hello within {timeout_s:g} s")
         except OSError as error:
@@ -180,6 +182,19 @@ class AgentLink(asyncio.Protocol):
         link.check()
         link._ping()
         return link
+
+    async def _until_greeted(self, timeout_s: float) -> None:
+        """Wait for the agent's hello, a part of the time after another: a part in which this process did not run is all that it costs.
+
+        Raises:
+            TimeoutError: it did not come.
+        """
+        parts = max(HELLO_PARTS, round(timeout_s))
+        for _ in range(parts):
+            await asyncio.wait({self._greeted}, timeout=timeout_s / parts)
+            if self._greeted.done():
+                return
+        raise TimeoutError
 
     def stream(self, meta: Mapping[str, Any], silence_s: float | None = None) -> AgentStream:
         """Open a stream. Use it as an async context manager.
@@ -283,7 +298,7 @@ class AgentLink(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but name
 
     def data_received(self, data: bytes) -> None:
-        self._last_heard = self.loop.time()
+        self._silent_pings = 0
         self._heard_count += 1
         self._data_came()
         try:
@@ -332,11 +347,13 @@ class AgentLink(asyncio.Protocol):
         self._lose(f"the connection to the agent ended: {error}" if error else "the agent hung up")
 
     def _ping(self) -> None:
-        silent_s = self.loop.time() - self._last_heard
-        if silent_s > SILENT_FOR_S:
-            self._lose(f"the agent has been silent for {silent_s:.0f} s")
+        # Pings are counted, not seconds. While this process does not run, none is sent, and what the agent has said meanwhile is read before the
+        # next one is due: however long that was, it is one ping. Seconds would put it down to the agent, for timers come before what was received.
+        if self._silent_pings >= SILENT_PINGS:
+            self._lose(f"the agent has not answered {SILENT_PINGS} pings, {PING_EVERY_S:g} s apart")
         if self.closed.done():
             return
+        self._silent_pings += 1
         self.connection.ping()
         self.flush_soon()
         self._pinger = self.loop.call_later(PING_EVERY_S, self._ping)

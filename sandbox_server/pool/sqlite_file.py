@@ -100,8 +100,7 @@ class Batch:
 
 
 def _size(verdict: Verdict) -> int:
-    result = verdict.result
-    return len(result.output) + len(result.stdout or b"") + len(result.stderr or b"")
+    return verdict.result.held_bytes
 
 
 class SqliteFile:

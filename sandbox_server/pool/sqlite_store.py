@@ -12,6 +12,7 @@ import sqlite3
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
@@ -21,6 +22,7 @@ from sandbox_server.core.execution import Result
 from sandbox_server.core.types import Lease, SandboxState
 from sandbox_server.pool.codec import name_of, name_of_key
 from sandbox_server.pool.file_watch import StateFileReplaced
+from sandbox_server.pool.output_files import OutputFiles
 from sandbox_server.pool.record_time import RecordTime, boot_id
 from sandbox_server.pool.sqlite_errors import StoreUnusable, damaged
 from sandbox_server.pool.sqlite_file import Batch, SqliteFile, SqliteReader
@@ -36,6 +38,8 @@ FAILED_FOR_S = 0.1
 AGAIN_AFTER_S = 1.0
 #: Outputs of verdicts that cannot be written, held in memory; beyond it the oldest go. Their agents' journals still have them.
 MAX_UNWRITTEN_BYTES = 64 << 20
+#: Where the large outputs are, beside the file.
+OUTPUT_FOLDER = "outputs"
 #: After so many commits the file is looked after.
 TIDY_EVERY = 64
 
@@ -84,9 +88,10 @@ class SqliteStore:
             self.put(self._time.record)
         for slot in self._state.slots:
             self._slots_of.setdefault(slot.ref.sandbox_id, set()).add(name_of(slot)[1])
+        self.outputs = OutputFiles(path.parent / OUTPUT_FOLDER)
         self._over = {lease.lease_id for lease in self._state.leases if lease.state in OVER}
         known = {lease.lease_id for lease in self._state.leases}
-        for lease_id in [lease_id for lease_id in self._calls if lease_id not in known or lease_id in self._over]:
+        for lease_id in [lease_id for lease_id in {*self._calls, *self.outputs.leases()} if lease_id not in known or lease_id in self._over]:
             self._forget_verdicts(lease_id)
 
     # Remembering.
@@ -132,6 +137,7 @@ class SqliteStore:
         self._write_later()
 
     def _forget_verdicts(self, lease_id: str) -> None:
+        self.outputs.forget(lease_id)
         if self._calls.pop(lease_id, None):
             self._pending.forget_verdicts(lease_id)
             self._writer.sweep(lease_id)
@@ -167,9 +173,14 @@ class SqliteStore:
             if verdict is not None:
                 return verdict
         try:
-            return self._reader.verdict(lease_id, call_id)
+            return self._with_output(self._reader.verdict(lease_id, call_id))
         except (sqlite3.Error, ValueError) as error:
             raise self._unavailable("read", error) from error
+
+    def _with_output(self, verdict: Verdict | None) -> Verdict | None:
+        if verdict is None or verdict.result.output_file is None:
+            return verdict
+        return replace(verdict, result=replace(verdict.result, output_file=self.outputs.known(verdict.result.output_file)))
 
     def verdict_count(self, lease_id: str) -> int:
         """How many calls of this lease have a verdict."""
@@ -319,6 +330,7 @@ class SqliteStore:
             self._timer.cancel()
         self._reader.close()
         await asyncio.to_thread(self._writer.end)
+        await asyncio.to_thread(self.outputs.close)
 
 
 Done = Callable[[Exception | None], object]

@@ -6,12 +6,14 @@ and its record are one step; an answer that depends on them leaves after `flush`
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from sandbox_server.core.execution import Result
 from sandbox_server.core.types import AcquireRequest, Handle, Lease, LeaseState, PoolId, PoolSpec, SandboxState, SlotRef, SlotState
+from sandbox_server.pool.output_files import OutputFiles
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,6 +160,11 @@ class Store(Protocol):
         """
         ...
 
+    @property
+    def outputs(self) -> OutputFiles:
+        """The files of large outputs; those of a lease are deleted when its verdicts are forgotten."""
+        ...
+
     def load(self) -> State:
         """What was remembered when the store was opened."""
         ...
@@ -202,6 +209,7 @@ class MemoryStore:
     keys: dict[tuple[str, str], KeyRecord] = field(default_factory=dict)
     pools: dict[str, PoolRecord] = field(default_factory=dict)
     verdicts: dict[str, dict[str, Verdict]] = field(default_factory=dict)
+    outputs: OutputFiles = field(default_factory=lambda: OutputFiles(None))
     _slots_of: dict[str, set[SlotRef]] = field(default_factory=dict)
 
     def put(self, record: Record) -> None:
@@ -212,7 +220,7 @@ class MemoryStore:
         elif isinstance(record, Lease):
             self.leases[record.lease_id] = record
             if record.state in OVER:
-                self.verdicts.pop(record.lease_id, None)
+                self._forget_verdicts(record.lease_id)
         elif isinstance(record, SandboxRecord):
             self._put_sandbox(record)
         elif isinstance(record, KeyRecord):
@@ -233,11 +241,15 @@ class MemoryStore:
     def _forget(self, record: Forgotten) -> None:
         if record.lease_id is not None:
             self.leases.pop(record.lease_id, None)
-            self.verdicts.pop(record.lease_id, None)
+            self._forget_verdicts(record.lease_id)
         if record.key is not None:
             self.keys.pop(record.key, None)
         if record.pool is not None:
             self.pools.pop(record.pool, None)
+
+    def _forget_verdicts(self, lease_id: str) -> None:
+        self.verdicts.pop(lease_id, None)
+        self.outputs.forget(lease_id)
 
     async def flush(self) -> None:
         """There is nothing to wait for."""
@@ -276,4 +288,5 @@ class MemoryStore:
         """There is nothing to see."""
 
     async def close(self) -> None:
-        """There is nothing to let go of."""
+        """Let go of the output files."""
+        await asyncio.to_thread(self.outputs.close)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sandbox_server.core.errors import StorageUnavailable
 from sandbox_server.core.execution import Result
+from sandbox_server.pool.output_files import OutputFiles
 from sandbox_server.pool.store import MemoryStore, Record, State, Verdict
 
 
@@ -17,6 +18,11 @@ class CrashingStore:
         self.disk = MemoryStore(durable=True)
         self.live = MemoryStore()
         self._pending: list[Record | tuple[str, str, bytes, Result]] = []
+
+    @property
+    def outputs(self) -> OutputFiles:
+        """The files of large outputs, which outlive a crash."""
+        return self.disk.outputs
 
     @property
     def unflushed(self) -> int:

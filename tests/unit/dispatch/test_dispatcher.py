@@ -231,11 +231,11 @@ async def test_an_agent_that_stays_away_is_a_backend_error_that_may_have_run(wor
 
 async def test_stopping_ends_what_runs_and_says_that_it_may_have_run(world: World) -> None:
     batch = world.dispatcher.start("alice", [call("a", "hang"), call("b", "true")])
-    await batch.next(5.0)
+    ((_, done),) = await batch.next(5.0) or ()
 
     await world.dispatcher.stop()
 
-    hung, done = await batch.all()
+    ((_, hung),) = await batch.next(5.0) or ()
     assert (hung.reason, hung.metadata["may_have_run"], hung.metadata["stopping"]) == (Reason.BACKEND_ERROR, True, True)
     assert done.success
 
