@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 from sandbox_server.core.clock import Clock
@@ -39,8 +40,8 @@ class Claims:
         if self.claimant is not None and not (self._is_first(self.claimant) and self._may_claim(self.claimant)):
             self.claimant = None
         if self.claimant is None:
-            aged_by = self._clock.monotonic() - self._claim_after_s
-            aged = sorted((head for head in self._line.heads() if head.first_since <= aged_by), key=lambda head: (head.first_since, head.seq))
+            now = self._clock.monotonic()
+            aged = itertools.takewhile(lambda head: head.first_since + self._claim_after_s <= now, self._line.heads())
             self.claimant = next(filter(self._may_claim, aged), None)
 
     def next_due(self) -> float:
@@ -48,7 +49,7 @@ class Claims:
         if self.claimant is not None:
             return float("inf")
         now = self._clock.monotonic()
-        return min((at for head in self._line.heads() if (at := head.first_since + self._claim_after_s) > now), default=float("inf"))
+        return next((at for head in self._line.heads() if (at := head.first_since + self._claim_after_s) > now), float("inf"))
 
     def _is_first(self, waiter: Waiter) -> bool:
         return waiter.waiting and self._line.head(waiter.request.tenant) is waiter

@@ -69,11 +69,12 @@ class WaitingLine:
 
     def _find_head(self, tenant: str, now: float) -> None:
         ranks = self._ranks.get(tenant)
-        if ranks is None:
-            del self._heads[tenant]
+        head = None if ranks is None else self._waiters[ranks[0]]
+        if self._heads.get(tenant) is head:
             return
-        head = self._waiters[ranks[0]]
-        if self._heads.get(tenant) is not head:
+        self._heads.pop(tenant, None)
+        if head is not None:
+            # At the end of the dict, which so keeps the order in which they became the first, that of one moment too.
             self._heads[tenant] = head
             head.first_since = now
 
@@ -105,7 +106,7 @@ class WaitingLine:
         return self._heads[tenant]
 
     def heads(self) -> Iterable[Waiter]:
-        """Each tenant's first."""
+        """Each tenant's first, in the order in which they became that."""
         return self._heads.values()
 
     def count_of(self, tenant: str) -> int:

@@ -234,6 +234,7 @@ class BookMachine(RuleBasedStateMachine):
         for waiter in late:
             self.waiting.remove(waiter)
             self.book.abandon(waiter)
+            self.claims.changed(self.waiting)
         for slot in self.book.table:
             assert slot.state is not SlotState.KEPT or slot.since + 60 > self.clock.monotonic(), "kept for more than a minute"
         self._assign()

@@ -26,32 +26,41 @@ class ClaimModel:
         self._may_claim = may_claim
         self._firsts: dict[str, Waiter] = {}
         self._since: dict[int, float] = {}
+        #: the firsts, in the order in which they became that
+        self._order: list[Waiter] = []
         #: who has claimed since a tenant's first became that; not kept of those that could not claim themselves meanwhile
         self._went_before: dict[int, set[int] | None] = {}
         #: how many slots must come ready until the claimant is served, and what it had when that was last looked at
         self._lacks = 0
         self._had = 0
 
-    def look(self, waiting: Sequence[Waiter], leased: Counter[str], has: Callable[[Waiter], int]) -> None:
-        """Somebody has come, gone or been served, or time has passed.
-
-        Args:
-            waiting: all who wait.
-            leased: leases by tenant.
-            has: how many slots a waiter could be given now: free ones, and those kept for its run.
-        """
+    def changed(self, waiting: Sequence[Waiter]) -> None:
+        """Somebody has come, gone or been served. `waiting`: all who wait."""
         firsts: dict[str, Waiter] = {}
         for waiter in sorted(waiting, key=lambda waiter: (-waiter.request.priority, waiter.seq)):
             firsts.setdefault(waiter.request.tenant, waiter)
         for tenant, waiter in firsts.items():
             if self._firsts.get(tenant) is not waiter:
                 self._since[waiter.seq], self._went_before[waiter.seq] = self._now(), set()
+                self._order = [*(other for other in self._order if other is not waiter), waiter]
         self._firsts = firsts
+        self._order = [waiter for waiter in self._order if firsts.get(waiter.request.tenant) is waiter]
+
+    def look(self, waiting: Sequence[Waiter], leased: Counter[str], has: Callable[[Waiter], int]) -> None:
+        """See who must be the claimant now.
+
+        Args:
+            waiting: all who wait.
+            leased: leases by tenant.
+            has: how many slots a waiter could be given now: free ones, and those kept for its run.
+        """
+        self.changed(waiting)
+        firsts = self._firsts
         if self.claimant is not None and not (firsts.get(self.claimant.request.tenant) is self.claimant and self._may_claim(self.claimant, leased)):
             self.claimant = None
         if self.claimant is None:
-            aged = [waiter for waiter in firsts.values() if self._since[waiter.seq] + self._claim_after_s <= self._now() and self._may_claim(waiter, leased)]
-            self.claimant = min(aged, key=lambda waiter: (self._since[waiter.seq], waiter.seq), default=None)
+            aged = [waiter for waiter in self._order if self._since[waiter.seq] + self._claim_after_s <= self._now()]
+            self.claimant = next((waiter for waiter in aged if self._may_claim(waiter, leased)), None)
             if self.claimant is not None:
                 self._begin(self.claimant, leased, has)
 
