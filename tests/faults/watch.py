@@ -26,9 +26,10 @@ async def follow_events(url: str, headers: Mapping[str, str], history: History) 
     timeout = httpx.Timeout(10.0, read=None)
     async with httpx.AsyncClient(base_url=url, headers=dict(headers), timeout=timeout, trust_env=False) as http:
         while True:
-            kind = ""
+            kind, is_seen = "", False
             try:
                 async with http.stream("GET", "/v1/events") as stream:
+                    is_seen = True
                     async for line in stream.aiter_lines():
                         name, _, value = line.partition(":")
                         if name == "event":
@@ -38,5 +39,6 @@ async def follow_events(url: str, headers: Mapping[str, str], history: History) 
                             history.note("seen", what=KINDS[kind], lease_id=data.get("lease_id"), claimant=data.get("claimant"))
             except httpx.TransportError:
                 pass  # the service is down: what it did meanwhile is not seen, and the checker is told so
-            history.note("seen", what="missed", lease_id=None, claimant=None)
+            if is_seen:
+                history.note("seen", what="missed", lease_id=None, claimant=None)
             await asyncio.sleep(AGAIN_AFTER_S)

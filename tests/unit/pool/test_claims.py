@@ -263,3 +263,18 @@ async def test_at_most_one_claimant_of_every_other_tenant_goes_first(make_world)
         order.append(name)
 
     assert order == [("a", 0), ("b", 0), ("c", 0), ("a", 1), ("b", 1), ("c", 1)]
+
+
+async def test_the_end_of_one_claim_is_told_before_what_it_gave_and_the_next_claim_after(make_world):
+    world = await make_world(max_sandboxes=1, slots_per_sandbox=2)
+    busy = await world.acquire("busy", count=2)
+    first, second = await world.queue("a"), await world.queue("b", count=2)
+    await world.clock.advance(CLAIM_AFTER_S)
+    began = world.pools.events.last_id
+    give_back(world, busy.leases)
+    await first
+
+    told = sorted((event for event in world.pools.events._ring if event is not None and event.id > began), key=lambda event: event.id)
+    said = [(event.kind, event.data.get("claimant")) for event in told if event.kind in ("pool.claimant", "lease.acquired")]
+    assert [(kind, claimant and claimant["tenant"]) for kind, claimant in said] == [("pool.claimant", None), ("lease.acquired", None), ("pool.claimant", "b")]
+    await ended([second])
