@@ -214,7 +214,8 @@ class World:
             promise.until = now + left_s
 
     STEPS = (
-        acquire, acquire, acquire, acquire, gang_waits, gang_waits, gang_hangs_up, release, release, renew, narrow, time_passes, time_passes, agent_dies, link_is_cut, agent_stalls,
+        gang_waits, gang_waits, gang_hangs_up,
+        acquire, acquire, acquire, acquire, release, release, renew, narrow, time_passes, time_passes, agent_dies, link_is_cut, agent_stalls,
         agents_recover, agents_recover, spec_changes, verify, service_dies, service_dies,
     )  # fmt: skip
 

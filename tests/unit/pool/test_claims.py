@@ -276,5 +276,6 @@ async def test_the_end_of_one_claim_is_told_before_what_it_gave_and_the_next_cla
 
     told = sorted((event for event in world.pools.events._ring if event is not None and event.id > began), key=lambda event: event.id)
     said = [(event.kind, event.data.get("claimant")) for event in told if event.kind in ("pool.claimant", "lease.acquired")]
-    assert [(kind, claimant and claimant["tenant"]) for kind, claimant in said] == [("pool.claimant", None), ("lease.acquired", None), ("pool.claimant", "b")]
+    tenants = [(kind, claimant and claimant["tenant"]) for kind, claimant in said]
+    assert tenants == [("pool.claimant", None), ("lease.acquired", None), ("pool.claimant", "b")]
     await ended([second])
