@@ -396,20 +396,23 @@ class Writer:
         self._thread.join()
 
     def _run(self) -> None:
-        while True:
-            try:
-                work = self._work.get(block=not self._tidying)
-            except Empty:
-                self._tidying = self._tidy()
-                continue
-            if work is None:
-                break
-            if isinstance(work, str):
-                self._over.append(work)
-                self._tidying = True
-            else:
-                self._commit(*work)
+        while self._do_next():
+            pass  # a step of its own, so that nothing holds what was written while the thread waits
         self._file.close()
+
+    def _do_next(self) -> bool:
+        """Wait for work and do it. Returns whether there is to be more."""
+        try:
+            work = self._work.get(block=not self._tidying)
+        except Empty:
+            self._tidying = self._tidy()
+            return True
+        if isinstance(work, str):
+            self._over.append(work)
+            self._tidying = True
+        elif work is not None:
+            self._commit(*work)
+        return work is not None
 
     def _commit(self, batch: Batch | None, done: Done) -> None:
         error: Exception | None = None
