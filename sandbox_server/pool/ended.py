@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -27,7 +27,7 @@ class EndedLeases:
     """
 
     def __init__(self, record: Callable[[Record], None], read: Callable[[str], Lease | None] | None = None) -> None:
-        self._leases: dict[str, Lease] = {}
+        self._leases: OrderedDict[str, Lease] = OrderedDict()
         self._order: deque[tuple[float, str]] = deque()
         self._record = record
         self._read = read
@@ -43,7 +43,7 @@ class EndedLeases:
         self._leases[lease.lease_id] = lease
         self._order.append((ended, lease.lease_id))
         if self._read is not None and len(self._leases) > MAX_IN_MEMORY:
-            del self._leases[next(iter(self._leases))]
+            self._leases.popitem(last=False)
 
     def restore_all(self, leases: Iterable[Lease], clock: Clock) -> None:
         """Remember what is on record, as long as from its end on; leases that hold are passed over."""
@@ -68,9 +68,6 @@ class EndedLeases:
             lease_id = self._order.popleft()[1]
             self._leases.pop(lease_id, None)
             self._record(Forgotten(lease_id=lease_id))
-
-    def __len__(self) -> int:
-        return len(self._order)
 
 
 def end_error(lease: Lease) -> LeaseLost:
