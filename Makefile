@@ -51,7 +51,7 @@ bench: setup ## the service beside the bare machine and SWE-ReX; writes the READ
 faults: setup ## load and crashes at once, the histories checked: make faults ARGS="--seconds 600 --clients 50"
 	@$(BIN)/python -m tests.faults $(ARGS)
 
-soak: setup ## many leases one after another, and whether the service and its agent stay as small as they were: make soak ARGS="--cycles 2000"
+soak: setup ## many leases one after another, and whether the service and its agent stay as small as they were: make soak ARGS="--cycles 12000"
 	@$(BIN)/python -m tests.bench.soak $(ARGS)
 
 matrix: setup ## the README's isolation table, from a run of the hostile suite
