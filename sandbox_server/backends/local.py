@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from sandbox_server.agent.build import content
+from sandbox_server.agent.isolation.bwrap_processes import kill_bwrap_processes
 from sandbox_server.agent.oom_score import protect_this_process
 from sandbox_server.backends.base import CreateFailed, Health
 from sandbox_server.backends.disposal import dispose, sweep
@@ -147,7 +148,7 @@ class LocalBackend:
             return None
 
     async def destroy(self, handle: Handle) -> None:
-        """End its process, whatever else is in its control group, and its folder.
+        """End its process, whatever else is in its control group or still sets up a slot, and its folder.
 
         Raises:
             OSError: something of it is still there; try again.
@@ -158,6 +159,8 @@ class LocalBackend:
             await end_process(data["pid"], data["started"], self._term_s, KILL_S)
         if "group" in data:
             await asyncio.to_thread(kill_group, Path(data["group"]))
+        # An agent that was killed while it started a slot, on a machine where it has no group of its own.
+        await asyncio.to_thread(kill_bwrap_processes, str(self._folder / handle.sandbox_id / "base"))
         if "pid" in data:
             await asyncio.to_thread(remove_groups_of, data["pid"])
         folders = filter(None, (data.get("workspaces"), data.get("socket_dir"), str(self._folder / handle.sandbox_id)))
