@@ -9,6 +9,7 @@ STATE/sandboxes/SANDBOX_ID/handle.json   the last checkpoint
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import io
 import json
@@ -272,17 +273,17 @@ def make_local_backend(state_dir: Path, owner: str, survives: bool = False) -> L
     """The local backend of a service with this state folder. Slots share the machine with the service, which is then the last the kernel kills for memory."""
     protect_this_process()
     lock = threading.Lock()
+    zipapp = functools.cache(content)  # what is in it cannot change under a running process
 
     def agent() -> Path:
         with lock:
-            return _unpack_agent(state_dir / "agent")
+            return _unpack_agent(zipapp(), state_dir / "agent")
 
     return LocalBackend(state_dir / "sandboxes", owner, agent, survives)
 
 
-def _unpack_agent(parent: Path) -> Path:
+def _unpack_agent(zipapp: bytes, parent: Path) -> Path:
     """The agent as a folder, so that only the first one has to compile it. Named by what is in it: a newer service changes nothing under an older agent."""
-    zipapp = content()
     folder = parent / hashlib.sha256(zipapp).hexdigest()[:16]
     if not folder.exists():
         parent.mkdir(mode=0o700, exist_ok=True)
