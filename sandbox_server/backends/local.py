@@ -27,6 +27,7 @@ from typing import Any
 
 from sandbox_server.agent.build import content
 from sandbox_server.agent.oom_score import protect_this_process
+from sandbox_server.agent.priority import raise_priority
 from sandbox_server.backends.base import CreateFailed, Health
 from sandbox_server.backends.disposal import dispose, sweep
 from sandbox_server.backends.group import GROUP_PREFIX, join_group, kill_group, make_group, remove_groups_of, sweep_groups
@@ -266,8 +267,12 @@ def _environment() -> dict[str, str]:
 
 
 def make_local_backend(state_dir: Path, owner: str, survives: bool = False) -> LocalBackend:
-    """The local backend of a service with this state folder. Slots share the machine with the service, which is then the last the kernel kills for memory."""
+    """The local backend of a service with this state folder.
+
+    Slots share the machine with the service, which is then the last the kernel kills for memory, and claims the processor before them.
+    """
     protect_this_process()
+    raise_priority()
     lock = threading.Lock()
 
     def agent() -> Path:
