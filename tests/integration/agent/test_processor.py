@@ -172,7 +172,7 @@ async def test_slots_have_equal_parts_however_many_sessions_they_have(make_house
 async def test_the_processor_time_of_what_was_left_behind_counts_while_the_call_runs(house: House) -> None:
     if house.link.hello["capabilities"]["kill"] != "cgroup2":
         pytest.skip("nothing counts here what a tree uses")
-    busy = "import time\nwhile time.process_time() < 0.5: pass\nopen(\"done\", \"w\").close()"
+    busy = 'import time\nwhile time.process_time() < 0.5: pass\nopen("done", "w").close()'
     answer = await house.bash(f"(setsid python3 -c '{busy}' &); until [ -e done ]; do sleep 0.05; done")
 
     assert answer.reason == "exit"
