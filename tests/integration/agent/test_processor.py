@@ -177,3 +177,10 @@ async def test_the_processor_time_of_what_was_left_behind_counts_while_the_call_
 
     assert answer.reason == "exit"
     assert answer.meta["cpu_s"] >= 0.4
+
+
+async def test_it_is_said_where_slots_cannot_have_equal_parts(house: House) -> None:
+    capabilities = house.link.hello["capabilities"]
+    told = any(sentence.startswith("the processor is shared between sessions") for sentence in capabilities["not_enforced"])
+
+    assert told == (capabilities["limits"]["cpu"] == "none")
