@@ -187,7 +187,7 @@ class Agent:
             "capabilities": {
                 "modes": probed.modes,
                 "network": list(isolation.networks) if isolation is not None else [],
-                "limits": {"memory": guards.memory_by(), "processes": cgroups.pids, "disk": "accounting"},
+                "limits": {"memory": guards.memory_by(), "processes": cgroups.pids, "cpu": cgroups.cpu, "disk": "accounting"},
                 "not_enforced": guards.not_enforced(),
                 "kill": cgroups.kill,
                 "proves": ["oom", "resource_limit"],

@@ -177,12 +177,12 @@ class Call:
         if isinstance(plan, Command):
             run = self.run = Run(body, self._slot.drains, self.sinks, self)
             run.start(spawn_request(body.shell, body.workspace, plan), plan.stdin, plan.script)
-            if run.leaf is not None:
-                self._processor = ProcessorWatch(run.leaf, self._slot.processor_share, body.init_pid, self.spec.timeout_s)
-            return
-        self._framed = Framed(self.sinks[0])
-        run = self.run = Run(body, self._slot.drains, [self._framed], self)
-        run.start({"op": "fork", "tool": plan.tool, "args": dict(plan.args), "env": None}, None)
+        else:
+            self._framed = Framed(self.sinks[0])
+            run = self.run = Run(body, self._slot.drains, [self._framed], self)
+            run.start({"op": "fork", "tool": plan.tool, "args": dict(plan.args), "env": None}, None)
+        if run.leaf is not None:
+            self._processor = ProcessorWatch(run.leaf, self._slot.processor_share, body.init_pid, self.spec.timeout_s)
 
     def _job(self, action: table.JobAction) -> None:
         try:
@@ -339,8 +339,8 @@ class Call:
         if self.run is not None:
             self.run.collect()
         if self._processor is not None:
-            if exit_code is None:  # the tree did not come to its own end
-                self._cpu_s = max(self._cpu_s, self._processor.used_s())
+            # The first process knows nothing of those of its tree that it has not waited for.
+            self._cpu_s = max(self._cpu_s, self._processor.used_s())
             self._processor.close()
         outputs: list[Kept] = [sink.finish() for sink in self.sinks]
         verdict = self.verdict = Verdict(

@@ -16,7 +16,10 @@ from sandbox_server.agent.memory_plan import MIB, MemoryPlan
 from sandbox_server.agent.slot_limits import SlotLimits, find, open_procs, write
 
 _OWN = re.compile(r"sandbox-pool-(\d+)-[0-9a-f]+\Z")
-_V1 = ("memory", "pids")
+_V1 = ("memory", "pids", "cpu")
+#: All slots of a sandbox weigh as many ordinary sessions as they are, at most so many: agent and service, who claim 28, stay ahead.
+_MOST_SESSIONS = 8
+_SESSION_WEIGHT_V1, _SESSION_WEIGHT_V2 = 1024, 100
 
 
 def _mounts() -> Iterator[tuple[str, str, set[str]]]:
@@ -210,6 +213,8 @@ class Cgroups:
         self._left: list[str] = []
         self.errors: dict[str, str] = {}
         self.memory = self.pids = "rlimit"
+        #: What shares the processor out between slots; without a group of its own, the kernel shares it between sessions or threads.
+        self.cpu = "none"
         self.kill = "scan"
         #: The groups of memory over all slots; None: none could be made.
         self.memory_groups: MemoryGroups | None = None
@@ -246,6 +251,8 @@ class Cgroups:
             if os.path.isdir(parent):
                 _sweep(parent)
                 top = os.path.join(parent, self._name)
+                if top in self._tops.values():
+                    return top  # one hierarchy has several of the controllers
                 try:
                     os.mkdir(top)
                 except OSError as error:
@@ -266,9 +273,11 @@ class Cgroups:
         groups = self._make_memory_groups(2, mount, path)
         if groups is not None:
             # One group a slot, for all that this hierarchy limits: a process is in one only.
-            for name in _V1:
+            for name in groups.controllers:
                 self._limit_tops[name] = groups.own
                 self._said(name, "cgroup2")
+            if "cpu" in groups.controllers:
+                write(os.path.join(groups.own, "cpu.weight"), str(self._sessions() * _SESSION_WEIGHT_V2))
 
     def _probe_v1(self, controller: str, mount: str, path: str) -> None:
         if controller == "memory":
@@ -276,6 +285,8 @@ class Cgroups:
             top = groups.own if groups is not None else None
         else:
             top = self._make_top("1" + controller, mount, path)
+        if top is not None and controller == "cpu":
+            write(os.path.join(top, "cpu.shares"), str(self._sessions() * _SESSION_WEIGHT_V1))
         if top is not None:
             self._limit_tops[controller] = top
             self._said(controller, "cgroup1")
@@ -291,11 +302,16 @@ class Cgroups:
         self.memory_groups = groups
         return groups
 
+    def _sessions(self) -> int:
+        return min(self._config.slots, _MOST_SESSIONS)
+
     def _said(self, controller: str, version: str) -> None:
         if controller == "memory":
             self.memory = version
-        else:
+        elif controller == "pids":
             self.pids = version
+        else:
+            self.cpu = version
 
     def make_groups(self, name: str) -> Groups:
         """The groups of a new body."""
@@ -303,7 +319,10 @@ class Cgroups:
         return Groups(self._make_leaves(name), limits)
 
     def _make_limits(self, name: str) -> SlotLimits | None:
-        """The limits of a new body, or None where no hierarchy can be written."""
+        """The limits of a new body, or None where no hierarchy can be written.
+
+        Its group of the processor needs no number: every new group has the same weight, so that slots have equal parts, however many sessions they have.
+        """
         if not self._limit_tops:
             return None
         folders = {key: os.path.join(top, SLOT_PREFIX + name) for key, top in self._limit_tops.items()}

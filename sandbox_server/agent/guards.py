@@ -99,4 +99,7 @@ def _not_enforced(cgroups: Cgroups, sets_floor: bool) -> Iterable[str]:
         yield "not counted: %s" % NOT_SEEN
     if not sets_floor:
         yield "a slot can lower its own oom_score_adj, because this agent lacks CAP_SYS_RESOURCE"
+    if cgroups.cpu == "none":
+        why = cgroups.errors.get("1cpu", "no hierarchy of control groups has a controller of the processor to give here")
+        yield "the processor is shared between sessions or threads, not between slots: a slot with many of them delays its neighbours and the agent (%s)" % why
     yield "disk is measured, not limited as it is written; files whose only descriptor is in flight on a socket are not seen"

@@ -26,6 +26,8 @@ SLOT_PREFIX = "limits-"
 _AGENT = re.compile(r"sandbox-pool-(\d+)-[0-9a-f]+-(\d+)-(\d+)-(\d+)\Z")
 _UNLIMITED_BYTES = 1 << 60
 _MAKE_ROUNDS = 5
+_NEEDED = ("memory", "pids")
+_WELCOME = "cpu"  # a kernel may refuse it, where real-time threads run
 _READ_BYTES = 16384
 
 
@@ -95,6 +97,8 @@ class MemoryGroups:
         self.machine = ""
         self.own = ""
         self.plan: MemoryPlan | None = None
+        #: What the groups of slots limit, on v2; on v1 it is memory alone.
+        self.controllers: tuple[str, ...] = ("memory",)
 
     @classmethod
     def around(cls, version: int, mount: str, own_path: str) -> MemoryGroups:
@@ -132,6 +136,7 @@ class MemoryGroups:
             self._limit(self.own, plan.sandbox_limit_bytes)
             if self.version == 2:
                 self._give_controllers(self.own)
+                self.controllers = (*_NEEDED, _WELCOME) if self._give_processor() else _NEEDED
         except OSError:
             os.rmdir(self.own)
             raise
@@ -153,9 +158,18 @@ class MemoryGroups:
     def _give_controllers(folder: str) -> None:
         with open(os.path.join(folder, "cgroup.subtree_control"), encoding="ascii") as file:
             given = file.read().split()
-        for name in ("memory", "pids"):
+        for name in _NEEDED:
             if name not in given:
                 write(os.path.join(folder, "cgroup.subtree_control"), "+" + name)
+
+    def _give_processor(self) -> bool:
+        """Have the groups share out the processor, too. Returns whether they do."""
+        try:
+            for folder in (self.domain, self.machine, self.own):
+                write(os.path.join(folder, "cgroup.subtree_control"), "+" + _WELCOME)
+        except OSError:
+            return False
+        return True
 
     def _limit(self, folder: str, limit_bytes: int) -> None:
         write(os.path.join(folder, self._files.limit), str(limit_bytes))

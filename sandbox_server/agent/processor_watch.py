@@ -34,8 +34,9 @@ class ProcessorWatch:
         self._share = share
         self._init_pid = init_pid
         self._pause_s = max(_SHORTEST_PAUSE_S, min(_LONGEST_PAUSE_S, timeout_s / _LOOKS_BEFORE_DEADLINE))
-        self._used_fd = self._waited_fd = self._slot_fd = -1
+        self._used_fd = self._waited_fd = self._slot_fd = self._slot_waited_fd = -1
         self._used_before_s = 0.0
+        self._waited_before_process_s = 0.0
         self._account: ProcessorAccount | None = None
         self._timer: asyncio.TimerHandle | None = self._loop.call_later(_FIRST_LOOK_S, self._begin)
 
@@ -44,8 +45,10 @@ class ProcessorWatch:
         try:
             self._used_fd = os.open(os.path.join(self._leaf.path, "cpu.stat"), os.O_RDONLY | os.O_CLOEXEC)
             self._used_before_s = _used_s(self._used_fd)
-            self._slot_fd = os.open(os.path.join(os.path.dirname(self._leaf.path), "cpu.stat"), os.O_RDONLY | os.O_CLOEXEC)
+            slot = os.path.dirname(self._leaf.path)
+            self._slot_fd = os.open(os.path.join(slot, "cpu.stat"), os.O_RDONLY | os.O_CLOEXEC)
             self._waited_fd = os.open(os.path.join(self._leaf.path, "cpu.pressure"), os.O_RDONLY | os.O_CLOEXEC)
+            self._slot_waited_fd = os.open(os.path.join(slot, "cpu.pressure"), os.O_RDONLY | os.O_CLOEXEC)
             self._account = ProcessorAccount(self._share, self._look())
         except OSError:
             return  # no descriptor is left, or this kernel does not count who waits: nothing is proven
@@ -60,10 +63,27 @@ class ProcessorWatch:
             self._account.add(self._look())
 
     def _look(self) -> ProcessorTimes:
+        pids = self._leaf.pids()
+        waited_s = self._waited_s(pids)
+        return ProcessorTimes(self._loop.time(), _used_s(self._used_fd), waited_s, _used_s(self._slot_fd), self._is_lowered(pids))
+
+    def _is_lowered(self, pids: list[int]) -> bool:
+        tasks = _tasks_of(pids)
+        if len(tasks) > _MOST_TASKS:
+            return True  # those that cannot all be looked at could hide what asks for less
         ordinary = _claim_of(self._init_pid)
-        claims = [_claim_of(task) for task in _tasks_of(self._leaf.pids())]
-        lowered = ordinary is not None and any(claim is not None and claim.is_below(ordinary) for claim in claims)
-        return ProcessorTimes(self._loop.time(), _used_s(self._used_fd), _waited_s(self._waited_fd), _used_s(self._slot_fd), lowered)
+        claims = [_claim_of(task) for task in tasks]
+        return ordinary is not None and any(claim is not None and claim.is_below(ordinary) for claim in claims)
+
+    def _waited_s(self, pids: list[int]) -> float:
+        """How long the call has waited for a processor: itself, and until it has a process, the slot, whose init is to start one and is in no known leaf."""
+        own_s = _waited_s(self._waited_fd)
+        if self._slot_waited_fd >= 0:
+            self._waited_before_process_s = _waited_s(self._slot_waited_fd) - own_s
+            if any(pid != self._init_pid for pid in pids):
+                os.close(self._slot_waited_fd)
+                self._slot_waited_fd = -1
+        return self._waited_before_process_s + own_s
 
     def used_s(self) -> float:
         """The processor time of the call's tree since it was first looked at; 0 where nothing counts it."""
@@ -80,10 +100,10 @@ class ProcessorWatch:
         """Look no more."""
         if self._timer is not None:
             self._timer.cancel()
-        for fd in (self._used_fd, self._waited_fd, self._slot_fd):
+        for fd in (self._used_fd, self._waited_fd, self._slot_fd, self._slot_waited_fd):
             if fd >= 0:
                 os.close(fd)
-        self._used_fd = self._waited_fd = self._slot_fd = -1
+        self._used_fd = self._waited_fd = self._slot_fd = self._slot_waited_fd = -1
         self._account = self._timer = None
 
 
@@ -100,16 +120,16 @@ def _waited_s(fd: int) -> float:
 
 
 def _tasks_of(pids: list[int]) -> list[int]:
-    """The threads of some processes, as many as are bearable to look at."""
+    """The threads of some processes; more than `_MOST_TASKS` only in so far as that there are more."""
     tasks: list[int] = []
-    for pid in pids[:_MOST_TASKS]:
+    for pid in pids:
         try:
             tasks += [int(name) for name in os.listdir("/proc/%d/task" % pid)]
         except OSError:
             continue  # it has ended
-        if len(tasks) >= _MOST_TASKS:
+        if len(tasks) > _MOST_TASKS:
             break
-    return tasks[:_MOST_TASKS]
+    return tasks
 
 
 class _Claim(NamedTuple):

@@ -32,6 +32,7 @@ class _Machine(NamedTuple):
     ioctl: int
     prlimit: int
     mq_open: int
+    io_setup: int  # what it takes is counted for the whole machine (fs.aio-max-nr), and one slot could take it all
     sockets: Tuple[int, int]  # socket, socketpair
     schedules: Tuple[int, ...]  # sched_setscheduler, sched_setparam, sched_setaffinity, sched_setattr: first argument is a process
     setpriority: int
@@ -52,6 +53,7 @@ _MACHINES: Dict[str, _Machine] = {
         16,
         302,
         240,
+        206,
         (41, 53),
         (144, 142, 203, 314),
         141,
@@ -66,6 +68,7 @@ _MACHINES: Dict[str, _Machine] = {
         29,
         261,
         180,
+        0,
         (198, 199),
         (119, 118, 122, 274),
         140,
@@ -121,6 +124,7 @@ def program(machine: str, queues: bool = True) -> bytes:
     ops += [_op(_JEQ, known.clone3, 0, 1), _refuse(errno.ENOSYS)]
     for number in known.refused:
         ops += [_op(_JEQ, number, 0, 1), _refuse(errno.EPERM)]
+    ops += [_op(_JEQ, known.io_setup, 0, 1), _refuse(errno.ENOSYS)]  # as on a kernel without it: programs then do without
     if not queues:
         ops += [_op(_JEQ, known.mq_open, 0, 1), _refuse(errno.ENOSYS)]
     for number in known.namespaces:

@@ -282,7 +282,7 @@ held()
         r"""
 CALLS = (
     (248, "add_key", (b"user", b"d", b"p", 1, -3)), (250, "keyctl", (0, -3, 1)), (321, "bpf", (0, 0, 0)), (298, "perf_event_open", (0, 0, -1, -1, 0)),
-    (323, "userfaultfd", (0,)), (425, "io_uring_setup", (1, 0)), (175, "init_module", (0, 0, 0)), (246, "kexec_load", (0, 0, 0, 0)),
+    (323, "userfaultfd", (0,)), (425, "io_uring_setup", (1, 0)), (206, "io_setup", (1, 0)), (175, "init_module", (0, 0, 0)), (246, "kexec_load", (0, 0, 0, 0)),
     (155, "pivot_root", (b"/", b"/")), (428, "open_tree", (-100, b"/", 1)), (430, "fsopen", (b"tmpfs", 0)), (442, "mount_setattr", (-100, b"/", 0, 0, 0)),
 )
 for number, name, args in CALLS:

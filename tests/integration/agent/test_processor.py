@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -28,10 +32,23 @@ while True:
         file.write(str(time.process_time()))
     os.rename(f"used-{number}.new", f"used-{number}")
 """
-# So many sessions that the kernel leaves none of its neighbours a fair part: it shares between sessions, not between slots.
+# Sessions that take the processor from everybody on the machine, until whoever started them closes their input.
+OUTSIDERS = """
+import os, sys
+for _ in range(%d):
+    parent = os.getpid()
+    if os.fork() == 0:
+        os.setsid()
+        while os.getppid() == parent:
+            pass
+        os._exit(0)
+print("up", flush=True)
+sys.stdin.read()
+"""
+# So many sessions that a kernel which shares between sessions leaves none of its neighbours a fair part.
 HOGS = f"""
-import os, time
-for _ in range(40):
+import os, sys, time
+for _ in range(int(sys.argv[1])):
     if os.fork() == 0:
         os.setsid()
         {SPIN}
@@ -59,9 +76,9 @@ async def crowd(make_house: Maker) -> House:
     return house
 
 
-async def hog(house: House, slot: str) -> asyncio.Task[Answer]:
+async def hog(house: House, slot: str, sessions: int = 40, timeout_s: float = 4.0) -> asyncio.Task[Answer]:
     """A slot whose processes take the machine, until the task is cancelled with the agent."""
-    task = asyncio.create_task(house.bash("exec python3 -", slot, stdin=HOGS, timeout_s=4.0))
+    task = asyncio.create_task(house.bash(f"exec python3 - {sessions}", slot, stdin=HOGS, timeout_s=timeout_s))
     await house.until("test -e up", slot)
     return task
 
@@ -71,18 +88,32 @@ def evidence(answer: Answer) -> dict[str, Any]:
     return proof
 
 
+@contextmanager
+def outsiders(count: int) -> Iterator[None]:
+    """Busy sessions of the machine that are of no slot."""
+    process = subprocess.Popen([sys.executable, "-c", OUTSIDERS % count], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"up\n"
+        yield
+    finally:
+        process.communicate()
+
+
 @pytest.mark.privileged
 async def test_a_call_that_others_kept_from_its_share_is_proven_to_have_been(crowd: House) -> None:
-    hogging = await hog(crowd, "1")
-    starved = await crowd.bash(f"exec python3 -c '{SPIN}'", "0", timeout_s=1.5)
-    meek = await crowd.bash(f"exec nice -n 19 python3 -c '{SPIN}'", "0", timeout_s=1.0)
+    await crowd.bash("printf '%040d' 0 > zeros")
+    with outsiders(200):
+        starved = await crowd.bash(f"exec python3 -c '{SPIN}'", "0", timeout_s=1.5)
+        tool = await crowd.call("search_files", args={"pattern": "(0+0+)+1"}, timeout_s=1.5)
+        meek = await crowd.bash(f"exec nice -n 19 python3 -c '{SPIN}'", "0", timeout_s=1.0)
 
-    assert (starved.reason, meek.reason) == ("timeout", "timeout")
+    assert (starved.reason, tool.reason, meek.reason) == ("timeout", "timeout", "timeout")
+    assert "starved" in evidence(tool)
     proof = evidence(starved)["starved"]
     assert proof["given_s"] < 0.8 * proof["owed_s"]
     assert proof["owed_s"] <= 1.5 * proof["share_processors"] * 1.5
     assert "starved" not in evidence(meek), "it asked for less"
-    assert (await hogging).reason == "timeout"
 
 
 @pytest.mark.privileged
@@ -96,3 +127,60 @@ async def test_a_call_that_has_its_share_or_loses_it_to_its_own_slot_is_not_star
     for answer in (alone, asleep, beside_its_own, hogs):
         assert answer.reason == "timeout"
         assert "starved" not in evidence(answer), answer.meta
+
+
+# Much is hidden by many: the one that spins asks for less, and is the last to have been started.
+HIDDEN = """
+import os, signal
+for _ in range(%d):
+    if os.fork() == 0:
+        os.setsid()
+        signal.pause()
+if os.fork():
+    signal.pause()
+os.nice(19)
+while True:
+    pass
+"""
+
+
+@pytest.mark.privileged
+async def test_what_asks_for_less_cannot_hide_among_many(crowd: House) -> None:
+    with outsiders(200):
+        hidden = await crowd.bash("exec python3 -", stdin=HIDDEN % 300, timeout_s=3.0)
+
+    assert hidden.reason == "timeout"
+    assert "starved" not in evidence(hidden)
+
+
+@pytest.mark.privileged
+async def test_slots_have_equal_parts_however_many_sessions_they_have(make_house: Maker) -> None:
+    house = await make_house(slots=4)
+    if not house.link.hello["capabilities"]["limits"]["cpu"].startswith("cgroup"):
+        pytest.skip("no control group can be made here that shares out the processor")
+    hogs = await asyncio.gather(*(hog(house, slot, 80, timeout_s=8.0) for slot in "123"))
+    modest = "import time\nwhile time.process_time() < 0.15: pass"
+    beside = await house.bash(f"exec python3 -c '{modest}'", timeout_s=5.0)  # with a part for each session, it would take 18 s
+    ends = await asyncio.gather(*hogs)
+
+    assert beside.reason == "exit"
+    for end in ends:
+        assert end.reason == "timeout"
+        assert end.meta["duration_s"] < 8.0 + 3.0
+
+
+async def test_the_processor_time_of_what_was_left_behind_counts_while_the_call_runs(house: House) -> None:
+    if house.link.hello["capabilities"]["kill"] != "cgroup2":
+        pytest.skip("nothing counts here what a tree uses")
+    busy = 'import time\nwhile time.process_time() < 0.5: pass\nopen("done", "w").close()'
+    answer = await house.bash(f"(setsid python3 -c '{busy}' &); until [ -e done ]; do sleep 0.05; done")
+
+    assert answer.reason == "exit"
+    assert answer.meta["cpu_s"] >= 0.4
+
+
+async def test_it_is_said_where_slots_cannot_have_equal_parts(house: House) -> None:
+    capabilities = house.link.hello["capabilities"]
+    told = any(sentence.startswith("the processor is shared between sessions") for sentence in capabilities["not_enforced"])
+
+    assert told == (capabilities["limits"]["cpu"] == "none")

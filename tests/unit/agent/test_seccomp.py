@@ -44,6 +44,7 @@ def _run(code: bytes, arch: int, number: int, *args: int) -> int:
         ("x86_64", X86, 165, (), errno.EPERM),  # mount
         ("x86_64", X86, 321, (), errno.EPERM),  # bpf
         ("x86_64", X86, 425, (), errno.EPERM),  # io_uring_setup
+        ("x86_64", X86, 206, (1,), errno.ENOSYS),  # io_setup, counted for the whole machine
         ("x86_64", X86, 16, (0, 0x5412), errno.EPERM),  # ioctl TIOCSTI
         ("x86_64", X86, 16, (0, 0x5413), ALLOWED),  # ioctl TIOCGWINSZ
         ("x86_64", X86, 302, (0, 7), ALLOWED),  # prlimit, its own
@@ -76,6 +77,7 @@ def _run(code: bytes, arch: int, number: int, *args: int) -> int:
         ("x86_64", X86, 0x40000000, (), errno.ENOSYS),  # x32
         ("x86_64", 0x40000003, 0, (), errno.ENOSYS),  # i386
         ("aarch64", ARM, 63, (), ALLOWED),  # read
+        ("aarch64", ARM, 0, (), errno.ENOSYS),  # io_setup
         ("aarch64", ARM, 97, (0x10000000,), errno.EPERM),  # unshare
         ("aarch64", ARM, 40, (), errno.EPERM),  # mount
         ("aarch64", ARM, 198, (2,), ALLOWED),
