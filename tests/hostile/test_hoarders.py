@@ -98,7 +98,7 @@ def test_a_pool_says_what_holds_for_memory_and_what_does_not(house: House, small
     view = house.client.get(f"/v1/pools/{small_pool}").json()
     effective, capabilities = view["effective"], view["capabilities"]
 
-    assert (effective["slot_memory_mb"], effective["slots_memory_mb"]) == (400, 400)
+    assert (effective["slot_memory_mb"], effective["slots_memory_mb"]) == (380, 400)
     assert 0 < effective["share_memory_mb"] <= 100
     is_counted = capabilities["limits"]["memory"].startswith("cgroup")
     assert is_counted == (not any(sentence.startswith("memory of a slot is measured") for sentence in capabilities["not_enforced"]))
