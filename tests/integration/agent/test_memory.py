@@ -35,6 +35,9 @@ HOLD = "import sys, time; held = bytearray({mib} << 20); print('up', flush=True)
 GROW = "held = []\nfor _ in range({mib}): held.append(bytearray(b'x' * (1 << 20)))\nprint(len(held))"
 
 
+WAIT = "[time.sleep(0.02) for _ in iter(lambda: __import__('os').path.exists('go'), True)]"
+
+
 def python(script: str) -> dict[str, object]:
     return {"args": {"command": "exec python3 -", "stdin": script}}
 
@@ -56,7 +59,7 @@ async def test_a_hoarder_ends_and_its_neighbour_within_its_share_does_not(make_h
         pytest.skip("nothing counts memory here")
     share = house.link.hello["effective"]["share_memory_mb"]
     assert 0 < 3 * share <= 400
-    beside = asyncio.create_task(house.call("bash", "1", timeout_s=60, **python(HOLD.format(mib=share - 25).replace("time.sleep(60)", "sys.stdin.read()"))))
+    beside = asyncio.create_task(house.call("bash", "1", timeout_s=60, **python(HOLD.format(mib=share - 25).replace("time.sleep(60)", WAIT))))
     await house.until("test -e up", "1")  # else the other fills everything alone
     writer = asyncio.create_task(house.bash("until [ -e go ]; do sleep 0.02; done; echo fine", "2"))
     started = time.monotonic()
@@ -70,6 +73,7 @@ async def test_a_hoarder_ends_and_its_neighbour_within_its_share_does_not(make_h
     assert proof["group"] == "sandbox"
     await house.bash("touch go", "2")
     assert (await writer).text == "fine\n"
+    await house.bash("touch go", "1")
     assert (await beside).reason == "exit"
     assert (await house.reset())["state"] == "ready"
     assert (await house.bash("echo back")).text == "back\n"
