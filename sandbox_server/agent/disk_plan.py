@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Iterable, TypeVar
+from typing import Iterable, Tuple, TypeVar
 
 MIB = 1 << 20
 _FREE_BYTES = 2 << 30
@@ -12,6 +12,8 @@ _MOST_FREE_PART = 0.25  # of a file system so small that 2 GiB would be most of 
 _WORTH_PART = 1 / 16
 
 Key = TypeVar("Key")
+Use = Tuple[int, int]
+"""What a slot takes: bytes, and files."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +42,16 @@ class Reserve:
         if space.free_bytes < self.size_bytes and size_bytes >= _WORTH_PART * self.size_bytes:
             return True
         return space.free_files < self.files and entries >= _WORTH_PART * self.files
+
+    def is_broken_by(self, use: Use, others: Iterable[Use], space: Space) -> bool:
+        """Whether one slot broke it alone: it takes at least what must stay free, which would be broken though those others had nothing of which to end one
+        would help. What slots do not take was never free for them.
+        """
+        others = [other for other in others if self.is_worth(*other, space)]
+        size_bytes, files = sum(other[0] for other in others), sum(other[1] for other in others)
+        return (use[0] >= self.size_bytes and space.free_bytes + size_bytes < self.size_bytes) or (
+            use[1] >= self.files and space.free_files + files < self.files
+        )
 
 
 def reserve_of(space: Space, told_bytes: int | None) -> Reserve:

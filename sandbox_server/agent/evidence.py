@@ -44,11 +44,6 @@ def of_lost_init(body: Body | None, before: dict[str, int], detail: str) -> tupl
     return "sandbox_lost", "the slot has lost its init: %s" % detail, {"evidence": {"init": detail, **known}}
 
 
-def ran_out_of_memory(body: Body) -> bool:
-    """Whether the memory limit of a body was ever reached so that something was killed."""
-    return "oom" in _rises(body, {})
-
-
 def _rises(body: Body | None, before: dict[str, int]) -> dict[str, int]:
     return body.groups.limits.rises(before) if body is not None and body.groups.limits is not None else {}
 

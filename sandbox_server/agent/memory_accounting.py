@@ -15,7 +15,7 @@ from sandbox_server.agent import slot_trees
 from sandbox_server.agent.isolation.base import Body
 from sandbox_server.agent.limit_end import LimitEnd, end_for_limit
 from sandbox_server.agent.memory_groups import MemoryGroups
-from sandbox_server.agent.memory_plan import MIB, MemoryPlan, Usage, full_at, furthest_above_share
+from sandbox_server.agent.memory_plan import MIB, MemoryPlan, Usage, fills_alone, full_at, furthest_above_share
 from sandbox_server.agent.slot_limits import find
 
 log = logging.getLogger(__name__)
@@ -165,15 +165,17 @@ class AccountingGuard:
         share = self._plan.share_bytes(self._plan.slots)
         chosen = furthest_above_share((pid, Usage(size, share)) for pid, size in kept.items())
         if chosen is not None:
-            await end_for_limit(bodies[chosen[0]], self._above_share(chosen[1], "sandbox" if is_sandbox_full else "machine"))
+            others = [size for pid, size in kept.items() if pid != chosen[0]]
+            await end_for_limit(bodies[chosen[0]], self._above_share(chosen[1], others, "sandbox" if is_sandbox_full else "machine"))
 
     def _over_ceiling(self, size: int) -> LimitEnd:
         used, limit = size // MIB, self._plan.ceiling_bytes // MIB
         evidence = {"used_mb": used, "limit_mb": limit, "measured_by": "accounting"}
-        return LimitEnd("oom", "the slot used %d MiB of memory, and may use %d MiB" % (used, limit), evidence, own_limit=True)
+        return LimitEnd("oom", "the slot used %d MiB of memory, and may use %d MiB" % (used, limit), evidence, own_work=True)
 
-    def _above_share(self, usage: Usage, what: str) -> LimitEnd:
+    def _above_share(self, usage: Usage, others: Sequence[int], what: str) -> LimitEnd:
         used, share = usage.used_bytes // MIB, usage.share_bytes // MIB
         evidence = {"used_mb": used, "share_mb": share, "group": what, "measured_by": "accounting"}
         text = "the %s's memory for slots was full, and this slot was furthest above its share: %d MiB of %d MiB"
-        return LimitEnd("oom", text % (what, used, share), evidence, own_limit=False)
+        limit_bytes = self._plan.sandbox_limit_bytes if what == "sandbox" else self._plan.machine_limit_bytes
+        return LimitEnd("oom", text % (what, used, share), evidence, fills_alone(usage.used_bytes, others, limit_bytes))

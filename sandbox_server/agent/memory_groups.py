@@ -19,7 +19,7 @@ import stat
 from typing import Iterator
 
 from sandbox_server.agent.memory_plan import MemoryPlan, Usage, full_at
-from sandbox_server.agent.slot_limits import find, write
+from sandbox_server.agent.slot_limits import SOCKETS_USAGE, find, limit_sockets, write
 
 SLOTS_GROUP = "sandbox-pool-slots"
 SLOT_PREFIX = "limits-"
@@ -176,6 +176,7 @@ class MemoryGroups:
         if self.version == 1:
             # Who asks for more waits; the agent decides which slot goes. Groups made below begin with this setting, see `slot_limits`.
             write(os.path.join(folder, "memory.oom_control"), "1")
+            limit_sockets(folder, limit_bytes)
         else:
             write(os.path.join(folder, "memory.high"), str(full_at(limit_bytes)))  # slows down who asks for more, so that the agent comes first
 
@@ -186,9 +187,16 @@ class MemoryGroups:
 
     # Looking.
 
+    def _charged_bytes(self, folder: str) -> int | None:
+        """What the kernel has counted for a group and all below it; None: the group is gone. On v1 the buffers of sockets have a counter of their own."""
+        used = read_number(os.path.join(folder, self._files.usage))
+        if used is None or self.version != 1:
+            return used
+        return used + (read_number(os.path.join(folder, SOCKETS_USAGE)) or 0)
+
     def used_bytes(self, folder: str) -> int:
         """What a group and all below it use that the kernel cannot take back by itself; 0: the group is gone."""
-        used = read_number(os.path.join(folder, self._files.usage))
+        used = self._charged_bytes(folder)
         if used is None:
             return 0
         try:
@@ -200,7 +208,7 @@ class MemoryGroups:
 
     def is_full(self, folder: str, limit_bytes: int) -> bool:
         """Whether a group uses so much that a slot must go."""
-        used = read_number(os.path.join(folder, self._files.usage))
+        used = self._charged_bytes(folder)
         if used is None or used < full_at(limit_bytes):
             return False
         return self.is_stuck(folder) or self.used_bytes(folder) >= full_at(limit_bytes)
@@ -274,16 +282,27 @@ class MemoryGroups:
                 _remove_tree(path) if path == self.own else _rmdir(path)
 
 
-def mark_ended(folder: str) -> None:
-    """Leave a mark for its own agent on a slot's group, the sticky bit: its slot was ended by another for want of memory. (A file would take memory.)"""
+def mark_ended(folder: str, own_work: bool) -> None:
+    """Leave a mark for its own agent on a slot's group: its slot was ended by another for want of memory. (A file would take memory.)
+
+    That is the sticky bit, and the bit for the group's id too where the slot had filled the memory alone.
+    """
     with contextlib.suppress(FileNotFoundError):
-        os.chmod(folder, stat.S_IMODE(os.stat(folder).st_mode) | stat.S_ISVTX)
+        os.chmod(folder, stat.S_IMODE(os.stat(folder).st_mode) | stat.S_ISVTX | (stat.S_ISGID if own_work else 0))
 
 
 def was_ended(folder: str) -> bool:
     """Whether another agent has ended the slot of this group."""
     try:
         return bool(os.stat(folder).st_mode & stat.S_ISVTX)
+    except OSError:
+        return False
+
+
+def had_filled_alone(folder: str) -> bool:
+    """Whether the slot of this group had filled the memory alone, by the mark of the agent that has ended it."""
+    try:
+        return bool(os.stat(folder).st_mode & stat.S_ISGID)
     except OSError:
         return False
 

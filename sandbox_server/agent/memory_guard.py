@@ -16,7 +16,7 @@ from typing import Callable, Sequence
 from sandbox_server.agent.isolation.base import Body
 from sandbox_server.agent.limit_end import LimitEnd, end_for_limit
 from sandbox_server.agent.memory_groups import MemoryGroups, SlotGroup, mark_ended
-from sandbox_server.agent.memory_plan import MIB, Usage, full_at, furthest_above_share
+from sandbox_server.agent.memory_plan import MIB, Usage, fills_alone, full_at, furthest_above_share
 from sandbox_server.agent.slot_limits import write
 
 log = logging.getLogger(__name__)
@@ -121,17 +121,22 @@ class MemoryGuard:
         now = self._loop.time()
         if self._is_awaited(now):
             return
-        chosen = furthest_above_share((slot, usage) for slot, usage in self._groups.usages(everybody) if slot.path not in self._ending)
+        usages = self._groups.usages(everybody)
+        chosen = furthest_above_share((slot, usage) for slot, usage in usages if slot.path not in self._ending)
         if chosen is None:
             self._nobody(folder, now)
             return
         slot, usage = chosen
+        group_bytes = self._groups.used_bytes(folder)
+        others = [other.used_bytes for other_slot, other in usages if other_slot is not slot]
+        left_bytes = max(0, group_bytes - usage.used_bytes - sum(others))
+        own_work = fills_alone(usage.used_bytes, [*others, left_bytes], limit)
         body = self._body_of(slot.path)
         if body is not None:
             self._await_end(slot.path, now)
-            await end_for_limit(body, self._end_of(folder, limit, usage))
+            await end_for_limit(body, self._end_of(folder, limit, usage, group_bytes, own_work))
         elif not slot.own:
-            self._leave_to_others(slot, now)
+            self._leave_to_others(slot, now, own_work)
 
     def _is_awaited(self, now: float) -> bool:
         """Whether the memory of a slot that was ended is still being given back."""
@@ -152,25 +157,25 @@ class MemoryGuard:
                 return body
         return None
 
-    def _end_of(self, folder: str, limit: int, usage: Usage) -> LimitEnd:
+    def _end_of(self, folder: str, limit: int, usage: Usage, group_bytes: int, own_work: bool) -> LimitEnd:
         whose = "the machine's" if folder == self._groups.machine else "the sandbox's"
         evidence = {
             "used_mb": usage.used_bytes // MIB,
             "share_mb": usage.share_bytes // MIB,
             "group": "machine" if folder == self._groups.machine else "sandbox",
-            "group_used_mb": self._groups.used_bytes(folder) // MIB,
+            "group_used_mb": group_bytes // MIB,
             "group_limit_mb": limit // MIB,
         }
         text = "%s memory for slots was full, and this slot was furthest above its share: %d MiB of %d MiB"
-        return LimitEnd("oom", text % (whose, evidence["used_mb"], evidence["share_mb"]), evidence, own_limit=False)
+        return LimitEnd("oom", text % (whose, evidence["used_mb"], evidence["share_mb"]), evidence, own_work)
 
-    def _leave_to_others(self, slot: SlotGroup, now: float) -> None:
+    def _leave_to_others(self, slot: SlotGroup, now: float, own_work: bool) -> None:
         """Its own agent looks, too. Only if it does nothing, the slot is ended from here, so that its calls end as those of a slot ended for memory."""
         if self._chosen is None or self._chosen[0] != slot.path:
             self._chosen = (slot.path, now)
         elif now - self._chosen[1] > OTHERS_WITHIN_S:
             log.warning("a slot of another agent is ended for want of memory, because that agent does not: %s", slot.path)
-            mark_ended(slot.path)
+            mark_ended(slot.path, own_work)
             self._await_end(slot.path, now)
             for pid in self._groups.processes(slot.path):
                 _kill_member(pid, slot.path, self._groups)

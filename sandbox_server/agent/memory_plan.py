@@ -17,6 +17,7 @@ _MOST_RESERVE_PART = 0.25  # a machine of less than 4 GiB keeps less than 1 GiB 
 _MARGIN_PART = 0.05
 _MOST_MARGIN_BYTES = 1 << 30
 _CEILING_BYTES = 4096 * MIB
+_IDLE_BYTES = 16 * MIB  # of another slot, or of what ended slots have left: what is there though nobody works
 
 Key = TypeVar("Key")
 
@@ -60,10 +61,10 @@ class MemoryPlan:
 
     @property
     def ceiling_bytes(self) -> int:
-        """What one slot may use. It never changes while the agent lives."""
+        """What one slot may use. It never changes while the agent lives. By the rule, who takes all of the sandbox's meets its own limit."""
         if self.slot_bytes is not None:
             return self.slot_bytes
-        return min(self.sandbox_limit_bytes, max(_CEILING_BYTES, self.share_bytes(self.slots)))
+        return min(full_at(self.sandbox_limit_bytes), max(_CEILING_BYTES, self.share_bytes(self.slots)))
 
     def share_bytes(self, machine_slots: int) -> int:
         """What a slot is always given, where the machine has so many slots, this agent's among them."""
@@ -88,3 +89,14 @@ def furthest_above_share(usages: Iterable[tuple[Key, Usage]]) -> tuple[Key, Usag
     """The slot that is furthest above its share; None where every slot keeps to its own."""
     above = [(key, usage) for key, usage in usages if usage.above_share_bytes > 0]
     return max(above, key=lambda item: item[1].above_share_bytes, default=None)
+
+
+def fills_alone(used_bytes: int, others: Iterable[int], limit_bytes: int) -> bool:
+    """Whether a slot would have filled a group though nobody else had worked.
+
+    Args:
+        used_bytes: what the slot uses.
+        others: what each other slot of the group uses, and what ended ones have left, in bytes.
+        limit_bytes: the limit of the group.
+    """
+    return used_bytes + sum(min(other, _IDLE_BYTES) for other in others) >= full_at(limit_bytes)

@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 from typing import Callable
 
+SOCKETS_LIMIT, SOCKETS_USAGE = "memory.kmem.tcp.limit_in_bytes", "memory.kmem.tcp.usage_in_bytes"
 _COUNTER_BYTES = 4096
 _NEAR = 0.75  # of a limit: what is read after the fact has moved on
+_SOCKETS_PART = 1 / 16
 _AT_LIMIT = 0.9  # memory is charged in batches, so a limit that refuses may not quite be reached
 
 
@@ -32,6 +34,13 @@ def find(content: bytes, name: bytes) -> int:
 def open_procs(folder: str) -> int:
     """Through what processes join a group."""
     return os.open(os.path.join(folder, "cgroup.procs"), os.O_RDWR | os.O_CLOEXEC)
+
+
+def limit_sockets(folder: str, limit_bytes: int) -> None:
+    """Limit the buffers of sockets of a v1 group: from then on the kernel counts them, and at the limit connections slow down and packets are dropped."""
+    path = os.path.join(folder, SOCKETS_LIMIT)
+    if os.path.exists(path):
+        write(path, str(limit_bytes))
 
 
 class _Counter:
@@ -99,6 +108,7 @@ class SlotLimits:
         both = os.path.join(folder, "memory.memsw.limit_in_bytes")
         if os.path.exists(both):
             write(both, str(self._most_bytes))
+        limit_sockets(folder, int(_SOCKETS_PART * self._most_bytes))
         self._count("oom", folder, "memory.oom_control", b"oom_kill")
         self._count("used_bytes", folder, "memory.usage_in_bytes")
         self._peak_fd = os.open(os.path.join(folder, "memory.max_usage_in_bytes"), os.O_RDWR | os.O_CLOEXEC)  # `memory.failcnt` stands still on new kernels

@@ -13,10 +13,9 @@ from sandbox_server.agent.calls import Call, Spec
 from sandbox_server.agent.config import Limits
 from sandbox_server.agent.drains import Drains
 from sandbox_server.agent.errors import Refused, StartFailed
-from sandbox_server.agent.evidence import ran_out_of_memory
+from sandbox_server.agent.evidence import of_lost_init
 from sandbox_server.agent.isolation.base import Body
 from sandbox_server.agent.journal import Journal, Verdict, identity
-from sandbox_server.agent.limit_end import limit_end_of
 from sandbox_server.agent.output import Spool
 from sandbox_server.agent.processor_share import promised_share
 from sandbox_server.agent.tools.process import Jobs
@@ -48,7 +47,7 @@ class Slot:
         self.live: set[Call] = set()  # those that have processes
         self.spool = self._new_spool()
         self._tasks: set[asyncio.Task[None]] = set()
-        self.own_work = False  # what broke it was provably its holder's doing
+        self.lost_by: dict[str, Any] = {}  # the evidence of why its init is gone; whose doing that was is said by `own_work` or `ambiguous` in it
         self.cache: Cache | None = None  # what its holder was given
 
     def _new_spool(self) -> Spool:
@@ -71,8 +70,8 @@ class Slot:
         }
         if self.detail is not None:
             view["detail"] = self.detail
-        if self.own_work:
-            view["own_work"] = True
+        if self.lost_by:
+            view["evidence"] = self.lost_by
         return view
 
     def become(self, state: str, detail: str | None = None) -> None:
@@ -110,9 +109,9 @@ class Slot:
     def _init_lost(self, body: Body, detail: str) -> None:
         if self.body is body and self.state == READY:
             log.warning("the init of a slot has ended", extra={"slot_id": self.slot_id, "detail": detail})
-            oom = limit_end_of(body) is None and ran_out_of_memory(body)
-            self.own_work = oom or body.link.own_work
-            self.become(BROKEN, ("its own work ran out of memory: %s" if oom else "%s") % detail)
+            _, _, metadata = of_lost_init(body, {}, detail)
+            self.lost_by = metadata["evidence"]
+            self.become(BROKEN, ("its own work ran out of memory: %s" if "oom_kills" in self.lost_by else "%s") % detail)
 
     @property
     def limits(self) -> Limits:
@@ -208,7 +207,7 @@ class Slot:
         spool = self._spool_folder()
         self.abandon_calls()
         self.cache = None
-        self.own_work = False
+        self.lost_by = {}
         self.live.clear()
         self.epoch = epoch
         self.journal = Journal()

@@ -112,9 +112,7 @@ class Calls:
         reason = "cancelled" if moved else "sandbox_lost" if self._slot.state == "broken" else "backend_error"
         state = "given back" if moved else self._slot.state
         text = "the slot was given back" if moved else "the slot is %s (%s)" % (state, self._slot.detail)
-        proof: dict[str, Any] = {"slot": state, "ran": False}
-        if not moved and self._slot.own_work:
-            proof["own_work"] = True
+        proof: dict[str, Any] = {**({} if moved else self._slot.lost_by), "slot": state, "ran": False}
         self._stream.send_item(_blank(meta, reason, text + " before the call began", {"may_have_run": False, "evidence": proof}))
 
     def _answer_invalid(self, meta: Mapping[str, Any], text: str) -> None:

@@ -45,7 +45,7 @@ FAULTS_OF: Mapping[Reason, tuple[Fault, ...]] = {
     Reason.TOOL_ERROR: (Fault.POLICY,),
     Reason.CANCELLED: (Fault.NONE,),
     Reason.LEASE_LOST: (Fault.AMBIGUOUS,),
-    Reason.SANDBOX_LOST: (Fault.INFRA, Fault.POLICY),
+    Reason.SANDBOX_LOST: (Fault.INFRA, Fault.POLICY, Fault.AMBIGUOUS),
     Reason.BACKEND_ERROR: (Fault.INFRA,),
     Reason.CALL_CONFLICT: (Fault.INFRA,),
     Reason.NOT_IMPLEMENTED: (Fault.INFRA,),

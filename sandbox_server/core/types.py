@@ -219,7 +219,7 @@ class Lease:
     labels: Mapping[str, str] = field(default_factory=dict)
     ended_at: float | None = None
     end_detail: str = ""
-    end_own_work: bool = False  # its end was provably its own work's doing
+    end_evidence: Mapping[str, Any] = field(default_factory=dict)  # what its end rests on, where its slot's agent has said so
     pool_tenant: str | None = None  # who owns the pool; None: no tenant
 
     @property

@@ -19,14 +19,16 @@ from sandbox_server.core.execution import FAULT_OF, Fault, Reason, Result, ToolC
 MAX_ERROR_CHARS = 4000
 MAX_METADATA_BYTES = 64 << 10
 MAX_METADATA_DEPTH = 16
-PROOF_OF_OTHER_FAULT: Mapping[Reason, tuple[str, Fault]] = {
-    Reason.TIMEOUT: ("starved", Fault.AMBIGUOUS),
-    Reason.NO_OUTPUT_TIMEOUT: ("starved", Fault.AMBIGUOUS),
-    Reason.OOM: ("ambiguous", Fault.AMBIGUOUS),
-    Reason.RESOURCE_LIMIT: ("ambiguous", Fault.AMBIGUOUS),
-    Reason.SANDBOX_LOST: ("own_work", Fault.POLICY),
+PROOF_OF_OTHER_FAULT: Mapping[Reason, Mapping[str, Fault]] = {
+    Reason.TIMEOUT: {"starved": Fault.AMBIGUOUS},
+    Reason.NO_OUTPUT_TIMEOUT: {"starved": Fault.AMBIGUOUS},
+    Reason.OOM: {"ambiguous": Fault.AMBIGUOUS},
+    Reason.RESOURCE_LIMIT: {"ambiguous": Fault.AMBIGUOUS},
+    Reason.SANDBOX_LOST: {"own_work": Fault.POLICY, "ambiguous": Fault.AMBIGUOUS},
 }
-"""The only faults that an agent may give instead of a reason's own: what its evidence must hold for one, `true` or an object with figures."""
+"""The only faults that an agent may give instead of a reason's own: what its evidence must hold for one, `true` or an object with figures.
+Of several the first counts.
+"""
 MAX_FETCHED_BYTES = 32 << 20
 """More output than this no result has: two of the most that a call may ask for, and the lines where they are cut."""
 
@@ -140,11 +142,11 @@ def _number(value: object) -> float:
 def _fault(reason: Reason, metadata: Mapping[str, Any]) -> Fault:
     """Who is to blame. An agent says it by its evidence alone; a `fault` of its own is not looked at."""
     evidence = metadata.get("evidence")
-    if reason in PROOF_OF_OTHER_FAULT and isinstance(evidence, dict):
-        key, fault = PROOF_OF_OTHER_FAULT[reason]
-        proof = evidence.get(key)
-        if proof is True or (isinstance(proof, dict) and proof):
-            return fault
+    if isinstance(evidence, dict):
+        for key, fault in PROOF_OF_OTHER_FAULT.get(reason, {}).items():
+            proof = evidence.get(key)
+            if proof is True or (isinstance(proof, dict) and proof):
+                return fault
     return FAULT_OF[reason]
 
 

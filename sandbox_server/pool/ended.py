@@ -75,6 +75,6 @@ def end_error(lease: Lease) -> LeaseLost:
     when = datetime.fromtimestamp(lease.ended_at or 0.0, UTC).isoformat(timespec="milliseconds")
     if lease.state is LeaseState.SANDBOX_LOST:
         detail = f"lease {lease.lease_id} ended at {when} with its sandbox {lease.sandbox_id}: {lease.end_detail}"
-        evidence = {"detail": lease.end_detail, **({"own_work": True} if lease.end_own_work else {})}
+        evidence = {**lease.end_evidence, "detail": lease.end_detail}
         return SandboxLost(detail, lease_id=lease.lease_id, evidence=evidence)
     return LeaseLost(f"lease {lease.lease_id} ended at {when}: {lease.end_detail}", lease_id=lease.lease_id)

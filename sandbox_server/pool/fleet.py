@@ -281,7 +281,7 @@ class Fleet:
         elif seen.epoch > slot.epoch:
             self._over(self._book.overtaken(seen.ref, seen.epoch))
         elif seen.state == "broken" and seen.epoch == slot.epoch:
-            self._over(self._book.broken(seen.ref, f"the slot's own init died: {detail}", own_work=seen.own_work))
+            self._over(self._book.broken(seen.ref, f"the slot's own init died: {detail}", seen.evidence))
         elif seen.state == "ready":
             self._book.cleaned(seen.ref, seen.epoch)
 

@@ -7,8 +7,10 @@ Who is served next is `ServingOrder`'s to say, and for whom slots are held `Clai
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
 
 from sandbox_server.core.clock import Clock, wall_at
 from sandbox_server.core.lifecycle import SlotEvent
@@ -25,6 +27,7 @@ KEPT_S = 60.0
 GRACE_S = 60.0
 FIRST_EPOCH = 1
 NOBODY: Holder = ("", None)
+NO_EVIDENCE: Mapping[str, Any] = MappingProxyType({})
 
 
 class LeaseBook:
@@ -116,12 +119,12 @@ class LeaseBook:
         self.table.move(slot, SlotEvent.DIRTY)
         return lease
 
-    def broken(self, ref: SlotRef, detail: str, *, own_work: bool = False) -> Lease | None:
-        """The slot's init died, provably by its `own_work` or not. It is reset, and its lease, returned here, has ended with it."""
+    def broken(self, ref: SlotRef, detail: str, evidence: Mapping[str, Any]) -> Lease | None:
+        """The slot's init died, and `evidence` says what is known of why. It is reset, and its lease, returned here, has ended with it."""
         slot = self.table.get(ref)
         if slot is None or slot.state in (SlotState.QUARANTINED, SlotState.RESETTING):
             return None
-        lease = self._end_of_slot(slot, detail, own_work)
+        lease = self._end_of_slot(slot, detail, evidence)
         self._reset(slot, SlotEvent.RECLAIM if lease is None else SlotEvent.RELEASE, keep=None)
         return lease
 
@@ -147,10 +150,10 @@ class LeaseBook:
         free = [slot for shelf in self.table.shelves.values() if shelf.open for slot in shelf.ready.values()]
         return [self._begin_reset(slot, SlotEvent.RECLAIM, keep=None) for slot in free]
 
-    def _end_of_slot(self, slot: Slot, detail: str, own_work: bool = False) -> Lease | None:
+    def _end_of_slot(self, slot: Slot, detail: str, evidence: Mapping[str, Any] = NO_EVIDENCE) -> Lease | None:
         if slot.lease_id is None:
             return None
-        lease = self._end(self.held[slot.lease_id], LeaseState.SANDBOX_LOST, detail, own_work)
+        lease = self._end(self.held[slot.lease_id], LeaseState.SANDBOX_LOST, detail, evidence)
         slot.lease_id = None
         return lease
 
@@ -283,8 +286,8 @@ class LeaseBook:
         due.extend(slot.since + KEPT_S for slot in itertools.islice(self.table.kept(), 1))
         return min(due)
 
-    def _end(self, holding: Holding, state: LeaseState, detail: str, own_work: bool = False) -> Lease:
-        lease = replace(holding.lease, state=state, ended_at=self._clock.wall(), end_detail=detail, end_own_work=own_work)
+    def _end(self, holding: Holding, state: LeaseState, detail: str, evidence: Mapping[str, Any] = NO_EVIDENCE) -> Lease:
+        lease = replace(holding.lease, state=state, ended_at=self._clock.wall(), end_detail=detail, end_evidence=dict(evidence))
         self.holdings.remove(lease)
         self.ended.add(lease, self._clock.monotonic())
         return lease

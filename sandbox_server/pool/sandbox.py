@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +15,9 @@ from sandbox_server.core.lifecycle import SandboxEvent, next_sandbox_state
 from sandbox_server.core.types import Handle, PoolId, PoolSpec, SandboxState, SlotRef
 from sandbox_server.link import AgentLink
 from sandbox_server.pool.store import CacheRecord, SandboxRecord
+
+_MOST_EVIDENCE = 16
+_EVIDENCE_CHARS = 500
 
 MODES = frozenset({"bwrap", "uid", "dedicated", "none"})
 #: What a sandbox that is found again has left at least, in seconds.
@@ -132,7 +137,7 @@ class SlotSeen:
     workspace: str
     isolation: str
     detail: str
-    own_work: bool
+    evidence: Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -220,5 +225,20 @@ def _read_slot(slot: Any, sandbox_id: str) -> SlotSeen:
         workspace=workspace if isinstance(workspace, str) else "",
         isolation=isolation if isinstance(isolation, str) and isolation in MODES else "",
         detail=str(slot.get("detail") or "")[:2000],
-        own_work=slot.get("own_work") is True,
+        evidence=_read_evidence(slot),
     )
+
+
+def _read_evidence(slot: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What its agent says of why a slot is broken: plain values only, and few, because ended leases are kept with it. Older agents say only `own_work`."""
+    said = slot.get("evidence")
+    if not isinstance(said, dict):
+        return {"own_work": True} if slot.get("own_work") is True else {}
+    plain = {str(name)[:_EVIDENCE_CHARS]: _plain(value) for name, value in said.items() if isinstance(value, bool | int | float | str)}
+    return dict(itertools.islice(plain.items(), _MOST_EVIDENCE))
+
+
+def _plain(value: float | str) -> float | str:
+    if isinstance(value, str):
+        return value[:_EVIDENCE_CHARS]
+    return value if math.isfinite(value) and abs(value) < 1 << 53 else 0

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from sandbox_server.agent import wire
@@ -80,13 +80,13 @@ class FakeSlot:
     network: bool = True
     cache: str | None = None
     detail: str = ""
-    own_work: bool = False
+    evidence: Mapping[str, Any] = field(default_factory=dict)
 
     def meta(self) -> dict[str, Any]:
         """What `watch` shows of it."""
         return {
             "slot_id": self.slot_id, "epoch": self.epoch, "state": self.state, "workspace": "/workspace", "tmp": "/tmp",
-            "isolation": "bwrap", "network": self.network, "detail": self.detail, "own_work": self.own_work,
+            "isolation": "bwrap", "network": self.network, "detail": self.detail, "evidence": self.evidence,
         }  # fmt: skip
 
 
@@ -155,10 +155,10 @@ class FakeAgent:
         for peer in peers:
             peer.close()
 
-    def set_slot(self, slot_id: str, state: str, detail: str = "", *, own_work: bool = False) -> None:
+    def set_slot(self, slot_id: str, state: str, detail: str = "", evidence: Mapping[str, Any] | None = None) -> None:
         """Something became of a slot: tell whoever watches."""
         slot = self.slots[slot_id]
-        slot.state, slot.detail, slot.own_work = state, detail, own_work
+        slot.state, slot.detail, slot.evidence = state, detail, evidence or {}
         self._show([slot])
 
     def reset(self, slot: FakeSlot, meta: dict[str, Any]) -> dict[str, Any]:

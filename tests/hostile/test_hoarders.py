@@ -74,22 +74,24 @@ def view_share(house: House, pool: str) -> int:
 def test_a_slot_that_hoards_memory_is_ended_and_nobody_else(house: House, small_pool: str, script: str) -> None:
     hoarder, neighbour = house.acquire(pool=small_pool), house.acquire(pool=small_pool)
     marker = f"62{uuid.uuid4().int % 10**10}"
-    assert house.bash(neighbour, f"x=$(head -c 20M /dev/zero | tr '\\\\0' x); sleep {marker} > /dev/null 2>&1 & echo up")["success"]
+    assert house.bash(neighbour, f"x=$(head -c 4M /dev/zero | tr '\\\\0' x); sleep {marker} > /dev/null 2>&1 & echo up")["success"]
     agents, survivors = house.agent_pids(), house.processes(marker)
     assert survivors
     service = psutil.Process(house.pid)
     started = time.monotonic()
     result = house.python(hoarder, script, timeout_s=60)
 
-    # Where memory is only measured, it may be past its own ceiling, too, when it is looked at.
-    assert (result["reason"], result["fault"]) in [("oom", "ambiguous"), *([] if house.as_root else [("oom", "policy")])], result
+    # It fills everything alone, and may meet its own ceiling, which is hardly above that, before it is ended.
+    assert (result["reason"], result["fault"]) == ("oom", "policy"), result
     assert time.monotonic() - started < 30
-    assert result["metadata"]["evidence"]["used_mb"] > view_share(house, small_pool)
+    proof = result["metadata"]["evidence"]
+    assert proof.get("oom_kills") or proof["used_mb"] > view_share(house, small_pool)
     assert [process.pid for process in house.processes(marker)] == [process.pid for process in survivors]
     assert house.agent_pids() == agents
     assert service.is_running()
     assert house.bash(neighbour, "echo fine")["output"] == "fine\n"
-    assert house.bash(hoarder, "true")["reason"] == "sandbox_lost"
+    late = house.bash(hoarder, "true")
+    assert (late["reason"], late["fault"]) == ("sandbox_lost", "policy") or (proof.get("oom_kills") and late["success"]), late
     house.still_sound()
 
 
@@ -98,7 +100,7 @@ def test_a_pool_says_what_holds_for_memory_and_what_does_not(house: House, small
     view = house.client.get(f"/v1/pools/{small_pool}").json()
     effective, capabilities = view["effective"], view["capabilities"]
 
-    assert (effective["slot_memory_mb"], effective["slots_memory_mb"]) == (400, 400)
+    assert (effective["slot_memory_mb"], effective["slots_memory_mb"]) == (380, 400)
     assert 0 < effective["share_memory_mb"] <= 100
     is_counted = capabilities["limits"]["memory"].startswith("cgroup")
     assert is_counted == (not any(sentence.startswith("memory of a slot is measured") for sentence in capabilities["not_enforced"]))

@@ -110,14 +110,32 @@ def test_a_slot_that_fills_the_disk_of_the_state_folder_is_ended_and_nobody_else
         beside = station.begin_bash(neighbour, "until [ -e go ]; do sleep 0.02; done; echo fine")
         result = station.bash(filler, command, timeout_s=60)
 
-        assert verdict(result) == ("resource_limit", "ambiguous", None)
+        assert verdict(result) == ("resource_limit", "policy", None)
         assert "the disk was nearly full" in result["error"]
+        assert verdict(station.bash(filler, "true")) == POLICY_LOST
         station.until(lambda: os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize > 150 << 20)
         station.bash(neighbour, "touch go")
         (other,) = beside.result()
         assert (verdict(other), other["output"]) == (("exit", "none", 0), "fine\n")
         station.until(lambda: not station.slots()["resetting"])
         assert station.slots()["quarantined"] == 0
+        station.service.stop()
+
+
+@pytest.mark.privileged
+def test_of_slots_that_fill_the_disk_together_the_largest_is_ended_and_that_is_ambiguous_in_later_calls_too(open_one: Open) -> None:
+    with small_disk("size=300m,mode=711") as disk:
+        station = open_one({"env": {"SANDBOX_STATE_DIR": str(disk)}}, max_sandboxes=1, max_file_mb=300, slot_memory_mb=None)
+        station.service.state_dir = disk
+        filler, neighbour = station.acquire(2)
+        assert station.bash(neighbour, "head -c 90M /dev/zero > f")["success"]
+        result = station.bash(filler, SLOT_FILLS["bytes"][1], timeout_s=60)
+
+        assert verdict(result) == ("resource_limit", "ambiguous", None)
+        late = station.bash(filler, "true")
+        assert verdict(late) == ("sandbox_lost", "ambiguous", None)
+        assert proof(late)["used_mb"] == proof(result)["used_mb"] > 90
+        assert verdict(station.bash(neighbour, "true")) == ("exit", "none", 0)
         station.service.stop()
 
 

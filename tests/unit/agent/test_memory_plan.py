@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sandbox_server.agent.memory_plan import MIB, MemoryPlan, Usage, full_at, furthest_above_share, slots_limit
+from sandbox_server.agent.memory_plan import MIB, MemoryPlan, Usage, fills_alone, full_at, furthest_above_share, slots_limit
 
 GIB = 1024 * MIB
 
@@ -22,8 +22,8 @@ def test_the_slots_leave_a_gibibyte_or_a_tenth_of_the_machine(machine: int, limi
     [
         (MemoryPlan(24 * GIB, 11), 4096),
         (MemoryPlan(64 * GIB, 2), full_at(slots_limit(64 * GIB)) // 2 // MIB),  # the share is above 4,096 MiB
-        (MemoryPlan(2 * GIB, 10), 1536),  # nothing is above what all slots have
-        (MemoryPlan(24 * GIB, 11, sandbox_bytes=300 * MIB), 300),
+        (MemoryPlan(2 * GIB, 10), full_at(1536 * MIB) // MIB),  # nothing is above what fills all that slots have
+        (MemoryPlan(24 * GIB, 11, sandbox_bytes=300 * MIB), 285),
         (MemoryPlan(24 * GIB, 11, slot_bytes=9000 * MIB), 9000),
     ],
 )
@@ -55,3 +55,18 @@ def test_who_is_furthest_above_its_share_goes_and_not_who_uses_most() -> None:
 
 def test_nobody_goes_who_keeps_to_its_share() -> None:
     assert furthest_above_share([("a", Usage(100, 100)), ("b", Usage(0, 100))]) is None
+
+
+@pytest.mark.parametrize(
+    ("used_mb", "others_mb", "alone"),
+    [
+        (380, [], True),
+        (379, [], False),
+        (360, [10, 10], True),  # slots in which nobody works
+        (350, [10, 300], False),
+        (348, [16, 300], True),  # it would have been full though the other had done nothing
+        (200, [100, 100], False),
+    ],
+)
+def test_a_slot_fills_a_group_alone_where_it_would_be_full_though_nobody_else_had_worked(used_mb: int, others_mb: list[int], alone: bool) -> None:
+    assert fills_alone(used_mb * MIB, [other * MIB for other in others_mb], 400 * MIB) is alone

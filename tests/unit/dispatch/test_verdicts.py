@@ -56,6 +56,7 @@ def test_every_reason_has_its_fault(reason: Reason) -> None:
 
 PROVEN = {
     ("sandbox_lost", "own_work"): Fault.POLICY,
+    ("sandbox_lost", "ambiguous"): Fault.AMBIGUOUS,
     ("timeout", "starved"): Fault.AMBIGUOUS,
     ("no_output_timeout", "starved"): Fault.AMBIGUOUS,
     ("oom", "ambiguous"): Fault.AMBIGUOUS,
@@ -78,6 +79,12 @@ def test_what_is_no_proof_leaves_the_fault_as_it_is(reason: str, key: str, proof
     said = {**GOOD, "reason": reason, "metadata": {"evidence": {key: proof}}}
 
     assert agent_result(call("a", "true"), said, b"abc").fault is FAULT_OF[Reason(reason)]
+
+
+def test_a_lost_sandbox_that_was_its_own_works_doing_is_the_policys_whatever_else_is_said() -> None:
+    said = {**GOOD, "reason": "sandbox_lost", "metadata": {"evidence": {"ambiguous": True, "own_work": True}}}
+
+    assert agent_result(call("a", "true"), said, b"abc").fault is Fault.POLICY
 
 
 @pytest.mark.parametrize("fault", ["none", "infra", "ambiguous", "nobody", None, 7])

@@ -22,6 +22,7 @@ from sandbox_server.core.errors import (
 from sandbox_server.core.execution import Fault, ToolCall
 from sandbox_server.core.types import AcquireRequest
 from sandbox_server.dispatch.verdicts import refusal
+from sandbox_server.pool.sandbox import read_slots
 from sandbox_server.pool.waiting import none_free
 from sandbox_server.testing import FakeAgent, FakeBackend, settle
 
@@ -571,19 +572,43 @@ async def test_a_slot_whose_init_died_ends_its_lease_and_is_reset(make_world):
     assert agent.slots[lease.slot_id].epoch == 2
 
 
-@pytest.mark.parametrize("own_work", [True, False])
-async def test_a_slot_that_ended_itself_is_its_own_doing(make_world, own_work):
+@pytest.mark.parametrize(
+    ("evidence", "fault"),
+    [
+        ({"own_work": True, "used_mb": 300}, Fault.POLICY),
+        ({"ambiguous": True, "used_mb": 300, "share_mb": 100, "slot_ended": True}, Fault.AMBIGUOUS),
+        ({"init": "it has ended"}, Fault.INFRA),
+        ({}, Fault.INFRA),
+    ],
+)
+async def test_calls_after_the_end_of_a_slot_have_its_blame_and_its_evidence(make_world, evidence, fault):
     world = await make_world(max_sandboxes=1)
     (lease,) = (await world.acquire()).leases
 
-    world.backend.agents[lease.sandbox_id].set_slot(lease.slot_id, "broken", "out of memory", own_work=own_work)
+    world.backend.agents[lease.sandbox_id].set_slot(lease.slot_id, "broken", "out of memory", evidence)
     await settle()
 
     with pytest.raises(SandboxLost) as lost:
         world.pools.lease("t", lease.lease_id)
-    assert lost.value.extra["evidence"].get("own_work", False) is own_work
+    assert lost.value.extra["evidence"] == {**evidence, "detail": "the slot's own init died: out of memory"}
     late = refusal(ToolCall(call_id="c", lease_id=lease.lease_id, tool="bash", args={}), lost.value)
-    assert late.fault is (Fault.POLICY if own_work else Fault.INFRA)
+    assert late.fault is fault
+
+
+@pytest.mark.parametrize(
+    ("said", "kept"),
+    [
+        ({"own_work": True}, {"own_work": True}),  # of an agent that an older service has made
+        ({"evidence": "own_work"}, {}),
+        ({"evidence": {"own_work": True, "deep": {"a": 1}, "list": [1], "none": None}}, {"own_work": True}),
+        ({"evidence": {"n": 1 << 70, "f": 1e400, "text": "x" * 10_000}}, {"n": 0, "f": 0, "text": "x" * 500}),
+        ({"evidence": {str(n): n for n in range(1000)}}, {str(n): n for n in range(16)}),
+    ],
+)
+def test_what_an_agent_says_of_a_broken_slot_is_kept_only_where_it_is_short_and_plain(said, kept):
+    (seen,) = read_slots({"slots": [{"slot_id": "0", "epoch": 1, "state": "broken", **said}]}, "s-1")
+
+    assert seen.evidence == kept
 
 
 async def test_stopping_fails_who_waits_and_leaves_no_sandbox(make_world):
