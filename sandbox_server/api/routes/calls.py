@@ -124,11 +124,11 @@ async def exec_one(request: Request) -> Response:
     if isinstance(call, Result):
         service.pools.lease(tenant, call.lease_id)
         call = service.dispatcher.stamped(call)
-        return EventStream(one_result(call), service) if wants_events else json_response(result_document(call))
+        return EventStream(one_result(call), service, tenant) if wants_events else json_response(result_document(call))
     if wants_events:
-        check_room(service)
+        check_room(service, tenant)
         events, ended = await exec_events(service, tenant, call, last_event_id(request) or 0)
-        return EventStream(events, service, ended=ended)
+        return EventStream(events, service, tenant, ended=ended)
     reservation = await service.dispatcher.answers.reserve(tenant, [call])
     try:
         return result_response(await service.dispatcher.run_one(tenant, call, reservation), service.limits.answer_stall_s, reservation.release)
