@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 import itertools
+from collections import Counter
 from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from typing import Any
