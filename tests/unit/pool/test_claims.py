@@ -124,13 +124,13 @@ async def test_nothing_is_held_for_what_a_tenants_own_leases_make_impossible(mak
 async def test_a_tenant_whose_claimants_leave_unserved_claims_half_of_the_time_at_most(make_world):
     world = await make_world(max_sandboxes=1, slots_per_sandbox=2)
     busy = await world.acquire("busy")
-    first, second = await world.queue("gang", count=2), await world.queue("gang", count=2, wait_s=300.0)
+    first, second = await world.queue("gang", count=2), await world.queue("gang", count=2)
     await world.clock.advance(CLAIM_AFTER_S)
     assert claimant(world) == ("gang", 2, 1)
-    await world.clock.advance(40.0)
+    await world.clock.advance(20.0)
     await ended([first])
 
-    await world.clock.advance(39.0)  # the next one has aged, and its tenant has held a slot for 40 s
+    await world.clock.advance(19.0)  # the next one has aged, and its tenant has held a slot for 20 s
     assert claimant(world) is None
     other = await world.acquire("other")
     give_back(world, other.leases)
