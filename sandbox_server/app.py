@@ -11,7 +11,7 @@ from pathlib import Path
 from starlette.types import Receive, Scope, Send
 
 from sandbox_server.api.api import build_api
-from sandbox_server.api.service import Service, came_with_token
+from sandbox_server.api.service import Service, tenant_of_scope
 from sandbox_server.api.tenants import Tenant, Tenants
 from sandbox_server.backends.base import Backend
 from sandbox_server.backends.registry import load_backend
@@ -132,7 +132,7 @@ class Application:
         except (SettingsError, StateDirError) as error:
             await send({"type": "lifespan.startup.failed", "message": str(error)})
             return
-        unprotected = limit_connections(receive, came_with_token, self._parts.head_within_s)
+        unprotected = limit_connections(receive, tenant_of_scope, self._parts.head_within_s)
         if unprotected is not None:
             log.warning(unprotected)
             running.service.warnings.append(unprotected)

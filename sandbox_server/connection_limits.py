@@ -27,12 +27,12 @@ CONSEQUENCE = "idle and half-sent connections are not closed, and whoever can co
 REMEDY = "start it with `python -m sandbox_server serve` or with plain `uvicorn sandbox_server.app:app`, or put a proxy that limits connections before it"
 
 
-def limit_connections(receive: object, trusted: Callable[[Mapping[str, Any]], bool], head_within_s: float = HEAD_WITHIN_S) -> str | None:
+def limit_connections(receive: object, tenant_of: Callable[[Mapping[str, Any]], str | None], head_within_s: float = HEAD_WITHIN_S) -> str | None:
     """Raise the limit of open descriptors, and have the server close connections that are idle or half-sent.
 
     Args:
         receive: what the server gave the application to receive lifespan events with.
-        trusted: whether a request, as the application left its scope, came with a valid token.
+        tenant_of: whose valid token a request came with, as the application left its scope; None: it came without one.
         head_within_s: how long the head of a request may take, in seconds.
 
     Returns:
@@ -51,6 +51,6 @@ def limit_connections(receive: object, trusted: Callable[[Mapping[str, Any]], bo
     if isinstance(asyncio.get_running_loop(), asyncio.BaseEventLoop):
         config.backlog = min(config.backlog, max(FEWEST_AT_ONCE, descriptors // 8))
         places = max(FEWEST_AT_ONCE, places - TURNS_UNCOUNTED * (config.backlog - FEWEST_AT_ONCE))
-    doors = Doors(places=places, trusted=trusted, head_within_s=head_within_s)
+    doors = Doors(places=places, tenant_of=tenant_of, head_within_s=head_within_s)
     config.http_protocol_class = cast("type[asyncio.Protocol]", functools.partial(Visitor, doors=doors))
     return None

@@ -2,12 +2,14 @@
 
 A slot that shares the network can open as many connections as it likes. Without this, they would use up the service's descriptors, and no trainer could
 get in. A connection that does not finish the head of a request in time is closed; when all places are taken, the one that has waited longest
-without a valid token goes.
+without a valid token goes. Some places are kept for those that have not shown a token yet. When connections with a token have taken all others, the
+tenant that has the most of them loses one, so that no tenant keeps another out.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 import resource
@@ -28,25 +30,33 @@ RESERVED_DESCRIPTORS = 512
 """What the service keeps for agents, state and files."""
 
 
+NEWCOMERS_SHARE = 8
+"""One of so many places is for connections that have not come with a token yet."""
+
+LOOKED_AT_COUNT = 1000
+"""Among so many connections of a tenant, the oldest ones, an idle one is looked for."""
+
+
 @dataclass
 class Doors:
     """The places there are.
 
     Args:
         places: how many connections may be open at once.
-        trusted: whether a request, as the application left its scope, came with a valid token.
+        tenant_of: whose valid token a request came with, as the application left its scope; None: it came without one.
         head_within_s: how long the head of a request may take, in seconds.
     """
 
     places: int
-    trusted: Callable[[Mapping[str, Any]], bool]
+    tenant_of: Callable[[Mapping[str, Any]], str | None]
     head_within_s: float = HEAD_WITHIN_S
     strangers: OrderedDict[Visitor, None] = field(default_factory=OrderedDict)
-    friends: set[Visitor] = field(default_factory=set)
+    #: the connections that came with a token, by the tenant of the first one that each showed, the oldest first
+    friends: dict[str, OrderedDict[Visitor, None]] = field(default_factory=dict)
 
     def enter(self, visitor: Visitor) -> bool:
         """Let a connection in, if need be for a stranger that waits longer. Returns whether there is a place."""
-        if len(self.strangers) + len(self.friends) >= self.places and not self._make_room():
+        if len(self.strangers) + self._friend_count() >= self.places and not self._make_room():
             log.warning("a connection was refused: all %d places are taken by callers with a token", self.places)
             return False
         self.strangers[visitor] = None
@@ -55,16 +65,48 @@ class Doors:
     def leave(self, visitor: Visitor) -> None:
         """Its place is free."""
         self.strangers.pop(visitor, None)
-        self.friends.discard(visitor)
+        if visitor.tenant is not None:
+            own = self.friends[visitor.tenant]
+            own.pop(visitor, None)
+            if not own:
+                del self.friends[visitor.tenant]
+            visitor.tenant = None
+
+    def recognise(self, visitor: Visitor) -> None:
+        """See whether a connection has come with a token. One more of them than there are places for ends one of the tenant that has the most."""
+        scope = cast("Mapping[str, Any] | None", visitor.scope)
+        tenant = None if scope is None else self.tenant_of(scope)
+        if tenant is None or visitor not in self.strangers:
+            return
+        del self.strangers[visitor]
+        visitor.tenant = tenant
+        self.friends.setdefault(tenant, OrderedDict())[visitor] = None
+        if self._friend_count() > max(1, self.places - max(1, self.places // NEWCOMERS_SHARE)):
+            self._end_one(tenant)
+
+    def _end_one(self, tenant: str) -> None:
+        """End a connection of the tenant that has the most, of the given one where several have: an idle one, else the newest."""
+        most = max(self.friends, key=lambda name: (len(self.friends[name]), name == tenant))
+        own = self.friends[most]
+        oldest = itertools.islice(own, LOOKED_AT_COUNT)
+        visitor = next((visitor for visitor in oldest if visitor.is_idle), next(reversed(own)))
+        log.warning("a connection is closed: its tenant has the most, and all places are taken", extra={"tenant": most, "connections": len(own)})
+        self.leave(visitor)
+        visitor.dismiss()
+
+    def _friend_count(self) -> int:
+        return sum(map(len, self.friends.values()))
 
     def _make_room(self) -> bool:
         while self.strangers:
-            visitor, _ = self.strangers.popitem(last=False)
-            scope = cast("Mapping[str, Any] | None", visitor.scope)
-            if scope is None or not self.trusted(scope):
+            visitor = next(iter(self.strangers))
+            self.recognise(visitor)
+            if visitor in self.strangers:
+                del self.strangers[visitor]
                 visitor.dismiss()
                 return True
-            self.friends.add(visitor)
+            if len(self.strangers) + self._friend_count() < self.places:
+                return True
         return False
 
 
@@ -74,6 +116,8 @@ class Visitor(HttpToolsProtocol):
     def __init__(self, *args: Any, doors: Doors, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._doors = doors
+        #: by whose token it was let in
+        self.tenant: str | None = None
         self._head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -97,6 +141,15 @@ class Visitor(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._head_is_here()
         super().on_headers_complete()
+        if self.tenant is None:
+            # After the application has begun with this request: the first thing that it does is to look at the token.
+            self.loop.call_soon(self._doors.recognise, self)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request is under way on it."""
+        cycle = cast("RequestResponseCycle | None", self.cycle)
+        return cycle is None or (cycle.response_complete and not self.pipeline)
 
     def send_400_response(self, msg: str) -> None:
         """Say as a problem document that this is no HTTP."""

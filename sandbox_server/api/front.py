@@ -25,6 +25,7 @@ NOBODY = Tenant(name="")
 REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 LINGER_BYTES = 64 << 20
 LINGER_S = 5.0
+CLOSE = ((b"connection", b"close"),)
 WS_UNAUTHORIZED = 4401
 WS_FAILED = 1011
 TERMINAL_PATH = re.compile(r"/v1/leases/[^/]+/terminal")
@@ -34,19 +35,21 @@ BEARER_SUBPROTOCOL = "bearer."
 class Exchange:
     """One request on its way: what of its answer has been sent, and under which id."""
 
-    __slots__ = ("_header", "_send", "request_id", "status")
+    __slots__ = ("_header", "_send", "closes", "request_id", "status")
 
     def __init__(self, send: Send, request_id: str) -> None:
         self._send = send
         self._header = (b"x-request-id", request_id.encode())
         self.request_id = request_id
         self.status = 0
+        #: whether the connection is closed after the answer, and what came on it beyond this request is not looked at
+        self.closes = False
 
     async def send(self, message: Message) -> None:
         """Pass on what the application sends, with the request id among the headers."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            message["headers"] = [*message.get("headers", ()), self._header]
+            message["headers"] = [*message.get("headers", ()), self._header, *(CLOSE if self.closes else ())]
         await self._send(message)
 
     def abort(self) -> None:
@@ -93,9 +96,14 @@ class Front:
         caller = Caller(tenant=NOBODY, request_id=exchange.request_id)
         request_fields.set({"request_id": exchange.request_id})
         try:
+            tenant, refused = _authenticated(service, authorization)
+            # A connection without a valid token gets one answer: many requests on each of many connections would hold everybody up.
+            exchange.closes = refused is not None
             _check_head(service.limits, scope, header_bytes)
             if scope["path"] not in OPEN_PATHS:
-                caller = Caller(tenant=service.tenants.authenticate(authorization), request_id=exchange.request_id)
+                if refused is not None:
+                    raise refused
+                caller = Caller(tenant=tenant, request_id=exchange.request_id)
             scope[CALLER_KEY] = caller
             request_fields.set({"request_id": exchange.request_id, "tenant": caller.tenant.name})
             await self._app(scope, receive, exchange.send)
@@ -151,7 +159,7 @@ async def answer_error(exchange: Exchange, receive: Receive, error: PoolServiceE
         log.warning("a response was cut off", extra={"code": error.code, "detail": error.detail})
         return
     problem = problem_of(error, exchange.request_id)
-    linger = problem.headers.get("connection") == "close"
+    linger = exchange.closes or problem.headers.get("connection") == "close"
     await exchange.send_problem(problem, more=linger)
     if linger:
         # Closing while the caller still sends would reset the connection, and it might never see why.
@@ -170,6 +178,14 @@ async def _discard_body(receive: Receive) -> None:
                     return
     except TimeoutError:
         log.info("the caller kept sending a body that was refused")
+
+
+def _authenticated(service: Service, authorization: bytes | None) -> tuple[Tenant, Unauthorized | None]:
+    """Whose token it is; nobody's, and why, where it is none."""
+    try:
+        return service.tenants.authenticate(authorization), None
+    except Unauthorized as error:
+        return NOBODY, error
 
 
 def _headers(scope: Scope) -> tuple[bytes | None, bytes | None, int]:

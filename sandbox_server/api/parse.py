@@ -93,7 +93,8 @@ def batch_items(document: dict[str, Any], limits: Limits) -> list[ToolCall | Res
     if len(calls) > limits.batch_calls:
         raise too_many(limits, "batch_calls", "calls")
     for index, item in enumerate(calls):
-        if not isinstance(item, dict) or not isinstance(item.get("lease_id"), str) or not isinstance(item.get("tool"), str):
+        # The result of an item says its lease, so that must be text.
+        if not isinstance(item, dict) or not _is_text(item.get("lease_id")) or not isinstance(item.get("tool"), str):
             raise InvalidRequest(f"calls.{index}: must be an object with string lease_id and tool", field=f"calls.{index}")
     items = [call_of(item, limits) for item in calls]
     return _within_output_budget(items, limits)
@@ -153,10 +154,33 @@ def _call(body: CallBody, lease_id: str, tool: str, args: dict[str, Any], limits
         separate_streams=body.separate_streams,
         encoding=body.encoding,
     )
-    if len(orjson.dumps(args)) > limits.call_bytes:
-        problem = f"args: {sentence(limits, 'call_bytes')}"
-        return own_result(call, Reason.INVALID_ARGS, problem, evidence={"field": "args", "detail": problem})
-    return call
+    field, problem = "tool", _problem_of_tool(tool)
+    if problem is None:
+        field, problem = "args", _problem_of_args(args, limits)
+    return call if problem is None else own_result(call, Reason.INVALID_ARGS, problem, evidence={"field": field, "detail": problem})
+
+
+def _problem_of_tool(tool: str) -> str | None:
+    return None if _is_text(tool) else "tool: holds half of a surrogate pair, which UTF-8 cannot say"
+
+
+def _problem_of_args(args: dict[str, Any], limits: Limits) -> str | None:
+    try:
+        size_bytes = len(orjson.dumps(args))
+    except orjson.JSONEncodeError as error:
+        return f"args: cannot be written as JSON in UTF-8, as with half of a surrogate pair in a text: {error}"
+    return f"args: {sentence(limits, 'call_bytes')}" if size_bytes > limits.call_bytes else None
+
+
+def _is_text(value: object) -> bool:
+    """Whether it is a text that can be written as UTF-8: one with half of a surrogate pair cannot."""
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _invalid(item: dict[str, Any], problems: Iterator[tuple[str, str]]) -> Result:
@@ -175,7 +199,7 @@ def _unchecked(item: dict[str, Any]) -> ToolCall:
     call_id = item.get("call_id")
     encoding = item.get("encoding")
     return ToolCall(
-        call_id=call_id if isinstance(call_id, str) and len(call_id) <= 128 else new_call_id(),
+        call_id=call_id if isinstance(call_id, str) and len(call_id) <= 128 and _is_text(call_id) else new_call_id(),
         lease_id=item["lease_id"],
         tool="",
         args={},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -90,8 +91,8 @@ class Service:
     requests: set[asyncio.Task[Any]] = field(default_factory=set)
     """What is being answered now; cancelled when the grace of a stop is over."""
 
-    streams: set[object] = field(default_factory=set)
-    """The event streams that are open."""
+    streams: Counter[str] = field(default_factory=Counter)
+    """How many event streams are open, by tenant."""
 
     warnings: list[str] = field(default_factory=list)
     """What the service cannot protect where it runs now, each in a sentence that says what to do."""
@@ -133,10 +134,10 @@ def service_of(request: Request) -> Service:
     return service
 
 
-def came_with_token(scope: Mapping[str, Any]) -> bool:
-    """Whether the request of this scope was let in by its token."""
+def tenant_of_scope(scope: Mapping[str, Any]) -> str | None:
+    """The tenant by whose token the request of this scope was let in; None: it came without a valid token."""
     caller: Caller | None = scope.get(CALLER_KEY)
-    return caller is not None and bool(caller.tenant.name)
+    return caller.tenant.name or None if caller is not None else None
 
 
 def tenant_of(request: Request) -> Tenant:

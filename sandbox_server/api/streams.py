@@ -110,14 +110,19 @@ def event_block(data: object, *, event: str, event_id: int | None = None) -> byt
     return head.encode() + b"data: " + dumps(data) + b"\n\n"
 
 
-def check_room(service: Service) -> None:
-    """Refuse one event stream more than there may be; before anything is begun for it.
+def check_room(service: Service, tenant: str) -> None:
+    """Refuse one event stream more than there may be, or than one tenant may have, which is half of them; before anything is begun for it.
 
     Raises:
         QuotaExceeded: so many are open.
     """
-    if len(service.streams) >= service.limits.streams:
+    most = service.limits.streams
+    if service.streams.total() >= most:
         raise too_much_at_once(service.limits, "streams")
+    most_of_tenant = (most + 1) // 2
+    if service.streams[tenant] >= most_of_tenant:
+        share = f"more than {most_of_tenant} event streams of one tenant open at once: that is half of `limits.streams`"
+        raise QuotaExceeded(f"{share}; close some, or try again later", limit="streams", retry_after_s=5)
 
 
 class EventStream(Response):
@@ -126,12 +131,13 @@ class EventStream(Response):
     Args:
         events: whole blocks, as `event_block` makes them, or pieces of them. Closed at the end, whatever that is.
         service: whose streams are counted.
+        tenant: to whom the stream counts.
         ends_at_once: when the service is told to stop; else the events end by themselves in time.
         heartbeat_s: how long nothing is sent at most, in seconds.
         ended: called when the events are needed no more, whatever the end.
 
     Raises:
-        QuotaExceeded: too many streams are open.
+        QuotaExceeded: too many streams are open, of all tenants or of this one.
     """
 
     media_type = EVENT_STREAM_TYPE
@@ -140,6 +146,7 @@ class EventStream(Response):
         self,
         events: AsyncGenerator[bytes, None],
         service: Service,
+        tenant: str,
         *,
         ends_at_once: bool = False,
         heartbeat_s: float = HEARTBEAT_S,
@@ -147,7 +154,7 @@ class EventStream(Response):
     ) -> None:
         self._ended = ended
         try:
-            check_room(service)
+            check_room(service, tenant)
         except QuotaExceeded:
             ended()
             raise
@@ -155,11 +162,12 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._events = events
         self._service = service
+        self._tenant = tenant
         self._stopping = service.stopping if ends_at_once else None
         self._heartbeat_s = heartbeat_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._service.streams.add(self)
+        self._service.streams[self._tenant] += 1
         gone = asyncio.create_task(hang_up(receive))
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -167,7 +175,7 @@ class EventStream(Response):
             await self._pass_on(send, gone, self._service.limits.answer_stall_s)
             await send(body_part(b"", more=False))
         finally:
-            self._service.streams.discard(self)
+            self._service.streams[self._tenant] -= 1
             gone.cancel()
             self._ended()
             await self._events.aclose()

@@ -66,7 +66,7 @@ class LeaseBook:
         self.holdings = Holdings()
         self.held = self.holdings.by_id
         self.leased_by = self.holdings.by_tenant
-        self.claims = Claims(self.line, clock, claim_after_s, admits, capacity)
+        self.claims = Claims(self.line, clock, claim_after_s, admits, capacity, self.leased_by)
         self.order = ServingOrder(self.table, self.line, self.claims, self.leased_by, clock, weight, admits)
         self.ended = EndedLeases(record) if ended is None else ended
         self.resets: list[ResetOrder] = []

@@ -19,7 +19,7 @@ BODIES: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "empty"),
     "not UTF-8": (b'{"pool": "\xff"}', "JSON"),
     "NaN": (b'{"ttl_s": NaN}', "JSON"),
-    "a lone surrogate": (b'{"pool": "\\ud800"}', "JSON"),
+    "a lone surrogate": (b'"\\ud800"', "JSON"),
     "a list": (b"[]", "object"),
     "a number": (b"7", "object"),
     "too deep": (b'{"labels":' * 100 + b"1" + b"}" * 100, "json_depth"),

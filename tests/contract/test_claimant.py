@@ -25,7 +25,7 @@ async def test_a_pool_shows_its_claimant(port: House) -> None:
     ready = (await port.http.get("/v1/pools/default")).json()
     assert ready["claimant"] is None
     slots = ready["spec"]["slots_per_sandbox"] * ready["spec"]["max_sandboxes"]
-    held = await port.acquire()
+    held = [lease["lease_id"] for lease in (await port.http.post("/v1/acquire", json={}, headers=BOBS)).json()["leases"]]
     gang = asyncio.create_task(port.acquire(slots, run_id="g"))
     while (view := (await port.http.get("/v1/pools/default")).json())["claimant"] is None:
         await asyncio.sleep(0)
@@ -42,6 +42,6 @@ async def test_a_pool_shows_its_claimant(port: House) -> None:
     assert "held for an acquire of" in refused.json()["detail"]
     assert f'sandbox_held_slots{{pool="default"}} {slots - 1}.0' in figures
     assert f"{slots - 1} free held for an acquire of {slots} of {ALICE.name}" in _standing(PoolInfo(**view))
-    await port.http.post("/v1/release", json={"lease_ids": held})
+    await port.http.post("/v1/release", json={"lease_ids": held}, headers=BOBS)
     assert len(await gang) == slots
     assert (await port.http.get("/v1/pools/default")).json()["claimant"] is None

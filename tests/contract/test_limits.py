@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from sandbox_server.api.limits import LIMITS, Limits, text_of
-from tests.support.house import House, bash, open_house
+from tests.support.house import ALICE, House, bash, open_house
 
 Pass = Callable[[House], Awaitable[httpx.Response]]
 PASSED: dict[str, tuple[int, int, Pass]] = {}
@@ -155,7 +155,7 @@ async def _env_vars(house: House) -> httpx.Response:
 async def _streams(house: House) -> httpx.Response:
     service = house.application._front.service
     assert service is not None
-    service.streams.add(object())
+    service.streams[ALICE.name] += 1
     return await house.http.get("/v1/events")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -113,3 +114,50 @@ async def test_what_was_refused_for_good_says_the_same_when_asked_again(house: H
     first, again = [(await house.batch(item))[0] for _ in range(2)]
 
     assert first == again
+
+
+@pytest.mark.parametrize(
+    ("fields", "fault", "field"),
+    [
+        ({"args": {"command": "echo \ud83d"}}, "policy", "args"),
+        ({"args": {"command": "true", "\ude00": 1}}, "policy", "args"),
+        ({"tool": "ba\ud83dsh"}, "policy", "tool"),
+        ({"call_id": "c\ud83d"}, "infra", "call_id"),
+        ({"\ud83d": 1}, "infra", "body"),
+    ],
+)
+async def test_half_a_surrogate_pair_costs_only_its_own_call(tmp_path: Path, fields: Item, fault: str, field: str) -> None:
+    async with open_house(tmp_path / "state") as house:
+        (lease_id,) = await house.acquire()
+        calls = [bash(lease_id, "echo \U0001f600", timeout_s=5), {**bash(lease_id, "true"), **fields}]
+        answer = await house.http.post("/v1/exec-batch", content=json.dumps({"calls": calls}), headers={"content-type": "application/json"})
+
+        good, bad = answer.json()["results"]
+        assert good["reason"] == "exit"
+        assert (bad["reason"], bad["fault"], bad["metadata"]["evidence"]["field"]) == ("invalid_args", fault, field)
+        assert len(house.agent.ran) == 1
+
+
+async def test_half_a_surrogate_pair_in_the_short_form_is_the_commands_fault(tmp_path: Path) -> None:
+    async with open_house(tmp_path / "state") as house:
+        (lease_id,) = await house.acquire()
+        answer = await house.http.post(f"/v1/leases/{lease_id}/exec", content=json.dumps({"command": "echo \ud83d"}))
+
+        assert (answer.json()["reason"], answer.json()["fault"]) == ("invalid_args", "policy")
+        assert house.agent.ran == []
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999", "9" * 400])
+async def test_what_is_no_json_stays_so_beside_half_a_surrogate_pair(tmp_path: Path, number: str) -> None:
+    async with open_house(tmp_path / "state") as house:
+        answer = await house.http.post("/v1/exec-batch", content=f'{{"calls": ["\\ud83d", {number}]}}')
+
+        assert answer.status_code == 422
+        assert "not JSON" in answer.json()["detail"]
+
+
+async def test_half_a_surrogate_pair_in_a_lease_id_refuses_the_batch(tmp_path: Path) -> None:
+    async with open_house(tmp_path / "state") as house:
+        answer = await house.http.post("/v1/exec-batch", content=json.dumps({"calls": [bash("l\ud83d", "true")]}))
+
+        assert (answer.status_code, answer.json()["field"]) == (422, "calls.0")

@@ -19,7 +19,13 @@ Scope = MutableMapping[str, Any]
 async def application(scope: Scope, receive: Any, send: Any) -> None:
     """Marks the scope of who carries the token, as the service does, and says hello."""
     if scope["type"] == "http":
-        scope["friend"] = (b"authorization", b"token") in scope["headers"]
+        scope["tenant"] = next((value.decode() for name, value in scope["headers"] if name == b"authorization"), None)
+        if scope["path"] == "/endless":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"hello", "more_body": True})
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            return
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"5")]})
         await send({"type": "http.response.body", "body": b"hello"})
 
@@ -53,9 +59,9 @@ class Caller:
     async def __aexit__(self, *_: object) -> None:
         self.writer.close()
 
-    async def ask(self, token: bool) -> bytes:
-        """One whole request."""
-        head = b"GET / HTTP/1.1\r\nhost: x\r\n" + (b"authorization: token\r\n" if token else b"") + b"\r\n"
+    async def ask(self, token: bool, tenant: str = "t", path: str = "/") -> bytes:
+        """One whole request; the answer to "/endless" does not end."""
+        head = f"GET {path} HTTP/1.1\r\nhost: x\r\n".encode() + (f"authorization: {tenant}\r\n".encode() if token else b"") + b"\r\n"
         self.writer.write(head)
         await self.writer.drain()
         return await self.reader.readuntil(b"hello")
@@ -63,13 +69,14 @@ class Caller:
     async def is_over(self) -> bool:
         """Wait until the other side has ended the connection."""
         try:
-            return await self.reader.read() == b""
+            await self.reader.read()
+            return self.reader.at_eof()
         except ConnectionResetError:
             return True
 
 
 def doors(places: int, head_within_s: float = 60.0) -> Doors:
-    return Doors(places=places, trusted=lambda scope: bool(scope.get("friend")), head_within_s=head_within_s)
+    return Doors(places=places, tenant_of=lambda scope: scope.get("tenant"), head_within_s=head_within_s)
 
 
 async def test_strangers_make_room_the_oldest_first() -> None:
@@ -96,12 +103,44 @@ async def test_a_flood_of_idle_connections_keeps_nobody_out() -> None:
 
 
 async def test_friends_are_not_sent_away_for_strangers() -> None:
-    async with house(doors(2)) as port, Caller(port) as one, Caller(port) as two:
+    async with house(doors(3)) as port, Caller(port) as one, Caller(port) as two:
         assert await one.ask(token=True)
         assert await two.ask(token=True)
-        async with Caller(port) as stranger:
+        async with Caller(port) as stranger, Caller(port) as newer:
             assert await stranger.is_over()
+            assert await newer.ask(token=False)
         assert await one.ask(token=True)
+        assert await two.ask(token=True)
+
+
+@pytest.mark.parametrize("path", ["/", "/endless"])
+async def test_a_tenant_that_takes_every_place_keeps_no_other_out(path: str) -> None:
+    """Idle connections, and such as carry an answer that does not end."""
+    async with house(doors(16)) as port, contextlib.AsyncExitStack() as stack:
+        greedy = [await stack.enter_async_context(Caller(port)) for _ in range(14)]
+        for caller in greedy:
+            assert await caller.ask(token=True, tenant="greedy", path=path)
+        others = []
+        for _ in range(6):
+            other = await stack.enter_async_context(Caller(port))
+            assert await other.ask(token=True, tenant="other")
+            others.append(other)
+
+        for other in others:
+            assert await other.ask(token=True, tenant="other")
+        ended = greedy[:6] if path == "/" else greedy[-6:]
+        for caller in ended:
+            assert await caller.is_over()
+
+
+async def test_of_one_tenant_an_idle_connection_goes_before_one_at_work() -> None:
+    async with house(doors(8)) as port, contextlib.AsyncExitStack() as stack:
+        callers = [await stack.enter_async_context(Caller(port)) for _ in range(8)]
+        for number, caller in enumerate(callers):
+            assert await caller.ask(token=True, path="/" if number == 3 else "/endless")
+
+        assert await callers[3].is_over()
+        assert not any(caller.reader.at_eof() for number, caller in enumerate(callers) if number != 3)
 
 
 async def test_a_place_is_free_again_when_its_connection_ends() -> None:
@@ -109,7 +148,7 @@ async def test_a_place_is_free_again_when_its_connection_ends() -> None:
     async with house(door) as port:
         async with Caller(port) as one:
             assert await one.ask(token=True)
-        while door.strangers or door.friends:
+        while door.strangers or any(door.friends.values()):
             await asyncio.sleep(0)
         async with Caller(port) as two:
             assert await two.ask(token=True)

@@ -81,7 +81,7 @@ class BookMachine(RuleBasedStateMachine):
         return most is None or leased[request.tenant] + request.count <= most
 
     def _may_claim(self, waiter: Waiter, leased: Counter[str]) -> bool:
-        return self._admits(waiter.request, leased) and waiter.request.count <= self.capacity
+        return self._admits(waiter.request, leased) and waiter.request.count <= self.capacity - leased[waiter.request.tenant]
 
     def _has(self, waiter: Waiter) -> int:
         """How many slots it could be given now: free ones, and those kept for its run."""
@@ -250,7 +250,7 @@ class BookMachine(RuleBasedStateMachine):
 
     def _shrink(self, data: st.DataObject) -> None:
         """The pool could give fewer slots at best, or as many as it could before."""
-        self.capacity = data.draw(st.sampled_from((2, MANY)))
+        self.capacity = data.draw(st.sampled_from((2, 5, MANY)))
 
     def _hang_up(self, data: st.DataObject) -> None:
         if self.waiting:

@@ -33,6 +33,11 @@ class ClaimModel:
         #: how many slots must come ready until the claimant is served, and what it had when that was last looked at
         self._lacks = 0
         self._had = 0
+        self._claimed_at = 0.0
+        #: when each tenant may claim again, after a claimant of its own that was not served
+        self._may_claim_again: dict[str, float] = {}
+        #: by tenant: the claimant that could not be served for a while, and how long slots were held for it until then
+        self._interrupted: dict[str, tuple[Waiter, float]] = {}
 
     def changed(self, waiting: Sequence[Waiter]) -> None:
         """Somebody has come, gone or been served. `waiting`: all who wait."""
@@ -57,22 +62,37 @@ class ClaimModel:
         self.changed(waiting)
         firsts = self._firsts
         if self.claimant is not None and not (firsts.get(self.claimant.request.tenant) is self.claimant and self._may_claim(self.claimant, leased)):
+            self._end(self.claimant)
             self.claimant = None
         if self.claimant is None:
             aged = [waiter for waiter in self._order if self._since[waiter.seq] + self._claim_after_s <= self._now()]
-            self.claimant = next((waiter for waiter in aged if self._may_claim(waiter, leased)), None)
+            self.claimant = next((waiter for waiter in aged if self._may_claim(waiter, leased) and not self._rests(waiter)), None)
             if self.claimant is not None:
                 self._begin(self.claimant, leased, has)
+
+    def _end(self, claimant: Waiter) -> None:
+        tenant, claimed_s = claimant.request.tenant, self._now() - self._claimed_at
+        waiter, earlier_s = self._interrupted.pop(tenant, (None, 0.0))
+        claimed_s += earlier_s if waiter is claimant else 0.0
+        self._may_claim_again[tenant] = self._now() + (0.0 if claimant.leases else claimed_s)
+        if self._firsts.get(tenant) is claimant:
+            self._interrupted[tenant] = (claimant, claimed_s)
+
+    def _rests(self, waiter: Waiter) -> bool:
+        tenant = waiter.request.tenant
+        is_interrupted = tenant in self._interrupted and self._interrupted[tenant][0] is waiter
+        return not is_interrupted and self._now() < self._may_claim_again.get(tenant, 0.0)
 
     def _begin(self, claimant: Waiter, leased: Counter[str], has: Callable[[Waiter], int]) -> None:
         before = self._went_before[claimant.seq]
         assert before is None or len(before) < self._tenants, "more than one claimant of another tenant went before this one"
         for waiter in self._firsts.values():
             passed = self._went_before[waiter.seq]
-            if not self._may_claim(waiter, leased):
+            if not self._may_claim(waiter, leased) or self._rests(waiter):
                 self._went_before[waiter.seq] = None
             elif passed is not None and waiter is not claimant:
                 passed.add(claimant.seq)
+        self._claimed_at = self._now()
         self._had = has(claimant)
         self._lacks = claimant.request.count - self._had
 

@@ -91,7 +91,7 @@ class ResultLines(Response):
 async def exec_batch(request: Request) -> Response:
     """Run a batch; a hang-up of the caller ends nothing."""
     service = service_of(request)
-    items = batch_items(await read_object(request, service.limits), service.limits)
+    items = batch_items(await read_object(request, service.limits, with_lone_surrogates=True), service.limits)
     service.check_not_stopping()
     batch = await service.dispatcher.begin(tenant_of(request).name, items)
     if NDJSON_TYPE in request.headers.get("accept", ""):
@@ -118,17 +118,18 @@ async def exec_one(request: Request) -> Response:
     """Run one call under a lease that must hold."""
     service = service_of(request)
     wants_events = EVENT_STREAM_TYPE in request.headers.get("accept", "")
-    call = exec_call(await read_object(request, service.limits), request.path_params["lease_id"], service.limits)
+    document = await read_object(request, service.limits, with_lone_surrogates=True)
+    call = exec_call(document, request.path_params["lease_id"], service.limits)
     service.check_not_stopping()
     tenant = tenant_of(request).name
     if isinstance(call, Result):
         service.pools.lease(tenant, call.lease_id)
         call = service.dispatcher.stamped(call)
-        return EventStream(one_result(call), service) if wants_events else json_response(result_document(call))
+        return EventStream(one_result(call), service, tenant) if wants_events else json_response(result_document(call))
     if wants_events:
-        check_room(service)
+        check_room(service, tenant)
         events, ended = await exec_events(service, tenant, call, last_event_id(request) or 0)
-        return EventStream(events, service, ended=ended)
+        return EventStream(events, service, tenant, ended=ended)
     reservation = await service.dispatcher.answers.reserve(tenant, [call])
     try:
         return result_response(await service.dispatcher.run_one(tenant, call, reservation), service.limits.answer_stall_s, reservation.release)

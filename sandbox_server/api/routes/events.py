@@ -35,7 +35,8 @@ async def events(request: Request) -> Response:
     query(request, ())
     after = last_event_id(request)
     service.check_not_stopping()
-    return EventStream(_blocks(service.events.follow(after), tenant_of(request)), service, ends_at_once=True)
+    tenant = tenant_of(request)
+    return EventStream(_blocks(service.events.follow(after), tenant), service, tenant.name, ends_at_once=True)
 
 
 async def _blocks(found: AsyncIterator[Event | None], tenant: Tenant) -> AsyncGenerator[bytes, None]:

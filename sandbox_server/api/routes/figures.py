@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -14,6 +14,7 @@ from starlette.responses import Response
 from sandbox_server.agent.build import content
 from sandbox_server.api.describe import ALWAYS, BINARY, TEXT, WITH_TOKEN, RawRoute, described
 from sandbox_server.api.service import PoolsSeam, service_of
+from sandbox_server.api.streams import PART_BYTES, Stream
 from sandbox_server.core.types import PoolId
 from sandbox_server.pool.access import ALL_TENANTS, SERVICE
 from sandbox_server.telemetry import FIGURES_TYPE
@@ -53,5 +54,14 @@ def agent_zipapp() -> tuple[bytes, str]:
 @router.get("/v1/agent.pyz", **described("The agent", codes=ALWAYS, content={ZIP_TYPE: {"schema": BINARY}}))
 async def agent_pyz(request: Request) -> Response:
     """The program that runs inside a sandbox, as one file for any Python from 3.8 on."""
-    data, tag = await asyncio.to_thread(agent_zipapp)
-    return Response(data, media_type=ZIP_TYPE, headers={"etag": tag, "content-disposition": 'attachment; filename="agent.pyz"'})
+    data, tag = agent_zipapp() if agent_zipapp.cache_info().currsize else await asyncio.to_thread(agent_zipapp)
+    headers = {"etag": tag, "content-disposition": 'attachment; filename="agent.pyz"'}
+    # In pieces: whole answers that nobody reads would fill the memory, and nobody needs a token to ask for this one.
+    answer = Stream(_pieces(data), ZIP_TYPE, headers, stall_s=service_of(request).limits.answer_stall_s)
+    answer.headers["content-length"] = str(len(data))
+    return answer
+
+
+async def _pieces(data: bytes) -> AsyncGenerator[bytes, None]:
+    for start in range(0, len(data), PART_BYTES):
+        yield data[start : start + PART_BYTES]

@@ -70,7 +70,7 @@ async def get_events(request: Request) -> Response:
     last = last_event_id(request)
     offset, name = (offset, "offset") if last is None else (last, "Last-Event-ID")
     await service.records.check_offset(tenant, lease_id, call_id, offset, name)
-    return EventStream(call_events(service.records, tenant, lease_id, call_id, offset), service, ends_at_once=True)
+    return EventStream(call_events(service.records, tenant, lease_id, call_id, offset), service, tenant, ends_at_once=True)
 
 
 @router.get(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import Counter
 from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from sandbox_server.api.call_events import Text
 from sandbox_server.api.limits import Limits
 from sandbox_server.api.paging import Page, next_cursor
 from sandbox_server.api.parse import offset_of, wait_of
-from sandbox_server.api.streams import COMMENT, EventStream, event_block
+from sandbox_server.api.streams import COMMENT, EventStream, check_room, event_block
 from sandbox_server.core.errors import InvalidRequest, QuotaExceeded
 from sandbox_server.core.execution import Fault, Reason, Result
 from sandbox_server.dispatch.records import Chunk
@@ -44,7 +45,7 @@ class Caller:
 
 
 def service(**limits: int) -> Any:
-    return SimpleNamespace(streams=set(), limits=Limits(**limits), stopping=asyncio.get_running_loop().create_future())
+    return SimpleNamespace(streams=Counter(), limits=Limits(**limits), stopping=asyncio.get_running_loop().create_future())
 
 
 async def test_a_comment_is_sent_while_nothing_is() -> None:
@@ -55,7 +56,7 @@ async def test_a_comment_is_sent_while_nothing_is() -> None:
         await ready.wait()
         yield event_block({"n": 1}, event="e", event_id=1)
 
-    stream = asyncio.create_task(EventStream(events(), service(), heartbeat_s=0.001)({}, caller.receive, caller.send))
+    stream = asyncio.create_task(EventStream(events(), service(), "t", heartbeat_s=0.001)({}, caller.receive, caller.send))
     while caller.body.count(COMMENT) < 3:
         await asyncio.sleep(0)
     ready.set()
@@ -75,17 +76,29 @@ async def test_a_hang_up_closes_the_events_and_frees_the_place() -> None:
         finally:
             closed.set()
 
-    stream = asyncio.create_task(EventStream(events(), of)({}, caller.receive, caller.send))
+    stream = asyncio.create_task(EventStream(events(), of, "t")({}, caller.receive, caller.send))
     while len(caller.sent) < 3:
         await asyncio.sleep(0)
     with pytest.raises(QuotaExceeded, match=r"limits\.streams"):
-        EventStream(events(), of)
+        EventStream(events(), of, "t")
     caller.gone.set()
     with pytest.raises(CallerGone):
         await stream
 
     assert closed.is_set()
-    assert of.streams == set()
+    assert not of.streams.total()
+
+
+async def test_a_tenant_has_half_of_the_streams() -> None:
+    of = service(streams=4)
+    of.streams.update({"greedy": 2})
+
+    with pytest.raises(QuotaExceeded, match=r"more than 2 event streams of one tenant open at once: that is half of `limits\.streams`"):
+        check_room(of, "greedy")
+    check_room(of, "other")
+    of.streams.update({"other": 1, "third": 1})
+    with pytest.raises(QuotaExceeded, match=r"more than 4 event streams open at once"):
+        check_room(of, "fourth")
 
 
 async def test_a_stop_ends_a_stream_without_an_end() -> None:
@@ -95,7 +108,7 @@ async def test_a_stop_ends_a_stream_without_an_end() -> None:
         await asyncio.Event().wait()
         yield b""
 
-    stream = asyncio.create_task(EventStream(events(), of, ends_at_once=True)({}, caller.receive, caller.send))
+    stream = asyncio.create_task(EventStream(events(), of, "t", ends_at_once=True)({}, caller.receive, caller.send))
     while not caller.sent:
         await asyncio.sleep(0)
     of.stopping.set_result(None)

@@ -106,6 +106,59 @@ async def test_kept_slots_that_the_claimant_does_not_need_are_their_runs(make_wo
     assert world.slots() == {"leased": 4}
 
 
+async def test_nothing_is_held_for_what_a_tenants_own_leases_make_impossible(make_world):
+    world = await make_world(max_sandboxes=1, slots_per_sandbox=3)
+    own = await world.acquire("gang")
+    gang = await world.queue("gang", count=3)
+    await world.clock.advance(2 * CLAIM_AFTER_S)
+    assert claimant(world) is None
+
+    other = await world.acquire("other")
+    give_back(world, own.leases)
+    await settle()
+    assert claimant(world) == ("gang", 3, 2)
+    give_back(world, other.leases)
+    assert len((await gang).leases) == 3
+
+
+async def test_a_tenant_whose_claimants_leave_unserved_claims_half_of_the_time_at_most(make_world):
+    world = await make_world(max_sandboxes=1, slots_per_sandbox=2)
+    busy = await world.acquire("busy")
+    first, second = await world.queue("gang", count=2), await world.queue("gang", count=2)
+    await world.clock.advance(CLAIM_AFTER_S)
+    assert claimant(world) == ("gang", 2, 1)
+    await world.clock.advance(20.0)
+    await ended([first])
+
+    await world.clock.advance(19.0)  # the next one has aged, and its tenant has held a slot for 20 s
+    assert claimant(world) is None
+    other = await world.acquire("other")
+    give_back(world, other.leases)
+    await settle()
+    await world.clock.advance(1.0)
+    assert claimant(world) == ("gang", 2, 1)
+
+    give_back(world, busy.leases)
+    assert len((await second).leases) == 2
+
+
+async def test_a_claimant_that_could_not_be_served_for_a_while_goes_on(make_world):
+    limits = {"gang": 2}
+    world = await make_world(max_sandboxes=1, slots_per_sandbox=2, max_leases=limits)
+    busy = await world.acquire("busy")
+    gang = await world.queue("gang", count=2)
+    await world.clock.advance(CLAIM_AFTER_S + 40.0)
+    assert claimant(world) == ("gang", 2, 1)
+
+    limits["gang"] = 1
+    give_back(world, (await world.acquire("other")).leases)
+    await settle()
+    assert claimant(world) is None
+    limits["gang"] = 2
+    give_back(world, busy.leases)
+    assert len((await gang).leases) == 2
+
+
 async def test_what_is_held_can_be_seen_and_is_said_to_whom_it_is_refused(make_world):
     world = await make_world(max_sandboxes=1, slots_per_sandbox=4)
     busy = await world.acquire("busy", count=2)
