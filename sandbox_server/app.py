@@ -212,7 +212,7 @@ async def _start_in(settings: Settings, state_dir: StateDir, parts: Parts, *, ep
     care = StateCare(state_dir, store)
     answers = AnswerBudget(_answer_limits(settings))
     dispatcher = Dispatcher(pools, store, clock, telemetry, limits, Doubts(pools.restored), Turns(tenants.max_running_calls), answers)
-    pools.when_a_lease_ends(dispatcher.turns.lease_over)
+    pools.when_a_lease_ends(dispatcher.lease_over)
     service = Service(
         pools=pools,
         dispatcher=dispatcher,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -10,7 +11,7 @@ from sandbox_server.agent import wire
 from sandbox_server.core.clock import Clock
 from sandbox_server.core.errors import BackendUnavailable, CallNotFound, QuotaExceeded, SandboxLost
 from sandbox_server.core.execution import Reason, Result, ToolCall
-from sandbox_server.dispatch.answer_budget import AnswerBudget, Reservation
+from sandbox_server.dispatch.answer_budget import TENANT_SHARE, AnswerBudget, Reservation
 from sandbox_server.dispatch.batch import Batch
 from sandbox_server.dispatch.doubts import Doubts
 from sandbox_server.dispatch.flights import Flights
@@ -35,12 +36,17 @@ class CallLimits:
     """How many calls there may be, by the names of the settings.
 
     Args:
-        in_flight: under way at once (`limits.calls_in_flight`).
+        in_flight: under way at once (`limits.calls_in_flight`); those of one tenant are at most half as many.
         of_lease: over the life of a lease (`limits.lease_calls`).
     """
 
     in_flight: int = 20_000
     of_lease: int = 100_000
+
+    @property
+    def in_flight_of_tenant(self) -> int:
+        """How many calls of one tenant may be under way at once, so that it leaves room for the others."""
+        return max(1, math.ceil(self.in_flight * TENANT_SHARE))
 
 
 class Dispatcher:
@@ -77,6 +83,7 @@ class Dispatcher:
         self.answers = answers or AnswerBudget()
         self.outputs = ResultOutputs(verdicts.outputs)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._runs: dict[str, set[LeaseRun]] = {}
         self._job = Job(
             routes=routes,
             verdicts=verdicts,
@@ -123,7 +130,7 @@ class Dispatcher:
             if isinstance(item, ToolCall):
                 count += 1
                 by_lease.setdefault(item.lease_id, []).append((index, item))
-        self._check_in_flight(count)
+        self._check_in_flight(tenant, count)
         self._check_turns(tenant, items)
         for index, item in enumerate(items):
             if isinstance(item, Result):
@@ -131,21 +138,42 @@ class Dispatcher:
         for lease_id, calls in by_lease.items():
             within = self._within_lease(lease_id, calls, batch)
             for _, call in within:
-                self.flights.begin(call)
+                self.flights.begin(tenant, call)
             if within:
-                self._spawn(LeaseRun(self._job, tenant, lease_id, within, batch, on_sent))
+                self._spawn(lease_id, LeaseRun(self._job, tenant, lease_id, within, batch, on_sent))
         return batch
 
     def stamped(self, result: Result) -> Result:
         """The result of a call that never began, with the time it was refused at."""
         return timed(result, self._job.clock)
 
-    def _spawn(self, run: LeaseRun) -> None:
-        task = asyncio.create_task(run.run())
+    def _spawn(self, lease_id: str, run: LeaseRun) -> None:
+        self._runs.setdefault(lease_id, set()).add(run)
+        self._keep(asyncio.create_task(run.run())).add_done_callback(lambda _: self._run_is_over(lease_id, run))
+
+    def _keep(self, task: asyncio.Task[None]) -> asyncio.Task[None]:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
-    def _check_in_flight(self, count: int) -> None:
+    def _run_is_over(self, lease_id: str, run: LeaseRun) -> None:
+        runs = self._runs[lease_id]
+        runs.discard(run)
+        if not runs:
+            del self._runs[lease_id]
+
+    def lease_over(self, lease_id: str) -> None:
+        """A lease has ended: its calls wait for no turn any more, and those behind a first one come to their results without their agent."""
+        self.turns.lease_over(lease_id)
+        runs = self._runs.get(lease_id)
+        if runs:
+            self._keep(asyncio.create_task(_refuse_waiting(list(runs))))
+
+    def _check_in_flight(self, tenant: str, count: int) -> None:
+        of_tenant, most_of_tenant = self.flights.of_tenant(tenant), self._limits.in_flight_of_tenant
+        if of_tenant + count > most_of_tenant:
+            share = f"{of_tenant} calls of this tenant are under way, and one tenant may have {most_of_tenant} of the {self._limits.in_flight}"
+            raise QuotaExceeded(f"{share} of `limits.calls_in_flight`: ask again later", limit="calls_in_flight", retry_after_s=2)
         if self.flights.count + count > self._limits.in_flight:
             full = f"{self.flights.count} calls are under way, and `limits.calls_in_flight` is {self._limits.in_flight}"
             raise QuotaExceeded(f"{full}: ask again later", limit="calls_in_flight", retry_after_s=2)
@@ -310,8 +338,8 @@ class Dispatcher:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _observe(self, route: Route | None, call: ToolCall, result: Result, overhead_s: float) -> None:
-        self.flights.end(call)
+    def _observe(self, tenant: str, route: Route | None, call: ToolCall, result: Result, overhead_s: float) -> None:
+        self.flights.end(tenant, call)
         self._telemetry.call_ended(
             pool=route.lease.pool if route is not None else "",
             pool_tenant=route.lease.pool_tenant or "" if route is not None else "",
@@ -321,3 +349,10 @@ class Dispatcher:
             duration_s=result.duration_s,
             overhead_s=overhead_s if route is not None else None,
         )
+
+
+async def _refuse_waiting(runs: list[LeaseRun]) -> None:
+    """One request's calls after the other's, so that nothing else waits for all of them."""
+    for run in runs:
+        run.refuse_waiting()
+        await asyncio.sleep(0)
