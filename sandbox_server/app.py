@@ -11,6 +11,7 @@ from pathlib import Path
 from starlette.types import Receive, Scope, Send
 
 from sandbox_server.api.api import build_api
+from sandbox_server.api.body_budget import BodyBudget
 from sandbox_server.api.service import Service, came_with_token
 from sandbox_server.api.tenants import Tenant, Tenants
 from sandbox_server.backends.base import Backend
@@ -223,6 +224,7 @@ async def _start_in(settings: Settings, state_dir: StateDir, parts: Parts, *, ep
         flush=pools.flush,
         tenants=tenants,
         limits=settings.limits,
+        bodies=BodyBudget(settings.limits),
         default_pool=settings.default_pool,
         stopping=asyncio.get_running_loop().create_future(),
         storage_trouble=lambda: care.trouble,

@@ -79,8 +79,10 @@ async def call_events(records: CallRecords, tenant: str, lease_id: str, call_id:
                 yield piece
 
 
-async def exec_events(service: Service, tenant: str, call: ToolCall, offset: int) -> tuple[AsyncGenerator[bytes, None], Callable[[], None]]:
-    """Run a call. It runs on to its end even if nobody reads its events.
+async def exec_events(
+    service: Service, tenant: str, call: ToolCall, offset: int, done: Callable[[], None]
+) -> tuple[AsyncGenerator[bytes, None], Callable[[], None]]:
+    """Run a call. It runs on to its end even if nobody reads its events; `done` is called when it has its result.
 
     Returns:
         Its events, those of its output from an offset on, and what is to be called when they are needed no more.
@@ -90,9 +92,10 @@ async def exec_events(service: Service, tenant: str, call: ToolCall, offset: int
     """
     known = service.dispatcher.check(tenant, call)
     if known is not None:
+        done()
         return one_result(known), lambda: None
     asked = asyncio.Event()
-    batch = await service.dispatcher.begin(tenant, [call], on_sent=asked.set)
+    batch = await service.dispatcher.begin(tenant, [call], on_sent=asked.set, ended=done)
     ended = asyncio.create_task(batch.all())
     ended.add_done_callback(lambda _: asked.set())
     return _running(service.records, tenant, call, offset, asked, ended), batch.close

@@ -95,7 +95,9 @@ class Dispatcher:
             outputs=self.outputs,
         )
 
-    async def begin(self, tenant: str, items: Sequence[ToolCall | Result], on_sent: Callable[[], None] | None = None) -> Batch:
+    async def begin(
+        self, tenant: str, items: Sequence[ToolCall | Result], on_sent: Callable[[], None] | None = None, ended: Callable[[], None] = lambda: None
+    ) -> Batch:
         """Reserve what the answer may take, waiting for room if need be, and set the calls going. The batch is to be closed.
 
         Raises:
@@ -104,13 +106,18 @@ class Dispatcher:
         """
         reservation = await self.answers.reserve(tenant, items)
         try:
-            return self.start(tenant, items, on_sent, reservation)
+            return self.start(tenant, items, on_sent, reservation, ended)
         except BaseException:
             reservation.release()
             raise
 
     def start(
-        self, tenant: str, items: Sequence[ToolCall | Result], on_sent: Callable[[], None] | None = None, reservation: Reservation | None = None
+        self,
+        tenant: str,
+        items: Sequence[ToolCall | Result],
+        on_sent: Callable[[], None] | None = None,
+        reservation: Reservation | None = None,
+        ended: Callable[[], None] = lambda: None,
     ) -> Batch:
         """Set the calls going; they go on to their ends even if nobody reads the batch.
 
@@ -119,11 +126,12 @@ class Dispatcher:
             items: the calls, in order; what is a result already is passed through in its place.
             on_sent: hears, for each lease, that its agent has been asked.
             reservation: what the answer may take; by default nothing is reserved, and outputs are kept in memory where there is room.
+            ended: called once every call has its result, whether or not the batch is still read.
 
         Raises:
             QuotaExceeded: too many calls are under way, or too many of the tenant's wait for their turn.
         """
-        batch = Batch(len(items), reservation or self.answers.nothing_reserved(tenant))
+        batch = Batch(len(items), reservation or self.answers.nothing_reserved(tenant), ended)
         by_lease: dict[str, list[tuple[int, ToolCall]]] = {}
         count = 0
         for index, item in enumerate(items):
@@ -208,13 +216,14 @@ class Dispatcher:
     def _too_many(self) -> str:
         return f"this lease has had the {self._limits.of_lease} calls of `limits.lease_calls`: acquire a new one"
 
-    async def run_one(self, tenant: str, call: ToolCall, reservation: Reservation | None = None) -> Result:
+    async def run_one(self, tenant: str, call: ToolCall, reservation: Reservation | None = None, ended: Callable[[], None] = lambda: None) -> Result:
         """Run one call under a lease that must hold.
 
         Args:
             tenant: who asks.
             call: what is to run.
             reservation: what the answer may take, as for `start`.
+            ended: called once the call has its result, whether or not anybody waits for it.
 
         Raises:
             LeaseNotFound, LeaseLost, SandboxLost: it does not.
@@ -222,8 +231,9 @@ class Dispatcher:
         """
         known = self.check(tenant, call)
         if known is not None:
+            ended()
             return known
-        (result,) = await self.start(tenant, [call], reservation=reservation).all()
+        (result,) = await self.start(tenant, [call], reservation=reservation, ended=ended).all()
         if result.reason is Reason.BACKEND_ERROR and result.metadata.get("limit") == AGENTS_CALL_LIMIT:
             raise QuotaExceeded(self._too_many(), limit="lease_calls")
         return result

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
 from fastapi import APIRouter
@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from sandbox_server.api.answers import ExecBatchAnswer, ResultAnswer
-from sandbox_server.api.body import CallerGone, read_object
+from sandbox_server.api.body import CallerGone, read_held_object, read_object
 from sandbox_server.api.call_events import exec_events, one_result
 from sandbox_server.api.describe import LAST_EVENT_ID, LEASE_ID, REF, TEXT, WITH_BODY, WITH_LEASE, WITH_TOKEN, RawRoute, described
 from sandbox_server.api.parse import batch_items, checked, exec_call, last_event_id
@@ -22,7 +22,7 @@ from sandbox_server.api.result_pieces import result_pieces, result_response, res
 from sandbox_server.api.schemas import CancelBody, ExecBatchBody, ExecBody
 from sandbox_server.api.service import service_of, tenant_of
 from sandbox_server.api.streams import EVENT_STREAM_TYPE, HEARTBEAT_S, PART_BYTES, EventStream, body_part, check_room, hang_up, send_part
-from sandbox_server.core.execution import Result
+from sandbox_server.core.execution import Result, ToolCall
 from sandbox_server.dispatch.batch import Batch
 
 router = APIRouter(route_class=RawRoute, tags=["calls"])
@@ -91,9 +91,15 @@ class ResultLines(Response):
 async def exec_batch(request: Request) -> Response:
     """Run a batch; a hang-up of the caller ends nothing."""
     service = service_of(request)
-    items = batch_items(await read_object(request, service.limits), service.limits)
-    service.check_not_stopping()
-    batch = await service.dispatcher.begin(tenant_of(request).name, items)
+    document, room = await read_held_object(request, service.limits)
+    try:
+        items = batch_items(document, service.limits)
+        service.check_not_stopping()
+        batch = await service.dispatcher.begin(tenant_of(request).name, items, ended=room.release)
+    except BaseException:
+        room.release()
+        raise
+    del document, items  # as each call gets its result, it is let go of
     if NDJSON_TYPE in request.headers.get("accept", ""):
         return ResultLines(batch, service.limits.answer_stall_s)
     try:
@@ -117,21 +123,33 @@ async def exec_batch(request: Request) -> Response:
 async def exec_one(request: Request) -> Response:
     """Run one call under a lease that must hold."""
     service = service_of(request)
+    document, room = await read_held_object(request, service.limits)
+    try:
+        service.check_not_stopping()
+        return await _exec(request, exec_call(document, request.path_params["lease_id"], service.limits), room.release)
+    except BaseException as error:
+        # A call that has begun goes on without its caller, and its arguments stay as long.
+        if not isinstance(error, asyncio.CancelledError):
+            room.release()
+        raise
+
+
+async def _exec(request: Request, call: ToolCall | Result, ended: Callable[[], None]) -> Response:
+    """Run a call; `ended` is to be called once it has its result."""
+    service, tenant = service_of(request), tenant_of(request).name
     wants_events = EVENT_STREAM_TYPE in request.headers.get("accept", "")
-    call = exec_call(await read_object(request, service.limits), request.path_params["lease_id"], service.limits)
-    service.check_not_stopping()
-    tenant = tenant_of(request).name
     if isinstance(call, Result):
+        ended()
         service.pools.lease(tenant, call.lease_id)
         call = service.dispatcher.stamped(call)
         return EventStream(one_result(call), service) if wants_events else json_response(result_document(call))
     if wants_events:
         check_room(service)
-        events, ended = await exec_events(service, tenant, call, last_event_id(request) or 0)
-        return EventStream(events, service, ended=ended)
+        events, closed = await exec_events(service, tenant, call, last_event_id(request) or 0, ended)
+        return EventStream(events, service, ended=closed)
     reservation = await service.dispatcher.answers.reserve(tenant, [call])
     try:
-        return result_response(await service.dispatcher.run_one(tenant, call, reservation), service.limits.answer_stall_s, reservation.release)
+        return result_response(await service.dispatcher.run_one(tenant, call, reservation, ended), service.limits.answer_stall_s, reservation.release)
     except BaseException:
         reservation.release()
         raise

@@ -1,4 +1,4 @@
-"""Answers that nobody reads: the service's memory stays what it is, another tenant goes on, and what was answered is told again the same."""
+"""Answers that nobody reads, bodies that nobody ends: memory stays what it is, another tenant goes on, what was answered is told again the same."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ import pytest
 from tests.support.service import SMALL_POOL, Service, running_service
 
 TENANTS = [{"name": "hog", "token": "token-of-hog"}, {"name": "other", "token": "token-of-other"}]
-LIMITS = {"answer_wait_s": 1, "answer_stall_s": 3, "answer_file_bytes": 400 << 20}
+LIMITS = {
+    "answer_wait_s": 1, "answer_stall_s": 3, "answer_file_bytes": 400 << 20,
+    "body_memory_bytes": 64 << 20, "body_wait_s": 1, "body_stall_s": 3,
+}  # fmt: skip
 LARGE = 10 << 20
 CALLS, BATCHES = 6, 8
 
@@ -80,6 +83,59 @@ def test_a_flood_of_unread_answers_costs_others_nothing(service: Service) -> Non
             answer = hog.post("/v1/exec-batch", json={"calls": [nuls(leases[0])] * 3})
         assert [len(result["output"]) for result in answer.json()["results"]] == [LARGE] * 3
         hog.post("/v1/release", json={"lease_ids": leases}).raise_for_status()
+
+
+BODY = 8 << 20
+
+
+def unfinished(service: Service) -> socket.socket:
+    """A request of the hog's of which the last byte of the body is not sent; as much of the others as is taken."""
+    address = urlsplit(service.url)
+    connection = socket.create_connection((address.hostname, address.port))
+    connection.settimeout(0.2)
+    with contextlib.suppress(OSError):
+        connection.sendall(f"POST /v1/exec-batch HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer token-of-hog\r\nContent-Length: {BODY}\r\n\r\n".encode())
+        connection.sendall(b" " * (BODY - 1))
+    return connection
+
+
+def test_a_flood_of_unfinished_bodies_costs_others_nothing(service: Service) -> None:
+    process = psutil.Process(service.process.pid)
+    with client(service, "hog") as hog, client(service, "other") as other, contextlib.ExitStack() as connections:
+        before = process.memory_info().rss
+        held = [connections.enter_context(contextlib.closing(unfinished(service))) for _ in range(24)]
+
+        assert process.memory_info().rss - before < 100 << 20
+        assert other.post("/v1/release", json={"lease_ids": [], "run_id": "x" * 100_000}).status_code != httpx.codes.TOO_MANY_REQUESTS
+        large = {"calls": [{"lease_id": "l", "tool": "bash", "args": {"command": "x" * (4 << 20)}}]}
+        assert other.post("/v1/exec-batch", json=large).raise_for_status().json()["results"][0]["reason"] == "lease_lost"
+        # What is never ended is cut off, and what it held is free again.
+        held[0].settimeout(30.0)
+        assert b"body_stall_s" in held[0].recv(4096)
+        deadline = time.monotonic() + 30.0
+        while (answer := hog.post("/v1/exec-batch", json=large)).status_code == httpx.codes.TOO_MANY_REQUESTS:
+            assert answer.json()["limit"] == "body_memory_bytes"
+            assert time.monotonic() < deadline
+        assert answer.raise_for_status().json()["results"][0]["reason"] == "lease_lost"
+
+
+def test_calls_hold_the_room_of_their_body_until_they_have_their_results(service: Service) -> None:
+    with client(service, "hog") as hog, contextlib.ExitStack() as connections:
+        (lease,) = hog.post("/v1/acquire", json={}).raise_for_status().json()["leases"]
+        padded = {"lease_id": lease["lease_id"], "tool": "bash", "args": {"command": "sleep 60 #" + "x" * (900 << 10)}}
+        call = {"lease_id": lease["lease_id"], "tool": "bash", "args": {"command": "true #" + "x" * (900 << 10)}}
+        for _ in range(2):  # of the 32 MiB of a tenant
+            connections.enter_context(unread(service, [padded] * 15))
+        answer = hog.post("/v1/exec-batch", json={"calls": [call] * 10})
+        deadline = time.monotonic() + 30.0
+        while answer.status_code == httpx.codes.OK:
+            assert time.monotonic() < deadline
+            answer = hog.post("/v1/exec-batch", json={"calls": [call] * 10})
+
+        assert (answer.status_code, answer.json()["limit"]) == (429, "body_memory_bytes")
+        hog.post("/v1/release", json={"lease_ids": [lease["lease_id"]]}).raise_for_status()
+        while hog.post("/v1/exec-batch", json={"calls": [call] * 10}).status_code == httpx.codes.TOO_MANY_REQUESTS:
+            assert time.monotonic() < deadline
 
 
 def test_a_large_result_is_told_again_the_same_every_way(service: Service) -> None:
