@@ -17,7 +17,7 @@ from sandbox_server.dispatch.doubts import Doubts
 from sandbox_server.dispatch.flights import Flights
 from sandbox_server.dispatch.lease_run import Job, LeaseRun, Verdicts, recorded, timed
 from sandbox_server.dispatch.outputs import ResultOutputs
-from sandbox_server.dispatch.records import found_result, refused_call
+from sandbox_server.dispatch.records import current_result, refused_call
 from sandbox_server.dispatch.seams import Route, Routes, slot_meta
 from sandbox_server.dispatch.turns import Turns
 from sandbox_server.dispatch.verdicts import identity_of, own_result
@@ -316,8 +316,7 @@ class Dispatcher:
         result = None
         async for event in stream:
             if isinstance(event, wire.Item):
-                result = found_result(self._verdicts, self.flights, route.lease.lease_id, call_id, event)
-                result = self.outputs.only_for_now(await self.outputs.complete(result, event.meta, route))
+                result = await current_result(self._verdicts, self.flights, self.outputs, route, call_id, event)
             elif isinstance(event, wire.Ended):
                 return result, dict(event.meta)
         return result, {}

@@ -18,7 +18,7 @@ from sandbox_server.api.call_events import exec_events, one_result
 from sandbox_server.api.describe import LAST_EVENT_ID, LEASE_ID, REF, TEXT, WITH_BODY, WITH_LEASE, WITH_TOKEN, RawRoute, described
 from sandbox_server.api.parse import batch_items, checked, exec_call, last_event_id
 from sandbox_server.api.render import json_response, result_document
-from sandbox_server.api.result_pieces import result_pieces, result_response, results_response
+from sandbox_server.api.result_pieces import result_pieces, result_response, results_response, whole_response
 from sandbox_server.api.schemas import CancelBody, ExecBatchBody, ExecBody
 from sandbox_server.api.service import service_of, tenant_of
 from sandbox_server.api.streams import EVENT_STREAM_TYPE, HEARTBEAT_S, PART_BYTES, EventStream, body_part, check_room, hang_up, send_part
@@ -82,7 +82,7 @@ class ResultLines(Response):
     "/v1/exec-batch",
     **described(
         "Run tool calls over any number of leases",
-        codes=(*WITH_TOKEN, *WITH_BODY, "quota_exceeded", "draining"),
+        codes=(*WITH_TOKEN, *WITH_BODY, "draining"),
         body=ExecBatchBody,
         answer=ExecBatchAnswer,
         content={NDJSON_TYPE: {"schema": {"$ref": REF.format(model=ResultAnswer.__name__)}}},
@@ -113,7 +113,7 @@ async def exec_batch(request: Request) -> Response:
     "/v1/leases/{lease_id}/exec",
     **described(
         "Run one tool call",
-        codes=(*WITH_TOKEN, *WITH_BODY, *WITH_LEASE, "quota_exceeded", "draining"),
+        codes=(*WITH_TOKEN, *WITH_BODY, *WITH_LEASE, "draining"),
         parameters=(LEASE_ID, LAST_EVENT_ID),
         body=ExecBody,
         answer=ResultAnswer,
@@ -168,5 +168,10 @@ async def cancel(request: Request) -> Response:
     """Cancel a call and answer with its result."""
     service = service_of(request)
     body = checked(CancelBody, await read_object(request, service.limits))
-    result = await service.dispatcher.cancel(tenant_of(request).name, body.lease_id, body.call_id)
-    return result_response(result, service.limits.answer_stall_s)
+    tenant = tenant_of(request).name
+    result = await service.dispatcher.cancel(tenant, body.lease_id, body.call_id)
+    whole = whole_response(result, result_document)
+    if whole is not None:
+        return whole
+    reservation = await service.dispatcher.answers.reserve_stream(tenant, service.records.file_bytes(body.lease_id, body.call_id, result))
+    return result_response(result, service.limits.answer_stall_s, reservation.release)

@@ -35,7 +35,8 @@ async def events(request: Request) -> Response:
     query(request, ())
     after = last_event_id(request)
     service.check_not_stopping()
-    return EventStream(_blocks(service.events.follow(after), tenant_of(request)), service, ends_at_once=True)
+    reservation = await service.dispatcher.answers.reserve_stream(tenant_of(request).name)
+    return EventStream(_blocks(service.events.follow(after), tenant_of(request)), service, ends_at_once=True, ended=reservation.release)
 
 
 async def _blocks(found: AsyncIterator[Event | None], tenant: Tenant) -> AsyncGenerator[bytes, None]:

@@ -19,7 +19,7 @@ from tests.support.service import SMALL_POOL, Service, running_service
 
 TENANTS = [{"name": "hog", "token": "token-of-hog"}, {"name": "other", "token": "token-of-other"}]
 LIMITS = {
-    "answer_wait_s": 1, "answer_stall_s": 3, "answer_file_bytes": 400 << 20,
+    "answer_wait_s": 1, "answer_stall_s": 3, "answer_file_bytes": 400 << 20, "answer_memory_bytes": 16 << 20,
     "body_memory_bytes": 64 << 20, "body_wait_s": 1, "body_stall_s": 3,
 }  # fmt: skip
 LARGE = 10 << 20
@@ -83,6 +83,45 @@ def test_a_flood_of_unread_answers_costs_others_nothing(service: Service) -> Non
             answer = hog.post("/v1/exec-batch", json={"calls": [nuls(leases[0])] * 3})
         assert [len(result["output"]) for result in answer.json()["results"]] == [LARGE] * 3
         hog.post("/v1/release", json={"lease_ids": leases}).raise_for_status()
+
+
+def unread_get(service: Service, path: str) -> socket.socket:
+    """A request of the hog's for something that it does not read."""
+    address = urlsplit(service.url)
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect((address.hostname, address.port))
+    connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer token-of-hog\r\n\r\n".encode())
+    return connection
+
+
+def test_looking_at_large_results_without_reading_them_takes_a_share_of_memory_and_no_files(service: Service) -> None:
+    process, outputs = psutil.Process(service.process.pid), service.state_dir / "outputs"
+    with client(service, "hog") as hog, client(service, "other") as other, contextlib.ExitStack() as connections:
+        leases = [lease["lease_id"] for lease in hog.post("/v1/acquire", json={"count": 2}).raise_for_status().json()["leases"]]
+        mine = other.post("/v1/acquire", json={}).raise_for_status().json()["leases"][0]["lease_id"]
+        hog.post("/v1/exec-batch", json={"calls": [nuls(leases[0], call_id="done")]}).raise_for_status()
+        files_before, before = len(list(outputs.iterdir())), process.memory_info().rss
+        slow = nuls(leases[1], call_id="slow", args={"command": f"sleep 1; head -c {LARGE} /dev/zero"})
+        connections.enter_context(unread(service, [slow]))
+        while hog.get(f"/v1/leases/{leases[1]}/calls/slow").status_code != httpx.codes.OK:
+            pass
+        for _ in range(15):
+            connections.enter_context(contextlib.closing(unread_get(service, f"/v1/leases/{leases[1]}/calls/slow?wait_s=20")))
+            connections.enter_context(contextlib.closing(unread_get(service, f"/v1/leases/{leases[0]}/calls/done/events?offset={LARGE}")))
+        looking = [connections.enter_context(contextlib.closing(unread_get(service, f"/v1/leases/{leases[0]}/calls/done"))) for _ in range(400)]
+        deadline = time.monotonic() + 30.0
+        while hog.get(f"/v1/leases/{leases[1]}/calls/slow", params={"wait_s": 1}).status_code == httpx.codes.OK:
+            assert time.monotonic() < deadline, "nothing is refused"
+
+        assert process.memory_info().rss - before < 80 << 20
+        assert len(list(outputs.iterdir())) - files_before == 1
+        assert other.post(f"/v1/leases/{mine}/exec", json={"command": "true"}).raise_for_status().json()["success"]
+        looking[-1].settimeout(30.0)
+        assert looking[-1].recv(12) == b"HTTP/1.1 429"
+        connections.close()
+        for tenant, held in ((hog, leases), (other, [mine])):
+            tenant.post("/v1/release", json={"lease_ids": held}).raise_for_status()
 
 
 BODY = 8 << 20
