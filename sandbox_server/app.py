@@ -11,6 +11,7 @@ from pathlib import Path
 from starlette.types import Receive, Scope, Send
 
 from sandbox_server.api.api import build_api
+from sandbox_server.api.body_budget import BodyBudget
 from sandbox_server.api.service import Service, tenant_of_scope
 from sandbox_server.api.tenants import Tenant, Tenants
 from sandbox_server.backends.base import Backend
@@ -212,7 +213,7 @@ async def _start_in(settings: Settings, state_dir: StateDir, parts: Parts, *, ep
     care = StateCare(state_dir, store)
     answers = AnswerBudget(_answer_limits(settings))
     dispatcher = Dispatcher(pools, store, clock, telemetry, limits, Doubts(pools.restored), Turns(tenants.max_running_calls), answers)
-    pools.when_a_lease_ends(dispatcher.turns.lease_over)
+    pools.when_a_lease_ends(dispatcher.lease_over)
     service = Service(
         pools=pools,
         dispatcher=dispatcher,
@@ -223,6 +224,7 @@ async def _start_in(settings: Settings, state_dir: StateDir, parts: Parts, *, ep
         flush=pools.flush,
         tenants=tenants,
         limits=settings.limits,
+        bodies=BodyBudget(settings.limits),
         default_pool=settings.default_pool,
         stopping=asyncio.get_running_loop().create_future(),
         storage_trouble=lambda: care.trouble,

@@ -26,6 +26,8 @@ log = logging.getLogger(__name__)
 HEAD_WITHIN_S = 15.0
 """How long the head of a request may take, in seconds."""
 
+WRITE_BUFFER_BYTES = 32 << 10
+"""How much of an answer a connection holds, beside the piece written last, before the next piece waits."""
 RESERVED_DESCRIPTORS = 512
 """What the service keeps for agents, state and files."""
 
@@ -122,6 +124,7 @@ class Visitor(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(cast(asyncio.Transport, transport))
+        cast(asyncio.Transport, transport).set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
         if self._doors.enter(self):
             self._expect_head()
         else:

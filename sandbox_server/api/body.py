@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import re
@@ -11,7 +12,9 @@ from typing import Any
 import orjson
 from starlette.requests import Request
 
+from sandbox_server.api.body_budget import SMALL_BODY_BYTES, BodyRoom
 from sandbox_server.api.limits import Limits, too_large, too_many
+from sandbox_server.api.service import service_of, tenant_of
 from sandbox_server.core.errors import InvalidRequest
 
 
@@ -59,8 +62,59 @@ async def read_chunks(request: Request, limits: Limits, name: str) -> AsyncItera
             yield chunk
 
 
-async def read_json(request: Request, limits: Limits, *, with_lone_surrogates: bool = False) -> Any:
-    """The body as JSON.
+async def _receive(request: Request, stall_s: float) -> tuple[bytes, bool]:
+    """The next part of a body, and whether there is more of it.
+
+    Raises:
+        InvalidRequest: nothing came for `stall_s`.
+        CallerGone: the caller hung up before the end.
+    """
+    try:
+        async with asyncio.timeout(stall_s):
+            message = await request.receive()
+    except TimeoutError:
+        why = f"body: nothing more of it came within the {stall_s:g} s of `limits.body_stall_s`"
+        raise InvalidRequest(f"{why}: send it again", field="body", limit="body_stall_s") from None
+    if message["type"] != "http.request":
+        raise CallerGone
+    return message.get("body", b""), message.get("more_body", False)
+
+
+async def _read_body(request: Request, limits: Limits) -> tuple[bytes, BodyRoom]:
+    """The whole body, and the room that it has taken. A small one that is there at once takes none.
+
+    Room is taken for all of it at once, as far as the caller says how long it is: bodies that each had room for a part would wait for each other.
+
+    Raises:
+        PayloadTooLarge, InvalidRequest, CallerGone, QuotaExceeded: as `read_json`.
+    """
+    _check_length(request, limits, "body_bytes")
+    body, more = await _receive(request, limits.body_stall_s)
+    if len(body) > limits.body_bytes:
+        raise too_large(limits, "body_bytes")
+    tenant = tenant_of(request).name
+    if not more and len(body) <= SMALL_BODY_BYTES:
+        return body, BodyRoom(None, tenant, 0)
+    claimed = request.headers.get("content-length", "")
+    size_bytes = len(body) if not more else int(claimed) if claimed.isdecimal() else limits.body_bytes
+    room = await service_of(request).bodies.take(tenant, size_bytes)
+    try:
+        chunks = [body]
+        seen = len(body)
+        while more:
+            chunk, more = await _receive(request, limits.body_stall_s)
+            seen += len(chunk)
+            if seen > limits.body_bytes:
+                raise too_large(limits, "body_bytes")
+            chunks.append(chunk)
+        return b"".join(chunks), room
+    except BaseException:
+        room.release()
+        raise
+
+
+async def read_json(request: Request, limits: Limits, *, with_lone_surrogates: bool = False) -> tuple[Any, BodyRoom]:
+    """The body as JSON, and the room that it has taken, to be released when what is in it is needed no more.
 
     Args:
         request: whose body.
@@ -68,11 +122,21 @@ async def read_json(request: Request, limits: Limits, *, with_lone_surrogates: b
         with_lone_surrogates: texts may hold half of a surrogate pair, escaped, which no UTF-8 can; the caller of this sees to it.
 
     Raises:
+        QuotaExceeded: there has been no room for it within `limits.body_wait_s`.
         PayloadTooLarge: it is longer than `limits.body_bytes`.
-        InvalidRequest: it is no JSON, holds more than `limits.json_values`, nests deeper than `limits.json_depth`, or gives a key twice.
+        InvalidRequest: nothing more of it came for `limits.body_stall_s`, it is no JSON, holds more than `limits.json_values`, nests deeper than
+            `limits.json_depth`, or gives a key twice.
         CallerGone: the caller hung up before the end.
     """
-    body = b"".join([chunk async for chunk in read_chunks(request, limits, "body_bytes")])
+    body, room = await _read_body(request, limits)
+    try:
+        return _parsed(body, limits, with_lone_surrogates), room
+    except BaseException:
+        room.release()
+        raise
+
+
+def _parsed(body: bytes, limits: Limits, with_lone_surrogates: bool) -> Any:
     if not body:
         raise InvalidRequest("the body is empty: send a JSON object", field="body")
     bare = without_escapes(body)
@@ -124,12 +188,20 @@ def _no_constant(name: str) -> float:
     raise ValueError(f"{name} is no JSON value")
 
 
-async def read_object(request: Request, limits: Limits, *, with_lone_surrogates: bool = False) -> dict[str, Any]:
-    """The body as a JSON object; raises as `read_json` does, and InvalidRequest for any other JSON."""
-    document = await read_json(request, limits, with_lone_surrogates=with_lone_surrogates)
-    if not isinstance(document, dict):
-        raise InvalidRequest("the body is not a JSON object", field="body")
+async def read_object(request: Request, limits: Limits) -> dict[str, Any]:
+    """The body as a JSON object of which little is kept; raises as `read_json` does, and InvalidRequest for any other JSON."""
+    document, room = await read_held_object(request, limits)
+    room.release()
     return document
+
+
+async def read_held_object(request: Request, limits: Limits, *, with_lone_surrogates: bool = False) -> tuple[dict[str, Any], BodyRoom]:
+    """The body as a JSON object, and the room that it has taken, to be released by the caller; takes and raises what `read_json` does."""
+    document, room = await read_json(request, limits, with_lone_surrogates=with_lone_surrogates)
+    if not isinstance(document, dict):
+        room.release()
+        raise InvalidRequest("the body is not a JSON object", field="body")
+    return document, room
 
 
 def without_escapes(body: bytes) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import codecs
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 
 from sandbox_server.api.result_pieces import enclosed
@@ -18,6 +18,8 @@ from sandbox_server.dispatch.records import CallRecords, Chunk
 OUTPUT = "output"
 RESULT = "result"
 MISSED = "missed"
+EVENT_BYTES = 4 << 10
+"""How much output one event tells of at most: JSON makes up to six bytes of each."""
 LAST_OUTPUT_S = 5.0
 """How long to wait for more output of a call whose result is there, in seconds."""
 
@@ -54,6 +56,13 @@ class Text:
         return rest + missed
 
 
+def _parts(chunk: Chunk) -> Iterator[Chunk]:
+    start = chunk.end - len(chunk.data)
+    for at in range(0, len(chunk.data), EVENT_BYTES):
+        data = chunk.data[at : at + EVENT_BYTES]
+        yield Chunk(data=data, end=start + at + len(data))
+
+
 def _block(text: str, end: int) -> bytes:
     return event_block({"data": text}, event=OUTPUT, event_id=end)
 
@@ -70,8 +79,7 @@ async def call_events(records: CallRecords, tenant: str, lease_id: str, call_id:
     async with aclosing(records.follow(tenant, lease_id, call_id, offset)) as found:
         async for event in found:
             if isinstance(event, Chunk):
-                block = text.block(event)
-                if block:
+                for block in filter(None, map(text.block, _parts(event))):
                     yield block
                 continue
             yield text.last(event)
@@ -79,8 +87,10 @@ async def call_events(records: CallRecords, tenant: str, lease_id: str, call_id:
                 yield piece
 
 
-async def exec_events(service: Service, tenant: str, call: ToolCall, offset: int) -> tuple[AsyncGenerator[bytes, None], Callable[[], None]]:
-    """Run a call. It runs on to its end even if nobody reads its events.
+async def exec_events(
+    service: Service, tenant: str, call: ToolCall, offset: int, done: Callable[[], None]
+) -> tuple[AsyncGenerator[bytes, None], Callable[[], None]]:
+    """Run a call. It runs on to its end even if nobody reads its events; `done` is called when it has its result.
 
     Returns:
         Its events, those of its output from an offset on, and what is to be called when they are needed no more.
@@ -90,9 +100,10 @@ async def exec_events(service: Service, tenant: str, call: ToolCall, offset: int
     """
     known = service.dispatcher.check(tenant, call)
     if known is not None:
+        done()
         return one_result(known), lambda: None
     asked = asyncio.Event()
-    batch = await service.dispatcher.begin(tenant, [call], on_sent=asked.set)
+    batch = await service.dispatcher.begin(tenant, [call], on_sent=asked.set, ended=done)
     ended = asyncio.create_task(batch.all())
     ended.add_done_callback(lambda _: asked.set())
     return _running(service.records, tenant, call, offset, asked, ended), batch.close
@@ -105,8 +116,7 @@ async def _running(
     text = Text(call.encoding, offset)
     async with aclosing(records.follow(tenant, call.lease_id, call.call_id, offset)) as found:
         while (chunk := await _next_chunk(found, ended)) is not None:
-            block = text.block(chunk)
-            if block:
+            for block in filter(None, map(text.block, _parts(chunk))):
                 yield block
     (result,) = await ended
     yield text.last(result)

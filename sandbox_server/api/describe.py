@@ -17,7 +17,7 @@ REF = "#/components/schemas/{model}"
 PROBLEM_REF = REF.format(model=ProblemAnswer.__name__)
 ALWAYS = ("internal",)
 WITH_TOKEN = ("unauthorized", *ALWAYS)
-WITH_BODY = ("invalid_request", "payload_too_large")
+WITH_BODY = ("invalid_request", "payload_too_large", "quota_exceeded")
 WITH_LEASE = ("lease_not_found", "lease_lost", "sandbox_lost")
 TEXT = {"type": "string"}
 BINARY = {"type": "string", "format": "binary"}

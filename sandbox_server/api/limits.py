@@ -19,6 +19,9 @@ class Limits:
     """The named limits of the service; the settings file sets them under `limits`. Each says what it counts: `of` reads that back."""
 
     body_bytes: int = _limit(32 << 20, "bytes in one JSON body")
+    body_memory_bytes: int = _limit(512 << 20, "bytes of JSON bodies held in memory at once")
+    body_wait_s: int = _limit(10, "seconds of waiting for room for a JSON body")
+    body_stall_s: int = _limit(60, "seconds in which a caller sends nothing of its JSON body")
     json_depth: int = _limit(64, "levels in one JSON body")
     json_values: int = _limit(200_000, "objects, lists and members in one JSON body")
     query_bytes: int = _limit(16 << 10, "bytes in the path and query of one request")

@@ -82,6 +82,6 @@ def problem_of(error: PoolServiceError, request_id: str) -> Problem:
         headers["www-authenticate"] = 'Bearer realm="sandbox-pool"'
     if allow:
         headers["allow"] = allow
-    if status == 413:
+    if status == 413 or document.get("limit") == "body_stall_s":  # the rest of the body is not read
         headers["connection"] = "close"
     return Problem(status=status, headers=headers, body=orjson.dumps(document, default=str))

@@ -6,6 +6,7 @@ import base64
 import codecs
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import orjson
 from starlette.responses import Response
@@ -15,6 +16,10 @@ from sandbox_server.api.streams import Stream
 from sandbox_server.core.execution import Result
 from sandbox_server.dispatch.outputs import output_pieces
 
+WHOLE_ANSWER_BYTES = 48 << 10
+"""An answer that is larger as JSON, which makes up to six bytes of one, is sent in pieces all the same."""
+TEXT_BYTES = 4 << 10
+"""How much of an output is made text at a time, so that no piece is more than six times as large."""
 SMALL_BYTES = 32 << 10
 """An answer with no more output than this is made in one piece."""
 
@@ -32,20 +37,34 @@ def results_response(results: list[Result], stall_s: float, sent: Callable[[], N
         stall_s: how long the caller may take for one piece, in seconds.
         sent: called once the results are needed no more.
     """
-    if not are_small(results):
-        return Stream(_results(results), JSON_TYPE, stall_s=stall_s, ended=sent)
-    response = json_response({"results": [result_document(result) for result in results]})
-    sent()
-    return response
+    if are_small(results):
+        response = json_response({"results": [result_document(result) for result in results]})
+        if len(response.body) <= WHOLE_ANSWER_BYTES or not any(result.held_bytes for result in results):
+            sent()
+            return response
+    return Stream(_results(results), JSON_TYPE, stall_s=stall_s, ended=sent)
 
 
-def result_response(result: Result, stall_s: float, sent: Callable[[], None] = lambda: None) -> Response:
+def result_response(result: Result, stall_s: float, sent: Callable[[], None]) -> Response:
     """An answer that is one result; arguments as those of `results_response`."""
-    if not are_small([result]):
+    response = whole_response(result, result_document)
+    if response is None:
         return Stream(result_pieces(result), JSON_TYPE, stall_s=stall_s, ended=sent)
-    response = json_response(result_document(result))
     sent()
     return response
+
+
+def whole_response(result: Result, document_of: Callable[[Result], dict[str, Any]]) -> Response | None:
+    """An answer with one result in one piece; None: it is too large for that.
+
+    Args:
+        result: the result.
+        document_of: makes the answer of it.
+    """
+    if not are_small([result]):
+        return None
+    response = json_response(document_of(result))
+    return response if len(response.body) <= WHOLE_ANSWER_BYTES or not result.held_bytes else None
 
 
 async def _results(results: list[Result]) -> AsyncGenerator[bytes, None]:
@@ -69,8 +88,11 @@ async def enclosed(head: bytes, result: Result, end: bytes) -> AsyncGenerator[by
 async def result_pieces(result: Result) -> AsyncGenerator[bytes, None]:
     """The JSON of a result, the same as `result_document` gives."""
     if are_small([result]):
-        yield dumps(result_document(result))
-        return
+        whole = dumps(result_document(result))
+        if len(whole) <= WHOLE_ANSWER_BYTES or not result.held_bytes:
+            yield whole
+            return
+        del whole
     first_bytes = _stdout_bytes(result) if result.is_separate else None
     document = result_document(replace(result, output=b"", stdout=None, stderr=None, output_file=None))
     metadata = document.pop("metadata")
@@ -107,5 +129,6 @@ async def _text(result: Result, start: int, end: int | None) -> AsyncIterator[by
         return
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     async for piece in output_pieces(result, start, end):
-        yield orjson.dumps(decoder.decode(piece))[1:-1]
+        for at in range(0, len(piece), TEXT_BYTES):
+            yield orjson.dumps(decoder.decode(piece[at : at + TEXT_BYTES]))[1:-1]
     yield orjson.dumps(decoder.decode(b"", final=True))[1:-1]

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from starlette.requests import Request
 
+from sandbox_server.api.body_budget import BodyBudget
 from sandbox_server.api.limits import Limits
 from sandbox_server.api.tenants import Tenant, Tenants
 from sandbox_server.core.errors import Forbidden, PoolServiceError, Stopping, StorageUnavailable
@@ -80,6 +81,8 @@ class Service:
     files: SlotFiles
     tenants: Tenants
     limits: Limits
+    bodies: BodyBudget
+    """The memory that the bodies of requests may take."""
     default_pool: str
     records: CallRecords
     events: EventsSeam

@@ -19,6 +19,8 @@ from sandbox_server.core.execution import LARGE_OUTPUT_BYTES, Result, ToolCall
 
 CALL_BYTES = 4096
 """What the result of one call takes beside its output, in bytes."""
+STREAM_BYTES = 128 << 10
+"""What an answer takes that is sent in pieces, in bytes: the pieces on their way, and what the server and the connection hold of them."""
 TENANT_SHARE = 0.5
 """The share of each limit that one tenant may have."""
 OUTPUT_SHARE = 0.5
@@ -131,11 +133,33 @@ class AnswerBudget:
             QuotaExceeded: there has been no room for as long as a request waits.
         """
         calls = [item for item in items if isinstance(item, ToolCall)]
-        reservation = Reservation(self, tenant, CALL_BYTES * len(items), sum(_file_bytes(call) for call in calls))
+        file_bytes = sum(_file_bytes(call) for call in calls)
+        reservation = Reservation(self, tenant, CALL_BYTES * len(items) + (self._stream_bytes() if file_bytes else 0), file_bytes)
         if tenant not in self._waiting and self._fits(reservation):
             self._admit(reservation)
         else:
             self._check_possible(reservation)
+            await self._wait(reservation)
+        return reservation
+
+    def _stream_bytes(self) -> int:
+        """`STREAM_BYTES`; where the limit is set very low, so much that a tenant may still have four such answers."""
+        return min(STREAM_BYTES, int(self.limits.memory_bytes * TENANT_SHARE / 4))
+
+    async def reserve_stream(self, tenant: str, file_bytes: int = 0) -> Reservation:
+        """Take what an answer needs that runs no call and is sent in pieces: what it reads is there already, so it takes no more than a tenant can have.
+
+        Args:
+            tenant: who asks.
+            file_bytes: how large the output is that it reads from a file.
+
+        Raises:
+            QuotaExceeded: there has been no room for as long as a request waits.
+        """
+        reservation = Reservation(self, tenant, self._stream_bytes(), min(file_bytes, int(self.limits.file_bytes * TENANT_SHARE)))
+        if tenant not in self._waiting and self._fits(reservation):
+            self._admit(reservation)
+        else:
             await self._wait(reservation)
         return reservation
 

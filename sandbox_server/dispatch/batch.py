@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 
 from sandbox_server.core.execution import Result
 from sandbox_server.dispatch.answer_budget import Reservation
@@ -15,9 +16,11 @@ class Batch:
     Args:
         size: how many results there will be.
         reservation: the memory and files that they may take.
+        ended: called once every call has its result, whether or not anybody reads it.
     """
 
-    def __init__(self, size: int, reservation: Reservation) -> None:
+    def __init__(self, size: int, reservation: Reservation, ended: Callable[[], None] = lambda: None) -> None:
+        self._ended = ended
         self.reservation = reservation
         self._results: list[Result | None] = [None] * size
         self._has = bytearray(size)
@@ -38,6 +41,7 @@ class Batch:
         self._wake.set()
         if not self._missing:
             self._done.set()
+            self._ended()
 
     async def all(self) -> list[Result]:
         """Every result, in the order of the calls, once the last is there."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -10,13 +11,13 @@ from sandbox_server.agent import wire
 from sandbox_server.core.clock import Clock
 from sandbox_server.core.errors import BackendUnavailable, CallNotFound, QuotaExceeded, SandboxLost
 from sandbox_server.core.execution import Reason, Result, ToolCall
-from sandbox_server.dispatch.answer_budget import AnswerBudget, Reservation
+from sandbox_server.dispatch.answer_budget import TENANT_SHARE, AnswerBudget, Reservation
 from sandbox_server.dispatch.batch import Batch
 from sandbox_server.dispatch.doubts import Doubts
 from sandbox_server.dispatch.flights import Flights
 from sandbox_server.dispatch.lease_run import Job, LeaseRun, Verdicts, recorded, timed
 from sandbox_server.dispatch.outputs import ResultOutputs
-from sandbox_server.dispatch.records import found_result, refused_call
+from sandbox_server.dispatch.records import current_result, refused_call
 from sandbox_server.dispatch.seams import Route, Routes, slot_meta
 from sandbox_server.dispatch.turns import Turns
 from sandbox_server.dispatch.verdicts import identity_of, own_result
@@ -35,12 +36,17 @@ class CallLimits:
     """How many calls there may be, by the names of the settings.
 
     Args:
-        in_flight: under way at once (`limits.calls_in_flight`).
+        in_flight: under way at once (`limits.calls_in_flight`); those of one tenant are at most half as many.
         of_lease: over the life of a lease (`limits.lease_calls`).
     """
 
     in_flight: int = 20_000
     of_lease: int = 100_000
+
+    @property
+    def in_flight_of_tenant(self) -> int:
+        """How many calls of one tenant may be under way at once, so that it leaves room for the others."""
+        return max(1, math.ceil(self.in_flight * TENANT_SHARE))
 
 
 class Dispatcher:
@@ -77,6 +83,7 @@ class Dispatcher:
         self.answers = answers or AnswerBudget()
         self.outputs = ResultOutputs(verdicts.outputs)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._runs: dict[str, set[LeaseRun]] = {}
         self._job = Job(
             routes=routes,
             verdicts=verdicts,
@@ -88,7 +95,9 @@ class Dispatcher:
             outputs=self.outputs,
         )
 
-    async def begin(self, tenant: str, items: Sequence[ToolCall | Result], on_sent: Callable[[], None] | None = None) -> Batch:
+    async def begin(
+        self, tenant: str, items: Sequence[ToolCall | Result], on_sent: Callable[[], None] | None = None, ended: Callable[[], None] = lambda: None
+    ) -> Batch:
         """Reserve what the answer may take, waiting for room if need be, and set the calls going. The batch is to be closed.
 
         Raises:
@@ -97,13 +106,18 @@ class Dispatcher:
         """
         reservation = await self.answers.reserve(tenant, items)
         try:
-            return self.start(tenant, items, on_sent, reservation)
+            return self.start(tenant, items, on_sent, reservation, ended)
         except BaseException:
             reservation.release()
             raise
 
     def start(
-        self, tenant: str, items: Sequence[ToolCall | Result], on_sent: Callable[[], None] | None = None, reservation: Reservation | None = None
+        self,
+        tenant: str,
+        items: Sequence[ToolCall | Result],
+        on_sent: Callable[[], None] | None = None,
+        reservation: Reservation | None = None,
+        ended: Callable[[], None] = lambda: None,
     ) -> Batch:
         """Set the calls going; they go on to their ends even if nobody reads the batch.
 
@@ -112,18 +126,19 @@ class Dispatcher:
             items: the calls, in order; what is a result already is passed through in its place.
             on_sent: hears, for each lease, that its agent has been asked.
             reservation: what the answer may take; by default nothing is reserved, and outputs are kept in memory where there is room.
+            ended: called once every call has its result, whether or not the batch is still read.
 
         Raises:
             QuotaExceeded: too many calls are under way, or too many of the tenant's wait for their turn.
         """
-        batch = Batch(len(items), reservation or self.answers.nothing_reserved(tenant))
+        batch = Batch(len(items), reservation or self.answers.nothing_reserved(tenant), ended)
         by_lease: dict[str, list[tuple[int, ToolCall]]] = {}
         count = 0
         for index, item in enumerate(items):
             if isinstance(item, ToolCall):
                 count += 1
                 by_lease.setdefault(item.lease_id, []).append((index, item))
-        self._check_in_flight(count)
+        self._check_in_flight(tenant, count)
         self._check_turns(tenant, items)
         for index, item in enumerate(items):
             if isinstance(item, Result):
@@ -131,21 +146,42 @@ class Dispatcher:
         for lease_id, calls in by_lease.items():
             within = self._within_lease(lease_id, calls, batch)
             for _, call in within:
-                self.flights.begin(call)
+                self.flights.begin(tenant, call)
             if within:
-                self._spawn(LeaseRun(self._job, tenant, lease_id, within, batch, on_sent))
+                self._spawn(lease_id, LeaseRun(self._job, tenant, lease_id, within, batch, on_sent))
         return batch
 
     def stamped(self, result: Result) -> Result:
         """The result of a call that never began, with the time it was refused at."""
         return timed(result, self._job.clock)
 
-    def _spawn(self, run: LeaseRun) -> None:
-        task = asyncio.create_task(run.run())
+    def _spawn(self, lease_id: str, run: LeaseRun) -> None:
+        self._runs.setdefault(lease_id, set()).add(run)
+        self._keep(asyncio.create_task(run.run())).add_done_callback(lambda _: self._run_is_over(lease_id, run))
+
+    def _keep(self, task: asyncio.Task[None]) -> asyncio.Task[None]:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
-    def _check_in_flight(self, count: int) -> None:
+    def _run_is_over(self, lease_id: str, run: LeaseRun) -> None:
+        runs = self._runs[lease_id]
+        runs.discard(run)
+        if not runs:
+            del self._runs[lease_id]
+
+    def lease_over(self, lease_id: str) -> None:
+        """A lease has ended: its calls wait for no turn any more, and those behind a first one come to their results without their agent."""
+        self.turns.lease_over(lease_id)
+        runs = self._runs.get(lease_id)
+        if runs:
+            self._keep(asyncio.create_task(_refuse_waiting(list(runs))))
+
+    def _check_in_flight(self, tenant: str, count: int) -> None:
+        of_tenant, most_of_tenant = self.flights.of_tenant(tenant), self._limits.in_flight_of_tenant
+        if of_tenant + count > most_of_tenant:
+            share = f"{of_tenant} calls of this tenant are under way, and one tenant may have {most_of_tenant} of the {self._limits.in_flight}"
+            raise QuotaExceeded(f"{share} of `limits.calls_in_flight`: ask again later", limit="calls_in_flight", retry_after_s=2)
         if self.flights.count + count > self._limits.in_flight:
             full = f"{self.flights.count} calls are under way, and `limits.calls_in_flight` is {self._limits.in_flight}"
             raise QuotaExceeded(f"{full}: ask again later", limit="calls_in_flight", retry_after_s=2)
@@ -180,13 +216,14 @@ class Dispatcher:
     def _too_many(self) -> str:
         return f"this lease has had the {self._limits.of_lease} calls of `limits.lease_calls`: acquire a new one"
 
-    async def run_one(self, tenant: str, call: ToolCall, reservation: Reservation | None = None) -> Result:
+    async def run_one(self, tenant: str, call: ToolCall, reservation: Reservation | None = None, ended: Callable[[], None] = lambda: None) -> Result:
         """Run one call under a lease that must hold.
 
         Args:
             tenant: who asks.
             call: what is to run.
             reservation: what the answer may take, as for `start`.
+            ended: called once the call has its result, whether or not anybody waits for it.
 
         Raises:
             LeaseNotFound, LeaseLost, SandboxLost: it does not.
@@ -194,8 +231,9 @@ class Dispatcher:
         """
         known = self.check(tenant, call)
         if known is not None:
+            ended()
             return known
-        (result,) = await self.start(tenant, [call], reservation=reservation).all()
+        (result,) = await self.start(tenant, [call], reservation=reservation, ended=ended).all()
         if result.reason is Reason.BACKEND_ERROR and result.metadata.get("limit") == AGENTS_CALL_LIMIT:
             raise QuotaExceeded(self._too_many(), limit="lease_calls")
         return result
@@ -278,8 +316,7 @@ class Dispatcher:
         result = None
         async for event in stream:
             if isinstance(event, wire.Item):
-                result = found_result(self._verdicts, self.flights, route.lease.lease_id, call_id, event)
-                result = self.outputs.only_for_now(await self.outputs.complete(result, event.meta, route))
+                result = await current_result(self._verdicts, self.flights, self.outputs, route, call_id, event)
             elif isinstance(event, wire.Ended):
                 return result, dict(event.meta)
         return result, {}
@@ -310,8 +347,8 @@ class Dispatcher:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _observe(self, route: Route | None, call: ToolCall, result: Result, overhead_s: float) -> None:
-        self.flights.end(call)
+    def _observe(self, tenant: str, route: Route | None, call: ToolCall, result: Result, overhead_s: float) -> None:
+        self.flights.end(tenant, call)
         self._telemetry.call_ended(
             pool=route.lease.pool if route is not None else "",
             pool_tenant=route.lease.pool_tenant or "" if route is not None else "",
@@ -321,3 +358,10 @@ class Dispatcher:
             duration_s=result.duration_s,
             overhead_s=overhead_s if route is not None else None,
         )
+
+
+async def _refuse_waiting(runs: list[LeaseRun]) -> None:
+    """One request's calls after the other's, so that nothing else waits for all of them."""
+    for run in runs:
+        run.refuse_waiting()
+        await asyncio.sleep(0)

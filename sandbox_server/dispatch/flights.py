@@ -16,11 +16,13 @@ class Flights:
         self._calls: dict[tuple[str, str], list[ToolCall]] = {}
         self._asked: set[tuple[str, str]] = set()
         self._of_lease: Counter[str] = Counter()
+        self._of_tenant: Counter[str] = Counter()
         self._waiting: dict[tuple[str, str], list[asyncio.Future[None]]] = {}
 
-    def begin(self, call: ToolCall) -> None:
+    def begin(self, tenant: str, call: ToolCall) -> None:
         """A call was taken. The same one may be under way several times: the later ones join the first at the agent."""
         self.count += 1
+        self._of_tenant[tenant] += 1
         self._of_lease[call.lease_id] += 1
         self._calls.setdefault((call.lease_id, call.call_id), []).append(call)
 
@@ -28,10 +30,13 @@ class Flights:
         """Its agent is asked for it: from now on it may run."""
         self._asked.add((call.lease_id, call.call_id))
 
-    def end(self, call: ToolCall) -> None:
+    def end(self, tenant: str, call: ToolCall) -> None:
         """It came to a result."""
         key = (call.lease_id, call.call_id)
         self.count -= 1
+        self._of_tenant[tenant] -= 1
+        if not self._of_tenant[tenant]:
+            del self._of_tenant[tenant]
         self._of_lease[call.lease_id] -= 1
         if not self._of_lease[call.lease_id]:
             del self._of_lease[call.lease_id]
@@ -60,6 +65,10 @@ class Flights:
     def of_lease(self, lease_id: str) -> int:
         """How many calls of this lease are under way."""
         return self._of_lease[lease_id]
+
+    def of_tenant(self, tenant: str) -> int:
+        """How many calls under way this tenant has asked for."""
+        return self._of_tenant[tenant]
 
     async def landed(self, lease_id: str, call_id: str) -> None:
         """Return once a call under way by this name has its result."""

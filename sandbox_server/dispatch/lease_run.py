@@ -65,8 +65,8 @@ class Job:
     """What one run of calls works with.
 
     Args:
-        observe: hears of every result: the route it went (None: it went nowhere), the call, the result, and what the service added to its
-            duration, in seconds.
+        observe: hears of every result: the tenant that asked, the route it went (None: it went nowhere), the call, the result, and what the service
+            added to its duration, in seconds.
         flights: the calls under way.
         doubts: the leases whose calls may have run unseen.
         turns: when calls may begin.
@@ -76,7 +76,7 @@ class Job:
     routes: Routes
     verdicts: Verdicts
     clock: Clock
-    observe: Callable[[Route | None, ToolCall, Result, float], None]
+    observe: Callable[[str, Route | None, ToolCall, Result, float], None]
     flights: Flights
     doubts: Doubts
     turns: Turns
@@ -114,6 +114,7 @@ class LeaseRun:
         self._lost_since: float | None = None
         self._default_timeout_s = math.inf  # the pool's, once its spec was seen
         self._stopping = False
+        self._is_conversing = False
         self._on_sent = on_sent
         self._started_at = job.clock.wall()
         self._since = job.clock.monotonic()
@@ -220,7 +221,7 @@ class LeaseRun:
         sent_at = self._job.clock.monotonic()
         try:
             async with route.link.stream(slot_meta(route, "calls", fetches_outputs=True)) as stream:
-                self._asked = count
+                self._asked, self._is_conversing = count, True
                 for _, call in itertools.islice(self._pending, count):
                     stream.send_item(_call_meta(call, self._timeout_s(call)))
                 stream.end()
@@ -233,7 +234,23 @@ class LeaseRun:
                     elif not isinstance(event, wire.Data):
                         break
         finally:
+            self._is_conversing = False
             self._job.routes.call_ended(self._lease_id)
+
+    def refuse_waiting(self) -> None:
+        """The lease may be over: if it is, the calls behind the first one have not begun and never will. What became of the first its agent says."""
+        if not self._is_conversing or len(self._pending) < 2:
+            return
+        try:
+            self._job.routes.route(self._tenant, self._lease_id)
+        except LeaseLost as over:
+            first, asked, since, started_at = self._pending.popleft(), self._asked, self._since, self._started_at
+            for place, call, _ in self._drain():
+                self._finish(place, call, timed(refusal(call, over), self._job.clock), None)
+            self._pending.append(first)
+            self._asked, self._since, self._started_at = min(asked, 1), since, started_at
+        except PoolServiceError:
+            pass  # not the end of the lease alone: the agent, or the pool, says what became of each call
 
     async def _next_event(self, stream: AgentStream, route: Route, sent_at: float) -> wire.Item | wire.Data | wire.Ended | None:
         """What the agent says next; None: it has ended the exchange.
@@ -294,7 +311,7 @@ class LeaseRun:
         if self._turn == call.call_id:
             self._give_turn_back()
         self._batch.reservation.settle(call, result)
-        self._job.observe(route, call, result, now - self._since - result.duration_s)
+        self._job.observe(self._tenant, route, call, result, now - self._since - result.duration_s)
         self._since, self._started_at = now, self._job.clock.wall()
         self._batch.deliver(place, timed(result, self._job.clock))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
@@ -38,6 +39,8 @@ class ResultOutputs:
     def __init__(self, files: OutputFiles) -> None:
         self._files = files
         self._turns = asyncio.Semaphore(FETCHES)
+        self._fetches: dict[tuple[str, str], asyncio.Task[Result]] = {}
+        self._fetched: weakref.WeakValueDictionary[tuple[str, str], OutputFile] = weakref.WeakValueDictionary()
         self._turns_of: dict[str, asyncio.Semaphore] = {}
 
     async def complete(self, result: Result, meta: Mapping[str, Any], route: Route) -> Result:
@@ -64,6 +67,31 @@ class ResultOutputs:
         except (StorageUnavailable, WrongSize) as error:
             return _not_kept(result, str(error))
         return replace(result, output_file=file)
+
+    async def complete_for_now(self, result: Result, meta: Mapping[str, Any], route: Route) -> Result:
+        """As `complete`, of a call that is not on record: however many look at it, its output is fetched once, and its file goes when they do.
+
+        Raises:
+            LinkLost, AgentSilent: as `complete`.
+        """
+        if waiting_output(meta) is None or result.reason is Reason.BACKEND_ERROR:
+            return result
+        key = (result.lease_id, result.call_id)
+        file = self._fetched.get(key)
+        if file is not None:
+            return replace(result, output_file=file)
+        task = self._fetches.get(key)
+        if task is None:
+            task = self._fetches[key] = asyncio.create_task(self.complete(result, meta, route))
+            task.add_done_callback(lambda done: self._is_fetched(key, done))
+        return await asyncio.shield(task)
+
+    def _is_fetched(self, key: tuple[str, str], task: asyncio.Task[Result]) -> None:
+        del self._fetches[key]
+        if not task.cancelled() and task.exception() is None:
+            file = self.only_for_now(task.result()).output_file
+            if file is not None:
+                self._fetched[key] = file
 
     async def within(self, result: Result, reservation: Reservation) -> Result:
         """The result with its output in a file, if there is no room for it in memory."""

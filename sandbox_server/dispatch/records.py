@@ -20,12 +20,12 @@ from sandbox_server.core.errors import (
     PoolServiceError,
     SandboxLost,
 )
-from sandbox_server.core.execution import Reason, Result, ToolCall
+from sandbox_server.core.execution import LARGE_OUTPUT_BYTES, Reason, Result, ToolCall
 from sandbox_server.dispatch.flights import Flights
 from sandbox_server.dispatch.lease_run import Verdicts
 from sandbox_server.dispatch.outputs import ResultOutputs, output_bytes, output_pieces
-from sandbox_server.dispatch.seams import Routes, slot_meta
-from sandbox_server.dispatch.verdicts import agent_result, agents_encoding, refusal
+from sandbox_server.dispatch.seams import Route, Routes, slot_meta
+from sandbox_server.dispatch.verdicts import agent_result, agents_encoding, refusal, waiting_output
 from sandbox_server.link.agent_link import ANSWER_WITHIN_S, AgentStream
 from sandbox_server.link.errors import AgentRefused, AgentSilent, LinkLost
 
@@ -118,7 +118,7 @@ class CallRecords:
                 # It was under way and its result is not one that is recorded: what is known now decides.
                 continue
 
-    async def check_offset(self, tenant: str, lease_id: str, call_id: str, offset: int, name: str = "offset") -> None:
+    async def check_offset(self, tenant: str, lease_id: str, call_id: str, offset: int, name: str = "offset") -> Running | Result:
         """See that a call's output reaches so far; its end is as far as it may be.
 
         Args:
@@ -128,6 +128,9 @@ class CallRecords:
             offset: in bytes.
             name: what the caller calls it.
 
+        Returns:
+            Where the call is.
+
         Raises:
             InvalidRequest: it lies beyond the end.
         """
@@ -135,6 +138,20 @@ class CallRecords:
         # Of a call that went with its sandbox nobody knows any more how much it had written.
         if offset > found.output_bytes and not (isinstance(found, Result) and found.reason is Reason.SANDBOX_LOST):
             raise _beyond(found.output_bytes, name)
+        return found
+
+    def file_bytes(self, lease_id: str, call_id: str, found: Running | Result) -> int:
+        """How large an output file an answer with the result of this call may read, in bytes.
+
+        Args:
+            lease_id: whose call.
+            call_id: which one.
+            found: where it is.
+        """
+        if isinstance(found, Result):
+            return found.output_file.size_bytes if found.output_file is not None else 0
+        flight = self._flights.of(lease_id, call_id)
+        return flight.output_limit_bytes if flight is not None and flight.output_limit_bytes > LARGE_OUTPUT_BYTES else 0
 
     def _recorded(self, tenant: str, lease_id: str, call_id: str) -> Result | None:
         verdict = self._verdicts.verdict(lease_id, call_id)
@@ -291,8 +308,7 @@ class CallRecords:
             raise refused_call(self._routes, tenant, lease_id, call_id, refused) from None
 
     async def _result(self, tenant: str, lease_id: str, call_id: str, item: wire.Item) -> Result:
-        result = found_result(self._verdicts, self._flights, lease_id, call_id, item)
-        return self._outputs.only_for_now(await self._outputs.complete(result, item.meta, self._routes.route(tenant, lease_id)))
+        return await current_result(self._verdicts, self._flights, self._outputs, self._routes.route(tenant, lease_id), call_id, item)
 
 
 def known_encoding(verdicts: Verdicts, flights: Flights, lease_id: str, call_id: str) -> str | None:
@@ -308,6 +324,22 @@ def found_result(verdicts: Verdicts, flights: Flights, lease_id: str, call_id: s
     """The result of a call that its agent was asked after, in the encoding that the call asked for."""
     encoding = known_encoding(verdicts, flights, lease_id, call_id) or agents_encoding(item.meta)
     return agent_result(_unnamed(lease_id, call_id, encoding), item.meta, item.body)
+
+
+async def current_result(verdicts: Verdicts, flights: Flights, outputs: ResultOutputs, route: Route, call_id: str, item: wire.Item) -> Result:
+    """The result of a call that its agent was asked after: the one on record, where there is one or is about to be, so that nobody fetches its output again.
+
+    Raises:
+        LinkLost, AgentSilent: its output could not be fetched; it still waits.
+    """
+    lease_id = route.lease.lease_id
+    verdict = verdicts.verdict(lease_id, call_id)
+    if verdict is None and waiting_output(item.meta) is not None and flights.of(lease_id, call_id) is not None:
+        await flights.landed(lease_id, call_id)
+        verdict = verdicts.verdict(lease_id, call_id)
+    if verdict is not None:
+        return verdict.result
+    return await outputs.complete_for_now(found_result(verdicts, flights, lease_id, call_id, item), item.meta, route)
 
 
 def refused_call(routes: Routes, tenant: str, lease_id: str, call_id: str, refused: AgentRefused) -> PoolServiceError:

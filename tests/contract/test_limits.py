@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,34 @@ async def batch(house: House, *calls: dict[str, Any]) -> httpx.Response:
 @passes("body_bytes", 100, 413)
 async def _body(house: House) -> httpx.Response:
     return await house.http.post("/v1/acquire", content=b" " * 101)
+
+
+@passes("body_memory_bytes", 100_000, 413)
+async def _body_memory(house: House) -> httpx.Response:
+    return await house.http.post("/v1/acquire", content=b" " * 60_000)
+
+
+@passes("body_wait_s", 1, 429)
+async def _body_wait(house: House) -> httpx.Response:
+    service = house.application._front.service
+    assert service is not None
+    room = await service.bodies.take("alice", 256 << 20)
+    answer = await house.http.post("/v1/acquire", content=b" " * 60_000)
+    room.release()
+    assert answer.json()["limit"] == "body_memory_bytes"
+    assert answer.headers["retry-after"]
+    return answer
+
+
+@passes("body_stall_s", 1, 422)
+async def _body_stall(house: House) -> httpx.Response:
+    async def body() -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.sleep(5)
+
+    answer = await house.http.post("/v1/acquire", content=body())
+    assert answer.headers["connection"] == "close"
+    return answer
 
 
 @passes("json_depth", 2, 422)

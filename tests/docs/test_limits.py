@@ -16,7 +16,7 @@ from tests.support.service import SMALL_POOL, running_service
 LOW = {
     "body_bytes": 9000, "json_depth": 8, "json_values": 100,
     "query_bytes": 300, "header_bytes": 2000, "batch_calls": 5, "call_bytes": 500, "batch_output_bytes": 300_000,
-    "calls_in_flight": 4, "lease_calls": 6, "call_wait_s": 5, "waiters": 1, "lease_ids": 2, "page_items": 3, "list_entries": 3, "upload_bytes": 1000,
+    "calls_in_flight": 8, "lease_calls": 6, "call_wait_s": 5, "waiters": 1, "lease_ids": 2, "page_items": 3, "list_entries": 3, "upload_bytes": 1000,
     "labels": 2, "pools": 2, "pool_sandboxes": 2, "pool_slots": 16, "pool_env_vars": 1, "streams": 1,
     "answer_memory_bytes": 2 * 5 * 4096, "answer_file_bytes": 600_000, "answer_wait_s": 1,
 }  # fmt: skip

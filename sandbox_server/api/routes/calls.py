@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
 from fastapi import APIRouter
@@ -13,16 +13,16 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from sandbox_server.api.answers import ExecBatchAnswer, ResultAnswer
-from sandbox_server.api.body import CallerGone, read_object
+from sandbox_server.api.body import CallerGone, read_held_object, read_object
 from sandbox_server.api.call_events import exec_events, one_result
 from sandbox_server.api.describe import LAST_EVENT_ID, LEASE_ID, REF, TEXT, WITH_BODY, WITH_LEASE, WITH_TOKEN, RawRoute, described
 from sandbox_server.api.parse import batch_items, checked, exec_call, last_event_id
 from sandbox_server.api.render import json_response, result_document
-from sandbox_server.api.result_pieces import result_pieces, result_response, results_response
+from sandbox_server.api.result_pieces import result_pieces, result_response, results_response, whole_response
 from sandbox_server.api.schemas import CancelBody, ExecBatchBody, ExecBody
 from sandbox_server.api.service import service_of, tenant_of
 from sandbox_server.api.streams import EVENT_STREAM_TYPE, HEARTBEAT_S, PART_BYTES, EventStream, body_part, check_room, hang_up, send_part
-from sandbox_server.core.execution import Result
+from sandbox_server.core.execution import Result, ToolCall
 from sandbox_server.dispatch.batch import Batch
 
 router = APIRouter(route_class=RawRoute, tags=["calls"])
@@ -82,7 +82,7 @@ class ResultLines(Response):
     "/v1/exec-batch",
     **described(
         "Run tool calls over any number of leases",
-        codes=(*WITH_TOKEN, *WITH_BODY, "quota_exceeded", "draining"),
+        codes=(*WITH_TOKEN, *WITH_BODY, "draining"),
         body=ExecBatchBody,
         answer=ExecBatchAnswer,
         content={NDJSON_TYPE: {"schema": {"$ref": REF.format(model=ResultAnswer.__name__)}}},
@@ -91,9 +91,15 @@ class ResultLines(Response):
 async def exec_batch(request: Request) -> Response:
     """Run a batch; a hang-up of the caller ends nothing."""
     service = service_of(request)
-    items = batch_items(await read_object(request, service.limits, with_lone_surrogates=True), service.limits)
-    service.check_not_stopping()
-    batch = await service.dispatcher.begin(tenant_of(request).name, items)
+    document, room = await read_held_object(request, service.limits, with_lone_surrogates=True)
+    try:
+        items = batch_items(document, service.limits)
+        service.check_not_stopping()
+        batch = await service.dispatcher.begin(tenant_of(request).name, items, ended=room.release)
+    except BaseException:
+        room.release()
+        raise
+    del document, items  # as each call gets its result, it is let go of
     if NDJSON_TYPE in request.headers.get("accept", ""):
         return ResultLines(batch, service.limits.answer_stall_s)
     try:
@@ -107,7 +113,7 @@ async def exec_batch(request: Request) -> Response:
     "/v1/leases/{lease_id}/exec",
     **described(
         "Run one tool call",
-        codes=(*WITH_TOKEN, *WITH_BODY, *WITH_LEASE, "quota_exceeded", "draining"),
+        codes=(*WITH_TOKEN, *WITH_BODY, *WITH_LEASE, "draining"),
         parameters=(LEASE_ID, LAST_EVENT_ID),
         body=ExecBody,
         answer=ResultAnswer,
@@ -117,22 +123,33 @@ async def exec_batch(request: Request) -> Response:
 async def exec_one(request: Request) -> Response:
     """Run one call under a lease that must hold."""
     service = service_of(request)
+    document, room = await read_held_object(request, service.limits, with_lone_surrogates=True)
+    try:
+        service.check_not_stopping()
+        return await _exec(request, exec_call(document, request.path_params["lease_id"], service.limits), room.release)
+    except BaseException as error:
+        # A call that has begun goes on without its caller, and its arguments stay as long.
+        if not isinstance(error, asyncio.CancelledError):
+            room.release()
+        raise
+
+
+async def _exec(request: Request, call: ToolCall | Result, ended: Callable[[], None]) -> Response:
+    """Run a call; `ended` is to be called once it has its result."""
+    service, tenant = service_of(request), tenant_of(request).name
     wants_events = EVENT_STREAM_TYPE in request.headers.get("accept", "")
-    document = await read_object(request, service.limits, with_lone_surrogates=True)
-    call = exec_call(document, request.path_params["lease_id"], service.limits)
-    service.check_not_stopping()
-    tenant = tenant_of(request).name
     if isinstance(call, Result):
+        ended()
         service.pools.lease(tenant, call.lease_id)
         call = service.dispatcher.stamped(call)
         return EventStream(one_result(call), service, tenant) if wants_events else json_response(result_document(call))
     if wants_events:
         check_room(service, tenant)
-        events, ended = await exec_events(service, tenant, call, last_event_id(request) or 0)
-        return EventStream(events, service, tenant, ended=ended)
+        events, closed = await exec_events(service, tenant, call, last_event_id(request) or 0, ended)
+        return EventStream(events, service, tenant, ended=closed)
     reservation = await service.dispatcher.answers.reserve(tenant, [call])
     try:
-        return result_response(await service.dispatcher.run_one(tenant, call, reservation), service.limits.answer_stall_s, reservation.release)
+        return result_response(await service.dispatcher.run_one(tenant, call, reservation, ended), service.limits.answer_stall_s, reservation.release)
     except BaseException:
         reservation.release()
         raise
@@ -151,5 +168,10 @@ async def cancel(request: Request) -> Response:
     """Cancel a call and answer with its result."""
     service = service_of(request)
     body = checked(CancelBody, await read_object(request, service.limits))
-    result = await service.dispatcher.cancel(tenant_of(request).name, body.lease_id, body.call_id)
-    return result_response(result, service.limits.answer_stall_s)
+    tenant = tenant_of(request).name
+    result = await service.dispatcher.cancel(tenant, body.lease_id, body.call_id)
+    whole = whole_response(result, result_document)
+    if whole is not None:
+        return whole
+    reservation = await service.dispatcher.answers.reserve_stream(tenant, service.records.file_bytes(body.lease_id, body.call_id, result))
+    return result_response(result, service.limits.answer_stall_s, reservation.release)

@@ -36,7 +36,8 @@ async def events(request: Request) -> Response:
     after = last_event_id(request)
     service.check_not_stopping()
     tenant = tenant_of(request)
-    return EventStream(_blocks(service.events.follow(after), tenant), service, tenant.name, ends_at_once=True)
+    reservation = await service.dispatcher.answers.reserve_stream(tenant.name)
+    return EventStream(_blocks(service.events.follow(after), tenant), service, tenant.name, ends_at_once=True, ended=reservation.release)
 
 
 async def _blocks(found: AsyncIterator[Event | None], tenant: Tenant) -> AsyncGenerator[bytes, None]:

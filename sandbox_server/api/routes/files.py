@@ -19,7 +19,7 @@ from sandbox_server.core.errors import InvalidRequest
 
 router = APIRouter(route_class=RawRoute, tags=["files"])
 
-FILE_CODES = (*WITH_TOKEN, *WITH_LEASE, "file_not_found", "file_error", "invalid_request", "not_implemented", "backend_unavailable")
+FILE_CODES = (*WITH_TOKEN, *WITH_LEASE, "file_not_found", "file_error", "invalid_request", "quota_exceeded", "not_implemented", "backend_unavailable")
 BYTES_TYPE = "application/octet-stream"
 GZIP_TYPE = "application/gzip"
 MAX_PATH_CHARS = 4096
@@ -52,10 +52,13 @@ def _mode(asked: dict[str, str]) -> int | None:
 async def get_file(request: Request) -> Response:
     """The bytes of one file."""
     path = _path(query(request, ("path",)))
+    service, tenant = service_of(request), tenant_of(request).name
+    reservation = await service.dispatcher.answers.reserve_stream(tenant)
     return Stream(
-        service_of(request).files.read(tenant_of(request).name, request.path_params["lease_id"], path),
+        service.files.read(tenant, request.path_params["lease_id"], path),
         BYTES_TYPE,
-        stall_s=service_of(request).limits.answer_stall_s,
+        stall_s=service.limits.answer_stall_s,
+        ended=reservation.release,
     )
 
 
@@ -106,10 +109,13 @@ async def list_files(request: Request) -> Response:
 async def get_archive(request: Request) -> Response:
     """A tree as a gzipped tar."""
     path = _path(query(request, ("path",)))
+    service, tenant = service_of(request), tenant_of(request).name
+    reservation = await service.dispatcher.answers.reserve_stream(tenant)
     return Stream(
-        service_of(request).files.read_archive(tenant_of(request).name, request.path_params["lease_id"], path),
+        service.files.read_archive(tenant, request.path_params["lease_id"], path),
         GZIP_TYPE,
-        stall_s=service_of(request).limits.answer_stall_s,
+        stall_s=service.limits.answer_stall_s,
+        ended=reservation.release,
     )
 
 

@@ -33,7 +33,6 @@ ACQUIRE_CODES = (
     "call_conflict",
     "lease_lost",
     "sandbox_lost",
-    "quota_exceeded",
     "not_implemented",
     "no_capacity",
     "draining",

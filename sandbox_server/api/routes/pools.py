@@ -60,7 +60,7 @@ async def get_pool(request: Request) -> Response:
     "/v1/pools/{name}",
     **described(
         "Make or change a pool",
-        codes=(*CHANGE_CODES, *WITH_BODY, "quota_exceeded"),
+        codes=(*CHANGE_CODES, *WITH_BODY),
         parameters=(NAME, TENANT),
         body=PoolSpecBody,
         answer=PoolAnswer,

@@ -13,7 +13,7 @@ from sandbox_server.api.call_events import call_events
 from sandbox_server.api.describe import BINARY, CALL_ID, LAST_EVENT_ID, LEASE_ID, TEXT, WITH_LEASE, WITH_TOKEN, RawRoute, described, parameter
 from sandbox_server.api.parse import last_event_id, offset_of, query, wait_of
 from sandbox_server.api.render import JSON_TYPE, json_response, result_document
-from sandbox_server.api.result_pieces import are_small, enclosed
+from sandbox_server.api.result_pieces import enclosed, whole_response
 from sandbox_server.api.schemas import CALL_ID_PATTERN
 from sandbox_server.api.service import service_of, tenant_of
 from sandbox_server.api.streams import EVENT_STREAM_TYPE, EventStream, Stream
@@ -38,7 +38,7 @@ def _call(request: Request) -> tuple[str, str, str]:
 
 @router.get(
     "/v1/leases/{lease_id}/calls/{call_id}",
-    **described("Where a call is", codes=(*CODES, "draining"), parameters=(LEASE_ID, CALL_ID, WAIT_S), answer=CallAnswer),
+    **described("Where a call is", codes=(*CODES, "quota_exceeded", "draining"), parameters=(LEASE_ID, CALL_ID, WAIT_S), answer=CallAnswer),
 )
 async def get_call(request: Request) -> Response:
     """Running, or done with its result; waits for its end where asked to."""
@@ -47,9 +47,12 @@ async def get_call(request: Request) -> Response:
     wait_s = wait_of(query(request, ("wait_s",)).get("wait_s"), service.limits)
     found = await service.records.status(tenant, lease_id, call_id, wait_s)
     if isinstance(found, Result):
-        if not are_small([found]):
-            return Stream(enclosed(b'{"state":"done","result":', found, b"}"), JSON_TYPE, stall_s=service.limits.answer_stall_s)
-        return json_response({"state": "done", "result": result_document(found)})
+        whole = whole_response(found, lambda result: {"state": "done", "result": result_document(result)})
+        if whole is not None:
+            return whole
+        reservation = await service.dispatcher.answers.reserve_stream(tenant, service.records.file_bytes(lease_id, call_id, found))
+        pieces = enclosed(b'{"state":"done","result":', found, b"}")
+        return Stream(pieces, JSON_TYPE, stall_s=service.limits.answer_stall_s, ended=reservation.release)
     return json_response({"state": "running", "output_bytes": found.output_bytes, "started_at": found.started_at})
 
 
@@ -69,19 +72,30 @@ async def get_events(request: Request) -> Response:
     offset = offset_of(query(request, ("offset",)).get("offset"))
     last = last_event_id(request)
     offset, name = (offset, "offset") if last is None else (last, "Last-Event-ID")
-    await service.records.check_offset(tenant, lease_id, call_id, offset, name)
-    return EventStream(call_events(service.records, tenant, lease_id, call_id, offset), service, tenant, ends_at_once=True)
+    found = await service.records.check_offset(tenant, lease_id, call_id, offset, name)
+    reservation = await service.dispatcher.answers.reserve_stream(tenant, service.records.file_bytes(lease_id, call_id, found))
+    return EventStream(call_events(service.records, tenant, lease_id, call_id, offset), service, tenant, ends_at_once=True, ended=reservation.release)
 
 
 @router.get(
     "/v1/leases/{lease_id}/calls/{call_id}/output",
-    **described("The whole output of a call", codes=(*CODES, "draining"), parameters=(LEASE_ID, CALL_ID, OFFSET), content={BYTES_TYPE: {"schema": BINARY}}),
+    **described(
+        "The whole output of a call",
+        codes=(*CODES, "quota_exceeded", "draining"),
+        parameters=(LEASE_ID, CALL_ID, OFFSET),
+        content={BYTES_TYPE: {"schema": BINARY}},
+    ),
 )
 async def get_output(request: Request) -> Response:
     """Every byte it wrote, as far as it is kept; of a call that runs, what there is so far."""
     service = service_of(request)
     tenant, lease_id, call_id = _call(request)
     offset = offset_of(query(request, ("offset",)).get("offset"))
-    output = await service.records.output(tenant, lease_id, call_id, offset)
+    reservation = await service.dispatcher.answers.reserve_stream(tenant)
+    try:
+        output = await service.records.output(tenant, lease_id, call_id, offset)
+    except BaseException:
+        reservation.release()
+        raise
     headers = {} if output.total_bytes is None else {TOTAL_HEADER: str(output.total_bytes)}
-    return Stream(output.chunks, BYTES_TYPE, headers, stall_s=service.limits.answer_stall_s)
+    return Stream(output.chunks, BYTES_TYPE, headers, stall_s=service.limits.answer_stall_s, ended=reservation.release)

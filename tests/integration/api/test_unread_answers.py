@@ -1,4 +1,4 @@
-"""Answers that nobody reads: the service's memory stays what it is, another tenant goes on, and what was answered is told again the same."""
+"""Answers that nobody reads, bodies that nobody ends: memory stays what it is, another tenant goes on, what was answered is told again the same."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ import pytest
 from tests.support.service import SMALL_POOL, Service, running_service
 
 TENANTS = [{"name": "hog", "token": "token-of-hog"}, {"name": "other", "token": "token-of-other"}]
-LIMITS = {"answer_wait_s": 1, "answer_stall_s": 3, "answer_file_bytes": 400 << 20}
+LIMITS = {
+    "answer_wait_s": 1, "answer_stall_s": 3, "answer_file_bytes": 400 << 20, "answer_memory_bytes": 16 << 20,
+    "body_memory_bytes": 64 << 20, "body_wait_s": 1, "body_stall_s": 3,
+}  # fmt: skip
 LARGE = 10 << 20
 CALLS, BATCHES = 6, 8
 
@@ -80,6 +83,98 @@ def test_a_flood_of_unread_answers_costs_others_nothing(service: Service) -> Non
             answer = hog.post("/v1/exec-batch", json={"calls": [nuls(leases[0])] * 3})
         assert [len(result["output"]) for result in answer.json()["results"]] == [LARGE] * 3
         hog.post("/v1/release", json={"lease_ids": leases}).raise_for_status()
+
+
+def unread_get(service: Service, path: str) -> socket.socket:
+    """A request of the hog's for something that it does not read."""
+    address = urlsplit(service.url)
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.connect((address.hostname, address.port))
+    connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer token-of-hog\r\n\r\n".encode())
+    return connection
+
+
+def test_looking_at_large_results_without_reading_them_takes_a_share_of_memory_and_no_files(service: Service) -> None:
+    process, outputs = psutil.Process(service.process.pid), service.state_dir / "outputs"
+    with client(service, "hog") as hog, client(service, "other") as other, contextlib.ExitStack() as connections:
+        leases = [lease["lease_id"] for lease in hog.post("/v1/acquire", json={"count": 2}).raise_for_status().json()["leases"]]
+        mine = other.post("/v1/acquire", json={}).raise_for_status().json()["leases"][0]["lease_id"]
+        hog.post("/v1/exec-batch", json={"calls": [nuls(leases[0], call_id="done")]}).raise_for_status()
+        files_before, before = len(list(outputs.iterdir())), process.memory_info().rss
+        slow = nuls(leases[1], call_id="slow", args={"command": f"sleep 1; head -c {LARGE} /dev/zero"})
+        connections.enter_context(unread(service, [slow]))
+        while hog.get(f"/v1/leases/{leases[1]}/calls/slow").status_code != httpx.codes.OK:
+            pass
+        for _ in range(15):
+            connections.enter_context(contextlib.closing(unread_get(service, f"/v1/leases/{leases[1]}/calls/slow?wait_s=20")))
+            connections.enter_context(contextlib.closing(unread_get(service, f"/v1/leases/{leases[0]}/calls/done/events?offset={LARGE}")))
+        looking = [connections.enter_context(contextlib.closing(unread_get(service, f"/v1/leases/{leases[0]}/calls/done"))) for _ in range(400)]
+        deadline = time.monotonic() + 30.0
+        while hog.get(f"/v1/leases/{leases[1]}/calls/slow", params={"wait_s": 1}).status_code == httpx.codes.OK:
+            assert time.monotonic() < deadline, "nothing is refused"
+
+        assert process.memory_info().rss - before < 80 << 20
+        assert len(list(outputs.iterdir())) - files_before == 1
+        assert other.post(f"/v1/leases/{mine}/exec", json={"command": "true"}).raise_for_status().json()["success"]
+        looking[-1].settimeout(30.0)
+        assert looking[-1].recv(12) == b"HTTP/1.1 429"
+        connections.close()
+        for tenant, held in ((hog, leases), (other, [mine])):
+            tenant.post("/v1/release", json={"lease_ids": held}).raise_for_status()
+
+
+BODY = 8 << 20
+
+
+def unfinished(service: Service) -> socket.socket:
+    """A request of the hog's of which the last byte of the body is not sent; as much of the others as is taken."""
+    address = urlsplit(service.url)
+    connection = socket.create_connection((address.hostname, address.port))
+    connection.settimeout(0.2)
+    with contextlib.suppress(OSError):
+        connection.sendall(f"POST /v1/exec-batch HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer token-of-hog\r\nContent-Length: {BODY}\r\n\r\n".encode())
+        connection.sendall(b" " * (BODY - 1))
+    return connection
+
+
+def test_a_flood_of_unfinished_bodies_costs_others_nothing(service: Service) -> None:
+    process = psutil.Process(service.process.pid)
+    with client(service, "hog") as hog, client(service, "other") as other, contextlib.ExitStack() as connections:
+        before = process.memory_info().rss
+        held = [connections.enter_context(contextlib.closing(unfinished(service))) for _ in range(24)]
+
+        assert process.memory_info().rss - before < 100 << 20
+        assert other.post("/v1/release", json={"lease_ids": [], "run_id": "x" * 100_000}).status_code != httpx.codes.TOO_MANY_REQUESTS
+        large = {"calls": [{"lease_id": "l", "tool": "bash", "args": {"command": "x" * (4 << 20)}}]}
+        assert other.post("/v1/exec-batch", json=large).raise_for_status().json()["results"][0]["reason"] == "lease_lost"
+        # What is never ended is cut off, and what it held is free again.
+        held[0].settimeout(30.0)
+        assert b"body_stall_s" in held[0].recv(4096)
+        deadline = time.monotonic() + 30.0
+        while (answer := hog.post("/v1/exec-batch", json=large)).status_code == httpx.codes.TOO_MANY_REQUESTS:
+            assert answer.json()["limit"] == "body_memory_bytes"
+            assert time.monotonic() < deadline
+        assert answer.raise_for_status().json()["results"][0]["reason"] == "lease_lost"
+
+
+def test_calls_hold_the_room_of_their_body_until_they_have_their_results(service: Service) -> None:
+    with client(service, "hog") as hog, contextlib.ExitStack() as connections:
+        (lease,) = hog.post("/v1/acquire", json={}).raise_for_status().json()["leases"]
+        padded = {"lease_id": lease["lease_id"], "tool": "bash", "args": {"command": "sleep 60 #" + "x" * (900 << 10)}}
+        call = {"lease_id": lease["lease_id"], "tool": "bash", "args": {"command": "true #" + "x" * (900 << 10)}}
+        for _ in range(2):  # of the 32 MiB of a tenant
+            connections.enter_context(unread(service, [padded] * 15))
+        answer = hog.post("/v1/exec-batch", json={"calls": [call] * 10})
+        deadline = time.monotonic() + 30.0
+        while answer.status_code == httpx.codes.OK:
+            assert time.monotonic() < deadline
+            answer = hog.post("/v1/exec-batch", json={"calls": [call] * 10})
+
+        assert (answer.status_code, answer.json()["limit"]) == (429, "body_memory_bytes")
+        hog.post("/v1/release", json={"lease_ids": [lease["lease_id"]]}).raise_for_status()
+        while hog.post("/v1/exec-batch", json={"calls": [call] * 10}).status_code == httpx.codes.TOO_MANY_REQUESTS:
+            assert time.monotonic() < deadline
 
 
 def test_a_large_result_is_told_again_the_same_every_way(service: Service) -> None:

@@ -9,6 +9,7 @@ import pytest
 from starlette.requests import Request
 
 from sandbox_server.api.body import CallerGone
+from sandbox_server.api.body_budget import BodyBudget
 from sandbox_server.api.limits import Limits
 from sandbox_server.api.routes.leases import acquire
 from sandbox_server.api.service import CALLER_KEY, SERVICE_KEY, Caller, Service
@@ -62,6 +63,7 @@ class World:
             flush=self.pools.flush,
             tenants=Tenants([]),
             limits=Limits(),
+            bodies=BodyBudget(Limits()),
             default_pool="default",
             stopping=asyncio.get_running_loop().create_future(),
         )

@@ -110,4 +110,4 @@ async def make_world(agent: ScriptedAgent) -> World:
     link = await FakeLink.to(agent, agent.token)
     routes = FakeRoutes({name: FakeRoute(lease=lease(name, str(n)), spec=SPEC, link=link, slot_id=str(n), epoch=1) for n, name in enumerate("abc")})
     store, telemetry, clock = MemoryStore(), Telemetry(), FakeClock()
-    return World(agent, routes, store, telemetry, Dispatcher(routes, store, clock, telemetry, CallLimits(in_flight=100)), clock)
+    return World(agent, routes, store, telemetry, Dispatcher(routes, store, clock, telemetry, CallLimits(in_flight=200)), clock)

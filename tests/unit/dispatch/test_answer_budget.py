@@ -8,7 +8,7 @@ import pytest
 
 from sandbox_server.core.errors import InvalidRequest, QuotaExceeded
 from sandbox_server.core.execution import Fault, OutputFile, Reason, Result, ToolCall
-from sandbox_server.dispatch.answer_budget import CALL_BYTES, AnswerBudget, AnswerLimits, Reservation
+from sandbox_server.dispatch.answer_budget import CALL_BYTES, STREAM_BYTES, AnswerBudget, AnswerLimits, Reservation
 
 MIB = 1 << 20
 
@@ -106,4 +106,18 @@ async def test_what_was_not_written_is_given_back() -> None:
 
     assert held.file_bytes == MIB
     held.sent(result)
-    assert (held.memory_bytes, held.file_bytes) == (0, 0)
+    assert (held.memory_bytes, held.file_bytes) == (STREAM_BYTES, 0)  # its answer is still sent in pieces
+
+
+async def test_an_answer_that_runs_no_call_takes_room_too_and_never_more_than_there_can_be() -> None:
+    of = AnswerBudget(AnswerLimits(memory_bytes=8 * STREAM_BYTES, file_bytes=2 * MIB, wait_s=0.0))
+    held = await of.reserve_stream("a", 100 * MIB)
+
+    assert (held.memory_bytes, held.file_bytes) == (STREAM_BYTES, MIB)
+    with pytest.raises(QuotaExceeded, match="answer_file_bytes"):
+        await of.reserve_stream("a", 1)
+    for _ in range(3):
+        await of.reserve_stream("a")
+    with pytest.raises(QuotaExceeded, match="answer_memory_bytes"):
+        await of.reserve_stream("a")
+    await of.reserve_stream("b")

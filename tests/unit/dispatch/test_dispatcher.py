@@ -248,6 +248,44 @@ async def test_too_many_calls_at_once_are_refused_as_a_whole(world: World) -> No
     assert len(await results(world, *(call("a", "true", f"d{n}") for n in range(100)))) == 100
 
 
+async def test_a_tenant_with_all_its_calls_under_way_leaves_as_many_for_others(world: World) -> None:
+    hanging = world.dispatcher.start("alice", [call("a", "hang", f"c{n}") for n in range(100)])
+
+    with pytest.raises(QuotaExceeded, match=r"100 calls of this tenant .* 100 of the 200 of `limits.calls_in_flight`"):
+        world.dispatcher.start("alice", [call("b", "true", "more")])
+    (answered,) = await world.dispatcher.start("bob", [call("b", "true", "bobs")]).all()
+
+    assert answered.reason is Reason.LEASE_LOST  # it was taken; that the lease is alice's is another matter
+    await world.dispatcher.stop()
+    assert len(await hanging.all()) == 100
+    assert (world.dispatcher.flights.of_tenant("alice"), world.dispatcher.flights.count) == (0, 0)
+
+
+async def test_the_calls_that_wait_behind_the_first_of_a_released_lease_end_at_once(world: World) -> None:
+    batches = [world.dispatcher.start("alice", [call("a", "hang", f"c{n}-{m}") for m in range(30)]) for n in range(3)]
+    await world.until_running()
+    world.routes.errors["a"] = LeaseLost("lease a was released")
+
+    world.dispatcher.lease_over("a")
+    while world.dispatcher.flights.of_tenant("alice") > 3:  # no word of the agent's is needed: it says nothing
+        await asyncio.sleep(0)
+
+    results_of = [await batch.next(5.0) or [] for batch in batches]
+    assert [[place for place, _ in fresh] for fresh in results_of] == [list(range(1, 30))] * 3
+    assert {result.reason for fresh in results_of for _, result in fresh} == {Reason.LEASE_LOST}
+    await world.dispatcher.stop()
+
+
+async def test_calls_of_a_lease_that_still_holds_are_not_refused(world: World) -> None:
+    batch = world.dispatcher.start("alice", [call("a", "hang", "c1"), call("a", "true", "c2")])
+    await world.until_running()
+
+    world.dispatcher.lease_over("a")
+    assert await batch.next(0.05) == []
+    assert world.dispatcher.flights.count == 2
+    await world.dispatcher.stop()
+
+
 async def test_a_call_that_nobody_made_cannot_be_cancelled(world: World) -> None:
     with pytest.raises(CallNotFound):
         await world.dispatcher.cancel("alice", "a", "nobodys")
