@@ -55,6 +55,7 @@ class Settings:
         default_pool: the pool of an acquire that names none.
         limits: the named limits.
         nomad: how the process reaches Nomad.
+        local_transport: how the service talks to the agents that the local backend makes from now on, for tests and debugging: `unix`, `tls` or `stdio`.
         sources: where a setting came from, by its dotted name; what is missing is a default.
     """
 
@@ -69,11 +70,16 @@ class Settings:
     default_pool: str = "default"
     limits: Limits = field(default_factory=Limits)
     nomad: NomadAccess = field(default_factory=NomadAccess)
+    local_transport: str = "unix"
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def source(self, name: str) -> str:
         """Where a setting came from: `default`, `file, PATH` or `environment, NAME`."""
         return self.sources.get(name, "default")
+
+    def of_backend(self, name: str) -> Mapping[str, Any]:
+        """What the maker of this backend is told beside the state folder, by the names of its arguments."""
+        return {"transport": self.local_transport} if name == "local" else {}
 
     @property
     def pools_are_built_in(self) -> bool:
@@ -131,6 +137,7 @@ class EnvironmentModel(BaseModel):
     ADVERTISE_URL: str | None = Field(default=None, pattern=r"^https?://[^/\s]+/?$")
     LOG_FORMAT: Literal["json", "text"] = "json"
     LOG_LEVEL: Literal["debug", "info", "warning", "error"] = "info"
+    LOCAL_TRANSPORT: Literal["unix", "tls", "stdio"] = "unix"
 
 
 SETTING_OF: Mapping[str, str] = {
@@ -140,6 +147,7 @@ SETTING_OF: Mapping[str, str] = {
     "ADVERTISE_URL": "advertise_url",
     "LOG_FORMAT": "log_format",
     "LOG_LEVEL": "log_level",
+    "LOCAL_TRANSPORT": "local_transport",
 }
 """Which setting a variable of the environment makes; `TOKENS` makes some of the tenants."""
 
@@ -174,6 +182,7 @@ def load_settings(environ: Mapping[str, str] | None = None) -> Settings:
         default_pool=given.default_pool,
         limits=limits,
         nomad=_nomad(given, path),
+        local_transport=told.LOCAL_TRANSPORT,
         sources=_sources(told, given, path),
     )
 

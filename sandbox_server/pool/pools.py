@@ -12,7 +12,7 @@ from sandbox_server.backends.base import Backend
 from sandbox_server.core.clock import Clock
 from sandbox_server.core.errors import LeaseLost, LeaseNotFound, PoolServiceError, SandboxLost, SandboxNotFound
 from sandbox_server.core.types import Acquired, AcquireRequest, Lease, PoolSpec, PoolView, SandboxState, SandboxView
-from sandbox_server.link import AgentLink
+from sandbox_server.link import connect as connect_to_agent
 from sandbox_server.pool.catalog import OF_THE_FILE, Catalog, LoadBackend, load_nothing
 from sandbox_server.pool.ended import end_error
 from sandbox_server.pool.holding import shown
@@ -53,7 +53,7 @@ class Pools:
         store: Store,
         clock: Clock,
         *,
-        connect: Connect = AgentLink.connect,
+        connect: Connect = connect_to_agent,
         owner: str = "local",
         wiring: Wiring | None = None,
         origins: Mapping[str, str] | None = None,

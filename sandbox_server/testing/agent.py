@@ -22,6 +22,7 @@ class MemoryTransport(asyncio.Transport):
         super().__init__()
         self.deliver: Callable[[bytes], None] | None = None
         self.hang_up: Callable[[], None] | None = None
+        self.lost: Callable[[], None] | None = None
         self._closing = False
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
@@ -44,8 +45,9 @@ class MemoryTransport(asyncio.Transport):
     def close(self) -> None:
         if not self._closing:
             self._closing = True
-            if self.hang_up is not None:
-                asyncio.get_running_loop().call_soon(self.hang_up)
+            for callback in (self.hang_up, self.lost):
+                if callback is not None:
+                    asyncio.get_running_loop().call_soon(callback)
 
 
 class FakeLink(AgentLink):
@@ -60,13 +62,10 @@ class FakeLink(AgentLink):
         """
         link = cls(asyncio.get_running_loop())
         transport = MemoryTransport()
+        transport.lost = lambda: link.connection_lost(None)
         link.connection_made(transport)
-        agent.accept(transport, link.data_received, lambda: link.connection_lost(None))
-        link.connection.hello({"v": wire.PROTOCOL_VERSION, "token": token})
-        link.flush()
-        await link._greeted
-        link.check()
-        link._ping()
+        agent.accept(transport, link.data_received, transport.lost)
+        await link.greet(token)
         return link
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sandbox_server.agent import wire
-from sandbox_server.link import AgentLink, AgentRefused, AgentStream, LinkLost
+from sandbox_server.link import AgentLink, AgentRefused, AgentStream, Endpoint, LinkLost, connect
 
 Answer = Callable[[wire.Connection, wire.Event], None]
 
@@ -64,7 +64,7 @@ async def peer(tmp_path: Path) -> AsyncIterator[Peer]:
 
 @pytest.fixture
 async def link(peer: Peer) -> AsyncIterator[AgentLink]:
-    it = await AgentLink.connect(f"unix:{peer.path}", "secret", timeout_s=5)
+    it = await connect(Endpoint(address=f"unix:{peer.path}", token="secret"), 5)
     yield it
     await it.close()
 
@@ -197,13 +197,13 @@ async def test_leaving_a_stream_early_tells_the_agent(peer: Peer, link: AgentLin
 
 async def test_nobody_at_the_address_is_said(tmp_path: Path) -> None:
     with pytest.raises(LinkLost, match="nobody answers"):
-        await AgentLink.connect(f"unix:{tmp_path / 'none.sock'}", "t", timeout_s=1)
+        await connect(Endpoint(address=f"unix:{tmp_path / 'none.sock'}"), 1)
 
 
 async def test_a_silent_agent_is_not_waited_for(tmp_path: Path) -> None:
     server = await asyncio.get_running_loop().create_unix_server(asyncio.Protocol, tmp_path / "mute.sock")
     with pytest.raises(LinkLost, match="did not say hello"):
-        await AgentLink.connect(f"unix:{tmp_path / 'mute.sock'}", "t", timeout_s=0.05)
+        await connect(Endpoint(address=f"unix:{tmp_path / 'mute.sock'}"), 0.05)
     server.close()
 
 
