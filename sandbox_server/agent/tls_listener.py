@@ -22,7 +22,6 @@ from sandbox_server.agent.serve import HELLO_WITHIN_S, Connection, Server
 
 log = logging.getLogger(__name__)
 
-#: So many connections may be without a shown token at once; for one more, the oldest goes.
 MAX_UNAUTHENTICATED = 64
 _BACKLOG = 128
 _OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
@@ -45,14 +44,20 @@ class TlsListener:
         server: what a connection needs of the agent.
         listen: where, and with which certificate and key.
         folder: the agent's own, for the moment in which the certificate must be a file.
+        max_unauthenticated: how many connections may be without a shown token at once; for one more, the oldest goes.
+        hello_within_s: how long a connection may take to show the token, its handshake included, in seconds.
     """
 
-    def __init__(self, server: Server, listen: TlsListen, folder: str) -> None:
+    def __init__(
+        self, server: Server, listen: TlsListen, folder: str, *, max_unauthenticated: int = MAX_UNAUTHENTICATED, hello_within_s: float = HELLO_WITHIN_S
+    ) -> None:
         self._server = server
         self._listen = listen
         self._context = make_context(listen.certificate, listen.key, folder)
         self._loop = asyncio.get_event_loop()
         self._unauthenticated: OrderedDict[socket.socket, _Guest] = OrderedDict()
+        self._max_unauthenticated = max_unauthenticated
+        self.hello_within_s = hello_within_s
         self._refused_count = 0
         self._is_closed = False
         family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
@@ -97,14 +102,14 @@ class TlsListener:
         for level, name, value in _KEEPALIVE:
             with contextlib.suppress(OSError):  # some sandboxes' kernels lack one; without it a vanished service is noticed later
                 sock.setsockopt(level, name, value)
-        while len(self._unauthenticated) >= MAX_UNAUTHENTICATED:
+        while len(self._unauthenticated) >= self._max_unauthenticated:
             next(iter(self._unauthenticated.values())).drop()
         guest = self._unauthenticated[sock] = _Guest(self, sock)
         guest.task = self._loop.create_task(self._shake_hands(guest, sock))
 
     async def _shake_hands(self, guest: _Guest, sock: socket.socket) -> None:
         try:
-            await self._loop.connect_accepted_socket(lambda: guest.connection, sock, ssl=self._context, ssl_handshake_timeout=HELLO_WITHIN_S)
+            await self._loop.connect_accepted_socket(lambda: guest.connection, sock, ssl=self._context, ssl_handshake_timeout=self.hello_within_s)
         except OSError:  # it was no TLS, or the other side went away; asyncio has closed the socket
             guest.settled(authenticated=False)
 
@@ -128,7 +133,7 @@ class _Guest:
         self._sock = sock
         self.connection = Connection(listener._server, self.settled)
         self.task: asyncio.Task[None] | None = None
-        self._timer = listener._loop.call_later(HELLO_WITHIN_S, self.drop)
+        self._timer = listener._loop.call_later(listener.hello_within_s, self.drop)
 
     def drop(self) -> None:
         """End it, in the middle of its handshake or after it."""

@@ -1,14 +1,19 @@
-"""The link to an agent, against an agent's side of the protocol on a real unix socket."""
+"""The link to an agent, against an agent's side of the protocol, over each transport."""
 
 import asyncio
+import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 
-from sandbox_server.agent import wire
+from sandbox_server.agent import relay, wire
+from sandbox_server.agent.tls_listener import make_context
+from sandbox_server.backends.certificate import make_certificate
+from sandbox_server.backends.process_pipe import open_process_pipe
 from sandbox_server.link import AgentLink, AgentRefused, AgentStream, Endpoint, LinkLost, connect
 
+RELAY_FILE = Path(relay.__file__)
 Answer = Callable[[wire.Connection, wire.Event], None]
 
 
@@ -34,11 +39,15 @@ class ScriptedAgent(asyncio.Protocol):
         self.transport.write(self.connection.data_to_send())
 
 
+CERTIFICATE = make_certificate("s-1")
+
+
 class Peer:
     """A listening scripted agent."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.tls_port = 0
         self.answer: Answer = lambda connection, event: None
         self.connections: list[ScriptedAgent] = []
 
@@ -56,15 +65,31 @@ class Peer:
 @pytest.fixture
 async def peer(tmp_path: Path) -> AsyncIterator[Peer]:
     it = Peer(tmp_path / "agent.sock")
-    server = await asyncio.get_running_loop().create_unix_server(it.make, it.path)
+    loop = asyncio.get_running_loop()
+    unix = await loop.create_unix_server(it.make, it.path)
+    context = make_context(CERTIFICATE.certificate, CERTIFICATE.key, str(tmp_path))
+    tls = await loop.create_server(it.make, "127.0.0.1", 0, ssl=context)
+    it.tls_port = tls.sockets[0].getsockname()[1]
     yield it
     it.hang_up()
-    server.close()
+    unix.close()
+    tls.close()
+
+
+@pytest.fixture(params=["unix", "tls", "stdio"])
+def endpoint(request: pytest.FixtureRequest, peer: Peer) -> Endpoint:
+    """Where the peer is, by one transport after the other."""
+    if request.param == "unix":
+        return Endpoint(address=f"unix:{peer.path}", token="secret")
+    if request.param == "tls":
+        return Endpoint(address=f"tls:127.0.0.1:{peer.tls_port}", token="secret", certificate=CERTIFICATE.certificate)
+    relay = [sys.executable, "-I", "-S", str(RELAY_FILE), str(peer.path)]
+    return Endpoint(address="stdio:", token="secret", open_pipe=lambda: open_process_pipe(relay, {}))
 
 
 @pytest.fixture
-async def link(peer: Peer) -> AsyncIterator[AgentLink]:
-    it = await connect(Endpoint(address=f"unix:{peer.path}", token="secret"), 5)
+async def link(endpoint: Endpoint) -> AsyncIterator[AgentLink]:
+    it = await connect(endpoint, 20)
     yield it
     await it.close()
 
