@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -60,7 +62,7 @@ class ProcessPipe:
                 await self._process.wait()
         if self._process.returncode is None:
             with suppress(ProcessLookupError):
-                self._process.kill()
+                os.killpg(self.pid, signal.SIGKILL)  # with what it has started, which would hold its output open
         # Read to the end, or the descriptors would stay.
         while await self._stdout.read(CHUNK_BYTES):
             pass
