@@ -20,6 +20,12 @@ from sandbox_server.agent import relay
 COMMAND = [sys.executable, "-I", "-S", relay.__file__]
 BIG = bytes(range(256)) * (16 << 10)  # 4 MiB
 WITHIN_S = 20
+SERVICE = """
+import subprocess, sys, time
+relay = subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+print(relay.pid, flush=True)
+time.sleep(1000)
+"""
 
 
 @pytest.fixture
@@ -139,11 +145,7 @@ def test_it_ends_when_its_reader_has(start) -> None:
 
 
 def test_it_ends_when_its_service_is_killed(listener: socket.socket) -> None:
-    parent = subprocess.Popen(
-        [sys.executable, "-c", "import subprocess, sys, time\nchild = subprocess.Popen(sys.argv[1:], stdin=-1, stdout=-1)\nprint(child.pid, flush=True)\ntime.sleep(1000)",
-         *COMMAND, listener.getsockname()],
-        stdout=subprocess.PIPE,
-    )  # fmt: skip
+    parent = subprocess.Popen([sys.executable, "-c", SERVICE, *COMMAND, listener.getsockname()], stdout=subprocess.PIPE)
     assert parent.stdout is not None
     with parent, listener.accept()[0] as agent:
         relay_process = os.pidfd_open(int(parent.stdout.readline()))

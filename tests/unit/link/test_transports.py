@@ -64,7 +64,7 @@ async def test_who_took_over_the_port_hears_no_token(tmp_path: Path) -> None:
     hostile = Listener()
     # The same name, the same validity, another key.
     async with listening(lambda: hostile, context_of(make_certificate("s-1"), tmp_path)) as address:
-        with pytest.raises(LinkLost, match="does not have the certificate that was made for this sandbox.*no token was sent"):
+        with pytest.raises(LinkLost, match=r"does not have the certificate that was made for this sandbox.*no token was sent"):
             await connect(tls(address), 5)
 
     assert hostile.heard == b""
@@ -99,7 +99,7 @@ async def test_who_speaks_no_tls_hears_no_token() -> None:
     hostile = Listener()
     hostile.answer = wire.frame(wire.HELLO, 0, b'{"v":1}')
     async with listening(lambda: hostile) as address:
-        with pytest.raises(LinkLost, match="does not speak TLS as an agent does.*no token was sent"):
+        with pytest.raises(LinkLost, match=r"does not speak TLS as an agent does.*no token was sent"):
             await connect(tls(address), 5)
 
     assert hostile.heard  # the first message of TLS
@@ -109,7 +109,7 @@ async def test_who_speaks_no_tls_hears_no_token() -> None:
 async def test_who_accepts_and_says_nothing_is_not_waited_for() -> None:
     hostile = Listener()
     async with listening(lambda: hostile) as address:
-        with pytest.raises(LinkLost, match="did not say hello within 0.2 s"):
+        with pytest.raises(LinkLost, match=r"did not say hello within 0\.2 s"):
             await connect(tls(address), 0.2)
 
     assert TOKEN.encode() not in hostile.heard
@@ -200,7 +200,7 @@ async def test_a_relay_that_was_killed_is_said() -> None:
 async def test_a_program_that_cannot_be_started_is_said() -> None:
     endpoint, _ = program("/nowhere/docker", "exec")
 
-    with pytest.raises(LinkLost, match="nobody answers at stdio:program:.*No such file"):
+    with pytest.raises(LinkLost, match=r"nobody answers at stdio:program:.*No such file"):
         await connect(endpoint, 20)
 
 
