@@ -55,7 +55,7 @@ class TlsListener:
         self._listen = listen
         self._context = make_context(listen.certificate, listen.key, folder)
         self._loop = asyncio.get_event_loop()
-        self._unauthenticated: OrderedDict[socket.socket, _Guest] = OrderedDict()
+        self._unauthenticated: OrderedDict[socket.socket, _UnauthenticatedConnection] = OrderedDict()
         self._max_unauthenticated = max_unauthenticated
         self.hello_within_s = hello_within_s
         self._refused_count = 0
@@ -81,8 +81,8 @@ class TlsListener:
         self._is_closed = True
         self._loop.remove_reader(self._socket.fileno())
         self._socket.close()
-        for guest in list(self._unauthenticated.values()):
-            guest.drop()
+        for pending in list(self._unauthenticated.values()):
+            pending.drop()
 
     def _accept_more(self) -> None:
         if not self._is_closed:
@@ -104,14 +104,14 @@ class TlsListener:
                 sock.setsockopt(level, name, value)
         while len(self._unauthenticated) >= self._max_unauthenticated:
             next(iter(self._unauthenticated.values())).drop()
-        guest = self._unauthenticated[sock] = _Guest(self, sock)
-        guest.task = self._loop.create_task(self._shake_hands(guest, sock))
+        pending = self._unauthenticated[sock] = _UnauthenticatedConnection(self, sock)
+        pending.task = self._loop.create_task(self._handshake(pending, sock))
 
-    async def _shake_hands(self, guest: _Guest, sock: socket.socket) -> None:
+    async def _handshake(self, pending: _UnauthenticatedConnection, sock: socket.socket) -> None:
         try:
-            await self._loop.connect_accepted_socket(lambda: guest.connection, sock, ssl=self._context, ssl_handshake_timeout=self.hello_within_s)
+            await self._loop.connect_accepted_socket(lambda: pending.connection, sock, ssl=self._context, ssl_handshake_timeout=self.hello_within_s)
         except OSError:  # it was no TLS, or the other side went away; asyncio has closed the socket
-            guest.settled(authenticated=False)
+            pending.settled(authenticated=False)
 
     def settled(self, sock: socket.socket, *, authenticated: bool) -> None:
         """A connection has shown the token, or is gone."""
@@ -125,7 +125,7 @@ class TlsListener:
         self._refused_count = 0
 
 
-class _Guest:
+class _UnauthenticatedConnection:
     """A connection that has not shown the token yet."""
 
     def __init__(self, listener: TlsListener, sock: socket.socket) -> None:
