@@ -17,7 +17,7 @@ AGENT := sandbox_server/agent
 # Newer than 3.8, and used by the agent only where they are there.
 WHERE_PRESENT := os.pidfd_open signal.pidfd_send_signal
 
-.PHONY: help setup demo test check pytest serve bench faults matrix format clean
+.PHONY: help setup demo test check pytest serve bench faults soak matrix format clean
 
 help: ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -50,6 +50,9 @@ bench: setup ## the service beside the bare machine and SWE-ReX; writes the READ
 
 faults: setup ## load and crashes at once, the histories checked: make faults ARGS="--seconds 600 --clients 50"
 	@$(BIN)/python -m tests.faults $(ARGS)
+
+soak: setup ## many leases one after another, and whether the service and its agent stay as small as they were: make soak ARGS="--cycles 2000"
+	@$(BIN)/python -m tests.bench.soak $(ARGS)
 
 matrix: setup ## the README's isolation table, from a run of the hostile suite
 	@$(BIN)/python -m pytest tests/hostile --readme=write

@@ -13,6 +13,8 @@ import httpx
 from env_client.client import DEFAULT_TTL_S, AsyncSandboxClient
 from env_client.errors import BadAnswer, ClientClosed, SandboxError, ServiceError, TransportError
 from env_client.leases import AsyncLease
+from env_client.message import text_problem
+from env_client.messages import check_call
 from env_client.retry import RetryPolicy
 from env_client.values import AcquireOptions, Call, Fault, FileEntry, LeaseInfo, Reason, Result
 
@@ -172,16 +174,21 @@ class RemoteToolBackend:
             timeout_s: for each call; default the pool's.
 
         Returns:
-            One result a call, in their order. What our side failed at is a result too, with fault `infra`.
+            One result a call, in their order. What our side failed at is a result too, with fault `infra`; and what is wrong with a tool's name or
+            its arguments, which a model has said, with fault `policy`.
 
         Raises:
+            InvalidRequest: `timeout_s` is wrong, or more than the pool gives: nothing has run; or a tool's name is no text.
             ServiceError: the service refuses the batch as a whole, such as for its token.
         """
         results: list[ExecutionResult] = []
         calls = [slot.lease.call(tool, args, timeout_s=timeout_s) for slot, tool, args in requests]
-        for start in range(0, len(calls), MAX_CALLS):
-            results += await self._batch(calls[start : start + MAX_CALLS])
-        return results
+        problems = [text_problem({"tool": call.tool, "args": call.args}) for call in calls]
+        sent = [call for call, problem in zip(calls, problems, strict=True) if problem is None]
+        for start in range(0, len(sent), MAX_CALLS):
+            results += await self._batch(sent[start : start + MAX_CALLS])
+        come = iter(results)
+        return [next(come) if problem is None else no_text(call, problem) for call, problem in zip(calls, problems, strict=True)]
 
     async def execute(self, slot: Slot, tool: str, args: Mapping[str, Any], *, timeout_s: float | None = None) -> ExecutionResult:
         """Run one tool call."""
@@ -246,7 +253,7 @@ class RemoteToolBackend:
         failure: TransportError | None = None
         try:
             async for index, result in self.client.exec_stream(calls):
-                found[index] = execution_result(result)
+                found[index] = execution_result(check_call(result, own_tool=False))
         except BadAnswer:
             raise
         except TransportError as error:
@@ -270,6 +277,19 @@ def execution_result(result: Result) -> ExecutionResult:
         "truncated": result.truncated,
     }
     return ExecutionResult(result.success, result.output, result.error, metadata)
+
+
+def no_text(call: Call, problem: str) -> ExecutionResult:
+    """The result of a call that cannot be sent: half a character, as a model can write it with an escape in JSON, is the model's mistake."""
+    metadata = {
+        "reason": Reason.INVALID_ARGS.value,
+        "fault": Fault.POLICY.value,
+        "exit_code": None,
+        "call_id": call.call_id,
+        "lease_id": call.lease_id,
+        "evidence": {"ran": False, "field": "args"},
+    }
+    return ExecutionResult(False, "", problem, metadata)
 
 
 def unanswered(call: Call, error: TransportError | None) -> ExecutionResult:

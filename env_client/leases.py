@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any, Unpack
 
 from env_client import messages
+from env_client.checks import check_type
 from env_client.errors import LeaseLost, LeaseNotFound, SandboxError, ServiceError, service_error
 from env_client.uploads import AsyncSource, Source
 from env_client.values import Call, CallOptions, CallStatus, FileEntry, LeaseInfo, Output, Released, Renewed, Result
@@ -38,7 +39,11 @@ class HeldLease:
         return self.info.lease_id
 
     def call(self, tool: str, args: Mapping[str, Any] | None = None, **options: Unpack[CallOptions]) -> Call:
-        """A call in this lease's slot, to be put in a batch."""
+        """A call in this lease's slot, to be put in a batch. `tool` and `args` may be what a model has said.
+
+        Raises:
+            InvalidRequest: `tool` is no text, or an option not of its type.
+        """
         return messages.make_call(self.lease_id, tool, args, **options)
 
     def renewed(self, info: LeaseInfo) -> None:
@@ -74,7 +79,18 @@ class HeldLease:
 
 
 def bash_args(command: str, cwd: str | None, env: Mapping[str, str] | None, stdin: str | None) -> dict[str, Any]:
-    """The arguments of the tool `bash`."""
+    """The arguments of the tool `bash`, as a program gives them in its own code.
+
+    Raises:
+        InvalidRequest: one of them is not of its type.
+    """
+    check_type("command", command, str)
+    check_type("cwd", cwd, str, type(None))
+    check_type("stdin", stdin, str, type(None))
+    check_type("env", env, Mapping, type(None))
+    for name, value in (env or {}).items():
+        check_type("env", name, str)
+        check_type(f"env.{name}", value, str)
     given = {"command": command, "cwd": cwd, "env": env, "stdin": stdin}
     return {name: value for name, value in given.items() if value is not None}
 
@@ -99,7 +115,11 @@ class AsyncLease(HeldLease):
     async def bash(
         self, command: str, *, cwd: str | None = None, env: Mapping[str, str] | None = None, stdin: str | None = None, **options: Unpack[CallOptions]
     ) -> Result:
-        """Run a shell command."""
+        """Run a shell command.
+
+        Raises:
+            InvalidRequest: something beside the text of the command is wrong: a type, an option, a `timeout_s` over the pool's.
+        """
         return await self.exec("bash", bash_args(command, cwd, env, stdin), **options)
 
     async def exec_events(self, tool: str, args: Mapping[str, Any] | None = None, **options: Unpack[CallOptions]) -> AsyncIterator[Output | Result]:

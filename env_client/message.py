@@ -84,11 +84,26 @@ def to_json(value: object) -> bytes:
         InvalidRequest: something in it is not JSON.
     """
     try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+        return _encoded(value)
     except UnicodeEncodeError as error:
         raise InvalidRequest(f"the request cannot be written as JSON: {_around(error)!r} is not text in UTF-8") from error
     except (TypeError, ValueError) as error:
         raise InvalidRequest(f"the request cannot be written as JSON: {error}") from error
+
+
+def text_problem(value: object) -> str | None:
+    """What in a JSON value is no text in UTF-8, in a sentence; None where nothing is. What is no JSON at all is not looked at here."""
+    try:
+        _encoded(value)
+    except UnicodeEncodeError as error:
+        return f"args: {_around(error)!r} is not text in UTF-8"
+    except (TypeError, ValueError):
+        return None
+    return None
+
+
+def _encoded(value: object) -> bytes:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
 def _around(error: UnicodeEncodeError) -> str:

@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, Unpack
 
-from env_client.errors import BadAnswer, service_error
+from env_client.errors import BadAnswer, InvalidRequest, service_error
 from env_client.message import (
     BYTES,
     EVENT_STREAM,
@@ -34,9 +34,11 @@ from env_client.values import (
     Call,
     CallOptions,
     CallStatus,
+    Fault,
     FileEntry,
     LeaseInfo,
     LeasePage,
+    Reason,
     Released,
     Renewed,
     Result,
@@ -81,9 +83,13 @@ def acquire(pool: str | None, count: int, **options: Unpack[AcquireOptions]) -> 
 
 
 def make_call(lease_id: str, tool: str, args: Mapping[str, Any] | None, **options: Unpack[CallOptions]) -> Call:
-    """A call with an id of its own."""
+    """A call with an id of its own.
+
+    Raises:
+        InvalidRequest: `tool` or an option is not of its type. `args` may be anything: what is wrong with it is the call's own result.
+    """
     options["call_id"] = options.get("call_id") or new_call_id()
-    return Call(lease_id=lease_id, tool=tool, args=args or {}, **options)
+    return Call(lease_id=lease_id, tool=tool, args={} if args is None else args, **options)
 
 
 def named(calls: Iterable[Call]) -> list[tuple[Call, str]]:
@@ -136,7 +142,7 @@ def exec_one(call: Call, *, stream: bool = False, offset: int = 0) -> Message[Re
         path=f"/v1/leases/{segment(call.lease_id)}/exec",
         body=to_json(asked),
         accept=EVENT_STREAM if stream else JSON,
-        parse=_result,
+        parse=_result_of_own_call,
         call_ids=(asked["call_id"],),
         unfinished=lambda result: result.unfinished,
         last_event_id=str(offset) if offset else None,
@@ -230,6 +236,25 @@ def put_archive(lease_id: str, path: str) -> Message[None]:
     return _transfer("PUT", path_of(f"/v1/leases/{segment(lease_id)}/archive", path=path), nothing, content_type=GZIP)
 
 
+def check_call(result: Result, *, own_tool: bool) -> Result:
+    """The result of a call, unless it is that the program has made a call that is none: then nothing has run, and no policy is to be blamed.
+
+    Args:
+        result: what the service says.
+        own_tool: whether the program itself has named the tool, and not a model.
+
+    Raises:
+        InvalidRequest: a field beside `tool` and `args` is wrong, or there is no tool of the name that the program has given.
+    """
+    if result.reason != Reason.INVALID_ARGS:
+        return result
+    evidence = result.metadata.get("evidence")
+    field = evidence.get("field") if isinstance(evidence, Mapping) else None
+    if result.fault == Fault.INFRA or (own_tool and field == "tool"):
+        raise InvalidRequest(result.error, extra={"call_id": result.call_id, **({"field": field} if isinstance(field, str) else {})})
+    return result
+
+
 def result_line(line: bytes) -> Result:
     """One line of a streamed batch."""
     return read_value(Result, decode(line))
@@ -274,6 +299,10 @@ def _acquired(answer: Answer) -> Acquired:
 
 def _result(answer: Answer) -> Result:
     return read_value(Result, object_of(answer))
+
+
+def _result_of_own_call(answer: Answer) -> Result:
+    return check_call(_result(answer), own_tool=True)
 
 
 def _released(answer: Answer) -> Released:

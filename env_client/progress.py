@@ -65,6 +65,7 @@ class ExecProgress:
 
         Raises:
             BadAnswer: an event that is not the contract's.
+            InvalidRequest: the program has made a call that is none.
             Unfinished: the service stopped before the call ended; `message` sends it again.
         """
         for event in self._events.feed(chunk):
@@ -92,6 +93,7 @@ class ExecProgress:
         if result.unfinished:
             self._unfinished, self._begun = result, False
             raise Unfinished(result)
+        messages.check_call(result, own_tool=True)
         self.done = True
         return result
 

@@ -16,33 +16,33 @@ ZIP = "application/zip"
 VERIFY_S = 600.0
 
 
-def pools(cursor: str | None = None) -> Message[Page[PoolInfo]]:
+def pools(cursor: str | None = None, tenant: str | None = None) -> Message[Page[PoolInfo]]:
     """`GET /v1/pools`."""
-    return Message(method="GET", path=path_of("/v1/pools", cursor=cursor), parse=lambda answer: _page(PoolInfo, answer, "pools"))
+    return Message(method="GET", path=path_of("/v1/pools", tenant=tenant, cursor=cursor), parse=lambda answer: _page(PoolInfo, answer, "pools"))
 
 
-def pool(name: str) -> Message[PoolInfo]:
+def pool(name: str, tenant: str | None = None) -> Message[PoolInfo]:
     """`GET /v1/pools/{name}`."""
-    return Message(method="GET", path=_pool_path(name), parse=lambda answer: read_value(PoolInfo, object_of(answer)))
+    return Message(method="GET", path=path_of(_pool_path(name), tenant=tenant), parse=lambda answer: read_value(PoolInfo, object_of(answer)))
 
 
-def pool_put(name: str, spec: Mapping[str, Any]) -> Message[PoolChange]:
+def pool_put(name: str, spec: Mapping[str, Any], tenant: str | None = None) -> Message[PoolChange]:
     """`PUT /v1/pools/{name}`."""
 
     def parse(answer: Answer) -> PoolChange:
         return PoolChange(pool=read_value(PoolInfo, object_of(answer)), created=answer.status == 201)
 
-    return Message(method="PUT", path=_pool_path(name), body=to_json(spec), parse=parse)
+    return Message(method="PUT", path=path_of(_pool_path(name), tenant=tenant), body=to_json(spec), parse=parse)
 
 
-def pool_delete(name: str, force: bool) -> Message[None]:
+def pool_delete(name: str, force: bool, tenant: str | None = None) -> Message[None]:
     """`DELETE /v1/pools/{name}`."""
-    return Message(method="DELETE", path=path_of(_pool_path(name), force=1 if force else None), parse=nothing)
+    return Message(method="DELETE", path=path_of(_pool_path(name), tenant=tenant, force=1 if force else None), parse=nothing)
 
 
-def pool_verify(name: str) -> Message[VerifyReport]:
+def pool_verify(name: str, tenant: str | None = None) -> Message[VerifyReport]:
     """`POST /v1/pools/{name}/verify`."""
-    return Message(method="POST", path=_pool_path(name) + "/verify", parse=_verified, answer_within_s=VERIFY_S, silence_s=VERIFY_S)
+    return Message(method="POST", path=path_of(_pool_path(name) + "/verify", tenant=tenant), parse=_verified, answer_within_s=VERIFY_S, silence_s=VERIFY_S)
 
 
 def sandboxes(limit: int | None, cursor: str | None) -> Message[Page[SandboxInfo]]:

@@ -19,48 +19,64 @@ class AsyncServiceVerbs:
     def __init__(self, sender: AsyncSender) -> None:
         self._sender = sender
 
-    async def pools(self) -> tuple[PoolInfo, ...]:
-        """All pools."""
-        page = await self._sender.send(messages.pools())
+    async def pools(self, *, tenant: str | None = None) -> tuple[PoolInfo, ...]:
+        """Your pools, and those that are shared: whatever a name means to you.
+
+        Args:
+            tenant: instead, those that this tenant owns; `*`: all there are. For admins.
+        """
+        page = await self._sender.send(messages.pools(None, tenant))
         found = page.items
         while page.next_cursor is not None:
-            page = await self._sender.send(messages.pools(page.next_cursor))
+            page = await self._sender.send(messages.pools(page.next_cursor, tenant))
             found += page.items
         return found
 
-    async def pool(self, name: str) -> PoolInfo:
-        """One pool."""
-        return await self._sender.send(messages.pool(name))
+    async def pool(self, name: str, *, tenant: str | None = None) -> PoolInfo:
+        """One pool: your own of that name, else the shared one.
 
-    async def pool_put(self, name: str, spec: Mapping[str, Any]) -> PoolChange:
-        """Make a pool, or change it to be of this spec.
+        Args:
+            name: its name.
+            tenant: whose it is instead; for admins.
+        """
+        return await self._sender.send(messages.pool(name, tenant))
+
+    async def pool_put(self, name: str, spec: Mapping[str, Any], *, tenant: str | None = None) -> PoolChange:
+        """Make a pool of your own, or change it to be of this spec.
 
         Args:
             name: its name.
             spec: the whole of it; a missing field has its default.
+            tenant: whose it is instead; for admins.
 
         Raises:
-            PoolConflict: its backend would change, or it is one of the settings file.
-            Forbidden: the spec needs an admin, or passes a limit for those who are none.
+            PoolConflict: its backend would change, or a shared pool has the name.
+            Forbidden: the spec needs an admin, or a backend that is not for you.
+            QuotaExceeded: your pools would promise or reserve more slots than you may have.
         """
-        return await self._sender.send(messages.pool_put(name, spec))
+        return await self._sender.send(messages.pool_put(name, spec, tenant))
 
-    async def pool_delete(self, name: str, *, force: bool = False) -> None:
+    async def pool_delete(self, name: str, *, tenant: str | None = None, force: bool = False) -> None:
         """Drain a pool, after which it is gone.
 
         Args:
             name: which.
+            tenant: whose it is, where it is not yours; for admins.
             force: do not wait for its leases.
         """
-        await self._sender.send(messages.pool_delete(name, force))
+        await self._sender.send(messages.pool_delete(name, force, tenant))
 
-    async def pool_verify(self, name: str) -> VerifyReport:
+    async def pool_verify(self, name: str, *, tenant: str | None = None) -> VerifyReport:
         """Plant leftovers of every kind in the pool's free slots, reset them, and report what was found.
+
+        Args:
+            name: which.
+            tenant: whose it is, where it is not yours.
 
         Raises:
             NoCapacity: no slot is free.
         """
-        return await self._sender.send(messages.pool_verify(name))
+        return await self._sender.send(messages.pool_verify(name, tenant))
 
     async def sandboxes(self, *, limit: int | None = None, cursor: str | None = None) -> Page[SandboxInfo]:
         """A page of the sandboxes."""
@@ -115,30 +131,30 @@ class ServiceVerbs:
     def __init__(self, sender: SyncSender) -> None:
         self._sender = sender
 
-    def pools(self) -> tuple[PoolInfo, ...]:
+    def pools(self, *, tenant: str | None = None) -> tuple[PoolInfo, ...]:
         """As `AsyncServiceVerbs.pools`."""
-        page = self._sender.send(messages.pools())
+        page = self._sender.send(messages.pools(None, tenant))
         found = page.items
         while page.next_cursor is not None:
-            page = self._sender.send(messages.pools(page.next_cursor))
+            page = self._sender.send(messages.pools(page.next_cursor, tenant))
             found += page.items
         return found
 
-    def pool(self, name: str) -> PoolInfo:
+    def pool(self, name: str, *, tenant: str | None = None) -> PoolInfo:
         """As `AsyncServiceVerbs.pool`."""
-        return self._sender.send(messages.pool(name))
+        return self._sender.send(messages.pool(name, tenant))
 
-    def pool_put(self, name: str, spec: Mapping[str, Any]) -> PoolChange:
+    def pool_put(self, name: str, spec: Mapping[str, Any], *, tenant: str | None = None) -> PoolChange:
         """As `AsyncServiceVerbs.pool_put`."""
-        return self._sender.send(messages.pool_put(name, spec))
+        return self._sender.send(messages.pool_put(name, spec, tenant))
 
-    def pool_delete(self, name: str, *, force: bool = False) -> None:
+    def pool_delete(self, name: str, *, tenant: str | None = None, force: bool = False) -> None:
         """As `AsyncServiceVerbs.pool_delete`."""
-        self._sender.send(messages.pool_delete(name, force))
+        self._sender.send(messages.pool_delete(name, force, tenant))
 
-    def pool_verify(self, name: str) -> VerifyReport:
+    def pool_verify(self, name: str, *, tenant: str | None = None) -> VerifyReport:
         """As `AsyncServiceVerbs.pool_verify`."""
-        return self._sender.send(messages.pool_verify(name))
+        return self._sender.send(messages.pool_verify(name, tenant))
 
     def sandboxes(self, *, limit: int | None = None, cursor: str | None = None) -> Page[SandboxInfo]:
         """As `AsyncServiceVerbs.sandboxes`."""

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypedDict, TypeVar, cast
 
+from env_client.checks import check_type
 from env_client.errors import BadAnswer, ServiceError
 
 V = TypeVar("V")
@@ -85,7 +86,13 @@ class CallOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """One tool call to be sent in a batch; the fields are those of `CallOptions`."""
+    """One tool call to be sent in a batch; the fields are those of `CallOptions`.
+
+    `args` may be whatever a model has said: the service looks at it, and what is wrong with it is the call's own result.
+
+    Raises:
+        InvalidRequest: another field is not of its type, which is a mistake of the program that makes the call.
+    """
 
     lease_id: str
     tool: str
@@ -96,6 +103,22 @@ class Call:
     output_limit_bytes: int | None = None
     separate_streams: bool | None = None
     encoding: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("lease_id", "tool"):
+            check_type(name, getattr(self, name), str)
+        for name, kinds in _OPTION_KINDS.items():
+            check_type(name, getattr(self, name), *kinds, type(None))
+
+
+_OPTION_KINDS: Mapping[str, tuple[type, ...]] = {
+    "call_id": (str,),
+    "timeout_s": (int, float),
+    "no_output_timeout_s": (int, float),
+    "output_limit_bytes": (int,),
+    "separate_streams": (bool,),
+    "encoding": (str,),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -192,17 +215,25 @@ class LeasePage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolInfo:
-    """A pool: its spec, what it can do, how many slots and sandboxes are in which state; `state` is empty where an older service does not say it."""
+    """A pool: its spec, what it can do, how many slots and sandboxes are in which state; `state` is empty where an older service does not say it.
+
+    `tenant`: who owns it, None where no tenant does; `shared`: every tenant may use it.
+    """
 
     name: str
+    tenant: str | None = None
+    shared: bool = False
     state: str = ""
     spec: Mapping[str, Any] = field(default_factory=dict)
     origin: str = ""
     isolation: str | None = None
     capabilities: Mapping[str, Any] = field(default_factory=dict)
+    effective: Mapping[str, int | None] = field(default_factory=dict)
     slots: Mapping[str, int] = field(default_factory=dict)
     sandboxes: Mapping[str, int] = field(default_factory=dict)
     queue: int = 0
+    #: the acquire for which it holds every slot that comes free: `count`, `held_slots`, `waited_s`, and whose it is where that may be seen
+    claimant: Mapping[str, Any] | None = None
     last_error: str | None = None
 
 
@@ -276,10 +307,11 @@ class PoolChange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SandboxInfo:
-    """A sandbox as the service last described it."""
+    """A sandbox as the service last described it. `pool_tenant`: who owns its pool, None where no tenant does."""
 
     sandbox_id: str
     pool: str = ""
+    pool_tenant: str | None = None
     backend: str = ""
     state: str = ""
     isolation: str | None = None

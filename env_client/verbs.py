@@ -51,12 +51,13 @@ class AsyncVerbs(AsyncServiceVerbs):
 
         Args:
             lease_id: in whose slot.
-            tool: its name, such as `bash`.
-            args: its arguments.
+            tool: its name, such as `bash`, as the program knows it; what a model calls a tool goes into a batch, where an unknown one is a result.
+            args: its arguments; what is wrong with them is the result's `invalid_args`, as they may be a model's.
             options: see `CallOptions`.
 
         Raises:
             LeaseNotFound, LeaseLost, SandboxLost: there is no such lease any longer.
+            InvalidRequest: there is no such tool, or an option is wrong.
         """
         return await self._sender.send(messages.exec_one(messages.make_call(lease_id, tool, args, **options)))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
-import functools
 import json
 import os
 import shutil
@@ -14,15 +13,13 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import uvicorn
 
-from sandbox_server.api.service import came_with_token
 from sandbox_server.api.tenants import Tenant
-from sandbox_server.app import Application, load_backends
+from sandbox_server.app import Application, load_backends, say
 from sandbox_server.backends.registry import load_backend
-from sandbox_server.doors import Doors, Visitor, open_files_limit, places_for
 from sandbox_server.settings import Settings, SettingsError, load_settings
 from sandbox_server.state_dir import StateDir, StateDirError
 
@@ -68,7 +65,7 @@ class Server(uvicorn.Server):
             return
         port = self.servers[0].sockets[0].getsockname()[1]
         url = f"http://{_reachable(self._options.host)}:{port}"
-        print(f"listening on {url}", flush=True)
+        say(f"listening on {url}")
         self._application.announce(url)
         if self._options.ready_fd is not None:
             with os.fdopen(self._options.ready_fd, "w") as ready:
@@ -141,12 +138,11 @@ def serve(settings: Settings, options: ServeOptions) -> int:
         print(f"cannot listen on {options.host} port {options.port}: {why}; choose another with --host and --port", file=sys.stderr)
         return NOT_STARTED
     application = Application(announced=True, ephemeral=options.ephemeral)
-    doors = Doors(places=places_for(open_files_limit()), trusted=came_with_token)
     config = uvicorn.Config(
         application,
         host=options.host,
         port=options.port,
-        http=cast("type[asyncio.Protocol]", functools.partial(Visitor, doors=doors)),
+        http="httptools",
         lifespan="on",
         log_config=None,
         access_log=False,

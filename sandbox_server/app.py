@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,26 +12,31 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from sandbox_server.api.api import build_api
-from sandbox_server.api.service import Service
+from sandbox_server.api.service import Service, came_with_token
 from sandbox_server.api.tenants import Tenant, Tenants
 from sandbox_server.backends.base import Backend
 from sandbox_server.backends.registry import load_backend
+from sandbox_server.connection_limits import limit_connections
 from sandbox_server.core.clock import Clock, SystemClock
 from sandbox_server.core.errors import InvalidRequest, NotImplementedHere, StorageUnavailable
+from sandbox_server.dispatch.answer_budget import AnswerBudget, AnswerLimits
 from sandbox_server.dispatch.dispatch import CallLimits, Dispatcher
 from sandbox_server.dispatch.doubts import Doubts
 from sandbox_server.dispatch.files import SlotFiles
 from sandbox_server.dispatch.records import CallRecords
 from sandbox_server.dispatch.turns import Turns
+from sandbox_server.doors import HEAD_WITHIN_S
 from sandbox_server.link import connect
 from sandbox_server.pool.catalog import BUILT_IN, OF_THE_FILE
 from sandbox_server.pool.events import EventLog
+from sandbox_server.pool.output_files import OutputFiles
 from sandbox_server.pool.pools import Pools
-from sandbox_server.pool.sqlite_store import SqliteStore, StoreUnusable
+from sandbox_server.pool.sqlite_store import OUTPUT_FOLDER, SqliteStore, StoreUnusable
 from sandbox_server.pool.store import MemoryStore, Store
 from sandbox_server.pool.wiring import Connect, PoolLimits, Wiring
 from sandbox_server.settings import LOCAL_TENANT, Settings, SettingsError, load_settings
 from sandbox_server.shutdown import Signals
+from sandbox_server.state_care import StateCare
 from sandbox_server.state_dir import StateDir, StateDirError
 from sandbox_server.telemetry import Telemetry, configure_logging
 
@@ -63,6 +67,7 @@ class Parts:
         store: opens what outlives the service, from the path of its file and the clock; raises StoreUnusable.
         clock: what time it is.
         configure_logging: sends the log where the settings say.
+        head_within_s: how long the head of a request may take, in seconds.
     """
 
     backend: MakeBackend = load_backend
@@ -70,6 +75,7 @@ class Parts:
     store: Callable[[Path, Clock], Store] = SqliteStore
     clock: Clock = field(default_factory=SystemClock)
     configure_logging: Callable[[str, str], None] = configure_logging
+    head_within_s: float = HEAD_WITHIN_S
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +85,7 @@ class Running:
     settings: Settings
     state_dir: StateDir
     store: Store
+    care: StateCare
     pools: Pools
     service: Service
     ephemeral: bool = False
@@ -127,6 +134,10 @@ class Application:
         except (SettingsError, StateDirError) as error:
             await send({"type": "lifespan.startup.failed", "message": str(error)})
             return
+        unprotected = limit_connections(receive, came_with_token, self._parts.head_within_s)
+        if unprotected is not None:
+            log.warning(unprotected)
+            running.service.warnings.append(unprotected)
         self._front.service = running.service
         self._has_tenants = bool(running.settings.tenants)
         signals = self._signals = Signals(self._stop, self._reload_tenants)
@@ -186,6 +197,7 @@ async def start(settings: Settings, parts: Parts, *, ephemeral: bool = False) ->
         raise
     if settings.advertise_url is not None:
         state_dir.announce(settings.advertise_url)
+    running.care.start()
     return running
 
 
@@ -199,13 +211,15 @@ async def _start_in(settings: Settings, state_dir: StateDir, parts: Parts, *, ep
         await store.close()
         raise
     limits = CallLimits(in_flight=settings.limits.calls_in_flight, of_lease=settings.limits.lease_calls)
-    dispatcher = Dispatcher(pools, store, clock, telemetry, limits, Doubts(pools.restored), Turns(tenants.max_running_calls))
+    care = StateCare(state_dir, store)
+    answers = AnswerBudget(_answer_limits(settings))
+    dispatcher = Dispatcher(pools, store, clock, telemetry, limits, Doubts(pools.restored), Turns(tenants.max_running_calls), answers)
     pools.when_a_lease_ends(dispatcher.turns.lease_over)
     service = Service(
         pools=pools,
         dispatcher=dispatcher,
         files=SlotFiles(pools),
-        records=CallRecords(pools, store, dispatcher.flights, clock),
+        records=CallRecords(pools, store, dispatcher.flights, clock, dispatcher.outputs),
         events=pools.events,
         telemetry=telemetry,
         flush=pools.flush,
@@ -213,8 +227,14 @@ async def _start_in(settings: Settings, state_dir: StateDir, parts: Parts, *, ep
         limits=settings.limits,
         default_pool=settings.default_pool,
         stopping=asyncio.get_running_loop().create_future(),
+        storage_trouble=lambda: care.trouble,
     )
-    return Running(settings=settings, state_dir=state_dir, store=store, pools=pools, service=service, ephemeral=ephemeral)
+    return Running(settings=settings, state_dir=state_dir, store=store, care=care, pools=pools, service=service, ephemeral=ephemeral)
+
+
+def _answer_limits(settings: Settings) -> AnswerLimits:
+    named = settings.limits
+    return AnswerLimits(memory_bytes=named.answer_memory_bytes, file_bytes=named.answer_file_bytes, wait_s=named.answer_wait_s)
 
 
 async def _start_pools(settings: Settings, state_dir: StateDir, parts: Parts, store: Store, tenants: Tenants, telemetry: Telemetry, *, survives: bool) -> Pools:
@@ -226,7 +246,9 @@ async def _start_pools(settings: Settings, state_dir: StateDir, parts: Parts, st
         events=EventLog(clock=parts.clock),
         weight=tenants.weight,
         max_leases=tenants.max_leases,
+        max_slots=tenants.max_slots,
         max_waiters=tenants.max_waiters,
+        claim_after_s=settings.claim_after_s,
         limits=PoolLimits(max_waiters=settings.limits.waiters, max_pools=settings.limits.pools),
     )
     owner = state_dir.owner()
@@ -243,7 +265,7 @@ async def _start_pools(settings: Settings, state_dir: StateDir, parts: Parts, st
 def _open_store(state_dir: StateDir, parts: Parts, *, ephemeral: bool) -> Store:
     """The store of this folder. A service that nothing outlives has nothing to find again."""
     if ephemeral:
-        return MemoryStore()
+        return MemoryStore(outputs=OutputFiles(state_dir.path / OUTPUT_FOLDER))
     try:
         return parts.store(state_dir.path / STATE_FILE, parts.clock)
     except StoreUnusable as error:
@@ -286,6 +308,7 @@ async def stop(running: Running) -> None:
             await running.pools.stop("destroy" if running.ephemeral else None)
     except TimeoutError:
         log.error("not every sandbox was gone within %g s", POOLS_STOP_S)
+    await running.care.stop()
     try:
         async with asyncio.timeout(STORE_CLOSE_S):
             await running.store.close()
@@ -309,8 +332,15 @@ def _tenants(settings: Settings, state_dir: StateDir) -> tuple[Tenant, ...]:
 def say_how_to_ask(running: Running, url: str) -> None:
     """Print, where the service made its own token, a command that uses it without showing it."""
     if not running.settings.open_door and not running.settings.tenants:
-        sys.stdout.write(f'curl -H "Authorization: Bearer $(cat {running.state_dir.token_path})" {url}/v1/pools\n')
-        sys.stdout.flush()
+        say(f'curl -H "Authorization: Bearer $(cat {running.state_dir.token_path})" {url}/v1/pools')
+
+
+def say(line: str) -> None:
+    """Print a line on standard output. Where that is a file on a full disk, the service goes on without it."""
+    try:
+        print(line, flush=True)
+    except OSError as error:
+        log.warning("standard output cannot be written: %s", error.strerror, extra={"line": line})
 
 
 app = Application()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -16,6 +16,7 @@ from sandbox_server.api.schemas import PoolSpecBody, first_problem
 from sandbox_server.api.specs import POOL_NAME, spec_of, spec_problem
 from sandbox_server.api.tenants import Tenant
 from sandbox_server.core.types import PoolSpec
+from sandbox_server.pool.claims import CLAIM_AFTER_S
 
 PREFIX = "SANDBOX_"
 CLIENTS_OWN = frozenset({"SANDBOX_URL", "SANDBOX_TOKEN"})
@@ -23,6 +24,7 @@ LOG_FORMATS = ("json", "text")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 LOCAL_TENANT = "local"
 MIN_TOKEN_CHARS = 1
+MAX_CLAIM_AFTER_S = 86_400.0
 
 
 class SettingsError(Exception):
@@ -53,6 +55,7 @@ class Settings:
         log_level: `debug`, `info`, `warning` or `error`.
         pools: the pools of the file, by name; where nothing is said of pools, the one that is built in.
         default_pool: the pool of an acquire that names none.
+        claim_after_s: how long a tenant's first acquire in the queue waits before its pool holds slots for it, in seconds.
         limits: the named limits.
         nomad: how the process reaches Nomad.
         local_transport: how the service talks to the agents that the local backend makes from now on, for tests and debugging: `unix`, `tls` or `stdio`.
@@ -66,8 +69,9 @@ class Settings:
     advertise_url: str | None = None
     log_format: str = "json"
     log_level: str = "info"
-    pools: Mapping[str, PoolSpec] = field(default_factory=lambda: {"default": PoolSpec()})
+    pools: Mapping[str, PoolSpec] = field(default_factory=lambda: {"default": PoolSpec(shared=True)})
     default_pool: str = "default"
+    claim_after_s: float = CLAIM_AFTER_S
     limits: Limits = field(default_factory=Limits)
     nomad: NomadAccess = field(default_factory=NomadAccess)
     local_transport: str = "unix"
@@ -101,6 +105,8 @@ class TenantModel(FileModel):
     token_file: str | None = None
     admin: bool = False
     max_leases: int | None = Field(default=None, ge=0)
+    max_slots: int | None = Field(default=None, ge=0)
+    backends: list[Literal["local", "docker", "nomad", "modal"]] = Field(default=["local"])
     max_waiters: int | None = Field(default=None, ge=1)
     max_running_calls: int | None = Field(default=None, ge=1)
     weight: float = Field(default=1.0, gt=0)
@@ -120,6 +126,7 @@ class SettingsFile(FileModel):
 
     pools: dict[Annotated[str, Field(pattern=POOL_NAME)], PoolSpecBody] = Field(default_factory=lambda: {"default": PoolSpecBody()})
     default_pool: str = "default"
+    claim_after_s: float = Field(default=CLAIM_AFTER_S, ge=0, le=MAX_CLAIM_AFTER_S)
     tenants: list[TenantModel] = Field(default_factory=list)
     limits: dict[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
     nomad: NomadModel = Field(default_factory=NomadModel)
@@ -180,6 +187,7 @@ def load_settings(environ: Mapping[str, str] | None = None) -> Settings:
         log_level=told.LOG_LEVEL,
         pools={name: _pool_spec(name, spec, limits, path) for name, spec in given.pools.items()},
         default_pool=given.default_pool,
+        claim_after_s=given.claim_after_s,
         limits=limits,
         nomad=_nomad(given, path),
         local_transport=told.LOCAL_TRANSPORT,
@@ -306,7 +314,9 @@ def _pool_spec(name: str, body: PoolSpecBody, limits: Limits, path: Path | None)
     problem = spec_problem(body, limits)
     if problem is not None:
         raise SettingsError(f"settings file {path}: pools.{name}.{problem}")
-    return spec_of(body)
+    if "shared" in body.model_fields_set and not body.shared:
+        raise SettingsError(f"settings file {path}: pools.{name}.shared: cannot be false: every tenant may use the pools of the settings file")
+    return replace(spec_of(body), shared=True)
 
 
 def _nomad(given: SettingsFile, path: Path | None) -> NomadAccess:
@@ -364,5 +374,5 @@ def file_tenants(given: SettingsFile, path: Path | None) -> list[Tenant]:
                 raise SettingsError(f"{where}.token_file: {one.token_file} cannot be read: {getattr(error, 'strerror', None) or error}") from None
             if len(token) < MIN_TOKEN_CHARS:
                 raise SettingsError(f"{where}.token_file: {one.token_file} holds fewer than {MIN_TOKEN_CHARS} characters")
-        tenants.append(Tenant(**{**one.model_dump(exclude={"token_file"}), "token": token}))
+        tenants.append(Tenant(**{**one.model_dump(exclude={"token_file"}), "token": token, "backends": tuple(one.backends)}))
     return tenants

@@ -6,12 +6,13 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any, Final, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
+from prometheus_client.metrics_core import Metric
 
 request_fields: ContextVar[Mapping[str, Any]] = ContextVar("request_fields")
 """The fields that every log line of this request carries: `request_id`, `tenant`."""
@@ -94,18 +95,22 @@ class Figure(NamedTuple):
     buckets: tuple[float, ...] = BUCKETS_S
 
 
+TENANT: Final = "pool_tenant"
+"""The label that tells same-named pools of two tenants apart."""
+
 FIGURES: Final[Mapping[str, Figure]] = {
-    "sandbox_slots": Figure(Gauge, "slots by what they are doing", ("pool", "state")),
-    "sandbox_sandboxes": Figure(Gauge, "sandboxes by where they are in their life", ("pool", "state")),
-    "sandbox_acquire_queue": Figure(Gauge, "acquires that wait", ("pool",)),
-    "sandbox_acquire_seconds": Figure(Histogram, "how long an acquire that was granted had waited", ("pool",)),
-    "sandbox_exec_seconds": Figure(Histogram, "how long tool calls ran, as their agents measured it", ("pool", "tool")),
-    "sandbox_exec_total": Figure(Counter, "tool calls that came to a result", ("pool", "tool", "reason", "fault")),
+    "sandbox_slots": Figure(Gauge, "slots by what they are doing", ("pool", TENANT, "state")),
+    "sandbox_sandboxes": Figure(Gauge, "sandboxes by where they are in their life", ("pool", TENANT, "state")),
+    "sandbox_acquire_queue": Figure(Gauge, "acquires that wait", ("pool", TENANT)),
+    "sandbox_held_slots": Figure(Gauge, "free slots that are held for the claimant", ("pool", TENANT)),
+    "sandbox_acquire_seconds": Figure(Histogram, "how long an acquire that was granted had waited", ("pool", TENANT)),
+    "sandbox_exec_seconds": Figure(Histogram, "how long tool calls ran, as their agents measured it", ("pool", TENANT, "tool")),
+    "sandbox_exec_total": Figure(Counter, "tool calls that came to a result", ("pool", TENANT, "tool", "reason", "fault")),
     "sandbox_exec_overhead_seconds": Figure(Histogram, "what the service added to tool calls", (), OVERHEAD_BUCKETS_S),
-    "sandbox_reset_seconds": Figure(Histogram, "how long resets of slots took", ("pool",)),
-    "sandbox_slot_dirty_total": Figure(Counter, "slots whose reset could not be proven", ("pool",)),
+    "sandbox_reset_seconds": Figure(Histogram, "how long resets of slots took", ("pool", TENANT)),
+    "sandbox_slot_dirty_total": Figure(Counter, "slots whose reset could not be proven", ("pool", TENANT)),
     "sandbox_backend_calls_total": Figure(Counter, "calls to backends", ("backend", "op", "outcome")),
-    "sandbox_leases_expired_total": Figure(Counter, "leases that ended because nobody renewed them", ("pool",)),
+    "sandbox_leases_expired_total": Figure(Counter, "leases that ended because nobody renewed them", ("pool", TENANT)),
 }
 """Every figure at `/metrics`."""
 
@@ -141,11 +146,11 @@ class Telemetry:
         """One measured value."""
         self._child(name, labels).observe(value)
 
-    def call_ended(self, *, pool: str, tool: str, reason: str, fault: str, duration_s: float, overhead_s: float | None) -> None:
-        """A tool call came to a result. `overhead_s`: what the service added; None if the call never reached its agent."""
+    def call_ended(self, *, pool: str, tool: str, reason: str, fault: str, duration_s: float, overhead_s: float | None, pool_tenant: str = "") -> None:
+        """A tool call came to a result. `overhead_s`: what the service added; None if the call never reached its agent. `pool_tenant`: who owns the pool."""
         tool = tool if tool in TOOLS else OTHER_TOOL
-        self.count("sandbox_exec_total", pool=pool, tool=tool, reason=reason, fault=fault)
-        self.observe("sandbox_exec_seconds", duration_s, pool=pool, tool=tool)
+        self.count("sandbox_exec_total", pool=pool, pool_tenant=pool_tenant, tool=tool, reason=reason, fault=fault)
+        self.observe("sandbox_exec_seconds", duration_s, pool=pool, pool_tenant=pool_tenant, tool=tool)
         if overhead_s is not None:
             self.observe("sandbox_exec_overhead_seconds", max(0.0, overhead_s))
 
@@ -160,8 +165,16 @@ class Telemetry:
                 self._figures[name].clear()
         for name, labels, value in gauges:
             self._figures[name].labels(**labels).set(value)  # type: ignore[union-attr]
-        return generate_latest(self.registry)
+        return generate_latest(self)
+
+    def collect(self) -> Iterator[Metric]:
+        """Every figure with its samples. A label without a value is left out, which Prometheus takes for the same: a pool that no tenant owns has none."""
+        for metric in self.registry.collect():
+            metric.samples = [
+                sample._replace(labels={name: value for name, value in sample.labels.items() if value or name != TENANT}) for sample in metric.samples
+            ]
+            yield metric
 
     def value(self, name: str, **labels: str) -> float:
         """What one sample stands at, for tests; 0 if there is none."""
-        return self.registry.get_sample_value(name, labels) or 0.0
+        return next((sample.value for metric in self.collect() for sample in metric.samples if (sample.name, sample.labels) == (name, labels)), 0.0)

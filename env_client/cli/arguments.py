@@ -73,6 +73,12 @@ read_sandbox = _reader("sandbox", "sandbox_not_found", "`sandbox sandboxes` list
 LeaseArgument = Annotated[str, typer.Argument(metavar="LEASE", hidden=True, parser=read_lease)]
 LeasesArgument = Annotated[list[str], typer.Argument(metavar="LEASE...", hidden=True, parser=read_lease)]
 PoolArgument = Annotated[str, typer.Argument(metavar="NAME", hidden=True, parser=read_pool)]
+TenantOption = Annotated[
+    str | None, typer.Option("--tenant", metavar="TENANT", help="Whose pool, for admins.  [default: your own of that name, else the shared one]")
+]
+TenantsOption = Annotated[
+    str | None, typer.Option("--tenant", metavar="TENANT", help="Whose pools, for admins; '*': all.  [default: yours and the shared ones]")
+]
 PoolOption = Annotated[str | None, typer.Option("--pool", "-p", metavar="NAME", parser=read_pool, help="Of which pool.  [default: the service's default pool]")]
 RunOption = Annotated[str | None, typer.Option("--run-id", metavar="RUN", help="The run that the leases belong to.")]
 TtlOption = Annotated[

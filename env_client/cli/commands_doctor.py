@@ -74,9 +74,9 @@ def _service_sections() -> list[tuple[str, list[Finding]]]:
     except SandboxError as error:
         return [("service", [Finding("address", State.MISSING, f"{where}: {error.detail}", failure_of(error).next_step)])]
     if readiness.ready:
-        ready = Finding("ready", State.OK, "every pool has its minimum")
+        ready = Finding("ready", State.OK, "every pool of the settings has its minimum")
     else:
-        ready = Finding("ready", State.LIMITED, "not every pool has its minimum yet", "wait, or see what each pool says below")
+        ready = Finding("ready", State.LIMITED, "not every pool of the settings has its minimum yet", "wait, or see what each pool says below")
     return [("service", [Finding("address", State.OK, where), ready]), *((f"pool {pool.name}", pool_findings(pool)) for pool in pools)]
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from env_client.cli.arguments import PoolArgument, read_pool, read_sandbox
+from env_client.cli.arguments import PoolArgument, TenantOption, TenantsOption, read_pool, read_sandbox
 from env_client.cli.connecting import connected
 from env_client.cli.diagnosis import draining_for
 from env_client.cli.failures import Failure
@@ -29,17 +29,18 @@ SPEC_HELP = "`sandbox pools NAME` shows every field of a spec; docs/settings.md 
 
 def pools(
     name: Annotated[str | None, typer.Argument(metavar="[NAME]", hidden=True, parser=read_pool)] = None,
+    tenant: TenantsOption = None,
     as_json: JsonFlag = False,
 ) -> None:
     """List the pools and what they hold now."""
     screen = Screen(as_json)
     with connected() as client:
-        found = client.pools() if name is None else (_known(client, name),)
+        found = client.pools(tenant=tenant) if name is None else (_known(client, name, tenant),)
     if as_json:
         screen.document({"pools": found} if name is None else found[0])
     elif name is None:
-        heads = ("POOL", "BACKEND", "ISOLATION", "READY>", "LEASED>", "SANDBOXES>", "RESETTING>", "QUEUE>", "STATE")
-        screen.table(heads, map(_pool_row, found), empty="there are no pools; `sandbox pool apply` makes one")
+        heads = ("POOL", "TENANT", "BACKEND", "ISOLATION", "READY>", "LEASED>", "SANDBOXES>", "RESETTING>", "QUEUE>", "STATE")
+        screen.table(heads, (_pool_row(pool, of_others=tenant is not None) for pool in found), empty="there are no pools; `sandbox pool apply` makes one")
     else:
         _describe(found[0], screen)
 
@@ -49,6 +50,7 @@ def pool_apply(
     file: FileArgument = None,
     change: SetOption = None,
     defaults: Annotated[bool, typer.Option("--defaults", help="Begin with the default of every field, also where there is such a pool.")] = False,
+    tenant: TenantOption = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Make a pool, or change it. Says what has changed.
@@ -62,11 +64,11 @@ def pool_apply(
     given: dict[str, Any] | None = spec_in(file, name) if file is not None else {} if defaults else None
     changed_by(given or {}, change or [])  # what is wrong with the words is said before anything else
     with connected() as client:
-        before = _pool_or_none(client, name)
+        before = _pool_or_none(client, name, tenant)
         if given is None and before is not None and not change:
             raise Failure(f"pool {name!r} is there, and nothing says what to change", "give a FILE, --set FIELD=VALUE, or --defaults")
         base = given if given is not None else before.spec if before is not None else {}
-        done = _put(client, name, changed_by(base, change or []))
+        done = _put(client, name, tenant, changed_by(base, change or []))
     changed = differences(before.spec, done.pool.spec) if before is not None and not done.created else {}
     if as_json:
         screen.document({"pool": done.pool, "created": done.created, "changed": list(changed)})
@@ -78,19 +80,19 @@ def pool_apply(
         screen.line(f"unchanged pool {name}")
 
 
-def _pool_or_none(client: SandboxClient, name: str) -> PoolInfo | None:
+def _pool_or_none(client: SandboxClient, name: str, tenant: str | None) -> PoolInfo | None:
     try:
-        return client.pool(name)
+        return client.pool(name, tenant=tenant)
     except PoolNotFound:
         return None
 
 
-def _put(client: SandboxClient, name: str, spec: Mapping[str, Any]) -> PoolChange:
+def _put(client: SandboxClient, name: str, tenant: str | None, spec: Mapping[str, Any]) -> PoolChange:
     try:
-        return client.pool_put(name, spec)
+        return client.pool_put(name, spec, tenant=tenant)
     except InvalidRequest as error:
         field = str(error.extra.get("field", ""))
-        if field in ("name", "backend"):
+        if field in ("name", "backend", "tenant"):
             raise
         known = next((pool.spec for pool in client.pools()), {})
         raise unknown_field(field, known) or Failure(error.detail, SPEC_HELP, error.code) from error
@@ -99,19 +101,20 @@ def _put(client: SandboxClient, name: str, spec: Mapping[str, Any]) -> PoolChang
 def pool_delete(
     name: PoolArgument,
     force: Annotated[bool, typer.Option("--force", "-f", help="At once: its leases are lost.")] = False,
+    tenant: TenantOption = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Remove a pool, once its last lease has ended."""
     screen = Screen(as_json)
     with connected() as client:
-        client.pool_delete(name, force=force)
+        client.pool_delete(name, tenant=tenant, force=force)
     if as_json:
         screen.document({"name": name, "force": force})
     else:
         screen.line(f"pool {name} " + ("is going now" if force else "gives no new leases, and goes with its last one"))
 
 
-def pool_verify(name: PoolArgument, as_json: JsonFlag = False) -> None:
+def pool_verify(name: PoolArgument, tenant: TenantOption = None, as_json: JsonFlag = False) -> None:
     """Plant leftovers in the pool's free slots (files, processes, sockets …), reset the slots, and look for traces of them.
 
     PLANTED counts the leftovers, TRACES GONE the kinds of trace that were there before the reset and not after it: from inside the slot and from
@@ -119,7 +122,7 @@ def pool_verify(name: PoolArgument, as_json: JsonFlag = False) -> None:
     """
     screen = Screen(as_json)
     with connected() as client:
-        report = _verified(client, name)
+        report = _verified(client, name, tenant)
     if as_json:
         screen.document(report)
     else:
@@ -131,11 +134,11 @@ def pool_verify(name: PoolArgument, as_json: JsonFlag = False) -> None:
         raise typer.Exit(NOT_CLEAN)
 
 
-def _verified(client: SandboxClient, name: str) -> VerifyReport:
+def _verified(client: SandboxClient, name: str, tenant: str | None) -> VerifyReport:
     try:
-        return client.pool_verify(name)
+        return client.pool_verify(name, tenant=tenant)
     except NoCapacity as error:
-        alive = client.pool(name).sandboxes
+        alive = client.pool(name, tenant=tenant).sandboxes
         if alive.get("ready") or alive.get("starting"):
             raise
         next_step = f"one is made once a slot is asked for: `sandbox run --pool {name} -- true`, and verify then"
@@ -168,19 +171,19 @@ def drain(
         screen.line(f"{info.sandbox_id} is {info.state or 'draining'}")
 
 
-def _known(client: SandboxClient, name: str) -> PoolInfo:
+def _known(client: SandboxClient, name: str, tenant: str | None) -> PoolInfo:
     try:
-        return client.pool(name)
+        return client.pool(name, tenant=tenant)
     except PoolNotFound as error:
-        names = ", ".join(sorted(pool.name for pool in client.pools()))
+        names = ", ".join(sorted(pool.name for pool in client.pools(tenant=tenant)))
         raise Failure(f"{error.detail}; there is {names or 'none'}", "`sandbox pool apply NAME` makes one", error.code) from error
 
 
-def _pool_row(pool: PoolInfo) -> tuple[str, ...]:
+def _pool_row(pool: PoolInfo, *, of_others: bool) -> tuple[str, ...]:
     slots, alive = pool.slots, pool.sandboxes
     always = str(slots.get("ready", 0)), str(slots.get("leased", 0)), str(alive.get("ready", 0))
     at_times = _if_any(slots.get("resetting", 0)), _if_any(pool.queue)
-    return pool.name, str(pool.spec.get("backend", "")), pool.isolation or "-", *always, *at_times, _standing(pool)
+    return pool.name, pool.tenant or "" if of_others else "", str(pool.spec.get("backend", "")), pool.isolation or "-", *always, *at_times, _standing(pool)
 
 
 def _if_any(count: int) -> str:
@@ -192,8 +195,17 @@ def _standing(pool: PoolInfo) -> str:
     if draining := draining_for(pool):
         return draining
     is_starting = pool.sandboxes.get("starting") and not pool.sandboxes.get("ready")
-    said = [f"{pool.slots['quarantined']} quarantined" if pool.slots.get("quarantined") else "", pool.last_error or ""]
+    quarantined = f"{pool.slots['quarantined']} quarantined" if pool.slots.get("quarantined") else ""
+    said = [quarantined, _held_for(pool), pool.last_error or ""]
     return "; ".join(filter(None, said)) or ("starting" if is_starting else pool.state or "ready")
+
+
+def _held_for(pool: PoolInfo) -> str:
+    """That free slots are not to be had, and why."""
+    if not pool.claimant:
+        return ""
+    of = f" of {pool.claimant['tenant']}" if pool.claimant.get("tenant") else ""
+    return f"{pool.claimant['held_slots']} free held for an acquire of {pool.claimant['count']}{of}, waiting {pool.claimant['waited_s']:.0f} s"
 
 
 def _describe(pool: PoolInfo, screen: Screen) -> None:
@@ -205,6 +217,7 @@ def _describe(pool: PoolInfo, screen: Screen) -> None:
         ("slots", _counts(pool.slots)),
         ("sandboxes", _counts(pool.sandboxes)),
         ("queue", str(pool.queue)),
+        ("owner", (pool.tenant or "no tenant, so the admins'") + ("; every tenant may use it" if pool.shared else "")),
     ]
     fields = [(name, json.dumps(value, ensure_ascii=False)) for name, value in pool.spec.items()]
     width = 2 + max(len(name) for name, _ in (*facts, *fields))

@@ -173,6 +173,9 @@ def _limit(name: str, how: str) -> Finding:
     if how == "none":
         fix = "set slot_memory_mb in the pool's spec" if name == "memory" else "run where cgroups are writable"
         return Finding(f"{name} limit", State.LIMITED, "none: one slot can take what the others need", fix)
+    if how == "accounting":
+        fix = "run where cgroups are writable" if name == "memory" else ""
+        return Finding(f"{name} limit", State.LIMITED if fix else State.OK, "measured every few seconds or sooner, not refused at once", fix)
     return Finding(f"{name} limit", State.LIMITED, f"by {how}: per process, not for the slot as a whole", "run where cgroups are writable")
 
 

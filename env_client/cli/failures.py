@@ -26,7 +26,7 @@ NEXT_STEPS: Mapping[type[errors.SandboxError], str] = {
     errors.FileNotFound: "`sandbox ls LEASE:FOLDER` lists a folder",
     errors.FileError: "`sandbox ls LEASE:FOLDER` shows what is there",
     errors.CallNotFound: "calls are known until their lease ends",
-    errors.PoolConflict: "`sandbox pools NAME` says where a pool comes from and how it stands",
+    errors.PoolConflict: "`sandbox pools NAME` says whose a pool is, where it comes from and how it stands",
     errors.CallConflict: "leave out the id or key to have a new one made",
     errors.PayloadTooLarge: "copy large data with `sandbox cp`, and read it from there",
     errors.InvalidRequest: "correct that, and try again",
@@ -56,6 +56,11 @@ STEP_OF_FIELD: Mapping[str, str] = {
     "count": "ask for fewer with `--count`; a pool holds max_sandboxes times slots_per_sandbox: `sandbox pools NAME` shows them",
     "name": "give it such a name, for example gpu-2",
     "backend": "`sandbox doctor` says which backends there are",
+    "tenant": "`sandbox pools --tenant '*'` lists the pools of all tenants, for admins",
+}
+#: The next step for a limit of a tenant's pools that is reached.
+STEP_OF_LIMIT: Mapping[str, str] = {
+    "max_slots": "`sandbox pools` lists your pools; make one smaller (`sandbox pool apply NAME --set max_sandboxes=N`), or `sandbox pool delete` one",
 }
 
 
@@ -93,7 +98,12 @@ class Interrupted(KeyboardInterrupt):
 
 def failure_of(error: errors.SandboxError) -> Failure:
     """An error of the client as a failure to be read by a person."""
-    next_step = _step_for_field(error) or _step_for_address(error) or next((NEXT_STEPS[kind] for kind in type(error).__mro__ if kind in NEXT_STEPS), "")
+    next_step = (
+        _step_for_field(error)
+        or _step_for_limit(error)
+        or _step_for_address(error)
+        or next((NEXT_STEPS[kind] for kind in type(error).__mro__ if kind in NEXT_STEPS), "")
+    )
     sentence = error.detail
     if isinstance(error, errors.InternalError) and error.request_id:
         sentence = f"{sentence.rstrip('.')} (request {error.request_id})"
@@ -105,6 +115,10 @@ def _step_for_field(error: errors.SandboxError) -> str:
     if not isinstance(error, errors.InvalidRequest) or not isinstance(field, str) or "limit" in error.extra:
         return ""
     return correction(field)
+
+
+def _step_for_limit(error: errors.SandboxError) -> str:
+    return STEP_OF_LIMIT.get(str(error.extra.get("limit")), "") if isinstance(error, errors.QuotaExceeded) else ""
 
 
 def _step_for_address(error: errors.SandboxError) -> str:

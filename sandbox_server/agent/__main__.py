@@ -7,9 +7,11 @@ import json
 import logging
 import os
 import resource
+import selectors
 import signal
 import sys
 import time
+from typing import Any, Coroutine
 
 from sandbox_server.agent.agent import Agent
 from sandbox_server.agent.config import AgentConfig, ConfigError, parse_config
@@ -52,6 +54,26 @@ async def _run(config: AgentConfig) -> None:
     await agent.run()
 
 
+def _event_loop() -> asyncio.AbstractEventLoop:
+    """The loop that everything runs in. What `epoll` watches is counted per user, whose slots could use it up; `poll` has no such limit."""
+    return asyncio.SelectorEventLoop(selectors.EpollSelector() if os.geteuid() == 0 else selectors.PollSelector())
+
+
+def _run_in_loop(work: Coroutine[Any, Any, None]) -> None:
+    """What `asyncio.run` does, in a loop of our choice; it takes none before Python 3.12."""
+    loop = _event_loop()
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_until_complete(work)
+    finally:
+        left = asyncio.all_tasks(loop)
+        for task in left:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        asyncio.set_event_loop(None)
+        loop.close()
+
+
 def main() -> int:
     """Run the agent; the exit code."""
     try:
@@ -60,7 +82,7 @@ def main() -> int:
         sys.stderr.write(json.dumps({"ts": time.time(), "level": "error", "message": str(error)}) + "\n")
         return 2
     _set_up_process(config)
-    asyncio.run(_run(config))
+    _run_in_loop(_run(config))
     return 0
 
 

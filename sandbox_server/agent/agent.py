@@ -8,7 +8,7 @@ import os
 import secrets
 from typing import Any, Awaitable, Callable, Mapping
 
-from sandbox_server.agent import AGENT_VERSION, seccomp, streams, wire
+from sandbox_server.agent import AGENT_VERSION, oom_score, seccomp, streams, wire
 from sandbox_server.agent.bodies import Bodies
 from sandbox_server.agent.caches import Cache, Caches
 from sandbox_server.agent.cgroups import Cgroups
@@ -16,7 +16,9 @@ from sandbox_server.agent.changes import Changes
 from sandbox_server.agent.config import AgentConfig
 from sandbox_server.agent.errors import Refused
 from sandbox_server.agent.files import FILE_OPS, open_file_op
-from sandbox_server.agent.isolation.base import Context
+from sandbox_server.agent.guards import Guards
+from sandbox_server.agent.inflight import InFlightBlame
+from sandbox_server.agent.isolation.base import Body, Context
 from sandbox_server.agent.isolation.probe import Probed, probe
 from sandbox_server.agent.listeners import Listeners
 from sandbox_server.agent.serve import Connection, Handler, Stream
@@ -56,6 +58,7 @@ class Agent:
         self._listeners = Listeners(self, config.listen, config.base_dir)
         self._bodies: Bodies | None = None
         self._cgroups: Cgroups | None = None
+        self._guards: Guards | None = None
         self._trash = Trash(os.path.join(config.base_dir, "trash"), self._not_deleted)
 
     @staticmethod
@@ -65,7 +68,9 @@ class Agent:
     async def run(self) -> None:
         """Listen, probe, start the slots, serve until told to end, end everything."""
         self._clean_leftovers()
-        self._cgroups = Cgroups(self.boot, self.config.limits.memory_mb, self.config.limits.processes)
+        self._cgroups = Cgroups(self.boot, self.config)
+        sets_floor = oom_score.protect_this_process()
+        self._guards = Guards(self.config, self._cgroups, self._trash, sets_floor)
         lib = os.path.join(self.config.base_dir, "lib")
         write_slot_lib(lib)
         machine = os.uname().machine
@@ -76,6 +81,7 @@ class Agent:
             seccomp.program(machine),
             seccomp.program(machine, queues=os.path.ismount("/dev/mqueue")),
             tuple(sorted(os.sched_getaffinity(0))),
+            sets_floor,
         )
         uids = UidRange()
         self._probed = await probe(context, self._cgroups, self._trash, uids)
@@ -84,7 +90,9 @@ class Agent:
         if self._probed.isolation is not None:
             caches = Caches(os.path.join(self.config.base_dir, "caches"), int(self.config.cache_bytes), self._trash, uids if os.geteuid() == 0 else None)
             self._bodies = Bodies(self.config, self._probed.isolation, self._trash, caches)
+            self._bodies.on_in_flight_full = InFlightBlame(self._running_bodies).look
             await self._start_slots(self._bodies)
+            self._guards.start(self.slots, self._bodies, self._effective_changed)
         await self.over.wait()
         await self._end()
 
@@ -120,12 +128,17 @@ class Agent:
         await asyncio.gather(*(slot.start() for slot in rest))
         bodies.refill()
 
+    def _running_bodies(self) -> dict[str, Body]:
+        return {slot.slot_id: slot.body for slot in self.slots.values() if slot.body is not None and not slot.body.link.closed}
+
     def _changed(self, slot: Slot) -> None:
         for watcher in self.watchers:
             watcher.changed(slot)
 
     async def _end(self) -> None:
         self._listeners.close()
+        if self._guards is not None:
+            await self._guards.close()
         await asyncio.gather(*(slot.end() for slot in self.slots.values()))
         if self._bodies is not None:
             await self._bodies.close()
@@ -142,8 +155,8 @@ class Agent:
 
     def hello(self) -> dict[str, Any]:
         """See `serve.Server`."""
-        probed, cgroups = self._probed, self._cgroups
-        if probed is None or cgroups is None:
+        probed, cgroups, guards = self._probed, self._cgroups, self._guards
+        if probed is None or cgroups is None or guards is None:
             raise RuntimeError("nobody is let in before the probing is done")
         isolation = probed.isolation
         answer: dict[str, Any] = {
@@ -152,12 +165,14 @@ class Agent:
             "sandbox_id": self.config.sandbox_id,
             "agent_version": AGENT_VERSION,
             "isolation": isolation.name if isolation is not None else None,
+            "effective": guards.effective(),
             "capabilities": {
                 "modes": probed.modes,
                 "network": list(isolation.networks) if isolation is not None else [],
-                "limits": {"memory": cgroups.memory if self.config.limits.memory_mb else "none", "processes": cgroups.pids},
+                "limits": {"memory": guards.memory_by(), "processes": cgroups.pids, "disk": "accounting"},
+                "not_enforced": guards.not_enforced(),
                 "kill": cgroups.kill,
-                "proves": self._proves(cgroups),
+                "proves": ["oom", "resource_limit"],
                 "tools": list(TOOLS),
                 "places": isolation.places if isolation is not None else "none",
                 "cache": isolation is not None and isolation.caches,
@@ -168,11 +183,13 @@ class Agent:
             answer["error"] = "no isolation mode can be used: %s" % "; ".join("%s: %s" % mode for mode in wanted.items())
         return answer
 
-    def _proves(self, cgroups: Cgroups) -> list[str]:
-        proves = ["resource_limit"]
-        if self.config.limits.memory_mb is not None and cgroups.memory != "rlimit":
-            proves.insert(0, "oom")
-        return proves
+    def effective(self) -> dict[str, Any]:
+        """The limits that hold for each slot now."""
+        return self._guards.effective() if self._guards is not None else {}
+
+    def _effective_changed(self) -> None:
+        for watcher in self.watchers:
+            watcher.effective_changed()
 
     def connected(self, connection: Connection) -> None:
         """See `serve.Server`."""
@@ -190,7 +207,7 @@ class Agent:
         """See `serve.Server`."""
         op = meta.get("op")
         if op == "calls":
-            return streams.Calls(stream, self._slot(meta), meta.get("epoch"))
+            return streams.Calls(stream, self._slot(meta), meta.get("epoch"), meta.get("fetches_outputs") is True)
         if op == "watch":
             return streams.Watch(self, stream)
         if op in FILE_OPS:
@@ -198,7 +215,7 @@ class Agent:
             slot.admit(meta.get("epoch"))
             return open_file_op(stream, slot, meta)
         work = self._work(op, stream, meta)
-        return streams.Task(stream, work, cancel_on_abort=op in ("attach", "output", "quiet"))
+        return streams.Task(stream, work, cancel_on_abort=op in ("attach", "output", "quiet", "result_output"))
 
     def _work(self, op: Any, stream: Stream, meta: Mapping[str, Any]) -> Callable[[], Awaitable[None]]:
         if op == "stats":
@@ -211,18 +228,20 @@ class Agent:
         if op in _CHANGES:
             changes = self._changes[slot.slot_id]
             return lambda: _CHANGES[str(op)](stream, changes, meta)
-        if op not in ("cancel", "call_status", "attach", "output", "quiet"):
+        if op not in ("cancel", "call_status", "attach", "output", "quiet", "result_output"):
             raise Refused("not_implemented", "there is no operation %s" % ascii(op))
         slot.check_epoch(meta.get("epoch"))
         if op == "quiet":
             return lambda: streams.quiet(stream, slot, slot.epoch)
-        call_id = meta.get("call_id")
+        call_id, fetches = meta.get("call_id"), meta.get("fetches_outputs") is True
         if op == "cancel":
             return lambda: streams.cancel(stream, slot, call_id)
         if op == "call_status":
-            return lambda: streams.call_status(stream, slot, call_id)
+            return lambda: streams.call_status(stream, slot, call_id, fetches)
         if op == "attach":
-            return lambda: streams.attach(stream, slot, call_id, meta.get("offset"))
+            return lambda: streams.attach(stream, slot, call_id, meta.get("offset"), fetches)
+        if op == "result_output":
+            return lambda: streams.result_output(stream, slot, call_id)
         return lambda: streams.output(stream, slot, call_id, meta.get("offset"))
 
     def _slot(self, meta: Mapping[str, Any]) -> Slot:

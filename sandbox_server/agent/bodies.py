@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from typing import Any, Deque
+from typing import Any, Callable, Deque
 
 from sandbox_server.agent.caches import Cache, Caches
 from sandbox_server.agent.config import AgentConfig
+from sandbox_server.agent.descriptors import TEMPORARY_ERRORS, agent_limit, most_drains
 from sandbox_server.agent.errors import StartFailed
 from sandbox_server.agent.isolation.base import Body, Isolation
 from sandbox_server.agent.trash import Trash
@@ -16,6 +17,7 @@ from sandbox_server.agent.trash import Trash
 log = logging.getLogger(__name__)
 
 STARTS_AT_ONCE = 4
+_PAUSES_S = (0.1, 0.4, 1.0)
 
 
 class Bodies:
@@ -33,14 +35,15 @@ class Bodies:
         self.isolation = isolation
         self.trash = trash
         self.caches = caches
-        spares = config.spares if config.spares is not None else (1 if config.slots > 1 else 0)
-        self._wanted = spares
+        self._wanted = config.wanted_spares
         self._shelf: Deque[Body] = deque()
         self._starting = 0
         self._names = 0
         self._limit = asyncio.Semaphore(STARTS_AT_ONCE)
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
+        self.most_drains = most_drains(agent_limit(), config.slots)
+        self.on_in_flight_full: Callable[[], None] | None = None  # too many descriptors are under way for a request to any init
 
     async def new(self, slot_id: str, network: bool) -> Body:
         """A fresh body: a prepared one if there is one as wanted.
@@ -54,8 +57,22 @@ class Bodies:
             if not body.link.closed:
                 return body
             await self.end(body, keep=False)
+        return await self._start(slot_id, network)
+
+    async def _start(self, slot_id: str, network: bool, keep: Body | None = None, cache: Cache | None = None) -> Body:
+        """Start a body; again, after a pause, where the machine was short of something for a moment."""
+        for pause_s in _PAUSES_S:
+            try:
+                async with self._limit:
+                    return await self.isolation.start(slot_id, network, keep, cache)
+            except (StartFailed, OSError) as error:
+                temporary = error.temporary if isinstance(error, StartFailed) else error.errno in TEMPORARY_ERRORS
+                if not temporary:
+                    raise
+                log.warning("a slot could not be started and is tried again: %s", error, extra={"slot_id": slot_id})
+            await asyncio.sleep(pause_s)
         async with self._limit:
-            return await self.isolation.start(slot_id, network)
+            return await self.isolation.start(slot_id, network, keep, cache)
 
     async def again(self, ended: Body, slot_id: str, network: bool, cache: Cache | None = None) -> Body:
         """A new body on the folders of one that has ended.
@@ -66,8 +83,7 @@ class Bodies:
         if cache is not None:
             self.caches.mounted(cache)
         try:
-            async with self._limit:
-                return await self.isolation.start(slot_id, network, keep=ended, cache=cache)
+            return await self._start(slot_id, network, ended, cache)
         except BaseException:
             if cache is not None:
                 self.caches.unmounted(cache)
@@ -87,6 +103,10 @@ class Bodies:
         self.trash.throw(ended.dirs.root)
         self.isolation.forget(ended)
 
+    def prepared(self) -> list[Body]:
+        """What is on the shelf."""
+        return list(self._shelf)
+
     def refill(self) -> None:
         """Start what is missing on the shelf, behind."""
         while not self._closed and len(self._shelf) + self._starting < self._wanted:
@@ -98,8 +118,7 @@ class Bodies:
     async def _prepare(self) -> None:
         self._names += 1
         try:
-            async with self._limit:
-                body = await self.isolation.start("spare%d" % self._names, self.config.network)
+            body = await self._start("spare%d" % self._names, self.config.network)
         except (StartFailed, OSError) as error:
             log.warning("a spare body could not be started: %s", error)
             return

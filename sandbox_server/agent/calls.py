@@ -10,10 +10,11 @@ import time
 from typing import TYPE_CHECKING, Any, Callable, Mapping
 
 from sandbox_server.agent import evidence
-from sandbox_server.agent.errors import InvalidArgs
+from sandbox_server.agent.errors import InvalidArgs, UnknownTool
 from sandbox_server.agent.framed import Framed
 from sandbox_server.agent.journal import Verdict
 from sandbox_server.agent.output import Kept, Sink
+from sandbox_server.agent.processor_watch import ProcessorWatch
 from sandbox_server.agent.runs import Run
 from sandbox_server.agent.tools import table
 from sandbox_server.agent.tools.shell import Command
@@ -27,7 +28,7 @@ DEFAULT_OUTPUT_LIMIT_BYTES = 50_000
 _REPORT_WITHIN_S = 0.1
 _STOOD_STILL_S = 1.0  # a timer that is so late: this process did not run, and perhaps the slot did not either
 _MOST_GIVEN_BACK_S = 10.0
-MAX_TIMEOUT_S = 10 * 86400.0
+MAX_TIMEOUT_S = 365 * 86400.0  # as much as the service takes: what it has let through is not the policy's mistake
 
 
 @dataclasses.dataclass
@@ -94,6 +95,7 @@ class Call:
         "_last_output",
         "_limits_before",
         "_max_rss_bytes",
+        "_processor",
         "_silence",
         "_slot",
         "_started",
@@ -127,6 +129,7 @@ class Call:
         self._stood_still_s = 0.0
         self._cpu_s = 0.0
         self._max_rss_bytes = 0
+        self._processor: ProcessorWatch | None = None
         self._limits_before: dict[str, int] = {}
         self.company = False  # something else of the slot ran beside it
 
@@ -147,7 +150,8 @@ class Call:
         try:
             plan = table.plan(spec.tool, spec.args)
         except InvalidArgs as error:
-            self._finish("invalid_args", error=str(error), metadata={"evidence": {"ran": False}})
+            field = "tool" if isinstance(error, UnknownTool) else "args"
+            self._finish("invalid_args", error=str(error), metadata={"evidence": {"ran": False, "field": field}})
             return
         except table.NotBuilt as error:
             self._finish("not_implemented", error=str(error), metadata={"evidence": {"ran": False}})
@@ -173,6 +177,8 @@ class Call:
         if isinstance(plan, Command):
             run = self.run = Run(body, self._slot.drains, self.sinks, self)
             run.start(spawn_request(body.shell, body.workspace, plan), plan.stdin, plan.script)
+            if run.leaf is not None:
+                self._processor = ProcessorWatch(run.leaf, self._slot.processor_share, body.init_pid, self.spec.timeout_s)
             return
         self._framed = Framed(self.sinks[0])
         run = self.run = Run(body, self._slot.drains, [self._framed], self)
@@ -298,9 +304,12 @@ class Call:
 
     async def _end_tree(self, reason: str) -> None:
         proof: dict[str, Any] = {"after_s": round(self.loop.time() - self._started, 3)}
+        starved = self._processor.starved() if self._processor is not None else None
         if reason != "cancelled":
             # Where others leave no time to a call, its timeout says little of it.
             proof.update(load_1m=round(os.getloadavg()[0], 1), processors=len(os.sched_getaffinity(0)))
+            if starved is not None:
+                proof["starved"] = starved
         if self._stood_still_s:
             proof["agent_stood_still_s"] = round(self._stood_still_s, 3)
         if self.run is not None:
@@ -309,6 +318,8 @@ class Call:
             except (OSError, asyncio.TimeoutError) as error:
                 proof["tree"] = "could not be ended: %s" % (str(error) or "init did not answer")
             await self.run.reported(_REPORT_WITHIN_S)
+            # The first process knows nothing of those of its tree that it had not waited for when they were killed.
+            self._cpu_s = max(self._cpu_s, self.run.killed_cpu_s)
         if self.verdict is None:
             self._finish(reason, error=_sentence(reason, self.spec), metadata={"evidence": proof})
 
@@ -327,6 +338,10 @@ class Call:
                 timer.cancel()
         if self.run is not None:
             self.run.collect()
+        if self._processor is not None:
+            if exit_code is None:  # the tree did not come to its own end
+                self._cpu_s = max(self._cpu_s, self._processor.used_s())
+            self._processor.close()
         outputs: list[Kept] = [sink.finish() for sink in self.sinks]
         verdict = self.verdict = Verdict(
             self.spec.call_id, reason, exit_code, error, self.started_at, self.loop.time() - self._started, self._cpu_s, self._max_rss_bytes, tool_ok,

@@ -10,6 +10,9 @@ import os
 import re
 from typing import Iterator
 
+from sandbox_server.agent.config import AgentConfig
+from sandbox_server.agent.memory_groups import SLOT_PREFIX, MemoryGroups, machine_memory_bytes
+from sandbox_server.agent.memory_plan import MIB, MemoryPlan
 from sandbox_server.agent.slot_limits import SlotLimits, find, open_procs, write
 
 _OWN = re.compile(r"sandbox-pool-(\d+)-[0-9a-f]+\Z")
@@ -194,13 +197,13 @@ class Cgroups:
 
     Args:
         boot: this agent's nonce, so that no two agents share a folder.
-        memory_mb: the limit each slot gets, None for none.
-        processes: the limit each slot gets.
+        config: the agent's, with the limits of its slots.
     """
 
-    def __init__(self, boot: str, memory_mb: int | None, processes: int) -> None:
-        self._memory_mb = memory_mb
-        self._processes = processes
+    def __init__(self, boot: str, config: AgentConfig) -> None:
+        self._config = config
+        self._boot = boot
+        self._processes = config.limits.processes
         self._name = "sandbox-pool-%d-%s" % (os.getpid(), boot[:8])
         self._tops: dict[str, str] = {}
         self._limit_tops: dict[str, str] = {}
@@ -208,7 +211,26 @@ class Cgroups:
         self.errors: dict[str, str] = {}
         self.memory = self.pids = "rlimit"
         self.kill = "scan"
+        #: The groups of memory over all slots; None: none could be made.
+        self.memory_groups: MemoryGroups | None = None
+        #: Where they would lie, which can be read where it cannot be written; None: there is no such hierarchy.
+        self.memory_domain: MemoryGroups | None = None
+        self.plan = self._plan(None)
         self._probe()
+
+    def _plan(self, around_bytes: int | None) -> MemoryPlan:
+        """How memory is divided, where the closest limit around this process is `around_bytes`; None: it has none, or none is known."""
+        config, told = self._config, self._config.machine_memory_mb
+        machine = machine_memory_bytes() if told is None else told * MIB
+        if around_bytes is not None:
+            machine = min(machine, around_bytes)
+        sandbox, slot = config.memory_mb, config.limits.memory_mb
+        return MemoryPlan(
+            machine_bytes=machine,
+            slots=config.slots + config.wanted_spares,
+            sandbox_bytes=None if sandbox is None else sandbox * MIB,
+            slot_bytes=None if slot is None else slot * MIB,
+        )
 
     def _probe(self) -> None:
         own = _own_paths()
@@ -239,22 +261,35 @@ class Cgroups:
             return
         if os.path.exists(os.path.join(top, "cgroup.kill")):
             self.kill = "cgroup2"
-        wanted = [name for name in _V1 if name in _read(os.path.join(os.path.dirname(top), "cgroup.controllers")).split()]
-        for name in wanted:
-            try:
-                for folder in (os.path.dirname(top), top):
-                    write(os.path.join(folder, "cgroup.subtree_control"), "+" + name)
-            except OSError as error:
-                self.errors[name] = str(error)
-                continue
-            self._limit_tops[name] = top
-            self._said(name, "cgroup2")
+        if "memory" not in _read(os.path.join(mount, "cgroup.controllers")).split():
+            return  # another hierarchy has it
+        groups = self._make_memory_groups(2, mount, path)
+        if groups is not None:
+            # One group a slot, for all that this hierarchy limits: a process is in one only.
+            for name in _V1:
+                self._limit_tops[name] = groups.own
+                self._said(name, "cgroup2")
 
     def _probe_v1(self, controller: str, mount: str, path: str) -> None:
-        top = self._make_top("1" + controller, mount, path)
+        if controller == "memory":
+            groups = self._make_memory_groups(1, mount, path)
+            top = groups.own if groups is not None else None
+        else:
+            top = self._make_top("1" + controller, mount, path)
         if top is not None:
             self._limit_tops[controller] = top
             self._said(controller, "cgroup1")
+
+    def _make_memory_groups(self, version: int, mount: str, path: str) -> MemoryGroups | None:
+        groups = self.memory_domain = MemoryGroups.around(version, mount, path)
+        self.plan = self._plan(groups.domain_bytes)
+        try:
+            groups.make(self.plan, self._config.slots_group, self._boot)
+        except OSError as error:
+            self.errors["memory"] = str(error)
+            return None
+        self.memory_groups = groups
+        return groups
 
     def _said(self, controller: str, version: str) -> None:
         if controller == "memory":
@@ -264,18 +299,24 @@ class Cgroups:
 
     def make_groups(self, name: str) -> Groups:
         """The groups of a new body."""
-        return Groups(self._make_leaves(name), self._make_limits(name))
+        limits = self._make_limits(name)  # first: on a machine with cgroup v2 alone, the leaves lie in the group that limits the slot
+        return Groups(self._make_leaves(name), limits)
 
     def _make_limits(self, name: str) -> SlotLimits | None:
         """The limits of a new body, or None where no hierarchy can be written."""
-        wanted = {key: top for key, top in self._limit_tops.items() if key != "memory" or self._memory_mb is not None}
-        if not wanted:
+        if not self._limit_tops:
             return None
-        return SlotLimits({key: os.path.join(top, "limits-" + name) for key, top in wanted.items()}, self._memory_mb, self._processes, self.remove)
+        folders = {key: os.path.join(top, SLOT_PREFIX + name) for key, top in self._limit_tops.items()}
+        share = self.memory_groups.share_bytes() if self.memory_groups is not None else 0
+        return SlotLimits(folders, self.plan.ceiling_bytes, share, self._processes, self.remove)
 
     def _make_leaves(self, name: str) -> LeafBook | None:
         """The leaves of a new body, or None where trees must be found by scanning."""
-        return LeafBook(self, os.path.join(self._tops["2"], "slot-" + name)) if self.kill == "cgroup2" else None
+        if self.kill != "cgroup2":
+            return None
+        if self.memory == "cgroup2":
+            return LeafBook(self, os.path.join(self._limit_tops["memory"], SLOT_PREFIX + name, "calls"))
+        return LeafBook(self, os.path.join(self._tops["2"], "slot-" + name))
 
     def no_kill(self, why: str) -> None:
         """The first init could not move: trees are found by scanning from now on."""
@@ -291,6 +332,8 @@ class Cgroups:
         """Remove everything this agent made; every slot has ended."""
         for path in [*self._left, *self._tops.values()]:
             _rmdir(path)
+        if self.memory_groups is not None:
+            self.memory_groups.close()
 
 
 def _rmdir(path: str) -> bool:

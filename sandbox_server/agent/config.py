@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import ipaddress
 import json
+import re
 from typing import Any, Mapping
 
 ISOLATION_MODES = ("bwrap", "uid", "none")
@@ -16,10 +17,11 @@ class ConfigError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What one slot may use. `memory_mb` and `cpu` None: not limited."""
+    """What one slot may use. None: `memory_mb` by the rule of `memory_plan`; `disk_mb` as long as enough is free, see `disk_plan`; `cpu` without a limit."""
 
     processes: int = 512
     memory_mb: int | None = None
+    disk_mb: int | None = None
     max_file_mb: int = 1024
     cpu: float | None = None
 
@@ -48,6 +50,9 @@ class AgentConfig:
 
     `base_dir` is a folder of the agent's own (0700). `alone_exit_s`: end after so long without any connection from the service; None: never.
     `spares`: bodies kept prepared for the next reset. `cache_bytes`: what one shared cache may take before it is emptied.
+    `memory_mb`: what all slots of this agent may use together; None: what the machine has. `machine_memory_mb`: what the machine has; None: as the kernel
+    says. `slots_group`: the name of the control group over all slots of the machine. `disk_free_mb`: how much of a file system must stay free; None: by
+    the rule of `disk_plan`.
     """
 
     sandbox_id: str
@@ -68,6 +73,15 @@ class AgentConfig:
     max_life_s: float | None = None
     spares: int | None = None
     cache_bytes: int = 10 << 30
+    memory_mb: int | None = None
+    machine_memory_mb: int | None = None
+    slots_group: str = "sandbox-pool-slots"
+    disk_free_mb: int | None = None
+
+    @property
+    def wanted_spares(self) -> int:
+        """How many bodies are kept prepared."""
+        return self.spares if self.spares is not None else (1 if self.slots > 1 else 0)
 
 
 _NUMBERS = {
@@ -77,6 +91,9 @@ _NUMBERS = {
     "spares": (0, 100),
     "alone_exit_s": (0, 1e9),
     "max_life_s": (0, 1e9),
+    "memory_mb": (16, 1 << 40),
+    "machine_memory_mb": (16, 1 << 40),
+    "disk_free_mb": (1, 1 << 40),
 }
 _KINDS: dict[str, type] = {
     "sandbox_id": str,
@@ -91,8 +108,10 @@ _KINDS: dict[str, type] = {
     "env_vars": dict,
     "expose": list,
     "workspace_base": str,
+    "slots_group": str,
 }
-_NULLABLE = ("alone_exit_s", "max_life_s", "spares")
+_NULLABLE = ("alone_exit_s", "max_life_s", "spares", "memory_mb", "machine_memory_mb", "disk_free_mb")
+_GROUP_NAME = re.compile(r"[a-z0-9-]{1,64}\Z")
 
 
 def _check(name: str, value: Any) -> None:
@@ -135,6 +154,8 @@ def parse_config(document: bytes) -> AgentConfig:
         raise ConfigError("isolation must be auto, %s" % ", ".join(ISOLATION_MODES))
     if not config.local:
         raise ConfigError("local must be true: what a slot sees inside a container is not built yet")
+    if _GROUP_NAME.match(config.slots_group) is None:
+        raise ConfigError("slots_group must be 1 to 64 lower-case letters, digits or -")
     for path in (config.base_dir, config.workspace_base, *config.expose):
         if not str(path).startswith("/"):
             raise ConfigError("%r is not an absolute path" % (path,))
@@ -169,7 +190,7 @@ def _limits(raw: Mapping[str, Any]) -> Limits:
     for name in sorted(set(raw) - known):
         raise ConfigError("unknown field limits.%s" % name)
     for name, value in raw.items():
-        if value is None and name in ("memory_mb", "cpu"):
+        if value is None and name in ("memory_mb", "disk_mb", "cpu"):
             continue
         if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
             raise ConfigError("limits.%s must be a number above 0" % name)

@@ -8,22 +8,26 @@ from collections import OrderedDict
 
 _PAUSE_S = 0.1
 _READ_BYTES = 64 << 10
-MAX_DRAINS = 256
 
 
 class Drains:
     """The drained pipes of one slot. At most one read per pipe and pause, so a background `yes` cannot eat the agent's time.
 
-    Beyond `MAX_DRAINS` the oldest is closed: a slot can only lose its own pipes.
+    Beyond the most the oldest is closed: a slot can only lose its own pipes.
+
+    Args:
+        loop: the event loop.
+        most: how many there may be.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, most: int) -> None:
         self._loop = loop
+        self._most = most
         self._fds: OrderedDict[int, asyncio.TimerHandle | None] = OrderedDict()
 
     def add(self, fd: int) -> None:
         """Own a non-blocking descriptor from now on."""
-        if len(self._fds) >= MAX_DRAINS:
+        if len(self._fds) >= self._most:
             self._close(next(iter(self._fds)))
         self._fds[fd] = None
         self._loop.add_reader(fd, self._readable, fd)

@@ -30,8 +30,21 @@ class Refused(Exception):
 
 
 class StartFailed(Exception):
-    """A slot's body could not be started; the text is the error it met."""
+    """A slot's body could not be started; the text is the error it met.
+
+    Args:
+        detail: the text.
+        temporary: the machine was short of something, and the same may work in a moment.
+    """
+
+    def __init__(self, detail: str, temporary: bool = False) -> None:
+        super().__init__(detail)
+        self.temporary = temporary
 
 
 class InvalidArgs(Exception):
     """A call's arguments do not fit its tool; the text names the argument."""
+
+
+class UnknownTool(InvalidArgs):
+    """There is no such tool."""

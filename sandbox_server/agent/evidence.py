@@ -10,6 +10,7 @@ from typing import Any, Mapping
 from sandbox_server.agent import procfs, slot_trees
 from sandbox_server.agent.config import Limits
 from sandbox_server.agent.isolation.base import Body
+from sandbox_server.agent.limit_end import limit_end_of
 
 _SHELL_SIGNALLED = 128
 _NEAR = 0.75  # of a limit that is looked at after the fact
@@ -30,6 +31,9 @@ def of_lost_init(body: Body | None, before: dict[str, int], detail: str) -> tupl
     Returns:
         Reason, sentence, metadata.
     """
+    ended = limit_end_of(body)
+    if ended is not None:
+        return ended.reason, ended.error, ended.metadata()
     rose = _rises(body, before)
     if "oom" in rose:
         proof = {"oom_kills": rose["oom"], "init": detail, "own_work": True}
@@ -74,6 +78,9 @@ def of_exit(
     Returns:
         Reason, sentence, metadata.
     """
+    ended = limit_end_of(body) if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL else None
+    if ended is not None:
+        return ended.reason, ended.error, ended.metadata()
     rose = _rises(body, before)
     hits = {_COUNTED[name]: count for name, count in rose.items()}
     if code == 0:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import marshal
-from typing import Any, Mapping, Sequence
+from typing import Any, Callable, Mapping, Sequence
 
 from sandbox_server.agent.output import Kept
 
+LARGE_OUTPUT_BYTES = 64 << 10  # a result with more output than this does not carry it: the service fetches it
 _MARSHAL_PLAIN = 0  # the one version whose bytes depend on the values alone
 MAX_CALLS = 100_000
 NOT_RECORDED = frozenset({"backend_error", "call_conflict", "not_implemented"})
@@ -30,14 +31,27 @@ class Verdict:
     metadata: dict[str, Any]
     outputs: Sequence[Kept]
     encoding: str = "utf-8"
+    on_fetched: list[Callable[[], None]] = dataclasses.field(default_factory=list)
+
+    @property
+    def is_large(self) -> bool:
+        """Whether the output of the result is to be fetched in pieces, by a service that can do so."""
+        return sum(kept.cut_bytes for kept in self.outputs) > LARGE_OUTPUT_BYTES
 
     def item(self) -> tuple[dict[str, Any], bytes]:
         """The verdict as the service gets it: a JSON object, and the output beside it."""
         parts = [kept.cut() for kept in self.outputs]
+        return self._meta([len(part) for part in parts]), parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def head(self) -> dict[str, Any]:
+        """The verdict without its output, which waits to be fetched."""
+        return {**self._meta([kept.cut_bytes for kept in self.outputs]), "output_waits": True}
+
+    def _meta(self, lengths: Sequence[int]) -> dict[str, Any]:
         metadata = self.metadata
         if any(kept.evicted for kept in self.outputs):
             metadata = dict(metadata, output_evicted=True)
-        meta = {
+        return {
             "call_id": self.call_id,
             "reason": self.reason,
             "exit_code": self.exit_code,
@@ -51,9 +65,8 @@ class Verdict:
             "max_rss_bytes": self.max_rss_bytes,
             "tool_ok": self.tool_ok,
             "metadata": metadata,
-            "lens": [len(part) for part in parts],
+            "lens": list(lengths),
         }
-        return meta, parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 @dataclasses.dataclass

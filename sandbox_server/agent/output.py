@@ -10,11 +10,13 @@ import errno
 import itertools
 import os
 from collections import OrderedDict
+from typing import Iterator
 
 MEMORY_BYTES = 64 << 10
 KEPT_IN_MEMORY_BYTES = 4 << 10
 IN_MEMORY_TOTAL_BYTES = 4 << 20
 _READ_BYTES = 256 << 10
+_PIECE_BYTES = 64 << 10
 
 
 def marker(cut_bytes: int) -> bytes:
@@ -37,6 +39,7 @@ class Spool:
         self._finished: OrderedDict[Kept, None] = OrderedDict()
         self._in_memory: OrderedDict[Kept, int] = OrderedDict()
         self._in_memory_bytes = 0
+        self._held: dict[Kept, int] = {}
 
     def create(self) -> tuple[str, int]:
         """A new, empty file: its path and a descriptor the caller closes.
@@ -61,6 +64,19 @@ class Spool:
     def give_back(self, granted: int) -> None:
         """So many of the bytes granted were not written."""
         self._left += granted
+
+    def hold(self, kept: Kept) -> None:
+        """Do not evict this finished output before `let_go` was called as often as this: it is still to be sent."""
+        self._held[kept] = self._held.get(kept, 0) + 1
+        self._finished.pop(kept, None)
+        self._in_memory_bytes -= self._in_memory.pop(kept, 0)
+
+    def let_go(self, kept: Kept) -> None:
+        """The other end of `hold`: the output may be evicted again, as the newest."""
+        self._held[kept] -= 1
+        if not self._held[kept]:
+            del self._held[kept]
+            self.finished(kept)
 
     def finished(self, kept: Kept) -> None:
         """An output is complete and may be evicted when its turn comes."""
@@ -158,15 +174,46 @@ class Kept:
         first = self.read(start, min(end, self.available) - start) if start < self.available else b""
         return first + self.tail[max(start - tail_start, 0) : max(end - tail_start, 0)]
 
+    def _span_bytes(self, start: int, end: int) -> int:
+        """How many bytes `_span` gives."""
+        tail_start = self.total - len(self.tail)
+        return max(0, min(end, self.available) - start) + max(0, end - max(start, tail_start))
+
+    def _spans(self) -> tuple[list[tuple[int, int]], bytes]:
+        """The spans of the whole that the result's part is made of, and the line that stands after the first of them."""
+        if self.evicted:
+            return [], marker(self.total)
+        if self.total <= self.limit:
+            return [(0, self.total)], b""
+        head = self.limit // 2
+        spans = [(0, head), (self.total - (self.limit - head), self.total)]
+        return spans, marker(self.total - sum(self._span_bytes(*span) for span in spans))
+
+    @property
+    def cut_bytes(self) -> int:
+        """The size of the result's part."""
+        spans, line = self._spans()
+        return len(line) + sum(self._span_bytes(*span) for span in spans)
+
     def cut(self) -> bytes:
         """The result's part: all of it, or the first and the last half with a line between."""
-        if self.evicted:
-            return marker(self.total)
-        if self.total <= self.limit:
-            return self._span(0, self.total)
-        head = self.limit // 2
-        first, last = self._span(0, head), self._span(self.total - (self.limit - head), self.total)
-        return first + marker(self.total - len(first) - len(last)) + last
+        return b"".join(self.cut_pieces())
+
+    def cut_pieces(self) -> Iterator[bytes]:
+        """The result's part in pieces of at most 64 KiB, so that no more of it need be in memory at a time."""
+        spans, line = self._spans()
+        for start, end in spans[:1]:
+            yield from self._span_pieces(start, end)
+        if line:
+            yield line
+        for start, end in spans[1:]:
+            yield from self._span_pieces(start, end)
+
+    def _span_pieces(self, start: int, end: int) -> Iterator[bytes]:
+        for at in range(start, end, _PIECE_BYTES):
+            piece = self._span(at, min(at + _PIECE_BYTES, end))
+            if piece:
+                yield piece
 
 
 class Sink:

@@ -57,7 +57,7 @@ class Run:
         owner: hears how it goes.
     """
 
-    __slots__ = ("_drains", "_fds", "_listening", "_loop", "_outputs", "_owner", "_resting", "body", "leaf", "number", "over")
+    __slots__ = ("_drains", "_fds", "_listening", "_loop", "_outputs", "_owner", "_resting", "body", "killed_cpu_s", "leaf", "number", "over")
 
     def __init__(self, body: Body, drains: Drains, outputs: Sequence[Writable], owner: Owner) -> None:
         self.body = body
@@ -69,6 +69,7 @@ class Run:
         self.leaf: Leaf | None = None
         self.number = 0
         self.over = False
+        self.killed_cpu_s = 0.0  # what its tree had used when it was killed, where init found and counted it
         self._listening: asyncio.TimerHandle | None = None
         self._resting: dict[int, asyncio.TimerHandle] = {}
 

@@ -35,7 +35,7 @@ class Handler(Protocol):
 class Stream:
     """The agent's side of one stream. Sending on a stream that is over does nothing."""
 
-    __slots__ = ("_connection", "_drained", "_handler", "_number", "_wire")
+    __slots__ = ("_connection", "_drained", "_handler", "_number", "_wire", "on_drained")
 
     def __init__(self, connection: Connection, number: int) -> None:
         self._connection = connection
@@ -43,6 +43,7 @@ class Stream:
         self._number = number
         self._handler: Handler | None = None
         self._drained: asyncio.Future[None] | None = None
+        self.on_drained: Callable[[], None] | None = None
 
     def send_item(self, meta: Mapping[str, Any], body: bytes = b"") -> None:
         """Send a message."""
@@ -70,17 +71,23 @@ class Stream:
         if self._wire.is_open(self._number):
             self._wire.end(self._number, cast("dict[str, Any]", meta))
             self._connection.flush_soon()
+            self._connection.forget_if_over(self._number)
 
     def refuse(self, error: Refused) -> None:
         """End the stream with a reason."""
-        self._connection.handlers.pop(self._number, None)
         self._wire.abort(self._number, error.meta())
         self._connection.flush_soon()
+        self._connection.forget_if_over(self._number)
 
     def consumed(self, data: bytes) -> None:
         """Give back the credit of one piece of data that was handled."""
         self._wire.acknowledge(self._number, wire.cost(data))
         self._connection.flush_soon()
+
+    @property
+    def queued_bytes(self) -> int:
+        """How much waits here until the service has taken what was sent before; once it is none, `on_drained` hears of it."""
+        return self._wire.queued(self._number)
 
     @property
     def open(self) -> bool:
@@ -91,6 +98,8 @@ class Stream:
         """What was queued is on its way, or never will be."""
         if self._drained is not None and not self._drained.done():
             self._drained.set_result(None)
+        if self.on_drained is not None:
+            self.on_drained()
 
 
 class Server(Protocol):
@@ -142,7 +151,7 @@ class Connection(asyncio.Protocol):
         self._paused = False
         self._timer: asyncio.TimerHandle | None = None
         self._streams: dict[int, Stream] = {}
-        self.handlers: dict[int, Handler] = {}
+        self._handlers: dict[int, Handler] = {}
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See `asyncio.Protocol`."""
@@ -157,7 +166,7 @@ class Connection(asyncio.Protocol):
         if self._settled is not None:
             self._settled(authenticated=False)
         streams, self._streams = self._streams, {}
-        handlers, self.handlers = self.handlers, {}
+        handlers, self._handlers = self._handlers, {}
         for number, stream in streams.items():
             self.wire.abort(number, {})
             stream.drained()
@@ -191,6 +200,12 @@ class Connection(asyncio.Protocol):
         if not self._flushing:
             self._flushing = True
             self._loop.call_soon(self._flush)
+
+    def forget_if_over(self, number: int) -> None:
+        """Let go of a stream that both sides have ended, whichever was the last to do so."""
+        if self.wire.is_over(number):
+            self._streams.pop(number, None)
+            self._handlers.pop(number, None)
 
     def _flush(self) -> None:
         self._flushing = False
@@ -226,7 +241,7 @@ class Connection(asyncio.Protocol):
             self._item(cast(wire.Item, event))
         elif kind is wire.Data:
             data = cast(wire.Data, event)
-            handler = self.handlers.get(data.stream)
+            handler = self._handlers.get(data.stream)
             if handler is not None:
                 handler.data(data.body)
         else:
@@ -249,42 +264,38 @@ class Connection(asyncio.Protocol):
 
     def _opened(self, event: wire.Opened) -> None:
         stream = Stream(self, event.stream)
-        self._guard(event.stream, stream, lambda: self._begin(stream, event))
+        self._guard(stream, lambda: self._begin(stream, event))
 
     def _begin(self, stream: Stream, event: wire.Opened) -> None:
         handler = self._server.open(stream, event.meta)
         if stream.open:
             self._streams[event.stream] = stream
-            self.handlers[event.stream] = handler
+            self._handlers[event.stream] = handler
 
     def _item(self, event: wire.Item) -> None:
-        handler = self.handlers.get(event.stream)
+        handler = self._handlers.get(event.stream)
         self.wire.acknowledge(event.stream, event.size)
         if handler is not None:
-            self._guard(event.stream, self._streams[event.stream], lambda: handler.item(event.meta, event.body))
+            self._guard(self._streams[event.stream], lambda: handler.item(event.meta, event.body))
 
-    def _guard(self, number: int, stream: Stream, work: Callable[[], None]) -> None:
+    def _guard(self, stream: Stream, work: Callable[[], None]) -> None:
         """A stream's failure is that stream's answer."""
         try:
             work()
         except Refused as error:
-            self._streams.pop(number, None)
             stream.refuse(error)
         except Exception as error:
             log.exception("a stream failed")
-            self._streams.pop(number, None)
             stream.refuse(Refused("internal", "%s: %s" % (type(error).__name__, error)))
 
     def _rest(self, event: wire.Event) -> None:
         if isinstance(event, wire.Ended):
-            handler = self.handlers.get(event.stream)
+            handler = self._handlers.get(event.stream)
             if handler is not None:
-                self._guard(event.stream, self._streams[event.stream], handler.ended)
-            if not self.wire.is_open(event.stream):
-                self.handlers.pop(event.stream, None)
-                self._streams.pop(event.stream, None)
+                self._guard(self._streams[event.stream], handler.ended)
+            self.forget_if_over(event.stream)
         elif isinstance(event, wire.Aborted):
-            handler = self.handlers.pop(event.stream, None)
+            handler = self._handlers.pop(event.stream, None)
             stream = self._streams.pop(event.stream, None)
             if stream is not None:
                 stream.drained()
@@ -294,5 +305,6 @@ class Connection(asyncio.Protocol):
             stream = self._streams.get(event.stream)
             if stream is not None:
                 stream.drained()
+            self.forget_if_over(event.stream)
         elif isinstance(event, wire.Hello):
             raise wire.WireError("a second HELLO")

@@ -15,7 +15,8 @@ import struct
 import sys
 import time
 
-from sandbox_server.agent import slot_power
+from sandbox_server.agent import slot_power, slot_tracees
+from sandbox_server.agent.oom_score import OF_SPAWNED, SLOT_FLOOR
 from sandbox_server.agent.slot_runs import Runs
 
 TYPE_CHECKING = False
@@ -31,7 +32,7 @@ _ERRNO = struct.Struct("i")
 _DEFAULT_SIGNALS = [number for number in range(1, 65) if number not in (9, 19, 32, 33)]  # all but those nobody can set
 _CLOCK_BOOTTIME = 7  # what the start in /proc/PID/stat counts
 _TICKS = os.sysconf("SC_CLK_TCK")
-_OOM_OF_SPAWNED, _OOM_OF_INIT = b"300", b"0"
+_OOM_OF_SPAWNED, _OOM_OF_INIT = b"%d" % OF_SPAWNED, b"%d" % SLOT_FLOOR
 _LEAVES_PROCESSES = "leftovers_"  # tools that start programs as the slot would, and so must be the slot's user altogether
 
 
@@ -99,7 +100,9 @@ class Init:
         if op == "spawn" or op == "fork":
             self._start(request, dict(zip(request["fds"], fds)))
         elif op == "signal":
-            self.report(SIGNALLED, request["id"], self._runs.signal(request["id"], request["signal"]))
+            left = self._runs.signal(request["id"], request["signal"])
+            self._reap()  # what has been killed is dead, and tells now what it used
+            self.report(SIGNALLED, request["id"], left, self._runs.used_us(request["id"]))
         elif op == "release":
             self._runs.release(request["id"])
         elif op == "move":
@@ -115,7 +118,7 @@ class Init:
             if "cgroup" in fds:
                 os.write(fds["cgroup"], b"0")
             if self._oom >= 0:
-                # Inherited: out of memory, the kernel takes what the slot runs before it takes init, the agent or the service.
+                # Inherited: out of memory, the kernel takes what the slot runs before it takes init, and init before the agent or the service.
                 os.pwrite(self._oom, _OOM_OF_SPAWNED, 0)
             started = int(time.clock_gettime(_CLOCK_BOOTTIME) * _TICKS)
             try:
@@ -242,12 +245,16 @@ class Init:
                 return
             if not pid:
                 return
+            if not slot_tracees.has_ended(status):
+                slot_tracees.detach(pid, status)
+                continue
             failed = self._failure(pid)
-            number = self._runs.ended(pid)
+            used_us = int((usage.ru_utime + usage.ru_stime) * 1e6)
+            number = self._runs.ended(pid, used_us)
             if number is not None and failed:
                 self.report(REFUSED, number, failed, text=b"fork")
             elif number is not None:
-                self.report(EXITED, number, status, int((usage.ru_utime + usage.ru_stime) * 1e6), usage.ru_maxrss)
+                self.report(EXITED, number, status, used_us, usage.ru_maxrss)
 
     def _end(self) -> NoReturn:
         self._runs.end_all()
@@ -314,14 +321,16 @@ def main() -> NoReturn:
     fd = int(sys.argv[1])
     os.set_inheritable(fd, False)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, fd)
-    data, fds = receive(sock)
+    data, _ = receive(sock)
     config = marshal.loads(data)
     try:
-        for joined in fds:
+        for joined in config["join"]:
             os.write(joined, b"0")
             os.close(joined)
         # Before init hides itself: afterwards the file is root's.
         oom_fd = _open_oom_adjustment()
+        if oom_fd >= 0:
+            os.pwrite(oom_fd, _OOM_OF_INIT, 0)
         _prepare(config)
         init = Init(sock, config, oom_fd)
     except OSError as error:

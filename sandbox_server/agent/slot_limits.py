@@ -53,17 +53,20 @@ class SlotLimits:
 
     Args:
         folders: hierarchy -> the group to make there.
-        memory_mb: the limit of memory, None for none.
+        memory_bytes: the limit of memory.
+        share_bytes: what is kept for the slot, where the hierarchy can keep something.
         processes: the limit of processes and threads.
         remove: takes a group away again.
     """
 
-    def __init__(self, folders: dict[str, str], memory_mb: int | None, processes: int, remove: Callable[[str], None]) -> None:
+    def __init__(self, folders: dict[str, str], memory_bytes: int, share_bytes: int, processes: int, remove: Callable[[str], None]) -> None:
         self._remove = remove
         self._folders = folders
-        self.memory = "memory" in folders and memory_mb is not None
+        self.memory = "memory" in folders
         self.processes = "pids" in folders
-        self._most_bytes = (memory_mb or 0) << 20
+        self.memory_folder = folders.get("memory")
+        self._most_bytes = memory_bytes
+        self._share_bytes = share_bytes
         self._most_processes = processes
         self._counters: dict[str, _Counter] = {}
         self._peak_fd = -1  # where only the highest use is told, and since when is ours to say
@@ -86,11 +89,13 @@ class SlotLimits:
             write(os.path.join(folder, "memory.max"), str(self._most_bytes))
             if os.path.exists(os.path.join(folder, "memory.swap.max")):
                 write(os.path.join(folder, "memory.swap.max"), "0")
+            write(os.path.join(folder, "memory.low"), str(self._share_bytes))
             self._count("oom", folder, "memory.events", b"oom_kill")
             self._count("own_oom", folder, "memory.events", b"oom")
             self._count("used_bytes", folder, "memory.current")
             return
         write(os.path.join(folder, "memory.limit_in_bytes"), str(self._most_bytes))
+        write(os.path.join(folder, "memory.oom_control"), "0")  # at its own limit the kernel kills; the groups around it let their slots wait
         both = os.path.join(folder, "memory.memsw.limit_in_bytes")
         if os.path.exists(both):
             write(both, str(self._most_bytes))

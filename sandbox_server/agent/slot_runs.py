@@ -31,13 +31,15 @@ _PIDS = _read_number("/proc/sys/kernel/pid_max")
 class Run:
     """One thing the agent asked for: its first process, and when it started."""
 
-    __slots__ = ("ended", "held", "pid", "started")
+    __slots__ = ("ended", "held", "members", "pid", "started", "used_us")
 
     def __init__(self, pid: int, started: int) -> None:
         self.pid = pid
         self.started = started
         self.ended = False
         self.held = False  # the agent is killing its tree and still needs it
+        self.members: Set[int] = set()  # what was found of its tree and has not been reaped
+        self.used_us = 0  # the processor time of those of its tree that were reaped
 
     def precedes(self, pid: int, start: int) -> bool:
         """Whether this one began before another process. Starts have ticks of 10 ms; within one, the kernel counts pids up (and around)."""
@@ -65,19 +67,29 @@ class Runs:
         self._pids[pid] = number
         self._sessions_over.discard(pid)
 
-    def ended(self, pid: int) -> int | None:
-        """A process was reaped; the number of the run whose first it was, if any."""
+    def ended(self, pid: int, used_us: int) -> int | None:
+        """A process was reaped, which with all that it has waited for used so much processor time; the number of the run whose first it was, if any."""
         number = self._pids.pop(pid, None)
         if number is None:
+            for killed in self._runs.values():
+                if pid in killed.members:
+                    killed.members.discard(pid)
+                    killed.used_us += used_us
             return None  # an orphan of the slot
         run = self._runs[number]
         run.ended = True
+        run.used_us += used_us
         if not run.held:
             del self._runs[number]
         if len(self._sessions_over) >= _MOST_SESSIONS:
             self._sessions_over.clear()
         self._sessions_over.add(pid)
         return number
+
+    def used_us(self, number: int) -> int:
+        """The processor time of what was reaped of a run's tree, in microseconds."""
+        run = self._runs.get(number)
+        return run.used_us if run is not None else 0
 
     def release(self, number: int) -> None:
         """The agent has ended the run's tree and asks no more about it."""
@@ -116,6 +128,7 @@ class Runs:
             if parent == self._self and pid not in self._pids and session not in self._sessions_over and pid not in others and run.precedes(pid, start)
         ]
         mine |= slot_trees.closure(table, orphans)
+        run.members |= mine - others - {run.pid}
         return slot_trees.alive(table, mine - others)
 
     def _kill(self, run: Run) -> int:

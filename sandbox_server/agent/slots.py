@@ -16,7 +16,9 @@ from sandbox_server.agent.errors import Refused, StartFailed
 from sandbox_server.agent.evidence import ran_out_of_memory
 from sandbox_server.agent.isolation.base import Body
 from sandbox_server.agent.journal import Journal, Verdict, identity
+from sandbox_server.agent.limit_end import limit_end_of
 from sandbox_server.agent.output import Spool
+from sandbox_server.agent.processor_share import promised_share
 from sandbox_server.agent.tools.process import Jobs
 
 if TYPE_CHECKING:
@@ -42,7 +44,7 @@ class Slot:
         self.body: Body | None = None
         self.journal = Journal()
         self.jobs = Jobs(self)
-        self.drains = Drains(self.loop)
+        self.drains = Drains(self.loop, bodies.most_drains)
         self.live: set[Call] = set()  # those that have processes
         self.spool = self._new_spool()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -108,7 +110,7 @@ class Slot:
     def _init_lost(self, body: Body, detail: str) -> None:
         if self.body is body and self.state == READY:
             log.warning("the init of a slot has ended", extra={"slot_id": self.slot_id, "detail": detail})
-            oom = ran_out_of_memory(body)
+            oom = limit_end_of(body) is None and ran_out_of_memory(body)
             self.own_work = oom or body.link.own_work
             self.become(BROKEN, ("its own work ran out of memory: %s" if oom else "%s") % detail)
 
@@ -116,6 +118,12 @@ class Slot:
     def limits(self) -> Limits:
         """What the slot may use."""
         return self._bodies.config.limits
+
+    @property
+    def processor_share(self) -> float:
+        """How many processors the slot is promised."""
+        config = self._bodies.config
+        return promised_share(len(os.sched_getaffinity(0)), config.slots, config.limits.cpu)
 
     def current_body(self) -> Body:
         """The body calls run in."""
@@ -227,6 +235,7 @@ class Slot:
         self.body = body
         body.slot_id = self.slot_id
         body.link.on_lost = lambda detail: self._init_lost(body, detail)
+        body.link.on_in_flight_full = self._bodies.on_in_flight_full
         return not body.link.closed
 
     async def end(self) -> None:

@@ -14,6 +14,7 @@ from sandbox_server.agent.journal import Verdict
 from sandbox_server.agent.output import Kept, Sink
 from sandbox_server.agent.serve import Handler, Stream
 from sandbox_server.agent.slots import Slot
+from sandbox_server.agent.unfetched import Unfetched
 from sandbox_server.agent.verify import verify as start_verify
 
 if TYPE_CHECKING:
@@ -24,13 +25,26 @@ MAX_CALLS_A_STREAM = 1000
 
 
 class Calls:
-    """Calls of one slot, one after the other; a failed one does not stop the next. They run on when the connection ends."""
+    """Calls of one slot, one after the other; a failed one does not stop the next. They run on when the connection ends.
 
-    def __init__(self, stream: Stream, slot: Slot, epoch: Any) -> None:
+    A large output is not sent with its result: it waits in the spool until the service has fetched it, and the next call begins then. So it does
+    behind a smaller one that waits for the service to take what was sent before. However slowly the service takes them, a stream never has more
+    than one large output, which is not in memory, and never much more than its window of small ones.
+
+    Args:
+        stream: where the results go.
+        slot: whose calls.
+        epoch: of the lease.
+        fetches: whether the service fetches large outputs; services before this could be told did not.
+    """
+
+    def __init__(self, stream: Stream, slot: Slot, epoch: Any, fetches: bool) -> None:
         slot.admit(epoch)
         self._stream = stream
         self._slot = slot
         self._epoch = epoch
+        self._fetches = fetches
+        self._unfetched: Unfetched | None = None
         self._waiting: Deque[dict[str, Any]] = deque()
         self._busy = False
         self._advancing = False
@@ -69,7 +83,25 @@ class Calls:
         self._slot.submit(spec, self._done)
 
     def _done(self, verdict: Verdict) -> None:
+        if self._fetches and self._stream.open and verdict.is_large:
+            self._unfetched = Unfetched(self._slot, verdict, self._go_on)
+            self._stream.send_item(verdict.head())
+            return
         self._stream.send_item(*verdict.item())
+        if self._stream.queued_bytes:
+            self._stream.on_drained = self._drained  # results that nobody takes yet wait here, in memory: no more of them until then
+        else:
+            self._go_on()
+
+    def _drained(self) -> None:
+        if not self._stream.queued_bytes:
+            self._stream.on_drained = None
+            self._go_on()
+
+    def _go_on(self) -> None:
+        if self._unfetched is not None:
+            self._unfetched.let_go()
+            self._unfetched = None
         self._busy = False
         if self._waiting or self._all_said:
             self._next()
@@ -100,6 +132,17 @@ class Calls:
 
     def aborted(self) -> None:
         """Nobody listens; what was asked for still runs."""
+        self._fetches = False
+        if self._unfetched is not None or self._stream.on_drained is not None:
+            self._stream.on_drained = None
+            self._go_on()
+
+
+def _send_verdict(stream: Stream, verdict: Verdict, fetches: bool) -> None:
+    if fetches and verdict.is_large:
+        stream.send_item(verdict.head())
+    else:
+        stream.send_item(*verdict.item())
 
 
 def _blank(meta: Mapping[str, Any], reason: str, error: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -161,6 +204,10 @@ class Watch:
             asyncio.get_event_loop().call_soon(self._tell)
         self._changed[slot.slot_id] = slot
 
+    def effective_changed(self) -> None:
+        """Tell which limits hold for each slot from now on."""
+        self._stream.send_item({"slots": [], "effective": self._agent.effective()})
+
     def _tell(self) -> None:
         slots, self._changed = self._changed, {}
         self._stream.send_item({"slots": [slot.view() for slot in slots.values()]})
@@ -191,17 +238,40 @@ async def cancel(stream: Stream, slot: Slot, call_id: Any) -> None:
     stream.end({"found": True, "state": "running" if isinstance(found, Call) else "done"})
 
 
-async def call_status(stream: Stream, slot: Slot, call_id: Any) -> None:
+async def call_status(stream: Stream, slot: Slot, call_id: Any, fetches: bool) -> None:
     """Whether a call runs, or its verdict."""
     found = slot.find_call(call_id)
     if isinstance(found, Call):
         stream.end({"state": "running", "output_bytes": found.output_bytes, "started_at": found.started_at, "encoding": found.spec.encoding})
     else:
-        stream.send_item(*found.item())
+        _send_verdict(stream, found, fetches)
         stream.end({"state": "done"})
 
 
-async def attach(stream: Stream, slot: Slot, call_id: Any, offset: Any) -> None:
+async def result_output(stream: Stream, slot: Slot, call_id: Any) -> None:
+    """The output that the result of a call has, cut as the call asked for; standard error, where it is apart, after standard output."""
+    found = slot.find_call(call_id)
+    if isinstance(found, Call):
+        raise Refused("invalid", "call %s still runs" % ascii(call_id))
+    spool = slot.spool
+    for kept in found.outputs:
+        spool.hold(kept)
+    try:
+        for kept in found.outputs:
+            for piece in kept.cut_pieces():
+                if not await stream.send_data(piece):
+                    return
+    except OSError as error:
+        raise Refused("call_not_found", "the output of call %s cannot be read any more: %s" % (ascii(call_id), error)) from None
+    finally:
+        for kept in found.outputs:
+            spool.let_go(kept)
+    stream.end()
+    for fetched in list(found.on_fetched):
+        fetched()
+
+
+async def attach(stream: Stream, slot: Slot, call_id: Any, offset: Any, fetches: bool) -> None:
     """A call's output as it comes, then its verdict. Standard error, where it is apart, follows when standard output is complete."""
     at = _offset(offset)
     found = slot.find_call(call_id)
@@ -217,7 +287,7 @@ async def attach(stream: Stream, slot: Slot, call_id: Any, offset: Any) -> None:
         if not await stream.send_data(chunk):
             return
     await _send_whole(stream, found, [kept.available for kept in found.outputs], at)
-    stream.send_item(*found.item())
+    _send_verdict(stream, found, fetches)
     stream.end()
 
 
@@ -316,4 +386,4 @@ async def _wait_for_verdict(call: Call) -> None:
     await over
 
 
-__all__ = ["Calls", "Handler", "Task", "Watch", "attach", "call_status", "cancel", "equip", "narrow", "output", "quiet", "reset", "verify"]
+__all__ = ["Calls", "Handler", "Task", "Watch", "attach", "call_status", "cancel", "equip", "narrow", "output", "quiet", "reset", "result_output", "verify"]

@@ -65,9 +65,16 @@ def _command_line(pid: int) -> bytes:
         return b""
 
 
-async def end_slot(body: Body, detail: str) -> None:
-    """Init does not end a tree of its slot: so all of the slot ends, and it is the slot's own doing. Nothing else runs beside init that keeps it busy."""
-    body.link.own_work = True
+async def end_slot(body: Body, detail: str, own_work: bool = True) -> None:
+    """End all of a slot, because its init does not end a tree (nothing else runs beside init that keeps it busy), or because it took too much of something.
+
+    Args:
+        body: what it runs on.
+        detail: why.
+        own_work: whether that is proven to be the slot's own doing.
+    """
+    body.link.own_work = own_work
+    body.link.stop_hearing()
     loop = asyncio.get_running_loop()
     has_namespace = body.init_pid != body.process.pid  # that ends with init
     if not has_namespace and body.uid is None:

@@ -157,6 +157,10 @@ class Trash:
                 os.rename(path, target)
             self._queue.put(target)
 
+    def is_busy(self) -> bool:
+        """Whether something is still being deleted."""
+        return self._queue.unfinished_tasks > 0
+
     def close(self) -> None:
         """Let the thread end after what it has begun."""
         self._queue.put(None)
@@ -175,6 +179,8 @@ class Trash:
                 delete_tree(path)
             except OSError as error:
                 self._on_error(path, error)
+            finally:
+                self._queue.task_done()
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ async def _end_tree(run: Run) -> dict[str, Any]:
     if left:
         evidence["processes_left"] = left
     if isinstance(tree, _ScannedTree):
-        run.body.link.release(run.number)
+        run.killed_cpu_s = run.body.link.release(run.number)
     return evidence
 
 
@@ -102,7 +102,10 @@ async def _tree_of(run: Run) -> _Tree:
         return _ScannedTree(run)
     move_fd = leaves.leave(leaf)
     if move_fd >= 0:
-        await ask_init(run.body, {"op": "move", "id": run.number, "fds": ["cgroup"]}, [move_fd])
+        try:
+            await ask_init(run.body, {"op": "move", "id": run.number, "fds": ["cgroup"]}, [move_fd])
+        except OSError:
+            return _ScannedTree(run)  # init could not be asked to leave the leaf, so the leaf cannot be killed
     return _LeafTree(leaf)
 
 

@@ -251,6 +251,10 @@ class Connection:
         state = self._streams.get(stream)
         return state is not None and not state.closed_here
 
+    def is_over(self, stream: int) -> bool:
+        """Whether nothing more comes or goes on the stream; it is forgotten here."""
+        return stream not in self._streams
+
     def queued(self, stream: int) -> int:
         """How much waits on this stream for credit, in bytes of frames."""
         state = self._streams.get(stream)

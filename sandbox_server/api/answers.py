@@ -139,18 +139,32 @@ class FilesAnswer(Answer):
     next_cursor: str | None = None
 
 
+class ClaimantAnswer(Answer):
+    """The acquire for which a pool holds every slot that comes free."""
+
+    count: int
+    held_slots: int = Field(description="how many slots are held for it now")
+    waited_s: float
+    tenant: str | None = Field(default=None, description="only for admins, and for the tenant whose it is; `run_id` too")
+    run_id: str | None = None
+
+
 class PoolAnswer(Answer):
     """A pool and what it holds now."""
 
     name: str
+    tenant: str | None = Field(description="who owns it; null: no tenant does")
+    shared: bool = Field(description="every tenant may use it")
     state: Literal["ready", "draining"] = Field(description="draining: it takes no acquires, and is gone when its last lease has ended")
     spec: dict[str, Any]
     origin: str
     isolation: str | None
     capabilities: dict[str, Any]
+    effective: dict[str, int | None] = Field(description="the limits that hold for each slot now, in MiB; empty before the first sandbox has started")
     slots: dict[str, int]
     sandboxes: dict[str, int]
     queue: int
+    claimant: ClaimantAnswer | None = Field(description="the acquire that has waited so long that what comes free is held for it; null: none")
     last_error: str | None = Field(description="why it cannot make sandboxes; of a pool that drains, why it does and when it is gone")
 
 
@@ -186,6 +200,7 @@ class SandboxAnswer(Answer):
 
     sandbox_id: str
     pool: str
+    pool_tenant: str | None = Field(description="who owns the pool; null: no tenant does")
     backend: str
     state: Literal["starting", "ready", "draining", "failed", "gone"]
     isolation: str | None
@@ -213,6 +228,8 @@ class ReadyAnswer(Answer):
 
     ready: bool
     pools: dict[str, Any]
+    storage: dict[str, Any] = Field(description="`ready`: whether the state can be recorded; `last_error`: why not, and what to do")
+    warnings: list[str] = Field(description="what the service cannot protect where it runs now")
 
 
 class ProblemAnswer(Answer):

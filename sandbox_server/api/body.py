@@ -18,6 +18,10 @@ class CallerGone(Exception):
     """The caller hung up; there is nobody to answer."""
 
 
+class CallerStalled(CallerGone):
+    """The caller is there, and does not read its answer: the connection is to be closed."""
+
+
 def _check_length(request: Request, limits: Limits, name: str) -> None:
     claimed = request.headers.get("content-length")
     if claimed is not None and claimed.isdecimal() and (len(claimed) > 18 or int(claimed) > getattr(limits, name)):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import base64
 import codecs
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 
-from sandbox_server.api.render import result_document
+from sandbox_server.api.result_pieces import enclosed
 from sandbox_server.api.service import Service
-from sandbox_server.api.streams import event_block
+from sandbox_server.api.streams import BLOCK_END, event_block
 from sandbox_server.core.errors import BackendUnavailable, CallNotFound, LeaseLost
 from sandbox_server.core.execution import NOT_RECORDED, Result, ToolCall
 from sandbox_server.dispatch.records import CallRecords, Chunk
@@ -46,12 +46,12 @@ class Text:
         return _block(text, chunk.end - len(self._decoder.getstate()[0])) if text else b""
 
     def last(self, result: Result) -> bytes:
-        """The last events: what has never become whole, how much is missing of an output too large to be kept, and the result."""
+        """The last events before the result: what has never become whole, and how much is missing of an output too large to be kept."""
         text = "" if self._base64 else self._decoder.decode(b"", final=True)
         rest = _block(text, self._end) if text else b""
-        missing_bytes = result.output_bytes - self._end if result.stdout is None else 0
+        missing_bytes = result.output_bytes - self._end if not result.is_separate else 0
         missed = event_block({"bytes": missing_bytes}, event=MISSED) if missing_bytes > 0 else b""
-        return rest + missed + event_block(result_document(result), event=RESULT)
+        return rest + missed
 
 
 def _block(text: str, end: int) -> bytes:
@@ -59,8 +59,9 @@ def _block(text: str, end: int) -> bytes:
 
 
 async def one_result(result: Result) -> AsyncGenerator[bytes, None]:
-    """The events of a call that has come to a result without running."""
-    yield event_block(result_document(result), event=RESULT)
+    """The event of a result, in pieces."""
+    async for piece in enclosed(f"event: {RESULT}\ndata: ".encode(), result, BLOCK_END):
+        yield piece
 
 
 async def call_events(records: CallRecords, tenant: str, lease_id: str, call_id: str, offset: int) -> AsyncGenerator[bytes, None]:
@@ -74,22 +75,27 @@ async def call_events(records: CallRecords, tenant: str, lease_id: str, call_id:
                     yield block
                 continue
             yield text.last(event)
+            async for piece in one_result(event):
+                yield piece
 
 
-def exec_events(service: Service, tenant: str, call: ToolCall, offset: int) -> AsyncGenerator[bytes, None]:
-    """Run a call, and give its events, those of its output from an offset on. It runs on to its end even if nobody reads them.
+async def exec_events(service: Service, tenant: str, call: ToolCall, offset: int) -> tuple[AsyncGenerator[bytes, None], Callable[[], None]]:
+    """Run a call. It runs on to its end even if nobody reads its events.
+
+    Returns:
+        Its events, those of its output from an offset on, and what is to be called when they are needed no more.
 
     Raises:
         LeaseNotFound, LeaseLost, SandboxLost, QuotaExceeded: before the first event; nothing has run.
     """
     known = service.dispatcher.check(tenant, call)
     if known is not None:
-        return one_result(known)
+        return one_result(known), lambda: None
     asked = asyncio.Event()
-    batch = service.dispatcher.start(tenant, [call], on_sent=asked.set)
+    batch = await service.dispatcher.begin(tenant, [call], on_sent=asked.set)
     ended = asyncio.create_task(batch.all())
     ended.add_done_callback(lambda _: asked.set())
-    return _running(service.records, tenant, call, offset, asked, ended)
+    return _running(service.records, tenant, call, offset, asked, ended), batch.close
 
 
 async def _running(
@@ -104,6 +110,8 @@ async def _running(
                 yield block
     (result,) = await ended
     yield text.last(result)
+    async for piece in one_result(result):
+        yield piece
 
 
 async def _next_chunk(found: AsyncGenerator[Chunk | Result, None], ended: asyncio.Task[list[Result]]) -> Chunk | None:

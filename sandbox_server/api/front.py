@@ -10,7 +10,7 @@ import time
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from sandbox_server.api.body import CallerGone
+from sandbox_server.api.body import CallerGone, CallerStalled
 from sandbox_server.api.limits import Limits, too_many
 from sandbox_server.api.problems import Problem, problem_of
 from sandbox_server.api.service import CALLER_KEY, SERVICE_KEY, Caller, Service
@@ -48,6 +48,12 @@ class Exchange:
             self.status = message["status"]
             message["headers"] = [*message.get("headers", ()), self._header]
         await self._send(message)
+
+    def abort(self) -> None:
+        """Close the connection with what is still to be written to it, where the server is uvicorn: another would wait for it to be read."""
+        transport = getattr(getattr(self._send, "__self__", None), "transport", None)
+        if isinstance(transport, asyncio.Transport):
+            transport.abort()
 
     async def send_problem(self, problem: Problem, *, more: bool = False) -> None:
         """Answer with an error; with `more`, leave the response open after its last byte."""
@@ -95,6 +101,9 @@ class Front:
             await self._app(scope, receive, exchange.send)
         except PoolServiceError as error:
             await answer_error(exchange, receive, error)
+        except CallerStalled as stalled:
+            log.warning("a connection is closed", extra={"path": scope["path"], "detail": str(stalled)})
+            exchange.abort()
         except CallerGone:
             log.info("the caller hung up", extra={"path": scope["path"]})
         except asyncio.CancelledError:

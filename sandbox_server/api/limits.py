@@ -40,6 +40,10 @@ class Limits:
     pool_slots: int = _limit(100_000, "slots that one pool may ask for (max_sandboxes x slots_per_sandbox)")
     pool_env_vars: int = _limit(256, "env_vars of one pool")
     streams: int = _limit(1000, "event streams open at once")
+    answer_memory_bytes: int = _limit(256 << 20, "bytes of memory for answers under way")
+    answer_file_bytes: int = _limit(2 << 30, "bytes of large outputs that answers under way may come to")
+    answer_wait_s: int = _limit(10, "seconds of waiting for room for an answer")
+    answer_stall_s: int = _limit(60, "seconds in which a caller takes nothing of its answer")
 
 
 MAX_OUTPUT_LIMIT_BYTES = 10 << 20

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import secrets
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any, TypeVar
 
 import orjson
@@ -12,15 +13,17 @@ from pydantic import ValidationError
 from starlette.requests import Request
 
 from sandbox_server.api.limits import Limits, sentence, too_many
-from sandbox_server.api.schemas import AcquireBody, Body, CallBody, ExecBody, first_problem
+from sandbox_server.api.schemas import AcquireBody, Body, CallBody, ExecBody, all_problems, first_problem
 from sandbox_server.core.errors import InvalidRequest
 from sandbox_server.core.execution import Reason, Result, ToolCall
 from sandbox_server.core.types import AcquireRequest
-from sandbox_server.dispatch.verdicts import own_result
+from sandbox_server.dispatch.verdicts import callers_mistake, own_result
 
 AnyBody = TypeVar("AnyBody", bound=Body)
 TRUE_WORDS = frozenset({"1", "true", "yes"})
 FALSE_WORDS = frozenset({"0", "false", "no"})
+FIELDS_OF_POLICY = frozenset({"tool", "args", "command"})
+"""What a call has from the policy; `command` is short for what is in `args`. All else is the caller's."""
 SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 
 
@@ -101,7 +104,7 @@ def _within_output_budget(items: list[ToolCall | Result], limits: Limits) -> lis
     for index, item in enumerate(items):
         if isinstance(item, ToolCall):
             if item.output_limit_bytes > budget_bytes:
-                items[index] = own_result(item, Reason.INVALID_ARGS, f"output_limit_bytes: {sentence(limits, 'batch_output_bytes')}")
+                items[index] = callers_mistake(item, "output_limit_bytes", f"output_limit_bytes: {sentence(limits, 'batch_output_bytes')}")
             else:
                 budget_bytes -= item.output_limit_bytes
     return items
@@ -112,7 +115,7 @@ def call_of(item: dict[str, Any], limits: Limits) -> ToolCall | Result:
     try:
         body = CallBody.model_validate(item)
     except ValidationError as error:
-        return _invalid(item, first_problem(error, CallBody.model_fields)[1])
+        return _invalid(item, all_problems(error, CallBody.model_fields))
     return _call(body, body.lease_id, body.tool, body.args, limits)
 
 
@@ -130,11 +133,11 @@ def exec_call(document: dict[str, Any], lease_id: str, limits: Limits) -> ToolCa
     try:
         body = ExecBody.model_validate(item)
     except ValidationError as error:
-        return _invalid(item, first_problem(error, ExecBody.model_fields)[1])
+        return _invalid(item, all_problems(error, ExecBody.model_fields))
     if body.command is None:
         return _call(body, lease_id, body.tool, body.args, limits)
     if "tool" in document or "args" in document:
-        return _invalid(item, "command: is short for tool and args; give one or the other")
+        return callers_mistake(_unchecked(item), "command", "command: is short for tool and args; give one or the other")
     return _call(body, lease_id, "bash", {"command": body.command}, limits)
 
 
@@ -151,21 +154,33 @@ def _call(body: CallBody, lease_id: str, tool: str, args: dict[str, Any], limits
         encoding=body.encoding,
     )
     if len(orjson.dumps(args)) > limits.call_bytes:
-        return own_result(call, Reason.INVALID_ARGS, f"args: {sentence(limits, 'call_bytes')}")
+        problem = f"args: {sentence(limits, 'call_bytes')}"
+        return own_result(call, Reason.INVALID_ARGS, problem, evidence={"field": "args", "detail": problem})
     return call
 
 
-def _invalid(item: dict[str, Any], problem: str) -> Result:
+def _invalid(item: dict[str, Any], problems: Iterator[tuple[str, str]]) -> Result:
+    """What becomes of a call that is none. The policy is not blamed for a call that would have failed without it."""
+    call = _unchecked(item)
+    first = next(problems)
+    for field, problem in itertools.chain([first], problems):
+        if field.partition(".")[0] not in FIELDS_OF_POLICY:
+            return callers_mistake(call, field, problem)
+    field, problem = first
+    return own_result(call, Reason.INVALID_ARGS, problem, evidence={"field": field, "detail": problem})
+
+
+def _unchecked(item: dict[str, Any]) -> ToolCall:
+    """A call of which only the name matters, as far as it has one."""
     call_id = item.get("call_id")
     encoding = item.get("encoding")
-    call = ToolCall(
+    return ToolCall(
         call_id=call_id if isinstance(call_id, str) and len(call_id) <= 128 else new_call_id(),
         lease_id=item["lease_id"],
         tool="",
         args={},
         encoding=encoding if encoding == "base64" else "utf-8",
     )
-    return own_result(call, Reason.INVALID_ARGS, problem)
 
 
 def query(request: Request, allowed: Collection[str]) -> dict[str, str]:

@@ -11,8 +11,9 @@ import orjson
 from starlette.responses import Response
 
 from sandbox_server.api.specs import shown_spec
+from sandbox_server.api.tenants import Tenant
 from sandbox_server.core.execution import Result
-from sandbox_server.core.types import Lease, PoolView, SandboxView
+from sandbox_server.core.types import ClaimantView, Lease, PoolView, SandboxView
 
 JSON_TYPE = "application/json"
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
@@ -105,20 +106,31 @@ def _text(data: bytes, encoding: str) -> str:
     return base64.b64encode(data).decode("ascii") if encoding == "base64" else data.decode("utf-8", "replace")
 
 
-def pool_document(view: PoolView, *, admin: bool) -> dict[str, Any]:
-    """A pool as callers see it; only admins see `env_vars`."""
+def pool_document(view: PoolView, caller: Tenant) -> dict[str, Any]:
+    """A pool as callers see it; only admins see `env_vars`, and whose an acquire of another tenant is."""
     return {
         "name": view.name,
+        "tenant": view.tenant,
+        "shared": view.shared,
         "state": view.state.value,
-        "spec": shown_spec(view.spec, admin=admin),
+        "spec": shown_spec(view.spec, admin=caller.admin),
         "origin": view.origin,
         "isolation": view.isolation,
         "capabilities": dict(view.capabilities),
+        "effective": dict(view.effective),
         "slots": dict(view.slots),
         "sandboxes": dict(view.sandboxes),
         "queue": view.queue,
+        "claimant": None if view.claimant is None else _claimant_document(view.claimant, caller),
         "last_error": view.last_error,
     }
+
+
+def _claimant_document(view: ClaimantView, caller: Tenant) -> dict[str, Any]:
+    document: dict[str, Any] = {"count": view.count, "held_slots": view.held_slots, "waited_s": view.waited_s}
+    if caller.admin or caller.name == view.tenant:
+        document |= {"tenant": view.tenant, "run_id": view.run_id}
+    return document
 
 
 def sandbox_document(view: SandboxView) -> dict[str, Any]:
@@ -126,6 +138,7 @@ def sandbox_document(view: SandboxView) -> dict[str, Any]:
     return {
         "sandbox_id": view.sandbox_id,
         "pool": view.pool,
+        "pool_tenant": view.pool_tenant,
         "backend": view.backend,
         "state": view.state.value,
         "isolation": view.isolation,

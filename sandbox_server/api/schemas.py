@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
 
 from sandbox_server.api.limits import DEFAULT_OUTPUT_LIMIT_BYTES, MAX_OUTPUT_LIMIT_BYTES
 
@@ -180,23 +181,32 @@ class PoolSpecBody(Body):
     local: LocalSpecBody = Field(default_factory=LocalSpecBody)
     nomad: NomadSpecBody = Field(default_factory=NomadSpecBody)
     modal: ModalSpecBody = Field(default_factory=ModalSpecBody)
+    shared: bool = Field(default=False, description="every tenant may use the pool; for admins")
 
 
 def first_problem(error: ValidationError, allowed: Mapping[str, Any]) -> tuple[str, str]:
-    """The first thing that is wrong with a body, as (field, sentence).
+    """The first thing that is wrong with a body, as (field, sentence). The arguments are those of `all_problems`."""
+    return next(all_problems(error, allowed))
+
+
+def all_problems(error: ValidationError, allowed: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Everything that is wrong with a body, at least one thing, each as (field, sentence).
 
     Args:
         error: what pydantic found.
         allowed: the fields of the body, to name them where one is unknown.
     """
-    first = error.errors(include_url=False, include_input=False)[0]
-    field = ".".join(str(part) for part in first["loc"]) or "body"
-    if first["type"] == "extra_forbidden":
-        known = f"; there are {', '.join(allowed)}" if len(first["loc"]) == 1 else ""
+    return (_problem(found, allowed) for found in error.errors(include_url=False, include_input=False))
+
+
+def _problem(found: ErrorDetails, allowed: Mapping[str, Any]) -> tuple[str, str]:
+    field = ".".join(str(part) for part in found["loc"]) or "body"
+    if found["type"] == "extra_forbidden":
+        known = f"; there are {', '.join(allowed)}" if len(found["loc"]) == 1 else ""
         return field, f"{field}: unknown field{known}"
-    if first["type"] == "missing":
+    if found["type"] == "missing":
         return field, f"{field}: missing"
-    return field, f"{field}: {_lower(first['msg'])}"
+    return field, f"{field}: {_lower(found['msg'])}"
 
 
 WORDS = {

@@ -11,11 +11,12 @@ from starlette.requests import Request
 
 from sandbox_server.api.limits import Limits
 from sandbox_server.api.tenants import Tenant, Tenants
-from sandbox_server.core.errors import Forbidden, PoolServiceError, Stopping
+from sandbox_server.core.errors import Forbidden, PoolServiceError, Stopping, StorageUnavailable
 from sandbox_server.core.types import Acquired, AcquireRequest, Lease, PoolSpec, PoolView, SandboxView
 from sandbox_server.dispatch.dispatch import Dispatcher
 from sandbox_server.dispatch.files import SlotFiles
 from sandbox_server.dispatch.records import CallRecords
+from sandbox_server.pool.access import Actor
 from sandbox_server.pool.events import Event
 from sandbox_server.telemetry import Telemetry
 
@@ -44,19 +45,21 @@ class PoolsSeam(Protocol):
 
     async def narrow(self, tenant: str, lease_id: str, *, allow_network: bool | None, cache: str | None) -> Lease: ...
 
-    def views(self) -> Sequence[PoolView]: ...
+    def views(self, *, actor: Actor, tenant: str | None = None) -> Sequence[PoolView]: ...
 
-    def view(self, name: str) -> PoolView: ...
+    def view(self, name: str, *, actor: Actor, tenant: str | None = None) -> PoolView: ...
 
-    async def put_pool(self, name: str, spec: PoolSpec, *, origin: str = "api") -> tuple[PoolView, bool]: ...
+    async def put_pool(
+        self, name: str, spec: PoolSpec, *, actor: Actor, tenant: str | None, check: Callable[[PoolSpec | None], None], origin: str = "api"
+    ) -> tuple[PoolView, bool]: ...
 
-    async def delete_pool(self, name: str, *, force: bool = False) -> None: ...
+    async def delete_pool(self, name: str, *, actor: Actor, tenant: str | None, force: bool = False) -> None: ...
 
-    async def verify(self, name: str) -> Mapping[str, Any]: ...
+    async def verify(self, name: str, *, actor: Actor, tenant: str | None) -> Mapping[str, Any]: ...
 
-    def sandboxes(self) -> Sequence[SandboxView]: ...
+    def sandboxes(self, *, actor: Actor) -> Sequence[SandboxView]: ...
 
-    async def drain_sandbox(self, sandbox_id: str) -> SandboxView: ...
+    async def drain_sandbox(self, sandbox_id: str, *, actor: Actor) -> SandboxView: ...
 
     def readiness(self) -> Mapping[str, Any]: ...
 
@@ -89,6 +92,22 @@ class Service:
 
     streams: set[object] = field(default_factory=set)
     """The event streams that are open."""
+
+    warnings: list[str] = field(default_factory=list)
+    """What the service cannot protect where it runs now, each in a sentence that says what to do."""
+
+    storage_trouble: Callable[[], str | None] = lambda: None
+    """Why nothing new can be recorded at present, and what to do; None: it can."""
+
+    def check_storage(self) -> None:
+        """Refuse what takes room for records while there is none to spare, or while what is recorded would not be found again.
+
+        Raises:
+            StorageUnavailable: it cannot be recorded at present.
+        """
+        trouble = self.storage_trouble()
+        if trouble is not None:
+            raise StorageUnavailable(trouble, retry_after_s=2)
 
     def check_not_stopping(self) -> None:
         """Refuse new work of a service that is going away.
@@ -124,6 +143,12 @@ def tenant_of(request: Request) -> Tenant:
     """The tenant whose token this request carries."""
     caller: Caller = request.scope[CALLER_KEY]
     return caller.tenant
+
+
+def actor_of(request: Request) -> Actor:
+    """Who this request is to be, where it looks at pools or does something to them."""
+    tenant = tenant_of(request)
+    return Actor(tenant=tenant.name, admin=tenant.admin)
 
 
 def check_admin(request: Request, what: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any, Final
 
 from sandbox_server.api.limits import Limits, sentence
@@ -11,8 +12,6 @@ from sandbox_server.core.errors import Forbidden
 from sandbox_server.core.types import LocalSpec, ModalSpec, NomadSpec, PoolSpec
 
 POOL_NAME: Final = r"^[a-z0-9]([a-z0-9._-]{0,62}[a-z0-9])?$"
-NOT_BUILT: Final = ("slot_disk_mb",)
-"""Fields that nothing enforces yet: better refused than ignored."""
 ADMINS_ONLY: Final = (
     "local",
     "nomad.address",
@@ -21,8 +20,10 @@ ADMINS_ONLY: Final = (
     "nomad.singularity_image",
     "nomad.job_id",
     "modal.secrets",
+    "workspace_base",
+    "shared",
 )
-"""What only admins may set, by its path in the spec."""
+"""What only admins may set, by its path in the spec: what names a path or a right of a machine, and what every tenant sees."""
 
 
 def spec_of(body: PoolSpecBody) -> PoolSpec:
@@ -54,9 +55,6 @@ def _not_possible(body: PoolSpecBody) -> str | None:
         return "network: internet is reserved; allowed are shared, none"
     if body.root == "overlay":
         return "root: overlay is reserved; allowed is read-only"
-    for name in NOT_BUILT:
-        if getattr(body, name) is not None:
-            return f"{name}: is not built yet; leave it out"
     if body.dedicated and body.backend == "local":
         return "dedicated: the local backend cannot; a dedicated sandbox needs an image of its own"
     if any(not path.startswith("/") or "\0" in path for path in body.local.expose):
@@ -78,17 +76,21 @@ def _beyond_limits(body: PoolSpecBody, limits: Limits) -> str | None:
     return None
 
 
-def check_may_set(wanted: PoolSpec, now: PoolSpec | None, *, gives_env_vars: bool) -> None:
-    """Refuse to somebody who is no admin a spec that changes what only admins may set.
+def check_may_set(wanted: PoolSpec, now: PoolSpec | None, *, gives_env_vars: bool, backends: Collection[str]) -> None:
+    """Refuse to somebody who is no admin a spec that changes what only admins may set, or changes a pool on a backend that is not for it.
 
     Args:
         wanted: what the pool is to be.
         now: what it is; None for a new one, which starts from the defaults.
         gives_env_vars: whether the request says `env_vars` itself.
+        backends: those on which the tenant may make pools. The same spec again is not refused where one was taken away from it.
 
     Raises:
         Forbidden: naming the field.
     """
+    if wanted.backend not in backends and wanted != now:
+        allowed = ", ".join(backends) or "none"
+        raise Forbidden(f"backend: this tenant may make and change pools on {allowed}, not on {wanted.backend}; an admin may allow it", field="backend")
     base = now if now is not None else PoolSpec()
     for path in ADMINS_ONLY:
         if _at(wanted, path) != _at(base, path):

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from sandbox_server.api.body import CallerGone
+from sandbox_server.api.body import CallerGone, CallerStalled
 from sandbox_server.api.limits import too_much_at_once
 from sandbox_server.api.render import dumps
 from sandbox_server.api.service import Service
+from sandbox_server.core.errors import QuotaExceeded
 
 EVENT_STREAM_TYPE = "text/event-stream"
 HEARTBEAT_S = 15.0
 COMMENT = b":\n\n"
+BLOCK_END = b"\n\n"
+PART_BYTES = 16 << 10
+"""Less than this is not sent for itself where more comes at once."""
 
 
 def body_part(chunk: bytes, *, more: bool = True) -> Message:
@@ -31,6 +35,26 @@ async def hang_up(receive: Receive) -> None:
         pass
 
 
+async def send_part(send: Send, chunk: bytes, stall_s: float) -> None:
+    """Send one part of a body at the pace of the caller.
+
+    Args:
+        send: of the application.
+        chunk: the part; small, because a part is held until the caller has taken most of it.
+        stall_s: how long the caller may take for what was sent before, in seconds.
+
+    Raises:
+        CallerStalled: it took longer.
+    """
+    try:
+        async with asyncio.timeout(stall_s):
+            await send(body_part(chunk))
+    except TimeoutError:
+        raise CallerStalled(f"the caller has not taken a part of its answer within the {stall_s:g} s of `limits.answer_stall_s`") from None
+    # A caller that reads as fast as it is written to would else keep everybody waiting until it has all.
+    await asyncio.sleep(0)
+
+
 class Stream(Response):
     """Bytes as they come, at the pace of the caller. Nothing is answered before the first of them: until then an error can still be told.
 
@@ -38,27 +62,46 @@ class Stream(Response):
         chunks: the bytes.
         media_type: of what they are.
         headers: further headers.
+        stall_s: how long the caller may take for one part, in seconds.
+        ended: called when the chunks are needed no more, whatever the end.
     """
 
-    def __init__(self, chunks: AsyncGenerator[bytes, None], media_type: str, headers: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        chunks: AsyncGenerator[bytes, None],
+        media_type: str,
+        headers: dict[str, str] | None = None,
+        *,
+        stall_s: float,
+        ended: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__(media_type=media_type, headers=headers)
         del self.headers["content-length"]
         self._chunks = chunks
+        self._stall_s = stall_s
+        self._ended = ended
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gone = asyncio.create_task(hang_up(receive))
         try:
             async with aclosing(self._chunks) as chunks:
-                first = await anext(chunks, b"")
+                waiting = await anext(chunks, b"")
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-                await send(body_part(first))
                 async for chunk in chunks:
-                    if gone.done():
-                        raise CallerGone
-                    await send(body_part(chunk))
+                    if len(waiting) >= PART_BYTES:
+                        await self._send(send, waiting, gone)
+                        waiting = b""
+                    waiting += chunk
+            await self._send(send, waiting, gone)
             await send(body_part(b"", more=False))
         finally:
             gone.cancel()
+            self._ended()
+
+    async def _send(self, send: Send, part: bytes, gone: asyncio.Task[None]) -> None:
+        if gone.done():
+            raise CallerGone
+        await send_part(send, part, self._stall_s)
 
 
 def event_block(data: object, *, event: str, event_id: int | None = None) -> bytes:
@@ -81,10 +124,11 @@ class EventStream(Response):
     """Server-sent events as they come, a comment now and then while none does; ends with them, or when the service stops.
 
     Args:
-        events: whole blocks, as `event_block` makes them. Closed at the end, whatever that is.
+        events: whole blocks, as `event_block` makes them, or pieces of them. Closed at the end, whatever that is.
         service: whose streams are counted.
         ends_at_once: when the service is told to stop; else the events end by themselves in time.
         heartbeat_s: how long nothing is sent at most, in seconds.
+        ended: called when the events are needed no more, whatever the end.
 
     Raises:
         QuotaExceeded: too many streams are open.
@@ -92,8 +136,21 @@ class EventStream(Response):
 
     media_type = EVENT_STREAM_TYPE
 
-    def __init__(self, events: AsyncGenerator[bytes, None], service: Service, *, ends_at_once: bool = False, heartbeat_s: float = HEARTBEAT_S) -> None:
-        check_room(service)
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        service: Service,
+        *,
+        ends_at_once: bool = False,
+        heartbeat_s: float = HEARTBEAT_S,
+        ended: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._ended = ended
+        try:
+            check_room(service)
+        except QuotaExceeded:
+            ended()
+            raise
         super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events = events
@@ -107,16 +164,18 @@ class EventStream(Response):
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             await send(body_part(COMMENT))
-            await self._pass_on(send, gone)
+            await self._pass_on(send, gone, self._service.limits.answer_stall_s)
             await send(body_part(b"", more=False))
         finally:
             self._service.streams.discard(self)
             gone.cancel()
+            self._ended()
             await self._events.aclose()
 
-    async def _pass_on(self, send: Send, gone: asyncio.Task[None]) -> None:
+    async def _pass_on(self, send: Send, gone: asyncio.Task[None], stall_s: float) -> None:
         ends: set[asyncio.Future[Any]] = {gone} if self._stopping is None else {gone, self._stopping}
         coming: asyncio.Future[Any] = asyncio.ensure_future(anext(self._events, None))
+        is_whole = True  # nothing may come between the pieces of a block
         try:
             while True:
                 await asyncio.wait({coming, *ends}, timeout=self._heartbeat_s, return_when=asyncio.FIRST_COMPLETED)
@@ -126,12 +185,13 @@ class EventStream(Response):
                     block = coming.result()
                     if block is None:
                         return
-                    await send(body_part(block))
+                    await send_part(send, block, stall_s)
+                    is_whole = block.endswith(BLOCK_END)
                     coming = asyncio.ensure_future(anext(self._events, None))
                 elif any(end.done() for end in ends):
                     return
-                else:
-                    await send(body_part(COMMENT))
+                elif is_whole:
+                    await send_part(send, COMMENT, stall_s)
         finally:
             if not coming.done():
                 coming.cancel()

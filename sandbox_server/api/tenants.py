@@ -18,7 +18,9 @@ class Tenant:
         name: what its leases, runs and log lines carry.
         token: proves that a request is its own; None only where authentication is off.
         admin: may do what `api.md` keeps for admins.
-        max_leases: at most so many leases at once; None: no limit of its own.
+        max_leases: at most so many leases at once, slots that its own pools reserve included; None: no limit of its own.
+        max_slots: at most so many slots in its own pools together, at their largest; None: no limit of its own.
+        backends: those on which it may make pools; an admin may on every one.
         max_waiters: at most so many acquires that queue, over all pools; None: no limit of its own.
         max_running_calls: at most so many tool calls running at once, the others wait for their turn; None: no limit of its own.
         weight: its share of contended slots, beside the other tenants'.
@@ -28,6 +30,8 @@ class Tenant:
     token: str | None = field(default=None, repr=False)
     admin: bool = False
     max_leases: int | None = None
+    max_slots: int | None = None
+    backends: tuple[str, ...] = ("local",)
     max_waiters: int | None = None
     max_running_calls: int | None = None
     weight: float = 1.0
@@ -71,6 +75,14 @@ class Tenants:
     def max_leases(self, name: str) -> int | None:
         """How many leases a tenant may hold at once; None: no limit of its own."""
         return self._of(name).max_leases
+
+    def max_slots(self, name: str) -> int | None:
+        """How many slots a tenant's pools may have at most, together; None: no limit of its own."""
+        return self._of(name).max_slots
+
+    def knows(self, name: str) -> bool:
+        """Whether there is a tenant of this name."""
+        return name in self._by_name
 
     def max_waiters(self, name: str) -> int | None:
         """How many acquires of a tenant may queue at once; None: no limit of its own."""

@@ -53,6 +53,7 @@ class Backend(Protocol):
     def create(self, pool: str, spec: PoolSpec, sandbox_id: str) -> AsyncGenerator[Handle, None]:
         """Make one sandbox, yielding a handle after each step that left something behind.
 
+        `pool` tells the pool from every other, of whatever tenant; it may hold a slash.
         The last handle has an `address`. Use it under `contextlib.aclosing`. Whatever was yielded last, `destroy` accepts.
 
         Raises:

@@ -55,7 +55,6 @@ def _left_in(aside: Path) -> list[str]:
 def _move_all_aside(folders: Iterable[str], aside: Path) -> list[str]:
     moved = []
     for folder in folders:
-        aside.mkdir(mode=0o700, exist_ok=True)
         path = _move_aside(folder, aside)
         if path is not None:
             moved.append(path)
@@ -64,10 +63,11 @@ def _move_all_aside(folders: Iterable[str], aside: Path) -> list[str]:
 
 def _move_aside(folder: str, aside: Path) -> str | None:
     target = aside / f"{Path(folder).name}.{secrets.token_hex(4)}"
-    try:
-        os.rename(folder, target)
-    except FileNotFoundError:
+    if not os.path.lexists(folder):
         return None
+    try:
+        aside.mkdir(mode=0o700, exist_ok=True)
+        os.rename(folder, target)
     except OSError:
-        return folder  # on another file system: deleted where it is
+        return folder  # on another file system, or on a disk too full for a name: deleted where it is
     return str(target)

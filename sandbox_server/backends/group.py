@@ -7,6 +7,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from sandbox_server.agent.memory_groups import SLOTS_GROUP
 from sandbox_server.backends.processes import start_time
 
 GROUP_PREFIX = "sandbox-pool-"
@@ -100,7 +101,7 @@ def _is_left(group: Path) -> bool:
 
 
 def group_parents() -> set[Path]:
-    """Where an agent of ours may have made its own groups: beside this process, or at the top where what we are in is not shown here."""
+    """Where an agent of ours may have made its own groups: beside this process, at the top where what we are in is not shown here, or in the machine's."""
     paths = {}
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
@@ -111,7 +112,8 @@ def group_parents() -> set[Path]:
         kind, _, options = right.split(" ", 2)
         if kind in ("cgroup", "cgroup2"):
             mount = Path(left.split(" ")[4])
-            parents |= {mount} | {Path(f"{mount}{paths[name]}") for name in (options.split(",") if kind == "cgroup" else [""]) if name in paths}
+            own = {Path(f"{mount}{paths[name]}") for name in (options.split(",") if kind == "cgroup" else [""]) if name in paths}
+            parents |= {mount} | own | {folder / SLOTS_GROUP for path in own for folder in (path, *path.parents) if folder.is_relative_to(mount)}
     return {parent for parent in parents if parent.is_dir()}
 
 

@@ -16,6 +16,7 @@ import io
 import json
 import os
 import secrets
+import shutil
 import sys
 import tempfile
 import threading
@@ -28,6 +29,7 @@ from typing import Any
 
 from sandbox_server.agent.build import content
 from sandbox_server.agent.listeners import LISTENING_FILE
+from sandbox_server.agent.oom_score import protect_this_process
 from sandbox_server.backends.base import CreateFailed, Health
 from sandbox_server.backends.certificate import make_certificate
 from sandbox_server.backends.disposal import dispose, sweep
@@ -279,10 +281,12 @@ def _config(handle: Handle, spec: PoolSpec, socket: Path, base: Path, *, survive
         "network": spec.slots_have_network,
         "limits": {
             "processes": spec.slot_processes,
-            "memory_mb": spec.slot_memory_mb if spec.slot_memory_mb is not None else spec.memory_mb,
+            "memory_mb": spec.slot_memory_mb,
+            "disk_mb": spec.slot_disk_mb,
             "max_file_mb": spec.max_file_mb,
             "cpu": spec.cpu,
         },
+        "memory_mb": spec.memory_mb,
         "env_vars": dict(spec.env_vars),
         "expose": list(spec.local.expose),
         "workspace_base": spec.workspace_base,
@@ -298,7 +302,8 @@ def _environment() -> dict[str, str]:
 
 
 def make_local_backend(state_dir: Path, owner: str, survives: bool = False, transport: str = "unix") -> LocalBackend:
-    """The local backend of a service with this state folder."""
+    """The local backend of a service with this state folder. Slots share the machine with the service, which is then the last the kernel kills for memory."""
+    protect_this_process()
     lock = threading.Lock()
 
     def agent() -> Path:
@@ -315,7 +320,12 @@ def _unpack_agent(parent: Path) -> Path:
     if not folder.exists():
         parent.mkdir(mode=0o700, exist_ok=True)
         partial = Path(tempfile.mkdtemp(dir=parent))
-        with zipfile.ZipFile(io.BytesIO(zipapp)) as archive:
-            archive.extractall(partial)
-        partial.replace(folder)
+        try:
+            with zipfile.ZipFile(io.BytesIO(zipapp)) as archive:
+                archive.extractall(partial)
+            partial.replace(folder)
+        except BaseException:
+            # On a full disk each attempt would leave one more, until the room that comes free was full of them.
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
     return folder

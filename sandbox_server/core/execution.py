@@ -35,23 +35,44 @@ class Fault(enum.StrEnum):
     AMBIGUOUS = "ambiguous"
 
 
-FAULT_OF: Mapping[Reason, Fault] = {
-    Reason.EXIT: Fault.NONE,
-    Reason.TIMEOUT: Fault.POLICY,
-    Reason.NO_OUTPUT_TIMEOUT: Fault.POLICY,
-    Reason.OOM: Fault.POLICY,
-    Reason.RESOURCE_LIMIT: Fault.POLICY,
-    Reason.INVALID_ARGS: Fault.POLICY,
-    Reason.TOOL_ERROR: Fault.POLICY,
-    Reason.CANCELLED: Fault.NONE,
-    Reason.LEASE_LOST: Fault.AMBIGUOUS,
-    Reason.SANDBOX_LOST: Fault.INFRA,
-    Reason.BACKEND_ERROR: Fault.INFRA,
-    Reason.CALL_CONFLICT: Fault.INFRA,
-    Reason.NOT_IMPLEMENTED: Fault.INFRA,
+FAULTS_OF: Mapping[Reason, tuple[Fault, ...]] = {
+    Reason.EXIT: (Fault.NONE,),
+    Reason.TIMEOUT: (Fault.POLICY, Fault.AMBIGUOUS),
+    Reason.NO_OUTPUT_TIMEOUT: (Fault.POLICY, Fault.AMBIGUOUS),
+    Reason.OOM: (Fault.POLICY, Fault.AMBIGUOUS),
+    Reason.RESOURCE_LIMIT: (Fault.POLICY, Fault.AMBIGUOUS),
+    Reason.INVALID_ARGS: (Fault.POLICY, Fault.INFRA),
+    Reason.TOOL_ERROR: (Fault.POLICY,),
+    Reason.CANCELLED: (Fault.NONE,),
+    Reason.LEASE_LOST: (Fault.AMBIGUOUS,),
+    Reason.SANDBOX_LOST: (Fault.INFRA, Fault.POLICY),
+    Reason.BACKEND_ERROR: (Fault.INFRA,),
+    Reason.CALL_CONFLICT: (Fault.INFRA,),
+    Reason.NOT_IMPLEMENTED: (Fault.INFRA,),
 }
+"""Every fault that a result with this reason may have; the first is the one that needs no further proof."""
+FAULT_OF: Mapping[Reason, Fault] = {reason: faults[0] for reason, faults in FAULTS_OF.items()}
 
 NOT_RECORDED = frozenset({Reason.BACKEND_ERROR, Reason.LEASE_LOST, Reason.CALL_CONFLICT, Reason.NOT_IMPLEMENTED})
+
+
+LARGE_OUTPUT_BYTES = 64 << 10
+"""A result with more output than this keeps it in a file."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, weakref_slot=True)
+class OutputFile:
+    """The output of a result, in a file of the service.
+
+    Args:
+        path: the file. It is there as long as this value is.
+        size_bytes: how much it holds.
+        stdout_bytes: where standard error is apart: so much from the start is standard output, the rest is standard error.
+    """
+
+    path: str
+    size_bytes: int
+    stdout_bytes: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +95,7 @@ class ToolCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """What a tool call came to. `output` is what the process wrote, bounded, as bytes; the api decodes it."""
+    """What a tool call came to. `output` is what the process wrote, bounded, as bytes; the api decodes it. Where it is in `output_file`, it is nowhere else."""
 
     call_id: str
     lease_id: str
@@ -94,6 +115,19 @@ class Result:
     max_rss_bytes: int = 0
     metadata: Mapping[str, Any] = field(default_factory=dict)
     tool_ok: bool = False
+    output_file: OutputFile | None = None
+
+    @property
+    def is_separate(self) -> bool:
+        """Whether standard output and standard error are apart."""
+        if self.output_file is not None:
+            return self.output_file.stdout_bytes is not None
+        return self.stdout is not None or self.stderr is not None
+
+    @property
+    def held_bytes(self) -> int:
+        """How much output it holds in memory."""
+        return len(self.output) + len(self.stdout or b"") + len(self.stderr or b"")
 
     @property
     def success(self) -> bool:

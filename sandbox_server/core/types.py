@@ -75,6 +75,7 @@ class PoolSpec:
     local: LocalSpec = LocalSpec()
     nomad: NomadSpec = NomadSpec()
     modal: ModalSpec = ModalSpec()
+    shared: bool = False
 
     @property
     def max_slots(self) -> int:
@@ -82,9 +83,38 @@ class PoolSpec:
         return self.max_sandboxes * self.slots_per_sandbox
 
     @property
+    def reserved_slots(self) -> int:
+        """So many slots the pool has whether anybody asks for them or not: its minimum, and its warm slots, in whole sandboxes."""
+        warm = -(-self.warm_slots // self.slots_per_sandbox)
+        return min(max(self.min_sandboxes, warm), self.max_sandboxes) * self.slots_per_sandbox
+
+    @property
     def slots_have_network(self) -> bool:
         """Whether a slot of this pool starts with the sandbox's network."""
         return self.allow_network and self.network != "none"
+
+
+@dataclass(frozen=True, slots=True)
+class PoolId:
+    """Which pool: names are per tenant. `tenant`: who owns it; None: no tenant does, as with those of the settings file."""
+
+    name: str
+    tenant: str | None = None
+
+    @property
+    def key(self) -> str:
+        """Both in one text, unlike that of any other pool: no name of a pool holds a slash."""
+        return self.name if self.tenant is None else f"{self.tenant}/{self.name}"
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What log lines and events say of it."""
+        return {"pool": self.name, "pool_tenant": self.tenant}
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """What metrics say of it."""
+        return {"pool": self.name, "pool_tenant": self.tenant or ""}
 
 
 class SandboxState(enum.StrEnum):
@@ -124,8 +154,8 @@ class SlotRef:
 class Handle:
     """How a created sandbox is found again: what a backend's `create` yields, step by step.
 
-    `address` is set once an agent can be reached: `unix:PATH`, `tls:HOST:PORT` or `stdio:ANYTHING`. `token` authenticates the service to the agent,
-    `certificate` (PEM, for `tls:`) the agent to the service. `data` is the backend's own, JSON values only.
+    `pool` is the key of its pool's id. `address` is set once an agent can be reached: `unix:PATH`, `tls:HOST:PORT` or `stdio:ANYTHING`.
+    `token` authenticates the service to the agent, `certificate` (PEM, for `tls:`) the agent to the service. `data` is the backend's own, JSON values only.
     """
 
     backend: str
@@ -191,6 +221,12 @@ class Lease:
     ended_at: float | None = None
     end_detail: str = ""
     end_own_work: bool = False  # its end was provably its own work's doing
+    pool_tenant: str | None = None  # who owns the pool; None: no tenant
+
+    @property
+    def pool_id(self) -> PoolId:
+        """Which pool its slot is of."""
+        return PoolId(self.pool, self.pool_tenant)
 
     @property
     def slot(self) -> SlotRef:
@@ -214,18 +250,38 @@ class PoolState(enum.StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ClaimantView:
+    """The acquire for which a pool holds what comes free. `held_slots`: how many it holds now; `waited_s`: since the acquire came."""
+
+    tenant: str
+    run_id: str | None
+    count: int
+    held_slots: int
+    waited_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PoolView:
-    """What a caller may see of a pool. `last_error`: why it cannot make sandboxes, or, where it drains, why it does and when it is gone."""
+    """What a caller may see of a pool.
+
+    `tenant`: who owns it; None: no tenant does. `shared`: every tenant may use it.
+    `effective`: the limits that hold for each slot, as the agent that spoke last said; empty before the first has.
+    `last_error`: why it cannot make sandboxes, or, where it drains, why it does and when it is gone.
+    """
 
     name: str
+    tenant: str | None
+    shared: bool
     state: PoolState
     spec: PoolSpec
     origin: str
     isolation: str | None
     capabilities: Mapping[str, Any]
+    effective: Mapping[str, int | None]
     slots: Mapping[str, int]
     sandboxes: Mapping[str, int]
     queue: int
+    claimant: ClaimantView | None
     last_error: str | None
 
 
@@ -235,6 +291,7 @@ class SandboxView:
 
     sandbox_id: str
     pool: str
+    pool_tenant: str | None
     backend: str
     state: SandboxState
     isolation: str | None

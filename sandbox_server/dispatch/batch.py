@@ -6,28 +6,34 @@ import asyncio
 from collections import deque
 
 from sandbox_server.core.execution import Result
+from sandbox_server.dispatch.answer_budget import Reservation
 
 
 class Batch:
-    """Collects results; read it once, either with `all` or with `next`.
+    """Collects results; read it once, either with `all` or with `next`, and close it then: until that it holds its reservation.
 
     Args:
         size: how many results there will be.
+        reservation: the memory and files that they may take.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, reservation: Reservation) -> None:
+        self.reservation = reservation
         self._results: list[Result | None] = [None] * size
+        self._has = bytearray(size)
         self._fresh: deque[tuple[int, Result]] = deque()
         self._missing = size
         self._wake: asyncio.Event = asyncio.Event()
         self._done: asyncio.Event = asyncio.Event()
 
     def deliver(self, index: int, result: Result) -> None:
-        """Take the result of one call. The first one stays."""
-        if self._results[index] is not None:
+        """Take the result of one call. The first one stays. Once the batch is closed it is only counted."""
+        if self._has[index]:
             return
-        self._results[index] = result
-        self._fresh.append((index, result))
+        self._has[index] = True
+        if not self.reservation.is_released:
+            self._results[index] = result
+            self._fresh.append((index, result))
         self._missing -= 1
         self._wake.set()
         if not self._missing:
@@ -58,4 +64,12 @@ class Batch:
                 return []
         fresh = list(self._fresh)
         self._fresh.clear()
+        for index, _ in fresh:
+            self._results[index] = None
         return fresh
+
+    def close(self) -> None:
+        """Nobody reads any more: let go of what there is, and of what is still to come. The calls go on."""
+        self.reservation.release()
+        self._results = [None] * len(self._results)
+        self._fresh.clear()

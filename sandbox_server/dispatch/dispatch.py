@@ -10,16 +10,18 @@ from sandbox_server.agent import wire
 from sandbox_server.core.clock import Clock
 from sandbox_server.core.errors import BackendUnavailable, CallNotFound, QuotaExceeded, SandboxLost
 from sandbox_server.core.execution import Reason, Result, ToolCall
+from sandbox_server.dispatch.answer_budget import AnswerBudget, Reservation
 from sandbox_server.dispatch.batch import Batch
 from sandbox_server.dispatch.doubts import Doubts
 from sandbox_server.dispatch.flights import Flights
 from sandbox_server.dispatch.lease_run import Job, LeaseRun, Verdicts, recorded, timed
+from sandbox_server.dispatch.outputs import ResultOutputs
 from sandbox_server.dispatch.records import found_result, refused_call
 from sandbox_server.dispatch.seams import Route, Routes, slot_meta
 from sandbox_server.dispatch.turns import Turns
 from sandbox_server.dispatch.verdicts import identity_of, own_result
-from sandbox_server.link.agent_link import AgentStream
-from sandbox_server.link.errors import AgentRefused, LinkLost
+from sandbox_server.link.agent_link import ANSWER_WITHIN_S, AgentStream
+from sandbox_server.link.errors import AgentRefused, AgentSilent, LinkLost
 from sandbox_server.telemetry import Telemetry
 
 CANCEL_WAIT_S = 15.0
@@ -52,6 +54,7 @@ class Dispatcher:
         limits: how many calls there may be.
         doubts: the leases whose calls may have run in an earlier life.
         turns: when calls may begin; default: at once.
+        answers: what answers may hold.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class Dispatcher:
         limits: CallLimits,
         doubts: Doubts | None = None,
         turns: Turns | None = None,
+        answers: AnswerBudget | None = None,
     ) -> None:
         self._routes = routes
         self._verdicts = verdicts
@@ -70,6 +74,8 @@ class Dispatcher:
         self._limits = limits
         self.flights = Flights()
         self.turns = turns or Turns(lambda tenant: None)
+        self.answers = answers or AnswerBudget()
+        self.outputs = ResultOutputs(verdicts.outputs)
         self._tasks: set[asyncio.Task[None]] = set()
         self._job = Job(
             routes=routes,
@@ -79,20 +85,38 @@ class Dispatcher:
             flights=self.flights,
             doubts=doubts or Doubts(),
             turns=self.turns,
+            outputs=self.outputs,
         )
 
-    def start(self, tenant: str, items: Sequence[ToolCall | Result], on_sent: Callable[[], None] | None = None) -> Batch:
+    async def begin(self, tenant: str, items: Sequence[ToolCall | Result], on_sent: Callable[[], None] | None = None) -> Batch:
+        """Reserve what the answer may take, waiting for room if need be, and set the calls going. The batch is to be closed.
+
+        Raises:
+            InvalidRequest: the answer may take more than a tenant can ever have.
+            QuotaExceeded: as `start`, or there was no room for the answer in time; nothing has run.
+        """
+        reservation = await self.answers.reserve(tenant, items)
+        try:
+            return self.start(tenant, items, on_sent, reservation)
+        except BaseException:
+            reservation.release()
+            raise
+
+    def start(
+        self, tenant: str, items: Sequence[ToolCall | Result], on_sent: Callable[[], None] | None = None, reservation: Reservation | None = None
+    ) -> Batch:
         """Set the calls going; they go on to their ends even if nobody reads the batch.
 
         Args:
             tenant: who asks.
             items: the calls, in order; what is a result already is passed through in its place.
             on_sent: hears, for each lease, that its agent has been asked.
+            reservation: what the answer may take; by default nothing is reserved, and outputs are kept in memory where there is room.
 
         Raises:
             QuotaExceeded: too many calls are under way, or too many of the tenant's wait for their turn.
         """
-        batch = Batch(len(items))
+        batch = Batch(len(items), reservation or self.answers.nothing_reserved(tenant))
         by_lease: dict[str, list[tuple[int, ToolCall]]] = {}
         count = 0
         for index, item in enumerate(items):
@@ -109,7 +133,7 @@ class Dispatcher:
             for _, call in within:
                 self.flights.begin(call)
             if within:
-                self._spawn(LeaseRun(self._job, tenant, lease_id, within, batch.deliver, on_sent))
+                self._spawn(LeaseRun(self._job, tenant, lease_id, within, batch, on_sent))
         return batch
 
     def stamped(self, result: Result) -> Result:
@@ -156,8 +180,13 @@ class Dispatcher:
     def _too_many(self) -> str:
         return f"this lease has had the {self._limits.of_lease} calls of `limits.lease_calls`: acquire a new one"
 
-    async def run_one(self, tenant: str, call: ToolCall) -> Result:
+    async def run_one(self, tenant: str, call: ToolCall, reservation: Reservation | None = None) -> Result:
         """Run one call under a lease that must hold.
+
+        Args:
+            tenant: who asks.
+            call: what is to run.
+            reservation: what the answer may take, as for `start`.
 
         Raises:
             LeaseNotFound, LeaseLost, SandboxLost: it does not.
@@ -166,7 +195,7 @@ class Dispatcher:
         known = self.check(tenant, call)
         if known is not None:
             return known
-        (result,) = await self.start(tenant, [call]).all()
+        (result,) = await self.start(tenant, [call], reservation=reservation).all()
         if result.reason is Reason.BACKEND_ERROR and result.metadata.get("limit") == AGENTS_CALL_LIMIT:
             raise QuotaExceeded(self._too_many(), limit="lease_calls")
         return result
@@ -215,6 +244,8 @@ class Dispatcher:
                 return await self._cancel(route, lease_id, call_id)
         except TimeoutError:
             raise BackendUnavailable(f"call {call_id} has not ended within {CANCEL_WAIT_S:g} s of being cancelled") from None
+        except AgentSilent as silent:
+            raise BackendUnavailable(f"the agent cannot be reached: {silent}") from None
         except LinkLost as lost:
             verdict_error = await self._routes.lost_verdict(lease_id, CANCEL_WAIT_S)
             raise verdict_error or BackendUnavailable(f"the agent cannot be reached: {lost}") from None
@@ -229,30 +260,33 @@ class Dispatcher:
             # It may have begun just then.
             if not await self._cancel_at_agent(route, lease_id, call_id):
                 raise CallNotFound(f"lease {lease_id} has no call {call_id}")
-        async with route.link.stream(slot_meta(route, "call_status", call_id=call_id)) as stream:
-            result, status = await self._result_and_end(stream, lease_id, call_id)
+        status_of = slot_meta(route, "call_status", call_id=call_id, fetches_outputs=True)
+        async with route.link.stream(status_of, ANSWER_WITHIN_S) as stream:
+            result, status = await self._result_and_end(stream, route, call_id)
         if result is not None:
             return result
         offset = status.get("output_bytes")
-        async with route.link.stream(slot_meta(route, "attach", call_id=call_id, offset=offset if isinstance(offset, int) else 0)) as stream:
-            result, _ = await self._result_and_end(stream, lease_id, call_id)
+        attach = slot_meta(route, "attach", call_id=call_id, offset=offset if isinstance(offset, int) else 0, fetches_outputs=True)
+        async with route.link.stream(attach, ANSWER_WITHIN_S) as stream:
+            result, _ = await self._result_and_end(stream, route, call_id)
         if result is None:
             raise BackendUnavailable("the agent ended the exchange without a result")
         return result
 
-    async def _result_and_end(self, stream: AgentStream, lease_id: str, call_id: str) -> tuple[Result | None, dict[str, object]]:
+    async def _result_and_end(self, stream: AgentStream, route: Route, call_id: str) -> tuple[Result | None, dict[str, object]]:
         stream.end()
         result = None
         async for event in stream:
             if isinstance(event, wire.Item):
-                result = found_result(self._verdicts, self.flights, lease_id, call_id, event)
+                result = found_result(self._verdicts, self.flights, route.lease.lease_id, call_id, event)
+                result = self.outputs.only_for_now(await self.outputs.complete(result, event.meta, route))
             elif isinstance(event, wire.Ended):
                 return result, dict(event.meta)
         return result, {}
 
     async def _cancel_at_agent(self, route: Route, lease_id: str, call_id: str) -> bool:
         """Whether the agent knows the call; it ends it then."""
-        answer = await route.link.request(slot_meta(route, "cancel", call_id=call_id))
+        answer = await route.link.request(slot_meta(route, "cancel", call_id=call_id), ANSWER_WITHIN_S)
         return answer.get("found") is True
 
     async def _cancel_held(self, tenant: str, call: ToolCall) -> Result:
@@ -280,6 +314,7 @@ class Dispatcher:
         self.flights.end(call)
         self._telemetry.call_ended(
             pool=route.lease.pool if route is not None else "",
+            pool_tenant=route.lease.pool_tenant or "" if route is not None else "",
             tool=call.tool,
             reason=result.reason.value,
             fault=result.fault.value,

@@ -18,8 +18,8 @@ from sandbox_server.core.errors import (
     PoolServiceError,
 )
 from sandbox_server.dispatch.seams import Routes, slot_meta
-from sandbox_server.link.agent_link import AgentStream
-from sandbox_server.link.errors import AgentRefused, LinkLost
+from sandbox_server.link.agent_link import ANSWER_WITHIN_S, AgentStream
+from sandbox_server.link.errors import AgentRefused, AgentSilent, LinkLost
 
 LOST_WAIT_S = 10.0
 """How long to wait for the pool to find out what a lost link means, in seconds."""
@@ -89,8 +89,10 @@ class SlotFiles:
     async def _stream(self, tenant: str, lease_id: str, op: str, path: str, **more: Any) -> AsyncIterator[AgentStream]:
         route = self._routes.route(tenant, lease_id)
         try:
-            async with route.link.stream(slot_meta(route, op, path=path, **more)) as stream:
+            async with route.link.stream(slot_meta(route, op, path=path, **more), ANSWER_WITHIN_S) as stream:
                 yield stream
+        except AgentSilent as silent:
+            raise BackendUnavailable(f"the agent cannot be reached: {silent}") from None
         except LinkLost as lost:
             error = await self._routes.lost_verdict(lease_id, LOST_WAIT_S)
             raise error or BackendUnavailable(f"the agent cannot be reached: {lost}") from None

@@ -23,10 +23,11 @@ from sandbox_server.core.errors import (
 from sandbox_server.core.execution import Reason, Result, ToolCall
 from sandbox_server.dispatch.flights import Flights
 from sandbox_server.dispatch.lease_run import Verdicts
+from sandbox_server.dispatch.outputs import ResultOutputs, output_bytes, output_pieces
 from sandbox_server.dispatch.seams import Routes, slot_meta
 from sandbox_server.dispatch.verdicts import agent_result, agents_encoding, refusal
-from sandbox_server.link.agent_link import AgentStream
-from sandbox_server.link.errors import AgentRefused, LinkLost
+from sandbox_server.link.agent_link import ANSWER_WITHIN_S, AgentStream
+from sandbox_server.link.errors import AgentRefused, AgentSilent, LinkLost
 
 LOST_WAIT_S = 15.0
 """How long to wait for the pool to find out what a lost link means, in seconds."""
@@ -73,13 +74,15 @@ class CallRecords:
         verdicts: remembers how calls ended.
         flights: what is under way in this process.
         clock: for deadlines.
+        outputs: brings the outputs of results.
 
     Every method raises LeaseNotFound, LeaseLost or SandboxLost where the lease does not hold (a call whose result is recorded has it still when the
     sandbox is lost), CallNotFound for a call the lease never had, BackendUnavailable where the agent cannot be reached.
     """
 
-    def __init__(self, routes: Routes, verdicts: Verdicts, flights: Flights, clock: Clock) -> None:
+    def __init__(self, routes: Routes, verdicts: Verdicts, flights: Flights, clock: Clock, outputs: ResultOutputs) -> None:
         self._routes = routes
+        self._outputs = outputs
         self._verdicts = verdicts
         self._flights = flights
         self._clock = clock
@@ -144,11 +147,11 @@ class CallRecords:
 
     async def _asked(self, tenant: str, lease_id: str, call_id: str) -> Running | Result:
         try:
-            async with self._stream(tenant, lease_id, call_id, "call_status") as stream:
+            async with self._stream(tenant, lease_id, call_id, "call_status", fetches_outputs=True) as stream:
                 result: Result | None = None
                 async for event in stream:
                     if isinstance(event, wire.Item):
-                        result = self._result(lease_id, call_id, event)
+                        result = await self._result(tenant, lease_id, call_id, event)
                     elif isinstance(event, wire.Ended) and result is None:
                         return self._running(lease_id, call_id, event.meta)
         except CallNotFound:
@@ -176,14 +179,14 @@ class CallRecords:
         lost_since: float | None = None
         while True:
             try:
-                async with self._raw_stream(tenant, lease_id, call_id, "attach", offset=offset) as stream:
+                async with self._raw_stream(tenant, lease_id, call_id, "attach", offset=offset, fetches_outputs=True) as stream:
                     async for event in stream:
                         lost_since = None
                         if isinstance(event, wire.Data):
                             offset += len(event.body)
                             yield Chunk(data=event.body, end=offset)
                         elif isinstance(event, wire.Item):
-                            yield self._result(lease_id, call_id, event)
+                            yield await self._result(tenant, lease_id, call_id, event)
                             return
                 raise LinkLost("the agent ended the exchange without a result")
             except CallNotFound:
@@ -241,10 +244,10 @@ class CallRecords:
             verdict = self._verdicts.verdict(lease_id, call_id)
             if verdict is None or verdict.result.truncated:
                 raise
-            kept = verdict.result.output or (verdict.result.stdout or b"") + (verdict.result.stderr or b"")
-            if offset > len(kept):
-                raise _beyond(len(kept)) from None
-            return WholeOutput(total_bytes=len(kept), chunks=_once(kept[offset:]))
+            kept_bytes = output_bytes(verdict.result)
+            if offset > kept_bytes:
+                raise _beyond(kept_bytes) from None
+            return WholeOutput(total_bytes=kept_bytes, chunks=output_pieces(verdict.result, offset))
         if isinstance(first, bytes):
             return WholeOutput(total_bytes=None, chunks=_again(first, chunks))
         await _check_available(first, offset, call_id, chunks)
@@ -267,24 +270,27 @@ class CallRecords:
     @asynccontextmanager
     async def _stream(self, tenant: str, lease_id: str, call_id: str, op: str, **more: Any) -> AsyncIterator[AgentStream]:
         try:
-            async with self._raw_stream(tenant, lease_id, call_id, op, **more) as stream:
+            async with self._raw_stream(tenant, lease_id, call_id, op, ANSWER_WITHIN_S, **more) as stream:
                 yield stream
+        except AgentSilent as silent:
+            raise BackendUnavailable(f"the agent cannot be reached: {silent}") from None
         except LinkLost as lost:
             error = await self._routes.lost_verdict(lease_id, LOST_WAIT_S)
             raise error or BackendUnavailable(f"the agent cannot be reached: {lost}") from None
 
     @asynccontextmanager
-    async def _raw_stream(self, tenant: str, lease_id: str, call_id: str, op: str, **more: Any) -> AsyncIterator[AgentStream]:
+    async def _raw_stream(self, tenant: str, lease_id: str, call_id: str, op: str, silence_s: float | None = None, **more: Any) -> AsyncIterator[AgentStream]:
         route = self._routes.route(tenant, lease_id)
         try:
-            async with route.link.stream(slot_meta(route, op, call_id=call_id, **more)) as stream:
+            async with route.link.stream(slot_meta(route, op, call_id=call_id, **more), silence_s) as stream:
                 stream.end()
                 yield stream
         except AgentRefused as refused:
             raise refused_call(self._routes, tenant, lease_id, call_id, refused) from None
 
-    def _result(self, lease_id: str, call_id: str, item: wire.Item) -> Result:
-        return found_result(self._verdicts, self._flights, lease_id, call_id, item)
+    async def _result(self, tenant: str, lease_id: str, call_id: str, item: wire.Item) -> Result:
+        result = found_result(self._verdicts, self._flights, lease_id, call_id, item)
+        return self._outputs.only_for_now(await self._outputs.complete(result, item.meta, self._routes.route(tenant, lease_id)))
 
 
 def known_encoding(verdicts: Verdicts, flights: Flights, lease_id: str, call_id: str) -> str | None:
@@ -334,10 +340,6 @@ async def _check_available(head: dict[str, Any], offset: int, call_id: str, chun
 
 def _beyond(total_bytes: int, name: str = "offset") -> InvalidRequest:
     return InvalidRequest(f"{name}: beyond the {total_bytes} bytes that there are", field=name)
-
-
-async def _once(data: bytes) -> AsyncGenerator[bytes, None]:
-    yield data
 
 
 async def _again(first: bytes, rest: AsyncGenerator[bytes | dict[str, Any], None]) -> AsyncGenerator[bytes, None]:

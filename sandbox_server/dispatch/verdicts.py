@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -18,6 +19,16 @@ from sandbox_server.core.execution import FAULT_OF, Fault, Reason, Result, ToolC
 MAX_ERROR_CHARS = 4000
 MAX_METADATA_BYTES = 64 << 10
 MAX_METADATA_DEPTH = 16
+PROOF_OF_OTHER_FAULT: Mapping[Reason, tuple[str, Fault]] = {
+    Reason.TIMEOUT: ("starved", Fault.AMBIGUOUS),
+    Reason.NO_OUTPUT_TIMEOUT: ("starved", Fault.AMBIGUOUS),
+    Reason.OOM: ("ambiguous", Fault.AMBIGUOUS),
+    Reason.RESOURCE_LIMIT: ("ambiguous", Fault.AMBIGUOUS),
+    Reason.SANDBOX_LOST: ("own_work", Fault.POLICY),
+}
+"""The only faults that an agent may give instead of a reason's own: what its evidence must hold for one, `true` or an object with figures."""
+MAX_FETCHED_BYTES = 32 << 20
+"""More output than this no result has: two of the most that a call may ask for, and the lines where they are cut."""
 
 
 def identity_of(call: ToolCall) -> bytes:
@@ -30,11 +41,21 @@ def agents_encoding(meta: Mapping[str, Any]) -> str:
     return "base64" if meta.get("encoding") == "base64" else "utf-8"
 
 
+def waiting_output(meta: Mapping[str, Any]) -> list[int] | None:
+    """The sizes of the outputs that an agent's message says are to be fetched, in bytes; None if the message carries them, or what it says makes no sense."""
+    lengths = meta.get("lens")
+    if meta.get("output_waits") is not True or not isinstance(lengths, list) or not 1 <= len(lengths) <= 2:
+        return None
+    if not all(type(n) is int and n >= 0 for n in lengths) or sum(lengths) > MAX_FETCHED_BYTES:
+        return None
+    return lengths
+
+
 def agent_result(call: ToolCall, meta: Mapping[str, Any], body: bytes) -> Result:
-    """The result that an agent's message says."""
+    """The result that an agent's message says; without the output, where that is to be fetched."""
     try:
         reason = Reason(str(meta.get("reason")))
-        lengths = _lengths(meta.get("lens", []), body)
+        lengths = [] if waiting_output(meta) is not None else _lengths(meta.get("lens", []), body)
         error_text = str(meta.get("error") or "")[:MAX_ERROR_CHARS] if reason is not Reason.EXIT else ""
         metadata = _proven(reason, _metadata(meta.get("metadata")), error_text)
         exit_code = _exit_code(meta.get("exit_code"))
@@ -117,14 +138,19 @@ def _number(value: object) -> float:
 
 
 def _fault(reason: Reason, metadata: Mapping[str, Any]) -> Fault:
-    if reason is Reason.SANDBOX_LOST and _own_work(metadata.get("evidence")):
-        return Fault.POLICY
+    """Who is to blame. An agent says it by its evidence alone; a `fault` of its own is not looked at."""
+    evidence = metadata.get("evidence")
+    if reason in PROOF_OF_OTHER_FAULT and isinstance(evidence, dict):
+        key, fault = PROOF_OF_OTHER_FAULT[reason]
+        proof = evidence.get(key)
+        if proof is True or (isinstance(proof, dict) and proof):
+            return fault
     return FAULT_OF[reason]
 
 
-def _own_work(evidence: object) -> bool:
-    """Whether the evidence proves that this lease's own work took the sandbox or its init down."""
-    return isinstance(evidence, dict) and evidence.get("own_work") is True
+def callers_mistake(call: ToolCall, field: str, error: str) -> Result:
+    """The result of a call of which a field beside `tool` and `args` is wrong: no policy fills those in."""
+    return replace(own_result(call, Reason.INVALID_ARGS, error, evidence={"field": field, "detail": error}), fault=Fault.INFRA)
 
 
 def own_result(

@@ -9,11 +9,17 @@ from types import TracebackType
 from typing import Any, Self, cast
 
 from sandbox_server.agent import wire
-from sandbox_server.link.errors import AgentRefused, LinkLost
+from sandbox_server.link.errors import AgentRefused, AgentSilent, LinkLost
 
 PING_EVERY_S = 5.0
-SILENT_FOR_S = 20.0
+HELLO_PARTS = 4
+SILENT_PINGS = 4
+"""So many pings in a row that nothing was heard after are the end of a link."""
 SEND_AHEAD_BYTES = 512 << 10
+ANSWER_WITHIN_S = 10.0
+"""The `silence_s` of what should be answered at once: files, and questions about calls. In seconds."""
+LAST_READ_S = 0.01
+"""How long to wait for what has arrived while this process was busy to be read, in seconds."""
 
 
 class AgentStream:
@@ -21,11 +27,13 @@ class AgentStream:
 
     Iterate to read: `wire.Item` and `wire.Data` as they come, `wire.Ended` last. Reading gives credit back, so an unread stream stops the agent.
     Leaving the `async with` block before the end aborts the stream on the agent's side.
+    With a `silence_s`, whatever waits for the agent raises AgentSilent once nothing was heard of it for so long on the whole link, in seconds.
     """
 
-    def __init__(self, link: AgentLink, number: int) -> None:
+    def __init__(self, link: AgentLink, number: int, silence_s: float | None = None) -> None:
         self._link = link
         self._number = number
+        self._silence_s = silence_s
         self._events: deque[wire.Item | wire.Data | wire.Ended | wire.Aborted] = deque()
         self._wake: asyncio.Future[None] | None = None
         self._can_send: asyncio.Future[None] | None = None
@@ -47,13 +55,14 @@ class AgentStream:
 
         Raises:
             LinkLost: the connection has ended.
+            AgentSilent: the agent does not answer.
             AgentRefused: the agent ended the stream meanwhile.
         """
         connection = self._link.connection
         while connection.queued(self._number) + self._link.unsent_bytes() > SEND_AHEAD_BYTES:
             self._can_send = self._link.loop.create_future()
             self._link.wait_for_transport(self._can_send)
-            await self._can_send
+            await self._wait_for_agent(self._can_send)
         self._link.check()
         if self._events and isinstance(self._events[-1], wire.Aborted):
             raise AgentRefused(self._events[-1].meta)
@@ -76,7 +85,7 @@ class AgentStream:
         while not self._events:
             self._link.check()
             self._wake = self._link.loop.create_future()
-            await self._wake
+            await self._wait_for_agent(self._wake)
         event = self._events.popleft()
         if isinstance(event, wire.Aborted):
             self._over = True
@@ -87,6 +96,18 @@ class AgentStream:
             self._link.connection.acknowledge(self._number, event.size)
             self._link.flush_soon()
         return event
+
+    async def _wait_for_agent(self, waiter: asyncio.Future[None]) -> None:
+        """Return when the waiter is done, or when an agent that keeps the stream waiting has shown that it is there: look again then."""
+        if self._silence_s is None:
+            await waiter
+            return
+        try:
+            async with asyncio.timeout(self._silence_s / 2):
+                await waiter
+        except TimeoutError:
+            if not await self._link.answers_ping(self._silence_s / 2):
+                raise AgentSilent(self._silence_s) from None
 
     async def __aenter__(self) -> Self:
         return self
@@ -127,22 +148,26 @@ class AgentLink(asyncio.Protocol):
         self._flush_planned = False
         self._paused = False
         self._waiting_for_transport: list[asyncio.Future[None]] = []
-        self._last_heard = loop.time()
+        self._silent_pings = 0
+        self._heard_count = 0  # so often data came
+        self._waiting_for_data: list[asyncio.Future[None]] = []
         self._pinger: asyncio.TimerHandle | None = None
 
-    async def greet(self, token: str) -> None:
+    async def greet(self, token: str, timeout_s: float) -> None:
         """Exchange hellos with the agent that this link has just been connected to.
 
         Args:
             token: proves to the agent that this is its service.
+            timeout_s: how long to wait for the agent's hello, in seconds.
 
         Raises:
             LinkLost: the agent hung up.
+            TimeoutError: it did not say hello in time.
         """
         self.check()
         self.connection.hello({"v": wire.PROTOCOL_VERSION, "token": token})
         self.flush()
-        await asyncio.shield(self._greeted)
+        await self._until_greeted(timeout_s)
         self.check()
         self._ping()
 
@@ -151,31 +176,74 @@ class AgentLink(asyncio.Protocol):
         """Whether the agent has said hello, and the connection has not ended since."""
         return self._greeted.done() and not self.closed.done()
 
-    def stream(self, meta: Mapping[str, Any]) -> AgentStream:
+    async def _until_greeted(self, timeout_s: float) -> None:
+        """Wait for the agent's hello, a part of the time after another: a part in which this process did not run is all that it costs.
+
+        Raises:
+            TimeoutError: it did not come.
+        """
+        parts = max(HELLO_PARTS, round(timeout_s))
+        for _ in range(parts):
+            await asyncio.wait({self._greeted}, timeout=timeout_s / parts)
+            if self._greeted.done():
+                return
+        raise TimeoutError
+
+    def stream(self, meta: Mapping[str, Any], silence_s: float | None = None) -> AgentStream:
         """Open a stream. Use it as an async context manager.
+
+        Args:
+            meta: what is asked.
+            silence_s: for how long nothing may be heard of the agent while the stream waits for it, in seconds; None: until the link is lost.
 
         Raises:
             LinkLost: the connection has ended.
         """
         self.check()
         number = self.connection.open(dict(meta))
-        stream = self._streams[number] = AgentStream(self, number)
+        stream = self._streams[number] = AgentStream(self, number, silence_s)
         self.flush_soon()
         return stream
 
-    async def request(self, meta: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Ask one thing and return what the agent's END says.
+    async def request(self, meta: Mapping[str, Any], silence_s: float | None = None) -> Mapping[str, Any]:
+        """Ask one thing and return what the agent's END says. The arguments are those of `stream`.
 
         Raises:
             LinkLost: the connection ended before the answer.
+            AgentSilent: the agent does not answer.
             AgentRefused: the agent will not, or cannot.
         """
-        async with self.stream(meta) as stream:
+        async with self.stream(meta, silence_s) as stream:
             stream.end()
             async for event in stream:
                 if isinstance(event, wire.Ended):
                     return event.meta
         raise LinkLost("the agent's answer has no end")
+
+    async def answers_ping(self, within_s: float) -> bool:
+        """Ask the agent for a sign of life.
+
+        Args:
+            within_s: how long it may take, in seconds.
+
+        Returns:
+            Whether anything was heard of it.
+
+        Raises:
+            LinkLost: the connection has ended.
+        """
+        self.check()
+        heard_count, heard = self._heard_count, self.loop.create_future()
+        self._waiting_for_data.append(heard)
+        self.connection.ping()
+        self.flush_soon()
+        try:
+            async with asyncio.timeout(within_s):
+                await heard
+        except TimeoutError:
+            await asyncio.sleep(LAST_READ_S)
+        self.check()
+        return self._heard_count > heard_count
 
     async def close(self, why: str = "closed by the service") -> None:
         """Hang up, and wait until nothing of the connection is left."""
@@ -189,9 +257,14 @@ class AgentLink(asyncio.Protocol):
             raise LinkLost(self.closed.result())
 
     def forget(self, number: int, *, finished: bool) -> None:
-        """A stream's user has left it."""
+        """A stream's user has left it. A stream that only the agent has ended would stay with both sides for as long as the connection."""
         self._streams.pop(number, None)
-        if not finished and not self.closed.done():
+        if self.closed.done():
+            return
+        if finished and self.connection.is_open(number):
+            self.connection.end(number)
+            self.flush_soon()
+        elif not finished:
             self.connection.abort(number, {"code": "cancelled", "detail": "the service lost interest"})
             self.flush_soon()
 
@@ -220,7 +293,9 @@ class AgentLink(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but name
 
     def data_received(self, data: bytes) -> None:
-        self._last_heard = self.loop.time()
+        self._silent_pings = 0
+        self._heard_count += 1
+        self._data_came()
         try:
             events = self.connection.receive(data)
         except wire.WireError as error:
@@ -230,6 +305,12 @@ class AgentLink(asyncio.Protocol):
             self._handle(event)
         if self.connection.has_data_to_send():
             self.flush_soon()
+
+    def _data_came(self) -> None:
+        waiting, self._waiting_for_data = self._waiting_for_data, []
+        for waiter in waiting:
+            if not waiter.done():
+                waiter.set_result(None)
 
     def _handle(self, event: wire.Event) -> None:
         if isinstance(event, wire.Item | wire.Data | wire.Ended | wire.Aborted):
@@ -263,11 +344,13 @@ class AgentLink(asyncio.Protocol):
             self._gone.set_result(None)
 
     def _ping(self) -> None:
-        silent_s = self.loop.time() - self._last_heard
-        if silent_s > SILENT_FOR_S:
-            self._lose(f"the agent has been silent for {silent_s:.0f} s")
+        # Pings are counted, not seconds. While this process does not run, none is sent, and what the agent has said meanwhile is read before the
+        # next one is due: however long that was, it is one ping. Seconds would put it down to the agent, for timers come before what was received.
+        if self._silent_pings >= SILENT_PINGS:
+            self._lose(f"the agent has not answered {SILENT_PINGS} pings, {PING_EVERY_S:g} s apart")
         if self.closed.done():
             return
+        self._silent_pings += 1
         self.connection.ping()
         self.flush_soon()
         self._pinger = self.loop.call_later(PING_EVERY_S, self._ping)
@@ -286,4 +369,5 @@ class AgentLink(asyncio.Protocol):
         for stream in self._streams.values():
             stream.wake()
             stream.may_send()
+        self._data_came()
         self.resume_writing()

@@ -21,7 +21,7 @@ async def connect(endpoint: Endpoint, timeout_s: float = 10.0) -> AgentLink:
 
     Args:
         endpoint: where the agent is, and what proves that it is the agent.
-        timeout_s: how long all of it may take, up to the agent's hello, in seconds.
+        timeout_s: how long the connection may take, and again how long the agent's hello may take, in seconds.
 
     Raises:
         LinkLost: nobody listens there, somebody else does, the agent hung up, or it did not say hello in time.
@@ -35,7 +35,8 @@ async def connect(endpoint: Endpoint, timeout_s: float = 10.0) -> AgentLink:
     try:
         async with asyncio.timeout(timeout_s):
             await TRANSPORTS[scheme](link, endpoint)
-            await link.greet(endpoint.token)
+        # Waited for in parts: a moment in which this process did not run costs one part, not the agent.
+        await link.greet(endpoint.token, timeout_s)
     except TimeoutError:
         why = f"the agent at {endpoint.address} did not say hello within {timeout_s:g} s"
         raise LinkLost(why) from None

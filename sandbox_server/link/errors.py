@@ -2,6 +2,7 @@
 
 LinkError
 ├── LinkLost        the connection ended; what was asked may or may not have been done
+├── AgentSilent     the connection stands, but the agent does not answer; what was asked may or may not have been done, or may be done later
 └── AgentRefused    the agent answered that it will not or cannot; nothing was done beyond what it says
 """
 
@@ -17,6 +18,17 @@ class LinkError(Exception):
 
 class LinkLost(LinkError):
     """The connection to the agent ended."""
+
+
+class AgentSilent(LinkError):
+    """The connection to the agent stands, but nothing was heard of the agent, although it was asked for a sign of life.
+
+    Args:
+        silent_s: for how long nothing was heard, in seconds.
+    """
+
+    def __init__(self, silent_s: float) -> None:
+        super().__init__(f"the agent has not answered for {silent_s:g} s")
 
 
 class AgentRefused(LinkError):

@@ -37,7 +37,7 @@ def name_of(record: Record) -> Name:
     if isinstance(record, KeyRecord):
         return name_of_key(record.tenant, record.key)
     if isinstance(record, PoolRecord):
-        return "pool", record.name
+        return "pool", record.pool_id.key
     if isinstance(record, ClockRecord):
         return "clock", ""
     raise TypeError(f"{type(record).__name__} is not kept")

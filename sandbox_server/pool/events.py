@@ -14,13 +14,14 @@ KEPT = 10_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
-    """One change. `tenant`: whose it is, None for everybody's; `admin_only`: shown to admins alone."""
+    """One change. `tenant`: whose it is, None for everybody's; `admin_only`: shown to admins alone; `admins_too`: to admins, whosever it is."""
 
     id: int
     at: float
     kind: str
     tenant: str | None
     admin_only: bool
+    admins_too: bool
     data: Mapping[str, Any]
 
 
@@ -46,17 +47,20 @@ class EventLog:
         """The id of the newest event; of none, where nothing has happened yet."""
         return self._next_id - 1
 
-    def publish(self, kind: str, tenant: str | None = None, admin_only: bool = False, **data: Any) -> None:
+    def publish(self, kind: str, tenant: str | None = None, *, admin_only: bool = False, admins_too: bool = False, **data: Any) -> None:
         """Something has changed.
 
         Args:
             kind: what, as `lease.acquired`.
             tenant: whose it is; None: everybody may know.
             admin_only: only admins may know.
+            admins_too: admins may know, whosever it is.
             data: what to say of it, JSON values.
         """
         number = self._next_id
-        self._ring[number % self._kept] = Event(id=number, at=self._clock.wall(), kind=kind, tenant=tenant, admin_only=admin_only, data=data)
+        at = self._clock.wall()
+        event = Event(id=number, at=at, kind=kind, tenant=tenant, admin_only=admin_only, admins_too=admins_too, data=data)
+        self._ring[number % self._kept] = event
         self._next_id = number + 1
         waiting, self._waiting = self._waiting, set()
         for waiter in waiting:

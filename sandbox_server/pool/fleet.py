@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, Protocol
 
 from sandbox_server.backends.base import Backend, CreateFailed, RateLimited
 from sandbox_server.core.lifecycle import SandboxEvent
-from sandbox_server.core.types import Lease, LeaseState, PoolSpec, SandboxState, SlotRef, SlotState
+from sandbox_server.core.types import Lease, LeaseState, PoolId, PoolSpec, SandboxState, SlotRef, SlotState
 from sandbox_server.link import AgentLink
 from sandbox_server.pool import plan as planning
 from sandbox_server.pool.budget import CreationBudget
@@ -29,7 +30,7 @@ SHORT_LIFE_S = 10.0
 class Owner(Protocol):
     """Who goes by what the fleet sees: its pool."""
 
-    name: str
+    pool_id: PoolId
 
     def work(self) -> None:
         """Something has changed: look."""
@@ -59,6 +60,8 @@ class Fleet:
         self.adopting: set[str] = set()
         self.last_error: str | None = None
         self.hopeless: str | None = None
+        #: whether the last sandbox that was to be made could not be, the backend's requests for patience aside
+        self.creating_fails = False
         self.retry_at = 0.0
         self.shown: HelloSeen | None = None
         self._pool = pool
@@ -75,7 +78,8 @@ class Fleet:
 
     def create(self, spec: PoolSpec) -> None:
         """Make one."""
-        sandbox = Sandbox(sandbox_id=self._wiring.sandbox_id(), pool=self._pool.name, spec=spec, created_wall=self._wiring.clock.wall())
+        pool, clock = self._pool.pool_id, self._wiring.clock
+        sandbox = Sandbox(sandbox_id=self._wiring.sandbox_id(), pool=pool.name, pool_tenant=pool.tenant, spec=spec, created_wall=clock.wall())
         self.sandbox_changed(sandbox)
         self._tell("starting", sandbox)
         self._keep(sandbox)
@@ -111,14 +115,14 @@ class Fleet:
         task = self._tasks[sandbox.sandbox_id] = asyncio.create_task(keeper.run())
         task.add_done_callback(lambda task: self._tasks.pop(sandbox.sandbox_id, None))
 
-    def drain(self, sandbox: Sandbox, why: str) -> None:
-        """No new leases there; the plan retires it when the last one ends."""
+    def drain(self, sandbox: Sandbox, why: str, *, by: str | None = None) -> None:
+        """No new leases there; the plan retires it when the last one ends. `by`: the tenant that wants it; None: the service itself."""
         sandbox.why = why
         sandbox.happen(SandboxEvent.DRAIN)
         if sandbox.sandbox_id in self._book.table.shelves:
             self._book.table.close(sandbox.sandbox_id)
         self.sandbox_changed(sandbox)
-        self._tell("draining", sandbox, detail=why)
+        self._tell("draining", sandbox, detail=why, by=by)
         self._pool.work()
 
     def retire(self, sandbox: Sandbox, why: str) -> None:
@@ -159,6 +163,7 @@ class Fleet:
     def hope_again(self) -> None:
         """The spec has changed: what could not be made may be made now."""
         self._failures, self.retry_at, self.hopeless, self.last_error = 0, 0.0, None, None
+        self.creating_fails = False
 
     def _end_leases(self, sandbox: Sandbox, why: str) -> None:
         self.adopting.discard(sandbox.sandbox_id)
@@ -168,8 +173,8 @@ class Fleet:
                 self._pool.lease_over(lease)
         sandbox.wake()
 
-    def _tell(self, what: str, sandbox: Sandbox, **data: str) -> None:
-        self._wiring.events.publish(f"sandbox.{what}", admin_only=True, sandbox_id=sandbox.sandbox_id, pool=self._pool.name, **data)
+    def _tell(self, what: str, sandbox: Sandbox, **data: Any) -> None:
+        self._wiring.events.publish(f"sandbox.{what}", admin_only=True, **sandbox.fields, **data)
 
     # What keepers saw.
 
@@ -181,12 +186,13 @@ class Fleet:
         """Its agent answers, for the first time or again."""
         sandbox.link, sandbox.boot, sandbox.isolation = link, hello.boot, hello.isolation
         self.shown = hello
-        self._book.exclusive = hello.isolation == "none"
+        self._book.order.exclusive = hello.isolation == "none"
         now = self._wiring.clock.monotonic()
         if sandbox.state is SandboxState.STARTING:
             sandbox.happen(SandboxEvent.CONNECT)
             sandbox.ready_at = now
             self.last_error = self.hopeless = None
+            self.creating_fails = False
             self._wiring.meter.count("sandbox_backend_calls_total", backend=sandbox.spec.backend, op="create", outcome="ok")
             self._tell("ready", sandbox)
         if sandbox.idle_since is None:
@@ -224,6 +230,7 @@ class Fleet:
         if not created:
             outcome = "limited" if patience else "failed"
             self._wiring.meter.count("sandbox_backend_calls_total", backend=sandbox.spec.backend, op="create", outcome=outcome)
+            self.creating_fails = self.creating_fails or not patience
         if not patience and (not created or now - (sandbox.ready_at or now) < SHORT_LIFE_S) and now >= self.retry_at:
             self._failures += 1
             self.retry_at = now + planning.backoff_s(self._failures, self._wiring.jitter)
@@ -234,7 +241,7 @@ class Fleet:
             self.hopeless = error.detail
             self.retry_at = now + planning.BACKOFF_MAX_S
             self._pool.hope_lost(error.detail)
-        log.warning("sandbox failed: %s", error, extra={"pool": self._pool.name, "sandbox_id": sandbox.sandbox_id})
+        log.warning("sandbox failed: %s", error, extra=sandbox.fields)
         self.sandbox_changed(sandbox)
         self._pool.work()
 
@@ -245,6 +252,11 @@ class Fleet:
         self.sandbox_changed(sandbox)
         self._tell("gone", sandbox)
         self._pool.work()
+
+    def effective_seen(self, effective: Mapping[str, int | None]) -> None:
+        """An agent says which limits hold for each slot now."""
+        if self.shown is not None:
+            self.shown = replace(self.shown, effective=effective)
 
     def slots_seen(self, sandbox: Sandbox, slots: list[SlotSeen]) -> None:
         """Its agent shows slots."""
@@ -260,7 +272,7 @@ class Fleet:
     def _slot_seen(self, sandbox: Sandbox, seen: SlotSeen) -> None:
         shelf = self._book.table.shelves[sandbox.sandbox_id]
         if seen.ref.slot_id not in shelf.slots and len(shelf.slots) >= sandbox.spec.slots_per_sandbox:
-            log.warning("an agent shows more slots than it was given", extra={"sandbox_id": sandbox.sandbox_id, "pool": self._pool.name})
+            log.warning("an agent shows more slots than it was given", extra=sandbox.fields)
             return
         slot = self._book.slot_seen(seen.ref, max(seen.epoch, 1), seen.workspace, seen.isolation or sandbox.isolation)
         detail = seen.detail or f"its agent says that it is {seen.state}"
@@ -281,8 +293,8 @@ class Fleet:
         if problem is None:
             self._book.cleaned(ref, epoch)
         else:
-            self._wiring.meter.count("sandbox_slot_dirty_total", pool=self._pool.name)
-            where = {"pool": self._pool.name, "sandbox_id": ref.sandbox_id, "slot_id": ref.name}
+            self._wiring.meter.count("sandbox_slot_dirty_total", **self._pool.pool_id.labels)
+            where = {**self._pool.pool_id.fields, "sandbox_id": ref.sandbox_id, "slot_id": ref.name}
             log.warning("slot in quarantine: %s", problem, extra=where)
             self._wiring.events.publish("slot.quarantined", admin_only=True, detail=problem, **where)
             self._over(self._book.dirty(ref, problem))

@@ -6,7 +6,7 @@ import asyncio
 from typing import Protocol
 
 from sandbox_server.core.errors import InvalidRequest, NoCapacity, PoolServiceError, QuotaExceeded
-from sandbox_server.core.types import Acquired, AcquireRequest, Lease, PoolSpec
+from sandbox_server.core.types import Acquired, AcquireRequest, Lease, PoolId, PoolSpec
 from sandbox_server.link import AgentRefused, LinkLost
 from sandbox_server.pool import rights
 from sandbox_server.pool.fleet import Fleet
@@ -20,6 +20,8 @@ from sandbox_server.pool.wiring import Wiring
 
 class Grantor(Protocol):
     """Who is told of grants: their pool."""
+
+    pool_id: PoolId
 
     def work(self) -> None:
         """Go on after something was given back."""
@@ -75,9 +77,9 @@ class Granting:
             full = f"{most} acquires wait for pool {request.pool!r} already, and `limits.waiters` is {most}"
             raise QuotaExceeded(f"{full}: ask again later", limit="waiters", retry_after_s=5)
 
-    def serve(self) -> None:
-        """Let the book assign, and answer those it served."""
-        for waiter in self._book.assign():
+    def serve(self, served: list[Waiter]) -> None:
+        """Answer those whom the book has given slots."""
+        for waiter in served:
             for lease in waiter.leases:
                 self._pool.lease_begins(lease)
             if rights.needs_preparing(waiter.request, self.spec):
@@ -130,7 +132,7 @@ class Granting:
         finally:
             self._answers.pop(waiter.seq, None)
         waited_s = self._wiring.clock.monotonic() - waiter.arrived
-        self._wiring.meter.observe("sandbox_acquire_seconds", waited_s, pool=waiter.request.pool)
+        self._wiring.meter.observe("sandbox_acquire_seconds", waited_s, **self._pool.pool_id.labels)
         return Acquired(leases=waiter.leases, waited_s=waited_s)
 
     def give_back(self, waiter: Waiter) -> None:

@@ -16,7 +16,7 @@ from sandbox_server.core.types import Handle, Lease, SlotRef
 from sandbox_server.link import AgentLink, AgentRefused, Endpoint, LinkLost
 from sandbox_server.pool.budget import CreationBudget
 from sandbox_server.pool.holding import ResetOrder
-from sandbox_server.pool.sandbox import AgentNonsense, Cache, HelloSeen, Sandbox, SlotSeen, read_hello, read_slots
+from sandbox_server.pool.sandbox import AgentNonsense, Cache, HelloSeen, Sandbox, SlotSeen, read_effective, read_hello, read_slots
 from sandbox_server.pool.wiring import Wiring
 
 log = logging.getLogger(__name__)
@@ -56,6 +56,9 @@ class Observer(Protocol):
 
     def sandbox_gone(self, sandbox: Sandbox) -> None:
         """The backend says that nothing of it is left."""
+
+    def effective_seen(self, effective: Mapping[str, int | None]) -> None:
+        """Its agent says which limits hold for each slot now."""
 
     def slots_seen(self, sandbox: Sandbox, slots: list[SlotSeen]) -> None:
         """Its agent shows slots."""
@@ -144,12 +147,12 @@ class Keeper:
         except AgentNonsense as error:
             raise SandboxOver(f"its agent is not to be trusted: {error}") from error
         except Exception as error:  # the edge of this loop: whatever it was, the sandbox is given up and the pool lives on
-            log.exception("keeping a sandbox failed", extra={"sandbox_id": self._sandbox.sandbox_id, "pool": self._sandbox.pool})
+            log.exception("keeping a sandbox failed", extra=self._sandbox.fields)
             raise SandboxOver(f"the service could not keep it: {type(error).__name__}: {error}") from error
 
     async def _create(self) -> None:
         sandbox = self._sandbox
-        async with aclosing(self._backend.create(sandbox.pool, sandbox.spec, sandbox.sandbox_id)) as steps:
+        async with aclosing(self._backend.create(sandbox.pool_id.key, sandbox.spec, sandbox.sandbox_id)) as steps:
             async for handle in steps:
                 sandbox.handle = handle
                 self._pool.sandbox_changed(sandbox)
@@ -210,6 +213,9 @@ class Keeper:
             async with link.stream({"op": "watch"}) as stream:
                 async for event in stream:
                     if isinstance(event, wire.Item):
+                        effective = read_effective(event.meta)
+                        if effective is not None:
+                            self._pool.effective_seen(effective)
                         self._pool.slots_seen(self._sandbox, read_slots(event.meta, self._sandbox.sandbox_id))
         except LinkLost as error:
             return str(error)
@@ -241,7 +247,7 @@ class Keeper:
         except AgentRefused as error:
             self._pool.reset_done(order.ref, order.epoch, f"its agent will not reset it: {error}")
             return
-        self._wiring.meter.observe("sandbox_reset_seconds", self._wiring.clock.monotonic() - started, pool=self._sandbox.pool)
+        self._wiring.meter.observe("sandbox_reset_seconds", self._wiring.clock.monotonic() - started, **self._sandbox.pool_id.labels)
         self._pool.reset_done(order.ref, order.epoch, _problem(answer))
 
     async def verify(self, order: ResetOrder) -> Mapping[str, Any]:
@@ -272,7 +278,7 @@ class Keeper:
         try:
             await self._wiring.store.flush()
         except StorageUnavailable as error:
-            log.warning("a slot is reset without a record: %s", error.detail, extra={"sandbox_id": self._sandbox.sandbox_id, "pool": self._sandbox.pool})
+            log.warning("a slot is reset without a record: %s", error.detail, extra=self._sandbox.fields)
 
     def drop_cache(self, cache: Cache) -> None:
         """Have the agent delete a shared cache."""
@@ -289,7 +295,7 @@ class Keeper:
         except AgentRefused as error:
             # While a slot that had it is being reset it cannot go yet, and is asked for again.
             gone = error.code == "not_implemented"
-            log.debug("a cache is not dropped yet: %s", error, extra={"sandbox_id": self._sandbox.sandbox_id, "pool": self._sandbox.pool})
+            log.debug("a cache is not dropped yet: %s", error, extra=self._sandbox.fields)
         self._pool.cache_dropped(self._sandbox, cache, gone=gone)
 
     def await_quiet(self, lease: Lease) -> None:
@@ -316,7 +322,7 @@ class Keeper:
             try:
                 await self._backend.destroy(self._sandbox.handle)
             except OSError as error:
-                log.warning("a sandbox is still there: %s", error, extra={"sandbox_id": self._sandbox.sandbox_id, "pool": self._sandbox.pool})
+                log.warning("a sandbox is still there: %s", error, extra=self._sandbox.fields)
                 self._count("destroy", "failed")
                 await self._wiring.timers.sleep(DESTROY_AGAIN_S)
             else:

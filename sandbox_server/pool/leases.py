@@ -1,29 +1,28 @@
 """The lease book of one pool: slots, leases, who waits, and the rule by which they meet. Synchronous; every method is one step, no I/O.
 
 A method that decides something leaves the work it causes in `resets` (slots that an agent must reset) and records what changed.
-The order: between tenants, the one with the least leased per weight; within a tenant priority, then arrival. A head that cannot be served yet
-reserves what comes free, nobody of its tenant overtakes it, and other tenants are served meanwhile only up to their share of the pool.
+Who is served next is `ServingOrder`'s to say, and for whom slots are held `Claims`'.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from sandbox_server.core.clock import Clock, wall_at
 from sandbox_server.core.lifecycle import SlotEvent
-from sandbox_server.core.types import AcquireRequest, Lease, LeaseState, PoolSpec, SlotRef, SlotState
+from sandbox_server.core.types import AcquireRequest, Lease, LeaseState, PoolId, PoolSpec, SlotRef, SlotState
+from sandbox_server.pool.claims import CLAIM_AFTER_S, Claims
 from sandbox_server.pool.ended import EndedLeases
 from sandbox_server.pool.holding import Holding, Holdings, ResetOrder
+from sandbox_server.pool.serving_order import ServingOrder
 from sandbox_server.pool.slots import Holder, Slot, SlotTable
 from sandbox_server.pool.store import Record, SlotRecord
 from sandbox_server.pool.waiting import Waiter, WaitingLine
 
 KEPT_S = 60.0
 GRACE_S = 60.0
-#: How long a run waits for a slot of its own to be kept, rather than take another.
-KEEPING_S = 2.0
 FIRST_EPOCH = 1
 NOBODY: Holder = ("", None)
 
@@ -32,32 +31,40 @@ class LeaseBook:
     """Who has which slot of one pool, and who waits.
 
     Args:
-        pool: the pool's name.
+        pool: which pool it is.
         spec: the pool's spec; may be replaced.
         clock: monotonic time rules deadlines, wall time is for what a client reads.
         record: takes every change that must outlive a crash.
         weight: a tenant's weight, more than 0.
         new_lease_id: makes ids that nobody can guess.
         ended: where ended leases are remembered, if that outlives the pool.
+        claim_after_s: how long a tenant's first waits before slots may be held for it, in seconds.
+        admits: whether its tenant's own limits let an acquire be served now; who is not admitted waits, and nothing is held for it.
+        capacity: how many slots the pool could give at once at best; nothing is held for an acquire of more.
     """
 
     def __init__(
         self,
-        pool: str,
+        pool: PoolId,
         spec: PoolSpec,
         clock: Clock,
         record: Callable[[Record], None],
         weight: Callable[[str], float],
         new_lease_id: Callable[[], str],
         ended: EndedLeases | None = None,
+        *,
+        claim_after_s: float = CLAIM_AFTER_S,
+        admits: Callable[[AcquireRequest], bool] = lambda request: True,
+        capacity: Callable[[], float] = lambda: float("inf"),
     ) -> None:
         self.spec = spec
-        self.exclusive = False
         self.table = SlotTable(self._slot_changed)
         self.line = WaitingLine()
         self.holdings = Holdings()
         self.held = self.holdings.by_id
         self.leased_by = self.holdings.by_tenant
+        self.claims = Claims(self.line, clock, claim_after_s, admits, capacity)
+        self.order = ServingOrder(self.table, self.line, self.claims, self.leased_by, clock, weight, admits)
         self.ended = EndedLeases(record) if ended is None else ended
         self.resets: list[ResetOrder] = []
         self._pool = pool
@@ -65,7 +72,6 @@ class LeaseBook:
         self._record = record
         self._weight = weight
         self._new_lease_id = new_lease_id
-        self._holder: Holder | None = None
         self._seq = itertools.count()
 
     # Sandboxes and slots, as their agents show them.
@@ -134,10 +140,12 @@ class LeaseBook:
             self._reset(slot, SlotEvent.RECLAIM if lease is None else SlotEvent.RELEASE, keep=None)
         return lease
 
-    def claim_free(self) -> list[ResetOrder]:
-        """Take every free slot out of hand, for one reset to be asked of its agent by the caller."""
-        claimed = [slot for shelf in self.table.shelves.values() if shelf.open for slot in shelf.ready.values()]
-        return [self._begin_reset(slot, SlotEvent.RECLAIM, keep=None) for slot in claimed]
+    def reclaim_free(self) -> list[ResetOrder]:
+        """Take every free slot out of hand, for one reset to be asked of its agent by the caller; none while they are held for a claimant."""
+        if self.claims.claimant is not None:
+            return []
+        free = [slot for shelf in self.table.shelves.values() if shelf.open for slot in shelf.ready.values()]
+        return [self._begin_reset(slot, SlotEvent.RECLAIM, keep=None) for slot in free]
 
     def _end_of_slot(self, slot: Slot, detail: str, own_work: bool = False) -> Lease | None:
         if slot.lease_id is None:
@@ -152,94 +160,60 @@ class LeaseBook:
         """Queue a request. `assign` may serve it at once."""
         now = self._clock.monotonic()
         waiter = Waiter(request=request, seq=next(self._seq), arrived=now, deadline=now + wait_s, weight=self._weight(request.tenant))
-        self.line.add(waiter)
+        self.line.add(waiter, now)
         return waiter
 
     def requeue(self, waiter: Waiter) -> None:
         """What it was granted came to nothing before it was told: it waits again, at its old place and to its old deadline, which is still to come."""
         waiter.leases = ()
-        self.line.add(waiter)
+        self.line.add(waiter, self._clock.monotonic())
 
     def abandon(self, waiter: Waiter) -> None:
         """It does not want to wait any more."""
         if waiter.waiting:
-            self.line.remove(waiter)
+            self.line.remove(waiter, self._clock.monotonic())
 
     def overdue(self) -> list[Waiter]:
         """Those who have waited as long as they would; they are still in the line."""
         return self.line.overdue(self._clock.monotonic())
 
     def assign(self) -> list[Waiter]:
-        """Serve whoever can be served now, in order. Returns them with their leases filled in."""
+        """Choose the claimant, and serve whoever can be served now, in order. Returns them with their leases filled in."""
         served: list[Waiter] = []
         blocked: dict[str, Waiter] = {}
+        self.claims.update()
         while self.table.free or self.table.counts[SlotState.KEPT]:
-            tenant = min((t for t in self.line.tenants() if t not in blocked), key=self._load, default=None)
-            if tenant is None:
+            waiter = self.order.next(blocked)
+            if waiter is None:
                 break
-            waiter = self.line.head(tenant)
-            if self._may_have(waiter, within_share=bool(blocked)):
+            if self.order.may_have(waiter, others_wait=bool(blocked)):
                 self._grant(waiter)
                 served.append(waiter)
-            else:
-                blocked[tenant] = waiter
-                if self.exclusive:
-                    break
+                self.claims.update()
+                continue
+            blocked[waiter.request.tenant] = waiter
+            if waiter is self.claims.claimant:
+                self._reclaim_for([waiter])
+            if self.order.exclusive:
+                break
         if blocked:
             self._reclaim_for(blocked.values())
         return served
 
-    def _load(self, tenant: str) -> tuple[float, int]:
-        head = self.line.head(tenant)
-        return self.leased_by[tenant] / head.weight, head.seq
+    def held_slots(self) -> int:
+        """How many slots are held for the claimant."""
+        claimant = self.claims.claimant
+        return 0 if claimant is None else self.table.free + len(self.order.kept_for(claimant.request))
 
-    def _may_have(self, waiter: Waiter, *, within_share: bool) -> bool:
-        request = waiter.request
-        kept = len(self._kept_for(request))
-        if self.table.free + kept < request.count or (self.exclusive and not self._is_holder(request)):
-            return False
-        if kept < request.count and self._is_about_to_be_kept(waiter):
-            return False
-        # What was kept for this run comes from nobody's share.
-        return not within_share or request.count <= kept or self.leased_by[request.tenant] + request.count <= self._share(request.tenant)
-
-    def _is_holder(self, request: AcquireRequest) -> bool:
-        counts = self.table.counts
-        busy = counts[SlotState.LEASED] + counts[SlotState.RESETTING] + counts[SlotState.KEPT]
-        return not busy or self._holder in (None, (request.tenant, request.run_id))
-
-    def _share(self, tenant: str) -> float:
-        # One slot at least: who has nothing is not shut out for good by a head that waits for many.
-        active = {name for name, leased in self.leased_by.items() if leased} | set(self.line.tenants())
-        return max(1.0, self.table.usable() * self._weight(tenant) / sum(self._weight(name) for name in active))
-
-    def _kept_for(self, request: AcquireRequest) -> list[Slot]:
-        if request.run_id is None or not self.table.counts[SlotState.KEPT]:
-            return []
-        return self.table.kept_for((request.tenant, request.run_id))
-
-    def _is_about_to_be_kept(self, waiter: Waiter) -> bool:
-        """Whether a slot with this run's files is worth waiting for, a moment: its processes are being ended."""
-        request, now = waiter.request, self._clock.monotonic()
-        if request.run_id is None or waiter.deadline <= now:
-            return False
-        return any(slot.since + KEEPING_S > now for slot in self.table.to_be_kept_for((request.tenant, request.run_id)))
-
-    def _reclaim_for(self, blocked: Iterable[Waiter]) -> None:
-        """Nothing else is free: kept slots become anyone's, as many as the heads lack."""
-        own = {(waiter.request.tenant, waiter.request.run_id) for waiter in blocked}
-        lacking = sum(waiter.request.count - len(self._kept_for(waiter.request)) for waiter in blocked)
-        lacking -= self.table.free + self.table.counts[SlotState.RESETTING]
-        if lacking > 0:
-            others = (slot for slot in self.table.kept() if slot.keep not in own)
-            for slot in list(itertools.islice(others, lacking)):
-                self._reset(slot, SlotEvent.RECLAIM, keep=None)
+    def _reclaim_for(self, blocked: Collection[Waiter]) -> None:
+        for slot in self.order.to_reclaim(blocked):
+            self._reset(slot, SlotEvent.RECLAIM, keep=None)
 
     def _grant(self, waiter: Waiter) -> None:
         request = waiter.request
-        self.line.remove(waiter)
-        self._holder = (request.tenant, request.run_id)
-        kept = self._kept_for(request)
+        self.line.remove(waiter, self._clock.monotonic())
+        self.order.holder = (request.tenant, request.run_id)
+        kept = self.order.kept_for(request)
         mono, wall = self._clock.monotonic(), self._clock.wall()
         waiter.leases = tuple(
             self._lease_slot(kept[index] if index < len(kept) else self.table.next_free(), request, index, mono, wall) for index in range(request.count)
@@ -250,7 +224,8 @@ class LeaseBook:
         lease = Lease(
             lease_id=self._new_lease_id(),
             epoch=slot.epoch,
-            pool=self._pool,
+            pool=self._pool.name,
+            pool_tenant=self._pool.tenant,
             sandbox_id=slot.ref.sandbox_id,
             slot_id=slot.ref.slot_id,
             tenant=request.tenant,
@@ -303,8 +278,8 @@ class LeaseBook:
         return expired
 
     def next_due(self) -> float:
-        """When `expire` or `overdue` may have something to do next, monotonic."""
-        due = [self.holdings.next_due(), self.line.next_overdue()]
+        """When `expire`, `overdue` or `assign` may have something to do although nothing happens, monotonic."""
+        due = [self.holdings.next_due(), self.line.next_overdue(), self.claims.next_due()]
         due.extend(slot.since + KEPT_S for slot in itertools.islice(self.table.kept(), 1))
         return min(due)
 
@@ -370,10 +345,10 @@ class LeaseBook:
                 holder = replace(holder, expires_at=wall + left_s)
                 self.holdings.add(Holding(holder, deadline=now + left_s))
                 self._record(holder)
-                self._holder = (holder.tenant, holder.run_id)
-            elif slot.state is not SlotState.READY and self._holder is None:
+                self.order.holder = (holder.tenant, holder.run_id)
+            elif slot.state is not SlotState.READY and self.order.holder is None:
                 # Whose it was is not known: where one tenant and run is served at a time, nobody is before it is clean.
-                self._holder = slot.keep or NOBODY
+                self.order.holder = slot.keep or NOBODY
             self.table.add(slot)
             self._settle_restored(slot)
         for lease in held.values():

@@ -8,6 +8,7 @@ from sandbox_server.core.types import PoolState, PoolView, SandboxState, Sandbox
 from sandbox_server.pool.orphans import Trouble
 from sandbox_server.pool.pool import Pool
 from sandbox_server.pool.sandbox import Sandbox
+from sandbox_server.pool.seen import claimant_view
 
 
 def pool_view(pool: Pool, origin: str) -> PoolView:
@@ -17,14 +18,18 @@ def pool_view(pool: Pool, origin: str) -> PoolView:
     states = [sandbox.state for sandbox in pool.fleet.sandboxes.values()]
     return PoolView(
         name=pool.name,
+        tenant=pool.pool_id.tenant,
+        shared=pool.shared,
         state=PoolState.DRAINING if pool.closing else PoolState.READY,
         spec=pool.spec,
         origin=origin,
         isolation=pool.fleet.shown.isolation if pool.fleet.shown is not None else None,
         capabilities=pool.fleet.shown.capabilities if pool.fleet.shown is not None else {},
+        effective=pool.fleet.shown.effective if pool.fleet.shown is not None else {},
         slots={state.value: counts.get(state, 0) for state in SlotState},
         sandboxes={state.value: states.count(state) for state in SandboxState if state is not SandboxState.GONE},
         queue=len(pool.book.line),
+        claimant=claimant_view(pool.book, pool.now()),
         last_error=_going(pool) if pool.closing else pool.fleet.last_error or pool.crowded_out(),
     )
 
@@ -47,6 +52,7 @@ def sandbox_view(pool: Pool, sandbox: Sandbox) -> SandboxView:
     return SandboxView(
         sandbox_id=sandbox.sandbox_id,
         pool=pool.name,
+        pool_tenant=pool.pool_id.tenant,
         backend=spec.backend,
         state=sandbox.state,
         isolation=sandbox.isolation or None,

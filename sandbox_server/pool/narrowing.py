@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from sandbox_server.core.errors import BackendUnavailable, LeaseLost
 from sandbox_server.core.types import Lease
-from sandbox_server.link import AgentRefused, LinkLost
+from sandbox_server.link import AgentRefused, AgentSilent, LinkLost
+from sandbox_server.link.agent_link import ANSWER_WITHIN_S
 from sandbox_server.pool import rights
 from sandbox_server.pool.ended import end_error
 from sandbox_server.pool.pool import Pool
@@ -40,6 +41,8 @@ async def narrow(pool: Pool, lease: Lease, allow_network: bool | None, cache: st
             await _ask(pool, narrowed)
     except TimeoutError:
         raise BackendUnavailable(f"the agent did not narrow the slot within {WITHIN_S:g} s", lease_id=lease.lease_id) from None
+    except AgentSilent as silent:
+        raise BackendUnavailable(f"the agent cannot be reached: {silent}", lease_id=lease.lease_id) from None
     except AgentRefused as refused:
         _check_held(pool, lease.lease_id)
         if refused.code in ("not_implemented", "invalid"):
@@ -56,7 +59,7 @@ async def _ask(pool: Pool, narrowed: Lease) -> None:
     """Ask until it is answered: asking twice is asking once."""
     while True:
         try:
-            await pool.link_of(narrowed).request(rights.narrowing(narrowed))
+            await pool.link_of(narrowed).request(rights.narrowing(narrowed), ANSWER_WITHIN_S)
             return
         except (LinkLost, BackendUnavailable):
             lost = await pool.lost_verdict(narrowed.lease_id)

@@ -96,5 +96,5 @@ async def _destroy(backend: Backend, handle: Handle) -> str | None:
         await backend.destroy(handle)
     except (OSError, PoolServiceError) as error:
         return f"{handle.sandbox_id}: {error}"
-    log.info("an orphaned sandbox was destroyed", extra={"sandbox_id": handle.sandbox_id, "pool": handle.pool})
+    log.info("an orphaned sandbox was destroyed", extra={"sandbox_id": handle.sandbox_id, "pool_key": handle.pool})
     return None

@@ -16,11 +16,11 @@ BACKOFF_FIRST_S = 0.5
 BACKOFF_MAX_S = 30.0
 #: A sandbox is replaced once this part of its slots is in quarantine.
 QUARANTINED_PART = 0.25
-#: What of a spec the pool alone goes by: counts and timeouts. Whatever else changes, changes what its sandboxes are made of.
+#: What of a spec the pool alone goes by: counts, timeouts, who may use it. Whatever else changes, changes what its sandboxes are made of.
 IN_PLACE = frozenset(
     {
         "min_sandboxes", "max_sandboxes", "warm_slots", "idle_timeout_s", "max_lifetime_s", "max_lease_s", "min_lease_life_s", "acquire_timeout_s",
-        "default_timeout_s", "max_timeout_s", "on_shutdown", "delete_after_idle_s",
+        "default_timeout_s", "max_timeout_s", "on_shutdown", "delete_after_idle_s", "shared",
     }
 )  # fmt: skip
 _MADE_OF = tuple(field.name for field in fields(PoolSpec) if field.name not in IN_PLACE)

@@ -8,12 +8,22 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from sandbox_server.backends.base import Backend
-from sandbox_server.core.errors import BackendUnavailable, Draining, InvalidRequest, NoCapacity, PoolServiceError, QuotaExceeded, SandboxLost, Stopping
-from sandbox_server.core.types import Acquired, AcquireRequest, Lease, LeaseState, PoolSpec, SandboxState, SlotState
+from sandbox_server.core.errors import (
+    BackendUnavailable,
+    Draining,
+    InvalidRequest,
+    NoCapacity,
+    PoolNotFound,
+    PoolServiceError,
+    QuotaExceeded,
+    SandboxLost,
+    Stopping,
+)
+from sandbox_server.core.types import Acquired, AcquireRequest, Lease, LeaseState, PoolId, PoolSpec, SandboxState, SlotState
 from sandbox_server.link import AgentLink
 from sandbox_server.pool import caches
 from sandbox_server.pool import plan as planning
@@ -23,10 +33,10 @@ from sandbox_server.pool.fleet import Fleet
 from sandbox_server.pool.granting import Granting
 from sandbox_server.pool.leases import LeaseBook
 from sandbox_server.pool.sandbox import Sandbox
-from sandbox_server.pool.seen import snapshot
+from sandbox_server.pool.seen import capacity, claimant_view, snapshot
 from sandbox_server.pool.store import CacheRecord, State
 from sandbox_server.pool.ticker import Ticker
-from sandbox_server.pool.waiting import Waiter, crowded_out, none_free
+from sandbox_server.pool.waiting import Waiter, crowded_out, held_back, none_free
 from sandbox_server.pool.wiring import Wiring
 
 log = logging.getLogger(__name__)
@@ -51,7 +61,7 @@ class Pool:
     """A named set of identical sandboxes.
 
     Args:
-        name: the pool's name.
+        pool_id: its name, and who owns it.
         spec: what it is made of.
         backend: where its sandboxes live.
         budget: how fast sandboxes are made on that backend, shared by its pools.
@@ -59,14 +69,22 @@ class Pool:
         ended: where ended leases are remembered, if that outlives the pool.
     """
 
-    def __init__(self, name: str, spec: PoolSpec, backend: Backend, budget: CreationBudget, wiring: Wiring, ended: EndedLeases | None = None) -> None:
-        self.name = name
+    def __init__(self, pool_id: PoolId, spec: PoolSpec, backend: Backend, budget: CreationBudget, wiring: Wiring, ended: EndedLeases | None = None) -> None:
+        self.pool_id = pool_id
+        self.name = pool_id.name
         self.spec = spec
-        self.book = LeaseBook(name, spec, wiring.clock, wiring.store.put, wiring.weight, wiring.lease_id, ended)
+        self.book = LeaseBook(
+            *(pool_id, spec, wiring.clock, wiring.store.put, wiring.weight, wiring.lease_id, ended),
+            claim_after_s=wiring.claim_after_s,
+            admits=wiring.admits,
+            capacity=self._capacity,
+        )
         self.fleet = Fleet(self, self.book, backend, budget, wiring)
         self.clock = wiring.clock
         self.closing = False
         self.why_closing = "the service is stopping"
+        #: the tenant that deleted it; None: the service itself
+        self.closed_by: str | None = None
         #: set once a pool that was closed has no sandbox left
         self.over = asyncio.Event()
         self._wiring = wiring
@@ -74,15 +92,22 @@ class Pool:
         self._granting = Granting(self.book, self.fleet, spec, self, wiring)
         self._used_at = wiring.clock.monotonic()
         self._closed = False
+        #: the claimant that those who follow the events know of
+        self._told_claimant: Waiter | None = None
 
     # For callers.
 
+    @property
+    def shared(self) -> bool:
+        """Whether every tenant may use it. A pool that no tenant owns always is."""
+        return self.pool_id.tenant is None or self.spec.shared
+
     def restore(self, state: State) -> None:
         """Take over what an earlier life of this service recorded of this pool. Before `start`."""
-        records = [record for record in state.sandboxes if record.pool == self.name]
+        records = [record for record in state.sandboxes if record.pool_id == self.pool_id]
         self.fleet.adopt(records, self.spec)
-        slots = [slot for slot in state.slots if slot.pool == self.name and slot.ref.sandbox_id in self.book.table.shelves]
-        self.book.restore(slots, [lease for lease in state.leases if lease.pool == self.name])
+        slots = [slot for slot in state.slots if slot.pool_id == self.pool_id and slot.ref.sandbox_id in self.book.table.shelves]
+        self.book.restore(slots, [lease for lease in state.leases if lease.pool_id == self.pool_id])
 
     def start(self) -> None:
         """Find again what was restored, and begin to fill."""
@@ -97,11 +122,17 @@ class Pool:
         await self.fleet.stop(destroy=destroy)
         await asyncio.gather(*self._granting.tasks, return_exceptions=True)
 
-    def close(self, why: str, *, force: bool = False) -> None:
-        """Let no new lease begin; `over` is set when the last sandbox has gone, which, unless forced, its leases hold up."""
+    def close(self, why: str, *, force: bool = False, by: str | None = None) -> None:
+        """Let no new lease begin; `over` is set when the last sandbox has gone, which, unless forced, its leases hold up.
+
+        Args:
+            why: what callers are told.
+            force: its leases end now.
+            by: the tenant that wants it; None: the service itself.
+        """
         if not self._closed:
-            self.closing, self._closed, self.why_closing = True, True, why
-            self._wiring.events.publish("pool.draining", pool=self.name, detail=why)
+            self.closing, self._closed, self.why_closing, self.closed_by = True, True, why, by
+            self.pool_event("pool.draining", detail=why, by=by)
         self._refuse_all()
         if force:
             for sandbox in list(self.fleet.sandboxes.values()):
@@ -126,7 +157,9 @@ class Pool:
             if sandbox.state in (SandboxState.STARTING, SandboxState.READY) and planning.is_outdated(sandbox.spec, spec):
                 self.fleet.drain(sandbox, "the pool's spec has changed")
         for waiter in self.book.line.all():
-            if waiter.request.count > spec.max_slots:
+            if not self.shared and waiter.request.tenant != self.pool_id.tenant:
+                self._granting.refuse(waiter, PoolNotFound(f"pool {self.name!r} is no longer shared with this tenant"))
+            elif waiter.request.count > spec.max_slots:
                 detail = f"count is {waiter.request.count}, and pool {self.name!r} can no longer hold more than {spec.max_slots} slots"
                 self._granting.refuse(waiter, InvalidRequest(detail, field="count"))
         self.work()
@@ -253,11 +286,16 @@ class Pool:
     def lease_over(self, lease: Lease) -> None:
         """A lease has ended."""
         level = logging.DEBUG if lease.state is LeaseState.RELEASED else logging.INFO
-        fields = {"lease_id": lease.lease_id, "pool": self.name, "tenant": lease.tenant, "run_id": lease.run_id, "sandbox_id": lease.sandbox_id}
+        fields = {"lease_id": lease.lease_id, **self.pool_id.fields, "tenant": lease.tenant, "run_id": lease.run_id, "sandbox_id": lease.sandbox_id}
         log.log(level, "lease ended: %s", lease.end_detail, extra=fields)
         self.lease_event(EVENT_OF_END[lease.state], lease, detail=lease.end_detail)
         for hear in self._wiring.lease_watchers:
             hear(lease.lease_id)
+
+    def pool_event(self, kind: str, **more: Any) -> None:
+        """Tell whoever follows, and may see the pool, what became of it."""
+        owner = None if self.shared else self.pool_id.tenant
+        self._wiring.events.publish(kind, tenant=owner, admins_too=True, **self.pool_id.fields, **more)
 
     def lease_event(self, kind: str, lease: Lease, **more: Any) -> None:
         """Tell whoever follows what became of a lease."""
@@ -294,14 +332,28 @@ class Pool:
         self._ticker.kick()
 
     def _serve(self) -> None:
-        self._granting.serve()
+        served = self.book.assign()
+        # The end of a claim is told before, and its beginning after what was granted then: what lies between the two was granted under it.
+        if self._told_claimant is not None and self.book.claims.claimant is not self._told_claimant:
+            self._tell_claimant(None)
+        self._granting.serve(served)
+        if self.book.claims.claimant is not self._told_claimant:
+            self._tell_claimant(self.book.claims.claimant)
         orders, self.book.resets = self.book.resets, []
         self.fleet.reset(orders)
+
+    def _tell_claimant(self, claimant: Waiter | None) -> None:
+        self._told_claimant = claimant
+        view = claimant_view(self.book, self.now())
+        if view is not None:
+            who = {"pool": self.name, "tenant": view.tenant, "run_id": view.run_id}
+            log.info("what comes free is held for an acquire of %d that has waited for %.1f s", view.count, view.waited_s, extra=who)
+        self._wiring.events.publish("pool.claimant", admin_only=True, **self.pool_id.fields, claimant=None if view is None else asdict(view))
 
     def _tick(self) -> float:
         now = self._wiring.clock.monotonic()
         for lease in self.book.expire():
-            self._wiring.meter.count("sandbox_leases_expired_total", pool=self.name)
+            self._wiring.meter.count("sandbox_leases_expired_total", **self.pool_id.labels)
             self.lease_over(lease)
         self._quarantine_stuck(now)
         self._serve()
@@ -319,12 +371,21 @@ class Pool:
         return min(self.book.next_due(), planning.next_due(self._snapshot() if actions else seen, now))
 
     def _refuse_overdue(self) -> None:
-        late = [(waiter, self.book.line.position(waiter)) for waiter in self.book.overdue()]
+        claimant = self.book.claims.claimant
+        late = [(waiter, self.book.line.position(waiter, claimant)) for waiter in self.book.overdue()]
         making = sum(sandbox.state is SandboxState.STARTING for sandbox in self.fleet.sandboxes.values()) if late else 0
         for waiter, position in late:
-            waited_s = self._wiring.clock.monotonic() - waiter.arrived
-            detail = none_free(self.name, waiter.request.count, waited_s, making=making, crowded=self.crowded_out(), last_error=self.fleet.last_error)
+            waited_s = self.now() - waiter.arrived
+            held = None
+            if claimant is not None and waiter is not claimant and self.book.table.free >= waiter.request.count:
+                held = held_back(self.book.table.free, claimant.request.count, self.now() - claimant.arrived)
+            detail = none_free(
+                *(self.name, waiter.request.count, waited_s), making=making, held=held, crowded=self.crowded_out(), last_error=self.fleet.last_error
+            )
             self._granting.refuse(waiter, NoCapacity(detail, queue_position=position, waited_s=round(waited_s, 3)))
+        if late:
+            # What was reserved or held for them may be somebody else's now.
+            self._ticker.kick()
 
     def _act(self, action: planning.Action) -> None:
         if isinstance(action, planning.Create):
@@ -337,6 +398,9 @@ class Pool:
     def _snapshot(self) -> planning.Snapshot:
         return snapshot(self.spec, self.fleet.sandboxes.values(), self.book, self.fleet.retry_at, closing=self.closing)
 
+    def _capacity(self) -> int:
+        return capacity(self.spec, self.fleet.sandboxes.values(), self.book, can_grow=not self.fleet.creating_fails)
+
     def _quarantine_stuck(self, now: float) -> None:
         if not self.book.table.counts[SlotState.RESETTING]:
             return
@@ -348,7 +412,7 @@ class Pool:
         if self.book.held or len(self.book.line):
             self._used_at = now
         elif limit_s is not None and not self.closing and now - self._used_at >= limit_s:
-            log.info("the pool has been idle for delete_after_idle_s", extra={"pool": self.name})
+            log.info("the pool has been idle for delete_after_idle_s", extra=self.pool_id.fields)
             self.close(f"idle for delete_after_idle_s of {limit_s:.10g} s")
 
     def _no_hope(self) -> PoolServiceError:

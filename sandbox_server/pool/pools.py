@@ -5,22 +5,23 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 from weakref import WeakValueDictionary
 
 from sandbox_server.backends.base import Backend
 from sandbox_server.core.clock import Clock
 from sandbox_server.core.errors import LeaseLost, LeaseNotFound, PoolServiceError, SandboxLost, SandboxNotFound
-from sandbox_server.core.types import Acquired, AcquireRequest, Lease, PoolSpec, PoolView, SandboxState, SandboxView
+from sandbox_server.core.types import Acquired, AcquireRequest, Lease, PoolId, PoolSpec, PoolView, SandboxState, SandboxView
 from sandbox_server.link import connect as connect_to_agent
-from sandbox_server.pool.catalog import OF_THE_FILE, Catalog, LoadBackend, load_nothing
+from sandbox_server.pool.access import SERVICE, Actor, find_pool, may_see, seen_pools
+from sandbox_server.pool.catalog import BUILT_IN, OF_THE_FILE, Catalog, Check, LoadBackend, anything, load_nothing
 from sandbox_server.pool.ended import end_error
 from sandbox_server.pool.holding import shown
 from sandbox_server.pool.looking import pool_view, readiness, sandbox_view
 from sandbox_server.pool.narrowing import narrow
 from sandbox_server.pool.orphans import Orphans
 from sandbox_server.pool.pool import Pool, Route
-from sandbox_server.pool.quotas import Quotas
 from sandbox_server.pool.request_keys import RequestKeys
 from sandbox_server.pool.store import Store
 from sandbox_server.pool.verifying import verify
@@ -35,7 +36,7 @@ class Pools:
     """Every pool of one service.
 
     Args:
-        specs: the pools, by name.
+        specs: the pools that no tenant owns, by name.
         backends: every backend the specs name, by name.
         store: what must outlive a crash.
         clock: monotonic and wall time.
@@ -59,7 +60,7 @@ class Pools:
         origins: Mapping[str, str] | None = None,
         load_backend: LoadBackend = load_nothing,
     ) -> None:
-        wiring = wiring or Wiring(store=store, clock=clock, connect=connect)
+        wiring = replace(wiring or Wiring(store=store, clock=clock, connect=connect), admits=self._admits)
         self.events = wiring.events
         #: the leases that were on record when it started
         self.restored: frozenset[str] = frozenset()
@@ -70,11 +71,11 @@ class Pools:
         self._keys = RequestKeys(wiring.clock, wiring.store)
         self._catalog = Catalog(backends, load_backend, wiring)
         self._pools = self._catalog.pools
-        self._quotas = Quotas(self._pools, wiring)
+        self._quotas = self._catalog.quotas
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._started = False
         for name, spec in specs.items():
-            self._catalog.add(name, spec, (origins or {}).get(name, OF_THE_FILE))
+            self._catalog.add(PoolId(name), spec, (origins or {}).get(name, OF_THE_FILE))
 
     # Life.
 
@@ -118,30 +119,29 @@ class Pools:
 
     # Pools.
 
-    async def put_pool(self, name: str, spec: PoolSpec, *, origin: str = "api") -> tuple[PoolView, bool]:
+    async def put_pool(
+        self, name: str, spec: PoolSpec, *, actor: Actor = SERVICE, tenant: str | None = None, check: Check = anything, origin: str = "api"
+    ) -> tuple[PoolView, bool]:
         """Make a pool, or change one: counts and timeouts in place, for anything else the old sandboxes drain and new ones come beside.
 
         Returns:
             The pool, and whether it was made.
 
         Raises:
-            PoolConflict: it is of the settings file, is being deleted, or lives on another backend.
-            QuotaExceeded: there are too many pools.
-            InvalidRequest, NotImplementedHere: its backend cannot be had.
-            StorageUnavailable: it cannot be recorded.
+            PoolServiceError: whatever `Catalog.put` raises.
         """
-        made = await self._catalog.put(name, spec, origin)
-        return self.view(name), made
+        pool, made = await self._catalog.put(name, spec, origin, actor, tenant, check)
+        return self._view(pool), made
 
-    async def delete_pool(self, name: str, *, force: bool = False) -> None:
+    async def delete_pool(self, name: str, *, actor: Actor = SERVICE, tenant: str | None = None, force: bool = False) -> None:
         """Let a pool's leases end, then take it away; `force`: now. Answers when that is on record.
 
         Raises:
-            PoolNotFound, PoolConflict, StorageUnavailable: there is none, it is of the settings file, it cannot be recorded.
+            PoolServiceError: whatever `Catalog.delete` raises.
         """
-        await self._catalog.delete(name, force=force)
+        await self._catalog.delete(name, actor, tenant, force=force)
 
-    async def verify(self, name: str) -> Mapping[str, Any]:
+    async def verify(self, name: str, *, actor: Actor = SERVICE, tenant: str | None = None) -> Mapping[str, Any]:
         """Plant leftovers of every kind in a pool's free slots, reset them, and report what was found. Goes on when nobody waits for it.
 
         Raises:
@@ -149,9 +149,9 @@ class Pools:
             NoCapacity: no slot is free.
             NotImplementedHere: its agents cannot.
         """
-        return await verify(self._catalog.get(name))
+        return await verify(find_pool(self._pools, name, actor, tenant))
 
-    async def drain_sandbox(self, sandbox_id: str) -> SandboxView:
+    async def drain_sandbox(self, sandbox_id: str, *, actor: Actor = SERVICE) -> SandboxView:
         """Give a sandbox no new leases; it goes when its last one ends.
 
         Raises:
@@ -162,7 +162,8 @@ class Pools:
             sandbox = pool.fleet.sandboxes.get(sandbox_id)
             if sandbox is not None:
                 if sandbox.state in (SandboxState.STARTING, SandboxState.READY):
-                    pool.fleet.drain(sandbox, "an admin drained it")
+                    pool.fleet.drain(sandbox, "an admin drained it", by=actor.tenant)
+                    log.info("a sandbox was drained", extra={**sandbox.fields, "by": actor.tenant})
                 await self._store.flush()
                 return sandbox_view(pool, sandbox)
         raise SandboxNotFound(f"there is no sandbox {sandbox_id!r}")
@@ -180,7 +181,7 @@ class Pools:
             LeaseLost: the key's leases have all ended.
             QuotaExceeded: its tenant has all the leases it may have, or too many wait, of all or of its tenant's.
         """
-        pool = self._catalog.get(request.pool)
+        pool = find_pool(self._pools, request.pool, Actor(tenant=request.tenant))
         if request.request_key is None:
             return await self._acquire(pool, request)
         record = self._keys.granted(request)
@@ -194,8 +195,11 @@ class Pools:
             raise end_error(leases[0])
         return Acquired(leases=leases, waited_s=0.0)
 
+    def _admits(self, request: AcquireRequest) -> bool:
+        return self._quotas.admits(request)
+
     async def _acquire(self, pool: Pool, request: AcquireRequest) -> Acquired:
-        self._quotas.check_leases(request)
+        self._quotas.check_leases(request, pool)
         return await pool.acquire(request, self._quotas.check_waiters)
 
     def undelivered(self, acquired: Acquired, request_key: str | None) -> None:
@@ -349,25 +353,33 @@ class Pools:
 
     # Looking.
 
-    def views(self) -> list[PoolView]:
-        """What a caller may see of every pool."""
-        return [self.view(name) for name in sorted(self._pools)]
-
-    def view(self, name: str) -> PoolView:
-        """What a caller may see of a pool.
+    def views(self, *, actor: Actor = SERVICE, tenant: str | None = None) -> list[PoolView]:
+        """What an actor may see of its own pools and the shared ones; `tenant`: of that tenant's, `*`: of all, for admins.
 
         Raises:
-            PoolNotFound: there is none of that name.
+            Forbidden: somebody who is no admin names another tenant.
         """
-        return pool_view(self._catalog.get(name), self._catalog.origins[name])
+        return [self._view(pool) for pool in sorted(seen_pools(self._pools, actor, tenant), key=lambda pool: (pool.name, pool.pool_id.tenant or ""))]
 
-    def sandboxes(self) -> list[SandboxView]:
-        """What an admin may see of every sandbox."""
-        return [sandbox_view(pool, sandbox) for pool in self._pools.values() for sandbox in pool.fleet.sandboxes.values()]
+    def view(self, name: str, *, actor: Actor = SERVICE, tenant: str | None = None) -> PoolView:
+        """What an actor may see of a pool: its own of that name, else the shared one; `tenant`: that tenant's, for admins.
+
+        Raises:
+            PoolNotFound, Forbidden: there is none of that name, or somebody who is no admin names another tenant.
+        """
+        return self._view(find_pool(self._pools, name, actor, tenant))
+
+    def _view(self, pool: Pool) -> PoolView:
+        return pool_view(pool, self._catalog.origins[pool.pool_id])
+
+    def sandboxes(self, *, actor: Actor = SERVICE) -> list[SandboxView]:
+        """What an actor may see of the sandboxes: of its own pools and of shared ones, an admin of all."""
+        return [sandbox_view(pool, sandbox) for pool in self._pools.values() if may_see(actor, pool) for sandbox in pool.fleet.sandboxes.values()]
 
     def readiness(self) -> dict[str, Any]:
-        """`{"ready": …, "pools": {name: {"ready", "sandboxes", "min_sandboxes", "last_error"}}}`."""
-        pools = {name: readiness(pool, self._orphans.troubles.get(pool.spec.backend)) for name, pool in self._pools.items()}
+        """`{"ready": …, "pools": {name: {"ready", "sandboxes", "min_sandboxes", "last_error"}}}`, of the settings file's pools: others are their owners'."""
+        given = [pool for pool_id, pool in self._pools.items() if self._catalog.origins[pool_id] in (OF_THE_FILE, BUILT_IN)]
+        pools = {pool.name: readiness(pool, self._orphans.troubles.get(pool.spec.backend)) for pool in given}
         return {"ready": self._started and all(pool["ready"] for pool in pools.values()), "pools": pools}
 
     # Finding.

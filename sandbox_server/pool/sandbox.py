@@ -10,13 +10,15 @@ from typing import Any
 from sandbox_server.backends.base import CreateFailed
 from sandbox_server.core.clock import Clock, monotonic_at, wall_at
 from sandbox_server.core.lifecycle import SandboxEvent, next_sandbox_state
-from sandbox_server.core.types import Handle, PoolSpec, SandboxState, SlotRef
+from sandbox_server.core.types import Handle, PoolId, PoolSpec, SandboxState, SlotRef
 from sandbox_server.link import AgentLink
 from sandbox_server.pool.store import CacheRecord, SandboxRecord
 
 MODES = frozenset({"bwrap", "uid", "dedicated", "none"})
 #: What a sandbox that is found again has left at least, in seconds.
 GRACE_S = 60.0
+#: What an agent says of the limits that hold for each slot.
+EFFECTIVE = ("slot_memory_mb", "share_memory_mb", "slots_memory_mb", "slot_disk_mb")
 SLOT_STATES = frozenset({"starting", "ready", "resetting", "quarantined", "broken"})
 
 
@@ -47,6 +49,7 @@ class Sandbox:
     destroying: bool = False
     why: str = ""
     caches: dict[str, Cache] = field(default_factory=dict)
+    pool_tenant: str | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def happen(self, event: SandboxEvent) -> None:
@@ -62,6 +65,16 @@ class Sandbox:
         """Let those look again who wait for something to change."""
         changed, self.changed = self.changed, asyncio.Event()
         changed.set()
+
+    @property
+    def pool_id(self) -> PoolId:
+        """Which pool it is of."""
+        return PoolId(self.pool, self.pool_tenant)
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What log lines say of it."""
+        return {"sandbox_id": self.sandbox_id, **self.pool_id.fields}
 
     @property
     def reachable(self) -> bool:
@@ -85,6 +98,7 @@ class Sandbox:
             ready_at=self.ready_wall(clock),
             caches=tuple(cache.record for cache in self.caches.values()),
             why=self.why,
+            pool_tenant=self.pool_tenant,
         )
 
     @classmethod
@@ -103,6 +117,7 @@ class Sandbox:
             boot=record.boot,
             ready_at=None if record.ready_at is None else max(monotonic_at(clock, record.ready_at), clock.monotonic() - oldest_s),
             why=record.why,
+            pool_tenant=record.pool_tenant,
             caches={cache.key: Cache(cache) for cache in record.caches},
         )
 
@@ -127,6 +142,7 @@ class HelloSeen:
     boot: str
     isolation: str
     capabilities: Mapping[str, Any]
+    effective: Mapping[str, int | None]
 
 
 class AgentNonsense(Exception):
@@ -156,7 +172,19 @@ def read_hello(hello: Mapping[str, Any], sandbox_id: str, spec: PoolSpec) -> Hel
     missing = {"bash_stateful", "tmux"} - _strings(capabilities, "tools") if spec.require_stateful_sandbox else set()
     if missing:
         raise CreateFailed(f"the pool asks for require_stateful_sandbox, and this agent lacks {', '.join(sorted(missing))}", hopeless=True)
-    return HelloSeen(boot=boot[:200], isolation=isolation, capabilities=capabilities)
+    return HelloSeen(boot=boot[:200], isolation=isolation, capabilities=capabilities, effective=read_effective(hello) or {})
+
+
+def read_effective(meta: Mapping[str, Any]) -> Mapping[str, int | None] | None:
+    """Check what an agent says of the limits that hold for each of its slots; None: it says nothing of them."""
+    said = meta.get("effective")
+    if not isinstance(said, dict):
+        return None
+    return {name: value for name in EFFECTIVE if _is_limit(value := said.get(name))}
+
+
+def _is_limit(value: object) -> bool:
+    return value is None or (type(value) is int and 0 <= value < 1 << 53)
 
 
 def _strings(capabilities: Mapping[str, Any], name: str) -> set[str]:

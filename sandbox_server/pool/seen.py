@@ -1,10 +1,10 @@
-"""What a pool's plan must know of it. Reads, changes nothing."""
+"""What a pool's plan and its claimant's view must know of it. Reads, changes nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from sandbox_server.core.types import PoolSpec, SlotState
+from sandbox_server.core.types import ClaimantView, PoolSpec, SandboxState, SlotState
 from sandbox_server.pool.leases import LeaseBook
 from sandbox_server.pool.plan import SandboxSeen, Snapshot, is_outdated
 from sandbox_server.pool.sandbox import Sandbox
@@ -14,6 +14,32 @@ def snapshot(spec: PoolSpec, sandboxes: Iterable[Sandbox], book: LeaseBook, retr
     """What the plan must know of a pool."""
     seen = [_seen(sandbox, book, spec) for sandbox in sandboxes]
     return Snapshot(spec=spec, sandboxes=seen, slots_wanted=book.line.slots_wanted, retry_at=retry_at, closing=closing)
+
+
+def capacity(spec: PoolSpec, sandboxes: Iterable[Sandbox], book: LeaseBook, *, can_grow: bool) -> int:
+    """How many slots a pool could give at once when every lease had ended.
+
+    Args:
+        spec: the pool's.
+        sandboxes: those it has.
+        book: knows their slots.
+        can_grow: whether the sandboxes that it may have and does not have can be made; those that go make room for others.
+    """
+    ready = [sandbox for sandbox in sandboxes if sandbox.state is SandboxState.READY]
+    quarantined = sum(book.table.shelves[s.sandbox_id].counts[SlotState.QUARANTINED] for s in ready if s.sandbox_id in book.table.shelves)
+    count = spec.max_sandboxes if can_grow else min(len(ready), spec.max_sandboxes)
+    return count * spec.slots_per_sandbox - quarantined
+
+
+def claimant_view(book: LeaseBook, now: float) -> ClaimantView | None:
+    """What is shown of the acquire that a pool holds slots for, if there is one. `now`: monotonic."""
+    claimant = book.claims.claimant
+    if claimant is None:
+        return None
+    request = claimant.request
+    return ClaimantView(
+        tenant=request.tenant, run_id=request.run_id, count=request.count, held_slots=book.held_slots(), waited_s=round(now - claimant.arrived, 3)
+    )
 
 
 def _seen(sandbox: Sandbox, book: LeaseBook, spec: PoolSpec) -> SandboxSeen:

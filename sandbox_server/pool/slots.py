@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from sandbox_server.core.lifecycle import SlotEvent, next_slot_state
-from sandbox_server.core.types import SlotRef, SlotState
+from sandbox_server.core.types import PoolId, SlotRef, SlotState
 from sandbox_server.pool.store import SlotRecord
 
 Holder = tuple[str, str | None]
@@ -32,18 +32,31 @@ class Slot:
     detail: str = ""
     fresh: bool = True
 
-    def record(self, pool: str) -> SlotRecord:
+    def record(self, pool: PoolId) -> SlotRecord:
         """What must be known of it after a crash."""
-        return SlotRecord(ref=self.ref, pool=pool, state=self.state, epoch=self.epoch, workspace=self.workspace, isolation=self.isolation, keep=self.keep)
+        return SlotRecord(
+            ref=self.ref,
+            pool=pool.name,
+            pool_tenant=pool.tenant,
+            state=self.state,
+            epoch=self.epoch,
+            workspace=self.workspace,
+            isolation=self.isolation,
+            keep=self.keep,
+        )
 
 
 @dataclass(slots=True, eq=False)
 class Shelf:
-    """The slots of one sandbox. A closed shelf hands nothing out (its sandbox drains, or cannot be reached now)."""
+    """The slots of one sandbox. A closed shelf hands nothing out (its sandbox drains, or cannot be reached now).
+
+    `coming` counts those that are being reset and will be anyone's.
+    """
 
     slots: dict[str, Slot] = field(default_factory=dict)
     ready: dict[str, Slot] = field(default_factory=dict)
     counts: Counter[SlotState] = field(default_factory=Counter)
+    coming: int = 0
     open: bool = True
 
 
@@ -57,7 +70,9 @@ class SlotTable:
     def __init__(self, on_change: Callable[[Slot], None]) -> None:
         self.shelves: dict[str, Shelf] = {}
         self.counts: Counter[SlotState] = Counter()
+        #: slots of open shelves that can be handed out, and those that are being reset and then can be
         self.free = 0
+        self.coming = 0
         self._stocked: dict[str, Shelf] = {}
         self._kept: dict[Holder, dict[SlotRef, Slot]] = {}
         self._kept_in_order: dict[SlotRef, Slot] = {}
@@ -83,6 +98,7 @@ class SlotTable:
         if not shelf.open:
             shelf.open = True
             self.free += len(shelf.ready)
+            self.coming += shelf.coming
             if shelf.ready:
                 self._stocked[sandbox_id] = shelf
 
@@ -92,6 +108,7 @@ class SlotTable:
         if shelf.open:
             shelf.open = False
             self.free -= len(shelf.ready)
+            self.coming -= shelf.coming
             self._stocked.pop(sandbox_id, None)
 
     def add(self, slot: Slot) -> None:
@@ -134,8 +151,15 @@ class SlotTable:
                     self._stocked.pop(slot.ref.sandbox_id, None)
         elif slot.state is SlotState.KEPT:
             self._unkeep(slot, self._kept)
-        elif slot.state is SlotState.RESETTING:
+        elif slot.state is SlotState.RESETTING and slot.keep is not None:
             self._unkeep(slot, self._to_be_kept)
+        elif slot.state is SlotState.RESETTING:
+            self._count_coming(shelf, -1)
+
+    def _count_coming(self, shelf: Shelf, more: int) -> None:
+        shelf.coming += more
+        if shelf.open:
+            self.coming += more
 
     def _enter(self, slot: Slot, shelf: Shelf) -> None:
         self.counts[slot.state] += 1
@@ -150,6 +174,8 @@ class SlotTable:
             self._kept_in_order[slot.ref] = slot
         elif slot.state is SlotState.RESETTING and slot.keep is not None:
             self._to_be_kept.setdefault(slot.keep, {})[slot.ref] = slot
+        elif slot.state is SlotState.RESETTING:
+            self._count_coming(shelf, 1)
 
     def _unkeep(self, slot: Slot, index: dict[Holder, dict[SlotRef, Slot]]) -> None:
         self._kept_in_order.pop(slot.ref, None)
@@ -174,8 +200,10 @@ class SlotTable:
 
     def unkeep(self, slot: Slot) -> None:
         """A slot that is being reset is not to be kept after all."""
-        self._unkeep(slot, self._to_be_kept)
-        slot.keep = None
+        if slot.keep is not None:
+            self._unkeep(slot, self._to_be_kept)
+            slot.keep = None
+            self._count_coming(self.shelves[slot.ref.sandbox_id], 1)
         self._on_change(slot)
 
     def to_be_kept_for(self, holder: Holder) -> Iterable[Slot]:

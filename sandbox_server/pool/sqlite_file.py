@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import os
 import sqlite3
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -13,6 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from sandbox_server.pool.codec import Name, decode, decode_verdict, encode, encode_result
+from sandbox_server.pool.disk_reserve import RESERVE_BYTES, DiskReserve
+from sandbox_server.pool.file_watch import FileWatch, StateFileReplaced
+from sandbox_server.pool.sqlite_copy import finish_writing_anew, write_anew
+from sandbox_server.pool.sqlite_errors import StoreUnusable, damaged, is_full, unusable
 from sandbox_server.pool.store import Record, Verdict
 
 log = logging.getLogger(__name__)
@@ -29,6 +35,11 @@ CHECKED_WHOLE_BYTES = 256 << 20
 #: Free pages beyond this are given back to the disk, some at a time.
 SPARE_PAGES = 16_384
 GIVEN_BACK_AT_ONCE = 1024
+#: What else writes to a full disk may be quicker than SQLite, which frees and takes some pages when it opens a file: then it is tried again.
+OPEN_ATTEMPTS, OPEN_AGAIN_S = 20, 0.05
+RESERVE_FILE = "reserve"
+#: What SQLite calls the kind of auto_vacuum that gives room back only when it is asked to.
+INCREMENTAL = 2
 
 #: What leads from each schema version to the next; the first makes an empty file the first version.
 MIGRATIONS: Sequence[Sequence[str]] = (
@@ -37,6 +48,9 @@ MIGRATIONS: Sequence[Sequence[str]] = (
         "CREATE TABLE verdict (lease_id TEXT NOT NULL, call_id TEXT NOT NULL, identity TEXT NOT NULL, doc TEXT NOT NULL,"
         " lengths TEXT NOT NULL, outputs BLOB NOT NULL, PRIMARY KEY (lease_id, call_id))",
     ),
+    # From here on pools have owners. Those without one belong to the admins, and every tenant may use them, as every tenant could before.
+    # A service that knows no owners would take same-named pools of two tenants for one: the new version keeps it from opening the file.
+    ("UPDATE record SET doc = json_set(doc, '$.tenant', NULL, '$.spec.shared', json('true')) WHERE kind = 'pool'",),
 )
 PUT = "INSERT OR REPLACE INTO record VALUES (?, ?, ?)"
 DROP = "DELETE FROM record WHERE kind = ? AND key = ?"
@@ -45,10 +59,6 @@ SWEEP = (
     "DELETE FROM verdict WHERE rowid IN"
     f" (SELECT verdict.rowid FROM json_each(?) CROSS JOIN verdict ON verdict.lease_id = json_each.value LIMIT {SWEPT_AT_ONCE})"
 )
-
-
-class StoreUnusable(Exception):
-    """The service cannot start with this state file; the message is one sentence that says why, and what to do."""
 
 
 @dataclass(slots=True)
@@ -90,8 +100,7 @@ class Batch:
 
 
 def _size(verdict: Verdict) -> int:
-    result = verdict.result
-    return len(result.output) + len(result.stdout or b"") + len(result.stderr or b"")
+    return verdict.result.held_bytes
 
 
 class SqliteFile:
@@ -107,24 +116,62 @@ class SqliteFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._wal = Path(f"{path}-wal")
+        self._reserve = DiskReserve(path.with_name(RESERVE_FILE), RESERVE_BYTES)
+        #: how often the file was written anew: a reader of an earlier one reads what is not there any more
+        self.generation = 0
         try:
-            self._check_header()
-            self._connection = self._connect()
-            self._prepare()
+            finish_writing_anew(path)
+            is_new = self._check_header()
+            self._watch = FileWatch(path)
+            self._open(attempts=1 if is_new else OPEN_ATTEMPTS)
+            self.has_reserve = self._reserve.take()
         except sqlite3.Error as error:
-            raise StoreUnusable(_unusable(path, error)) from error
+            raise StoreUnusable(unusable(path, error)) from error
         except OSError as error:
             raise StoreUnusable(f"the state file {path} cannot be opened: {error.strerror}") from error
 
-    def _check_header(self) -> None:
+    def _check_header(self) -> bool:
+        """See that it may be a state file. Returns whether it is a new one."""
         with open(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "rb") as file:
             header = file.read(len(MAGIC))
         if header and header != MAGIC:
             raise StoreUnusable(f"the state file {self._path} is no state file of this service: move it away to start without what it holds")
+        return not header
+
+    def _open(self, attempts: int) -> None:
+        """Connect and check; on a full disk with the room of the reserve, and more than once."""
+        for left in reversed(range(attempts + 1)):
+            try:
+                self._connection = self._connect()
+                self._prepare()
+                self._watch = FileWatch(self._path)
+            except sqlite3.Error as error:
+                self._let_go()
+                if not is_full(error) or not (self._give_up_reserve() or left):
+                    raise
+                time.sleep(OPEN_AGAIN_S)
+            except StoreUnusable:
+                self._let_go()
+                raise
+            else:
+                return
+
+    def _let_go(self) -> None:
+        with suppress(AttributeError, sqlite3.Error):  # there may be no connection yet
+            self._connection.close()
+
+    def _give_up_reserve(self) -> bool:
+        self.has_reserve = False
+        if not self._reserve.give_up():
+            return False
+        log.warning("the disk of the state file is full: the room that was kept in reserve is used now", extra={"path": str(self._path)})
+        return True
 
     def _connect(self) -> sqlite3.Connection:
         connection = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False, timeout=BUSY_S, cached_statements=32)
-        connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+        # Only where it is not so already: it is a write, for which a full disk has no room.
+        if connection.execute("PRAGMA auto_vacuum").fetchone() != (INCREMENTAL,):
+            connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = NORMAL")
         connection.execute("PRAGMA wal_autocheckpoint = 0")
@@ -150,11 +197,11 @@ class SqliteFile:
             self._connection.execute("COMMIT")
 
     def _check_whole(self) -> None:
-        # Only then do the pages count what the file must hold.
-        self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         should_be = self._one("PRAGMA page_count") * self._one("PRAGMA page_size")
+        # Only with all of the log in it does the file hold every page. The log keeps its room, which on a full disk others would take.
+        is_copied = self._checkpoint("RESTART")
         size = os.path.getsize(self._path)
-        if size < should_be:
+        if is_copied and size < should_be:
             raise StoreUnusable(damaged(self._path, f"it is cut off at {size} of {should_be} bytes"))
         found = self._one("PRAGMA quick_check(1)" if size < CHECKED_WHOLE_BYTES else "PRAGMA quick_check(record)")
         if found != "ok":
@@ -172,6 +219,22 @@ class SqliteFile:
         puts = [(*name, encode(record).decode()) for name, record in batch.records.items() if record is not None]
         drops = [name for name, record in batch.records.items() if record is None]
         verdicts = [_row(lease_id, call_id, verdict) for lease_id, calls in batch.verdicts.items() for call_id, verdict in calls.items()]
+        try:
+            self._write(puts, drops, verdicts)
+        except sqlite3.Error as error:
+            self._check_not_replaced()
+            if not is_full(error):
+                raise
+            # What the log holds may find room in the file, and then the log's own room can be used again.
+            self._checkpoint("RESTART")
+            if not self._give_up_reserve():
+                raise
+            self._write(puts, drops, verdicts)
+        self.check_in_place()
+        if self._wal_bytes() > 8 * WAL_BYTES:
+            self._checkpoint("PASSIVE")
+
+    def _write(self, puts: list[Any], drops: list[Name], verdicts: list[Any]) -> None:
         connection = self._connection
         try:
             connection.execute("BEGIN IMMEDIATE")
@@ -181,14 +244,53 @@ class SqliteFile:
             if verdicts:
                 connection.executemany(JUDGE, verdicts)
             connection.execute("COMMIT")
-        except BaseException as error:
+        except BaseException:
             self._roll_back()
-            if "full" in str(error):
-                # What the log holds may find room in the file, and then the log's own room can be used again.
-                self._checkpoint("RESTART")
             raise
-        if self._wal_bytes() > 8 * WAL_BYTES:
-            self._checkpoint("PASSIVE")
+
+    def check(self) -> None:
+        """See that the file is where it was, and keep room in reserve again if there is any. To be called every second.
+
+        Raises:
+            StateFileReplaced: another file is there.
+            sqlite3.Error, OSError: it was deleted, and could not be written anew.
+        """
+        self.check_in_place()
+        if not self.has_reserve and self._reserve.take():
+            self.has_reserve = True
+            log.info("there is room on the disk of the state file again, and some of it is kept in reserve", extra={"path": str(self._path)})
+        elif self.has_reserve:
+            self.has_reserve = self._reserve.is_held
+
+    def check_in_place(self) -> None:
+        """See that what was committed is in the file at the path; where that was deleted, write it anew.
+
+        Raises:
+            StateFileReplaced: another file is there.
+            sqlite3.Error, OSError: it was deleted, and could not be written anew.
+        """
+        if self._is_in_place():
+            return
+        log.error("the state file %s, or its log, was deleted while the service runs: it is written anew", self._path)
+        write_anew(self._connection, self._path, self._watch)
+        before, self._connection = self._connection, self._connect()
+        before.close()
+        self._one("SELECT count(*) FROM sqlite_master")  # SQLite makes the files beside it when it first reads
+        self._watch = FileWatch(self._path)
+        self.generation += 1
+        log.info("the state file has been written anew", extra={"path": str(self._path)})
+
+    def _is_in_place(self) -> bool:
+        try:
+            return self._watch.is_in_place()
+        except StateFileReplaced:
+            if self._watch.is_replaced:
+                self._watch.take_side_files_away()
+            raise
+
+    def _check_not_replaced(self) -> None:
+        """An error may come of another file in its place: then that is what is to be said."""
+        self._is_in_place()
 
     def _roll_back(self) -> None:
         """Leave no transaction open; begin anew with another connection where not even that can be done."""
@@ -196,8 +298,8 @@ class SqliteFile:
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
         except sqlite3.Error:
-            with suppress(sqlite3.Error):
-                self._connection.close()
+            self._let_go()
+            self._is_in_place()
             self._connection = self._connect()
 
     def tidy(self, over: list[str]) -> bool:
@@ -211,7 +313,10 @@ class SqliteFile:
 
         Raises:
             sqlite3.Error: it could not be done now.
+            StateFileReplaced: another file is there.
         """
+        if not self._is_in_place():
+            return False
         if over:
             if self._connection.execute(SWEEP, (json.dumps(over),)).rowcount < SWEPT_AT_ONCE:
                 over.clear()
@@ -224,12 +329,16 @@ class SqliteFile:
             return True
         return False
 
-    def _checkpoint(self, mode: str) -> None:
-        """Copy the log into the file. It matters to the size of the log alone: what is in the log is safe."""
+    def _checkpoint(self, mode: str) -> bool:
+        """Copy the log into the file. It matters to the size of the log alone: what is in the log is safe. Returns whether all of it is copied."""
         try:
-            self._connection.execute(f"PRAGMA wal_checkpoint({mode})").fetchall()
-        except sqlite3.Error as error:
+            is_busy, logged, copied = self._connection.execute(f"PRAGMA wal_checkpoint({mode})").fetchone()
+        except sqlite3.OperationalError as error:
             log.warning("the log of the state file could not be copied into it: %s", error)
+            return False
+        finally:
+            self._watch.note_own_write()
+        return not is_busy and bool(logged == copied)
 
     def _wal_bytes(self) -> int:
         try:
@@ -239,6 +348,10 @@ class SqliteFile:
 
     def close(self) -> None:
         """Let go of it."""
+        if self._watch.is_overwritten:
+            # Closing it would copy the log into what another program wrote there, and spoil that.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._connection))
+            return
         self._connection.close()
 
 
@@ -278,18 +391,3 @@ def _row(lease_id: str, call_id: str, verdict: Verdict) -> tuple[str, str, str, 
     lengths = json.dumps([None if output is None else len(output) for output in outputs])
     whole = outputs[0] if outputs[1] is None and outputs[2] is None else b"".join(output or b"" for output in outputs)
     return lease_id, call_id, verdict.identity.hex(), encode(fields).decode(), lengths, whole or b""
-
-
-def damaged(path: Path, what: str) -> str:
-    """What to tell a person of a state file that cannot be read."""
-    return f"the state file {path} is damaged ({what}): put a copy in its place, or move it away to start without what it holds"
-
-
-def _unusable(path: Path, error: sqlite3.Error) -> str:
-    if isinstance(error, sqlite3.OperationalError) and "locked" in str(error):
-        return f"the state file {path} is locked by another process: end that one first"
-    if isinstance(error, sqlite3.OperationalError) and "full" in str(error):
-        return f"the state file {path} cannot be written, its disk is full: make room first"
-    if isinstance(error, sqlite3.DatabaseError) and not isinstance(error, sqlite3.OperationalError):
-        return damaged(path, str(error))
-    return f"the state file {path} cannot be used: {error}"

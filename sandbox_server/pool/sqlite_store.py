@@ -12,6 +12,7 @@ import sqlite3
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
@@ -20,8 +21,11 @@ from sandbox_server.core.errors import StorageUnavailable
 from sandbox_server.core.execution import Result
 from sandbox_server.core.types import Lease, SandboxState
 from sandbox_server.pool.codec import name_of, name_of_key
+from sandbox_server.pool.file_watch import StateFileReplaced
+from sandbox_server.pool.output_files import OutputFiles
 from sandbox_server.pool.record_time import RecordTime, boot_id
-from sandbox_server.pool.sqlite_file import Batch, SqliteFile, SqliteReader, StoreUnusable, damaged
+from sandbox_server.pool.sqlite_errors import StoreUnusable, damaged
+from sandbox_server.pool.sqlite_file import Batch, SqliteFile, SqliteReader
 from sandbox_server.pool.store import OVER, Forgotten, Record, SandboxRecord, SlotRecord, State, Verdict
 
 log = logging.getLogger(__name__)
@@ -34,6 +38,8 @@ FAILED_FOR_S = 0.1
 AGAIN_AFTER_S = 1.0
 #: Outputs of verdicts that cannot be written, held in memory; beyond it the oldest go. Their agents' journals still have them.
 MAX_UNWRITTEN_BYTES = 64 << 20
+#: Where the large outputs are, beside the file.
+OUTPUT_FOLDER = "outputs"
 #: After so many commits the file is looked after.
 TIDY_EVERY = 64
 
@@ -64,9 +70,10 @@ class SqliteStore:
         self._failed_at = float("-inf")
         self._timer: asyncio.TimerHandle | None = None
         self._soon = False
+        self._generation = 0
         self._calls: dict[str, set[str]] = {}
         self._slots_of: dict[str, set[str]] = {}
-        file = SqliteFile(path)
+        file = self._file = SqliteFile(path)
         try:
             self._reader = SqliteReader(path)
             self._state: State | None = self._read()
@@ -81,9 +88,10 @@ class SqliteStore:
             self.put(self._time.record)
         for slot in self._state.slots:
             self._slots_of.setdefault(slot.ref.sandbox_id, set()).add(name_of(slot)[1])
+        self.outputs = OutputFiles(path.parent / OUTPUT_FOLDER)
         self._over = {lease.lease_id for lease in self._state.leases if lease.state in OVER}
         known = {lease.lease_id for lease in self._state.leases}
-        for lease_id in [lease_id for lease_id in self._calls if lease_id not in known or lease_id in self._over]:
+        for lease_id in [lease_id for lease_id in {*self._calls, *self.outputs.leases()} if lease_id not in known or lease_id in self._over]:
             self._forget_verdicts(lease_id)
 
     # Remembering.
@@ -129,6 +137,7 @@ class SqliteStore:
         self._write_later()
 
     def _forget_verdicts(self, lease_id: str) -> None:
+        self.outputs.forget(lease_id)
         if self._calls.pop(lease_id, None):
             self._pending.forget_verdicts(lease_id)
             self._writer.sweep(lease_id)
@@ -164,9 +173,14 @@ class SqliteStore:
             if verdict is not None:
                 return verdict
         try:
-            return self._reader.verdict(lease_id, call_id)
+            return self._with_output(self._reader.verdict(lease_id, call_id))
         except (sqlite3.Error, ValueError) as error:
             raise self._unavailable("read", error) from error
+
+    def _with_output(self, verdict: Verdict | None) -> Verdict | None:
+        if verdict is None or verdict.result.output_file is None:
+            return verdict
+        return replace(verdict, result=replace(verdict.result, output_file=self.outputs.known(verdict.result.output_file)))
 
     def verdict_count(self, lease_id: str) -> int:
         """How many calls of this lease have a verdict."""
@@ -224,6 +238,7 @@ class SqliteStore:
     def _written(self, error: Exception | None) -> None:
         batch, self._writing = self._writing, None
         assert batch is not None, "something was being written"
+        self._read_what_was_written_anew()
         waiting, self._waiting_for_written = self._waiting_for_written, []
         if error is None:
             if self._failure is not None:
@@ -246,16 +261,63 @@ class SqliteStore:
             self._write_later()
 
     def _failed(self, batch: Batch, error: Exception) -> None:
-        if self._failure is None:
-            log.error("the state file cannot be written: %s", error)
-        self._failure = self._unavailable("written", error)
-        self._failed_at = asyncio.get_running_loop().time()
+        self._note_failure(error)
         for lease_id in [lease_id for lease_id in batch.verdicts if lease_id not in self._calls]:
             batch.forget_verdicts(lease_id)
         self._pending = self._pending.on_top_of(batch)
 
+    def _note_failure(self, error: Exception) -> None:
+        failure = self._unavailable("written", error)
+        if self._failure is None or self._failure.detail != failure.detail:
+            log.error(failure.detail)
+        self._failure = failure
+        self._failed_at = asyncio.get_running_loop().time()
+
+    # Looking after the file.
+
+    @property
+    def trouble(self) -> str | None:
+        """Why nothing new should be begun, and what to do; None: it can."""
+        if self._failure is not None:
+            return self._failure.detail
+        if not self._file.has_reserve:
+            return f"the disk of the state file {self._path} is full: what is left is kept for releases; make room, and new leases are given again"
+        return None
+
+    async def check(self) -> None:
+        """See that the state file is still the one at its path, and that there is room in reserve. To be called every second."""
+        loop = asyncio.get_running_loop()
+        checked: asyncio.Future[Exception | None] = loop.create_future()
+
+        def finish(error: Exception | None) -> None:
+            if not checked.done():  # who waited may have been cancelled
+                checked.set_result(error)
+
+        self._writer.check(lambda error: loop.call_soon_threadsafe(finish, error))
+        error = await checked
+        self._read_what_was_written_anew()
+        if error is not None:
+            self._note_failure(error)
+        elif self._failure is not None and not self._pending and self._writing is None:
+            log.info("the state file can be written again")
+            self._failure = None
+
+    def _read_what_was_written_anew(self) -> None:
+        generation = self._file.generation
+        if generation == self._generation:
+            return
+        try:
+            reader = SqliteReader(self._path)
+        except sqlite3.Error as error:
+            # The old one still reads what was written before; it is tried again with the next commit or check.
+            log.warning("the state file that was written anew cannot be read: %s", error)
+            return
+        before, self._reader, self._generation = self._reader, reader, generation
+        before.close()
+
     def _unavailable(self, done: str, error: Exception) -> StorageUnavailable:
-        return StorageUnavailable(f"the state file {self._path} cannot be {done}: {error}", retry_after_s=2)
+        detail = str(error) if isinstance(error, StateFileReplaced) else f"the state file {self._path} cannot be {done}: {error}"
+        return StorageUnavailable(detail, retry_after_s=2)
 
     async def close(self) -> None:
         """Write what is queued and let go."""
@@ -268,6 +330,7 @@ class SqliteStore:
             self._timer.cancel()
         self._reader.close()
         await asyncio.to_thread(self._writer.end)
+        await asyncio.to_thread(self.outputs.close)
 
 
 Done = Callable[[Exception | None], object]
@@ -282,7 +345,7 @@ class Writer:
 
     def __init__(self, file: SqliteFile) -> None:
         self._file = file
-        self._work: SimpleQueue[tuple[Batch, Done] | str | None] = SimpleQueue()
+        self._work: SimpleQueue[tuple[Batch | None, Done] | str | None] = SimpleQueue()
         self._over: list[str] = []
         self._tidying = False
         self._commits = 0
@@ -292,6 +355,10 @@ class Writer:
     def write(self, batch: Batch, done: Done) -> None:
         """Commit a batch; `done`, in this thread, is told of the error, if there was one."""
         self._work.put((batch, done))
+
+    def check(self, done: Done) -> None:
+        """See that the file is where it was; `done`, in this thread, is told of the error, if there was one."""
+        self._work.put((None, done))
 
     def sweep(self, lease_id: str) -> None:
         """Delete the verdicts of a lease, when there is time."""
@@ -318,22 +385,25 @@ class Writer:
                 self._commit(*work)
         self._file.close()
 
-    def _commit(self, batch: Batch, done: Done) -> None:
+    def _commit(self, batch: Batch | None, done: Done) -> None:
         error: Exception | None = None
         try:
-            self._file.commit(batch)
+            if batch is None:
+                self._file.check()
+            else:
+                self._file.commit(batch)
         except Exception as caught:  # the edge of this thread: whatever it was, those who wait are told
             error = caught
         # A loop that is closed has nobody who waits.
         with suppress(RuntimeError):
             done(error)
-        self._commits += 1
-        if self._commits % TIDY_EVERY == 0:
+        self._commits += batch is not None
+        if batch is not None and self._commits % TIDY_EVERY == 0:
             self._tidying = True
 
     def _tidy(self) -> bool:
         try:
             return self._file.tidy(self._over)
-        except sqlite3.Error as error:
+        except (sqlite3.Error, StateFileReplaced) as error:
             log.warning("the state file could not be tidied: %s", error)
             return False

@@ -6,22 +6,30 @@ and its record are one step; an answer that depends on them leaves after `flush`
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from sandbox_server.core.execution import Result
-from sandbox_server.core.types import AcquireRequest, Handle, Lease, LeaseState, PoolSpec, SandboxState, SlotRef, SlotState
+from sandbox_server.core.types import AcquireRequest, Handle, Lease, LeaseState, PoolId, PoolSpec, SandboxState, SlotRef, SlotState
+from sandbox_server.pool.output_files import OutputFiles
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolRecord:
-    """A pool that was made while the service ran. `closing`: it is to go once its last lease has ended."""
+    """A pool that was made while the service ran. `closing`: it is to go once its last lease has ended. `tenant`: who owns it; None: no tenant does."""
 
     name: str
     spec: PoolSpec
     origin: str
     closing: bool = False
+    tenant: str | None = None
+
+    @property
+    def pool_id(self) -> PoolId:
+        """Which pool."""
+        return PoolId(self.name, self.tenant)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +59,12 @@ class SandboxRecord:
     ready_at: float | None = None
     caches: tuple[CacheRecord, ...] = ()
     why: str = ""
+    pool_tenant: str | None = None
+
+    @property
+    def pool_id(self) -> PoolId:
+        """Which pool it is of."""
+        return PoolId(self.pool, self.pool_tenant)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +78,12 @@ class SlotRecord:
     workspace: str
     isolation: str
     keep: tuple[str, str | None] | None = None
+    pool_tenant: str | None = None
+
+    @property
+    def pool_id(self) -> PoolId:
+        """Which pool it is of."""
+        return PoolId(self.pool, self.pool_tenant)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,7 +107,7 @@ class ClockRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Forgotten:
-    """A lease, a request key, or a pool that nobody may ask for any more."""
+    """A lease, a request key, or a pool (by the key of its id) that nobody may ask for any more."""
 
     lease_id: str | None = None
     key: tuple[str, str] | None = None
@@ -140,6 +160,11 @@ class Store(Protocol):
         """
         ...
 
+    @property
+    def outputs(self) -> OutputFiles:
+        """The files of large outputs; those of a lease are deleted when its verdicts are forgotten."""
+        ...
+
     def load(self) -> State:
         """What was remembered when the store was opened."""
         ...
@@ -159,6 +184,15 @@ class Store(Protocol):
         """How many calls of this lease have a verdict."""
         ...
 
+    @property
+    def trouble(self) -> str | None:
+        """Why nothing new should be begun, and what to do; None: it can."""
+        ...
+
+    async def check(self) -> None:
+        """See that what was put can still be found by a service that starts later. To be called every second; `trouble` says what was found."""
+        ...
+
     async def close(self) -> None:
         """Write what is queued and let go."""
         ...
@@ -175,6 +209,7 @@ class MemoryStore:
     keys: dict[tuple[str, str], KeyRecord] = field(default_factory=dict)
     pools: dict[str, PoolRecord] = field(default_factory=dict)
     verdicts: dict[str, dict[str, Verdict]] = field(default_factory=dict)
+    outputs: OutputFiles = field(default_factory=lambda: OutputFiles(None))
     _slots_of: dict[str, set[SlotRef]] = field(default_factory=dict)
 
     def put(self, record: Record) -> None:
@@ -185,13 +220,13 @@ class MemoryStore:
         elif isinstance(record, Lease):
             self.leases[record.lease_id] = record
             if record.state in OVER:
-                self.verdicts.pop(record.lease_id, None)
+                self._forget_verdicts(record.lease_id)
         elif isinstance(record, SandboxRecord):
             self._put_sandbox(record)
         elif isinstance(record, KeyRecord):
             self.keys[record.tenant, record.key] = record
         elif isinstance(record, PoolRecord):
-            self.pools[record.name] = record
+            self.pools[record.pool_id.key] = record
         elif isinstance(record, Forgotten):
             self._forget(record)
 
@@ -206,11 +241,15 @@ class MemoryStore:
     def _forget(self, record: Forgotten) -> None:
         if record.lease_id is not None:
             self.leases.pop(record.lease_id, None)
-            self.verdicts.pop(record.lease_id, None)
+            self._forget_verdicts(record.lease_id)
         if record.key is not None:
             self.keys.pop(record.key, None)
         if record.pool is not None:
             self.pools.pop(record.pool, None)
+
+    def _forget_verdicts(self, lease_id: str) -> None:
+        self.verdicts.pop(lease_id, None)
+        self.outputs.forget(lease_id)
 
     async def flush(self) -> None:
         """There is nothing to wait for."""
@@ -240,5 +279,14 @@ class MemoryStore:
         """How many calls of this lease have a verdict."""
         return len(self.verdicts.get(lease_id, ()))
 
+    @property
+    def trouble(self) -> str | None:
+        """There is none."""
+        return None
+
+    async def check(self) -> None:
+        """There is nothing to see."""
+
     async def close(self) -> None:
-        """There is nothing to let go of."""
+        """Let go of the output files."""
+        await asyncio.to_thread(self.outputs.close)

@@ -25,8 +25,11 @@ async def verify(pool: Pool) -> Mapping[str, Any]:
         NoCapacity: none is free.
         NotImplementedHere: the agents cannot.
     """
-    orders = pool.book.claim_free()
+    orders = pool.book.reclaim_free()
     if not orders:
+        held = pool.book.held_slots()
+        if held:
+            raise NoCapacity(f"pool {pool.name!r} has no free slot to verify: its free ones ({held}) are held for an acquire that waits: try again later")
         raise NoCapacity(f"pool {pool.name!r} has no free slot to verify: try again when one is")
     task = asyncio.gather(*(_verify(pool, order) for order in orders))
     slots = await asyncio.shield(task)

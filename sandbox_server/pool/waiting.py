@@ -14,7 +14,7 @@ from sandbox_server.pool.heaps import tidied
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Waiter:
-    """One acquire in the queue. `leases` is filled when it is served."""
+    """One acquire in the queue. `leases` is filled when it is served; `first_since`: when it became its tenant's first, monotonic."""
 
     request: AcquireRequest
     seq: int
@@ -23,6 +23,7 @@ class Waiter:
     weight: float
     leases: tuple[Lease, ...] = ()
     waiting: bool = True
+    first_since: float = float("inf")
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -36,6 +37,7 @@ class WaitingLine:
     def __init__(self) -> None:
         self._ranks: dict[str, list[tuple[int, int]]] = {}
         self._waiters: dict[tuple[int, int], Waiter] = {}
+        self._heads: dict[str, Waiter] = {}
         self._deadlines: list[tuple[float, tuple[int, int]]] = []
         self.slots_wanted = 0
         self.wanted_by: Counter[str] = Counter()
@@ -43,17 +45,18 @@ class WaitingLine:
     def __len__(self) -> int:
         return len(self._waiters)
 
-    def add(self, waiter: Waiter) -> None:
-        """Queue it where it belongs."""
+    def add(self, waiter: Waiter, now: float) -> None:
+        """Queue it where it belongs. `now`: monotonic."""
         insort(self._ranks.setdefault(waiter.request.tenant, []), waiter.rank)
         self._waiters[waiter.rank] = waiter
         self._want(waiter, waiter.request.count)
+        self._find_head(waiter.request.tenant, now)
         waiter.waiting = True
         heapq.heappush(self._deadlines, (waiter.deadline, waiter.rank))
         self._deadlines = tidied(self._deadlines, len(self._waiters), ((one.deadline, one.rank) for one in self._waiters.values()))
 
-    def remove(self, waiter: Waiter) -> None:
-        """It waits no more."""
+    def remove(self, waiter: Waiter, now: float) -> None:
+        """It waits no more. `now`: monotonic."""
         tenant, rank = waiter.request.tenant, waiter.rank
         ranks = self._ranks[tenant]
         del ranks[bisect_left(ranks, rank)]
@@ -61,7 +64,19 @@ class WaitingLine:
             del self._ranks[tenant]
         del self._waiters[rank]
         self._want(waiter, -waiter.request.count)
+        self._find_head(tenant, now)
         waiter.waiting = False
+
+    def _find_head(self, tenant: str, now: float) -> None:
+        ranks = self._ranks.get(tenant)
+        head = None if ranks is None else self._waiters[ranks[0]]
+        if self._heads.get(tenant) is head:
+            return
+        self._heads.pop(tenant, None)
+        if head is not None:
+            # At the end of the dict, which so keeps the order in which they became the first, that of one moment too.
+            self._heads[tenant] = head
+            head.first_since = now
 
     def _want(self, waiter: Waiter, count: int) -> None:
         self.slots_wanted += count
@@ -88,7 +103,11 @@ class WaitingLine:
 
     def head(self, tenant: str) -> Waiter:
         """The tenant's first."""
-        return self._waiters[self._ranks[tenant][0]]
+        return self._heads[tenant]
+
+    def heads(self) -> Iterable[Waiter]:
+        """Each tenant's first, in the order in which they became that."""
+        return self._heads.values()
 
     def count_of(self, tenant: str) -> int:
         """How many of a tenant's wait."""
@@ -98,12 +117,14 @@ class WaitingLine:
         """Everybody who waits, in no order that means anything."""
         return list(self._waiters.values())
 
-    def position(self, waiter: Waiter) -> int:
-        """About how many are served no later than this one, itself included: its tenant's before it, and as many of each other tenant's."""
+    def position(self, waiter: Waiter, claimant: Waiter | None = None) -> int:
+        """About how many are served no later than this one, itself included: its tenant's before it, as many of each other tenant's, and the claimant."""
         ranks = self._ranks[waiter.request.tenant]
         place = bisect_left(ranks, waiter.rank) + 1
         others = sum(min(len(other), place - 1) for tenant, other in self._ranks.items() if tenant != waiter.request.tenant)
-        return place + others
+        # Where others of its tenant are before it, the claimant is counted as one of its own tenant's.
+        is_left_out = claimant is not None and claimant.request.tenant != waiter.request.tenant and place == 1
+        return place + others + is_left_out
 
 
 def crowded_out(max_sandboxes: int, draining: int, leases: int) -> str:
@@ -119,7 +140,19 @@ def crowded_out(max_sandboxes: int, draining: int, leases: int) -> str:
     return f"{old} towards its max_sandboxes of {max_sandboxes} until {held} has ended"
 
 
-def none_free(pool: str, count: int, waited_s: float, *, making: int, crowded: str | None = None, last_error: str | None) -> str:
+def held_back(free: int, count: int, waited_s: float) -> str:
+    """The sentence for a pool whose free slots are held for somebody else.
+
+    Args:
+        free: how many slots are held.
+        count: how many its claimant waits for.
+        waited_s: for how long, in seconds.
+    """
+    held = "its 1 free slot is held" if free == 1 else f"its {free} free slots are held"
+    return f"{held} for an acquire of {count} that has waited for {waited_s:.0f} s"
+
+
+def none_free(pool: str, count: int, waited_s: float, *, making: int, held: str | None = None, crowded: str | None = None, last_error: str | None) -> str:
     """The sentence for whom it was too late: what there was none of, why, and what to do.
 
     Args:
@@ -127,11 +160,14 @@ def none_free(pool: str, count: int, waited_s: float, *, making: int, crowded: s
         count: how many slots were wanted at once.
         waited_s: how long they were waited for, in seconds.
         making: how many sandboxes are being made.
+        held: `held_back`, if that is so.
         crowded: `crowded_out`, if that is so.
         last_error: why none can be made, if that is so.
     """
     slots = "slot free" if count == 1 else f"{count} slots free at once"
     tried = f"had no {slots} within {round(waited_s, 1):g} s" if round(waited_s, 1) else f"has no {slots}"
+    if held:
+        return f"pool {pool!r} {tried}: {held}: release leases, wait for longer, or ask again"
     if making:
         todo = "a sandbox is being made" if making == 1 else f"{making} sandboxes are being made"
         return f"pool {pool!r} {tried}: {todo}, ask again in a moment"

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from sandbox_server.core.clock import Clock
+from sandbox_server.core.types import AcquireRequest
 from sandbox_server.link import AgentLink, Endpoint
+from sandbox_server.pool.claims import CLAIM_AFTER_S
 from sandbox_server.pool.events import EventLog
 from sandbox_server.pool.store import Store
 from sandbox_server.pool.ticker import LoopTimers, Timers
@@ -69,6 +71,11 @@ def no_maximum(tenant: str) -> int | None:
     return None
 
 
+def admit_all(request: AcquireRequest) -> bool:
+    """No acquire is held up."""
+    return True
+
+
 @dataclass(frozen=True, kw_only=True)
 class PoolLimits:
     """What the pools refuse to exceed, by name; `creations_*`: of sandboxes on one backend."""
@@ -85,8 +92,11 @@ class Wiring:
 
     Attributes:
         weight: a tenant's weight in the queue, more than 0.
-        max_leases: how many leases a tenant may hold and wait for; None: no limit.
+        max_leases: how many leases a tenant may hold, wait for and have slots reserved for; None: no limit.
+        max_slots: how many slots a tenant's pools may have at most, together; None: no limit.
         max_waiters: how many acquires of a tenant may queue; None: no limit.
+        admits: whether its tenant's limits let an acquire that waits be served now.
+        claim_after_s: how long a tenant's first waits before its pool holds slots for it, in seconds.
         jitter: a random number from 0 to 1.
         lease_watchers: who hears of each lease that ends, by its id.
     """
@@ -99,7 +109,10 @@ class Wiring:
     events: EventLog = field(default_factory=EventLog)
     weight: Callable[[str], float] = same_weight
     max_leases: Callable[[str], int | None] = no_maximum
+    max_slots: Callable[[str], int | None] = no_maximum
     max_waiters: Callable[[str], int | None] = no_maximum
+    admits: Callable[[AcquireRequest], bool] = admit_all
+    claim_after_s: float = CLAIM_AFTER_S
     jitter: Callable[[], float] = random.random
     lease_watchers: list[Callable[[str], None]] = field(default_factory=list)
     lease_id: Callable[[], str] = new_lease_id

@@ -14,6 +14,9 @@ from typing import Any
 from sandbox_server.agent import wire
 from sandbox_server.link import AgentLink
 
+#: How long a fake agent may take to say hello, in seconds.
+HELLO_WITHIN_S = 10.0
+
 
 class MemoryTransport(asyncio.Transport):
     """One end of a connection in memory: what is written arrives at the other end in the next turn of the loop."""
@@ -59,13 +62,14 @@ class FakeLink(AgentLink):
 
         Raises:
             LinkLost: the agent hung up instead of saying hello.
+            TimeoutError: it did not say hello in time.
         """
         link = cls(asyncio.get_running_loop())
         transport = MemoryTransport()
         transport.lost = lambda: link.connection_lost(None)
         link.connection_made(transport)
         agent.accept(transport, link.data_received, transport.lost)
-        await link.greet(token)
+        await link.greet(token, HELLO_WITHIN_S)
         return link
 
 

@@ -57,21 +57,24 @@ ACQUIRES: dict[str, tuple[dict[str, Any], str]] = {
     "a long key": ({"request_key": "k" * 1000}, "request_key"),
     "a priority beyond all": ({"priority": 10**9}, "priority"),
 }
+POLICYS, CALLERS = "invalid_args policy", "invalid_args infra"
 ITEMS: dict[str, tuple[dict[str, Any], str, str]] = {
-    "an unknown tool": ({"tool": "sudo"}, "invalid_args", "sudo"),
-    "an unknown field": ({"timeout": 3}, "invalid_args", "timeout"),
-    "a command that is no text": ({"args": "ls"}, "invalid_args", "args"),
-    "no time": ({"timeout_s": 0}, "invalid_args", "timeout_s"),
-    "time backwards": ({"timeout_s": -5}, "invalid_args", "timeout_s"),
-    "a time beyond all": ({"timeout_s": 1e300}, "invalid_args", "timeout_s"),
-    "more than the pool's max_timeout_s": ({"timeout_s": 601}, "invalid_args", "timeout_s"),
-    "silence of no length": ({"no_output_timeout_s": 0}, "invalid_args", "no_output_timeout_s"),
-    "too much output": ({"output_limit_bytes": (10 << 20) + 1}, "invalid_args", "output_limit_bytes"),
-    "another encoding": ({"encoding": "latin-1"}, "invalid_args", "encoding"),
-    "a call_id with a space": ({"call_id": "a b"}, "invalid_args", "call_id"),
-    "a long call_id": ({"call_id": "c" * 129}, "invalid_args", "call_id"),
-    "an unknown lease": ({"lease_id": "nobodys"}, "lease_lost", "nobodys"),
-    "huge arguments": ({"args": {"command": "x" * 60_000}}, "invalid_args", "call_bytes"),
+    "an unknown tool": ({"tool": "sudo"}, POLICYS, "sudo"),
+    "an unknown field": ({"timeout": 3}, CALLERS, "timeout"),
+    "arguments that are no object": ({"args": "ls"}, POLICYS, "args"),
+    "arguments that are a list": ({"args": []}, POLICYS, "args"),
+    "arguments and a time that are none": ({"args": "ls", "timeout_s": 0}, CALLERS, "timeout_s"),
+    "no time": ({"timeout_s": 0}, CALLERS, "timeout_s"),
+    "time backwards": ({"timeout_s": -5}, CALLERS, "timeout_s"),
+    "a time beyond all": ({"timeout_s": 1e300}, CALLERS, "timeout_s"),
+    "more than the pool's max_timeout_s": ({"timeout_s": 601}, CALLERS, "timeout_s"),
+    "silence of no length": ({"no_output_timeout_s": 0}, CALLERS, "no_output_timeout_s"),
+    "too much output": ({"output_limit_bytes": (10 << 20) + 1}, CALLERS, "output_limit_bytes"),
+    "another encoding": ({"encoding": "latin-1"}, CALLERS, "encoding"),
+    "a call_id with a space": ({"call_id": "a b"}, CALLERS, "call_id"),
+    "a long call_id": ({"call_id": "c" * 129}, CALLERS, "call_id"),
+    "an unknown lease": ({"lease_id": "nobodys"}, "lease_lost ambiguous", "nobodys"),
+    "huge arguments": ({"args": {"command": "x" * 60_000}}, POLICYS, "call_bytes"),
 }
 BATCHES: dict[str, tuple[Any, str]] = {
     "no calls": ({"call": []}, "calls"),
@@ -167,13 +170,13 @@ async def test_a_batch_that_is_refused_as_a_whole(name: str, house: House) -> No
 
 @pytest.mark.parametrize("name", ITEMS)
 async def test_what_is_wrong_with_one_item_is_that_items_result(name: str, tmp_path: Path) -> None:
-    fields, reason, named = ITEMS[name]
+    fields, blamed, named = ITEMS[name]
     async with open_house(tmp_path / "state", limits=Limits(call_bytes=50_000)) as house:
         (lease_id,) = await house.acquire()
 
         before, bad, after = await house.batch(bash(lease_id, "echo a"), {**bash(lease_id, "true"), **fields}, bash(lease_id, "echo b"))
 
-        assert (bad["reason"], bad["success"], bad["exit_code"], bad["output"]) == (reason, False, None, "")
+        assert (f"{bad['reason']} {bad['fault']}", bad["success"], bad["exit_code"], bad["output"]) == (blamed, False, None, "")
         assert named in bad["error"]
         assert [before["output"], after["output"]] == ["a\n", "b\n"]
 
@@ -184,7 +187,7 @@ async def test_calls_that_ask_for_too_much_output_together(tmp_path: Path) -> No
 
         results = await house.batch(*(bash(lease_id, "true", output_limit_bytes=100) for _ in range(3)))
 
-        assert [result["reason"] for result in results] == ["exit", "exit", "invalid_args"]
+        assert [(result["reason"], result["fault"]) for result in results] == [("exit", "none"), ("exit", "none"), ("invalid_args", "infra")]
         assert "batch_output_bytes" in results[2]["error"]
 
 

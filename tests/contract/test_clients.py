@@ -110,6 +110,21 @@ def test_a_call_sent_again_ran_once(client: Face) -> None:
         assert lease.get_file("ran") == b"once\n"
 
 
+def test_who_got_a_call_wrong_is_who_hears_of_it(client: Face) -> None:
+    with client.lease(wait_s=30) as lease:
+        for made in (lambda: lease.bash("true", timeout_s=1e6), lambda: lease.exec("bash", {"command": "true"}, encoding="latin-1")):
+            with pytest.raises(errors.InvalidRequest, match=r"^(timeout_s|encoding): "):
+                made()
+        for made in (lambda: lease.exec("bsah", {}), lambda: list(lease.exec_events("bsah", {}))):
+            with pytest.raises(errors.InvalidRequest, match="no tool 'bsah'"):
+                made()
+        calls = [lease.call("bsah", {}), lease.call("bash", []), lease.call("bash", {"command": 7}), lease.call("bash", {"command": "true"}, timeout_s=1e6)]
+        results = [*client.exec_batch(calls), lease.exec("bash", {"command": 7}), lease.bash("a\0b")]
+
+    assert [result.reason for result in results] == ["invalid_args"] * 6
+    assert [result.fault for result in results] == ["policy", "policy", "policy", "infra", "policy", "policy"]
+
+
 def test_an_acquire_sent_again_has_the_same_leases(client: Face) -> None:
     key = f"again-{uuid.uuid4()}"
     first, second = (client.acquire(count=2, request_key=key, run_id=key, wait_s=30) for _ in range(2))

@@ -48,10 +48,13 @@ class Process:
 
 
 @contextlib.contextmanager
-def uvicorn_on(state_dir: Path, **environ: str) -> Iterator[Process]:
+def uvicorn_on(state_dir: Path, *arguments: str, descriptors: int | None = None, **environ: str) -> Iterator[Process]:
+    """A service of plain uvicorn; `descriptors`: it may open no more files than that, as after `ulimit -n`."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        command = [sys.executable, "-m", "uvicorn", "tests.support.scripted_main:app", "--fd", str(listening.fileno())]
+        command = [sys.executable, "-m", "uvicorn", "tests.support.scripted_main:app", "--fd", str(listening.fileno()), *arguments]
+        if descriptors is not None:
+            command = ["prlimit", f"--nofile={descriptors}:{descriptors}", *command]
         popen = subprocess.Popen(
             command,
             cwd=ROOT,

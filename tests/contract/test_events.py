@@ -40,7 +40,7 @@ async def test_nobody_hears_of_anothers_leases_and_only_admins_of_sandboxes(port
         await port.http.post("/v1/acquire", json={}, headers=bearer(BOB))
         sandbox_id = port.agent.sandbox_id
         await port.http.post(f"/v1/sandboxes/{sandbox_id}/drain")
-        await port.http.put("/v1/pools/last", json={"slots_per_sandbox": 1, "min_sandboxes": 0})
+        await port.http.put("/v1/pools/last", json={"slots_per_sandbox": 1, "min_sandboxes": 0, "shared": True})
         to_bob = await until(events(bobs), "pool.created")
         to_alice = await until(events(alices), "pool.created")
 

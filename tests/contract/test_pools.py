@@ -21,6 +21,8 @@ FOR_ADMINS: dict[str, Any] = {
     "nomad.singularity_image": {"nomad": {"singularity_image": "/x.sif"}},
     "nomad.job_id": {"nomad": {"job_id": "anothers"}},
     "modal.secrets": {"modal": {"secrets": ["s"]}},
+    "workspace_base": {"workspace_base": "/srv/anywhere"},
+    "shared": {"shared": True},
     "allow_none": {"allow_none": True},
 }
 CANNOT_BE: dict[str, tuple[Any, str]] = {
@@ -119,17 +121,18 @@ def test_what_is_for_admins_is_the_contracts() -> None:
 async def test_only_admins_set_what_is_for_admins(field: str, house: House) -> None:
     spec = {**SMALL, **FOR_ADMINS[field]}
     bobs = await house.http.put("/v1/pools/mine", json=spec, headers=BOBS)
-    alices = await house.http.put("/v1/pools/mine", json=spec)
+    alices = await house.http.put("/v1/pools/mine", params={"tenant": "bob"}, json=spec)
 
     assert (bobs.status_code, bobs.json()["code"], bobs.json()["field"]) == (403, "forbidden", field)
     assert alices.status_code == 201
-    # What an admin has set may stay, but not go.
-    assert (await house.http.put("/v1/pools/mine", json={**spec, "max_sandboxes": 2}, headers=BOBS)).status_code == 200
+    # What an admin has set may stay, but not go. A pool that every tenant uses is the admins', whosever it was.
+    changed = await house.http.put("/v1/pools/mine", json={**spec, "max_sandboxes": 2}, headers=BOBS)
+    assert changed.status_code == (403 if field == "shared" else 200)
     if field != "allow_none":
         assert (await house.http.put("/v1/pools/mine", json=SMALL, headers=BOBS)).status_code == 403
 
 
-async def test_others_make_and_change_pools_but_neither_delete_nor_verify_them(house: House) -> None:
+async def test_others_make_change_and_delete_pools_but_do_not_verify_them(house: House) -> None:
     made = await house.http.put("/v1/pools/bobs", json={**SMALL, "env_vars": {"A": "nobodys-business"}}, headers=BOBS)
     changed = await house.http.put("/v1/pools/bobs", json={**SMALL, "env_vars": {"A": "other"}}, headers=BOBS)
     blind = await house.http.put("/v1/pools/bobs", json=SMALL, headers=BOBS)
@@ -137,9 +140,10 @@ async def test_others_make_and_change_pools_but_neither_delete_nor_verify_them(h
     assert [answer.status_code for answer in (made, changed, blind)] == [201, 200, 403]
     assert all("env_vars" not in answer.json()["spec"] for answer in (made, changed))
     assert "nobodys-business" not in made.text
-    for method, path in (("DELETE", "/v1/pools/bobs"), ("POST", "/v1/pools/bobs/verify"), ("POST", "/v1/sandboxes/s/drain")):
-        answer = await house.http.request(method, path, headers=BOBS)
+    for path in ("/v1/pools/bobs/verify", "/v1/sandboxes/s/drain"):
+        answer = await house.http.post(path, headers=BOBS)
         assert (answer.status_code, answer.json()["code"]) == (403, "forbidden")
+    assert (await house.http.delete("/v1/pools/bobs", headers=BOBS)).status_code == 202
 
 
 async def test_lists_come_in_pages(tmp_path: Path) -> None:

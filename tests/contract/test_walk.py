@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from sandbox_server.core.execution import FAULT_OF, NOT_RECORDED
+from sandbox_server.core.execution import FAULTS_OF, NOT_RECORDED
 from sandbox_server.telemetry import FIGURES, TOOLS
 from tests.contract.contract import BUILT, CONTRACT, WAITING, members, named
 from tests.support.house import House, bash
@@ -275,7 +275,7 @@ def test_every_route_that_does_not_wait_is_asked() -> None:
 
 
 def test_faults_and_records_are_the_contracts() -> None:
-    assert {str(reason): str(fault) for reason, fault in FAULT_OF.items()} == {reason: faults[0] for reason, faults in CONTRACT["reasons"].items()}
+    assert {str(reason): [str(fault) for fault in faults] for reason, faults in FAULTS_OF.items()} == CONTRACT["reasons"]
     assert {str(reason) for reason in NOT_RECORDED} == set(CONTRACT["not_recorded"])
 
 

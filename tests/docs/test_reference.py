@@ -28,8 +28,7 @@ from sandbox_server.api.problems import STATUS_OF
 from sandbox_server.api.routes.pending import PENDING
 from sandbox_server.api.schemas import PoolSpecBody
 from sandbox_server.api.specs import ADMINS_ONLY
-from sandbox_server.api.specs import NOT_BUILT as SPEC_NOT_BUILT
-from sandbox_server.core.execution import FAULT_OF
+from sandbox_server.core.execution import FAULTS_OF
 from sandbox_server.core.lifecycle import SANDBOX_MOVES, SLOT_MOVES
 from sandbox_server.core.types import SandboxState
 from sandbox_server.settings import CLIENTS_OWN, PREFIX, EnvironmentModel, NomadModel, SettingsFile, TenantModel
@@ -76,7 +75,9 @@ def test_every_error_code_with_its_status() -> None:
 
 
 def test_every_reason_with_its_fault() -> None:
-    assert [(reason, fault) for reason, _, fault, _ in rows("errors-and-reasons.md", "reasons")] == [(str(r), str(f)) for r, f in FAULT_OF.items()]
+    said = [(reason, fault.split(", ")) for reason, _, fault, _ in rows("errors-and-reasons.md", "reasons")]
+
+    assert said == [(str(reason), [str(fault) for fault in faults]) for reason, faults in FAULTS_OF.items()]
 
 
 def test_every_error_that_the_client_raises_on_its_own() -> None:
@@ -120,11 +121,10 @@ def test_what_is_not_built_yet_is_in_the_readme() -> None:
     said = (ROOT / "README.md").read_text(encoding="utf-8").partition("### Not built yet")[2].partition("\n#")[0]
     routes = {f"{method} {path.replace('lease_id', 'id')}" for method, path, *_ in PENDING}
 
-    assert [name for name in {*TOOLS_NOT_BUILT, *SPEC_NOT_BUILT, *routes} if f"`{name}`" not in said] == []
+    assert [name for name in {*TOOLS_NOT_BUILT, *routes} if f"`{name}`" not in said] == []
 
 
-def test_what_a_pool_spec_cannot_have_yet_is_said() -> None:
-    assert tuple(field for field, _, means in rows("settings.md", "spec") if "not built yet" in means) == SPEC_NOT_BUILT
+def test_what_only_admins_set_in_a_pool_spec_is_said() -> None:
     assert {f"`{path}`" for path in ADMINS_ONLY} <= set(re.findall(r"`[^`]+`", page("settings.md").partition("Only admins set ")[2]))
 
 

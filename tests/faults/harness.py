@@ -147,6 +147,9 @@ class Run:
                 note("fault", what=fault.what, connections=self._stage.cut_links(fault.share))
             case "disk.fill":
                 self._later(self._fill(fault.lasts_s))
+            case "state.delete":
+                if self._stage.delete_state():
+                    note("fault", what=fault.what)
             case "clock.jump":
                 note("fault", what=fault.what, offset_s=fault.jump_s)
                 self._stage.set_clock(fault.jump_s)
@@ -199,6 +202,7 @@ def figures(events: list[Event], violations: list[Violation], *, starts: int) ->
         "links to agents cut": sum(event["connections"] for event in events if event.kind == "fault" and event["what"] == "link.cut"),
         "disks filled": faults["disk.full"],
         "clock jumps": faults["clock.jump"],
+        "state files deleted": faults["state.delete"],
         "acquires": kinds["granted"],
         "leases": len(leases),
         "calls checked": len(calls),

@@ -15,6 +15,7 @@ WEIGHTS: Final[Mapping[str, int]] = {
     "link.cut": 14,
     "disk.fill": 8,
     "clock.jump": 6,
+    "state.delete": 6,
 }
 GAP_S = (0.2, 3.5)
 HASTY = 0.15

@@ -68,6 +68,7 @@ class Stage:
         self.up = asyncio.Event()
         self.starts = 0
         self.seen: dict[str, dict[str, Any]] = {}
+        self._state_file = self.state_dir / "state.db"
         self._config = self.folder / "config.yaml"
         self._config.write_text(yaml.safe_dump({"pools": dict(pools)}), encoding="utf-8")
         self._clock = self.folder / "clock"
@@ -80,7 +81,7 @@ class Stage:
 
     def possible(self) -> set[str]:
         """The kinds of fault that can be done here."""
-        always = {"service.kill", "agent.kill", "agent.stop", "cut"} | ({"link.cut"} if links.possible() else set())
+        always = {"service.kill", "agent.kill", "agent.stop", "cut", "state.delete"} | ({"link.cut"} if links.possible() else set())
         return always | ({"disk.fill"} if self.has_disk else set()) | ({"clock.jump"} if self._faketime else set())
 
     @property
@@ -141,12 +142,23 @@ class Stage:
         }
 
     def kill(self, pause_s: float) -> bool:
-        """SIGKILL the service, whatever it is doing; it is started again after a pause. Returns whether it ran."""
+        """SIGKILL the service, whatever it is doing; it is started again after a pause. Returns whether it ran.
+
+        Not between the deletion of its state file and its writing it anew: then nothing of it would be left.
+        """
         self._pause_s = pause_s
-        if self._process is None or self._process.returncode is not None or self._killed:
+        if self._process is None or self._process.returncode is not None or self._killed or not self._state_file.exists():
             return False
         self._killed = True
         self._process.kill()
+        return True
+
+    def delete_state(self) -> bool:
+        """Delete the state file, and what SQLite keeps beside it, under the running service. Returns whether it ran."""
+        if not self.up.is_set() or self._process is None or self._process.returncode is not None or self._killed:
+            return False
+        for suffix in ("", "-wal", "-shm"):
+            Path(f"{self._state_file}{suffix}").unlink(missing_ok=True)
         return True
 
     async def ready(self) -> None:

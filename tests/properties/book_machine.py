@@ -12,15 +12,19 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from sandbox_server.core.types import AcquireRequest, Lease, LeaseState, PoolSpec, SandboxState, SlotRef, SlotState
-from sandbox_server.pool.leases import KEEPING_S, LeaseBook
+from sandbox_server.core.types import AcquireRequest, Lease, LeaseState, PoolId, PoolSpec, SandboxState, SlotRef, SlotState
+from sandbox_server.pool.claims import CLAIM_AFTER_S
+from sandbox_server.pool.leases import LeaseBook
+from sandbox_server.pool.serving_order import KEEPING_S
 from sandbox_server.pool.store import MemoryStore, SandboxRecord
 from sandbox_server.pool.waiting import Waiter
 from sandbox_server.testing import FakeClock
+from tests.properties.claim_model import ClaimModel
 
 TENANTS = ("a", "b", "c")
 WEIGHTS = {"a": 1.0, "b": 2.0, "c": 1.0}
 RUNS = (None, "r1", "r2")
+MANY = 1000
 
 
 @dataclass
@@ -57,25 +61,54 @@ class BookMachine(RuleBasedStateMachine):
         self.waiting: list[Waiter] = []
         self.known_slots: set[SlotRef] = set()
         self.dirty: set[SlotRef] = set()
+        self.max_leases: dict[str, int | None] = dict.fromkeys(TENANTS)
+        self.capacity = MANY
         self.book = self._new_book()
         for count in slots:
             self._add_sandbox(count, clean=True)
 
     def _new_book(self) -> LeaseBook:
-        return LeaseBook("p", PoolSpec(), self.clock, self.store.put, WEIGHTS.__getitem__, lambda: f"l-{next(self.ids)}")
+        book = LeaseBook(
+            *(PoolId("p"), PoolSpec(), self.clock, self.store.put, WEIGHTS.__getitem__, lambda: f"l-{next(self.ids)}"),
+            admits=lambda request: self._admits(request, book.leased_by),
+            capacity=lambda: self.capacity,
+        )
+        self.claims = ClaimModel(CLAIM_AFTER_S, len(TENANTS), self.clock.monotonic, self._may_claim)
+        return book
+
+    def _admits(self, request: AcquireRequest, leased: Counter[str]) -> bool:
+        most = self.max_leases[request.tenant]
+        return most is None or leased[request.tenant] + request.count <= most
+
+    def _may_claim(self, waiter: Waiter, leased: Counter[str]) -> bool:
+        return self._admits(waiter.request, leased) and waiter.request.count <= self.capacity
+
+    def _has(self, waiter: Waiter) -> int:
+        """How many slots it could be given now: free ones, and those kept for its run."""
+        holder, open_slots = (waiter.request.tenant, waiter.request.run_id), [slot for slot in self.book.table if self._is_open(slot.ref)]
+        return sum(slot.state is SlotState.READY or (slot.state is SlotState.KEPT and holder[1] is not None and slot.keep == holder) for slot in open_slots)
+
+    def _is_open(self, ref: SlotRef) -> bool:
+        return self.book.table.shelves[ref.sandbox_id].open
 
     # What the pool does after every step.
 
     def _assign(self) -> None:
         while True:
-            before = self._turns()
-            leased_before = Counter(self.book.leased_by)
+            leased = Counter(self.book.leased_by)
             usable = self.book.table.usable()
+            self.claims.look(self.waiting, leased, self._has)
+            self.claims.begin_assigning(self._has)
             served = self.book.assign()
-            self._check_turns(before, leased_before, usable, served)
-            for waiter in served:
+            for number, waiter in enumerate(served):
+                self._check_turn(waiter, leased, usable, still_waiting=[other for other in self.waiting if other not in served[: number + 1]])
+                self.claims.granted(waiter)
                 self.waiting.remove(waiter)
+                leased[waiter.request.tenant] += waiter.request.count
+                self.claims.look(self.waiting, leased, self._has)
                 self._granted(waiter)
+            assert self.book.claims.claimant is self.claims.claimant, "slots are held for somebody else than who has waited longest"
+            self.claims.end_assigning(self._has)
             if not served:
                 return
 
@@ -86,21 +119,20 @@ class BookMachine(RuleBasedStateMachine):
             turns.setdefault(waiter.request.tenant, []).append(waiter)
         return turns
 
-    def _check_turns(self, turns: dict[str, list[Waiter]], leased: Counter[str], usable: int, served: list[Waiter]) -> None:
-        """Within a tenant nobody overtakes; between tenants the least leased per weight goes first, others only up to their share."""
-        active = {tenant for tenant, count in leased.items() if count} | set(turns)
-        for waiter in served:
-            tenant = waiter.request.tenant
-            assert turns[tenant][0] is waiter, "somebody overtook the head of its tenant"
-            load = leased[tenant] / WEIGHTS[tenant]
-            ahead = [other for other in turns if other != tenant and turns[other] and leased[other] / WEIGHTS[other] < load]
-            still_waiting = [other for other in ahead if turns[other][0] in self.waiting and turns[other][0].waiting]
-            kept = [lease for lease in waiter.leases if lease.workspace_kept]
-            if still_waiting and len(kept) < waiter.request.count:
-                share = usable * WEIGHTS[tenant] / sum(WEIGHTS[name] for name in active)
-                assert leased[tenant] + waiter.request.count <= share + 1e-9, "served past its share while another tenant's head waits"
-            turns[tenant].pop(0)
-            leased[tenant] += waiter.request.count
+    def _check_turn(self, waiter: Waiter, leased: Counter[str], usable: int, still_waiting: list[Waiter]) -> None:
+        """Within a tenant nobody overtakes; between tenants the claimant goes first, then the least leased per weight, others only up to their share."""
+        tenant = waiter.request.tenant
+        turns = self._turns()
+        assert turns[tenant][0] is waiter, "somebody overtook the head of its tenant"
+        assert self._admits(waiter.request, leased), "served beyond its tenant's own limit"
+        load = leased[tenant] / WEIGHTS[tenant]
+        heads = [turns[other][0] for other in turns if other != tenant and leased[other] / WEIGHTS[other] < load]
+        ahead = [head for head in heads if head in still_waiting and head.waiting and self._admits(head.request, leased)]
+        kept = [lease for lease in waiter.leases if lease.workspace_kept]
+        if ahead and len(kept) < waiter.request.count and waiter is not self.claims.claimant:
+            active = {name for name, count in leased.items() if count} | set(turns)
+            share = usable * WEIGHTS[tenant] / sum(WEIGHTS[name] for name in active)
+            assert leased[tenant] + waiter.request.count <= share + 1e-9, "served past its share while another tenant's head waits"
 
     def _granted(self, waiter: Waiter) -> None:
         request = waiter.request
@@ -135,6 +167,7 @@ class BookMachine(RuleBasedStateMachine):
     def acquire(self, requests: list[AcquireRequest]) -> None:
         for request in requests:
             self.waiting.append(self.book.enqueue(request, wait_s=150.0))
+            self.claims.look(self.waiting, self.book.leased_by, self._has)
             self._assign()
 
     @precondition(lambda self: self.held)
@@ -201,14 +234,23 @@ class BookMachine(RuleBasedStateMachine):
         for waiter in late:
             self.waiting.remove(waiter)
             self.book.abandon(waiter)
+            self.claims.changed(self.waiting)
         for slot in self.book.table:
             assert slot.state is not SlotState.KEPT or slot.since + 60 > self.clock.monotonic(), "kept for more than a minute"
         self._assign()
 
-    @rule(data=st.data(), what=st.sampled_from(("hang_up", "undo", "init", "add", "open", "close", "lose", "crash")))
+    @rule(data=st.data(), what=st.sampled_from(("hang_up", "undo", "init", "add", "open", "close", "lose", "crash", "limit", "shrink")))
     def disturb(self, data: st.DataObject, what: str) -> None:
         getattr(self, f"_{what}")(data)
         self._assign()
+
+    def _limit(self, data: st.DataObject) -> None:
+        """The settings were read again."""
+        self.max_leases[data.draw(st.sampled_from(TENANTS))] = data.draw(st.sampled_from((None, None, 1, 3)))
+
+    def _shrink(self, data: st.DataObject) -> None:
+        """The pool could give fewer slots at best, or as many as it could before."""
+        self.capacity = data.draw(st.sampled_from((2, MANY)))
 
     def _hang_up(self, data: st.DataObject) -> None:
         if self.waiting:
@@ -220,6 +262,7 @@ class BookMachine(RuleBasedStateMachine):
         """The narrowing of a grant failed: it is given back, and the waiter waits again at its old place."""
         waiter = self.book.enqueue(AcquireRequest(tenant=data.draw(st.sampled_from(TENANTS)), pool="p"), wait_s=150.0)
         self.waiting.append(waiter)
+        self.claims.look(self.waiting, self.book.leased_by, self._has)
         self._assign()
         if waiter in self.waiting:
             return
@@ -316,14 +359,16 @@ class BookMachine(RuleBasedStateMachine):
         """Whoever is first in the order and fits is served: a lone head never waits beside enough free slots."""
         if not hasattr(self, "book") or not self.waiting:
             return
-        heads = [waiters[0] for waiters in self._turns().values()]
+        heads = [waiters[0] for waiters in self._turns().values() if self._admits(waiters[0].request, self.book.leased_by)]
+        if not heads:
+            return
         first = min(heads, key=lambda waiter: (self.book.leased_by[waiter.request.tenant] / WEIGHTS[waiter.request.tenant], waiter.seq))
-        kept = self.book.table.kept_for((first.request.tenant, first.request.run_id)) if first.request.run_id else []
         about_to_be_kept = first.request.run_id and any(
             slot.state is SlotState.RESETTING and slot.keep == (first.request.tenant, first.request.run_id) and slot.since + KEEPING_S > self.clock.monotonic()
             for slot in self.book.table
         )
-        assert self.book.table.free + len(kept) < first.request.count or (about_to_be_kept and len(kept) < first.request.count)
+        kept = len(self.book.order.kept_for(first.request))
+        assert self.claims.claimant or self._has(first) < first.request.count or (about_to_be_kept and kept < first.request.count)
 
     @invariant()
     def the_store_knows(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sandbox_server.core.errors import StorageUnavailable
 from sandbox_server.core.execution import Result
+from sandbox_server.pool.output_files import OutputFiles
 from sandbox_server.pool.store import MemoryStore, Record, State, Verdict
 
 
@@ -17,6 +18,11 @@ class CrashingStore:
         self.disk = MemoryStore(durable=True)
         self.live = MemoryStore()
         self._pending: list[Record | tuple[str, str, bytes, Result]] = []
+
+    @property
+    def outputs(self) -> OutputFiles:
+        """The files of large outputs, which outlive a crash."""
+        return self.disk.outputs
 
     @property
     def unflushed(self) -> int:
@@ -72,6 +78,14 @@ class CrashingStore:
     def verdict_count(self, lease_id: str) -> int:
         """How many calls of this lease have a verdict."""
         return self.live.verdict_count(lease_id)
+
+    @property
+    def trouble(self) -> str | None:
+        """Why it cannot be written, while it shall not be."""
+        return None if self.failure is None else self.failure.detail
+
+    async def check(self) -> None:
+        """There is nothing to see."""
 
     async def close(self) -> None:
         """Write what is queued."""

@@ -42,6 +42,7 @@ class ScriptedAgent(FakeAgent):
 
     def __init__(self, sandbox_id: str, token: str = "token", slots: int = 2, isolation: str | None = "bwrap") -> None:
         super().__init__(sandbox_id, token, slots, isolation)
+        self.is_stopped = False  # hears and says nothing, as a process after SIGSTOP
         self.ran: list[tuple[str, str]] = []
         self.files: dict[tuple[str, str], bytes] = {}
         self.calls: dict[tuple[str, int, str], _Call] = {}
@@ -55,7 +56,7 @@ class ScriptedAgent(FakeAgent):
         return super().reset(slot, meta)
 
     def _hear(self, peer: Any, data: bytes) -> None:
-        if peer not in self._peers:
+        if peer not in self._peers or self.is_stopped:
             return
         for event in peer.wire.receive(data):
             if isinstance(event, wire.Hello):

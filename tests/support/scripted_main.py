@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from sandbox_server.app import Application, Parts
+from sandbox_server.doors import HEAD_WITHIN_S
 from sandbox_server.link import AgentLink, Endpoint
 from tests.support.scripted_agent import ScriptedBackend
 
@@ -22,4 +24,4 @@ async def _connect(endpoint: Endpoint, timeout_s: float = 10.0) -> AgentLink:
     return await BACKEND.connect(endpoint, timeout_s)
 
 
-app = Application(parts=Parts(backend=_load, connect=_connect))
+app = Application(parts=Parts(backend=_load, connect=_connect, head_within_s=float(os.environ.get("HEAD_WITHIN_S", HEAD_WITHIN_S))))

@@ -10,13 +10,18 @@ import shutil
 import socket
 import subprocess
 import sys
-from typing import Any, Mapping, Protocol, Sequence
+from typing import TYPE_CHECKING, Any, Mapping, Protocol, Sequence
 
+from sandbox_server.agent import oom_score
 from sandbox_server.agent.caches import Cache
 from sandbox_server.agent.cgroups import Groups
 from sandbox_server.agent.config import AgentConfig
+from sandbox_server.agent.descriptors import TEMPORARY_ERRORS, agent_limit, slot_limit
 from sandbox_server.agent.errors import StartFailed
 from sandbox_server.agent.init_link import InitLink
+
+if TYPE_CHECKING:
+    from sandbox_server.agent.limit_end import LimitEnd
 
 START_TIMEOUT_S = 15.0
 END_TIMEOUT_S = 10.0
@@ -56,6 +61,7 @@ class Body:
     shell: str
     stderr_fd: int
     cache: Cache | None = None
+    limit_end: LimitEnd | None = None  # why it was ended, if that was for what it took of the machine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +74,7 @@ class Context:
     filter: bytes
     shared_filter: bytes  # for modes whose slots share the machine's message queues
     processors: tuple[int, ...]
+    sets_floor: bool = False  # whether this process may set the floor of a slot's `oom_score_adj`
 
     def affinity(self, turn: int) -> list[int]:
         """The processors a body is pinned to; empty: not pinned. Bodies take turns, so that they spread."""
@@ -100,7 +107,7 @@ class Context:
         """Limits every process of a slot has. Where a cgroup does it better (it counts what it refuses), the rlimit is out of its way."""
         limits = self.config.limits
         processes = limits.processes + (_BEHIND_CGROUP if processes_by_cgroup else 0)
-        values = {"RLIMIT_CORE": 0, "RLIMIT_FSIZE": limits.max_file_mb << 20, "RLIMIT_NPROC": processes, "RLIMIT_NOFILE": 4096}
+        values = {"RLIMIT_CORE": 0, "RLIMIT_FSIZE": limits.max_file_mb << 20, "RLIMIT_NPROC": processes, "RLIMIT_NOFILE": slot_limit(agent_limit())}
         if limits.memory_mb is not None and not memory_by_cgroup:
             values["RLIMIT_DATA"] = limits.memory_mb << 20
         return values
@@ -150,11 +157,16 @@ def make_dirs(folder: str, uid: int | None) -> Dirs:
     """The empty folders of a new generation, owned by the slot's user."""
     os.makedirs(folder, mode=0o700)
     dirs = Dirs(root=folder, workspace=os.path.join(folder, "workspace"), tmp=os.path.join(folder, "tmp"))
+    make_writable_dirs(dirs, uid)
+    return dirs
+
+
+def make_writable_dirs(dirs: Dirs, uid: int | None) -> None:
+    """Make the folders that a slot writes, empty, owned by its user."""
     for path in (dirs.workspace, dirs.tmp):
         os.mkdir(path, 0o700)
         if uid is not None:
             os.chown(path, uid, uid)
-    return dirs
 
 
 def prove_dirs(dirs: Dirs, uid: int | None) -> str | None:
@@ -196,8 +208,11 @@ async def launch(
     init_config: Mapping[str, Any],
     join_fds: Sequence[int],
     env: Mapping[str, str] | None = None,
+    sets_floor: bool = False,
 ) -> Launched:
     """Start an init and wait until it serves. Through `join_fds` it joins its control groups before anything else.
+
+    It inherits them: what is sent over a socket can be refused because of what other slots send.
 
     Raises:
         StartFailed: with what it said on its standard error or over the socket.
@@ -212,20 +227,22 @@ async def launch(
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=stderr_w,
-                pass_fds=(theirs.fileno(),),
+                pass_fds=(theirs.fileno(), *join_fds),
                 env=dict(env or {}),
                 cwd="/",
             )
         except OSError as error:
             ours.close()
-            raise StartFailed("%s: %s" % (argv[0], error.strerror)) from None
+            raise StartFailed("%s: %s" % (argv[0], error.strerror), temporary=error.errno in TEMPORARY_ERRORS) from None
         finally:
             os.close(stderr_w)
             theirs.close()
         link = InitLink(loop, ours)
         try:
-            pid = await link.ready(dict(init_config), join_fds, START_TIMEOUT_S)
+            pid = await link.ready(dict(init_config, join=list(join_fds)), START_TIMEOUT_S)
             pidfd = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else -1
+            if sets_floor:
+                oom_score.set_floor(pid)
         except BaseException as error:
             link.close()
             process.kill()

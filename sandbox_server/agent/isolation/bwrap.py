@@ -152,7 +152,7 @@ class Bwrap:
             "lib": LIB,
             "filter": self._context.filter,
         }
-        return await base.launch(argv, theirs, ours, config, groups.join_fds)
+        return await base.launch(argv, theirs, ours, config, groups.join_fds, sets_floor=self._context.sets_floor)
 
     async def end(self, body: base.Body) -> dict[str, Any]:
         """See `Isolation.end`. When the first process of a pid namespace has been reaped, the kernel has ended every other one in it."""

@@ -43,7 +43,8 @@ async def launch_shared(context: base.Context, mode: str, dirs: base.Dirs, uid: 
         "lib": context.lib_dir,
         "filter": context.filter if own else context.shared_filter,
     }
-    return await base.launch(base.init_argv(base.interpreter(), context.lib_dir, theirs.fileno()), theirs, ours, config, groups.join_fds, library_environment())
+    argv = base.init_argv(base.interpreter(), context.lib_dir, theirs.fileno())
+    return await base.launch(argv, theirs, ours, config, groups.join_fds, library_environment(), context.sets_floor)
 
 
 def own_places(dirs: base.Dirs) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Mapping, Union
 
-from sandbox_server.agent.errors import InvalidArgs
+from sandbox_server.agent.errors import InvalidArgs, UnknownTool
 from sandbox_server.agent.tools import arguments, shell
 
 FILE_TOOLS = ("read_file", "write_file", "edit_file", "list_files", "search_files")
@@ -47,7 +47,8 @@ def plan(tool: str, args: Mapping[str, Any]) -> Plan:
     """What a call becomes.
 
     Raises:
-        InvalidArgs: the tool is unknown, or an argument does not fit.
+        UnknownTool: there is no such tool.
+        InvalidArgs: an argument does not fit.
         NotBuilt: the tool exists in the contract only.
     """
     if tool in ("bash", "terminal"):
@@ -63,4 +64,4 @@ def plan(tool: str, args: Mapping[str, Any]) -> Plan:
         return process.parse(args)
     if tool in NOT_BUILT:
         raise NotBuilt("the tool %s is not built yet" % tool)
-    raise InvalidArgs("there is no tool %s" % ascii(tool))
+    raise UnknownTool("there is no tool %s" % ascii(tool))

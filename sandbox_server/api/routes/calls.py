@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from sandbox_server.api.answers import ExecBatchAnswer, ResultAnswer
-from sandbox_server.api.body import read_object
+from sandbox_server.api.body import CallerGone, read_object
 from sandbox_server.api.call_events import exec_events, one_result
 from sandbox_server.api.describe import LAST_EVENT_ID, LEASE_ID, REF, TEXT, WITH_BODY, WITH_LEASE, WITH_TOKEN, RawRoute, described
 from sandbox_server.api.parse import batch_items, checked, exec_call, last_event_id
-from sandbox_server.api.render import dumps, json_response, result_document
+from sandbox_server.api.render import json_response, result_document
+from sandbox_server.api.result_pieces import result_pieces, result_response, results_response
 from sandbox_server.api.schemas import CancelBody, ExecBatchBody, ExecBody
 from sandbox_server.api.service import service_of, tenant_of
-from sandbox_server.api.streams import EVENT_STREAM_TYPE, HEARTBEAT_S, EventStream, check_room
+from sandbox_server.api.streams import EVENT_STREAM_TYPE, HEARTBEAT_S, PART_BYTES, EventStream, body_part, check_room, hang_up, send_part
 from sandbox_server.core.execution import Result
 from sandbox_server.dispatch.batch import Batch
 
@@ -28,24 +34,48 @@ class ResultLines(Response):
     """Results as lines, each as soon as it is there, and an empty line now and then while none is.
 
     Args:
-        batch: where they come from.
+        batch: where they come from; closed at the end, whatever that is.
+        stall_s: how long the caller may take for one part, in seconds.
         heartbeat_s: how long nothing is sent at most, in seconds.
     """
 
     media_type = NDJSON_TYPE
 
-    def __init__(self, batch: Batch, heartbeat_s: float = HEARTBEAT_S) -> None:
+    def __init__(self, batch: Batch, stall_s: float, heartbeat_s: float = HEARTBEAT_S) -> None:
         super().__init__()
         del self.headers["content-length"]
         self._batch = batch
+        self._stall_s = stall_s
         self._heartbeat_s = heartbeat_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        while (fresh := await self._batch.next(self._heartbeat_s)) is not None:
-            lines = b"".join(dumps(result_document(result)) + b"\n" for _, result in fresh) or b"\n"
-            await send({"type": "http.response.body", "body": lines, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        gone = asyncio.create_task(hang_up(receive))
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            while (fresh := await self._batch.next(self._heartbeat_s)) is not None:
+                async with aclosing(self._lines(deque(result for _, result in fresh))) as parts:
+                    async for part in parts:
+                        if gone.done():
+                            raise CallerGone
+                        await send_part(send, part, self._stall_s)
+            await send(body_part(b"", more=False))
+        finally:
+            gone.cancel()
+            self._batch.close()
+
+    async def _lines(self, fresh: deque[Result]) -> AsyncGenerator[bytes, None]:
+        """The lines of some results, in parts; an empty one of none."""
+        waiting = b"" if fresh else b"\n"
+        while fresh:
+            result = fresh.popleft()
+            async for piece in result_pieces(result):
+                if len(waiting) >= PART_BYTES:
+                    yield waiting
+                    waiting = b""
+                waiting += piece
+            waiting += b"\n"
+            self._batch.reservation.sent(result)
+        yield waiting
 
 
 @router.post(
@@ -63,10 +93,14 @@ async def exec_batch(request: Request) -> Response:
     service = service_of(request)
     items = batch_items(await read_object(request, service.limits), service.limits)
     service.check_not_stopping()
-    batch = service.dispatcher.start(tenant_of(request).name, items)
+    batch = await service.dispatcher.begin(tenant_of(request).name, items)
     if NDJSON_TYPE in request.headers.get("accept", ""):
-        return ResultLines(batch)
-    return json_response({"results": [result_document(result) for result in await batch.all()]})
+        return ResultLines(batch, service.limits.answer_stall_s)
+    try:
+        return results_response(await batch.all(), service.limits.answer_stall_s, batch.close)
+    except BaseException:
+        batch.close()
+        raise
 
 
 @router.post(
@@ -93,8 +127,14 @@ async def exec_one(request: Request) -> Response:
         return EventStream(one_result(call), service) if wants_events else json_response(result_document(call))
     if wants_events:
         check_room(service)
-        return EventStream(exec_events(service, tenant, call, last_event_id(request) or 0), service)
-    return json_response(result_document(await service.dispatcher.run_one(tenant, call)))
+        events, ended = await exec_events(service, tenant, call, last_event_id(request) or 0)
+        return EventStream(events, service, ended=ended)
+    reservation = await service.dispatcher.answers.reserve(tenant, [call])
+    try:
+        return result_response(await service.dispatcher.run_one(tenant, call, reservation), service.limits.answer_stall_s, reservation.release)
+    except BaseException:
+        reservation.release()
+        raise
 
 
 @router.post(
@@ -110,4 +150,5 @@ async def cancel(request: Request) -> Response:
     """Cancel a call and answer with its result."""
     service = service_of(request)
     body = checked(CancelBody, await read_object(request, service.limits))
-    return json_response(result_document(await service.dispatcher.cancel(tenant_of(request).name, body.lease_id, body.call_id)))
+    result = await service.dispatcher.cancel(tenant_of(request).name, body.lease_id, body.call_id)
+    return result_response(result, service.limits.answer_stall_s)

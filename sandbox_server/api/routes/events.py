@@ -30,7 +30,7 @@ MISSED = "missed"
     ),
 )
 async def events(request: Request) -> Response:
-    """What changes from now on, or after `Last-Event-ID`: pools for everybody, leases for their tenant, sandboxes for admins."""
+    """What changes from now on, or after `Last-Event-ID`: pools for whoever may use them and for admins, leases for their tenant, sandboxes for admins."""
     service = service_of(request)
     query(request, ())
     after = last_event_id(request)
@@ -47,5 +47,7 @@ async def _blocks(found: AsyncIterator[Event | None], tenant: Tenant) -> AsyncGe
 
 
 def may_see(tenant: Tenant, event: Event) -> bool:
-    """Whether an event is this tenant's business: other tenants' leases are nobody's, sandboxes are the admins'."""
+    """Whether an event is this tenant's business: other tenants' leases are nobody's, other tenants' pools the admins', as sandboxes are."""
+    if tenant.admin and event.admins_too:
+        return True
     return event.tenant in (None, tenant.name) and (tenant.admin or not event.admin_only)

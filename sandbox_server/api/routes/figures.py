@@ -14,6 +14,8 @@ from starlette.responses import Response
 from sandbox_server.agent.build import content
 from sandbox_server.api.describe import ALWAYS, BINARY, TEXT, WITH_TOKEN, RawRoute, described
 from sandbox_server.api.service import PoolsSeam, service_of
+from sandbox_server.core.types import PoolId
+from sandbox_server.pool.access import ALL_TENANTS, SERVICE
 from sandbox_server.telemetry import FIGURES_TYPE
 
 router = APIRouter(route_class=RawRoute, tags=["service"])
@@ -24,12 +26,14 @@ TEXT_TYPE = "text/plain"
 
 def standing(pools: PoolsSeam) -> Iterator[tuple[str, Mapping[str, str], float]]:
     """What stands now, pool by pool: name, labels, value."""
-    for view in pools.views():
+    for view in pools.views(actor=SERVICE, tenant=ALL_TENANTS):
+        labels = PoolId(view.name, view.tenant).labels
         for state, count in view.slots.items():
-            yield "sandbox_slots", {"pool": view.name, "state": state}, count
+            yield "sandbox_slots", {**labels, "state": state}, count
         for state, count in view.sandboxes.items():
-            yield "sandbox_sandboxes", {"pool": view.name, "state": state}, count
-        yield "sandbox_acquire_queue", {"pool": view.name}, view.queue
+            yield "sandbox_sandboxes", {**labels, "state": state}, count
+        yield "sandbox_acquire_queue", labels, view.queue
+        yield "sandbox_held_slots", labels, 0 if view.claimant is None else view.claimant.held_slots
 
 
 @router.get("/metrics", **described("Figures for Prometheus", codes=WITH_TOKEN, content={TEXT_TYPE: {"schema": TEXT}}))

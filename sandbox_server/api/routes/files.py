@@ -52,7 +52,11 @@ def _mode(asked: dict[str, str]) -> int | None:
 async def get_file(request: Request) -> Response:
     """The bytes of one file."""
     path = _path(query(request, ("path",)))
-    return Stream(service_of(request).files.read(tenant_of(request).name, request.path_params["lease_id"], path), BYTES_TYPE)
+    return Stream(
+        service_of(request).files.read(tenant_of(request).name, request.path_params["lease_id"], path),
+        BYTES_TYPE,
+        stall_s=service_of(request).limits.answer_stall_s,
+    )
 
 
 @router.put(
@@ -102,7 +106,11 @@ async def list_files(request: Request) -> Response:
 async def get_archive(request: Request) -> Response:
     """A tree as a gzipped tar."""
     path = _path(query(request, ("path",)))
-    return Stream(service_of(request).files.read_archive(tenant_of(request).name, request.path_params["lease_id"], path), GZIP_TYPE)
+    return Stream(
+        service_of(request).files.read_archive(tenant_of(request).name, request.path_params["lease_id"], path),
+        GZIP_TYPE,
+        stall_s=service_of(request).limits.answer_stall_s,
+    )
 
 
 @router.put(

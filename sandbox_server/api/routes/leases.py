@@ -49,6 +49,7 @@ async def acquire(request: Request) -> Response:
     body = checked(AcquireBody, await read_object(request, service.limits))
     wanted = acquire_request(body, tenant_of(request).name, service.default_pool, service.limits)
     service.check_not_stopping()
+    service.check_storage()
     acquired = await _acquire_unless_gone(service, request, wanted)
     return json_response({"leases": [lease_document(lease) for lease in acquired.leases], "waited_s": round(acquired.waited_s, 6)})
 

@@ -13,38 +13,47 @@ from starlette.responses import Response
 from sandbox_server.api.answers import PoolAnswer, PoolsAnswer, VerifyAnswer
 from sandbox_server.api.body import read_object
 from sandbox_server.api.describe import WITH_BODY, WITH_TOKEN, RawRoute, described, json_content, parameter
-from sandbox_server.api.limits import too_much_at_once
 from sandbox_server.api.paging import PAGE_NAMES, PAGE_PARAMETERS, Page, page_document
 from sandbox_server.api.parse import checked, flag, query
 from sandbox_server.api.render import json_response, pool_document
 from sandbox_server.api.schemas import PoolSpecBody
-from sandbox_server.api.service import Service, check_admin, service_of, tenant_of
+from sandbox_server.api.service import actor_of, check_admin, service_of, tenant_of
 from sandbox_server.api.specs import POOL_NAME, check_may_set, spec_of, spec_problem
-from sandbox_server.core.errors import InvalidRequest, PoolNotFound
+from sandbox_server.core.errors import InvalidRequest
 from sandbox_server.core.types import PoolSpec
+from sandbox_server.pool.access import ALL_TENANTS
 
 router = APIRouter(route_class=RawRoute, tags=["pools"])
 
 NAME = parameter("name", {"type": "string", "pattern": POOL_NAME}, "a pool", where="path", required=True)
 FORCE = parameter("force", {"type": "string", "enum": ["0", "1"]}, "end its leases now instead of waiting for them")
+TENANT = parameter("tenant", {"type": "string", "minLength": 1}, "whose pool, for admins; default the caller's own, else the shared one")
+TENANTS = parameter("tenant", {"type": "string", "minLength": 1}, "whose pools, for admins; `*`: every one; default the caller's own and the shared ones")
 CHANGE_CODES = (*WITH_TOKEN, "forbidden", "invalid_request", "pool_conflict", "not_implemented", "draining", "backend_unavailable", "storage_unavailable")
 
 
-@router.get("/v1/pools", **described("All pools", codes=(*WITH_TOKEN, "invalid_request"), parameters=PAGE_PARAMETERS, answer=PoolsAnswer))
+@router.get(
+    "/v1/pools",
+    **described("The pools that names mean", codes=(*WITH_TOKEN, "forbidden", "invalid_request"), parameters=(TENANTS, *PAGE_PARAMETERS), answer=PoolsAnswer),
+)
 async def list_pools(request: Request) -> Response:
-    """Every pool and what it holds now."""
-    service = service_of(request)
-    page = Page.of(query(request, PAGE_NAMES), service.limits)
-    admin = tenant_of(request).admin
-    views, cursor = page.cut(service.pools.views(), lambda view: view.name)
-    return json_response(page_document("pools", [pool_document(view, admin=admin) for view in views], cursor))
+    """The caller's own pools and the shared ones, and what they hold now."""
+    service, actor = service_of(request), actor_of(request)
+    asked = query(request, ("tenant", *PAGE_NAMES))
+    page = Page.of(asked, service.limits)
+    views, cursor = page.cut(service.pools.views(actor=actor, tenant=asked.get("tenant")), lambda view: f"{view.name}/{view.tenant or ''}")
+    return json_response(page_document("pools", [pool_document(view, tenant_of(request)) for view in views], cursor))
 
 
-@router.get("/v1/pools/{name}", **described("One pool", codes=(*WITH_TOKEN, "pool_not_found"), parameters=(NAME,), answer=PoolAnswer))
+@router.get(
+    "/v1/pools/{name}",
+    **described("One pool", codes=(*WITH_TOKEN, "forbidden", "invalid_request", "pool_not_found"), parameters=(NAME, TENANT), answer=PoolAnswer),
+)
 async def get_pool(request: Request) -> Response:
     """One pool and what it holds now."""
-    view = service_of(request).pools.view(request.path_params["name"])
-    return json_response(pool_document(view, admin=tenant_of(request).admin))
+    actor = actor_of(request)
+    view = service_of(request).pools.view(request.path_params["name"], actor=actor, tenant=_tenant(query(request, ("tenant",))))
+    return json_response(pool_document(view, tenant_of(request)))
 
 
 @router.put(
@@ -52,7 +61,7 @@ async def get_pool(request: Request) -> Response:
     **described(
         "Make or change a pool",
         codes=(*CHANGE_CODES, *WITH_BODY, "quota_exceeded"),
-        parameters=(NAME,),
+        parameters=(NAME, TENANT),
         body=PoolSpecBody,
         answer=PoolAnswer,
         also={201: {"description": "Made", "content": json_content(PoolAnswer)}},
@@ -68,14 +77,16 @@ async def put_pool(request: Request) -> Response:
     if problem is not None:
         raise InvalidRequest(problem, field=problem.partition(":")[0])
     service.check_not_stopping()
-    now = _spec_now(service, name)
-    if now is None and len(service.pools.views()) >= service.limits.pools:
-        raise too_much_at_once(service.limits, "pools")
-    tenant = tenant_of(request)
-    if not tenant.admin:
-        check_may_set(spec_of(body), now, gives_env_vars="env_vars" in document)
-    view, made = await service.pools.put_pool(name, spec_of(body))
-    return json_response(pool_document(view, admin=tenant.admin), 201 if made else 200)
+    spec, tenant, owner = spec_of(body), tenant_of(request), _tenant(query(request, ("tenant",)))
+
+    def check(now: PoolSpec | None) -> None:
+        if now is None and owner is not None and not service.tenants.knows(owner):
+            raise InvalidRequest(f"tenant: there is no tenant {owner!r} whose pool it could be", field="tenant")
+        if not tenant.admin:
+            check_may_set(spec, now, gives_env_vars="env_vars" in document, backends=tenant.backends)
+
+    view, made = await service.pools.put_pool(name, spec, actor=actor_of(request), tenant=owner, check=check)
+    return json_response(pool_document(view, tenant), 201 if made else 200)
 
 
 def _name(request: Request) -> str:
@@ -85,23 +96,24 @@ def _name(request: Request) -> str:
     return name
 
 
-def _spec_now(service: Service, name: str) -> PoolSpec | None:
-    try:
-        return service.pools.view(name).spec
-    except PoolNotFound:
-        return None
+def _tenant(asked: Mapping[str, str]) -> str | None:
+    """Whose pool is meant, where the query says so."""
+    tenant = asked.get("tenant")
+    if tenant == ALL_TENANTS:
+        raise InvalidRequest("tenant: must be one tenant's name here; `*` is for the list of pools", field="tenant")
+    return tenant
 
 
 @router.delete(
     "/v1/pools/{name}",
-    **described("Drain a pool away", codes=(*CHANGE_CODES, "pool_not_found"), status=202, parameters=(NAME, FORCE)),
+    **described("Drain a pool away", codes=(*CHANGE_CODES, "pool_not_found"), status=202, parameters=(NAME, TENANT, FORCE)),
 )
 async def delete_pool(request: Request) -> Response:
     """Give no new leases; the pool goes with its last one, or now."""
     service = service_of(request)
-    check_admin(request, "delete pools")
-    asked = query(request, ("force",))
-    await service.pools.delete_pool(request.path_params["name"], force=flag(asked.get("force"), "force"))
+    asked = query(request, ("tenant", "force"))
+    force = flag(asked.get("force"), "force")
+    await service.pools.delete_pool(request.path_params["name"], actor=actor_of(request), tenant=_tenant(asked), force=force)
     return Response(status_code=202)
 
 
@@ -110,7 +122,7 @@ async def delete_pool(request: Request) -> Response:
     **described(
         "Test the reset of a pool's slots",
         codes=(*CHANGE_CODES, "pool_not_found", "no_capacity"),
-        parameters=(NAME,),
+        parameters=(NAME, TENANT),
         answer=VerifyAnswer,
     ),
 )
@@ -119,5 +131,5 @@ async def verify_pool(request: Request) -> Response:
     service = service_of(request)
     check_admin(request, "verify pools")
     service.check_not_stopping()
-    report: Mapping[str, Any] = await service.pools.verify(request.path_params["name"])
+    report: Mapping[str, Any] = await service.pools.verify(request.path_params["name"], actor=actor_of(request), tenant=_tenant(query(request, ("tenant",))))
     return json_response(dict(report))

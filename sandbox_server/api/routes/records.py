@@ -12,7 +12,8 @@ from sandbox_server.api.answers import CallAnswer
 from sandbox_server.api.call_events import call_events
 from sandbox_server.api.describe import BINARY, CALL_ID, LAST_EVENT_ID, LEASE_ID, TEXT, WITH_LEASE, WITH_TOKEN, RawRoute, described, parameter
 from sandbox_server.api.parse import last_event_id, offset_of, query, wait_of
-from sandbox_server.api.render import json_response, result_document
+from sandbox_server.api.render import JSON_TYPE, json_response, result_document
+from sandbox_server.api.result_pieces import are_small, enclosed
 from sandbox_server.api.schemas import CALL_ID_PATTERN
 from sandbox_server.api.service import service_of, tenant_of
 from sandbox_server.api.streams import EVENT_STREAM_TYPE, EventStream, Stream
@@ -46,6 +47,8 @@ async def get_call(request: Request) -> Response:
     wait_s = wait_of(query(request, ("wait_s",)).get("wait_s"), service.limits)
     found = await service.records.status(tenant, lease_id, call_id, wait_s)
     if isinstance(found, Result):
+        if not are_small([found]):
+            return Stream(enclosed(b'{"state":"done","result":', found, b"}"), JSON_TYPE, stall_s=service.limits.answer_stall_s)
         return json_response({"state": "done", "result": result_document(found)})
     return json_response({"state": "running", "output_bytes": found.output_bytes, "started_at": found.started_at})
 
@@ -81,4 +84,4 @@ async def get_output(request: Request) -> Response:
     offset = offset_of(query(request, ("offset",)).get("offset"))
     output = await service.records.output(tenant, lease_id, call_id, offset)
     headers = {} if output.total_bytes is None else {TOTAL_HEADER: str(output.total_bytes)}
-    return Stream(output.chunks, BYTES_TYPE, headers)
+    return Stream(output.chunks, BYTES_TYPE, headers, stall_s=service.limits.answer_stall_s)

@@ -11,7 +11,7 @@ from sandbox_server.api.describe import WITH_TOKEN, RawRoute, described, paramet
 from sandbox_server.api.paging import PAGE_NAMES, PAGE_PARAMETERS, Page, page_document
 from sandbox_server.api.parse import query
 from sandbox_server.api.render import json_response, sandbox_document
-from sandbox_server.api.service import check_admin, service_of
+from sandbox_server.api.service import actor_of, check_admin, service_of
 
 router = APIRouter(route_class=RawRoute, tags=["sandboxes"])
 
@@ -20,10 +20,10 @@ SANDBOX_ID = parameter("sandbox_id", {"type": "string", "minLength": 1}, "a sand
 
 @router.get("/v1/sandboxes", **described("All sandboxes", codes=(*WITH_TOKEN, "invalid_request"), parameters=PAGE_PARAMETERS, answer=SandboxesAnswer))
 async def list_sandboxes(request: Request) -> Response:
-    """Every sandbox and what its slots are doing."""
+    """The sandboxes of the pools that the caller may see, and what their slots are doing."""
     service = service_of(request)
     page = Page.of(query(request, PAGE_NAMES), service.limits)
-    views, cursor = page.cut(service.pools.sandboxes(), lambda view: view.sandbox_id)
+    views, cursor = page.cut(service.pools.sandboxes(actor=actor_of(request)), lambda view: view.sandbox_id)
     return json_response(page_document("sandboxes", [sandbox_document(view) for view in views], cursor))
 
 
@@ -40,5 +40,5 @@ async def list_sandboxes(request: Request) -> Response:
 async def drain_sandbox(request: Request) -> Response:
     """Give no new leases in it; it goes with its last one, and the pool makes another where it needs one."""
     check_admin(request, "drain sandboxes")
-    view = await service_of(request).pools.drain_sandbox(request.path_params["sandbox_id"])
+    view = await service_of(request).pools.drain_sandbox(request.path_params["sandbox_id"], actor=actor_of(request))
     return json_response(sandbox_document(view), 202)

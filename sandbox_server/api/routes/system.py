@@ -35,18 +35,20 @@ async def healthz(request: Request) -> Response:
     ),
 )
 async def readyz(request: Request) -> Response:
-    """200 once every pool of the settings file has its minimum or a shown permanent error, else 503; the body lists them."""
+    """200 once every pool of the settings file has its minimum or a shown permanent error and the state can be recorded, else 503; the body says all."""
     asked = query(request, ("pool",))
-    readiness = dict(service_of(request).pools.readiness())
-    ready = bool(readiness.get("ready"))
+    service = service_of(request)
+    trouble = service.storage_trouble()
+    readiness = {**service.pools.readiness(), "storage": {"ready": trouble is None, "last_error": trouble}, "warnings": service.warnings}
+    ready = bool(readiness.get("ready")) and trouble is None
     name = asked.get("pool")
     if name is not None:
         pools = readiness.get("pools", {})
         if name not in pools:
             raise PoolNotFound(f"there is no pool {name}")
         readiness["pools"] = {name: pools[name]}
-        ready = bool(pools[name].get("ready"))
-        readiness["ready"] = ready
+        ready = bool(pools[name].get("ready")) and trouble is None
+    readiness["ready"] = ready
     response = json_response(readiness, 200 if ready else 503)
     if not ready:
         response.headers["retry-after"] = "1"

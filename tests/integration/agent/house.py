@@ -9,7 +9,7 @@ import secrets
 import subprocess
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -134,8 +134,8 @@ class Agent:
 
 
 @contextlib.contextmanager
-def agent_process(runner: Runner, mode: str, **settings: Any) -> Iterator[Agent]:
-    """Start an agent and wait until it listens; end it afterwards."""
+def agent_process(runner: Runner, mode: str, prefix: Sequence[str] = (), **settings: Any) -> Iterator[Agent]:
+    """Start an agent, by the command `prefix` if there is one, and wait until it listens; end it afterwards."""
     folder = Path(tempfile.mkdtemp(prefix="agent-", dir="/tmp"))
     folder.chmod(0o711)
     base = folder / "base"
@@ -158,7 +158,9 @@ def agent_process(runner: Runner, mode: str, **settings: Any) -> Iterator[Agent]
     }
     environ = {"PATH": os.environ["PATH"], **{name: value for name, value in runner.environ.items() if name == "LD_LIBRARY_PATH"}}
     with (folder / "log").open("wb") as log:
-        process = subprocess.Popen([runner.python, "-I", "-B", str(pyz)], stdin=subprocess.PIPE, stderr=log, env=environ, cwd="/", **runner.popen_options)
+        process = subprocess.Popen(
+            [*prefix, runner.python, "-I", "-B", str(pyz)], stdin=subprocess.PIPE, stderr=log, env=environ, cwd="/", **runner.popen_options
+        )
     assert process.stdin is not None
     with process.stdin as stdin:
         stdin.write(json.dumps(config).encode())

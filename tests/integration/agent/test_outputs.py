@@ -7,8 +7,10 @@ import time
 from typing import Any
 
 import psutil
+import pytest
 
 from sandbox_server.agent import wire
+from sandbox_server.link import AgentRefused, AgentStream
 from tests.integration.agent.conftest import Maker
 from tests.integration.agent.house import House
 
@@ -85,3 +87,58 @@ async def test_a_gigabyte_still_gets_through(make_house: Maker) -> None:
     assert answer.reason == "exit"
     assert answer.meta["output_bytes"] == (1 << 30) + 4
     assert answer.body.endswith(b"end\n")
+
+
+async def _head_and_output(house: House, stream: AgentStream, call_id: str) -> tuple[dict[str, Any], bytes]:
+    async for event in stream:
+        if isinstance(event, wire.Item):
+            assert event.meta["output_waits"]
+            return event.meta, (await _stream(house, "result_output", call_id=call_id))[0]
+    raise AssertionError("the stream ended")
+
+
+async def test_a_large_output_waits_to_be_fetched_and_the_next_call_with_it(make_house: Maker) -> None:
+    house = await make_house(spool_bytes=24 << 20)
+    size = 8 << 20
+    async with house.link.stream({"op": "calls", "slot": "0", "epoch": 1, "fetches_outputs": True}) as stream:
+        for call_id in ("one", "two"):
+            args = {"command": f"touch {call_id}; head -c {size} /dev/zero | tr '\\0' {call_id[0]}"}
+            stream.send_item({"call_id": call_id, "tool": "bash", "args": args, "timeout_s": 30.0, "output_limit_bytes": size})
+        stream.end()
+        await house.until("test -e one")
+        # Others fill the spool meanwhile: what waits to be fetched is not evicted.
+        for _ in range(4):
+            await house.bash(f"head -c {size} /dev/zero", output_limit_bytes=10)
+        assert (await house.bash("ls")).text == "one\n"
+        first, output = await _head_and_output(house, stream, "one")
+        assert (first["lens"], output) == ([size], b"o" * size)
+        second, output = await _head_and_output(house, stream, "two")
+        assert (second["lens"], output) == ([size], b"t" * size)
+
+
+async def test_results_that_nobody_takes_do_not_pile_up_and_the_memory_comes_back(make_house: Maker) -> None:
+    house = await make_house()
+    await house.bash("true")
+    agent = psutil.Process(house.process.pid)
+    before = agent.memory_info().rss
+    metas = [
+        {"call_id": f"c{n}", "tool": "bash", "args": {"command": "head -c 10485760 /dev/zero"}, "timeout_s": 30.0, "output_limit_bytes": 10 << 20}
+        for n in range(10)
+    ]
+    async with house.link.stream({"op": "calls", "slot": "0", "epoch": 1, "fetches_outputs": True}) as stream:
+        for meta in metas:
+            stream.send_item(meta)
+        stream.end()
+        for meta in metas:
+            assert len((await _head_and_output(house, stream, meta["call_id"]))[1]) == 10 << 20
+            assert agent.memory_info().rss - before < 16 << 20
+    async with house.link.stream({"op": "calls", "slot": "0", "epoch": 1, "fetches_outputs": True}) as stream:
+        for n in range(200):
+            stream.send_item({"call_id": f"small{n}", "tool": "bash", "args": {"command": "head -c 50000 /dev/zero"}, "timeout_s": 30.0})
+        stream.end()
+        # Nobody reads: the window and one result more, then the calls wait.
+        for _ in range(50):
+            await house.bash("true")
+        with pytest.raises(AgentRefused, match="small199"):
+            await house.ask("call_status", call_id="small199")
+    assert agent.memory_info().rss - before < 24 << 20

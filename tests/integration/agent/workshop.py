@@ -83,7 +83,7 @@ async def workshop(wrap: Callable[[Isolation], Isolation] = _pass_on, trash_type
     folder = Path(tempfile.mkdtemp(prefix="workshop-", dir="/tmp"))
     folder.chmod(0o700)
     config = AgentConfig(sandbox_id="s", token="t", listen=Listen(""), base_dir=str(folder), slots=1, isolation="bwrap")
-    cgroups = Cgroups(secrets.token_hex(8), None, config.limits.processes)
+    cgroups = Cgroups(secrets.token_hex(8), config)
     (folder / "slots").mkdir()
     write_slot_lib(str(folder / "lib"))
     program = seccomp.program(os.uname().machine)

@@ -66,6 +66,11 @@ def proof(result: Result) -> dict[str, Any]:
     return evidence
 
 
+def fault_of_late(result: Result) -> str:
+    """Who is to blame for a missed deadline: nobody, where other programs had the processor, which they may on the machine that runs this test."""
+    return "ambiguous" if "starved" in proof(result) else "policy"
+
+
 class Station:
     """One running service."""
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.integration.attribution.station import HOG, TAKE_ALL_PROCESSES, Station, proof, verdict
+from tests.integration.attribution.station import HOG, TAKE_ALL_PROCESSES, Station, fault_of_late, proof, verdict
 
 OOM = "the slot's memory limit was reached"
 
@@ -40,8 +40,8 @@ def test_what_is_deaf_and_forked_twice_is_killed_in_time_and_that_is_the_policys
     (late_result,), (silent_result,) = late.result(), silent.result()
 
     assert time.monotonic() - before < 1 + 3 + 2
-    assert verdict(late_result) == ("timeout", "policy", None)
-    assert verdict(silent_result) == ("no_output_timeout", "policy", None)
+    assert verdict(late_result) == ("timeout", fault_of_late(late_result), None)
+    assert verdict(silent_result) == ("no_output_timeout", fault_of_late(silent_result), None)
     assert "its timeout of 1 s" in late_result["error"]
     assert "wrote nothing for 1 s" in silent_result["error"]
     for result in (late_result, silent_result):

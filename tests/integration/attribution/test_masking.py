@@ -50,21 +50,30 @@ def small_disk(options: str) -> Iterator[Path]:
         folder.rmdir()
 
 
-FILLS = {
-    "no-inodes": ("size=64m,nr_inodes=3000,mode=711", "i=0; while : > f$i; do i=$((i+1)); done 2> /dev/null"),
-    "no-bytes": ("size=24m,mode=711", "for i in 1 2 3 4; do head -c 7M /dev/zero > f$i; done 2> /dev/null"),
-}
+def fill_with_files(disk: Path) -> None:
+    for number in range(100_000):
+        (disk / f"filler-{number}").touch()
+
+
+def fill_with_bytes(disk: Path) -> None:
+    with (disk / "filler").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(1 << 16))
+
+
+FILLS = {"no-inodes": ("size=64m,nr_inodes=20000,mode=711", fill_with_files), "no-bytes": ("size=64m,mode=711", fill_with_bytes)}
 
 
 @pytest.mark.privileged
 @pytest.mark.parametrize("fill", FILLS)
-def test_a_full_disk_hides_no_verdict_and_no_end_of_an_output(open_one: Open, fill: str) -> None:
-    options, command = FILLS[fill]
+def test_a_disk_that_others_have_filled_hides_no_verdict_and_no_end_of_an_output(open_one: Open, fill: str) -> None:
+    options, fill_disk = FILLS[fill]
     with small_disk(options) as disk:
         station = open_one({"env": {"SANDBOX_STATE_DIR": str(disk)}}, max_sandboxes=1)
         station.service.state_dir = disk
         lease, neighbour = station.acquire(2)
-        station.bash(lease, command)
+        with pytest.raises(OSError, match="No space left"):
+            fill_disk(disk)
         before = time.monotonic()
         for each in (lease, neighbour):
             result = station.bash(each, "seq 40000; exit 3", timeout_s=5)
@@ -76,6 +85,50 @@ def test_a_full_disk_hides_no_verdict_and_no_end_of_an_output(open_one: Open, fi
             assert proof(refused)["errno"] == "ENOSPC"
         assert time.monotonic() - before < 10
         station.service.stop()
+
+
+SLOT_FILLS = {
+    "files": ("size=200m,nr_inodes=20000,mode=711", "i=0; while :; do : > f$i; i=$((i+1)); done 2> /dev/null"),
+    "bytes": ("size=300m,mode=711", "i=0; while :; do head -c 7M /dev/zero > f$i; i=$((i+1)); done 2> /dev/null"),
+    "deleted": ("size=300m,mode=711", 'for i in {10..90}; do eval "exec $i> f; rm f; head -c 7M /dev/zero >&$i"; done 2> /dev/null; sleep 60'),
+}
+
+
+@pytest.mark.privileged
+@pytest.mark.parametrize("fill", SLOT_FILLS)
+def test_a_slot_that_fills_the_disk_of_the_state_folder_is_ended_and_nobody_else(open_one: Open, fill: str) -> None:
+    options, command = SLOT_FILLS[fill]
+    with small_disk(options) as disk:
+        station = open_one({"env": {"SANDBOX_STATE_DIR": str(disk)}}, max_sandboxes=1, slot_memory_mb=None)  # this disk is memory, too
+        station.service.state_dir = disk
+        filler, neighbour = station.acquire(2)
+        beside = station.begin_bash(neighbour, "until [ -e go ]; do sleep 0.02; done; echo fine")
+        result = station.bash(filler, command, timeout_s=60)
+
+        assert verdict(result) == ("resource_limit", "ambiguous", None)
+        assert "the disk was nearly full" in result["error"]
+        station.until(lambda: os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize > 150 << 20)
+        station.bash(neighbour, "touch go")
+        (other,) = beside.result()
+        assert (verdict(other), other["output"]) == (("exit", "none", 0), "fine\n")
+        station.until(lambda: not station.slots()["resetting"])
+        assert station.slots()["quarantined"] == 0
+        station.service.stop()
+
+
+@pytest.mark.privileged
+def test_a_slot_over_its_own_limit_of_disk_is_ended_and_that_is_the_policys(open_one: Open) -> None:
+    station = open_one(slot_disk_mb=40, max_sandboxes=1)
+    assert station.ask("GET", "/v1/pools/default")["effective"]["slot_disk_mb"] == 40
+    lease, neighbour = station.acquire(2)
+    result = station.bash(lease, "mkdir -p a/b; for i in $(seq 10); do head -c 7M /dev/zero > a/b/f$i; done; sleep 60", timeout_s=60)
+
+    assert verdict(result) == ("resource_limit", "policy", None)
+    assert proof(result)["limit_mb"] == 40
+    assert verdict(station.bash(neighbour, "true")) == ("exit", "none", 0)
+    assert verdict(station.bash(lease, "true")) == POLICY_LOST
+    station.release_all()
+    station.service.stop()
 
 
 @contextmanager
@@ -108,16 +161,18 @@ def _removed(group: Path) -> bool:
 
 
 @pytest.mark.privileged
-def test_a_kill_for_want_of_everybodys_memory_is_not_held_against_who_kept_to_its_own_limit(open_one: Open) -> None:
+def test_of_slots_that_fill_what_all_of_them_have_one_is_ended_and_not_by_the_kernel(open_one: Open) -> None:
     with within_group("memory", memory__limit_in_bytes=600 << 20):
-        station = open_one(slot_memory_mb=500, max_sandboxes=1)
+        station = open_one(slot_memory_mb=400, max_sandboxes=1)
+        effective = station.ask("GET", "/v1/pools/default")["effective"]
+        assert (effective["slots_memory_mb"], effective["slot_memory_mb"]) == (450, 400)
         hold = "exec python3 -c 'import time; x = bytearray(300 << 20); time.sleep(60)'"
         running = [station.begin({"lease_id": lease["lease_id"], "tool": "bash", "args": {"command": hold}}) for lease in station.acquire(2)]
         killed, survives = wait(running, 20, FIRST_COMPLETED)
 
         (result,) = killed.pop().result()
-        assert verdict(result) == ("exit", "none", 137)
-        assert proof(result) == {"signal": "SIGKILL", "oom_kills_below_own_limit": 1}
+        assert verdict(result) == ("oom", "ambiguous", None)
+        assert proof(result)["used_mb"] > proof(result)["share_mb"] == effective["share_memory_mb"]
         assert len(survives) == 1
         station.release_all()
         station.service.stop()
@@ -185,6 +240,10 @@ def test_without_a_limit_of_its_own_what_a_slot_runs_is_still_taken_first_when_m
     result = station.bash(lease, "cat /proc/self/oom_score_adj")
     init = station.init(lease)
 
-    assert int(result["output"]) == 300
-    assert [int(Path(f"/proc/{pid}/oom_score_adj").read_text(encoding="ascii")) for pid in (init.pid, station.agent(lease).pid)] == [0, 0]
+    of_init, of_agent, of_service = (
+        int(Path(f"/proc/{pid}/oom_score_adj").read_text(encoding="ascii")) for pid in (init.pid, station.agent(lease).pid, station.service.process.pid)
+    )
+    assert (int(result["output"]), of_init) == (600, 300)
+    told = station.ask("GET", "/v1/pools/default")["capabilities"]["not_enforced"]
+    assert of_agent == of_service == (0 if any("oom_score_adj" in sentence for sentence in told) else -900)
     assert station.bash(lease, HOG)["success"]

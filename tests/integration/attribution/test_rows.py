@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.integration.attribution.conftest import Open
 from tests.integration.attribution.station import Station, proof, verdict
 
 
@@ -29,6 +30,44 @@ def test_a_wrong_argument_is_named_and_the_policys(station: Station, tool: str, 
 
     assert verdict(result) == ("invalid_args", "policy", None)
     assert named in result["error"]
+    assert proof(result).get("field", "args") == ("tool" if tool == "nonsense" else "args")
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"timeout_s": 3601}, "timeout_s"),
+        ({"timeout_s": "soon"}, "timeout_s"),
+        ({"timeout": 5}, "timeout"),
+        ({"encoding": "latin-1"}, "encoding"),
+        ({"output_limit_bytes": 11 << 20}, "output_limit_bytes"),
+        ({"separate_streams": "yes"}, "separate_streams"),
+        ({"call_id": "a b"}, "call_id"),
+        ({"args": 7, "timeout_s": 0}, "timeout_s"),
+    ],
+)
+def test_any_other_field_of_a_call_is_the_callers_mistake(station: Station, fields: dict[str, Any], named: str) -> None:
+    (lease,) = station.acquire()
+    call = {"tool": "bash", "args": {"command": "true"}, **fields}
+    (result,) = station.batch({"lease_id": lease["lease_id"], **call})
+    alone = station.ask("POST", f"/v1/leases/{lease['lease_id']}/exec", json=call)
+
+    assert verdict(result) == verdict(alone) == ("invalid_args", "infra", None)
+    assert named in result["error"]
+    assert proof(result)["field"] == named
+
+
+def test_a_time_as_long_as_a_pool_may_give_is_no_mistake(open_one: Open) -> None:
+    station = open_one(max_timeout_s=31_536_000)
+
+    assert station.bash(station.acquire()[0], "true", timeout_s=31_536_000)["success"]
+
+
+@pytest.mark.parametrize("fields", [{"command": 7}, {"tool": 7, "args": {}}, {"tool": "bash", "args": "ls"}, {"tool": "sudo"}], ids=str)
+def test_what_a_single_call_has_from_the_policy_is_the_policys(station: Station, fields: dict[str, Any]) -> None:
+    (lease,) = station.acquire()
+
+    assert verdict(station.ask("POST", f"/v1/leases/{lease['lease_id']}/exec", json=fields)) == ("invalid_args", "policy", None)
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,8 @@ async def test_create_gives_an_address_and_tells_the_agent_everything_by_stdin(m
     assert handle.address == f"unix:{backend._folder}/{ONE}/agent.sock"
     config = json.loads((backend._folder / ONE / "agent.sock.config").read_text())
     assert (config["slots"], config["network"], config["env_vars"], config["sandbox_id"]) == (3, False, {"A": "b"}, ONE)
-    assert config["limits"] == {"processes": 7, "memory_mb": 64, "max_file_mb": 1024, "cpu": None}
+    assert config["limits"] == {"processes": 7, "memory_mb": None, "disk_mb": None, "max_file_mb": 1024, "cpu": None}
+    assert config["memory_mb"] == 64
     assert config["token"] == handle.token
     seen = Path(f"/proc/{handle.data['pid']}/cmdline").read_bytes() + Path(f"/proc/{handle.data['pid']}/environ").read_bytes()
     assert handle.token.encode() not in seen

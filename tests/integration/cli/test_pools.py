@@ -142,3 +142,14 @@ def test_a_verification_says_what_was_left_and_what_is_gone(sandbox: CommandLine
     assert row.endswith("clean")
     assert verdict == "1 slot of pool tested: clean"
     sandbox.out("pool", "delete", "tested", "--force")
+
+
+def test_an_admin_names_the_tenant_whose_pool_is_meant(sandbox: CommandLine, pool: str) -> None:
+    heads, *rows = sandbox.out("pools", "--tenant", "*").splitlines()
+    mine = sandbox.out("pools", pool, "--tenant", "local")
+    done = sandbox("pool", "delete", pool, "--tenant", "nobody")
+
+    assert heads.split()[:2] == ["POOL", "TENANT"]
+    assert [row.split()[1] for row in rows if row.startswith(pool)] == ["local"]
+    assert mine == sandbox.out("pools", pool)
+    assert (done.returncode, done.stderr.decode().splitlines()[0]) == (125, "sandbox: tenant 'nobody' has no pool 'walk'")

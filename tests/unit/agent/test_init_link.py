@@ -33,7 +33,7 @@ async def ends() -> AsyncIterator[tuple[InitLink, socket.socket]]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     link = InitLink(asyncio.get_running_loop(), ours)
     theirs.send(REPORT.pack(READY, 0, 0, 0, 0))
-    await link.ready({}, [], 5.0)
+    await link.ready({}, 5.0)
     yield link, theirs
     link.close()
     theirs.close()

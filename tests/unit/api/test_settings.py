@@ -36,7 +36,7 @@ def with_file(path: Path, text: str, **environ: str) -> Settings:
 def test_nothing_said_is_one_default_pool_and_no_tenants() -> None:
     settings = load_settings({})
 
-    assert (settings.pools, settings.default_pool, settings.tenants, settings.open_door) == ({"default": PoolSpec()}, "default", (), False)
+    assert (settings.pools, settings.default_pool, settings.tenants, settings.open_door) == ({"default": PoolSpec(shared=True)}, "default", (), False)
     assert (settings.limits, settings.log_format, settings.log_level, settings.advertise_url) == (Limits(), "json", "info", None)
 
 
@@ -108,8 +108,8 @@ def test_a_file_says_pools_tenants_and_limits(tmp_path: Path) -> None:
     )
 
     assert settings.pools == {
-        "small": PoolSpec(slots_per_sandbox=2, idle_timeout_s=30, local=LocalSpec(expose=("/opt",)), env_vars={"A": "b"}),
-        "plain": PoolSpec(),
+        "small": PoolSpec(slots_per_sandbox=2, idle_timeout_s=30, local=LocalSpec(expose=("/opt",)), env_vars={"A": "b"}, shared=True),
+        "plain": PoolSpec(shared=True),
     }
     assert [(t.name, t.token, t.admin, t.weight, t.max_leases) for t in settings.tenants] == [
         ("trainer", "in-the-file", False, 2, None),
@@ -135,7 +135,7 @@ def test_a_file_says_pools_tenants_and_limits(tmp_path: Path) -> None:
         ("pools: {default: {env_vars: {'': x}}}", r"pools\.default\.env_vars"),
         ("pools: {Default: {}}", r"pools"),
         ("pools: {a: {}, b: {}}\nlimits: {pools: 1}", r"pools: 2 are more than the 1 of `limits.pools`"),
-        ("pools: {default: {slot_disk_mb: 5}}", r"pools\.default\.slot_disk_mb: is not built yet"),
+        ("pools: {default: {slot_disk_mb: 0}}", r"pools\.default\.slot_disk_mb: should be greater than or equal to 1"),
         ("pools: {default: {max_sandboxes: 1001}}", r"pools\.default\.max_sandboxes: more than 1000 sandboxes.*limits.pool_sandboxes"),
         ("pools: {default: {workspace_base: data}}", r"pools\.default\.workspace_base: must be an absolute path"),
         ("pools: {default: {cpu: .nan}}", r"pools\.default\.cpu: should be a finite number"),
@@ -146,7 +146,7 @@ def test_a_file_says_pools_tenants_and_limits(tmp_path: Path) -> None:
         ("nomad: {ca_cert: /nowhere.pem}", r"nomad\.ca_cert: /nowhere.pem cannot be read: No such file"),
         ("pools: {a: {}}\ndefault_pool: b", r"default_pool: there is no pool 'b'; there are a"),
         ("pools: {a: {}}", r"default_pool: there is no pool 'default'; there are a"),
-        ("pool: {}", r"pool: unknown key; allowed are pools, default_pool, tenants, limits, nomad"),
+        ("pool: {}", r"pool: unknown key; allowed are pools, default_pool, claim_after_s, tenants, limits, nomad"),
         ("limits: {batch_call: 1}", r"limits\.batch_call: unknown key; allowed are body_bytes"),
         ("limits: {batch_calls: 0}", r"limits\.batch_calls"),
         ("tenants: [{name: a}]", r"tenants\.0: a needs token or token_file"),
@@ -209,7 +209,7 @@ def test_the_variables_and_keys_are_the_contracts(tmp_path: Path) -> None:
 
 
 def test_an_empty_file_is_the_defaults(tmp_path: Path) -> None:
-    assert with_file(tmp_path, "").pools == {"default": PoolSpec()}
+    assert with_file(tmp_path, "").pools == {"default": PoolSpec(shared=True)}
 
 
 def test_the_state_folder_is_roots_or_the_users() -> None:

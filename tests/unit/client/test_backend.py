@@ -89,6 +89,43 @@ async def test_a_batch_that_is_refused_is_an_error(script: Script) -> None:
             await held.execute(slot, "bash", {"command": "ls"})
 
 
+def refused(fault: str, field: str) -> Any:
+    def answer(request: httpx.Request) -> httpx.Response:
+        (call,) = json.loads(request.content)["calls"]
+        said = {"success": False, "exit_code": None, "reason": "invalid_args", "fault": fault, "error": f"{field}: no"}
+        result = a_result(call["call_id"], call["lease_id"], **said, metadata={"evidence": {"field": field}})
+        return httpx.Response(200, content=json.dumps(result).encode() + b"\n")
+
+    return answer
+
+
+async def test_what_a_model_got_wrong_is_a_result_and_what_the_environment_did_is_raised(script: Script) -> None:
+    script.steps = [granted(a_lease("l-1")), refused("policy", "tool"), refused("policy", "args"), refused("infra", "timeout_s"), RELEASED]
+    async with backend(script) as held:
+        slot = await held.acquire("t-1")
+        results = [await held.execute(slot, "sudo", {}), await held.execute(slot, "bash", "ls")]  # type: ignore[arg-type]
+        with pytest.raises(errors.InvalidRequest, match="timeout_s: no"):
+            await held.execute(slot, "bash", {"command": "ls"}, timeout_s=10**6)
+        with pytest.raises(errors.InvalidRequest, match="timeout_s: must be a number"):
+            await held.execute(slot, "bash", {"command": "ls"}, timeout_s="10")  # type: ignore[arg-type]
+
+    assert [(result.reason, result.fault) for result in results] == [("invalid_args", "policy")] * 2
+
+
+async def test_half_a_character_is_the_models_mistake_and_costs_nobody_elses_call(script: Script) -> None:
+    script.steps = [granted(a_lease("l-1")), ran, RELEASED]
+    async with backend(script) as held:
+        slot = await held.acquire("t-1")
+        commands = ["one", json.loads('"echo \\ud83d"'), "two"]
+        results = await held.execute_batch([(slot, "bash", {"command": command}) for command in commands])
+        with pytest.raises(errors.InvalidRequest, match="JSON"):
+            await held.execute(slot, "bash", {"command": b"bytes"})
+
+    assert [result.output for result in results] == ["one", "", "two"]
+    assert (results[1].reason, results[1].fault) == ("invalid_args", "policy")
+    assert "UTF-8" in results[1].error
+
+
 async def test_artifacts_come_from_the_slot(script: Script) -> None:
     entries = {"entries": [{"path": "/workspace/a"}]}
     script.steps = [

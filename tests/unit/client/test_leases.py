@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import httpx
@@ -125,6 +126,55 @@ def test_renewing_a_lost_one_is_an_error(client: Any, service: Service) -> None:
         with pytest.raises(errors.LeaseLost, match="it expired"):
             lease.renew()
         assert lease.lost is not None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        ({"command": ["ls"]}, "command"),
+        ({"command": "ls", "cwd": 7}, "cwd"),
+        ({"command": "cat", "stdin": b"bytes"}, "stdin"),
+        ({"command": "env", "env": ["A=1"]}, "env"),
+        ({"command": "env", "env": {"A": 1}}, "env.A"),
+        ({"command": "ls", "timeout_s": "soon"}, "timeout_s"),
+    ],
+)
+def test_a_helper_refuses_what_is_not_of_its_type_without_asking(client: Any, service: Service, arguments: dict[str, Any], field: str) -> None:
+    with client.gang(2) as (lease, _), pytest.raises(errors.InvalidRequest, match="must be") as raised:
+        lease.bash(**arguments)
+
+    assert raised.value.extra["field"] == field
+    assert "exec" not in service.asked
+
+
+INVALID: dict[str, Any] = {"success": False, "exit_code": None, "reason": "invalid_args"}
+
+
+@pytest.mark.parametrize(
+    ("fault", "field", "error"),
+    [("infra", "timeout_s", "timeout_s: at most 3600"), ("infra", None, "odd"), ("policy", "tool", "there is no tool 'bsah'")],
+)
+def test_a_call_that_a_program_got_wrong_is_an_error(client: Any, service: Service, fault: str, field: str | None, error: str) -> None:
+    result = a_result("c-1", **INVALID, fault=fault, error=error, metadata={"evidence": {"ran": False, **({"field": field} if field else {})}})
+    events = f"event: result\ndata: {json.dumps(result)}\n\n"
+    for answer in (httpx.Response(200, json=result), httpx.Response(200, text=events)):
+        service.answers["exec"] = answer
+        with client.gang(2) as (lease, _):
+            with pytest.raises(errors.InvalidRequest, match=error) as raised:
+                list(lease.exec_events("bsah", {})) if answer.text == events else lease.exec("bsah", {})
+            assert lease.lost is None
+
+        assert raised.value.extra.get("field") == field
+        assert raised.value.extra["call_id"] == "c-1"
+
+
+def test_what_a_policy_got_wrong_is_a_result(client: Any, service: Service) -> None:
+    said = {**INVALID, "fault": "policy", "error": "command: must be text", "metadata": {"evidence": {"ran": False, "field": "args"}}}
+    service.answers["exec"] = httpx.Response(200, json=a_result("c-1", **said))
+
+    with client.gang(2) as (lease, _):
+        assert lease.exec("bash", {"command": 7}).fault == "policy"
+        assert lease.bash("x").fault == "policy"
 
 
 def test_a_call_for_a_batch_knows_its_lease(client: Any, service: Service) -> None:

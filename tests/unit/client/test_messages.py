@@ -71,8 +71,29 @@ class TestExec:
 
         assert (message.answer_within_s, message.silence_s) == (3010, messages.REJOIN_S)
 
-    def test_a_timeout_that_is_none_is_the_services_to_refuse(self) -> None:
-        assert messages.exec_one(Call(lease_id="a", tool="bash", timeout_s="soon")).answer_within_s > 3600  # type: ignore[arg-type]
+    @pytest.mark.parametrize(
+        ("field", "value"),
+        [
+            ("lease_id", None),
+            ("tool", 7),
+            ("call_id", 7),
+            ("timeout_s", "soon"),
+            ("timeout_s", True),
+            ("no_output_timeout_s", [1]),
+            ("output_limit_bytes", 1.5),
+            ("separate_streams", 1),
+            ("encoding", b"utf-8"),
+        ],
+    )
+    def test_what_a_program_itself_says_is_of_its_type(self, field: str, value: Any) -> None:
+        with pytest.raises(errors.InvalidRequest, match=f"^{field}: must be ") as raised:
+            Call(**{"lease_id": "a", "tool": "bash", field: value})
+
+        assert raised.value.extra["field"] == field
+
+    @pytest.mark.parametrize("args", [[], "ls", 0, {"command": 7}, {"nonsense": None}])
+    def test_arguments_may_be_whatever_a_model_says(self, args: Any) -> None:
+        assert body(messages.exec_one(messages.make_call("a", "bash", args)))["args"] == args
 
     def test_one_call_has_its_lease_in_the_path(self) -> None:
         message = messages.exec_one(messages.make_call("l/1 ?", "bash", {"command": "ls"}, call_id="c-1"))

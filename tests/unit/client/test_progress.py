@@ -194,6 +194,26 @@ def test_a_pool_is_made_or_changed(verbs: Any, script: Script) -> None:
     assert verbs.pool_delete("p", force=True) is None
 
 
+def test_an_admin_names_the_tenant_on_every_page_and_verb(verbs: Any, script: Script) -> None:
+    pool = {"name": "p", "tenant": "bob", "shared": False}
+    script.steps = [
+        httpx.Response(200, json={"pools": [pool], "next_cursor": "n"}),
+        httpx.Response(200, json={"pools": []}),
+        httpx.Response(200, json=pool),
+        httpx.Response(201, json=pool),
+        httpx.Response(202),
+        httpx.Response(200, json={"pool": "p", "slots": [], "clean": True}),
+    ]
+
+    assert [found.tenant for found in verbs.pools(tenant="*")] == ["bob"]
+    assert verbs.pool("p", tenant="bob").tenant == "bob"
+    assert verbs.pool_put("p", {}, tenant="bob").pool.tenant == "bob"
+    verbs.pool_delete("p", tenant="bob", force=True)
+    verbs.pool_verify("p", tenant="bob")
+
+    assert [request.url.params.get("tenant") for request in script.requests] == ["*", "*", *["bob"] * 4]
+
+
 def test_a_verify_is_read(verbs: Any, script: Script) -> None:
     check = {"slot_id": "s-1/0", "planted": [{"kind": "file", "detail": "x"}], "found": ["file"], "left": [], "clean": True, "duration_s": 0.5}
     script.steps = [httpx.Response(200, json={"pool": "p", "slots": [check], "clean": True}), httpx.Response(200, json={"pool": "p", "slots": [check]})]

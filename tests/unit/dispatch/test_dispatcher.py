@@ -146,7 +146,8 @@ async def test_a_single_call_under_a_lost_lease_is_an_error(world: World) -> Non
 async def test_more_than_the_pools_max_timeout_is_refused_by_name(world: World) -> None:
     long, short = await results(world, call("a", "true", "c1", timeout_s=601.0), call("a", "true", "c2", timeout_s=600.0))
 
-    assert (long.reason, short.reason) == (Reason.INVALID_ARGS, Reason.EXIT)
+    assert (long.reason, long.fault, short.reason) == (Reason.INVALID_ARGS, Fault.INFRA, Reason.EXIT)
+    assert long.metadata["evidence"]["field"] == "timeout_s"
     assert "timeout_s" in long.error
 
 
@@ -230,11 +231,11 @@ async def test_an_agent_that_stays_away_is_a_backend_error_that_may_have_run(wor
 
 async def test_stopping_ends_what_runs_and_says_that_it_may_have_run(world: World) -> None:
     batch = world.dispatcher.start("alice", [call("a", "hang"), call("b", "true")])
-    await batch.next(5.0)
+    ((_, done),) = await batch.next(5.0) or ()
 
     await world.dispatcher.stop()
 
-    hung, done = await batch.all()
+    ((_, hung),) = await batch.next(5.0) or ()
     assert (hung.reason, hung.metadata["may_have_run"], hung.metadata["stopping"]) == (Reason.BACKEND_ERROR, True, True)
     assert done.success
 

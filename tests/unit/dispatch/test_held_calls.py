@@ -61,6 +61,7 @@ async def test_leases_take_turns_and_calls_of_one_lease_keep_their_order(limited
 
 
 async def test_waiting_costs_a_call_none_of_its_time(limited: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease_run, "PING_AFTER_S", 0.0)
     monkeypatch.setattr(lease_run, "REPLY_GRACE_S", 0.0)
     first = limited.dispatcher.start("alice", [call("a", "live", "first", timeout_s=5.0)])
     await limited.until_running()

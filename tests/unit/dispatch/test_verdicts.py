@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from sandbox_server.core.execution import FAULT_OF, Fault, Reason
-from sandbox_server.dispatch.verdicts import agent_result, identity_of, own_result
+from sandbox_server.core.execution import FAULT_OF, FAULTS_OF, Fault, Reason
+from sandbox_server.dispatch.verdicts import agent_result, callers_mistake, identity_of, own_result
 from tests.unit.dispatch.conftest import call
 
 GOOD: dict[str, Any] = {
@@ -54,10 +54,45 @@ def test_every_reason_has_its_fault(reason: Reason) -> None:
     assert agent_result(call("a", "true"), {**GOOD, "reason": reason.value}, b"abc").fault is FAULT_OF[reason]
 
 
-def test_a_sandbox_lost_by_the_leases_own_work_is_the_policys() -> None:
-    said = {**GOOD, "reason": "sandbox_lost", "metadata": {"evidence": {"own_work": True}}}
+PROVEN = {
+    ("sandbox_lost", "own_work"): Fault.POLICY,
+    ("timeout", "starved"): Fault.AMBIGUOUS,
+    ("no_output_timeout", "starved"): Fault.AMBIGUOUS,
+    ("oom", "ambiguous"): Fault.AMBIGUOUS,
+    ("resource_limit", "ambiguous"): Fault.AMBIGUOUS,
+}
 
-    assert agent_result(call("a", "true"), said, b"abc").fault is Fault.POLICY
+
+@pytest.mark.parametrize("key", ["own_work", "starved", "ambiguous", "fault"])
+@pytest.mark.parametrize("reason", list(Reason))
+def test_another_fault_than_the_reasons_own_needs_the_proof_that_is_agreed_on(reason: Reason, key: str) -> None:
+    for proof in (True, {"share": 1.0, "got": 0.2}):
+        said = {**GOOD, "reason": reason.value, "metadata": {"evidence": {key: proof}}}
+
+        assert agent_result(call("a", "true"), said, b"abc").fault is PROVEN.get((reason.value, key), FAULT_OF[reason])
+
+
+@pytest.mark.parametrize("proof", [False, None, 0, 1, "yes", "", {}, [], [True]])
+@pytest.mark.parametrize(("reason", "key"), PROVEN)
+def test_what_is_no_proof_leaves_the_fault_as_it_is(reason: str, key: str, proof: object) -> None:
+    said = {**GOOD, "reason": reason, "metadata": {"evidence": {key: proof}}}
+
+    assert agent_result(call("a", "true"), said, b"abc").fault is FAULT_OF[Reason(reason)]
+
+
+@pytest.mark.parametrize("fault", ["none", "infra", "ambiguous", "nobody", None, 7])
+@pytest.mark.parametrize("reason", list(Reason))
+def test_an_agent_has_no_say_in_whose_fault_it_was(reason: Reason, fault: object) -> None:
+    said = {**GOOD, "reason": reason.value, "fault": fault, "metadata": {"fault": fault, "evidence": {"fault": fault}}}
+
+    assert agent_result(call("a", "true"), said, b"abc").fault is FAULT_OF[reason]
+
+
+def test_every_fault_that_a_result_may_have_is_in_the_table_and_no_other() -> None:
+    possible = {(reason, fault) for reason, faults in FAULTS_OF.items() for fault in faults[1:]}
+
+    assert possible == {(Reason(reason), fault) for (reason, _), fault in PROVEN.items()} | {(Reason.INVALID_ARGS, Fault.INFRA)}
+    assert callers_mistake(call("a", "true"), "timeout_s", "timeout_s: too long").fault is Fault.INFRA
 
 
 def test_the_identity_is_the_tool_and_the_arguments_in_any_order() -> None:

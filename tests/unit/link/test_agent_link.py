@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from sandbox_server.agent import relay, wire
 from sandbox_server.agent.tls_listener import make_context
 from sandbox_server.backends.certificate import make_certificate
 from sandbox_server.backends.process_pipe import open_process_pipe
-from sandbox_server.link import AgentLink, AgentRefused, AgentStream, Endpoint, LinkLost, connect
+from sandbox_server.link import AgentLink, AgentRefused, AgentStream, Endpoint, LinkLost, agent_link, connect
 
 RELAY_FILE = Path(relay.__file__)
 Answer = Callable[[wire.Connection, wire.Event], None]
@@ -243,3 +244,37 @@ async def test_an_agent_that_breaks_the_protocol_is_dropped(peer: Peer, link: Ag
 
     with pytest.raises(LinkLost, match="opened a stream"):
         await asked
+
+
+async def test_a_service_that_stood_still_does_not_take_it_for_silence(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_link, "PING_EVERY_S", 0.05)
+    peer.answer = lambda connection, event: connection.end(event.stream) if isinstance(event, wire.Opened) else None
+    link = await AgentLink.connect(f"unix:{peer.path}", "secret", timeout_s=5)
+    for _ in range(3):
+        # As a loop whose timers come before what was received, uvloop's for one, does after it was held up.
+        time.sleep(0.05 * agent_link.SILENT_PINGS * 2)
+        link._ping()
+        await link.request({"op": "stats"})
+
+    assert not link.closed.done()
+    await link.close()
+
+
+async def test_an_agent_that_answers_no_ping_is_lost(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_link, "PING_EVERY_S", 0.02)
+    link = await AgentLink.connect(f"unix:{peer.path}", "secret", timeout_s=5)
+    for agent in peer.connections:
+        assert agent.transport is not None
+        agent.transport.pause_reading()  # type: ignore[attr-defined]
+
+    async with asyncio.timeout(20):
+        assert "not answered 4 pings" in await link.closed
+
+
+async def test_a_hello_that_came_while_the_service_stood_still_is_heard(peer: Peer) -> None:
+    connecting = asyncio.create_task(AgentLink.connect(f"unix:{peer.path}", "secret", timeout_s=0.2))
+    while not peer.connections:
+        await asyncio.sleep(0)
+    time.sleep(0.5)
+
+    await (await connecting).close()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sandbox_server.core.errors import StorageUnavailable
-from sandbox_server.core.types import AcquireRequest, PoolSpec
+from sandbox_server.core.types import AcquireRequest, PoolId, PoolSpec
 from sandbox_server.pool.pool import Pool
 from sandbox_server.pool.pools import Pools
 from sandbox_server.pool.store import MemoryStore
@@ -59,7 +59,7 @@ class World:
     @property
     def pool(self) -> Pool:
         """The pool `default`."""
-        return self.pools._pools["default"]
+        return self.pools._pools[PoolId("default")]
 
     async def start(self) -> None:
         """Start and let the pools fill."""

@@ -20,8 +20,8 @@ import pytest
 
 from sandbox_server.core.errors import StorageUnavailable
 from sandbox_server.core.types import LeaseState
-from sandbox_server.pool import sqlite_store
-from sandbox_server.pool.sqlite_file import SWEPT_AT_ONCE
+from sandbox_server.pool import sqlite_file, sqlite_store
+from sandbox_server.pool.sqlite_file import RESERVE_FILE, SWEPT_AT_ONCE
 from sandbox_server.pool.sqlite_store import SqliteStore, StoreUnusable
 from tests.unit.pool.test_store import LEASE, RESULT, SLOT
 
@@ -83,7 +83,7 @@ async def test_it_outlives_the_process_and_is_nobody_elses(path):
         assert len(store.load().leases) == 3
         assert store.durable
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert [leftover.name for leftover in path.parent.iterdir()] == [path.name]
+    assert {leftover.name for leftover in path.parent.iterdir()} == {path.name, RESERVE_FILE}
 
 
 @pytest.mark.parametrize("after_lines", [1, 50, 400])
@@ -266,11 +266,102 @@ async def test_a_full_disk_promises_nothing_loses_nothing_and_is_got_over(small_
         assert [slot.epoch for slot in state.slots] == [9]
 
 
+def fill(folder):
+    """Leave no room at all."""
+    with suppress(OSError), open(folder / "fill", "wb", buffering=0) as file:
+        while file.write(b"x" * 4096):
+            pass
+
+
+def crash(path, folder):
+    """Put what a service that was killed now would leave into a folder; the new path."""
+    folder.mkdir()
+    for suffix in ("", "-wal", "-shm"):
+        shutil.copy(f"{path}{suffix}", folder / f"{path.name}{suffix}")
+    return folder / path.name
+
+
+@pytest.mark.privileged
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+async def test_a_start_on_a_full_disk_finds_everything_and_writes_when_there_is_room(small_disk, tmp_path, monkeypatch, how):
+    monkeypatch.setattr(sqlite_file, "RESERVE_BYTES", 1 << 20)
+    async with opened(tmp_path / "state.db") as store:
+        for number in range(500):
+            store.put(replace(LEASE, lease_id=f"l-{number}"))
+        await store.flush()
+        if how == "killed":
+            path = crash(tmp_path / "state.db", small_disk / "state")
+    if how == "stopped":
+        path = small_disk / "state" / "state.db"
+        path.parent.mkdir()
+        shutil.copy(tmp_path / "state.db", path)
+        shutil.copy(tmp_path / RESERVE_FILE, path.parent)
+    fill(small_disk)
+
+    store = SqliteStore(path)
+    assert len(store.load().leases) == 500
+    store.put(SLOT)
+    await asyncio.sleep(sqlite_store.FAILED_FOR_S)
+    with suppress(StorageUnavailable):  # where there was no reserve
+        await store.flush()
+    assert store.trouble is not None
+    (small_disk / "fill").unlink()
+    await asyncio.sleep(sqlite_store.FAILED_FOR_S)
+    await store.flush()
+    await store.check()
+    assert store.trouble is None
+    await store.close()
+
+    async with opened(path) as store:
+        assert (len(store.load().leases), path.with_name(RESERVE_FILE).stat().st_size) == (500, 1 << 20)
+
+
+@pytest.mark.privileged
+async def test_the_room_in_reserve_is_for_records_until_there_is_other_room(small_disk, monkeypatch):
+    monkeypatch.setattr(sqlite_file, "RESERVE_BYTES", 1 << 20)
+    store = SqliteStore(small_disk / "state.db")
+    store.put(LEASE)
+    await store.flush()
+    assert store.trouble is None
+    fill(small_disk)
+
+    for number in range(100):
+        store.put(replace(LEASE, state=LeaseState.RELEASED, lease_id=f"l-{number}"))
+        await store.flush()
+    assert "is full: what is left is kept for releases" in store.trouble
+    await store.check()
+    assert store.trouble is not None
+
+    (small_disk / "fill").unlink()
+    await store.check()
+    assert store.trouble is None
+    assert (small_disk / RESERVE_FILE).stat().st_size == 1 << 20
+    await store.close()
+
+
+@pytest.mark.privileged
+async def test_what_was_deleted_on_a_full_disk_is_written_anew_when_there_is_room(small_disk, monkeypatch):
+    monkeypatch.setattr(sqlite_file, "RESERVE_BYTES", 1 << 20)
+    store = SqliteStore(small_disk / "state.db")
+    store.put(LEASE)
+    await store.flush()
+    fill(small_disk)
+    (small_disk / "state.db").unlink()
+
+    await store.check()
+    assert "make room" in store.trouble
+    (small_disk / "fill").unlink()
+    await store.check()
+    assert store.trouble is None
+    await store.close()
+
+    async with opened(small_disk / "state.db") as store:
+        assert store.load().leases == (LEASE,)
+
+
 @pytest.mark.privileged
 async def test_a_disk_that_is_full_at_the_start_is_said(small_disk):
-    with suppress(OSError), open(small_disk / "fill", "wb", buffering=0) as file:
-        while file.write(b"x" * 65536):
-            pass
+    fill(small_disk)
 
     with pytest.raises(StoreUnusable, match="make room"):
         SqliteStore(small_disk / "state.db")

@@ -1,0 +1,111 @@
+"""Results as JSON in pieces: however large an output is, little of it is in memory, and no piece takes long to make."""
+
+from __future__ import annotations
+
+import base64
+import codecs
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from dataclasses import replace
+
+import orjson
+from starlette.responses import Response
+
+from sandbox_server.api.render import JSON_TYPE, dumps, json_response, result_document
+from sandbox_server.api.streams import Stream
+from sandbox_server.core.execution import Result
+from sandbox_server.dispatch.outputs import output_pieces
+
+SMALL_BYTES = 32 << 10
+"""An answer with no more output than this is made in one piece."""
+
+
+def are_small(results: Sequence[Result]) -> bool:
+    """Whether an answer with these results is made in one piece."""
+    return all(result.output_file is None for result in results) and sum(result.held_bytes for result in results) <= SMALL_BYTES
+
+
+def results_response(results: list[Result], stall_s: float, sent: Callable[[], None]) -> Response:
+    """The answer to an exec-batch.
+
+    Args:
+        results: in the order of the calls.
+        stall_s: how long the caller may take for one piece, in seconds.
+        sent: called once the results are needed no more.
+    """
+    if not are_small(results):
+        return Stream(_results(results), JSON_TYPE, stall_s=stall_s, ended=sent)
+    response = json_response({"results": [result_document(result) for result in results]})
+    sent()
+    return response
+
+
+def result_response(result: Result, stall_s: float, sent: Callable[[], None] = lambda: None) -> Response:
+    """An answer that is one result; arguments as those of `results_response`."""
+    if not are_small([result]):
+        return Stream(result_pieces(result), JSON_TYPE, stall_s=stall_s, ended=sent)
+    response = json_response(result_document(result))
+    sent()
+    return response
+
+
+async def _results(results: list[Result]) -> AsyncGenerator[bytes, None]:
+    yield b'{"results":['
+    for number, result in enumerate(results):
+        if number:
+            yield b","
+        async for piece in result_pieces(result):
+            yield piece
+    yield b"]}"
+
+
+async def enclosed(head: bytes, result: Result, end: bytes) -> AsyncGenerator[bytes, None]:
+    """The JSON of a result between other bytes."""
+    yield head
+    async for piece in result_pieces(result):
+        yield piece
+    yield end
+
+
+async def result_pieces(result: Result) -> AsyncGenerator[bytes, None]:
+    """The JSON of a result, the same as `result_document` gives."""
+    if are_small([result]):
+        yield dumps(result_document(result))
+        return
+    first_bytes = _stdout_bytes(result) if result.is_separate else None
+    document = result_document(replace(result, output=b"", stdout=None, stderr=None, output_file=None))
+    metadata = document.pop("metadata")
+    names = list(document)
+    at = names.index("output")
+    yield dumps({name: document[name] for name in names[:at]})[:-1] + b',"output":"'
+    if first_bytes is None:
+        async for piece in _text(result, 0, None):
+            yield piece
+    yield b'",' + dumps({name: document[name] for name in names[at + 1 :]})[1:-1] + b',"metadata":'
+    if first_bytes is None:
+        yield dumps(metadata) + b"}"
+        return
+    others = {name: value for name, value in metadata.items() if name not in ("stdout", "stderr")}
+    yield (dumps(others)[:-1] + b"," if others else b"{") + b'"stdout":"'
+    async for piece in _text(result, 0, first_bytes):
+        yield piece
+    yield b'","stderr":"'
+    async for piece in _text(result, first_bytes, None):
+        yield piece
+    yield b'"}}'
+
+
+def _stdout_bytes(result: Result) -> int:
+    file = result.output_file
+    return (file.stdout_bytes or 0) if file is not None else len(result.stdout or b"")
+
+
+async def _text(result: Result, start: int, end: int | None) -> AsyncIterator[bytes]:
+    """Some of the output of a result, as what stands between the quotes of a JSON string."""
+    if result.encoding == "base64":
+        async for piece in output_pieces(result, start, end):
+            yield base64.b64encode(piece)
+        return
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    async for piece in output_pieces(result, start, end):
+        yield orjson.dumps(decoder.decode(piece))[1:-1]
+    yield orjson.dumps(decoder.decode(b"", final=True))[1:-1]

@@ -1,0 +1,112 @@
+"""Many cycles of acquire, exec and release on one service, and whether the memory of the service and its agent stays where it is.
+
+`python -m tests.bench.soak --cycles 20000`; ends with 1 where a process grows more than its bound a cycle. The first part is for warming up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import psutil
+
+from tests.support.service import SMALL_POOL, Service, running_service
+
+SAMPLES = 40
+WARM_UP = 0.3  # of 20,000 cycles: then the events that the service remembers, two a cycle, are as many as they will ever be
+CLIENTS = 4
+SLOTS = 8
+# Bytes a cycle. An allocator's noise on the agent's side; the service remembers each ended lease for an hour, on purpose.
+AGENT_BOUND_BYTES, SERVICE_BOUND_BYTES = 100, 1500
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """What the processes held after so many cycles."""
+
+    cycles: int
+    service_bytes: int
+    agent_bytes: int
+
+
+def slope(points: list[tuple[int, int]]) -> float:
+    """The growth of the second coordinate by the first, by least squares."""
+    mean_x = sum(x for x, _ in points) / len(points)
+    mean_y = sum(y for _, y in points) / len(points)
+    return sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
+
+
+class Soak:
+    """One run.
+
+    Args:
+        service: with one sandbox.
+        cycles: how many in all.
+    """
+
+    def __init__(self, service: Service, cycles: int) -> None:
+        self._service = service
+        self._cycles = cycles
+        self._begun = 0
+        self._lock = threading.Lock()
+        (handle,) = (service.state_dir / "sandboxes").glob("*/handle.json")
+        self._agent = psutil.Process(json.loads(handle.read_text(encoding="utf-8"))["data"]["pid"])
+        self._own = psutil.Process(service.process.pid)
+
+    def _next(self) -> bool:
+        with self._lock:
+            self._begun += 1
+            return self._begun <= self._cycles
+
+    def sample(self, cycles: int) -> Sample:
+        return Sample(cycles=cycles, service_bytes=self._own.memory_info().rss, agent_bytes=self._agent.memory_info().rss)
+
+    def _client(self) -> None:
+        with self._service.http() as http:
+            while self._next():
+                (lease,) = http.post("/v1/acquire", json={"ttl_s": 60}).raise_for_status().json()["leases"]
+                call = {"lease_id": lease["lease_id"], "tool": "bash", "args": {"command": "echo $((6 * 7))"}, "timeout_s": 30}
+                (result,) = http.post("/v1/exec-batch", json={"calls": [call]}).raise_for_status().json()["results"]
+                if result["output"] != "42\n":
+                    raise RuntimeError(f"a call came to {result}")
+                http.post("/v1/release", json={"lease_ids": [lease["lease_id"]]}).raise_for_status()
+
+    def run(self) -> list[Sample]:
+        """Do all cycles, with a look at the processes every so many."""
+        step = max(1, self._cycles // SAMPLES)
+        samples: list[Sample] = []
+        with ThreadPoolExecutor(CLIENTS) as threads:
+            running = [threads.submit(self._client) for _ in range(CLIENTS)]
+            while not all(client.done() for client in running):
+                if self._begun >= (len(samples) + 1) * step:
+                    samples.append(self.sample(self._begun))
+                    print(
+                        f"{samples[-1].cycles:7d} cycles  service {samples[-1].service_bytes >> 10:8d} KiB  agent {samples[-1].agent_bytes >> 10:8d} KiB",
+                        flush=True,
+                    )
+                time.sleep(0.05)
+            for client in running:
+                client.result()
+        return samples
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cycles", type=int, default=20_000)
+    cycles = parser.parse_args().cycles
+    pool = {**SMALL_POOL, "slots_per_sandbox": SLOTS, "max_sandboxes": 1}
+    with running_service({"pools": {"default": pool}}) as service:
+        samples = [sample for sample in Soak(service, cycles).run() if sample.cycles >= WARM_UP * cycles]
+    agent = slope([(sample.cycles, sample.agent_bytes) for sample in samples])
+    own = slope([(sample.cycles, sample.service_bytes) for sample in samples])
+    print(f"a cycle: service {own:+.0f} bytes (at most {SERVICE_BOUND_BYTES}), agent {agent:+.0f} bytes (at most {AGENT_BOUND_BYTES})")
+    return 0 if agent <= AGENT_BOUND_BYTES and own <= SERVICE_BOUND_BYTES else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

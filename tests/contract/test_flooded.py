@@ -1,0 +1,92 @@
+"""Plain uvicorn is not locked out by callers without a token: idle connections, half-sent requests, and no more than 1,024 descriptors."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import select
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.contract.test_end import Process, acquire, uvicorn_on
+
+DESCRIPTORS = 1024
+IDLE_CONNECTIONS = 3000
+HEAD_WITHIN_S = 1.0
+CLOSED_WITHIN_S = 20.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _descriptors_for_this_process() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < IDLE_CONNECTIONS + 500:
+        pytest.skip(f"this process may open no more than {hard} files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def flood(stack: contextlib.ExitStack, process: Process, count: int, first: bytes = b"") -> list[socket.socket]:
+    """Open so many connections, and send on each what a request could begin with."""
+    connections = []
+    for _ in range(count):
+        connection = stack.enter_context(process.connect())
+        connections.append(connection)
+        if first:
+            with contextlib.suppress(ConnectionError):  # it has made room for another already
+                connection.sendall(first)
+    return connections
+
+
+def wait_until_closed(connections: list[socket.socket]) -> None:
+    """Wait until the service has closed each of them."""
+    deadline = time.monotonic() + CLOSED_WITHIN_S
+    for connection in connections:
+        connection.settimeout(max(deadline - time.monotonic(), 0.001))
+        with contextlib.suppress(ConnectionResetError):
+            assert connection.recv(1) == b""
+
+
+@pytest.mark.parametrize(("loop", "count"), [("uvloop", IDLE_CONNECTIONS), ("asyncio", IDLE_CONNECTIONS // 2)])
+def test_idle_connections_keep_nobody_with_a_token_out(tmp_path: Path, loop: str, count: int) -> None:
+    """As `ulimit -n 1024` sets it: the limit cannot be raised by an ordinary user, and root does not raise it either."""
+    with uvicorn_on(tmp_path / "state", "--loop", loop, descriptors=DESCRIPTORS) as process, contextlib.ExitStack() as stack:
+        with process.http() as http:
+            acquire(http)
+        connections = flood(stack, process, count)
+
+        with process.http() as http:
+            started = time.monotonic()
+            acquire(http)
+            took_s = time.monotonic() - started
+
+        assert took_s < 5.0
+        poll = select.poll()
+        for connection in connections:
+            poll.register(connection, select.POLLIN)
+        assert len(poll.poll(0)) >= count - DESCRIPTORS
+        assert process.end() < 10.0
+        assert process.popen.stdout is not None
+        assert "out of system resource" not in process.popen.stdout.read()
+
+
+@pytest.mark.parametrize("first", [b"", b"POST /v1/acquire HTTP/1.1\r\nHost: h\r\nX-Slow: "], ids=["idle", "half a head"])
+def test_connections_that_send_no_whole_head_are_closed(tmp_path: Path, first: bytes) -> None:
+    with uvicorn_on(tmp_path / "state", HEAD_WITHIN_S=str(HEAD_WITHIN_S)) as process, contextlib.ExitStack() as stack:
+        wait_until_closed(flood(stack, process, 20, first))
+
+        with process.http() as http:
+            assert http.get("/readyz").json()["warnings"] == []
+
+
+def test_a_server_whose_connections_cannot_be_reached_is_said(tmp_path: Path) -> None:
+    with uvicorn_on(tmp_path / "state", "--http", "h11") as process, process.http() as http:
+        (said,) = http.get("/readyz").json()["warnings"]
+
+    assert "H11Protocol" in said
+    assert "without a token" in said
+    assert any("connections are not limited" in line for line in process.said)

@@ -1,0 +1,189 @@
+"""An agent that stands still: whoever waits for it is answered in time, what it was asked is not lost, and it is given up when it stays so."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.integration.attribution.conftest import open_station
+from tests.integration.attribution.station import Station, check, frozen, verdict
+
+UNANSWERED = ("backend_error", "infra", None)
+BEYOND_DEADLINE_S = 5.0
+SLACK_S = 1.5  # of this machine and its test, not of the service
+
+
+class Timed:
+    """Requests side by side, each with how long it took."""
+
+    def __init__(self, station: Station) -> None:
+        self._station = station
+        self._threads = ThreadPoolExecutor(16)
+
+    def begin(self, method: str, path: str, **options: Any) -> Future[tuple[httpx.Response, float]]:
+        """A request that is not waited for."""
+        return self._threads.submit(self._ask, method, path, options)
+
+    def _ask(self, method: str, path: str, options: dict[str, Any]) -> tuple[httpx.Response, float]:
+        with self._station.service.http() as http:
+            before = time.monotonic()
+            answer = http.request(method, path, **options)
+            return answer, time.monotonic() - before
+
+    def begin_lines(self, calls: list[dict[str, Any]]) -> Future[list[tuple[dict[str, Any], float]]]:
+        """A streamed batch; each result with when it came."""
+
+        def lines() -> list[tuple[dict[str, Any], float]]:
+            before = time.monotonic()
+            with (
+                self._station.service.http() as http,
+                http.stream("POST", "/v1/exec-batch", json={"calls": calls}, headers={"Accept": "application/x-ndjson"}) as answer,
+            ):
+                return [(check(json.loads(line)), time.monotonic() - before) for line in answer.iter_lines() if line]
+
+        return self._threads.submit(lines)
+
+    def close(self) -> None:
+        """No more requests."""
+        self._threads.shutdown()
+
+
+@pytest.fixture(scope="module")
+def station() -> Iterator[Station]:
+    """Two sandboxes of three slots."""
+    with open_station({"slots_per_sandbox": 3, "min_sandboxes": 2}, {}) as one:
+        yield one
+
+
+@pytest.fixture(scope="module", autouse=True)
+def stays_stopped() -> Iterator[Future[list[dict[str, Any]]]]:
+    """What a call in a sandbox whose agent never goes on comes to, asked for again until it is lost and once more. It takes long: beside the others."""
+
+    def ask() -> list[dict[str, Any]]:
+        with frozen(one.agent(lease)):
+            results = asked_until(one, call, lambda result: result["reason"] == "sandbox_lost", within_s=50)
+        return results + one.batch(call)
+
+    with open_station({"slots_per_sandbox": 1}, {}) as one, ThreadPoolExecutor(1) as thread:
+        (lease,) = one.acquire()
+        call = call_of(lease, "echo hello", "c", 1)
+        yield thread.submit(ask)
+
+
+@pytest.fixture
+def timed(station: Station) -> Iterator[Timed]:
+    requests = Timed(station)
+    yield requests
+    requests.close()
+    station.release_all()
+
+
+def in_two_sandboxes(station: Station) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Three leases in one sandbox, and one in the other."""
+    leases = station.acquire(6)
+    name = leases[0]["sandbox_id"]
+    here, there = ([lease for lease in leases if (lease["sandbox_id"] == name) is same] for same in (True, False))
+    assert len(here) == len(there) == 3
+    return here, there[0]
+
+
+def call_of(lease: dict[str, Any], command: str, call_id: str, timeout_s: float) -> dict[str, Any]:
+    return {"lease_id": lease["lease_id"], "tool": "bash", "args": {"command": command}, "timeout_s": timeout_s, "call_id": call_id}
+
+
+def in_time(wall_s: float, timeout_s: float) -> bool:
+    return timeout_s <= wall_s <= timeout_s + BEYOND_DEADLINE_S + SLACK_S
+
+
+def test_calls_are_answered_soon_after_their_deadlines_and_their_results_fetched_once_the_agent_goes_on(station: Station, timed: Timed) -> None:
+    (lease, streamed, third), elsewhere = in_two_sandboxes(station)
+    call = call_of(lease, "touch up; sleep 2; echo ran >> runs; cat runs", "begun", 3)
+    running = station.begin(call)
+    station.until_in(lease, "[ -e up ]")
+    with frozen(station.agent(lease)):
+        sent = call_of(third, "echo sent >> runs; cat runs", "sent", 1)
+        behind = call_of(third, "cat runs; echo behind", "behind", 30)
+        lines = timed.begin_lines([sent, behind, call_of(elsewhere, "echo fine", "fine", 30)])
+        events = timed.begin(
+            "POST",
+            f"/v1/leases/{streamed['lease_id']}/exec",
+            json={"command": "echo one", "timeout_s": 1, "call_id": "e"},
+            headers={"Accept": "text/event-stream"},
+        )
+        (begun,) = running.result()
+        answer, events_s = events.result()
+        (fine, fine_s), (first, first_s), (second, second_s) = lines.result()
+
+        assert verdict(begun) == UNANSWERED
+        assert (fine["call_id"], fine["output"]) == ("fine", "fine\n")
+        assert fine_s < 2 * BEYOND_DEADLINE_S
+        assert [(result["call_id"], verdict(result)) for result in (first, second)] == [("sent", UNANSWERED), ("behind", UNANSWERED)]
+        assert in_time(first_s, 1)
+        assert in_time(second_s, 1)  # it could have overtaken the one before it
+        event = json.loads(answer.text.split("event: result\ndata: ")[1])
+        assert verdict(event) == UNANSWERED
+        assert in_time(events_s, 1)
+        assert all(result["metadata"]["may_have_run"] is True for result in (begun, first, second, event))
+        assert "call_id" in first["error"]
+
+    (ended,) = station.batch(call)
+    assert (verdict(ended), ended["output"]) == (("exit", "none", 0), "ran\n")
+    assert station.batch(sent)[0]["output"] == "sent\n"
+    assert station.batch(behind)[0]["output"] == "sent\nbehind\n"
+    assert station.bash(third, "cat runs")["output"] == "sent\n"
+
+
+def test_what_is_not_a_call_is_answered_too(station: Station, timed: Timed) -> None:
+    (lease, other, released), _ = in_two_sandboxes(station)
+    running = station.begin_bash(lease, "until [ -e go ]; do sleep 0.02; done; echo done", call_id="long", timeout_s=60)
+    path = f"/v1/leases/{lease['lease_id']}"
+    with frozen(station.agent(lease)):
+        asked = {
+            "status": timed.begin("GET", f"{path}/calls/long"),
+            "wait": timed.begin("GET", f"{path}/calls/long?wait_s=2"),
+            "output": timed.begin("GET", f"{path}/calls/long/output"),
+            "cancel": timed.begin("POST", "/v1/cancel", json={"lease_id": lease["lease_id"], "call_id": "nothing"}),
+            "read": timed.begin("GET", f"{path}/files?path=f"),
+            "write": timed.begin("PUT", f"{path}/files?path=f", content=b"x" * (3 << 20)),
+            "list": timed.begin("GET", f"{path}/files/list?path=."),
+            "archive": timed.begin("GET", f"{path}/archive?path=."),
+            "narrow": timed.begin("POST", f"/v1/leases/{other['lease_id']}/narrow", json={"allow_network": False}),
+        }
+        release, release_s = timed.begin("POST", "/v1/release", json={"lease_ids": [released["lease_id"]]}).result()
+        answers = {name: future.result() for name, future in asked.items()}
+
+        assert release.json()["released"] == [released["lease_id"]]
+        assert release_s < 5
+        assert {name: (answer.status_code, answer.json().get("code")) for name, (answer, _) in answers.items()} == dict.fromkeys(
+            asked, (503, "backend_unavailable")
+        )
+        assert {name: wall_s for name, (_, wall_s) in answers.items() if wall_s > 15} == {}
+
+    station.until_in(lease, "touch go")
+    (result,) = running.result()
+    assert (verdict(result), result["output"]) == (("exit", "none", 0), "done\n")
+
+
+def test_an_agent_that_stays_so_is_a_lost_sandbox_as_before(stays_stopped: Future[list[dict[str, Any]]]) -> None:
+    *unanswered, lost, again = stays_stopped.result()
+
+    assert {verdict(result) for result in unanswered} == {UNANSWERED}
+    assert verdict(lost) == ("sandbox_lost", "infra", None)
+    assert again == lost
+
+
+def asked_until(station: Station, call: dict[str, Any], over: Callable[[dict[str, Any]], bool], within_s: float) -> list[dict[str, Any]]:
+    """The results of a call that is asked for again and again."""
+    results, deadline = [], time.monotonic() + within_s
+    while not results or not over(results[-1]):
+        assert time.monotonic() < deadline, results
+        before = time.monotonic()
+        results += station.batch(call)
+        assert time.monotonic() - before <= call["timeout_s"] + BEYOND_DEADLINE_S + SLACK_S, results[-1]
+    return results

@@ -1,0 +1,95 @@
+"""What the promise about claimants says, counted in slots: who must be the claimant, what it must get, and how many go before it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from sandbox_server.pool.waiting import Waiter
+
+
+class ClaimModel:
+    """Follows who is first in each tenant's queue, and who must be the claimant.
+
+    Args:
+        claim_after_s: at what age a tenant's first may claim, in seconds.
+        tenants: how many tenants there are.
+        now: monotonic seconds.
+        may_claim: whether, with so many leases by tenant, slots may be held for a waiter.
+    """
+
+    def __init__(self, claim_after_s: float, tenants: int, now: Callable[[], float], may_claim: Callable[[Waiter, Counter[str]], bool]) -> None:
+        self.claimant: Waiter | None = None
+        self._claim_after_s = claim_after_s
+        self._tenants = tenants
+        self._now = now
+        self._may_claim = may_claim
+        self._firsts: dict[str, Waiter] = {}
+        self._since: dict[int, float] = {}
+        #: the firsts, in the order in which they became that
+        self._order: list[Waiter] = []
+        #: who has claimed since a tenant's first became that; not kept of those that could not claim themselves meanwhile
+        self._went_before: dict[int, set[int] | None] = {}
+        #: how many slots must come ready until the claimant is served, and what it had when that was last looked at
+        self._lacks = 0
+        self._had = 0
+
+    def changed(self, waiting: Sequence[Waiter]) -> None:
+        """Somebody has come, gone or been served. `waiting`: all who wait."""
+        firsts: dict[str, Waiter] = {}
+        for waiter in sorted(waiting, key=lambda waiter: (-waiter.request.priority, waiter.seq)):
+            firsts.setdefault(waiter.request.tenant, waiter)
+        for tenant, waiter in firsts.items():
+            if self._firsts.get(tenant) is not waiter:
+                self._since[waiter.seq], self._went_before[waiter.seq] = self._now(), set()
+                self._order = [*(other for other in self._order if other is not waiter), waiter]
+        self._firsts = firsts
+        self._order = [waiter for waiter in self._order if firsts.get(waiter.request.tenant) is waiter]
+
+    def look(self, waiting: Sequence[Waiter], leased: Counter[str], has: Callable[[Waiter], int]) -> None:
+        """See who must be the claimant now.
+
+        Args:
+            waiting: all who wait.
+            leased: leases by tenant.
+            has: how many slots a waiter could be given now: free ones, and those kept for its run.
+        """
+        self.changed(waiting)
+        firsts = self._firsts
+        if self.claimant is not None and not (firsts.get(self.claimant.request.tenant) is self.claimant and self._may_claim(self.claimant, leased)):
+            self.claimant = None
+        if self.claimant is None:
+            aged = [waiter for waiter in self._order if self._since[waiter.seq] + self._claim_after_s <= self._now()]
+            self.claimant = next((waiter for waiter in aged if self._may_claim(waiter, leased)), None)
+            if self.claimant is not None:
+                self._begin(self.claimant, leased, has)
+
+    def _begin(self, claimant: Waiter, leased: Counter[str], has: Callable[[Waiter], int]) -> None:
+        before = self._went_before[claimant.seq]
+        assert before is None or len(before) < self._tenants, "more than one claimant of another tenant went before this one"
+        for waiter in self._firsts.values():
+            passed = self._went_before[waiter.seq]
+            if not self._may_claim(waiter, leased):
+                self._went_before[waiter.seq] = None
+            elif passed is not None and waiter is not claimant:
+                passed.add(claimant.seq)
+        self._had = has(claimant)
+        self._lacks = claimant.request.count - self._had
+
+    def begin_assigning(self, has: Callable[[Waiter], int]) -> None:
+        """Slots have come ready, or were lost, since the last look; now they are given out."""
+        if self.claimant is not None:
+            came_ready = has(self.claimant) - self._had
+            self._lacks -= came_ready
+            self._had += came_ready
+
+    def granted(self, waiter: Waiter) -> None:
+        """Somebody was served while the claimant waited, or is the claimant."""
+        if self.claimant is not None and waiter is not self.claimant:
+            assert all(lease.workspace_kept for lease in waiter.leases), "a slot that came free went to somebody else while it was held for the claimant"
+
+    def end_assigning(self, has: Callable[[Waiter], int]) -> None:
+        """Nobody else can be served."""
+        if self.claimant is not None:
+            assert has(self.claimant) == self._had, "slots that were held for the claimant are gone"
+            assert self._lacks > 0, "as many slots came ready as the claimant lacked, and it still waits"

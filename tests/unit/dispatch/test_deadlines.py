@@ -1,0 +1,110 @@
+"""How long a call is waited for: an agent that stands still is given up soon after the call's deadline, one that is only late is not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+
+import pytest
+
+from sandbox_server.core.errors import BackendUnavailable
+from sandbox_server.core.execution import Fault, Reason
+from sandbox_server.dispatch import files, lease_run, records
+from sandbox_server.dispatch.dispatch import CallLimits, Dispatcher
+from sandbox_server.dispatch.files import SlotFiles
+from sandbox_server.dispatch.records import CallRecords
+from sandbox_server.dispatch.turns import Turns
+from tests.unit.dispatch.conftest import World, call
+
+
+@pytest.fixture(autouse=True)
+def _short_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease_run, "PING_AFTER_S", 0.1)
+    monkeypatch.setattr(lease_run, "PING_WITHIN_S", 0.2)
+
+
+def test_a_call_has_its_result_within_five_seconds_of_its_deadline() -> None:
+    assert lease_run.PING_AFTER_S + lease_run.PING_WITHIN_S < 5.0
+
+
+async def test_the_calls_of_a_stopped_agent_may_have_run_and_can_be_asked_for_again(world: World) -> None:
+    batch = world.dispatcher.start("alice", [call("a", "live", "c1", timeout_s=0.1), call("a", "echo 2", "c2")])
+    await world.until_running()
+    world.agent.is_stopped = True
+
+    first, second = await batch.all()
+
+    assert [(result.reason, result.fault, result.metadata["may_have_run"]) for result in (first, second)] == [(Reason.BACKEND_ERROR, Fault.INFRA, True)] * 2
+    assert world.store.verdict("a", "c1") is None
+    assert world.routes.running == {"a": 0}
+    world.agent.is_stopped = False
+    world.agent.finish("c1")
+    (again,) = await world.dispatcher.start("alice", [call("a", "live", "c1", timeout_s=0.1)]).all()
+    assert again.reason is Reason.EXIT
+    assert world.agent.ran.count(("c1", "live")) == 1
+
+
+async def test_a_call_that_was_not_sent_yet_when_its_agent_stopped_has_not_run(world: World) -> None:
+    limited = Dispatcher(world.routes, world.store, world.clock, world.telemetry, CallLimits(), turns=Turns(lambda tenant: 1))
+    world.agent.is_stopped = True
+
+    sent, held = await limited.start("alice", [call("a", "true", "c1", timeout_s=0.1), call("a", "true", "c2")]).all()
+
+    assert [result.reason for result in (sent, held)] == [Reason.BACKEND_ERROR] * 2
+    assert [result.metadata["may_have_run"] for result in (sent, held)] == [True, False]
+
+
+async def test_an_agent_that_answers_is_only_late_and_its_word_is_waited_for(world: World) -> None:
+    batch = world.dispatcher.start("alice", [call("a", "live", timeout_s=0.1)])
+    await world.until_running()
+    assert await batch.next(1.0) == []
+
+    world.agent.finish("c")
+
+    assert [result.reason for result in await batch.all()] == [Reason.EXIT]
+
+
+async def test_an_agent_that_answers_and_never_says_how_the_call_ended_is_given_up_as_well(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease_run, "REPLY_GRACE_S", 0.3)
+    (result,) = await world.dispatcher.start("alice", [call("a", "hang", timeout_s=0.1)]).all()
+
+    assert (result.reason, result.metadata["may_have_run"]) == (Reason.BACKEND_ERROR, True)
+
+
+async def test_a_service_that_was_busy_past_a_deadline_reads_what_came_meanwhile(world: World) -> None:
+    batch = world.dispatcher.start("alice", [call("a", "live", timeout_s=0.05)])
+    await world.until_running()
+    world.agent.finish("c")
+    time.sleep(0.5)
+
+    assert [result.reason for result in await batch.all()] == [Reason.EXIT]
+
+
+async def test_the_time_until_an_agent_can_be_reached_again_is_the_calls_as_well(world: World) -> None:
+    world.routes.errors["a"] = BackendUnavailable("nobody answers")
+    world.routes.while_waiting = lambda: world.clock.pass_time(1.0)
+    before = world.clock.monotonic()
+
+    (result,) = await world.dispatcher.start("alice", [call("a", "true", timeout_s=2.0)]).all()
+
+    assert (result.reason, result.metadata["may_have_run"]) == (Reason.BACKEND_ERROR, False)
+    assert world.clock.monotonic() - before < lease_run.LOST_WAIT_S
+
+
+async def test_questions_about_calls_and_files_of_a_stopped_agent_are_answered(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (records, files):
+        monkeypatch.setattr(module, "ANSWER_WITHIN_S", 0.2)
+    world.agent.is_stopped = True
+    found = CallRecords(world.routes, world.store, world.dispatcher.flights, world.clock)
+    slot_files = SlotFiles(world.routes)
+
+    async def endless() -> AsyncGenerator[bytes, None]:
+        while True:
+            yield b"x" * (1 << 16)
+
+    with pytest.raises(BackendUnavailable, match="has not answered"):
+        await found.status("alice", "a", "c")
+    with pytest.raises(BackendUnavailable, match="has not answered"):
+        await slot_files.entries("alice", "a", ".", recursive=False, max_entries=10)
+    with pytest.raises(BackendUnavailable, match="has not answered"):
+        await slot_files.write("alice", "a", "f", None, endless())
