@@ -49,6 +49,7 @@ bench: setup ## the service beside the bare machine and SWE-ReX; writes the READ
 	@$(BIN)/python -m tests.bench --write
 
 faults: setup ## load and crashes at once, the histories checked: make faults ARGS="--seconds 600 --clients 50"
+	@.ci/setup-faults
 	@$(BIN)/python -m tests.faults $(ARGS)
 
 soak: setup ## many leases one after another, and whether the service and its agent stay as small as they were: make soak ARGS="--cycles 2000"

@@ -344,7 +344,7 @@ class Pool:
 
     def _tell_claimant(self, claimant: Waiter | None) -> None:
         self._told_claimant = claimant
-        view = claimant_view(self.book, self.now())
+        view = None if claimant is None else claimant_view(self.book, self.now())
         if view is not None:
             who = {"pool": self.name, "tenant": view.tenant, "run_id": view.run_id}
             log.info("what comes free is held for an acquire of %d that has waited for %.1f s", view.count, view.waited_s, extra=who)

@@ -12,6 +12,7 @@ Kinds of events and their fields (`asked_at`: when the request whose answer this
     witness      word: `ran` or `ghost`, call_id, lease_id: a line that a command sent from inside its slot
     fault        what, ...: `agent.kill` has a sandbox_id; `disk.full` and `disk.free` are the ends of an interval
     died         status: the service ended without being told to
+    seen         what: `claimant`, `acquired`, `lease ended` or `missed`, lease_id, claimant: what the service told of, in its order
     leak         what: something is left when all is over
 """
 
@@ -23,6 +24,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from tests.faults.claims import claims_seen
 from tests.faults.history import Event
 
 FULL_DISK_EXIT = 98
@@ -149,7 +151,7 @@ class Model:
 def check(events: Sequence[Event]) -> list[Violation]:
     """Every promise that this history breaks."""
     model = Model(events)
-    rules = (holders, grants, runs, verdicts, endings, answers, markers, ghosts, ends)
+    rules = (holders, grants, runs, verdicts, endings, answers, markers, ghosts, claims, ends)
     return [violation for rule in rules for violation in rule(model)]
 
 
@@ -335,6 +337,14 @@ def ghosts(model: Model) -> Iterator[Violation]:
                 detail = f"{event['word']} {event['call_id']} of {owner.lease_id} at {event.at:.3f}, {since}"
                 yield Violation(rule="ghost", detail=detail, names=(event["call_id"], owner.lease_id, other.lease_id))
                 break
+
+
+def claims(model: Model) -> Iterator[Violation]:
+    """While what comes free is held for a claimant, nobody else is granted it. No client of the harness has slots kept."""
+    for claim in claims_seen(model.events):
+        for lease_id in claim.granted:
+            detail = f"{lease_id} was granted while slots were held since {claim.began_at:.3f} for {claim.claimant}"
+            yield Violation(rule="granted past the claimant", detail=detail, names=(lease_id,))
 
 
 def ends(model: Model) -> Iterator[Violation]:

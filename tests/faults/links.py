@@ -18,13 +18,15 @@ DESCENDANTS = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def possible() -> bool:
-    """Whether this process may look into those it has started."""
+def problem() -> str | None:
+    """Why this process may not look into those it has started; None: it may."""
     try:
         scope = int(YAMA.read_text(encoding="ascii"))
     except FileNotFoundError:
         scope = 0
-    return os.geteuid() == 0 or scope <= DESCENDANTS
+    if os.geteuid() == 0 or scope <= DESCENDANTS:
+        return None
+    return f"the connections of another process cannot be had: {YAMA} is {scope}, and this is not root"
 
 
 def cut(pid: int, share: float, below: Path) -> int:

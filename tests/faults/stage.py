@@ -21,6 +21,8 @@ import yaml
 
 from tests.faults import links
 from tests.faults.history import History
+from tests.faults.needs import clock_problem, fake_clock, faketime_library
+from tests.faults.schedule import WEIGHTS
 from tests.support.service import clean_environ
 
 DISK_MB = 96
@@ -33,7 +35,6 @@ WORDS = 2000
 """How much of the service's log a story quotes, in characters."""
 # Below the range from which the kernel takes ports for connections: nobody takes it while the service is down.
 PORTS = range(20_000, 32_000)
-FAKETIME = ("/usr/lib/x86_64-linux-gnu/faketime/libfaketime.so.1", "/usr/lib/aarch64-linux-gnu/faketime/libfaketime.so.1")
 
 
 def free_port(start: int) -> int:
@@ -53,41 +54,41 @@ class Stage:
 
     Args:
         history: takes what happens.
-        pools: the settings file's pools.
+        settings: what the settings file says.
         port: where the service listens.
     """
 
-    def __init__(self, history: History, pools: Mapping[str, Any], port: int) -> None:
+    def __init__(self, history: History, settings: Mapping[str, Any], port: int) -> None:
         self.history = history
         self.port = port
         self.folder = Path(tempfile.mkdtemp(prefix="sp-", dir="/tmp"))
         self.state_dir = self.folder / "state"
         self.state_dir.mkdir(mode=0o711)
-        self.has_disk = os.geteuid() == 0 and _mount(self.state_dir)
+        self._mount_problem = _mount(self.state_dir)
         self.log_path = self.folder / "log"
         self.up = asyncio.Event()
         self.starts = 0
         self.seen: dict[str, dict[str, Any]] = {}
         self._state_file = self.state_dir / "state.db"
         self._config = self.folder / "config.yaml"
-        self._config.write_text(yaml.safe_dump({"pools": dict(pools)}), encoding="utf-8")
+        self._config.write_text(yaml.safe_dump(dict(settings)), encoding="utf-8")
         self._clock = self.folder / "clock"
         self._clock.write_text("+0\n", encoding="ascii")
-        self._faketime = next((path for path in FAKETIME if os.path.exists(path)), None)
+        self._faketime = faketime_library()
+        self._clock_problem = clock_problem(self._faketime, self.folder, clean_environ({}))
         self._process: asyncio.subprocess.Process | None = None
         self._wanted = True
         self._killed = False
         self._pause_s = 0.0
 
-    def possible(self) -> set[str]:
-        """The kinds of fault that can be done here."""
-        always = {"service.kill", "agent.kill", "agent.stop", "cut", "state.delete"} | ({"link.cut"} if links.possible() else set())
-        return always | ({"disk.fill"} if self.has_disk else set()) | ({"clock.jump"} if self._faketime else set())
+    def impossible(self) -> dict[str, str]:
+        """The kinds of fault that cannot be injected here, and why. The others need what every process has over its own children."""
+        problems = {"link.cut": links.problem(), "disk.fill": self._mount_problem, "clock.jump": self._clock_problem}
+        return {what: why for what, why in problems.items() if why is not None}
 
-    @property
-    def headers(self) -> dict[str, str]:
-        """What every request carries."""
-        return {"Authorization": f"Bearer {(self.state_dir / 'token').read_text(encoding='utf-8').strip()}"}
+    def possible(self) -> set[str]:
+        """The kinds of fault that can be injected here."""
+        return set(WEIGHTS) - set(self.impossible())
 
     # The service.
 
@@ -131,15 +132,9 @@ class Stage:
         return await process.wait()
 
     def _fake_clock(self) -> dict[str, str]:
-        if self._faketime is None:
+        if self._faketime is None or self._clock_problem is not None:
             return {}
-        return {
-            "LD_PRELOAD": self._faketime,
-            "FAKETIME_TIMESTAMP_FILE": str(self._clock),
-            "FAKETIME_CACHE_DURATION": "1",
-            "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-            "FAKETIME_DONT_RESET": "1",
-        }
+        return fake_clock(self._faketime, self._clock)
 
     def kill(self, pause_s: float) -> bool:
         """SIGKILL the service, whatever it is doing; it is started again after a pause. Returns whether it ran.
@@ -241,7 +236,7 @@ class Stage:
 
     def close(self) -> None:
         """Take the disk and the folder away."""
-        if self.has_disk:
+        if self._mount_problem is None:
             subprocess.run(["umount", "--lazy", str(self.state_dir)], check=True)
         subprocess.run(["rm", "-rf", "--one-file-system", str(self.folder)], check=True)
 
@@ -252,9 +247,13 @@ def signal_agent(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
-def _mount(path: Path) -> bool:
+def _mount(path: Path) -> str | None:
+    """Give a folder a small disk of its own. Returns why it cannot have one; None: it has."""
+    if os.geteuid() != 0:
+        return "only root can mount a small disk for the service's state"
     command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m,mode=711", "sandbox-pool-faults", str(path)]
-    return subprocess.run(command, check=False, capture_output=True).returncode == 0
+    tried = subprocess.run(command, check=False, capture_output=True, text=True)
+    return None if tried.returncode == 0 else f"a tmpfs cannot be mounted: {tried.stderr.strip()}"
 
 
 async def _line_came(descriptor: int) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.faults.checker import FULL_DISK_EXIT, check
+from tests.faults.claims import claims_seen
 from tests.faults.history import Event, History, about
 
 TTL_S = 20.0
@@ -65,6 +66,9 @@ class Tale:
         self.note("release", client=0, leases=[lease_id], run_id=None)
         answer = {"released": [], "unknown": [lease_id]} if unknown else {"released": [lease_id], "unknown": []}
         self.note("released", client=0, leases=[lease_id], **answer)
+
+    def seen(self, what: str, lease_id: str | None = None, claimant: dict[str, Any] | None = None) -> None:
+        self.note("seen", what=what, lease_id=lease_id, claimant=claimant)
 
     def fault(self, what: str, **fields: Any) -> None:
         self.note("fault", what=what, **fields)
@@ -225,6 +229,11 @@ def key_lost(tale: Tale) -> None:
     tale.note("refused", client=0, key="k", asked_at=tale.now, began_at=tale.now, ttl_s=TTL_S, status=410, code="lease_lost", detail="all have ended")
 
 
+def granted_past_the_claimant(tale: Tale) -> None:
+    tale.seen("claimant", claimant={"tenant": "gangs", "count": 16})
+    tale.seen("acquired", "l-9")
+
+
 def left_over(tale: Tale) -> None:
     tale.note("leak", what="process 7")
 
@@ -258,6 +267,7 @@ PLANTED: list[tuple[Callable[[Tale], None], str]] = [
     (no_answer, "no answer"),
     (died, "service died"),
     (key_lost, "lease lost"),
+    (granted_past_the_claimant, "granted past the claimant"),
     (left_over, "leak"),
 ]
 
@@ -272,6 +282,22 @@ def test_a_planted_violation_is_found(plant: Callable[[Tale], None], rule: str) 
     plant(tale)
 
     assert rule in {violation.rule for violation in check(tale.history.events)}
+
+
+def test_what_is_granted_before_and_after_a_claim_or_out_of_sight_is_no_violation() -> None:
+    tale = good_tale()
+    for ends in ({"tenant": "turning", "count": 1}, None):
+        tale.seen("acquired", "l-9")
+        tale.seen("claimant", claimant={"tenant": "gangs", "count": 16})
+        tale.seen("lease ended", "l-9")
+        tale.seen("claimant", claimant=ends)
+        tale.seen("acquired", "l-10")
+    tale.seen("claimant", claimant={"tenant": "gangs", "count": 16})
+    tale.seen("missed")
+    tale.seen("acquired", "l-11")
+
+    assert check(tale.history.events) == []
+    assert [claim.ended for claim in claims_seen(tale.history.events)] == [1, 1, 0]
 
 
 def test_what_the_harness_caused_is_no_violation() -> None:

@@ -24,6 +24,15 @@ RENEW_EVERY_S = 4.0
 WAIT_S = 5.0
 CALL_TIMEOUT_S = 60.0
 READ_TIMEOUT_S = 90.0
+GANG_WAIT_S = 40.0
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Connections to the service, through the proxy, and what a tenant's requests carry."""
+
+    http: httpx.AsyncClient
+    headers: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,20 +66,24 @@ class Trainer:
     Args:
         number: which one; with the seed it decides what it does.
         seed: of the run.
-        http: connections to the service, through the proxy.
+        tenant: who asks.
         history: takes what it asks and is told.
         stopping: no new round begins once this is set.
         witness_port: where its commands say that they run.
+        gang: how many slots it acquires at once, and waits for long; None: a few, and not for long.
     """
 
-    def __init__(self, number: int, seed: int, http: httpx.AsyncClient, history: History, stopping: asyncio.Event, witness_port: int) -> None:
+    def __init__(
+        self, number: int, seed: int, tenant: Tenant, history: History, stopping: asyncio.Event, witness_port: int, *, gang: int | None = None
+    ) -> None:
         self.number = number
         self.waits_for: dict[str, tuple[str, ...]] = {}
         self.last = ""
-        self._http = http
+        self._tenant = tenant
         self._history = history
         self._stopping = stopping
         self._witness_port = witness_port
+        self._gang = gang
         self._chance = random.Random(f"client {number} of {seed}")
         # Delays between attempts are no decision: how many there are depends on the machine, and must not change what the client does.
         self._jitter = random.Random(f"delays of {number} of {seed}")
@@ -95,7 +108,7 @@ class Trainer:
         while True:
             asked_at = self._history.now()
             try:
-                response = await self._http.post(path, json=body)
+                response = await self._tenant.http.post(path, json=body, headers=self._tenant.headers)
                 answer = Answer(asked_at, began_at, response.status_code, response.json())
                 obstacle = answer.body.get("code") if answer.body.get("code") in PASSING else None
             except (httpx.TransportError, ValueError) as error:
@@ -116,10 +129,12 @@ class Trainer:
 
     async def _round(self) -> None:
         chance = self._chance
-        count = chance.choice((1, 1, 1, 1, 2, 3))
+        count = chance.choice((1, 1, 1, 1, 2, 3)) if self._gang is None else self._gang
+        wait_s = WAIT_S if self._gang is None else GANG_WAIT_S
         run_id = self._name("run") if chance.random() < 0.3 else None
         walks_away = chance.random() < 0.12
-        body = {"count": count, "ttl_s": SHORT_TTL_S if walks_away else TTL_S, "wait_s": WAIT_S, "request_key": self._name("key"), "run_id": run_id}
+        ttl_s = SHORT_TTL_S if walks_away else TTL_S
+        body = {"count": count, "ttl_s": ttl_s, "wait_s": wait_s, "request_key": self._name("key"), "run_id": run_id}
         asks_twice, actions = chance.random() < 0.15, chance.randint(1, 5)
         held = await self._acquire(body)
         if held is None:
@@ -142,9 +157,9 @@ class Trainer:
     async def _acquire(self, body: Mapping[str, Any]) -> Round | None:
         key, ttl_s = body["request_key"], body["ttl_s"]
         answer = await self._ask("acquire", "/v1/acquire", body, [key])
-        fields = {"client": self.number, "key": key, "asked_at": answer.asked_at, "began_at": answer.began_at, "ttl_s": ttl_s}
+        fields = {"client": self.number, "key": key, "count": body["count"], "asked_at": answer.asked_at, "began_at": answer.began_at, "ttl_s": ttl_s}
         if answer.status == httpx.codes.OK:
-            names = ("lease_id", "sandbox_id", "slot_id", "epoch")
+            names = ("lease_id", "sandbox_id", "slot_id", "epoch", "isolation")
             self._history.note("granted", **fields, leases=[{name: lease[name] for name in names} for lease in answer.body["leases"]])
             return Round(leases=list(answer.body["leases"]), ttl_s=ttl_s, run_id=body["run_id"])
         code = answer.body.get("code")

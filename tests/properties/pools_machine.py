@@ -13,7 +13,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from sandbox_server.core.errors import PoolServiceError
-from sandbox_server.core.types import AcquireRequest, Lease, PoolSpec
+from sandbox_server.core.types import Acquired, AcquireRequest, Lease, PoolSpec
 from sandbox_server.pool.pools import Pools
 from sandbox_server.pool.wiring import Wiring
 from sandbox_server.testing import FakeAgent, FakeBackend, FakeClock, settle
@@ -71,6 +71,7 @@ class World:
         self.spec = PoolSpec(slots_per_sandbox=2, min_sandboxes=1, max_sandboxes=MAX_SANDBOXES, idle_timeout_s=20, max_lifetime_s=1e6)
         self.promises: dict[str, Promise] = {}
         self.over: set[str] = set()
+        self.gangs: list[asyncio.Task[Acquired]] = []
         self.epochs: dict[tuple[str, str], int] = {}
 
     async def start(self) -> None:
@@ -87,6 +88,7 @@ class World:
             tenant="t", pool="mine", count=draw(st.integers(1, 3)), run_id=draw(st.sampled_from((None, "r"))), wait_s=0.0,
             ttl_s=draw(st.sampled_from((5.0, 100.0, 1000.0))), cache=draw(st.sampled_from(("none", "none", "rw"))),
         )  # fmt: skip
+        before = self.pools.view("mine").claimant
         task = asyncio.create_task(self.pools.acquire(request))
         await settle()
         if not task.done():
@@ -94,11 +96,24 @@ class World:
             await settle()
         if task.cancelled() or isinstance(task.exception(), PoolServiceError):
             return
+        if before is not None and self.pools.view("mine").claimant is not None:
+            assert all(lease.workspace_kept for lease in task.result().leases), "a slot that was held for the claimant went to somebody else"
         for lease in task.result().leases:
             assert lease.epoch > self.epochs.get((lease.sandbox_id, lease.slot_id), 0), "an epoch was used again"
             assert lease.lease_id not in self.over
             self.epochs[lease.sandbox_id, lease.slot_id] = lease.epoch
             self.promises[lease.lease_id] = Promise(lease, self.clock.monotonic() + lease.ttl_s)
+
+    async def gang_waits(self) -> None:
+        """Another tenant wants many slots at once, and waits for them; its leases end by themselves."""
+        request = AcquireRequest(tenant="gang", pool="mine", count=self.data.draw(st.integers(2, 2 * MAX_SANDBOXES)), ttl_s=5.0)
+        self.gangs.append(asyncio.create_task(self.pools.acquire(request)))
+        await settle()
+
+    async def gang_hangs_up(self) -> None:
+        for task in self.gangs[:1]:
+            task.cancel()
+            await settle()
 
     def _any_promise(self) -> Promise | None:
         return self.data.draw(st.sampled_from([self.promises[lease_id] for lease_id in self.promises])) if self.promises else None
@@ -176,6 +191,10 @@ class World:
         await asyncio.gather(task, return_exceptions=True)
 
     async def service_dies(self) -> None:
+        for task in self.gangs:
+            task.cancel()
+        await asyncio.gather(*self.gangs, return_exceptions=True)
+        self.gangs.clear()
         await kill(self.pools)
         self.store.crash(self.data.draw(st.integers(0, self.store.unflushed)))
         down_s = self.data.draw(st.sampled_from((0.0, 3.0, 1000.0)))
@@ -195,6 +214,7 @@ class World:
             promise.until = now + left_s
 
     STEPS = (
+        gang_waits, gang_waits, gang_hangs_up,
         acquire, acquire, acquire, acquire, release, release, renew, narrow, time_passes, time_passes, agent_dies, link_is_cut, agent_stalls,
         agents_recover, agents_recover, spec_changes, verify, service_dies, service_dies,
     )  # fmt: skip
@@ -203,7 +223,7 @@ class World:
 
     def check(self) -> None:
         """After every step."""
-        held = self.pools.leases("t", limit=1000)[0]
+        held = [*self.pools.leases("t", limit=1000)[0], *self.pools.leases("gang", limit=1000)[0]]
         slots = [(lease.sandbox_id, lease.slot_id) for lease in held]
         assert len(slots) == len(set(slots)), "a slot with two holders"
         now = self.clock.monotonic()
@@ -221,9 +241,13 @@ class World:
         await self.clock.advance(200)
         await settle()
         self.check()
+        assert all(task.done() for task in self.gangs), "a gang that waits is never answered"
+        for task in self.gangs:
+            assert task.cancelled() or task.exception() is None or isinstance(task.exception(), PoolServiceError)
         view = self.pools.view("mine")
         assert len(self.backend.handles) == len(self.pools.sandboxes()), "sandboxes that nobody knows"
         assert view.sandboxes["ready"] >= view.spec.min_sandboxes or sum(view.sandboxes.values()) == MAX_SANDBOXES
+        assert view.claimant is None, "slots are held for nobody"
         assert not view.slots["resetting"], "a slot that nobody resets"
         for lease in self.pools.leases("t", limit=1000)[0]:
             route = self.pools.route("t", lease.lease_id)

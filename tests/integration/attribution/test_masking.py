@@ -56,7 +56,7 @@ def fill_with_files(disk: Path) -> None:
 
 
 def fill_with_bytes(disk: Path) -> None:
-    with (disk / "filler").open("wb", buffering=0) as file:
+    with (disk / "filler").open("ab", buffering=0) as file:
         while True:
             file.write(bytes(1 << 16))
 
@@ -81,6 +81,10 @@ def test_a_disk_that_others_have_filled_hides_no_verdict_and_no_end_of_an_output
             assert result["output"].startswith("1\n2\n")
             assert result["output"].endswith("\n40000\n")
             refused = station.call(each, "write_file", {"path": "new", "content": "x" * 100_000})
+            if refused["success"]:  # into the room of the service's own reserve, which it has given up meanwhile
+                with pytest.raises(OSError, match="No space left"):
+                    fill_disk(disk)
+                refused = station.call(each, "write_file", {"path": "newer", "content": "x" * 100_000})
             assert verdict(refused) == ("tool_error", "policy", None)
             assert proof(refused)["errno"] == "ENOSPC"
         assert time.monotonic() - before < 10

@@ -114,13 +114,13 @@ async def test_a_call_of_an_earlier_life_is_told_of_in_the_encoding_that_it_aske
     pools = await again()
     await until(lambda: pools.readiness()["ready"])
     dispatcher = Dispatcher(pools, pools._store, SystemClock(), Telemetry(), CallLimits(), Doubts(()), Turns(lambda tenant: None))
-    records = CallRecords(pools, pools._store, dispatcher.flights, SystemClock())
+    records = CallRecords(pools, pools._store, dispatcher.flights, SystemClock(), dispatcher.outputs)
 
     running = await records.status("t", lease_id, "c")
     async with aclosing(call_events(records, "t", lease_id, "c", 0)) as found:
         first = await anext(found)
         cancelled = await dispatcher.cancel("t", lease_id, "c")
-        last = await anext(found)
+        last = b"".join([piece async for piece in found])
     done = await records.status("t", lease_id, "c")
 
     assert (running.output_bytes, running.encoding) == (2, "base64")

@@ -95,7 +95,7 @@ async def test_questions_about_calls_and_files_of_a_stopped_agent_are_answered(w
     for module in (records, files):
         monkeypatch.setattr(module, "ANSWER_WITHIN_S", 0.2)
     world.agent.is_stopped = True
-    found = CallRecords(world.routes, world.store, world.dispatcher.flights, world.clock)
+    found = CallRecords(world.routes, world.store, world.dispatcher.flights, world.clock, world.dispatcher.outputs)
     slot_files = SlotFiles(world.routes)
 
     async def endless() -> AsyncGenerator[bytes, None]:

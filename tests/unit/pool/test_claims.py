@@ -69,7 +69,8 @@ async def test_slots_that_turn_as_kept_ones_come_to_the_claimant_too(make_world)
     gang = await world.queue("gang", count=2)
     await world.clock.advance(CLAIM_AFTER_S)
 
-    for turns in range(3):  # noqa: B007
+    turns = 0
+    while True:
         waiting = await world.queue("turning", run_id="r")
         give_back(world, held.pop(0).leases, reset=False)
         await settle()
@@ -77,6 +78,7 @@ async def test_slots_that_turn_as_kept_ones_come_to_the_claimant_too(make_world)
             break
         assert not waiting.done(), "a slot that the claimant needs was kept from it"
         await ended([waiting])
+        turns += 1
 
     assert turns == 1
     assert len(gang.result().leases) == 2
@@ -261,3 +263,19 @@ async def test_at_most_one_claimant_of_every_other_tenant_goes_first(make_world)
         order.append(name)
 
     assert order == [("a", 0), ("b", 0), ("c", 0), ("a", 1), ("b", 1), ("c", 1)]
+
+
+async def test_the_end_of_one_claim_is_told_before_what_it_gave_and_the_next_claim_after(make_world):
+    world = await make_world(max_sandboxes=1, slots_per_sandbox=2)
+    busy = await world.acquire("busy", count=2)
+    first, second = await world.queue("a"), await world.queue("b", count=2)
+    await world.clock.advance(CLAIM_AFTER_S)
+    began = world.pools.events.last_id
+    give_back(world, busy.leases)
+    await first
+
+    told = sorted((event for event in world.pools.events._ring if event is not None and event.id > began), key=lambda event: event.id)
+    said = [(event.kind, event.data.get("claimant")) for event in told if event.kind in ("pool.claimant", "lease.acquired")]
+    tenants = [(kind, claimant and claimant["tenant"]) for kind, claimant in said]
+    assert tenants == [("pool.claimant", None), ("lease.acquired", None), ("pool.claimant", "b")]
+    await ended([second])
