@@ -52,7 +52,7 @@ faults: setup ## load and crashes at once, the histories checked: make faults AR
 	@.ci/setup-faults
 	@$(BIN)/python -m tests.faults $(ARGS)
 
-soak: setup ## many leases one after another, and whether the service and its agent stay as small as they were: make soak ARGS="--cycles 2000"
+soak: setup ## many leases one after another, and whether the service and its agent stay as small as they were: make soak ARGS="--cycles 12000"
 	@$(BIN)/python -m tests.bench.soak $(ARGS)
 
 matrix: setup ## the README's isolation table, from a run of the hostile suite

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import signal
+import sys
+
+if __name__ == "__main__":
+    # Before the other imports, which take the better part of a second: nothing is begun that would have to be undone.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+
 import argparse
 import asyncio
 import dataclasses
 import json
 import os
 import shutil
-import signal
 import socket
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -51,15 +56,40 @@ class ServeOptions:
     ephemeral: bool = False
 
 
-class Server(uvicorn.Server):
-    """A server that says where it listens once it does, and may end with its parent."""
+class StopNote:
+    """Handles SIGTERM while the server does not: remembers that the process was told to stop."""
 
-    def __init__(self, config: uvicorn.Config, application: Application, options: ServeOptions) -> None:
+    def __init__(self) -> None:
+        self.told_to_stop = False
+
+    def install(self) -> None:
+        """Begin to listen. The server puts this handler back when it has ended, and raises the signals that ended it once more."""
+        signal.signal(signal.SIGTERM, self._note)
+
+    def _note(self, *_: object) -> None:
+        self.told_to_stop = True
+
+
+class Server(uvicorn.Server):
+    """A server that says where it listens once it does, and may end with its parent.
+
+    Args:
+        config: uvicorn's.
+        application: what it serves.
+        options: how.
+        stop_note: whether the process was told to stop before the server listened for signals: then it starts nothing.
+    """
+
+    def __init__(self, config: uvicorn.Config, application: Application, options: ServeOptions, stop_note: StopNote) -> None:
         super().__init__(config)
         self._application = application
         self._options = options
+        self._stop_note = stop_note
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._stop_note.told_to_stop:
+            self.should_exit = True
+            return
         await super().startup(sockets=sockets)
         if self.should_exit or not self.servers:
             return
@@ -126,11 +156,23 @@ def serve(settings: Settings, options: ServeOptions) -> int:
     if options.ephemeral and options.parent_pid is None and settings.state_dir.is_dir() and any(settings.state_dir.iterdir()):
         print(f"state folder {settings.state_dir}: --ephemeral removes it at the end, and it is not empty: name another in SANDBOX_STATE_DIR", file=sys.stderr)
         return WRONG_SETTINGS
+    stop_note = StopNote()
+    stop_note.install()
     try:
         StateDir.open(settings.state_dir).close()
     except StateDirError as error:
         print(error, file=sys.stderr)
         return WRONG_SETTINGS
+    try:
+        return _listen_and_serve(options, stop_note)
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        if options.ephemeral:
+            shutil.rmtree(settings.state_dir, ignore_errors=True)
+
+
+def _listen_and_serve(options: ServeOptions, stop_note: StopNote) -> int:
     try:
         listener = _listen(options.host, options.port)
     except OSError as error:
@@ -148,17 +190,9 @@ def serve(settings: Settings, options: ServeOptions) -> int:
         access_log=False,
         timeout_keep_alive=KEEP_ALIVE_S,
     )
-    server = Server(config, application, options)
-    # uvicorn raises the signals that ended it once more, when all is done: then they only mean to end this process too.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    try:
-        server.run(sockets=[listener])
-    except KeyboardInterrupt:
-        return 0
-    finally:
-        if options.ephemeral:
-            shutil.rmtree(settings.state_dir, ignore_errors=True)
-    return 0 if server.started else NOT_STARTED
+    server = Server(config, application, options, stop_note)
+    server.run(sockets=[listener])
+    return 0 if server.started or stop_note.told_to_stop else NOT_STARTED
 
 
 def print_config(settings: Settings) -> None:
@@ -229,4 +263,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_status = main()
+    # The interpreter would put the default handler back while it ends.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(exit_status)

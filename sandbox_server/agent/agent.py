@@ -21,6 +21,7 @@ from sandbox_server.agent.inflight import InFlightBlame
 from sandbox_server.agent.isolation.base import Body, Context
 from sandbox_server.agent.isolation.probe import Probed, probe
 from sandbox_server.agent.listeners import Listeners
+from sandbox_server.agent.priority import raise_priority
 from sandbox_server.agent.serve import Connection, Handler, Stream
 from sandbox_server.agent.slot_lib import write_slot_lib
 from sandbox_server.agent.slots import Slot
@@ -70,6 +71,7 @@ class Agent:
         self._clean_leftovers()
         self._cgroups = Cgroups(self.boot, self.config)
         sets_floor = oom_score.protect_this_process()
+        raise_priority()
         self._guards = Guards(self.config, self._cgroups, self._trash, sets_floor)
         lib = os.path.join(self.config.base_dir, "lib")
         write_slot_lib(lib)

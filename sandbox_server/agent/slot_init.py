@@ -17,6 +17,7 @@ import time
 
 from sandbox_server.agent import slot_power, slot_tracees
 from sandbox_server.agent.oom_score import OF_SPAWNED, SLOT_FLOOR
+from sandbox_server.agent.priority import take_ordinary_priority
 from sandbox_server.agent.slot_runs import Runs
 
 TYPE_CHECKING = False
@@ -318,6 +319,7 @@ def _open_oom_adjustment() -> int:
 
 def main() -> NoReturn:
     """Take the control socket named in argv, become what the agent's first message says, serve."""
+    take_ordinary_priority()
     fd = int(sys.argv[1])
     os.set_inheritable(fd, False)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, fd)

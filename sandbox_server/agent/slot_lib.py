@@ -11,7 +11,7 @@ from sandbox_server.agent import tools
 from sandbox_server.agent.bytecode import compiled
 
 _PACKAGE = "sandbox_server"
-_INIT = ("__init__", "oom_score", "slot_init", "slot_places", "slot_power", "slot_runs", "slot_tracees", "slot_trees")
+_INIT = ("__init__", "oom_score", "priority", "slot_init", "slot_places", "slot_power", "slot_runs", "slot_tracees", "slot_trees")
 _AGENT_SIDE_TOOLS = ("shell", "process", "table")
 
 

@@ -11,6 +11,7 @@ STATE/sandboxes/SANDBOX_ID/handle.json   the last checkpoint
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import io
 import json
@@ -28,8 +29,10 @@ from pathlib import Path
 from typing import Any
 
 from sandbox_server.agent.build import content
+from sandbox_server.agent.isolation.bwrap_processes import kill_bwrap_processes
 from sandbox_server.agent.listeners import LISTENING_FILE
 from sandbox_server.agent.oom_score import protect_this_process
+from sandbox_server.agent.priority import raise_priority
 from sandbox_server.backends.base import CreateFailed, Health
 from sandbox_server.backends.certificate import make_certificate
 from sandbox_server.backends.disposal import dispose, sweep
@@ -183,7 +186,7 @@ class LocalBackend:
             return None
 
     async def destroy(self, handle: Handle) -> None:
-        """End its process, whatever else is in its control group, and its folder.
+        """End its process, whatever else is in its control group or still sets up a slot, and its folder.
 
         Raises:
             OSError: something of it is still there; try again.
@@ -194,6 +197,8 @@ class LocalBackend:
             await end_process(data["pid"], data["started"], self._term_s, KILL_S)
         if "group" in data:
             await asyncio.to_thread(kill_group, Path(data["group"]))
+        # An agent that was killed while it started a slot, on a machine where it has no group of its own.
+        await asyncio.to_thread(kill_bwrap_processes, str(self._folder / handle.sandbox_id / "base"))
         if "pid" in data:
             await asyncio.to_thread(remove_groups_of, data["pid"])
         folders = filter(None, (data.get("workspaces"), data.get("socket_dir"), str(self._folder / handle.sandbox_id)))
@@ -302,20 +307,24 @@ def _environment() -> dict[str, str]:
 
 
 def make_local_backend(state_dir: Path, owner: str, survives: bool = False, transport: str = "unix") -> LocalBackend:
-    """The local backend of a service with this state folder. Slots share the machine with the service, which is then the last the kernel kills for memory."""
+    """The local backend of a service with this state folder.
+
+    Slots share the machine with the service, which is then the last the kernel kills for memory, and claims the processor before them.
+    """
     protect_this_process()
+    raise_priority()
     lock = threading.Lock()
+    zipapp = functools.cache(content)  # what is in it cannot change under a running process
 
     def agent() -> Path:
         with lock:
-            return _unpack_agent(state_dir / "agent")
+            return _unpack_agent(zipapp(), state_dir / "agent")
 
     return LocalBackend(state_dir / "sandboxes", owner, agent, survives, transport=transport)
 
 
-def _unpack_agent(parent: Path) -> Path:
+def _unpack_agent(zipapp: bytes, parent: Path) -> Path:
     """The agent as a folder, so that only the first one has to compile it. Named by what is in it: a newer service changes nothing under an older agent."""
-    zipapp = content()
     folder = parent / hashlib.sha256(zipapp).hexdigest()[:16]
     if not folder.exists():
         parent.mkdir(mode=0o700, exist_ok=True)

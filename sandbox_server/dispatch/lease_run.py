@@ -152,7 +152,7 @@ class LeaseRun:
                 await self._refuse(error)
             except AgentSilent as silent:
                 # None of the calls behind it either: what is sent now could overtake it in the agent.
-                self._give_up(f"the call is past its deadline, and {silent}: ask again with the same call_id")
+                self._give_up(f"how the call ended cannot be had: {silent}; ask again with the same call_id")
             except _AskAgain:
                 pass
             except TimeoutError:

@@ -15,6 +15,7 @@ from sandbox_server.core.execution import OutputFile, Reason, Result, ToolCall
 from sandbox_server.dispatch.answer_budget import Reservation
 from sandbox_server.dispatch.seams import Route, slot_meta
 from sandbox_server.dispatch.verdicts import own_result, waiting_output
+from sandbox_server.link.agent_link import ANSWER_WITHIN_S
 from sandbox_server.link.errors import AgentRefused, LinkLost
 from sandbox_server.pool.output_files import OutputFiles, WrongSize
 
@@ -49,6 +50,7 @@ class ResultOutputs:
 
         Raises:
             LinkLost: the connection ended meanwhile; the output still waits.
+            AgentSilent: nothing was heard of the agent for `ANSWER_WITHIN_S` meanwhile; the output still waits.
         """
         lengths = waiting_output(meta)
         if lengths is None or result.reason is Reason.BACKEND_ERROR:
@@ -81,7 +83,8 @@ class ResultOutputs:
         return result
 
     async def _fetch(self, route: Route, call_id: str, size_bytes: int, stdout_bytes: int | None) -> OutputFile:
-        async with self._turn(route.lease.tenant), route.link.stream(slot_meta(route, "result_output", call_id=call_id)) as stream:
+        meta = slot_meta(route, "result_output", call_id=call_id)
+        async with self._turn(route.lease.tenant), route.link.stream(meta, ANSWER_WITHIN_S) as stream:
             stream.end()
             async with aclosing(_bytes_of(stream)) as chunks:
                 return await self._files.write(route.lease.lease_id, chunks, size_bytes, stdout_bytes)

@@ -194,6 +194,8 @@ class CallRecords:
             except SandboxLost as error:
                 yield self._lost(lease_id, call_id, error)
                 return
+            except AgentSilent as silent:
+                raise BackendUnavailable(f"the agent cannot be reached: {silent}") from None
             except (LinkLost, BackendUnavailable) as lost:
                 lost_since = lost_since or self._clock.monotonic()
                 error_or_none = await self._unreachable(lease_id, str(lost), lost_since)

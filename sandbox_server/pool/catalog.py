@@ -62,7 +62,7 @@ class Catalog:
         self.origins: dict[PoolId, str] = {}
         self.quotas = Quotas(self.pools, wiring)
         self.backends = dict(backends)
-        self.ended = EndedLeases(wiring.store.put)
+        self.ended = EndedLeases(wiring.store.put, wiring.store.lease)
         self._load_backend = load_backend
         self._wiring = wiring
         self._budgets: dict[str, CreationBudget] = {}

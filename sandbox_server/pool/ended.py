@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from datetime import UTC, datetime
 
@@ -14,6 +14,8 @@ from sandbox_server.pool.store import Forgotten, Record
 
 REMEMBERED_S = 3600.0
 MAX_REMEMBERED = 200_000
+#: So many of the newest are held in memory; the older ones are read from the records when somebody asks.
+MAX_IN_MEMORY = 1000
 
 
 class EndedLeases:
@@ -21,12 +23,14 @@ class EndedLeases:
 
     Args:
         record: takes each ended lease, and each that is forgotten.
+        read: finds what `record` took; None: nothing does, and all are held in memory.
     """
 
-    def __init__(self, record: Callable[[Record], None]) -> None:
-        self._leases: dict[str, Lease] = {}
+    def __init__(self, record: Callable[[Record], None], read: Callable[[str], Lease | None] | None = None) -> None:
+        self._leases: OrderedDict[str, Lease] = OrderedDict()
         self._order: deque[tuple[float, str]] = deque()
         self._record = record
+        self._read = read
 
     def add(self, lease: Lease, now: float) -> None:
         """Remember a lease that ends now, monotonic; nobody asks for its labels any more."""
@@ -38,6 +42,8 @@ class EndedLeases:
         """Remember a lease whose end is on record already."""
         self._leases[lease.lease_id] = lease
         self._order.append((ended, lease.lease_id))
+        if self._read is not None and len(self._leases) > MAX_IN_MEMORY:
+            self._leases.popitem(last=False)
 
     def restore_all(self, leases: Iterable[Lease], clock: Clock) -> None:
         """Remember what is on record, as long as from its end on; leases that hold are passed over."""
@@ -46,21 +52,22 @@ class EndedLeases:
             self.restore(lease, monotonic_at(clock, ended_at))
 
     def get(self, lease_id: str) -> Lease | None:
-        """The lease as it ended."""
-        return self._leases.get(lease_id)
+        """The lease as it ended; None: it has not, or that is forgotten.
+
+        Raises:
+            StorageUnavailable: its record cannot be read.
+        """
+        lease = self._leases.get(lease_id)
+        if lease is None and self._read is not None:
+            lease = self._read(lease_id)
+        return lease if lease is not None and lease.ended_at is not None else None
 
     def purge(self, now: float) -> None:
         """Forget what ended more than an hour ago."""
         while self._order and (self._order[0][0] + REMEMBERED_S <= now or len(self._order) > MAX_REMEMBERED):
             lease_id = self._order.popleft()[1]
-            del self._leases[lease_id]
+            self._leases.pop(lease_id, None)
             self._record(Forgotten(lease_id=lease_id))
-
-    def __iter__(self) -> Iterator[Lease]:
-        return iter(self._leases.values())
-
-    def __len__(self) -> int:
-        return len(self._leases)
 
 
 def end_error(lease: Lease) -> LeaseLost:

@@ -63,6 +63,11 @@ class RecordTime:
             keys=tuple(_moved_key(record, by_s) for record in state.keys),
         )
 
+    def lease_from_record(self, lease: Lease) -> Lease:
+        """The same for one lease."""
+        by_s = self.jumped_s()
+        return _moved_lease(lease, by_s) if by_s else lease
+
 
 def moved(record: Record, by_s: float) -> Record:
     """The record with its times so many seconds later."""

@@ -371,6 +371,11 @@ class SqliteReader:
         for (document,) in self._connection.execute("SELECT doc FROM record WHERE kind = ?", (kind,)):
             yield decode(kind, document)
 
+    def record(self, kind: str, key: str) -> Any:
+        """The record of one thing; None: there is none."""
+        row = self._connection.execute("SELECT doc FROM record WHERE kind = ? AND key = ?", (kind, key)).fetchone()
+        return None if row is None else decode(kind, row[0])
+
     def calls(self) -> Iterable[tuple[str, str]]:
         """The lease and call of every verdict."""
         return self._connection.execute("SELECT lease_id, call_id FROM verdict")

@@ -89,9 +89,9 @@ class SqliteStore:
         for slot in self._state.slots:
             self._slots_of.setdefault(slot.ref.sandbox_id, set()).add(name_of(slot)[1])
         self.outputs = OutputFiles(path.parent / OUTPUT_FOLDER)
-        self._over = {lease.lease_id for lease in self._state.leases if lease.state in OVER}
-        known = {lease.lease_id for lease in self._state.leases}
-        for lease_id in [lease_id for lease_id in {*self._calls, *self.outputs.leases()} if lease_id not in known or lease_id in self._over]:
+        #: leases whose calls' ends are told: those that hold, and those that were lost with their sandboxes
+        self._judged = {lease.lease_id for lease in self._state.leases if lease.state not in OVER}
+        for lease_id in {*self._calls, *self.outputs.leases()} - self._judged:
             self._forget_verdicts(lease_id)
 
     # Remembering.
@@ -109,16 +109,22 @@ class SqliteStore:
             records[name_of(record)] = self._time.to_record(record)
             if isinstance(record, SlotRecord):
                 self._slots_of.setdefault(record.ref.sandbox_id, set()).add(name_of(record)[1])
-            elif isinstance(record, Lease) and record.state in OVER:
-                self._over.add(record.lease_id)
-                self._forget_verdicts(record.lease_id)
+            elif isinstance(record, Lease):
+                self._put_lease(record)
         self._write_later()
+
+    def _put_lease(self, lease: Lease) -> None:
+        if lease.state in OVER:
+            self._judged.discard(lease.lease_id)
+            self._forget_verdicts(lease.lease_id)
+        else:
+            self._judged.add(lease.lease_id)
 
     def _forget(self, record: Forgotten) -> None:
         records = self._pending.records
         if record.lease_id is not None:
             records["lease", record.lease_id] = None
-            self._over.discard(record.lease_id)
+            self._judged.discard(record.lease_id)
             self._forget_verdicts(record.lease_id)
         if record.key is not None:
             records[name_of_key(*record.key)] = None
@@ -127,7 +133,7 @@ class SqliteStore:
 
     def record_verdict(self, lease_id: str, call_id: str, identity: bytes, result: Result) -> None:
         """Queue the end of a call; the first verdict stays, and one of a lease that is over is nobody's."""
-        if lease_id in self._over or call_id in self._calls.get(lease_id, ()):
+        if lease_id not in self._judged or call_id in self._calls.get(lease_id, ()):
             return
         self._calls.setdefault(lease_id, set()).add(call_id)
         self._pending.judge(lease_id, call_id, Verdict(identity=identity, result=result))
@@ -159,6 +165,26 @@ class SqliteStore:
             pools=tuple(read("pool")),
             clock=next(read("clock"), None),
         )
+
+    def lease(self, lease_id: str) -> Lease | None:
+        """The newest record of a lease; from the file, unless it is on its way there.
+
+        Raises:
+            StorageUnavailable: it cannot be read.
+        """
+        name = ("lease", lease_id)
+        for batch in (self._pending, self._writing):
+            if batch is not None and name in batch.records:
+                record = batch.records[name]
+                break
+        else:
+            try:
+                record = self._reader.record(*name)
+            except UnicodeEncodeError:
+                return None  # half of a surrogate pair: no lease has such an id
+            except (sqlite3.Error, ValueError) as error:
+                raise self._unavailable("read", error) from error
+        return self._time.lease_from_record(record) if isinstance(record, Lease) else None
 
     def verdict(self, lease_id: str, call_id: str) -> Verdict | None:
         """What was recorded for this call; from the file, unless it is on its way there.
@@ -370,20 +396,23 @@ class Writer:
         self._thread.join()
 
     def _run(self) -> None:
-        while True:
-            try:
-                work = self._work.get(block=not self._tidying)
-            except Empty:
-                self._tidying = self._tidy()
-                continue
-            if work is None:
-                break
-            if isinstance(work, str):
-                self._over.append(work)
-                self._tidying = True
-            else:
-                self._commit(*work)
+        while self._do_next():
+            pass  # a step of its own, so that nothing holds what was written while the thread waits
         self._file.close()
+
+    def _do_next(self) -> bool:
+        """Wait for work and do it. Returns whether there is to be more."""
+        try:
+            work = self._work.get(block=not self._tidying)
+        except Empty:
+            self._tidying = self._tidy()
+            return True
+        if isinstance(work, str):
+            self._over.append(work)
+            self._tidying = True
+        elif work is not None:
+            self._commit(*work)
+        return work is not None
 
     def _commit(self, batch: Batch | None, done: Done) -> None:
         error: Exception | None = None

@@ -169,6 +169,14 @@ class Store(Protocol):
         """What was remembered when the store was opened."""
         ...
 
+    def lease(self, lease_id: str) -> Lease | None:
+        """The newest record of a lease, held or ended; None: there is none, or it is forgotten.
+
+        Raises:
+            StorageUnavailable: it cannot be read.
+        """
+        ...
+
     def record_verdict(self, lease_id: str, call_id: str, identity: bytes, result: Result) -> None:
         """Remember how a call ended: while its lease holds, and, where it ended with its sandbox, as long as that is said.
 
@@ -263,6 +271,10 @@ class MemoryStore:
             keys=tuple(self.keys.values()),
             pools=tuple(self.pools.values()),
         )
+
+    def lease(self, lease_id: str) -> Lease | None:
+        """The newest record of a lease."""
+        return self.leases.get(lease_id)
 
     def record_verdict(self, lease_id: str, call_id: str, identity: bytes, result: Result) -> None:
         """Remember how a call ended; the first verdict stays."""

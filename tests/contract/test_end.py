@@ -8,15 +8,17 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import httpx
 import pytest
 
-from tests.support.service import clean_environ
+from tests.support.service import START_TIMEOUT_S, clean_environ
 
 ROOT = Path(__file__).parents[2]
 ENDS_WITHIN_S = 10.0
@@ -65,18 +67,28 @@ def uvicorn_on(state_dir: Path, *arguments: str, descriptors: int | None = None,
             pass_fds=[listening.fileno()],
         )
     assert popen.stdout is not None
+    said: list[str] = []
+    begun = threading.Event()
+    # To its end: a pipe that nobody empties keeps a service that logs a lot waiting.
+    reader = threading.Thread(target=_read, args=(popen.stdout, said, begun))
+    reader.start()
     try:
-        said = []
-        for line in popen.stdout:
-            said.append(line)
-            if line.startswith("curl ") or "startup complete" in line:  # it is about to serve
-                break
+        begun.wait(START_TIMEOUT_S)
         yield Process(popen, url, state_dir, said)
     finally:
         if popen.poll() is None:
             popen.kill()
         popen.wait()
+        reader.join()
         popen.stdout.close()
+
+
+def _read(output: IO[str], said: list[str], begun: threading.Event) -> None:
+    for line in output:
+        said.append(line)
+        if line.startswith("curl ") or "startup complete" in line:  # it is about to serve
+            begun.set()
+    begun.set()
 
 
 @pytest.fixture

@@ -48,7 +48,7 @@ def test_a_900_kb_command_runs_and_a_2_mb_one_is_refused(house: House) -> None:
 def test_an_absurd_timeout_is_named(house: House, timeout_s: object) -> None:
     result = house.call(house.acquire(), "bash", {"command": "echo x"}, timeout_s=timeout_s)
 
-    assert (result["reason"], result["fault"], result["output"]) == ("invalid_args", "policy", "")
+    assert (result["reason"], result["fault"], result["output"]) == ("invalid_args", "infra", "")
     assert "timeout_s" in result["error"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from sandbox_server.core.errors import StorageUnavailable
 from sandbox_server.core.execution import Result
+from sandbox_server.core.types import Lease
 from sandbox_server.pool.output_files import OutputFiles
 from sandbox_server.pool.store import MemoryStore, Record, State, Verdict
 
@@ -65,6 +66,10 @@ class CrashingStore:
     def load(self) -> State:
         """What is on the disk."""
         return self.disk.load()
+
+    def lease(self, lease_id: str) -> Lease | None:
+        """The newest record of a lease."""
+        return self.live.lease(lease_id)
 
     def record_verdict(self, lease_id: str, call_id: str, identity: bytes, result: Result) -> None:
         """Queue how a call ended."""

@@ -10,7 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any, Mapping, Protocol, Sequence
+from typing import TYPE_CHECKING, Any, Callable, Mapping, Protocol, Sequence
 
 from sandbox_server.agent import oom_score
 from sandbox_server.agent.caches import Cache
@@ -209,10 +209,12 @@ async def launch(
     join_fds: Sequence[int],
     env: Mapping[str, str] | None = None,
     sets_floor: bool = False,
+    kill_rest: Callable[[], None] | None = None,
 ) -> Launched:
     """Start an init and wait until it serves. Through `join_fds` it joins its control groups before anything else.
 
     It inherits them: what is sent over a socket can be refused because of what other slots send.
+    `kill_rest` is called in a thread when the start is given up and the process itself has ended: it kills what that has left.
 
     Raises:
         StartFailed: with what it said on its standard error or over the socket.
@@ -247,6 +249,8 @@ async def launch(
             link.close()
             process.kill()
             await wait_exit(process, END_TIMEOUT_S)
+            if kill_rest is not None:
+                await loop.run_in_executor(None, kill_rest)
             if isinstance(error, (StartFailed, OSError)):
                 raise StartFailed(_with_stderr(str(error), stderr_r)) from None
             raise

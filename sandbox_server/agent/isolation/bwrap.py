@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import signal
@@ -13,6 +14,7 @@ from sandbox_server.agent.caches import Cache
 from sandbox_server.agent.cgroups import Cgroups, Groups
 from sandbox_server.agent.errors import StartFailed
 from sandbox_server.agent.isolation import base
+from sandbox_server.agent.isolation.bwrap_processes import kill_bwrap_processes
 from sandbox_server.agent.isolation.etc import etc_args, write_accounts, write_etc
 from sandbox_server.agent.uids import UidRange
 
@@ -152,7 +154,8 @@ class Bwrap:
             "lib": LIB,
             "filter": self._context.filter,
         }
-        return await base.launch(argv, theirs, ours, config, groups.join_fds, sets_floor=self._context.sets_floor)
+        kill_rest = functools.partial(kill_bwrap_processes, dirs.root)
+        return await base.launch(argv, theirs, ours, config, groups.join_fds, sets_floor=self._context.sets_floor, kill_rest=kill_rest)
 
     async def end(self, body: base.Body) -> dict[str, Any]:
         """See `Isolation.end`. When the first process of a pid namespace has been reaped, the kernel has ended every other one in it."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from sandbox_server.agent.priority import RAISED
 from tests.integration.attribution.conftest import Open
 from tests.integration.attribution.station import HOG, TAKE_ALL_PROCESSES, Station, proof, verdict
 from tests.support.users import ordinary_user
@@ -251,3 +252,21 @@ def test_without_a_limit_of_its_own_what_a_slot_runs_is_still_taken_first_when_m
     told = station.ask("GET", "/v1/pools/default")["capabilities"]["not_enforced"]
     assert of_agent == of_service == (0 if any("oom_score_adj" in sentence for sentence in told) else -900)
     assert station.bash(lease, HOG)["success"]
+
+
+@pytest.mark.privileged
+def test_service_and_agent_claim_the_processor_before_what_slots_run(station: Station) -> None:
+    if os.getpriority(os.PRIO_PROCESS, 0) > 0:
+        pytest.skip("these tests were started with a lower priority than an ordinary one, and the service leaves it so")
+    (lease,) = station.acquire()
+    of_slot = station.bash(lease, "nice; cat /proc/self/autogroup 2> /dev/null | cut -d' ' -f3")["output"].split()
+    init, agent, service = station.init(lease).pid, station.agent(lease).pid, station.service.process.pid
+
+    assert set(of_slot) == {"0"}
+    assert os.getpriority(os.PRIO_PROCESS, init) == 0
+    assert [os.getpriority(os.PRIO_PROCESS, pid) for pid in (agent, service)] == [RAISED, RAISED]
+    threads = [int(thread.name) for thread in Path(f"/proc/{service}/task").iterdir()]
+    assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads} == {RAISED}
+    for pid in (agent, service):
+        session = Path(f"/proc/{pid}/autogroup")
+        assert not session.exists() or session.read_text(encoding="ascii").endswith(f"nice {RAISED}\n")

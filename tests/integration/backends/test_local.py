@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from sandbox_server.agent.build import content
 from sandbox_server.backends import local
 from sandbox_server.backends.base import CreateFailed, Health
 from sandbox_server.backends.certificate import make_certificate
@@ -323,3 +324,15 @@ async def test_the_agent_is_unpacked_once_under_the_name_of_its_content(tmp_path
     assert backend._agent() == first
     assert (first / "__main__.py").is_file()
     assert [path.name for path in (tmp_path / "agent").iterdir()] == [first.name]
+
+
+async def test_the_agent_is_packed_once_whatever_the_number_of_sandboxes(monkeypatch, tmp_path):
+    packed = []
+    monkeypatch.setattr(local, "content", lambda: packed.append(1) or content())
+    backend = make_local_backend(tmp_path, "me")
+
+    folders = [await asyncio.to_thread(backend._agent) for _ in range(3)]
+
+    assert packed == [1]
+    assert len(set(folders)) == 1
+    assert (folders[0] / "__main__.py").exists()

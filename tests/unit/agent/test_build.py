@@ -52,7 +52,7 @@ def test_the_slots_code_is_what_a_slot_runs_and_no_more(tmp_path: Path) -> None:
     slot_lib.write_slot_lib(str(tmp_path / "lib"))
     agent = tmp_path / "lib" / "sandbox_server" / "agent"
 
-    names = ("__init__", "oom_score", "slot_init", "slot_places", "slot_power", "slot_runs", "slot_tracees", "slot_trees")
+    names = ("__init__", "oom_score", "priority", "slot_init", "slot_places", "slot_power", "slot_runs", "slot_tracees", "slot_trees")
     assert {path.stem for path in agent.glob("*.py")} == set(names)
     ran = subprocess.run(
         [

@@ -102,7 +102,11 @@ def lease(lease_id: str, slot_id: str) -> Lease:
 @pytest.fixture
 async def world() -> World:
     """Leases `a`, `b` and `c` of alice's, on one agent."""
-    agent = ScriptedAgent("s-1", slots=3)
+    return await make_world(ScriptedAgent("s-1", slots=3))
+
+
+async def make_world(agent: ScriptedAgent) -> World:
+    """Leases `a`, `b` and `c` of alice's, on this agent of three slots."""
     link = await FakeLink.to(agent, agent.token)
     routes = FakeRoutes({name: FakeRoute(lease=lease(name, str(n)), spec=SPEC, link=link, slot_id=str(n), epoch=1) for n, name in enumerate("abc")})
     store, telemetry, clock = MemoryStore(), Telemetry(), FakeClock()

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator
+from typing import Any
 
 import pytest
 
 from sandbox_server.core.errors import BackendUnavailable
 from sandbox_server.core.execution import Fault, Reason
-from sandbox_server.dispatch import files, lease_run, records
+from sandbox_server.dispatch import files, lease_run, outputs, records
 from sandbox_server.dispatch.dispatch import CallLimits, Dispatcher
 from sandbox_server.dispatch.files import SlotFiles
+from sandbox_server.dispatch.outputs import output_bytes
 from sandbox_server.dispatch.records import CallRecords
 from sandbox_server.dispatch.turns import Turns
-from tests.unit.dispatch.conftest import World, call
+from tests.support.scripted_agent import ScriptedAgent
+from tests.unit.dispatch.conftest import World, call, make_world
 
 
 @pytest.fixture(autouse=True)
@@ -108,3 +111,48 @@ async def test_questions_about_calls_and_files_of_a_stopped_agent_are_answered(w
         await slot_files.entries("alice", "a", ".", recursive=False, max_entries=10)
     with pytest.raises(BackendUnavailable, match="has not answered"):
         await slot_files.write("alice", "a", "f", None, endless())
+
+
+class StopsInTheMiddle(ScriptedAgent):
+    """An agent whose outputs are to be fetched, and which stands still once it has sent the first half of one."""
+
+    def _say(self, peer: Any, stream: int, meta: dict[str, Any], result: dict[str, Any], body: bytes) -> None:
+        super()._say(peer, stream, meta, {**result, "output_waits": True}, b"")
+
+    def _about_calls_or_files(self, peer: Any, stream: int, exchange: Any) -> None:
+        if exchange.meta["op"] != "result_output":
+            super()._about_calls_or_files(peer, stream, exchange)
+            return
+        body = self.live(exchange.meta["call_id"]).body
+        peer.wire.send_data(stream, body[: len(body) // 2])
+        if self.stops:
+            self.is_stopped = True
+            peer.flush()
+        else:
+            peer.wire.send_data(stream, body[len(body) // 2 :])
+            peer.wire.end(stream)
+
+    stops = True
+
+
+async def test_an_output_that_a_stopped_agent_does_not_give_is_fetched_when_it_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outputs, "ANSWER_WITHIN_S", 0.2)
+    agent = StopsInTheMiddle("s-1", slots=3)
+    world = await make_world(agent)
+    big = call("a", "big 100000", "c1", output_limit_bytes=100_000)
+
+    first, second = await world.dispatcher.start("alice", [big, call("a", "echo 2", "c2")]).all()
+
+    assert [(result.reason, result.fault, result.metadata["may_have_run"]) for result in (first, second)] == [(Reason.BACKEND_ERROR, Fault.INFRA, True)] * 2
+    assert "has not answered" in first.error
+    assert world.store.verdict("a", "c1") is None
+    found = CallRecords(world.routes, world.store, world.dispatcher.flights, world.clock, world.dispatcher.outputs)
+    for ask in (found.status("alice", "a", "c1"), found.status("alice", "a", "c1", wait_s=1.0), anext(found.follow("alice", "a", "c1", 1 << 50))):
+        agent.is_stopped = False
+        with pytest.raises(BackendUnavailable, match="has not answered"):
+            await ask
+    agent.is_stopped, agent.stops = False, False
+    (again,) = await world.dispatcher.start("alice", [big]).all()
+    assert (again.reason, output_bytes(again)) == (Reason.EXIT, 100_000)
+    assert agent.ran.count(("c1", "big 100000")) == 1
+    await world.store.close()

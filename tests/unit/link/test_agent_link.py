@@ -249,7 +249,7 @@ async def test_an_agent_that_breaks_the_protocol_is_dropped(peer: Peer, link: Ag
 async def test_a_service_that_stood_still_does_not_take_it_for_silence(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent_link, "PING_EVERY_S", 0.05)
     peer.answer = lambda connection, event: connection.end(event.stream) if isinstance(event, wire.Opened) else None
-    link = await AgentLink.connect(f"unix:{peer.path}", "secret", timeout_s=5)
+    link = await connect(Endpoint(address=f"unix:{peer.path}", token="secret"), 5)
     for _ in range(3):
         # As a loop whose timers come before what was received, uvloop's for one, does after it was held up.
         time.sleep(0.05 * agent_link.SILENT_PINGS * 2)
@@ -262,7 +262,7 @@ async def test_a_service_that_stood_still_does_not_take_it_for_silence(peer: Pee
 
 async def test_an_agent_that_answers_no_ping_is_lost(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent_link, "PING_EVERY_S", 0.02)
-    link = await AgentLink.connect(f"unix:{peer.path}", "secret", timeout_s=5)
+    link = await connect(Endpoint(address=f"unix:{peer.path}", token="secret"), 5)
     for agent in peer.connections:
         assert agent.transport is not None
         agent.transport.pause_reading()  # type: ignore[attr-defined]
@@ -272,7 +272,7 @@ async def test_an_agent_that_answers_no_ping_is_lost(peer: Peer, monkeypatch: py
 
 
 async def test_a_hello_that_came_while_the_service_stood_still_is_heard(peer: Peer) -> None:
-    connecting = asyncio.create_task(AgentLink.connect(f"unix:{peer.path}", "secret", timeout_s=0.2))
+    connecting = asyncio.create_task(connect(Endpoint(address=f"unix:{peer.path}", token="secret"), 0.2))
     while not peer.connections:
         await asyncio.sleep(0)
     time.sleep(0.5)

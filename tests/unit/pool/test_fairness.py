@@ -89,16 +89,17 @@ async def test_what_has_ended_is_not_kept_in_mind_for_its_ttl_or_its_wait(make_w
     world = await make_world(max_sandboxes=1, slots_per_sandbox=2, acquire_timeout_s=86_400)
     (held,) = (await world.acquire(ttl_s=500)).leases
     world.pool.book.call_started(held.lease_id)
-    labels = {"a": "b"}
+    labels, ended = {"a": "b"}, []
     for _ in range(3 * SLACK):
         (lease,) = (await world.acquire(ttl_s=86_400, labels=labels)).leases
+        ended.append(lease.lease_id)
         world.pools.release(lease.tenant, [lease.lease_id])
         await world.clock.advance(0)
 
     book = world.pool.book
     assert len(book.holdings._ends) <= SLACK + 4
     assert len(book.line._deadlines) <= SLACK + 4
-    assert all(not lease.labels for lease in book.ended)
+    assert all(not book.ended.get(lease_id).labels for lease_id in ended)
     book.call_ended(held.lease_id)
     await world.clock.advance(501)
     with pytest.raises(LeaseLost):
