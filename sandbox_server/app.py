@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
@@ -26,7 +27,7 @@ from sandbox_server.dispatch.files import SlotFiles
 from sandbox_server.dispatch.records import CallRecords
 from sandbox_server.dispatch.turns import Turns
 from sandbox_server.doors import HEAD_WITHIN_S
-from sandbox_server.link.agent_link import AgentLink
+from sandbox_server.link import connect
 from sandbox_server.pool.catalog import BUILT_IN, OF_THE_FILE
 from sandbox_server.pool.events import EventLog
 from sandbox_server.pool.output_files import OutputFiles
@@ -53,7 +54,7 @@ STORE_CLOSE_S = 1.0
 STATE_FILE = "state.db"
 
 
-MakeBackend = Callable[[str, Path, str, bool], Backend]
+MakeBackend = Callable[[str, Path, str, bool, Mapping[str, Any]], Backend]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +62,8 @@ class Parts:
     """What the service is built on, for tests and embedders to exchange.
 
     Args:
-        backend: makes a backend, from its name, the service's state folder, its owner name, and whether sandboxes are to outlive the service.
+        backend: makes a backend, from its name, the service's state folder, its owner name, whether sandboxes are to outlive the service,
+            and what else the settings say of it.
         connect: makes a link to an agent.
         store: opens what outlives the service, from the path of its file and the clock; raises StoreUnusable.
         clock: what time it is.
@@ -70,7 +72,7 @@ class Parts:
     """
 
     backend: MakeBackend = load_backend
-    connect: Connect = AgentLink.connect
+    connect: Connect = connect
     store: Callable[[Path, Clock], Store] = SqliteStore
     clock: Clock = field(default_factory=SystemClock)
     configure_logging: Callable[[str, str], None] = configure_logging
@@ -254,7 +256,7 @@ async def _start_pools(settings: Settings, state_dir: StateDir, parts: Parts, st
     owner = state_dir.owner()
 
     def make_backend(name: str) -> Backend:
-        return parts.backend(name, state_dir.path, owner, survives)
+        return parts.backend(name, state_dir.path, owner, survives, settings.of_backend(name))
 
     backends, origins = load_backends(settings, make_backend), dict.fromkeys(settings.pools, BUILT_IN if settings.pools_are_built_in else OF_THE_FILE)
     pools = Pools(settings.pools, backends, store, parts.clock, owner=owner, wiring=wiring, origins=origins, load_backend=make_backend)

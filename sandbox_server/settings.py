@@ -58,6 +58,7 @@ class Settings:
         claim_after_s: how long a tenant's first acquire in the queue waits before its pool holds slots for it, in seconds.
         limits: the named limits.
         nomad: how the process reaches Nomad.
+        local_transport: how the service talks to the agents that the local backend makes from now on, for tests and debugging: `unix`, `tls` or `stdio`.
         sources: where a setting came from, by its dotted name; what is missing is a default.
     """
 
@@ -73,11 +74,16 @@ class Settings:
     claim_after_s: float = CLAIM_AFTER_S
     limits: Limits = field(default_factory=Limits)
     nomad: NomadAccess = field(default_factory=NomadAccess)
+    local_transport: str = "unix"
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def source(self, name: str) -> str:
         """Where a setting came from: `default`, `file, PATH` or `environment, NAME`."""
         return self.sources.get(name, "default")
+
+    def of_backend(self, name: str) -> Mapping[str, Any]:
+        """What the maker of this backend is told beside the state folder, by the names of its arguments."""
+        return {"transport": self.local_transport} if name == "local" else {}
 
     @property
     def pools_are_built_in(self) -> bool:
@@ -138,6 +144,7 @@ class EnvironmentModel(BaseModel):
     ADVERTISE_URL: str | None = Field(default=None, pattern=r"^https?://[^/\s]+/?$")
     LOG_FORMAT: Literal["json", "text"] = "json"
     LOG_LEVEL: Literal["debug", "info", "warning", "error"] = "info"
+    LOCAL_TRANSPORT: Literal["unix", "tls", "stdio"] = "unix"
 
 
 SETTING_OF: Mapping[str, str] = {
@@ -147,6 +154,7 @@ SETTING_OF: Mapping[str, str] = {
     "ADVERTISE_URL": "advertise_url",
     "LOG_FORMAT": "log_format",
     "LOG_LEVEL": "log_level",
+    "LOCAL_TRANSPORT": "local_transport",
 }
 """Which setting a variable of the environment makes; `TOKENS` makes some of the tenants."""
 
@@ -182,6 +190,7 @@ def load_settings(environ: Mapping[str, str] | None = None) -> Settings:
         claim_after_s=given.claim_after_s,
         limits=limits,
         nomad=_nomad(given, path),
+        local_transport=told.LOCAL_TRANSPORT,
         sources=_sources(told, given, path),
     )
 

@@ -6,8 +6,6 @@ import asyncio
 import logging
 import os
 import secrets
-import socket
-import stat
 from typing import Any, Awaitable, Callable, Mapping
 
 from sandbox_server.agent import AGENT_VERSION, oom_score, seccomp, streams, wire
@@ -22,6 +20,7 @@ from sandbox_server.agent.guards import Guards
 from sandbox_server.agent.inflight import InFlightBlame
 from sandbox_server.agent.isolation.base import Body, Context
 from sandbox_server.agent.isolation.probe import Probed, probe
+from sandbox_server.agent.listeners import Listeners
 from sandbox_server.agent.priority import raise_priority
 from sandbox_server.agent.serve import Connection, Handler, Stream
 from sandbox_server.agent.slot_lib import write_slot_lib
@@ -32,7 +31,6 @@ from sandbox_server.agent.uids import UidRange
 
 log = logging.getLogger(__name__)
 
-_BACKLOG = 128
 _TRASH_WITHIN_S = 5.0
 _CHANGES: Mapping[str, Callable[[Stream, Changes, Mapping[str, Any]], Awaitable[None]]] = {
     "reset": streams.reset,
@@ -58,7 +56,7 @@ class Agent:
         self._probed: Probed | None = None
         self._waiting: list[Callable[[], None]] = []
         self._alone: asyncio.TimerHandle | None = None
-        self._server: asyncio.AbstractServer | None = None
+        self._listeners = Listeners(self, config.listen, config.base_dir)
         self._bodies: Bodies | None = None
         self._cgroups: Cgroups | None = None
         self._guards: Guards | None = None
@@ -89,7 +87,7 @@ class Agent:
         )
         uids = UidRange()
         self._probed = await probe(context, self._cgroups, self._trash, uids)
-        await self._listen()
+        await self._listeners.start()
         self._watch_life()
         if self._probed.isolation is not None:
             caches = Caches(os.path.join(self.config.base_dir, "caches"), int(self.config.cache_bytes), self._trash, uids if os.geteuid() == 0 else None)
@@ -104,19 +102,6 @@ class Agent:
         for name in ("slots", "spool", "lib", "etc", "caches"):
             self._trash.throw(os.path.join(self.config.base_dir, name))
         os.makedirs(os.path.join(self.config.base_dir, "slots"), mode=0o700)
-
-    async def _listen(self) -> None:
-        path = self.config.listen["unix"]
-        if os.path.lexists(path) and not stat.S_ISSOCK(os.lstat(path).st_mode):
-            raise OSError("%s exists and is no socket" % path)
-        # Renamed into place once it listens: whoever sees the socket can connect to it.
-        temporary = "%s.%d" % (path, os.getpid())
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        sock.bind(temporary)  # the process's umask leaves it to this user alone
-        sock.listen(_BACKLOG)
-        os.rename(temporary, path)
-        sock.setblocking(False)
-        self._server = await self._loop.create_unix_server(lambda: Connection(self), sock=sock)
 
     def _watch_life(self) -> None:
         self._now_alone()
@@ -153,8 +138,7 @@ class Agent:
             watcher.changed(slot)
 
     async def _end(self) -> None:
-        if self._server is not None:
-            self._server.close()
+        self._listeners.close()
         if self._guards is not None:
             await self._guards.close()
         await asyncio.gather(*(slot.end() for slot in self.slots.values()))

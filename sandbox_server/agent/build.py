@@ -1,5 +1,7 @@
 """Builds the agent's zipapp from this package, byte for byte the same each time: `python -m sandbox_server.agent.build TARGET`.
 
+`python TARGET` is the agent, `python TARGET connect SOCKET` a relay to one.
+
 It holds the sources, and beside them what this interpreter compiles them to: the same interpreter starts an agent in half the time, every other one
 passes over it and compiles for itself.
 """
@@ -16,7 +18,17 @@ from sandbox_server.agent.bytecode import compiled
 
 _ROOT = Path(__file__).resolve().parent
 _PREFIX = "sandbox_server/agent"
-_STUB = b"import sys\n\nfrom sandbox_server.agent.__main__ import main\n\nsys.exit(main())\n"
+_STUB = b"""import sys
+
+if sys.argv[1:2] == ["connect"]:
+    from sandbox_server.agent import relay
+
+    relay.main(sys.argv[2:])
+
+from sandbox_server.agent.__main__ import main
+
+sys.exit(main())
+"""
 _DATE = (1980, 1, 1, 0, 0, 0)
 
 

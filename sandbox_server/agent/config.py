@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 import json
 import re
 from typing import Any, Mapping
@@ -26,6 +27,24 @@ class Limits:
 
 
 @dataclasses.dataclass(frozen=True)
+class TlsListen:
+    """Where the agent listens for TLS, with the certificate it shows and its key, in PEM. Port 0: any that is free; the agent writes down which."""
+
+    host: str
+    port: int
+    certificate: str
+    key: str = dataclasses.field(repr=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Listen:
+    """Where the agent listens: the path of its unix socket, and a TCP port beside it or not."""
+
+    unix: str
+    tls: TlsListen | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class AgentConfig:
     """The agent's whole configuration.
 
@@ -38,7 +57,7 @@ class AgentConfig:
 
     sandbox_id: str
     token: str = dataclasses.field(repr=False)
-    listen: Mapping[str, str]
+    listen: Listen
     base_dir: str
     slots: int = 10
     isolation: str = "auto"
@@ -127,6 +146,7 @@ def parse_config(document: bytes) -> AgentConfig:
     for name, value in raw.items():
         _check(name, value)
     values = dict(raw)
+    values["listen"] = _listen(raw["listen"])
     values["limits"] = _limits(raw.get("limits", {}))
     values["expose"] = tuple(raw.get("expose", ()))
     config = AgentConfig(**values)
@@ -136,8 +156,6 @@ def parse_config(document: bytes) -> AgentConfig:
         raise ConfigError("local must be true: what a slot sees inside a container is not built yet")
     if _GROUP_NAME.match(config.slots_group) is None:
         raise ConfigError("slots_group must be 1 to 64 lower-case letters, digits or -")
-    if "unix" not in config.listen or len(config.listen) != 1:
-        raise ConfigError('listen must be {"unix": PATH}')
     for path in (config.base_dir, config.workspace_base, *config.expose):
         if not str(path).startswith("/"):
             raise ConfigError("%r is not an absolute path" % (path,))
@@ -145,6 +163,26 @@ def parse_config(document: bytes) -> AgentConfig:
         if type(value) is not str or "\0" in name + value or "=" in name or not name:
             raise ConfigError("env_vars holds %r, which cannot be an environment variable" % name)
     return config
+
+
+def _listen(raw: Mapping[str, Any]) -> Listen:
+    unix, tls = raw.get("unix"), raw.get("tls")
+    if not isinstance(unix, str) or set(raw) - {"unix", "tls"}:
+        raise ConfigError('listen must be {"unix": PATH}, with or without "tls"')
+    if tls is None:
+        return Listen(unix)
+    names = [field.name for field in dataclasses.fields(TlsListen)]
+    if not isinstance(tls, dict) or set(tls) != set(names):
+        raise ConfigError("listen.tls must have %s" % ", ".join(names))
+    if not all(isinstance(tls[name], str) for name in ("host", "certificate", "key")):
+        raise ConfigError("listen.tls: host, certificate and key must be texts")
+    try:
+        ipaddress.ip_address(tls["host"])
+    except ValueError:
+        raise ConfigError("listen.tls.host must be an IP address: the agent asks no name server") from None
+    if type(tls["port"]) is not int or not 0 <= tls["port"] < 1 << 16:
+        raise ConfigError("listen.tls.port must be a number from 0 to 65535")
+    return Listen(unix, TlsListen(**tls))
 
 
 def _limits(raw: Mapping[str, Any]) -> Limits:

@@ -13,6 +13,7 @@ from sandbox_server.agent.errors import Refused
 log = logging.getLogger(__name__)
 
 HELLO_WITHIN_S = 10.0
+MAX_HELLO_BYTES = 64 << 10
 
 
 class Handler(Protocol):
@@ -123,15 +124,29 @@ class Server(Protocol):
         """
 
 
-class Connection(asyncio.Protocol):
-    """One connection of the service."""
+class Settled(Protocol):
+    """Hears that a connection has authenticated itself, or is gone."""
 
-    def __init__(self, server: Server) -> None:
+    def __call__(self, *, authenticated: bool) -> None:
+        """One of the two; after the first, the other follows sooner or later."""
+
+
+class Connection(asyncio.Protocol):
+    """One connection of the service.
+
+    Args:
+        server: what the connection needs of the agent.
+        settled: for a listener that others than the service can reach: it counts those that have not authenticated themselves.
+    """
+
+    def __init__(self, server: Server, settled: Settled | None = None) -> None:
         self.wire = wire.Connection(opens_odd=False)
         self._server = server
         self._transport: asyncio.Transport | None = None
         self._loop = asyncio.get_event_loop()
+        self._settled = settled
         self._authenticated = False
+        self._heard_bytes = 0
         self._flushing = False
         self._paused = False
         self._timer: asyncio.TimerHandle | None = None
@@ -141,13 +156,15 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See `asyncio.Protocol`."""
         self._transport = cast(asyncio.Transport, transport)
-        self._timer = self._loop.call_later(HELLO_WITHIN_S, self.close)
+        self._timer = self._loop.call_later(HELLO_WITHIN_S, self.drop)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See `asyncio.Protocol`."""
         if self._timer is not None:
             self._timer.cancel()
         self._transport = None
+        if self._settled is not None:
+            self._settled(authenticated=False)
         streams, self._streams = self._streams, {}
         handlers, self._handlers = self._handlers, {}
         for number, stream in streams.items():
@@ -168,9 +185,15 @@ class Connection(asyncio.Protocol):
         self._flush()
 
     def close(self) -> None:
-        """End the connection."""
+        """End the connection once everything is sent."""
         if self._transport is not None:
             self._transport.close()
+
+    def drop(self) -> None:
+        """End the connection at once. Whoever has not authenticated itself is not waited for, in a TLS shutdown say."""
+        if self._transport is not None:
+            self._transport.abort()
+            self._transport = None
 
     def flush_soon(self) -> None:
         """Send what is queued once, after everything that this turn of the loop still has to say."""
@@ -197,8 +220,12 @@ class Connection(asyncio.Protocol):
                 if self._transport is None:
                     return
         except wire.WireError as error:
-            log.warning("a connection broke the protocol: %s", error)
-            self.close()
+            if self._authenticated or self._settled is None:
+                log.warning("a connection broke the protocol: %s", error)
+            self.drop()
+        self._heard_bytes += len(data)
+        if not self._authenticated and self._heard_bytes > MAX_HELLO_BYTES:
+            self.drop()
         self._flush()
 
     def _handle(self, event: wire.Event) -> None:
@@ -207,8 +234,7 @@ class Connection(asyncio.Protocol):
             if isinstance(event, wire.Hello) and self._check(event.meta):
                 self._welcome()
             else:
-                self.close()
-                self._transport = None
+                self.drop()
         elif kind is wire.Opened:
             self._opened(cast(wire.Opened, event))
         elif kind is wire.Item:
@@ -231,6 +257,8 @@ class Connection(asyncio.Protocol):
         self._authenticated = True
         if self._timer is not None:
             self._timer.cancel()
+        if self._settled is not None:
+            self._settled(authenticated=True)
         self.wire.hello(self._server.hello())
         self._server.connected(self)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
+from sandbox_server.core.pipe import Pipe
 from sandbox_server.core.types import Handle, PoolSpec
 
 
@@ -83,4 +84,17 @@ class Backend(Protocol):
 
     async def close(self) -> None:
         """Let go of connections and threads; sandboxes are left as they are."""
+        ...
+
+
+@runtime_checkable
+class OpensPipes(Protocol):
+    """What a backend has, too, whose handles may have a `stdio:` address: it can start a program in its sandboxes."""
+
+    async def open_pipe(self, handle: Handle) -> Pipe:
+        """Start the agent's relay, `python AGENT connect SOCKET`, in a sandbox that was created.
+
+        Raises:
+            OSError: it could not be started.
+        """
         ...

@@ -1,5 +1,7 @@
 """Sandboxes on this machine: each is an agent process of its own, reached over a unix socket in the state folder.
 
+For tests and debugging the service can reach new agents over TLS or a relay's standard input and output instead, as it does with other backends.
+
 STATE/sandboxes/SANDBOX_ID/handle.json   the last checkpoint
                            agent.sock    where the agent listens
                            agent.log     what it says
@@ -28,12 +30,16 @@ from typing import Any
 
 from sandbox_server.agent.build import content
 from sandbox_server.agent.isolation.bwrap_processes import kill_bwrap_processes
+from sandbox_server.agent.listeners import LISTENING_FILE
 from sandbox_server.agent.oom_score import protect_this_process
 from sandbox_server.agent.priority import raise_priority
 from sandbox_server.backends.base import CreateFailed, Health
+from sandbox_server.backends.certificate import make_certificate
 from sandbox_server.backends.disposal import dispose, sweep
 from sandbox_server.backends.group import GROUP_PREFIX, join_group, kill_group, make_group, remove_groups_of, sweep_groups
+from sandbox_server.backends.process_pipe import open_process_pipe
 from sandbox_server.backends.processes import end_process, is_running, spawn
+from sandbox_server.core.pipe import Pipe
 from sandbox_server.core.types import Handle, PoolSpec
 
 START_WITHIN_S = 20.0
@@ -47,6 +53,7 @@ DELETE_WITHIN_S = 2.0
 MAX_SOCKET_PATH_BYTES = 100
 #: Where a socket goes whose state folder, and whose folder for temporary files, have too long a path.
 SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
+LOOPBACK = "127.0.0.1"
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
@@ -59,17 +66,19 @@ class LocalBackend:
         agent: gives the path of the agent, a zipapp or a folder like one, making it if need be.
         survives: whether sandboxes outlive the service, for another one to adopt. They do so at most as long as they may live; else for `ALONE_EXIT_S`.
         term_s: how long an agent may take over SIGTERM before SIGKILL, in seconds.
+        transport: how the service talks to the agents that are made from now on: `unix`, `tls` or `stdio`.
     """
 
     name = "local"
 
-    def __init__(self, folder: Path, owner: str, agent: Callable[[], Path], survives: bool = False, term_s: float = TERM_S) -> None:
+    def __init__(self, folder: Path, owner: str, agent: Callable[[], Path], survives: bool = False, term_s: float = TERM_S, transport: str = "unix") -> None:
         self._folder = folder
         self._aside = folder.parent / "trash"
         self._owner = owner
         self._agent = agent
         self._survives = survives
         self._term_s = term_s
+        self._transport = transport
 
     async def create(self, pool: str, spec: PoolSpec, sandbox_id: str) -> AsyncGenerator[Handle, None]:
         """Make one: its folder, then its process, then the process listens.
@@ -93,6 +102,7 @@ class LocalBackend:
             handle = replace(handle, data=data | ({"group": str(group)} if group is not None else {}))
             yield self._checkpoint(handle)
             config = _config(handle, spec, socket, folder / "base", survives=self._survives)
+            handle = await self._prepare_transport(handle, config, agent)
             handle, stdin = self._spawn(handle, agent)
             try:
                 yield self._checkpoint(handle)
@@ -103,7 +113,33 @@ class LocalBackend:
             await self._listens(handle, socket)
         except OSError as error:
             raise CreateFailed(f"sandbox {sandbox_id} could not be made: {error}") from error
-        yield self._checkpoint(replace(handle, address=f"unix:{socket}"))
+        yield self._checkpoint(replace(handle, address=self._address(socket, folder / "base")))
+
+    async def _prepare_transport(self, handle: Handle, config: dict[str, Any], agent: Path) -> Handle:
+        """Put into the agent's configuration, and on record, what the transport needs beside the unix socket."""
+        if self._transport == "stdio":
+            return replace(handle, data={**handle.data, "agent": str(agent)})
+        if self._transport == "tls":
+            made = await asyncio.to_thread(make_certificate, handle.sandbox_id)
+            config["listen"]["tls"] = {"host": LOOPBACK, "port": 0, "certificate": made.certificate, "key": made.key}
+            return replace(handle, certificate=made.certificate)
+        return handle
+
+    def _address(self, socket: Path, base: Path) -> str:
+        if self._transport != "tls":
+            return f"{self._transport}:{socket}"
+        host, port = json.loads((base / LISTENING_FILE).read_text(encoding="utf-8"))["tls"]
+        return f"tls:{host}:{port}"
+
+    async def open_pipe(self, handle: Handle) -> Pipe:
+        """Start a relay to the agent of a `stdio:` address.
+
+        Raises:
+            OSError: it could not be started.
+        """
+        assert handle.address is not None, "only an agent that listens is relayed to"
+        socket = handle.address.partition(":")[2]
+        return await open_process_pipe([sys.executable, "-I", "-S", handle.data["agent"], "connect", socket], _environment())
 
     def _spawn(self, handle: Handle, agent: Path) -> tuple[Handle, int]:
         """Start the agent, which waits for its configuration. In one step with the checkpoint that follows: no process without a record."""
@@ -270,7 +306,7 @@ def _environment() -> dict[str, str]:
     return {"PATH": SYSTEM_PATH, "LANG": "C.UTF-8", **kept}
 
 
-def make_local_backend(state_dir: Path, owner: str, survives: bool = False) -> LocalBackend:
+def make_local_backend(state_dir: Path, owner: str, survives: bool = False, transport: str = "unix") -> LocalBackend:
     """The local backend of a service with this state folder.
 
     Slots share the machine with the service, which is then the last the kernel kills for memory, and claims the processor before them.
@@ -284,7 +320,7 @@ def make_local_backend(state_dir: Path, owner: str, survives: bool = False) -> L
         with lock:
             return _unpack_agent(zipapp(), state_dir / "agent")
 
-    return LocalBackend(state_dir / "sandboxes", owner, agent, survives)
+    return LocalBackend(state_dir / "sandboxes", owner, agent, survives, transport=transport)
 
 
 def _unpack_agent(zipapp: bytes, parent: Path) -> Path:

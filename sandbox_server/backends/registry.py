@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from sandbox_server.backends.base import Backend
 from sandbox_server.core.errors import InvalidRequest, NotImplementedHere
 
-#: name -> where to find a `make(state_dir, owner, survives) -> Backend`
+#: name -> where to find a `make(state_dir, owner, survives, **settings) -> Backend`
 BUILT: Mapping[str, str] = {"local": "sandbox_server.backends.local:make_local_backend"}
 
 #: name -> the extra that its client library comes with
@@ -18,10 +20,10 @@ EXTRAS: Mapping[str, str] = {}
 #: Names that the contract has and this version does not.
 NOT_BUILT = frozenset({"docker", "nomad", "modal"})
 
-Make = Callable[[Path, str, bool], Backend]
+Make = Callable[..., Backend]
 
 
-def load_backend(name: str, state_dir: Path, owner: str = "local", survives: bool = False) -> Backend:
+def load_backend(name: str, state_dir: Path, owner: str = "local", survives: bool = False, settings: Mapping[str, Any] = MappingProxyType({})) -> Backend:
     """Make the backend of this name.
 
     Args:
@@ -29,6 +31,7 @@ def load_backend(name: str, state_dir: Path, owner: str = "local", survives: boo
         state_dir: the service's folder; a backend keeps what it must under a folder of its own in there.
         owner: who its sandboxes belong to; `list_owned` finds them by it.
         survives: whether its sandboxes are to outlive the service, because its state does.
+        settings: what else the operator has decided about it, as its `make` takes it.
 
     Raises:
         NotImplementedHere: this version does not have it.
@@ -44,4 +47,4 @@ def load_backend(name: str, state_dir: Path, owner: str = "local", survives: boo
     except ModuleNotFoundError as error:
         extra = EXTRAS.get(name, "server")
         raise InvalidRequest(f"backend {name!r} needs {error.name!r}: in a clone of the repository: pip install '.[{extra}]'", field="backend") from error
-    return make(state_dir, owner, survives)
+    return make(state_dir, owner, survives, **settings)

@@ -154,8 +154,8 @@ class SlotRef:
 class Handle:
     """How a created sandbox is found again: what a backend's `create` yields, step by step.
 
-    `pool` is the key of its pool's id. `address` is set once an agent can be reached: `unix:/path`. `token` authenticates the service to the agent.
-    `data` is the backend's own, JSON values only.
+    `pool` is the key of its pool's id. `address` is set once an agent can be reached: `unix:PATH`, `tls:HOST:PORT` or `stdio:ANYTHING`.
+    `token` authenticates the service to the agent, `certificate` (PEM, for `tls:`) the agent to the service. `data` is the backend's own, JSON values only.
     """
 
     backend: str
@@ -164,6 +164,7 @@ class Handle:
     sandbox_id: str
     address: str | None = None
     token: str | None = field(default=None, repr=False)
+    certificate: str | None = None
     data: Mapping[str, Any] = field(default_factory=dict)
 
 

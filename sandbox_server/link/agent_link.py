@@ -134,7 +134,7 @@ class AgentStream:
 
 
 class AgentLink(asyncio.Protocol):
-    """A connection to an agent that has said hello. Make one with `connect`."""
+    """A connection to an agent, over whatever transport. `link.connect` makes one that has said hello."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -142,6 +142,7 @@ class AgentLink(asyncio.Protocol):
         self.hello: Mapping[str, Any] = {}
         self.closed: asyncio.Future[str] = loop.create_future()
         self._greeted: asyncio.Future[None] = loop.create_future()
+        self._gone: asyncio.Future[None] = loop.create_future()
         self._streams: dict[int, AgentStream] = {}
         self._transport: asyncio.Transport | None = None
         self._flush_planned = False
@@ -152,36 +153,28 @@ class AgentLink(asyncio.Protocol):
         self._waiting_for_data: list[asyncio.Future[None]] = []
         self._pinger: asyncio.TimerHandle | None = None
 
-    @classmethod
-    async def connect(cls, address: str, token: str, timeout_s: float = 10.0) -> AgentLink:
-        """Connect to the agent at `unix:/path` and exchange hellos.
+    async def greet(self, token: str, timeout_s: float) -> None:
+        """Exchange hellos with the agent that this link has just been connected to.
 
         Args:
-            address: where the agent listens.
             token: proves to the agent that this is its service.
             timeout_s: how long to wait for the agent's hello, in seconds.
 
         Raises:
-            LinkLost: nobody listens there, the agent hung up, or it did not say hello in time.
+            LinkLost: the agent hung up.
+            TimeoutError: it did not say hello in time.
         """
-        scheme, _, path = address.partition(":")
-        if scheme != "unix" or not path:
-            raise ValueError(f"cannot connect to an agent at {address!r}: only unix:/path is built")
-        loop = asyncio.get_running_loop()
-        link = cls(loop)
-        try:
-            async with asyncio.timeout(timeout_s):
-                await loop.create_unix_connection(lambda: link, path)
-            link.connection.hello({"v": wire.PROTOCOL_VERSION, "token": token})
-            link.flush()
-            await link._until_greeted(timeout_s)
-        except TimeoutError:
-            link._lose(f"the agent at {address} did not say hello within {timeout_s:g} s")
-        except OSError as error:
-            link._lose(f"nobody answers at {address}: {error}")
-        link.check()
-        link._ping()
-        return link
+        self.check()
+        self.connection.hello({"v": wire.PROTOCOL_VERSION, "token": token})
+        self.flush()
+        await self._until_greeted(timeout_s)
+        self.check()
+        self._ping()
+
+    @property
+    def is_greeted(self) -> bool:
+        """Whether the agent has said hello, and the connection has not ended since."""
+        return self._greeted.done() and not self.closed.done()
 
     async def _until_greeted(self, timeout_s: float) -> None:
         """Wait for the agent's hello, a part of the time after another: a part in which this process did not run is all that it costs.
@@ -252,9 +245,11 @@ class AgentLink(asyncio.Protocol):
         self.check()
         return self._heard_count > heard_count
 
-    async def close(self) -> None:
-        """Hang up."""
-        self._lose("closed by the service")
+    async def close(self, why: str = "closed by the service") -> None:
+        """Hang up, and wait until nothing of the connection is left."""
+        self._lose(why)
+        if self._transport is not None:
+            await asyncio.shield(self._gone)
 
     def check(self) -> None:
         """Raise LinkLost if the connection has ended."""
@@ -345,6 +340,8 @@ class AgentLink(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._lose(f"the connection to the agent ended: {error}" if error else "the agent hung up")
+        if not self._gone.done():
+            self._gone.set_result(None)
 
     def _ping(self) -> None:
         # Pings are counted, not seconds. While this process does not run, none is sent, and what the agent has said meanwhile is read before the

@@ -6,13 +6,14 @@ import asyncio
 import logging
 from collections.abc import Coroutine, Mapping
 from contextlib import aclosing
+from functools import partial
 from typing import Any, Protocol
 
 from sandbox_server.agent import wire
-from sandbox_server.backends.base import Backend, CreateFailed, Health
+from sandbox_server.backends.base import Backend, CreateFailed, Health, OpensPipes
 from sandbox_server.core.errors import PoolServiceError, StorageUnavailable
-from sandbox_server.core.types import Lease, SlotRef
-from sandbox_server.link import AgentLink, AgentRefused, LinkLost
+from sandbox_server.core.types import Handle, Lease, SlotRef
+from sandbox_server.link import AgentLink, AgentRefused, Endpoint, LinkLost
 from sandbox_server.pool.budget import CreationBudget
 from sandbox_server.pool.holding import ResetOrder
 from sandbox_server.pool.sandbox import AgentNonsense, Cache, HelloSeen, Sandbox, SlotSeen, read_effective, read_hello, read_slots
@@ -25,6 +26,13 @@ CONNECT_S = 2.0
 LOST_AFTER_S = 5.0
 RECONNECT_EVERY_S = 0.1
 DESTROY_AGAIN_S = 1.0
+
+
+def endpoint_of(handle: Handle, backend: Backend) -> Endpoint:
+    """How the agent of a created sandbox is reached."""
+    assert handle.address is not None, "only a created sandbox is connected to"
+    open_pipe = partial(backend.open_pipe, handle) if isinstance(backend, OpensPipes) else None
+    return Endpoint(address=handle.address, token=handle.token or "", certificate=handle.certificate, open_pipe=open_pipe)
 
 
 class SandboxOver(Exception):
@@ -160,8 +168,7 @@ class Keeper:
     async def _connect(self, timeout_s: float) -> tuple[AgentLink, HelloSeen]:
         handle = self._sandbox.handle
         assert handle is not None, "only a created sandbox is connected to"
-        assert handle.address is not None, "only a created sandbox is connected to"
-        link = await self._wiring.connect(handle.address, handle.token or "", timeout_s)
+        link = await self._wiring.connect(endpoint_of(handle, self._backend), timeout_s)
         try:
             return link, read_hello(link.hello, self._sandbox.sandbox_id, self._sandbox.spec)
         except BaseException:

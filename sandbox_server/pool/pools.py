@@ -13,7 +13,7 @@ from sandbox_server.backends.base import Backend
 from sandbox_server.core.clock import Clock
 from sandbox_server.core.errors import LeaseLost, LeaseNotFound, PoolServiceError, SandboxLost, SandboxNotFound
 from sandbox_server.core.types import Acquired, AcquireRequest, Lease, PoolId, PoolSpec, PoolView, SandboxState, SandboxView
-from sandbox_server.link import AgentLink
+from sandbox_server.link import connect as connect_to_agent
 from sandbox_server.pool.access import SERVICE, Actor, find_pool, may_see, seen_pools
 from sandbox_server.pool.catalog import BUILT_IN, OF_THE_FILE, Catalog, Check, LoadBackend, anything, load_nothing
 from sandbox_server.pool.ended import end_error
@@ -54,7 +54,7 @@ class Pools:
         store: Store,
         clock: Clock,
         *,
-        connect: Connect = AgentLink.connect,
+        connect: Connect = connect_to_agent,
         owner: str = "local",
         wiring: Wiring | None = None,
         origins: Mapping[str, str] | None = None,

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from sandbox_server.core.clock import Clock
 from sandbox_server.core.types import AcquireRequest
-from sandbox_server.link import AgentLink
+from sandbox_server.link import AgentLink, Endpoint
 from sandbox_server.pool.claims import CLAIM_AFTER_S
 from sandbox_server.pool.events import EventLog
 from sandbox_server.pool.store import Store
@@ -18,9 +18,9 @@ from sandbox_server.pool.ticker import LoopTimers, Timers
 
 
 class Connect(Protocol):
-    """How a link to an agent is made: `AgentLink.connect`, or a fake's."""
+    """How a link to an agent is made: `link.connect`, or a fake's."""
 
-    async def __call__(self, address: str, token: str, timeout_s: float) -> AgentLink:
+    async def __call__(self, endpoint: Endpoint, timeout_s: float) -> AgentLink:
         """Connect and exchange hellos.
 
         Raises:

@@ -14,6 +14,9 @@ from typing import Any
 from sandbox_server.agent import wire
 from sandbox_server.link import AgentLink
 
+#: How long a fake agent may take to say hello, in seconds.
+HELLO_WITHIN_S = 10.0
+
 
 class MemoryTransport(asyncio.Transport):
     """One end of a connection in memory: what is written arrives at the other end in the next turn of the loop."""
@@ -22,6 +25,7 @@ class MemoryTransport(asyncio.Transport):
         super().__init__()
         self.deliver: Callable[[bytes], None] | None = None
         self.hang_up: Callable[[], None] | None = None
+        self.lost: Callable[[], None] | None = None
         self._closing = False
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
@@ -44,8 +48,9 @@ class MemoryTransport(asyncio.Transport):
     def close(self) -> None:
         if not self._closing:
             self._closing = True
-            if self.hang_up is not None:
-                asyncio.get_running_loop().call_soon(self.hang_up)
+            for callback in (self.hang_up, self.lost):
+                if callback is not None:
+                    asyncio.get_running_loop().call_soon(callback)
 
 
 class FakeLink(AgentLink):
@@ -57,16 +62,14 @@ class FakeLink(AgentLink):
 
         Raises:
             LinkLost: the agent hung up instead of saying hello.
+            TimeoutError: it did not say hello in time.
         """
         link = cls(asyncio.get_running_loop())
         transport = MemoryTransport()
+        transport.lost = lambda: link.connection_lost(None)
         link.connection_made(transport)
-        agent.accept(transport, link.data_received, lambda: link.connection_lost(None))
-        link.connection.hello({"v": wire.PROTOCOL_VERSION, "token": token})
-        link.flush()
-        await link._greeted
-        link.check()
-        link._ping()
+        agent.accept(transport, link.data_received, transport.lost)
+        await link.greet(token, HELLO_WITHIN_S)
         return link
 
 

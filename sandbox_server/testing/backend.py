@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 
 from sandbox_server.backends.base import Health
 from sandbox_server.core.types import Handle, PoolSpec
-from sandbox_server.link import AgentLink, LinkLost
+from sandbox_server.link import AgentLink, Endpoint, LinkLost
 from sandbox_server.testing.agent import FakeAgent, FakeLink
 
 
@@ -69,13 +69,13 @@ class FakeBackend:
         if agent is not None:
             agent.hang_up()
 
-    async def connect(self, address: str, token: str, timeout_s: float = 10.0) -> AgentLink:
-        """As `AgentLink.connect`, to the agents of this backend.
+    async def connect(self, endpoint: Endpoint, timeout_s: float = 10.0) -> AgentLink:
+        """As `link.connect`, to the agents of this backend.
 
         Raises:
             LinkLost: there is none at that address, or it hung up.
         """
-        agent = self.agents.get(address.partition(":")[2])
+        agent = self.agents.get(endpoint.address.partition(":")[2])
         if agent is None:
-            raise LinkLost(f"nobody answers at {address}")
-        return await FakeLink.to(agent, token)
+            raise LinkLost(f"nobody answers at {endpoint.address}")
+        return await FakeLink.to(agent, endpoint.token)

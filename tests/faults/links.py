@@ -1,9 +1,11 @@
-"""Cuts the service's connections to its agents, as a network would: neither end is asked."""
+"""Cuts the service's connections to its agents, as a network would: neither end is asked. Over whatever transport: sockets are shut down, relays killed."""
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
+import signal
 import socket
 import stat
 from collections.abc import Iterator
@@ -28,7 +30,7 @@ def problem() -> str | None:
 
 
 def cut(pid: int, share: float, below: Path) -> int:
-    """Shut down a share of a process's connections to sockets below a folder. Returns how many.
+    """Cut a share of a process's connections to the agents of a state folder. Returns how many.
 
     Raises:
         PermissionError: this process may not look into that one.
@@ -40,10 +42,37 @@ def cut(pid: int, share: float, below: Path) -> int:
             link.shutdown(socket.SHUT_RDWR)
     for link in links:
         link.close()
-    return len(victims)
+    relays = list(_relays(pid, below))
+    ended = relays[: max(1, round(len(relays) * share))]
+    for relay in ended:
+        with suppress(ProcessLookupError):  # it was quicker
+            os.kill(relay, signal.SIGKILL)
+    return len(victims) + len(ended)
+
+
+def _relays(pid: int, below: Path) -> Iterator[int]:
+    """The process's children that relay to an agent of this folder."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split():
+            with suppress(FileNotFoundError, ProcessLookupError):
+                arguments = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
+                if b"connect" in arguments and any(one.startswith(f"{below}/".encode()) for one in arguments):
+                    yield int(child)
+
+
+def _ports(below: Path) -> set[int]:
+    """The ports of the folder's agents that are reached over TLS."""
+    ports = set()
+    for record in below.glob("sandboxes/*/handle.json"):
+        with suppress(FileNotFoundError):
+            scheme, _, rest = (json.loads(record.read_text(encoding="utf-8"))["address"] or "").partition(":")
+            if scheme == "tls":
+                ports.add(int(rest.rpartition(":")[2]))
+    return ports
 
 
 def _links(pid: int, below: Path) -> Iterator[socket.socket]:
+    ports = _ports(below)
     try:
         process = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -56,7 +85,7 @@ def _links(pid: int, below: Path) -> Iterator[socket.socket]:
                     raise PermissionError(ctypes.get_errno(), "the service's connections cannot be had")
                 continue  # closed meanwhile, or the process has ended
             link = socket.socket(fileno=found)
-            if _leads_below(link, below):
+            if _leads_below(link, below) or _leads_to(link, ports):
                 yield link
             else:
                 link.close()
@@ -81,3 +110,12 @@ def _leads_below(link: socket.socket, below: Path) -> bool:
         return str(link.getpeername()).startswith(f"{below}/")
     except OSError:
         return False  # it leads nowhere any more
+
+
+def _leads_to(link: socket.socket, ports: set[int]) -> bool:
+    if link.family != socket.AF_INET or link.type != socket.SOCK_STREAM:
+        return False
+    try:
+        return link.getpeername()[1] in ports
+    except OSError:
+        return False  # it listens, or leads nowhere any more

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from sandbox_server.app import Application, Parts
 from sandbox_server.backends.base import Backend
 from sandbox_server.backends.registry import load_backend
 from sandbox_server.core.types import PoolSpec
-from sandbox_server.link import AgentLink
+from sandbox_server.link import AgentLink, Endpoint
 from sandbox_server.pool.store import MemoryStore, Store
 from sandbox_server.settings import Settings
 from tests.support.scripted_agent import ScriptedAgent, ScriptedBackend
@@ -81,14 +81,14 @@ def make_application(settings: Settings, store: Store | None = None, *, real_bac
     """
     backend = ScriptedBackend()
 
-    def load(name: str, state_dir: Path, owner: str, survives: bool) -> Backend:
+    def load(name: str, state_dir: Path, owner: str, survives: bool, settings: Mapping[str, Any]) -> Backend:
         if real_backends and name != "local":
             return load_backend(name, state_dir, owner)
         backend.owner = owner
         return backend
 
-    async def connect(address: str, token: str, timeout_s: float = 10.0) -> AgentLink:
-        return await backend.connect(address, token, timeout_s)
+    async def connect(endpoint: Endpoint, timeout_s: float = 10.0) -> AgentLink:
+        return await backend.connect(endpoint, timeout_s)
 
     remembered = store or MemoryStore()
     parts = Parts(backend=load, connect=connect, store=lambda path, clock: remembered, configure_logging=lambda log_format, level: None)

@@ -22,6 +22,7 @@ import yaml
 from sandbox_server.agent.trash import delete_tree
 from tests.support.users import ME, Runner
 
+TRANSPORT_VARIABLE = "SANDBOX_LOCAL_TRANSPORT"
 START_TIMEOUT_S = 40.0
 STOP_TIMEOUT_S = 20.0
 
@@ -79,8 +80,12 @@ class Service:
 
 
 def clean_environ(extra: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment without the service's own variables, plus `extra`."""
-    return {key: value for key, value in os.environ.items() if not key.startswith("SANDBOX_")} | dict(extra)
+    """This process's environment without the service's own variables, plus `extra`.
+
+    One of them stays, so that any suite can be run over another transport: `SANDBOX_LOCAL_TRANSPORT=tls make faults`.
+    """
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("SANDBOX_") or key == TRANSPORT_VARIABLE}
+    return kept | dict(extra)
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ import psutil
 from sandbox_server.agent import wire
 from sandbox_server.agent.build import build
 from sandbox_server.agent.trash import delete_tree
-from sandbox_server.link.agent_link import AgentLink
+from sandbox_server.link import AgentLink, Endpoint, connect
 from tests.support.users import Runner
 
 TOKEN = "the agent's token"
@@ -189,7 +189,7 @@ def _wait_for_socket(folder: Path, process: subprocess.Popen[bytes]) -> None:
 @contextlib.asynccontextmanager
 async def connected(agent: Agent) -> AsyncIterator[House]:
     """A link to a running agent, all of whose slots are ready."""
-    link = await AgentLink.connect(f"unix:{agent.folder}/agent.sock", TOKEN, START_WITHIN_S)
+    link = await connect(Endpoint(address=f"unix:{agent.folder}/agent.sock", token=TOKEN), START_WITHIN_S)
     house = House(link=link, process=agent.process, folder=agent.folder, mode=agent.mode)
     await _all_ready(house)
     yield house

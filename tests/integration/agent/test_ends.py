@@ -11,7 +11,7 @@ import time
 import psutil
 import pytest
 
-from sandbox_server.link.agent_link import AgentLink
+from sandbox_server.link import Endpoint, connect
 from sandbox_server.link.errors import AgentRefused, LinkLost
 from tests.integration.agent.conftest import Maker
 from tests.integration.agent.house import TOKEN, House
@@ -238,7 +238,7 @@ async def test_running_out_of_memory_is_proven(make_house: Maker) -> None:
 
 async def test_a_wrong_token_gets_no_answer(bwrap: House) -> None:
     with pytest.raises(LinkLost):
-        await AgentLink.connect(f"unix:{bwrap.folder}/agent.sock", TOKEN + "x", 5)
+        await connect(Endpoint(address=f"unix:{bwrap.folder}/agent.sock", token=TOKEN + "x"), 5)
 
 
 async def test_shutdown_ends_every_process(own_house: House) -> None:

@@ -15,7 +15,7 @@ from sandbox_server.agent.bodies import Bodies
 from sandbox_server.agent.caches import Cache, Caches
 from sandbox_server.agent.cgroups import Cgroups
 from sandbox_server.agent.changes import Changes
-from sandbox_server.agent.config import AgentConfig
+from sandbox_server.agent.config import AgentConfig, Listen
 from sandbox_server.agent.isolation.base import Body, Context, Isolation
 from sandbox_server.agent.isolation.bwrap import Bwrap
 from sandbox_server.agent.slot_lib import write_slot_lib
@@ -82,7 +82,7 @@ async def workshop(wrap: Callable[[Isolation], Isolation] = _pass_on, trash_type
     """The changes of one started slot, in the mode bwrap."""
     folder = Path(tempfile.mkdtemp(prefix="workshop-", dir="/tmp"))
     folder.chmod(0o700)
-    config = AgentConfig(sandbox_id="s", token="t", listen={}, base_dir=str(folder), slots=1, isolation="bwrap")
+    config = AgentConfig(sandbox_id="s", token="t", listen=Listen(""), base_dir=str(folder), slots=1, isolation="bwrap")
     cgroups = Cgroups(secrets.token_hex(8), config)
     (folder / "slots").mkdir()
     write_slot_lib(str(folder / "lib"))

@@ -17,6 +17,7 @@ import pytest
 from sandbox_server.agent.build import content
 from sandbox_server.backends import local
 from sandbox_server.backends.base import CreateFailed, Health
+from sandbox_server.backends.certificate import make_certificate
 from sandbox_server.backends.group import group_parents
 from sandbox_server.backends.local import GROUP_PREFIX, LocalBackend, make_local_backend
 from sandbox_server.backends.processes import end_process, is_running, spawn, start_time
@@ -279,6 +280,41 @@ def test_the_registry_makes_what_is_built_and_says_what_is_not(tmp_path):
             load_backend(name, tmp_path)
     with pytest.raises(InvalidRequest, match="no backend 'mainframe'"):
         load_backend("mainframe", tmp_path)
+
+
+async def test_a_checkpoint_of_an_older_version_is_read(make_backend):
+    backend = make_backend()
+    handle = await create(backend)
+    record = backend._folder / ONE / "handle.json"
+    document = json.loads(record.read_text())
+    del document["certificate"]
+    record.write_text(json.dumps(document))
+
+    assert await backend.list_owned("me") == [handle]
+    await backend.destroy(handle)
+
+
+async def test_the_key_of_a_tls_agent_is_told_to_nobody_else(make_backend):
+    listens = LISTENS.replace("listener =", "import os\nos.mkdir(config['base_dir'])\nwhere = {'tls': ['127.0.0.1', 7]}\n"
+                              "json.dump(where, open(config['base_dir'] + '/listening.json', 'w'))\nlistener =", 1)  # fmt: skip
+    backend = make_backend(listens, transport="tls")
+    handle = await create(backend)
+    told = json.loads((backend._folder / ONE / "agent.sock.config").read_text())["listen"]["tls"]
+    seen = Path(f"/proc/{handle.data['pid']}/cmdline").read_bytes() + Path(f"/proc/{handle.data['pid']}/environ").read_bytes()
+
+    assert handle.address == "tls:127.0.0.1:7"
+    assert (told["host"], told["port"], told["certificate"]) == ("127.0.0.1", 0, handle.certificate)
+    assert told["key"].startswith("-----BEGIN PRIVATE KEY-----")
+    assert "PRIVATE KEY" not in (backend._folder / ONE / "handle.json").read_text() + repr(handle)
+    assert b"PRIVATE KEY" not in seen
+    await backend.destroy(handle)
+
+
+def test_each_agent_has_a_certificate_of_its_own():
+    one, two = make_certificate("s-1"), make_certificate("s-1")
+
+    assert one.certificate != two.certificate
+    assert one.key != two.key
 
 
 async def test_the_agent_is_unpacked_once_under_the_name_of_its_content(tmp_path):

@@ -10,9 +10,10 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -27,8 +28,9 @@ COMMAND = r"printf 'begun\n'; echo ran >> ran; while [ ! -e go ]; do sleep 0.05;
 class Restarting:
     """A service on one port and one state folder, in one life after the other."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, environ: Mapping[str, str] = MappingProxyType({})) -> None:
         self._folder = folder
+        self.environ = dict(environ)
         config = {"pools": {"default": {**SMALL_POOL, "on_shutdown": "keep"}}}
         (folder / "config.yaml").write_text(json.dumps(config), encoding="utf-8")
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -47,7 +49,7 @@ class Restarting:
 
     def _start(self) -> Service:
         state_dir, log_path = self._folder / "state", self._folder / "log"
-        environ = clean_environ({"SANDBOX_CONFIG": str(self._folder / "config.yaml"), "SANDBOX_STATE_DIR": str(state_dir)})
+        environ = clean_environ({"SANDBOX_CONFIG": str(self._folder / "config.yaml"), "SANDBOX_STATE_DIR": str(state_dir), **self.environ})
         read_end, write_end = os.pipe()
         command = [sys.executable, "-m", "sandbox_server", "serve", "--host", "127.0.0.1", "--port", str(self._port), "--ready-fd", str(write_end)]
         with log_path.open("ab") as log, open(read_end, "rb") as ready:

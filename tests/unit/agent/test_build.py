@@ -39,6 +39,15 @@ def test_it_runs_without_anything_else_and_says_what_is_wrong(tmp_path: Path) ->
     assert json.loads(ran.stderr)["message"] == "unknown field nonsense"
 
 
+def test_it_is_a_relay_when_it_is_told_to_connect(tmp_path: Path) -> None:
+    build(tmp_path / "a.pyz")
+    command = [sys.executable, "-I", "-S", "-B", str(tmp_path / "a.pyz"), "connect", str(tmp_path / "none.sock")]
+    ran = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+
+    assert ran.returncode == 1
+    assert ran.stderr.startswith(b"cannot connect to the agent at ")
+
+
 def test_the_slots_code_is_what_a_slot_runs_and_no_more(tmp_path: Path) -> None:
     slot_lib.write_slot_lib(str(tmp_path / "lib"))
     agent = tmp_path / "lib" / "sandbox_server" / "agent"

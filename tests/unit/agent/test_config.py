@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from sandbox_server.agent.config import ConfigError, parse_config
+from sandbox_server.agent.config import ConfigError, Listen, TlsListen, parse_config
 
 LEAST: dict[str, Any] = {"sandbox_id": "s-1", "token": "t", "listen": {"unix": "/run/a.sock"}, "base_dir": "/base"}
+TLS: dict[str, Any] = {"host": "127.0.0.1", "port": 0, "certificate": "the certificate", "key": "the key"}
 
 
 def test_the_least_there_can_be_has_the_defaults() -> None:
@@ -28,6 +29,12 @@ def test_the_least_there_can_be_has_the_defaults() -> None:
         ({"slots": True}, "slots"),
         ({"isolation": "docker"}, "isolation"),
         ({"listen": {"tcp": 1}}, "listen"),
+        ({"listen": {"tls": TLS}}, "listen"),
+        ({"listen": {"unix": "/run/a.sock", "tls": {"host": "127.0.0.1"}}}, "listen.tls must have host, port, certificate, key"),
+        ({"listen": {"unix": "/run/a.sock", "tls": {**TLS, "host": "localhost"}}}, "listen.tls.host must be an IP address"),
+        ({"listen": {"unix": "/run/a.sock", "tls": {**TLS, "port": 65536}}}, "listen.tls.port"),
+        ({"listen": {"unix": "/run/a.sock", "tls": {**TLS, "port": True}}}, "listen.tls.port"),
+        ({"listen": {"unix": "/run/a.sock", "tls": {**TLS, "key": None}}}, "key must be texts"),
         ({"base_dir": "relative"}, "relative"),
         ({"expose": ["relative"]}, "relative"),
         ({"limits": {"disk": 1}}, "limits.disk"),
@@ -43,6 +50,13 @@ def test_the_least_there_can_be_has_the_defaults() -> None:
 def test_what_does_not_fit_is_named(change: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named.replace(".", r"\.")):
         parse_config(json.dumps({**LEAST, **change}).encode())
+
+
+def test_where_to_listen_for_tls_is_read_and_its_key_not_printed() -> None:
+    config = parse_config(json.dumps({**LEAST, "listen": {"unix": "/run/a.sock", "tls": TLS}}).encode())
+
+    assert config.listen == Listen("/run/a.sock", TlsListen(**TLS))
+    assert "the key" not in repr(config)
 
 
 @pytest.mark.parametrize("document", [b"", b"[]", b"{", b"null"])

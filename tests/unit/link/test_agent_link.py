@@ -1,15 +1,20 @@
-"""The link to an agent, against an agent's side of the protocol on a real unix socket."""
+"""The link to an agent, against an agent's side of the protocol, over each transport."""
 
 import asyncio
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 
-from sandbox_server.agent import wire
-from sandbox_server.link import AgentLink, AgentRefused, AgentStream, LinkLost, agent_link
+from sandbox_server.agent import relay, wire
+from sandbox_server.agent.tls_listener import make_context
+from sandbox_server.backends.certificate import make_certificate
+from sandbox_server.backends.process_pipe import open_process_pipe
+from sandbox_server.link import AgentLink, AgentRefused, AgentStream, Endpoint, LinkLost, agent_link, connect
 
+RELAY_FILE = Path(relay.__file__)
 Answer = Callable[[wire.Connection, wire.Event], None]
 
 
@@ -35,11 +40,15 @@ class ScriptedAgent(asyncio.Protocol):
         self.transport.write(self.connection.data_to_send())
 
 
+CERTIFICATE = make_certificate("s-1")
+
+
 class Peer:
     """A listening scripted agent."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.tls_port = 0
         self.answer: Answer = lambda connection, event: None
         self.connections: list[ScriptedAgent] = []
 
@@ -57,15 +66,31 @@ class Peer:
 @pytest.fixture
 async def peer(tmp_path: Path) -> AsyncIterator[Peer]:
     it = Peer(tmp_path / "agent.sock")
-    server = await asyncio.get_running_loop().create_unix_server(it.make, it.path)
+    loop = asyncio.get_running_loop()
+    unix = await loop.create_unix_server(it.make, it.path)
+    context = make_context(CERTIFICATE.certificate, CERTIFICATE.key, str(tmp_path))
+    tls = await loop.create_server(it.make, "127.0.0.1", 0, ssl=context)
+    it.tls_port = tls.sockets[0].getsockname()[1]
     yield it
     it.hang_up()
-    server.close()
+    unix.close()
+    tls.close()
+
+
+@pytest.fixture(params=["unix", "tls", "stdio"])
+def endpoint(request: pytest.FixtureRequest, peer: Peer) -> Endpoint:
+    """Where the peer is, by one transport after the other."""
+    if request.param == "unix":
+        return Endpoint(address=f"unix:{peer.path}", token="secret")
+    if request.param == "tls":
+        return Endpoint(address=f"tls:127.0.0.1:{peer.tls_port}", token="secret", certificate=CERTIFICATE.certificate)
+    relay = [sys.executable, "-I", "-S", str(RELAY_FILE), str(peer.path)]
+    return Endpoint(address="stdio:", token="secret", open_pipe=lambda: open_process_pipe(relay, {}))
 
 
 @pytest.fixture
-async def link(peer: Peer) -> AsyncIterator[AgentLink]:
-    it = await AgentLink.connect(f"unix:{peer.path}", "secret", timeout_s=5)
+async def link(endpoint: Endpoint) -> AsyncIterator[AgentLink]:
+    it = await connect(endpoint, 20)
     yield it
     await it.close()
 
@@ -198,13 +223,13 @@ async def test_leaving_a_stream_early_tells_the_agent(peer: Peer, link: AgentLin
 
 async def test_nobody_at_the_address_is_said(tmp_path: Path) -> None:
     with pytest.raises(LinkLost, match="nobody answers"):
-        await AgentLink.connect(f"unix:{tmp_path / 'none.sock'}", "t", timeout_s=1)
+        await connect(Endpoint(address=f"unix:{tmp_path / 'none.sock'}"), 1)
 
 
 async def test_a_silent_agent_is_not_waited_for(tmp_path: Path) -> None:
     server = await asyncio.get_running_loop().create_unix_server(asyncio.Protocol, tmp_path / "mute.sock")
     with pytest.raises(LinkLost, match="did not say hello"):
-        await AgentLink.connect(f"unix:{tmp_path / 'mute.sock'}", "t", timeout_s=0.05)
+        await connect(Endpoint(address=f"unix:{tmp_path / 'mute.sock'}"), 0.05)
     server.close()
 
 
@@ -224,7 +249,7 @@ async def test_an_agent_that_breaks_the_protocol_is_dropped(peer: Peer, link: Ag
 async def test_a_service_that_stood_still_does_not_take_it_for_silence(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent_link, "PING_EVERY_S", 0.05)
     peer.answer = lambda connection, event: connection.end(event.stream) if isinstance(event, wire.Opened) else None
-    link = await AgentLink.connect(f"unix:{peer.path}", "secret", timeout_s=5)
+    link = await connect(Endpoint(address=f"unix:{peer.path}", token="secret"), 5)
     for _ in range(3):
         # As a loop whose timers come before what was received, uvloop's for one, does after it was held up.
         time.sleep(0.05 * agent_link.SILENT_PINGS * 2)
@@ -237,7 +262,7 @@ async def test_a_service_that_stood_still_does_not_take_it_for_silence(peer: Pee
 
 async def test_an_agent_that_answers_no_ping_is_lost(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(agent_link, "PING_EVERY_S", 0.02)
-    link = await AgentLink.connect(f"unix:{peer.path}", "secret", timeout_s=5)
+    link = await connect(Endpoint(address=f"unix:{peer.path}", token="secret"), 5)
     for agent in peer.connections:
         assert agent.transport is not None
         agent.transport.pause_reading()  # type: ignore[attr-defined]
@@ -247,7 +272,7 @@ async def test_an_agent_that_answers_no_ping_is_lost(peer: Peer, monkeypatch: py
 
 
 async def test_a_hello_that_came_while_the_service_stood_still_is_heard(peer: Peer) -> None:
-    connecting = asyncio.create_task(AgentLink.connect(f"unix:{peer.path}", "secret", timeout_s=0.2))
+    connecting = asyncio.create_task(connect(Endpoint(address=f"unix:{peer.path}", token="secret"), 0.2))
     while not peer.connections:
         await asyncio.sleep(0)
     time.sleep(0.5)

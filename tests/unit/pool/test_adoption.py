@@ -196,8 +196,8 @@ async def test_until_an_agent_is_found_again_its_leases_wait_and_the_service_is_
     class Deaf(FakeBackend):
         deaf = False
 
-        async def connect(self, address, token, timeout_s=10.0):
-            return await super().connect("fake:nobody" if self.deaf else address, token, timeout_s)
+        async def connect(self, endpoint, timeout_s=10.0):
+            return await super().connect(replace(endpoint, address="fake:nobody") if self.deaf else endpoint, timeout_s)
 
     lives = await make_lives(Deaf(), min_sandboxes=0)
     (lease,) = await lives.acquire()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -255,8 +256,8 @@ async def test_no_network_is_enforced_or_the_pool_says_that_it_cannot(make_world
 
 async def test_an_agent_that_never_says_hello_is_given_up(make_world):
     class Mute(FakeBackend):
-        async def connect(self, address, token, timeout_s=10.0):
-            return await super().connect("fake:nobody", token, timeout_s)
+        async def connect(self, endpoint, timeout_s=10.0):
+            return await super().connect(replace(endpoint, address="fake:nobody"), timeout_s)
 
     world = await make_world(Mute(), min_sandboxes=1)
     await world.clock.advance(FIRST_HELLO_S + 1)

@@ -479,8 +479,8 @@ async def test_an_agent_that_cannot_be_reached_for_five_seconds_is_lost(make_wor
     class Deaf(FakeBackend):
         deaf = False
 
-        async def connect(self, address, token, timeout_s=10.0):
-            return await super().connect("fake:nobody" if self.deaf else address, token, timeout_s)
+        async def connect(self, endpoint, timeout_s=10.0):
+            return await super().connect(replace(endpoint, address="fake:nobody") if self.deaf else endpoint, timeout_s)
 
     world = await make_world(Deaf(), max_sandboxes=1)
     (lease,) = (await world.acquire()).leases

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
 
 from sandbox_server.core.execution import Fault, Reason, Result
 from sandbox_server.core.types import AcquireRequest, Handle, Lease, LeaseState, LocalSpec, NomadSpec, PoolSpec, SandboxState, SlotRef, SlotState
+from sandbox_server.pool.codec import decode, encode
 from sandbox_server.pool.sqlite_store import SqliteStore
 from sandbox_server.pool.store import CacheRecord, Forgotten, KeyRecord, MemoryStore, PoolRecord, SandboxRecord, SlotRecord, Verdict
 
@@ -114,7 +116,8 @@ async def test_a_pool_is_kept_until_it_is_forgotten(make_store):
 
 async def test_every_field_comes_back_as_it_was(make_store):
     store = await make_store()
-    handle = Handle(backend="local", pool="p", owner="o", sandbox_id="s-1", address="unix:/x", token="secret", data={"pid": 7, "deep": {"a": [1]}})
+    data = {"pid": 7, "deep": {"a": [1]}}
+    handle = Handle(backend="local", pool="p", owner="o", sandbox_id="s-1", address="tls:[::1]:7", token="secret", certificate="-----BEGIN", data=data)
     caches = (CacheRecord(key="r-1", tenant="t", run_id=None, lease_id="l-1"),)
     sandbox = replace(SANDBOX, handle=handle, boot="b", spec=PoolSpec(nomad=NomadSpec(datacenters=("a", "b"))), ready_at=1.5, caches=caches, why="ö")
     slot = replace(SLOT, keep=("t", None))
@@ -130,6 +133,14 @@ async def test_every_field_comes_back_as_it_was(make_store):
     state = store.load()
     assert (state.sandboxes, state.slots, state.leases, state.keys) == ((sandbox,), (slot,), (lease,), (key,))
     assert store.verdict("l-1", "c") == Verdict(identity=b"\x00id", result=result)
+
+
+def test_a_sandbox_of_an_older_version_has_no_certificate():
+    handle = Handle(backend="local", pool="p", owner="o", sandbox_id="s-1", address="unix:/x", token="secret", data={"pid": 7})
+    document = json.loads(encode(replace(SANDBOX, handle=handle)))
+    del document["handle"]["certificate"]
+
+    assert decode("sandbox", json.dumps(document)).handle == handle
 
 
 async def test_text_that_is_no_text_stops_nothing(make_store):
