@@ -13,8 +13,8 @@ import httpx
 from env_client.client import DEFAULT_TTL_S, AsyncSandboxClient
 from env_client.errors import BadAnswer, ClientClosed, SandboxError, ServiceError, TransportError
 from env_client.leases import AsyncLease
-from env_client.message import text_problem
-from env_client.messages import check_call
+from env_client.messages.message import text_problem
+from env_client.messages.verbs import check_call
 from env_client.retry import RetryPolicy
 from env_client.values import AcquireOptions, Call, Fault, FileEntry, LeaseInfo, Reason, Result
 

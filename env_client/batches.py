@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from env_client.errors import BadAnswer, ConnectionLost
-from env_client.message import Message
-from env_client.messages import exec_batch, named, result_line
+from env_client.messages.message import Message
+from env_client.messages.verbs import exec_batch, named, result_line
 from env_client.retry import Unfinished
 from env_client.values import Call, Result
 

@@ -11,13 +11,13 @@ from typing import Self, Unpack
 import httpx
 
 from env_client.blocks import async_block, block
-from env_client.connections import async_connections, default_max_connections, sync_connections
 from env_client.discovery import find_service
 from env_client.errors import SandboxError
-from env_client.heartbeat import AsyncHeartbeat, ThreadHeartbeat
 from env_client.leases import AsyncLease, Lease
 from env_client.retry import RetryPolicy
-from env_client.sending import AsyncSender, Sender, SyncSender
+from env_client.transport.connections import async_connections, default_max_connections, sync_connections
+from env_client.transport.heartbeat import AsyncHeartbeat, ThreadHeartbeat
+from env_client.transport.sending import AsyncSender, Sender, SyncSender
 from env_client.values import AcquireOptions
 from env_client.verbs import AsyncVerbs, Verbs
 

@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Unpack
 
-from env_client import messages
 from env_client.checks import check_type
 from env_client.errors import LeaseLost, LeaseNotFound, SandboxError, ServiceError, service_error
-from env_client.uploads import AsyncSource, Source
+from env_client.messages import verbs as messages
+from env_client.transport.uploads import AsyncSource, Source
 from env_client.values import Call, CallOptions, CallStatus, FileEntry, LeaseInfo, Output, Released, Renewed, Result
 from env_client.verbs import AsyncVerbs, Verbs
 

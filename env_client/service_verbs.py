@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from env_client import service_messages as messages
-from env_client.progress import EventsProgress
-from env_client.sending import AsyncSender, SyncSender
+from env_client.messages import service as messages
+from env_client.transport.progress import EventsProgress
+from env_client.transport.sending import AsyncSender, SyncSender
 from env_client.values import Event, Page, PoolChange, PoolInfo, Readiness, SandboxInfo, VerifyReport
 
 

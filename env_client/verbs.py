@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Unpack
 
-from env_client import messages
 from env_client.batches import BatchProgress
-from env_client.progress import ExecProgress, OutputProgress
+from env_client.messages import verbs
 from env_client.service_verbs import AsyncServiceVerbs, ServiceVerbs
-from env_client.uploads import AsyncSource, Source, Upload
+from env_client.transport.progress import ExecProgress, OutputProgress
+from env_client.transport.uploads import AsyncSource, Source, Upload
 from env_client.values import (
     Acquired,
     AcquireOptions,
@@ -44,7 +44,7 @@ class AsyncVerbs(AsyncServiceVerbs):
             InvalidRequest: the pool can never hold so many, or an option is wrong.
             PoolNotFound, Draining, BackendUnavailable, QuotaExceeded: as they say.
         """
-        return await self._sender.send(messages.acquire(pool, count, **options))
+        return await self._sender.send(verbs.acquire(pool, count, **options))
 
     async def exec(self, lease_id: str, tool: str, args: Mapping[str, Any] | None = None, **options: Unpack[CallOptions]) -> Result:
         """Run one tool call.
@@ -59,14 +59,14 @@ class AsyncVerbs(AsyncServiceVerbs):
             LeaseNotFound, LeaseLost, SandboxLost: there is no such lease any longer.
             InvalidRequest: there is no such tool, or an option is wrong.
         """
-        return await self._sender.send(messages.exec_one(messages.make_call(lease_id, tool, args, **options)))
+        return await self._sender.send(verbs.exec_one(verbs.make_call(lease_id, tool, args, **options)))
 
     def exec_events(self, lease_id: str, tool: str, args: Mapping[str, Any] | None = None, **options: Unpack[CallOptions]) -> AsyncIterator[Output | Result]:
         """As `exec`, but the output as it comes, then the result. A cut connection is taken up again at the byte where it was cut.
 
         Breaking off does not end the call; `cancel` does.
         """
-        return self._sender.follow(ExecProgress(messages.make_call(lease_id, tool, args, **options)))
+        return self._sender.follow(ExecProgress(verbs.make_call(lease_id, tool, args, **options)))
 
     async def exec_batch(self, calls: Iterable[Call]) -> tuple[Result, ...]:
         """Run many calls over many leases; results in the order of the calls. What is wrong with one call is that call's own result.
@@ -74,7 +74,7 @@ class AsyncVerbs(AsyncServiceVerbs):
         Args:
             calls: 1 to 1,000; those of one lease run in the order given, different leases side by side.
         """
-        return await self._sender.send(messages.exec_batch(messages.named(calls)))
+        return await self._sender.send(verbs.exec_batch(verbs.named(calls)))
 
     def exec_stream(self, calls: Iterable[Call]) -> AsyncIterator[tuple[int, Result]]:
         """As `exec_batch`, but each result as soon as it is there, with its place in the batch."""
@@ -88,15 +88,15 @@ class AsyncVerbs(AsyncServiceVerbs):
             run_id: all of a run's.
             reset_workspace: False keeps the files for the run's next acquire.
         """
-        return await self._sender.send(messages.release(lease_ids, run_id, reset_workspace))
+        return await self._sender.send(verbs.release(lease_ids, run_id, reset_workspace))
 
     async def renew(self, lease_ids: Iterable[str], ttl_s: float | None = None) -> Renewed:
         """Have leases hold for `ttl_s` seconds from now (default 300); never shortens. Those that are over are in `lost`."""
-        return await self._sender.send(messages.renew(lease_ids, ttl_s))
+        return await self._sender.send(verbs.renew(lease_ids, ttl_s))
 
     async def cancel(self, lease_id: str, call_id: str) -> Result:
         """End a call that runs; its result, which is `cancelled` unless it had ended by itself."""
-        return await self._sender.send(messages.cancel(lease_id, call_id))
+        return await self._sender.send(verbs.cancel(lease_id, call_id))
 
     async def call_status(self, lease_id: str, call_id: str, *, wait_s: float | None = None) -> CallStatus:
         """Where a call is.
@@ -109,7 +109,7 @@ class AsyncVerbs(AsyncServiceVerbs):
         Raises:
             CallNotFound: the lease has no such call.
         """
-        return await self._sender.send(messages.call_status(lease_id, call_id, wait_s))
+        return await self._sender.send(verbs.call_status(lease_id, call_id, wait_s))
 
     def call_output(self, lease_id: str, call_id: str, *, offset: int = 0) -> AsyncIterator[bytes]:
         """The whole output of a call, piece by piece, from a byte on: also what was cut out of the middle of its result."""
@@ -123,15 +123,15 @@ class AsyncVerbs(AsyncServiceVerbs):
             allow_network: False takes the network.
             cache: `none` takes the cache.
         """
-        return await self._sender.send(messages.narrow(lease_id, allow_network, cache))
+        return await self._sender.send(verbs.narrow(lease_id, allow_network, cache))
 
     async def lease_info(self, lease_id: str) -> LeaseInfo:
         """A lease as it is now."""
-        return await self._sender.send(messages.lease_info(lease_id))
+        return await self._sender.send(verbs.lease_info(lease_id))
 
     async def leases(self, *, run_id: str | None = None, trajectory_id: str | None = None, limit: int | None = None, cursor: str | None = None) -> LeasePage:
         """A page of one's leases, all or those of a run or trajectory."""
-        return await self._sender.send(messages.leases(run_id, trajectory_id, limit, cursor))
+        return await self._sender.send(verbs.leases(run_id, trajectory_id, limit, cursor))
 
     async def iter_leases(self, *, run_id: str | None = None, trajectory_id: str | None = None) -> AsyncIterator[LeaseInfo]:
         """All of them, page by page."""
@@ -149,15 +149,15 @@ class AsyncVerbs(AsyncServiceVerbs):
         Raises:
             FileNotFound, FileError, InvalidRequest: no such file; a directory, device …; a path that leads out.
         """
-        return await self._sender.send(messages.get_file(lease_id, path))
+        return await self._sender.send(verbs.get_file(lease_id, path))
 
     async def get_file_to(self, lease_id: str, path: str, target: str | os.PathLike[str]) -> int:
         """Stream a file of the slot into a local one, which is replaced once all is there. Returns its size in bytes."""
-        return await self._sender.save(messages.get_file(lease_id, path), Path(target))
+        return await self._sender.save(verbs.get_file(lease_id, path), Path(target))
 
     def stream_file(self, lease_id: str, path: str) -> AsyncIterator[bytes]:
         """A file of the slot, piece by piece."""
-        return self._sender.stream(messages.get_file(lease_id, path))
+        return self._sender.stream(verbs.get_file(lease_id, path))
 
     async def put_file(self, lease_id: str, path: str, source: AsyncSource, *, mode: int | None = None) -> None:
         """Write a file of the slot, atomically.
@@ -168,27 +168,27 @@ class AsyncVerbs(AsyncServiceVerbs):
             source: bytes, a local path, an open binary file, or chunks. Only what can be read twice is sent again after a cut connection.
             mode: its permissions, such as 0o755.
         """
-        await self._sender.send(messages.put_file(lease_id, path, mode), Upload(source))
+        await self._sender.send(verbs.put_file(lease_id, path, mode), Upload(source))
 
     async def list_files(self, lease_id: str, path: str = ".", *, recursive: bool = False) -> tuple[FileEntry, ...]:
         """The entries of a folder of the slot."""
-        return await self._sender.send(messages.list_files(lease_id, path, recursive))
+        return await self._sender.send(verbs.list_files(lease_id, path, recursive))
 
     async def get_archive(self, lease_id: str, path: str = ".") -> bytes:
         """A tree of the slot as a gzipped tar."""
-        return await self._sender.send(messages.get_archive(lease_id, path))
+        return await self._sender.send(verbs.get_archive(lease_id, path))
 
     async def get_archive_to(self, lease_id: str, path: str, target: str | os.PathLike[str]) -> int:
         """Stream a tree of the slot into a local `.tar.gz`, which is replaced once all is there. Returns its size in bytes."""
-        return await self._sender.save(messages.get_archive(lease_id, path), Path(target))
+        return await self._sender.save(verbs.get_archive(lease_id, path), Path(target))
 
     def stream_archive(self, lease_id: str, path: str = ".") -> AsyncIterator[bytes]:
         """A tree of the slot as a gzipped tar, piece by piece."""
-        return self._sender.stream(messages.get_archive(lease_id, path))
+        return self._sender.stream(verbs.get_archive(lease_id, path))
 
     async def put_archive(self, lease_id: str, path: str, source: AsyncSource) -> None:
         """Unpack a gzipped tar under a folder of the slot; `source` as in `put_file`."""
-        await self._sender.send(messages.put_archive(lease_id, path), Upload(source))
+        await self._sender.send(verbs.put_archive(lease_id, path), Upload(source))
 
 
 class Verbs(ServiceVerbs):
@@ -196,19 +196,19 @@ class Verbs(ServiceVerbs):
 
     def acquire(self, pool: str | None = None, count: int = 1, **options: Unpack[AcquireOptions]) -> Acquired:
         """As `AsyncVerbs.acquire`."""
-        return self._sender.send(messages.acquire(pool, count, **options))
+        return self._sender.send(verbs.acquire(pool, count, **options))
 
     def exec(self, lease_id: str, tool: str, args: Mapping[str, Any] | None = None, **options: Unpack[CallOptions]) -> Result:
         """As `AsyncVerbs.exec`."""
-        return self._sender.send(messages.exec_one(messages.make_call(lease_id, tool, args, **options)))
+        return self._sender.send(verbs.exec_one(verbs.make_call(lease_id, tool, args, **options)))
 
     def exec_events(self, lease_id: str, tool: str, args: Mapping[str, Any] | None = None, **options: Unpack[CallOptions]) -> Iterator[Output | Result]:
         """As `AsyncVerbs.exec_events`."""
-        return self._sender.follow(ExecProgress(messages.make_call(lease_id, tool, args, **options)))
+        return self._sender.follow(ExecProgress(verbs.make_call(lease_id, tool, args, **options)))
 
     def exec_batch(self, calls: Iterable[Call]) -> tuple[Result, ...]:
         """As `AsyncVerbs.exec_batch`."""
-        return self._sender.send(messages.exec_batch(messages.named(calls)))
+        return self._sender.send(verbs.exec_batch(verbs.named(calls)))
 
     def exec_stream(self, calls: Iterable[Call]) -> Iterator[tuple[int, Result]]:
         """As `AsyncVerbs.exec_stream`."""
@@ -216,19 +216,19 @@ class Verbs(ServiceVerbs):
 
     def release(self, lease_ids: Iterable[str] | None = None, *, run_id: str | None = None, reset_workspace: bool = True) -> Released:
         """As `AsyncVerbs.release`."""
-        return self._sender.send(messages.release(lease_ids, run_id, reset_workspace))
+        return self._sender.send(verbs.release(lease_ids, run_id, reset_workspace))
 
     def renew(self, lease_ids: Iterable[str], ttl_s: float | None = None) -> Renewed:
         """As `AsyncVerbs.renew`."""
-        return self._sender.send(messages.renew(lease_ids, ttl_s))
+        return self._sender.send(verbs.renew(lease_ids, ttl_s))
 
     def cancel(self, lease_id: str, call_id: str) -> Result:
         """As `AsyncVerbs.cancel`."""
-        return self._sender.send(messages.cancel(lease_id, call_id))
+        return self._sender.send(verbs.cancel(lease_id, call_id))
 
     def call_status(self, lease_id: str, call_id: str, *, wait_s: float | None = None) -> CallStatus:
         """As `AsyncVerbs.call_status`."""
-        return self._sender.send(messages.call_status(lease_id, call_id, wait_s))
+        return self._sender.send(verbs.call_status(lease_id, call_id, wait_s))
 
     def call_output(self, lease_id: str, call_id: str, *, offset: int = 0) -> Iterator[bytes]:
         """As `AsyncVerbs.call_output`."""
@@ -236,15 +236,15 @@ class Verbs(ServiceVerbs):
 
     def narrow(self, lease_id: str, *, allow_network: bool | None = None, cache: str | None = None) -> LeaseInfo:
         """As `AsyncVerbs.narrow`."""
-        return self._sender.send(messages.narrow(lease_id, allow_network, cache))
+        return self._sender.send(verbs.narrow(lease_id, allow_network, cache))
 
     def lease_info(self, lease_id: str) -> LeaseInfo:
         """As `AsyncVerbs.lease_info`."""
-        return self._sender.send(messages.lease_info(lease_id))
+        return self._sender.send(verbs.lease_info(lease_id))
 
     def leases(self, *, run_id: str | None = None, trajectory_id: str | None = None, limit: int | None = None, cursor: str | None = None) -> LeasePage:
         """As `AsyncVerbs.leases`."""
-        return self._sender.send(messages.leases(run_id, trajectory_id, limit, cursor))
+        return self._sender.send(verbs.leases(run_id, trajectory_id, limit, cursor))
 
     def iter_leases(self, *, run_id: str | None = None, trajectory_id: str | None = None) -> Iterator[LeaseInfo]:
         """As `AsyncVerbs.iter_leases`."""
@@ -257,36 +257,36 @@ class Verbs(ServiceVerbs):
 
     def get_file(self, lease_id: str, path: str) -> bytes:
         """As `AsyncVerbs.get_file`."""
-        return self._sender.send(messages.get_file(lease_id, path))
+        return self._sender.send(verbs.get_file(lease_id, path))
 
     def get_file_to(self, lease_id: str, path: str, target: str | os.PathLike[str]) -> int:
         """As `AsyncVerbs.get_file_to`."""
-        return self._sender.save(messages.get_file(lease_id, path), Path(target))
+        return self._sender.save(verbs.get_file(lease_id, path), Path(target))
 
     def stream_file(self, lease_id: str, path: str) -> Iterator[bytes]:
         """As `AsyncVerbs.stream_file`."""
-        return self._sender.stream(messages.get_file(lease_id, path))
+        return self._sender.stream(verbs.get_file(lease_id, path))
 
     def put_file(self, lease_id: str, path: str, source: Source, *, mode: int | None = None) -> None:
         """As `AsyncVerbs.put_file`."""
-        self._sender.send(messages.put_file(lease_id, path, mode), Upload(source))
+        self._sender.send(verbs.put_file(lease_id, path, mode), Upload(source))
 
     def list_files(self, lease_id: str, path: str = ".", *, recursive: bool = False) -> tuple[FileEntry, ...]:
         """As `AsyncVerbs.list_files`."""
-        return self._sender.send(messages.list_files(lease_id, path, recursive))
+        return self._sender.send(verbs.list_files(lease_id, path, recursive))
 
     def get_archive(self, lease_id: str, path: str = ".") -> bytes:
         """As `AsyncVerbs.get_archive`."""
-        return self._sender.send(messages.get_archive(lease_id, path))
+        return self._sender.send(verbs.get_archive(lease_id, path))
 
     def get_archive_to(self, lease_id: str, path: str, target: str | os.PathLike[str]) -> int:
         """As `AsyncVerbs.get_archive_to`."""
-        return self._sender.save(messages.get_archive(lease_id, path), Path(target))
+        return self._sender.save(verbs.get_archive(lease_id, path), Path(target))
 
     def stream_archive(self, lease_id: str, path: str = ".") -> Iterator[bytes]:
         """As `AsyncVerbs.stream_archive`."""
-        return self._sender.stream(messages.get_archive(lease_id, path))
+        return self._sender.stream(verbs.get_archive(lease_id, path))
 
     def put_archive(self, lease_id: str, path: str, source: Source) -> None:
         """As `AsyncVerbs.put_archive`."""
-        self._sender.send(messages.put_archive(lease_id, path), Upload(source))
+        self._sender.send(verbs.put_archive(lease_id, path), Upload(source))

@@ -17,28 +17,28 @@ from sandbox_server.api.service import Service, tenant_of_scope
 from sandbox_server.api.tenants import Tenant, Tenants
 from sandbox_server.backends.base import Backend
 from sandbox_server.backends.registry import load_backend
+from sandbox_server.connection_limiter import HEAD_WITHIN_S
 from sandbox_server.connection_limits import limit_connections
 from sandbox_server.core.clock import Clock, SystemClock
 from sandbox_server.core.errors import InvalidRequest, NotImplementedHere, StorageUnavailable
 from sandbox_server.dispatch.answer_budget import AnswerBudget, AnswerLimits
-from sandbox_server.dispatch.dispatch import CallLimits, Dispatcher
-from sandbox_server.dispatch.doubts import Doubts
+from sandbox_server.dispatch.call_records import CallRecords
+from sandbox_server.dispatch.concurrency import ConcurrencyLimiter
+from sandbox_server.dispatch.dispatcher import CallLimits, Dispatcher
 from sandbox_server.dispatch.files import SlotFiles
-from sandbox_server.dispatch.records import CallRecords
-from sandbox_server.dispatch.turns import Turns
-from sandbox_server.doors import HEAD_WITHIN_S
+from sandbox_server.dispatch.unknown_outcomes import UnknownOutcomes
 from sandbox_server.link import connect
 from sandbox_server.pool.catalog import BUILT_IN, OF_THE_FILE
+from sandbox_server.pool.dependencies import Connect, PoolDependencies, PoolLimits
 from sandbox_server.pool.events import EventLog
-from sandbox_server.pool.output_files import OutputFiles
-from sandbox_server.pool.pools import Pools
-from sandbox_server.pool.sqlite_store import OUTPUT_FOLDER, SqliteStore, StoreUnusable
-from sandbox_server.pool.store import MemoryStore, Store
-from sandbox_server.pool.wiring import Connect, PoolLimits, Wiring
+from sandbox_server.pool.service import PoolService
 from sandbox_server.settings import LOCAL_TENANT, Settings, SettingsError, load_settings
-from sandbox_server.shutdown import Signals
+from sandbox_server.signals import Signals
 from sandbox_server.state_care import StateCare
 from sandbox_server.state_dir import StateDir, StateDirError
+from sandbox_server.store.base import MemoryStore, Store
+from sandbox_server.store.output_files import OutputFiles
+from sandbox_server.store.sqlite_store import OUTPUT_FOLDER, SqliteStore, StoreUnusable
 from sandbox_server.telemetry import Telemetry, configure_logging
 
 log = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class Running:
     state_dir: StateDir
     store: Store
     care: StateCare
-    pools: Pools
+    pools: PoolService
     service: Service
     ephemeral: bool = False
 
@@ -214,7 +214,7 @@ async def _start_in(settings: Settings, state_dir: StateDir, parts: Parts, *, ep
     limits = CallLimits(in_flight=settings.limits.calls_in_flight, of_lease=settings.limits.lease_calls)
     care = StateCare(state_dir, store)
     answers = AnswerBudget(_answer_limits(settings))
-    dispatcher = Dispatcher(pools, store, clock, telemetry, limits, Doubts(pools.restored), Turns(tenants.max_running_calls), answers)
+    dispatcher = Dispatcher(pools, store, clock, telemetry, limits, UnknownOutcomes(pools.restored), ConcurrencyLimiter(tenants.max_running_calls), answers)
     pools.when_a_lease_ends(dispatcher.lease_over)
     service = Service(
         pools=pools,
@@ -239,8 +239,10 @@ def _answer_limits(settings: Settings) -> AnswerLimits:
     return AnswerLimits(memory_bytes=named.answer_memory_bytes, file_bytes=named.answer_file_bytes, wait_s=named.answer_wait_s)
 
 
-async def _start_pools(settings: Settings, state_dir: StateDir, parts: Parts, store: Store, tenants: Tenants, telemetry: Telemetry, *, survives: bool) -> Pools:
-    wiring = Wiring(
+async def _start_pools(
+    settings: Settings, state_dir: StateDir, parts: Parts, store: Store, tenants: Tenants, telemetry: Telemetry, *, survives: bool
+) -> PoolService:
+    wiring = PoolDependencies(
         store=store,
         clock=parts.clock,
         connect=parts.connect,
@@ -259,7 +261,7 @@ async def _start_pools(settings: Settings, state_dir: StateDir, parts: Parts, st
         return parts.backend(name, state_dir.path, owner, survives, settings.of_backend(name))
 
     backends, origins = load_backends(settings, make_backend), dict.fromkeys(settings.pools, BUILT_IN if settings.pools_are_built_in else OF_THE_FILE)
-    pools = Pools(settings.pools, backends, store, parts.clock, owner=owner, wiring=wiring, origins=origins, load_backend=make_backend)
+    pools = PoolService(settings.pools, backends, store, parts.clock, owner=owner, wiring=wiring, origins=origins, load_backend=make_backend)
     await pools.start()
     return pools
 

@@ -15,7 +15,7 @@ from typing import Any, cast
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from sandbox_server.doors import HEAD_WITHIN_S, Doors, Visitor, open_files_limit, places_for
+from sandbox_server.connection_limiter import HEAD_WITHIN_S, ConnectionLimiter, LimitedConnection, open_files_limit, places_for
 
 FEWEST_AT_ONCE = 64
 """So many connections may always be taken in one turn of the event loop."""
@@ -51,6 +51,6 @@ def limit_connections(receive: object, tenant_of: Callable[[Mapping[str, Any]], 
     if isinstance(asyncio.get_running_loop(), asyncio.BaseEventLoop):
         config.backlog = min(config.backlog, max(FEWEST_AT_ONCE, descriptors // 8))
         places = max(FEWEST_AT_ONCE, places - TURNS_UNCOUNTED * (config.backlog - FEWEST_AT_ONCE))
-    doors = Doors(places=places, tenant_of=tenant_of, head_within_s=head_within_s)
-    config.http_protocol_class = cast("type[asyncio.Protocol]", functools.partial(Visitor, doors=doors))
+    doors = ConnectionLimiter(places=places, tenant_of=tenant_of, head_within_s=head_within_s)
+    config.http_protocol_class = cast("type[asyncio.Protocol]", functools.partial(LimitedConnection, doors=doors))
     return None

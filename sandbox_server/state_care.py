@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from sandbox_server.pool.store import Store
 from sandbox_server.state_dir import StateDir
+from sandbox_server.store.base import Store
 
 log = logging.getLogger(__name__)
 

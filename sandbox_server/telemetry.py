@@ -86,7 +86,7 @@ OTHER_TOOL: Final = "other"
 FIGURES_TYPE: Final = CONTENT_TYPE_PLAIN_0_0_4
 
 
-class Figure(NamedTuple):
+class MetricDefinition(NamedTuple):
     """What is known of a figure before anything was counted."""
 
     kind: type[Counter] | type[Gauge] | type[Histogram]
@@ -98,19 +98,19 @@ class Figure(NamedTuple):
 TENANT: Final = "pool_tenant"
 """The label that tells same-named pools of two tenants apart."""
 
-FIGURES: Final[Mapping[str, Figure]] = {
-    "sandbox_slots": Figure(Gauge, "slots by what they are doing", ("pool", TENANT, "state")),
-    "sandbox_sandboxes": Figure(Gauge, "sandboxes by where they are in their life", ("pool", TENANT, "state")),
-    "sandbox_acquire_queue": Figure(Gauge, "acquires that wait", ("pool", TENANT)),
-    "sandbox_held_slots": Figure(Gauge, "free slots that are held for the claimant", ("pool", TENANT)),
-    "sandbox_acquire_seconds": Figure(Histogram, "how long an acquire that was granted had waited", ("pool", TENANT)),
-    "sandbox_exec_seconds": Figure(Histogram, "how long tool calls ran, as their agents measured it", ("pool", TENANT, "tool")),
-    "sandbox_exec_total": Figure(Counter, "tool calls that came to a result", ("pool", TENANT, "tool", "reason", "fault")),
-    "sandbox_exec_overhead_seconds": Figure(Histogram, "what the service added to tool calls", (), OVERHEAD_BUCKETS_S),
-    "sandbox_reset_seconds": Figure(Histogram, "how long resets of slots took", ("pool", TENANT)),
-    "sandbox_slot_dirty_total": Figure(Counter, "slots whose reset could not be proven", ("pool", TENANT)),
-    "sandbox_backend_calls_total": Figure(Counter, "calls to backends", ("backend", "op", "outcome")),
-    "sandbox_leases_expired_total": Figure(Counter, "leases that ended because nobody renewed them", ("pool", TENANT)),
+FIGURES: Final[Mapping[str, MetricDefinition]] = {
+    "sandbox_slots": MetricDefinition(Gauge, "slots by what they are doing", ("pool", TENANT, "state")),
+    "sandbox_sandboxes": MetricDefinition(Gauge, "sandboxes by where they are in their life", ("pool", TENANT, "state")),
+    "sandbox_acquire_queue": MetricDefinition(Gauge, "acquires that wait", ("pool", TENANT)),
+    "sandbox_held_slots": MetricDefinition(Gauge, "free slots that are held for the claimant", ("pool", TENANT)),
+    "sandbox_acquire_seconds": MetricDefinition(Histogram, "how long an acquire that was granted had waited", ("pool", TENANT)),
+    "sandbox_exec_seconds": MetricDefinition(Histogram, "how long tool calls ran, as their agents measured it", ("pool", TENANT, "tool")),
+    "sandbox_exec_total": MetricDefinition(Counter, "tool calls that came to a result", ("pool", TENANT, "tool", "reason", "fault")),
+    "sandbox_exec_overhead_seconds": MetricDefinition(Histogram, "what the service added to tool calls", (), OVERHEAD_BUCKETS_S),
+    "sandbox_reset_seconds": MetricDefinition(Histogram, "how long resets of slots took", ("pool", TENANT)),
+    "sandbox_slot_dirty_total": MetricDefinition(Counter, "slots whose reset could not be proven", ("pool", TENANT)),
+    "sandbox_backend_calls_total": MetricDefinition(Counter, "calls to backends", ("backend", "op", "outcome")),
+    "sandbox_leases_expired_total": MetricDefinition(Counter, "leases that ended because nobody renewed them", ("pool", TENANT)),
 }
 """Every figure at `/metrics`."""
 
@@ -124,7 +124,7 @@ class Telemetry:
         self._figures = {name: self._make(name, figure) for name, figure in FIGURES.items()}
         self._children: dict[tuple[str, ...], Any] = {}
 
-    def _make(self, name: str, figure: Figure) -> Counter | Gauge | Histogram:
+    def _make(self, name: str, figure: MetricDefinition) -> Counter | Gauge | Histogram:
         if figure.kind is Histogram:
             return Histogram(name, figure.help, figure.labels, registry=self.registry, buckets=figure.buckets)
         return figure.kind(name, figure.help, figure.labels, registry=self.registry)

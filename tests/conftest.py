@@ -29,7 +29,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        # Where several workers share the run: a file keeps its fixtures, and the hostile suite its houses, and its table.
+        # Where several workers share the run: a file keeps its fixtures, and the hostile suite its harnesss, and its table.
         hostile = item.path.is_relative_to(HOSTILE)
         item.add_marker(pytest.mark.xdist_group("hostile" if hostile else str(item.path.relative_to(HOSTILE.parent))))
     if os.geteuid() != 0:

@@ -11,8 +11,9 @@ import typer
 import typer.core
 
 from env_client._version import __version__
-from env_client.cli import OWN_FAILURE, commands_files, commands_leases, commands_pools
-from env_client.cli.commands_doctor import doctor
+from env_client.cli import OWN_FAILURE
+from env_client.cli.commands import files, leases, pools
+from env_client.cli.commands.doctor import doctor
 from env_client.cli.ending import ending, fail, nobody_reads
 from env_client.cli.failures import Failure
 from env_client.cli.screen import Screen
@@ -68,23 +69,23 @@ def sandbox(version: Annotated[bool, typer.Option("--version", help="Print the v
     """Take what goes before the command."""
 
 
-_add(app, "run", commands_leases.run, "[OPTIONS] -- CMD...", "Run a command in a fresh slot, and give it back.", options_first=True)
-_add(app, "acquire", commands_leases.acquire, "[OPTIONS]", "Take a slot; prints its lease.")
-_add(app, "exec", commands_leases.exec_, "[OPTIONS] LEASE -- CMD...", "Run a command in a slot.", options_first=True)
-_add(app, "cp", commands_files.cp, "[OPTIONS] SOURCE TARGET", "Copy files and folders in and out.")
-_add(app, "ls", commands_files.ls, "[OPTIONS] LEASE[:FOLDER]", "List a folder of a slot.")
-_add(app, "leases", commands_leases.leases, "[OPTIONS]", "List the leases you hold.")
-_add(app, "renew", commands_leases.renew, "[OPTIONS] LEASE...", "Keep leases for longer.")
-_add(app, "narrow", commands_leases.narrow, "[OPTIONS] LEASE...", "Take network or cache away from slots.")
-_add(app, "release", commands_leases.release, "[OPTIONS] [LEASE...]", "Give slots back.")
-_add(app, "pools", commands_pools.pools, "[OPTIONS] [NAME]", "List the pools.")
-_add(app, "sandboxes", commands_pools.sandboxes, "[OPTIONS]", "List the sandboxes.")
-_add(app, "drain", commands_pools.drain, "[OPTIONS] SANDBOX", "Give no new leases in a sandbox.")
+_add(app, "run", leases.run, "[OPTIONS] -- CMD...", "Run a command in a fresh slot, and give it back.", options_first=True)
+_add(app, "acquire", leases.acquire, "[OPTIONS]", "Take a slot; prints its lease.")
+_add(app, "exec", leases.exec_, "[OPTIONS] LEASE -- CMD...", "Run a command in a slot.", options_first=True)
+_add(app, "cp", files.cp, "[OPTIONS] SOURCE TARGET", "Copy files and folders in and out.")
+_add(app, "ls", files.ls, "[OPTIONS] LEASE[:FOLDER]", "List a folder of a slot.")
+_add(app, "leases", leases.leases, "[OPTIONS]", "List the leases you hold.")
+_add(app, "renew", leases.renew, "[OPTIONS] LEASE...", "Keep leases for longer.")
+_add(app, "narrow", leases.narrow, "[OPTIONS] LEASE...", "Take network or cache away from slots.")
+_add(app, "release", leases.release, "[OPTIONS] [LEASE...]", "Give slots back.")
+_add(app, "pools", pools.pools, "[OPTIONS] [NAME]", "List the pools.")
+_add(app, "sandboxes", pools.sandboxes, "[OPTIONS]", "List the sandboxes.")
+_add(app, "drain", pools.drain, "[OPTIONS] SANDBOX", "Give no new leases in a sandbox.")
 _add(app, "doctor", doctor, "[OPTIONS]", "Say what this machine can do, and how to get the rest.")
 pool_commands = typer.Typer(no_args_is_help=True, help="Make, change, remove and verify pools.", rich_markup_mode=None)
-_add(pool_commands, "apply", commands_pools.pool_apply, "[OPTIONS] NAME [FILE]", "Make a pool, or change it.")
-_add(pool_commands, "delete", commands_pools.pool_delete, "[OPTIONS] NAME", "Remove a pool.")
-_add(pool_commands, "verify", commands_pools.pool_verify, "[OPTIONS] NAME", "Test that its slots come back clean.")
+_add(pool_commands, "apply", pools.pool_apply, "[OPTIONS] NAME [FILE]", "Make a pool, or change it.")
+_add(pool_commands, "delete", pools.pool_delete, "[OPTIONS] NAME", "Remove a pool.")
+_add(pool_commands, "verify", pools.pool_verify, "[OPTIONS] NAME", "Test that its slots come back clean.")
 app.add_typer(pool_commands, name="pool")
 
 

@@ -17,7 +17,7 @@ from env_client.cli.failures import Failure, Interrupted, correction
 from env_client.cli.screen import Screen
 from env_client.client import SandboxClient
 from env_client.errors import CallNotFound, SandboxError, TransportError
-from env_client.messages import new_call_id
+from env_client.messages.verbs import new_call_id
 from env_client.values import CallOptions, Reason, Result
 
 #: As timeout(1).

@@ -13,8 +13,8 @@ import sys
 import time
 from typing import Any, Coroutine
 
-from sandbox_server.agent.agent import Agent
 from sandbox_server.agent.config import AgentConfig, ConfigError, parse_config
+from sandbox_server.agent.server.agent import Agent
 
 
 class _JsonLines(logging.Formatter):

@@ -14,10 +14,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from sandbox_server.api import answers, schemas
-from sandbox_server.api.describe import REF, RawRoute
-from sandbox_server.api.front import OPEN_PATHS, Front
-from sandbox_server.api.render import json_response
+from sandbox_server.api.contract import requests, responses
+from sandbox_server.api.contract.describe import REF, RawRoute
+from sandbox_server.api.contract.render import json_response
+from sandbox_server.api.edge import OPEN_PATHS, EdgeMiddleware
 from sandbox_server.api.routes import calls, docs, events, figures, files, leases, pending, pools, records, sandboxes, system
 from sandbox_server.core.errors import InvalidRequest, MethodNotAllowed, RouteNotFound
 
@@ -79,7 +79,7 @@ def build_routes() -> Routes:
     return app
 
 
-def build_api() -> Front:
+def build_api() -> EdgeMiddleware:
     """The whole HTTP side as one ASGI application; it answers once its `service` is set."""
     app = build_routes()
     described: list[Response] = []
@@ -92,7 +92,7 @@ def build_api() -> Front:
     own = APIRouter(route_class=RawRoute)
     own.add_api_route("/openapi.json", openapi_document, include_in_schema=False)
     app.include_router(own)
-    return Front(app)
+    return EdgeMiddleware(app)
 
 
 def document(app: FastAPI) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def document(app: FastAPI) -> dict[str, Any]:
 
 def _complete(found: dict[str, Any]) -> dict[str, Any]:
     """Add what FastAPI cannot know of handlers that read the raw request."""
-    members = [*inspect.getmembers(schemas, inspect.isclass), *inspect.getmembers(answers, inspect.isclass)]
+    members = [*inspect.getmembers(requests, inspect.isclass), *inspect.getmembers(responses, inspect.isclass)]
     models = [model for _, model in members if issubclass(model, BaseModel) and model is not BaseModel]
     _, definitions = models_json_schema([(model, "validation") for model in models], ref_template=REF)
     components = found.setdefault("components", {})

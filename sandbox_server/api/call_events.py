@@ -13,7 +13,7 @@ from sandbox_server.api.service import Service
 from sandbox_server.api.streams import BLOCK_END, event_block
 from sandbox_server.core.errors import BackendUnavailable, CallNotFound, LeaseLost
 from sandbox_server.core.execution import NOT_RECORDED, Result, ToolCall
-from sandbox_server.dispatch.records import CallRecords, Chunk
+from sandbox_server.dispatch.call_records import CallRecords, Chunk
 
 OUTPUT = "output"
 RESULT = "result"

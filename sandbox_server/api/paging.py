@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from sandbox_server.api.describe import parameter
+from sandbox_server.api.contract.describe import parameter
+from sandbox_server.api.contract.parse import whole_number
 from sandbox_server.api.limits import Limits, too_many
-from sandbox_server.api.parse import whole_number
 from sandbox_server.core.errors import InvalidRequest
 
 DEFAULT_PAGE_ITEMS = 100

@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 from starlette.responses import Response
 
-from sandbox_server.api.render import JSON_TYPE, dumps, json_response, result_document
+from sandbox_server.api.contract.render import JSON_TYPE, dumps, json_response, result_document
 from sandbox_server.api.streams import Stream
 from sandbox_server.core.execution import Result
 from sandbox_server.dispatch.outputs import output_pieces

@@ -15,9 +15,9 @@ from sandbox_server.api.limits import Limits
 from sandbox_server.api.tenants import Tenant, Tenants
 from sandbox_server.core.errors import Forbidden, PoolServiceError, Stopping, StorageUnavailable
 from sandbox_server.core.types import Acquired, AcquireRequest, Lease, PoolSpec, PoolView, SandboxView
-from sandbox_server.dispatch.dispatch import Dispatcher
+from sandbox_server.dispatch.call_records import CallRecords
+from sandbox_server.dispatch.dispatcher import Dispatcher
 from sandbox_server.dispatch.files import SlotFiles
-from sandbox_server.dispatch.records import CallRecords
 from sandbox_server.pool.access import Actor
 from sandbox_server.pool.events import Event
 from sandbox_server.telemetry import Telemetry

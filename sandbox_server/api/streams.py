@@ -11,8 +11,8 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from sandbox_server.api.body import CallerGone, CallerStalled
+from sandbox_server.api.contract.render import dumps
 from sandbox_server.api.limits import too_much_at_once
-from sandbox_server.api.render import dumps
 from sandbox_server.api.service import Service
 from sandbox_server.core.errors import QuotaExceeded
 

@@ -7,7 +7,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from sandbox_server.agent.memory_groups import SLOTS_GROUP
+from sandbox_server.agent.kernel.memory_groups import SLOTS_GROUP
 from sandbox_server.backends.processes import start_time
 
 GROUP_PREFIX = "sandbox-pool-"

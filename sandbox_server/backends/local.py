@@ -29,10 +29,10 @@ from pathlib import Path
 from typing import Any
 
 from sandbox_server.agent.build import content
+from sandbox_server.agent.init.oom_score import protect_this_process
+from sandbox_server.agent.init.priority import raise_priority
 from sandbox_server.agent.isolation.bwrap_processes import kill_bwrap_processes
-from sandbox_server.agent.listeners import LISTENING_FILE
-from sandbox_server.agent.oom_score import protect_this_process
-from sandbox_server.agent.priority import raise_priority
+from sandbox_server.agent.server.listeners import LISTENING_FILE
 from sandbox_server.backends.base import CreateFailed, Health
 from sandbox_server.backends.certificate import make_certificate
 from sandbox_server.backends.disposal import dispose, sweep

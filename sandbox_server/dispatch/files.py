@@ -17,7 +17,7 @@ from sandbox_server.core.errors import (
     NotImplementedHere,
     PoolServiceError,
 )
-from sandbox_server.dispatch.seams import Routes, slot_meta
+from sandbox_server.dispatch.slot_location import SlotLocator, slot_meta
 from sandbox_server.link.agent_link import ANSWER_WITHIN_S, AgentStream
 from sandbox_server.link.errors import AgentRefused, AgentSilent, LinkLost
 
@@ -35,7 +35,7 @@ class SlotFiles:
     FileNotFound, FileError and InvalidRequest (the path leads out) as the slot finds the path.
     """
 
-    def __init__(self, routes: Routes) -> None:
+    def __init__(self, routes: SlotLocator) -> None:
         self._routes = routes
 
     async def read(self, tenant: str, lease_id: str, path: str) -> AsyncGenerator[bytes, None]:

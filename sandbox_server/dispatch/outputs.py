@@ -14,11 +14,11 @@ from sandbox_server.agent import wire
 from sandbox_server.core.errors import BackendUnavailable, StorageUnavailable
 from sandbox_server.core.execution import OutputFile, Reason, Result, ToolCall
 from sandbox_server.dispatch.answer_budget import Reservation
-from sandbox_server.dispatch.seams import Route, slot_meta
-from sandbox_server.dispatch.verdicts import own_result, waiting_output
+from sandbox_server.dispatch.results import own_result, waiting_output
+from sandbox_server.dispatch.slot_location import SlotLocation, slot_meta
 from sandbox_server.link.agent_link import ANSWER_WITHIN_S
 from sandbox_server.link.errors import AgentRefused, LinkLost
-from sandbox_server.pool.output_files import OutputFiles, WrongSize
+from sandbox_server.store.output_files import OutputFiles, WrongSize
 
 FETCHES_OF_TENANT = 4
 """How many outputs of one tenant are fetched at once; the others wait at their agents."""
@@ -43,7 +43,7 @@ class ResultOutputs:
         self._fetched: weakref.WeakValueDictionary[tuple[str, str], OutputFile] = weakref.WeakValueDictionary()
         self._turns_of: dict[str, asyncio.Semaphore] = {}
 
-    async def complete(self, result: Result, meta: Mapping[str, Any], route: Route) -> Result:
+    async def complete(self, result: Result, meta: Mapping[str, Any], route: SlotLocation) -> Result:
         """The result with its output, fetched from its agent if it waits there.
 
         Args:
@@ -68,7 +68,7 @@ class ResultOutputs:
             return _not_kept(result, str(error))
         return replace(result, output_file=file)
 
-    async def complete_for_now(self, result: Result, meta: Mapping[str, Any], route: Route) -> Result:
+    async def complete_for_now(self, result: Result, meta: Mapping[str, Any], route: SlotLocation) -> Result:
         """As `complete`, of a call that is not on record: however many look at it, its output is fetched once, and its file goes when they do.
 
         Raises:
@@ -110,7 +110,7 @@ class ResultOutputs:
             self._files.delete_when_unused(result.output_file)
         return result
 
-    async def _fetch(self, route: Route, call_id: str, size_bytes: int, stdout_bytes: int | None) -> OutputFile:
+    async def _fetch(self, route: SlotLocation, call_id: str, size_bytes: int, stdout_bytes: int | None) -> OutputFile:
         meta = slot_meta(route, "result_output", call_id=call_id)
         async with self._turn(route.lease.tenant), route.link.stream(meta, ANSWER_WITHIN_S) as stream:
             stream.end()

@@ -39,7 +39,7 @@ class Owned(Protocol):
 
 
 AnyPool = TypeVar("AnyPool", bound=Owned)
-Pools = Mapping[PoolId, AnyPool]
+PoolService = Mapping[PoolId, AnyPool]
 
 
 def may_see(actor: Actor, pool: Owned) -> bool:
@@ -47,13 +47,13 @@ def may_see(actor: Actor, pool: Owned) -> bool:
     return actor.admin or pool.shared or pool.pool_id.tenant == actor.tenant
 
 
-def shared_pool(pools: Pools[AnyPool], name: str) -> AnyPool | None:
+def shared_pool(pools: PoolService[AnyPool], name: str) -> AnyPool | None:
     """What a name means to whoever has no pool of that name. One that no tenant owns goes first: the settings file may have got it later."""
     unowned = pools.get(PoolId(name))
     return unowned if unowned is not None else next((pool for pool in pools.values() if pool.pool_id.name == name and pool.shared), None)
 
 
-def find_pool(pools: Pools[AnyPool], name: str, actor: Actor, tenant: str | None = None) -> AnyPool:
+def find_pool(pools: PoolService[AnyPool], name: str, actor: Actor, tenant: str | None = None) -> AnyPool:
     """The pool that a name means.
 
     Args:
@@ -78,7 +78,7 @@ def find_pool(pools: Pools[AnyPool], name: str, actor: Actor, tenant: str | None
     return pool
 
 
-def seen_pools(pools: Pools[AnyPool], actor: Actor, tenant: str | None = None) -> Iterator[AnyPool]:
+def seen_pools(pools: PoolService[AnyPool], actor: Actor, tenant: str | None = None) -> Iterator[AnyPool]:
     """The pools that an actor's names mean: its own and the shared ones, each name once.
 
     Args:
@@ -96,7 +96,7 @@ def seen_pools(pools: Pools[AnyPool], actor: Actor, tenant: str | None = None) -
     return (find_pool(pools, name, actor) for name in names)
 
 
-def find_to_put(pools: Pools[AnyPool], name: str, actor: Actor, tenant: str | None = None) -> tuple[PoolId, AnyPool | None]:
+def find_to_put(pools: PoolService[AnyPool], name: str, actor: Actor, tenant: str | None = None) -> tuple[PoolId, AnyPool | None]:
     """The pool that a name means to somebody who makes or changes it.
 
     Returns:
@@ -120,7 +120,7 @@ def find_to_put(pools: Pools[AnyPool], name: str, actor: Actor, tenant: str | No
     return pool_id, pool
 
 
-def find_to_delete(pools: Pools[AnyPool], name: str, actor: Actor, tenant: str | None = None) -> AnyPool:
+def find_to_delete(pools: PoolService[AnyPool], name: str, actor: Actor, tenant: str | None = None) -> AnyPool:
     """The pool that a name means to somebody who deletes it.
 
     Raises:
@@ -146,7 +146,7 @@ def check_may_change(pool: Owned, actor: Actor) -> None:
         raise Forbidden(f"pool {pool.pool_id.name!r} is shared with every tenant: only an admin may change or delete it")
 
 
-def check_may_share(pools: Pools[AnyPool], pool_id: PoolId) -> None:
+def check_may_share(pools: PoolService[AnyPool], pool_id: PoolId) -> None:
     """Refuse a second shared pool of one name.
 
     Raises:

@@ -16,12 +16,12 @@ from sandbox_server.core.errors import InvalidRequest, PoolConflict, PoolService
 from sandbox_server.core.types import PoolId, PoolSpec
 from sandbox_server.pool import access
 from sandbox_server.pool.access import Actor
-from sandbox_server.pool.budget import CreationBudget
-from sandbox_server.pool.ended import EndedLeases
+from sandbox_server.pool.dependencies import PoolDependencies
+from sandbox_server.pool.fleet.creation_budget import CreationBudget
+from sandbox_server.pool.leasing.ended_leases import EndedLeases
 from sandbox_server.pool.pool import Pool
 from sandbox_server.pool.quotas import Quotas
-from sandbox_server.pool.store import Forgotten, PoolRecord, SandboxRecord, State
-from sandbox_server.pool.wiring import Wiring
+from sandbox_server.store.base import Forgotten, PoolRecord, SandboxRecord, State
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class Catalog:
         wiring: what every pool is given.
     """
 
-    def __init__(self, backends: Mapping[str, Backend], load_backend: LoadBackend, wiring: Wiring) -> None:
+    def __init__(self, backends: Mapping[str, Backend], load_backend: LoadBackend, wiring: PoolDependencies) -> None:
         self.pools: dict[PoolId, Pool] = {}
         self.origins: dict[PoolId, str] = {}
         self.quotas = Quotas(self.pools, wiring)

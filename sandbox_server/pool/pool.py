@@ -25,19 +25,19 @@ from sandbox_server.core.errors import (
 )
 from sandbox_server.core.types import Acquired, AcquireRequest, Lease, LeaseState, PoolId, PoolSpec, SandboxState, SlotState
 from sandbox_server.link import AgentLink
-from sandbox_server.pool import caches
-from sandbox_server.pool import plan as planning
-from sandbox_server.pool.budget import CreationBudget
-from sandbox_server.pool.ended import EndedLeases, end_error
-from sandbox_server.pool.fleet import Fleet
-from sandbox_server.pool.granting import Granting
-from sandbox_server.pool.leases import LeaseBook
-from sandbox_server.pool.sandbox import Sandbox
-from sandbox_server.pool.seen import capacity, claimant_view, snapshot
-from sandbox_server.pool.store import CacheRecord, State
-from sandbox_server.pool.ticker import Ticker
-from sandbox_server.pool.waiting import Waiter, crowded_out, held_back, none_free
-from sandbox_server.pool.wiring import Wiring
+from sandbox_server.pool.dependencies import PoolDependencies
+from sandbox_server.pool.fleet import caches
+from sandbox_server.pool.fleet import plan as planning
+from sandbox_server.pool.fleet.creation_budget import CreationBudget
+from sandbox_server.pool.fleet.fleet import Fleet
+from sandbox_server.pool.fleet.sandbox import Sandbox
+from sandbox_server.pool.fleet.snapshot import capacity, claimant_view, snapshot
+from sandbox_server.pool.fleet.ticker import Ticker
+from sandbox_server.pool.grants import GrantService
+from sandbox_server.pool.leasing.ended_leases import EndedLeases, end_error
+from sandbox_server.pool.leasing.lease_book import LeaseBook
+from sandbox_server.pool.leasing.wait_queue import Waiter, crowded_out, held_back, none_free
+from sandbox_server.store.base import CacheRecord, State
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ EVENT_OF_END = {LeaseState.RELEASED: "lease.released", LeaseState.EXPIRED: "leas
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Route:
+class SlotLocation:
     """Where the work of a held lease goes."""
 
     lease: Lease
@@ -69,7 +69,9 @@ class Pool:
         ended: where ended leases are remembered, if that outlives the pool.
     """
 
-    def __init__(self, pool_id: PoolId, spec: PoolSpec, backend: Backend, budget: CreationBudget, wiring: Wiring, ended: EndedLeases | None = None) -> None:
+    def __init__(
+        self, pool_id: PoolId, spec: PoolSpec, backend: Backend, budget: CreationBudget, wiring: PoolDependencies, ended: EndedLeases | None = None
+    ) -> None:
         self.pool_id = pool_id
         self.name = pool_id.name
         self.spec = spec
@@ -89,7 +91,7 @@ class Pool:
         self.over = asyncio.Event()
         self._wiring = wiring
         self._ticker = Ticker(self._tick, wiring.clock, wiring.timers)
-        self._granting = Granting(self.book, self.fleet, spec, self, wiring)
+        self._granting = GrantService(self.book, self.fleet, spec, self, wiring)
         self._used_at = wiring.clock.monotonic()
         self._closed = False
         #: the claimant that those who follow the events know of
@@ -234,13 +236,13 @@ class Pool:
             raise BackendUnavailable(f"the agent of sandbox {lease.sandbox_id} cannot be reached at the moment", lease_id=lease.lease_id)
         return sandbox.link
 
-    def route(self, lease: Lease) -> Route:
+    def route(self, lease: Lease) -> SlotLocation:
         """Where the work of a held lease goes now.
 
         Raises:
             BackendUnavailable: its agent cannot be reached at the moment.
         """
-        return Route(lease=lease, spec=self.spec, link=self.link_of(lease), slot_id=lease.slot_id, epoch=lease.epoch)
+        return SlotLocation(lease=lease, spec=self.spec, link=self.link_of(lease), slot_id=lease.slot_id, epoch=lease.epoch)
 
     async def lost_verdict(self, lease_id: str) -> SandboxLost | None:
         """Wait until it is known whether this lease's sandbox is gone. None: it is there and its link is back, or the lease ended otherwise."""

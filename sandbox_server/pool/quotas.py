@@ -9,8 +9,8 @@ from collections.abc import Mapping
 
 from sandbox_server.core.errors import InvalidRequest, QuotaExceeded
 from sandbox_server.core.types import AcquireRequest, PoolId, PoolSpec
+from sandbox_server.pool.dependencies import PoolDependencies
 from sandbox_server.pool.pool import Pool
-from sandbox_server.pool.wiring import Wiring
 
 
 class Quotas:
@@ -21,7 +21,7 @@ class Quotas:
         wiring: knows the limits.
     """
 
-    def __init__(self, pools: Mapping[PoolId, Pool], wiring: Wiring) -> None:
+    def __init__(self, pools: Mapping[PoolId, Pool], wiring: PoolDependencies) -> None:
         self._pools = pools
         self._wiring = wiring
 

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 
 from tests.bench.floor import Floor
-from tests.bench.house import Wire, acquire_s, again_s, batch_rate, idle_bytes, one_call_s, one_client_call_s
+from tests.bench.harness import Wire, acquire_s, again_s, batch_rate, idle_bytes, one_call_s, one_client_call_s
 from tests.bench.peer import Peer, measure_peer
 from tests.bench.report import rendered
 from tests.support import tables

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import psutil
 
-from sandbox_server.pool.ended import MAX_IN_MEMORY
+from sandbox_server.pool.dependencies import new_lease_id
 from sandbox_server.pool.events import KEPT
-from sandbox_server.pool.wiring import new_lease_id
+from sandbox_server.pool.leasing.ended_leases import MAX_IN_MEMORY
 from tests.support.service import SMALL_POOL, Service, running_service
 
 SAMPLES = 40

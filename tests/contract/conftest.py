@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.house import House, house_on_a_port, open_house
+from tests.support.harness import Harness, harness_on_a_port, open_harness
 
 
 @pytest.fixture
-async def house(tmp_path: Path) -> AsyncIterator[House]:
+async def harness(tmp_path: Path) -> AsyncIterator[Harness]:
     """A running service with one pool of four slots and two tenants."""
-    async with open_house(tmp_path / "state") as running:
+    async with open_harness(tmp_path / "state") as running:
         yield running
 
 
 @pytest.fixture
-async def port(tmp_path: Path) -> AsyncIterator[House]:
+async def port(tmp_path: Path) -> AsyncIterator[Harness]:
     """The same behind a real port."""
-    async with house_on_a_port(tmp_path / "state") as running:
+    async with harness_on_a_port(tmp_path / "state") as running:
         yield running

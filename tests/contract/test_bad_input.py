@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sandbox_server.api.limits import Limits
-from tests.support.house import POOL, House, bash, open_house
+from tests.support.harness import POOL, Harness, bash, open_harness
 
 BODIES: dict[str, tuple[bytes, str]] = {
     "not JSON": (b"not json", "JSON"),
@@ -126,32 +126,32 @@ OTHERS: dict[str, tuple[str, str, dict[str, Any] | None, str]] = {
 }
 
 
-async def still_well(house: House) -> None:
+async def still_well(harness: Harness) -> None:
     """That the service still does its work."""
-    (lease_id,) = await house.acquire()
-    (result,) = await house.batch(bash(lease_id, "echo well"))
+    (lease_id,) = await harness.acquire()
+    (result,) = await harness.batch(bash(lease_id, "echo well"))
     assert result["output"] == "well\n"
 
 
 @pytest.mark.parametrize("name", BODIES)
-async def test_a_body_that_is_not_what_is_asked_for(name: str, house: House) -> None:
+async def test_a_body_that_is_not_what_is_asked_for(name: str, harness: Harness) -> None:
     body, named = BODIES[name]
     for path in ("/v1/acquire", "/v1/exec-batch", "/v1/release"):
-        answer = await house.http.post(path, content=body)
+        answer = await harness.http.post(path, content=body)
 
         assert (answer.status_code, answer.json()["code"]) == (422, "invalid_request")
         assert named in answer.json()["detail"]
-    await still_well(house)
+    await still_well(harness)
 
 
 @pytest.mark.parametrize("name", ACQUIRES)
-async def test_an_acquire_that_cannot_be(name: str, house: House) -> None:
+async def test_an_acquire_that_cannot_be(name: str, harness: Harness) -> None:
     fields, named = ACQUIRES[name]
-    answer = await house.http.post("/v1/acquire", content=_json(fields))
+    answer = await harness.http.post("/v1/acquire", content=_json(fields))
 
     assert (answer.status_code, answer.json()["code"]) == (422, "invalid_request"), answer.text
     assert named in answer.json()["detail"] or named in answer.json().get("field", "")
-    await still_well(house)
+    await still_well(harness)
 
 
 def _json(fields: dict[str, Any]) -> bytes:
@@ -159,22 +159,22 @@ def _json(fields: dict[str, Any]) -> bytes:
 
 
 @pytest.mark.parametrize("name", BATCHES)
-async def test_a_batch_that_is_refused_as_a_whole(name: str, house: House) -> None:
+async def test_a_batch_that_is_refused_as_a_whole(name: str, harness: Harness) -> None:
     body, named = BATCHES[name]
-    answer = await house.http.post("/v1/exec-batch", json=body)
+    answer = await harness.http.post("/v1/exec-batch", json=body)
 
     assert (answer.status_code, answer.json()["code"]) == (422, "invalid_request")
     assert named in answer.json()["detail"]
-    await still_well(house)
+    await still_well(harness)
 
 
 @pytest.mark.parametrize("name", ITEMS)
 async def test_what_is_wrong_with_one_item_is_that_items_result(name: str, tmp_path: Path) -> None:
     fields, blamed, named = ITEMS[name]
-    async with open_house(tmp_path / "state", limits=Limits(call_bytes=50_000)) as house:
-        (lease_id,) = await house.acquire()
+    async with open_harness(tmp_path / "state", limits=Limits(call_bytes=50_000)) as harness:
+        (lease_id,) = await harness.acquire()
 
-        before, bad, after = await house.batch(bash(lease_id, "echo a"), {**bash(lease_id, "true"), **fields}, bash(lease_id, "echo b"))
+        before, bad, after = await harness.batch(bash(lease_id, "echo a"), {**bash(lease_id, "true"), **fields}, bash(lease_id, "echo b"))
 
         assert (f"{bad['reason']} {bad['fault']}", bad["success"], bad["exit_code"], bad["output"]) == (blamed, False, None, "")
         assert named in bad["error"]
@@ -182,53 +182,53 @@ async def test_what_is_wrong_with_one_item_is_that_items_result(name: str, tmp_p
 
 
 async def test_calls_that_ask_for_too_much_output_together(tmp_path: Path) -> None:
-    async with open_house(tmp_path / "state", limits=Limits(batch_output_bytes=250)) as house:
-        (lease_id,) = await house.acquire()
+    async with open_harness(tmp_path / "state", limits=Limits(batch_output_bytes=250)) as harness:
+        (lease_id,) = await harness.acquire()
 
-        results = await house.batch(*(bash(lease_id, "true", output_limit_bytes=100) for _ in range(3)))
+        results = await harness.batch(*(bash(lease_id, "true", output_limit_bytes=100) for _ in range(3)))
 
         assert [(result["reason"], result["fault"]) for result in results] == [("exit", "none"), ("exit", "none"), ("invalid_args", "infra")]
         assert "batch_output_bytes" in results[2]["error"]
 
 
 @pytest.mark.parametrize("name", OTHERS)
-async def test_other_requests_that_cannot_be(name: str, house: House) -> None:
+async def test_other_requests_that_cannot_be(name: str, harness: Harness) -> None:
     method, path, body, named = OTHERS[name]
-    answer = await house.http.request(method, path, json=body)
+    answer = await harness.http.request(method, path, json=body)
 
     assert (answer.status_code, answer.json()["code"]) == (422, "invalid_request"), answer.text
     assert answer.json()["field"] == named
 
 
-async def test_a_path_that_leads_out_is_refused(house: House) -> None:
-    (lease_id,) = await house.acquire()
+async def test_a_path_that_leads_out_is_refused(harness: Harness) -> None:
+    (lease_id,) = await harness.acquire()
 
     for method in ("GET", "PUT"):
-        answer = await house.http.request(method, f"/v1/leases/{lease_id}/files", params={"path": "../secret"}, content=b"")
+        answer = await harness.http.request(method, f"/v1/leases/{lease_id}/files", params={"path": "../secret"}, content=b"")
         assert (answer.status_code, answer.json()["code"]) == (422, "invalid_request")
 
 
 async def test_a_file_larger_than_the_limit(tmp_path: Path) -> None:
-    async with open_house(tmp_path / "state", limits=Limits(upload_bytes=1000)) as house:
-        (lease_id,) = await house.acquire()
+    async with open_harness(tmp_path / "state", limits=Limits(upload_bytes=1000)) as harness:
+        (lease_id,) = await harness.acquire()
 
-        answer = await house.http.put(f"/v1/leases/{lease_id}/files", params={"path": "a"}, content=b"x" * 1001)
+        answer = await harness.http.put(f"/v1/leases/{lease_id}/files", params={"path": "a"}, content=b"x" * 1001)
 
         assert (answer.status_code, answer.json()["limit"]) == (413, "upload_bytes")
-        assert house.agent.files == {}
+        assert harness.agent.files == {}
 
 
-async def test_shared_caches_say_that_they_are_not_built(house: House) -> None:
-    answer = await house.http.post("/v1/acquire", json={"cache": "rw"})
+async def test_shared_caches_say_that_they_are_not_built(harness: Harness) -> None:
+    answer = await harness.http.post("/v1/acquire", json={"cache": "rw"})
 
     assert (answer.status_code, answer.json()["code"]) == (501, "not_implemented")
 
 
 async def test_a_wait_longer_than_the_pools_is_the_pools(tmp_path: Path) -> None:
-    async with open_house(tmp_path / "state", pools={"default": replace(POOL, acquire_timeout_s=0.05)}) as house:
-        await house.acquire(4)
+    async with open_harness(tmp_path / "state", pools={"default": replace(POOL, acquire_timeout_s=0.05)}) as harness:
+        await harness.acquire(4)
 
-        answer = await house.http.post("/v1/acquire", json={"wait_s": 5000})
+        answer = await harness.http.post("/v1/acquire", json={"wait_s": 5000})
 
         assert (answer.status_code, answer.json()["code"]) == (503, "no_capacity")
 
@@ -249,8 +249,8 @@ IDS = (
 
 
 @pytest.mark.parametrize("odd", IDS)
-async def test_ids_that_nobody_gave_are_simply_not_found(odd: str, house: House) -> None:
-    (lease_id,) = await house.acquire()
+async def test_ids_that_nobody_gave_are_simply_not_found(odd: str, harness: Harness) -> None:
+    (lease_id,) = await harness.acquire()
     asked = [
         ("GET", f"/v1/leases/{odd}"), ("GET", f"/v1/leases/{odd}/files?path=a"), ("GET", f"/v1/leases/{odd}/calls/c"),
         ("GET", f"/v1/leases/{lease_id}/calls/{odd}"),
@@ -258,10 +258,10 @@ async def test_ids_that_nobody_gave_are_simply_not_found(odd: str, house: House)
         ("DELETE", f"/v1/pools/{odd}"), ("POST", f"/v1/sandboxes/{odd}/drain"), ("POST", f"/v1/pools/{odd}/verify"),
     ]  # fmt: skip
     for method, path in asked:
-        answer = await house.http.request(method, path)
+        answer = await harness.http.request(method, path)
         assert answer.status_code in (404, 405), (method, path, answer.text)
         assert "x-injected" not in answer.headers
-    await still_well(house)
+    await still_well(harness)
 
 
 HEADERS: dict[str, dict[str, str]] = {
@@ -275,16 +275,16 @@ HEADERS: dict[str, dict[str, str]] = {
 
 
 @pytest.mark.parametrize("name", HEADERS)
-async def test_a_token_that_is_none(name: str, house: House) -> None:
-    answer = await house.http.get("/v1/pools", headers={key: value.encode("latin-1") for key, value in HEADERS[name].items()})  # type: ignore[misc]
+async def test_a_token_that_is_none(name: str, harness: Harness) -> None:
+    answer = await harness.http.get("/v1/pools", headers={key: value.encode("latin-1") for key, value in HEADERS[name].items()})  # type: ignore[misc]
 
     assert (answer.status_code, answer.json()["code"]) == (401, "unauthorized")
-    await still_well(house)
+    await still_well(harness)
 
 
 @pytest.mark.parametrize("last", ["-1", "abc", "1.5", "9" * 30, "\u00e4"])
-async def test_a_last_event_id_that_is_none_of_ours(last: str, house: House) -> None:
-    answer = await house.http.get("/v1/events", headers={"Last-Event-ID": last.encode("latin-1")})  # type: ignore[dict-item]
+async def test_a_last_event_id_that_is_none_of_ours(last: str, harness: Harness) -> None:
+    answer = await harness.http.get("/v1/events", headers={"Last-Event-ID": last.encode("latin-1")})  # type: ignore[dict-item]
 
     assert (answer.status_code, answer.json()["field"]) == (422, "Last-Event-ID")
 
@@ -302,7 +302,7 @@ async def test_a_last_event_id_that_is_none_of_ours(last: str, house: House) -> 
         b"POST /v1/acquire HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\nZZZ\r\n",
     ],
 )
-async def test_what_is_hardly_http_is_refused_and_nobody_else_notices(raw: bytes, port: House) -> None:
+async def test_what_is_hardly_http_is_refused_and_nobody_else_notices(raw: bytes, port: Harness) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", int(port.url.rpartition(":")[2]))
     writer.write(raw)
     writer.write_eof()

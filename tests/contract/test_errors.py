@@ -14,11 +14,11 @@ from sandbox_server.api.limits import Limits
 from sandbox_server.api.problems import STATUS_OF
 from sandbox_server.backends.base import CreateFailed
 from sandbox_server.core.errors import StorageUnavailable
-from sandbox_server.pool.store import MemoryStore
+from sandbox_server.store.base import MemoryStore
 from tests.contract.contract import CONTRACT
-from tests.support.house import BOB, POOL, House, bash, bearer, open_house
+from tests.support.harness import BOB, POOL, Harness, bash, bearer, open_harness
 
-Provoke = Callable[[House], Awaitable[httpx.Response]]
+Provoke = Callable[[Harness], Awaitable[httpx.Response]]
 PROVOKED: dict[str, Provoke] = {}
 ELSEWHERE = {
     "internal": "test_a_bug_shows_a_request_id_and_no_insides",
@@ -26,7 +26,7 @@ ELSEWHERE = {
     "draining": "test_a_pool_that_is_going_gives_no_leases",
     "storage_unavailable": "test_a_disk_that_is_full_stops_new_leases",
 }
-"""Codes that need a house of their own, and the test below that provokes them."""
+"""Codes that need a harness of their own, and the test below that provokes them."""
 
 
 def provokes(code: str) -> Callable[[Provoke], Provoke]:
@@ -38,116 +38,116 @@ def provokes(code: str) -> Callable[[Provoke], Provoke]:
 
 
 @provokes("unauthorized")
-async def _no_token(house: House) -> httpx.Response:
-    return await house.http.get("/v1/pools", headers={"Authorization": "Bearer somebody-elses"})
+async def _no_token(harness: Harness) -> httpx.Response:
+    return await harness.http.get("/v1/pools", headers={"Authorization": "Bearer somebody-elses"})
 
 
 @provokes("not_found")
-async def _no_route(house: House) -> httpx.Response:
-    return await house.http.get("/v1/nowhere")
+async def _no_route(harness: Harness) -> httpx.Response:
+    return await harness.http.get("/v1/nowhere")
 
 
 @provokes("forbidden")
-async def _no_admin(house: House) -> httpx.Response:
-    return await house.http.delete("/v1/pools/default", headers=bearer(BOB))
+async def _no_admin(harness: Harness) -> httpx.Response:
+    return await harness.http.delete("/v1/pools/default", headers=bearer(BOB))
 
 
 @provokes("sandbox_not_found")
-async def _no_sandbox(house: House) -> httpx.Response:
-    return await house.http.post("/v1/sandboxes/nobodys/drain")
+async def _no_sandbox(harness: Harness) -> httpx.Response:
+    return await harness.http.post("/v1/sandboxes/nobodys/drain")
 
 
 @provokes("pool_conflict")
-async def _pool_of_the_file(house: House) -> httpx.Response:
-    return await house.http.put("/v1/pools/default", json={"max_sandboxes": 2})
+async def _pool_of_the_file(harness: Harness) -> httpx.Response:
+    return await harness.http.put("/v1/pools/default", json={"max_sandboxes": 2})
 
 
 @provokes("pool_not_found")
-async def _no_pool(house: House) -> httpx.Response:
-    return await house.http.post("/v1/acquire", json={"pool": "nowhere"})
+async def _no_pool(harness: Harness) -> httpx.Response:
+    return await harness.http.post("/v1/acquire", json={"pool": "nowhere"})
 
 
 @provokes("lease_not_found")
-async def _no_lease(house: House) -> httpx.Response:
-    return await house.http.post("/v1/leases/nobodys/exec", json={"command": "true"})
+async def _no_lease(harness: Harness) -> httpx.Response:
+    return await harness.http.post("/v1/leases/nobodys/exec", json={"command": "true"})
 
 
 @provokes("file_not_found")
-async def _no_file(house: House) -> httpx.Response:
-    (lease_id,) = await house.acquire()
-    return await house.http.get(f"/v1/leases/{lease_id}/files", params={"path": "missing"})
+async def _no_file(harness: Harness) -> httpx.Response:
+    (lease_id,) = await harness.acquire()
+    return await harness.http.get(f"/v1/leases/{lease_id}/files", params={"path": "missing"})
 
 
 @provokes("call_not_found")
-async def _no_call(house: House) -> httpx.Response:
-    (lease_id,) = await house.acquire()
-    return await house.http.post("/v1/cancel", json={"lease_id": lease_id, "call_id": "missing"})
+async def _no_call(harness: Harness) -> httpx.Response:
+    (lease_id,) = await harness.acquire()
+    return await harness.http.post("/v1/cancel", json={"lease_id": lease_id, "call_id": "missing"})
 
 
 @provokes("method_not_allowed")
-async def _wrong_method(house: House) -> httpx.Response:
-    return await house.http.delete("/v1/acquire")
+async def _wrong_method(harness: Harness) -> httpx.Response:
+    return await harness.http.delete("/v1/acquire")
 
 
 @provokes("call_conflict")
-async def _key_used(house: House) -> httpx.Response:
-    await house.acquire(1, request_key="k")
-    return await house.http.post("/v1/acquire", json={"count": 2, "request_key": "k"})
+async def _key_used(harness: Harness) -> httpx.Response:
+    await harness.acquire(1, request_key="k")
+    return await harness.http.post("/v1/acquire", json={"count": 2, "request_key": "k"})
 
 
 @provokes("file_error")
-async def _fifo(house: House) -> httpx.Response:
-    (lease_id,) = await house.acquire()
-    return await house.http.get(f"/v1/leases/{lease_id}/files", params={"path": "fifo"})
+async def _fifo(harness: Harness) -> httpx.Response:
+    (lease_id,) = await harness.acquire()
+    return await harness.http.get(f"/v1/leases/{lease_id}/files", params={"path": "fifo"})
 
 
 @provokes("lease_lost")
-async def _released(house: House) -> httpx.Response:
-    (lease_id,) = await house.acquire()
-    await house.http.post("/v1/release", json={"lease_ids": [lease_id]})
-    return await house.http.get(f"/v1/leases/{lease_id}")
+async def _released(harness: Harness) -> httpx.Response:
+    (lease_id,) = await harness.acquire()
+    await harness.http.post("/v1/release", json={"lease_ids": [lease_id]})
+    return await harness.http.get(f"/v1/leases/{lease_id}")
 
 
 @provokes("sandbox_lost")
-async def _sandbox_died(house: House) -> httpx.Response:
-    (lease_id,) = await house.acquire()
-    house.backend.kill(house.agent.sandbox_id)
-    await house.batch(bash(lease_id, "true"))
-    return await house.http.post(f"/v1/leases/{lease_id}/exec", json={"command": "true", "call_id": "another"})
+async def _sandbox_died(harness: Harness) -> httpx.Response:
+    (lease_id,) = await harness.acquire()
+    harness.backend.kill(harness.agent.sandbox_id)
+    await harness.batch(bash(lease_id, "true"))
+    return await harness.http.post(f"/v1/leases/{lease_id}/exec", json={"command": "true", "call_id": "another"})
 
 
 @provokes("payload_too_large")
-async def _too_large(house: House) -> httpx.Response:
-    return await house.http.post("/v1/acquire", content=b" " * (house.settings.limits.body_bytes + 1))
+async def _too_large(harness: Harness) -> httpx.Response:
+    return await harness.http.post("/v1/acquire", content=b" " * (harness.settings.limits.body_bytes + 1))
 
 
 @provokes("invalid_request")
-async def _no_json(house: House) -> httpx.Response:
-    return await house.http.post("/v1/acquire", content=b"{")
+async def _no_json(harness: Harness) -> httpx.Response:
+    return await harness.http.post("/v1/acquire", content=b"{")
 
 
 @provokes("quota_exceeded")
-async def _too_many_calls(house: House) -> httpx.Response:
-    (lease_id,) = await house.acquire()
-    calls = [bash(lease_id, "true") for _ in range(house.settings.limits.calls_in_flight + 1)]
-    return await house.http.post("/v1/exec-batch", json={"calls": calls})
+async def _too_many_calls(harness: Harness) -> httpx.Response:
+    (lease_id,) = await harness.acquire()
+    calls = [bash(lease_id, "true") for _ in range(harness.settings.limits.calls_in_flight + 1)]
+    return await harness.http.post("/v1/exec-batch", json={"calls": calls})
 
 
 @provokes("not_implemented")
-async def _not_built(house: House) -> httpx.Response:
-    return await house.http.get("/")
+async def _not_built(harness: Harness) -> httpx.Response:
+    return await harness.http.get("/")
 
 
 @provokes("no_capacity")
-async def _full(house: House) -> httpx.Response:
-    await house.acquire(4)
-    return await house.http.post("/v1/acquire", json={"wait_s": 0})
+async def _full(harness: Harness) -> httpx.Response:
+    await harness.acquire(4)
+    return await harness.http.post("/v1/acquire", json={"wait_s": 0})
 
 
 @pytest.mark.parametrize("code", sorted(PROVOKED))
 async def test_the_code_comes_as_a_problem_document(code: str, tmp_path: Path) -> None:
-    async with open_house(tmp_path / "state", limits=Limits(calls_in_flight=50, body_bytes=100_000)) as house:
-        answer = await PROVOKED[code](house)
+    async with open_harness(tmp_path / "state", limits=Limits(calls_in_flight=50, body_bytes=100_000)) as harness:
+        answer = await PROVOKED[code](harness)
 
     check_problem(answer, code)
 
@@ -172,39 +172,39 @@ def test_every_code_is_provoked() -> None:
     assert set(ELSEWHERE.values()) <= set(globals())
 
 
-async def test_no_capacity_says_where_in_the_queue_and_how_long(house: House) -> None:
-    await house.acquire(4)
+async def test_no_capacity_says_where_in_the_queue_and_how_long(harness: Harness) -> None:
+    await harness.acquire(4)
 
-    document = (await house.http.post("/v1/acquire", json={"wait_s": 0})).json()
+    document = (await harness.http.post("/v1/acquire", json={"wait_s": 0})).json()
 
     assert document["queue_position"] >= 1
     assert document["waited_s"] >= 0
 
 
-async def test_a_refused_method_hears_what_is_allowed(house: House) -> None:
-    answer = await house.http.patch("/v1/leases/l-1/files")
+async def test_a_refused_method_hears_what_is_allowed(harness: Harness) -> None:
+    answer = await harness.http.patch("/v1/leases/l-1/files")
 
     assert answer.headers["allow"] == "GET, PUT"
 
 
-async def test_a_file_error_names_the_errno(house: House) -> None:
-    assert (await _fifo(house)).json()["errno"] == "EINVAL"
+async def test_a_file_error_names_the_errno(harness: Harness) -> None:
+    assert (await _fifo(harness)).json()["errno"] == "EINVAL"
 
 
-async def test_an_invalid_request_names_the_field(house: House) -> None:
-    assert (await house.http.post("/v1/acquire", json={"count": 0})).json()["field"] == "count"
+async def test_an_invalid_request_names_the_field(harness: Harness) -> None:
+    assert (await harness.http.post("/v1/acquire", json={"count": 0})).json()["field"] == "count"
 
 
-async def test_a_bug_shows_a_request_id_and_no_insides(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_bug_shows_a_request_id_and_no_insides(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: object) -> None:
-        raise ZeroDivisionError("the secret of the house")
+        raise ZeroDivisionError("the secret of the harness")
 
-    monkeypatch.setattr(house.agent.__class__, "hello", broken)
-    service = house.application._front.service
+    monkeypatch.setattr(harness.agent.__class__, "hello", broken)
+    service = harness.application._front.service
     assert service is not None
     monkeypatch.setattr(service.pools, "views", broken)
 
-    answer = await house.http.get("/v1/pools", headers={"X-Request-ID": "find-me"})
+    answer = await harness.http.get("/v1/pools", headers={"X-Request-ID": "find-me"})
 
     document = check_problem(answer, "internal")
     assert document["request_id"] == "find-me"
@@ -213,24 +213,24 @@ async def test_a_bug_shows_a_request_id_and_no_insides(house: House, monkeypatch
 
 
 async def test_a_pool_that_cannot_make_sandboxes_says_why(tmp_path: Path) -> None:
-    async with open_house(tmp_path / "state", pools={"default": replace(POOL, min_sandboxes=0)}) as house:
+    async with open_harness(tmp_path / "state", pools={"default": replace(POOL, min_sandboxes=0)}) as harness:
 
         async def hopeless(sandbox_id: str) -> None:
             raise CreateFailed("the image does not exist", hopeless=True)
 
-        house.backend.before_agent = hopeless  # type: ignore[method-assign]
-        answer = await house.http.post("/v1/acquire", json={})
+        harness.backend.before_agent = hopeless  # type: ignore[method-assign]
+        answer = await harness.http.post("/v1/acquire", json={})
 
         document = check_problem(answer, "backend_unavailable")
         assert "the image does not exist" in document["detail"]
 
 
-async def test_a_pool_that_is_going_gives_no_leases(house: House) -> None:
-    assert (await house.http.put("/v1/pools/mine", json={"slots_per_sandbox": 1, "max_sandboxes": 1})).status_code == 201
-    await house.acquire(pool="mine")
-    assert (await house.http.delete("/v1/pools/mine")).status_code == 202
+async def test_a_pool_that_is_going_gives_no_leases(harness: Harness) -> None:
+    assert (await harness.http.put("/v1/pools/mine", json={"slots_per_sandbox": 1, "max_sandboxes": 1})).status_code == 201
+    await harness.acquire(pool="mine")
+    assert (await harness.http.delete("/v1/pools/mine")).status_code == 202
 
-    check_problem(await house.http.post("/v1/acquire", json={"pool": "mine"}), "draining")
+    check_problem(await harness.http.post("/v1/acquire", json={"pool": "mine"}), "draining")
 
 
 class FullDisk(MemoryStore):
@@ -245,12 +245,12 @@ class FullDisk(MemoryStore):
 
 async def test_a_disk_that_is_full_stops_new_leases(tmp_path: Path) -> None:
     store = FullDisk()
-    async with open_house(tmp_path / "state", store=store) as house:
-        (lease_id,) = await house.acquire()
+    async with open_harness(tmp_path / "state", store=store) as harness:
+        (lease_id,) = await harness.acquire()
         store.is_full = True
-        acquired = await house.http.post("/v1/acquire", json={})
-        renewed = await house.http.post("/v1/renew", json={"lease_ids": [lease_id]})
-        released = await house.http.post("/v1/release", json={"lease_ids": [lease_id]})
+        acquired = await harness.http.post("/v1/acquire", json={})
+        renewed = await harness.http.post("/v1/renew", json={"lease_ids": [lease_id]})
+        released = await harness.http.post("/v1/release", json={"lease_ids": [lease_id]})
         store.is_full = False
 
     check_problem(acquired, "storage_unavailable")

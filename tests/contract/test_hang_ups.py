@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from sandbox_server.api.tenants import Tenant
-from tests.support.house import ALICE, House, bash
+from tests.support.harness import ALICE, Harness, bash
 
 
 class Caller:
@@ -18,12 +18,12 @@ class Caller:
         self.writer = writer
 
     @classmethod
-    async def of(cls, house: House) -> Caller:
-        host, _, port = house.url.removeprefix("http://").partition(":")
+    async def of(cls, harness: Harness) -> Caller:
+        host, _, port = harness.url.removeprefix("http://").partition(":")
         return cls(*await asyncio.open_connection(host, int(port)))
 
     async def send(self, method: str, path: str, body: bytes, *headers: str, length: int | None = None, tenant: Tenant = ALICE) -> None:
-        lines = [f"{method} {path} HTTP/1.1", "Host: house", f"Authorization: Bearer {tenant.token}", *headers]
+        lines = [f"{method} {path} HTTP/1.1", "Host: harness", f"Authorization: Bearer {tenant.token}", *headers]
         if not any(header.lower().startswith("transfer-encoding") for header in headers):
             lines.append(f"Content-Length: {len(body) if length is None else length}")
         self.writer.write("\r\n".join([*lines, "", ""]).encode() + body)
@@ -36,16 +36,16 @@ class Caller:
         return int((await self.reader.readuntil(b"\r\n")).split()[1])
 
 
-async def until(house: House, **wanted: Any) -> None:
+async def until(harness: Harness, **wanted: Any) -> None:
     """Ask the pool again and again until it looks as wanted."""
     for _ in range(500):
-        view = (await house.http.get("/v1/pools/default")).json()
+        view = (await harness.http.get("/v1/pools/default")).json()
         if all({**view, **view["slots"]}[name] == value for name, value in wanted.items()):
             return
     raise AssertionError(f"{view} and not {wanted}")
 
 
-async def test_hanging_up_while_queued_leaves_the_queue(port: House) -> None:
+async def test_hanging_up_while_queued_leaves_the_queue(port: Harness) -> None:
     leases = await port.acquire(4)
     caller = await Caller.of(port)
     await caller.send("POST", "/v1/acquire", b"{}")
@@ -58,7 +58,7 @@ async def test_hanging_up_while_queued_leaves_the_queue(port: House) -> None:
     await until(port, ready=4, leased=0)
 
 
-async def test_hanging_up_while_sending_changes_nothing(port: House) -> None:
+async def test_hanging_up_while_sending_changes_nothing(port: Harness) -> None:
     caller = await Caller.of(port)
     await caller.send("POST", "/v1/acquire", b'{"count": 2', length=1000)
 
@@ -68,7 +68,7 @@ async def test_hanging_up_while_sending_changes_nothing(port: House) -> None:
     assert len(await port.acquire(4)) == 4
 
 
-async def test_hanging_up_in_the_middle_of_a_file_leaves_no_half_of_it(port: House) -> None:
+async def test_hanging_up_in_the_middle_of_a_file_leaves_no_half_of_it(port: Harness) -> None:
     (lease_id,) = await port.acquire()
     caller = await Caller.of(port)
     await caller.send("PUT", f"/v1/leases/{lease_id}/files?path=half", b"x" * 100_000, length=200_000)
@@ -79,7 +79,7 @@ async def test_hanging_up_in_the_middle_of_a_file_leaves_no_half_of_it(port: Hou
     assert (await port.http.get(f"/v1/leases/{lease_id}/files", params={"path": "half"})).status_code == 404
 
 
-async def test_hanging_up_while_reading_ends_no_call(port: House) -> None:
+async def test_hanging_up_while_reading_ends_no_call(port: Harness) -> None:
     (lease_id,) = await port.acquire()
     calls = [bash(lease_id, "hang", call_id="first"), *(bash(lease_id, f"echo {n}") for n in range(5))]
     caller = await Caller.of(port)
@@ -98,7 +98,7 @@ async def test_hanging_up_while_reading_ends_no_call(port: House) -> None:
     assert [command for _, command in port.agent.ran] == ["hang", *(f"echo {n}" for n in range(5))]
 
 
-async def test_a_body_that_claims_too_much_is_refused_before_it_is_sent(port: House) -> None:
+async def test_a_body_that_claims_too_much_is_refused_before_it_is_sent(port: Harness) -> None:
     caller = await Caller.of(port)
     await caller.send("POST", "/v1/exec-batch", b"", length=10**12)
 
@@ -107,7 +107,7 @@ async def test_a_body_that_claims_too_much_is_refused_before_it_is_sent(port: Ho
     await until(port, ready=4)
 
 
-async def test_a_body_that_says_no_length_is_counted(port: House) -> None:
+async def test_a_body_that_says_no_length_is_counted(port: Harness) -> None:
     caller = await Caller.of(port)
     chunk = b"%x\r\n%s\r\n" % (1 << 20, b" " * (1 << 20))
     await caller.send("POST", "/v1/exec-batch", chunk, "Transfer-Encoding: chunked")
@@ -120,7 +120,7 @@ async def test_a_body_that_says_no_length_is_counted(port: House) -> None:
     await caller.hang_up()
 
 
-async def test_a_caller_that_waits_for_leave_to_send_gets_it(port: House) -> None:
+async def test_a_caller_that_waits_for_leave_to_send_gets_it(port: Harness) -> None:
     caller = await Caller.of(port)
     await caller.send("POST", "/v1/acquire", b"", "Expect: 100-continue", length=2)
     assert await caller.status() == 100

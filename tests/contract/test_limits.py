@@ -11,9 +11,9 @@ import httpx
 import pytest
 
 from sandbox_server.api.limits import LIMITS, Limits, text_of
-from tests.support.house import ALICE, House, bash, open_house
+from tests.support.harness import ALICE, Harness, bash, open_harness
 
-Pass = Callable[[House], Awaitable[httpx.Response]]
+Pass = Callable[[Harness], Awaitable[httpx.Response]]
 PASSED: dict[str, tuple[int, int, Pass]] = {}
 
 
@@ -27,26 +27,26 @@ def passes(name: str, value: int, status: int) -> Callable[[Pass], Pass]:
     return register
 
 
-async def batch(house: House, *calls: dict[str, Any]) -> httpx.Response:
-    return await house.http.post("/v1/exec-batch", json={"calls": list(calls)})
+async def batch(harness: Harness, *calls: dict[str, Any]) -> httpx.Response:
+    return await harness.http.post("/v1/exec-batch", json={"calls": list(calls)})
 
 
 @passes("body_bytes", 100, 413)
-async def _body(house: House) -> httpx.Response:
-    return await house.http.post("/v1/acquire", content=b" " * 101)
+async def _body(harness: Harness) -> httpx.Response:
+    return await harness.http.post("/v1/acquire", content=b" " * 101)
 
 
 @passes("body_memory_bytes", 100_000, 413)
-async def _body_memory(house: House) -> httpx.Response:
-    return await house.http.post("/v1/acquire", content=b" " * 60_000)
+async def _body_memory(harness: Harness) -> httpx.Response:
+    return await harness.http.post("/v1/acquire", content=b" " * 60_000)
 
 
 @passes("body_wait_s", 1, 429)
-async def _body_wait(house: House) -> httpx.Response:
-    service = house.application._front.service
+async def _body_wait(harness: Harness) -> httpx.Response:
+    service = harness.application._front.service
     assert service is not None
     room = await service.bodies.take("alice", 256 << 20)
-    answer = await house.http.post("/v1/acquire", content=b" " * 60_000)
+    answer = await harness.http.post("/v1/acquire", content=b" " * 60_000)
     room.release()
     assert answer.json()["limit"] == "body_memory_bytes"
     assert answer.headers["retry-after"]
@@ -54,155 +54,155 @@ async def _body_wait(house: House) -> httpx.Response:
 
 
 @passes("body_stall_s", 1, 422)
-async def _body_stall(house: House) -> httpx.Response:
+async def _body_stall(harness: Harness) -> httpx.Response:
     async def body() -> AsyncIterator[bytes]:
         yield b"{"
         await asyncio.sleep(5)
 
-    answer = await house.http.post("/v1/acquire", content=body())
+    answer = await harness.http.post("/v1/acquire", content=body())
     assert answer.headers["connection"] == "close"
     return answer
 
 
 @passes("json_depth", 2, 422)
-async def _depth(house: House) -> httpx.Response:
-    return await house.http.post("/v1/acquire", content=b'{"a": {"b": {}}}')
+async def _depth(harness: Harness) -> httpx.Response:
+    return await harness.http.post("/v1/acquire", content=b'{"a": {"b": {}}}')
 
 
 @passes("json_values", 20, 422)
-async def _values(house: House) -> httpx.Response:
-    return await house.http.post("/v1/release", json={"lease_ids": ["l"] * 21})
+async def _values(harness: Harness) -> httpx.Response:
+    return await harness.http.post("/v1/release", json={"lease_ids": ["l"] * 21})
 
 
 @passes("query_bytes", 100, 422)
-async def _query(house: House) -> httpx.Response:
-    return await house.http.get("/v1/leases", params={"run_id": "r" * 100})
+async def _query(harness: Harness) -> httpx.Response:
+    return await harness.http.get("/v1/leases", params={"run_id": "r" * 100})
 
 
 @passes("header_bytes", 500, 422)
-async def _headers(house: House) -> httpx.Response:
-    return await house.http.get("/v1/leases", headers={"X-Much": "a" * 500})
+async def _headers(harness: Harness) -> httpx.Response:
+    return await harness.http.get("/v1/leases", headers={"X-Much": "a" * 500})
 
 
 @passes("batch_calls", 1, 422)
-async def _calls(house: House) -> httpx.Response:
-    return await batch(house, bash("l", "true"), bash("l", "true"))
+async def _calls(harness: Harness) -> httpx.Response:
+    return await batch(harness, bash("l", "true"), bash("l", "true"))
 
 
 @passes("call_bytes", 50, 200)
-async def _call(house: House) -> httpx.Response:
-    (lease_id,) = await house.acquire()
-    return await batch(house, bash(lease_id, "x" * 60))
+async def _call(harness: Harness) -> httpx.Response:
+    (lease_id,) = await harness.acquire()
+    return await batch(harness, bash(lease_id, "x" * 60))
 
 
 @passes("batch_output_bytes", 150, 200)
-async def _outputs(house: House) -> httpx.Response:
-    (lease_id,) = await house.acquire()
-    return await batch(house, bash(lease_id, "true", output_limit_bytes=100), bash(lease_id, "true", output_limit_bytes=100))
+async def _outputs(harness: Harness) -> httpx.Response:
+    (lease_id,) = await harness.acquire()
+    return await batch(harness, bash(lease_id, "true", output_limit_bytes=100), bash(lease_id, "true", output_limit_bytes=100))
 
 
 @passes("calls_in_flight", 1, 429)
-async def _in_flight(house: House) -> httpx.Response:
-    (lease_id,) = await house.acquire()
-    return await batch(house, bash(lease_id, "true"), bash(lease_id, "true"))
+async def _in_flight(harness: Harness) -> httpx.Response:
+    (lease_id,) = await harness.acquire()
+    return await batch(harness, bash(lease_id, "true"), bash(lease_id, "true"))
 
 
 @passes("lease_calls", 1, 429)
-async def _of_lease(house: House) -> httpx.Response:
-    (lease_id,) = await house.acquire()
-    await house.batch(bash(lease_id, "true"))
-    return await house.http.post(f"/v1/leases/{lease_id}/exec", json={"command": "true"})
+async def _of_lease(harness: Harness) -> httpx.Response:
+    (lease_id,) = await harness.acquire()
+    await harness.batch(bash(lease_id, "true"))
+    return await harness.http.post(f"/v1/leases/{lease_id}/exec", json={"command": "true"})
 
 
 @passes("call_wait_s", 1, 422)
-async def _wait(house: House) -> httpx.Response:
-    return await house.http.get("/v1/leases/l/calls/c", params={"wait_s": "1.5"})
+async def _wait(harness: Harness) -> httpx.Response:
+    return await harness.http.get("/v1/leases/l/calls/c", params={"wait_s": "1.5"})
 
 
 @passes("waiters", 1, 429)
-async def _waiters(house: House) -> httpx.Response:
-    await house.acquire(4)
-    first = asyncio.create_task(house.http.post("/v1/acquire", json={"wait_s": 20}))
-    while (await house.http.get("/v1/pools/default")).json()["queue"] == 0:
+async def _waiters(harness: Harness) -> httpx.Response:
+    await harness.acquire(4)
+    first = asyncio.create_task(harness.http.post("/v1/acquire", json={"wait_s": 20}))
+    while (await harness.http.get("/v1/pools/default")).json()["queue"] == 0:
         await asyncio.sleep(0)
-    second = await house.http.post("/v1/acquire", json={"wait_s": 20})
+    second = await harness.http.post("/v1/acquire", json={"wait_s": 20})
     first.cancel()
     return second
 
 
 @passes("lease_ids", 1, 422)
-async def _lease_ids(house: House) -> httpx.Response:
-    return await house.http.post("/v1/renew", json={"lease_ids": ["a", "b"]})
+async def _lease_ids(harness: Harness) -> httpx.Response:
+    return await harness.http.post("/v1/renew", json={"lease_ids": ["a", "b"]})
 
 
 @passes("page_items", 1, 422)
-async def _page(house: House) -> httpx.Response:
-    return await house.http.get("/v1/pools", params={"limit": "2"})
+async def _page(harness: Harness) -> httpx.Response:
+    return await harness.http.get("/v1/pools", params={"limit": "2"})
 
 
 @passes("list_entries", 1, 422)
-async def _entries(house: House) -> httpx.Response:
-    (lease_id,) = await house.acquire()
+async def _entries(harness: Harness) -> httpx.Response:
+    (lease_id,) = await harness.acquire()
     for name in ("a", "b"):
-        await house.http.put(f"/v1/leases/{lease_id}/files", params={"path": name}, content=b"")
-    return await house.http.get(f"/v1/leases/{lease_id}/files/list", params={"path": "."})
+        await harness.http.put(f"/v1/leases/{lease_id}/files", params={"path": name}, content=b"")
+    return await harness.http.get(f"/v1/leases/{lease_id}/files/list", params={"path": "."})
 
 
 @passes("upload_bytes", 10, 413)
-async def _upload(house: House) -> httpx.Response:
-    (lease_id,) = await house.acquire()
-    return await house.http.put(f"/v1/leases/{lease_id}/files", params={"path": "a"}, content=b"x" * 11)
+async def _upload(harness: Harness) -> httpx.Response:
+    (lease_id,) = await harness.acquire()
+    return await harness.http.put(f"/v1/leases/{lease_id}/files", params={"path": "a"}, content=b"x" * 11)
 
 
 @passes("labels", 1, 422)
-async def _labels(house: House) -> httpx.Response:
-    return await house.http.post("/v1/acquire", json={"labels": {"a": "1", "b": "2"}})
+async def _labels(harness: Harness) -> httpx.Response:
+    return await harness.http.post("/v1/acquire", json={"labels": {"a": "1", "b": "2"}})
 
 
 @passes("pools", 1, 429)
-async def _pools(house: House) -> httpx.Response:
-    return await house.http.put("/v1/pools/another", json={"min_sandboxes": 0})
+async def _pools(harness: Harness) -> httpx.Response:
+    return await harness.http.put("/v1/pools/another", json={"min_sandboxes": 0})
 
 
 @passes("pool_sandboxes", 2, 422)
-async def _sandboxes(house: House) -> httpx.Response:
-    return await house.http.put("/v1/pools/another", json={"max_sandboxes": 3})
+async def _sandboxes(harness: Harness) -> httpx.Response:
+    return await harness.http.put("/v1/pools/another", json={"max_sandboxes": 3})
 
 
 @passes("pool_slots", 10, 422)
-async def _slots(house: House) -> httpx.Response:
-    return await house.http.put("/v1/pools/another", json={"max_sandboxes": 2, "slots_per_sandbox": 6})
+async def _slots(harness: Harness) -> httpx.Response:
+    return await harness.http.put("/v1/pools/another", json={"max_sandboxes": 2, "slots_per_sandbox": 6})
 
 
 @passes("pool_env_vars", 1, 422)
-async def _env_vars(house: House) -> httpx.Response:
-    return await house.http.put("/v1/pools/another", json={"env_vars": {"A": "1", "B": "2"}})
+async def _env_vars(harness: Harness) -> httpx.Response:
+    return await harness.http.put("/v1/pools/another", json={"env_vars": {"A": "1", "B": "2"}})
 
 
 @passes("streams", 1, 429)
-async def _streams(house: House) -> httpx.Response:
-    service = house.application._front.service
+async def _streams(harness: Harness) -> httpx.Response:
+    service = harness.application._front.service
     assert service is not None
     service.streams[ALICE.name] += 1
-    return await house.http.get("/v1/events")
+    return await harness.http.get("/v1/events")
 
 
 @passes("answer_memory_bytes", 3 * 4096, 422)
-async def _answer_memory(house: House) -> httpx.Response:
-    return await batch(house, bash("l", "true"), bash("l", "true"))
+async def _answer_memory(harness: Harness) -> httpx.Response:
+    return await batch(harness, bash("l", "true"), bash("l", "true"))
 
 
 @passes("answer_file_bytes", 1_000_000, 422)
-async def _answer_files(house: House) -> httpx.Response:
-    return await batch(house, bash("l", "true", output_limit_bytes=600_000))
+async def _answer_files(harness: Harness) -> httpx.Response:
+    return await batch(harness, bash("l", "true", output_limit_bytes=600_000))
 
 
 @passes("answer_wait_s", 1, 429)
-async def _answer_wait(house: House) -> httpx.Response:
-    service = house.application._front.service
+async def _answer_wait(harness: Harness) -> httpx.Response:
+    service = harness.application._front.service
     assert service is not None
     service.dispatcher.answers.take("alice", file_bytes=1 << 30)
-    answer = await batch(house, bash("l", "true", output_limit_bytes=100_000))
+    answer = await batch(harness, bash("l", "true", output_limit_bytes=100_000))
     assert answer.json()["limit"] == "answer_file_bytes"
     assert answer.headers["retry-after"]
     return answer
@@ -215,13 +215,13 @@ SILENT = {"answer_stall_s"}
 @pytest.mark.parametrize("name", [name for name in LIMITS if name not in SILENT])
 async def test_a_limit_has_its_own_clear_error(name: str, tmp_path: Path) -> None:
     value, status, ask = PASSED[name]
-    async with open_house(tmp_path / "state", limits=Limits(**{name: value})) as house:
-        answer = await ask(house)
+    async with open_harness(tmp_path / "state", limits=Limits(**{name: value})) as harness:
+        answer = await ask(harness)
 
         assert answer.status_code == status, answer.text
         assert f"`limits.{name}`" in answer.text
         assert str(value) in answer.text
-        assert (await house.http.get("/healthz")).status_code == 200
+        assert (await harness.http.get("/healthz")).status_code == 200
 
 
 def test_every_limit_says_what_it_counts() -> None:

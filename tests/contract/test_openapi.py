@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from sandbox_server.api.api import every_route
-from sandbox_server.api.front import OPEN_PATHS
+from sandbox_server.api.edge import OPEN_PATHS
 from sandbox_server.api.problems import STATUS_OF
 from tests.contract.contract import BUILT, CONTRACT, ROUTES, WAITING, members, named
-from tests.support.house import House
+from tests.support.harness import Harness
 
 SUCCESSES = {"200", "201", "202", "204"}
 SHAPES = {"lease": "LeaseAnswer", "result": "ResultAnswer", "pool": "PoolAnswer", "entry": "FileEntry", "lost": "LostLease"}
@@ -22,13 +22,13 @@ def shape(path: str) -> str:
     return "/".join("{}" if part.startswith("{") else part for part in path.split("/"))
 
 
-async def document(house: House) -> dict[str, Any]:
-    found: dict[str, Any] = (await house.http.get("/openapi.json")).json()
+async def document(harness: Harness) -> dict[str, Any]:
+    found: dict[str, Any] = (await harness.http.get("/openapi.json")).json()
     return found
 
 
-async def operation(house: House, route: dict[str, Any]) -> dict[str, Any]:
-    paths = (await document(house))["paths"]
+async def operation(harness: Harness, route: dict[str, Any]) -> dict[str, Any]:
+    paths = (await document(harness))["paths"]
     (found,) = [operations for path, operations in paths.items() if shape(path) == route["path"]]
     one: dict[str, Any] = found[route["method"].lower()]
     return one
@@ -41,21 +41,21 @@ def references(node: Any) -> set[str]:
     return set().union(*(references(child) for child in node)) if isinstance(node, list) else set()
 
 
-async def test_the_document_has_every_route_of_the_contract_and_no_other(house: House) -> None:
-    paths = (await document(house))["paths"]
+async def test_the_document_has_every_route_of_the_contract_and_no_other(harness: Harness) -> None:
+    paths = (await document(harness))["paths"]
 
     found = {(method.upper(), shape(path)) for path, operations in paths.items() for method in operations}
     assert found == {(route["method"], route["path"]) for route in ROUTES}
 
 
-async def test_every_reference_leads_somewhere(house: House) -> None:
-    found = await document(house)
+async def test_every_reference_leads_somewhere(harness: Harness) -> None:
+    found = await document(harness)
 
     assert {reference for reference in references(found) if reference.rpartition("/")[2] not in found["components"]["schemas"]} == set()
 
 
-async def test_every_operation_names_its_parameters_its_answers_and_who_may_call(house: House) -> None:
-    for path, operations in (await document(house))["paths"].items():
+async def test_every_operation_names_its_parameters_its_answers_and_who_may_call(harness: Harness) -> None:
+    for path, operations in (await document(harness))["paths"].items():
         for one in operations.values():
             in_path = {parameter["name"] for parameter in one["parameters"] if parameter["in"] == "path"}
             assert in_path == {part[1:-1] for part in path.split("/") if part.startswith("{")}
@@ -66,8 +66,8 @@ async def test_every_operation_names_its_parameters_its_answers_and_who_may_call
 
 
 @pytest.mark.parametrize("route", BUILT, ids=named)
-async def test_an_operation_takes_and_answers_what_the_contract_says(house: House, route: dict[str, Any]) -> None:
-    found = await operation(house, route)
+async def test_an_operation_takes_and_answers_what_the_contract_says(harness: Harness, route: dict[str, Any]) -> None:
+    found = await operation(harness, route)
     success = found["responses"][str(route["status"])]
     types = success.get("content", {})
 
@@ -78,22 +78,22 @@ async def test_an_operation_takes_and_answers_what_the_contract_says(house: Hous
     assert body.rpartition("/")[2] == route.get("body", "")
     if "answer" in route:
         name = types["application/json"]["schema"]["$ref"].rpartition("/")[2]
-        fields = (await document(house))["components"]["schemas"][name]["properties"]
+        fields = (await document(harness))["components"]["schemas"][name]["properties"]
         assert members(route["answer"]) <= set(fields)
         assert ("next_cursor" in fields) == route.get("list", False)
 
 
 @pytest.mark.parametrize("name", SHAPES)
-async def test_an_answer_has_the_fields_of_the_contract(house: House, name: str) -> None:
-    schema = (await document(house))["components"]["schemas"][SHAPES[name]]
+async def test_an_answer_has_the_fields_of_the_contract(harness: Harness, name: str) -> None:
+    schema = (await document(harness))["components"]["schemas"][SHAPES[name]]
 
     assert set(schema["properties"]) == set(CONTRACT["shapes"][name])
     assert set(schema["required"]) == set(CONTRACT["shapes"][name])
 
 
 @pytest.mark.parametrize("name", BODIES)
-async def test_a_body_has_the_fields_and_defaults_of_the_contract(house: House, name: str) -> None:
-    schemas = (await document(house))["components"]["schemas"]
+async def test_a_body_has_the_fields_and_defaults_of_the_contract(harness: Harness, name: str) -> None:
+    schemas = (await document(harness))["components"]["schemas"]
 
     defaults = defaults_of(schemas, BODIES[name])
 
@@ -112,8 +112,8 @@ def defaults_of(schemas: dict[str, Any], model: str) -> dict[str, Any]:
     return defaults
 
 
-async def test_the_closed_sets_are_the_contracts(house: House) -> None:
-    schemas = (await document(house))["components"]["schemas"]
+async def test_the_closed_sets_are_the_contracts(harness: Harness) -> None:
+    schemas = (await document(harness))["components"]["schemas"]
     result = schemas["ResultAnswer"]["properties"]
 
     assert set(result["reason"]["enum"]) == set(CONTRACT["reasons"])
@@ -124,15 +124,15 @@ async def test_the_closed_sets_are_the_contracts(house: House) -> None:
 
 
 @pytest.mark.parametrize("route", [route for route in WAITING if route["path"] != "/v1/leases/{}/terminal"], ids=named)
-async def test_what_waits_says_so(house: House, route: dict[str, Any]) -> None:
-    answer = await house.http.request(route["method"], route["path"].replace("{}", "x"))
+async def test_what_waits_says_so(harness: Harness, route: dict[str, Any]) -> None:
+    answer = await harness.http.request(route["method"], route["path"].replace("{}", "x"))
 
     assert (answer.status_code, answer.json()["code"]) == (501, "not_implemented")
 
 
 @pytest.mark.parametrize("route", ROUTES, ids=named)
-async def test_only_the_open_paths_answer_without_a_token(house: House, route: dict[str, Any]) -> None:
-    answer = await house.http.request(route["method"], route["path"].replace("{}", "x"), headers={"Authorization": ""})
+async def test_only_the_open_paths_answer_without_a_token(harness: Harness, route: dict[str, Any]) -> None:
+    answer = await harness.http.request(route["method"], route["path"].replace("{}", "x"), headers={"Authorization": ""})
 
     assert (answer.status_code == 401) == (not route.get("open", False))
 

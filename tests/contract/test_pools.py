@@ -9,7 +9,7 @@ import pytest
 
 from sandbox_server.api.limits import Limits
 from tests.contract.contract import CONTRACT
-from tests.support.house import BOB, House, bearer, open_house
+from tests.support.harness import BOB, Harness, bearer, open_harness
 
 SMALL = {"slots_per_sandbox": 1, "min_sandboxes": 0, "max_sandboxes": 1}
 BOBS = bearer(BOB)
@@ -42,43 +42,43 @@ CANNOT_BE: dict[str, tuple[Any, str]] = {
 }
 
 
-async def test_a_pool_is_made_used_changed_and_drained_away(house: House) -> None:
-    made = await house.http.put("/v1/pools/mine", json=SMALL)
-    same = await house.http.put("/v1/pools/mine", json=SMALL)
-    changed = await house.http.put("/v1/pools/mine", json={**SMALL, "max_sandboxes": 3})
-    (lease_id,) = await house.acquire(pool="mine")
-    deleted = await house.http.delete("/v1/pools/mine")
+async def test_a_pool_is_made_used_changed_and_drained_away(harness: Harness) -> None:
+    made = await harness.http.put("/v1/pools/mine", json=SMALL)
+    same = await harness.http.put("/v1/pools/mine", json=SMALL)
+    changed = await harness.http.put("/v1/pools/mine", json={**SMALL, "max_sandboxes": 3})
+    (lease_id,) = await harness.acquire(pool="mine")
+    deleted = await harness.http.delete("/v1/pools/mine")
 
     assert [answer.status_code for answer in (made, same, changed, deleted)] == [201, 200, 200, 202]
-    draining = (await house.http.get("/v1/pools/mine")).json()
+    draining = (await harness.http.get("/v1/pools/mine")).json()
     assert (made.json()["state"], draining["state"]) == ("ready", "draining")
     assert draining["last_error"].startswith("the pool was deleted: it is gone when its lease has ended")
     assert (changed.json()["spec"]["max_sandboxes"], changed.json()["spec"]["idle_timeout_s"]) == (3, 120)
-    assert (await house.http.get(f"/v1/leases/{lease_id}")).status_code == 200
-    assert (await house.http.delete("/v1/pools/mine", params={"force": "1"})).status_code == 202
-    assert (await house.http.get(f"/v1/leases/{lease_id}")).status_code in (404, 410)
+    assert (await harness.http.get(f"/v1/leases/{lease_id}")).status_code == 200
+    assert (await harness.http.delete("/v1/pools/mine", params={"force": "1"})).status_code == 202
+    assert (await harness.http.get(f"/v1/leases/{lease_id}")).status_code in (404, 410)
 
 
-async def test_missing_fields_are_the_defaults(house: House) -> None:
-    await house.http.put("/v1/pools/mine", json={**SMALL, "idle_timeout_s": 7})
+async def test_missing_fields_are_the_defaults(harness: Harness) -> None:
+    await harness.http.put("/v1/pools/mine", json={**SMALL, "idle_timeout_s": 7})
 
-    spec = (await house.http.put("/v1/pools/mine", json=SMALL)).json()["spec"]
+    spec = (await harness.http.put("/v1/pools/mine", json=SMALL)).json()["spec"]
 
     assert spec == {**CONTRACT["bodies"]["spec"], **SMALL}
 
 
 @pytest.mark.parametrize("name", CANNOT_BE)
-async def test_a_spec_that_cannot_be(name: str, house: House) -> None:
+async def test_a_spec_that_cannot_be(name: str, harness: Harness) -> None:
     spec, field = CANNOT_BE[name]
-    answer = await house.http.put("/v1/pools/mine", json=spec)
+    answer = await harness.http.put("/v1/pools/mine", json=spec)
 
     assert (answer.status_code, answer.json()["code"], answer.json()["field"]) == (422, "invalid_request", field), answer.text
-    assert (await house.http.get("/v1/pools/mine")).status_code == 404
+    assert (await harness.http.get("/v1/pools/mine")).status_code == 404
 
 
 @pytest.mark.parametrize("name", ["A", "-a", "a-", "a b", "%2e%2e", "a" * 65, "ä", "a%00"])
-async def test_a_name_that_cannot_be(name: str, house: House) -> None:
-    answer = await house.http.put(f"/v1/pools/{name}", json=SMALL)
+async def test_a_name_that_cannot_be(name: str, harness: Harness) -> None:
+    answer = await harness.http.put(f"/v1/pools/{name}", json=SMALL)
 
     assert answer.status_code in (404, 422), answer.text
     assert answer.json()["code"] in ("not_found", "invalid_request")
@@ -86,25 +86,25 @@ async def test_a_name_that_cannot_be(name: str, house: House) -> None:
 
 @pytest.mark.parametrize("backend", ["docker", "nomad", "modal"])
 async def test_backends_that_wait_say_so(backend: str, tmp_path: Path) -> None:
-    async with open_house(tmp_path / "state", real_backends=True) as house:
-        answer = await house.http.put("/v1/pools/far", json={"backend": backend, **SMALL})
+    async with open_harness(tmp_path / "state", real_backends=True) as harness:
+        answer = await harness.http.put("/v1/pools/far", json={"backend": backend, **SMALL})
 
     assert (answer.status_code, answer.json()["code"]) == (501, "not_implemented"), answer.text
 
 
-async def test_the_pools_of_the_settings_file_stay_as_they_are(house: House) -> None:
-    put = await house.http.put("/v1/pools/default", json=SMALL)
-    deleted = await house.http.delete("/v1/pools/default", params={"force": "1"})
+async def test_the_pools_of_the_settings_file_stay_as_they_are(harness: Harness) -> None:
+    put = await harness.http.put("/v1/pools/default", json=SMALL)
+    deleted = await harness.http.delete("/v1/pools/default", params={"force": "1"})
 
     assert [(answer.status_code, answer.json()["code"]) for answer in (put, deleted)] == [(409, "pool_conflict")] * 2
 
 
 async def test_a_conflict_says_where_the_pool_is_from(tmp_path: Path) -> None:
     written = {"pools": f"file, {tmp_path / 'pools.yaml'}"}
-    async with open_house(tmp_path / "built-in") as built_in, open_house(tmp_path / "of-the-file", sources=written) as of_the_file:
-        told = [await house.http.put("/v1/pools/default", json=SMALL) for house in (built_in, of_the_file)]
+    async with open_harness(tmp_path / "built-in") as built_in, open_harness(tmp_path / "of-the-file", sources=written) as of_the_file:
+        told = [await harness.http.put("/v1/pools/default", json=SMALL) for harness in (built_in, of_the_file)]
         deleted = await built_in.http.delete("/v1/pools/default")
-        origins = [(await house.http.get("/v1/pools/default")).json()["origin"] for house in (built_in, of_the_file)]
+        origins = [(await harness.http.get("/v1/pools/default")).json()["origin"] for harness in (built_in, of_the_file)]
 
     assert origins == ["default", "file"]
     assert deleted.status_code == 409
@@ -118,66 +118,66 @@ def test_what_is_for_admins_is_the_contracts() -> None:
 
 
 @pytest.mark.parametrize("field", FOR_ADMINS)
-async def test_only_admins_set_what_is_for_admins(field: str, house: House) -> None:
+async def test_only_admins_set_what_is_for_admins(field: str, harness: Harness) -> None:
     spec = {**SMALL, **FOR_ADMINS[field]}
-    bobs = await house.http.put("/v1/pools/mine", json=spec, headers=BOBS)
-    alices = await house.http.put("/v1/pools/mine", params={"tenant": "bob"}, json=spec)
+    bobs = await harness.http.put("/v1/pools/mine", json=spec, headers=BOBS)
+    alices = await harness.http.put("/v1/pools/mine", params={"tenant": "bob"}, json=spec)
 
     assert (bobs.status_code, bobs.json()["code"], bobs.json()["field"]) == (403, "forbidden", field)
     assert alices.status_code == 201
     # What an admin has set may stay, but not go. A pool that every tenant uses is the admins', whosever it was.
-    changed = await house.http.put("/v1/pools/mine", json={**spec, "max_sandboxes": 2}, headers=BOBS)
+    changed = await harness.http.put("/v1/pools/mine", json={**spec, "max_sandboxes": 2}, headers=BOBS)
     assert changed.status_code == (403 if field == "shared" else 200)
     if field != "allow_none":
-        assert (await house.http.put("/v1/pools/mine", json=SMALL, headers=BOBS)).status_code == 403
+        assert (await harness.http.put("/v1/pools/mine", json=SMALL, headers=BOBS)).status_code == 403
 
 
-async def test_others_make_change_and_delete_pools_but_do_not_verify_them(house: House) -> None:
-    made = await house.http.put("/v1/pools/bobs", json={**SMALL, "env_vars": {"A": "nobodys-business"}}, headers=BOBS)
-    changed = await house.http.put("/v1/pools/bobs", json={**SMALL, "env_vars": {"A": "other"}}, headers=BOBS)
-    blind = await house.http.put("/v1/pools/bobs", json=SMALL, headers=BOBS)
+async def test_others_make_change_and_delete_pools_but_do_not_verify_them(harness: Harness) -> None:
+    made = await harness.http.put("/v1/pools/bobs", json={**SMALL, "env_vars": {"A": "nobodys-business"}}, headers=BOBS)
+    changed = await harness.http.put("/v1/pools/bobs", json={**SMALL, "env_vars": {"A": "other"}}, headers=BOBS)
+    blind = await harness.http.put("/v1/pools/bobs", json=SMALL, headers=BOBS)
 
     assert [answer.status_code for answer in (made, changed, blind)] == [201, 200, 403]
     assert all("env_vars" not in answer.json()["spec"] for answer in (made, changed))
     assert "nobodys-business" not in made.text
     for path in ("/v1/pools/bobs/verify", "/v1/sandboxes/s/drain"):
-        answer = await house.http.post(path, headers=BOBS)
+        answer = await harness.http.post(path, headers=BOBS)
         assert (answer.status_code, answer.json()["code"]) == (403, "forbidden")
-    assert (await house.http.delete("/v1/pools/bobs", headers=BOBS)).status_code == 202
+    assert (await harness.http.delete("/v1/pools/bobs", headers=BOBS)).status_code == 202
 
 
 async def test_lists_come_in_pages(tmp_path: Path) -> None:
-    async with open_house(tmp_path / "state", limits=Limits(page_items=2)) as house:
+    async with open_harness(tmp_path / "state", limits=Limits(page_items=2)) as harness:
         for name in ("a", "b", "c"):
-            await house.http.put(f"/v1/pools/{name}", json=SMALL)
+            await harness.http.put(f"/v1/pools/{name}", json=SMALL)
         seen: list[list[str]] = []
         cursor: dict[str, str] = {}
         while not seen or cursor:
-            page = (await house.http.get("/v1/pools", params={"limit": "2", **cursor})).json()
+            page = (await harness.http.get("/v1/pools", params={"limit": "2", **cursor})).json()
             seen.append([pool["name"] for pool in page["pools"]])
             cursor = {"cursor": page["next_cursor"]} if "next_cursor" in page else {}
 
         assert seen == [["a", "b"], ["c", "default"]]
 
 
-async def test_files_come_in_pages_where_that_is_asked_for(house: House) -> None:
-    (lease_id,) = await house.acquire()
+async def test_files_come_in_pages_where_that_is_asked_for(harness: Harness) -> None:
+    (lease_id,) = await harness.acquire()
     for name in ("a", "b", "c"):
-        await house.http.put(f"/v1/leases/{lease_id}/files", params={"path": name}, content=b"")
+        await harness.http.put(f"/v1/leases/{lease_id}/files", params={"path": name}, content=b"")
     url = f"/v1/leases/{lease_id}/files/list"
 
-    whole = (await house.http.get(url, params={"path": "."})).json()
-    first = (await house.http.get(url, params={"path": ".", "limit": "2"})).json()
-    rest = (await house.http.get(url, params={"path": ".", "limit": "2", "cursor": first["next_cursor"]})).json()
+    whole = (await harness.http.get(url, params={"path": "."})).json()
+    first = (await harness.http.get(url, params={"path": ".", "limit": "2"})).json()
+    rest = (await harness.http.get(url, params={"path": ".", "limit": "2", "cursor": first["next_cursor"]})).json()
 
     assert ([entry["path"] for entry in whole["entries"]], "next_cursor" in whole) == (["a", "b", "c"], False)
     assert first["entries"] + rest["entries"] == whole["entries"]
     assert "next_cursor" not in rest
 
 
-async def test_a_verify_reports_slot_by_slot_and_needs_a_free_one(house: House) -> None:
-    await house.acquire(4)
+async def test_a_verify_reports_slot_by_slot_and_needs_a_free_one(harness: Harness) -> None:
+    await harness.acquire(4)
 
-    answer = await house.http.post("/v1/pools/default/verify")
+    answer = await harness.http.post("/v1/pools/default/verify")
 
     assert (answer.status_code, answer.json()["code"]) == (503, "no_capacity")

@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from sandbox_server.api.limits import Limits
-from tests.support.house import House, bash, house_on_a_port, open_house
+from tests.support.harness import Harness, bash, harness_on_a_port, open_harness
 
 EVENTS = {"Accept": "text/event-stream"}
 
@@ -42,13 +42,13 @@ async def events(answer: httpx.Response) -> AsyncIterator[Told]:
 
 
 @contextlib.asynccontextmanager
-async def running(house: House, **fields: Any) -> AsyncIterator[tuple[str, AsyncIterator[Told]]]:
+async def running(harness: Harness, **fields: Any) -> AsyncIterator[tuple[str, AsyncIterator[Told]]]:
     """A `live` call under an event stream; the stream hangs up at the end."""
-    (lease_id,) = await house.acquire()
+    (lease_id,) = await harness.acquire()
     call = {"command": "live", "call_id": "c", **fields}
-    async with house.http.stream("POST", f"/v1/leases/{lease_id}/exec", json=call, headers=EVENTS) as answer:
+    async with harness.http.stream("POST", f"/v1/leases/{lease_id}/exec", json=call, headers=EVENTS) as answer:
         assert (answer.status_code, answer.headers["content-type"].split(";")[0]) == (200, "text/event-stream")
-        while not house.agent.ran:
+        while not harness.agent.ran:
             await asyncio.sleep(0)
         found = events(answer)
         try:
@@ -57,7 +57,7 @@ async def running(house: House, **fields: Any) -> AsyncIterator[tuple[str, Async
             await found.aclose()  # type: ignore[attr-defined]
 
 
-async def test_output_comes_while_the_call_runs_then_its_result(port: House) -> None:
+async def test_output_comes_while_the_call_runs_then_its_result(port: Harness) -> None:
     async with running(port) as (_, found):
         port.agent.write("c", b"one ")
         first = await anext(found)
@@ -70,7 +70,7 @@ async def test_output_comes_while_the_call_runs_then_its_result(port: House) -> 
     assert (last.event, last.data["exit_code"], last.data["output"]) == ("result", 3, "one two")
 
 
-async def test_a_character_that_is_cut_waits_for_its_rest(port: House) -> None:
+async def test_a_character_that_is_cut_waits_for_its_rest(port: Harness) -> None:
     async with running(port) as (_, found):
         port.agent.write("c", b"a\xc3")
         first = await anext(found)
@@ -82,7 +82,7 @@ async def test_a_character_that_is_cut_waits_for_its_rest(port: House) -> None:
     assert (second.data, second.id) == ({"data": "ä\N{REPLACEMENT CHARACTER}"}, "4")
 
 
-async def test_base64_gives_the_bytes_as_they_are(port: House) -> None:
+async def test_base64_gives_the_bytes_as_they_are(port: Harness) -> None:
     async with running(port, encoding="base64") as (_, found):
         port.agent.write("c", b"\xff\x00")
         told = await anext(found)
@@ -91,7 +91,7 @@ async def test_base64_gives_the_bytes_as_they_are(port: House) -> None:
     assert (base64.b64decode(told.data["data"]), told.data["encoding"]) == (b"\xff\x00", "base64")
 
 
-async def test_a_hang_up_ends_no_call_and_the_stream_goes_on_where_it_was_left(port: House) -> None:
+async def test_a_hang_up_ends_no_call_and_the_stream_goes_on_where_it_was_left(port: Harness) -> None:
     async with running(port) as (lease_id, found):
         port.agent.write("c", b"before ")
         left_at = (await anext(found)).id
@@ -112,7 +112,7 @@ async def test_a_hang_up_ends_no_call_and_the_stream_goes_on_where_it_was_left(p
     assert '"between after"' in whole.text
 
 
-async def test_waiting_for_a_call_ends_with_it(port: House) -> None:
+async def test_waiting_for_a_call_ends_with_it(port: Harness) -> None:
     async with running(port) as (lease_id, _):
         url = f"/v1/leases/{lease_id}/calls/c"
         early = await port.http.get(url, params={"wait_s": "0.05"})
@@ -125,7 +125,7 @@ async def test_waiting_for_a_call_ends_with_it(port: House) -> None:
     assert (done["state"], done["result"]["exit_code"]) == ("done", 5)
 
 
-async def test_a_call_that_waits_for_its_turn_is_running_too(port: House) -> None:
+async def test_a_call_that_waits_for_its_turn_is_running_too(port: Harness) -> None:
     (lease_id,) = await port.acquire()
     batch = asyncio.create_task(port.batch(bash(lease_id, "live", call_id="c"), bash(lease_id, "echo next", call_id="d")))
     while not port.agent.ran:
@@ -141,29 +141,29 @@ async def test_a_call_that_waits_for_its_turn_is_running_too(port: House) -> Non
     assert [(one.event, one.data.get("data")) for one in told] == [("output", "next\n"), ("result", None)]
 
 
-async def test_a_result_that_is_not_recorded_is_not_found_again(house: House) -> None:
-    (lease_id,) = await house.acquire()
-    await house.batch(bash(lease_id, "refuse not_implemented", call_id="c"))
-    house.agent.calls.clear()
+async def test_a_result_that_is_not_recorded_is_not_found_again(harness: Harness) -> None:
+    (lease_id,) = await harness.acquire()
+    await harness.batch(bash(lease_id, "refuse not_implemented", call_id="c"))
+    harness.agent.calls.clear()
 
-    assert (await house.http.get(f"/v1/leases/{lease_id}/calls/c", params={"wait_s": "1"})).json()["code"] == "call_not_found"
+    assert (await harness.http.get(f"/v1/leases/{lease_id}/calls/c", params={"wait_s": "1"})).json()["code"] == "call_not_found"
 
 
-async def test_the_whole_output_is_there_where_the_result_is_cut(house: House) -> None:
-    (lease_id,) = await house.acquire()
-    (result,) = await house.batch(bash(lease_id, "big 3000", call_id="c", output_limit_bytes=100))
+async def test_the_whole_output_is_there_where_the_result_is_cut(harness: Harness) -> None:
+    (lease_id,) = await harness.acquire()
+    (result,) = await harness.batch(bash(lease_id, "big 3000", call_id="c", output_limit_bytes=100))
     url = f"/v1/leases/{lease_id}/calls/c/output"
 
-    whole = await house.http.get(url)
-    rest = await house.http.get(url, params={"offset": "2999"})
+    whole = await harness.http.get(url)
+    rest = await harness.http.get(url, params={"offset": "2999"})
 
     assert (result["truncated"], result["output_bytes"]) == (True, 3000)
     assert (whole.content, whole.headers["x-output-bytes"]) == (b"x" * 3000, "3000")
-    assert (rest.content, (await house.http.get(url, params={"offset": "3000"})).content) == (b"x", b"")
+    assert (rest.content, (await harness.http.get(url, params={"offset": "3000"})).content) == (b"x", b"")
 
 
 @pytest.mark.parametrize("what", ["events", "output"])
-async def test_an_offset_beyond_the_end_is_refused_and_the_end_itself_is_not(port: House, what: str) -> None:
+async def test_an_offset_beyond_the_end_is_refused_and_the_end_itself_is_not(port: Harness, what: str) -> None:
     async with running(port) as (lease_id, found):
         port.agent.write("c", b"so far")
         await anext(found)
@@ -184,7 +184,7 @@ async def test_an_offset_beyond_the_end_is_refused_and_the_end_itself_is_not(por
         assert (named["code"], named["field"]) == ("invalid_request", "Last-Event-ID")
 
 
-async def test_of_a_lost_sandbox_the_stream_ends_wherever_it_was_left(port: House) -> None:
+async def test_of_a_lost_sandbox_the_stream_ends_wherever_it_was_left(port: Harness) -> None:
     async with running(port) as (lease_id, found):
         port.agent.write("c", b"last words")
         left_at = (await anext(found)).id
@@ -198,30 +198,30 @@ async def test_of_a_lost_sandbox_the_stream_ends_wherever_it_was_left(port: Hous
     assert (await port.http.get(f"{url}/output", params={"offset": "1"})).status_code == 422
 
 
-async def test_an_output_that_made_room_says_so(house: House) -> None:
-    (lease_id,) = await house.acquire()
-    await house.batch(bash(lease_id, "big 10", call_id="c"))
-    house.agent.live("c").is_evicted = True
+async def test_an_output_that_made_room_says_so(harness: Harness) -> None:
+    (lease_id,) = await harness.acquire()
+    await harness.batch(bash(lease_id, "big 10", call_id="c"))
+    harness.agent.live("c").is_evicted = True
 
-    answer = await house.http.get(f"/v1/leases/{lease_id}/calls/c/output")
+    answer = await harness.http.get(f"/v1/leases/{lease_id}/calls/c/output")
 
     assert (answer.status_code, answer.json()["code"]) == (404, "call_not_found")
     assert "made room" in answer.json()["detail"]
 
 
-async def test_when_the_sandbox_is_gone_what_is_recorded_is_still_said(house: House) -> None:
-    (lease_id,) = await house.acquire()
-    (result,) = await house.batch(bash(lease_id, "echo kept", call_id="c"))
-    house.backend.kill(house.agent.sandbox_id)
-    await house.batch(bash(lease_id, "true", call_id="d"))
+async def test_when_the_sandbox_is_gone_what_is_recorded_is_still_said(harness: Harness) -> None:
+    (lease_id,) = await harness.acquire()
+    (result,) = await harness.batch(bash(lease_id, "echo kept", call_id="c"))
+    harness.backend.kill(harness.agent.sandbox_id)
+    await harness.batch(bash(lease_id, "true", call_id="d"))
     url = f"/v1/leases/{lease_id}/calls/c"
 
-    assert (await house.http.get(url)).json() == {"state": "done", "result": result}
-    assert (await house.http.get(f"{url}/output")).content == b"kept\n"
-    assert (await house.http.get(f"/v1/leases/{lease_id}/calls/never")).json()["code"] == "sandbox_lost"
+    assert (await harness.http.get(url)).json() == {"state": "done", "result": result}
+    assert (await harness.http.get(f"{url}/output")).content == b"kept\n"
+    assert (await harness.http.get(f"/v1/leases/{lease_id}/calls/never")).json()["code"] == "sandbox_lost"
 
 
-async def test_a_sandbox_that_dies_under_a_stream_is_its_result(port: House) -> None:
+async def test_a_sandbox_that_dies_under_a_stream_is_its_result(port: Harness) -> None:
     async with running(port) as (_, found):
         port.agent.write("c", b"last words")
         assert (await anext(found)).data == {"data": "last words"}
@@ -231,7 +231,7 @@ async def test_a_sandbox_that_dies_under_a_stream_is_its_result(port: House) -> 
     assert (last.event, last.data["reason"]) == ("result", "sandbox_lost")
 
 
-async def test_a_release_under_a_stream_is_cancelled(port: House) -> None:
+async def test_a_release_under_a_stream_is_cancelled(port: Harness) -> None:
     async with running(port) as (lease_id, found):
         await port.http.post("/v1/release", json={"lease_ids": [lease_id]})
         last = await anext(found)
@@ -243,7 +243,7 @@ async def test_a_release_under_a_stream_is_cancelled(port: House) -> None:
     ("command", "reason"),
     [("refuse not_implemented", "not_implemented"), ("refuse stale_epoch", "backend_error"), ("nonsense", "backend_error"), ("exit 4", "exit")],
 )
-async def test_every_end_of_a_call_is_the_last_event(port: House, command: str, reason: str) -> None:
+async def test_every_end_of_a_call_is_the_last_event(port: Harness, command: str, reason: str) -> None:
     (lease_id,) = await port.acquire()
 
     answer = await port.http.post(f"/v1/leases/{lease_id}/exec", json={"command": command}, headers=EVENTS)
@@ -253,18 +253,18 @@ async def test_every_end_of_a_call_is_the_last_event(port: House, command: str, 
     assert json.loads(blocks[0].partition("data: ")[2])["reason"] == reason
 
 
-async def test_a_call_that_cannot_be_is_its_own_event(house: House) -> None:
-    (lease_id,) = await house.acquire()
-    answer = await house.http.post(f"/v1/leases/{lease_id}/exec", json={"command": "true", "timeout_s": -1}, headers=EVENTS)
+async def test_a_call_that_cannot_be_is_its_own_event(harness: Harness) -> None:
+    (lease_id,) = await harness.acquire()
+    answer = await harness.http.post(f"/v1/leases/{lease_id}/exec", json={"command": "true", "timeout_s": -1}, headers=EVENTS)
 
     assert '"reason":"invalid_args"' in answer.text
 
 
-async def test_before_the_first_event_errors_are_errors(house: House) -> None:
-    unknown = await house.http.post("/v1/leases/nobodys/exec", json={"command": "true"}, headers=EVENTS)
-    (lease_id,) = await house.acquire()
-    missing = await house.http.get(f"/v1/leases/{lease_id}/calls/missing/events")
-    odd = await house.http.get(f"/v1/leases/{lease_id}/calls/a%20b")
+async def test_before_the_first_event_errors_are_errors(harness: Harness) -> None:
+    unknown = await harness.http.post("/v1/leases/nobodys/exec", json={"command": "true"}, headers=EVENTS)
+    (lease_id,) = await harness.acquire()
+    missing = await harness.http.get(f"/v1/leases/{lease_id}/calls/missing/events")
+    odd = await harness.http.get(f"/v1/leases/{lease_id}/calls/a%20b")
 
     assert [(answer.status_code, answer.json()["code"]) for answer in (unknown, missing, odd)] == [
         (404, "lease_not_found"),
@@ -274,12 +274,12 @@ async def test_before_the_first_event_errors_are_errors(house: House) -> None:
 
 
 async def test_a_lease_has_so_many_calls_and_no_more(tmp_path: Path) -> None:
-    async with open_house(tmp_path / "state", limits=Limits(lease_calls=3)) as house:
-        (lease_id,) = await house.acquire()
-        first = await house.batch(*(bash(lease_id, "true", call_id=f"c{n}") for n in range(4)))
-        again = await house.batch(bash(lease_id, "true", call_id="c1"), bash(lease_id, "true", call_id="c9"))
-        single = await house.http.post(f"/v1/leases/{lease_id}/exec", json={"command": "true"})
-        known = await house.http.post(f"/v1/leases/{lease_id}/exec", json={"command": "true", "call_id": "c1"})
+    async with open_harness(tmp_path / "state", limits=Limits(lease_calls=3)) as harness:
+        (lease_id,) = await harness.acquire()
+        first = await harness.batch(*(bash(lease_id, "true", call_id=f"c{n}") for n in range(4)))
+        again = await harness.batch(bash(lease_id, "true", call_id="c1"), bash(lease_id, "true", call_id="c9"))
+        single = await harness.http.post(f"/v1/leases/{lease_id}/exec", json={"command": "true"})
+        known = await harness.http.post(f"/v1/leases/{lease_id}/exec", json={"command": "true", "call_id": "c1"})
 
     assert [result["reason"] for result in first] == ["exit", "exit", "exit", "backend_error"]
     assert [result["reason"] for result in again] == ["exit", "backend_error"]
@@ -290,11 +290,11 @@ async def test_a_lease_has_so_many_calls_and_no_more(tmp_path: Path) -> None:
 
 
 async def test_event_streams_have_a_limit(tmp_path: Path) -> None:
-    async with house_on_a_port(tmp_path / "state", limits=Limits(streams=1)) as house, house.http.stream("GET", "/v1/events") as first:
+    async with harness_on_a_port(tmp_path / "state", limits=Limits(streams=1)) as harness, harness.http.stream("GET", "/v1/events") as first:
         assert first.status_code == 200
-        second = await house.http.get("/v1/events")
-        (lease_id,) = await house.acquire()
-        call = await house.http.post(f"/v1/leases/{lease_id}/exec", json={"command": "true"}, headers=EVENTS)
+        second = await harness.http.get("/v1/events")
+        (lease_id,) = await harness.acquire()
+        call = await harness.http.post(f"/v1/leases/{lease_id}/exec", json={"command": "true"}, headers=EVENTS)
 
         assert [(answer.status_code, answer.json()["limit"]) for answer in (second, call)] == [(429, "streams")] * 2
-        assert house.agent.ran == []
+        assert harness.agent.ran == []

@@ -16,30 +16,30 @@ from tests.contract import test_pools_of_tenants
 from tests.contract.contract import BUILT, named
 from tests.contract.test_events import until
 from tests.contract.test_recorded import events
-from tests.support.house import ALICE, BOB, POOL, House, bash, bearer, lifespan, make_application, make_settings, open_house
+from tests.support.harness import ALICE, BOB, POOL, Harness, bash, bearer, lifespan, make_application, make_settings, open_harness
 
 
-async def test_each_tenant_has_its_own_leases(house: House) -> None:
-    (mine,) = await house.acquire()
-    hers = (await house.http.post("/v1/acquire", json={}, headers=bearer(BOB))).json()["leases"][0]
+async def test_each_tenant_has_its_own_leases(harness: Harness) -> None:
+    (mine,) = await harness.acquire()
+    hers = (await harness.http.post("/v1/acquire", json={}, headers=bearer(BOB))).json()["leases"][0]
 
-    assert [lease["lease_id"] for lease in (await house.http.get("/v1/leases")).json()["leases"]] == [mine]
-    assert (hers["tenant"], (await house.http.get(f"/v1/leases/{hers['lease_id']}")).status_code) == ("bob", 404)
+    assert [lease["lease_id"] for lease in (await harness.http.get("/v1/leases")).json()["leases"]] == [mine]
+    assert (hers["tenant"], (await harness.http.get(f"/v1/leases/{hers['lease_id']}")).status_code) == ("bob", 404)
 
 
 async def test_an_open_door_lets_everybody_in_and_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async with open_house(tmp_path / "state", open_door=True) as house:
-        answer = await house.http.post("/v1/acquire", json={}, headers={"Authorization": ""})
+    async with open_harness(tmp_path / "state", open_door=True) as harness:
+        answer = await harness.http.post("/v1/acquire", json={}, headers={"Authorization": ""})
 
     assert answer.json()["leases"][0]["tenant"] == "local"
     assert "SANDBOX_AUTH=none" in caplog.text
 
 
 async def test_without_tokens_the_service_makes_one_and_never_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    async with open_house(tmp_path / "state", tenants=()) as house:
+    async with open_harness(tmp_path / "state", tenants=()) as harness:
         token = (tmp_path / "state" / "token").read_text().strip()
-        mine = await house.http.get("/v1/pools", headers={"Authorization": f"Bearer {token}"})
-        wrong = await house.http.get("/v1/pools")
+        mine = await harness.http.get("/v1/pools", headers={"Authorization": f"Bearer {token}"})
+        wrong = await harness.http.get("/v1/pools")
 
     told = capsys.readouterr()
     assert (mine.status_code, wrong.status_code) == (200, 401)
@@ -73,16 +73,16 @@ async def test_a_hang_up_signal_reads_the_tenants_again(tmp_path: Path) -> None:
     ],
 )
 async def test_who_is_not_let_in_is_told_why(tmp_path: Path, header: dict[str, str], detail: str) -> None:
-    async with open_house(tmp_path / "state", tenants=(ALICE,)) as house:
-        del house.http.headers["Authorization"]
-        answer = await house.http.get("/v1/pools", headers=header)
+    async with open_harness(tmp_path / "state", tenants=(ALICE,)) as harness:
+        del harness.http.headers["Authorization"]
+        answer = await harness.http.get("/v1/pools", headers=header)
 
     assert (answer.status_code, answer.json()["detail"]) == (401, detail)
 
 
-async def test_what_may_be_narrowed_is_said_in_json(house: House) -> None:
-    (lease_id,) = await house.acquire()
-    answer = await house.http.post(f"/v1/leases/{lease_id}/narrow", json={"allow_network": True})
+async def test_what_may_be_narrowed_is_said_in_json(harness: Harness) -> None:
+    (lease_id,) = await harness.acquire()
+    answer = await harness.http.post(f"/v1/leases/{lease_id}/narrow", json={"allow_network": True})
 
     assert (answer.status_code, answer.json()["detail"]) == (422, "allow_network: should be false")
 
@@ -106,7 +106,7 @@ async def test_a_file_that_names_no_tenants_any_more_locks_nobody_out(tmp_path: 
 
 
 async def test_an_advertised_url_is_left_for_this_machines_clients(tmp_path: Path) -> None:
-    async with open_house(tmp_path / "state", advertise_url="https://pool.example"):
+    async with open_harness(tmp_path / "state", advertise_url="https://pool.example"):
         told = (tmp_path / "state" / "server.json").read_text()
 
     assert '"url": "https://pool.example"' in told
@@ -116,68 +116,68 @@ async def test_an_advertised_url_is_left_for_this_machines_clients(tmp_path: Pat
 
 
 @pytest.mark.parametrize("route", [route for route in BUILT if route["path"].startswith("/v1/leases/{}")], ids=named)
-async def test_anothers_lease_is_not_found_whatever_is_asked_of_it(house: House, route: dict[str, Any]) -> None:
-    (lease_id,) = await house.acquire()
-    await house.batch(bash(lease_id, "true", call_id="c"))
+async def test_anothers_lease_is_not_found_whatever_is_asked_of_it(harness: Harness, route: dict[str, Any]) -> None:
+    (lease_id,) = await harness.acquire()
+    await harness.batch(bash(lease_id, "true", call_id="c"))
     path = route["path"].replace("{}", lease_id, 1).replace("{}", "c")
     body = {"NarrowBody": {"allow_network": False}, "ExecBody": {"command": "true"}}.get(route.get("body", ""))
     params = {"path": "a"} if "path" in route.get("query", ()) else {}
 
-    answer = await house.http.request(route["method"], path, params=params, json=body, headers=bearer(BOB))
+    answer = await harness.http.request(route["method"], path, params=params, json=body, headers=bearer(BOB))
 
     assert (answer.status_code, answer.json()["code"]) == (404, "lease_not_found")
 
 
-async def test_anothers_lease_can_be_neither_renewed_released_cancelled_nor_used(house: House) -> None:
-    (lease_id,) = await house.acquire(run_id="r")
+async def test_anothers_lease_can_be_neither_renewed_released_cancelled_nor_used(harness: Harness) -> None:
+    (lease_id,) = await harness.acquire(run_id="r")
     bob = bearer(BOB)
-    renewed = (await house.http.post("/v1/renew", json={"lease_ids": [lease_id]}, headers=bob)).json()
-    released = (await house.http.post("/v1/release", json={"lease_ids": [lease_id]}, headers=bob)).json()
-    of_run = (await house.http.post("/v1/release", json={"run_id": "r"}, headers=bob)).json()
-    used = (await house.http.post("/v1/exec-batch", json={"calls": [bash(lease_id, "true")]}, headers=bob)).json()["results"][0]
-    await house.batch(bash(lease_id, "true", call_id="c"))
-    cancelled = await house.http.post("/v1/cancel", json={"lease_id": lease_id, "call_id": "c"}, headers=bob)
+    renewed = (await harness.http.post("/v1/renew", json={"lease_ids": [lease_id]}, headers=bob)).json()
+    released = (await harness.http.post("/v1/release", json={"lease_ids": [lease_id]}, headers=bob)).json()
+    of_run = (await harness.http.post("/v1/release", json={"run_id": "r"}, headers=bob)).json()
+    used = (await harness.http.post("/v1/exec-batch", json={"calls": [bash(lease_id, "true")]}, headers=bob)).json()["results"][0]
+    await harness.batch(bash(lease_id, "true", call_id="c"))
+    cancelled = await harness.http.post("/v1/cancel", json={"lease_id": lease_id, "call_id": "c"}, headers=bob)
 
     assert (cancelled.status_code, cancelled.json()["code"]) == (404, "lease_not_found")
     assert renewed["lost"][0]["code"] == "lease_not_found"
     assert (released, of_run) == ({"released": [], "unknown": [lease_id]}, {"released": [], "unknown": []})
     assert used["reason"] == "lease_lost"
-    assert (await house.http.get(f"/v1/leases/{lease_id}")).status_code == 200
+    assert (await harness.http.get(f"/v1/leases/{lease_id}")).status_code == 200
 
 
-async def test_a_run_and_a_request_key_of_one_name_are_two_tenants_own(house: House) -> None:
+async def test_a_run_and_a_request_key_of_one_name_are_two_tenants_own(harness: Harness) -> None:
     body = {"run_id": "r", "trajectory_id": "t", "request_key": "k"}
-    mine = (await house.http.post("/v1/acquire", json=body)).json()["leases"][0]["lease_id"]
-    hers = (await house.http.post("/v1/acquire", json={**body, "ttl_s": 5}, headers=bearer(BOB))).json()["leases"][0]["lease_id"]
-    listed = (await house.http.get("/v1/leases", params={"run_id": "r", "trajectory_id": "t"}, headers=bearer(BOB))).json()["leases"]
-    released = (await house.http.post("/v1/release", json={"run_id": "r"}, headers=bearer(BOB))).json()
+    mine = (await harness.http.post("/v1/acquire", json=body)).json()["leases"][0]["lease_id"]
+    hers = (await harness.http.post("/v1/acquire", json={**body, "ttl_s": 5}, headers=bearer(BOB))).json()["leases"][0]["lease_id"]
+    listed = (await harness.http.get("/v1/leases", params={"run_id": "r", "trajectory_id": "t"}, headers=bearer(BOB))).json()["leases"]
+    released = (await harness.http.post("/v1/release", json={"run_id": "r"}, headers=bearer(BOB))).json()
 
     assert mine != hers
     assert [lease["lease_id"] for lease in listed] == [hers]
     assert released == {"released": [hers], "unknown": []}
-    assert (await house.http.get(f"/v1/leases/{mine}")).status_code == 200
+    assert (await harness.http.get(f"/v1/leases/{mine}")).status_code == 200
 
 
 async def test_nobody_but_admins_reads_a_variable_anywhere(tmp_path: Path) -> None:
     secret = replace(POOL, env_vars={"KEY": "for-admins-only"})
-    async with open_house(tmp_path / "state", pools={"default": secret}) as house:
-        await house.http.post("/v1/acquire", json={}, headers=bearer(BOB))
+    async with open_harness(tmp_path / "state", pools={"default": secret}) as harness:
+        await harness.http.post("/v1/acquire", json={}, headers=bearer(BOB))
         asked = [
-            await house.http.request(route["method"], route["path"].replace("{}", "default"), headers=bearer(BOB))
+            await harness.http.request(route["method"], route["path"].replace("{}", "default"), headers=bearer(BOB))
             for route in BUILT
             if route["method"] == "GET" and "media" not in route and not route["path"].startswith("/v1/leases")
         ]
-        put = await house.http.put("/v1/pools/default", json={"slots_per_sandbox": 4}, headers=bearer(BOB))
-        verify = await house.http.post("/v1/pools/default/verify", headers=bearer(BOB))
-        figures = await house.http.get("/metrics", headers=bearer(BOB))
-        admins = await house.http.get("/v1/pools/default")
+        put = await harness.http.put("/v1/pools/default", json={"slots_per_sandbox": 4}, headers=bearer(BOB))
+        verify = await harness.http.post("/v1/pools/default/verify", headers=bearer(BOB))
+        figures = await harness.http.get("/metrics", headers=bearer(BOB))
+        admins = await harness.http.get("/v1/pools/default")
 
     assert len(asked) >= 5
     assert [answer.url.path for answer in (*asked, put, verify, figures) if "for-admins-only" in answer.text] == []
     assert "for-admins-only" in admins.text
 
 
-async def test_a_stream_that_goes_on_where_it_was_cut_tells_nothing_of_anothers(port: House) -> None:
+async def test_a_stream_that_goes_on_where_it_was_cut_tells_nothing_of_anothers(port: Harness) -> None:
     async with port.http.stream("GET", "/v1/events") as answer:
         (mine,) = await port.acquire()
         acquired = (await until(events(answer), "lease.acquired"))[-1]
@@ -219,9 +219,9 @@ def test_every_route_keeps_tenants_apart() -> None:
 
 async def test_a_tenant_may_hold_so_many_leases(tmp_path: Path) -> None:
     limited = replace(BOB, max_leases=2)
-    async with open_house(tmp_path / "state", tenants=(ALICE, limited)) as house:
-        two = await house.http.post("/v1/acquire", json={"count": 2}, headers=bearer(BOB))
-        third = await house.http.post("/v1/acquire", json={}, headers=bearer(BOB))
+    async with open_harness(tmp_path / "state", tenants=(ALICE, limited)) as harness:
+        two = await harness.http.post("/v1/acquire", json={"count": 2}, headers=bearer(BOB))
+        third = await harness.http.post("/v1/acquire", json={}, headers=bearer(BOB))
 
     assert (two.status_code, third.status_code) == (200, 429)
     assert (third.json()["code"], third.json()["limit"]) == ("quota_exceeded", "max_leases")

@@ -6,7 +6,7 @@ import asyncio
 import base64
 import json
 
-from tests.support.house import BOB, House, bash, bearer
+from tests.support.harness import BOB, Harness, bash, bearer
 
 LEASE_FIELDS = {
     "lease_id", "epoch", "pool", "sandbox_id", "slot_id", "trajectory_id", "run_id", "tenant", "state", "acquired_at", "expires_at",
@@ -18,8 +18,8 @@ RESULT_FIELDS = {
 }  # fmt: skip
 
 
-async def test_an_empty_acquire_gives_one_slot_of_the_default_pool(house: House) -> None:
-    answer = await house.http.post("/v1/acquire", json={})
+async def test_an_empty_acquire_gives_one_slot_of_the_default_pool(harness: Harness) -> None:
+    answer = await harness.http.post("/v1/acquire", json={})
 
     document = answer.json()
     (lease,) = document["leases"]
@@ -29,10 +29,10 @@ async def test_an_empty_acquire_gives_one_slot_of_the_default_pool(house: House)
     assert (lease["pool"], lease["tenant"], lease["state"], lease["isolation"]) == ("default", "alice", "held", "bwrap")
 
 
-async def test_a_gang_carries_its_trajectories_and_its_labels(house: House) -> None:
+async def test_a_gang_carries_its_trajectories_and_its_labels(harness: Harness) -> None:
     fields = {"count": 3, "trajectory_ids": ["t-1", "t-2", "t-3"], "run_id": "r", "labels": {"model": "m"}, "ttl_s": 60}
 
-    leases = (await house.http.post("/v1/acquire", json=fields)).json()["leases"]
+    leases = (await harness.http.post("/v1/acquire", json=fields)).json()["leases"]
 
     assert [lease["trajectory_id"] for lease in leases] == ["t-1", "t-2", "t-3"]
     assert {lease["run_id"] for lease in leases} == {"r"}
@@ -40,75 +40,75 @@ async def test_a_gang_carries_its_trajectories_and_its_labels(house: House) -> N
     assert len({lease["slot_id"] for lease in leases}) == 3
 
 
-async def test_a_request_key_gives_the_same_leases_again(house: House) -> None:
-    first = await house.acquire(2, request_key="k")
+async def test_a_request_key_gives_the_same_leases_again(harness: Harness) -> None:
+    first = await harness.acquire(2, request_key="k")
 
-    assert await house.acquire(2, request_key="k") == first
+    assert await harness.acquire(2, request_key="k") == first
 
 
-async def test_calls_of_one_lease_run_in_order_and_a_failed_one_does_not_stop_the_next(house: House) -> None:
-    (lease_id,) = await house.acquire()
+async def test_calls_of_one_lease_run_in_order_and_a_failed_one_does_not_stop_the_next(harness: Harness) -> None:
+    (lease_id,) = await harness.acquire()
 
-    results = await house.batch(bash(lease_id, "exit 3"), bash(lease_id, "echo next"))
+    results = await harness.batch(bash(lease_id, "exit 3"), bash(lease_id, "echo next"))
 
     assert [set(result) for result in results] == [RESULT_FIELDS] * 2
     assert [(result["success"], result["exit_code"], result["output"], result["reason"]) for result in results] == [
         (False, 3, "", "exit"),
         (True, 0, "next\n", "exit"),
     ]
-    assert [command for _, command in house.agent.ran] == ["exit 3", "echo next"]
+    assert [command for _, command in harness.agent.ran] == ["exit 3", "echo next"]
 
 
-async def test_results_come_in_the_order_of_the_calls_over_many_leases(house: House) -> None:
-    leases = await house.acquire(4)
+async def test_results_come_in_the_order_of_the_calls_over_many_leases(harness: Harness) -> None:
+    leases = await harness.acquire(4)
 
-    results = await house.batch(*(bash(leases[n % 4], f"echo {n}", call_id=f"c-{n}") for n in range(40)))
+    results = await harness.batch(*(bash(leases[n % 4], f"echo {n}", call_id=f"c-{n}") for n in range(40)))
 
     assert [(result["call_id"], result["output"]) for result in results] == [(f"c-{n}", f"{n}\n") for n in range(40)]
 
 
-async def test_the_same_call_id_runs_once(house: House) -> None:
-    (lease_id,) = await house.acquire()
+async def test_the_same_call_id_runs_once(harness: Harness) -> None:
+    (lease_id,) = await harness.acquire()
 
-    results = [*await house.batch(bash(lease_id, "echo a", call_id="c")), *await house.batch(bash(lease_id, "echo a", call_id="c"))]
+    results = [*await harness.batch(bash(lease_id, "echo a", call_id="c")), *await harness.batch(bash(lease_id, "echo a", call_id="c"))]
 
     assert results[0] == results[1]
-    assert house.agent.ran == [("c", "echo a")]
+    assert harness.agent.ran == [("c", "echo a")]
 
 
-async def test_another_command_under_the_same_call_id_is_a_conflict(house: House) -> None:
-    (lease_id,) = await house.acquire()
-    await house.batch(bash(lease_id, "echo a", call_id="c"))
+async def test_another_command_under_the_same_call_id_is_a_conflict(harness: Harness) -> None:
+    (lease_id,) = await harness.acquire()
+    await harness.batch(bash(lease_id, "echo a", call_id="c"))
 
-    (result,) = await house.batch(bash(lease_id, "echo b", call_id="c"))
+    (result,) = await harness.batch(bash(lease_id, "echo b", call_id="c"))
 
     assert (result["reason"], result["fault"], result["success"]) == ("call_conflict", "infra", False)
 
 
-async def test_bytes_come_as_replacement_characters_or_exactly(house: House) -> None:
-    (lease_id,) = await house.acquire()
+async def test_bytes_come_as_replacement_characters_or_exactly(harness: Harness) -> None:
+    (lease_id,) = await harness.acquire()
 
-    text, exact = await house.batch(bash(lease_id, "bytes"), bash(lease_id, "bytes", encoding="base64"))
+    text, exact = await harness.batch(bash(lease_id, "bytes"), bash(lease_id, "bytes", encoding="base64"))
 
     assert (text["output"], text["encoding"]) == ("\ufffd\x00a", "utf-8")
     assert (base64.b64decode(exact["output"]), exact["encoding"]) == (b"\xff\x00a", "base64")
 
 
-async def test_separate_streams_are_in_the_metadata(house: House) -> None:
-    (lease_id,) = await house.acquire()
+async def test_separate_streams_are_in_the_metadata(harness: Harness) -> None:
+    (lease_id,) = await harness.acquire()
 
-    (result,) = await house.batch(bash(lease_id, "both", separate_streams=True))
+    (result,) = await harness.batch(bash(lease_id, "both", separate_streams=True))
 
     assert (result["output"], result["metadata"]["stdout"], result["metadata"]["stderr"]) == ("", "out", "er")
 
 
-async def test_lines_come_in_the_order_of_finishing(house: House) -> None:
-    slow, quick = await house.acquire(2)
+async def test_lines_come_in_the_order_of_finishing(harness: Harness) -> None:
+    slow, quick = await harness.acquire(2)
     calls = [bash(slow, "hang", call_id="slow"), bash(quick, "echo hi", call_id="quick")]
-    batch = asyncio.create_task(house.http.post("/v1/exec-batch", json={"calls": calls}, headers={"Accept": "application/x-ndjson"}))
-    while len(house.agent.ran) < 2:
+    batch = asyncio.create_task(harness.http.post("/v1/exec-batch", json={"calls": calls}, headers={"Accept": "application/x-ndjson"}))
+    while len(harness.agent.ran) < 2:
         await asyncio.sleep(0)
-    cancelled = await house.http.post("/v1/cancel", json={"lease_id": slow, "call_id": "slow"})
+    cancelled = await harness.http.post("/v1/cancel", json={"lease_id": slow, "call_id": "slow"})
 
     answer = await batch
 
@@ -117,45 +117,45 @@ async def test_lines_come_in_the_order_of_finishing(house: House) -> None:
     assert [(line["call_id"], line["reason"]) for line in map(json.loads, answer.text.splitlines())] == [("quick", "exit"), ("slow", "cancelled")]
 
 
-async def test_release_answers_with_what_ended_and_what_is_unknown(house: House) -> None:
-    (lease_id,) = await house.acquire()
+async def test_release_answers_with_what_ended_and_what_is_unknown(harness: Harness) -> None:
+    (lease_id,) = await harness.acquire()
 
-    first = await house.http.post("/v1/release", json={"lease_ids": [lease_id, "nobodys"]})
-    again = await house.http.post("/v1/release", json={"lease_ids": [lease_id]})
+    first = await harness.http.post("/v1/release", json={"lease_ids": [lease_id, "nobodys"]})
+    again = await harness.http.post("/v1/release", json={"lease_ids": [lease_id]})
 
     assert first.json() == {"released": [lease_id], "unknown": ["nobodys"]}
     assert again.json() == {"released": [lease_id], "unknown": []}
 
 
-async def test_releasing_a_run_releases_all_of_it(house: House) -> None:
-    of_run = await house.acquire(3, run_id="r")
-    (other,) = await house.acquire()
+async def test_releasing_a_run_releases_all_of_it(harness: Harness) -> None:
+    of_run = await harness.acquire(3, run_id="r")
+    (other,) = await harness.acquire()
 
-    answer = await house.http.post("/v1/release", json={"run_id": "r"})
+    answer = await harness.http.post("/v1/release", json={"run_id": "r"})
 
     assert sorted(answer.json()["released"]) == sorted(of_run)
-    assert [lease["lease_id"] for lease in (await house.http.get("/v1/leases")).json()["leases"]] == [other]
+    assert [lease["lease_id"] for lease in (await harness.http.get("/v1/leases")).json()["leases"]] == [other]
 
 
-async def test_release_ends_a_running_call_as_cancelled(house: House) -> None:
-    (lease_id,) = await house.acquire()
-    running = asyncio.create_task(house.batch(bash(lease_id, "hang")))
-    while not house.agent.ran:
+async def test_release_ends_a_running_call_as_cancelled(harness: Harness) -> None:
+    (lease_id,) = await harness.acquire()
+    running = asyncio.create_task(harness.batch(bash(lease_id, "hang")))
+    while not harness.agent.ran:
         await asyncio.sleep(0)
 
-    await house.http.post("/v1/release", json={"lease_ids": [lease_id]})
+    await harness.http.post("/v1/release", json={"lease_ids": [lease_id]})
 
     (result,) = await running
     assert (result["reason"], result["fault"]) == ("cancelled", "none")
 
 
-async def test_another_tenants_lease_does_not_exist(house: House) -> None:
-    (lease_id,) = await house.acquire()
+async def test_another_tenants_lease_does_not_exist(harness: Harness) -> None:
+    (lease_id,) = await harness.acquire()
     bob = bearer(BOB)
 
-    seen = await house.http.get(f"/v1/leases/{lease_id}", headers=bob)
-    released = await house.http.post("/v1/release", json={"lease_ids": [lease_id]}, headers=bob)
-    (result,) = (await house.http.post("/v1/exec-batch", json={"calls": [bash(lease_id, "true")]}, headers=bob)).json()["results"]
+    seen = await harness.http.get(f"/v1/leases/{lease_id}", headers=bob)
+    released = await harness.http.post("/v1/release", json={"lease_ids": [lease_id]}, headers=bob)
+    (result,) = (await harness.http.post("/v1/exec-batch", json={"calls": [bash(lease_id, "true")]}, headers=bob)).json()["results"]
 
     assert (seen.status_code, seen.json()["code"]) == (404, "lease_not_found")
     assert released.json() == {"released": [], "unknown": [lease_id]}

@@ -9,20 +9,20 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.support.house import ALICE, House, house_on_a_port
+from tests.support.harness import ALICE, Harness, harness_on_a_port
 
 PIPELINED_COUNT = 50
 
 
 @pytest.fixture
-async def house(tmp_path: Path) -> AsyncIterator[House]:
-    async with house_on_a_port(tmp_path / "state") as running:
+async def harness(tmp_path: Path) -> AsyncIterator[Harness]:
+    async with harness_on_a_port(tmp_path / "state") as running:
         yield running
 
 
-async def answers(house: House, path: str, token: str | None) -> bytes:
+async def answers(harness: Harness, path: str, token: str | None) -> bytes:
     """All that comes for many requests that are sent at once, the last of which asks for the end of the connection."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", urlsplit(house.url).port)
+    reader, writer = await asyncio.open_connection("127.0.0.1", urlsplit(harness.url).port)
     authorization = "" if token is None else f"authorization: Bearer {token}\r\n"
     request = f"GET {path} HTTP/1.1\r\nhost: x\r\n{authorization}"
     writer.write((f"{request}\r\n" * (PIPELINED_COUNT - 1) + f"{request}connection: close\r\n\r\n").encode())
@@ -36,8 +36,8 @@ async def answers(house: House, path: str, token: str | None) -> bytes:
     ("path", "token", "status"),
     [("/healthz", None, 200), ("/docs", None, 200), ("/healthz", "nobodys", 200), ("/v1/pools", None, 401), ("/v1/pools", "nobodys", 401)],
 )
-async def test_without_a_valid_token_one_request_is_answered(house: House, path: str, token: str | None, status: int) -> None:
-    answer = await answers(house, path, token)
+async def test_without_a_valid_token_one_request_is_answered(harness: Harness, path: str, token: str | None, status: int) -> None:
+    answer = await answers(harness, path, token)
 
     assert answer.startswith(f"HTTP/1.1 {status} ".encode())
     assert answer.count(b"HTTP/1.1 ") == 1
@@ -45,19 +45,19 @@ async def test_without_a_valid_token_one_request_is_answered(house: House, path:
 
 
 @pytest.mark.parametrize("path", ["/healthz", "/v1/pools"])
-async def test_with_a_token_every_request_is_answered(house: House, path: str) -> None:
-    assert (await answers(house, path, ALICE.token)).count(b"HTTP/1.1 200 ") == PIPELINED_COUNT
+async def test_with_a_token_every_request_is_answered(harness: Harness, path: str) -> None:
+    assert (await answers(harness, path, ALICE.token)).count(b"HTTP/1.1 200 ") == PIPELINED_COUNT
 
 
-async def test_the_refusal_of_a_token_reaches_a_caller_that_still_sends(house: House) -> None:
-    answer = await house.http.post("/v1/exec-batch", content=b" " * (8 << 20), headers={"authorization": "Bearer nobodys"})
+async def test_the_refusal_of_a_token_reaches_a_caller_that_still_sends(harness: Harness) -> None:
+    answer = await harness.http.post("/v1/exec-batch", content=b" " * (8 << 20), headers={"authorization": "Bearer nobodys"})
 
     assert (answer.status_code, answer.json()["code"], answer.headers["connection"]) == (401, "unauthorized", "close")
 
 
-async def test_the_agent_is_sent_whole(house: House) -> None:
-    first = await house.http.get("/v1/agent.pyz", headers={"authorization": ""})
-    again = await house.http.get("/v1/agent.pyz")
+async def test_the_agent_is_sent_whole(harness: Harness) -> None:
+    first = await harness.http.get("/v1/agent.pyz", headers={"authorization": ""})
+    again = await harness.http.get("/v1/agent.pyz")
 
     assert int(first.headers["content-length"]) == len(first.content) > 64 << 10
     assert (again.content, again.headers["etag"]) == (first.content, first.headers["etag"])

@@ -17,17 +17,17 @@ from env_client.cli import OWN_FAILURE
 from env_client.cli.app import app as cli_app
 from env_client.cli.arguments import DEFAULT_TTL_S
 from env_client.cli.command_line import NOT_FOUND
-from env_client.cli.commands_doctor import SOMETHING_MISSING
-from env_client.cli.commands_pools import NOT_CLEAN
+from env_client.cli.commands.doctor import SOMETHING_MISSING
+from env_client.cli.commands.pools import NOT_CLEAN
 from env_client.cli.executing import CANNOT_START, OUT_OF_MEMORY, TIMED_OUT
-from sandbox_server.agent.tools.table import NOT_BUILT as TOOLS_NOT_BUILT
-from sandbox_server.agent.tools.table import TOOLS
+from sandbox_server.agent.execution.tools.tool_registry import NOT_BUILT as TOOLS_NOT_BUILT
+from sandbox_server.agent.execution.tools.tool_registry import TOOLS
 from sandbox_server.api.api import every_route
+from sandbox_server.api.contract.requests import PoolSpecBody
+from sandbox_server.api.contract.specs import ADMINS_ONLY
 from sandbox_server.api.limits import LIMITS, Limits, most_of, text_of
 from sandbox_server.api.problems import STATUS_OF
 from sandbox_server.api.routes.pending import PENDING
-from sandbox_server.api.schemas import PoolSpecBody
-from sandbox_server.api.specs import ADMINS_ONLY
 from sandbox_server.core.execution import FAULTS_OF
 from sandbox_server.core.lifecycle import SANDBOX_MOVES, SLOT_MOVES
 from sandbox_server.core.types import SandboxState

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tests.hostile.house import House
+    from tests.hostile.harness import Harness
 
 WORDS = {"held": "held", "weak": "**not held**", "refused": "refused"}
 
@@ -19,9 +19,9 @@ class Matrix:
 
     rows: dict[str, tuple[str, dict[str, str]]] = field(default_factory=dict)
 
-    def record(self, key: str, title: str, house: House, outcome: str) -> None:
-        """One attack in one house came to this."""
-        self.rows.setdefault(key, (title, {}))[1][house.name] = outcome
+    def record(self, key: str, title: str, harness: Harness, outcome: str) -> None:
+        """One attack in one harness came to this."""
+        self.rows.setdefault(key, (title, {}))[1][harness.name] = outcome
 
     def table(self) -> str:
         """The rows as Markdown."""

@@ -8,15 +8,15 @@ import tarfile
 import httpx
 import pytest
 
-from tests.hostile.house import House
+from tests.hostile.harness import Harness
 
 
-def get(house: House, lease: dict, route: str, path: str) -> httpx.Response:
-    return house.client.get(f"/v1/leases/{lease['lease_id']}/{route}", params={"path": path})
+def get(harness: Harness, lease: dict, route: str, path: str) -> httpx.Response:
+    return harness.client.get(f"/v1/leases/{lease['lease_id']}/{route}", params={"path": path})
 
 
-def put(house: House, lease: dict, route: str, path: str, content: bytes) -> httpx.Response:
-    return house.client.put(f"/v1/leases/{lease['lease_id']}/{route}", params={"path": path}, content=content)
+def put(harness: Harness, lease: dict, route: str, path: str, content: bytes) -> httpx.Response:
+    return harness.client.put(f"/v1/leases/{lease['lease_id']}/{route}", params={"path": path}, content=content)
 
 
 OUTSIDE = [
@@ -27,11 +27,11 @@ OUTSIDE = [
 
 @pytest.mark.parametrize("path", OUTSIDE)
 @pytest.mark.parametrize("route", ["files", "files/list", "archive"])
-def test_reading_outside_is_refused(house: House, route: str, path: str) -> None:
-    lease = house.acquire()
-    assert house.bash(lease, "ln -s /etc link-to-etc; ln -s /etc/passwd link-to-passwd; ln -s link-to-etc chain")["success"]
+def test_reading_outside_is_refused(harness: Harness, route: str, path: str) -> None:
+    lease = harness.acquire()
+    assert harness.bash(lease, "ln -s /etc link-to-etc; ln -s /etc/passwd link-to-passwd; ln -s link-to-etc chain")["success"]
 
-    answer = get(house, lease, route, path)
+    answer = get(harness, lease, route, path)
 
     assert answer.status_code == 422, (path, answer.status_code, answer.text[:200])
     assert answer.json()["code"] == "invalid_request"
@@ -39,38 +39,38 @@ def test_reading_outside_is_refused(house: House, route: str, path: str) -> None
 
 
 @pytest.mark.parametrize("path", ["/etc/new", "../new", "link-to-tmp/../../etc/new", "link-to-etc/new", "/proc/self/oom_score_adj", "/usr/new", "dangling-out"])
-def test_writing_outside_is_refused(house: House, path: str) -> None:
-    lease = house.acquire()
-    assert house.bash(lease, "ln -s /etc link-to-etc; ln -s /tmp link-to-tmp; ln -s /etc/dangling dangling-out")["success"]
+def test_writing_outside_is_refused(harness: Harness, path: str) -> None:
+    lease = harness.acquire()
+    assert harness.bash(lease, "ln -s /etc link-to-etc; ln -s /tmp link-to-tmp; ln -s /etc/dangling dangling-out")["success"]
 
-    answer = put(house, lease, "files", path, b"x")
+    answer = put(harness, lease, "files", path, b"x")
 
     assert answer.status_code == 422, (path, answer.status_code, answer.text[:200])
     assert answer.json()["code"] == "invalid_request"
 
 
-def test_what_is_no_regular_file_is_a_file_error_and_nothing_blocks(house: House) -> None:
-    lease = house.acquire()
+def test_what_is_no_regular_file_is_a_file_error_and_nothing_blocks(harness: Harness) -> None:
+    lease = harness.acquire()
     bind = "python3 -c \"import socket; socket.socket(socket.AF_UNIX).bind('sock')\""
-    assert house.bash(lease, f"mkfifo fifo; mkdir folder; ln -s fifo to-fifo; {bind}; mkdir locked; touch locked/f; chmod 0 locked")["success"]
+    assert harness.bash(lease, f"mkfifo fifo; mkdir folder; ln -s fifo to-fifo; {bind}; mkdir locked; touch locked/f; chmod 0 locked")["success"]
 
     for path in ("fifo", "to-fifo", "folder", "sock"):
-        answer = get(house, lease, "files", path)
+        answer = get(harness, lease, "files", path)
         assert answer.status_code == 409, (path, answer.text)
         assert answer.json()["code"] == "file_error"
-    assert get(house, lease, "files", "locked/f").json()["code"] == "file_error"
-    assert get(house, lease, "files", "none").status_code == 404
-    assert get(house, lease, "files", "none").json()["code"] == "file_not_found"
-    answer = put(house, lease, "files", "folder", b"x")
+    assert get(harness, lease, "files", "locked/f").json()["code"] == "file_error"
+    assert get(harness, lease, "files", "none").status_code == 404
+    assert get(harness, lease, "files", "none").json()["code"] == "file_not_found"
+    answer = put(harness, lease, "files", "folder", b"x")
     assert (answer.status_code, answer.json()["code"]) == (409, "file_error")
 
 
-def test_a_link_inside_is_followed(house: House) -> None:
-    lease = house.acquire()
-    assert house.bash(lease, "mkdir d; echo hello > d/f; ln -s d/f inside; ln -s /tmp t; echo there > /tmp/x")["success"]
+def test_a_link_inside_is_followed(harness: Harness) -> None:
+    lease = harness.acquire()
+    assert harness.bash(lease, "mkdir d; echo hello > d/f; ln -s d/f inside; ln -s /tmp t; echo there > /tmp/x")["success"]
 
-    assert get(house, lease, "files", "inside").content == b"hello\n"
-    assert get(house, lease, "files", "t/x").content == b"there\n"
+    assert get(harness, lease, "files", "inside").content == b"hello\n"
+    assert get(harness, lease, "files", "t/x").content == b"there\n"
 
 
 def archive(*members: tuple[tarfile.TarInfo, bytes]) -> bytes:
@@ -98,28 +98,28 @@ EVIL = {
 
 
 @pytest.mark.parametrize("kind", EVIL)
-def test_an_archive_cannot_lead_out(house: House, kind: str) -> None:
-    lease = house.acquire()
+def test_an_archive_cannot_lead_out(harness: Harness, kind: str) -> None:
+    lease = harness.acquire()
 
-    answer = put(house, lease, "archive", ".", archive(*EVIL[kind]))
+    answer = put(harness, lease, "archive", ".", archive(*EVIL[kind]))
 
     assert answer.status_code in (409, 422), answer.text
     assert answer.json()["code"] in ("invalid_request", "file_error")
-    assert house.bash(lease, "ls /etc/evil 2>/dev/null; cat h 2>/dev/null | grep root:; find . -type b")["output"] == ""
+    assert harness.bash(lease, "ls /etc/evil 2>/dev/null; cat h 2>/dev/null | grep root:; find . -type b")["output"] == ""
 
 
-def test_what_is_no_archive_is_said(house: House) -> None:
-    lease = house.acquire()
+def test_what_is_no_archive_is_said(harness: Harness) -> None:
+    lease = harness.acquire()
 
     for content in (b"", b"not gzip", archive((member("f"), b"x" * 100_000))[:40]):
-        answer = put(house, lease, "archive", ".", content)
+        answer = put(harness, lease, "archive", ".", content)
         assert answer.status_code == 422, answer.text
         assert answer.json()["code"] == "invalid_request"
 
 
-def test_setuid_does_not_come_in_by_archive(house: House) -> None:
-    lease = house.acquire()
+def test_setuid_does_not_come_in_by_archive(harness: Harness) -> None:
+    lease = harness.acquire()
 
-    assert put(house, lease, "archive", ".", archive((member("tool", mode=0o4755), b"#!/bin/sh\n"))).status_code == 204
+    assert put(harness, lease, "archive", ".", archive((member("tool", mode=0o4755), b"#!/bin/sh\n"))).status_code == 204
 
-    assert house.bash(lease, "stat -c %a tool")["output"] in ("755\n", "700\n", "644\n")
+    assert harness.bash(lease, "stat -c %a tool")["output"] in ("755\n", "700\n", "644\n")

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from tests.hostile.conftest import POOL
-from tests.hostile.house import House
+from tests.hostile.harness import Harness
 
 # Makes itself the last to be killed, and holds memory that no process has mapped.
 HOARD = """
@@ -51,58 +51,58 @@ time.sleep(60)
 
 
 @pytest.fixture
-def small_pool(house: House) -> Iterator[str]:
+def small_pool(harness: Harness) -> Iterator[str]:
     """A pool whose slots have 400 MiB together, so that this test does not need all of the machine's."""
-    answer = house.client.put("/v1/pools/small", json={**POOL, "memory_mb": 400})
+    answer = harness.client.put("/v1/pools/small", json={**POOL, "memory_mb": 400})
     assert answer.status_code in (200, 201), answer.text
     yield "small"
-    house.release_all()
-    assert house.client.delete("/v1/pools/small").status_code in (200, 202, 204)
+    harness.release_all()
+    assert harness.client.delete("/v1/pools/small").status_code in (200, 202, 204)
     deadline = time.monotonic() + 30
-    while house.client.get("/v1/pools/small").status_code != 404:
+    while harness.client.get("/v1/pools/small").status_code != 404:
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
 
-def view_share(house: House, pool: str) -> int:
+def view_share(harness: Harness, pool: str) -> int:
     """What a slot of a pool is always given, in MiB."""
-    share: int = house.client.get(f"/v1/pools/{pool}").json()["effective"]["share_memory_mb"]
+    share: int = harness.client.get(f"/v1/pools/{pool}").json()["effective"]["share_memory_mb"]
     return share
 
 
 @pytest.mark.parametrize("script", [HOARD, SHARED], ids=["memory-files", "shared-memory"])
-def test_a_slot_that_hoards_memory_is_ended_and_nobody_else(house: House, small_pool: str, script: str) -> None:
-    hoarder, neighbour = house.acquire(pool=small_pool), house.acquire(pool=small_pool)
+def test_a_slot_that_hoards_memory_is_ended_and_nobody_else(harness: Harness, small_pool: str, script: str) -> None:
+    hoarder, neighbour = harness.acquire(pool=small_pool), harness.acquire(pool=small_pool)
     marker = f"62{uuid.uuid4().int % 10**10}"
-    assert house.bash(neighbour, f"x=$(head -c 4M /dev/zero | tr '\\\\0' x); sleep {marker} > /dev/null 2>&1 & echo up")["success"]
-    agents, survivors = house.agent_pids(), house.processes(marker)
+    assert harness.bash(neighbour, f"x=$(head -c 4M /dev/zero | tr '\\\\0' x); sleep {marker} > /dev/null 2>&1 & echo up")["success"]
+    agents, survivors = harness.agent_pids(), harness.processes(marker)
     assert survivors
-    service = psutil.Process(house.pid)
+    service = psutil.Process(harness.pid)
     started = time.monotonic()
-    result = house.python(hoarder, script, timeout_s=60)
+    result = harness.python(hoarder, script, timeout_s=60)
 
     # It fills everything alone, and may meet its own ceiling, which is hardly above that, before it is ended.
     assert (result["reason"], result["fault"]) == ("oom", "policy"), result
     assert time.monotonic() - started < 30
     proof = result["metadata"]["evidence"]
-    assert proof.get("oom_kills") or proof["used_mb"] > view_share(house, small_pool)
-    assert [process.pid for process in house.processes(marker)] == [process.pid for process in survivors]
-    assert house.agent_pids() == agents
+    assert proof.get("oom_kills") or proof["used_mb"] > view_share(harness, small_pool)
+    assert [process.pid for process in harness.processes(marker)] == [process.pid for process in survivors]
+    assert harness.agent_pids() == agents
     assert service.is_running()
-    assert house.bash(neighbour, "echo fine")["output"] == "fine\n"
-    late = house.bash(hoarder, "true")
+    assert harness.bash(neighbour, "echo fine")["output"] == "fine\n"
+    late = harness.bash(hoarder, "true")
     assert (late["reason"], late["fault"]) == ("sandbox_lost", "policy") or (proof.get("oom_kills") and late["success"]), late
-    house.still_sound()
+    harness.still_sound()
 
 
-def test_a_pool_says_what_holds_for_memory_and_what_does_not(house: House, small_pool: str) -> None:
-    house.acquire(pool=small_pool)
-    view = house.client.get(f"/v1/pools/{small_pool}").json()
+def test_a_pool_says_what_holds_for_memory_and_what_does_not(harness: Harness, small_pool: str) -> None:
+    harness.acquire(pool=small_pool)
+    view = harness.client.get(f"/v1/pools/{small_pool}").json()
     effective, capabilities = view["effective"], view["capabilities"]
 
     assert (effective["slot_memory_mb"], effective["slots_memory_mb"]) == (380, 400)
     assert 0 < effective["share_memory_mb"] <= 100
     is_counted = capabilities["limits"]["memory"].startswith("cgroup")
     assert is_counted == (not any(sentence.startswith("memory of a slot is measured") for sentence in capabilities["not_enforced"]))
-    if house.as_root and os.access("/sys/fs/cgroup/memory", os.W_OK):
+    if harness.as_root and os.access("/sys/fs/cgroup/memory", os.W_OK):
         assert is_counted

@@ -9,57 +9,57 @@ from pathlib import Path
 
 import pytest
 
-from tests.hostile.house import House
+from tests.hostile.harness import Harness
 
 # `kill(-1)` reaches whatever it may signal but itself, so in the end there is nothing else of the slot that moves.
 STOPPER = "import os, signal, time; time.sleep(0.5)\nwhile True:\n try: os.kill(-1, signal.SIGSTOP)\n except ProcessLookupError: pass"
 
 
-def _stop_everything(house: House, lease: dict) -> str:
+def _stop_everything(harness: Harness, lease: dict) -> str:
     marker = f"stopper-{uuid.uuid4().hex}"
-    assert house.bash(lease, f"setsid nohup /usr/bin/python3 -c '{STOPPER}' {marker} >/dev/null 2>&1 </dev/null &")["success"]
+    assert harness.bash(lease, f"setsid nohup /usr/bin/python3 -c '{STOPPER}' {marker} >/dev/null 2>&1 </dev/null &")["success"]
     time.sleep(0.8)  # it has begun by then; nothing of the slot could say so
     return marker
 
 
-def test_a_slot_that_stops_every_process_is_released_all_the_same(house: House) -> None:
-    leases = [house.acquire(), house.acquire()]
-    marker = _stop_everything(house, leases[0])
+def test_a_slot_that_stops_every_process_is_released_all_the_same(harness: Harness) -> None:
+    leases = [harness.acquire(), harness.acquire()]
+    marker = _stop_everything(harness, leases[0])
 
     started = time.monotonic()
-    house.release(leases[0])
-    house.settled()
+    harness.release(leases[0])
+    harness.settled()
 
     assert time.monotonic() - started < 10
-    assert house.processes(marker) == []
-    assert house.bash(leases[1], "echo fine")["output"] == "fine\n"
-    house.still_sound()
+    assert harness.processes(marker) == []
+    assert harness.bash(leases[1], "echo fine")["output"] == "fine\n"
+    harness.still_sound()
 
 
-def test_calls_that_are_stopped_end_in_time_and_it_is_their_own_fault(house: House) -> None:
-    lease = house.acquire()
-    _stop_everything(house, lease)
+def test_calls_that_are_stopped_end_in_time_and_it_is_their_own_fault(harness: Harness) -> None:
+    lease = harness.acquire()
+    _stop_everything(harness, lease)
 
     for tool, args in (("write_file", {"path": "f", "content": "x"}), ("bash", {"command": "echo hi"}), ("read_file", {"path": "f"})):
         started = time.monotonic()
-        result = house.call(lease, tool, args, timeout_s=1)
+        result = harness.call(lease, tool, args, timeout_s=1)
         assert time.monotonic() - started < 1 + 3 + 1, result
         assert result["success"] or result["fault"] == "policy", str(result)
-        if house.mode == "uid" and tool != "bash":
+        if harness.mode == "uid" and tool != "bash":
             assert result["success"], "our own process was stopped"
 
-    house.release(lease)
-    house.settled()
-    house.still_sound()
+    harness.release(lease)
+    harness.settled()
+    harness.still_sound()
 
 
-def test_a_file_is_put_into_a_slot_that_stops_everything_it_can(house: House) -> None:
-    if house.mode != "uid":
+def test_a_file_is_put_into_a_slot_that_stops_everything_it_can(harness: Harness) -> None:
+    if harness.mode != "uid":
         pytest.skip("the slot and what writes its files are one user here: it stops its own upload, until nothing has moved for a minute")
-    lease = house.acquire()
-    _stop_everything(house, lease)
+    lease = harness.acquire()
+    _stop_everything(harness, lease)
 
-    answer = house.client.put(f"/v1/leases/{lease['lease_id']}/files", params={"path": "put"}, content=os.urandom(3_000_000))
+    answer = harness.client.put(f"/v1/leases/{lease['lease_id']}/files", params={"path": "put"}, content=os.urandom(3_000_000))
 
     assert answer.status_code in (200, 201, 204), answer.text
 
@@ -72,38 +72,38 @@ for _ in range({depth}):
 """
 
 
-def test_a_tree_deeper_than_there_are_descriptors_quarantines_nobody(house: House) -> None:
-    digger, neighbour = house.acquire(), house.acquire()
+def test_a_tree_deeper_than_there_are_descriptors_quarantines_nobody(harness: Harness) -> None:
+    digger, neighbour = harness.acquire(), harness.acquire()
     name = f"deep-{uuid.uuid4().hex}"
-    depth = 21_000 if house.mode == "uid" else 1_000  # elsewhere it is in the slot's own folder, where the agent looks at nothing
-    assert house.python(digger, DEEP.format(name=name, depth=depth), timeout_s=120)["success"]
+    depth = 21_000 if harness.mode == "uid" else 1_000  # elsewhere it is in the slot's own folder, where the agent looks at nothing
+    assert harness.python(digger, DEEP.format(name=name, depth=depth), timeout_s=120)["success"]
 
-    house.release(neighbour)
-    house.settled()
-    house.still_sound()
-    house.release(digger)
-    house.settled()
+    harness.release(neighbour)
+    harness.settled()
+    harness.still_sound()
+    harness.release(digger)
+    harness.settled()
 
-    house.still_sound()
+    harness.still_sound()
     assert not Path("/tmp", name).exists()
 
 
-def test_what_a_neighbour_puts_into_an_open_folder_is_only_its_own_trouble(house: House) -> None:
-    victim, neighbour = house.acquire(), house.acquire()
+def test_what_a_neighbour_puts_into_an_open_folder_is_only_its_own_trouble(harness: Harness) -> None:
+    victim, neighbour = harness.acquire(), harness.acquire()
     name = f"open-{uuid.uuid4().hex}"
-    made = house.bash(victim, f"mkdir -p /tmp/{name}/below && chmod 755 /tmp/{name} && chmod 777 /tmp/{name}/below")
+    made = harness.bash(victim, f"mkdir -p /tmp/{name}/below && chmod 755 /tmp/{name} && chmod 777 /tmp/{name}/below")
     assert made["success"], made
-    house.bash(neighbour, f"echo mine > /tmp/{name}/below/left; chmod 600 /tmp/{name}/below/left")
+    harness.bash(neighbour, f"echo mine > /tmp/{name}/below/left; chmod 600 /tmp/{name}/below/left")
 
-    house.release(neighbour)
-    house.settled()
-    house.still_sound()
-    seen = house.bash(victim, f"ls -A /tmp/{name}/below")
-    house.release(victim)
-    house.settled()
+    harness.release(neighbour)
+    harness.settled()
+    harness.still_sound()
+    seen = harness.bash(victim, f"ls -A /tmp/{name}/below")
+    harness.release(victim)
+    harness.settled()
 
     assert seen["output"] == ""
-    house.still_sound()
+    harness.still_sound()
     assert not Path("/tmp", name).exists()
 
 
@@ -117,35 +117,35 @@ print("open" if queue >= 0 else "none")
 """
 
 
-def test_a_message_queue_ends_with_its_lease(house: House) -> None:
+def test_a_message_queue_ends_with_its_lease(harness: Harness) -> None:
     name = f"q{uuid.uuid4().hex}"
-    leases = house.every_slot()
-    house.python(leases[0], QUEUE.format(name=name, flags="os.O_CREAT | os.O_RDWR"))
-    house.release(*leases)
-    house.settled()
+    leases = harness.every_slot()
+    harness.python(leases[0], QUEUE.format(name=name, flags="os.O_CREAT | os.O_RDWR"))
+    harness.release(*leases)
+    harness.settled()
 
-    found = [house.python(lease, QUEUE.format(name=name, flags="os.O_RDWR"))["output"] for lease in house.every_slot()]
+    found = [harness.python(lease, QUEUE.format(name=name, flags="os.O_RDWR"))["output"] for lease in harness.every_slot()]
 
     assert found == ["none\n"] * 3
 
 
-def test_what_was_left_when_the_agent_was_killed_is_not_there_for_the_next(house: House) -> None:
+def test_what_was_left_when_the_agent_was_killed_is_not_there_for_the_next(harness: Harness) -> None:
     name = f"left-{uuid.uuid4().hex}"
     segment = "import ctypes; print(ctypes.CDLL(None).shmget(0x5ea1, 4096, 0o1600))"
-    for lease in house.every_slot():
-        left = house.bash(lease, f"umask 077; echo secret > /tmp/{name}-$(id -u); echo secret > /dev/shm/{name}-$(id -u); python3 -c '{segment}'")
+    for lease in harness.every_slot():
+        left = harness.bash(lease, f"umask 077; echo secret > /tmp/{name}-$(id -u); echo secret > /dev/shm/{name}-$(id -u); python3 -c '{segment}'")
         assert left["success"], left
-    agents = house.agent_pids()
+    agents = harness.agent_pids()
     for pid in agents:
         os.kill(pid, 9)
-    house.held.clear()
+    harness.held.clear()
     deadline = time.monotonic() + 60
-    while set(house.agent_pids()) & set(agents) or not house.agent_pids() or house.pool()["slots"]["ready"] < 3:
-        assert time.monotonic() < deadline, house.pool()
+    while set(harness.agent_pids()) & set(agents) or not harness.agent_pids() or harness.pool()["slots"]["ready"] < 3:
+        assert time.monotonic() < deadline, harness.pool()
         time.sleep(0.1)
 
-    for lease in house.every_slot():
-        seen = house.bash(lease, f"cat /tmp/{name}-* /dev/shm/{name}-*; awk -v u=$(id -u) '$5 == u || $8 == u' /proc/sysvipc/*")
+    for lease in harness.every_slot():
+        seen = harness.bash(lease, f"cat /tmp/{name}-* /dev/shm/{name}-*; awk -v u=$(id -u) '$5 == u || $8 == u' /proc/sysvipc/*")
         assert "secret" not in seen["output"], seen
         assert "5ea1" not in seen["output"], seen
     assert list(Path("/tmp").glob(f"{name}-*")) == []

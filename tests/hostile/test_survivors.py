@@ -7,7 +7,7 @@ import uuid
 
 import pytest
 
-from tests.hostile.house import House
+from tests.hostile.harness import Harness
 
 DAEMON = 'import os; os.fork() and os._exit(0); os.setsid(); os.fork() and os._exit(0); os.execv("/bin/sleep", ["sleep", "{seconds}"])'
 ESCAPES = {
@@ -24,36 +24,36 @@ ESCAPES = {
 
 
 @pytest.mark.parametrize("escape", ESCAPES)
-def test_nothing_of_a_call_survives_its_timeout(house: House, escape: str) -> None:
-    lease = house.acquire()
+def test_nothing_of_a_call_survives_its_timeout(harness: Harness, escape: str) -> None:
+    lease = harness.acquire()
     seconds = f"8{uuid.uuid4().int % 10**8}"
     bystander = f"7{uuid.uuid4().int % 10**8}"
-    assert house.bash(lease, f"sleep {bystander} >/dev/null 2>&1 &")["success"]
+    assert harness.bash(lease, f"sleep {bystander} >/dev/null 2>&1 &")["success"]
 
     started = time.monotonic()
-    result = house.bash(lease, "echo before; " + ESCAPES[escape].format(sleep=f"sleep {seconds}", seconds=seconds), timeout_s=1)
+    result = harness.bash(lease, "echo before; " + ESCAPES[escape].format(sleep=f"sleep {seconds}", seconds=seconds), timeout_s=1)
     took_s = time.monotonic() - started
 
     assert result["reason"] == "timeout", result
     assert result["fault"] == "policy"
     assert result["output"].startswith("before\n")
     assert took_s < 1 + 3 + 1, f"back {took_s:.1f} s after the start, deadline 1 s"
-    assert [p for p in house.processes(seconds) if p.name() == "sleep"] == []
-    assert house.processes(bystander), "a background process of another call was killed"
-    house.still_sound()
+    assert [p for p in harness.processes(seconds) if p.name() == "sleep"] == []
+    assert harness.processes(bystander), "a background process of another call was killed"
+    harness.still_sound()
 
 
 @pytest.mark.parametrize("escape", ESCAPES)
-def test_nothing_survives_a_release(house: House, escape: str) -> None:
-    lease = house.acquire()
+def test_nothing_survives_a_release(harness: Harness, escape: str) -> None:
+    lease = harness.acquire()
     seconds = f"8{uuid.uuid4().int % 10**8}"
-    house.bash(lease, f"({ESCAPES[escape].format(sleep=f'sleep {seconds}', seconds=seconds)}) >/dev/null 2>&1 & sleep 0.3")
+    harness.bash(lease, f"({ESCAPES[escape].format(sleep=f'sleep {seconds}', seconds=seconds)}) >/dev/null 2>&1 & sleep 0.3")
 
-    house.release(lease)
-    house.settled()
+    harness.release(lease)
+    harness.settled()
 
-    assert [p for p in house.processes(seconds) if p.name() == "sleep"] == []
-    house.still_sound()
+    assert [p for p in harness.processes(seconds) if p.name() == "sleep"] == []
+    harness.still_sound()
 
 
 LEFTOVERS = {
@@ -69,53 +69,53 @@ LEFTOVERS = {
 
 
 @pytest.mark.parametrize("leftover", LEFTOVERS)
-def test_the_next_holder_finds_nothing(house: House, leftover: str) -> None:
-    house.settled()
-    leases = house.every_slot()
+def test_the_next_holder_finds_nothing(harness: Harness, leftover: str) -> None:
+    harness.settled()
+    leases = harness.every_slot()
     for lease in leases:
-        result = house.bash(lease, LEFTOVERS[leftover])
+        result = harness.bash(lease, LEFTOVERS[leftover])
         assert result["success"], result
-    house.release(*leases)
-    house.settled()
+    harness.release(*leases)
+    harness.settled()
 
-    for lease in house.every_slot():
+    for lease in harness.every_slot():
         look = "ls -A; find /tmp /var/tmp /dev/shm -mindepth 1 -user $(id -u) 2>/dev/null; awk -v u=$(id -u) '$5 == u || $8 == u' /proc/sysvipc/*"
-        found = house.bash(lease, look)
+        found = harness.bash(lease, look)
         assert found["output"] == "", found
         assert found["success"], found
-    house.still_sound()
+    harness.still_sound()
 
 
 @pytest.mark.timeout(300)
-def test_a_million_files_are_gone_for_the_next_holder_at_once(house: House, file_count: int) -> None:
-    leases = house.every_slot()
+def test_a_million_files_are_gone_for_the_next_holder_at_once(harness: Harness, file_count: int) -> None:
+    leases = harness.every_slot()
     # Hard links: as many names to delete, for a third of the time to make them.
     fill = " os.mkdir(str(d)); os.chdir(str(d)); os.mknod('f')\n for n in range(9999): os.link('f', str(n))\n os.chdir('..')\n"
     script = f"import os\nfor d in range({file_count // 10_000}):\n{fill}"
-    assert house.python(leases[0], script, timeout_s=300)["success"]
+    assert harness.python(leases[0], script, timeout_s=300)["success"]
 
     started = time.monotonic()
-    house.release(*leases)
-    house.settled()
+    harness.release(*leases)
+    harness.settled()
     took_s = time.monotonic() - started
 
     assert took_s < 10, f"the slot was away for {took_s:.1f} s: deleting is to happen behind"
-    assert all(house.bash(lease, "ls -A")["output"] == "" for lease in house.every_slot())
-    house.still_sound()
+    assert all(harness.bash(lease, "ls -A")["output"] == "" for lease in harness.every_slot())
+    harness.still_sound()
 
 
-def test_a_background_process_lives_until_release_and_the_call_returns_at_once(house: House) -> None:
-    lease = house.acquire()
+def test_a_background_process_lives_until_release_and_the_call_returns_at_once(harness: Harness) -> None:
+    lease = harness.acquire()
     marker = f"6{uuid.uuid4().int % 10**8}"
 
     started = time.monotonic()
-    result = house.bash(lease, f"(while :; do echo still here; sleep 0.01; done) & sleep {marker} & echo done")
+    result = harness.bash(lease, f"(while :; do echo still here; sleep 0.01; done) & sleep {marker} & echo done")
 
     assert result["success"], result
     assert "done" in result["output"]
     assert time.monotonic() - started < 5
-    assert house.bash(lease, "sleep 0.5; jobs; ps ax 2>/dev/null | grep -c '[s]till' >/dev/null; echo ok")["output"].endswith("ok\n")
-    assert house.processes(marker)
-    house.release(lease)
-    house.settled()
-    assert house.processes(marker) == []
+    assert harness.bash(lease, "sleep 0.5; jobs; ps ax 2>/dev/null | grep -c '[s]till' >/dev/null; echo ok")["output"].endswith("ok\n")
+    assert harness.processes(marker)
+    harness.release(lease)
+    harness.settled()
+    assert harness.processes(marker) == []

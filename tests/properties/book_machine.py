@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from sandbox_server.core.types import AcquireRequest, Lease, LeaseState, PoolId, PoolSpec, SandboxState, SlotRef, SlotState
-from sandbox_server.pool.claims import CLAIM_AFTER_S
-from sandbox_server.pool.leases import LeaseBook
-from sandbox_server.pool.serving_order import KEEPING_S
-from sandbox_server.pool.store import MemoryStore, SandboxRecord
-from sandbox_server.pool.waiting import Waiter
+from sandbox_server.pool.leasing.claims import CLAIM_AFTER_S
+from sandbox_server.pool.leasing.lease_book import LeaseBook
+from sandbox_server.pool.leasing.serving_order import KEEPING_S
+from sandbox_server.pool.leasing.wait_queue import Waiter
+from sandbox_server.store.base import MemoryStore, SandboxRecord
 from sandbox_server.testing import FakeClock
 from tests.properties.claim_model import ClaimModel
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from sandbox_server.pool.waiting import Waiter
+from sandbox_server.pool.leasing.wait_queue import Waiter
 
 
 class ClaimModel:

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from sandbox_server.core.errors import PoolServiceError
 from sandbox_server.core.types import Acquired, AcquireRequest, Lease, PoolSpec
-from sandbox_server.pool.pools import Pools
-from sandbox_server.pool.wiring import Wiring
+from sandbox_server.pool.dependencies import PoolDependencies
+from sandbox_server.pool.service import PoolService
 from sandbox_server.testing import FakeAgent, FakeBackend, FakeClock, settle
 from tests.support.crashing_store import CrashingStore
 from tests.support.lives import kill
@@ -75,8 +75,8 @@ class World:
         self.epochs: dict[tuple[str, str], int] = {}
 
     async def start(self) -> None:
-        wiring = Wiring(store=self.store, clock=self.clock, connect=self.backend.connect, timers=self.clock, jitter=lambda: 0.5)
-        self.pools = Pools({"default": PoolSpec(min_sandboxes=0)}, {"local": self.backend}, self.store, self.clock, wiring=wiring)
+        wiring = PoolDependencies(store=self.store, clock=self.clock, connect=self.backend.connect, timers=self.clock, jitter=lambda: 0.5)
+        self.pools = PoolService({"default": PoolSpec(min_sandboxes=0)}, {"local": self.backend}, self.store, self.clock, wiring=wiring)
         await self.pools.start()
         await settle()
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sandbox_server.core.types import PoolSpec, SandboxState
-from sandbox_server.pool.plan import Create, Drain, Retire, SandboxSeen, Snapshot, next_due, plan
+from sandbox_server.pool.fleet.plan import Create, Drain, Retire, SandboxSnapshot, Snapshot, next_due, plan
 
 SPECS = st.builds(
     lambda slots, low, more, warm: PoolSpec(
@@ -27,7 +27,7 @@ class Simulation:
     def __init__(self, spec: PoolSpec) -> None:
         self.spec = spec
         self.now = 0.0
-        self.sandboxes: dict[str, SandboxSeen] = {}
+        self.sandboxes: dict[str, SandboxSnapshot] = {}
         self.wanted = 0
         self.retry_at = 0.0
         self.closing = False
@@ -47,7 +47,7 @@ class Simulation:
             assert self.now >= self.retry_at, "created while backing off"
             self.made += 1
             name = f"s-{self.made}"
-            self.sandboxes[name] = SandboxSeen(sandbox_id=name, state=SandboxState.STARTING)
+            self.sandboxes[name] = SandboxSnapshot(sandbox_id=name, state=SandboxState.STARTING)
             return
         seen = self.sandboxes[action.sandbox_id]
         if isinstance(action, Drain):
@@ -76,7 +76,7 @@ class Simulation:
             else:
                 self.sandboxes[name] = changed
 
-    def change(self, seen: SandboxSeen, what: str) -> SandboxSeen | None:
+    def change(self, seen: SandboxSnapshot, what: str) -> SandboxSnapshot | None:
         """What becomes of a sandbox; None: the backend says it is gone."""
         if what == "gone":
             return None if seen.destroying else seen

@@ -5,8 +5,8 @@ from __future__ import annotations
 from sandbox_server.core.errors import StorageUnavailable
 from sandbox_server.core.execution import Result
 from sandbox_server.core.types import Lease
-from sandbox_server.pool.output_files import OutputFiles
-from sandbox_server.pool.store import MemoryStore, Record, State, Verdict
+from sandbox_server.store.base import MemoryStore, Record, State, Verdict
+from sandbox_server.store.output_files import OutputFiles
 
 
 class CrashingStore:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 
-from sandbox_server.pool.pools import Pools
+from sandbox_server.pool.service import PoolService
 from sandbox_server.testing import settle
 
 
-async def kill(pools: Pools) -> None:
+async def kill(pools: PoolService) -> None:
     """End a service's pools as SIGKILL does: nothing is told to anybody, nothing is written."""
     tasks = [*pools._catalog._watches, *pools._orphans._tasks]
     for pool in pools._pools.values():

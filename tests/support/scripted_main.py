@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from sandbox_server.app import Application, Parts
-from sandbox_server.doors import HEAD_WITHIN_S
+from sandbox_server.connection_limiter import HEAD_WITHIN_S
 from sandbox_server.link import AgentLink, Endpoint
 from tests.support.scripted_agent import ScriptedBackend
 

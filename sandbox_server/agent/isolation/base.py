@@ -12,16 +12,16 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, Any, Callable, Mapping, Protocol, Sequence
 
-from sandbox_server.agent import oom_score
-from sandbox_server.agent.caches import Cache
-from sandbox_server.agent.cgroups import Groups
 from sandbox_server.agent.config import AgentConfig
-from sandbox_server.agent.descriptors import TEMPORARY_ERRORS, agent_limit, slot_limit
 from sandbox_server.agent.errors import StartFailed
-from sandbox_server.agent.init_link import InitLink
+from sandbox_server.agent.execution.init_client.descriptors import TEMPORARY_ERRORS, agent_limit, slot_limit
+from sandbox_server.agent.execution.init_client.init_link import InitLink
+from sandbox_server.agent.init import oom_score
+from sandbox_server.agent.kernel.cgroups import Groups
+from sandbox_server.agent.slots.caches import Cache
 
 if TYPE_CHECKING:
-    from sandbox_server.agent.limit_end import LimitEnd
+    from sandbox_server.agent.limits.limit_end import LimitEnd
 
 START_TIMEOUT_S = 15.0
 END_TIMEOUT_S = 10.0
@@ -31,7 +31,7 @@ _EXIT_POLL_S = 0.005
 UMASK = 0o022
 SHM_BYTES = 256 << 20
 SLOT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-INIT_CODE = "import sys; sys.path.insert(0, %r); from sandbox_server.agent.slot_init import main; main()"
+INIT_CODE = "import sys; sys.path.insert(0, %r); from sandbox_server.agent.init.init import main; main()"
 
 
 @dataclasses.dataclass
@@ -44,7 +44,7 @@ class Dirs:
 
 
 @dataclasses.dataclass
-class Body:
+class SlotRuntime:
     """A slot's processes and folders from one reset to the next."""
 
     slot_id: str
@@ -121,21 +121,21 @@ class Isolation(Protocol):
     places: str  # whether `/tmp`, `/dev/shm` and IPC are the slot's `own`, or `shared` with the machine and why; known when a slot was started
     caches: bool  # whether a slot can be given a shared cache, and be rid of it again
 
-    async def start(self, slot_id: str, network: bool, keep: Body | None = None, cache: Cache | None = None) -> Body:
+    async def start(self, slot_id: str, network: bool, keep: SlotRuntime | None = None, cache: Cache | None = None) -> SlotRuntime:
         """Start a slot's body; with `keep`, on the folders (and the user) of a body that has ended; with `cache`, where the mode can, with that mounted.
 
         Raises:
             StartFailed: with the error it met.
         """
 
-    async def end(self, body: Body) -> dict[str, Any]:
+    async def end(self, body: SlotRuntime) -> dict[str, Any]:
         """Kill everything in the body and prove that nothing is left.
 
         Returns:
             The proof; `clean` is whether it holds, `detail` what does not.
         """
 
-    def forget(self, body: Body) -> None:
+    def forget(self, body: SlotRuntime) -> None:
         """The body has ended, proven, and its folders are thrown away: what it occupied may be used again."""
 
     def close(self) -> None:
@@ -309,7 +309,7 @@ async def readable(fd: int, timeout_s: float) -> bool:
     return True
 
 
-def close_body_fds(body: Body) -> None:
+def close_body_fds(body: SlotRuntime) -> None:
     """Let go of an ended body's descriptors."""
     for fd in (body.init_pidfd, body.stderr_fd):
         if fd >= 0:

@@ -9,14 +9,14 @@ import signal
 import sysconfig
 from typing import Any
 
-from sandbox_server.agent import procfs
-from sandbox_server.agent.caches import Cache
-from sandbox_server.agent.cgroups import Cgroups, Groups
 from sandbox_server.agent.errors import StartFailed
 from sandbox_server.agent.isolation import base
 from sandbox_server.agent.isolation.bwrap_processes import kill_bwrap_processes
 from sandbox_server.agent.isolation.etc import etc_args, write_accounts, write_etc
-from sandbox_server.agent.uids import UidRange
+from sandbox_server.agent.kernel import procfs
+from sandbox_server.agent.kernel.cgroups import Cgroups, Groups
+from sandbox_server.agent.slots.caches import Cache
+from sandbox_server.agent.slots.uids import UidRange
 
 WORKSPACE = "/workspace"
 TMP = "/tmp"
@@ -88,7 +88,7 @@ class Bwrap:
             return [*args, "--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--cap-add", "CAP_SETPCAP"]
         return [*args, "--unshare-user", "--disable-userns", "--uid", str(_INSIDE_UID), "--gid", str(_INSIDE_UID), "--cap-drop", "ALL"]
 
-    async def start(self, slot_id: str, network: bool, keep: base.Body | None = None, cache: Cache | None = None) -> base.Body:
+    async def start(self, slot_id: str, network: bool, keep: base.SlotRuntime | None = None, cache: Cache | None = None) -> base.SlotRuntime:
         """See `Isolation.start`."""
         self._set_up()
         uid = keep.uid if keep is not None else self._uids.take() if self._root else None
@@ -108,7 +108,7 @@ class Bwrap:
             raise
         finally:
             groups.close_join_fds()
-        return base.Body(
+        return base.SlotRuntime(
             slot_id=slot_id,
             dirs=dirs,
             workspace=WORKSPACE,
@@ -157,7 +157,7 @@ class Bwrap:
         kill_rest = functools.partial(kill_bwrap_processes, dirs.root)
         return await base.launch(argv, theirs, ours, config, groups.join_fds, sets_floor=self._context.sets_floor, kill_rest=kill_rest)
 
-    async def end(self, body: base.Body) -> dict[str, Any]:
+    async def end(self, body: base.SlotRuntime) -> dict[str, Any]:
         """See `Isolation.end`. When the first process of a pid namespace has been reaped, the kernel has ended every other one in it."""
         body.link.close()
         if body.init_pidfd >= 0 and hasattr(signal, "pidfd_send_signal"):
@@ -182,7 +182,7 @@ class Bwrap:
         body.groups.remove()
         return proof
 
-    def forget(self, body: base.Body) -> None:
+    def forget(self, body: base.SlotRuntime) -> None:
         """See `Isolation.forget`."""
         if body.uid is not None:
             self._uids.give_back(body.uid)

@@ -10,7 +10,7 @@ import os
 import signal
 import time
 
-from sandbox_server.agent import procfs
+from sandbox_server.agent.kernel import procfs
 
 END_WITHIN_S = 5.0
 _LOOK_EVERY_S = 0.005

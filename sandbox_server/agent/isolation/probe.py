@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 from typing import Callable
 
-from sandbox_server.agent.cgroups import Cgroups
 from sandbox_server.agent.config import ISOLATION_MODES
 from sandbox_server.agent.errors import StartFailed
-from sandbox_server.agent.isolation.base import Body, Context, Isolation
+from sandbox_server.agent.isolation.base import Context, Isolation, SlotRuntime
 from sandbox_server.agent.isolation.bwrap import Bwrap
 from sandbox_server.agent.isolation.none import Nothing
 from sandbox_server.agent.isolation.uid import Uid
-from sandbox_server.agent.trash import Trash
-from sandbox_server.agent.uids import UidRange
+from sandbox_server.agent.kernel.cgroups import Cgroups
+from sandbox_server.agent.slots.trash import Trash
+from sandbox_server.agent.slots.uids import UidRange
 
 
 @dataclasses.dataclass
@@ -22,7 +22,7 @@ class Probed:
 
     isolation: Isolation | None
     modes: dict[str, str]
-    first_body: Body | None
+    first_body: SlotRuntime | None
 
 
 async def probe(context: Context, cgroups: Cgroups, trash: Trash, uids: UidRange) -> Probed:

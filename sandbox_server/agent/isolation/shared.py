@@ -6,9 +6,9 @@ import os
 import shutil
 from typing import Any
 
-from sandbox_server.agent.cgroups import Cgroups, Groups
 from sandbox_server.agent.isolation import base
-from sandbox_server.agent.uids import keeper_of
+from sandbox_server.agent.kernel.cgroups import Cgroups, Groups
+from sandbox_server.agent.slots.uids import keeper_of
 
 _LOCK_BYTES = 16 << 20
 
@@ -58,9 +58,9 @@ def own_places(dirs: base.Dirs) -> dict[str, str]:
     }
 
 
-def shared_body(slot_id: str, dirs: base.Dirs, network: bool, uid: int | None, groups: Groups, launched: base.Launched, own: bool) -> base.Body:
+def shared_body(slot_id: str, dirs: base.Dirs, network: bool, uid: int | None, groups: Groups, launched: base.Launched, own: bool) -> base.SlotRuntime:
     """The body of a slot that sees its folders where they are, but for its own `/tmp`."""
-    return base.Body(
+    return base.SlotRuntime(
         slot_id=slot_id,
         dirs=dirs,
         workspace=dirs.workspace,
@@ -92,7 +92,7 @@ class Starter:
         self._slots_dir = slots_dir
         self._generation = 0
 
-    async def start(self, mode: str, slot_id: str, network: bool, uid: int | None, keep: base.Body | None, own: bool = False) -> base.Body:
+    async def start(self, mode: str, slot_id: str, network: bool, uid: int | None, keep: base.SlotRuntime | None, own: bool = False) -> base.SlotRuntime:
         """Start a body; with `keep`, on the folders of one that has ended; with `own`, with places of its own."""
         self._generation += 1
         name = "%s-%d" % (mode, self._generation)

@@ -12,14 +12,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from sandbox_server.api.answers import ExecBatchAnswer, ResultAnswer
 from sandbox_server.api.body import CallerGone, read_held_object, read_object
 from sandbox_server.api.call_events import exec_events, one_result
-from sandbox_server.api.describe import LAST_EVENT_ID, LEASE_ID, REF, TEXT, WITH_BODY, WITH_LEASE, WITH_TOKEN, RawRoute, described
-from sandbox_server.api.parse import batch_items, checked, exec_call, last_event_id
-from sandbox_server.api.render import json_response, result_document
+from sandbox_server.api.contract.describe import LAST_EVENT_ID, LEASE_ID, REF, TEXT, WITH_BODY, WITH_LEASE, WITH_TOKEN, RawRoute, described
+from sandbox_server.api.contract.parse import batch_items, checked, exec_call, last_event_id
+from sandbox_server.api.contract.render import json_response, result_document
+from sandbox_server.api.contract.requests import CancelBody, ExecBatchBody, ExecBody
+from sandbox_server.api.contract.responses import ExecBatchAnswer, ResultAnswer
 from sandbox_server.api.result_pieces import result_pieces, result_response, results_response, whole_response
-from sandbox_server.api.schemas import CancelBody, ExecBatchBody, ExecBody
 from sandbox_server.api.service import service_of, tenant_of
 from sandbox_server.api.streams import EVENT_STREAM_TYPE, HEARTBEAT_S, PART_BYTES, EventStream, body_part, check_room, hang_up, send_part
 from sandbox_server.core.execution import Result, ToolCall

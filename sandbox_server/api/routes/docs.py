@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from sandbox_server.api.describe import ALWAYS, TEXT, RawRoute, described
+from sandbox_server.api.contract.describe import ALWAYS, TEXT, RawRoute, described
 
 router = APIRouter(route_class=RawRoute, tags=["service"])
 

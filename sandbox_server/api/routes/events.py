@@ -8,8 +8,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from sandbox_server.api.describe import LAST_EVENT_ID, TEXT, WITH_TOKEN, RawRoute, described
-from sandbox_server.api.parse import last_event_id, query
+from sandbox_server.api.contract.describe import LAST_EVENT_ID, TEXT, WITH_TOKEN, RawRoute, described
+from sandbox_server.api.contract.parse import last_event_id, query
 from sandbox_server.api.service import service_of, tenant_of
 from sandbox_server.api.streams import EVENT_STREAM_TYPE, EventStream, event_block
 from sandbox_server.api.tenants import Tenant

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from sandbox_server.agent.build import content
-from sandbox_server.api.describe import ALWAYS, BINARY, TEXT, WITH_TOKEN, RawRoute, described
+from sandbox_server.api.contract.describe import ALWAYS, BINARY, TEXT, WITH_TOKEN, RawRoute, described
 from sandbox_server.api.service import PoolsSeam, service_of
 from sandbox_server.api.streams import PART_BYTES, Stream
 from sandbox_server.core.types import PoolId

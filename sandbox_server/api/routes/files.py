@@ -6,13 +6,13 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from sandbox_server.api.answers import FilesAnswer
 from sandbox_server.api.body import read_chunks
-from sandbox_server.api.describe import BINARY, LEASE_ID, WITH_LEASE, WITH_TOKEN, RawRoute, described, parameter
+from sandbox_server.api.contract.describe import BINARY, LEASE_ID, WITH_LEASE, WITH_TOKEN, RawRoute, described, parameter
+from sandbox_server.api.contract.parse import flag, query
+from sandbox_server.api.contract.render import json_response
+from sandbox_server.api.contract.responses import FilesAnswer
 from sandbox_server.api.limits import sentence
 from sandbox_server.api.paging import PAGE_NAMES, PAGE_PARAMETERS, Page, page_document
-from sandbox_server.api.parse import flag, query
-from sandbox_server.api.render import json_response
 from sandbox_server.api.service import service_of, tenant_of
 from sandbox_server.api.streams import Stream
 from sandbox_server.core.errors import InvalidRequest

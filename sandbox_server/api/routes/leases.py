@@ -9,14 +9,14 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from sandbox_server.api.answers import AcquireAnswer, LeaseAnswer, LeasesAnswer, ReleaseAnswer, RenewAnswer
 from sandbox_server.api.body import CallerGone, read_object
-from sandbox_server.api.describe import LEASE_ID, WITH_BODY, WITH_LEASE, WITH_TOKEN, RawRoute, described, parameter
+from sandbox_server.api.contract.describe import LEASE_ID, WITH_BODY, WITH_LEASE, WITH_TOKEN, RawRoute, described, parameter
+from sandbox_server.api.contract.parse import acquire_request, checked, query
+from sandbox_server.api.contract.render import json_response, lease_document
+from sandbox_server.api.contract.requests import AcquireBody, NarrowBody, ReleaseBody, RenewBody
+from sandbox_server.api.contract.responses import AcquireAnswer, LeaseAnswer, LeasesAnswer, ReleaseAnswer, RenewAnswer
 from sandbox_server.api.limits import too_many
 from sandbox_server.api.paging import PAGE_NAMES, PAGE_PARAMETERS, Page, next_cursor, page_document
-from sandbox_server.api.parse import acquire_request, checked, query
-from sandbox_server.api.render import json_response, lease_document
-from sandbox_server.api.schemas import AcquireBody, NarrowBody, ReleaseBody, RenewBody
 from sandbox_server.api.service import Service, service_of, tenant_of
 from sandbox_server.api.streams import hang_up
 from sandbox_server.core.errors import InvalidRequest, Stopping, StorageUnavailable

@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from sandbox_server.api.describe import ALWAYS, LEASE_ID, WITH_TOKEN, RawRoute, described
+from sandbox_server.api.contract.describe import ALWAYS, LEASE_ID, WITH_TOKEN, RawRoute, described
 from sandbox_server.core.errors import NotImplementedHere
 
 router = APIRouter(route_class=RawRoute, tags=["not built yet"])

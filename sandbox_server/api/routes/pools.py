@@ -10,15 +10,15 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from sandbox_server.api.answers import PoolAnswer, PoolsAnswer, VerifyAnswer
 from sandbox_server.api.body import read_object
-from sandbox_server.api.describe import WITH_BODY, WITH_TOKEN, RawRoute, described, json_content, parameter
+from sandbox_server.api.contract.describe import WITH_BODY, WITH_TOKEN, RawRoute, described, json_content, parameter
+from sandbox_server.api.contract.parse import checked, flag, query
+from sandbox_server.api.contract.render import json_response, pool_document
+from sandbox_server.api.contract.requests import PoolSpecBody
+from sandbox_server.api.contract.responses import PoolAnswer, PoolsAnswer, VerifyAnswer
+from sandbox_server.api.contract.specs import POOL_NAME, check_may_set, spec_of, spec_problem
 from sandbox_server.api.paging import PAGE_NAMES, PAGE_PARAMETERS, Page, page_document
-from sandbox_server.api.parse import checked, flag, query
-from sandbox_server.api.render import json_response, pool_document
-from sandbox_server.api.schemas import PoolSpecBody
 from sandbox_server.api.service import actor_of, check_admin, service_of, tenant_of
-from sandbox_server.api.specs import POOL_NAME, check_may_set, spec_of, spec_problem
 from sandbox_server.core.errors import InvalidRequest
 from sandbox_server.core.types import PoolSpec
 from sandbox_server.pool.access import ALL_TENANTS

@@ -8,13 +8,13 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from sandbox_server.api.answers import CallAnswer
 from sandbox_server.api.call_events import call_events
-from sandbox_server.api.describe import BINARY, CALL_ID, LAST_EVENT_ID, LEASE_ID, TEXT, WITH_LEASE, WITH_TOKEN, RawRoute, described, parameter
-from sandbox_server.api.parse import last_event_id, offset_of, query, wait_of
-from sandbox_server.api.render import JSON_TYPE, json_response, result_document
+from sandbox_server.api.contract.describe import BINARY, CALL_ID, LAST_EVENT_ID, LEASE_ID, TEXT, WITH_LEASE, WITH_TOKEN, RawRoute, described, parameter
+from sandbox_server.api.contract.parse import last_event_id, offset_of, query, wait_of
+from sandbox_server.api.contract.render import JSON_TYPE, json_response, result_document
+from sandbox_server.api.contract.requests import CALL_ID_PATTERN
+from sandbox_server.api.contract.responses import CallAnswer
 from sandbox_server.api.result_pieces import enclosed, whole_response
-from sandbox_server.api.schemas import CALL_ID_PATTERN
 from sandbox_server.api.service import service_of, tenant_of
 from sandbox_server.api.streams import EVENT_STREAM_TYPE, EventStream, Stream
 from sandbox_server.core.errors import CallNotFound

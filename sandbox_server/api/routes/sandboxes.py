@@ -6,11 +6,11 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from sandbox_server.api.answers import SandboxAnswer, SandboxesAnswer
-from sandbox_server.api.describe import WITH_TOKEN, RawRoute, described, parameter
+from sandbox_server.api.contract.describe import WITH_TOKEN, RawRoute, described, parameter
+from sandbox_server.api.contract.parse import query
+from sandbox_server.api.contract.render import json_response, sandbox_document
+from sandbox_server.api.contract.responses import SandboxAnswer, SandboxesAnswer
 from sandbox_server.api.paging import PAGE_NAMES, PAGE_PARAMETERS, Page, page_document
-from sandbox_server.api.parse import query
-from sandbox_server.api.render import json_response, sandbox_document
 from sandbox_server.api.service import actor_of, check_admin, service_of
 
 router = APIRouter(route_class=RawRoute, tags=["sandboxes"])

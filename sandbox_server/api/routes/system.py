@@ -6,10 +6,10 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from sandbox_server.api.answers import HealthAnswer, ReadyAnswer
-from sandbox_server.api.describe import ALWAYS, RawRoute, described, json_content, parameter
-from sandbox_server.api.parse import query
-from sandbox_server.api.render import json_response
+from sandbox_server.api.contract.describe import ALWAYS, RawRoute, described, json_content, parameter
+from sandbox_server.api.contract.parse import query
+from sandbox_server.api.contract.render import json_response
+from sandbox_server.api.contract.responses import HealthAnswer, ReadyAnswer
 from sandbox_server.api.service import service_of
 from sandbox_server.core.errors import PoolNotFound
 

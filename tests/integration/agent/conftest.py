@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.agent.house import Agent, House, agent_process, connected
+from tests.integration.agent.harness import Agent, Harness, agent_process, connected
 from tests.support.users import ME, Runner, ordinary_user
 
 ROOT = [("bwrap", "root"), ("uid", "root")]
@@ -17,7 +17,7 @@ USER = [("bwrap", "user"), ("none", "user")]
 MODES = [*ROOT, *USER] if os.geteuid() == 0 else USER
 BEST_USER = "root" if os.geteuid() == 0 else "user"
 
-Maker = Callable[..., Awaitable[House]]
+Maker = Callable[..., Awaitable[Harness]]
 
 
 def _runner(user: str) -> Runner:
@@ -25,11 +25,11 @@ def _runner(user: str) -> Runner:
 
 
 @pytest.fixture
-async def make_house() -> AsyncIterator[Maker]:
+async def make_harness() -> AsyncIterator[Maker]:
     """A factory of agents; arguments as the agent's configuration. They end with the test."""
     async with contextlib.AsyncExitStack() as stack:
 
-        async def make(mode: str = "bwrap", user: str = BEST_USER, **settings: Any) -> House:
+        async def make(mode: str = "bwrap", user: str = BEST_USER, **settings: Any) -> Harness:
             agent = stack.enter_context(agent_process(_runner(user), mode, **settings))
             return await stack.enter_async_context(connected(agent))
 
@@ -52,29 +52,29 @@ def best_agent() -> Iterator[Agent]:
 
 
 @contextlib.asynccontextmanager
-async def _clean_house(agent: Agent) -> AsyncIterator[House]:
-    async with connected(agent) as house:
-        yield house
-        for slot in house.epochs:
-            assert (await house.reset(slot))["state"] == "ready"
+async def _clean_harness(agent: Agent) -> AsyncIterator[Harness]:
+    async with connected(agent) as harness:
+        yield harness
+        for slot in harness.epochs:
+            assert (await harness.reset(slot))["state"] == "ready"
 
 
 @pytest.fixture
-async def house(shared_agent: Agent) -> AsyncIterator[House]:
+async def harness(shared_agent: Agent) -> AsyncIterator[Harness]:
     """A link to the agent of each mode, its slots clean."""
-    async with _clean_house(shared_agent) as house:
-        yield house
+    async with _clean_harness(shared_agent) as harness:
+        yield harness
 
 
 @pytest.fixture
-async def bwrap(best_agent: Agent) -> AsyncIterator[House]:
+async def bwrap(best_agent: Agent) -> AsyncIterator[Harness]:
     """A link to the agent in the best mode, its slots clean."""
-    async with _clean_house(best_agent) as house:
-        yield house
+    async with _clean_harness(best_agent) as harness:
+        yield harness
 
 
 @pytest.fixture(params=MODES, ids="-".join)
-async def own_house(request: pytest.FixtureRequest, make_house: Maker) -> House:
+async def own_harness(request: pytest.FixtureRequest, make_harness: Maker) -> Harness:
     """An agent of the test's own, in each mode."""
     mode, user = request.param
-    return await make_house(mode, user)
+    return await make_harness(mode, user)

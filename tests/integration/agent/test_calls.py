@@ -8,11 +8,11 @@ import time
 import pytest
 
 from tests.integration.agent.conftest import Maker
-from tests.integration.agent.house import House
+from tests.integration.agent.harness import Harness
 
 
-async def test_a_command_runs_as_nobody_special(house: House) -> None:
-    answer = await house.bash("id -u; grep -E 'Cap(Eff|Prm|Inh|Amb)|NoNewPrivs|Seccomp:' /proc/self/status; echo $HOME; pwd; echo oops >&2; exit 7")
+async def test_a_command_runs_as_nobody_special(harness: Harness) -> None:
+    answer = await harness.bash("id -u; grep -E 'Cap(Eff|Prm|Inh|Amb)|NoNewPrivs|Seccomp:' /proc/self/status; echo $HOME; pwd; echo oops >&2; exit 7")
 
     assert (answer.reason, answer.code) == ("exit", 7)
     uid, *status, home, cwd, oops = answer.text.split("\n")[:-1]
@@ -22,27 +22,27 @@ async def test_a_command_runs_as_nobody_special(house: House) -> None:
     assert oops == "oops"
 
 
-async def test_the_environment_is_the_slots_own(house: House) -> None:
-    answer = await house.bash("env", env={"MINE": "yes"})
+async def test_the_environment_is_the_slots_own(harness: Harness) -> None:
+    answer = await harness.bash("env", env={"MINE": "yes"})
 
     names = {line.partition("=")[0] for line in answer.text.splitlines()} - {"_", "SHLVL", "PWD", "TMPDIR"}
     assert names == {"PATH", "LANG", "TERM", "HOME", "SANDBOX_WORKSPACE", "OMP_NUM_THREADS", "PYTHON_CPU_COUNT", "MINE"}
 
 
-async def test_calls_of_one_stream_run_in_order_and_a_failed_one_does_not_stop_the_next(house: House) -> None:
+async def test_calls_of_one_stream_run_in_order_and_a_failed_one_does_not_stop_the_next(harness: Harness) -> None:
     specs = [{"call_id": f"c{n}", "tool": "bash", "args": {"command": f"echo {n} >> log; exit {n}"}, "timeout_s": 10} for n in range(5)]
-    answers = await house.calls([*specs, {"call_id": "last", "tool": "bash", "args": {"command": "cat log"}, "timeout_s": 10}])
+    answers = await harness.calls([*specs, {"call_id": "last", "tool": "bash", "args": {"command": "cat log"}, "timeout_s": 10}])
 
     assert [answer.code for answer in answers] == [0, 1, 2, 3, 4, 0]
     assert answers[-1].text == "0\n1\n2\n3\n4\n"
 
 
-async def test_a_call_never_runs_twice(house: House) -> None:
+async def test_a_call_never_runs_twice(harness: Harness) -> None:
     first, second = await asyncio.gather(
-        house.bash("echo x >> log; sleep 0.3; cat log", call_id="same"), house.bash("echo x >> log; sleep 0.3; cat log", call_id="same")
+        harness.bash("echo x >> log; sleep 0.3; cat log", call_id="same"), harness.bash("echo x >> log; sleep 0.3; cat log", call_id="same")
     )
-    third = await house.bash("echo x >> log; sleep 0.3; cat log", call_id="same")
-    other = await house.bash("echo y >> log", call_id="same")
+    third = await harness.bash("echo x >> log; sleep 0.3; cat log", call_id="same")
+    other = await harness.bash("echo y >> log", call_id="same")
 
     assert first == second == third
     assert first.text == "x\n"
@@ -66,100 +66,100 @@ async def test_a_call_never_runs_twice(house: House) -> None:
         ("no_such_tool", {}, "no_such_tool"),
     ],
 )
-async def test_bad_arguments_are_named(bwrap: House, tool: str, args: dict[str, object], named: str) -> None:
+async def test_bad_arguments_are_named(bwrap: Harness, tool: str, args: dict[str, object], named: str) -> None:
     answer = await bwrap.call(tool, args=args)
 
     assert answer.reason == "invalid_args"
     assert named in answer.error
 
 
-async def test_a_tool_that_is_not_built_says_so_and_is_not_recorded(bwrap: House) -> None:
+async def test_a_tool_that_is_not_built_says_so_and_is_not_recorded(bwrap: Harness) -> None:
     assert (await bwrap.call("tmux", call_id="t", args={"action": "capture"})).reason == "not_implemented"
     assert (await bwrap.bash("true", call_id="t")).reason == "exit"
 
 
-async def test_a_folder_that_is_not_there_is_said(house: House) -> None:
-    answer = await house.bash("true", cwd="nowhere")
+async def test_a_folder_that_is_not_there_is_said(harness: Harness) -> None:
+    answer = await harness.bash("true", cwd="nowhere")
 
     assert answer.reason == "tool_error"
     assert "nowhere" in answer.error
 
 
-async def test_a_relative_folder_starts_in_the_workspace(house: House) -> None:
-    await house.bash("mkdir -p a/b")
+async def test_a_relative_folder_starts_in_the_workspace(harness: Harness) -> None:
+    await harness.bash("mkdir -p a/b")
 
-    assert (await house.bash("pwd", cwd="a/b")).text.endswith("/a/b\n")
+    assert (await harness.bash("pwd", cwd="a/b")).text.endswith("/a/b\n")
 
 
-async def test_a_long_command_runs(house: House) -> None:
-    answer = await house.bash("cat <<'end' | wc -c\n" + "x" * 900_000 + "\nend\n")
+async def test_a_long_command_runs(harness: Harness) -> None:
+    answer = await harness.bash("cat <<'end' | wc -c\n" + "x" * 900_000 + "\nend\n")
 
     assert (answer.reason, answer.text) == ("exit", "900001\n")
 
 
-async def test_stdin_is_what_was_given_or_empty(house: House) -> None:
-    assert (await house.bash("wc -c", stdin="é" * 100_000)).text == "200000\n"
-    assert (await house.bash("cat; echo end")).text == "end\n"
+async def test_stdin_is_what_was_given_or_empty(harness: Harness) -> None:
+    assert (await harness.bash("wc -c", stdin="é" * 100_000)).text == "200000\n"
+    assert (await harness.bash("cat; echo end")).text == "end\n"
 
 
-async def test_streams_can_be_apart(house: House) -> None:
-    answer = await house.bash("echo out; echo err >&2", separate_streams=True)
+async def test_streams_can_be_apart(harness: Harness) -> None:
+    answer = await harness.bash("echo out; echo err >&2", separate_streams=True)
 
     assert answer.meta["lens"] == [4, 4]
     assert answer.body == b"out\nerr\n"
 
 
-async def test_output_over_the_limit_keeps_its_ends_and_its_whole(house: House) -> None:
-    answer = await house.bash("seq 1000000", call_id="seq", output_limit_bytes=1000)
+async def test_output_over_the_limit_keeps_its_ends_and_its_whole(harness: Harness) -> None:
+    answer = await harness.bash("seq 1000000", call_id="seq", output_limit_bytes=1000)
 
     whole = b"".join(b"%d\n" % number for number in range(1, 1_000_001))
     assert answer.meta["truncated"]
     assert answer.meta["output_bytes"] == len(whole)
     assert answer.body == whole[:500] + b"\n[... %d bytes cut ...]\n" % (len(whole) - 1000) + whole[-500:]
-    assert await house.data("output", call_id="seq") == (whole, {"total_bytes": len(whole), "from": 0, "available_bytes": len(whole)})
-    assert (await house.data("output", call_id="seq", offset=len(whole) - 3))[0] == whole[-3:]
+    assert await harness.data("output", call_id="seq") == (whole, {"total_bytes": len(whole), "from": 0, "available_bytes": len(whole)})
+    assert (await harness.data("output", call_id="seq", offset=len(whole) - 3))[0] == whole[-3:]
 
 
-async def test_output_beyond_the_spool_is_bounded_and_keeps_its_end(make_house: Maker) -> None:
-    house = await make_house(spool_bytes=2 << 20)
+async def test_output_beyond_the_spool_is_bounded_and_keeps_its_end(make_harness: Maker) -> None:
+    harness = await make_harness(spool_bytes=2 << 20)
 
-    answer = await house.bash("head -c 30000000 /dev/zero | tr '\\0' x; echo the end", call_id="big")
+    answer = await harness.bash("head -c 30000000 /dev/zero | tr '\\0' x; echo the end", call_id="big")
 
     assert answer.meta["output_bytes"] == 30_000_008
     assert answer.body.endswith(b"x" * 100 + b"the end\n")
-    whole, meta = await house.data("output", call_id="big")
+    whole, meta = await harness.data("output", call_id="big")
     assert len(whole) == 2 << 20
     assert meta["total_bytes"] == 30_000_008
 
 
-async def test_bytes_come_as_they_are(house: House) -> None:
-    answer = await house.bash("printf '\\000\\377\\200'; head -c 10000000 /dev/zero | tr '\\0' y", output_limit_bytes=10 << 20)
+async def test_bytes_come_as_they_are(harness: Harness) -> None:
+    answer = await harness.bash("printf '\\000\\377\\200'; head -c 10000000 /dev/zero | tr '\\0' y", output_limit_bytes=10 << 20)
 
     assert answer.body == b"\x00\xff\x80" + b"y" * 10_000_000
 
 
-async def test_a_signal_of_its_own_making_is_128_and_more(house: House) -> None:
-    assert (await house.bash("kill -USR1 $$")).code == 128 + 10
+async def test_a_signal_of_its_own_making_is_128_and_more(harness: Harness) -> None:
+    assert (await harness.bash("kill -USR1 $$")).code == 128 + 10
 
 
-async def test_a_file_over_the_limit_is_a_resource_limit(make_house: Maker) -> None:
-    house = await make_house(limits={"max_file_mb": 1})
+async def test_a_file_over_the_limit_is_a_resource_limit(make_harness: Maker) -> None:
+    harness = await make_harness(limits={"max_file_mb": 1})
 
-    answer = await house.bash("exec head -c 3000000 /dev/zero > big")
+    answer = await harness.bash("exec head -c 3000000 /dev/zero > big")
 
     assert (answer.reason, answer.code) == ("resource_limit", 128 + 25)
 
 
-async def test_a_background_process_lives_on_and_does_not_hold_the_call(house: House) -> None:
+async def test_a_background_process_lives_on_and_does_not_hold_the_call(harness: Harness) -> None:
     began = time.monotonic()
-    answer = await house.bash("(sleep 0.5; echo late; echo done > marker) & echo now")
+    answer = await harness.bash("(sleep 0.5; echo late; echo done > marker) & echo now")
 
     assert time.monotonic() - began < 0.4
     assert answer.text == "now\n"
-    await house.until("grep -q done marker")
+    await harness.until("grep -q done marker")
 
 
-async def test_a_noisy_background_process_lives_on_and_costs_little(bwrap: House) -> None:
+async def test_a_noisy_background_process_lives_on_and_costs_little(bwrap: Harness) -> None:
     await bwrap.bash("yes & echo $! > pid")
     before = _cpu_s(bwrap.process.pid)
     await bwrap.bash("sleep 1; kill -0 $(cat pid)")
@@ -173,55 +173,55 @@ def _cpu_s(pid: int) -> float:
         return int(file.read().split()[0]) / 1e9
 
 
-async def test_status_and_attach_follow_a_running_call(house: House) -> None:
-    running = asyncio.create_task(house.bash("echo one; until [ -e go ]; do sleep 0.02; done; echo two", call_id="slow"))
-    await house.until("[ -e /proc/self ]")
-    attached = asyncio.create_task(house.data("attach", call_id="slow", offset=1))
-    status = await house.ask("call_status", call_id="slow")
-    await house.bash("touch go")
+async def test_status_and_attach_follow_a_running_call(harness: Harness) -> None:
+    running = asyncio.create_task(harness.bash("echo one; until [ -e go ]; do sleep 0.02; done; echo two", call_id="slow"))
+    await harness.until("[ -e /proc/self ]")
+    attached = asyncio.create_task(harness.data("attach", call_id="slow", offset=1))
+    status = await harness.ask("call_status", call_id="slow")
+    await harness.bash("touch go")
     answer = await running
 
     assert status["state"] == "running"
     assert answer.text == "one\ntwo\n"
     assert (await attached)[0] == b"ne\ntwo\n"
-    assert (await house.ask("cancel", call_id="slow")) == {"found": True, "state": "done"}
-    assert (await house.ask("cancel", call_id="unknown")) == {"found": False}
+    assert (await harness.ask("cancel", call_id="slow")) == {"found": True, "state": "done"}
+    assert (await harness.ask("cancel", call_id="unknown")) == {"found": False}
 
 
-async def test_a_process_is_started_now_and_looked_at_later(house: House) -> None:
-    started = await house.call("process", args={"action": "start", "command": "echo hello; read line; echo got $line; exit 3"})
+async def test_a_process_is_started_now_and_looked_at_later(harness: Harness) -> None:
+    started = await harness.call("process", args={"action": "start", "command": "echo hello; read line; echo got $line; exit 3"})
     job = started.metadata["process_id"]
-    await house.call("process", args={"action": "write", "process_id": job, "data": "you\n"})
+    await harness.call("process", args={"action": "write", "process_id": job, "data": "you\n"})
 
     async def state() -> dict[str, object]:
-        return (await house.call("process", args={"action": "poll", "process_id": job})).metadata
+        return (await harness.call("process", args={"action": "poll", "process_id": job})).metadata
 
     while (await state())["state"] == "running":
         await asyncio.sleep(0.02)
-    log = await house.call("process", args={"action": "log", "process_id": job})
-    listed = await house.call("process", args={"action": "list"})
+    log = await harness.call("process", args={"action": "log", "process_id": job})
+    listed = await harness.call("process", args={"action": "list"})
 
     assert (await state())["exit_code"] == 3
     assert log.text == "hello\ngot you\n"
     assert [entry["process_id"] for entry in listed.metadata["processes"]] == [job]
-    assert (await house.call("process", args={"action": "write", "process_id": job, "data": "x"})).reason == "tool_error"
-    assert (await house.call("process", args={"action": "poll", "process_id": "p99"})).reason == "tool_error"
+    assert (await harness.call("process", args={"action": "write", "process_id": job, "data": "x"})).reason == "tool_error"
+    assert (await harness.call("process", args={"action": "poll", "process_id": "p99"})).reason == "tool_error"
 
 
-async def test_a_process_that_is_killed_ends_with_its_tree(house: House) -> None:
-    started = await house.call("process", args={"action": "start", "command": "sleep 4321 & echo $! > pid; wait"})
-    await house.until("[ -s pid ]")
-    await house.call("process", args={"action": "kill", "process_id": started.metadata["process_id"]})
+async def test_a_process_that_is_killed_ends_with_its_tree(harness: Harness) -> None:
+    started = await harness.call("process", args={"action": "start", "command": "sleep 4321 & echo $! > pid; wait"})
+    await harness.until("[ -s pid ]")
+    await harness.call("process", args={"action": "kill", "process_id": started.metadata["process_id"]})
 
-    await house.until("! kill -0 $(cat pid) 2>/dev/null")
+    await harness.until("! kill -0 $(cat pid) 2>/dev/null")
 
 
-async def test_file_tools_work_where_the_slots_paths_are_true(house: House) -> None:
-    assert (await house.call("write_file", args={"path": "a/b.txt", "content": "one\ntwo\n"})).meta["tool_ok"]
-    assert (await house.call("edit_file", args={"path": "a/b.txt", "old": "two", "new": "three"})).meta["tool_ok"]
-    assert (await house.call("read_file", args={"path": "a/b.txt"})).text == "one\nthree\n"
-    assert "b.txt" in (await house.call("list_files", args={"path": "a"})).text
-    assert "three" in (await house.call("search_files", args={"pattern": "th.ee"})).text
-    missing = await house.call("read_file", args={"path": "nowhere"})
+async def test_file_tools_work_where_the_slots_paths_are_true(harness: Harness) -> None:
+    assert (await harness.call("write_file", args={"path": "a/b.txt", "content": "one\ntwo\n"})).meta["tool_ok"]
+    assert (await harness.call("edit_file", args={"path": "a/b.txt", "old": "two", "new": "three"})).meta["tool_ok"]
+    assert (await harness.call("read_file", args={"path": "a/b.txt"})).text == "one\nthree\n"
+    assert "b.txt" in (await harness.call("list_files", args={"path": "a"})).text
+    assert "three" in (await harness.call("search_files", args={"pattern": "th.ee"})).text
+    missing = await harness.call("read_file", args={"path": "nowhere"})
     assert (missing.reason, missing.meta["exit_code"]) == ("tool_error", None)
     assert "nowhere" in missing.error

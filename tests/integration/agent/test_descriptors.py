@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from tests.integration.agent.conftest import Maker
-from tests.integration.agent.house import Answer, House
+from tests.integration.agent.harness import Answer, Harness
 
 # Sends as many descriptors over sockets that nobody reads as the system lets it, says so, and keeps them there.
 FILL = """
@@ -27,49 +27,49 @@ time.sleep(60)
 MODES = ["bwrap", "none"]
 
 
-async def house_with(make_house: Maker, mode: str, most_files: int, slots: int = 3) -> House:
-    return await make_house(mode, "user", slots=slots, prefix=["prlimit", f"--nofile={most_files}:{most_files}"])
+async def harness_with(make_harness: Maker, mode: str, most_files: int, slots: int = 3) -> Harness:
+    return await make_harness(mode, "user", slots=slots, prefix=["prlimit", f"--nofile={most_files}:{most_files}"])
 
 
-async def fill(house: House, slot: str) -> asyncio.Task[Answer]:
+async def fill(harness: Harness, slot: str) -> asyncio.Task[Answer]:
     """A program in the slot that fills the count."""
-    return asyncio.create_task(house.bash("exec python3 -", slot, stdin=FILL, timeout_s=60))
+    return asyncio.create_task(harness.bash("exec python3 -", slot, stdin=FILL, timeout_s=60))
 
 
 @pytest.mark.parametrize("mode", MODES)
-async def test_what_a_slot_can_send_leaves_the_agent_enough(make_house: Maker, mode: str) -> None:
-    house = await house_with(make_house, mode, 1024)
-    filling = await fill(house, "0")
-    await house.until("test -e full", "0")
+async def test_what_a_slot_can_send_leaves_the_agent_enough(make_harness: Maker, mode: str) -> None:
+    harness = await harness_with(make_harness, mode, 1024)
+    filling = await fill(harness, "0")
+    await harness.until("test -e full", "0")
     for _ in range(10):
-        assert (await house.bash("echo fine", "1")).text == "fine\n"
+        assert (await harness.bash("echo fine", "1")).text == "fine\n"
 
     assert not filling.done()
-    assert (await house.bash("ulimit -Hn", "1")).text == "256\n"
+    assert (await harness.bash("ulimit -Hn", "1")).text == "256\n"
 
 
 @pytest.mark.parametrize("mode", MODES)
-async def test_a_slot_that_leaves_none_to_others_is_ended_and_they_are_not(make_house: Maker, mode: str) -> None:
-    house = await house_with(make_house, mode, 256)  # so few that one message passes the agent's limit
-    waiting = asyncio.create_task(house.bash("until [ -e go ]; do sleep 0.05; done; echo waited", "2", timeout_s=60))
-    filling = await fill(house, "0")
-    ended = await asyncio.wait_for(works_until(house, filling), 40)
+async def test_a_slot_that_leaves_none_to_others_is_ended_and_they_are_not(make_harness: Maker, mode: str) -> None:
+    harness = await harness_with(make_harness, mode, 256)  # so few that one message passes the agent's limit
+    waiting = asyncio.create_task(harness.bash("until [ -e go ]; do sleep 0.05; done; echo waited", "2", timeout_s=60))
+    filling = await fill(harness, "0")
+    ended = await asyncio.wait_for(works_until(harness, filling), 40)
 
     assert ended.reason == "sandbox_lost", ended.meta
     assert ended.metadata["evidence"]["own_work"] is True
     assert "descriptors under way" in ended.error
-    assert (await house.bash("touch go; echo fine", "2")).text == "fine\n"
+    assert (await harness.bash("touch go; echo fine", "2")).text == "fine\n"
     assert (await waiting).text == "waited\n"
-    assert (await house.bash("echo fine", "1")).text == "fine\n"
+    assert (await harness.bash("echo fine", "1")).text == "fine\n"
     if mode == "bwrap":
-        assert (await house.reset("0"))["state"] == "ready"
-        assert (await house.bash("echo again", "0")).text == "again\n"
+        assert (await harness.reset("0"))["state"] == "ready"
+        assert (await harness.bash("echo again", "0")).text == "again\n"
 
 
-async def works_until(house: House, filling: asyncio.Task[Answer]) -> Answer:
+async def works_until(harness: Harness, filling: asyncio.Task[Answer]) -> Answer:
     """What the program came to; another slot works all the while."""
     while not filling.done():
-        answer = await house.bash("echo fine", "1")
+        answer = await harness.bash("echo fine", "1")
         assert answer.text == "fine\n", answer.meta
         await asyncio.sleep(0.02)
     return await filling

@@ -14,7 +14,7 @@ import pytest
 from sandbox_server.link import Endpoint, connect
 from sandbox_server.link.errors import AgentRefused, LinkLost
 from tests.integration.agent.conftest import Maker
-from tests.integration.agent.house import TOKEN, House
+from tests.integration.agent.harness import TOKEN, Harness
 
 HARD_TO_KILL = """
 trap '' TERM
@@ -41,140 +41,140 @@ done 2>/dev/null | grep -oE '^(sleep|hidden) [67]00[0-9]' | sort
 """
 
 
-async def _sleepers(house: House, slot: str = "0") -> list[str]:
+async def _sleepers(harness: Harness, slot: str = "0") -> list[str]:
     """The seconds of every sleep a slot still runs."""
-    answer = await house.bash(SLEEPERS, slot)
+    answer = await harness.bash(SLEEPERS, slot)
     return [line.split()[1] for line in answer.text.splitlines()]
 
 
-async def test_a_timeout_kills_the_whole_tree_of_that_call_alone(house: House) -> None:
-    await house.bash("sleep 6001 & setsid sleep 6002 &")
+async def test_a_timeout_kills_the_whole_tree_of_that_call_alone(harness: Harness) -> None:
+    await harness.bash("sleep 6001 & setsid sleep 6002 &")
     began = time.monotonic()
-    answer = await house.bash(HARD_TO_KILL, timeout_s=0.7)
+    answer = await harness.bash(HARD_TO_KILL, timeout_s=0.7)
     took = time.monotonic() - began
 
     assert answer.reason == "timeout"
     assert answer.code is None
     assert answer.text == "begun\nstarted\n"
     assert took < 0.7 + 3
-    assert await _sleepers(house) == ["6001", "6002"]
+    assert await _sleepers(harness) == ["6001", "6002"]
 
 
-async def test_another_running_call_survives_a_timeout(house: House) -> None:
-    other = asyncio.create_task(house.bash("setsid sleep 6003 & sleep 6004 & sleep 1.5; echo here"))
-    answer = await house.bash("sleep 7006 & sleep 7007", timeout_s=0.3)
+async def test_another_running_call_survives_a_timeout(harness: Harness) -> None:
+    other = asyncio.create_task(harness.bash("setsid sleep 6003 & sleep 6004 & sleep 1.5; echo here"))
+    answer = await harness.bash("sleep 7006 & sleep 7007", timeout_s=0.3)
 
     assert answer.reason == "timeout"
     assert (await other).text == "here\n"
-    assert await _sleepers(house) == ["6003", "6004"]
+    assert await _sleepers(harness) == ["6003", "6004"]
 
 
-async def test_what_ends_on_sigterm_is_not_waited_for(house: House) -> None:
+async def test_what_ends_on_sigterm_is_not_waited_for(harness: Harness) -> None:
     began = time.monotonic()
-    answer = await house.bash("trap 'echo tidied; exit' TERM; while :; do sleep 0.01; done", timeout_s=0.3)
+    answer = await harness.bash("trap 'echo tidied; exit' TERM; while :; do sleep 0.01; done", timeout_s=0.3)
 
     assert answer.reason == "timeout"
     assert answer.text.endswith("tidied\n")
     assert time.monotonic() - began < 2
 
 
-async def test_silence_ends_a_call_and_output_does_not(house: House) -> None:
-    talking = await house.bash("for i in 1 2 3 4 5 6; do echo $i; sleep 0.2; done", no_output_timeout_s=0.6)
-    silent = await house.bash("echo first; sleep 100", no_output_timeout_s=0.4)
+async def test_silence_ends_a_call_and_output_does_not(harness: Harness) -> None:
+    talking = await harness.bash("for i in 1 2 3 4 5 6; do echo $i; sleep 0.2; done", no_output_timeout_s=0.6)
+    silent = await harness.bash("echo first; sleep 100", no_output_timeout_s=0.4)
 
     assert talking.reason == "exit"
     assert (silent.reason, silent.text) == ("no_output_timeout", "first\n")
 
 
-async def test_a_cancelled_call_returns_what_it_wrote(house: House) -> None:
-    running = asyncio.create_task(house.bash("echo part; sleep 7008", call_id="c"))
-    while (await house.ask("call_status", call_id="c"))["output_bytes"] == 0 if "c" in await _known(house) else True:
+async def test_a_cancelled_call_returns_what_it_wrote(harness: Harness) -> None:
+    running = asyncio.create_task(harness.bash("echo part; sleep 7008", call_id="c"))
+    while (await harness.ask("call_status", call_id="c"))["output_bytes"] == 0 if "c" in await _known(harness) else True:
         await asyncio.sleep(0.02)
 
-    assert (await house.ask("cancel", call_id="c")) == {"found": True, "state": "running"}
+    assert (await harness.ask("cancel", call_id="c")) == {"found": True, "state": "running"}
     answer = await running
     assert (answer.reason, answer.text) == ("cancelled", "part\n")
-    assert await _sleepers(house) == []
+    assert await _sleepers(harness) == []
 
 
-async def _known(house: House) -> set[str]:
+async def _known(harness: Harness) -> set[str]:
     try:
-        await house.ask("call_status", call_id="c")
+        await harness.ask("call_status", call_id="c")
     except AgentRefused:
         return set()
     return {"c"}
 
 
-async def test_a_reset_ends_everything_and_leaves_nothing(house: House) -> None:
+async def test_a_reset_ends_everything_and_leaves_nothing(harness: Harness) -> None:
     shared = [f"{place}/left-{secrets.token_hex(4)}" for place in ("/dev/shm", "/tmp")]
-    await house.bash(f"echo secret > file; mkdir -p deep/er; touch $TMPDIR/t {' '.join(shared)}; (trap '' TERM; setsid sleep 7009 &) & sleep 7010 &")
-    await house.call("process", args={"action": "start", "command": "sleep 7011"})
-    before = await house.bash("id -u")
-    running = asyncio.create_task(house.bash("echo part; sleep 7012", call_id="c"))
-    while "c" not in await _known(house):
+    await harness.bash(f"echo secret > file; mkdir -p deep/er; touch $TMPDIR/t {' '.join(shared)}; (trap '' TERM; setsid sleep 7009 &) & sleep 7010 &")
+    await harness.call("process", args={"action": "start", "command": "sleep 7011"})
+    before = await harness.bash("id -u")
+    running = asyncio.create_task(harness.bash("echo part; sleep 7012", call_id="c"))
+    while "c" not in await _known(harness):
         await asyncio.sleep(0.02)
-    done = await house.reset()
+    done = await harness.reset()
     answer = await running
 
     assert done["state"] == "ready", done
     assert done["proof"]["clean"]
     assert answer.reason == "cancelled"
-    assert await _sleepers(house) == []
-    left = await house.bash("find . ${TMPDIR:-/tmp} -mindepth 1; ls " + " ".join(shared) + " 2>/dev/null")
-    assert sorted(left.text.splitlines()) == (shared if house.mode == "none" else [])
-    if house.mode == "uid":
-        assert (await house.bash("id -u")).text != before.text
-    if house.mode == "none":
+    assert await _sleepers(harness) == []
+    left = await harness.bash("find . ${TMPDIR:-/tmp} -mindepth 1; ls " + " ".join(shared) + " 2>/dev/null")
+    assert sorted(left.text.splitlines()) == (shared if harness.mode == "none" else [])
+    if harness.mode == "uid":
+        assert (await harness.bash("id -u")).text != before.text
+    if harness.mode == "none":
         for path in shared:
             os.unlink(path)
 
 
-async def test_a_reset_can_keep_the_files(house: House) -> None:
-    await house.bash("echo mine > file; sleep 7013 &")
-    done = await house.reset(keep=True)
+async def test_a_reset_can_keep_the_files(harness: Harness) -> None:
+    await harness.bash("echo mine > file; sleep 7013 &")
+    done = await harness.reset(keep=True)
 
     assert done["state"] == "ready", done
-    assert (await house.bash("cat file")).text == "mine\n"
-    assert await _sleepers(house) == []
+    assert (await harness.bash("cat file")).text == "mine\n"
+    assert await _sleepers(harness) == []
 
 
-async def test_an_old_epoch_is_refused_and_a_reset_asked_twice_is_one(house: House) -> None:
-    await house.reset()
-    again = await house.ask("reset")
+async def test_an_old_epoch_is_refused_and_a_reset_asked_twice_is_one(harness: Harness) -> None:
+    await harness.reset()
+    again = await harness.ask("reset")
     assert again["state"] == "ready"
-    for epoch in (house.epoch("0") - 1, house.epoch("0") + 1, "2", None):
+    for epoch in (harness.epoch("0") - 1, harness.epoch("0") + 1, "2", None):
         with pytest.raises(AgentRefused) as refused:
-            await house.link.request({"op": "file_get", "slot": "0", "epoch": epoch, "path": "x"})
+            await harness.link.request({"op": "file_get", "slot": "0", "epoch": epoch, "path": "x"})
         assert refused.value.code == "stale_epoch"
     with pytest.raises(AgentRefused) as refused:
-        await house.link.request({"op": "reset", "slot": "0", "epoch": house.epoch("0") - 1})
+        await harness.link.request({"op": "reset", "slot": "0", "epoch": harness.epoch("0") - 1})
     assert refused.value.code == "stale_epoch"
     with pytest.raises(AgentRefused) as refused:
-        await house.link.request({"op": "file_get", "slot": "77", "epoch": 1, "path": "x"})
+        await harness.link.request({"op": "file_get", "slot": "77", "epoch": 1, "path": "x"})
     assert refused.value.code == "unknown_slot"
 
 
-async def test_narrow_takes_the_network_and_keeps_the_files(house: House) -> None:
-    await house.bash("echo mine > file; sleep 7014 &")
-    if house.mode != "bwrap":
+async def test_narrow_takes_the_network_and_keeps_the_files(harness: Harness) -> None:
+    await harness.bash("echo mine > file; sleep 7014 &")
+    if harness.mode != "bwrap":
         with pytest.raises(AgentRefused) as refused:
-            await house.ask("narrow", network=False)
+            await harness.ask("narrow", network=False)
         assert refused.value.code == "not_implemented"
         return
-    before = await house.bash("cat /proc/net/dev | wc -l")
-    await house.ask("narrow", network=False)
-    after = await house.bash("cat /proc/net/dev | wc -l; cat file")
+    before = await harness.bash("cat /proc/net/dev | wc -l")
+    await harness.ask("narrow", network=False)
+    after = await harness.bash("cat /proc/net/dev | wc -l; cat file")
 
     assert after.text == "3\nmine\n"
     assert int(before.text) >= 3
-    assert await _sleepers(house) == []
-    assert (await house.reset(network=False))["state"] == "ready"
-    assert (await house.bash("grep -c : /proc/net/dev")).text == "1\n"
+    assert await _sleepers(harness) == []
+    assert (await harness.reset(network=False))["state"] == "ready"
+    assert (await harness.bash("grep -c : /proc/net/dev")).text == "1\n"
 
 
-async def test_a_dead_init_breaks_its_slot_and_a_reset_mends_it_or_says_that_it_cannot(own_house: House) -> None:
-    house, marker = own_house, f"7015.{secrets.randbelow(10**9)}"
-    running = asyncio.create_task(house.bash(f"exec sleep {marker}", call_id="c"))
+async def test_a_dead_init_breaks_its_slot_and_a_reset_mends_it_or_says_that_it_cannot(own_harness: Harness) -> None:
+    harness, marker = own_harness, f"7015.{secrets.randbelow(10**9)}"
+    running = asyncio.create_task(harness.bash(f"exec sleep {marker}", call_id="c"))
     sleeper = await _process(["sleep", marker])
     init = sleeper.parent()
     assert init is not None
@@ -183,16 +183,16 @@ async def test_a_dead_init_breaks_its_slot_and_a_reset_mends_it_or_says_that_it_
 
     assert answer.reason == "sandbox_lost"
     with pytest.raises(AgentRefused) as refused:
-        await house.bash("true")
+        await harness.bash("true")
     assert refused.value.code == "slot_unavailable"
-    if house.link.hello["isolation"] == "none" and _lives(sleeper):
+    if harness.link.hello["isolation"] == "none" and _lives(sleeper):
         # Nothing says what an init without a namespace had started: the slot is not called clean.
-        answered = await house.reset()
+        answered = await harness.reset()
         assert (answered["state"], "cannot be found" in str(answered["detail"])) == ("quarantined", True)
         sleeper.kill()
         return
-    assert (await house.reset())["state"] == "ready"
-    assert (await house.bash("echo back")).text == "back\n"
+    assert (await harness.reset())["state"] == "ready"
+    assert (await harness.bash("echo back")).text == "back\n"
     assert not _lives(sleeper)
 
 
@@ -209,61 +209,61 @@ async def _process(command: list[str]) -> psutil.Process:
         await asyncio.sleep(0.02)
 
 
-async def test_a_fork_bomb_hits_its_limit_and_nobody_else(make_house: Maker) -> None:
-    house = await make_house(limits={"processes": 60})
-    bomb = asyncio.create_task(house.bash("bomb() { bomb | bomb & }; bomb; sleep 100", timeout_s=2))
-    other = await house.bash("echo fine", "1")
+async def test_a_fork_bomb_hits_its_limit_and_nobody_else(make_harness: Maker) -> None:
+    harness = await make_harness(limits={"processes": 60})
+    bomb = asyncio.create_task(harness.bash("bomb() { bomb | bomb & }; bomb; sleep 100", timeout_s=2))
+    other = await harness.bash("echo fine", "1")
     answer = await bomb
 
     assert other.text == "fine\n"
     assert answer.reason == "timeout"
-    assert (await house.reset())["state"] == "ready"
-    assert (await house.bash("echo again")).text == "again\n"
+    assert (await harness.reset())["state"] == "ready"
+    assert (await harness.bash("echo again")).text == "again\n"
 
 
 @pytest.mark.privileged
-async def test_running_out_of_memory_is_proven(make_house: Maker) -> None:
-    house = await make_house(limits={"memory_mb": 64})
-    if house.link.hello["capabilities"]["limits"]["memory"] == "rlimit":
-        answer = await house.bash("exec head -c 200M /dev/zero | tail -c 150M | wc -c")
+async def test_running_out_of_memory_is_proven(make_harness: Maker) -> None:
+    harness = await make_harness(limits={"memory_mb": 64})
+    if harness.link.hello["capabilities"]["limits"]["memory"] == "rlimit":
+        answer = await harness.bash("exec head -c 200M /dev/zero | tail -c 150M | wc -c")
         assert answer.reason == "exit"
         return
 
-    answer = await house.bash("python3 -c 'x = bytearray(200 << 20); print(len(x))'")
+    answer = await harness.bash("python3 -c 'x = bytearray(200 << 20); print(len(x))'")
 
     assert answer.reason == "oom"
     assert answer.metadata["evidence"]["oom_kills"] >= 1
-    assert (await house.bash("echo alive")).text == "alive\n"
+    assert (await harness.bash("echo alive")).text == "alive\n"
 
 
-async def test_a_wrong_token_gets_no_answer(bwrap: House) -> None:
+async def test_a_wrong_token_gets_no_answer(bwrap: Harness) -> None:
     with pytest.raises(LinkLost):
         await connect(Endpoint(address=f"unix:{bwrap.folder}/agent.sock", token=TOKEN + "x"), 5)
 
 
-async def test_shutdown_ends_every_process(own_house: House) -> None:
-    await own_house.bash("setsid sleep 7016 & sleep 7017 &")
-    children = psutil.Process(own_house.process.pid).children(recursive=True)
-    await own_house.link.request({"op": "shutdown"})
-    await asyncio.to_thread(own_house.process.wait, 20)
+async def test_shutdown_ends_every_process(own_harness: Harness) -> None:
+    await own_harness.bash("setsid sleep 7016 & sleep 7017 &")
+    children = psutil.Process(own_harness.process.pid).children(recursive=True)
+    await own_harness.link.request({"op": "shutdown"})
+    await asyncio.to_thread(own_harness.process.wait, 20)
 
-    assert own_house.process.returncode == 0
+    assert own_harness.process.returncode == 0
     assert [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE] == []
 
 
-async def test_a_killed_agent_takes_its_slots_along(own_house: House) -> None:
-    await own_house.bash("setsid sleep 7018 & sleep 7019 &")
-    children = psutil.Process(own_house.process.pid).children(recursive=True)
+async def test_a_killed_agent_takes_its_slots_along(own_harness: Harness) -> None:
+    await own_harness.bash("setsid sleep 7018 & sleep 7019 &")
+    children = psutil.Process(own_harness.process.pid).children(recursive=True)
     assert children
-    own_house.process.send_signal(signal.SIGKILL)
-    await asyncio.to_thread(own_house.process.wait, 20)
+    own_harness.process.send_signal(signal.SIGKILL)
+    await asyncio.to_thread(own_harness.process.wait, 20)
 
     _, alive = await asyncio.to_thread(psutil.wait_procs, children, 10)
     assert [child for child in alive if child.status() != psutil.STATUS_ZOMBIE] == []
 
 
-async def test_an_agent_left_alone_ends(make_house: Maker) -> None:
-    house = await make_house(alone_exit_s=0.5)
-    await house.link.close()
+async def test_an_agent_left_alone_ends(make_harness: Maker) -> None:
+    harness = await make_harness(alone_exit_s=0.5)
+    await harness.link.close()
 
-    assert await asyncio.to_thread(house.process.wait, 20) == 0
+    assert await asyncio.to_thread(harness.process.wait, 20) == 0

@@ -9,11 +9,11 @@ import pytest
 
 from sandbox_server.agent import wire
 from sandbox_server.link.errors import AgentRefused
-from tests.integration.agent.house import House
+from tests.integration.agent.harness import Harness
 
 
-async def _put(house: House, op: str, path: str, content: bytes, piece_bytes: int = 60_000) -> dict[str, object]:
-    async with house.link.stream({"op": op, "slot": "0", "epoch": house.epoch("0"), "path": path}) as stream:
+async def _put(harness: Harness, op: str, path: str, content: bytes, piece_bytes: int = 60_000) -> dict[str, object]:
+    async with harness.link.stream({"op": op, "slot": "0", "epoch": harness.epoch("0"), "path": path}) as stream:
         for start in range(0, len(content), piece_bytes):
             await stream.send_data(content[start : start + piece_bytes])
         stream.end()
@@ -23,41 +23,41 @@ async def _put(house: House, op: str, path: str, content: bytes, piece_bytes: in
     raise AssertionError("the stream did not end")
 
 
-async def test_a_file_goes_in_and_comes_out(house: House) -> None:
+async def test_a_file_goes_in_and_comes_out(harness: Harness) -> None:
     content = bytes(range(256)) * 20_000
-    await _put(house, "file_put", "d/file.bin", content)
+    await _put(harness, "file_put", "d/file.bin", content)
 
-    assert (await house.bash("wc -c < d/file.bin")).text == f"{len(content)}\n"
-    data, _ = await house.data("file_get", path="d/file.bin")
+    assert (await harness.bash("wc -c < d/file.bin")).text == f"{len(content)}\n"
+    data, _ = await harness.data("file_get", path="d/file.bin")
     assert data == content
 
 
-async def test_many_small_pieces_give_all_their_credit_back(house: House) -> None:
+async def test_many_small_pieces_give_all_their_credit_back(harness: Harness) -> None:
     content = bytes(range(250)) * 600
-    await _put(house, "file_put", "file.bin", content, piece_bytes=5)
+    await _put(harness, "file_put", "file.bin", content, piece_bytes=5)
 
-    data, _ = await house.data("file_get", path="file.bin")
+    data, _ = await harness.data("file_get", path="file.bin")
     assert data == content
 
 
-async def test_a_folder_is_listed(house: House) -> None:
-    await house.bash("mkdir -p d/e; echo x > d/e/f; ln -s f d/e/link")
-    async with house.link.stream({"op": "file_list", "slot": "0", "epoch": house.epoch("0"), "path": "d", "recursive": True}) as stream:
+async def test_a_folder_is_listed(harness: Harness) -> None:
+    await harness.bash("mkdir -p d/e; echo x > d/e/f; ln -s f d/e/link")
+    async with harness.link.stream({"op": "file_list", "slot": "0", "epoch": harness.epoch("0"), "path": "d", "recursive": True}) as stream:
         items = [event.meta async for event in stream if isinstance(event, wire.Item)]
 
     assert {entry["path"].rsplit("/", 1)[-1]: entry["type"] for entry in items[0]["entries"]} == {"e": "directory", "f": "file", "link": "symlink"}
 
 
-async def test_a_tree_goes_in_and_comes_out(house: House) -> None:
+async def test_a_tree_goes_in_and_comes_out(harness: Harness) -> None:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
         info = tarfile.TarInfo("project/main.py")
         info.size = 6
         archive.addfile(info, io.BytesIO(b"pass\n\n"))
-    await _put(house, "archive_put", ".", buffer.getvalue())
-    data, _ = await house.data("archive_get", path="project")
+    await _put(harness, "archive_put", ".", buffer.getvalue())
+    data, _ = await harness.data("archive_get", path="project")
 
-    assert (await house.bash("cat project/main.py")).text == "pass\n\n"
+    assert (await harness.bash("cat project/main.py")).text == "pass\n\n"
     with tarfile.open(fileobj=io.BytesIO(data)) as archive:
         assert any(name.endswith("main.py") for name in archive.getnames())
 
@@ -75,7 +75,7 @@ async def test_a_tree_goes_in_and_comes_out(house: House) -> None:
         ("true", "a\0b", "invalid"),
     ],
 )
-async def test_what_leads_elsewhere_is_refused(bwrap: House, make: str, path: str, code: str) -> None:
+async def test_what_leads_elsewhere_is_refused(bwrap: Harness, make: str, path: str, code: str) -> None:
     await bwrap.bash(make)
     with pytest.raises(AgentRefused) as refused:
         await bwrap.data("file_get", path=path)
@@ -83,8 +83,8 @@ async def test_what_leads_elsewhere_is_refused(bwrap: House, make: str, path: st
     assert refused.value.code == code
 
 
-async def test_an_upload_that_breaks_off_does_not_land(house: House) -> None:
-    async with house.link.stream({"op": "file_put", "slot": "0", "epoch": house.epoch("0"), "path": "half"}) as stream:
+async def test_an_upload_that_breaks_off_does_not_land(harness: Harness) -> None:
+    async with harness.link.stream({"op": "file_put", "slot": "0", "epoch": harness.epoch("0"), "path": "half"}) as stream:
         await stream.send_data(b"x" * 100_000)
 
-    await house.until('[ -z "$(find . -mindepth 1)" ]')
+    await harness.until('[ -z "$(find . -mindepth 1)" ]')

@@ -19,7 +19,7 @@ from sandbox_server.agent.isolation.bwrap_processes import find_bwrap_processes,
 from sandbox_server.backends.local import LocalBackend
 from sandbox_server.core.types import Handle
 from tests.integration.agent.conftest import BEST_USER, Maker
-from tests.integration.agent.house import House
+from tests.integration.agent.harness import Harness
 
 USERS = ["root", "user"] if BEST_USER == "root" else ["user"]
 ROUNDS = 2
@@ -108,22 +108,22 @@ async def test_a_sandbox_that_is_destroyed_takes_along_what_its_agent_left_in_th
         assert not folder.exists()
 
 
-async def resets(house: House) -> None:
+async def resets(harness: Harness) -> None:
     """Start the slots of an agent anew, all at once, again and again until it ends."""
     while True:
-        await asyncio.gather(*(house.reset(str(number)) for number in range(SLOTS)))
+        await asyncio.gather(*(harness.reset(str(number)) for number in range(SLOTS)))
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("user", USERS)
-async def test_an_agent_that_is_told_to_end_while_it_starts_slots_leaves_nothing(make_house: Maker, user: str) -> None:
+async def test_an_agent_that_is_told_to_end_while_it_starts_slots_leaves_nothing(make_harness: Maker, user: str) -> None:
     chance = random.Random(7)
     for _ in range(ROUNDS):
-        house = await make_house(user=user, slots=SLOTS)
-        working = asyncio.create_task(resets(house))
+        harness = await make_harness(user=user, slots=SLOTS)
+        working = asyncio.create_task(resets(harness))
         await asyncio.wait({working}, timeout=chance.uniform(0.0, 0.15))
-        house.process.send_signal(signal.SIGTERM)
-        await asyncio.to_thread(house.process.wait, 30)
+        harness.process.send_signal(signal.SIGTERM)
+        await asyncio.to_thread(harness.process.wait, 30)
         await asyncio.gather(working, return_exceptions=True)
 
-        assert find_bwrap_processes(str(house.folder)) == []
+        assert find_bwrap_processes(str(harness.folder)) == []

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from sandbox_server.agent import wire
-from sandbox_server.agent.agent import Agent
 from sandbox_server.agent.config import AgentConfig
-from sandbox_server.agent.trash import delete_tree
+from sandbox_server.agent.server.agent import Agent
+from sandbox_server.agent.slots.trash import delete_tree
 from sandbox_server.link.agent_link import AgentLink
-from tests.integration.agent.house import Answer
+from tests.integration.agent.harness import Answer
 
 TOKEN = "t"
 CYCLES = 6

@@ -14,35 +14,35 @@ from typing import Any
 import psutil
 import pytest
 
-from sandbox_server.agent import files
 from sandbox_server.agent.errors import Refused
-from sandbox_server.agent.slots import Slot
-from tests.integration.agent.house import House
+from sandbox_server.agent.execution import file_routes
+from sandbox_server.agent.slots.slots import Slot
+from tests.integration.agent.harness import Harness
 from tests.integration.agent.workshop import workshop
 
 
-async def test_a_batch_of_calls_that_end_at_once_is_answered_to_the_last(house: House) -> None:
+async def test_a_batch_of_calls_that_end_at_once_is_answered_to_the_last(harness: Harness) -> None:
     first = {"call_id": "c0", "tool": "bash", "args": {"command": "sleep 0.5"}, "timeout_s": 20}
     rest = [{"call_id": f"c{number}", "tool": "process", "args": {"action": "list"}, "timeout_s": 20} for number in range(1, 600)]
-    answers = await house.calls([first, *rest])
+    answers = await harness.calls([first, *rest])
 
     assert [answer.meta["call_id"] for answer in answers] == [f"c{number}" for number in range(600)]
     assert {answer.reason for answer in answers} == {"exit"}
 
 
-async def test_the_output_can_be_opened_by_its_name(house: House) -> None:
-    answer = await house.bash("echo out > /dev/stdout; echo err > /dev/stderr; python3 -c \"open('/dev/stdout', 'w').write('again')\"")
+async def test_the_output_can_be_opened_by_its_name(harness: Harness) -> None:
+    answer = await harness.bash("echo out > /dev/stdout; echo err > /dev/stderr; python3 -c \"open('/dev/stdout', 'w').write('again')\"")
 
     assert answer.text == "out\nerr\nagain"
 
 
-async def test_a_slot_whose_init_stands_still_is_ended_in_time_and_a_reset_mends_it(own_house: House) -> None:
-    house = own_house
-    other = asyncio.create_task(house.bash("sleep 7055", call_id="other"))
-    await house.until("pgrep -f 'sleep 705[5]' >/dev/null")
-    running = asyncio.create_task(house.bash("sleep 7056", timeout_s=1))
+async def test_a_slot_whose_init_stands_still_is_ended_in_time_and_a_reset_mends_it(own_harness: Harness) -> None:
+    harness = own_harness
+    other = asyncio.create_task(harness.bash("sleep 7055", call_id="other"))
+    await harness.until("pgrep -f 'sleep 705[5]' >/dev/null")
+    running = asyncio.create_task(harness.bash("sleep 7056", timeout_s=1))
     await asyncio.sleep(0.3)
-    for init in house.inits():
+    for init in harness.inits():
         init.send_signal(signal.SIGSTOP)
     began = time.monotonic()
     answer, lost = await running, await other
@@ -52,23 +52,23 @@ async def test_a_slot_whose_init_stands_still_is_ended_in_time_and_a_reset_mends
     assert lost.reason in ("sandbox_lost", "timeout"), lost.meta
     if lost.reason == "sandbox_lost":
         assert lost.metadata["evidence"]["own_work"] is True
-    for init in house.inits():
+    for init in harness.inits():
         with contextlib.suppress(psutil.NoSuchProcess):
             init.send_signal(signal.SIGCONT)
-    answered = await house.reset()
-    if lost.reason == "sandbox_lost" and house.link.hello["isolation"] == "none":
+    answered = await harness.reset()
+    if lost.reason == "sandbox_lost" and harness.link.hello["isolation"] == "none":
         assert answered["state"] == "quarantined"  # without a namespace nothing proves that all is gone
         for process in psutil.process_iter(["cmdline"]):
             if process.info["cmdline"] in (["sleep", "7055"], ["sleep", "7056"]):
                 process.kill()
         return
     assert answered["state"] == "ready"
-    assert (await house.bash("pgrep -f 'sleep 705[56]'")).text == ""
-    assert (await house.bash("echo back")).text == "back\n"
+    assert (await harness.bash("pgrep -f 'sleep 705[56]'")).text == ""
+    assert (await harness.bash("echo back")).text == "back\n"
 
 
-async def test_a_command_in_a_folder_that_is_not_there_is_an_error_of_the_call(house: House) -> None:
-    answer = await house.bash("true", cwd="nowhere")
+async def test_a_command_in_a_folder_that_is_not_there_is_an_error_of_the_call(harness: Harness) -> None:
+    answer = await harness.bash("true", cwd="nowhere")
 
     assert answer.reason == "tool_error"
     assert answer.metadata["errno"] == "ENOENT"
@@ -92,12 +92,12 @@ class _Wire:
 
 
 @contextlib.asynccontextmanager
-async def _putting() -> AsyncIterator[tuple[files.FileOp, _Wire, Slot, psutil.Process]]:
+async def _putting() -> AsyncIterator[tuple[file_routes.FileOp, _Wire, Slot, psutil.Process]]:
     """An upload in the workshop's slot that waits for its content, and the process that does it."""
     async with workshop() as changes:
         wire = _Wire()
-        op = files.open_file_op(wire, changes.slot, {"op": "file_put", "path": "file"})  # type: ignore[arg-type]
-        assert isinstance(op, files.FileOp)
+        op = file_routes.open_file_op(wire, changes.slot, {"op": "file_put", "path": "file"})  # type: ignore[arg-type]
+        assert isinstance(op, file_routes.FileOp)
         op.data(b"x" * 1000)
         init = psutil.Process(changes.slot.current_body().init_pid)
         await _until(lambda: wire.taken == 1000 and bool(init.children()))
@@ -130,7 +130,7 @@ async def test_content_that_breaks_off_is_not_put_in_place_however_late_its_writ
 
 
 async def test_an_upload_whose_writer_stands_still_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "STALL_S", 0.5)
+    monkeypatch.setattr(file_routes, "STALL_S", 0.5)
     async with _putting() as (op, wire, slot, init):
         (child,) = init.children()
         child.suspend()
@@ -145,7 +145,7 @@ async def test_an_upload_whose_writer_stands_still_is_given_up(monkeypatch: pyte
 
 
 async def test_an_upload_may_wait_for_its_sender(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "STALL_S", 0.2)
+    monkeypatch.setattr(file_routes, "STALL_S", 0.2)
     async with _putting() as (op, wire, slot, _):
         await asyncio.sleep(0.7)
         op.data(b"y")

@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from sandbox_server.agent.memory_groups import MemoryGroups, was_ended
+from sandbox_server.agent.kernel.memory_groups import MemoryGroups, was_ended
 from tests.integration.agent.conftest import ROOT, Maker
-from tests.integration.agent.house import House
+from tests.integration.agent.harness import Harness
 
 MIB = 1 << 20
 MEMORY = Path("/sys/fs/cgroup/memory")
@@ -42,28 +42,28 @@ def python(script: str) -> dict[str, object]:
     return {"args": {"command": "exec python3 -", "stdin": script}}
 
 
-def by_cgroup(house: House) -> bool:
-    limits: dict[str, str] = house.link.hello["capabilities"]["limits"]
+def by_cgroup(harness: Harness) -> bool:
+    limits: dict[str, str] = harness.link.hello["capabilities"]["limits"]
     return limits["memory"].startswith("cgroup")
 
 
-def groups_of(house: House) -> list[Path]:
-    return list(MEMORY.glob(f"**/sandbox-pool-{house.process.pid}-*"))
+def groups_of(harness: Harness) -> list[Path]:
+    return list(MEMORY.glob(f"**/sandbox-pool-{harness.process.pid}-*"))
 
 
 @pytest.mark.privileged
 @pytest.mark.parametrize(("mode", "user"), ROOT, ids="-".join)
-async def test_a_hoarder_ends_and_its_neighbour_within_its_share_does_not(make_house: Maker, mode: str, user: str) -> None:
-    house = await make_house(mode, user, slots=3, spares=0, memory_mb=400)
-    if not by_cgroup(house):
+async def test_a_hoarder_ends_and_its_neighbour_within_its_share_does_not(make_harness: Maker, mode: str, user: str) -> None:
+    harness = await make_harness(mode, user, slots=3, spares=0, memory_mb=400)
+    if not by_cgroup(harness):
         pytest.skip("nothing counts memory here")
-    share = house.link.hello["effective"]["share_memory_mb"]
+    share = harness.link.hello["effective"]["share_memory_mb"]
     assert 0 < 3 * share <= 400
-    beside = asyncio.create_task(house.call("bash", "1", timeout_s=60, **python(HOLD.format(mib=share - 25).replace("time.sleep(60)", WAIT))))
-    await house.until("test -e up", "1")  # else the other fills everything alone
-    writer = asyncio.create_task(house.bash("until [ -e go ]; do sleep 0.02; done; echo fine", "2"))
+    beside = asyncio.create_task(harness.call("bash", "1", timeout_s=60, **python(HOLD.format(mib=share - 25).replace("time.sleep(60)", WAIT))))
+    await harness.until("test -e up", "1")  # else the other fills everything alone
+    writer = asyncio.create_task(harness.bash("until [ -e go ]; do sleep 0.02; done; echo fine", "2"))
     started = time.monotonic()
-    hoarder = await house.call("bash", "0", timeout_s=60, **python(HOARD))
+    hoarder = await harness.call("bash", "0", timeout_s=60, **python(HOARD))
 
     assert hoarder.reason == "oom", hoarder.meta
     assert time.monotonic() - started < 20
@@ -71,45 +71,45 @@ async def test_a_hoarder_ends_and_its_neighbour_within_its_share_does_not(make_h
     assert proof.get("ambiguous") is True, proof
     assert proof["used_mb"] > proof["share_mb"]
     assert proof["group"] == "sandbox"
-    await house.bash("touch go", "2")
+    await harness.bash("touch go", "2")
     assert (await writer).text == "fine\n"
-    await house.bash("touch go", "1")
+    await harness.bash("touch go", "1")
     assert (await beside).reason == "exit"
-    assert (await house.reset())["state"] == "ready"
-    assert (await house.bash("echo back")).text == "back\n"
+    assert (await harness.reset())["state"] == "ready"
+    assert (await harness.bash("echo back")).text == "back\n"
 
 
 @pytest.fixture
-async def two(make_house: Maker) -> tuple[House, House]:
+async def two(make_harness: Maker) -> tuple[Harness, Harness]:
     """Two agents on one small machine of their own: 600 MiB, of which slots have 450."""
     machine = {"slots_group": f"sp-test-{secrets.token_hex(4)}", "machine_memory_mb": 600, "slots": 2, "spares": 0, "limits": {"memory_mb": 450}}
-    houses = [await make_house("bwrap", "root", **machine) for _ in range(2)]
-    if not by_cgroup(houses[0]):
+    harnesss = [await make_harness("bwrap", "root", **machine) for _ in range(2)]
+    if not by_cgroup(harnesss[0]):
         pytest.skip("nothing counts memory here")
-    return houses[0], houses[1]
+    return harnesss[0], harnesss[1]
 
 
 @pytest.mark.privileged
-async def test_agents_share_one_machine_and_the_one_whose_slot_takes_most_ends_it(two: tuple[House, House]) -> None:
+async def test_agents_share_one_machine_and_the_one_whose_slot_takes_most_ends_it(two: tuple[Harness, Harness]) -> None:
     first, second = two
     assert first.link.hello["effective"]["share_memory_mb"] == 2 * second.link.hello["effective"]["share_memory_mb"] + 1
-    (group,) = {path.parent for house in two for path in groups_of(house)}
+    (group,) = {path.parent for harness in two for path in groups_of(harness)}
     assert int((group / "memory.limit_in_bytes").read_text()) == 450 * MIB
 
     share = second.link.hello["effective"]["share_memory_mb"]
     script = HOLD.format(mib=share - 25).replace("time.sleep(60)", "[time.sleep(0.02) for _ in iter(lambda: __import__('os').path.exists('go'), True)]")
-    beside = [asyncio.create_task(house.call("bash", "1", timeout_s=60, **python(script))) for house in two]
+    beside = [asyncio.create_task(harness.call("bash", "1", timeout_s=60, **python(script))) for harness in two]
     hoarder = await first.call("bash", "0", timeout_s=60, **python(HOARD))
 
     assert hoarder.reason == "oom", hoarder.meta
     assert hoarder.metadata["evidence"]["group"] == "machine"
-    for house, other in zip(two, beside, strict=True):
-        assert (await house.call("write_file", "1", args={"path": "go", "content": ""})).reason == "exit"
+    for harness, other in zip(two, beside, strict=True):
+        assert (await harness.call("write_file", "1", args={"path": "go", "content": ""})).reason == "exit"
         assert (await other).text == "up\n"
 
 
 @pytest.mark.privileged
-async def test_the_slot_of_an_agent_that_hangs_is_ended_by_another(two: tuple[House, House]) -> None:
+async def test_the_slot_of_an_agent_that_hangs_is_ended_by_another(two: tuple[Harness, Harness]) -> None:
     first, second = two
     script = "import time\nopen('began', 'w').close()\nwhile not __import__('os').path.exists('go'): time.sleep(0.02)\n" + HOARD
     hoarder = asyncio.create_task(first.call("bash", "0", timeout_s=60, **python(script)))
@@ -164,13 +164,13 @@ while not __import__("os").path.exists("go"): time.sleep(0.02)
 
 @pytest.mark.privileged
 @pytest.mark.parametrize("kind", ["SOCK_STREAM", "SOCK_DGRAM"])
-async def test_buffers_of_sockets_are_counted_and_limited(make_house: Maker, kind: str) -> None:
-    house = await make_house("bwrap", "root", slots=1, spares=0, limits={"memory_mb": 320})
-    if not by_cgroup(house) or not (MEMORY / "memory.kmem.tcp.limit_in_bytes").exists():
+async def test_buffers_of_sockets_are_counted_and_limited(make_harness: Maker, kind: str) -> None:
+    harness = await make_harness("bwrap", "root", slots=1, spares=0, limits={"memory_mb": 320})
+    if not by_cgroup(harness) or not (MEMORY / "memory.kmem.tcp.limit_in_bytes").exists():
         pytest.skip("no hierarchy that counts them by a counter of their own")
-    (own,) = groups_of(house)
-    queuing = asyncio.create_task(house.call("bash", timeout_s=60, **python(QUEUE.replace("{kind}", kind))))
-    await house.until("test -e queued")
+    (own,) = groups_of(harness)
+    queuing = asyncio.create_task(harness.call("bash", timeout_s=60, **python(QUEUE.replace("{kind}", kind))))
+    await harness.until("test -e queued")
     groups = MemoryGroups(1, str(MEMORY), None)
     (slot,) = own.glob("limits-*")
     counted = int((slot / "memory.kmem.tcp.usage_in_bytes").read_text())
@@ -178,12 +178,12 @@ async def test_buffers_of_sockets_are_counted_and_limited(make_house: Maker, kin
     assert 10 * MIB < counted < 40 * MIB  # a sixteenth of its memory, and the little that every socket may always have
     assert groups.used_bytes(str(slot)) >= counted
     assert groups.used_bytes(str(own)) >= counted
-    await house.bash("touch go")
+    await harness.bash("touch go")
     assert (await queuing).reason == "exit"
 
 
 @pytest.mark.privileged
-async def test_the_groups_of_a_killed_agent_do_not_count_and_go(two: tuple[House, House], make_house: Maker) -> None:
+async def test_the_groups_of_a_killed_agent_do_not_count_and_go(two: tuple[Harness, Harness], make_harness: Maker) -> None:
     first, second = two
     before = groups_of(first)
     assert before
@@ -193,35 +193,35 @@ async def test_the_groups_of_a_killed_agent_do_not_count_and_go(two: tuple[House
     await asyncio.to_thread(first.process.wait, 20)
     await asyncio.to_thread(psutil.wait_procs, children, 10)
 
-    third = await make_house("bwrap", "root", slots_group=group.name, machine_memory_mb=600, slots=2, spares=0)
+    third = await make_harness("bwrap", "root", slots_group=group.name, machine_memory_mb=600, slots=2, spares=0)
 
     assert third.link.hello["effective"]["share_memory_mb"] == second.link.hello["effective"]["share_memory_mb"]
     assert [path for path in groups_of(first) if path.parent == group] == []
 
 
 @pytest.mark.parametrize(("mode", "user"), [("bwrap", "user"), ("none", "user")], ids="-".join)
-async def test_without_control_groups_memory_that_nobody_has_mapped_is_counted_too(make_house: Maker, mode: str, user: str) -> None:
-    house = await make_house(mode, user, slots=2, memory_mb=300)
-    if by_cgroup(house):
+async def test_without_control_groups_memory_that_nobody_has_mapped_is_counted_too(make_harness: Maker, mode: str, user: str) -> None:
+    harness = await make_harness(mode, user, slots=2, memory_mb=300)
+    if by_cgroup(harness):
         pytest.skip("memory is counted by the kernel here")
-    capabilities = house.link.hello["capabilities"]
+    capabilities = harness.link.hello["capabilities"]
     assert capabilities["limits"]["memory"] == "accounting"
     assert any("measured" in sentence for sentence in capabilities["not_enforced"])
-    writer = asyncio.create_task(house.bash("until [ -e go ]; do sleep 0.02; done; echo fine", "1"))
-    hoarder = await house.call("bash", "0", timeout_s=60, **python(HOARD.replace("while True:", "for _ in range(28):") + "import time; time.sleep(60)"))
+    writer = asyncio.create_task(harness.bash("until [ -e go ]; do sleep 0.02; done; echo fine", "1"))
+    hoarder = await harness.call("bash", "0", timeout_s=60, **python(HOARD.replace("while True:", "for _ in range(28):") + "import time; time.sleep(60)"))
 
     assert hoarder.reason == "oom", hoarder.meta
     assert hoarder.metadata["evidence"]["measured_by"] == "accounting"
-    await house.bash("touch go", "1")
+    await harness.bash("touch go", "1")
     assert (await writer).text == "fine\n"
 
 
-async def test_what_runs_in_slots_is_killed_first_and_cannot_change_that_where_it_is_said_so(make_house: Maker) -> None:
-    house = await make_house(spares=0)
-    lowered = await house.bash("echo 0 > /proc/self/oom_score_adj; cat /proc/self/oom_score_adj")
-    started = await house.bash("cat /proc/self/oom_score_adj")
-    told = [sentence for sentence in house.link.hello["capabilities"]["not_enforced"] if "oom_score_adj" in sentence]
+async def test_what_runs_in_slots_is_killed_first_and_cannot_change_that_where_it_is_said_so(make_harness: Maker) -> None:
+    harness = await make_harness(spares=0)
+    lowered = await harness.bash("echo 0 > /proc/self/oom_score_adj; cat /proc/self/oom_score_adj")
+    started = await harness.bash("cat /proc/self/oom_score_adj")
+    told = [sentence for sentence in harness.link.hello["capabilities"]["not_enforced"] if "oom_score_adj" in sentence]
 
     assert started.text == "600\n"
     assert int(lowered.text) == (0 if told else 300)
-    assert [int(Path(f"/proc/{init.pid}/oom_score_adj").read_text()) for init in house.inits()] == [300] * len(house.inits())
+    assert [int(Path(f"/proc/{init.pid}/oom_score_adj").read_text()) for init in harness.inits()] == [300] * len(harness.inits())

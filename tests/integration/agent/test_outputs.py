@@ -12,14 +12,14 @@ import pytest
 from sandbox_server.agent import wire
 from sandbox_server.link import AgentRefused, AgentStream
 from tests.integration.agent.conftest import Maker
-from tests.integration.agent.house import House
+from tests.integration.agent.harness import Harness
 
 TWO = "printf out; printf err >&2"
 
 
-async def _stream(house: House, op: str, **fields: Any) -> tuple[bytes, list[dict[str, Any]]]:
+async def _stream(harness: Harness, op: str, **fields: Any) -> tuple[bytes, list[dict[str, Any]]]:
     body, items = b"", []
-    async with house.link.stream({"op": op, "slot": "0", "epoch": house.epoch("0"), **fields}) as stream:
+    async with harness.link.stream({"op": op, "slot": "0", "epoch": harness.epoch("0"), **fields}) as stream:
         async for event in stream:
             if isinstance(event, wire.Data):
                 body += event.body
@@ -28,47 +28,47 @@ async def _stream(house: House, op: str, **fields: Any) -> tuple[bytes, list[dic
     return body, items
 
 
-async def test_what_an_output_is_comes_before_its_bytes(house: House) -> None:
-    await house.bash("seq 100000", call_id="c", output_limit_bytes=100)
-    body, items = await _stream(house, "output", call_id="c", offset=10)
+async def test_what_an_output_is_comes_before_its_bytes(harness: Harness) -> None:
+    await harness.bash("seq 100000", call_id="c", output_limit_bytes=100)
+    body, items = await _stream(harness, "output", call_id="c", offset=10)
 
     assert items == [{"state": "done", "total_bytes": 588895, "available_bytes": 588895}]
     assert body == b"".join(b"%d\n" % number for number in range(1, 100001))[10:]
 
 
-async def test_separate_streams_are_one_run_of_bytes(house: House) -> None:
-    await house.bash(TWO, call_id="c", separate_streams=True)
+async def test_separate_streams_are_one_run_of_bytes(harness: Harness) -> None:
+    await harness.bash(TWO, call_id="c", separate_streams=True)
     for offset, expected in ((0, b"outerr"), (2, b"terr"), (3, b"err"), (5, b"r"), (6, b""), (99, b"")):
-        assert (await _stream(house, "output", call_id="c", offset=offset))[0] == expected
-        body, items = await _stream(house, "attach", call_id="c", offset=offset)
+        assert (await _stream(harness, "output", call_id="c", offset=offset))[0] == expected
+        body, items = await _stream(harness, "attach", call_id="c", offset=offset)
         assert body == expected
         assert items[-1]["reason"] == "exit"
 
 
-async def test_a_running_call_shows_both_streams(house: House) -> None:
-    running = asyncio.create_task(house.bash(f"{TWO}; touch up; until [ -e go ]; do sleep 0.02; done; printf more", call_id="c", separate_streams=True))
-    await house.until("test -e up")
-    attached = asyncio.create_task(_stream(house, "attach", call_id="c"))
-    while (await house.ask("call_status", call_id="c"))["output_bytes"] < 6:
+async def test_a_running_call_shows_both_streams(harness: Harness) -> None:
+    running = asyncio.create_task(harness.bash(f"{TWO}; touch up; until [ -e go ]; do sleep 0.02; done; printf more", call_id="c", separate_streams=True))
+    await harness.until("test -e up")
+    attached = asyncio.create_task(_stream(harness, "attach", call_id="c"))
+    while (await harness.ask("call_status", call_id="c"))["output_bytes"] < 6:
         await asyncio.sleep(0.01)
-    body, items = await _stream(house, "output", call_id="c")
-    await house.bash("touch go")
+    body, items = await _stream(harness, "output", call_id="c")
+    await harness.bash("touch go")
     await running
 
     assert (items, body) == ([{"state": "running", "total_bytes": 6, "available_bytes": 6}], b"outerr")
     assert (await attached)[0] == b"outmoreerr"
 
 
-async def test_a_flood_past_the_spool_leaves_time_for_others(make_house: Maker) -> None:
-    house = await make_house(spool_bytes=1 << 20)
-    flood = asyncio.create_task(house.bash("yes", timeout_s=4))
+async def test_a_flood_past_the_spool_leaves_time_for_others(make_harness: Maker) -> None:
+    harness = await make_harness(spool_bytes=1 << 20)
+    flood = asyncio.create_task(harness.bash("yes", timeout_s=4))
     await asyncio.sleep(0.5)
-    agent = psutil.Process(house.process.pid)
+    agent = psutil.Process(harness.process.pid)
     used, began = sum(agent.cpu_times()[:2]), time.monotonic()
     took = []
     while time.monotonic() - began < 2:
         at = time.monotonic()
-        await house.bash("true", "1")
+        await harness.bash("true", "1")
         took.append(time.monotonic() - at)
         await asyncio.sleep(0.05)
     share = (sum(agent.cpu_times()[:2]) - used) / (time.monotonic() - began)
@@ -80,65 +80,65 @@ async def test_a_flood_past_the_spool_leaves_time_for_others(make_house: Maker) 
     assert share < 0.6, f"the agent took {share:.2f} of a processor"
 
 
-async def test_a_gigabyte_still_gets_through(make_house: Maker) -> None:
-    house = await make_house(spool_bytes=1 << 20)
-    answer = await house.bash("head -c 1G /dev/zero; echo end", timeout_s=50)
+async def test_a_gigabyte_still_gets_through(make_harness: Maker) -> None:
+    harness = await make_harness(spool_bytes=1 << 20)
+    answer = await harness.bash("head -c 1G /dev/zero; echo end", timeout_s=50)
 
     assert answer.reason == "exit"
     assert answer.meta["output_bytes"] == (1 << 30) + 4
     assert answer.body.endswith(b"end\n")
 
 
-async def _head_and_output(house: House, stream: AgentStream, call_id: str) -> tuple[dict[str, Any], bytes]:
+async def _head_and_output(harness: Harness, stream: AgentStream, call_id: str) -> tuple[dict[str, Any], bytes]:
     async for event in stream:
         if isinstance(event, wire.Item):
             assert event.meta["output_waits"]
-            return event.meta, (await _stream(house, "result_output", call_id=call_id))[0]
+            return event.meta, (await _stream(harness, "result_output", call_id=call_id))[0]
     raise AssertionError("the stream ended")
 
 
-async def test_a_large_output_waits_to_be_fetched_and_the_next_call_with_it(make_house: Maker) -> None:
-    house = await make_house(spool_bytes=24 << 20)
+async def test_a_large_output_waits_to_be_fetched_and_the_next_call_with_it(make_harness: Maker) -> None:
+    harness = await make_harness(spool_bytes=24 << 20)
     size = 8 << 20
-    async with house.link.stream({"op": "calls", "slot": "0", "epoch": 1, "fetches_outputs": True}) as stream:
+    async with harness.link.stream({"op": "calls", "slot": "0", "epoch": 1, "fetches_outputs": True}) as stream:
         for call_id in ("one", "two"):
             args = {"command": f"touch {call_id}; head -c {size} /dev/zero | tr '\\0' {call_id[0]}"}
             stream.send_item({"call_id": call_id, "tool": "bash", "args": args, "timeout_s": 30.0, "output_limit_bytes": size})
         stream.end()
-        await house.until("test -e one")
+        await harness.until("test -e one")
         # Others fill the spool meanwhile: what waits to be fetched is not evicted.
         for _ in range(4):
-            await house.bash(f"head -c {size} /dev/zero", output_limit_bytes=10)
-        assert (await house.bash("ls")).text == "one\n"
-        first, output = await _head_and_output(house, stream, "one")
+            await harness.bash(f"head -c {size} /dev/zero", output_limit_bytes=10)
+        assert (await harness.bash("ls")).text == "one\n"
+        first, output = await _head_and_output(harness, stream, "one")
         assert (first["lens"], output) == ([size], b"o" * size)
-        second, output = await _head_and_output(house, stream, "two")
+        second, output = await _head_and_output(harness, stream, "two")
         assert (second["lens"], output) == ([size], b"t" * size)
 
 
-async def test_results_that_nobody_takes_do_not_pile_up_and_the_memory_comes_back(make_house: Maker) -> None:
-    house = await make_house()
-    await house.bash("true")
-    agent = psutil.Process(house.process.pid)
+async def test_results_that_nobody_takes_do_not_pile_up_and_the_memory_comes_back(make_harness: Maker) -> None:
+    harness = await make_harness()
+    await harness.bash("true")
+    agent = psutil.Process(harness.process.pid)
     before = agent.memory_info().rss
     metas = [
         {"call_id": f"c{n}", "tool": "bash", "args": {"command": "head -c 10485760 /dev/zero"}, "timeout_s": 30.0, "output_limit_bytes": 10 << 20}
         for n in range(10)
     ]
-    async with house.link.stream({"op": "calls", "slot": "0", "epoch": 1, "fetches_outputs": True}) as stream:
+    async with harness.link.stream({"op": "calls", "slot": "0", "epoch": 1, "fetches_outputs": True}) as stream:
         for meta in metas:
             stream.send_item(meta)
         stream.end()
         for meta in metas:
-            assert len((await _head_and_output(house, stream, meta["call_id"]))[1]) == 10 << 20
+            assert len((await _head_and_output(harness, stream, meta["call_id"]))[1]) == 10 << 20
             assert agent.memory_info().rss - before < 16 << 20
-    async with house.link.stream({"op": "calls", "slot": "0", "epoch": 1, "fetches_outputs": True}) as stream:
+    async with harness.link.stream({"op": "calls", "slot": "0", "epoch": 1, "fetches_outputs": True}) as stream:
         for n in range(200):
             stream.send_item({"call_id": f"small{n}", "tool": "bash", "args": {"command": "head -c 50000 /dev/zero"}, "timeout_s": 30.0})
         stream.end()
         # Nobody reads: the window and one result more, then the calls wait.
         for _ in range(50):
-            await house.bash("true")
+            await harness.bash("true")
         with pytest.raises(AgentRefused, match="small199"):
-            await house.ask("call_status", call_id="small199")
+            await harness.ask("call_status", call_id="small199")
     assert agent.memory_info().rss - before < 24 << 20

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.integration.agent.conftest import Maker
-from tests.integration.agent.house import Answer, House
+from tests.integration.agent.harness import Answer, Harness
 
 SPIN = "while True: pass"
 # Three processes that spin, of which the first waits for none, and each says again and again what it has used.
@@ -58,9 +58,9 @@ time.sleep(60)
 SLOTS = 16
 
 
-async def test_a_killed_tree_is_said_to_have_used_what_it_used(house: House) -> None:
-    answer = await house.bash("exec python3 -", stdin=SPIN_AND_SAY, timeout_s=1.5)
-    said = await house.bash("cat used-0; echo; cat used-1; echo; cat used-2")
+async def test_a_killed_tree_is_said_to_have_used_what_it_used(harness: Harness) -> None:
+    answer = await harness.bash("exec python3 -", stdin=SPIN_AND_SAY, timeout_s=1.5)
+    said = await harness.bash("cat used-0; echo; cat used-1; echo; cat used-2")
     used_s = sum(float(line) for line in said.text.split())
 
     assert answer.reason == "timeout"
@@ -69,17 +69,17 @@ async def test_a_killed_tree_is_said_to_have_used_what_it_used(house: House) -> 
 
 
 @pytest.fixture
-async def crowd(make_house: Maker) -> House:
-    house = await make_house(slots=SLOTS)
-    if house.link.hello["capabilities"]["kill"] != "cgroup2":
+async def crowd(make_harness: Maker) -> Harness:
+    harness = await make_harness(slots=SLOTS)
+    if harness.link.hello["capabilities"]["kill"] != "cgroup2":
         pytest.skip("nothing counts here what a tree uses and waits for")
-    return house
+    return harness
 
 
-async def hog(house: House, slot: str, sessions: int = 40, timeout_s: float = 4.0) -> asyncio.Task[Answer]:
+async def hog(harness: Harness, slot: str, sessions: int = 40, timeout_s: float = 4.0) -> asyncio.Task[Answer]:
     """A slot whose processes take the machine, until the task is cancelled with the agent."""
-    task = asyncio.create_task(house.bash(f"exec python3 - {sessions}", slot, stdin=HOGS, timeout_s=timeout_s))
-    await house.until("test -e up", slot)
+    task = asyncio.create_task(harness.bash(f"exec python3 - {sessions}", slot, stdin=HOGS, timeout_s=timeout_s))
+    await harness.until("test -e up", slot)
     return task
 
 
@@ -101,7 +101,7 @@ def outsiders(count: int) -> Iterator[None]:
 
 
 @pytest.mark.privileged
-async def test_a_call_that_others_kept_from_its_share_is_proven_to_have_been(crowd: House) -> None:
+async def test_a_call_that_others_kept_from_its_share_is_proven_to_have_been(crowd: Harness) -> None:
     await crowd.bash("printf '%040d' 0 > zeros")
     with outsiders(200):
         starved = await crowd.bash(f"exec python3 -c '{SPIN}'", "0", timeout_s=1.5)
@@ -117,7 +117,7 @@ async def test_a_call_that_others_kept_from_its_share_is_proven_to_have_been(cro
 
 
 @pytest.mark.privileged
-async def test_a_call_that_has_its_share_or_loses_it_to_its_own_slot_is_not_starved(crowd: House) -> None:
+async def test_a_call_that_has_its_share_or_loses_it_to_its_own_slot_is_not_starved(crowd: Harness) -> None:
     alone = await crowd.bash(f"exec python3 -c '{SPIN}'", "0", timeout_s=1.0)
     asleep = await crowd.bash("sleep 60", "0", timeout_s=0.5)
     hogging = await hog(crowd, "0")
@@ -145,7 +145,7 @@ while True:
 
 
 @pytest.mark.privileged
-async def test_what_asks_for_less_cannot_hide_among_many(crowd: House) -> None:
+async def test_what_asks_for_less_cannot_hide_among_many(crowd: Harness) -> None:
     with outsiders(200):
         hidden = await crowd.bash("exec python3 -", stdin=HIDDEN % 300, timeout_s=3.0)
 
@@ -154,13 +154,13 @@ async def test_what_asks_for_less_cannot_hide_among_many(crowd: House) -> None:
 
 
 @pytest.mark.privileged
-async def test_slots_have_equal_parts_however_many_sessions_they_have(make_house: Maker) -> None:
-    house = await make_house(slots=4)
-    if not house.link.hello["capabilities"]["limits"]["cpu"].startswith("cgroup"):
+async def test_slots_have_equal_parts_however_many_sessions_they_have(make_harness: Maker) -> None:
+    harness = await make_harness(slots=4)
+    if not harness.link.hello["capabilities"]["limits"]["cpu"].startswith("cgroup"):
         pytest.skip("no control group can be made here that shares out the processor")
-    hogs = await asyncio.gather(*(hog(house, slot, 80, timeout_s=8.0) for slot in "123"))
+    hogs = await asyncio.gather(*(hog(harness, slot, 80, timeout_s=8.0) for slot in "123"))
     modest = "import time\nwhile time.process_time() < 0.15: pass"
-    beside = await house.bash(f"exec python3 -c '{modest}'", timeout_s=5.0)  # with a part for each session, it would take 18 s
+    beside = await harness.bash(f"exec python3 -c '{modest}'", timeout_s=5.0)  # with a part for each session, it would take 18 s
     ends = await asyncio.gather(*hogs)
 
     assert beside.reason == "exit"
@@ -169,18 +169,18 @@ async def test_slots_have_equal_parts_however_many_sessions_they_have(make_house
         assert end.meta["duration_s"] < 8.0 + 3.0
 
 
-async def test_the_processor_time_of_what_was_left_behind_counts_while_the_call_runs(house: House) -> None:
-    if house.link.hello["capabilities"]["kill"] != "cgroup2":
+async def test_the_processor_time_of_what_was_left_behind_counts_while_the_call_runs(harness: Harness) -> None:
+    if harness.link.hello["capabilities"]["kill"] != "cgroup2":
         pytest.skip("nothing counts here what a tree uses")
     busy = 'import time\nwhile time.process_time() < 0.5: pass\nopen("done", "w").close()'
-    answer = await house.bash(f"(setsid python3 -c '{busy}' &); until [ -e done ]; do sleep 0.05; done")
+    answer = await harness.bash(f"(setsid python3 -c '{busy}' &); until [ -e done ]; do sleep 0.05; done")
 
     assert answer.reason == "exit"
     assert answer.meta["cpu_s"] >= 0.4
 
 
-async def test_it_is_said_where_slots_cannot_have_equal_parts(house: House) -> None:
-    capabilities = house.link.hello["capabilities"]
+async def test_it_is_said_where_slots_cannot_have_equal_parts(harness: Harness) -> None:
+    capabilities = harness.link.hello["capabilities"]
     told = any(sentence.startswith("the processor is shared between sessions") for sentence in capabilities["not_enforced"])
 
     assert told == (capabilities["limits"]["cpu"] == "none")

@@ -15,16 +15,16 @@ import psutil
 import pytest
 
 from tests.integration.agent.conftest import Maker
-from tests.integration.agent.house import House
+from tests.integration.agent.harness import Harness
 
 pytestmark = pytest.mark.privileged
 
 
-async def _shared(make_house: Maker) -> House:
+async def _shared(make_harness: Maker) -> Harness:
     """Slots that share the machine's places: their workspaces lie in one, so that it cannot be hidden from them."""
-    house = await make_house("uid", "root")
-    assert house.link.hello["capabilities"]["places"].startswith("shared: workspace_base lies in /tmp")
-    return house
+    harness = await make_harness("uid", "root")
+    assert harness.link.hello["capabilities"]["places"].startswith("shared: workspace_base lies in /tmp")
+    return harness
 
 
 @pytest.fixture
@@ -36,54 +36,54 @@ def base() -> Iterator[str]:
     shutil.rmtree(folder)
 
 
-async def _own(base: str, make_house: Maker) -> House:
-    house = await make_house("uid", "root", workspace_base=base)
-    if house.link.hello["capabilities"]["places"] != "own":
-        pytest.skip(f"root may make no namespaces here: {house.link.hello['capabilities']['places']}")
-    return house
+async def _own(base: str, make_harness: Maker) -> Harness:
+    harness = await make_harness("uid", "root", workspace_base=base)
+    if harness.link.hello["capabilities"]["places"] != "own":
+        pytest.skip(f"root may make no namespaces here: {harness.link.hello['capabilities']['places']}")
+    return harness
 
 
-async def test_a_slot_with_places_of_its_own_sees_nothing_of_the_machines(base: str, make_house: Maker) -> None:
-    house = await _own(base, make_house)
+async def test_a_slot_with_places_of_its_own_sees_nothing_of_the_machines(base: str, make_harness: Maker) -> None:
+    harness = await _own(base, make_harness)
     name = secrets.token_hex(8)
     Path("/tmp", name).touch()
-    left = await house.bash(
+    left = await harness.bash(
         f"ls -A /tmp /var/tmp; touch /tmp/{name}-mine /dev/shm/{name} /run/lock/{name}; ls /var/tmp; ipcmk -M 4096 >/dev/null; ipcs -m | wc -l"
     )
-    other = await house.bash("ls -A /tmp /var/tmp /dev/shm /run/lock; ipcs -m | wc -l", "1")
+    other = await harness.bash("ls -A /tmp /var/tmp /dev/shm /run/lock; ipcs -m | wc -l", "1")
     outside = [place for place in ("/tmp", "/dev/shm", "/run/lock") if any(name in found and found != name for found in os.listdir(place))]
     Path("/tmp", name).unlink()
 
     assert f"{name}-mine" in left.text
     assert name not in other.text
     assert outside == []
-    assert (await house.bash("pwd; echo ${TMPDIR-none}; df /tmp >/dev/null")).text.endswith("\nnone\n")
-    written = await house.call("write_file", args={"path": "/tmp/by-tool", "content": "x"})
+    assert (await harness.bash("pwd; echo ${TMPDIR-none}; df /tmp >/dev/null")).text.endswith("\nnone\n")
+    written = await harness.call("write_file", args={"path": "/tmp/by-tool", "content": "x"})
     assert written.reason == "exit", written.error
-    assert (await house.bash("cat /tmp/by-tool")).text == "x"
-    assert (await house.reset())["state"] == "ready"
-    assert (await house.bash("ls -A /tmp /dev/shm /run/lock | grep -v : ; ipcs -m | grep -c 0x")).text.split() == ["0"]
+    assert (await harness.bash("cat /tmp/by-tool")).text == "x"
+    assert (await harness.reset())["state"] == "ready"
+    assert (await harness.bash("ls -A /tmp /dev/shm /run/lock | grep -v : ; ipcs -m | grep -c 0x")).text.split() == ["0"]
 
 
-async def test_what_the_machine_mounts_and_a_slot_hides_is_the_slots_alone(base: str, make_house: Maker) -> None:
-    house = await _own(base, make_house)
+async def test_what_the_machine_mounts_and_a_slot_hides_is_the_slots_alone(base: str, make_harness: Maker) -> None:
+    harness = await _own(base, make_harness)
     before = Path("/proc/self/mountinfo").read_text()
-    mounts = await house.bash("cat /proc/self/mountinfo")
+    mounts = await harness.bash("cat /proc/self/mountinfo")
 
     assert " /tmp " in mounts.text
     assert Path("/proc/self/mountinfo").read_text() == before
 
 
-async def test_a_link_in_the_place_of_its_folder_leads_a_slot_nowhere(base: str, make_house: Maker) -> None:
-    house = await _own(base, make_house)
+async def test_a_link_in_the_place_of_its_folder_leads_a_slot_nowhere(base: str, make_harness: Maker) -> None:
+    harness = await _own(base, make_harness)
     Path(base, "closed").mkdir(mode=0o700)
     Path(base, "closed", "open").mkdir()
     Path(base, "closed", "open", "secret").write_text("secret")
-    await house.bash(f"cd .. && mv tmp gone && ln -s {base}/closed/open tmp")
-    done = await house.reset(keep=True)
+    await harness.bash(f"cd .. && mv tmp gone && ln -s {base}/closed/open tmp")
+    done = await harness.reset(keep=True)
 
-    assert done["state"] != "ready" or "secret" not in (await house.bash("ls /tmp")).text
-    assert (await house.reset())["state"] == "ready"
+    assert done["state"] != "ready" or "secret" not in (await harness.bash("ls /tmp")).text
+    assert (await harness.reset())["state"] == "ready"
 
 
 DEEP = """
@@ -94,46 +94,48 @@ for _ in range(21000):
 """
 
 
-async def test_a_tree_deeper_than_there_are_descriptors_is_nobodys_quarantine(make_house: Maker) -> None:
-    house = await _shared(make_house)
+async def test_a_tree_deeper_than_there_are_descriptors_is_nobodys_quarantine(make_harness: Maker) -> None:
+    harness = await _shared(make_harness)
     name = f"deep-{secrets.token_hex(8)}"
-    dug = await house.bash("/usr/bin/python3 -I -", stdin=DEEP.format(name=name), timeout_s=60)
+    dug = await harness.bash("/usr/bin/python3 -I -", stdin=DEEP.format(name=name), timeout_s=60)
     assert dug.code == 0, dug.text
 
-    assert (await house.reset("1"))["state"] == "ready"
+    assert (await harness.reset("1"))["state"] == "ready"
     assert Path("/tmp", name).is_dir()
-    done = await house.reset("0")
+    done = await harness.reset("0")
     assert (done["state"], done["proof"]["leftovers_removed"]) == ("ready", 1), done
     assert not Path("/tmp", name).exists()
 
 
-async def test_what_lies_in_a_neighbours_open_folder_is_removed_and_nobodys_quarantine(make_house: Maker) -> None:
-    house = await _shared(make_house)
+async def test_what_lies_in_a_neighbours_open_folder_is_removed_and_nobodys_quarantine(make_harness: Maker) -> None:
+    harness = await _shared(make_harness)
     name = f"open-{secrets.token_hex(8)}"
-    await house.bash(f"mkdir -p /tmp/{name}/below/more; chmod 777 /tmp/{name}/below; chmod 755 /tmp/{name}")
-    await house.bash(f"echo mine > /tmp/{name}/below/left; mkdir /tmp/{name}/below/own; echo mine > /tmp/{name}/below/own/left", "1")
+    await harness.bash(f"mkdir -p /tmp/{name}/below/more; chmod 777 /tmp/{name}/below; chmod 755 /tmp/{name}")
+    await harness.bash(f"echo mine > /tmp/{name}/below/left; mkdir /tmp/{name}/below/own; echo mine > /tmp/{name}/below/own/left", "1")
 
-    assert (await house.reset("1"))["state"] == "ready"
-    assert (await house.bash(f"ls -A /tmp/{name}/below")).text == "more\n"
-    await house.bash(f"echo mine > /tmp/{name}/below/left; chmod 600 /tmp/{name}/below/left", "1")
-    assert (await house.reset("0"))["state"] == "ready"
+    assert (await harness.reset("1"))["state"] == "ready"
+    assert (await harness.bash(f"ls -A /tmp/{name}/below")).text == "more\n"
+    await harness.bash(f"echo mine > /tmp/{name}/below/left; chmod 600 /tmp/{name}/below/left", "1")
+    assert (await harness.reset("0"))["state"] == "ready"
     assert not Path("/tmp", name).exists()
-    assert (await house.reset("1"))["state"] == "ready"
+    assert (await harness.reset("1"))["state"] == "ready"
 
 
-async def test_what_a_killed_agent_left_is_not_there_for_the_next_with_its_users(make_house: Maker) -> None:
-    house = await _shared(make_house)
+async def test_what_a_killed_agent_left_is_not_there_for_the_next_with_its_users(make_harness: Maker) -> None:
+    harness = await _shared(make_harness)
     name = f"left-{secrets.token_hex(8)}"
     segment = "python3 -c 'import ctypes; print(ctypes.CDLL(None).shmget(0x5ea2, 4096, 0o1600))'"
-    await house.bash(f"umask 077; echo secret > /tmp/{name}; mkdir -p /dev/shm/{name}/d; touch /dev/shm/{name}/d/f; {segment}; nohup setsid sleep 7057 & true")
+    await harness.bash(
+        f"umask 077; echo secret > /tmp/{name}; mkdir -p /dev/shm/{name}/d; touch /dev/shm/{name}/d/f; {segment}; nohup setsid sleep 7057 & true"
+    )
     uid = Path("/tmp", name).stat().st_uid
-    inits = house.inits()
+    inits = harness.inits()
     for init in inits:
         init.suspend()  # so that it does not see that the agent has gone
-    house.process.send_signal(signal.SIGKILL)
-    await asyncio.get_running_loop().run_in_executor(None, house.process.wait)
+    harness.process.send_signal(signal.SIGKILL)
+    await asyncio.get_running_loop().run_in_executor(None, harness.process.wait)
 
-    others = [await _shared(make_house) for _ in range(2)]  # ranges are taken in order, so one of them has it unless somebody else took it before
+    others = [await _shared(make_harness) for _ in range(2)]  # ranges are taken in order, so one of them has it unless somebody else took it before
     living = [process.pid for process in psutil.process_iter(["uids", "status"]) if process.info["uids"].real == uid and process.info["status"] != "zombie"]
     for init in inits:
         init.kill()
@@ -150,9 +152,9 @@ def _starts(uids: list[int]) -> list[int]:
     return [uid - (uid - 1_000_000) % 1024 for uid in uids]
 
 
-async def test_a_message_queue_cannot_be_made_where_nobody_could_find_it_again(make_house: Maker) -> None:
-    house = await _shared(make_house)
+async def test_a_message_queue_cannot_be_made_where_nobody_could_find_it_again(make_harness: Maker) -> None:
+    harness = await _shared(make_harness)
     script = "import ctypes, os; l = ctypes.CDLL('librt.so.1'); print(l.mq_open(b'/q', os.O_CREAT | os.O_RDWR, 0o600, None))"
-    answer = await house.bash("/usr/bin/python3 -I -", stdin=script)
+    answer = await harness.bash("/usr/bin/python3 -I -", stdin=script)
 
     assert answer.text == "-1\n" or os.path.ismount("/dev/mqueue")

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tests.integration.agent.house import Answer, House
+from tests.integration.agent.harness import Answer, Harness
 
 TRACE_ME = """
 import ctypes, os, signal, sys, threading, time
@@ -18,9 +18,9 @@ def trace_me():
 """
 
 
-async def run_traced(house: House, script: str, **options: object) -> Answer:
+async def run_traced(harness: Harness, script: str, **options: object) -> Answer:
     """A program whose parent is init."""
-    return await house.bash("exec python3 -u -", stdin=TRACE_ME + script, **options)  # type: ignore[arg-type]
+    return await harness.bash("exec python3 -u -", stdin=TRACE_ME + script, **options)  # type: ignore[arg-type]
 
 
 PROGRAMS = {
@@ -46,32 +46,32 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-async def test_a_program_that_has_itself_traced_runs_to_its_own_end(house: House, program: str) -> None:
-    answer = await run_traced(house, PROGRAMS[program])
+async def test_a_program_that_has_itself_traced_runs_to_its_own_end(harness: Harness, program: str) -> None:
+    answer = await run_traced(harness, PROGRAMS[program])
 
     assert (answer.reason, answer.code, answer.text) == ("exit", 3, "on\n"), answer.meta
 
 
-async def test_a_signal_that_kills_a_traced_program_is_its_end(house: House) -> None:
-    answer = await run_traced(house, "trace_me(); os.kill(os.getpid(), signal.SIGTERM); time.sleep(20)")
+async def test_a_signal_that_kills_a_traced_program_is_its_end(harness: Harness) -> None:
+    answer = await run_traced(harness, "trace_me(); os.kill(os.getpid(), signal.SIGTERM); time.sleep(20)")
 
     assert (answer.reason, answer.code) == ("exit", 128 + 15), answer.meta
     assert answer.metadata["evidence"]["signal"] == "SIGTERM"
 
 
-async def test_a_traced_program_that_stops_itself_is_still_running_and_dies_at_its_deadline(house: House) -> None:
-    answer = await run_traced(house, "trace_me(); os.kill(os.getpid(), signal.SIGSTOP); print('no')", timeout_s=1.0)
+async def test_a_traced_program_that_stops_itself_is_still_running_and_dies_at_its_deadline(harness: Harness) -> None:
+    answer = await run_traced(harness, "trace_me(); os.kill(os.getpid(), signal.SIGSTOP); print('no')", timeout_s=1.0)
 
     assert (answer.reason, answer.text) == ("timeout", ""), answer.meta
     assert "processes_left" not in answer.metadata["evidence"]
 
 
-async def test_an_orphan_that_has_itself_traced_runs_on(house: House) -> None:
+async def test_an_orphan_that_has_itself_traced_runs_on(harness: Harness) -> None:
     script = (
         "me = os.getpid()\n"
         "if os.fork(): os._exit(0)\n"
         "while os.getppid() == me: time.sleep(0.01)\n"
         "signal.signal(signal.SIGUSR1, lambda *_: open('done', 'w').close()); trace_me(); os.kill(os.getpid(), signal.SIGUSR1)"
     )
-    assert (await run_traced(house, script)).code == 0
-    await asyncio.wait_for(house.until("test -e done"), 15)
+    assert (await run_traced(harness, script)).code == 0
+    await asyncio.wait_for(harness.until("test -e done"), 15)

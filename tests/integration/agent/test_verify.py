@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from sandbox_server.agent.verify import verify
+from sandbox_server.agent.slots.verify import verify
 from sandbox_server.link.errors import AgentRefused
 from tests.integration.agent.conftest import Maker
-from tests.integration.agent.house import House
+from tests.integration.agent.harness import Harness
 from tests.integration.agent.workshop import Careless, Hoarder, workshop
 
 EVERYWHERE = {
@@ -24,21 +24,21 @@ SHARED_WITHOUT_ISOLATION = {
 }  # fmt: skip
 
 
-async def _verify(house: House, slot: str = "0") -> dict[str, Any]:
-    house.epochs[slot] = house.epoch(slot) + 1
-    return await house.ask("verify", slot, network=True)
+async def _verify(harness: Harness, slot: str = "0") -> dict[str, Any]:
+    harness.epochs[slot] = harness.epoch(slot) + 1
+    return await harness.ask("verify", slot, network=True)
 
 
-async def test_nothing_planted_survives_a_reset(own_house: House) -> None:
-    report = await _verify(own_house)
+async def test_nothing_planted_survives_a_reset(own_harness: Harness) -> None:
+    report = await _verify(own_harness)
     planted = {item["kind"] for item in report["planted"]}
 
-    assert planted >= (EVERYWHERE | IN_BWRAP if own_house.mode == "bwrap" else EVERYWHERE)
+    assert planted >= (EVERYWHERE | IN_BWRAP if own_harness.mode == "bwrap" else EVERYWHERE)
     assert report["unseen"] == []
-    if own_house.mode == "bwrap":
+    if own_harness.mode == "bwrap":
         assert {item["kind"] for item in report["refused"]} >= REFUSED_IN_BWRAP
     assert all(item["detail"] for item in report["planted"])
-    if own_house.mode == "none":
+    if own_harness.mode == "none":
         assert set(report["left"]) - {"mqueue"} == SHARED_WITHOUT_ISOLATION
         assert (report["clean"], report["state"]) == (False, "quarantined")
         return
@@ -47,7 +47,7 @@ async def test_nothing_planted_survives_a_reset(own_house: House) -> None:
     assert {"host_process", "host_folder"} & set(report["found"])
 
 
-async def test_a_verified_slot_is_clean_and_belongs_to_its_next_holder(bwrap: House) -> None:
+async def test_a_verified_slot_is_clean_and_belongs_to_its_next_holder(bwrap: Harness) -> None:
     old = bwrap.epoch("0")
     report = await _verify(bwrap)
     seen = await bwrap.bash("ls -A . /tmp /dev/shm; ps -e -o comm= | grep -vc ps")
@@ -59,9 +59,9 @@ async def test_a_verified_slot_is_clean_and_belongs_to_its_next_holder(bwrap: Ho
     assert refused.value.code == "stale_epoch"
 
 
-async def test_what_a_slot_may_not_do_is_said_as_refused(make_house: Maker) -> None:
-    house = await make_house(limits={"processes": 8})
-    report = await _verify(house)
+async def test_what_a_slot_may_not_do_is_said_as_refused(make_harness: Maker) -> None:
+    harness = await make_harness(limits={"processes": 8})
+    report = await _verify(harness)
 
     assert report["clean"], report
     assert "cron_file" in {item["kind"] for item in report["refused"]}

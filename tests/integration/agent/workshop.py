@@ -10,18 +10,18 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-from sandbox_server.agent import seccomp
-from sandbox_server.agent.bodies import Bodies
-from sandbox_server.agent.caches import Cache, Caches
-from sandbox_server.agent.cgroups import Cgroups
-from sandbox_server.agent.changes import Changes
 from sandbox_server.agent.config import AgentConfig, Listen
-from sandbox_server.agent.isolation.base import Body, Context, Isolation
+from sandbox_server.agent.isolation.base import Context, Isolation, SlotRuntime
 from sandbox_server.agent.isolation.bwrap import Bwrap
-from sandbox_server.agent.slot_lib import write_slot_lib
-from sandbox_server.agent.slots import Slot
-from sandbox_server.agent.trash import Trash, delete_tree
-from sandbox_server.agent.uids import UidRange
+from sandbox_server.agent.kernel import seccomp
+from sandbox_server.agent.kernel.cgroups import Cgroups
+from sandbox_server.agent.slots.bundle import write_slot_lib
+from sandbox_server.agent.slots.caches import Cache, Caches
+from sandbox_server.agent.slots.runtimes import RuntimePool
+from sandbox_server.agent.slots.slots import Slot
+from sandbox_server.agent.slots.transitions import SlotTransitions
+from sandbox_server.agent.slots.trash import Trash, delete_tree
+from sandbox_server.agent.slots.uids import UidRange
 
 
 class Careless:
@@ -38,18 +38,18 @@ class Careless:
         self._real = real
         self._kills = kills
         self._renews_folders = renews_folders
-        self._ended: list[Body] = []
+        self._ended: list[SlotRuntime] = []
 
-    async def start(self, slot_id: str, network: bool, keep: Body | None = None, cache: Cache | None = None) -> Body:
+    async def start(self, slot_id: str, network: bool, keep: SlotRuntime | None = None, cache: Cache | None = None) -> SlotRuntime:
         if not self._renews_folders and keep is None and self._ended:
             keep = self._ended[-1]
         return await self._real.start(slot_id, network, keep, cache)
 
-    async def end(self, body: Body) -> dict[str, Any]:
+    async def end(self, body: SlotRuntime) -> dict[str, Any]:
         self._ended.append(body)
         return await self._real.end(body) if self._kills else {"clean": True}
 
-    def forget(self, body: Body) -> None:
+    def forget(self, body: SlotRuntime) -> None:
         """Its user is not given to anybody."""
 
     def close(self) -> None:
@@ -78,7 +78,7 @@ def _not_deleted(path: str, error: OSError) -> None:
 
 
 @contextlib.asynccontextmanager
-async def workshop(wrap: Callable[[Isolation], Isolation] = _pass_on, trash_type: type[Trash] = Trash) -> AsyncIterator[Changes]:
+async def workshop(wrap: Callable[[Isolation], Isolation] = _pass_on, trash_type: type[Trash] = Trash) -> AsyncIterator[SlotTransitions]:
     """The changes of one started slot, in the mode bwrap."""
     folder = Path(tempfile.mkdtemp(prefix="workshop-", dir="/tmp"))
     folder.chmod(0o700)
@@ -92,12 +92,12 @@ async def workshop(wrap: Callable[[Isolation], Isolation] = _pass_on, trash_type
     isolation = wrap(Bwrap(context, cgroups, uids))
     trash = trash_type(str(folder / "trash"), _not_deleted)
     caches = Caches(str(folder / "caches"), config.cache_bytes, trash, uids if os.geteuid() == 0 else None)
-    bodies = Bodies(config, isolation, trash, caches)
+    bodies = RuntimePool(config, isolation, trash, caches)
     slot = Slot("0", bodies, lambda _: None)
     await slot.start()
     assert slot.state == "ready", slot.detail
     try:
-        yield Changes(slot, bodies)
+        yield SlotTransitions(slot, bodies)
     finally:
         await slot.end()
         await bodies.close()

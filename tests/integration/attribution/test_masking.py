@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from sandbox_server.agent.priority import RAISED
+from sandbox_server.agent.init.priority import RAISED
 from tests.integration.attribution.conftest import Open
 from tests.integration.attribution.station import HOG, TAKE_ALL_PROCESSES, Station, proof, verdict
 from tests.support.users import ordinary_user

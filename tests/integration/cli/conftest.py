@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.cli.house import CommandLine
+from tests.integration.cli.harness import CommandLine
 from tests.support.service import Service
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.cli.house import PROGRAM, CommandLine
+from tests.integration.cli.harness import PROGRAM, CommandLine
 
 
 class TestLeases:

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.integration.cli.house import PROGRAM, WAIT_S, CommandLine
+from tests.integration.cli.harness import PROGRAM, WAIT_S, CommandLine
 
 
 def wait_gone(sandbox: CommandLine, lease: str, command: str) -> None:

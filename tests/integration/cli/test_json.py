@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.integration.cli.house import PROGRAM, WAIT_S, CommandLine
+from tests.integration.cli.harness import PROGRAM, WAIT_S, CommandLine
 from tests.support.service import Service, running_service
 
 SECONDS = (f"{31341 + os.getpid()}.{number}" for number in itertools.count(1))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.cli.house import CommandLine
+from tests.integration.cli.harness import CommandLine
 
 OTHER_LEASE = "  `sandbox leases` lists those you hold, `sandbox acquire` takes a new one\n"
 

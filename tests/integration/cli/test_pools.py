@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.cli.house import CommandLine
+from tests.integration.cli.harness import CommandLine
 
 SMALL = ("-s", "slots_per_sandbox=1", "-s", "max_sandboxes=1", "-s", "min_sandboxes=0", "-s", "on_shutdown=destroy")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.integration.cli.house import CommandLine
+from tests.integration.cli.harness import CommandLine
 
 COMMANDS = [["pools"], ["--help"], ["doctor"], ["pools", "nope"]]
 

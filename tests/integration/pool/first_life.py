@@ -10,16 +10,16 @@ from pathlib import Path
 from sandbox_server.backends.local import make_local_backend
 from sandbox_server.core.clock import SystemClock
 from sandbox_server.core.types import AcquireRequest, PoolSpec
-from sandbox_server.pool.pools import Pools
-from sandbox_server.pool.sqlite_store import SqliteStore
+from sandbox_server.pool.service import PoolService
+from sandbox_server.store.sqlite_store import SqliteStore
 
 SPEC = PoolSpec(slots_per_sandbox=2, min_sandboxes=1, max_sandboxes=1, allow_none=True)
 
 
-def make_pools(folder: Path) -> Pools:
+def make_pools(folder: Path) -> PoolService:
     """Pools on real agents, with a state file."""
     backend = make_local_backend(folder, "me", True)
-    return Pools({"default": SPEC}, {"local": backend}, SqliteStore(folder / "state.db"), SystemClock(), owner="me")
+    return PoolService({"default": SPEC}, {"local": backend}, SqliteStore(folder / "state.db"), SystemClock(), owner="me")
 
 
 def call(call_id: str, command: str) -> dict[str, object]:

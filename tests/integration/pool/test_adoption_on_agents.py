@@ -15,15 +15,15 @@ import pytest
 
 from sandbox_server.agent import wire
 from sandbox_server.api.call_events import call_events
-from sandbox_server.api.render import result_document
+from sandbox_server.api.contract.render import result_document
 from sandbox_server.backends.processes import start_time
 from sandbox_server.core.clock import SystemClock
 from sandbox_server.core.execution import Reason
 from sandbox_server.core.types import AcquireRequest
-from sandbox_server.dispatch.dispatch import CallLimits, Dispatcher
-from sandbox_server.dispatch.doubts import Doubts
-from sandbox_server.dispatch.records import CallRecords
-from sandbox_server.dispatch.turns import Turns
+from sandbox_server.dispatch.call_records import CallRecords
+from sandbox_server.dispatch.concurrency import ConcurrencyLimiter
+from sandbox_server.dispatch.dispatcher import CallLimits, Dispatcher
+from sandbox_server.dispatch.unknown_outcomes import UnknownOutcomes
 from sandbox_server.telemetry import Telemetry
 from tests.integration.pool.first_life import call, make_pools
 
@@ -113,7 +113,7 @@ async def test_a_call_of_an_earlier_life_is_told_of_in_the_encoding_that_it_aske
     lease_id = said["lease_id"]
     pools = await again()
     await until(lambda: pools.readiness()["ready"])
-    dispatcher = Dispatcher(pools, pools._store, SystemClock(), Telemetry(), CallLimits(), Doubts(()), Turns(lambda tenant: None))
+    dispatcher = Dispatcher(pools, pools._store, SystemClock(), Telemetry(), CallLimits(), UnknownOutcomes(()), ConcurrencyLimiter(lambda tenant: None))
     records = CallRecords(pools, pools._store, dispatcher.flights, SystemClock(), dispatcher.outputs)
 
     running = await records.status("t", lease_id, "c")

@@ -15,8 +15,8 @@ from sandbox_server.backends.processes import start_time
 from sandbox_server.core.clock import SystemClock
 from sandbox_server.core.errors import SandboxLost
 from sandbox_server.core.types import AcquireRequest, PoolSpec
-from sandbox_server.pool.pools import Pools
-from sandbox_server.pool.store import MemoryStore
+from sandbox_server.pool.service import PoolService
+from sandbox_server.store.base import MemoryStore
 from tests.support.lives import kill
 
 
@@ -26,7 +26,7 @@ class Place:
     def __init__(self, folder, **spec):
         self.backend = make_local_backend(folder, "me")
         spec = {"slots_per_sandbox": 2, "min_sandboxes": 1, "max_sandboxes": 1, "allow_none": True} | spec
-        self.pools = Pools({"default": PoolSpec(**spec)}, {"local": self.backend}, MemoryStore(), SystemClock(), owner="me")
+        self.pools = PoolService({"default": PoolSpec(**spec)}, {"local": self.backend}, MemoryStore(), SystemClock(), owner="me")
 
     async def acquire(self, **fields):
         fields = {"trajectory_ids": (None,) * fields.get("count", 1)} | fields

@@ -8,8 +8,9 @@ import sys
 import zipfile
 from pathlib import Path
 
-from sandbox_server.agent import slot_lib
+from sandbox_server.agent import init
 from sandbox_server.agent.build import build, content
+from sandbox_server.agent.slots import bundle
 
 
 def test_two_builds_are_the_same_byte_for_byte(tmp_path: Path) -> None:
@@ -27,7 +28,7 @@ def test_it_holds_every_module_and_nothing_of_the_service(tmp_path: Path) -> Non
     build(tmp_path / "a.pyz")
     names = zipfile.ZipFile(tmp_path / "a.pyz").namelist()
 
-    assert "sandbox_server/agent/slot_init.py" in names
+    assert "sandbox_server/agent/init/init.py" in names
     assert all(name == "__main__.py" or name.startswith(("sandbox_server/agent/", "sandbox_server/__init__.py")) for name in names)
 
 
@@ -49,11 +50,11 @@ def test_it_is_a_relay_when_it_is_told_to_connect(tmp_path: Path) -> None:
 
 
 def test_the_slots_code_is_what_a_slot_runs_and_no_more(tmp_path: Path) -> None:
-    slot_lib.write_slot_lib(str(tmp_path / "lib"))
+    bundle.write_slot_lib(str(tmp_path / "lib"))
     agent = tmp_path / "lib" / "sandbox_server" / "agent"
 
-    names = ("__init__", "oom_score", "priority", "slot_init", "slot_places", "slot_power", "slot_runs", "slot_tracees", "slot_trees")
-    assert {path.stem for path in agent.glob("*.py")} == set(names)
+    assert {path.name for path in agent.iterdir()} == {"__init__.py", "__pycache__", "init", "inslot"}
+    assert {path.name for path in (agent / "init").glob("*.py")} == {path.name for path in Path(init.__path__[0]).glob("*.py")}
     ran = subprocess.run(
         [
             sys.executable,
@@ -61,7 +62,7 @@ def test_the_slots_code_is_what_a_slot_runs_and_no_more(tmp_path: Path) -> None:
             "-S",
             "-B",
             "-c",
-            f"import sys; sys.path.insert(0, {str(tmp_path / 'lib')!r}); import sandbox_server.agent.slot_init, sandbox_server.agent.tools.child",
+            f"import sys; sys.path.insert(0, {str(tmp_path / 'lib')!r}); import sandbox_server.agent.init.init, sandbox_server.agent.inslot.child",
         ],
         check=False,
         capture_output=True,

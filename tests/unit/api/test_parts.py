@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 from sandbox_server.api import tenants as tenants_module
 from sandbox_server.api.body import check_count, check_depth, check_keys, without_escapes
+from sandbox_server.api.contract.render import dumps
 from sandbox_server.api.limits import Limits
 from sandbox_server.api.problems import STATUS_OF, problem_of
-from sandbox_server.api.render import dumps
 from sandbox_server.api.routes.calls import ResultLines
 from sandbox_server.api.tenants import Tenant, Tenants
 from sandbox_server.core import errors

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from sandbox_server.api import result_pieces
 from sandbox_server.api.body import CallerStalled
-from sandbox_server.api.render import dumps, result_document
+from sandbox_server.api.contract.render import dumps, result_document
 from sandbox_server.api.streams import Stream
 from sandbox_server.core.execution import Fault, Reason, Result
 from sandbox_server.dispatch.outputs import PIECE_BYTES
-from sandbox_server.pool.output_files import OutputFiles
+from sandbox_server.store.output_files import OutputFiles
 
 OUTPUTS = st.builds(lambda chunk, times: chunk * times, st.binary(min_size=1, max_size=7), st.integers(5000, 20_000))
 

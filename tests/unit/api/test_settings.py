@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from sandbox_server.api.contract.requests import PoolSpecBody
+from sandbox_server.api.contract.specs import spec_of
 from sandbox_server.api.limits import Limits
-from sandbox_server.api.schemas import PoolSpecBody
-from sandbox_server.api.specs import spec_of
 from sandbox_server.api.tenants import Tenant
 from sandbox_server.core.types import LocalSpec, PoolSpec
 from sandbox_server.settings import (

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 
 from sandbox_server.api.body import CallerGone, check_keys, without_escapes
 from sandbox_server.api.call_events import Text
+from sandbox_server.api.contract.parse import offset_of, wait_of
 from sandbox_server.api.limits import Limits
 from sandbox_server.api.paging import Page, next_cursor
-from sandbox_server.api.parse import offset_of, wait_of
 from sandbox_server.api.streams import COMMENT, EventStream, check_room, event_block
 from sandbox_server.core.errors import InvalidRequest, QuotaExceeded
 from sandbox_server.core.execution import Fault, Reason, Result
-from sandbox_server.dispatch.records import Chunk
+from sandbox_server.dispatch.call_records import Chunk
 from tests.contract.test_recorded import events as parsed
 
 

@@ -9,9 +9,10 @@ from typing import Any, cast
 
 import pytest
 
-from env_client.cli import commands_leases, ending
+from env_client.cli import ending
 from env_client.cli.command_line import CommandLine
-from env_client.cli.commands_leases import LEFT, _in_own_slot
+from env_client.cli.commands import leases
+from env_client.cli.commands.leases import LEFT, _in_own_slot
 from env_client.cli.executing import conclude, execute, unanswered
 from env_client.cli.failures import Failure
 from env_client.cli.screen import Screen
@@ -125,9 +126,9 @@ def test_exec_names_the_call_that_it_lost(monkeypatch: pytest.MonkeyPatch) -> No
     def lost(*args: Any, **options: Any) -> Iterator[Output | Result]:
         raise ConnectionLost(f"cut, call {options['call_id']}")
 
-    monkeypatch.setattr(commands_leases, "connected", lambda: nullcontext(SimpleNamespace(exec_events=lost)))
+    monkeypatch.setattr(leases, "connected", lambda: nullcontext(SimpleNamespace(exec_events=lost)))
     with pytest.raises(Failure) as caught:
-        commands_leases.exec_("l-1", ["true"], no_stdin=True)
+        leases.exec_("l-1", ["true"], no_stdin=True)
 
     assert caught.value.document is not None
     assert caught.value.document["lease_id"] == "l-1"

@@ -11,7 +11,7 @@ import pytest
 from env_client.client import AsyncSandboxClient, SandboxClient
 from env_client.discovery import Endpoint
 from env_client.retry import RetryPolicy
-from env_client.sending import AsyncSender, Sender, SyncSender
+from env_client.transport.sending import AsyncSender, Sender, SyncSender
 from env_client.verbs import AsyncVerbs, Verbs
 from tests.support.both_clients import KINDS, Face
 from tests.support.scripted_service import URL, FakeTime, Script, ScriptedTransport

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Iterator
 import httpx
 import pytest
 
-from env_client import connections
-from env_client.connections import AsyncConnections, Connections, default_max_connections, environment_proxy
+from env_client.transport import connections
+from env_client.transport.connections import AsyncConnections, Connections, default_max_connections, environment_proxy
 
 
 class Body(httpx.AsyncByteStream, httpx.SyncByteStream):

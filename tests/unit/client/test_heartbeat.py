@@ -11,9 +11,9 @@ import pytest
 
 from env_client.discovery import Endpoint
 from env_client.errors import ConnectFailed, LeaseLost, SandboxError, SandboxLost, ServiceError
-from env_client.heartbeat import BATCH, AsyncHeartbeat, HeartbeatBook, ThreadHeartbeat
 from env_client.retry import RetryPolicy
-from env_client.sending import AsyncSender, Sender, SyncSender
+from env_client.transport.heartbeat import BATCH, AsyncHeartbeat, HeartbeatBook, ThreadHeartbeat
+from env_client.transport.sending import AsyncSender, Sender, SyncSender
 from env_client.values import LeaseInfo, Renewed
 from tests.support.scripted_service import URL, FakeTime, Script, a_lease
 

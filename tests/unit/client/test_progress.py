@@ -168,7 +168,7 @@ class TestEvents:
         assert [request.headers["last-event-id"] for request in script.requests] == ["3", "7"]
 
     def test_are_read(self, script: Script) -> None:
-        from env_client.progress import EventsProgress
+        from env_client.transport.progress import EventsProgress
 
         block = b'id: 7\nevent: lease.acquired\ndata: {"at": 2.5, "lease_id": "l-1"}\n\n'
 

@@ -10,24 +10,24 @@ import pytest
 
 from sandbox_server.core.errors import BackendUnavailable
 from sandbox_server.core.execution import Fault, Reason
-from sandbox_server.dispatch import files, lease_run, outputs, records
-from sandbox_server.dispatch.dispatch import CallLimits, Dispatcher
+from sandbox_server.dispatch import call_records, call_runner, files, outputs
+from sandbox_server.dispatch.call_records import CallRecords
+from sandbox_server.dispatch.concurrency import ConcurrencyLimiter
+from sandbox_server.dispatch.dispatcher import CallLimits, Dispatcher
 from sandbox_server.dispatch.files import SlotFiles
 from sandbox_server.dispatch.outputs import output_bytes
-from sandbox_server.dispatch.records import CallRecords
-from sandbox_server.dispatch.turns import Turns
 from tests.support.scripted_agent import ScriptedAgent
 from tests.unit.dispatch.conftest import World, call, make_world
 
 
 @pytest.fixture(autouse=True)
 def _short_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease_run, "PING_AFTER_S", 0.1)
-    monkeypatch.setattr(lease_run, "PING_WITHIN_S", 0.2)
+    monkeypatch.setattr(call_runner, "PING_AFTER_S", 0.1)
+    monkeypatch.setattr(call_runner, "PING_WITHIN_S", 0.2)
 
 
 def test_a_call_has_its_result_within_five_seconds_of_its_deadline() -> None:
-    assert lease_run.PING_AFTER_S + lease_run.PING_WITHIN_S < 5.0
+    assert call_runner.PING_AFTER_S + call_runner.PING_WITHIN_S < 5.0
 
 
 async def test_the_calls_of_a_stopped_agent_may_have_run_and_can_be_asked_for_again(world: World) -> None:
@@ -48,7 +48,7 @@ async def test_the_calls_of_a_stopped_agent_may_have_run_and_can_be_asked_for_ag
 
 
 async def test_a_call_that_was_not_sent_yet_when_its_agent_stopped_has_not_run(world: World) -> None:
-    limited = Dispatcher(world.routes, world.store, world.clock, world.telemetry, CallLimits(), turns=Turns(lambda tenant: 1))
+    limited = Dispatcher(world.routes, world.store, world.clock, world.telemetry, CallLimits(), turns=ConcurrencyLimiter(lambda tenant: 1))
     world.agent.is_stopped = True
 
     sent, held = await limited.start("alice", [call("a", "true", "c1", timeout_s=0.1), call("a", "true", "c2")]).all()
@@ -68,7 +68,7 @@ async def test_an_agent_that_answers_is_only_late_and_its_word_is_waited_for(wor
 
 
 async def test_an_agent_that_answers_and_never_says_how_the_call_ended_is_given_up_as_well(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease_run, "REPLY_GRACE_S", 0.3)
+    monkeypatch.setattr(call_runner, "REPLY_GRACE_S", 0.3)
     (result,) = await world.dispatcher.start("alice", [call("a", "hang", timeout_s=0.1)]).all()
 
     assert (result.reason, result.metadata["may_have_run"]) == (Reason.BACKEND_ERROR, True)
@@ -91,11 +91,11 @@ async def test_the_time_until_an_agent_can_be_reached_again_is_the_calls_as_well
     (result,) = await world.dispatcher.start("alice", [call("a", "true", timeout_s=2.0)]).all()
 
     assert (result.reason, result.metadata["may_have_run"]) == (Reason.BACKEND_ERROR, False)
-    assert world.clock.monotonic() - before < lease_run.LOST_WAIT_S
+    assert world.clock.monotonic() - before < call_runner.LOST_WAIT_S
 
 
 async def test_questions_about_calls_and_files_of_a_stopped_agent_are_answered(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (records, files):
+    for module in (call_records, files):
         monkeypatch.setattr(module, "ANSWER_WITHIN_S", 0.2)
     world.agent.is_stopped = True
     found = CallRecords(world.routes, world.store, world.dispatcher.flights, world.clock, world.dispatcher.outputs)

@@ -9,9 +9,9 @@ import pytest
 
 from sandbox_server.core.errors import BackendUnavailable, CallNotFound, LeaseLost, LeaseNotFound, QuotaExceeded, SandboxLost
 from sandbox_server.core.execution import Fault, Reason, Result
-from sandbox_server.dispatch import doubts
-from sandbox_server.dispatch.dispatch import CallLimits, Dispatcher
-from sandbox_server.dispatch.doubts import Doubts
+from sandbox_server.dispatch import unknown_outcomes
+from sandbox_server.dispatch.dispatcher import CallLimits, Dispatcher
+from sandbox_server.dispatch.unknown_outcomes import UnknownOutcomes
 from tests.unit.dispatch.conftest import World, call
 
 
@@ -79,7 +79,7 @@ async def test_what_never_was_sent_cannot_have_run(world: World) -> None:
 
 
 async def test_a_call_of_an_earlier_life_may_have_run(world: World) -> None:
-    dispatcher = Dispatcher(world.routes, world.store, world.clock, world.telemetry, CallLimits(), Doubts(["a"]))
+    dispatcher = Dispatcher(world.routes, world.store, world.clock, world.telemetry, CallLimits(), UnknownOutcomes(["a"]))
     for lease_id in "ab":
         world.routes.errors[lease_id] = SandboxLost("it burnt down")
 
@@ -110,8 +110,8 @@ async def test_a_call_that_runs_for_somebody_else_may_have_run(world: World) -> 
 
 
 def test_beyond_its_limit_everything_is_doubted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doubts, "MAX_LEASES", 2)
-    some = Doubts(["a"])
+    monkeypatch.setattr(unknown_outcomes, "MAX_LEASES", 2)
+    some = UnknownOutcomes(["a"])
     some.add("b")
     assert [some.about(name) for name in "abc"] == [True, True, False]
     some.add("c")

@@ -9,10 +9,10 @@ import pytest
 
 from sandbox_server.core.errors import CallNotFound, LeaseLost, QuotaExceeded
 from sandbox_server.core.execution import Fault, Reason, Result
-from sandbox_server.dispatch import lease_run
+from sandbox_server.dispatch import call_runner
 from sandbox_server.dispatch.batch import Batch
-from sandbox_server.dispatch.dispatch import CallLimits, Dispatcher
-from sandbox_server.dispatch.turns import Turns
+from sandbox_server.dispatch.concurrency import ConcurrencyLimiter
+from sandbox_server.dispatch.dispatcher import CallLimits, Dispatcher
 from tests.unit.dispatch.conftest import World, call
 
 
@@ -20,7 +20,7 @@ from tests.unit.dispatch.conftest import World, call
 def limited(world: World) -> World:
     """Alice may run one call at a time."""
     most: Callable[[str], int | None] = {"alice": 1}.get
-    world.dispatcher = Dispatcher(world.routes, world.store, world.clock, world.telemetry, CallLimits(in_flight=100), turns=Turns(most))
+    world.dispatcher = Dispatcher(world.routes, world.store, world.clock, world.telemetry, CallLimits(in_flight=100), turns=ConcurrencyLimiter(most))
     return world
 
 
@@ -61,8 +61,8 @@ async def test_leases_take_turns_and_calls_of_one_lease_keep_their_order(limited
 
 
 async def test_waiting_costs_a_call_none_of_its_time(limited: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lease_run, "PING_AFTER_S", 0.0)
-    monkeypatch.setattr(lease_run, "REPLY_GRACE_S", 0.0)
+    monkeypatch.setattr(call_runner, "PING_AFTER_S", 0.0)
+    monkeypatch.setattr(call_runner, "REPLY_GRACE_S", 0.0)
     first = limited.dispatcher.start("alice", [call("a", "live", "first", timeout_s=5.0)])
     await limited.until_running()
     second = limited.dispatcher.start("alice", [call("b", "live", "second", timeout_s=0.2)])

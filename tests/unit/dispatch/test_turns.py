@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sandbox_server.core.errors import QuotaExceeded
-from sandbox_server.dispatch.turns import Key, Turns
+from sandbox_server.dispatch.concurrency import ConcurrencyLimiter, Key
 
 A, B, C, D = (("lease-a", "1"), ("lease-b", "1"), ("lease-c", "1"), ("lease-c", "2"))
 
@@ -19,7 +19,7 @@ class World:
 
     def __init__(self, **most: int | None) -> None:
         self.most = most
-        self.turns = Turns(self.most.get)
+        self.turns = ConcurrencyLimiter(self.most.get)
         self.waiting: list[asyncio.Task[bool]] = []
 
     async def queue(self, key: Key, tenant: str = "t") -> asyncio.Task[bool]:
@@ -163,7 +163,7 @@ def test_whatever_happens_no_place_is_lost_and_none_is_given_twice(steps: list[t
 async def _any_sequence(steps: list[tuple[str, int]]) -> None:
     keys = [(f"lease-{n % 3}", str(n)) for n in range(6)]
     most = {"t": 2}
-    turns = Turns(most.get)
+    turns = ConcurrencyLimiter(most.get)
     running: list[Key] = []
     waiting: list[tuple[Key, asyncio.Task[bool]]] = []
     for what, number in steps:

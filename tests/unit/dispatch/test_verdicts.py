@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sandbox_server.core.execution import FAULT_OF, FAULTS_OF, Fault, Reason
-from sandbox_server.dispatch.verdicts import agent_result, callers_mistake, identity_of, own_result
+from sandbox_server.dispatch.results import agent_result, callers_mistake, identity_of, own_result
 from tests.unit.dispatch.conftest import call
 
 GOOD: dict[str, Any] = {

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from sandbox_server.agent import relay, wire
-from sandbox_server.agent.tls_listener import make_context
+from sandbox_server.agent.server.tls_listener import make_context
 from sandbox_server.backends.certificate import make_certificate
 from sandbox_server.backends.process_pipe import open_process_pipe
 from sandbox_server.link import AgentLink, AgentRefused, AgentStream, Endpoint, LinkLost, agent_link, connect

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from sandbox_server.agent import relay, wire
-from sandbox_server.agent.tls_listener import make_context
+from sandbox_server.agent.server.tls_listener import make_context
 from sandbox_server.backends.certificate import AgentCertificate, make_certificate
 from sandbox_server.backends.process_pipe import ProcessPipe, open_process_pipe
 from sandbox_server.link import Endpoint, LinkLost, connect

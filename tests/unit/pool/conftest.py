@@ -10,10 +10,10 @@ import pytest
 
 from sandbox_server.core.errors import StorageUnavailable
 from sandbox_server.core.types import AcquireRequest, PoolId, PoolSpec
+from sandbox_server.pool.dependencies import PoolDependencies, PoolLimits
 from sandbox_server.pool.pool import Pool
-from sandbox_server.pool.pools import Pools
-from sandbox_server.pool.store import MemoryStore
-from sandbox_server.pool.wiring import PoolLimits, Wiring
+from sandbox_server.pool.service import PoolService
+from sandbox_server.store.base import MemoryStore
 from sandbox_server.testing import FakeBackend, FakeClock, settle
 
 
@@ -43,7 +43,7 @@ class World:
         self.backend = backend
         self.store = FailingStore()
         weights = weights or {}
-        wiring = Wiring(
+        wiring = PoolDependencies(
             store=self.store,
             clock=self.clock,
             connect=backend.connect,
@@ -54,7 +54,7 @@ class World:
             limits=PoolLimits(max_pools=max_pools),
             jitter=lambda: 0.5,
         )
-        self.pools = Pools(specs, {"local": backend}, self.store, self.clock, wiring=wiring)
+        self.pools = PoolService(specs, {"local": backend}, self.store, self.clock, wiring=wiring)
 
     @property
     def pool(self) -> Pool:

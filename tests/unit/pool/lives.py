@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sandbox_server.core.types import AcquireRequest, PoolSpec
-from sandbox_server.pool.pools import Pools
-from sandbox_server.pool.wiring import Wiring
+from sandbox_server.pool.dependencies import PoolDependencies
+from sandbox_server.pool.service import PoolService
 from sandbox_server.testing import FakeBackend, FakeClock, settle
 from tests.support.crashing_store import CrashingStore
 from tests.support.lives import kill
@@ -25,8 +25,8 @@ class Lives:
         self.pools = None
 
     async def start(self, **wiring):
-        parts = Wiring(store=self.store, clock=self.clock, connect=self.backend.connect, timers=self.clock, jitter=lambda: 0.5, **wiring)
-        self.pools = Pools(self.specs, {"local": self.backend}, self.store, self.clock, wiring=parts)
+        parts = PoolDependencies(store=self.store, clock=self.clock, connect=self.backend.connect, timers=self.clock, jitter=lambda: 0.5, **wiring)
+        self.pools = PoolService(self.specs, {"local": self.backend}, self.store, self.clock, wiring=parts)
         await self.pools.start()
         await settle()
         return self

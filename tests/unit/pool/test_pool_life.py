@@ -11,8 +11,8 @@ import pytest
 from sandbox_server.backends.base import CreateFailed
 from sandbox_server.core.errors import BackendUnavailable, NoCapacity, SandboxLost
 from sandbox_server.core.types import PoolSpec
-from sandbox_server.pool.keeper import FIRST_HELLO_S
-from sandbox_server.pool.wiring import PoolLimits
+from sandbox_server.pool.dependencies import PoolLimits
+from sandbox_server.pool.fleet.supervisor import FIRST_HELLO_S
 from sandbox_server.testing import FakeAgent, FakeBackend, settle
 from tests.unit.pool.conftest import World
 

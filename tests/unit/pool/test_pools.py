@@ -21,9 +21,9 @@ from sandbox_server.core.errors import (
 )
 from sandbox_server.core.execution import Fault, ToolCall
 from sandbox_server.core.types import AcquireRequest
-from sandbox_server.dispatch.verdicts import refusal
-from sandbox_server.pool.sandbox import read_slots
-from sandbox_server.pool.waiting import none_free
+from sandbox_server.dispatch.results import refusal
+from sandbox_server.pool.fleet.sandbox import read_slots
+from sandbox_server.pool.leasing.wait_queue import none_free
 from sandbox_server.testing import FakeAgent, FakeBackend, settle
 
 

@@ -1,0 +1,1 @@
+"""How messages are sent: connections, retries, heartbeats."""

@@ -1,0 +1,1 @@
+"""One tool call, from what is asked to its result: processes, output, journal, jobs."""

@@ -1,0 +1,64 @@
+"""The answer of a forked tool: a length, a JSON header, then raw content. It comes from inside the slot, so nothing in it is believed unchecked."""
+
+from __future__ import annotations
+
+import json
+import struct
+from typing import Any
+
+from sandbox_server.agent.execution.process_tree import Writable
+
+_LENGTH = struct.Struct(">I")
+MAX_HEADER_BYTES = 8 << 20
+
+
+class Framed:
+    """Splits the header off and passes the content on.
+
+    `header` stays None until it is complete; `broken` says that what came can never become one.
+    """
+
+    __slots__ = ("_buffer", "_content", "broken", "header")
+
+    def __init__(self, content: Writable) -> None:
+        self._content = content
+        self._buffer = bytearray()
+        self.header: dict[str, Any] | None = None
+        self.broken = False
+
+    @property
+    def full(self) -> bool:
+        """See `runs.Writable`."""
+        return self._content.full
+
+    def write(self, data: bytes) -> None:
+        """Take what arrived."""
+        if self.header is not None:
+            self._content.write(data)
+            return
+        if self.broken:
+            return
+        self._buffer += data
+        if len(self._buffer) < _LENGTH.size:
+            return
+        (length,) = _LENGTH.unpack_from(self._buffer)
+        end = _LENGTH.size + length
+        if length > MAX_HEADER_BYTES:
+            self.broken = True
+        elif len(self._buffer) >= end:
+            self._parse(bytes(self._buffer[_LENGTH.size : end]), bytes(self._buffer[end:]))
+        if self.broken:
+            self._buffer.clear()
+
+    def _parse(self, document: bytes, rest: bytes) -> None:
+        try:
+            header = json.loads(document)
+        except (ValueError, RecursionError):
+            header = None
+        self._buffer.clear()
+        if not isinstance(header, dict):
+            self.broken = True
+            return
+        self.header = header
+        if rest:
+            self._content.write(rest)

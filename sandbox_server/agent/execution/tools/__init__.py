@@ -1,0 +1,1 @@
+"""The tools: their arguments, and what each becomes."""

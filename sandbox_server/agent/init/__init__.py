@@ -1,0 +1,1 @@
+"""PID 1 of a slot, and what it imports. Nothing else may be imported here."""

@@ -1,0 +1,1 @@
+"""What the kernel gives to bound and watch slots: control groups, seccomp, procfs, resource limits."""

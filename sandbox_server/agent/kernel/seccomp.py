@@ -1,0 +1,142 @@
+"""The system calls no process of a slot may make, as a BPF program. Pure: `program` only builds bytes, `init` installs them.
+
+What is refused gives no right by itself to a process without capabilities. It is refused because it is where the kernel's privilege bugs are
+(namespaces, mounts, keys, bpf, io_uring), or because it reaches a neighbour of the same user (terminal injection, limits of init).
+"""
+
+import errno
+import struct
+from typing import Dict, List, NamedTuple, Tuple
+
+_LD_W_ABS, _JEQ, _JGE, _JSET, _RET = 0x20, 0x15, 0x35, 0x45, 0x06
+_NR, _ARCH, _ARGS = 0, 4, 16
+_ALLOW = 0x7FFF0000
+_ERRNO = 0x00050000
+
+_CLONE_NEW = 0x00000080 | 0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
+_TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
+_FAMILIES = (1, 2, 10, 16)  # unix, the internet's, netlink: what network namespaces keep apart. Others (vsock) reach the machine from every slot.
+_INIT = 1  # where the slot has a namespace; elsewhere init is out of its reach as another user's
+_PRIO_USER, _IOPRIO_WHO_USER = 2, 3
+
+
+class UnknownMachine(Exception):
+    """There is no filter for this machine's processor."""
+
+
+class _Machine(NamedTuple):
+    audit_arch: int
+    refused: Tuple[int, ...]
+    namespaces: Tuple[int, ...]  # first argument holds CLONE_NEW* flags
+    clone3: int
+    ioctl: int
+    prlimit: int
+    mq_open: int
+    io_setup: int  # what it takes is counted for the whole machine (fs.aio-max-nr), and one slot could take it all
+    sockets: Tuple[int, int]  # socket, socketpair
+    schedules: Tuple[int, ...]  # sched_setscheduler, sched_setparam, sched_setaffinity, sched_setattr: first argument is a process
+    setpriority: int
+    ioprio_set: int
+    foreign_from: int  # numbers from here on belong to another calling convention; 0: none do
+
+
+# unshare, setns, mount, umount2, pivot_root, swapon, swapoff, reboot, sethostname, setdomainname, init_module, delete_module, finit_module, kexec_load,
+# kexec_file_load, bpf, perf_event_open, userfaultfd, keyctl, add_key, request_key, open_by_handle_at, quotactl, acct, syslog, and the numbers all machines
+# share: io_uring_setup/enter/register, open_tree, move_mount, fsopen, fsconfig, fsmount, fspick, mount_setattr, quotactl_fd.
+_COMMON = (425, 426, 427, 428, 429, 430, 431, 432, 433, 442, 443)
+_MACHINES: Dict[str, _Machine] = {
+    "x86_64": _Machine(
+        0xC000003E,
+        (308, 165, 166, 155, 167, 168, 169, 170, 171, 175, 176, 313, 246, 320, 321, 298, 323, 250, 248, 249, 304, 179, 163, 103, *_COMMON),
+        (56, 272),
+        435,
+        16,
+        302,
+        240,
+        206,
+        (41, 53),
+        (144, 142, 203, 314),
+        141,
+        251,
+        0x40000000,
+    ),
+    "aarch64": _Machine(
+        0xC00000B7,
+        (268, 40, 39, 41, 224, 225, 142, 161, 162, 105, 106, 273, 104, 294, 280, 241, 282, 219, 217, 218, 265, 60, 89, 116, *_COMMON),
+        (220, 97),
+        435,
+        29,
+        261,
+        180,
+        0,
+        (198, 199),
+        (119, 118, 122, 274),
+        140,
+        30,
+        0,
+    ),
+}
+
+
+def _op(code: int, k: int, jt: int = 0, jf: int = 0) -> bytes:
+    return struct.pack("<HBBI", code, jt, jf, k)
+
+
+def _refuse(number: int) -> bytes:
+    return _op(_RET, _ERRNO | number)
+
+
+def _only_families(number: int) -> List[bytes]:
+    count = len(_FAMILIES)
+    known = [_op(_JEQ, family, count - at, 0) for at, family in enumerate(_FAMILIES)]
+    return [_op(_JEQ, number, 0, count + 3), _op(_LD_W_ABS, _ARGS), *known, _refuse(errno.EAFNOSUPPORT), _op(_RET, _ALLOW)]
+
+
+def _never_of_init(number: int) -> List[bytes]:
+    return [_op(_JEQ, number, 0, 4), _op(_LD_W_ABS, _ARGS), _op(_JEQ, _INIT, 0, 1), _refuse(errno.EPERM), _op(_RET, _ALLOW)]
+
+
+def _never_of_init_or_user(number: int, user: int) -> List[bytes]:
+    """For calls whose first argument says what kind the second is: a process, a group, or all of a user's, init included."""
+    which = [_op(_LD_W_ABS, _ARGS), _op(_JEQ, user, 2, 0)]
+    who = [_op(_LD_W_ABS, _ARGS + 8), _op(_JEQ, _INIT, 0, 1)]
+    return [_op(_JEQ, number, 0, 6), *which, *who, _refuse(errno.EPERM), _op(_RET, _ALLOW)]
+
+
+def program(machine: str, queues: bool = True) -> bytes:
+    """The filter for a machine, as `struct sock_filter` after `struct sock_filter`.
+
+    Args:
+        machine: as `os.uname().machine` says it.
+        queues: whether POSIX message queues may be made. Where slots share them and nobody can list them, none could be found again.
+
+    Raises:
+        UnknownMachine: there is no filter for it.
+    """
+    known = _MACHINES.get(machine)
+    if known is None:
+        raise UnknownMachine("no system call filter for the processor %s, only for %s" % (machine, ", ".join(sorted(_MACHINES))))
+    allow = _op(_RET, _ALLOW)
+    ops: List[bytes] = [_op(_LD_W_ABS, _ARCH), _op(_JEQ, known.audit_arch, 1, 0), _refuse(errno.ENOSYS), _op(_LD_W_ABS, _NR)]
+    if known.foreign_from:
+        ops += [_op(_JGE, known.foreign_from, 0, 1), _refuse(errno.ENOSYS)]
+    # glibc falls back to clone, whose flags can be seen.
+    ops += [_op(_JEQ, known.clone3, 0, 1), _refuse(errno.ENOSYS)]
+    for number in known.refused:
+        ops += [_op(_JEQ, number, 0, 1), _refuse(errno.EPERM)]
+    ops += [_op(_JEQ, known.io_setup, 0, 1), _refuse(errno.ENOSYS)]  # as on a kernel without it: programs then do without
+    if not queues:
+        ops += [_op(_JEQ, known.mq_open, 0, 1), _refuse(errno.ENOSYS)]
+    for number in known.namespaces:
+        ops += [_op(_JEQ, number, 0, 4), _op(_LD_W_ABS, _ARGS), _op(_JSET, _CLONE_NEW, 0, 1), _refuse(errno.EPERM), allow]
+    ops += [_op(_JEQ, known.ioctl, 0, 5), _op(_LD_W_ABS, _ARGS + 8), _op(_JEQ, _TIOCSTI, 1, 0), _op(_JEQ, _TIOCLINUX, 0, 1), _refuse(errno.EPERM), allow]
+    # prlimit on another process: init has the slot's uid, and its limits are not the slot's to set.
+    ops += [_op(_JEQ, known.prlimit, 0, 4), _op(_LD_W_ABS, _ARGS), _op(_JEQ, 0, 1, 0), _refuse(errno.EPERM), allow]
+    for number in known.sockets:
+        ops += _only_families(number)
+    # Init has the slot's uid, and a slot that slows it down makes its own calls late.
+    for number in known.schedules:
+        ops += _never_of_init(number)
+    ops += _never_of_init_or_user(known.setpriority, _PRIO_USER) + _never_of_init_or_user(known.ioprio_set, _IOPRIO_WHO_USER)
+    ops.append(allow)
+    return b"".join(ops)

@@ -1,0 +1,1 @@
+"""What one slot may take of memory and disk: measured, decided, ended."""

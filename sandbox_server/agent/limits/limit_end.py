@@ -1,0 +1,54 @@
+"""Ending a whole slot for what it took of the machine: who decided, why, and how its calls hear of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any, Mapping
+
+from sandbox_server.agent.execution.init_client.init_watchdog import end_slot
+from sandbox_server.agent.isolation.base import SlotRuntime
+from sandbox_server.agent.kernel.memory_groups import had_filled_alone, was_ended
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class LimitEnd:
+    """Why a slot was ended.
+
+    Args:
+        reason: of the calls that ran in it.
+        error: what happened, as a sentence.
+        evidence: what that rests on.
+        own_work: whether the slot brought it about alone: it was over a limit of its own, or would have filled what all share though the others had
+            used nothing. Else others' use was needed to fill that, so that whose doing it was is ambiguous.
+    """
+
+    reason: str
+    error: str
+    evidence: Mapping[str, Any]
+    own_work: bool
+
+    def metadata(self) -> dict[str, Any]:
+        """The metadata of a call that ended with the slot."""
+        return {"evidence": {**self.evidence, "slot_ended": True, **({"own_work": True} if self.own_work else {"ambiguous": True})}}
+
+
+async def end_for_limit(body: SlotRuntime, end: LimitEnd) -> None:
+    """End every process of a slot; its calls end with this reason, whatever else is seen of their end."""
+    log.warning("a slot is ended: %s", end.error, extra={"slot_id": body.slot_id, "detail": str(dict(end.evidence))})
+    body.limit_end = end
+    await end_slot(body, end.error, own_work=end.own_work)
+
+
+def limit_end_of(body: SlotRuntime | None) -> LimitEnd | None:
+    """Why a slot was ended for what it took, by this agent or by another of the machine; None: it was not."""
+    if body is None:
+        return None
+    folder = body.groups.limits.memory_folder if body.groups.limits is not None else None
+    if body.limit_end is None and folder is not None and was_ended(folder):
+        evidence = {"machine_full": True, "ended_by": "another agent of the machine"}
+        text = "the machine's memory for slots was full, and this slot was furthest above its share"
+        body.limit_end = LimitEnd("oom", text, evidence, had_filled_alone(folder))
+    return body.limit_end

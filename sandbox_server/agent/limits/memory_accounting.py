@@ -1,0 +1,181 @@
+"""Where no control group counts memory: what each slot uses, found by looking at its processes, and the guard that decides by it.
+
+Counted are anonymous pages, mapped shared memory, memory files that are open in a process, and the slot's own `/dev/shm`. Not seen is what no process shows:
+memory files whose only descriptor is in flight on a socket, detached System V segments, and buffers of pipes and sockets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from typing import Callable, Dict, Mapping, Sequence, Tuple
+
+from sandbox_server.agent.init import process_table
+from sandbox_server.agent.isolation.base import SlotRuntime
+from sandbox_server.agent.kernel.memory_groups import MemoryGroups
+from sandbox_server.agent.kernel.slot_limits import find
+from sandbox_server.agent.limits.limit_end import LimitEnd, end_for_limit
+from sandbox_server.agent.limits.memory_plan import MIB, MemoryPlan, Usage, fills_alone, full_at, furthest_above_share
+
+log = logging.getLogger(__name__)
+
+MEASURE_EVERY_S = 1.0
+LOOK_EVERY_S = 0.1
+_REST_FACTOR = 10
+_MOST_DESCRIPTORS = 20_000
+_BLOCK_BYTES = 512
+_MEMORY_FILES = ("/memfd:", "/SYSV", "/dev/zero", "/dev/shm/")
+
+NOT_SEEN = "memory held only by descriptors in flight on sockets, by detached System V segments, or by buffers of pipes and sockets"
+
+
+def available_bytes() -> int:
+    """What the machine could still give."""
+    with open("/proc/meminfo", "rb") as file:
+        return find(file.read().replace(b":", b" ").replace(b" kB", b""), b"MemAvailable") << 10
+
+
+def measure_slots(init_pids: Sequence[int]) -> Dict[int, int]:
+    """What the slots of these inits use, in bytes. For a thread: it reads a file or two of each of their processes."""
+    table = process_table.look()
+    return {init_pid: _measure(init_pid, process_table.closure(table, [init_pid])) for init_pid in init_pids}
+
+
+def _measure(init_pid: int, pids: set[int]) -> int:
+    anonymous = mapped = 0
+    files: Dict[Tuple[int, int], int] = {}
+    left = _MOST_DESCRIPTORS
+    for pid in pids:
+        process_anonymous, process_mapped = _pages_of(pid)
+        anonymous += process_anonymous
+        mapped += process_mapped
+        left = _memory_files(pid, files, left)
+    return anonymous + max(mapped, sum(files.values()) + _own_shm(init_pid))
+
+
+def _pages_of(pid: int) -> Tuple[int, int]:
+    """Anonymous and mapped shared memory of a process, in bytes; pages shared between processes are counted by parts."""
+    try:
+        with open("/proc/%d/smaps_rollup" % pid, "rb") as file:
+            lines = file.read().replace(b":", b" ").replace(b" kB", b"")
+    except OSError:
+        return 0, 0  # gone, or a kernel before 4.14
+    whole = find(lines, b"Pss")
+    shared = find(lines, b"Pss_Shmem")
+    anonymous = find(lines, b"Pss_Anon") if b"Pss_Anon" in lines else whole
+    return anonymous << 10, shared << 10
+
+
+def _memory_files(pid: int, files: Dict[Tuple[int, int], int], left: int) -> int:
+    folder = "/proc/%d/fd" % pid
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return left
+    for name in names[: max(0, left)]:
+        path = os.path.join(folder, name)
+        try:
+            if not os.readlink(path).startswith(_MEMORY_FILES):
+                continue
+            info = os.stat(path)  # of the open file: nothing is looked up by a name of the slot's
+        except OSError:
+            continue
+        files[info.st_dev, info.st_ino] = info.st_blocks * _BLOCK_BYTES
+    return left - len(names)
+
+
+def _own_shm(init_pid: int) -> int:
+    path = "/proc/%d/root/dev/shm" % init_pid
+    try:
+        if os.stat(path).st_dev == os.stat("/dev/shm").st_dev:
+            return 0  # the machine's, which all slots share
+        figures = os.statvfs(path)
+    except OSError:
+        return 0
+    return (figures.f_blocks - figures.f_bfree) * figures.f_frsize
+
+
+class AccountingGuard:
+    """Ends slots by what was measured.
+
+    Args:
+        plan: how memory is divided.
+        domain: the group around this process, whose limit counts as the machine's; None: none is seen.
+        bodies: gives what slots run on now.
+        measure: what slots use, by the pids of their inits.
+        available: what the machine could still give, in bytes.
+    """
+
+    def __init__(
+        self,
+        plan: MemoryPlan,
+        domain: MemoryGroups | None,
+        bodies: Callable[[], Sequence[SlotRuntime]],
+        measure: Callable[[Sequence[int]], Mapping[int, int]] = measure_slots,
+        available: Callable[[], int] = available_bytes,
+    ) -> None:
+        self._plan = plan
+        self._domain = domain
+        self._bodies = bodies
+        self._measure = measure
+        self._available = available
+        self._loop = asyncio.get_event_loop()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._task = self._loop.create_task(self._run())
+
+    async def close(self) -> None:
+        """Look no more."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    async def _run(self) -> None:
+        due = 0.0
+        while True:
+            try:
+                if self._loop.time() >= due or self._is_machine_full():
+                    began = self._loop.time()
+                    await self._look()
+                    due = self._loop.time() + max(MEASURE_EVERY_S, _REST_FACTOR * (self._loop.time() - began))
+            except Exception:
+                log.exception("the memory of slots could not be measured")
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    def _is_machine_full(self) -> bool:
+        reserve = self._plan.machine_bytes - self._plan.machine_limit_bytes
+        if self._available() < reserve:
+            return True
+        domain = self._domain
+        return domain is not None and domain.domain_bytes is not None and domain.domain_bytes - domain.used_bytes(domain.domain) < reserve
+
+    async def _look(self) -> None:
+        bodies = {body.init_pid: body for body in self._bodies() if not body.link.closed}
+        used = await self._loop.run_in_executor(None, self._measure, list(bodies))
+        over = {pid: size for pid, size in used.items() if size > self._plan.ceiling_bytes}
+        for pid, size in over.items():
+            await end_for_limit(bodies[pid], self._over_ceiling(size))
+        kept = {pid: size for pid, size in used.items() if pid not in over and not bodies[pid].link.closed}
+        is_sandbox_full = sum(kept.values()) >= full_at(self._plan.sandbox_limit_bytes)
+        if over or not (is_sandbox_full or self._is_machine_full()):
+            return
+        share = self._plan.share_bytes(self._plan.slots)
+        chosen = furthest_above_share((pid, Usage(size, share)) for pid, size in kept.items())
+        if chosen is not None:
+            others = [size for pid, size in kept.items() if pid != chosen[0]]
+            await end_for_limit(bodies[chosen[0]], self._above_share(chosen[1], others, "sandbox" if is_sandbox_full else "machine"))
+
+    def _over_ceiling(self, size: int) -> LimitEnd:
+        used, limit = size // MIB, self._plan.ceiling_bytes // MIB
+        evidence = {"used_mb": used, "limit_mb": limit, "measured_by": "accounting"}
+        return LimitEnd("oom", "the slot used %d MiB of memory, and may use %d MiB" % (used, limit), evidence, own_work=True)
+
+    def _above_share(self, usage: Usage, others: Sequence[int], what: str) -> LimitEnd:
+        used, share = usage.used_bytes // MIB, usage.share_bytes // MIB
+        evidence = {"used_mb": used, "share_mb": share, "group": what, "measured_by": "accounting"}
+        text = "the %s's memory for slots was full, and this slot was furthest above its share: %d MiB of %d MiB"
+        limit_bytes = self._plan.sandbox_limit_bytes if what == "sandbox" else self._plan.machine_limit_bytes
+        return LimitEnd("oom", text % (what, used, share), evidence, fills_alone(usage.used_bytes, others, limit_bytes))

@@ -1,0 +1,1 @@
+"""The agent process: connections, authentication, operations."""

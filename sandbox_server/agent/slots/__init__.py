@@ -1,0 +1,1 @@
+"""Slots: their states, runtimes, transitions, caches, probes and self-test."""

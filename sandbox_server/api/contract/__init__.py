@@ -1,0 +1,1 @@
+"""The values of the HTTP contract: requests, responses, parsing and rendering."""

@@ -1,0 +1,289 @@
+"""Requests into values: what a caller sent, checked, with its defaults filled in."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import secrets
+from collections.abc import Collection, Iterator
+from typing import Any, TypeVar
+
+import orjson
+from pydantic import ValidationError
+from starlette.requests import Request
+
+from sandbox_server.api.contract.requests import AcquireBody, Body, CallBody, ExecBody, all_problems, first_problem
+from sandbox_server.api.limits import Limits, sentence, too_many
+from sandbox_server.core.errors import InvalidRequest
+from sandbox_server.core.execution import Reason, Result, ToolCall
+from sandbox_server.core.types import AcquireRequest
+from sandbox_server.dispatch.results import callers_mistake, own_result
+
+AnyBody = TypeVar("AnyBody", bound=Body)
+TRUE_WORDS = frozenset({"1", "true", "yes"})
+FALSE_WORDS = frozenset({"0", "false", "no"})
+FIELDS_OF_POLICY = frozenset({"tool", "args", "command"})
+"""What a call has from the policy; `command` is short for what is in `args`. All else is the caller's."""
+SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
+
+
+def checked(model: type[AnyBody], document: dict[str, Any]) -> AnyBody:
+    """The document as this kind of body.
+
+    Raises:
+        InvalidRequest: it is not; the error names the field.
+    """
+    try:
+        return model.model_validate(document)
+    except ValidationError as error:
+        field, problem = first_problem(error, model.model_fields)
+        raise InvalidRequest(problem, field=field) from None
+
+
+def acquire_request(body: AcquireBody, tenant: str, default_pool: str, limits: Limits) -> AcquireRequest:
+    """What is to be acquired.
+
+    Raises:
+        InvalidRequest: the fields do not fit together.
+    """
+    if len(body.labels) > limits.labels:
+        raise too_many(limits, "labels", "labels")
+    return AcquireRequest(
+        tenant=tenant,
+        pool=body.pool if body.pool is not None else default_pool,
+        count=body.count,
+        trajectory_ids=_trajectory_ids(body),
+        run_id=body.run_id,
+        ttl_s=body.ttl_s,
+        wait_s=body.wait_s,
+        allow_network=body.allow_network,
+        cache=body.cache,
+        priority=body.priority,
+        labels=body.labels,
+        request_key=body.request_key,
+    )
+
+
+def _trajectory_ids(body: AcquireBody) -> tuple[str | None, ...]:
+    if body.trajectory_ids is not None:
+        if body.trajectory_id is not None:
+            raise InvalidRequest("trajectory_id: give it or trajectory_ids, not both", field="trajectory_id")
+        if len(body.trajectory_ids) != body.count:
+            raise InvalidRequest(f"trajectory_ids: {len(body.trajectory_ids)} of them for a count of {body.count}", field="trajectory_ids")
+        return tuple(body.trajectory_ids)
+    if body.trajectory_id is not None and body.count > 1:
+        raise InvalidRequest("trajectory_id: names one slot; a gang takes trajectory_ids, one for each of its slots", field="trajectory_id")
+    return (body.trajectory_id,) * min(body.count, 100_000)
+
+
+def new_call_id() -> str:
+    """An id for a call that came without one."""
+    return f"c-{secrets.token_hex(10)}"
+
+
+def batch_items(document: dict[str, Any], limits: Limits) -> list[ToolCall | Result]:
+    """The items of an exec-batch: calls, and the results of those that cannot be made.
+
+    Raises:
+        InvalidRequest: the request as a whole is none; see the contract for the few cases.
+    """
+    calls = document.get("calls")
+    if not isinstance(calls, list) or not calls:
+        raise InvalidRequest("calls: must be a list of at least one call", field="calls")
+    if len(calls) > limits.batch_calls:
+        raise too_many(limits, "batch_calls", "calls")
+    for index, item in enumerate(calls):
+        # The result of an item says its lease, so that must be text.
+        if not isinstance(item, dict) or not _is_text(item.get("lease_id")) or not isinstance(item.get("tool"), str):
+            raise InvalidRequest(f"calls.{index}: must be an object with string lease_id and tool", field=f"calls.{index}")
+    items = [call_of(item, limits) for item in calls]
+    return _within_output_budget(items, limits)
+
+
+def _within_output_budget(items: list[ToolCall | Result], limits: Limits) -> list[ToolCall | Result]:
+    budget_bytes = limits.batch_output_bytes
+    for index, item in enumerate(items):
+        if isinstance(item, ToolCall):
+            if item.output_limit_bytes > budget_bytes:
+                items[index] = callers_mistake(item, "output_limit_bytes", f"output_limit_bytes: {sentence(limits, 'batch_output_bytes')}")
+            else:
+                budget_bytes -= item.output_limit_bytes
+    return items
+
+
+def call_of(item: dict[str, Any], limits: Limits) -> ToolCall | Result:
+    """One item of a batch: a call, or the `invalid_args` that it comes to."""
+    try:
+        body = CallBody.model_validate(item)
+    except ValidationError as error:
+        return _invalid(item, all_problems(error, CallBody.model_fields))
+    return _call(body, body.lease_id, body.tool, body.args, limits)
+
+
+def exec_call(document: dict[str, Any], lease_id: str, limits: Limits) -> ToolCall | Result:
+    """The call of a single exec: as an item of a batch, and the short form.
+
+    Raises:
+        InvalidRequest: it names no tool and no command, or another lease than its path.
+    """
+    if "command" not in document and "tool" not in document:
+        raise InvalidRequest("tool: missing; give tool and args, or command", field="tool")
+    if document.get("lease_id", lease_id) != lease_id:
+        raise InvalidRequest("lease_id: is not the lease of the path", field="lease_id")
+    item = {**document, "lease_id": lease_id}
+    try:
+        body = ExecBody.model_validate(item)
+    except ValidationError as error:
+        return _invalid(item, all_problems(error, ExecBody.model_fields))
+    if body.command is None:
+        return _call(body, lease_id, body.tool, body.args, limits)
+    if "tool" in document or "args" in document:
+        return callers_mistake(_unchecked(item), "command", "command: is short for tool and args; give one or the other")
+    return _call(body, lease_id, "bash", {"command": body.command}, limits)
+
+
+def _call(body: CallBody, lease_id: str, tool: str, args: dict[str, Any], limits: Limits) -> ToolCall | Result:
+    call = ToolCall(
+        call_id=body.call_id if body.call_id is not None else new_call_id(),
+        lease_id=lease_id,
+        tool=tool,
+        args=args,
+        timeout_s=body.timeout_s,
+        no_output_timeout_s=body.no_output_timeout_s,
+        output_limit_bytes=body.output_limit_bytes,
+        separate_streams=body.separate_streams,
+        encoding=body.encoding,
+    )
+    field, problem = "tool", _problem_of_tool(tool)
+    if problem is None:
+        field, problem = "args", _problem_of_args(args, limits)
+    return call if problem is None else own_result(call, Reason.INVALID_ARGS, problem, evidence={"field": field, "detail": problem})
+
+
+def _problem_of_tool(tool: str) -> str | None:
+    return None if _is_text(tool) else "tool: holds half of a surrogate pair, which UTF-8 cannot say"
+
+
+def _problem_of_args(args: dict[str, Any], limits: Limits) -> str | None:
+    try:
+        size_bytes = len(orjson.dumps(args))
+    except orjson.JSONEncodeError as error:
+        return f"args: cannot be written as JSON in UTF-8, as with half of a surrogate pair in a text: {error}"
+    return f"args: {sentence(limits, 'call_bytes')}" if size_bytes > limits.call_bytes else None
+
+
+def _is_text(value: object) -> bool:
+    """Whether it is a text that can be written as UTF-8: one with half of a surrogate pair cannot."""
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _invalid(item: dict[str, Any], problems: Iterator[tuple[str, str]]) -> Result:
+    """What becomes of a call that is none. The policy is not blamed for a call that would have failed without it."""
+    call = _unchecked(item)
+    first = next(problems)
+    for field, problem in itertools.chain([first], problems):
+        if field.partition(".")[0] not in FIELDS_OF_POLICY:
+            return callers_mistake(call, field, problem)
+    field, problem = first
+    return own_result(call, Reason.INVALID_ARGS, problem, evidence={"field": field, "detail": problem})
+
+
+def _unchecked(item: dict[str, Any]) -> ToolCall:
+    """A call of which only the name matters, as far as it has one."""
+    call_id = item.get("call_id")
+    encoding = item.get("encoding")
+    return ToolCall(
+        call_id=call_id if isinstance(call_id, str) and len(call_id) <= 128 and _is_text(call_id) else new_call_id(),
+        lease_id=item["lease_id"],
+        tool="",
+        args={},
+        encoding=encoding if encoding == "base64" else "utf-8",
+    )
+
+
+def query(request: Request, allowed: Collection[str]) -> dict[str, str]:
+    """The query parameters.
+
+    Raises:
+        InvalidRequest: one is not known here, or is given twice.
+    """
+    found: dict[str, str] = {}
+    for name, value in request.query_params.multi_items():
+        if name not in allowed:
+            raise InvalidRequest(f"{name}: unknown query parameter; there are {', '.join(allowed) or 'none'}", field=name)
+        if name in found:
+            raise InvalidRequest(f"{name}: given twice", field=name)
+        if "\0" in value:
+            raise InvalidRequest(f"{name}: holds a NUL", field=name)
+        found[name] = value
+    return found
+
+
+def whole_number(text: str | None, name: str, default: int, largest: int) -> int:
+    """A query parameter that is a count.
+
+    Raises:
+        InvalidRequest: it is not a whole number from 1 to `largest`.
+    """
+    if text is None:
+        return default
+    if not text.isascii() or not text.isdecimal() or len(text) > 18 or not 1 <= int(text) <= largest:
+        raise InvalidRequest(f"{name}: must be a whole number from 1 to {largest}", field=name)
+    return int(text)
+
+
+def flag(text: str | None, name: str) -> bool:
+    """A query parameter that is yes or no.
+
+    Raises:
+        InvalidRequest: it is neither.
+    """
+    if text is None or text.lower() in FALSE_WORDS:
+        return False
+    if text.lower() in TRUE_WORDS:
+        return True
+    raise InvalidRequest(f"{name}: must be 1 or 0", field=name)
+
+
+def offset_of(text: str | None, name: str = "offset") -> int:
+    """A place in an output, in bytes, or the number of an event.
+
+    Raises:
+        InvalidRequest: it is not a whole number from 0 on.
+    """
+    if text is None:
+        return 0
+    if not text.isascii() or not text.isdecimal() or len(text) > 18:
+        raise InvalidRequest(f"{name}: must be a whole number from 0 on", field=name)
+    return int(text)
+
+
+def wait_of(text: str | None, limits: Limits) -> float:
+    """How long to wait for a call, in seconds.
+
+    Raises:
+        InvalidRequest: it is not a number from 0 to `limits.call_wait_s`.
+    """
+    if text is None:
+        return 0.0
+    if not SECONDS.fullmatch(text):
+        raise InvalidRequest("wait_s: must be a number of seconds from 0 on", field="wait_s")
+    if float(text) > limits.call_wait_s:
+        raise too_many(limits, "call_wait_s", "wait_s")
+    return float(text)
+
+
+def last_event_id(request: Request) -> int | None:
+    """Where an event stream is to go on; None if the caller does not say.
+
+    Raises:
+        InvalidRequest: it is no id of ours.
+    """
+    last = request.headers.get("last-event-id")
+    return offset_of(last, "Last-Event-ID") if last else None

@@ -1,0 +1,1 @@
+"""The sandboxes of a pool: the plan, the supervisors, the creation budget."""

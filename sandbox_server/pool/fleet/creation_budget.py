@@ -1,0 +1,78 @@
+"""How fast sandboxes are made on one backend, whatever the number of pools and clients that want them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from sandbox_server.backends.base import RateLimited
+from sandbox_server.core.clock import Clock
+from sandbox_server.pool.fleet.ticker import Timers
+
+log = logging.getLogger(__name__)
+
+FIRST_PAUSE_S = 1.0
+LONGEST_PAUSE_S = 60.0
+#: What a sum of floats may be off by.
+ROUNDING_S = 1e-6
+
+
+class CreationBudget:
+    """So many creations at once, so many begun a second, and none while the backend asks for patience.
+
+    The rate is kept by the generic cell rate algorithm (ITU-T I.371): as many may begin together as may be under way at once, and from then on
+    they begin evenly. Where the backend itself says "too many", nothing begins for as long as it says, or for a pause that doubles each time.
+
+    Args:
+        backend: its name, for the log.
+        at_once: how many may be under way.
+        per_s: how many may begin in a second.
+        clock: tells the time.
+        timers: how to wait.
+    """
+
+    def __init__(self, backend: str, *, at_once: int, per_s: float, clock: Clock, timers: Timers) -> None:
+        self._backend = backend
+        self._places = asyncio.Semaphore(at_once)
+        self._interval_s = 1.0 / per_s
+        self._burst_s = (at_once - 1) * self._interval_s
+        self._clock = clock
+        self._timers = timers
+        self._next = float("-inf")
+        self._not_before = float("-inf")
+        self._pauses = 0
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Wait until one more may begin; it is under way until the block ends.
+
+        Raises:
+            RateLimited: what the block raised; the backend is left alone for a while.
+        """
+        async with self._places:
+            await self._wait()
+            try:
+                yield
+            except RateLimited as limited:
+                self._pause(limited.retry_after_s)
+                raise
+            self._pauses = 0
+
+    async def _wait(self) -> None:
+        now = self._clock.monotonic()
+        begins_at = max(self._next, now)
+        self._next = begins_at + self._interval_s
+        begins_at -= self._burst_s
+        while (wait_s := max(begins_at, self._not_before) - self._clock.monotonic()) > ROUNDING_S:
+            await self._timers.sleep(wait_s)
+
+    def _pause(self, retry_after_s: float | None) -> None:
+        now = self._clock.monotonic()
+        if now < self._not_before:
+            return  # one of those that were under way together; the first has slowed the rest down
+        pause_s = min(FIRST_PAUSE_S * 2**self._pauses, LONGEST_PAUSE_S) if retry_after_s is None else min(retry_after_s, LONGEST_PAUSE_S)
+        self._pauses = min(self._pauses + 1, 10)
+        self._not_before = now + pause_s
+        log.warning("backend %s asks for patience: nothing is made there for %g s", self._backend, pause_s)

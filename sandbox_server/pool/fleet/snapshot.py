@@ -1,0 +1,67 @@
+"""What a pool's plan and its claimant's view must know of it. Reads, changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from sandbox_server.core.types import ClaimantView, PoolSpec, SandboxState, SlotState
+from sandbox_server.pool.fleet.plan import SandboxSnapshot, Snapshot, is_outdated
+from sandbox_server.pool.fleet.sandbox import Sandbox
+from sandbox_server.pool.leasing.lease_book import LeaseBook
+
+
+def snapshot(spec: PoolSpec, sandboxes: Iterable[Sandbox], book: LeaseBook, retry_at: float, *, closing: bool) -> Snapshot:
+    """What the plan must know of a pool."""
+    seen = [_seen(sandbox, book, spec) for sandbox in sandboxes]
+    return Snapshot(spec=spec, sandboxes=seen, slots_wanted=book.line.slots_wanted, retry_at=retry_at, closing=closing)
+
+
+def capacity(spec: PoolSpec, sandboxes: Iterable[Sandbox], book: LeaseBook, *, can_grow: bool) -> int:
+    """How many slots a pool could give at once when every lease had ended.
+
+    Args:
+        spec: the pool's.
+        sandboxes: those it has.
+        book: knows their slots.
+        can_grow: whether the sandboxes that it may have and does not have can be made; those that go make room for others.
+    """
+    ready = [sandbox for sandbox in sandboxes if sandbox.state is SandboxState.READY]
+    quarantined = sum(book.table.shelves[s.sandbox_id].counts[SlotState.QUARANTINED] for s in ready if s.sandbox_id in book.table.shelves)
+    count = spec.max_sandboxes if can_grow else min(len(ready), spec.max_sandboxes)
+    return count * spec.slots_per_sandbox - quarantined
+
+
+def claimant_view(book: LeaseBook, now: float) -> ClaimantView | None:
+    """What is shown of the acquire that a pool holds slots for, if there is one. `now`: monotonic."""
+    claimant = book.claims.claimant
+    if claimant is None:
+        return None
+    request = claimant.request
+    return ClaimantView(
+        tenant=request.tenant, run_id=request.run_id, count=request.count, held_slots=book.held_slots(), waited_s=round(now - claimant.arrived, 3)
+    )
+
+
+def _seen(sandbox: Sandbox, book: LeaseBook, spec: PoolSpec) -> SandboxSnapshot:
+    shelf = book.table.shelves.get(sandbox.sandbox_id)
+    outdated = is_outdated(sandbox.spec, spec)
+    if shelf is None:
+        return SandboxSnapshot(sandbox_id=sandbox.sandbox_id, state=sandbox.state, destroying=sandbox.destroying, outdated=outdated)
+    counts = shelf.counts
+    not_shown = max(0, sandbox.spec.slots_per_sandbox - len(shelf.slots))
+    is_idle = not counts[SlotState.LEASED] and not counts[SlotState.KEPT]
+    return SandboxSnapshot(
+        sandbox_id=sandbox.sandbox_id,
+        state=sandbox.state,
+        ready=counts[SlotState.READY],
+        leased=counts[SlotState.LEASED],
+        coming=counts[SlotState.RESETTING] + not_shown,
+        kept=counts[SlotState.KEPT],
+        quarantined=counts[SlotState.QUARANTINED],
+        ready_at=sandbox.ready_at,
+        idle_since=sandbox.idle_since if is_idle else None,
+        destroying=sandbox.destroying,
+        outdated=outdated,
+        max_lifetime_s=sandbox.spec.max_lifetime_s,
+        max_lease_s=sandbox.spec.max_lease_s,
+    )

@@ -1,0 +1,336 @@
+"""All that is waited for on behalf of one sandbox: its creation, its link, its slots' resets, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Mapping
+from contextlib import aclosing
+from functools import partial
+from typing import Any, Protocol
+
+from sandbox_server.agent import wire
+from sandbox_server.backends.base import Backend, CreateFailed, Health, OpensPipes
+from sandbox_server.core.errors import PoolServiceError, StorageUnavailable
+from sandbox_server.core.types import Handle, Lease, SlotRef
+from sandbox_server.link import AgentLink, AgentRefused, Endpoint, LinkLost
+from sandbox_server.pool.dependencies import PoolDependencies
+from sandbox_server.pool.fleet.creation_budget import CreationBudget
+from sandbox_server.pool.fleet.sandbox import AgentProtocolError, AgentReport, Cache, Sandbox, SlotReport, read_effective, read_hello, read_slots
+from sandbox_server.pool.leasing.held_lease import ResetOrder
+
+log = logging.getLogger(__name__)
+
+FIRST_HELLO_S = 60.0
+CONNECT_S = 2.0
+LOST_AFTER_S = 5.0
+RECONNECT_EVERY_S = 0.1
+DESTROY_AGAIN_S = 1.0
+
+
+def endpoint_of(handle: Handle, backend: Backend) -> Endpoint:
+    """How the agent of a created sandbox is reached."""
+    assert handle.address is not None, "only a created sandbox is connected to"
+    open_pipe = partial(backend.open_pipe, handle) if isinstance(backend, OpensPipes) else None
+    return Endpoint(address=handle.address, token=handle.token or "", certificate=handle.certificate, open_pipe=open_pipe)
+
+
+class SandboxOver(Exception):
+    """The sandbox has ended without being told to; the message says how."""
+
+
+class SupervisorListener(Protocol):
+    """Who is told what was seen of a sandbox: its pool."""
+
+    def sandbox_changed(self, sandbox: Sandbox) -> None:
+        """There is a new checkpoint to record."""
+
+    def sandbox_connected(self, sandbox: Sandbox, link: AgentLink, hello: AgentReport) -> None:
+        """Its agent answers, for the first time or again."""
+
+    def sandbox_unreachable(self, sandbox: Sandbox) -> None:
+        """The link is gone; whether the sandbox is, is being found out."""
+
+    def sandbox_failed(self, sandbox: Sandbox, error: Exception) -> None:
+        """It could not be made, or has ended. What is left of it will be destroyed."""
+
+    def sandbox_gone(self, sandbox: Sandbox) -> None:
+        """The backend says that nothing of it is left."""
+
+    def effective_seen(self, effective: Mapping[str, int | None]) -> None:
+        """Its agent says which limits hold for each slot now."""
+
+    def slots_seen(self, sandbox: Sandbox, slots: list[SlotReport]) -> None:
+        """Its agent shows slots."""
+
+    def reset_done(self, ref: SlotRef, epoch: int, problem: str | None) -> None:
+        """A reset has ended, proven clean unless there is a problem."""
+
+    def cache_dropped(self, sandbox: Sandbox, cache: Cache, *, gone: bool) -> None:
+        """The agent has deleted a cache, or could not be asked."""
+
+    def lease_quiet(self, sandbox: Sandbox, lease_id: str, *, ran: bool) -> None:
+        """No call runs any more in the slot of this adopted lease; `ran`: one did when its agent was found again."""
+
+
+class SandboxSupervisor:
+    """Keeps one sandbox from its creation to its end. `run` is one task; `end` asks it to finish.
+
+    Args:
+        sandbox: what is kept.
+        pool: is told what is seen.
+        backend: where it lives.
+        budget: how fast sandboxes are made on that backend.
+        wiring: clock, timers and how to connect.
+    """
+
+    def __init__(self, sandbox: Sandbox, pool: SupervisorListener, backend: Backend, budget: CreationBudget, wiring: PoolDependencies) -> None:
+        self._sandbox = sandbox
+        self._pool = pool
+        self._backend = backend
+        self._budget = budget
+        self._wiring = wiring
+        self._ending = asyncio.Event()
+        self._behind: set[asyncio.Task[None]] = set()
+
+    def _task(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run something behind, as long as the sandbox is kept."""
+        task = asyncio.create_task(work)
+        self._behind.add(task)
+        task.add_done_callback(self._behind.discard)
+
+    def end(self) -> None:
+        """Destroy the sandbox, whatever it is doing."""
+        self._sandbox.destroying = True
+        self._ending.set()
+
+    async def run(self) -> None:
+        """Make it, or find it again, keep it, destroy it. Returns when it is gone."""
+        if not self._ending.is_set():
+            await self._keep()
+        await self._destroy()
+
+    async def _keep(self) -> None:
+        life = asyncio.create_task(self._life())
+        ordered = asyncio.create_task(self._ending.wait())
+        try:
+            await asyncio.wait({life, ordered}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (life, ordered, *self._behind):
+                task.cancel()
+            await asyncio.gather(life, ordered, *self._behind, return_exceptions=True)
+            if self._sandbox.link is not None:
+                await self._sandbox.link.close()
+        if not life.cancelled():
+            error = life.exception()
+            self._sandbox.destroying = True
+            assert isinstance(error, Exception), "a sandbox's life ends with an error, or is cancelled"
+            self._pool.sandbox_failed(self._sandbox, error)
+
+    async def _life(self) -> None:
+        """Runs until it is cancelled; raises when the sandbox has ended by itself."""
+        try:
+            if self._sandbox.boot is not None:
+                link, hello = await self._link_again("the service was started again")
+            else:
+                async with self._budget.turn():
+                    await self._create()
+                    link, hello = await self._first_link()
+            while True:
+                self._pool.sandbox_connected(self._sandbox, link, hello)
+                why = await self._watch(link)
+                self._pool.sandbox_unreachable(self._sandbox)
+                await link.close()
+                link, hello = await self._link_again(why)
+        except (CreateFailed, SandboxOver, PoolServiceError):
+            raise
+        except AgentProtocolError as error:
+            raise SandboxOver(f"its agent is not to be trusted: {error}") from error
+        except Exception as error:  # the edge of this loop: whatever it was, the sandbox is given up and the pool lives on
+            log.exception("keeping a sandbox failed", extra=self._sandbox.fields)
+            raise SandboxOver(f"the service could not keep it: {type(error).__name__}: {error}") from error
+
+    async def _create(self) -> None:
+        sandbox = self._sandbox
+        async with aclosing(self._backend.create(sandbox.pool_id.key, sandbox.spec, sandbox.sandbox_id)) as steps:
+            async for handle in steps:
+                sandbox.handle = handle
+                self._pool.sandbox_changed(sandbox)
+                await self._wiring.store.flush()
+        if sandbox.handle is None or sandbox.handle.address is None:
+            raise CreateFailed("the backend made no agent that can be reached")
+
+    async def _health(self) -> Health:
+        handle = self._sandbox.handle
+        assert handle is not None, "only a created sandbox is checked"
+        return (await self._backend.check([handle])).get(handle.sandbox_id, Health.UNKNOWN)
+
+    async def _connect(self, timeout_s: float) -> tuple[AgentLink, AgentReport]:
+        handle = self._sandbox.handle
+        assert handle is not None, "only a created sandbox is connected to"
+        link = await self._wiring.connect(endpoint_of(handle, self._backend), timeout_s)
+        try:
+            return link, read_hello(link.hello, self._sandbox.sandbox_id, self._sandbox.spec)
+        except BaseException:
+            await link.close()
+            raise
+
+    async def _first_link(self) -> tuple[AgentLink, AgentReport]:
+        clock = self._wiring.clock
+        until = clock.monotonic() + FIRST_HELLO_S
+        while True:
+            try:
+                return await self._connect(max(until - clock.monotonic(), CONNECT_S))
+            except LinkLost as error:
+                if await self._health() is Health.GONE:
+                    raise CreateFailed(f"its agent ended before it said hello: {error}") from error
+                if clock.monotonic() >= until:
+                    raise CreateFailed(f"its agent did not say hello within {FIRST_HELLO_S:g} s: {error}") from error
+            await self._wiring.timers.sleep(RECONNECT_EVERY_S)
+
+    async def _link_again(self, why: str) -> tuple[AgentLink, AgentReport]:
+        """The link is gone: find out whether the sandbox is."""
+        clock = self._wiring.clock
+        until = clock.monotonic() + LOST_AFTER_S
+        while True:
+            if await self._health() is Health.GONE:
+                raise SandboxOver(f"its agent has ended ({why})")
+            try:
+                link, hello = await self._connect(CONNECT_S)
+            except LinkLost as error:
+                if clock.monotonic() >= until:
+                    raise SandboxOver(f"its agent could not be reached for {LOST_AFTER_S:g} s: {error}") from error
+            else:
+                if hello.boot == self._sandbox.boot:
+                    return link, hello
+                await link.close()
+                raise SandboxOver("another agent answers in its place: its own has ended")
+            await self._wiring.timers.sleep(RECONNECT_EVERY_S)
+
+    async def _watch(self, link: AgentLink) -> str:
+        """Tell the pool what the agent shows, until the link is gone. Returns how it went."""
+        try:
+            async with link.stream({"op": "watch"}) as stream:
+                async for event in stream:
+                    if isinstance(event, wire.Item):
+                        effective = read_effective(event.meta)
+                        if effective is not None:
+                            self._pool.effective_seen(effective)
+                        self._pool.slots_seen(self._sandbox, read_slots(event.meta, self._sandbox.sandbox_id))
+        except LinkLost as error:
+            return str(error)
+        except AgentRefused as error:
+            return f"its agent shows its slots no more: {error}"
+        return "its agent ended its watch"
+
+    def reset(self, order: ResetOrder) -> None:
+        """Have the agent reset a slot. Where the link is gone, the pool orders it again when it is back."""
+        if self._sandbox.reachable:
+            self._task(self._reset(order))
+
+    async def _reset(self, order: ResetOrder) -> None:
+        link = self._sandbox.link
+        assert link is not None, "resets are asked of a reachable agent"
+        await self._on_record()
+        started = self._wiring.clock.monotonic()
+        meta: dict[str, object] = {
+            "op": "reset",
+            "slot": order.ref.slot_id,
+            "epoch": order.epoch,
+            "network": self._sandbox.spec.slots_have_network,
+            "keep": order.keep,
+        }
+        try:
+            answer = await link.request(meta)
+        except LinkLost:
+            return
+        except AgentRefused as error:
+            self._pool.reset_done(order.ref, order.epoch, f"its agent will not reset it: {error}")
+            return
+        self._wiring.meter.observe("sandbox_reset_seconds", self._wiring.clock.monotonic() - started, **self._sandbox.pool_id.labels)
+        self._pool.reset_done(order.ref, order.epoch, _problem(answer))
+
+    async def verify(self, order: ResetOrder) -> Mapping[str, Any]:
+        """Have the agent plant leftovers in a free slot and reset it; what it found. The slot is clean afterwards, or in quarantine.
+
+        Raises:
+            LinkLost: the agent cannot be reached now; the slot is reset when it can.
+            AgentRefused: it will not; the slot is reset.
+        """
+        await self._on_record()
+        link = self._sandbox.link
+        if link is None:
+            raise LinkLost("the link went before the slot was verified")
+        meta = {"op": "verify", "slot": order.ref.slot_id, "epoch": order.epoch, "network": self._sandbox.spec.slots_have_network}
+        try:
+            report = await link.request(meta)
+        except AgentRefused:
+            self.reset(order)
+            raise
+        self._pool.reset_done(order.ref, order.epoch, _problem(report))
+        return report
+
+    async def _on_record(self) -> None:
+        """A slot's next epoch is on record before its agent hears of it: a service that starts again never gives out one that the agent has left.
+
+        Where it cannot be recorded, cleaning up goes first; a service that starts then sees that its agent is ahead.
+        """
+        try:
+            await self._wiring.store.flush()
+        except StorageUnavailable as error:
+            log.warning("a slot is reset without a record: %s", error.detail, extra=self._sandbox.fields)
+
+    def drop_cache(self, cache: Cache) -> None:
+        """Have the agent delete a shared cache."""
+        self._task(self._drop_cache(cache))
+
+    async def _drop_cache(self, cache: Cache) -> None:
+        gone = False
+        try:
+            if self._sandbox.link is not None:
+                await self._sandbox.link.request({"op": "cache_drop", "cache": cache.record.key})
+                gone = True
+        except LinkLost:
+            pass  # asked again when it is back
+        except AgentRefused as error:
+            # While a slot that had it is being reset it cannot go yet, and is asked for again.
+            gone = error.code == "not_implemented"
+            log.debug("a cache is not dropped yet: %s", error, extra=self._sandbox.fields)
+        self._pool.cache_dropped(self._sandbox, cache, gone=gone)
+
+    def await_quiet(self, lease: Lease) -> None:
+        """Have the agent say when no call runs any more in the slot of an adopted lease."""
+        self._task(self._await_quiet(lease))
+
+    async def _await_quiet(self, lease: Lease) -> None:
+        ran = True
+        try:
+            if self._sandbox.link is not None:
+                answer = await self._sandbox.link.request({"op": "quiet", "slot": lease.slot_id, "epoch": lease.epoch})
+                ran = answer.get("ran") is not False
+        except LinkLost:
+            return  # asked again when it is back
+        except AgentRefused as error:
+            log.warning("whether calls still run cannot be told: %s", error, extra={"lease_id": lease.lease_id, "sandbox_id": lease.sandbox_id})
+        self._pool.lease_quiet(self._sandbox, lease.lease_id, ran=ran)
+
+    def _count(self, op: str, outcome: str) -> None:
+        self._wiring.meter.count("sandbox_backend_calls_total", backend=self._backend.name, op=op, outcome=outcome)
+
+    async def _destroy(self) -> None:
+        while self._sandbox.handle is not None:
+            try:
+                await self._backend.destroy(self._sandbox.handle)
+            except OSError as error:
+                log.warning("a sandbox is still there: %s", error, extra=self._sandbox.fields)
+                self._count("destroy", "failed")
+                await self._wiring.timers.sleep(DESTROY_AGAIN_S)
+            else:
+                self._count("destroy", "ok")
+                break
+        self._pool.sandbox_gone(self._sandbox)
+
+
+def _problem(answer: Mapping[str, Any]) -> str | None:
+    """Why the slot is not clean, by the agent's answer to a reset; None: it is."""
+    return None if answer.get("state") == "ready" else str(answer.get("detail") or "its reset was not proven")[:2000]

@@ -1,0 +1,1 @@
+"""Who has which slot, and who waits: plain data and rules, no I/O."""

@@ -1,0 +1,139 @@
+"""The held leases of a pool, by id, by tenant, by run, and by when they end; and the order to reset a slot once its lease has ended."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from sandbox_server.core.clock import Clock, wall_at
+from sandbox_server.core.types import Lease, SlotRef
+from sandbox_server.pool.leasing.heaps import tidied
+from sandbox_server.pool.leasing.slot_table import Holder
+
+#: How long a lease outlasts its last running call, in seconds.
+STRETCH_S = 60.0
+
+
+@dataclass(slots=True, eq=False)
+class HeldLease:
+    """The moving side of a held lease. `parked`: its expiry is not in the heap, because a call is running past it.
+
+    `unsure`: it was held by an earlier life of this service, and whether one of its calls still runs is being found out.
+    """
+
+    lease: Lease
+    deadline: float
+    running: int = 0
+    unsure: bool = False
+    quiet_since: float | None = None
+    parked: bool = False
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a call runs, as far as is known."""
+        return bool(self.running) or self.unsure
+
+    @property
+    def ends_at(self) -> float:
+        """When it ends by itself, monotonic: the later of its deadline and the end of its last running call + 60 s."""
+        if self.is_busy:
+            return float("inf")
+        return self.deadline if self.quiet_since is None else max(self.deadline, self.quiet_since + STRETCH_S)
+
+
+def shown(holding: HeldLease, clock: Clock) -> Lease:
+    """The lease with the end that it has as things stand: a running call, and 60 s after it, hold it beyond its own."""
+    lease, now = holding.lease, clock.monotonic()
+    ends_at = now + STRETCH_S if holding.running else now if holding.unsure else holding.ends_at
+    return lease if ends_at <= holding.deadline else replace(lease, expires_at=wall_at(clock, ends_at))
+
+
+class LeaseIndex:
+    """The leases that hold."""
+
+    def __init__(self) -> None:
+        self.by_id: dict[str, HeldLease] = {}
+        self.by_tenant: Counter[str] = Counter()
+        self._runs: dict[Holder, dict[str, None]] = {}
+        self._ends: list[tuple[float, str]] = []
+
+    def add(self, holding: HeldLease) -> None:
+        """A lease begins to hold."""
+        lease = holding.lease
+        self.by_id[lease.lease_id] = holding
+        self.by_tenant[lease.tenant] += 1
+        self._runs.setdefault((lease.tenant, lease.run_id), {})[lease.lease_id] = None
+        heapq.heappush(self._ends, (holding.deadline, lease.lease_id))
+        self._ends = tidied(self._ends, len(self.by_id), ((held.deadline, lease_id) for lease_id, held in self.by_id.items() if not held.parked))
+
+    def remove(self, lease: Lease) -> None:
+        """It holds no more."""
+        del self.by_id[lease.lease_id]
+        self.by_tenant[lease.tenant] -= 1
+        if not self.by_tenant[lease.tenant]:
+            del self.by_tenant[lease.tenant]
+        of_run = self._runs[lease.tenant, lease.run_id]
+        del of_run[lease.lease_id]
+        if not of_run:
+            del self._runs[lease.tenant, lease.run_id]
+
+    def of_run(self, tenant: str, run_id: str | None) -> list[str]:
+        """The leases this run holds; for None, those that the tenant holds without a run."""
+        return list(self._runs.get((tenant, run_id), ()))
+
+    def call_started(self, lease_id: str) -> None:
+        """A call runs in this lease; it does not expire under it. Nothing happens if it has ended."""
+        holding = self.by_id.get(lease_id)
+        if holding is not None:
+            holding.running += 1
+
+    def call_ended(self, lease_id: str, now: float) -> None:
+        """The other end of `call_started`."""
+        holding = self.by_id.get(lease_id)
+        if holding is not None and holding.running:
+            holding.running -= 1
+            holding.quiet_since = now
+            self._unpark(holding)
+
+    def sure(self, lease_id: str, ended: float | None) -> None:
+        """No call of an earlier life runs any more. `ended`: when the last one did, monotonic; None where there was none."""
+        holding = self.by_id.get(lease_id)
+        if holding is not None and holding.unsure:
+            holding.unsure = False
+            holding.quiet_since = max((at for at in (holding.quiet_since, ended) if at is not None), default=None)
+            self._unpark(holding)
+
+    def _unpark(self, holding: HeldLease) -> None:
+        if holding.parked and not holding.is_busy:
+            holding.parked = False
+            heapq.heappush(self._ends, (holding.ends_at, holding.lease.lease_id))
+
+    def take_due(self, now: float) -> list[HeldLease]:
+        """Those whose time is over, monotonic; each must be removed."""
+        due: list[HeldLease] = []
+        while self._ends and self._ends[0][0] <= now:
+            lease_id = heapq.heappop(self._ends)[1]
+            holding = self.by_id.get(lease_id)
+            if holding is None:
+                continue
+            if holding.is_busy:
+                holding.parked = True
+            elif holding.ends_at > now:
+                heapq.heappush(self._ends, (holding.ends_at, lease_id))
+            else:
+                due.append(holding)
+        return due
+
+    def next_due(self) -> float:
+        """When `take_due` may have something, monotonic."""
+        return self._ends[0][0] if self._ends else float("inf")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResetOrder:
+    """A slot that its agent must reset to this epoch before it is anyone's."""
+
+    ref: SlotRef
+    epoch: int
+    keep: bool

@@ -1,0 +1,71 @@
+"""The self-test of resets: leftovers of every kind are planted in free slots, and the reset must find them all."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+from sandbox_server.core.errors import NoCapacity, NotImplementedHere
+from sandbox_server.link import AgentRefused, LinkLost
+from sandbox_server.pool.leasing.held_lease import ResetOrder
+from sandbox_server.pool.pool import Pool
+
+MAX_LISTED = 1000
+MAX_CHARS = 2000
+
+
+async def verify(pool: Pool) -> Mapping[str, Any]:
+    """Verify every slot that is free now. It goes on when nobody waits for it.
+
+    Returns:
+        `{"pool", "slots": [{"sandbox_id", "slot_id", "planted": [{"kind", "detail"}], "found", "left", "clean", "duration_s"}], "clean"}`.
+
+    Raises:
+        NoCapacity: none is free.
+        NotImplementedHere: the agents cannot.
+    """
+    orders = pool.book.reclaim_free()
+    if not orders:
+        held = pool.book.held_slots()
+        if held:
+            raise NoCapacity(f"pool {pool.name!r} has no free slot to verify: its free ones ({held}) are held for an acquire that waits: try again later")
+        raise NoCapacity(f"pool {pool.name!r} has no free slot to verify: try again when one is")
+    task = asyncio.gather(*(_verify(pool, order) for order in orders))
+    slots = await asyncio.shield(task)
+    return {"pool": pool.name, "slots": slots, "clean": all(slot["clean"] for slot in slots)}
+
+
+async def _verify(pool: Pool, order: ResetOrder) -> dict[str, Any]:
+    began = pool.now()
+    where = {"sandbox_id": order.ref.sandbox_id, "slot_id": order.ref.name}
+    try:
+        report = await pool.fleet.keepers[order.ref.sandbox_id].verify(order)
+    except AgentRefused as refused:
+        if refused.code == "not_implemented":
+            raise NotImplementedHere(f"the agents of pool {pool.name!r} cannot verify resets: {refused.detail}") from None
+        return {**where, **_read({}), "detail": f"its agent refused: {refused.detail}"[:MAX_CHARS], "duration_s": pool.now() - began}
+    except LinkLost as lost:
+        return {**where, **_read({}), "detail": f"its agent cannot be reached: {lost}"[:MAX_CHARS], "duration_s": pool.now() - began}
+    return {**where, **_read(report), "duration_s": pool.now() - began}
+
+
+def _read(report: Mapping[str, Any]) -> dict[str, Any]:
+    """What an agent says of a reset, as far as it is what an agent says."""
+    planted = report.get("planted")
+    items = [item for item in planted if isinstance(item, dict)][:MAX_LISTED] if isinstance(planted, list) else []
+    left = _kinds(report.get("left"))
+    return {
+        "planted": [{"kind": _text(item.get("kind")), "detail": _text(item.get("detail"))} for item in items],
+        "found": _kinds(report.get("found")),
+        "left": left,
+        "clean": report.get("clean") is True and report.get("state") == "ready" and not left,
+    }
+
+
+def _kinds(value: object) -> list[str]:
+    return [_text(kind) for kind in value[:MAX_LISTED]] if isinstance(value, list) else []
+
+
+def _text(value: object) -> str:
+    return str(value if value is not None else "")[:MAX_CHARS]

@@ -1,0 +1,1 @@
+"""What survives a crash: records, and the stores that keep them."""

@@ -1,0 +1,137 @@
+"""A real service in one isolation mode, as one user, and what a test does to it over HTTP."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import psutil
+
+
+@dataclass
+class Harness:
+    """A running service that the hostile suite attacks.
+
+    Args:
+        mode: the isolation mode that its slots are in.
+        user: `root` or `user`.
+        url, token, state_dir, pid: of the service.
+    """
+
+    mode: str
+    user: str
+    url: str
+    token: str
+    state_dir: str
+    pid: int
+    client: httpx.Client = field(init=False)
+    held: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.client = httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {self.token}"}, timeout=280)
+
+    @property
+    def name(self) -> str:
+        """How the table calls it."""
+        return f"`{self.mode}` as {self.user}"
+
+    @property
+    def as_root(self) -> bool:
+        """Whether the service runs as root."""
+        return self.user == "root"
+
+    @property
+    def port(self) -> int:
+        """Where the service listens."""
+        return httpx.URL(self.url).port or 0
+
+    def post(self, path: str, body: Any) -> httpx.Response:
+        """One POST."""
+        return self.client.post(path, json=body)
+
+    def acquire(self, **fields: Any) -> dict[str, Any]:
+        """One lease."""
+        answer = self.post("/v1/acquire", {"ttl_s": 600, **fields})
+        assert answer.status_code == 200, answer.text
+        lease: dict[str, Any] = answer.json()["leases"][0]
+        assert lease["isolation"] == self.mode
+        self.held.append(lease["lease_id"])
+        return lease
+
+    def call(self, lease: dict[str, Any], tool: str, args: dict[str, Any], **options: Any) -> dict[str, Any]:
+        """One tool call."""
+        answer = self.post("/v1/exec-batch", {"calls": [{"lease_id": lease["lease_id"], "tool": tool, "args": args, **options}]})
+        assert answer.status_code == 200, answer.text
+        result: dict[str, Any] = answer.json()["results"][0]
+        return result
+
+    def bash(self, lease: dict[str, Any], command: str, **options: Any) -> dict[str, Any]:
+        """One command."""
+        return self.call(lease, "bash", {"command": command}, **{"timeout_s": 60, **options})
+
+    def python(self, lease: dict[str, Any], script: str, timeout_s: float = 60, **env: str) -> dict[str, Any]:
+        """One Python program, fed to the slot's own interpreter."""
+        return self.call(lease, "bash", {"command": "/usr/bin/python3 -I -", "stdin": script, "env": env}, timeout_s=timeout_s)
+
+    def every_slot(self) -> list[dict[str, Any]]:
+        """A lease of every slot there is, so that nothing hides in one that was not looked at."""
+        return [self.acquire() for _ in range(self.pool()["spec"]["slots_per_sandbox"])]
+
+    def release(self, *leases: dict[str, Any]) -> None:
+        """Give leases back."""
+        ids = [lease["lease_id"] for lease in leases]
+        answer = self.post("/v1/release", {"lease_ids": ids})
+        assert answer.status_code == 200, answer.text
+        assert sorted(answer.json()["released"]) == sorted(ids)
+        self.held = [held for held in self.held if held not in ids]
+
+    def release_all(self) -> None:
+        """Give back whatever this test holds."""
+        if self.held:
+            self.post("/v1/release", {"lease_ids": self.held})
+            self.held = []
+
+    def pool(self) -> dict[str, Any]:
+        """The pool as the service shows it."""
+        answer = self.client.get("/v1/pools/default")
+        assert answer.status_code == 200, answer.text
+        view: dict[str, Any] = answer.json()
+        return view
+
+    def settled(self, within_s: float = 30) -> dict[str, Any]:
+        """Wait until no slot is being reset, and return the pool."""
+        deadline = time.monotonic() + within_s
+        while (view := self.pool())["slots"]["resetting"] or view["sandboxes"]["starting"]:
+            assert time.monotonic() < deadline, view
+            time.sleep(0.02)
+        return view
+
+    def still_sound(self) -> None:
+        """The service answers, and nothing has been quarantined or failed."""
+        assert self.client.get("/healthz").json() == {"status": "ok"}
+        view = self.pool()
+        assert view["slots"]["quarantined"] == 0, view
+        assert view["sandboxes"]["failed"] == 0, view
+
+    def agent_pids(self) -> list[int]:
+        """The agents of this service, as the host sees them."""
+        found = []
+        for child in psutil.Process(self.pid).children():
+            with contextlib.suppress(psutil.NoSuchProcess):  # a zombie as well
+                if any("agent" in part for part in child.cmdline()):
+                    found.append(child.pid)
+        return found
+
+    def processes(self, marker: str) -> list[psutil.Process]:
+        """Processes of the whole machine whose command line holds the marker."""
+        return [process for process in psutil.process_iter(["cmdline"]) if any(marker in part for part in process.info["cmdline"] or [])]
+
+    def host_uid_of(self, lease: dict[str, Any]) -> int:
+        """The uid, on the host, of what runs in the lease's slot."""
+        marker = f"31{time.monotonic_ns() % 10**12}"
+        assert self.bash(lease, f"sleep {marker} >/dev/null 2>&1 & until grep -q sleep /proc/$!/comm; do :; done")["success"]
+        (process,) = [found for found in self.processes(marker) if found.name() == "sleep"]
+        return int(process.uids().real)

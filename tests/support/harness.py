@@ -1,0 +1,155 @@
+"""The whole service in this process, on scripted agents: over ASGI alone, or behind a real port."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+
+from sandbox_server.api.tenants import Tenant
+from sandbox_server.app import Application, Parts
+from sandbox_server.backends.base import Backend
+from sandbox_server.backends.registry import load_backend
+from sandbox_server.core.types import PoolSpec
+from sandbox_server.link import AgentLink, Endpoint
+from sandbox_server.settings import Settings
+from sandbox_server.store.base import MemoryStore, Store
+from tests.support.scripted_agent import ScriptedAgent, ScriptedBackend
+
+ALICE = Tenant(name="alice", token="alices-token", admin=True)
+BOB = Tenant(name="bob", token="bobs-token")
+POOL = PoolSpec(slots_per_sandbox=4, min_sandboxes=1, max_sandboxes=1, acquire_timeout_s=30.0, max_timeout_s=600.0, env_vars={"KEY": "value"})
+
+
+def bearer(tenant: Tenant) -> dict[str, str]:
+    """What a tenant's requests carry."""
+    return {"Authorization": f"Bearer {tenant.token}"}
+
+
+@dataclass
+class Harness:
+    """A running service: how to talk to it, and what is behind it."""
+
+    application: Application
+    http: httpx.AsyncClient
+    backend: ScriptedBackend
+    settings: Settings
+    url: str = ""
+
+    @property
+    def agent(self) -> ScriptedAgent:
+        """The agent of the one sandbox."""
+        return self.backend.agent()
+
+    async def acquire(self, count: int = 1, **fields: Any) -> list[str]:
+        """Acquire slots; their lease ids."""
+        answer = await self.http.post("/v1/acquire", json={"count": count, **fields})
+        assert answer.status_code == 200, answer.text
+        return [lease["lease_id"] for lease in answer.json()["leases"]]
+
+    async def batch(self, *calls: dict[str, Any]) -> list[dict[str, Any]]:
+        """Run calls; their results."""
+        answer = await self.http.post("/v1/exec-batch", json={"calls": list(calls)})
+        assert answer.status_code == 200, answer.text
+        results: list[dict[str, Any]] = answer.json()["results"]
+        return results
+
+
+def bash(lease_id: str, command: str, **fields: Any) -> dict[str, Any]:
+    """One call."""
+    return {"lease_id": lease_id, "tool": "bash", "args": {"command": command}, **fields}
+
+
+def make_settings(state_dir: Path, **changes: Any) -> Settings:
+    """Settings with two tenants and one small pool."""
+    return replace(Settings(state_dir=state_dir, tenants=(ALICE, BOB), pools={"default": POOL}), **changes)
+
+
+def make_application(settings: Settings, store: Store | None = None, *, real_backends: bool = False) -> tuple[Application, ScriptedBackend]:
+    """A service that is not running yet, and its backend.
+
+    Args:
+        settings: what the operator decides.
+        store: what it remembers in; default one that forgets.
+        real_backends: whether only the local backend is the scripted one.
+    """
+    backend = ScriptedBackend()
+
+    def load(name: str, state_dir: Path, owner: str, survives: bool, settings: Mapping[str, Any]) -> Backend:
+        if real_backends and name != "local":
+            return load_backend(name, state_dir, owner)
+        backend.owner = owner
+        return backend
+
+    async def connect(endpoint: Endpoint, timeout_s: float = 10.0) -> AgentLink:
+        return await backend.connect(endpoint, timeout_s)
+
+    remembered = store or MemoryStore()
+    parts = Parts(backend=load, connect=connect, store=lambda path, clock: remembered, configure_logging=lambda log_format, level: None)
+    return Application(lambda: settings, parts=parts), backend
+
+
+@contextlib.asynccontextmanager
+async def lifespan(application: Application) -> AsyncIterator[None]:
+    """Start an ASGI application and stop it at the end.
+
+    Raises:
+        RuntimeError: it would not start; with its own words.
+    """
+    to_app: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+    from_app: asyncio.Queue[Any] = asyncio.Queue()
+    running = asyncio.create_task(application({"type": "lifespan"}, to_app.get, from_app.put))
+    await to_app.put({"type": "lifespan.startup"})
+    started = await from_app.get()
+    if started["type"] != "lifespan.startup.complete":
+        await running
+        raise RuntimeError(started["message"])
+    try:
+        yield
+    finally:
+        await to_app.put({"type": "lifespan.shutdown"})
+        await running
+
+
+@contextlib.asynccontextmanager
+async def open_harness(state_dir: Path, *, store: Store | None = None, real_backends: bool = False, **changes: Any) -> AsyncIterator[Harness]:
+    """The service over ASGI, as alice."""
+    settings = make_settings(state_dir, **changes)
+    application, backend = make_application(settings, store, real_backends=real_backends)
+    async with lifespan(application):
+        transport = httpx.ASGITransport(application)
+        async with httpx.AsyncClient(transport=transport, base_url="http://harness", headers=bearer(ALICE)) as http:
+            yield Harness(application, http, backend, settings)
+
+
+class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+
+    async def startup(self, sockets: Any = None) -> None:
+        await super().startup(sockets=sockets)
+        self.listening.set()
+
+
+@contextlib.asynccontextmanager
+async def harness_on_a_port(state_dir: Path, **changes: Any) -> AsyncIterator[Harness]:
+    """The service behind uvicorn on a free port, as alice."""
+    settings = make_settings(state_dir, **changes)
+    application, backend = make_application(settings)
+    server = _Server(uvicorn.Config(application, host="127.0.0.1", port=0, lifespan="on", log_config=None, access_log=False))
+    serving = asyncio.create_task(server.serve())
+    await server.listening.wait()
+    url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    try:
+        async with httpx.AsyncClient(base_url=url, headers=bearer(ALICE), timeout=30.0, trust_env=False) as http:
+            yield Harness(application, http, backend, settings, url)
+    finally:
+        server.should_exit = True
+        await serving

@@ -1,0 +1,42 @@
+"""A forked tool's answer comes from inside the slot: in any pieces, and perhaps forged."""
+
+from __future__ import annotations
+
+import struct
+
+import pytest
+
+from sandbox_server.agent.execution.framed import MAX_HEADER_BYTES, Framed
+
+
+class Collected:
+    def __init__(self) -> None:
+        self.data = b""
+
+    def write(self, data: bytes) -> None:
+        self.data += data
+
+
+@pytest.mark.parametrize("step", [1, 3, 1000])
+def test_the_header_comes_off_whatever_the_pieces(step: int) -> None:
+    document = b'{"ok":true,"size_bytes":3}'
+    stream = struct.pack(">I", len(document)) + document + b"abc"
+    content = Collected()
+    framed = Framed(content)
+    for start in range(0, len(stream), step):
+        framed.write(stream[start : start + step])
+
+    assert framed.header == {"ok": True, "size_bytes": 3}
+    assert content.data == b"abc"
+
+
+@pytest.mark.parametrize("forged", [struct.pack(">I", MAX_HEADER_BYTES + 1), struct.pack(">I", 2) + b"[]", struct.pack(">I", 3) + b"{{{", b"\xff" * 100])
+def test_nonsense_is_seen_and_costs_nothing(forged: bytes) -> None:
+    content = Collected()
+    framed = Framed(content)
+    framed.write(forged)
+    framed.write(b"x" * 100_000)
+
+    assert framed.broken
+    assert framed.header is None
+    assert content.data == b""

@@ -1,0 +1,127 @@
+"""What is kept of an output: bounded in memory, whole in the spool, cut for the result."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from sandbox_server.agent.execution.output import IN_MEMORY_TOTAL_BYTES, MEMORY_BYTES, Sink, Spool, marker
+
+CHUNKS = st.lists(st.integers(0, 40_000), max_size=12)
+
+
+def _fill(sink: Sink, sizes: list[int]) -> bytes:
+    whole = b""
+    for turn, size in enumerate(sizes):
+        chunk = bytes([65 + turn % 26]) * size
+        sink.write(chunk)
+        whole += chunk
+    return whole
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
+@given(sizes=CHUNKS, limit=st.integers(0, 100_000), budget=st.integers(0, 200_000))
+def test_the_cut_is_the_ends_of_the_whole_whatever_the_spool_takes(tmp_path: Path, sizes: list[int], limit: int, budget: int) -> None:
+    sink = Sink(Spool(str(tmp_path / os.urandom(4).hex()), budget), limit)
+    whole = _fill(sink, sizes)
+    kept = sink.finish()
+
+    assert kept.total == len(whole)
+    assert kept.truncated == (len(whole) > limit)
+    if len(whole) <= limit:
+        assert kept.cut() == whole
+    else:
+        head, tail = whole[: limit // 2], whole[len(whole) - (limit - limit // 2) :]
+        first, _, last = kept.cut().partition(marker(len(whole) - limit))
+        if kept.available >= len(head):
+            assert (first, last) == (head, tail)
+    assert whole.startswith(kept.read(0, kept.available))
+
+
+def test_much_output_takes_no_more_memory_than_little(tmp_path: Path) -> None:
+    sink = Sink(Spool(str(tmp_path), 1 << 30), 1000)
+    for _ in range(100):
+        sink.write(b"x" * 100_000)
+
+    assert len(sink._memory) + len(sink._tail) <= MEMORY_BYTES
+    assert sink.available == 10_000_000
+    assert sink.read(9_999_999, 10) == b"x"
+
+
+def test_the_oldest_finished_output_makes_room(tmp_path: Path) -> None:
+    spool = Spool(str(tmp_path), 300_000)
+    kept = []
+    for _ in range(4):
+        sink = Sink(spool, 100)
+        sink.write(b"x" * 100_000)
+        kept.append(sink.finish())
+
+    assert [entry.evicted for entry in kept] == [True, False, False, False]
+    assert kept[0].cut() == marker(100_000)
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_many_small_outputs_leave_memory_and_stay_readable(tmp_path: Path) -> None:
+    spool = Spool(str(tmp_path), 1 << 30)
+    kept = []
+    for number in range(IN_MEMORY_TOTAL_BYTES // 4000 + 10):
+        sink = Sink(spool, 50_000)
+        sink.write(b"%04d" % number * 1000)
+        kept.append(sink.finish())
+
+    assert kept[0].memory == b""
+    assert kept[0].cut() == b"0000" * 1000
+    assert kept[-1].memory != b""
+
+
+def test_a_full_disk_cuts_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int, data: bytes, offset: int) -> int:
+        raise OSError(28, "No space left on device")
+
+    sink = Sink(Spool(str(tmp_path), 1 << 30), 1000)
+    monkeypatch.setattr(os, "pwrite", full)
+    sink.write(b"a" * 50_000)
+    sink.write(b"b" * 50_000)
+    kept = sink.finish()
+
+    assert kept.total == 100_000
+    assert kept.cut().endswith(b"b" * 500)
+
+
+@pytest.mark.parametrize("refuses", ["open", "pwrite"])
+def test_a_disk_without_room_for_a_file_costs_the_middle_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuses: str) -> None:
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    spool = Spool(str(tmp_path), 1 << 30)
+    monkeypatch.setattr(os, refuses, full)
+    small, large = Sink(spool, 50_000), Sink(spool, 1000)
+    small.write(b"s" * 10_000)
+    for letter in (b"a", b"b", b"c"):
+        large.write(letter * 60_000)
+
+    assert small.finish().cut() == b"s" * 10_000
+    assert large.read(0, 2) == b"aa"
+    assert large.finish().cut() == b"a" * 500 + marker(179_000) + b"c" * 500
+    monkeypatch.undo()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_no_disk_takes_is_held_up_to_a_limit_and_the_newest_always(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    spool = Spool(str(tmp_path), 1 << 30)
+    monkeypatch.setattr(os, "open", full)
+    kept = []
+    for _ in range(3):
+        sink = Sink(spool, IN_MEMORY_TOTAL_BYTES)
+        sink.write(b"x" * IN_MEMORY_TOTAL_BYTES)
+        kept.append(sink.finish())
+
+    assert [len(entry.memory) + len(entry.tail) for entry in kept] == [0, 0, IN_MEMORY_TOTAL_BYTES]
+    assert [entry.evicted for entry in kept] == [True, True, False]

@@ -1,0 +1,64 @@
+"""The arguments of `bash` and `process`."""
+
+from __future__ import annotations
+
+import pytest
+
+from sandbox_server.agent.errors import InvalidArgs
+from sandbox_server.agent.execution.tools import jobs, shell, tool_registry
+
+
+def test_a_short_command_is_an_argument_and_a_long_one_a_file() -> None:
+    short, long = shell.bash({"command": "echo é"}), shell.bash({"command": "x" * 200_000})
+
+    assert short.args == (b"-c", "echo é".encode())
+    assert short.script is None
+    assert long.script == b"x" * 200_000
+    assert len(long.args[1]) < 100
+
+
+def test_bytes_that_are_not_utf8_go_through() -> None:
+    assert shell.bash({"command": "echo \udcff"}).args[1] == b"echo \xff"
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        ({"command": "\ud800"}, "command"),
+        ({"command": "x", "env": []}, "env must be"),
+        ({"command": "x", "env": {"A": 1}}, "env.A"),
+        ({"command": "x", "env": {"": "1"}}, "env"),
+        ({"command": "x", "env": {str(n): "" for n in range(2000)}}, "2000"),
+        ({"command": "x", "env": {"A": "x" * (1 << 18)}}, "env.A"),
+        ({"command": "x", "cwd": 1}, "cwd"),
+        ({"command": None}, "command"),
+    ],
+)
+def test_what_does_not_fit_is_named(args: dict[str, object], named: str) -> None:
+    with pytest.raises(InvalidArgs, match=named):
+        shell.bash(args)
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        ({}, "action"),
+        ({"action": "start"}, "command"),
+        ({"action": "poll"}, "process_id"),
+        ({"action": "poll", "process_id": 1}, "process_id"),
+        ({"action": "log", "process_id": "p1", "offset": -1}, "offset"),
+        ({"action": "list", "command": "x"}, "command"),
+        ({"action": "write", "process_id": "p1", "data": 5}, "data"),
+    ],
+)
+def test_an_action_takes_what_it_needs(args: dict[str, object], named: str) -> None:
+    with pytest.raises(InvalidArgs, match=named):
+        jobs.parse(args)
+
+
+def test_tools_that_are_not_built_are_told_apart_from_those_that_do_not_exist() -> None:
+    for tool in tool_registry.NOT_BUILT:
+        with pytest.raises(tool_registry.NotBuilt):
+            tool_registry.plan(tool, {})
+    with pytest.raises(InvalidArgs, match="nonsense"):
+        tool_registry.plan("nonsense", {})

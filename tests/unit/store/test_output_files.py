@@ -1,0 +1,83 @@
+"""Large outputs in files: as long as their records, and as long as somebody sends them."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from sandbox_server.core.errors import StorageUnavailable
+from sandbox_server.core.execution import Fault, Reason, Result
+from sandbox_server.core.types import Lease, LeaseState
+from sandbox_server.store import output_files
+from sandbox_server.store.output_files import OutputFiles, WrongSize
+from sandbox_server.store.sqlite_store import SqliteStore
+from tests.unit.dispatch.conftest import lease
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "outputs").iterdir())
+
+
+async def recorded(store: SqliteStore, held: Lease) -> Result:
+    store.put(held)
+    file = await store.outputs.write_bytes(held.lease_id, [b"out", b"err"], 3)
+    result = Result(call_id="c", lease_id=held.lease_id, reason=Reason.EXIT, fault=Fault.NONE, exit_code=0, output_file=file)
+    store.record_verdict(held.lease_id, "c", b"id", result)
+    await store.flush()
+    return result
+
+
+async def test_a_file_outlives_the_service_and_goes_with_its_lease(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "state.db")
+    told = await recorded(store, lease("l-1", "0"))
+    await store.close()
+
+    again = SqliteStore(tmp_path / "state.db")
+    verdict = again.verdict("l-1", "c")
+    assert verdict is not None
+    assert verdict.result == told
+    again.put(replace(lease("l-1", "0"), state=LeaseState.RELEASED))
+    assert len(names(tmp_path)) == 1, "it is still being sent"
+    del verdict, told
+    gc.collect()
+    await again.close()
+    assert names(tmp_path) == []
+
+
+async def test_what_an_earlier_life_left_goes_where_nobody_holds_its_lease(tmp_path: Path) -> None:
+    files = OutputFiles(tmp_path / "outputs")
+    await files.write_bytes("l-gone", [b"x"])
+    files.close()
+    assert len(names(tmp_path)) == 1
+
+    await SqliteStore(tmp_path / "state.db").close()
+
+    assert names(tmp_path) == []
+
+
+async def test_an_output_of_another_size_leaves_nothing(tmp_path: Path) -> None:
+    files = OutputFiles(tmp_path / "outputs")
+
+    async def chunks() -> AsyncIterator[bytes]:
+        yield b"abc"
+
+    for size in (2, 4):
+        with pytest.raises(WrongSize):
+            await files.write("l-1", chunks(), size)
+    gc.collect()
+    files.close()
+    assert names(tmp_path) == []
+
+
+async def test_room_on_the_disk_is_left_for_the_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output_files, "FREE_BYTES", 1 << 60)
+    monkeypatch.setattr(output_files, "FREE_SHARE", 1.0)
+    files = OutputFiles(tmp_path / "outputs")
+
+    with pytest.raises(StorageUnavailable, match="No space left"):
+        await files.write_bytes("l-1", [b"x"])
+    files.close()
