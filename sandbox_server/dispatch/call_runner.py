@@ -243,6 +243,8 @@ class CallRunner:
             return
         try:
             self._job.routes.route(self._tenant, self._lease_id)
+        except SandboxLost:
+            pass  # not the end of the lease alone: the agent, or the pool, says what became of each call
         except LeaseLost as over:
             first, asked, since, started_at = self._pending.popleft(), self._asked, self._since, self._started_at
             for place, call, _ in self._drain():
@@ -250,7 +252,7 @@ class CallRunner:
             self._pending.append(first)
             self._asked, self._since, self._started_at = min(asked, 1), since, started_at
         except PoolServiceError:
-            pass  # not the end of the lease alone: the agent, or the pool, says what became of each call
+            pass  # the lease holds, and its agent cannot be reached now
 
     async def _next_event(self, stream: AgentStream, route: SlotLocation, sent_at: float) -> wire.Item | wire.Data | wire.Ended | None:
         """What the agent says next; None: it has ended the exchange.

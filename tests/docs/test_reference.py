@@ -167,7 +167,7 @@ def test_every_command() -> None:
 
 
 def test_every_kind_of_event() -> None:
-    published = {kind for path in (ROOT / "sandbox_server" / "pool").glob("*.py") for kind in re.findall(EVENT_KIND, path.read_text(encoding="utf-8"))}
+    published = {kind for path in (ROOT / "sandbox_server" / "pool").rglob("*.py") for kind in re.findall(EVENT_KIND, path.read_text(encoding="utf-8"))}
     said = set(re.findall(EVENT_KIND.replace('"', "`"), page("http-api.md").partition("## Events")[2]))
 
     assert said == published | {f"sandbox.{state}" for state in SandboxState}

@@ -276,7 +276,7 @@ class BookMachine(RuleBasedStateMachine):
         """The init of a held slot dies."""
         if self.held:
             lease_id = data.draw(st.sampled_from(sorted(self.held)))
-            lease = self.book.broken(self.held.pop(lease_id).lease.slot, "killed")
+            lease = self.book.broken(self.held.pop(lease_id).lease.slot, "killed", {})
             assert lease is not None
             assert (lease.lease_id, lease.state) == (lease_id, LeaseState.SANDBOX_LOST)
 

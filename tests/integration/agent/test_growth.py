@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from sandbox_server.agent import wire
-from sandbox_server.agent.config import AgentConfig
+from sandbox_server.agent.config import AgentConfig, Listen
 from sandbox_server.agent.server.agent import Agent
 from sandbox_server.agent.slots.trash import delete_tree
-from sandbox_server.link.agent_link import AgentLink
+from sandbox_server.link import AgentLink, Endpoint, connect
 from tests.integration.agent.harness import Answer
 
 TOKEN = "t"
@@ -33,7 +33,7 @@ async def link() -> AsyncIterator[AgentLink]:
     config = AgentConfig(
         sandbox_id="s-" + secrets.token_hex(4),
         token=TOKEN,
-        listen={"unix": str(folder / "agent.sock")},
+        listen=Listen(str(folder / "agent.sock")),
         base_dir=str(folder / "base"),
         workspace_base=str(folder / "ws"),
         slots=1,
@@ -43,7 +43,7 @@ async def link() -> AsyncIterator[AgentLink]:
     running = asyncio.create_task(agent.run())
     while not (folder / "agent.sock").exists():
         await asyncio.sleep(0.01)
-    link = await AgentLink.connect(f"unix:{folder}/agent.sock", TOKEN, 30.0)
+    link = await connect(Endpoint(address=f"unix:{folder}/agent.sock", token=TOKEN), 30.0)
     async with link.stream({"op": "watch"}) as stream:
         async for event in stream:
             if [slot["state"] for slot in event.meta["slots"]] == ["ready"]:

@@ -139,6 +139,7 @@ for _ in range(%d):
 if os.fork():
     signal.pause()
 os.nice(19)
+print("hidden", flush=True)
 while True:
     pass
 """
@@ -147,9 +148,12 @@ while True:
 @pytest.mark.privileged
 async def test_what_asks_for_less_cannot_hide_among_many(crowd: Harness) -> None:
     with outsiders(200):
-        hidden = await crowd.bash("exec python3 -", stdin=HIDDEN % 300, timeout_s=3.0)
+        for timeout_s in (3.0, 9.0, 27.0):  # until then others may really have kept it from getting so far
+            hidden = await crowd.bash("exec python3 -", stdin=HIDDEN % 300, timeout_s=timeout_s)
+            if hidden.text == "hidden\n":
+                break
 
-    assert hidden.reason == "timeout"
+    assert (hidden.reason, hidden.text) == ("timeout", "hidden\n")
     assert "starved" not in evidence(hidden)
 
 
