@@ -14,25 +14,20 @@ RAISED = -15  # 28 times the claim of an ordinary session or thread
 ORDINARY = 0
 
 
-def raise_priority() -> bool:
-    """Raise the claim of this process, of the threads it has and will have, and of its session.
+def raise_priority() -> None:
+    """Raise the claim of this process, of the threads it has and will have, and of its session, as far as the kernel allows.
 
-    Whoever started it with a lower claim than an ordinary one has decided: nothing is changed then.
-
-    Returns:
-        Whether it has been raised.
+    A process that was started with a lower claim than an ordinary one keeps it: somebody has decided so.
     """
     if os.getpriority(os.PRIO_PROCESS, 0) > ORDINARY:
-        return False
-    try:
+        return
+    with suppress(PermissionError):  # no CAP_SYS_NICE
         for thread in os.listdir("/proc/self/task"):
             with suppress(ProcessLookupError):  # it has ended
                 os.setpriority(os.PRIO_PROCESS, int(thread), RAISED)
-        with suppress(FileNotFoundError), open("/proc/self/autogroup", "w", encoding="ascii") as file:  # a kernel that knows no groups of sessions
+        # OSError: the kernel groups no sessions, or not this one (its first session has no group), or /proc is read-only.
+        with suppress(OSError), open("/proc/self/autogroup", "w", encoding="ascii") as file:
             file.write(str(RAISED))
-    except OSError:
-        return False  # no CAP_SYS_NICE, or a read-only /proc
-    return True
 
 
 def take_ordinary_priority() -> None:

@@ -287,4 +287,5 @@ def test_service_and_agent_claim_the_processor_before_what_slots_run(station: St
     assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads} == {RAISED}
     for pid in (agent, service):
         session = Path(f"/proc/{pid}/autogroup")
-        assert not session.exists() or session.read_text(encoding="ascii").endswith(f"nice {RAISED}\n")
+        claim_of_session = session.read_text(encoding="ascii").split()[-1:] if session.exists() else []
+        assert claim_of_session in ([], [str(RAISED)])  # []: the kernel does not group that session, and its threads' own claims count
