@@ -11,10 +11,12 @@ import logging
 import os
 import secrets
 import tempfile
+import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from sandbox_server.core.errors import StorageUnavailable
@@ -47,6 +49,7 @@ class OutputFiles:
         self._paths: dict[str, set[str]] = {}
         self._live: weakref.WeakValueDictionary[str, OutputFile] = weakref.WeakValueDictionary()
         self._threads = ThreadPoolExecutor(THREADS, "output-files")
+        self._deleter = _Deleter()
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         if folder is not None and folder.is_dir():
             for entry in os.scandir(folder):
@@ -119,15 +122,13 @@ class OutputFiles:
 
     def forget(self, lease_id: str) -> None:
         """Delete the files of a lease whose records are forgotten; those that are being sent, when they have been."""
-        unused = []
+        self._deleter.start()
         for path in self._paths.pop(lease_id, ()):
             file = self._live.get(path)
             if file is None:
-                unused.append(path)
+                self._deleter.delete(path)
             else:
-                weakref.finalize(file, self._behind, _delete, (path,))
-        if unused:
-            self._behind(_delete, unused)
+                weakref.finalize(file, self._deleter.delete, path)
 
     def delete_when_unused(self, file: OutputFile) -> None:
         """Delete a file that no record tells of, once nobody sends it any more."""
@@ -137,9 +138,10 @@ class OutputFiles:
             paths.discard(file.path)
             if not paths:
                 del self._paths[lease_id]
-            weakref.finalize(file, self._behind, _delete, (file.path,))
+            weakref.finalize(file, self._deleter.delete, file.path)
 
     def _made_folder(self) -> str:
+        self._deleter.start()
         if self._folder is None:
             self._temporary = tempfile.TemporaryDirectory(prefix="sandbox-outputs-")
             self._folder = Path(self._temporary.name)
@@ -149,15 +151,10 @@ class OutputFiles:
     def _in_thread(self, work: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
         return asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
 
-    def _behind(self, work: Callable[..., Any], *args: Any) -> None:
-        try:
-            self._threads.submit(work, *args)
-        except RuntimeError:  # closed
-            work(*args)
-
     def close(self) -> None:
-        """Let go of the threads, and of a temporary folder."""
+        """End the threads, and delete a temporary folder. Files that are not in use any more have been deleted when this returns."""
         self._threads.shutdown(wait=True)
+        self._deleter.close()
         if self._temporary is not None:
             self._temporary.cleanup()
             self._temporary, self._folder = None, None
@@ -178,11 +175,51 @@ def _write(fd: int, content: bytes) -> int:
     return done
 
 
-def _delete(paths: Iterable[str]) -> None:
-    for path in paths:
-        try:
-            os.unlink(path)
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            log.warning("the output file %s could not be deleted: %s", path, error)
+class _Deleter:
+    """Deletes files in a thread of its own.
+
+    The garbage collector calls `delete`, at any moment: also in the middle of a call of `ThreadPoolExecutor.submit`, whose lock is not reentrant. So
+    nothing but a `SimpleQueue` lies between, whose `put` is documented to be safe there.
+    """
+
+    def __init__(self) -> None:
+        self._paths: SimpleQueue[str | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def start(self) -> None:
+        """Start the thread, where it does not run yet. What `delete` was given before is deleted then."""
+        if self._thread is None and not self._closed:
+            self._thread = threading.Thread(target=self._run, name="output-deleter", daemon=True)
+            self._thread.start()
+
+    def delete(self, path: str) -> None:
+        """Delete a file soon; at once where the thread has ended."""
+        if self._closed:
+            _delete(path)
+        else:
+            self._paths.put(path)
+
+    def close(self) -> None:
+        """Delete what is left to delete, and end the thread."""
+        self.start()
+        self._closed = True
+        self._paths.put(None)
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            path = self._paths.get()
+            if path is None:
+                return
+            _delete(path)
+
+
+def _delete(path: str) -> None:
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        log.warning("the output file %s could not be deleted: %s", path, error)

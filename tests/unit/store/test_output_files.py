@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -81,3 +83,27 @@ async def test_room_on_the_disk_is_left_for_the_state(tmp_path: Path, monkeypatc
     with pytest.raises(StorageUnavailable, match="No space left"):
         await files.write_bytes("l-1", [b"x"])
     files.close()
+
+
+COLLECTED_WHILE_WRITING = """
+import asyncio, gc, sys
+from pathlib import Path
+from sandbox_server.store.output_files import OutputFiles
+
+async def main():
+    files = OutputFiles(Path(sys.argv[1]))
+    gc.set_threshold(1, 1, 1)
+    for number in range(300):
+        cycle = [await files.write_bytes("l-1", [b"x"])]
+        cycle.append(cycle)
+        files.delete_when_unused(cycle[0])
+    files.close()
+
+asyncio.run(main())
+"""
+
+
+def test_the_garbage_collector_may_find_an_unused_file_at_any_moment(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", COLLECTED_WHILE_WRITING, tmp_path / "outputs"], timeout=60, check=True)
+
+    assert list((tmp_path / "outputs").iterdir()) == []
