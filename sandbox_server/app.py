@@ -80,7 +80,7 @@ class Parts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Running:
+class RunningService:
     """What a started service consists of."""
 
     settings: Settings
@@ -108,7 +108,7 @@ class Application:
         self._ephemeral = ephemeral
         self._announced = announced
         self._front = build_api()
-        self._running: Running | None = None
+        self._running: RunningService | None = None
         self._has_tenants = False
         self._stopping: asyncio.Task[None] | None = None
         self._signals: Signals | None = None
@@ -177,7 +177,7 @@ class Application:
             log.info("the tenants have been read again")
 
 
-async def start(settings: Settings, parts: Parts, *, ephemeral: bool = False) -> Running:
+async def start(settings: Settings, parts: Parts, *, ephemeral: bool = False) -> RunningService:
     """Start everything.
 
     Args:
@@ -202,7 +202,7 @@ async def start(settings: Settings, parts: Parts, *, ephemeral: bool = False) ->
     return running
 
 
-async def _start_in(settings: Settings, state_dir: StateDir, parts: Parts, *, ephemeral: bool) -> Running:
+async def _start_in(settings: Settings, state_dir: StateDir, parts: Parts, *, ephemeral: bool) -> RunningService:
     tenants = Tenants(_tenants(settings, state_dir), open_door=settings.open_door)
     clock, telemetry = parts.clock, Telemetry()
     store = _open_store(state_dir, parts, ephemeral=ephemeral)
@@ -220,7 +220,7 @@ async def _start_in(settings: Settings, state_dir: StateDir, parts: Parts, *, ep
         pools=pools,
         dispatcher=dispatcher,
         files=SlotFiles(pools),
-        records=CallRecords(pools, store, dispatcher.flights, clock, dispatcher.outputs),
+        records=CallRecords(pools, store, dispatcher.in_flight_calls, clock, dispatcher.outputs),
         events=pools.events,
         telemetry=telemetry,
         flush=pools.flush,
@@ -231,7 +231,7 @@ async def _start_in(settings: Settings, state_dir: StateDir, parts: Parts, *, ep
         stopping=asyncio.get_running_loop().create_future(),
         storage_trouble=lambda: care.trouble,
     )
-    return Running(settings=settings, state_dir=state_dir, store=store, care=care, pools=pools, service=service, ephemeral=ephemeral)
+    return RunningService(settings=settings, state_dir=state_dir, store=store, care=care, pools=pools, service=service, ephemeral=ephemeral)
 
 
 def _answer_limits(settings: Settings) -> AnswerLimits:
@@ -242,7 +242,7 @@ def _answer_limits(settings: Settings) -> AnswerLimits:
 async def _start_pools(
     settings: Settings, state_dir: StateDir, parts: Parts, store: Store, tenants: Tenants, telemetry: Telemetry, *, survives: bool
 ) -> PoolService:
-    wiring = PoolDependencies(
+    dependencies = PoolDependencies(
         store=store,
         clock=parts.clock,
         connect=parts.connect,
@@ -261,7 +261,7 @@ async def _start_pools(
         return parts.backend(name, state_dir.path, owner, survives, settings.of_backend(name))
 
     backends, origins = load_backends(settings, make_backend), dict.fromkeys(settings.pools, BUILT_IN if settings.pools_are_built_in else OF_THE_FILE)
-    pools = PoolService(settings.pools, backends, store, parts.clock, owner=owner, wiring=wiring, origins=origins, load_backend=make_backend)
+    pools = PoolService(settings.pools, backends, store, parts.clock, owner=owner, dependencies=dependencies, origins=origins, load_backend=make_backend)
     await pools.start()
     return pools
 
@@ -294,7 +294,7 @@ def load_backends(settings: Settings, make: Callable[[str], Backend]) -> dict[st
     return backends
 
 
-async def stop(running: Running) -> None:
+async def stop(running: RunningService) -> None:
     """Let requests end, then end them, then leave or destroy the sandboxes; in less than ten seconds altogether."""
     service = running.service
     if not service.stopping.done():
@@ -333,7 +333,7 @@ def _tenants(settings: Settings, state_dir: StateDir) -> tuple[Tenant, ...]:
     return settings.tenants or (Tenant(name=LOCAL_TENANT, token=state_dir.token(), admin=True),)
 
 
-def say_how_to_ask(running: Running, url: str) -> None:
+def say_how_to_ask(running: RunningService, url: str) -> None:
     """Print, where the service made its own token, a command that uses it without showing it."""
     if not running.settings.open_door and not running.settings.tenants:
         say(f'curl -H "Authorization: Bearer $(cat {running.state_dir.token_path})" {url}/v1/pools')

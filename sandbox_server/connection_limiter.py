@@ -115,9 +115,9 @@ class ConnectionLimiter:
 class LimitedConnection(HttpToolsProtocol):
     """One connection, as uvicorn serves it, with an eye on the clock and on the door."""
 
-    def __init__(self, *args: Any, doors: ConnectionLimiter, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, limiter: ConnectionLimiter, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._doors = doors
+        self._limiter = limiter
         #: by whose token it was let in
         self.tenant: str | None = None
         self._head_timer: asyncio.TimerHandle | None = None
@@ -125,14 +125,14 @@ class LimitedConnection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(cast(asyncio.Transport, transport))
         cast(asyncio.Transport, transport).set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
-        if self._doors.enter(self):
+        if self._limiter.enter(self):
             self._expect_head()
         else:
             self.dismiss()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._head_is_here()
-        self._doors.leave(self)
+        self._limiter.leave(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -146,7 +146,7 @@ class LimitedConnection(HttpToolsProtocol):
         super().on_headers_complete()
         if self.tenant is None:
             # After the application has begun with this request: the first thing that it does is to look at the token.
-            self.loop.call_soon(self._doors.recognise, self)
+            self.loop.call_soon(self._limiter.recognise, self)
 
     @property
     def is_idle(self) -> bool:
@@ -170,7 +170,7 @@ class LimitedConnection(HttpToolsProtocol):
         self.transport.abort()
 
     def _expect_head(self) -> None:
-        self._head_timer = self.loop.call_later(self._doors.head_within_s, self.dismiss)
+        self._head_timer = self.loop.call_later(self._limiter.head_within_s, self.dismiss)
 
     def _head_is_here(self) -> None:
         if self._head_timer is not None:

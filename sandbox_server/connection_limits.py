@@ -51,6 +51,6 @@ def limit_connections(receive: object, tenant_of: Callable[[Mapping[str, Any]], 
     if isinstance(asyncio.get_running_loop(), asyncio.BaseEventLoop):
         config.backlog = min(config.backlog, max(FEWEST_AT_ONCE, descriptors // 8))
         places = max(FEWEST_AT_ONCE, places - TURNS_UNCOUNTED * (config.backlog - FEWEST_AT_ONCE))
-    doors = ConnectionLimiter(places=places, tenant_of=tenant_of, head_within_s=head_within_s)
-    config.http_protocol_class = cast("type[asyncio.Protocol]", functools.partial(LimitedConnection, doors=doors))
+    limiter = ConnectionLimiter(places=places, tenant_of=tenant_of, head_within_s=head_within_s)
+    config.http_protocol_class = cast("type[asyncio.Protocol]", functools.partial(LimitedConnection, limiter=limiter))
     return None

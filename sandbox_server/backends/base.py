@@ -26,10 +26,10 @@ class CreateFailed(Exception):
         hopeless: trying again cannot help (the image does not exist, a driver is missing); waiters fail at once.
     """
 
-    def __init__(self, detail: str, *, hopeless: bool = False) -> None:
+    def __init__(self, detail: str, *, permanent: bool = False) -> None:
         super().__init__(detail)
         self.detail = detail
-        self.hopeless = hopeless
+        self.permanent = permanent
 
 
 class RateLimited(CreateFailed):

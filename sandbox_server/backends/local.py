@@ -87,7 +87,7 @@ class LocalBackend:
             CreateFailed: it could not be made; what was yielded so far still has to be destroyed.
         """
         if spec.dedicated:
-            raise CreateFailed("the local backend has no dedicated sandboxes: they need an image of their own", hopeless=True)
+            raise CreateFailed("the local backend has no dedicated sandboxes: they need an image of their own", permanent=True)
         await asyncio.to_thread(_check_exposed, spec.local.expose)
         folder = self._folder / sandbox_id
         handle = Handle(backend=self.name, pool=pool, owner=self._owner, sandbox_id=sandbox_id, token=secrets.token_urlsafe(32))
@@ -235,9 +235,9 @@ def _check_exposed(paths: Sequence[str]) -> None:
     """
     for path in paths:
         if not os.path.isabs(path):
-            raise CreateFailed(f"local.expose: {path!r} is no absolute path: correct the pool's spec", hopeless=True)
+            raise CreateFailed(f"local.expose: {path!r} is no absolute path: correct the pool's spec", permanent=True)
         if not os.path.exists(path):
-            raise CreateFailed(f"local.expose: {path!r} is not there: make it, or take it out of the pool's spec", hopeless=True)
+            raise CreateFailed(f"local.expose: {path!r} is not there: make it, or take it out of the pool's spec", permanent=True)
 
 
 def _socket_path(folder: Path) -> tuple[Path, dict[str, Any]]:
@@ -256,7 +256,7 @@ def _socket_path(folder: Path) -> tuple[Path, dict[str, Any]]:
                 short = tempfile.mkdtemp(prefix="sandbox-pool-", dir=parent)
                 return Path(short, "agent.sock"), {"socket_dir": short}
     tried = ", ".join((str(folder), tempfile.gettempdir(), *SHORT_FOLDERS))
-    raise CreateFailed(f"its agent needs a socket with a path of at most {MAX_SOCKET_PATH_BYTES} bytes, and none of {tried} will do", hopeless=True)
+    raise CreateFailed(f"its agent needs a socket with a path of at most {MAX_SOCKET_PATH_BYTES} bytes, and none of {tried} will do", permanent=True)
 
 
 def _exists(path: Path) -> bool:

@@ -37,7 +37,7 @@ BEYOND_ALL_BYTES = 1 << 53
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Running:
+class CallStatus:
     """A call that has no result yet. `started_at` is None while it waits for the calls before it; `encoding` is the one it asked for."""
 
     output_bytes: int
@@ -80,21 +80,21 @@ class CallRecords:
     sandbox is lost), CallNotFound for a call the lease never had, BackendUnavailable where the agent cannot be reached.
     """
 
-    def __init__(self, routes: SlotLocator, verdicts: ResultStore, flights: InFlightCalls, clock: Clock, outputs: ResultOutputs) -> None:
+    def __init__(self, routes: SlotLocator, result_store: ResultStore, in_flight_calls: InFlightCalls, clock: Clock, outputs: ResultOutputs) -> None:
         self._routes = routes
         self._outputs = outputs
-        self._verdicts = verdicts
-        self._flights = flights
+        self._result_store = result_store
+        self._in_flight_calls = in_flight_calls
         self._clock = clock
 
     async def encoding(self, tenant: str, lease_id: str, call_id: str) -> str:
         """The encoding that the call asked for; its agent knows it where this process does not, which has started after the call."""
-        known = known_encoding(self._verdicts, self._flights, lease_id, call_id)
+        known = known_encoding(self._result_store, self._in_flight_calls, lease_id, call_id)
         if known is not None:
             return known
         return (await self.status(tenant, lease_id, call_id)).encoding
 
-    async def status(self, tenant: str, lease_id: str, call_id: str, wait_s: float = 0.0) -> Running | Result:
+    async def status(self, tenant: str, lease_id: str, call_id: str, wait_s: float = 0.0) -> CallStatus | Result:
         """Where a call is.
 
         Args:
@@ -118,7 +118,7 @@ class CallRecords:
                 # It was under way and its result is not one that is recorded: what is known now decides.
                 continue
 
-    async def check_offset(self, tenant: str, lease_id: str, call_id: str, offset: int, name: str = "offset") -> Running | Result:
+    async def check_offset(self, tenant: str, lease_id: str, call_id: str, offset: int, name: str = "offset") -> CallStatus | Result:
         """See that a call's output reaches so far; its end is as far as it may be.
 
         Args:
@@ -140,7 +140,7 @@ class CallRecords:
             raise _beyond(found.output_bytes, name)
         return found
 
-    def file_bytes(self, lease_id: str, call_id: str, found: Running | Result) -> int:
+    def file_bytes(self, lease_id: str, call_id: str, found: CallStatus | Result) -> int:
         """How large an output file an answer with the result of this call may read, in bytes.
 
         Args:
@@ -150,19 +150,19 @@ class CallRecords:
         """
         if isinstance(found, Result):
             return found.output_file.size_bytes if found.output_file is not None else 0
-        flight = self._flights.of(lease_id, call_id)
+        flight = self._in_flight_calls.of(lease_id, call_id)
         return flight.output_limit_bytes if flight is not None and flight.output_limit_bytes > LARGE_OUTPUT_BYTES else 0
 
     def _recorded(self, tenant: str, lease_id: str, call_id: str) -> Result | None:
-        verdict = self._verdicts.verdict(lease_id, call_id)
+        recorded_result = self._result_store.recorded_result(lease_id, call_id)
         try:
             self._routes.route(tenant, lease_id)
         except (SandboxLost, BackendUnavailable):
-            if verdict is None:
+            if recorded_result is None:
                 raise
-        return verdict.result if verdict is not None else None
+        return recorded_result.result if recorded_result is not None else None
 
-    async def _asked(self, tenant: str, lease_id: str, call_id: str) -> Running | Result:
+    async def _asked(self, tenant: str, lease_id: str, call_id: str) -> CallStatus | Result:
         try:
             async with self._stream(tenant, lease_id, call_id, "call_status", fetches_outputs=True) as stream:
                 result: Result | None = None
@@ -172,17 +172,17 @@ class CallRecords:
                     elif isinstance(event, wire.Ended) and result is None:
                         return self._running(lease_id, call_id, event.meta)
         except CallNotFound:
-            flight = self._flights.of(lease_id, call_id)
+            flight = self._in_flight_calls.of(lease_id, call_id)
             if flight is None:
                 raise
-            return Running(output_bytes=0, started_at=None, encoding=flight.encoding)
+            return CallStatus(output_bytes=0, started_at=None, encoding=flight.encoding)
         if result is None:
             raise BackendUnavailable("the agent ended the exchange without an answer")
         return result
 
-    def _running(self, lease_id: str, call_id: str, meta: Mapping[str, Any]) -> Running:
-        encoding = known_encoding(self._verdicts, self._flights, lease_id, call_id) or agents_encoding(meta)
-        return Running(output_bytes=_count(meta.get("output_bytes")), started_at=_time(meta.get("started_at")), encoding=encoding)
+    def _running(self, lease_id: str, call_id: str, meta: Mapping[str, Any]) -> CallStatus:
+        encoding = known_encoding(self._result_store, self._in_flight_calls, lease_id, call_id) or agents_encoding(meta)
+        return CallStatus(output_bytes=_count(meta.get("output_bytes")), started_at=_time(meta.get("started_at")), encoding=encoding)
 
     async def _end(self, tenant: str, lease_id: str, call_id: str) -> Result:
         async with aclosing(self.follow(tenant, lease_id, call_id, BEYOND_ALL_BYTES)) as events:
@@ -226,11 +226,11 @@ class CallRecords:
         Raises:
             CallNotFound: nothing by that name is under way.
         """
-        if self._flights.of(lease_id, call_id) is None:
+        if self._in_flight_calls.of(lease_id, call_id) is None:
             raise CallNotFound(f"lease {lease_id} has no call {call_id}")
         try:
             async with asyncio.timeout(AGAIN_AFTER_S):
-                await self._flights.landed(lease_id, call_id)
+                await self._in_flight_calls.landed(lease_id, call_id)
         except TimeoutError:
             pass
 
@@ -238,16 +238,16 @@ class CallRecords:
         left_s = lost_since + LOST_WAIT_S - self._clock.monotonic()
         if left_s <= 0:
             raise BackendUnavailable(f"the agent cannot be reached: {why}")
-        lost = await self._routes.lost_verdict(lease_id, left_s)
+        lost = await self._routes.wait_for_reconnect_or_loss(lease_id, left_s)
         if lost is None:
             await asyncio.sleep(AGAIN_AFTER_S)
         return lost
 
     def _lost(self, lease_id: str, call_id: str, error: SandboxLost) -> Result:
-        verdict = self._verdicts.verdict(lease_id, call_id)
-        if verdict is not None:
-            return verdict.result
-        return refusal(_unnamed(lease_id, call_id, known_encoding(self._verdicts, self._flights, lease_id, call_id) or "utf-8"), error)
+        recorded_result = self._result_store.recorded_result(lease_id, call_id)
+        if recorded_result is not None:
+            return recorded_result.result
+        return refusal(_unnamed(lease_id, call_id, known_encoding(self._result_store, self._in_flight_calls, lease_id, call_id) or "utf-8"), error)
 
     async def output(self, tenant: str, lease_id: str, call_id: str, offset: int) -> WholeOutput:
         """The whole output from an offset on: of a call that runs, what there is so far.
@@ -260,13 +260,13 @@ class CallRecords:
         try:
             first = await anext(chunks)
         except SandboxLost:
-            verdict = self._verdicts.verdict(lease_id, call_id)
-            if verdict is None or verdict.result.truncated:
+            recorded_result = self._result_store.recorded_result(lease_id, call_id)
+            if recorded_result is None or recorded_result.result.truncated:
                 raise
-            kept_bytes = output_bytes(verdict.result)
+            kept_bytes = output_bytes(recorded_result.result)
             if offset > kept_bytes:
                 raise _beyond(kept_bytes) from None
-            return WholeOutput(total_bytes=kept_bytes, chunks=output_pieces(verdict.result, offset))
+            return WholeOutput(total_bytes=kept_bytes, chunks=output_pieces(recorded_result.result, offset))
         if isinstance(first, bytes):
             return WholeOutput(total_bytes=None, chunks=_again(first, chunks))
         await _check_available(first, offset, call_id, chunks)
@@ -282,7 +282,7 @@ class CallRecords:
                         yield dict(event.meta)
                 yield b""
         except CallNotFound:
-            if self._flights.of(lease_id, call_id) is None:
+            if self._in_flight_calls.of(lease_id, call_id) is None:
                 raise
             yield b""
 
@@ -294,7 +294,7 @@ class CallRecords:
         except AgentSilent as silent:
             raise BackendUnavailable(f"the agent cannot be reached: {silent}") from None
         except LinkLost as lost:
-            error = await self._routes.lost_verdict(lease_id, LOST_WAIT_S)
+            error = await self._routes.wait_for_reconnect_or_loss(lease_id, LOST_WAIT_S)
             raise error or BackendUnavailable(f"the agent cannot be reached: {lost}") from None
 
     @asynccontextmanager
@@ -308,38 +308,40 @@ class CallRecords:
             raise refused_call(self._routes, tenant, lease_id, call_id, refused) from None
 
     async def _result(self, tenant: str, lease_id: str, call_id: str, item: wire.Item) -> Result:
-        return await current_result(self._verdicts, self._flights, self._outputs, self._routes.route(tenant, lease_id), call_id, item)
+        return await current_result(self._result_store, self._in_flight_calls, self._outputs, self._routes.route(tenant, lease_id), call_id, item)
 
 
-def known_encoding(verdicts: ResultStore, flights: InFlightCalls, lease_id: str, call_id: str) -> str | None:
+def known_encoding(result_store: ResultStore, in_flight_calls: InFlightCalls, lease_id: str, call_id: str) -> str | None:
     """The encoding that a call asked for, if this process knows it."""
-    verdict = verdicts.verdict(lease_id, call_id)
-    if verdict is not None:
-        return verdict.result.encoding
-    flight = flights.of(lease_id, call_id)
+    recorded_result = result_store.recorded_result(lease_id, call_id)
+    if recorded_result is not None:
+        return recorded_result.result.encoding
+    flight = in_flight_calls.of(lease_id, call_id)
     return flight.encoding if flight is not None else None
 
 
-def found_result(verdicts: ResultStore, flights: InFlightCalls, lease_id: str, call_id: str, item: wire.Item) -> Result:
+def found_result(result_store: ResultStore, in_flight_calls: InFlightCalls, lease_id: str, call_id: str, item: wire.Item) -> Result:
     """The result of a call that its agent was asked after, in the encoding that the call asked for."""
-    encoding = known_encoding(verdicts, flights, lease_id, call_id) or agents_encoding(item.meta)
+    encoding = known_encoding(result_store, in_flight_calls, lease_id, call_id) or agents_encoding(item.meta)
     return agent_result(_unnamed(lease_id, call_id, encoding), item.meta, item.body)
 
 
-async def current_result(verdicts: ResultStore, flights: InFlightCalls, outputs: ResultOutputs, route: SlotLocation, call_id: str, item: wire.Item) -> Result:
+async def current_result(
+    result_store: ResultStore, in_flight_calls: InFlightCalls, outputs: ResultOutputs, route: SlotLocation, call_id: str, item: wire.Item
+) -> Result:
     """The result of a call that its agent was asked after: the one on record, where there is one or is about to be, so that nobody fetches its output again.
 
     Raises:
         LinkLost, AgentSilent: its output could not be fetched; it still waits.
     """
     lease_id = route.lease.lease_id
-    verdict = verdicts.verdict(lease_id, call_id)
-    if verdict is None and waiting_output(item.meta) is not None and flights.of(lease_id, call_id) is not None:
-        await flights.landed(lease_id, call_id)
-        verdict = verdicts.verdict(lease_id, call_id)
-    if verdict is not None:
-        return verdict.result
-    return await outputs.complete_for_now(found_result(verdicts, flights, lease_id, call_id, item), item.meta, route)
+    recorded_result = result_store.recorded_result(lease_id, call_id)
+    if recorded_result is None and waiting_output(item.meta) is not None and in_flight_calls.of(lease_id, call_id) is not None:
+        await in_flight_calls.landed(lease_id, call_id)
+        recorded_result = result_store.recorded_result(lease_id, call_id)
+    if recorded_result is not None:
+        return recorded_result.result
+    return await outputs.complete_for_now(found_result(result_store, in_flight_calls, lease_id, call_id, item), item.meta, route)
 
 
 def refused_call(routes: SlotLocator, tenant: str, lease_id: str, call_id: str, refused: AgentRefused) -> PoolServiceError:

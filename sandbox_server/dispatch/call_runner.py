@@ -24,7 +24,7 @@ from sandbox_server.dispatch.slot_location import SlotLocation, SlotLocator, slo
 from sandbox_server.dispatch.unknown_outcomes import UnknownOutcomes
 from sandbox_server.link.agent_link import AgentStream
 from sandbox_server.link.errors import AgentRefused, AgentSilent, LinkLost
-from sandbox_server.store.base import Verdict
+from sandbox_server.store.base import RecordedResult
 from sandbox_server.store.output_files import OutputFiles
 
 log = logging.getLogger(__name__)
@@ -51,9 +51,9 @@ class ResultStore(Protocol):
     @property
     def outputs(self) -> OutputFiles: ...
 
-    def record_verdict(self, lease_id: str, call_id: str, identity: bytes, result: Result) -> None: ...
+    def record_result(self, lease_id: str, call_id: str, identity: bytes, result: Result) -> None: ...
 
-    def verdict(self, lease_id: str, call_id: str) -> Verdict | None: ...
+    def recorded_result(self, lease_id: str, call_id: str) -> RecordedResult | None: ...
 
     def verdict_count(self, lease_id: str) -> int: ...
 
@@ -74,11 +74,11 @@ class Job:
     """
 
     routes: SlotLocator
-    verdicts: ResultStore
+    result_store: ResultStore
     clock: Clock
     observe: Callable[[str, SlotLocation | None, ToolCall, Result, float], None]
-    flights: InFlightCalls
-    doubts: UnknownOutcomes
+    in_flight_calls: InFlightCalls
+    unknown_outcomes: UnknownOutcomes
     turns: ConcurrencyLimiter
     outputs: ResultOutputs
 
@@ -170,11 +170,11 @@ class CallRunner:
 
     async def _repeat_recorded(self, route: SlotLocation) -> None:
         """Give out what is on record: it is the same however often it is asked for, and takes nobody's turn."""
-        if not self._job.verdicts.verdict_count(self._lease_id):
+        if not self._job.result_store.verdict_count(self._lease_id):
             return
         for place, call in list(itertools.islice(self._pending, self._asked, None)):
             try:
-                result = recorded(self._job.verdicts, call)
+                result = recorded(self._job.result_store, call)
             except StorageUnavailable:
                 log.exception("a verdict cannot be read: the agent is asked", extra={"lease_id": call.lease_id, "call_id": call.call_id})
                 continue
@@ -216,7 +216,7 @@ class CallRunner:
     async def _converse(self, route: SlotLocation, count: int) -> None:
         """Send so many of the pending calls and take the results, which come in the order of the calls."""
         for _, call in itertools.islice(self._pending, count):
-            self._job.flights.asked(call)
+            self._job.in_flight_calls.asked(call)
         self._job.routes.call_started(self._lease_id)
         sent_at = self._job.clock.monotonic()
         try:
@@ -287,7 +287,7 @@ class CallRunner:
             result = own_result(call, Reason.BACKEND_ERROR, "the agent answered another call than the one asked", may_have_run=True)
         result = await self._job.outputs.complete(timed(result, self._job.clock), item.meta, route)
         result = await self._job.outputs.within(result, self._batch.reservation)
-        await record(self._job.verdicts, call, result)
+        await record(self._job.result_store, call, result)
         if result.output_file is not None:
             result = self._one_file(call, result)
         self._pending.popleft()
@@ -299,8 +299,8 @@ class CallRunner:
 
     def _one_file(self, call: ToolCall, result: Result) -> Result:
         """The result with the file that is on record: another request may have fetched the same output meanwhile, and a lease that is over has no record."""
-        verdict = self._job.verdicts.verdict(call.lease_id, call.call_id)
-        on_record = verdict.result.output_file if verdict is not None else None
+        recorded_result = self._job.result_store.recorded_result(call.lease_id, call.call_id)
+        on_record = recorded_result.result.output_file if recorded_result is not None else None
         if on_record is result.output_file:
             return result
         self._job.outputs.only_for_now(result)
@@ -309,7 +309,7 @@ class CallRunner:
     def _finish(self, place: int, call: ToolCall, result: Result, route: SlotLocation | None) -> None:
         now = self._job.clock.monotonic()
         if result.reason is Reason.BACKEND_ERROR and result.metadata.get("may_have_run") is not False:
-            self._job.doubts.add(self._lease_id)
+            self._job.unknown_outcomes.add(self._lease_id)
         if self._turn == call.call_id:
             self._give_turn_back()
         self._batch.reservation.settle(call, result)
@@ -332,7 +332,7 @@ class CallRunner:
         if left_s <= 0:
             self._give_up(f"the agent cannot be reached: {why}")
             return
-        lost = await self._job.routes.lost_verdict(self._lease_id, left_s)
+        lost = await self._job.routes.wait_for_reconnect_or_loss(self._lease_id, left_s)
         if lost is not None:
             await self._refuse(lost)
 
@@ -351,13 +351,13 @@ class CallRunner:
 
     async def _refuse(self, error: PoolServiceError) -> None:
         for place, call, asked in self._drain():
-            result = recorded(self._job.verdicts, call) if isinstance(error, SandboxLost) else None
+            result = recorded(self._job.result_store, call) if isinstance(error, SandboxLost) else None
             if result is not None:
                 result = await self._within(result)
             else:
                 result = self._stamped(call, refusal(call, error), asked=asked)
                 if result.reason is Reason.SANDBOX_LOST:
-                    self._job.verdicts.record_verdict(call.lease_id, call.call_id, identity_of(call), result)
+                    self._job.result_store.record_result(call.lease_id, call.call_id, identity_of(call), result)
             self._finish(place, call, result, None)
 
     def _give_up(self, why: str, count: int | None = None) -> None:
@@ -372,7 +372,7 @@ class CallRunner:
         """A result of the service's own with what can be known of the time: since when the call may have run, and whether it may have run at all."""
         said: dict[str, object] = {}
         if result.reason in (Reason.SANDBOX_LOST, Reason.BACKEND_ERROR):
-            said["may_have_run"] = asked or self._job.doubts.about(self._lease_id) or self._job.flights.has_twin(call)
+            said["may_have_run"] = asked or self._job.unknown_outcomes.about(self._lease_id) or self._job.in_flight_calls.has_twin(call)
         if self._stopping:
             said["stopping"] = True
         result = replace(result, metadata={**result.metadata, **said})
@@ -394,26 +394,26 @@ def timed(result: Result, clock: Clock) -> Result:
     return result if result.started_at else replace(result, started_at=clock.wall())
 
 
-async def record(verdicts: ResultStore, call: ToolCall, result: Result) -> None:
+async def record(result_store: ResultStore, call: ToolCall, result: Result) -> None:
     """Put a result on record, if it is one that is recorded."""
     if result.reason in NOT_RECORDED:
         return
-    verdicts.record_verdict(call.lease_id, call.call_id, identity_of(call), result)
+    result_store.record_result(call.lease_id, call.call_id, identity_of(call), result)
     try:
-        await verdicts.flush()
+        await result_store.flush()
     except StorageUnavailable:
         # The agent's journal still has it: the caller hears the truth now, and asking again finds it there.
         log.exception("a verdict could not be stored", extra={"lease_id": call.lease_id, "call_id": call.call_id})
 
 
-def recorded(verdicts: ResultStore, call: ToolCall) -> Result | None:
+def recorded(result_store: ResultStore, call: ToolCall) -> Result | None:
     """The recorded result of a call asked for again, or the conflict with it; None if there is no record."""
-    verdict = verdicts.verdict(call.lease_id, call.call_id)
-    if verdict is None:
+    recorded_result = result_store.recorded_result(call.lease_id, call.call_id)
+    if recorded_result is None:
         return None
-    if verdict.identity != identity_of(call):
+    if recorded_result.identity != identity_of(call):
         return own_result(call, Reason.CALL_CONFLICT, f"call_id {call.call_id} was used before with another tool or other arguments")
-    return verdict.result
+    return recorded_result.result
 
 
 def _call_meta(call: ToolCall, timeout_s: float) -> dict[str, object]:

@@ -66,31 +66,31 @@ class Dispatcher:
     def __init__(
         self,
         routes: SlotLocator,
-        verdicts: ResultStore,
+        result_store: ResultStore,
         clock: Clock,
         telemetry: Telemetry,
         limits: CallLimits,
-        doubts: UnknownOutcomes | None = None,
+        unknown_outcomes: UnknownOutcomes | None = None,
         turns: ConcurrencyLimiter | None = None,
         answers: AnswerBudget | None = None,
     ) -> None:
         self._routes = routes
-        self._verdicts = verdicts
+        self._result_store = result_store
         self._telemetry = telemetry
         self._limits = limits
-        self.flights = InFlightCalls()
+        self.in_flight_calls = InFlightCalls()
         self.turns = turns or ConcurrencyLimiter(lambda tenant: None)
         self.answers = answers or AnswerBudget()
-        self.outputs = ResultOutputs(verdicts.outputs)
+        self.outputs = ResultOutputs(result_store.outputs)
         self._tasks: set[asyncio.Task[None]] = set()
         self._runs: dict[str, set[CallRunner]] = {}
         self._job = Job(
             routes=routes,
-            verdicts=verdicts,
+            result_store=result_store,
             clock=clock,
             observe=self._observe,
-            flights=self.flights,
-            doubts=doubts or UnknownOutcomes(),
+            in_flight_calls=self.in_flight_calls,
+            unknown_outcomes=unknown_outcomes or UnknownOutcomes(),
             turns=self.turns,
             outputs=self.outputs,
         )
@@ -146,7 +146,7 @@ class Dispatcher:
         for lease_id, calls in by_lease.items():
             within = self._within_lease(lease_id, calls, batch)
             for _, call in within:
-                self.flights.begin(tenant, call)
+                self.in_flight_calls.begin(tenant, call)
             if within:
                 self._spawn(lease_id, CallRunner(self._job, tenant, lease_id, within, batch, on_sent))
         return batch
@@ -178,12 +178,12 @@ class Dispatcher:
             self._keep(asyncio.create_task(_refuse_waiting(list(runs))))
 
     def _check_in_flight(self, tenant: str, count: int) -> None:
-        of_tenant, most_of_tenant = self.flights.of_tenant(tenant), self._limits.in_flight_of_tenant
+        of_tenant, most_of_tenant = self.in_flight_calls.of_tenant(tenant), self._limits.in_flight_of_tenant
         if of_tenant + count > most_of_tenant:
             share = f"{of_tenant} calls of this tenant are under way, and one tenant may have {most_of_tenant} of the {self._limits.in_flight}"
             raise QuotaExceeded(f"{share} of `limits.calls_in_flight`: ask again later", limit="calls_in_flight", retry_after_s=2)
-        if self.flights.count + count > self._limits.in_flight:
-            full = f"{self.flights.count} calls are under way, and `limits.calls_in_flight` is {self._limits.in_flight}"
+        if self.in_flight_calls.count + count > self._limits.in_flight:
+            full = f"{self.in_flight_calls.count} calls are under way, and `limits.calls_in_flight` is {self._limits.in_flight}"
             raise QuotaExceeded(f"{full}: ask again later", limit="calls_in_flight", retry_after_s=2)
 
     def _check_turns(self, tenant: str, items: Sequence[ToolCall | Result]) -> None:
@@ -196,7 +196,7 @@ class Dispatcher:
 
     def _within_lease(self, lease_id: str, calls: list[tuple[int, ToolCall]], batch: Batch) -> list[tuple[int, ToolCall]]:
         """The calls that their lease may still have; the others get their results here. Calls that are known already cost nothing."""
-        left = self._limits.of_lease - self._verdicts.verdict_count(lease_id) - self.flights.of_lease(lease_id)
+        left = self._limits.of_lease - self._result_store.verdict_count(lease_id) - self.in_flight_calls.of_lease(lease_id)
         if len(calls) <= left:
             return calls
         within = []
@@ -211,7 +211,7 @@ class Dispatcher:
         return within
 
     def _is_known(self, call: ToolCall) -> bool:
-        return self._verdicts.verdict(call.lease_id, call.call_id) is not None or self.flights.of(call.lease_id, call.call_id) is not None
+        return self._result_store.recorded_result(call.lease_id, call.call_id) is not None or self.in_flight_calls.of(call.lease_id, call.call_id) is not None
 
     def _too_many(self) -> str:
         return f"this lease has had the {self._limits.of_lease} calls of `limits.lease_calls`: acquire a new one"
@@ -251,13 +251,13 @@ class Dispatcher:
         try:
             self._routes.route(tenant, call.lease_id)
         except SandboxLost:
-            result = recorded(self._verdicts, call)
+            result = recorded(self._result_store, call)
             if result is None:
                 raise
             return self.stamped(result)
         except BackendUnavailable:
             pass  # becomes the call's own result
-        had = self._verdicts.verdict_count(call.lease_id) + self.flights.of_lease(call.lease_id)
+        had = self._result_store.verdict_count(call.lease_id) + self.in_flight_calls.of_lease(call.lease_id)
         if had >= self._limits.of_lease and not self._is_known(call):
             raise QuotaExceeded(self._too_many(), limit="lease_calls")
         return None
@@ -273,10 +273,10 @@ class Dispatcher:
         try:
             route = self._routes.route(tenant, lease_id)
         except SandboxLost:
-            verdict = self._verdicts.verdict(lease_id, call_id)
-            if verdict is None:
+            recorded_result = self._result_store.recorded_result(lease_id, call_id)
+            if recorded_result is None:
                 raise
-            return verdict.result
+            return recorded_result.result
         try:
             async with asyncio.timeout(CANCEL_WAIT_S):
                 return await self._cancel(route, lease_id, call_id)
@@ -285,14 +285,14 @@ class Dispatcher:
         except AgentSilent as silent:
             raise BackendUnavailable(f"the agent cannot be reached: {silent}") from None
         except LinkLost as lost:
-            verdict_error = await self._routes.lost_verdict(lease_id, CANCEL_WAIT_S)
+            verdict_error = await self._routes.wait_for_reconnect_or_loss(lease_id, CANCEL_WAIT_S)
             raise verdict_error or BackendUnavailable(f"the agent cannot be reached: {lost}") from None
         except AgentRefused as refused:
             raise refused_call(self._routes, tenant, lease_id, call_id, refused) from None
 
     async def _cancel(self, route: SlotLocation, lease_id: str, call_id: str) -> Result:
         if not await self._cancel_at_agent(route, lease_id, call_id):
-            held = self.flights.held(lease_id, call_id)
+            held = self.in_flight_calls.held(lease_id, call_id)
             if held is not None:
                 return await self._cancel_held(route.lease.tenant, held)
             # It may have begun just then.
@@ -316,7 +316,7 @@ class Dispatcher:
         result = None
         async for event in stream:
             if isinstance(event, wire.Item):
-                result = await current_result(self._verdicts, self.flights, self.outputs, route, call_id, event)
+                result = await current_result(self._result_store, self.in_flight_calls, self.outputs, route, call_id, event)
             elif isinstance(event, wire.Ended):
                 return result, dict(event.meta)
         return result, {}
@@ -333,9 +333,9 @@ class Dispatcher:
             StorageUnavailable: it may not be found there by a later life, and no agent's journal has it.
         """
         result = self.stamped(own_result(call, Reason.CANCELLED, "the caller cancelled it before it began"))
-        self._verdicts.record_verdict(call.lease_id, call.call_id, identity_of(call), result)
+        self._result_store.record_result(call.lease_id, call.call_id, identity_of(call), result)
         try:
-            await self._verdicts.flush()
+            await self._result_store.flush()
         finally:
             self.turns.wake(tenant, (call.lease_id, call.call_id))
         return result
@@ -348,7 +348,7 @@ class Dispatcher:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _observe(self, tenant: str, route: SlotLocation | None, call: ToolCall, result: Result, overhead_s: float) -> None:
-        self.flights.end(tenant, call)
+        self.in_flight_calls.end(tenant, call)
         self._telemetry.call_ended(
             pool=route.lease.pool if route is not None else "",
             pool_tenant=route.lease.pool_tenant or "" if route is not None else "",

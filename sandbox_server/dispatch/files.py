@@ -94,7 +94,7 @@ class SlotFiles:
         except AgentSilent as silent:
             raise BackendUnavailable(f"the agent cannot be reached: {silent}") from None
         except LinkLost as lost:
-            error = await self._routes.lost_verdict(lease_id, LOST_WAIT_S)
+            error = await self._routes.wait_for_reconnect_or_loss(lease_id, LOST_WAIT_S)
             raise error or BackendUnavailable(f"the agent cannot be reached: {lost}") from None
         except AgentRefused as refused:
             raise self._translate(tenant, lease_id, refused) from None

@@ -49,7 +49,7 @@ class SlotLocator(Protocol):
         """The other end of `call_started`."""
         ...
 
-    async def lost_verdict(self, lease_id: str, wait_s: float) -> SandboxLost | None:
+    async def wait_for_reconnect_or_loss(self, lease_id: str, wait_s: float) -> SandboxLost | None:
         """Wait, after a link was lost, until the pool knows: the error if the sandbox is gone, None if it can be reached again or time is up."""
         ...
 

@@ -57,14 +57,14 @@ class Catalog:
         wiring: what every pool is given.
     """
 
-    def __init__(self, backends: Mapping[str, Backend], load_backend: LoadBackend, wiring: PoolDependencies) -> None:
+    def __init__(self, backends: Mapping[str, Backend], load_backend: LoadBackend, dependencies: PoolDependencies) -> None:
         self.pools: dict[PoolId, Pool] = {}
         self.origins: dict[PoolId, str] = {}
-        self.quotas = Quotas(self.pools, wiring)
+        self.quotas = Quotas(self.pools, dependencies)
         self.backends = dict(backends)
-        self.ended = EndedLeases(wiring.store.put, wiring.store.lease)
+        self.ended = EndedLeases(dependencies.store.put, dependencies.store.lease)
         self._load_backend = load_backend
-        self._wiring = wiring
+        self._dependencies = dependencies
         self._budgets: dict[str, CreationBudget] = {}
         self._watches: set[asyncio.Task[None]] = set()
         self._changing = asyncio.Lock()
@@ -79,10 +79,10 @@ class Catalog:
             self.backends[spec.backend] = self._load_backend(spec.backend)
         budget = self._budgets.get(spec.backend)
         if budget is None:
-            limits, clock, timers = self._wiring.limits, self._wiring.clock, self._wiring.timers
+            limits, clock, timers = self._dependencies.limits, self._dependencies.clock, self._dependencies.timers
             budget = CreationBudget(spec.backend, at_once=limits.creations_at_once, per_s=limits.creations_per_s, clock=clock, timers=timers)
             self._budgets[spec.backend] = budget
-        pool = self.pools[pool_id] = Pool(pool_id, spec, self.backends[spec.backend], budget, self._wiring, self.ended)
+        pool = self.pools[pool_id] = Pool(pool_id, spec, self.backends[spec.backend], budget, self._dependencies, self.ended)
         self.origins[pool_id] = origin
         return pool
 
@@ -91,7 +91,7 @@ class Catalog:
         for record in state.pools:
             if record.pool_id in self.pools:
                 log.warning("the settings file has a pool of this name now; the one that was made over the api is forgotten", extra=record.pool_id.fields)
-                self._wiring.store.put(Forgotten(pool=record.pool_id.key))
+                self._dependencies.store.put(Forgotten(pool=record.pool_id.key))
                 continue
             if record.spec.shared and PoolId(record.name) in self.pools:
                 log.warning("the settings file has a pool of this name now: to other tenants the name means that one", extra=record.pool_id.fields)
@@ -99,7 +99,7 @@ class Catalog:
         for sandbox in state.sandboxes:
             if sandbox.pool_id not in self.pools:
                 self._add_for(sandbox)
-        self.ended.restore_all(state.leases, self._wiring.clock)
+        self.ended.restore_all(state.leases, self._dependencies.clock)
         for pool in self.pools.values():
             pool.restore(state)
 
@@ -130,7 +130,7 @@ class Catalog:
         await pool.stop(destroy=True)
         del self.pools[pool.pool_id]
         if self.origins.pop(pool.pool_id) not in (OF_THE_FILE, BUILT_IN):
-            self._wiring.store.put(Forgotten(pool=pool.pool_id.key))
+            self._dependencies.store.put(Forgotten(pool=pool.pool_id.key))
         pool.pool_event("pool.deleted", by=pool.closed_by)
         log.info("a pool is gone", extra=_did(pool.pool_id, pool.closed_by))
 
@@ -179,7 +179,7 @@ class Catalog:
     def _check_new(self, pool_id: PoolId, pool: Pool | None, spec: PoolSpec) -> None:
         """Refuse a spec with which there would be too much, of this pool or of all."""
         if pool is None:
-            most = self._wiring.limits.max_pools
+            most = self._dependencies.limits.max_pools
             if len(self.pools) >= most:
                 raise QuotaExceeded(f"there are {len(self.pools)} pools, and `limits.pools` is {most}: delete one first", limit="pools", retry_after_s=5)
         if spec.shared:
@@ -228,11 +228,11 @@ class Catalog:
             log.info("a pool was deleted%s", ": its leases end now" if force else "", extra=_did(pool.pool_id, actor.tenant))
 
     async def _record(self, record: PoolRecord, before: PoolRecord | Forgotten) -> None:
-        self._wiring.store.put(record)
+        self._dependencies.store.put(record)
         try:
-            await self._wiring.store.flush()
+            await self._dependencies.store.flush()
         except BaseException:
-            self._wiring.store.put(before)
+            self._dependencies.store.put(before)
             raise
 
     async def stop(self, destroys: Callable[[PoolSpec], bool]) -> None:

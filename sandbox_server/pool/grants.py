@@ -48,13 +48,13 @@ class GrantService:
         wiring: clock and store.
     """
 
-    def __init__(self, book: LeaseBook, fleet: Fleet, spec: PoolSpec, pool: GrantListener, wiring: PoolDependencies) -> None:
+    def __init__(self, book: LeaseBook, fleet: Fleet, spec: PoolSpec, pool: GrantListener, dependencies: PoolDependencies) -> None:
         self.spec = spec
         self.tasks: set[asyncio.Task[None]] = set()
         self._book = book
         self._fleet = fleet
         self._pool = pool
-        self._wiring = wiring
+        self._dependencies = dependencies
         self._answers: dict[int, asyncio.Future[None]] = {}
         #: waiters whose slots are being changed for them, and those of them whose caller has gone
         self._preparing: set[int] = set()
@@ -72,7 +72,7 @@ class GrantService:
             raise InvalidRequest(f"count is {request.count}, and pool {request.pool!r} can never hold more than {self.spec.max_slots} slots", field="count")
         shown = self._fleet.shown
         rights.check_possible(request, self.spec, shown.capabilities if shown is not None else {})
-        most = self._wiring.limits.max_waiters
+        most = self._dependencies.limits.max_waiters
         if len(self._book.line) >= most:
             full = f"{most} acquires wait for pool {request.pool!r} already, and `limits.waiters` is {most}"
             raise QuotaExceeded(f"{full}: ask again later", limit="waiters", retry_after_s=5)
@@ -93,7 +93,7 @@ class GrantService:
     def _granted(self, waiter: Waiter) -> None:
         """What a request key was granted goes on record in one commit with the leases: never one without the other."""
         if waiter.request.request_key is not None:
-            self._wiring.store.put(key_record(waiter.request, waiter.leases, self._wiring.clock.wall()))
+            self._dependencies.store.put(key_record(waiter.request, waiter.leases, self._dependencies.clock.wall()))
         self._answer(waiter, None)
 
     def refuse(self, waiter: Waiter, error: PoolServiceError) -> None:
@@ -125,14 +125,14 @@ class GrantService:
                 if future is None:
                     future = self._answers[waiter.seq] = asyncio.get_running_loop().create_future()
                 await future
-            await self._wiring.store.flush()
+            await self._dependencies.store.flush()
         except BaseException:
             self.give_back(waiter)
             raise
         finally:
             self._answers.pop(waiter.seq, None)
-        waited_s = self._wiring.clock.monotonic() - waiter.arrived
-        self._wiring.meter.observe("sandbox_acquire_seconds", waited_s, **self._pool.pool_id.labels)
+        waited_s = self._dependencies.clock.monotonic() - waiter.arrived
+        self._dependencies.meter.observe("sandbox_acquire_seconds", waited_s, **self._pool.pool_id.labels)
         return Acquired(leases=waiter.leases, waited_s=waited_s)
 
     def give_back(self, waiter: Waiter) -> None:
@@ -142,7 +142,7 @@ class GrantService:
             self._unwanted.add(waiter.seq)
             return
         if waiter.leases and waiter.request.request_key is not None:
-            self._wiring.store.put(Forgotten(key=(waiter.request.tenant, waiter.request.request_key)))
+            self._dependencies.store.put(Forgotten(key=(waiter.request.tenant, waiter.request.request_key)))
         self.release_all(waiter.leases, "nobody took the answer to the acquire")
 
     def release_all(self, leases: tuple[Lease, ...], detail: str) -> None:
@@ -174,7 +174,7 @@ class GrantService:
             self._answer(waiter, unrecorded)
         elif waiter.seq not in self._answers:
             return  # nobody waits for it any more
-        elif self._wiring.clock.monotonic() >= waiter.deadline:
+        elif self._dependencies.clock.monotonic() >= waiter.deadline:
             waited_s = round(waiter.deadline - waiter.arrived, 3)
             self._answer(waiter, NoCapacity("no slot could be prepared in time: ask again", queue_position=1, waited_s=waited_s))
         else:
@@ -185,7 +185,7 @@ class GrantService:
         sandbox = self._fleet.sandboxes[lease.sandbox_id]
         if lease.cache != rights.NO_CACHE and self._pool.cache_used(sandbox, rights.cache_of(lease)):
             # On record before it is there, so that it is never there and unknown.
-            await self._wiring.store.flush()
+            await self._dependencies.store.flush()
         if sandbox.link is None:
             raise LinkLost("the link went before the slot was prepared")
         await sandbox.link.request(rights.preparation(lease))

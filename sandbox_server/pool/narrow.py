@@ -62,7 +62,7 @@ async def _ask(pool: Pool, narrowed: Lease) -> None:
             await pool.link_of(narrowed).request(rights.narrowing(narrowed), ANSWER_WITHIN_S)
             return
         except (LinkLost, BackendUnavailable):
-            lost = await pool.lost_verdict(narrowed.lease_id)
+            lost = await pool.wait_for_reconnect_or_loss(narrowed.lease_id)
             if lost is not None:
                 raise lost from None
             _check_held(pool, narrowed.lease_id)

@@ -70,29 +70,29 @@ class Pool:
     """
 
     def __init__(
-        self, pool_id: PoolId, spec: PoolSpec, backend: Backend, budget: CreationBudget, wiring: PoolDependencies, ended: EndedLeases | None = None
+        self, pool_id: PoolId, spec: PoolSpec, backend: Backend, budget: CreationBudget, dependencies: PoolDependencies, ended: EndedLeases | None = None
     ) -> None:
         self.pool_id = pool_id
         self.name = pool_id.name
         self.spec = spec
         self.book = LeaseBook(
-            *(pool_id, spec, wiring.clock, wiring.store.put, wiring.weight, wiring.lease_id, ended),
-            claim_after_s=wiring.claim_after_s,
-            admits=wiring.admits,
+            *(pool_id, spec, dependencies.clock, dependencies.store.put, dependencies.weight, dependencies.lease_id, ended),
+            claim_after_s=dependencies.claim_after_s,
+            admits=dependencies.admits,
             capacity=self._capacity,
         )
-        self.fleet = Fleet(self, self.book, backend, budget, wiring)
-        self.clock = wiring.clock
+        self.fleet = Fleet(self, self.book, backend, budget, dependencies)
+        self.clock = dependencies.clock
         self.closing = False
         self.why_closing = "the service is stopping"
         #: the tenant that deleted it; None: the service itself
         self.closed_by: str | None = None
         #: set once a pool that was closed has no sandbox left
         self.over = asyncio.Event()
-        self._wiring = wiring
-        self._ticker = Ticker(self._tick, wiring.clock, wiring.timers)
-        self._granting = GrantService(self.book, self.fleet, spec, self, wiring)
-        self._used_at = wiring.clock.monotonic()
+        self._dependencies = dependencies
+        self._ticker = Ticker(self._tick, dependencies.clock, dependencies.timers)
+        self._grant_service = GrantService(self.book, self.fleet, spec, self, dependencies)
+        self._used_at = dependencies.clock.monotonic()
         self._closed = False
         #: the claimant that those who follow the events know of
         self._told_claimant: Waiter | None = None
@@ -108,7 +108,7 @@ class Pool:
         """Take over what an earlier life of this service recorded of this pool. Before `start`."""
         records = [record for record in state.sandboxes if record.pool_id == self.pool_id]
         self.fleet.adopt(records, self.spec)
-        slots = [slot for slot in state.slots if slot.pool_id == self.pool_id and slot.ref.sandbox_id in self.book.table.shelves]
+        slots = [slot for slot in state.slots if slot.pool_id == self.pool_id and slot.ref.sandbox_id in self.book.table.slots_by_sandbox]
         self.book.restore(slots, [lease for lease in state.leases if lease.pool_id == self.pool_id])
 
     def start(self) -> None:
@@ -122,7 +122,7 @@ class Pool:
         self._refuse_all()
         self._ticker.stop()
         await self.fleet.stop(destroy=destroy)
-        await asyncio.gather(*self._granting.tasks, return_exceptions=True)
+        await asyncio.gather(*self._grant_service.tasks, return_exceptions=True)
 
     def close(self, why: str, *, force: bool = False, by: str | None = None) -> None:
         """Let no new lease begin; `over` is set when the last sandbox has gone, which, unless forced, its leases hold up.
@@ -143,7 +143,7 @@ class Pool:
 
     def _refuse_all(self) -> None:
         for waiter in self.book.line.all():
-            self._granting.refuse(waiter, self._going())
+            self._grant_service.refuse(waiter, self._going())
 
     def _going(self) -> Draining:
         if not self._closed:
@@ -152,18 +152,18 @@ class Pool:
 
     def change(self, spec: PoolSpec) -> None:
         """Go by another spec. What is made otherwise than it says drains; new sandboxes come beside, within `max_sandboxes`."""
-        self.spec = self.book.spec = self._granting.spec = spec
-        self._used_at = self._wiring.clock.monotonic()
-        self.fleet.hope_again()
+        self.spec = self.book.spec = self._grant_service.spec = spec
+        self._used_at = self._dependencies.clock.monotonic()
+        self.fleet.forget_permanent_error()
         for sandbox in list(self.fleet.sandboxes.values()):
             if sandbox.state in (SandboxState.STARTING, SandboxState.READY) and planning.is_outdated(sandbox.spec, spec):
                 self.fleet.drain(sandbox, "the pool's spec has changed")
         for waiter in self.book.line.all():
             if not self.shared and waiter.request.tenant != self.pool_id.tenant:
-                self._granting.refuse(waiter, PoolNotFound(f"pool {self.name!r} is no longer shared with this tenant"))
+                self._grant_service.refuse(waiter, PoolNotFound(f"pool {self.name!r} is no longer shared with this tenant"))
             elif waiter.request.count > spec.max_slots:
                 detail = f"count is {waiter.request.count}, and pool {self.name!r} can no longer hold more than {spec.max_slots} slots"
-                self._granting.refuse(waiter, InvalidRequest(detail, field="count"))
+                self._grant_service.refuse(waiter, InvalidRequest(detail, field="count"))
         self.work()
 
     async def acquire(self, request: AcquireRequest, may_wait: Callable[[str], None]) -> Acquired:
@@ -184,21 +184,21 @@ class Pool:
         """
         if self.closing:
             raise self._going()
-        self._granting.refuse_impossible(request)
+        self._grant_service.refuse_impossible(request)
         # Once it is time to try again there is hope again, until that has failed too.
-        is_hopeless = self.fleet.hopeless is not None and self._wiring.clock.monotonic() < self.fleet.retry_at
-        if is_hopeless and request.count > self.book.table.usable():
-            raise self._no_hope()
+        has_permanent_error = self.fleet.permanent_error is not None and self._dependencies.clock.monotonic() < self.fleet.retry_at
+        if has_permanent_error and request.count > self.book.table.usable():
+            raise self._permanent_error()
         wait_s = self.spec.acquire_timeout_s if request.wait_s is None else min(request.wait_s, self.spec.acquire_timeout_s)
         waiter = self.book.enqueue(request, wait_s)
-        self._used_at = self._wiring.clock.monotonic()
+        self._used_at = self._dependencies.clock.monotonic()
         self.work()
         if waiter.waiting and wait_s <= 0:
             # The pool grows all the same: who asks again and again without waiting gets a slot, and one that nobody takes goes as idle.
             self._tick()
         elif waiter.waiting:
             self._check_may_wait(waiter, may_wait)
-        return await self._granting.answer(waiter)
+        return await self._grant_service.answer(waiter)
 
     def _check_may_wait(self, waiter: Waiter, may_wait: Callable[[str], None]) -> None:
         try:
@@ -216,7 +216,7 @@ class Pool:
 
     def release_run(self, tenant: str, run_id: str, *, keep: bool) -> list[str]:
         """End all leases of a run, and keep nothing for it any more unless `keep`."""
-        lease_ids = self.book.holdings.of_run(tenant, run_id)
+        lease_ids = self.book.lease_index.of_run(tenant, run_id)
         for lease_id in lease_ids:
             self.lease_over(self.book.release(lease_id, keep=keep))
         if not keep:
@@ -244,15 +244,15 @@ class Pool:
         """
         return SlotLocation(lease=lease, spec=self.spec, link=self.link_of(lease), slot_id=lease.slot_id, epoch=lease.epoch)
 
-    async def lost_verdict(self, lease_id: str) -> SandboxLost | None:
+    async def wait_for_reconnect_or_loss(self, lease_id: str) -> SandboxLost | None:
         """Wait until it is known whether this lease's sandbox is gone. None: it is there and its link is back, or the lease ended otherwise."""
         while True:
-            holding = self.book.held.get(lease_id)
-            if holding is None:
+            held_lease = self.book.held.get(lease_id)
+            if held_lease is None:
                 ended = self.book.ended.get(lease_id)
                 error = end_error(ended) if ended is not None else None
                 return error if isinstance(error, SandboxLost) else None
-            sandbox = self.fleet.sandboxes[holding.lease.sandbox_id]
+            sandbox = self.fleet.sandboxes[held_lease.lease.sandbox_id]
             if sandbox.reachable:
                 return None
             await sandbox.changed.wait()
@@ -263,13 +263,13 @@ class Pool:
         Raises:
             StorageUnavailable: it cannot be recorded.
         """
-        await self._wiring.store.flush()
+        await self._dependencies.store.flush()
 
     def crowded_out(self) -> str | None:
         """Why it may make no sandbox for who waits, where that is because of leases in draining ones."""
-        shelves = self.book.table.shelves
+        slots_by_sandbox = self.book.table.slots_by_sandbox
         draining = [sandbox.sandbox_id for sandbox in self.fleet.sandboxes.values() if sandbox.state is SandboxState.DRAINING]
-        leases = [count for count in (shelves[name].counts[SlotState.LEASED] for name in draining if name in shelves) if count]
+        leases = [count for count in (slots_by_sandbox[name].counts[SlotState.LEASED] for name in draining if name in slots_by_sandbox) if count]
         is_empty = len(draining) == len(self.fleet.sandboxes)
         if not leases or len(self.fleet.sandboxes) < self.spec.max_sandboxes or not (is_empty or len(self.book.line)):
             return None
@@ -277,7 +277,7 @@ class Pool:
 
     def now(self) -> float:
         """Monotonic seconds."""
-        return self._wiring.clock.monotonic()
+        return self._dependencies.clock.monotonic()
 
     # What happens.
 
@@ -291,17 +291,17 @@ class Pool:
         fields = {"lease_id": lease.lease_id, **self.pool_id.fields, "tenant": lease.tenant, "run_id": lease.run_id, "sandbox_id": lease.sandbox_id}
         log.log(level, "lease ended: %s", lease.end_detail, extra=fields)
         self.lease_event(EVENT_OF_END[lease.state], lease, detail=lease.end_detail)
-        for hear in self._wiring.lease_watchers:
+        for hear in self._dependencies.lease_watchers:
             hear(lease.lease_id)
 
     def pool_event(self, kind: str, **more: Any) -> None:
         """Tell whoever follows, and may see the pool, what became of it."""
         owner = None if self.shared else self.pool_id.tenant
-        self._wiring.events.publish(kind, tenant=owner, admins_too=True, **self.pool_id.fields, **more)
+        self._dependencies.events.publish(kind, tenant=owner, admins_too=True, **self.pool_id.fields, **more)
 
     def lease_event(self, kind: str, lease: Lease, **more: Any) -> None:
         """Tell whoever follows what became of a lease."""
-        self._wiring.events.publish(
+        self._dependencies.events.publish(
             kind,
             tenant=lease.tenant,
             lease_id=lease.lease_id,
@@ -313,11 +313,11 @@ class Pool:
             **more,
         )
 
-    def hope_lost(self, why: str) -> None:
+    def on_permanent_error(self, why: str) -> None:
         """No sandbox can be made; who waits for one need not."""
         for waiter in self.book.line.all():
             if waiter.request.count > self.book.table.usable():
-                self._granting.refuse(waiter, self._no_hope())
+                self._grant_service.refuse(waiter, self._permanent_error())
 
     def cache_used(self, sandbox: Sandbox, record: CacheRecord) -> bool:
         """A lease is about to share this cache. Returns whether it is new in this sandbox."""
@@ -338,7 +338,7 @@ class Pool:
         # The end of a claim is told before, and its beginning after what was granted then: what lies between the two was granted under it.
         if self._told_claimant is not None and self.book.claims.claimant is not self._told_claimant:
             self._tell_claimant(None)
-        self._granting.serve(served)
+        self._grant_service.serve(served)
         if self.book.claims.claimant is not self._told_claimant:
             self._tell_claimant(self.book.claims.claimant)
         orders, self.book.resets = self.book.resets, []
@@ -350,18 +350,18 @@ class Pool:
         if view is not None:
             who = {"pool": self.name, "tenant": view.tenant, "run_id": view.run_id}
             log.info("what comes free is held for an acquire of %d that has waited for %.1f s", view.count, view.waited_s, extra=who)
-        self._wiring.events.publish("pool.claimant", admin_only=True, **self.pool_id.fields, claimant=None if view is None else asdict(view))
+        self._dependencies.events.publish("pool.claimant", admin_only=True, **self.pool_id.fields, claimant=None if view is None else asdict(view))
 
     def _tick(self) -> float:
-        now = self._wiring.clock.monotonic()
+        now = self._dependencies.clock.monotonic()
         for lease in self.book.expire():
-            self._wiring.meter.count("sandbox_leases_expired_total", **self.pool_id.labels)
+            self._dependencies.meter.count("sandbox_leases_expired_total", **self.pool_id.labels)
             self.lease_over(lease)
         self._quarantine_stuck(now)
         self._serve()
         self._close_if_idle(now)
         caches.drop_idle(self.fleet, self.book, now)
-        self.fleet.forgive()
+        self.fleet.clear_backoff()
         seen = self._snapshot()
         actions = planning.plan(seen, now)
         for action in actions:
@@ -384,7 +384,7 @@ class Pool:
             detail = none_free(
                 *(self.name, waiter.request.count, waited_s), making=making, held=held, crowded=self.crowded_out(), last_error=self.fleet.last_error
             )
-            self._granting.refuse(waiter, NoCapacity(detail, queue_position=position, waited_s=round(waited_s, 3)))
+            self._grant_service.refuse(waiter, NoCapacity(detail, queue_position=position, waited_s=round(waited_s, 3)))
         if late:
             # What was reserved or held for them may be somebody else's now.
             self._ticker.kick()
@@ -417,5 +417,5 @@ class Pool:
             log.info("the pool has been idle for delete_after_idle_s", extra=self.pool_id.fields)
             self.close(f"idle for delete_after_idle_s of {limit_s:.10g} s")
 
-    def _no_hope(self) -> PoolServiceError:
-        return BackendUnavailable(f"pool {self.name!r} cannot make sandboxes: {self.fleet.hopeless}")
+    def _permanent_error(self) -> PoolServiceError:
+        return BackendUnavailable(f"pool {self.name!r} cannot make sandboxes: {self.fleet.permanent_error}")

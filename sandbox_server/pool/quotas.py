@@ -21,9 +21,9 @@ class Quotas:
         wiring: knows the limits.
     """
 
-    def __init__(self, pools: Mapping[PoolId, Pool], wiring: PoolDependencies) -> None:
+    def __init__(self, pools: Mapping[PoolId, Pool], dependencies: PoolDependencies) -> None:
         self._pools = pools
-        self._wiring = wiring
+        self._dependencies = dependencies
 
     def check_pool(self, pool_id: PoolId, spec: PoolSpec, now: PoolSpec | None) -> None:
         """Refuse a pool that promises or reserves more slots than its owner may have; one that promises no more than before is never refused.
@@ -40,13 +40,13 @@ class Quotas:
         if tenant is None:
             return
         before = (0, 0) if now is None else (now.max_slots, now.reserved_slots)
-        most, others = self._wiring.max_slots(tenant), [pool for pool in self._pools.values() if pool.pool_id != pool_id]
+        most, others = self._dependencies.max_slots(tenant), [pool for pool in self._pools.values() if pool.pool_id != pool_id]
         if most is not None and spec.max_slots > before[0]:
             promised = sum(pool.spec.max_slots for pool in others if pool.pool_id.tenant == tenant)
             if promised + spec.max_slots > most:
                 asked = f"the pool asks for {spec.max_slots} slots (max_sandboxes x slots_per_sandbox)"
                 raise _too_much(f"{asked}, the tenant's other pools have {promised}, and its max_slots is {most}", "max_slots")
-        most = self._wiring.max_leases(tenant)
+        most = self._dependencies.max_leases(tenant)
         if most is not None and spec.reserved_slots > before[1]:
             has = sum(self._counted(pool, tenant) for pool in others)
             if has + spec.reserved_slots > most:
@@ -64,7 +64,7 @@ class Quotas:
             InvalidRequest: it could never be served, whatever is released.
             QuotaExceeded: naming `max_leases`.
         """
-        most, tenant = self._wiring.max_leases(request.tenant), request.tenant
+        most, tenant = self._dependencies.max_leases(request.tenant), request.tenant
         if most is None:
             return
         if request.count > most:
@@ -86,7 +86,7 @@ class Quotas:
 
     def admits(self, request: AcquireRequest) -> bool:
         """Whether an acquire that waits may be served now: its tenant's limit may be lower than when it came."""
-        most = self._wiring.max_leases(request.tenant)
+        most = self._dependencies.max_leases(request.tenant)
         return most is None or sum(pool.book.leased_by[request.tenant] for pool in self._pools.values()) + request.count <= most
 
     def check_waiters(self, tenant: str) -> None:
@@ -95,7 +95,7 @@ class Quotas:
         Raises:
             QuotaExceeded: naming `max_waiters`.
         """
-        most = self._wiring.max_waiters(tenant)
+        most = self._dependencies.max_waiters(tenant)
         if most is None:
             return
         others = sum(pool.book.line.count_of(tenant) for pool in self._pools.values()) - 1

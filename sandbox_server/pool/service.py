@@ -56,20 +56,20 @@ class PoolService:
         *,
         connect: Connect = connect_to_agent,
         owner: str = "local",
-        wiring: PoolDependencies | None = None,
+        dependencies: PoolDependencies | None = None,
         origins: Mapping[str, str] | None = None,
         load_backend: LoadBackend = load_nothing,
     ) -> None:
-        wiring = replace(wiring or PoolDependencies(store=store, clock=clock, connect=connect), admits=self._admits)
-        self.events = wiring.events
+        dependencies = replace(dependencies or PoolDependencies(store=store, clock=clock, connect=connect), admits=self._admits)
+        self.events = dependencies.events
         #: the leases that were on record when it started
         self.restored: frozenset[str] = frozenset()
-        self._wiring = wiring
-        self._store = wiring.store
+        self._dependencies = dependencies
+        self._store = dependencies.store
         self._recorded: frozenset[str] = frozenset()
-        self._orphans = Orphans(owner, self._known_sandboxes, wiring)
-        self._keys = RequestKeys(wiring.clock, wiring.store)
-        self._catalog = Catalog(backends, load_backend, wiring)
+        self._orphans = Orphans(owner, self._known_sandboxes, dependencies)
+        self._keys = RequestKeys(dependencies.clock, dependencies.store)
+        self._catalog = Catalog(backends, load_backend, dependencies)
         self._pools = self._catalog.pools
         self._quotas = self._catalog.quotas
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -284,7 +284,7 @@ class PoolService:
             LeaseLost: it has ended; SandboxLost where that was with its sandbox.
         """
         pool, lease = self._held(tenant, lease_id)
-        return shown(pool.book.held[lease.lease_id], self._wiring.clock)
+        return shown(pool.book.held[lease.lease_id], self._dependencies.clock)
 
     def leases(
         self, tenant: str, run_id: str | None = None, trajectory_id: str | None = None, limit: int = 100, cursor: str | None = None
@@ -295,12 +295,12 @@ class PoolService:
             The page, and the cursor of the next one if there is more.
         """
         mine = (
-            shown(holding, self._wiring.clock)
+            shown(held_lease, self._dependencies.clock)
             for pool in self._pools.values()
-            for holding in pool.book.held.values()
-            if holding.lease.tenant == tenant
-            and (run_id is None or holding.lease.run_id == run_id)
-            and (trajectory_id is None or holding.lease.trajectory_id == trajectory_id)
+            for held_lease in pool.book.held.values()
+            if held_lease.lease.tenant == tenant
+            and (run_id is None or held_lease.lease.run_id == run_id)
+            and (trajectory_id is None or held_lease.lease.trajectory_id == trajectory_id)
         )
         after = sorted((lease for lease in mine if cursor is None or lease.lease_id > cursor), key=lambda lease: lease.lease_id)
         page = after[:limit]
@@ -329,9 +329,9 @@ class PoolService:
 
     def when_a_lease_ends(self, hear: Callable[[str], None]) -> None:
         """Have this told the id of every lease that ends from now on, however that comes."""
-        self._wiring.lease_watchers.append(hear)
+        self._dependencies.lease_watchers.append(hear)
 
-    async def lost_verdict(self, lease_id: str, wait_s: float) -> SandboxLost | None:
+    async def wait_for_reconnect_or_loss(self, lease_id: str, wait_s: float) -> SandboxLost | None:
         """After a lost link: wait until it is known whether the sandbox is.
 
         Args:
@@ -347,7 +347,7 @@ class PoolService:
                 error = end_error(lease)
                 return error if isinstance(error, SandboxLost) else None
             async with asyncio.timeout(wait_s):
-                return await pool.lost_verdict(lease_id)
+                return await pool.wait_for_reconnect_or_loss(lease_id)
         except (LeaseNotFound, TimeoutError):
             return None
 
@@ -387,10 +387,10 @@ class PoolService:
     def _find(self, lease_id: str, tenant: str | None = None) -> tuple[Pool | None, Lease]:
         """The lease, and its pool if it is held."""
         for pool in self._pools.values():
-            holding = pool.book.held.get(lease_id)
-            if holding is not None:
-                if tenant in (None, holding.lease.tenant):
-                    return pool, holding.lease
+            held_lease = pool.book.held.get(lease_id)
+            if held_lease is not None:
+                if tenant in (None, held_lease.lease.tenant):
+                    return pool, held_lease.lease
                 break
         lease = self._catalog.ended.get(lease_id)
         if lease is not None and tenant in (None, lease.tenant):

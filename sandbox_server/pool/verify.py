@@ -40,7 +40,7 @@ async def _verify(pool: Pool, order: ResetOrder) -> dict[str, Any]:
     began = pool.now()
     where = {"sandbox_id": order.ref.sandbox_id, "slot_id": order.ref.name}
     try:
-        report = await pool.fleet.keepers[order.ref.sandbox_id].verify(order)
+        report = await pool.fleet.supervisors[order.ref.sandbox_id].verify(order)
     except AgentRefused as refused:
         if refused.code == "not_implemented":
             raise NotImplementedHere(f"the agents of pool {pool.name!r} cannot verify resets: {refused.detail}") from None

@@ -40,14 +40,14 @@ def _going(pool: Pool) -> str:
     if not held:
         return f"{pool.why_closing}: it is gone as soon as its sandboxes are"
     count, they = ("its lease has", "it is") if len(held) == 1 else (f"its {len(held)} leases have", "they are")
-    ends_at = max(holding.ends_at for holding in held)
+    ends_at = max(held_lease.ends_at for held_lease in held)
     within = "" if ends_at == float("inf") else f", in {max(0.0, ends_at - pool.now()):.0f} s unless {they} renewed or used"
     return f"{pool.why_closing}: it is gone when {count} ended{within}"
 
 
 def sandbox_view(pool: Pool, sandbox: Sandbox) -> SandboxView:
     """What a caller may see of a sandbox. `ends_at`: when it goes whatever runs in it."""
-    shelf = pool.book.table.shelves.get(sandbox.sandbox_id)
+    sandbox_slots = pool.book.table.slots_by_sandbox.get(sandbox.sandbox_id)
     spec, ready = sandbox.spec, sandbox.ready_wall(pool.clock)
     return SandboxView(
         sandbox_id=sandbox.sandbox_id,
@@ -56,7 +56,7 @@ def sandbox_view(pool: Pool, sandbox: Sandbox) -> SandboxView:
         backend=spec.backend,
         state=sandbox.state,
         isolation=sandbox.isolation or None,
-        slots={state.value: shelf.counts[state] if shelf is not None else 0 for state in SlotState},
+        slots={state.value: sandbox_slots.counts[state] if sandbox_slots is not None else 0 for state in SlotState},
         created_at=sandbox.created_wall,
         ends_at=None if ready is None else ready + spec.max_lifetime_s + spec.max_lease_s,
         last_error=sandbox.why or None,
@@ -66,7 +66,7 @@ def sandbox_view(pool: Pool, sandbox: Sandbox) -> SandboxView:
 def readiness(pool: Pool, orphans: Trouble | None) -> dict[str, Any]:
     """Whether a pool has its minimum, or a permanent error to show. `orphans`: why its backend may have sandboxes that nobody knows of."""
     ready = sum(1 for sandbox in pool.fleet.sandboxes.values() if sandbox.state is SandboxState.READY and sandbox.reachable)
-    is_ready = not pool.fleet.adopting and (ready >= pool.spec.min_sandboxes or pool.fleet.hopeless is not None or pool.closing)
+    is_ready = not pool.fleet.adopting and (ready >= pool.spec.min_sandboxes or pool.fleet.permanent_error is not None or pool.closing)
     is_adopted = orphans is None or not orphans.is_blind
     last_error = pool.fleet.last_error or (orphans.detail if orphans is not None else None)
     return {"ready": is_ready and is_adopted, "sandboxes": ready, "min_sandboxes": pool.spec.min_sandboxes, "last_error": last_error}

@@ -121,7 +121,7 @@ Record = PoolRecord | SandboxRecord | SlotRecord | Lease | KeyRecord | ClockReco
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
+class RecordedResult:
     """How a call ended, under the identity (tool and arguments) it was made with."""
 
     identity: bytes
@@ -177,14 +177,14 @@ class Store(Protocol):
         """
         ...
 
-    def record_verdict(self, lease_id: str, call_id: str, identity: bytes, result: Result) -> None:
+    def record_result(self, lease_id: str, call_id: str, identity: bytes, result: Result) -> None:
         """Remember how a call ended: while its lease holds, and, where it ended with its sandbox, as long as that is said.
 
         The first verdict stays. Queued as `put` does.
         """
         ...
 
-    def verdict(self, lease_id: str, call_id: str) -> Verdict | None:
+    def recorded_result(self, lease_id: str, call_id: str) -> RecordedResult | None:
         """What was recorded for this call."""
         ...
 
@@ -216,7 +216,7 @@ class MemoryStore:
     leases: dict[str, Lease] = field(default_factory=dict)
     keys: dict[tuple[str, str], KeyRecord] = field(default_factory=dict)
     pools: dict[str, PoolRecord] = field(default_factory=dict)
-    verdicts: dict[str, dict[str, Verdict]] = field(default_factory=dict)
+    result_store: dict[str, dict[str, RecordedResult]] = field(default_factory=dict)
     outputs: OutputFiles = field(default_factory=lambda: OutputFiles(None))
     _slots_of: dict[str, set[SlotRef]] = field(default_factory=dict)
 
@@ -256,7 +256,7 @@ class MemoryStore:
             self.pools.pop(record.pool, None)
 
     def _forget_verdicts(self, lease_id: str) -> None:
-        self.verdicts.pop(lease_id, None)
+        self.result_store.pop(lease_id, None)
         self.outputs.forget(lease_id)
 
     async def flush(self) -> None:
@@ -276,20 +276,20 @@ class MemoryStore:
         """The newest record of a lease."""
         return self.leases.get(lease_id)
 
-    def record_verdict(self, lease_id: str, call_id: str, identity: bytes, result: Result) -> None:
+    def record_result(self, lease_id: str, call_id: str, identity: bytes, result: Result) -> None:
         """Remember how a call ended; the first verdict stays."""
         lease = self.leases.get(lease_id)
         if lease is None or lease.state not in OVER:
-            self.verdicts.setdefault(lease_id, {}).setdefault(call_id, Verdict(identity=identity, result=result))
+            self.result_store.setdefault(lease_id, {}).setdefault(call_id, RecordedResult(identity=identity, result=result))
 
-    def verdict(self, lease_id: str, call_id: str) -> Verdict | None:
+    def recorded_result(self, lease_id: str, call_id: str) -> RecordedResult | None:
         """What was recorded for this call."""
-        calls = self.verdicts.get(lease_id)
+        calls = self.result_store.get(lease_id)
         return None if calls is None else calls.get(call_id)
 
     def verdict_count(self, lease_id: str) -> int:
         """How many calls of this lease have a verdict."""
-        return len(self.verdicts.get(lease_id, ()))
+        return len(self.result_store.get(lease_id, ()))
 
     @property
     def trouble(self) -> str | None:

@@ -15,7 +15,7 @@ import orjson
 
 from sandbox_server.core.execution import Result
 from sandbox_server.core.types import Lease
-from sandbox_server.store.base import ClockRecord, KeyRecord, PoolRecord, Record, SandboxRecord, SlotRecord, Verdict
+from sandbox_server.store.base import ClockRecord, KeyRecord, PoolRecord, Record, RecordedResult, SandboxRecord, SlotRecord
 
 #: What a record is called in the file.
 KINDS: Mapping[str, type] = {"pool": PoolRecord, "sandbox": SandboxRecord, "slot": SlotRecord, "lease": Lease, "key": KeyRecord, "clock": ClockRecord}
@@ -92,7 +92,7 @@ def encode_result(result: Result) -> tuple[Any, list[bytes | None]]:
     return {name: getattr(result, name) for name in _RESULT_FIELDS}, [getattr(result, name) for name in OUTPUTS]
 
 
-def decode_verdict(identity: str, document: str, lengths: str, outputs: bytes) -> Verdict:
+def decode_verdict(identity: str, document: str, lengths: str, outputs: bytes) -> RecordedResult:
     """The verdict of a row.
 
     Raises:
@@ -104,7 +104,7 @@ def decode_verdict(identity: str, document: str, lengths: str, outputs: bytes) -
         fields[name] = None if length is None else outputs[at : at + length]
         at += length or 0
     try:
-        return Verdict(identity=bytes.fromhex(identity), result=_builder(Result)(fields))
+        return RecordedResult(identity=bytes.fromhex(identity), result=_builder(Result)(fields))
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"a verdict makes no sense: {error}") from error
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sandbox_server.store.base import Record, Verdict
+from sandbox_server.store.base import Record, RecordedResult
 from sandbox_server.store.codec import Name, decode, decode_verdict, encode, encode_result
 from sandbox_server.store.disk_reserve import RESERVE_BYTES, DiskReserve
 from sandbox_server.store.file_watch import FileWatch, StateFileReplaced
@@ -66,41 +66,41 @@ class Batch:
     """What one commit writes: the newest record of each thing (None: it is deleted), verdicts by lease and call."""
 
     records: dict[Name, Record | None] = field(default_factory=dict)
-    verdicts: dict[str, dict[str, Verdict]] = field(default_factory=dict)
+    result_store: dict[str, dict[str, RecordedResult]] = field(default_factory=dict)
     output_bytes: int = 0
 
     def __bool__(self) -> bool:
-        return bool(self.records or self.verdicts)
+        return bool(self.records or self.result_store)
 
-    def judge(self, lease_id: str, call_id: str, verdict: Verdict) -> None:
+    def judge(self, lease_id: str, call_id: str, recorded_result: RecordedResult) -> None:
         """Add a verdict that is not there."""
-        self.verdicts.setdefault(lease_id, {})[call_id] = verdict
-        self.output_bytes += _size(verdict)
+        self.result_store.setdefault(lease_id, {})[call_id] = recorded_result
+        self.output_bytes += _size(recorded_result)
 
-    def forget_verdicts(self, lease_id: str) -> None:
+    def forget_results(self, lease_id: str) -> None:
         """Its lease is over."""
-        self.output_bytes -= sum(_size(verdict) for verdict in self.verdicts.pop(lease_id, {}).values())
+        self.output_bytes -= sum(_size(recorded_result) for recorded_result in self.result_store.pop(lease_id, {}).values())
 
     def forget_oldest(self) -> tuple[str, str]:
         """Let go of the verdict that has waited longest. Returns its lease and call."""
-        lease_id, calls = next(iter(self.verdicts.items()))
+        lease_id, calls = next(iter(self.result_store.items()))
         call_id = next(iter(calls))
         self.output_bytes -= _size(calls.pop(call_id))
         if not calls:
-            del self.verdicts[lease_id]
+            del self.result_store[lease_id]
         return lease_id, call_id
 
     def on_top_of(self, older: Batch) -> Batch:
         """Both in one, where they differ as this one says."""
-        both = Batch({**older.records, **self.records}, older.verdicts, older.output_bytes)
-        for lease_id, calls in self.verdicts.items():
-            for call_id, verdict in calls.items():
-                both.judge(lease_id, call_id, verdict)
+        both = Batch({**older.records, **self.records}, older.result_store, older.output_bytes)
+        for lease_id, calls in self.result_store.items():
+            for call_id, recorded_result in calls.items():
+                both.judge(lease_id, call_id, recorded_result)
         return both
 
 
-def _size(verdict: Verdict) -> int:
-    return verdict.result.held_bytes
+def _size(recorded_result: RecordedResult) -> int:
+    return recorded_result.result.held_bytes
 
 
 class SqliteFile:
@@ -218,9 +218,11 @@ class SqliteFile:
         """
         puts = [(*name, encode(record).decode()) for name, record in batch.records.items() if record is not None]
         drops = [name for name, record in batch.records.items() if record is None]
-        verdicts = [_row(lease_id, call_id, verdict) for lease_id, calls in batch.verdicts.items() for call_id, verdict in calls.items()]
+        result_store = [
+            _row(lease_id, call_id, recorded_result) for lease_id, calls in batch.result_store.items() for call_id, recorded_result in calls.items()
+        ]
         try:
-            self._write(puts, drops, verdicts)
+            self._write(puts, drops, result_store)
         except sqlite3.Error as error:
             self._check_not_replaced()
             if not is_full(error):
@@ -229,20 +231,20 @@ class SqliteFile:
             self._checkpoint("RESTART")
             if not self._give_up_reserve():
                 raise
-            self._write(puts, drops, verdicts)
+            self._write(puts, drops, result_store)
         self.check_in_place()
         if self._wal_bytes() > 8 * WAL_BYTES:
             self._checkpoint("PASSIVE")
 
-    def _write(self, puts: list[Any], drops: list[Name], verdicts: list[Any]) -> None:
+    def _write(self, puts: list[Any], drops: list[Name], result_store: list[Any]) -> None:
         connection = self._connection
         try:
             connection.execute("BEGIN IMMEDIATE")
             connection.executemany(PUT, puts)
             if drops:
                 connection.executemany(DROP, drops)
-            if verdicts:
-                connection.executemany(JUDGE, verdicts)
+            if result_store:
+                connection.executemany(JUDGE, result_store)
             connection.execute("COMMIT")
         except BaseException:
             self._roll_back()
@@ -380,7 +382,7 @@ class SqliteReader:
         """The lease and call of every verdict."""
         return self._connection.execute("SELECT lease_id, call_id FROM verdict")
 
-    def verdict(self, lease_id: str, call_id: str) -> Verdict | None:
+    def recorded_result(self, lease_id: str, call_id: str) -> RecordedResult | None:
         """A verdict, with its outputs."""
         sql = "SELECT identity, doc, lengths, outputs FROM verdict WHERE lease_id = ? AND call_id = ?"
         row = self._connection.execute(sql, (lease_id, call_id)).fetchone()
@@ -391,8 +393,8 @@ class SqliteReader:
         self._connection.close()
 
 
-def _row(lease_id: str, call_id: str, verdict: Verdict) -> tuple[str, str, str, str, str, bytes]:
-    fields, outputs = encode_result(verdict.result)
+def _row(lease_id: str, call_id: str, recorded_result: RecordedResult) -> tuple[str, str, str, str, str, bytes]:
+    fields, outputs = encode_result(recorded_result.result)
     lengths = json.dumps([None if output is None else len(output) for output in outputs])
     whole = outputs[0] if outputs[1] is None and outputs[2] is None else b"".join(output or b"" for output in outputs)
-    return lease_id, call_id, verdict.identity.hex(), encode(fields).decode(), lengths, whole or b""
+    return lease_id, call_id, recorded_result.identity.hex(), encode(fields).decode(), lengths, whole or b""

@@ -20,7 +20,7 @@ from sandbox_server.core.clock import Clock, SystemClock
 from sandbox_server.core.errors import StorageUnavailable
 from sandbox_server.core.execution import Result
 from sandbox_server.core.types import Lease, SandboxState
-from sandbox_server.store.base import OVER, Forgotten, Record, SandboxRecord, SlotRecord, State, Verdict
+from sandbox_server.store.base import OVER, Forgotten, Record, RecordedResult, SandboxRecord, SlotRecord, State
 from sandbox_server.store.codec import name_of, name_of_key
 from sandbox_server.store.file_watch import StateFileReplaced
 from sandbox_server.store.output_files import OutputFiles
@@ -131,12 +131,12 @@ class SqliteStore:
         if record.pool is not None:
             records["pool", record.pool] = None
 
-    def record_verdict(self, lease_id: str, call_id: str, identity: bytes, result: Result) -> None:
+    def record_result(self, lease_id: str, call_id: str, identity: bytes, result: Result) -> None:
         """Queue the end of a call; the first verdict stays, and one of a lease that is over is nobody's."""
         if lease_id not in self._judged or call_id in self._calls.get(lease_id, ()):
             return
         self._calls.setdefault(lease_id, set()).add(call_id)
-        self._pending.judge(lease_id, call_id, Verdict(identity=identity, result=result))
+        self._pending.judge(lease_id, call_id, RecordedResult(identity=identity, result=result))
         while self._pending.output_bytes > MAX_UNWRITTEN_BYTES and self._failure is not None:
             lost_lease, lost_call = self._pending.forget_oldest()
             self._calls[lost_lease].discard(lost_call)
@@ -145,7 +145,7 @@ class SqliteStore:
     def _forget_verdicts(self, lease_id: str) -> None:
         self.outputs.forget(lease_id)
         if self._calls.pop(lease_id, None):
-            self._pending.forget_verdicts(lease_id)
+            self._pending.forget_results(lease_id)
             self._writer.sweep(lease_id)
 
     # Looking.
@@ -186,7 +186,7 @@ class SqliteStore:
                 raise self._unavailable("read", error) from error
         return self._time.lease_from_record(record) if isinstance(record, Lease) else None
 
-    def verdict(self, lease_id: str, call_id: str) -> Verdict | None:
+    def recorded_result(self, lease_id: str, call_id: str) -> RecordedResult | None:
         """What was recorded for this call; from the file, unless it is on its way there.
 
         Raises:
@@ -195,18 +195,18 @@ class SqliteStore:
         if call_id not in self._calls.get(lease_id, ()):
             return None
         for batch in (self._pending, self._writing):
-            verdict = batch.verdicts.get(lease_id, {}).get(call_id) if batch is not None else None
-            if verdict is not None:
-                return verdict
+            recorded_result = batch.result_store.get(lease_id, {}).get(call_id) if batch is not None else None
+            if recorded_result is not None:
+                return recorded_result
         try:
-            return self._with_output(self._reader.verdict(lease_id, call_id))
+            return self._with_output(self._reader.recorded_result(lease_id, call_id))
         except (sqlite3.Error, ValueError) as error:
             raise self._unavailable("read", error) from error
 
-    def _with_output(self, verdict: Verdict | None) -> Verdict | None:
-        if verdict is None or verdict.result.output_file is None:
-            return verdict
-        return replace(verdict, result=replace(verdict.result, output_file=self.outputs.known(verdict.result.output_file)))
+    def _with_output(self, recorded_result: RecordedResult | None) -> RecordedResult | None:
+        if recorded_result is None or recorded_result.result.output_file is None:
+            return recorded_result
+        return replace(recorded_result, result=replace(recorded_result.result, output_file=self.outputs.known(recorded_result.result.output_file)))
 
     def verdict_count(self, lease_id: str) -> int:
         """How many calls of this lease have a verdict."""
@@ -288,8 +288,8 @@ class SqliteStore:
 
     def _failed(self, batch: Batch, error: Exception) -> None:
         self._note_failure(error)
-        for lease_id in [lease_id for lease_id in batch.verdicts if lease_id not in self._calls]:
-            batch.forget_verdicts(lease_id)
+        for lease_id in [lease_id for lease_id in batch.result_store if lease_id not in self._calls]:
+            batch.forget_results(lease_id)
         self._pending = self._pending.on_top_of(batch)
 
     def _note_failure(self, error: Exception) -> None:

@@ -215,10 +215,10 @@ async def test_a_bug_shows_a_request_id_and_no_insides(harness: Harness, monkeyp
 async def test_a_pool_that_cannot_make_sandboxes_says_why(tmp_path: Path) -> None:
     async with open_harness(tmp_path / "state", pools={"default": replace(POOL, min_sandboxes=0)}) as harness:
 
-        async def hopeless(sandbox_id: str) -> None:
-            raise CreateFailed("the image does not exist", hopeless=True)
+        async def permanent(sandbox_id: str) -> None:
+            raise CreateFailed("the image does not exist", permanent=True)
 
-        harness.backend.before_agent = hopeless  # type: ignore[method-assign]
+        harness.backend.before_agent = permanent  # type: ignore[method-assign]
         answer = await harness.http.post("/v1/acquire", json={})
 
         document = check_problem(answer, "backend_unavailable")

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.faults.harness import Report, Run
+from tests.faults.harness import FaultRun, Report
 from tests.faults.history import about
 from tests.support import tables
 
@@ -35,7 +35,7 @@ def main() -> int:
     options = parser.parse_args()
     seed = options.seed if options.seed is not None else secrets.randbelow(1_000_000)
     print(f"seed {seed}, {options.clients} clients, {options.seconds:g} s", flush=True)
-    report = asyncio.run(Run(seed, options.seconds, options.clients).run())
+    report = asyncio.run(FaultRun(seed, options.seconds, options.clients).run())
     for name, count in report.figures.items():
         print(f"{name:56} {count:8,}")
     for what in report.left_out:

@@ -151,7 +151,7 @@ class Model:
 def check(events: Sequence[Event]) -> list[Violation]:
     """Every promise that this history breaks."""
     model = Model(events)
-    rules = (holders, grants, runs, verdicts, endings, answers, markers, ghosts, claims, ends)
+    rules = (holders, grants, runs, result_store, endings, answers, markers, ghosts, claims, ends)
     return [violation for rule in rules for violation in rule(model)]
 
 
@@ -211,7 +211,7 @@ def runs(model: Model) -> Iterator[Violation]:
                 break
 
 
-def verdicts(model: Model) -> Iterator[Violation]:
+def result_store(model: Model) -> Iterator[Violation]:
     """A result that was told once is told again, as long as its lease lives; and it is one that the harness has given cause for."""
     for (lease_id, call_id), told in model.results.items():
         final = [event for event in told if event["result"]["reason"] not in NOT_FINAL]

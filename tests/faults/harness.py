@@ -61,7 +61,7 @@ class Report:
     log: str = ""
 
 
-class Run:
+class FaultRun:
     """One run.
 
     Args:

@@ -53,9 +53,9 @@ def test_an_attack_is_held_off(harness: Harness, matrix: Matrix, attack: Attack)
 
     result = harness.python(attacker, f"KNOWN_JSON = {json.dumps(facts)!r}\n{PRELUDE}{attack.script}")
 
-    verdicts = [line for line in result["output"].splitlines() if line.startswith(("HELD", "BROKE"))]
-    assert verdicts, f"the attack itself is broken: {result}"
-    broken = [line for line in verdicts if line.startswith("BROKE")]
+    result_store = [line for line in result["output"].splitlines() if line.startswith(("HELD", "BROKE"))]
+    assert result_store, f"the attack itself is broken: {result}"
+    broken = [line for line in result_store if line.startswith("BROKE")]
     if attack.key == "forge-verdict":
         assert result["exit_code"] == 41, "the verdict is not the one that the process earned"
     if harness.mode in attack.weak:

@@ -89,7 +89,7 @@ class BookMachine(RuleBasedStateMachine):
         return sum(slot.state is SlotState.READY or (slot.state is SlotState.KEPT and holder[1] is not None and slot.keep == holder) for slot in open_slots)
 
     def _is_open(self, ref: SlotRef) -> bool:
-        return self.book.table.shelves[ref.sandbox_id].open
+        return self.book.table.slots_by_sandbox[ref.sandbox_id].open
 
     # What the pool does after every step.
 
@@ -281,7 +281,7 @@ class BookMachine(RuleBasedStateMachine):
             assert (lease.lease_id, lease.state) == (lease_id, LeaseState.SANDBOX_LOST)
 
     def _add(self, data: st.DataObject) -> None:
-        if len(self.book.table.shelves) < 4:
+        if len(self.book.table.slots_by_sandbox) < 4:
             self._add_sandbox(data.draw(st.integers(1, 3)), clean=data.draw(st.booleans()))
 
     def _add_sandbox(self, count: int, *, clean: bool) -> None:
@@ -296,19 +296,19 @@ class BookMachine(RuleBasedStateMachine):
                 assert self.book.cleaned(ref, 1)
 
     def _open(self, data: st.DataObject) -> None:
-        for sandbox_id in self.book.table.shelves:
+        for sandbox_id in self.book.table.slots_by_sandbox:
             self.book.table.open(sandbox_id)
 
     def _close(self, data: st.DataObject) -> None:
         """A sandbox drains, or cannot be reached."""
-        if self.book.table.shelves:
-            self.book.table.close(data.draw(st.sampled_from(sorted(self.book.table.shelves))))
+        if self.book.table.slots_by_sandbox:
+            self.book.table.close(data.draw(st.sampled_from(sorted(self.book.table.slots_by_sandbox))))
 
     def _lose(self, data: st.DataObject) -> None:
         """A sandbox dies."""
-        if not self.book.table.shelves:
+        if not self.book.table.slots_by_sandbox:
             return
-        sandbox_id = data.draw(st.sampled_from(sorted(self.book.table.shelves)))
+        sandbox_id = data.draw(st.sampled_from(sorted(self.book.table.slots_by_sandbox)))
         lost = {lease.lease_id for lease in self.book.remove_sandbox(sandbox_id, "killed")}
         assert lost == {lease_id for lease_id, busy in self.held.items() if busy.lease.sandbox_id == sandbox_id}
         self.store.put(SandboxRecord(sandbox_id=sandbox_id, pool="p", state=SandboxState.GONE, handle=None, created_at=0.0))
@@ -347,7 +347,7 @@ class BookMachine(RuleBasedStateMachine):
         slots = list(table)
         assert {slot.ref for slot in slots} == self.known_slots, "a slot was lost"
         assert Counter(slot.state for slot in slots) == +table.counts
-        assert table.free == sum(1 for slot in slots if slot.state is SlotState.READY and table.shelves[slot.ref.sandbox_id].open)
+        assert table.free == sum(1 for slot in slots if slot.state is SlotState.READY and table.slots_by_sandbox[slot.ref.sandbox_id].open)
         assert {slot.lease_id for slot in slots if slot.state is SlotState.LEASED} == set(self.book.held) == set(self.held)
         assert all(slot.lease_id is None for slot in slots if slot.state is not SlotState.LEASED)
         assert {slot.ref for slot in slots if slot.state is SlotState.QUARANTINED} == self.dirty & self.known_slots

@@ -75,8 +75,8 @@ class World:
         self.epochs: dict[tuple[str, str], int] = {}
 
     async def start(self) -> None:
-        wiring = PoolDependencies(store=self.store, clock=self.clock, connect=self.backend.connect, timers=self.clock, jitter=lambda: 0.5)
-        self.pools = PoolService({"default": PoolSpec(min_sandboxes=0)}, {"local": self.backend}, self.store, self.clock, wiring=wiring)
+        dependencies = PoolDependencies(store=self.store, clock=self.clock, connect=self.backend.connect, timers=self.clock, jitter=lambda: 0.5)
+        self.pools = PoolService({"default": PoolSpec(min_sandboxes=0)}, {"local": self.backend}, self.store, self.clock, dependencies=dependencies)
         await self.pools.start()
         await settle()
 

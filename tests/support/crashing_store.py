@@ -5,7 +5,7 @@ from __future__ import annotations
 from sandbox_server.core.errors import StorageUnavailable
 from sandbox_server.core.execution import Result
 from sandbox_server.core.types import Lease
-from sandbox_server.store.base import MemoryStore, Record, State, Verdict
+from sandbox_server.store.base import MemoryStore, Record, RecordedResult, State
 from sandbox_server.store.output_files import OutputFiles
 
 
@@ -49,7 +49,7 @@ class CrashingStore:
         written, self._pending = self._pending[:count], self._pending[count:]
         for item in written:
             if isinstance(item, tuple):
-                self.disk.record_verdict(*item)
+                self.disk.record_result(*item)
             else:
                 self.disk.put(item)
 
@@ -61,7 +61,7 @@ class CrashingStore:
         for records in (self.disk.pools, self.disk.sandboxes, self.disk.slots, self.disk.leases, self.disk.keys):
             for record in records.values():
                 self.live.put(record)
-        self.live.verdicts = {lease_id: dict(calls) for lease_id, calls in self.disk.verdicts.items()}
+        self.live.result_store = {lease_id: dict(calls) for lease_id, calls in self.disk.result_store.items()}
 
     def load(self) -> State:
         """What is on the disk."""
@@ -71,14 +71,14 @@ class CrashingStore:
         """The newest record of a lease."""
         return self.live.lease(lease_id)
 
-    def record_verdict(self, lease_id: str, call_id: str, identity: bytes, result: Result) -> None:
+    def record_result(self, lease_id: str, call_id: str, identity: bytes, result: Result) -> None:
         """Queue how a call ended."""
-        self.live.record_verdict(lease_id, call_id, identity, result)
+        self.live.record_result(lease_id, call_id, identity, result)
         self._pending.append((lease_id, call_id, identity, result))
 
-    def verdict(self, lease_id: str, call_id: str) -> Verdict | None:
+    def recorded_result(self, lease_id: str, call_id: str) -> RecordedResult | None:
         """What was recorded for this call."""
-        return self.live.verdict(lease_id, call_id)
+        return self.live.recorded_result(lease_id, call_id)
 
     def verdict_count(self, lease_id: str) -> int:
         """How many calls of this lease have a verdict."""

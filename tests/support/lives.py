@@ -13,7 +13,7 @@ async def kill(pools: PoolService) -> None:
     tasks = [*pools._catalog._watches, *pools._orphans._tasks]
     for pool in pools._pools.values():
         pool._ticker.stop()
-        tasks += [*pool.fleet._tasks.values(), *pool._granting.tasks]
+        tasks += [*pool.fleet._tasks.values(), *pool._grant_service.tasks]
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

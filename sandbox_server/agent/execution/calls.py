@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Callable, Mapping
 from sandbox_server.agent.errors import InvalidArgs, UnknownTool
 from sandbox_server.agent.execution import evidence
 from sandbox_server.agent.execution.framed import Framed
-from sandbox_server.agent.execution.journal import Verdict
+from sandbox_server.agent.execution.journal import CallOutcome
 from sandbox_server.agent.execution.output import Kept, Sink
 from sandbox_server.agent.execution.process_kill import end_tree
 from sandbox_server.agent.execution.process_tree import ProcessTree
@@ -100,13 +100,13 @@ class Call:
         "_slot",
         "_started",
         "_stood_still_s",
-        "company",
+        "concurrent_calls",
         "loop",
+        "outcome",
         "run",
         "sinks",
         "spec",
         "started_at",
-        "verdict",
         "watchers",
     )  # fmt: skip
 
@@ -117,11 +117,11 @@ class Call:
         self.started_at = time.time()
         self._started = self.loop.time()
         self._last_output = self._started
-        self._done: list[Callable[[Verdict], None]] = []
+        self._done: list[Callable[[CallOutcome], None]] = []
         self.watchers: list[Callable[[], None]] = []
         self.sinks: list[Sink] = []
         self.run: ProcessTree | None = None
-        self.verdict: Verdict | None = None
+        self.outcome: CallOutcome | None = None
         self._framed: Framed | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._silence: asyncio.TimerHandle | None = None
@@ -131,9 +131,9 @@ class Call:
         self._max_rss_bytes = 0
         self._processor: ProcessorWatch | None = None
         self._limits_before: dict[str, int] = {}
-        self.company = False  # something else of the slot ran beside it
+        self.concurrent_calls = False  # something else of the slot ran beside it
 
-    def on_done(self, callback: Callable[[Verdict], None]) -> None:
+    def on_done(self, callback: Callable[[CallOutcome], None]) -> None:
         """Hear the verdict."""
         self._done.append(callback)
 
@@ -173,7 +173,7 @@ class Call:
 
     def _spawn(self, plan: Command | tool_registry.FileTool) -> None:
         body = self._slot.current_body()
-        self._limits_before, self.company = evidence.limits_of(body, self._slot.joined_by(self))
+        self._limits_before, self.concurrent_calls = evidence.limits_of(body, self._slot.joined_by(self))
         if isinstance(plan, Command):
             run = self.run = ProcessTree(body, self._slot.drains, self.sinks, self)
             run.start(spawn_request(body.shell, body.workspace, plan), plan.stdin, plan.script)
@@ -208,7 +208,7 @@ class Call:
     def ended(self, status: int, cpu_s: float, max_rss_bytes: int) -> None:
         """See `runs.Owner`."""
         self._cpu_s, self._max_rss_bytes = cpu_s, max_rss_bytes
-        if self._ending is not None or self.verdict is not None:
+        if self._ending is not None or self.outcome is not None:
             return  # its tree is being ended; that decides
         if self.run is not None:
             self.run.collect()
@@ -223,7 +223,7 @@ class Call:
         self._finish(reason, exit_code=code, error=sentence, metadata=proof)
 
     def _of_exit(self, status: int, code: int) -> tuple[str, str, dict[str, Any]]:
-        return evidence.of_exit(self._slot.body, self._limits_before, self.company, status, code, self._max_rss_bytes, self._slot.limits)
+        return evidence.of_exit(self._slot.body, self._limits_before, self.concurrent_calls, status, code, self._max_rss_bytes, self._slot.limits)
 
     def _tool_ended(self, status: int) -> None:
         framed = self._framed
@@ -243,7 +243,7 @@ class Call:
 
     def refused(self, number: int, where: str) -> None:
         """See `runs.Owner`."""
-        if self.verdict is not None:
+        if self.outcome is not None:
             return
         if self.run is not None:
             self.run.collect()
@@ -253,7 +253,7 @@ class Call:
 
     def init_lost(self, detail: str) -> None:
         """See `runs.Owner`."""
-        if self.verdict is None and self._ending is None:  # a tree that is being ended decides itself
+        if self.outcome is None and self._ending is None:  # a tree that is being ended decides itself
             reason, sentence, metadata = evidence.of_lost_init(self._slot.body, self._limits_before, detail)
             self._finish(reason, error=sentence, metadata=metadata)
 
@@ -262,7 +262,7 @@ class Call:
     def _timed_out(self, due: float) -> None:
         self._catch_up()
         late = self._given_back(due)
-        if late and self.verdict is None:
+        if late and self.outcome is None:
             self._deadline = self.loop.call_later(late, self._end, "timeout")
         else:
             self._end("timeout")
@@ -276,7 +276,7 @@ class Call:
         silent = self.loop.time() - self._last_output
         if silent >= limit and not self._given_back(self._last_output + limit):
             self._end("no_output_timeout")
-        elif self.verdict is None:
+        elif self.outcome is None:
             self._silence = self.loop.call_later(max(limit - silent, self._stood_still_s), self._look_for_silence)
 
     def _catch_up(self) -> None:
@@ -298,7 +298,7 @@ class Call:
         self._end("cancelled")
 
     def _end(self, reason: str) -> None:
-        if self._ending is None and self.verdict is None:
+        if self._ending is None and self.outcome is None:
             self._ending = reason
             self._slot.spawn_task(self._end_tree(reason))
 
@@ -320,12 +320,12 @@ class Call:
             await self.run.reported(_REPORT_WITHIN_S)
             # The first process knows nothing of those of its tree that it had not waited for when they were killed.
             self._cpu_s = max(self._cpu_s, self.run.killed_cpu_s)
-        if self.verdict is None:
+        if self.outcome is None:
             self._finish(reason, error=_sentence(reason, self.spec), metadata={"evidence": proof})
 
     def abandon(self, lost: str | None = None) -> None:
         """The slot is being reset: the verdict is `cancelled`, now; the reset ends the processes. Or it is `lost` with all the sandbox, and why."""
-        if self.verdict is not None:
+        if self.outcome is not None:
             return
         if lost is not None:
             self._finish("sandbox_lost", error="the sandbox has ended: %s" % lost, metadata={"evidence": {"agent": lost}})
@@ -343,15 +343,15 @@ class Call:
             self._cpu_s = max(self._cpu_s, self._processor.used_s())
             self._processor.close()
         outputs: list[Kept] = [sink.finish() for sink in self.sinks]
-        verdict = self.verdict = Verdict(
+        outcome = self.outcome = CallOutcome(
             self.spec.call_id, reason, exit_code, error, self.started_at, self.loop.time() - self._started, self._cpu_s, self._max_rss_bytes, tool_ok,
             metadata if metadata is not None else {}, outputs, self.spec.encoding,
         )  # fmt: skip
         self._slot.live.discard(self)
-        self._slot.journal.end(self.spec.call_id, verdict)
+        self._slot.journal.end(self.spec.call_id, outcome)
         done, self._done = self._done, []
         for callback in done:
-            callback(verdict)
+            callback(outcome)
         for watcher in self.watchers:
             watcher()
 

@@ -39,7 +39,7 @@ def of_lost_init(body: SlotRuntime | None, before: dict[str, int], detail: str) 
     if "oom" in rose:
         proof = {"oom_kills": rose["oom"], "init": detail, "own_work": True}
         return "oom", "the slot's memory limit was reached, and the kernel killed its init for it", {"evidence": proof}
-    known: dict[str, Any] = {"own_work": True} if body is not None and body.link.own_work else {}
+    known: dict[str, Any] = {"own_work": True} if body is not None and body.link.self_inflicted else {}
     if "oom_elsewhere" in rose:
         known["oom_kills_below_own_limit"] = rose["oom_elsewhere"]
     return "sandbox_lost", "the slot has lost its init: %s" % detail, {"evidence": {"init": detail, **known}}
@@ -63,7 +63,7 @@ def signal_name(number: int) -> str:
 
 
 def of_exit(
-    body: SlotRuntime | None, before: dict[str, int], company: bool, status: int, code: int, max_rss_bytes: int, limits: Limits
+    body: SlotRuntime | None, before: dict[str, int], concurrent_calls: bool, status: int, code: int, max_rss_bytes: int, limits: Limits
 ) -> tuple[str, str, dict[str, Any]]:
     """The reason of a process that has ended.
 
@@ -85,7 +85,7 @@ def of_exit(
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXFSZ:
         return "resource_limit", "a file grew past the slot's limit of %d MiB" % limits.max_file_mb, {"evidence": proof}
     near = [_LIMITED[name] for name in _LIMITED if name in rose]
-    if near and company:
+    if near and concurrent_calls:
         return "exit", "", {"evidence": {**proof, "ambiguous": True, "limits_near": near}}
     if "oom" in rose:
         return "oom", "a process of the call was killed: the slot's memory limit was reached", {"evidence": proof}

@@ -16,7 +16,7 @@ NOT_RECORDED = frozenset({"backend_error", "call_conflict", "not_implemented"})
 
 
 @dataclasses.dataclass
-class Verdict:
+class CallOutcome:
     """How a call ended. `outputs`: one, or standard output and error apart."""
 
     call_id: str
@@ -75,7 +75,7 @@ class Entry:
 
     identity: bytes
     call: Any
-    verdict: Verdict | None = None
+    outcome: CallOutcome | None = None
 
 
 def identity(tool: str, args: Mapping[str, Any]) -> bytes:
@@ -112,15 +112,15 @@ class Journal:
         entry = self._entries[call_id] = Entry(what, call)
         return entry
 
-    def end(self, call_id: str, verdict: Verdict) -> None:
+    def end(self, call_id: str, outcome: CallOutcome) -> None:
         """A call has its verdict. What is not to be recorded is forgotten, so that asking again may fetch the real one."""
-        if verdict.reason in NOT_RECORDED:
+        if outcome.reason in NOT_RECORDED:
             del self._entries[call_id]
             return
         entry = self._entries[call_id]
         entry.call = None
-        entry.verdict = verdict
+        entry.outcome = outcome
 
     def running(self) -> list[Any]:
         """The calls that have no verdict yet."""
-        return [entry.call for entry in self._entries.values() if entry.verdict is None]
+        return [entry.call for entry in self._entries.values() if entry.outcome is None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Callable
 
-from sandbox_server.agent.execution.journal import Verdict
+from sandbox_server.agent.execution.journal import CallOutcome
 from sandbox_server.agent.slots.slots import Slot
 
 
@@ -17,16 +17,16 @@ class Unfetched:
         fetched: hears, once, that the output was fetched.
     """
 
-    def __init__(self, slot: Slot, verdict: Verdict, fetched: Callable[[], None]) -> None:
+    def __init__(self, slot: Slot, outcome: CallOutcome, fetched: Callable[[], None]) -> None:
         self._spool = slot.spool
-        self._verdict = verdict
+        self._outcome = outcome
         self._fetched = fetched
-        for kept in verdict.outputs:
+        for kept in outcome.outputs:
             self._spool.hold(kept)
-        verdict.on_fetched.append(fetched)
+        outcome.on_fetched.append(fetched)
 
     def let_go(self) -> None:
         """It may be evicted again."""
-        self._verdict.on_fetched.remove(self._fetched)
-        for kept in self._verdict.outputs:
+        self._outcome.on_fetched.remove(self._fetched)
+        for kept in self._outcome.outputs:
             self._spool.let_go(kept)

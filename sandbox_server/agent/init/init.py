@@ -18,7 +18,7 @@ import time
 from sandbox_server.agent.init import privileges, tracees
 from sandbox_server.agent.init.oom_score import OF_SPAWNED, SLOT_FLOOR
 from sandbox_server.agent.init.priority import take_ordinary_priority
-from sandbox_server.agent.init.spawned_trees import Runs
+from sandbox_server.agent.init.spawned_trees import SpawnedTrees
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Init:
     def __init__(self, sock: socket.socket, config: Mapping[str, Any], oom_fd: int) -> None:
         self._sock = sock
         self._config = config
-        self._runs = Runs(config)
+        self._runs = SpawnedTrees(config)
         self._env: Dict[str, str] = config["env"]
         self._null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
         self._privileged = config["mode"] == "uid"

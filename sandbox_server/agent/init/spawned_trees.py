@@ -46,7 +46,7 @@ class ProcessTree:
         return start > self.started or (start == self.started and 0 < (pid - self.pid) % _PIDS < _PIDS // 2)
 
 
-class Runs:
+class SpawnedTrees:
     """What init runs, and how to end it.
 
     Args:

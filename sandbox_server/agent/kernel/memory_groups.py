@@ -282,13 +282,13 @@ class MemoryGroups:
                 _remove_tree(path) if path == self.own else _rmdir(path)
 
 
-def mark_ended(folder: str, own_work: bool) -> None:
+def mark_ended(folder: str, self_inflicted: bool) -> None:
     """Leave a mark for its own agent on a slot's group: its slot was ended by another for want of memory. (A file would take memory.)
 
     That is the sticky bit, and the bit for the group's id too where the slot had filled the memory alone.
     """
     with contextlib.suppress(FileNotFoundError):
-        os.chmod(folder, stat.S_IMODE(os.stat(folder).st_mode) | stat.S_ISVTX | (stat.S_ISGID if own_work else 0))
+        os.chmod(folder, stat.S_IMODE(os.stat(folder).st_mode) | stat.S_ISVTX | (stat.S_ISGID if self_inflicted else 0))
 
 
 def was_ended(folder: str) -> bool:

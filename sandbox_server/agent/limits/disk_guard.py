@@ -134,8 +134,8 @@ class DiskGuard:
         self._not_before[device] = self._loop.time() + _AGAIN_AFTER_S  # the slot is reset meanwhile, which deletes what it has
         self._deleted_until = self._loop.time() + _DELETED_WITHIN_S
         others = [(other.size_bytes, other.entries) for slot, other in uses if slot is not chosen]
-        own_work = reserve.is_broken_by((use.size_bytes, use.entries), others, space)
-        await self._end(chosen.body, LimitEnd("resource_limit", error, evidence, own_work))
+        self_inflicted = reserve.is_broken_by((use.size_bytes, use.entries), others, space)
+        await self._end(chosen.body, LimitEnd("resource_limit", error, evidence, self_inflicted))
 
     async def _measure(self, device: int | None) -> list[tuple[SlotFolders, DiskUse]]:
         """What each slot takes of one file system, or of all; one slot after the other, in a thread."""
@@ -155,7 +155,7 @@ class DiskGuard:
                 used, limit = use.size_bytes // MIB, slot_bytes // MIB
                 error = "the slot took %d MiB of disk, and may take %d MiB" % (used, limit)
                 evidence = {"used_mb": used, "limit_mb": limit, "entries": use.entries, "measured_by": "accounting"}
-                await self._end(slot.body, LimitEnd("resource_limit", error, evidence, own_work=True))
+                await self._end(slot.body, LimitEnd("resource_limit", error, evidence, self_inflicted=True))
 
     async def _end(self, body: SlotRuntime, end: LimitEnd) -> None:
         await end_for_limit(body, end)

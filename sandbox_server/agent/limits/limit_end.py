@@ -28,18 +28,18 @@ class LimitEnd:
     reason: str
     error: str
     evidence: Mapping[str, Any]
-    own_work: bool
+    self_inflicted: bool
 
     def metadata(self) -> dict[str, Any]:
         """The metadata of a call that ended with the slot."""
-        return {"evidence": {**self.evidence, "slot_ended": True, **({"own_work": True} if self.own_work else {"ambiguous": True})}}
+        return {"evidence": {**self.evidence, "slot_ended": True, **({"own_work": True} if self.self_inflicted else {"ambiguous": True})}}
 
 
 async def end_for_limit(body: SlotRuntime, end: LimitEnd) -> None:
     """End every process of a slot; its calls end with this reason, whatever else is seen of their end."""
     log.warning("a slot is ended: %s", end.error, extra={"slot_id": body.slot_id, "detail": str(dict(end.evidence))})
     body.limit_end = end
-    await end_slot(body, end.error, own_work=end.own_work)
+    await end_slot(body, end.error, self_inflicted=end.self_inflicted)
 
 
 def limit_end_of(body: SlotRuntime | None) -> LimitEnd | None:

@@ -171,7 +171,7 @@ class AccountingGuard:
     def _over_ceiling(self, size: int) -> LimitEnd:
         used, limit = size // MIB, self._plan.ceiling_bytes // MIB
         evidence = {"used_mb": used, "limit_mb": limit, "measured_by": "accounting"}
-        return LimitEnd("oom", "the slot used %d MiB of memory, and may use %d MiB" % (used, limit), evidence, own_work=True)
+        return LimitEnd("oom", "the slot used %d MiB of memory, and may use %d MiB" % (used, limit), evidence, self_inflicted=True)
 
     def _above_share(self, usage: Usage, others: Sequence[int], what: str) -> LimitEnd:
         used, share = usage.used_bytes // MIB, usage.share_bytes // MIB

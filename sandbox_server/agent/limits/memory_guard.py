@@ -130,13 +130,13 @@ class MemoryGuard:
         group_bytes = self._groups.used_bytes(folder)
         others = [other.used_bytes for other_slot, other in usages if other_slot is not slot]
         left_bytes = max(0, group_bytes - usage.used_bytes - sum(others))
-        own_work = fills_alone(usage.used_bytes, [*others, left_bytes], limit)
+        self_inflicted = fills_alone(usage.used_bytes, [*others, left_bytes], limit)
         body = self._body_of(slot.path)
         if body is not None:
             self._await_end(slot.path, now)
-            await end_for_limit(body, self._end_of(folder, limit, usage, group_bytes, own_work))
+            await end_for_limit(body, self._end_of(folder, limit, usage, group_bytes, self_inflicted))
         elif not slot.own:
-            self._leave_to_others(slot, now, own_work)
+            self._leave_to_others(slot, now, self_inflicted)
 
     def _is_awaited(self, now: float) -> bool:
         """Whether the memory of a slot that was ended is still being given back."""
@@ -157,7 +157,7 @@ class MemoryGuard:
                 return body
         return None
 
-    def _end_of(self, folder: str, limit: int, usage: Usage, group_bytes: int, own_work: bool) -> LimitEnd:
+    def _end_of(self, folder: str, limit: int, usage: Usage, group_bytes: int, self_inflicted: bool) -> LimitEnd:
         whose = "the machine's" if folder == self._groups.machine else "the sandbox's"
         evidence = {
             "used_mb": usage.used_bytes // MIB,
@@ -167,15 +167,15 @@ class MemoryGuard:
             "group_limit_mb": limit // MIB,
         }
         text = "%s memory for slots was full, and this slot was furthest above its share: %d MiB of %d MiB"
-        return LimitEnd("oom", text % (whose, evidence["used_mb"], evidence["share_mb"]), evidence, own_work)
+        return LimitEnd("oom", text % (whose, evidence["used_mb"], evidence["share_mb"]), evidence, self_inflicted)
 
-    def _leave_to_others(self, slot: SlotGroup, now: float, own_work: bool) -> None:
+    def _leave_to_others(self, slot: SlotGroup, now: float, self_inflicted: bool) -> None:
         """Its own agent looks, too. Only if it does nothing, the slot is ended from here, so that its calls end as those of a slot ended for memory."""
         if self._chosen is None or self._chosen[0] != slot.path:
             self._chosen = (slot.path, now)
         elif now - self._chosen[1] > OTHERS_WITHIN_S:
             log.warning("a slot of another agent is ended for want of memory, because that agent does not: %s", slot.path)
-            mark_ended(slot.path, own_work)
+            mark_ended(slot.path, self_inflicted)
             self._await_end(slot.path, now)
             for pid in self._groups.processes(slot.path):
                 _kill_member(pid, slot.path, self._groups)

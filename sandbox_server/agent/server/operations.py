@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Awaitable, Callable, Deque, Mapping, Sequ
 
 from sandbox_server.agent.errors import InvalidArgs, Refused
 from sandbox_server.agent.execution.calls import Call, parse_spec
-from sandbox_server.agent.execution.journal import Verdict
+from sandbox_server.agent.execution.journal import CallOutcome
 from sandbox_server.agent.execution.output import Kept, Sink
 from sandbox_server.agent.execution.unfetched import Unfetched
 from sandbox_server.agent.server.connections import Handler, Stream
@@ -82,12 +82,12 @@ class Calls:
         self._busy = True
         self._slot.submit(spec, self._done)
 
-    def _done(self, verdict: Verdict) -> None:
-        if self._fetches and self._stream.open and verdict.is_large:
-            self._unfetched = Unfetched(self._slot, verdict, self._go_on)
-            self._stream.send_item(verdict.head())
+    def _done(self, outcome: CallOutcome) -> None:
+        if self._fetches and self._stream.open and outcome.is_large:
+            self._unfetched = Unfetched(self._slot, outcome, self._go_on)
+            self._stream.send_item(outcome.head())
             return
-        self._stream.send_item(*verdict.item())
+        self._stream.send_item(*outcome.item())
         if self._stream.queued_bytes:
             self._stream.on_drained = self._drained  # results that nobody takes yet wait here, in memory: no more of them until then
         else:
@@ -136,11 +136,11 @@ class Calls:
             self._go_on()
 
 
-def _send_verdict(stream: Stream, verdict: Verdict, fetches: bool) -> None:
-    if fetches and verdict.is_large:
-        stream.send_item(verdict.head())
+def _send_outcome(stream: Stream, outcome: CallOutcome, fetches: bool) -> None:
+    if fetches and outcome.is_large:
+        stream.send_item(outcome.head())
     else:
-        stream.send_item(*verdict.item())
+        stream.send_item(*outcome.item())
 
 
 def _blank(meta: Mapping[str, Any], reason: str, error: str, metadata: Mapping[str, Any]) -> dict[str, Any]:
@@ -242,7 +242,7 @@ async def call_status(stream: Stream, slot: Slot, call_id: Any, fetches: bool) -
     if isinstance(found, Call):
         stream.end({"state": "running", "output_bytes": found.output_bytes, "started_at": found.started_at, "encoding": found.spec.encoding})
     else:
-        _send_verdict(stream, found, fetches)
+        _send_outcome(stream, found, fetches)
         stream.end({"state": "done"})
 
 
@@ -274,8 +274,8 @@ async def attach(stream: Stream, slot: Slot, call_id: Any, offset: Any, fetches:
     at = _offset(offset)
     found = slot.find_call(call_id)
     while isinstance(found, Call):
-        if found.verdict is not None:
-            found = found.verdict
+        if found.outcome is not None:
+            found = found.outcome
             break
         chunk = found.sinks[0].read(at, _CHUNK_BYTES) if at < found.sinks[0].available else b""
         if not chunk:
@@ -285,7 +285,7 @@ async def attach(stream: Stream, slot: Slot, call_id: Any, offset: Any, fetches:
         if not await stream.send_data(chunk):
             return
     await _send_whole(stream, found, [kept.available for kept in found.outputs], at)
-    _send_verdict(stream, found, fetches)
+    _send_outcome(stream, found, fetches)
     stream.end()
 
 
@@ -303,12 +303,12 @@ async def _wait_for_more(call: Call) -> None:
         call.watchers.remove(happened)
 
 
-async def _send_whole(stream: Stream, found: Call | Verdict, sizes: Sequence[int], at: int) -> None:
+async def _send_whole(stream: Stream, found: Call | CallOutcome, sizes: Sequence[int], at: int) -> None:
     """So much of each output, as one run of bytes, from an offset on. A call may end meanwhile; its outputs then are its verdict's."""
     start = 0
     for which, size in enumerate(sizes):
         while start <= at < start + size:
-            source = found.verdict if isinstance(found, Call) and found.verdict is not None else found
+            source = found.outcome if isinstance(found, Call) and found.outcome is not None else found
             output: Sink | Kept = source.sinks[which] if isinstance(source, Call) else source.outputs[which]
             chunk = output.read(at - start, min(_CHUNK_BYTES, start + size - at))
             at += len(chunk)
@@ -369,14 +369,14 @@ async def quiet(stream: Stream, slot: Slot, epoch: Any) -> None:
         running = slot.journal.running()
         if not running:
             break
-        await _wait_for_verdict(running[0])
+        await _wait_for_outcome(running[0])
     stream.end()
 
 
-async def _wait_for_verdict(call: Call) -> None:
+async def _wait_for_outcome(call: Call) -> None:
     over: asyncio.Future[None] = asyncio.get_event_loop().create_future()
 
-    def happened(_: Verdict) -> None:
+    def happened(_: CallOutcome) -> None:
         if not over.done():
             over.set_result(None)
 

@@ -36,7 +36,7 @@ class RuntimePool:
         self.trash = trash
         self.caches = caches
         self._wanted = config.wanted_spares
-        self._shelf: Deque[SlotRuntime] = deque()
+        self._sandbox_slots: Deque[SlotRuntime] = deque()
         self._starting = 0
         self._names = 0
         self._limit = asyncio.Semaphore(STARTS_AT_ONCE)
@@ -51,8 +51,8 @@ class RuntimePool:
         Raises:
             StartFailed: with the error it met.
         """
-        while network == self.config.network and self._shelf:
-            body = self._shelf.popleft()
+        while network == self.config.network and self._sandbox_slots:
+            body = self._sandbox_slots.popleft()
             self.refill()
             if not body.link.closed:
                 return body
@@ -105,11 +105,11 @@ class RuntimePool:
 
     def prepared(self) -> list[SlotRuntime]:
         """What is on the shelf."""
-        return list(self._shelf)
+        return list(self._sandbox_slots)
 
     def refill(self) -> None:
         """Start what is missing on the shelf, behind."""
-        while not self._closed and len(self._shelf) + self._starting < self._wanted:
+        while not self._closed and len(self._sandbox_slots) + self._starting < self._wanted:
             self._starting += 1
             task = asyncio.get_event_loop().create_task(self._prepare())
             self._tasks.add(task)
@@ -127,12 +127,12 @@ class RuntimePool:
         if self._closed:
             await self.end(body, keep=False)
         else:
-            self._shelf.append(body)
+            self._sandbox_slots.append(body)
 
     async def close(self) -> None:
         """End what is on the shelf."""
         self._closed = True
         if self._tasks:
             await asyncio.wait(self._tasks)
-        while self._shelf:
-            await self.end(self._shelf.popleft(), keep=False)
+        while self._sandbox_slots:
+            await self.end(self._sandbox_slots.popleft(), keep=False)

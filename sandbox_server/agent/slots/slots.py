@@ -13,7 +13,7 @@ from sandbox_server.agent.errors import Refused, StartFailed
 from sandbox_server.agent.execution.calls import Call, Spec
 from sandbox_server.agent.execution.drains import Drains
 from sandbox_server.agent.execution.evidence import of_lost_init
-from sandbox_server.agent.execution.journal import Journal, Verdict, identity
+from sandbox_server.agent.execution.journal import CallOutcome, Journal, identity
 from sandbox_server.agent.execution.output import Spool
 from sandbox_server.agent.execution.tools.jobs import Jobs
 from sandbox_server.agent.isolation.base import SlotRuntime
@@ -150,15 +150,15 @@ class Slot:
 
     # Calls.
 
-    def submit(self, spec: Spec, on_done: Callable[[Verdict], None]) -> None:
+    def submit(self, spec: Spec, on_done: Callable[[CallOutcome], None]) -> None:
         """Run a call, join it, or repeat its verdict: it never runs twice."""
         what = identity(spec.tool, spec.args)
         entry = self.journal.get(spec.call_id)
         if entry is not None:
             if entry.identity != what:
                 on_done(_refusal(spec, "call_conflict", "the call id %s was used with other arguments" % spec.call_id))
-            elif entry.verdict is not None:
-                on_done(entry.verdict)
+            elif entry.outcome is not None:
+                on_done(entry.outcome)
             else:
                 entry.call.on_done(on_done)
             return
@@ -172,17 +172,17 @@ class Slot:
 
     def joined_by(self, call: Call) -> bool:
         """A call gets processes; whether it has company by other calls or jobs. They have its company from now on as well."""
-        company = bool(self.live) or self.jobs.running > 0
+        concurrent_calls = bool(self.live) or self.jobs.running > 0
         self.keep_company()
         self.live.add(call)
-        return company
+        return concurrent_calls
 
     def keep_company(self) -> None:
         """Something begins to run beside the calls that do."""
         for call in self.live:
-            call.company = True
+            call.concurrent_calls = True
 
-    def find_call(self, call_id: Any) -> Call | Verdict:
+    def find_call(self, call_id: Any) -> Call | CallOutcome:
         """A call that runs, or its verdict.
 
         Raises:
@@ -191,8 +191,8 @@ class Slot:
         entry = self.journal.get(call_id) if isinstance(call_id, str) else None
         if entry is None:
             raise Refused("call_not_found", "there is no call %s" % ascii(call_id))
-        if entry.verdict is not None:
-            return entry.verdict
+        if entry.outcome is not None:
+            return entry.outcome
         call: Call = entry.call
         return call
 
@@ -249,6 +249,6 @@ class Slot:
             await self._bodies.end(body, keep=False)
 
 
-def _refusal(spec: Spec, reason: str, error: str, metadata: dict[str, Any] | None = None) -> Verdict:
+def _refusal(spec: Spec, reason: str, error: str, metadata: dict[str, Any] | None = None) -> CallOutcome:
     metadata = {"evidence": {"ran": False}, **(metadata or {})}
-    return Verdict(spec.call_id, reason, None, error, time.time(), 0.0, 0.0, 0, False, metadata, ())
+    return CallOutcome(spec.call_id, reason, None, error, time.time(), 0.0, 0.0, 0, False, metadata, ())

@@ -49,10 +49,10 @@ def drop_idle(fleet: Fleet, book: LeaseBook, now: float) -> None:
                 cache.idle_since = now if cache.record.lease_id is None else float("-inf")
             if not cache.dropping and sandbox.reachable and not sandbox.destroying and cache.idle_since + KEPT_S <= now:
                 cache.dropping = True
-                fleet.keepers[sandbox.sandbox_id].drop_cache(cache)
+                fleet.supervisors[sandbox.sandbox_id].drop_cache(cache)
 
 
 def _is_used(cache: Cache, book: LeaseBook) -> bool:
     if cache.record.lease_id is not None:
         return cache.record.lease_id in book.held
-    return bool(book.holdings.of_run(cache.record.tenant, cache.record.run_id))
+    return bool(book.lease_index.of_run(cache.record.tenant, cache.record.run_id))

@@ -38,7 +38,7 @@ class FleetListener(Protocol):
     def lease_over(self, lease: Lease) -> None:
         """A lease has ended."""
 
-    def hope_lost(self, why: str) -> None:
+    def on_permanent_error(self, why: str) -> None:
         """No sandbox can be made until something changes; who waits for one need not."""
 
 
@@ -53,13 +53,13 @@ class Fleet:
         wiring: clock, store, timers, how to connect.
     """
 
-    def __init__(self, pool: FleetListener, book: LeaseBook, backend: Backend, budget: CreationBudget, wiring: PoolDependencies) -> None:
+    def __init__(self, pool: FleetListener, book: LeaseBook, backend: Backend, budget: CreationBudget, dependencies: PoolDependencies) -> None:
         self.sandboxes: dict[str, Sandbox] = {}
-        self.keepers: dict[str, SandboxSupervisor] = {}
+        self.supervisors: dict[str, SandboxSupervisor] = {}
         #: those found on record of which nobody knows yet whether they are there
         self.adopting: set[str] = set()
         self.last_error: str | None = None
-        self.hopeless: str | None = None
+        self.permanent_error: str | None = None
         #: whether the last sandbox that was to be made could not be, the backend's requests for patience aside
         self.creating_fails = False
         self.retry_at = 0.0
@@ -68,7 +68,7 @@ class Fleet:
         self._book = book
         self._backend = backend
         self._budget = budget
-        self._wiring = wiring
+        self._dependencies = dependencies
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._failures = 0
         #: adopted leases under which commands may still run, by sandbox
@@ -78,8 +78,8 @@ class Fleet:
 
     def create(self, spec: PoolSpec) -> None:
         """Make one."""
-        pool, clock = self._pool.pool_id, self._wiring.clock
-        sandbox = Sandbox(sandbox_id=self._wiring.sandbox_id(), pool=pool.name, pool_tenant=pool.tenant, spec=spec, created_wall=clock.wall())
+        pool, clock = self._pool.pool_id, self._dependencies.clock
+        sandbox = Sandbox(sandbox_id=self._dependencies.sandbox_id(), pool=pool.name, pool_tenant=pool.tenant, spec=spec, created_wall=clock.wall())
         self.sandbox_changed(sandbox)
         self._tell("starting", sandbox)
         self._keep(sandbox)
@@ -87,7 +87,7 @@ class Fleet:
     def adopt(self, records: Iterable[SandboxRecord], spec: PoolSpec) -> None:
         """Find again what an earlier life of this service made, as far as it was whole; the rest is destroyed. Before the book is restored."""
         for record in records:
-            sandbox = Sandbox.restored(record, spec, self._wiring.clock)
+            sandbox = Sandbox.restored(record, spec, self._dependencies.clock)
             if sandbox.boot is None or sandbox.state is SandboxState.FAILED:
                 sandbox.destroying = True
                 if sandbox.state is SandboxState.STARTING:
@@ -101,25 +101,25 @@ class Fleet:
 
     def begin(self) -> None:
         """Go and find those that were adopted. Calls may still run under their leases, so that these do not end before the agents have spoken."""
-        for lease_id, holding in self._book.held.items():
-            holding.unsure = True
-            self._not_quiet.setdefault(holding.lease.sandbox_id, set()).add(lease_id)
+        for lease_id, held_lease in self._book.held.items():
+            held_lease.unsure = True
+            self._not_quiet.setdefault(held_lease.lease.sandbox_id, set()).add(lease_id)
         for sandbox in list(self.sandboxes.values()):
             self._keep(sandbox)
             if sandbox.destroying:
-                self.keepers[sandbox.sandbox_id].end()
+                self.supervisors[sandbox.sandbox_id].end()
 
     def _keep(self, sandbox: Sandbox) -> None:
         self.sandboxes[sandbox.sandbox_id] = sandbox
-        keeper = self.keepers[sandbox.sandbox_id] = SandboxSupervisor(sandbox, self, self._backend, self._budget, self._wiring)
-        task = self._tasks[sandbox.sandbox_id] = asyncio.create_task(keeper.run())
+        supervisor = self.supervisors[sandbox.sandbox_id] = SandboxSupervisor(sandbox, self, self._backend, self._budget, self._dependencies)
+        task = self._tasks[sandbox.sandbox_id] = asyncio.create_task(supervisor.run())
         task.add_done_callback(lambda task: self._tasks.pop(sandbox.sandbox_id, None))
 
     def drain(self, sandbox: Sandbox, why: str, *, by: str | None = None) -> None:
         """No new leases there; the plan retires it when the last one ends. `by`: the tenant that wants it; None: the service itself."""
         sandbox.why = why
         sandbox.happen(SandboxEvent.DRAIN)
-        if sandbox.sandbox_id in self._book.table.shelves:
+        if sandbox.sandbox_id in self._book.table.slots_by_sandbox:
             self._book.table.close(sandbox.sandbox_id)
         self.sandbox_changed(sandbox)
         self._tell("draining", sandbox, detail=why, by=by)
@@ -132,16 +132,16 @@ class Fleet:
         if sandbox.state is not SandboxState.DRAINING:
             self.drain(sandbox, why)
         self._end_leases(sandbox, why)
-        self.keepers[sandbox.sandbox_id].end()
+        self.supervisors[sandbox.sandbox_id].end()
 
     def reset(self, orders: Iterable[ResetOrder]) -> None:
         """Have agents reset slots."""
         for order in orders:
             sandbox = self.sandboxes[order.ref.sandbox_id]
-            sandbox.idle_since = self._wiring.clock.monotonic()
-            keeper = self.keepers.get(sandbox.sandbox_id)
-            if keeper is not None:
-                keeper.reset(order)
+            sandbox.idle_since = self._dependencies.clock.monotonic()
+            supervisor = self.supervisors.get(sandbox.sandbox_id)
+            if supervisor is not None:
+                supervisor.reset(order)
 
     async def stop(self, *, destroy: bool) -> None:
         """Destroy them all, or leave those that are whole to whoever adopts them."""
@@ -154,57 +154,57 @@ class Fleet:
                 task.cancel()
         await asyncio.gather(*tasks.values(), return_exceptions=True)
 
-    def forgive(self) -> None:
+    def clear_backoff(self) -> None:
         """What lives long enough shows that creating works."""
-        now = self._wiring.clock.monotonic()
+        now = self._dependencies.clock.monotonic()
         if self._failures and any(s.state is SandboxState.READY and now - (s.ready_at or now) >= SHORT_LIFE_S for s in self.sandboxes.values()):
             self._failures = 0
 
-    def hope_again(self) -> None:
+    def forget_permanent_error(self) -> None:
         """The spec has changed: what could not be made may be made now."""
-        self._failures, self.retry_at, self.hopeless, self.last_error = 0, 0.0, None, None
+        self._failures, self.retry_at, self.permanent_error, self.last_error = 0, 0.0, None, None
         self.creating_fails = False
 
     def _end_leases(self, sandbox: Sandbox, why: str) -> None:
         self.adopting.discard(sandbox.sandbox_id)
         self._not_quiet.pop(sandbox.sandbox_id, None)
-        if sandbox.sandbox_id in self._book.table.shelves:
+        if sandbox.sandbox_id in self._book.table.slots_by_sandbox:
             for lease in self._book.remove_sandbox(sandbox.sandbox_id, why):
                 self._pool.lease_over(lease)
         sandbox.wake()
 
     def _tell(self, what: str, sandbox: Sandbox, **data: Any) -> None:
-        self._wiring.events.publish(f"sandbox.{what}", admin_only=True, **sandbox.fields, **data)
+        self._dependencies.events.publish(f"sandbox.{what}", admin_only=True, **sandbox.fields, **data)
 
     # What keepers saw.
 
     def sandbox_changed(self, sandbox: Sandbox) -> None:
         """What must be known of it after a crash has changed."""
-        self._wiring.store.put(sandbox.record(self._wiring.clock))
+        self._dependencies.store.put(sandbox.record(self._dependencies.clock))
 
     def sandbox_connected(self, sandbox: Sandbox, link: AgentLink, hello: AgentReport) -> None:
         """Its agent answers, for the first time or again."""
         sandbox.link, sandbox.boot, sandbox.isolation = link, hello.boot, hello.isolation
         self.shown = hello
         self._book.order.exclusive = hello.isolation == "none"
-        now = self._wiring.clock.monotonic()
+        now = self._dependencies.clock.monotonic()
         if sandbox.state is SandboxState.STARTING:
             sandbox.happen(SandboxEvent.CONNECT)
             sandbox.ready_at = now
-            self.last_error = self.hopeless = None
+            self.last_error = self.permanent_error = None
             self.creating_fails = False
-            self._wiring.meter.count("sandbox_backend_calls_total", backend=sandbox.spec.backend, op="create", outcome="ok")
+            self._dependencies.meter.count("sandbox_backend_calls_total", backend=sandbox.spec.backend, op="create", outcome="ok")
             self._tell("ready", sandbox)
         if sandbox.idle_since is None:
             sandbox.idle_since = now
-        if sandbox.sandbox_id not in self._book.table.shelves:
+        if sandbox.sandbox_id not in self._book.table.slots_by_sandbox:
             self._book.add_sandbox(sandbox.sandbox_id)
             if sandbox.state is not SandboxState.READY:
                 self._book.table.close(sandbox.sandbox_id)
         self._reset_again(sandbox)
         for lease_id in self._not_quiet.get(sandbox.sandbox_id, ()):
             if lease_id in self._book.held:
-                self.keepers[sandbox.sandbox_id].await_quiet(self._book.held[lease_id].lease)
+                self.supervisors[sandbox.sandbox_id].await_quiet(self._book.held[lease_id].lease)
         for cache in sandbox.caches.values():
             cache.dropping = False
         self.sandbox_changed(sandbox)
@@ -213,7 +213,7 @@ class Fleet:
 
     def _reset_again(self, sandbox: Sandbox) -> None:
         """What was being reset when the link went; asking twice for one epoch is asking once."""
-        for slot in self._book.table.shelves[sandbox.sandbox_id].slots.values():
+        for slot in self._book.table.slots_by_sandbox[sandbox.sandbox_id].slots.values():
             if slot.state is SlotState.RESETTING and not slot.fresh:
                 self._book.resets.append(ResetOrder(ref=slot.ref, epoch=slot.epoch, keep=slot.keep is not None))
 
@@ -224,23 +224,23 @@ class Fleet:
 
     def sandbox_failed(self, sandbox: Sandbox, error: Exception) -> None:
         """It could not be made, or has ended."""
-        now = self._wiring.clock.monotonic()
+        now = self._dependencies.clock.monotonic()
         created, patience = sandbox.ready_at is not None, isinstance(error, RateLimited)
         self.last_error = sandbox.why = str(error)
         if not created:
             outcome = "limited" if patience else "failed"
-            self._wiring.meter.count("sandbox_backend_calls_total", backend=sandbox.spec.backend, op="create", outcome=outcome)
+            self._dependencies.meter.count("sandbox_backend_calls_total", backend=sandbox.spec.backend, op="create", outcome=outcome)
             self.creating_fails = self.creating_fails or not patience
         if not patience and (not created or now - (sandbox.ready_at or now) < SHORT_LIFE_S) and now >= self.retry_at:
             self._failures += 1
-            self.retry_at = now + planning.backoff_s(self._failures, self._wiring.jitter)
+            self.retry_at = now + planning.backoff_s(self._failures, self._dependencies.jitter)
         sandbox.happen(SandboxEvent.FAIL)
         self._tell("failed", sandbox, detail=str(error))
         self._end_leases(sandbox, str(error))
-        if isinstance(error, CreateFailed) and error.hopeless:
-            self.hopeless = error.detail
+        if isinstance(error, CreateFailed) and error.permanent:
+            self.permanent_error = error.detail
             self.retry_at = now + planning.BACKOFF_MAX_S
-            self._pool.hope_lost(error.detail)
+            self._pool.on_permanent_error(error.detail)
         log.warning("sandbox failed: %s", error, extra=sandbox.fields)
         self.sandbox_changed(sandbox)
         self._pool.work()
@@ -248,7 +248,7 @@ class Fleet:
     def sandbox_gone(self, sandbox: Sandbox) -> None:
         """The backend says that nothing of it is left."""
         sandbox.happen(SandboxEvent.DESTROY)
-        del self.sandboxes[sandbox.sandbox_id], self.keepers[sandbox.sandbox_id]
+        del self.sandboxes[sandbox.sandbox_id], self.supervisors[sandbox.sandbox_id]
         self.sandbox_changed(sandbox)
         self._tell("gone", sandbox)
         self._pool.work()
@@ -260,7 +260,7 @@ class Fleet:
 
     def slots_seen(self, sandbox: Sandbox, slots: list[SlotReport]) -> None:
         """Its agent shows slots."""
-        if sandbox.sandbox_id not in self._book.table.shelves:
+        if sandbox.sandbox_id not in self._book.table.slots_by_sandbox:
             return  # retired while the agent spoke
         for seen in slots:
             self._slot_seen(sandbox, seen)
@@ -270,8 +270,8 @@ class Fleet:
         self._pool.work()
 
     def _slot_seen(self, sandbox: Sandbox, seen: SlotReport) -> None:
-        shelf = self._book.table.shelves[sandbox.sandbox_id]
-        if seen.ref.slot_id not in shelf.slots and len(shelf.slots) >= sandbox.spec.slots_per_sandbox:
+        sandbox_slots = self._book.table.slots_by_sandbox[sandbox.sandbox_id]
+        if seen.ref.slot_id not in sandbox_slots.slots and len(sandbox_slots.slots) >= sandbox.spec.slots_per_sandbox:
             log.warning("an agent shows more slots than it was given", extra=sandbox.fields)
             return
         slot = self._book.slot_seen(seen.ref, max(seen.epoch, 1), seen.workspace, seen.isolation or sandbox.isolation)
@@ -293,10 +293,10 @@ class Fleet:
         if problem is None:
             self._book.cleaned(ref, epoch)
         else:
-            self._wiring.meter.count("sandbox_slot_dirty_total", **self._pool.pool_id.labels)
+            self._dependencies.meter.count("sandbox_slot_dirty_total", **self._pool.pool_id.labels)
             where = {**self._pool.pool_id.fields, "sandbox_id": ref.sandbox_id, "slot_id": ref.name}
             log.warning("slot in quarantine: %s", problem, extra=where)
-            self._wiring.events.publish("slot.quarantined", admin_only=True, detail=problem, **where)
+            self._dependencies.events.publish("slot.quarantined", admin_only=True, detail=problem, **where)
             self._over(self._book.dirty(ref, problem))
         self._pool.work()
 
@@ -317,4 +317,4 @@ class Fleet:
         not_quiet = self._not_quiet.get(sandbox.sandbox_id)
         if not_quiet is not None and lease_id in not_quiet:
             not_quiet.discard(lease_id)
-            self._book.holdings.sure(lease_id, self._wiring.clock.monotonic() if ran else None)
+            self._book.lease_index.sure(lease_id, self._dependencies.clock.monotonic() if ran else None)

@@ -33,12 +33,12 @@ class Orphans:
         wiring: timers and jitter.
     """
 
-    def __init__(self, owner: str, known: Callable[[], Collection[str]], wiring: PoolDependencies) -> None:
+    def __init__(self, owner: str, known: Callable[[], Collection[str]], dependencies: PoolDependencies) -> None:
         #: the backends that may still have some, by name
         self.troubles: dict[str, Trouble] = {}
         self._owner = owner
         self._known = known
-        self._wiring = wiring
+        self._dependencies = dependencies
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def sweep(self, backends: Mapping[str, Backend]) -> None:
@@ -62,7 +62,7 @@ class Orphans:
         failures = 0
         while name in self.troubles:
             failures += 1
-            await self._wiring.timers.sleep(backoff_s(failures, self._wiring.jitter))
+            await self._dependencies.timers.sleep(backoff_s(failures, self._dependencies.jitter))
             await self._look(name, backend)
 
     async def _look(self, name: str, backend: Backend) -> None:

@@ -159,24 +159,24 @@ def read_hello(hello: Mapping[str, Any], sandbox_id: str, spec: PoolSpec) -> Age
 
     Raises:
         CreateFailed: hopeless, because this machine or image cannot give the pool what its spec asks.
-        AgentNonsense: the hello is not one.
+        AgentProtocolError: the hello is not one.
     """
     boot, isolation, capabilities = hello.get("boot"), hello.get("isolation"), hello.get("capabilities") or {}
     if hello.get("sandbox_id") != sandbox_id or not isinstance(boot, str) or not boot or not isinstance(capabilities, dict):
         raise AgentProtocolError("its hello lacks the boot nonce, the capabilities or the right sandbox id")
     if isolation is None:
-        raise CreateFailed(f"no isolation mode works here: {str(hello.get('error') or 'the agent gave no reason')[:2000]}", hopeless=True)
+        raise CreateFailed(f"no isolation mode works here: {str(hello.get('error') or 'the agent gave no reason')[:2000]}", permanent=True)
     if isolation not in MODES:
         raise AgentProtocolError(f"it isolates by {isolation!r}, which is no mode")
     if isolation == "none" and spec.require_sandbox:
-        raise CreateFailed("the pool asks for require_sandbox, and no mode of at least 'uid' works here", hopeless=True)
+        raise CreateFailed("the pool asks for require_sandbox, and no mode of at least 'uid' works here", permanent=True)
     if isolation == "none" and not spec.allow_none:
-        raise CreateFailed("only mode 'none' works here, and the pool does not set allow_none", hopeless=True)
+        raise CreateFailed("only mode 'none' works here, and the pool does not set allow_none", permanent=True)
     if not spec.slots_have_network and "none" not in _strings(capabilities, "network"):
-        raise CreateFailed(f"the pool's slots shall have no network, which mode {isolation!r} cannot enforce here", hopeless=True)
+        raise CreateFailed(f"the pool's slots shall have no network, which mode {isolation!r} cannot enforce here", permanent=True)
     missing = {"bash_stateful", "tmux"} - _strings(capabilities, "tools") if spec.require_stateful_sandbox else set()
     if missing:
-        raise CreateFailed(f"the pool asks for require_stateful_sandbox, and this agent lacks {', '.join(sorted(missing))}", hopeless=True)
+        raise CreateFailed(f"the pool asks for require_stateful_sandbox, and this agent lacks {', '.join(sorted(missing))}", permanent=True)
     return AgentReport(boot=boot[:200], isolation=isolation, capabilities=capabilities, effective=read_effective(hello) or {})
 
 
@@ -201,7 +201,7 @@ def read_slots(meta: Mapping[str, Any], sandbox_id: str) -> list[SlotReport]:
     """Check what an agent says of its slots.
 
     Raises:
-        AgentNonsense: it is not what an agent says.
+        AgentProtocolError: it is not what an agent says.
     """
     slots = meta.get("slots")
     if not isinstance(slots, list):

@@ -26,7 +26,7 @@ def capacity(spec: PoolSpec, sandboxes: Iterable[Sandbox], book: LeaseBook, *, c
         can_grow: whether the sandboxes that it may have and does not have can be made; those that go make room for others.
     """
     ready = [sandbox for sandbox in sandboxes if sandbox.state is SandboxState.READY]
-    quarantined = sum(book.table.shelves[s.sandbox_id].counts[SlotState.QUARANTINED] for s in ready if s.sandbox_id in book.table.shelves)
+    quarantined = sum(book.table.slots_by_sandbox[s.sandbox_id].counts[SlotState.QUARANTINED] for s in ready if s.sandbox_id in book.table.slots_by_sandbox)
     count = spec.max_sandboxes if can_grow else min(len(ready), spec.max_sandboxes)
     return count * spec.slots_per_sandbox - quarantined
 
@@ -43,12 +43,12 @@ def claimant_view(book: LeaseBook, now: float) -> ClaimantView | None:
 
 
 def _seen(sandbox: Sandbox, book: LeaseBook, spec: PoolSpec) -> SandboxSnapshot:
-    shelf = book.table.shelves.get(sandbox.sandbox_id)
+    sandbox_slots = book.table.slots_by_sandbox.get(sandbox.sandbox_id)
     outdated = is_outdated(sandbox.spec, spec)
-    if shelf is None:
+    if sandbox_slots is None:
         return SandboxSnapshot(sandbox_id=sandbox.sandbox_id, state=sandbox.state, destroying=sandbox.destroying, outdated=outdated)
-    counts = shelf.counts
-    not_shown = max(0, sandbox.spec.slots_per_sandbox - len(shelf.slots))
+    counts = sandbox_slots.counts
+    not_shown = max(0, sandbox.spec.slots_per_sandbox - len(sandbox_slots.slots))
     is_idle = not counts[SlotState.LEASED] and not counts[SlotState.KEPT]
     return SandboxSnapshot(
         sandbox_id=sandbox.sandbox_id,

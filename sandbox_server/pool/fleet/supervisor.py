@@ -84,12 +84,12 @@ class SandboxSupervisor:
         wiring: clock, timers and how to connect.
     """
 
-    def __init__(self, sandbox: Sandbox, pool: SupervisorListener, backend: Backend, budget: CreationBudget, wiring: PoolDependencies) -> None:
+    def __init__(self, sandbox: Sandbox, pool: SupervisorListener, backend: Backend, budget: CreationBudget, dependencies: PoolDependencies) -> None:
         self._sandbox = sandbox
         self._pool = pool
         self._backend = backend
         self._budget = budget
-        self._wiring = wiring
+        self._dependencies = dependencies
         self._ending = asyncio.Event()
         self._behind: set[asyncio.Task[None]] = set()
 
@@ -156,7 +156,7 @@ class SandboxSupervisor:
             async for handle in steps:
                 sandbox.handle = handle
                 self._pool.sandbox_changed(sandbox)
-                await self._wiring.store.flush()
+                await self._dependencies.store.flush()
         if sandbox.handle is None or sandbox.handle.address is None:
             raise CreateFailed("the backend made no agent that can be reached")
 
@@ -168,7 +168,7 @@ class SandboxSupervisor:
     async def _connect(self, timeout_s: float) -> tuple[AgentLink, AgentReport]:
         handle = self._sandbox.handle
         assert handle is not None, "only a created sandbox is connected to"
-        link = await self._wiring.connect(endpoint_of(handle, self._backend), timeout_s)
+        link = await self._dependencies.connect(endpoint_of(handle, self._backend), timeout_s)
         try:
             return link, read_hello(link.hello, self._sandbox.sandbox_id, self._sandbox.spec)
         except BaseException:
@@ -176,7 +176,7 @@ class SandboxSupervisor:
             raise
 
     async def _first_link(self) -> tuple[AgentLink, AgentReport]:
-        clock = self._wiring.clock
+        clock = self._dependencies.clock
         until = clock.monotonic() + FIRST_HELLO_S
         while True:
             try:
@@ -186,11 +186,11 @@ class SandboxSupervisor:
                     raise CreateFailed(f"its agent ended before it said hello: {error}") from error
                 if clock.monotonic() >= until:
                     raise CreateFailed(f"its agent did not say hello within {FIRST_HELLO_S:g} s: {error}") from error
-            await self._wiring.timers.sleep(RECONNECT_EVERY_S)
+            await self._dependencies.timers.sleep(RECONNECT_EVERY_S)
 
     async def _link_again(self, why: str) -> tuple[AgentLink, AgentReport]:
         """The link is gone: find out whether the sandbox is."""
-        clock = self._wiring.clock
+        clock = self._dependencies.clock
         until = clock.monotonic() + LOST_AFTER_S
         while True:
             if await self._health() is Health.GONE:
@@ -205,7 +205,7 @@ class SandboxSupervisor:
                     return link, hello
                 await link.close()
                 raise SandboxOver("another agent answers in its place: its own has ended")
-            await self._wiring.timers.sleep(RECONNECT_EVERY_S)
+            await self._dependencies.timers.sleep(RECONNECT_EVERY_S)
 
     async def _watch(self, link: AgentLink) -> str:
         """Tell the pool what the agent shows, until the link is gone. Returns how it went."""
@@ -232,7 +232,7 @@ class SandboxSupervisor:
         link = self._sandbox.link
         assert link is not None, "resets are asked of a reachable agent"
         await self._on_record()
-        started = self._wiring.clock.monotonic()
+        started = self._dependencies.clock.monotonic()
         meta: dict[str, object] = {
             "op": "reset",
             "slot": order.ref.slot_id,
@@ -247,7 +247,7 @@ class SandboxSupervisor:
         except AgentRefused as error:
             self._pool.reset_done(order.ref, order.epoch, f"its agent will not reset it: {error}")
             return
-        self._wiring.meter.observe("sandbox_reset_seconds", self._wiring.clock.monotonic() - started, **self._sandbox.pool_id.labels)
+        self._dependencies.meter.observe("sandbox_reset_seconds", self._dependencies.clock.monotonic() - started, **self._sandbox.pool_id.labels)
         self._pool.reset_done(order.ref, order.epoch, _problem(answer))
 
     async def verify(self, order: ResetOrder) -> Mapping[str, Any]:
@@ -276,7 +276,7 @@ class SandboxSupervisor:
         Where it cannot be recorded, cleaning up goes first; a service that starts then sees that its agent is ahead.
         """
         try:
-            await self._wiring.store.flush()
+            await self._dependencies.store.flush()
         except StorageUnavailable as error:
             log.warning("a slot is reset without a record: %s", error.detail, extra=self._sandbox.fields)
 
@@ -315,7 +315,7 @@ class SandboxSupervisor:
         self._pool.lease_quiet(self._sandbox, lease.lease_id, ran=ran)
 
     def _count(self, op: str, outcome: str) -> None:
-        self._wiring.meter.count("sandbox_backend_calls_total", backend=self._backend.name, op=op, outcome=outcome)
+        self._dependencies.meter.count("sandbox_backend_calls_total", backend=self._backend.name, op=op, outcome=outcome)
 
     async def _destroy(self) -> None:
         while self._sandbox.handle is not None:
@@ -324,7 +324,7 @@ class SandboxSupervisor:
             except OSError as error:
                 log.warning("a sandbox is still there: %s", error, extra=self._sandbox.fields)
                 self._count("destroy", "failed")
-                await self._wiring.timers.sleep(DESTROY_AGAIN_S)
+                await self._dependencies.timers.sleep(DESTROY_AGAIN_S)
             else:
                 self._count("destroy", "ok")
                 break

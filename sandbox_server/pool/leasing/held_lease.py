@@ -42,11 +42,11 @@ class HeldLease:
         return self.deadline if self.quiet_since is None else max(self.deadline, self.quiet_since + STRETCH_S)
 
 
-def shown(holding: HeldLease, clock: Clock) -> Lease:
+def shown(held_lease: HeldLease, clock: Clock) -> Lease:
     """The lease with the end that it has as things stand: a running call, and 60 s after it, hold it beyond its own."""
-    lease, now = holding.lease, clock.monotonic()
-    ends_at = now + STRETCH_S if holding.running else now if holding.unsure else holding.ends_at
-    return lease if ends_at <= holding.deadline else replace(lease, expires_at=wall_at(clock, ends_at))
+    lease, now = held_lease.lease, clock.monotonic()
+    ends_at = now + STRETCH_S if held_lease.running else now if held_lease.unsure else held_lease.ends_at
+    return lease if ends_at <= held_lease.deadline else replace(lease, expires_at=wall_at(clock, ends_at))
 
 
 class LeaseIndex:
@@ -58,13 +58,13 @@ class LeaseIndex:
         self._runs: dict[Holder, dict[str, None]] = {}
         self._ends: list[tuple[float, str]] = []
 
-    def add(self, holding: HeldLease) -> None:
+    def add(self, held_lease: HeldLease) -> None:
         """A lease begins to hold."""
-        lease = holding.lease
-        self.by_id[lease.lease_id] = holding
+        lease = held_lease.lease
+        self.by_id[lease.lease_id] = held_lease
         self.by_tenant[lease.tenant] += 1
         self._runs.setdefault((lease.tenant, lease.run_id), {})[lease.lease_id] = None
-        heapq.heappush(self._ends, (holding.deadline, lease.lease_id))
+        heapq.heappush(self._ends, (held_lease.deadline, lease.lease_id))
         self._ends = tidied(self._ends, len(self.by_id), ((held.deadline, lease_id) for lease_id, held in self.by_id.items() if not held.parked))
 
     def remove(self, lease: Lease) -> None:
@@ -84,45 +84,45 @@ class LeaseIndex:
 
     def call_started(self, lease_id: str) -> None:
         """A call runs in this lease; it does not expire under it. Nothing happens if it has ended."""
-        holding = self.by_id.get(lease_id)
-        if holding is not None:
-            holding.running += 1
+        held_lease = self.by_id.get(lease_id)
+        if held_lease is not None:
+            held_lease.running += 1
 
     def call_ended(self, lease_id: str, now: float) -> None:
         """The other end of `call_started`."""
-        holding = self.by_id.get(lease_id)
-        if holding is not None and holding.running:
-            holding.running -= 1
-            holding.quiet_since = now
-            self._unpark(holding)
+        held_lease = self.by_id.get(lease_id)
+        if held_lease is not None and held_lease.running:
+            held_lease.running -= 1
+            held_lease.quiet_since = now
+            self._unpark(held_lease)
 
     def sure(self, lease_id: str, ended: float | None) -> None:
         """No call of an earlier life runs any more. `ended`: when the last one did, monotonic; None where there was none."""
-        holding = self.by_id.get(lease_id)
-        if holding is not None and holding.unsure:
-            holding.unsure = False
-            holding.quiet_since = max((at for at in (holding.quiet_since, ended) if at is not None), default=None)
-            self._unpark(holding)
+        held_lease = self.by_id.get(lease_id)
+        if held_lease is not None and held_lease.unsure:
+            held_lease.unsure = False
+            held_lease.quiet_since = max((at for at in (held_lease.quiet_since, ended) if at is not None), default=None)
+            self._unpark(held_lease)
 
-    def _unpark(self, holding: HeldLease) -> None:
-        if holding.parked and not holding.is_busy:
-            holding.parked = False
-            heapq.heappush(self._ends, (holding.ends_at, holding.lease.lease_id))
+    def _unpark(self, held_lease: HeldLease) -> None:
+        if held_lease.parked and not held_lease.is_busy:
+            held_lease.parked = False
+            heapq.heappush(self._ends, (held_lease.ends_at, held_lease.lease.lease_id))
 
     def take_due(self, now: float) -> list[HeldLease]:
         """Those whose time is over, monotonic; each must be removed."""
         due: list[HeldLease] = []
         while self._ends and self._ends[0][0] <= now:
             lease_id = heapq.heappop(self._ends)[1]
-            holding = self.by_id.get(lease_id)
-            if holding is None:
+            held_lease = self.by_id.get(lease_id)
+            if held_lease is None:
                 continue
-            if holding.is_busy:
-                holding.parked = True
-            elif holding.ends_at > now:
-                heapq.heappush(self._ends, (holding.ends_at, lease_id))
+            if held_lease.is_busy:
+                held_lease.parked = True
+            elif held_lease.ends_at > now:
+                heapq.heappush(self._ends, (held_lease.ends_at, lease_id))
             else:
-                due.append(holding)
+                due.append(held_lease)
         return due
 
     def next_due(self) -> float:

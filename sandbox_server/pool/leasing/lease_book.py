@@ -63,9 +63,9 @@ class LeaseBook:
         self.spec = spec
         self.table = SlotTable(self._slot_changed)
         self.line = WaitQueue()
-        self.holdings = LeaseIndex()
-        self.held = self.holdings.by_id
-        self.leased_by = self.holdings.by_tenant
+        self.lease_index = LeaseIndex()
+        self.held = self.lease_index.by_id
+        self.leased_by = self.lease_index.by_tenant
         self.claims = Claims(self.line, clock, claim_after_s, admits, capacity, self.leased_by)
         self.order = ServingOrder(self.table, self.line, self.claims, self.leased_by, clock, weight, admits)
         self.ended = EndedLeases(record) if ended is None else ended
@@ -147,7 +147,7 @@ class LeaseBook:
         """Take every free slot out of hand, for one reset to be asked of its agent by the caller; none while they are held for a claimant."""
         if self.claims.claimant is not None:
             return []
-        free = [slot for shelf in self.table.shelves.values() if shelf.open for slot in shelf.ready.values()]
+        free = [slot for sandbox_slots in self.table.slots_by_sandbox.values() if sandbox_slots.open for slot in sandbox_slots.ready.values()]
         return [self._begin_reset(slot, SlotEvent.RECLAIM, keep=None) for slot in free]
 
     def _end_of_slot(self, slot: Slot, detail: str, evidence: Mapping[str, Any] = NO_EVIDENCE) -> Lease | None:
@@ -247,7 +247,7 @@ class LeaseBook:
         )
         slot.lease_id = lease.lease_id
         self.table.move(slot, SlotEvent.GRANT)
-        self.holdings.add(HeldLease(lease, deadline=mono + request.ttl_s))
+        self.lease_index.add(HeldLease(lease, deadline=mono + request.ttl_s))
         self._record(lease)
         return lease
 
@@ -255,10 +255,10 @@ class LeaseBook:
 
     def release(self, lease_id: str, *, keep: bool = False, state: LeaseState = LeaseState.RELEASED, detail: str = "released") -> Lease:
         """End a held lease and have its slot reset. `keep`: for its run, if it has one, the files stay."""
-        holding = self.held[lease_id]
-        slot = self.table.get(holding.lease.slot)
+        held_lease = self.held[lease_id]
+        slot = self.table.get(held_lease.lease.slot)
         assert slot is not None, "a held lease has a slot"
-        lease = self._end(holding, state, detail)
+        lease = self._end(held_lease, state, detail)
         slot.lease_id = None
         self._reset(slot, SlotEvent.RELEASE, keep=(lease.tenant, lease.run_id) if keep and lease.run_id is not None else None)
         return lease
@@ -273,7 +273,7 @@ class LeaseBook:
         now = self._clock.monotonic()
         expired = [
             self.release(due.lease.lease_id, state=LeaseState.EXPIRED, detail=f"expired: not renewed for its ttl_s of {due.lease.ttl_s:g} s")
-            for due in self.holdings.take_due(now)
+            for due in self.lease_index.take_due(now)
         ]
         for slot in list(itertools.takewhile(lambda slot: slot.since + KEPT_S <= now, self.table.kept())):
             self._reset(slot, SlotEvent.RECLAIM, keep=None)
@@ -282,13 +282,13 @@ class LeaseBook:
 
     def next_due(self) -> float:
         """When `expire`, `overdue` or `assign` may have something to do although nothing happens, monotonic."""
-        due = [self.holdings.next_due(), self.line.next_overdue(), self.claims.next_due()]
+        due = [self.lease_index.next_due(), self.line.next_overdue(), self.claims.next_due()]
         due.extend(slot.since + KEPT_S for slot in itertools.islice(self.table.kept(), 1))
         return min(due)
 
-    def _end(self, holding: HeldLease, state: LeaseState, detail: str, evidence: Mapping[str, Any] = NO_EVIDENCE) -> Lease:
-        lease = replace(holding.lease, state=state, ended_at=self._clock.wall(), end_detail=detail, end_evidence=dict(evidence))
-        self.holdings.remove(lease)
+    def _end(self, held_lease: HeldLease, state: LeaseState, detail: str, evidence: Mapping[str, Any] = NO_EVIDENCE) -> Lease:
+        lease = replace(held_lease.lease, state=state, ended_at=self._clock.wall(), end_detail=detail, end_evidence=dict(evidence))
+        self.lease_index.remove(lease)
         self.ended.add(lease, self._clock.monotonic())
         return lease
 
@@ -306,27 +306,27 @@ class LeaseBook:
 
     def renew(self, lease_id: str, ttl_s: float) -> Lease:
         """Let a held lease last at least `ttl_s` from now; never shortens."""
-        holding = self.held[lease_id]
-        holding.deadline = max(holding.deadline, self._clock.monotonic() + ttl_s)
-        ttl_s = max(ttl_s, holding.deadline - self._clock.monotonic())
-        holding.lease = replace(holding.lease, ttl_s=ttl_s, expires_at=wall_at(self._clock, holding.deadline))
-        self._record(holding.lease)
-        return holding.lease
+        held_lease = self.held[lease_id]
+        held_lease.deadline = max(held_lease.deadline, self._clock.monotonic() + ttl_s)
+        ttl_s = max(ttl_s, held_lease.deadline - self._clock.monotonic())
+        held_lease.lease = replace(held_lease.lease, ttl_s=ttl_s, expires_at=wall_at(self._clock, held_lease.deadline))
+        self._record(held_lease.lease)
+        return held_lease.lease
 
     def narrowed(self, lease_id: str, *, allow_network: bool, cache: str) -> Lease:
         """A held lease has lost rights."""
-        holding = self.held[lease_id]
-        holding.lease = replace(holding.lease, allow_network=allow_network, cache=cache, expires_at=wall_at(self._clock, holding.deadline))
-        self._record(holding.lease)
-        return holding.lease
+        held_lease = self.held[lease_id]
+        held_lease.lease = replace(held_lease.lease, allow_network=allow_network, cache=cache, expires_at=wall_at(self._clock, held_lease.deadline))
+        self._record(held_lease.lease)
+        return held_lease.lease
 
     def call_started(self, lease_id: str) -> None:
         """A call runs in this lease; it does not expire under it. Nothing happens if it has ended."""
-        self.holdings.call_started(lease_id)
+        self.lease_index.call_started(lease_id)
 
     def call_ended(self, lease_id: str) -> None:
         """The other end of `call_started`."""
-        self.holdings.call_ended(lease_id, self._clock.monotonic())
+        self.lease_index.call_ended(lease_id, self._clock.monotonic())
 
     # After a crash.
 
@@ -346,7 +346,7 @@ class LeaseBook:
                 # No longer than it was given: a clock that was set back meanwhile makes no lease immortal.
                 left_s = min(max(holder.expires_at - wall, min(holder.ttl_s, GRACE_S)), holder.ttl_s)
                 holder = replace(holder, expires_at=wall + left_s)
-                self.holdings.add(HeldLease(holder, deadline=now + left_s))
+                self.lease_index.add(HeldLease(holder, deadline=now + left_s))
                 self._record(holder)
                 self.order.holder = (holder.tenant, holder.run_id)
             elif slot.state is not SlotState.READY and self.order.holder is None:

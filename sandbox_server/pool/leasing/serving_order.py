@@ -96,7 +96,7 @@ class ServingOrder:
     def to_reclaim(self, blocked: Collection[Waiter]) -> list[Slot]:
         """Kept slots that shall become anyone's: as many as these waiters lack beyond what is free or about to be."""
         own = {(waiter.request.tenant, waiter.request.run_id) for waiter in blocked}
-        others = (slot for slot in self._table.kept() if slot.keep not in own and self._table.shelves[slot.ref.sandbox_id].open)
+        others = (slot for slot in self._table.kept() if slot.keep not in own and self._table.slots_by_sandbox[slot.ref.sandbox_id].open)
         if any(waiter is self._claims.claimant and not self._is_separate(waiter.request) for waiter in blocked):
             return list(others)
         lacking = sum(waiter.request.count - len(self.kept_for(waiter.request)) for waiter in blocked)

@@ -35,10 +35,10 @@ async def test_a_limit_hit_in_company_is_nobodys(make_harness: Maker) -> None:
 
 
 @pytest.mark.privileged
-@pytest.mark.parametrize("company", ["job", "background"])
-async def test_what_was_left_running_is_company_too(make_harness: Maker, company: str) -> None:
+@pytest.mark.parametrize("concurrent_calls", ["job", "background"])
+async def test_what_was_left_running_is_company_too(make_harness: Maker, concurrent_calls: str) -> None:
     harness = await _limited(make_harness)
-    if company == "job":
+    if concurrent_calls == "job":
         await harness.call("process", args={"action": "start", "command": "sleep 7301"})
     else:
         await harness.bash("sleep 7302 &")

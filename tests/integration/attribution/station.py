@@ -55,7 +55,7 @@ def check(result: Result) -> Result:
     return result
 
 
-def verdict(result: Result) -> tuple[str, str, int | None]:
+def recorded_result(result: Result) -> tuple[str, str, int | None]:
     """What a trainer decides by."""
     return result["reason"], result["fault"], result["exit_code"]
 

@@ -241,7 +241,7 @@ async def test_where_no_path_is_short_enough_that_is_said_at_once(tmp_path, monk
     with pytest.raises(CreateFailed, match="at most 100 bytes") as caught:
         await create(backend)
 
-    assert caught.value.hopeless
+    assert caught.value.permanent
     await backend.destroy(Handle(backend="local", pool="p", owner="me", sandbox_id=ONE))
     assert os.listdir(deep / "state") in ([], ["sandboxes"])
 
@@ -249,14 +249,14 @@ async def test_where_no_path_is_short_enough_that_is_said_at_once(tmp_path, monk
 async def test_a_dedicated_sandbox_is_refused_for_good(make_backend):
     with pytest.raises(CreateFailed) as caught:
         await create(make_backend(), dedicated=True)
-    assert caught.value.hopeless
+    assert caught.value.permanent
 
 
 @pytest.mark.parametrize(("path", "why"), [("/nonexistent", "'/nonexistent' is not there"), ("etc", "'etc' is no absolute path")])
 async def test_what_is_exposed_must_be_there(make_backend, path, why):
     with pytest.raises(CreateFailed, match=why) as caught:
         await create(make_backend(), local=LocalSpec(expose=("/usr", path)))
-    assert caught.value.hopeless
+    assert caught.value.permanent
 
 
 async def test_a_recycled_pid_is_not_ended():

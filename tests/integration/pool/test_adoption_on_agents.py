@@ -114,7 +114,7 @@ async def test_a_call_of_an_earlier_life_is_told_of_in_the_encoding_that_it_aske
     pools = await again()
     await until(lambda: pools.readiness()["ready"])
     dispatcher = Dispatcher(pools, pools._store, SystemClock(), Telemetry(), CallLimits(), UnknownOutcomes(()), ConcurrencyLimiter(lambda tenant: None))
-    records = CallRecords(pools, pools._store, dispatcher.flights, SystemClock(), dispatcher.outputs)
+    records = CallRecords(pools, pools._store, dispatcher.in_flight_calls, SystemClock(), dispatcher.outputs)
 
     running = await records.status("t", lease_id, "c")
     async with aclosing(call_events(records, "t", lease_id, "c", 0)) as found:

@@ -58,7 +58,7 @@ class FakeRoutes:
     def call_ended(self, lease_id: str) -> None:
         self.running[lease_id] -= 1
 
-    async def lost_verdict(self, lease_id: str, wait_s: float) -> SandboxLost | None:
+    async def wait_for_reconnect_or_loss(self, lease_id: str, wait_s: float) -> SandboxLost | None:
         self.while_waiting()
         if self.lost is None and self.reconnect is not None:
             self.routes = {name: replace(route, link=self.reconnect) for name, route in self.routes.items()}

@@ -155,7 +155,7 @@ async def test_an_unknown_reason_of_the_agents_is_a_backend_error(world: World) 
     (result,) = await results(world, call("a", "nonsense"))
 
     assert (result.reason, result.fault, result.metadata["may_have_run"]) == (Reason.BACKEND_ERROR, Fault.INFRA, True)
-    assert world.store.verdict("a", "c") is None
+    assert world.store.recorded_result("a", "c") is None
 
 
 @pytest.mark.parametrize(("code", "reason"), [("internal", Reason.BACKEND_ERROR), ("not_implemented", Reason.NOT_IMPLEMENTED)])
@@ -201,7 +201,7 @@ async def test_a_lost_sandbox_ends_its_calls_and_is_recorded(world: World) -> No
     found = await batch.all()
 
     assert [(result.reason, result.fault) for result in found] == [(Reason.SANDBOX_LOST, Fault.INFRA)] * 2
-    assert world.store.verdict("a", "c1") is not None
+    assert world.store.recorded_result("a", "c1") is not None
     assert found[0].metadata["evidence"] == {"sandbox": "it burnt down"}
 
 
@@ -258,7 +258,7 @@ async def test_a_tenant_with_all_its_calls_under_way_leaves_as_many_for_others(w
     assert answered.reason is Reason.LEASE_LOST  # it was taken; that the lease is alice's is another matter
     await world.dispatcher.stop()
     assert len(await hanging.all()) == 100
-    assert (world.dispatcher.flights.of_tenant("alice"), world.dispatcher.flights.count) == (0, 0)
+    assert (world.dispatcher.in_flight_calls.of_tenant("alice"), world.dispatcher.in_flight_calls.count) == (0, 0)
 
 
 async def test_the_calls_that_wait_behind_the_first_of_a_released_lease_end_at_once(world: World) -> None:
@@ -267,7 +267,7 @@ async def test_the_calls_that_wait_behind_the_first_of_a_released_lease_end_at_o
     world.routes.errors["a"] = LeaseLost("lease a was released")
 
     world.dispatcher.lease_over("a")
-    while world.dispatcher.flights.of_tenant("alice") > 3:  # no word of the agent's is needed: it says nothing
+    while world.dispatcher.in_flight_calls.of_tenant("alice") > 3:  # no word of the agent's is needed: it says nothing
         await asyncio.sleep(0)
 
     results_of = [await batch.next(5.0) or [] for batch in batches]
@@ -282,7 +282,7 @@ async def test_calls_of_a_lease_that_still_holds_are_not_refused(world: World) -
 
     world.dispatcher.lease_over("a")
     assert await batch.next(0.05) == []
-    assert world.dispatcher.flights.count == 2
+    assert world.dispatcher.in_flight_calls.count == 2
     await world.dispatcher.stop()
 
 

@@ -43,7 +43,7 @@ class World:
         self.backend = backend
         self.store = FailingStore()
         weights = weights or {}
-        wiring = PoolDependencies(
+        dependencies = PoolDependencies(
             store=self.store,
             clock=self.clock,
             connect=backend.connect,
@@ -54,7 +54,7 @@ class World:
             limits=PoolLimits(max_pools=max_pools),
             jitter=lambda: 0.5,
         )
-        self.pools = PoolService(specs, {"local": backend}, self.store, self.clock, wiring=wiring)
+        self.pools = PoolService(specs, {"local": backend}, self.store, self.clock, dependencies=dependencies)
 
     @property
     def pool(self) -> Pool:

@@ -24,9 +24,9 @@ class Lives:
         self.specs = {"default": replace(SPEC, **spec)}
         self.pools = None
 
-    async def start(self, **wiring):
-        parts = PoolDependencies(store=self.store, clock=self.clock, connect=self.backend.connect, timers=self.clock, jitter=lambda: 0.5, **wiring)
-        self.pools = PoolService(self.specs, {"local": self.backend}, self.store, self.clock, wiring=parts)
+    async def start(self, **dependencies):
+        parts = PoolDependencies(store=self.store, clock=self.clock, connect=self.backend.connect, timers=self.clock, jitter=lambda: 0.5, **dependencies)
+        self.pools = PoolService(self.specs, {"local": self.backend}, self.store, self.clock, dependencies=parts)
         await self.pools.start()
         await settle()
         return self

@@ -204,7 +204,7 @@ async def test_force_ends_the_leases_of_a_deleted_pool(make_world):
 
     with pytest.raises(SandboxLost, match="deleted"):
         world.pools.lease("t", lease.lease_id)
-    assert await world.pools.lost_verdict(lease.lease_id, 1)
+    assert await world.pools.wait_for_reconnect_or_loss(lease.lease_id, 1)
     with pytest.raises(PoolNotFound):
         world.pools.view("mine")
 

@@ -21,11 +21,11 @@ class Failing(FakeBackend):
     """Creations fail until `works`."""
 
     works = False
-    hopeless = False
+    permanent = False
 
     async def before_agent(self, sandbox_id):
         if not self.works:
-            raise CreateFailed("the disk is full", hopeless=self.hopeless)
+            raise CreateFailed("the disk is full", permanent=self.permanent)
 
 
 async def test_the_minimum_is_kept(make_world):
@@ -185,7 +185,7 @@ async def test_waiters_hear_the_reason_when_time_is_up(make_world):
 
 async def test_where_there_is_no_hope_waiters_fail_fast(make_world):
     backend = Failing()
-    backend.hopeless = True
+    backend.permanent = True
     world = await make_world(backend, min_sandboxes=0)
 
     with pytest.raises(BackendUnavailable, match="the disk is full"):
@@ -197,7 +197,7 @@ async def test_where_there_is_no_hope_waiters_fail_fast(make_world):
 
 async def test_hope_comes_back_when_it_is_time_to_try_again(make_world):
     backend = Failing()
-    backend.hopeless = True
+    backend.permanent = True
     world = await make_world(backend, min_sandboxes=0)
     with pytest.raises(BackendUnavailable):
         await world.acquire(wait_s=50)
@@ -212,7 +212,7 @@ async def test_hope_comes_back_when_it_is_time_to_try_again(make_world):
 
 async def test_a_pool_with_a_minimum_tries_again_even_without_hope(make_world):
     backend = Failing()
-    backend.hopeless = True
+    backend.permanent = True
     world = await make_world(backend, min_sandboxes=1)
     assert world.pools.readiness()["ready"]
     backend.works = True

@@ -450,7 +450,7 @@ async def test_a_dead_sandbox_ends_its_leases_says_so_and_is_replaced(make_world
     world.backend.kill(lease.sandbox_id)
     await asyncio.wait([link.closed])
 
-    assert isinstance(await world.pools.lost_verdict(lease.lease_id, 5), SandboxLost)
+    assert isinstance(await world.pools.wait_for_reconnect_or_loss(lease.lease_id, 5), SandboxLost)
     await settle()
     with pytest.raises(SandboxLost, match=lease.sandbox_id):
         world.pools.route("t", lease.lease_id)
@@ -466,7 +466,7 @@ async def test_a_cut_link_is_made_anew_and_the_lease_stays(make_world):
 
     world.backend.agents[lease.sandbox_id].hang_up()
     old = world.pools.route("t", lease.lease_id).link
-    assert await world.pools.lost_verdict(lease.lease_id, 5) is None
+    assert await world.pools.wait_for_reconnect_or_loss(lease.lease_id, 5) is None
     await settle()
 
     route = world.pools.route("t", lease.lease_id)

@@ -28,7 +28,7 @@ async def recorded(store: SqliteStore, held: Lease) -> Result:
     store.put(held)
     file = await store.outputs.write_bytes(held.lease_id, [b"out", b"err"], 3)
     result = Result(call_id="c", lease_id=held.lease_id, reason=Reason.EXIT, fault=Fault.NONE, exit_code=0, output_file=file)
-    store.record_verdict(held.lease_id, "c", b"id", result)
+    store.record_result(held.lease_id, "c", b"id", result)
     await store.flush()
     return result
 
@@ -39,12 +39,12 @@ async def test_a_file_outlives_the_service_and_goes_with_its_lease(tmp_path: Pat
     await store.close()
 
     again = SqliteStore(tmp_path / "state.db")
-    verdict = again.verdict("l-1", "c")
-    assert verdict is not None
-    assert verdict.result == told
+    recorded_result = again.recorded_result("l-1", "c")
+    assert recorded_result is not None
+    assert recorded_result.result == told
     again.put(replace(lease("l-1", "0"), state=LeaseState.RELEASED))
     assert len(names(tmp_path)) == 1, "it is still being sent"
-    del verdict, told
+    del recorded_result, told
     gc.collect()
     await again.close()
     assert names(tmp_path) == []

@@ -132,7 +132,7 @@ class Machine:
     async def start(self):
         self.store = SqliteStore(self.path, self.clock, "one")
         parts = PoolDependencies(store=self.store, clock=self.clock, connect=self.backend.connect, timers=self.clock, jitter=lambda: 0.5)
-        self.pools = PoolService({"default": self.spec}, {"local": self.backend}, self.store, self.clock, wiring=parts)
+        self.pools = PoolService({"default": self.spec}, {"local": self.backend}, self.store, self.clock, dependencies=parts)
         await self.pools.start()
         while not self.pools.readiness()["ready"]:  # each step of the pool waits for what it has put on record
             await self.store.flush()

@@ -32,7 +32,7 @@ async def store(path):
     store = SqliteStore(path)
     for number in range(LEASES):
         store.put(replace(LEASE, lease_id=f"l-{number}"))
-    store.record_verdict("l-0", "c", b"id", replace(RESULT, output=b"x" * 100_000))
+    store.record_result("l-0", "c", b"id", replace(RESULT, output=b"x" * 100_000))
     await store.flush()
     yield store
     await store.close()
@@ -57,8 +57,8 @@ async def what_a_crash_would_leave(path, tmp_path):
         shutil.copy(f"{path}{suffix}", copy / f"state.db{suffix}")
     found = SqliteStore(copy / "state.db")
     try:
-        verdict = found.verdict("l-0", "c")
-        return {lease.lease_id for lease in found.load().leases}, None if verdict is None else verdict.result.output
+        recorded_result = found.recorded_result("l-0", "c")
+        return {lease.lease_id for lease in found.load().leases}, None if recorded_result is None else recorded_result.result.output
     finally:
         await found.close()
 
@@ -70,7 +70,7 @@ async def test_what_was_deleted_is_written_anew_with_all_that_is_on_record(store
     await put_one_more(store)
 
     assert store.trouble is None
-    assert store.verdict("l-0", "c").result.output == b"x" * 100_000
+    assert store.recorded_result("l-0", "c").result.output == b"x" * 100_000
     leases, output = await what_a_crash_would_leave(path, tmp_path)
     assert leases == {*(f"l-{number}" for number in range(LEASES)), "l-more"}
     assert output == b"x" * 100_000

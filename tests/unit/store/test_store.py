@@ -9,7 +9,7 @@ import pytest
 
 from sandbox_server.core.execution import Fault, Reason, Result
 from sandbox_server.core.types import AcquireRequest, Handle, Lease, LeaseState, LocalSpec, NomadSpec, PoolSpec, SandboxState, SlotRef, SlotState
-from sandbox_server.store.base import CacheRecord, Forgotten, KeyRecord, MemoryStore, PoolRecord, SandboxRecord, SlotRecord, Verdict
+from sandbox_server.store.base import CacheRecord, Forgotten, KeyRecord, MemoryStore, PoolRecord, RecordedResult, SandboxRecord, SlotRecord
 from sandbox_server.store.codec import decode, encode
 from sandbox_server.store.sqlite_store import SqliteStore
 
@@ -63,32 +63,32 @@ async def test_a_sandbox_that_is_gone_takes_its_slots_along(make_store):
 async def test_the_first_verdict_stays(make_store):
     store = await make_store()
     store.put(LEASE)
-    store.record_verdict("l-1", "c", b"id", RESULT)
-    store.record_verdict("l-1", "c", b"other", replace(RESULT, exit_code=1))
+    store.record_result("l-1", "c", b"id", RESULT)
+    store.record_result("l-1", "c", b"other", replace(RESULT, exit_code=1))
 
     store = await make_store()
-    store.record_verdict("l-1", "c", b"other", replace(RESULT, exit_code=2))
-    verdict = store.verdict("l-1", "c")
-    assert verdict is not None
-    assert (verdict.identity, verdict.result) == (b"id", RESULT)
-    assert (store.verdict("l-1", "d"), store.verdict("l-2", "c"), store.verdict_count("l-1")) == (None, None, 1)
+    store.record_result("l-1", "c", b"other", replace(RESULT, exit_code=2))
+    recorded_result = store.recorded_result("l-1", "c")
+    assert recorded_result is not None
+    assert (recorded_result.identity, recorded_result.result) == (b"id", RESULT)
+    assert (store.recorded_result("l-1", "d"), store.recorded_result("l-2", "c"), store.verdict_count("l-1")) == (None, None, 1)
 
 
 @pytest.mark.parametrize(("state", "kept"), [(LeaseState.RELEASED, False), (LeaseState.EXPIRED, False), (LeaseState.SANDBOX_LOST, True)])
 async def test_verdicts_live_as_long_as_somebody_is_told(state, kept, make_store):
     store = await make_store()
     store.put(LEASE)
-    store.record_verdict("l-1", "c", b"id", RESULT)
+    store.record_result("l-1", "c", b"id", RESULT)
     store = await make_store()
     store.put(replace(LEASE, state=state))
-    store.record_verdict("l-1", "late", b"id", RESULT)
+    store.record_result("l-1", "late", b"id", RESULT)
 
-    assert (store.verdict("l-1", "c") is not None, store.verdict("l-1", "late") is not None) == (kept, kept)
+    assert (store.recorded_result("l-1", "c") is not None, store.recorded_result("l-1", "late") is not None) == (kept, kept)
     store = await make_store()
-    assert (store.verdict("l-1", "c") is not None, store.verdict_count("l-1")) == (kept, 2 * kept)
+    assert (store.recorded_result("l-1", "c") is not None, store.verdict_count("l-1")) == (kept, 2 * kept)
     store.put(Forgotten(lease_id="l-1"))
     store = await make_store()
-    assert (store.load().leases, store.verdict("l-1", "c")) == ((), None)
+    assert (store.load().leases, store.recorded_result("l-1", "c")) == ((), None)
 
 
 async def test_a_key_can_be_forgotten(make_store):
@@ -126,13 +126,13 @@ async def test_every_field_comes_back_as_it_was(make_store):
     result = replace(RESULT, output=b"", stdout=b"\x00\xff", stderr=b"", metadata={"evidence": {"n": 1 << 70}}, tool_ok=True)
     for record in (sandbox, slot, lease, key):
         store.put(record)
-    store.record_verdict("l-1", "c", b"\x00id", result)
+    store.record_result("l-1", "c", b"\x00id", result)
 
     store = await make_store()
 
     state = store.load()
     assert (state.sandboxes, state.slots, state.leases, state.keys) == ((sandbox,), (slot,), (lease,), (key,))
-    assert store.verdict("l-1", "c") == Verdict(identity=b"\x00id", result=result)
+    assert store.recorded_result("l-1", "c") == RecordedResult(identity=b"\x00id", result=result)
 
 
 def test_a_sandbox_of_an_older_version_has_no_certificate():

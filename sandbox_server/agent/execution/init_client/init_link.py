@@ -61,7 +61,7 @@ class InitLink:
         self.closed = False
         self._used_s: dict[int, float] = {}
         self._hears = True
-        self.own_work = False  # it is the slot's own doing that init goes
+        self.self_inflicted = False  # it is the slot's own doing that init goes
         self.on_lost: Callable[[str], None] | None = None
         self.on_in_flight_full: Callable[[], None] | None = None
         self._sender = InitSender(loop, sock, self.lose, self._in_flight_full)

@@ -65,7 +65,7 @@ def _command_line(pid: int) -> bytes:
         return b""
 
 
-async def end_slot(body: SlotRuntime, detail: str, own_work: bool = True) -> None:
+async def end_slot(body: SlotRuntime, detail: str, self_inflicted: bool = True) -> None:
     """End all of a slot, because its init does not end a tree (nothing else runs beside init that keeps it busy), or because it took too much of something.
 
     Args:
@@ -73,7 +73,7 @@ async def end_slot(body: SlotRuntime, detail: str, own_work: bool = True) -> Non
         detail: why.
         own_work: whether that is proven to be the slot's own doing.
     """
-    body.link.own_work = own_work
+    body.link.self_inflicted = self_inflicted
     body.link.stop_hearing()
     loop = asyncio.get_running_loop()
     has_namespace = body.init_pid != body.process.pid  # that ends with init

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from sandbox_server.agent.execution.journal import Journal, Verdict, identity
+from sandbox_server.agent.execution.journal import CallOutcome, Journal, identity
 
 
-def _verdict(call_id: str, reason: str) -> Verdict:
-    return Verdict(call_id, reason, 0, "", 0.0, 0.0, 0.0, 0, False, {}, ())
+def _outcome(call_id: str, reason: str) -> CallOutcome:
+    return CallOutcome(call_id, reason, 0, "", 0.0, 0.0, 0.0, 0, False, {}, ())
 
 
 def test_identity_does_not_depend_on_the_order_of_keys() -> None:
@@ -40,7 +40,7 @@ def test_a_verdict_is_kept_and_what_may_be_asked_again_is_not() -> None:
     journal = Journal()
     for call_id, reason in (("a", "exit"), ("b", "not_implemented"), ("c", "timeout")):
         journal.begin(call_id, b"", object())
-        journal.end(call_id, _verdict(call_id, reason))
+        journal.end(call_id, _outcome(call_id, reason))
     running = object()
     journal.begin("d", b"", running)
 
@@ -48,5 +48,5 @@ def test_a_verdict_is_kept_and_what_may_be_asked_again_is_not() -> None:
     assert journal.get("b") is None
     entry = journal.get("c")
     assert entry is not None
-    assert entry.verdict is not None
-    assert entry.verdict.reason == "timeout"
+    assert entry.outcome is not None
+    assert entry.outcome.reason == "timeout"

@@ -207,7 +207,7 @@ async def test_until_an_agent_is_found_again_its_leases_wait_and_the_service_is_
     assert not lives.pools.readiness()["ready"]
     with pytest.raises(BackendUnavailable):
         lives.pools.route("t", lease.lease_id)
-    waiting = asyncio.create_task(lives.pools.lost_verdict(lease.lease_id, 50))
+    waiting = asyncio.create_task(lives.pools.wait_for_reconnect_or_loss(lease.lease_id, 50))
 
     lives.backend.deaf = False
     await lives.clock.advance(1)

@@ -97,7 +97,7 @@ async def test_what_has_ended_is_not_kept_in_mind_for_its_ttl_or_its_wait(make_w
         await world.clock.advance(0)
 
     book = world.pool.book
-    assert len(book.holdings._ends) <= SLACK + 4
+    assert len(book.lease_index._ends) <= SLACK + 4
     assert len(book.line._deadlines) <= SLACK + 4
     assert all(not book.ended.get(lease_id).labels for lease_id in ended)
     book.call_ended(held.lease_id)
