@@ -21,6 +21,7 @@ from sandbox_server.connection_limiter import HEAD_WITHIN_S
 from sandbox_server.connection_limits import limit_connections
 from sandbox_server.core.clock import Clock, SystemClock
 from sandbox_server.core.errors import InvalidRequest, NotImplementedHere, StorageUnavailable
+from sandbox_server.core.threads import start_thread_pool
 from sandbox_server.dispatch.answer_budget import AnswerBudget, AnswerLimits
 from sandbox_server.dispatch.call_records import CallRecords
 from sandbox_server.dispatch.concurrency import ConcurrencyLimiter
@@ -51,6 +52,8 @@ LAST_WORDS_S = 0.5
 """How long they may take to send what they have after that, in seconds."""
 POOLS_STOP_S = 4.5
 STORE_CLOSE_S = 1.0
+WORKER_THREADS = 6
+"""For what would hold up the event loop: files, processes, control groups."""
 STATE_FILE = "state.db"
 
 
@@ -190,6 +193,7 @@ async def start(settings: Settings, parts: Parts, *, ephemeral: bool = False) ->
         StateDirError: the state folder cannot be used.
     """
     parts.configure_logging(settings.log_format, settings.log_level)
+    asyncio.get_running_loop().set_default_executor(start_thread_pool(WORKER_THREADS, "worker"))
     state_dir = StateDir.open(settings.state_dir)
     try:
         running = await _start_in(settings, state_dir, parts, ephemeral=ephemeral)

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Any
 
@@ -38,12 +39,14 @@ class Signals:
         self._reload = reload
         self._loop = asyncio.get_running_loop()
         self._before: dict[signal.Signals, Any] = {}
-        self._deadline: threading.Timer | None = None
+        self._stopping = False
+        self._forced_end = _ForcedEnd()
 
     def install(self) -> None:
         """Start to listen. Does nothing outside the main thread, where signals never arrive."""
         if threading.current_thread() is not threading.main_thread():
             return
+        self._forced_end.start_thread()
         for number in STOP_SIGNALS:
             self._before[number] = signal.getsignal(number)
             signal.signal(number, self._on_stop)
@@ -55,23 +58,17 @@ class Signals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before.clear()
-        if self._deadline is not None:
-            self._deadline.cancel()
+        self._forced_end.cancel()
 
     def stopped(self, _: object = None) -> None:
         """The service has stopped; the server may take `LET_GO_WITHIN_S` more to see its clients off."""
-        if self._deadline is not None and self._before:
-            self._deadline.cancel()
-            self._end_within(LET_GO_WITHIN_S)
-
-    def _end_within(self, seconds: float) -> None:
-        self._deadline = threading.Timer(seconds, _end)
-        self._deadline.daemon = True
-        self._deadline.start()
+        if self._stopping and self._before:
+            self._forced_end.set_deadline(LET_GO_WITHIN_S)
 
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
-        if self._deadline is None:
-            self._end_within(END_WITHIN_S)
+        if not self._stopping:
+            self._stopping = True
+            self._forced_end.set_deadline(END_WITHIN_S)
         self._loop.call_soon_threadsafe(self._stop)
         before = self._before.get(signal.Signals(number))
         if callable(before):
@@ -81,6 +78,29 @@ class Signals:
         self._loop.call_soon_threadsafe(self._reload)
 
 
-def _end() -> None:
-    log.warning("clients held on to their connections: ending all the same")
-    os._exit(128 + signal.SIGTERM)
+class _ForcedEnd:
+    """Ends the process when a deadline passes, in a thread that waits from the start: when a signal comes there may be no room for another thread."""
+
+    def __init__(self) -> None:
+        self._deadlines_s: SimpleQueue[float | None] = SimpleQueue()  # `put` is safe in a signal handler
+
+    def start_thread(self) -> None:
+        """Wait for a deadline."""
+        threading.Thread(target=self._run, name="forced-end", daemon=True).start()
+
+    def set_deadline(self, seconds: float) -> None:
+        """End the process in so many seconds from now, in place of any earlier deadline."""
+        self._deadlines_s.put(seconds)
+
+    def cancel(self) -> None:
+        """End the thread, and leave the process be."""
+        self._deadlines_s.put(None)
+
+    def _run(self) -> None:
+        wait_s = self._deadlines_s.get()
+        while wait_s is not None:
+            try:
+                wait_s = self._deadlines_s.get(timeout=wait_s)
+            except Empty:
+                log.warning("clients held on to their connections: ending all the same")
+                os._exit(128 + signal.SIGTERM)

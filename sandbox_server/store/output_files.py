@@ -14,13 +14,13 @@ import tempfile
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 from sandbox_server.core.errors import StorageUnavailable
 from sandbox_server.core.execution import OutputFile
+from sandbox_server.core.threads import start_thread_pool
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class OutputFiles:
         self._folder = folder
         self._paths: dict[str, set[str]] = {}
         self._live: weakref.WeakValueDictionary[str, OutputFile] = weakref.WeakValueDictionary()
-        self._threads = ThreadPoolExecutor(THREADS, "output-files")
+        self._threads = start_thread_pool(THREADS, "output-files")
         self._deleter = _Deleter()
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         if folder is not None and folder.is_dir():
@@ -122,7 +122,6 @@ class OutputFiles:
 
     def forget(self, lease_id: str) -> None:
         """Delete the files of a lease whose records are forgotten; those that are being sent, when they have been."""
-        self._deleter.start()
         for path in self._paths.pop(lease_id, ()):
             file = self._live.get(path)
             if file is None:
@@ -141,7 +140,6 @@ class OutputFiles:
             weakref.finalize(file, self._deleter.delete, file.path)
 
     def _made_folder(self) -> str:
-        self._deleter.start()
         if self._folder is None:
             self._temporary = tempfile.TemporaryDirectory(prefix="sandbox-outputs-")
             self._folder = Path(self._temporary.name)
@@ -184,14 +182,10 @@ class _Deleter:
 
     def __init__(self) -> None:
         self._paths: SimpleQueue[str | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
         self._closed = False
-
-    def start(self) -> None:
-        """Start the thread, where it does not run yet. What `delete` was given before is deleted then."""
-        if self._thread is None and not self._closed:
-            self._thread = threading.Thread(target=self._run, name="output-deleter", daemon=True)
-            self._thread.start()
+        # Started at once: later there may be no room for another thread, where a slot's processes take all that their user may have.
+        self._thread = threading.Thread(target=self._run, name="output-deleter", daemon=True)
+        self._thread.start()
 
     def delete(self, path: str) -> None:
         """Delete a file soon; at once where the thread has ended."""
@@ -202,11 +196,9 @@ class _Deleter:
 
     def close(self) -> None:
         """Delete what is left to delete, and end the thread."""
-        self.start()
         self._closed = True
         self._paths.put(None)
-        if self._thread is not None:
-            self._thread.join()
+        self._thread.join()
 
     def _run(self) -> None:
         while True:
