@@ -118,7 +118,7 @@ class Harness:
                     meta = event.meta
         return b"".join(chunks), meta
 
-    async def until(self, command: str, slot: str = "0", within_s: float = 10.0) -> None:
+    async def until(self, command: str, slot: str = "0", within_s: float = 60.0) -> None:
         """Wait until a command succeeds in the slot."""
         answer = await self.bash(f"until {command}; do sleep 0.02; done", slot, timeout_s=within_s)
         assert answer.reason == "exit", f"{command} did not come true within {within_s} s"

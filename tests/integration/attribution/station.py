@@ -55,8 +55,8 @@ def check(result: Result) -> Result:
     return result
 
 
-def recorded_result(result: Result) -> tuple[str, str, int | None]:
-    """What a trainer decides by."""
+def blame(result: Result) -> tuple[str, str, int | None]:
+    """How a call ended and who is to blame: what a trainer decides by."""
     return result["reason"], result["fault"], result["exit_code"]
 
 
@@ -141,7 +141,7 @@ class Station:
         assert self.bash(lease, f"until {condition}; do sleep 0.02; done", timeout_s=10)["success"], condition
 
     @staticmethod
-    def until(condition: Any, within_s: float = 20.0) -> None:
+    def until(condition: Any, within_s: float = 60.0) -> None:
         """Wait for what has no event."""
         deadline = time.monotonic() + within_s
         while not condition():

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.integration.attribution.conftest import Open
-from tests.integration.attribution.station import Station, proof, recorded_result
+from tests.integration.attribution.station import Station, proof, blame
 
 GROW = """
 block, files = b"x" * (1 << 20), []
@@ -40,9 +40,9 @@ def after_the_end(station: Station, lease: dict[str, Any]) -> list[dict[str, Any
 def test_who_fills_its_sandbox_alone_is_to_blame_in_the_calls_after_it_too(open_one: Open) -> None:
     station = open_one(slots_per_sandbox=1, max_sandboxes=1, memory_mb=300, slot_memory_mb=300)
     (lease,) = station.acquire()
-    assert recorded_result(grow(station, lease, BEHIND)) == ("exit", "none", 0)
+    assert blame(grow(station, lease, BEHIND)) == ("exit", "none", 0)
     for late in after_the_end(station, lease):
-        assert recorded_result(late) == ("sandbox_lost", "policy", None)
+        assert blame(late) == ("sandbox_lost", "policy", None)
         assert proof(late)["own_work"] is True
         assert proof(late)["slot_ended"] is True
         assert proof(late)["used_mb"] > 250
@@ -51,7 +51,7 @@ def test_who_fills_its_sandbox_alone_is_to_blame_in_the_calls_after_it_too(open_
 
     (lease,) = station.acquire()
     ended = grow(station, lease, "exec python3 -")
-    assert recorded_result(ended) == ("oom", "policy", None)
+    assert blame(ended) == ("oom", "policy", None)
     assert proof(ended)["own_work"] is True
     station.release_all()
     station.service.stop()
@@ -68,13 +68,13 @@ def test_where_the_others_use_was_needed_it_is_ambiguous_in_the_calls_after_it_t
     hold = f"held = bytearray({held} << 20); open('up', 'w').close(); import os, time\nwhile not os.path.exists('go'): time.sleep(0.02)"
     beside = station.begin_bash(neighbour, f'python3 -c "{hold}"; echo fine')
     station.until(lambda: station.bash(neighbour, "test -e up")["success"])
-    assert recorded_result(grow(station, lease, BEHIND)) == ("exit", "none", 0)
+    assert blame(grow(station, lease, BEHIND)) == ("exit", "none", 0)
     for late in after_the_end(station, lease):
-        assert recorded_result(late) == ("sandbox_lost", "ambiguous", None)
+        assert blame(late) == ("sandbox_lost", "ambiguous", None)
         assert "own_work" not in proof(late)
         assert proof(late)["used_mb"] > proof(late)["share_mb"]
     station.bash(neighbour, "touch go")
     (other,) = beside.result()
-    assert (recorded_result(other), other["output"]) == (("exit", "none", 0), "fine\n")
+    assert (blame(other), other["output"]) == (("exit", "none", 0), "fine\n")
     station.release_all()
     station.service.stop()

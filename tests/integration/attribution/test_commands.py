@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.integration.attribution.station import HOG, TAKE_ALL_PROCESSES, Station, fault_of_late, proof, recorded_result
+from tests.integration.attribution.station import HOG, TAKE_ALL_PROCESSES, Station, fault_of_late, proof, blame
 
 OOM = "the slot's memory limit was reached"
 
@@ -27,9 +27,9 @@ def test_a_command_that_ends_by_itself_is_an_exit_however_it_looks(station: Stat
 
     result = station.bash(lease, command)
 
-    assert recorded_result(result) == ("exit", "none", code)
+    assert blame(result) == ("exit", "none", code)
     assert proof(result) == rests_on
-    assert recorded_result(station.bash(lease, "true")) == ("exit", "none", 0)
+    assert blame(station.bash(lease, "true")) == ("exit", "none", 0)
 
 
 def test_what_is_deaf_and_forked_twice_is_killed_in_time_and_that_is_the_policys(station: Station) -> None:
@@ -40,8 +40,8 @@ def test_what_is_deaf_and_forked_twice_is_killed_in_time_and_that_is_the_policys
     (late_result,), (silent_result,) = late.result(), silent.result()
 
     assert time.monotonic() - before < 1 + 3 + 2
-    assert recorded_result(late_result) == ("timeout", fault_of_late(late_result), None)
-    assert recorded_result(silent_result) == ("no_output_timeout", fault_of_late(silent_result), None)
+    assert blame(late_result) == ("timeout", fault_of_late(late_result), None)
+    assert blame(silent_result) == ("no_output_timeout", fault_of_late(silent_result), None)
     assert "its timeout of 1 s" in late_result["error"]
     assert "wrote nothing for 1 s" in silent_result["error"]
     for result in (late_result, silent_result):
@@ -67,13 +67,13 @@ def test_a_call_that_takes_more_memory_than_its_slot_may_is_oom(station: Station
 
     result = station.bash(lease, command)
 
-    assert recorded_result(result) == ("oom", "policy", code)
+    assert blame(result) == ("oom", "policy", code)
     assert OOM in result["error"]
     assert proof(result) == {**how, "oom_kills": 1}
     assert station.bash(lease, "echo next")["output"] == "next\n"
     station.bash(neighbour, "touch go")
     (other,) = beside.result()
-    assert (recorded_result(other), other["output"], other["metadata"]) == (("exit", "none", 0), "fine\n", {})
+    assert (blame(other), other["output"], other["metadata"]) == (("exit", "none", 0), "fine\n", {})
 
 
 @pytest.mark.privileged
@@ -82,7 +82,7 @@ def test_a_command_that_survives_a_kill_in_its_midst_has_ended_by_itself(station
 
     result = station.bash(lease, f"({HOG}) 2> /dev/null; echo went on")
 
-    assert recorded_result(result) == ("exit", "none", 0)
+    assert blame(result) == ("exit", "none", 0)
     assert result["success"]
     assert proof(result) == {"oom_kills": 1}
 
@@ -95,7 +95,7 @@ def test_what_an_earlier_call_left_running_is_not_pinned_on_the_one_that_runs(st
         assert station.bash(lease, f"rm -f go gone; {{ {hog}; }} &")["success"]
         result = station.bash(lease, f"touch go; until [ -e gone ]; do sleep 0.02; done; exit {code}")
 
-        assert recorded_result(result) == ("exit", "none", code), result
+        assert blame(result) == ("exit", "none", code), result
         assert proof(result)["oom_kills"] == 1
         assert proof(result).get("ambiguous", False) is (code != 0)
 
@@ -117,7 +117,7 @@ def test_a_call_that_starts_more_processes_than_its_slot_may_is_a_resource_limit
 
     result = station.python(lease, FORKER)
 
-    assert recorded_result(result) == ("resource_limit", "policy", 9)
+    assert blame(result) == ("resource_limit", "policy", 9)
     assert "limit of 60 processes" in result["error"]
     assert proof(result)["exited"] == 9
     assert proof(result)["processes_refused"] >= 1
@@ -130,7 +130,7 @@ def test_a_slot_full_of_processes_starts_nothing_and_that_is_its_own_doing(stati
 
     for tool, args in (("bash", {"command": "true"}), ("write_file", {"path": "f", "content": "x"}), ("list_files", {})):
         result = station.call(lease, tool, args)
-        assert recorded_result(result) == ("resource_limit", "policy", None)
+        assert blame(result) == ("resource_limit", "policy", None)
         assert "limit of 60 processes" in result["error"]
         assert proof(result)["errno"] == "EAGAIN"
         assert proof(result)["processes"] >= 45
@@ -148,8 +148,8 @@ def test_a_file_past_its_limit_is_a_resource_limit_where_the_signal_proves_it(st
     proven = station.bash(lease, "exec head -c 20M /dev/zero > big")
     unproven = station.bash(lease, "head -c 20M /dev/zero > big")
 
-    assert recorded_result(proven) == ("resource_limit", "policy", 153)
+    assert blame(proven) == ("resource_limit", "policy", 153)
     assert "limit of 8 MiB" in proven["error"]
     assert proof(proven) == {"signal": "SIGXFSZ"}
-    assert recorded_result(unproven) == ("exit", "none", 153)
+    assert blame(unproven) == ("exit", "none", 153)
     assert proof(unproven) == {"exited": 153, "limits_near": ["file_size"]}

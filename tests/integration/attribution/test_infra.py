@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.integration.attribution.conftest import Open
-from tests.integration.attribution.station import Station, frozen, proof, recorded_result, send, wait_gone
+from tests.integration.attribution.station import Station, frozen, proof, blame, send, wait_gone
 
 LOST = ("sandbox_lost", "infra", None)
 
@@ -46,18 +46,18 @@ def test_a_sandbox_that_ends_under_its_calls_is_ours_on_every_lease_and_stays_so
 
     assert time.monotonic() - before < 10
     for result in results:
-        assert recorded_result(result) == LOST
+        assert blame(result) == LOST
         assert "agent" in result["error"]
     for lease in leases:
         later = own.bash(lease, "true")
-        assert recorded_result(later) == LOST
+        assert blame(later) == LOST
         assert later["metadata"]["may_have_run"] is False
         while own.ask("GET", f"/v1/leases/{lease['lease_id']}").get("state") == "held":
             assert time.monotonic() - before < 20, "the agent has ended, and the service does not see it"
         assert own.ask("GET", f"/v1/leases/{lease['lease_id']}")["code"] == "sandbox_lost"
     # Recorded: asked again, it is the same, and nothing runs.
     again = own.begin({"lease_id": leases[0]["lease_id"], "tool": "bash", "args": {"command": "echo else"}, "call_id": call_id}).result()[0]
-    assert recorded_result(again) == ("call_conflict", "infra", None)
+    assert blame(again) == ("call_conflict", "infra", None)
     assert own.ask("GET", f"/v1/leases/{leases[0]['lease_id']}/calls/{call_id}")["result"] == results[0]
     assert own.bash(own.acquire()[0], "echo replaced")["output"] == "replaced\n"
 
@@ -72,7 +72,7 @@ def test_an_init_killed_from_outside_costs_its_lease_alone_and_is_ours(station: 
     init.kill()
     first, second = running.result()
 
-    assert recorded_result(first) == recorded_result(second) == recorded_result(station.bash(lease, "true")) == LOST
+    assert blame(first) == blame(second) == blame(station.bash(lease, "true")) == LOST
     assert first["output"] == "part\n"
     assert "own_work" not in proof(first)
     assert proof(second)["ran"] is False
@@ -89,7 +89,7 @@ def test_a_call_that_ended_while_its_agent_stood_still_has_not_timed_out(station
         time.sleep(1.2)  # and its deadline passes
     (result,) = running.result()
 
-    assert recorded_result(result) == ("exit", "none", 0)
+    assert blame(result) == ("exit", "none", 0)
     assert result["output"] == "done\n"
 
 
@@ -102,7 +102,7 @@ def test_the_time_in_which_all_of_a_sandbox_stood_still_is_not_the_calls(station
         time.sleep(2.5)  # nothing can tell that a deadline has passed
     (result,) = running.result()
 
-    assert (recorded_result(result), result["output"]) == (("exit", "none", 0), "done\n")
+    assert (blame(result), result["output"]) == (("exit", "none", 0), "done\n")
 
 
 def test_a_link_that_breaks_under_a_call_costs_it_nothing(station: Station) -> None:
@@ -113,7 +113,7 @@ def test_a_link_that_breaks_under_a_call_costs_it_nothing(station: Station) -> N
     station.until(lambda: station.bash(lease, "touch go")["success"])
     (result,) = running.result()
 
-    assert (recorded_result(result), result["output"]) == (("exit", "none", 0), "part\ndone\n")
+    assert (blame(result), result["output"]) == (("exit", "none", 0), "part\ndone\n")
 
 
 def call_of(lease: dict[str, Any], command: str, call_id: str) -> dict[str, Any]:
@@ -141,9 +141,9 @@ def test_a_service_that_is_killed_costs_its_calls_nothing_unless_their_agent_die
     again = station.begin(saved)
     station.until(lambda: station.bash(lives[0], "touch go")["success"])
     (result,) = again.result()
-    assert recorded_result(result) == ("exit", "none", 0)
+    assert blame(result) == ("exit", "none", 0)
     assert result["output"].count("done") == 1
     for call in (lost, call_of(dies[0], "true", "d")):
         (gone,) = station.batch(call)
-        assert recorded_result(gone) == LOST, gone
+        assert blame(gone) == LOST, gone
         assert "its agent has ended" in gone["error"]

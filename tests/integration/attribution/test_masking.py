@@ -16,7 +16,7 @@ import pytest
 
 from sandbox_server.agent.init.priority import RAISED
 from tests.integration.attribution.conftest import Open
-from tests.integration.attribution.station import HOG, TAKE_ALL_PROCESSES, Station, proof, recorded_result
+from tests.integration.attribution.station import HOG, TAKE_ALL_PROCESSES, Station, proof, blame
 from tests.support.users import ordinary_user
 
 POLICY_LOST = ("sandbox_lost", "policy", None)
@@ -30,13 +30,13 @@ def test_who_ends_its_init_by_taking_all_memory_has_done_it_itself_and_alone(sta
     calls = [{"lease_id": lease["lease_id"], "tool": "bash", "args": {"command": command}, "timeout_s": 20} for command in (fill, "echo next")]
     first, second = station.begin(*calls).result()
 
-    assert recorded_result(first) == ("oom", "policy", None)
+    assert blame(first) == ("oom", "policy", None)
     assert proof(first)["oom_kills"] >= 1
-    assert recorded_result(second) == recorded_result(station.bash(lease, "true")) == POLICY_LOST
+    assert blame(second) == blame(station.bash(lease, "true")) == POLICY_LOST
     assert "memory" in second["error"]
     station.bash(neighbour, "touch go")
     (other,) = beside.result()
-    assert (recorded_result(other), other["output"]) == (("exit", "none", 0), "fine\n")
+    assert (blame(other), other["output"]) == (("exit", "none", 0), "fine\n")
 
 
 @contextmanager
@@ -78,7 +78,7 @@ def test_a_disk_that_others_have_filled_hides_no_verdict_and_no_end_of_an_output
         before = time.monotonic()
         for each in (lease, neighbour):
             result = station.bash(each, "seq 40000; exit 3", timeout_s=5)
-            assert recorded_result(result) == ("exit", "none", 3)
+            assert blame(result) == ("exit", "none", 3)
             assert result["output"].startswith("1\n2\n")
             assert result["output"].endswith("\n40000\n")
             refused = station.call(each, "write_file", {"path": "new", "content": "x" * 100_000})
@@ -86,7 +86,7 @@ def test_a_disk_that_others_have_filled_hides_no_verdict_and_no_end_of_an_output
                 with pytest.raises(OSError, match="No space left"):
                     fill_disk(disk)
                 refused = station.call(each, "write_file", {"path": "newer", "content": "x" * 100_000})
-            assert recorded_result(refused) == ("tool_error", "policy", None)
+            assert blame(refused) == ("tool_error", "policy", None)
             assert proof(refused)["errno"] == "ENOSPC"
         assert time.monotonic() - before < 10
         station.service.stop()
@@ -110,13 +110,13 @@ def test_a_slot_that_fills_the_disk_of_the_state_folder_is_ended_and_nobody_else
         beside = station.begin_bash(neighbour, "until [ -e go ]; do sleep 0.02; done; echo fine")
         result = station.bash(filler, command, timeout_s=60)
 
-        assert recorded_result(result) == ("resource_limit", "policy", None)
+        assert blame(result) == ("resource_limit", "policy", None)
         assert "the disk was nearly full" in result["error"]
-        assert recorded_result(station.bash(filler, "true")) == POLICY_LOST
+        assert blame(station.bash(filler, "true")) == POLICY_LOST
         station.until(lambda: os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize > 150 << 20)
         station.bash(neighbour, "touch go")
         (other,) = beside.result()
-        assert (recorded_result(other), other["output"]) == (("exit", "none", 0), "fine\n")
+        assert (blame(other), other["output"]) == (("exit", "none", 0), "fine\n")
         station.until(lambda: not station.slots()["resetting"])
         assert station.slots()["quarantined"] == 0
         station.service.stop()
@@ -131,11 +131,11 @@ def test_of_slots_that_fill_the_disk_together_the_largest_is_ended_and_that_is_a
         assert station.bash(neighbour, "head -c 90M /dev/zero > f")["success"]
         result = station.bash(filler, SLOT_FILLS["bytes"][1], timeout_s=60)
 
-        assert recorded_result(result) == ("resource_limit", "ambiguous", None)
+        assert blame(result) == ("resource_limit", "ambiguous", None)
         late = station.bash(filler, "true")
-        assert recorded_result(late) == ("sandbox_lost", "ambiguous", None)
+        assert blame(late) == ("sandbox_lost", "ambiguous", None)
         assert proof(late)["used_mb"] == proof(result)["used_mb"] > 90
-        assert recorded_result(station.bash(neighbour, "true")) == ("exit", "none", 0)
+        assert blame(station.bash(neighbour, "true")) == ("exit", "none", 0)
         station.service.stop()
 
 
@@ -146,10 +146,10 @@ def test_a_slot_over_its_own_limit_of_disk_is_ended_and_that_is_the_policys(open
     lease, neighbour = station.acquire(2)
     result = station.bash(lease, "mkdir -p a/b; for i in $(seq 10); do head -c 7M /dev/zero > a/b/f$i; done; sleep 60", timeout_s=60)
 
-    assert recorded_result(result) == ("resource_limit", "policy", None)
+    assert blame(result) == ("resource_limit", "policy", None)
     assert proof(result)["limit_mb"] == 40
-    assert recorded_result(station.bash(neighbour, "true")) == ("exit", "none", 0)
-    assert recorded_result(station.bash(lease, "true")) == POLICY_LOST
+    assert blame(station.bash(neighbour, "true")) == ("exit", "none", 0)
+    assert blame(station.bash(lease, "true")) == POLICY_LOST
     station.release_all()
     station.service.stop()
 
@@ -194,7 +194,7 @@ def test_of_slots_that_fill_what_all_of_them_have_one_is_ended_and_not_by_the_ke
         killed, survives = wait(running, 20, FIRST_COMPLETED)
 
         (result,) = killed.pop().result()
-        assert recorded_result(result) == ("oom", "ambiguous", None)
+        assert blame(result) == ("oom", "ambiguous", None)
         assert proof(result)["used_mb"] > proof(result)["share_mb"] == effective["share_memory_mb"]
         assert len(survives) == 1
         station.release_all()
@@ -210,7 +210,7 @@ def test_who_takes_everybodys_processes_does_not_have_its_neighbour_blamed(open_
         station.until(lambda: station.bash(taker, "true")["reason"] == "resource_limit")
         refused = station.bash(neighbour, "true")
 
-        assert recorded_result(refused) == ("backend_error", "infra", None)
+        assert blame(refused) == ("backend_error", "infra", None)
         assert refused["metadata"]["may_have_run"] is False
         assert proof(refused)["processes"] < 10
         assert "only" in refused["error"]
@@ -240,9 +240,9 @@ def test_without_counters_a_slots_own_processes_are_counted_before_it_is_blamed(
     unisolated.until(lambda: unisolated.bash(taker, "true")["reason"] == "resource_limit")
 
     own, others = unisolated.bash(taker, "true"), unisolated.bash(neighbour, "true")
-    assert recorded_result(own) == ("resource_limit", "policy", None)
+    assert blame(own) == ("resource_limit", "policy", None)
     assert proof(own)["processes"] >= 300
-    assert recorded_result(others) == ("backend_error", "infra", None)
+    assert blame(others) == ("backend_error", "infra", None)
     assert proof(others)["processes"] < 10
 
 
@@ -250,7 +250,7 @@ def test_without_isolation_a_killed_init_proves_nothing_and_its_slot_is_not_used
     lease, neighbour, _ = acquired(unisolated)
     result = unisolated.bash(lease, "kill -9 $PPID; sleep 60")
 
-    assert recorded_result(result) == recorded_result(unisolated.bash(lease, "true")) == ("sandbox_lost", "infra", None)
+    assert blame(result) == blame(unisolated.bash(lease, "true")) == ("sandbox_lost", "infra", None)
     assert "own_work" not in proof(result)
     assert unisolated.bash(neighbour, "echo fine")["output"] == "fine\n"
     unisolated.until(lambda: unisolated.slots()["quarantined"] == 1)

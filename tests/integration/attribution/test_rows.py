@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.integration.attribution.conftest import Open
-from tests.integration.attribution.station import Station, proof, recorded_result
+from tests.integration.attribution.station import Station, proof, blame
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ from tests.integration.attribution.station import Station, proof, recorded_resul
 def test_a_wrong_argument_is_named_and_the_policys(station: Station, tool: str, args: dict[str, Any], named: str) -> None:
     result = station.call(station.acquire()[0], tool, args)
 
-    assert recorded_result(result) == ("invalid_args", "policy", None)
+    assert blame(result) == ("invalid_args", "policy", None)
     assert named in result["error"]
     assert proof(result).get("field", "args") == ("tool" if tool == "nonsense" else "args")
 
@@ -52,7 +52,7 @@ def test_any_other_field_of_a_call_is_the_callers_mistake(station: Station, fiel
     (result,) = station.batch({"lease_id": lease["lease_id"], **call})
     alone = station.ask("POST", f"/v1/leases/{lease['lease_id']}/exec", json=call)
 
-    assert recorded_result(result) == recorded_result(alone) == ("invalid_args", "infra", None)
+    assert blame(result) == blame(alone) == ("invalid_args", "infra", None)
     assert named in result["error"]
     assert proof(result)["field"] == named
 
@@ -67,7 +67,7 @@ def test_a_time_as_long_as_a_pool_may_give_is_no_mistake(open_one: Open) -> None
 def test_what_a_single_call_has_from_the_policy_is_the_policys(station: Station, fields: dict[str, Any]) -> None:
     (lease,) = station.acquire()
 
-    assert recorded_result(station.ask("POST", f"/v1/leases/{lease['lease_id']}/exec", json=fields)) == ("invalid_args", "policy", None)
+    assert blame(station.ask("POST", f"/v1/leases/{lease['lease_id']}/exec", json=fields)) == ("invalid_args", "policy", None)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_what_a_single_call_has_from_the_policy_is_the_policys(station: Station,
 def test_what_a_tool_cannot_do_is_the_policys(station: Station, tool: str, args: dict[str, Any], errno: str | None) -> None:
     result = station.call(station.acquire()[0], tool, args)
 
-    assert recorded_result(result) == ("tool_error", "policy", None)
+    assert blame(result) == ("tool_error", "policy", None)
     assert errno is None or proof(result)["errno"] == errno
 
 
@@ -94,7 +94,7 @@ def test_what_a_tool_cannot_do_is_the_policys(station: Station, tool: str, args:
 def test_what_is_not_built_is_ours(station: Station, tool: str) -> None:
     result = station.call(station.acquire()[0], tool, {"command": "true", "action": "capture"})
 
-    assert recorded_result(result) == ("not_implemented", "infra", None)
+    assert blame(result) == ("not_implemented", "infra", None)
 
 
 def test_a_call_id_used_for_something_else_is_the_trainers_mistake_and_the_first_stays(station: Station) -> None:
@@ -102,7 +102,7 @@ def test_a_call_id_used_for_something_else_is_the_trainers_mistake_and_the_first
     first = station.bash(lease, "echo first", call_id="c")
     other = station.bash(lease, "echo other", call_id="c")
 
-    assert recorded_result(other) == ("call_conflict", "infra", None)
+    assert blame(other) == ("call_conflict", "infra", None)
     assert station.bash(lease, "echo first", call_id="c") == first
 
 
@@ -118,7 +118,7 @@ def test_who_ends_a_call_from_outside_is_not_told_that_it_failed(station: Statio
         station.ask("POST", "/v1/release", json={"lease_ids": [lease["lease_id"]]})
     (result,) = running.result()
 
-    assert recorded_result(result) == ("cancelled", "none", None)
+    assert blame(result) == ("cancelled", "none", None)
     assert result["output"] == "part\n"
 
 
@@ -129,7 +129,7 @@ def test_a_lease_that_is_not_held_is_ambiguous_and_says_how_it_ended(station: St
 
     for lease, how, words in (({"lease_id": "none"}, "unknown", "there is no lease"), (released, "ended", "released"), (expired, "ended", "not renewed")):
         result = station.bash(lease, "true")
-        assert recorded_result(result) == ("lease_lost", "ambiguous", None)
+        assert blame(result) == ("lease_lost", "ambiguous", None)
         assert words in result["error"]
         assert proof(result)["lease"] == how
 
@@ -139,4 +139,4 @@ def test_a_lease_does_not_expire_under_a_call(station: Station) -> None:
 
     result = station.bash(lease, "sleep 1.5; echo done")
 
-    assert recorded_result(result) == ("exit", "none", 0)
+    assert blame(result) == ("exit", "none", 0)

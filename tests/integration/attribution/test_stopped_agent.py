@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tests.integration.attribution.conftest import open_station
-from tests.integration.attribution.station import Station, check, frozen, recorded_result
+from tests.integration.attribution.station import Station, check, frozen, blame
 
 UNANSWERED = ("backend_error", "infra", None)
 BEYOND_DEADLINE_S = 5.0
@@ -120,20 +120,20 @@ def test_calls_are_answered_soon_after_their_deadlines_and_their_results_fetched
         answer, events_s = events.result()
         (fine, fine_s), (first, first_s), (second, second_s) = lines.result()
 
-        assert recorded_result(begun) == UNANSWERED
+        assert blame(begun) == UNANSWERED
         assert (fine["call_id"], fine["output"]) == ("fine", "fine\n")
         assert fine_s < 2 * BEYOND_DEADLINE_S
-        assert [(result["call_id"], recorded_result(result)) for result in (first, second)] == [("sent", UNANSWERED), ("behind", UNANSWERED)]
+        assert [(result["call_id"], blame(result)) for result in (first, second)] == [("sent", UNANSWERED), ("behind", UNANSWERED)]
         assert in_time(first_s, 1)
         assert in_time(second_s, 1)  # it could have overtaken the one before it
         event = json.loads(answer.text.split("event: result\ndata: ")[1])
-        assert recorded_result(event) == UNANSWERED
+        assert blame(event) == UNANSWERED
         assert in_time(events_s, 1)
         assert all(result["metadata"]["may_have_run"] is True for result in (begun, first, second, event))
         assert "call_id" in first["error"]
 
     (ended,) = station.batch(call)
-    assert (recorded_result(ended), ended["output"]) == (("exit", "none", 0), "ran\n")
+    assert (blame(ended), ended["output"]) == (("exit", "none", 0), "ran\n")
     assert station.batch(sent)[0]["output"] == "sent\n"
     assert station.batch(behind)[0]["output"] == "sent\nbehind\n"
     assert station.bash(third, "cat runs")["output"] == "sent\n"
@@ -167,14 +167,14 @@ def test_what_is_not_a_call_is_answered_too(station: Station, timed: Timed) -> N
 
     station.until_in(lease, "touch go")
     (result,) = running.result()
-    assert (recorded_result(result), result["output"]) == (("exit", "none", 0), "done\n")
+    assert (blame(result), result["output"]) == (("exit", "none", 0), "done\n")
 
 
 def test_an_agent_that_stays_so_is_a_lost_sandbox_as_before(stays_stopped: Future[list[dict[str, Any]]]) -> None:
     *unanswered, lost, again = stays_stopped.result()
 
-    assert {recorded_result(result) for result in unanswered} == {UNANSWERED}
-    assert recorded_result(lost) == ("sandbox_lost", "infra", None)
+    assert {blame(result) for result in unanswered} == {UNANSWERED}
+    assert blame(lost) == ("sandbox_lost", "infra", None)
     assert again == lost
 
 
