@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.integration.attribution.station import HOG, TAKE_ALL_PROCESSES, Station, fault_of_late, proof, blame
+from tests.integration.attribution.station import HOG, TAKE_ALL_PROCESSES, Station, blame, fault_of_late, proof
 
 OOM = "the slot's memory limit was reached"
 

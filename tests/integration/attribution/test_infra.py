@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.integration.attribution.conftest import Open
-from tests.integration.attribution.station import Station, frozen, proof, blame, send, wait_gone
+from tests.integration.attribution.station import Station, blame, frozen, proof, send, wait_gone
 
 LOST = ("sandbox_lost", "infra", None)
 

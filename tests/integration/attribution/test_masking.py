@@ -16,7 +16,7 @@ import pytest
 
 from sandbox_server.agent.init.priority import RAISED
 from tests.integration.attribution.conftest import Open
-from tests.integration.attribution.station import HOG, TAKE_ALL_PROCESSES, Station, proof, blame
+from tests.integration.attribution.station import HOG, TAKE_ALL_PROCESSES, Station, blame, proof
 from tests.support.users import ordinary_user
 
 POLICY_LOST = ("sandbox_lost", "policy", None)

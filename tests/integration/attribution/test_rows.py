@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.integration.attribution.conftest import Open
-from tests.integration.attribution.station import Station, proof, blame
+from tests.integration.attribution.station import Station, blame, proof
 
 
 @pytest.mark.parametrize(

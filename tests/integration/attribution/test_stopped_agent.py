@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tests.integration.attribution.conftest import open_station
-from tests.integration.attribution.station import Station, check, frozen, blame
+from tests.integration.attribution.station import Station, blame, check, frozen
 
 UNANSWERED = ("backend_error", "infra", None)
 BEYOND_DEADLINE_S = 5.0
