@@ -22,9 +22,9 @@ from sandbox_server.core.errors import (
 )
 from sandbox_server.core.execution import LARGE_OUTPUT_BYTES, Reason, Result, ToolCall
 from sandbox_server.dispatch.call_runner import ResultStore
-from sandbox_server.dispatch.in_flight import InFlightCalls
+from sandbox_server.dispatch.call_tracker import CallTracker
 from sandbox_server.dispatch.outputs import ResultOutputs, output_bytes, output_pieces
-from sandbox_server.dispatch.results import agent_result, agents_encoding, refusal, waiting_output
+from sandbox_server.dispatch.results import agent_result, agents_encoding, lease_error_result, waiting_output
 from sandbox_server.dispatch.slot_location import SlotLocation, SlotLocator, slot_meta
 from sandbox_server.link.agent_link import RESPONSE_TIMEOUT_S, AgentStream
 from sandbox_server.link.errors import AgentRefused, AgentSilent, LinkLost
@@ -80,21 +80,21 @@ class CallRecords:
     sandbox is lost), CallNotFound for a call the lease never had, BackendUnavailable where the agent cannot be reached.
     """
 
-    def __init__(self, routes: SlotLocator, result_store: ResultStore, in_flight_calls: InFlightCalls, clock: Clock, outputs: ResultOutputs) -> None:
+    def __init__(self, routes: SlotLocator, result_store: ResultStore, call_tracker: CallTracker, clock: Clock, outputs: ResultOutputs) -> None:
         self._routes = routes
         self._outputs = outputs
         self._result_store = result_store
-        self._in_flight_calls = in_flight_calls
+        self._call_tracker = call_tracker
         self._clock = clock
 
-    async def encoding(self, tenant: str, lease_id: str, call_id: str) -> str:
+    async def call_encoding(self, tenant: str, lease_id: str, call_id: str) -> str:
         """The encoding that the call asked for; its agent knows it where this process does not, which has started after the call."""
-        known = known_encoding(self._result_store, self._in_flight_calls, lease_id, call_id)
+        known = known_encoding(self._result_store, self._call_tracker, lease_id, call_id)
         if known is not None:
             return known
-        return (await self.status(tenant, lease_id, call_id)).encoding
+        return (await self.call_status(tenant, lease_id, call_id)).encoding
 
-    async def status(self, tenant: str, lease_id: str, call_id: str, wait_s: float = 0.0) -> CallStatus | Result:
+    async def call_status(self, tenant: str, lease_id: str, call_id: str, wait_s: float = 0.0) -> CallStatus | Result:
         """Where a call is.
 
         Args:
@@ -134,13 +134,13 @@ class CallRecords:
         Raises:
             InvalidRequest: it lies beyond the end.
         """
-        found = await self.status(tenant, lease_id, call_id)
+        found = await self.call_status(tenant, lease_id, call_id)
         # Of a call that went with its sandbox nobody knows any more how much it had written.
         if offset > found.output_bytes and not (isinstance(found, Result) and found.reason is Reason.SANDBOX_LOST):
             raise _beyond(found.output_bytes, name)
         return found
 
-    def file_bytes(self, lease_id: str, call_id: str, found: CallStatus | Result) -> int:
+    def output_file_bytes(self, lease_id: str, call_id: str, found: CallStatus | Result) -> int:
         """How large an output file an answer with the result of this call may read, in bytes.
 
         Args:
@@ -150,7 +150,7 @@ class CallRecords:
         """
         if isinstance(found, Result):
             return found.output_file.size_bytes if found.output_file is not None else 0
-        flight = self._in_flight_calls.of(lease_id, call_id)
+        flight = self._call_tracker.find_call(lease_id, call_id)
         return flight.output_limit_bytes if flight is not None and flight.output_limit_bytes > LARGE_OUTPUT_BYTES else 0
 
     def _recorded(self, tenant: str, lease_id: str, call_id: str) -> Result | None:
@@ -172,7 +172,7 @@ class CallRecords:
                     elif isinstance(event, wire.Ended) and result is None:
                         return self._running(lease_id, call_id, event.meta)
         except CallNotFound:
-            flight = self._in_flight_calls.of(lease_id, call_id)
+            flight = self._call_tracker.find_call(lease_id, call_id)
             if flight is None:
                 raise
             return CallStatus(output_bytes=0, started_at=None, encoding=flight.encoding)
@@ -181,17 +181,17 @@ class CallRecords:
         return result
 
     def _running(self, lease_id: str, call_id: str, meta: Mapping[str, Any]) -> CallStatus:
-        encoding = known_encoding(self._result_store, self._in_flight_calls, lease_id, call_id) or agents_encoding(meta)
+        encoding = known_encoding(self._result_store, self._call_tracker, lease_id, call_id) or agents_encoding(meta)
         return CallStatus(output_bytes=_count(meta.get("output_bytes")), started_at=_time(meta.get("started_at")), encoding=encoding)
 
     async def _end(self, tenant: str, lease_id: str, call_id: str) -> Result:
-        async with aclosing(self.follow(tenant, lease_id, call_id, BEYOND_ALL_BYTES)) as events:
+        async with aclosing(self.follow_call(tenant, lease_id, call_id, BEYOND_ALL_BYTES)) as events:
             async for event in events:
                 if isinstance(event, Result):
                     return event
         raise CallNotFound(f"lease {lease_id} has no call {call_id}")
 
-    async def follow(self, tenant: str, lease_id: str, call_id: str, offset: int) -> AsyncGenerator[Chunk | Result, None]:
+    async def follow_call(self, tenant: str, lease_id: str, call_id: str, offset: int) -> AsyncGenerator[Chunk | Result, None]:
         """A call's output from an offset on, as it comes, and its result at the end; a link that breaks meanwhile is taken up where it broke."""
         lost_since: float | None = None
         while True:
@@ -226,11 +226,11 @@ class CallRecords:
         Raises:
             CallNotFound: nothing by that name is under way.
         """
-        if self._in_flight_calls.of(lease_id, call_id) is None:
+        if self._call_tracker.find_call(lease_id, call_id) is None:
             raise CallNotFound(f"lease {lease_id} has no call {call_id}")
         try:
             async with asyncio.timeout(AGAIN_AFTER_S):
-                await self._in_flight_calls.landed(lease_id, call_id)
+                await self._call_tracker.wait_for_result(lease_id, call_id)
         except TimeoutError:
             pass
 
@@ -247,9 +247,9 @@ class CallRecords:
         recorded_result = self._result_store.recorded_result(lease_id, call_id)
         if recorded_result is not None:
             return recorded_result.result
-        return refusal(_unnamed(lease_id, call_id, known_encoding(self._result_store, self._in_flight_calls, lease_id, call_id) or "utf-8"), error)
+        return lease_error_result(_unnamed(lease_id, call_id, known_encoding(self._result_store, self._call_tracker, lease_id, call_id) or "utf-8"), error)
 
-    async def output(self, tenant: str, lease_id: str, call_id: str, offset: int) -> WholeOutput:
+    async def fetch_output(self, tenant: str, lease_id: str, call_id: str, offset: int) -> WholeOutput:
         """The whole output from an offset on: of a call that runs, what there is so far.
 
         Raises:
@@ -282,7 +282,7 @@ class CallRecords:
                         yield dict(event.meta)
                 yield b""
         except CallNotFound:
-            if self._in_flight_calls.of(lease_id, call_id) is None:
+            if self._call_tracker.find_call(lease_id, call_id) is None:
                 raise
             yield b""
 
@@ -308,26 +308,26 @@ class CallRecords:
             raise refused_call(self._routes, tenant, lease_id, call_id, refused) from None
 
     async def _result(self, tenant: str, lease_id: str, call_id: str, item: wire.Item) -> Result:
-        return await current_result(self._result_store, self._in_flight_calls, self._outputs, self._routes.route(tenant, lease_id), call_id, item)
+        return await current_result(self._result_store, self._call_tracker, self._outputs, self._routes.route(tenant, lease_id), call_id, item)
 
 
-def known_encoding(result_store: ResultStore, in_flight_calls: InFlightCalls, lease_id: str, call_id: str) -> str | None:
+def known_encoding(result_store: ResultStore, call_tracker: CallTracker, lease_id: str, call_id: str) -> str | None:
     """The encoding that a call asked for, if this process knows it."""
     recorded_result = result_store.recorded_result(lease_id, call_id)
     if recorded_result is not None:
         return recorded_result.result.encoding
-    flight = in_flight_calls.of(lease_id, call_id)
+    flight = call_tracker.find_call(lease_id, call_id)
     return flight.encoding if flight is not None else None
 
 
-def found_result(result_store: ResultStore, in_flight_calls: InFlightCalls, lease_id: str, call_id: str, item: wire.Item) -> Result:
+def found_result(result_store: ResultStore, call_tracker: CallTracker, lease_id: str, call_id: str, item: wire.Item) -> Result:
     """The result of a call that its agent was asked after, in the encoding that the call asked for."""
-    encoding = known_encoding(result_store, in_flight_calls, lease_id, call_id) or agents_encoding(item.meta)
+    encoding = known_encoding(result_store, call_tracker, lease_id, call_id) or agents_encoding(item.meta)
     return agent_result(_unnamed(lease_id, call_id, encoding), item.meta, item.body)
 
 
 async def current_result(
-    result_store: ResultStore, in_flight_calls: InFlightCalls, outputs: ResultOutputs, route: SlotLocation, call_id: str, item: wire.Item
+    result_store: ResultStore, call_tracker: CallTracker, outputs: ResultOutputs, route: SlotLocation, call_id: str, item: wire.Item
 ) -> Result:
     """The result of a call that its agent was asked after: the one on record, where there is one or is about to be, so that nobody fetches its output again.
 
@@ -336,12 +336,12 @@ async def current_result(
     """
     lease_id = route.lease.lease_id
     recorded_result = result_store.recorded_result(lease_id, call_id)
-    if recorded_result is None and waiting_output(item.meta) is not None and in_flight_calls.of(lease_id, call_id) is not None:
-        await in_flight_calls.landed(lease_id, call_id)
+    if recorded_result is None and waiting_output(item.meta) is not None and call_tracker.find_call(lease_id, call_id) is not None:
+        await call_tracker.wait_for_result(lease_id, call_id)
         recorded_result = result_store.recorded_result(lease_id, call_id)
     if recorded_result is not None:
         return recorded_result.result
-    return await outputs.complete_for_now(found_result(result_store, in_flight_calls, lease_id, call_id, item), item.meta, route)
+    return await outputs.complete_for_now(found_result(result_store, call_tracker, lease_id, call_id, item), item.meta, route)
 
 
 def refused_call(routes: SlotLocator, tenant: str, lease_id: str, call_id: str, refused: AgentRefused) -> PoolServiceError:

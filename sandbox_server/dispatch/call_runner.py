@@ -16,12 +16,11 @@ from sandbox_server.core.clock import Clock
 from sandbox_server.core.errors import BackendUnavailable, LeaseLost, LeaseNotFound, PoolServiceError, SandboxLost, StorageUnavailable
 from sandbox_server.core.execution import NOT_RECORDED, Reason, Result, ToolCall
 from sandbox_server.dispatch.batch import Batch
+from sandbox_server.dispatch.call_tracker import CallTracker
 from sandbox_server.dispatch.concurrency import ConcurrencyLimiter
-from sandbox_server.dispatch.in_flight import InFlightCalls
 from sandbox_server.dispatch.outputs import ResultOutputs
-from sandbox_server.dispatch.results import agent_result, callers_mistake, identity_of, own_result, refusal, waiting_output
+from sandbox_server.dispatch.results import agent_result, identity_of, invalid_field_result, lease_error_result, service_result, waiting_output
 from sandbox_server.dispatch.slot_location import SlotLocation, SlotLocator, slot_meta
-from sandbox_server.dispatch.unknown_outcomes import UnknownOutcomes
 from sandbox_server.link.agent_link import AgentStream
 from sandbox_server.link.errors import AgentRefused, AgentSilent, LinkLost
 from sandbox_server.store.base import RecordedResult
@@ -77,9 +76,8 @@ class Job:
     result_store: ResultStore
     clock: Clock
     observe: Callable[[str, SlotLocation | None, ToolCall, Result, float], None]
-    in_flight_calls: InFlightCalls
-    unknown_outcomes: UnknownOutcomes
-    turns: ConcurrencyLimiter
+    call_tracker: CallTracker
+    concurrency_limiter: ConcurrencyLimiter
     outputs: ResultOutputs
 
 
@@ -165,7 +163,7 @@ class CallRunner:
         to_send = list(itertools.islice(self._pending, self._asked, None))
         for place, call in [item for item in to_send if item[1].timeout_s is not None and item[1].timeout_s > longest_s]:
             self._pending.remove((place, call))
-            refused = callers_mistake(call, "timeout_s", f"timeout_s: at most the pool's max_timeout_s, {longest_s:.10g}")
+            refused = invalid_field_result(call, "timeout_s", f"timeout_s: at most the pool's max_timeout_s, {longest_s:.10g}")
             self._finish(place, call, refused, None)
 
     async def _repeat_recorded(self, route: SlotLocation) -> None:
@@ -190,10 +188,10 @@ class CallRunner:
 
     def _may_begin(self) -> int:
         """How many of the pending calls may be sent now: all, or, where its tenant has a limit, the first, in its turn. Those sent before may be again."""
-        if not self._pending or self._job.turns.most(self._tenant) is None:
+        if not self._pending or self._job.concurrency_limiter.limit_of_tenant(self._tenant) is None:
             return len(self._pending)
         call_id = self._pending[0][1].call_id
-        if self._turn is None and self._job.turns.take(self._tenant, (self._lease_id, call_id)):
+        if self._turn is None and self._job.concurrency_limiter.try_acquire(self._tenant, (self._lease_id, call_id)):
             self._turn = call_id
         return self._asked or (1 if self._turn is not None else 0)
 
@@ -202,7 +200,7 @@ class CallRunner:
         call_id = self._pending[0][1].call_id
         self._job.routes.call_started(self._lease_id)
         try:
-            if await self._job.turns.wait(self._tenant, (self._lease_id, call_id)):
+            if await self._job.concurrency_limiter.acquire(self._tenant, (self._lease_id, call_id)):
                 self._turn = call_id
         finally:
             self._job.routes.call_ended(self._lease_id)
@@ -211,12 +209,12 @@ class CallRunner:
     def _give_turn_back(self) -> None:
         if self._turn is not None:
             call_id, self._turn = self._turn, None
-            self._job.turns.give_back(self._tenant, (self._lease_id, call_id))
+            self._job.concurrency_limiter.release(self._tenant, (self._lease_id, call_id))
 
     async def _converse(self, route: SlotLocation, count: int) -> None:
         """Send so many of the pending calls and take the results, which come in the order of the calls."""
         for _, call in itertools.islice(self._pending, count):
-            self._job.in_flight_calls.asked(call)
+            self._job.call_tracker.mark_sent(call)
         self._job.routes.call_started(self._lease_id)
         sent_at = self._job.clock.monotonic()
         try:
@@ -248,7 +246,7 @@ class CallRunner:
         except LeaseLost as over:
             first, asked, since, started_at = self._pending.popleft(), self._asked, self._since, self._started_at
             for place, call, _ in self._drain():
-                self._finish(place, call, timed(refusal(call, over), self._job.clock), None)
+                self._finish(place, call, timed(lease_error_result(call, over), self._job.clock), None)
             self._pending.append(first)
             self._asked, self._since, self._started_at = min(asked, 1), since, started_at
         except PoolServiceError:
@@ -284,7 +282,7 @@ class CallRunner:
         place, call = self._pending[0]
         result = agent_result(call, item.meta, item.body)
         if item.meta.get("call_id") != call.call_id:
-            result = own_result(call, Reason.BACKEND_ERROR, "the agent answered another call than the one asked", may_have_run=True)
+            result = service_result(call, Reason.BACKEND_ERROR, "the agent answered another call than the one asked", may_have_run=True)
         result = await self._job.outputs.complete(timed(result, self._job.clock), item.meta, route)
         result = await self._job.outputs.within(result, self._batch.reservation)
         await record(self._job.result_store, call, result)
@@ -309,13 +307,13 @@ class CallRunner:
     def _finish(self, place: int, call: ToolCall, result: Result, route: SlotLocation | None) -> None:
         now = self._job.clock.monotonic()
         if result.reason is Reason.BACKEND_ERROR and result.metadata.get("may_have_run") is not False:
-            self._job.unknown_outcomes.add(self._lease_id)
+            self._job.call_tracker.add_unknown_outcome(self._lease_id)
         if self._turn == call.call_id:
             self._give_turn_back()
-        self._batch.reservation.settle(call, result)
+        self._batch.reservation.release_unwritten_output(call, result)
         self._job.observe(self._tenant, route, call, result, now - self._since - result.duration_s)
         self._since, self._started_at = now, self._job.clock.wall()
-        self._batch.deliver(place, timed(result, self._job.clock))
+        self._batch.deliver_result(place, timed(result, self._job.clock))
 
     async def _unreachable(self, why: str) -> None:
         """Wait until the pool knows what that means; the calls are told if it is the end. Else they are asked again: by the agent's journal
@@ -339,7 +337,7 @@ class CallRunner:
     async def _refused(self, refused: AgentRefused) -> None:
         if refused.code == "not_implemented":
             for place, call, _ in self._drain():
-                self._finish(place, call, own_result(call, Reason.NOT_IMPLEMENTED, refused.detail), None)
+                self._finish(place, call, service_result(call, Reason.NOT_IMPLEMENTED, refused.detail), None)
             return
         # The slot has moved on or broken: the pool may know more.
         try:
@@ -355,7 +353,7 @@ class CallRunner:
             if result is not None:
                 result = await self._within(result)
             else:
-                result = self._stamped(call, refusal(call, error), asked=asked)
+                result = self._stamped(call, lease_error_result(call, error), asked=asked)
                 if result.reason is Reason.SANDBOX_LOST:
                     self._job.result_store.record_result(call.lease_id, call.call_id, identity_of(call), result)
             self._finish(place, call, result, None)
@@ -364,7 +362,7 @@ class CallRunner:
         """No more is to be learnt of the pending calls, or of so many of them."""
         drained = self._drain(count)
         # First of all of them: that one may have run does not say that those behind it did.
-        results = [self._stamped(call, own_result(call, Reason.BACKEND_ERROR, why), asked=asked) for _, call, asked in drained]
+        results = [self._stamped(call, service_result(call, Reason.BACKEND_ERROR, why), asked=asked) for _, call, asked in drained]
         for (place, call, _), result in zip(drained, results, strict=True):
             self._finish(place, call, result, None)
 
@@ -372,7 +370,7 @@ class CallRunner:
         """A result of the service's own with what can be known of the time: since when the call may have run, and whether it may have run at all."""
         said: dict[str, object] = {}
         if result.reason in (Reason.SANDBOX_LOST, Reason.BACKEND_ERROR):
-            said["may_have_run"] = asked or self._job.unknown_outcomes.about(self._lease_id) or self._job.in_flight_calls.has_twin(call)
+            said["may_have_run"] = self._job.call_tracker.may_have_run(call, was_sent=asked)
         if self._stopping:
             said["stopping"] = True
         result = replace(result, metadata={**result.metadata, **said})
@@ -412,7 +410,7 @@ def recorded(result_store: ResultStore, call: ToolCall) -> Result | None:
     if recorded_result is None:
         return None
     if recorded_result.identity != identity_of(call):
-        return own_result(call, Reason.CALL_CONFLICT, f"call_id {call.call_id} was used before with another tool or other arguments")
+        return service_result(call, Reason.CALL_CONFLICT, f"call_id {call.call_id} was used before with another tool or other arguments")
     return recorded_result.result
 
 

@@ -15,12 +15,11 @@ from sandbox_server.dispatch.answer_budget import TENANT_SHARE, AnswerBudget, Re
 from sandbox_server.dispatch.batch import Batch
 from sandbox_server.dispatch.call_records import current_result, refused_call
 from sandbox_server.dispatch.call_runner import CallRunner, Job, ResultStore, recorded, timed
+from sandbox_server.dispatch.call_tracker import CallTracker
 from sandbox_server.dispatch.concurrency import ConcurrencyLimiter
-from sandbox_server.dispatch.in_flight import InFlightCalls
 from sandbox_server.dispatch.outputs import ResultOutputs
-from sandbox_server.dispatch.results import identity_of, own_result
+from sandbox_server.dispatch.results import identity_of, service_result
 from sandbox_server.dispatch.slot_location import SlotLocation, SlotLocator, slot_meta
-from sandbox_server.dispatch.unknown_outcomes import UnknownOutcomes
 from sandbox_server.link.agent_link import RESPONSE_TIMEOUT_S, AgentStream
 from sandbox_server.link.errors import AgentRefused, AgentSilent, LinkLost
 from sandbox_server.telemetry import Telemetry
@@ -70,17 +69,17 @@ class Dispatcher:
         clock: Clock,
         telemetry: Telemetry,
         limits: CallLimits,
-        unknown_outcomes: UnknownOutcomes | None = None,
-        turns: ConcurrencyLimiter | None = None,
-        answers: AnswerBudget | None = None,
+        call_tracker: CallTracker | None = None,
+        concurrency_limiter: ConcurrencyLimiter | None = None,
+        answer_budget: AnswerBudget | None = None,
     ) -> None:
         self._routes = routes
         self._result_store = result_store
         self._telemetry = telemetry
         self._limits = limits
-        self.in_flight_calls = InFlightCalls()
-        self.turns = turns or ConcurrencyLimiter(lambda tenant: None)
-        self.answers = answers or AnswerBudget()
+        self.call_tracker = call_tracker or CallTracker()
+        self.concurrency_limiter = concurrency_limiter or ConcurrencyLimiter(lambda tenant: None)
+        self.answer_budget = answer_budget or AnswerBudget()
         self.outputs = ResultOutputs(result_store.outputs)
         self._tasks: set[asyncio.Task[None]] = set()
         self._runs: dict[str, set[CallRunner]] = {}
@@ -89,29 +88,28 @@ class Dispatcher:
             result_store=result_store,
             clock=clock,
             observe=self._observe,
-            in_flight_calls=self.in_flight_calls,
-            unknown_outcomes=unknown_outcomes or UnknownOutcomes(),
-            turns=self.turns,
+            call_tracker=self.call_tracker,
+            concurrency_limiter=self.concurrency_limiter,
             outputs=self.outputs,
         )
 
-    async def begin(
+    async def start_when_there_is_room(
         self, tenant: str, items: Sequence[ToolCall | Result], on_sent: Callable[[], None] | None = None, ended: Callable[[], None] = lambda: None
     ) -> Batch:
         """Reserve what the answer may take, waiting for room if need be, and set the calls going. The batch is to be closed.
 
         Raises:
             InvalidRequest: the answer may take more than a tenant can ever have.
-            QuotaExceeded: as `start`, or there was no room for the answer in time; nothing has run.
+            QuotaExceeded: as `start_calls`, or there was no room for the answer in time; nothing has run.
         """
-        reservation = await self.answers.reserve(tenant, items)
+        reservation = await self.answer_budget.reserve(tenant, items)
         try:
-            return self.start(tenant, items, on_sent, reservation, ended)
+            return self.start_calls(tenant, items, on_sent, reservation, ended)
         except BaseException:
             reservation.release()
             raise
 
-    def start(
+    def start_calls(
         self,
         tenant: str,
         items: Sequence[ToolCall | Result],
@@ -131,7 +129,7 @@ class Dispatcher:
         Raises:
             QuotaExceeded: too many calls are under way, or too many of the tenant's wait for their turn.
         """
-        batch = Batch(len(items), reservation or self.answers.nothing_reserved(tenant), ended)
+        batch = Batch(len(items), reservation or self.answer_budget.nothing_reserved(tenant), ended)
         by_lease: dict[str, list[tuple[int, ToolCall]]] = {}
         count = 0
         for index, item in enumerate(items):
@@ -142,16 +140,16 @@ class Dispatcher:
         self._check_turns(tenant, items)
         for index, item in enumerate(items):
             if isinstance(item, Result):
-                batch.deliver(index, self.stamped(item))
+                batch.deliver_result(index, self.with_refusal_time(item))
         for lease_id, calls in by_lease.items():
             within = self._within_lease(lease_id, calls, batch)
             for _, call in within:
-                self.in_flight_calls.begin(tenant, call)
+                self.call_tracker.add_call(tenant, call)
             if within:
                 self._spawn(lease_id, CallRunner(self._job, tenant, lease_id, within, batch, on_sent))
         return batch
 
-    def stamped(self, result: Result) -> Result:
+    def with_refusal_time(self, result: Result) -> Result:
         """The result of a call that never began, with the time it was refused at."""
         return timed(result, self._job.clock)
 
@@ -170,33 +168,33 @@ class Dispatcher:
         if not runs:
             del self._runs[lease_id]
 
-    def lease_over(self, lease_id: str) -> None:
+    def handle_lease_end(self, lease_id: str) -> None:
         """A lease has ended: its calls wait for no turn any more, and those behind a first one come to their results without their agent."""
-        self.turns.lease_over(lease_id)
+        self.concurrency_limiter.wake_waiters_of_lease(lease_id)
         runs = self._runs.get(lease_id)
         if runs:
             self._keep(asyncio.create_task(_refuse_waiting(list(runs))))
 
     def _check_in_flight(self, tenant: str, count: int) -> None:
-        of_tenant, most_of_tenant = self.in_flight_calls.of_tenant(tenant), self._limits.in_flight_of_tenant
+        of_tenant, most_of_tenant = self.call_tracker.count_of_tenant(tenant), self._limits.in_flight_of_tenant
         if of_tenant + count > most_of_tenant:
             share = f"{of_tenant} calls of this tenant are under way, and one tenant may have {most_of_tenant} of the {self._limits.in_flight}"
             raise QuotaExceeded(f"{share} of `limits.calls_in_flight`: ask again later", limit="calls_in_flight", retry_after_s=2)
-        if self.in_flight_calls.count + count > self._limits.in_flight:
-            full = f"{self.in_flight_calls.count} calls are under way, and `limits.calls_in_flight` is {self._limits.in_flight}"
+        if self.call_tracker.call_count + count > self._limits.in_flight:
+            full = f"{self.call_tracker.call_count} calls are under way, and `limits.calls_in_flight` is {self._limits.in_flight}"
             raise QuotaExceeded(f"{full}: ask again later", limit="calls_in_flight", retry_after_s=2)
 
     def _check_turns(self, tenant: str, items: Sequence[ToolCall | Result]) -> None:
         """Refuse calls of a tenant of which enough wait already. A request that only asks again for what it has asked for before is let in."""
         try:
-            self.turns.check_room(tenant)
+            self.concurrency_limiter.check_queue_room(tenant)
         except QuotaExceeded:
             if not all(isinstance(item, Result) or self._is_known(item) for item in items):
                 raise
 
     def _within_lease(self, lease_id: str, calls: list[tuple[int, ToolCall]], batch: Batch) -> list[tuple[int, ToolCall]]:
         """The calls that their lease may still have; the others get their results here. Calls that are known already cost nothing."""
-        left = self._limits.of_lease - self._result_store.verdict_count(lease_id) - self.in_flight_calls.of_lease(lease_id)
+        left = self._limits.of_lease - self._result_store.verdict_count(lease_id) - self.call_tracker.count_of_lease(lease_id)
         if len(calls) <= left:
             return calls
         within = []
@@ -207,38 +205,40 @@ class Dispatcher:
                 left -= 1
                 within.append((index, call))
             else:
-                batch.deliver(index, self.stamped(own_result(call, Reason.BACKEND_ERROR, self._too_many(), may_have_run=False)))
+                batch.deliver_result(index, self.with_refusal_time(service_result(call, Reason.BACKEND_ERROR, self._too_many(), may_have_run=False)))
         return within
 
     def _is_known(self, call: ToolCall) -> bool:
-        return self._result_store.recorded_result(call.lease_id, call.call_id) is not None or self.in_flight_calls.of(call.lease_id, call.call_id) is not None
+        return (
+            self._result_store.recorded_result(call.lease_id, call.call_id) is not None or self.call_tracker.find_call(call.lease_id, call.call_id) is not None
+        )
 
     def _too_many(self) -> str:
         return f"this lease has had the {self._limits.of_lease} calls of `limits.lease_calls`: acquire a new one"
 
-    async def run_one(self, tenant: str, call: ToolCall, reservation: Reservation | None = None, ended: Callable[[], None] = lambda: None) -> Result:
+    async def run_call(self, tenant: str, call: ToolCall, reservation: Reservation | None = None, ended: Callable[[], None] = lambda: None) -> Result:
         """Run one call under a lease that must hold.
 
         Args:
             tenant: who asks.
             call: what is to run.
-            reservation: what the answer may take, as for `start`.
+            reservation: what the answer may take, as for `start_calls`.
             ended: called once the call has its result, whether or not anybody waits for it.
 
         Raises:
             LeaseNotFound, LeaseLost, SandboxLost: it does not.
             QuotaExceeded: too many calls are under way, or the lease has had all it may have.
         """
-        known = self.check(tenant, call)
+        known = self.check_call(tenant, call)
         if known is not None:
             ended()
             return known
-        (result,) = await self.start(tenant, [call], reservation=reservation, ended=ended).all()
+        (result,) = await self.start_calls(tenant, [call], reservation=reservation, ended=ended).all_results()
         if result.reason is Reason.BACKEND_ERROR and result.metadata.get("limit") == AGENTS_CALL_LIMIT:
             raise QuotaExceeded(self._too_many(), limit="lease_calls")
         return result
 
-    def check(self, tenant: str, call: ToolCall) -> Result | None:
+    def check_call(self, tenant: str, call: ToolCall) -> Result | None:
         """See whether a single call may run.
 
         Returns:
@@ -254,15 +254,15 @@ class Dispatcher:
             result = recorded(self._result_store, call)
             if result is None:
                 raise
-            return self.stamped(result)
+            return self.with_refusal_time(result)
         except BackendUnavailable:
             pass  # becomes the call's own result
-        had = self._result_store.verdict_count(call.lease_id) + self.in_flight_calls.of_lease(call.lease_id)
+        had = self._result_store.verdict_count(call.lease_id) + self.call_tracker.count_of_lease(call.lease_id)
         if had >= self._limits.of_lease and not self._is_known(call):
             raise QuotaExceeded(self._too_many(), limit="lease_calls")
         return None
 
-    async def cancel(self, tenant: str, lease_id: str, call_id: str) -> Result:
+    async def cancel_call(self, tenant: str, lease_id: str, call_id: str) -> Result:
         """End a call and return its result; of a call that has ended, its result as it was. One that has not begun never will.
 
         Raises:
@@ -292,7 +292,7 @@ class Dispatcher:
 
     async def _cancel(self, route: SlotLocation, lease_id: str, call_id: str) -> Result:
         if not await self._cancel_at_agent(route, lease_id, call_id):
-            held = self.in_flight_calls.held(lease_id, call_id)
+            held = self.call_tracker.find_unsent_call(lease_id, call_id)
             if held is not None:
                 return await self._cancel_held(route.lease.tenant, held)
             # It may have begun just then.
@@ -316,7 +316,7 @@ class Dispatcher:
         result = None
         async for event in stream:
             if isinstance(event, wire.Item):
-                result = await current_result(self._result_store, self.in_flight_calls, self.outputs, route, call_id, event)
+                result = await current_result(self._result_store, self.call_tracker, self.outputs, route, call_id, event)
             elif isinstance(event, wire.Ended):
                 return result, dict(event.meta)
         return result, {}
@@ -332,12 +332,12 @@ class Dispatcher:
         Raises:
             StorageUnavailable: it may not be found there by a later life, and no agent's journal has it.
         """
-        result = self.stamped(own_result(call, Reason.CANCELLED, "the caller cancelled it before it began"))
+        result = self.with_refusal_time(service_result(call, Reason.CANCELLED, "the caller cancelled it before it began"))
         self._result_store.record_result(call.lease_id, call.call_id, identity_of(call), result)
         try:
             await self._result_store.flush()
         finally:
-            self.turns.wake(tenant, (call.lease_id, call.call_id))
+            self.concurrency_limiter.wake_waiters(tenant, (call.lease_id, call.call_id))
         return result
 
     async def stop(self) -> None:
@@ -348,7 +348,7 @@ class Dispatcher:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _observe(self, tenant: str, route: SlotLocation | None, call: ToolCall, result: Result, overhead_s: float) -> None:
-        self.in_flight_calls.end(tenant, call)
+        self.call_tracker.remove_call(tenant, call)
         self._telemetry.call_ended(
             pool=route.lease.pool if route is not None else "",
             pool_tenant=route.lease.pool_tenant or "" if route is not None else "",

@@ -38,7 +38,7 @@ class SlotFiles:
     def __init__(self, routes: SlotLocator) -> None:
         self._routes = routes
 
-    async def read(self, tenant: str, lease_id: str, path: str) -> AsyncGenerator[bytes, None]:
+    async def read_file(self, tenant: str, lease_id: str, path: str) -> AsyncGenerator[bytes, None]:
         """The content of one file, as it comes."""
         async for chunk in self._receive(tenant, lease_id, "file_get", path):
             yield chunk
@@ -48,7 +48,7 @@ class SlotFiles:
         async for chunk in self._receive(tenant, lease_id, "archive_get", path):
             yield chunk
 
-    async def write(self, tenant: str, lease_id: str, path: str, mode: int | None, chunks: AsyncIterator[bytes]) -> None:
+    async def write_file(self, tenant: str, lease_id: str, path: str, mode: int | None, chunks: AsyncIterator[bytes]) -> None:
         """Replace one file, atomically, with these bytes."""
         more = {} if mode is None else {"mode": mode}
         await self._send(tenant, lease_id, "file_put", path, chunks, **more)
@@ -57,7 +57,7 @@ class SlotFiles:
         """Unpack a gzipped tar into a folder."""
         await self._send(tenant, lease_id, "archive_put", path, chunks)
 
-    async def entries(self, tenant: str, lease_id: str, path: str, *, recursive: bool, max_entries: int) -> tuple[list[dict[str, Any]], bool]:
+    async def list_folder(self, tenant: str, lease_id: str, path: str, *, recursive: bool, max_entries: int) -> tuple[list[dict[str, Any]], bool]:
         """What a folder holds, and whether that is not all of it."""
         entries: list[dict[str, Any]] = []
         is_cut = False

@@ -14,7 +14,7 @@ from sandbox_server.agent import wire
 from sandbox_server.core.errors import BackendUnavailable, StorageUnavailable
 from sandbox_server.core.execution import OutputFile, Reason, Result, ToolCall
 from sandbox_server.dispatch.answer_budget import Reservation
-from sandbox_server.dispatch.results import own_result, waiting_output
+from sandbox_server.dispatch.results import service_result, waiting_output
 from sandbox_server.dispatch.slot_location import SlotLocation, slot_meta
 from sandbox_server.link.agent_link import RESPONSE_TIMEOUT_S
 from sandbox_server.link.errors import AgentRefused, LinkLost
@@ -95,7 +95,7 @@ class ResultOutputs:
 
     async def within(self, result: Result, reservation: Reservation) -> Result:
         """The result with its output in a file, if there is no room for it in memory."""
-        if reservation.keep(result.held_bytes):
+        if reservation.try_reserve_output(result.held_bytes):
             return result
         parts = [result.stdout or b"", result.stderr or b""] if result.is_separate else [result.output]
         try:
@@ -136,7 +136,7 @@ def _not_kept(result: Result, why: str) -> Result:
     """What the call came to instead: its agent still has it, so that asking again may fetch it."""
     call = ToolCall(call_id=result.call_id, lease_id=result.lease_id, tool="", args={}, encoding=result.encoding)
     error = f"the call ended, and its output could not be kept: {why}; ask again with the same call_id"
-    return replace(own_result(call, Reason.BACKEND_ERROR, error, may_have_run=True), started_at=result.started_at, duration_s=result.duration_s)
+    return replace(service_result(call, Reason.BACKEND_ERROR, error, may_have_run=True), started_at=result.started_at, duration_s=result.duration_s)
 
 
 def output_bytes(result: Result) -> int:

@@ -62,7 +62,7 @@ def agent_result(call: ToolCall, meta: Mapping[str, Any], body: bytes) -> Result
         metadata = _proven(reason, _metadata(meta.get("metadata")), error_text)
         exit_code = _exit_code(meta.get("exit_code"))
     except ValueError as error:
-        return own_result(call, Reason.BACKEND_ERROR, f"the agent's answer makes no sense: {error}", may_have_run=True)
+        return service_result(call, Reason.BACKEND_ERROR, f"the agent's answer makes no sense: {error}", may_have_run=True)
     separate = len(lengths) == 2
     return Result(
         call_id=call.call_id,
@@ -150,12 +150,12 @@ def _fault(reason: Reason, metadata: Mapping[str, Any]) -> Fault:
     return FAULT_OF[reason]
 
 
-def callers_mistake(call: ToolCall, field: str, error: str) -> Result:
+def invalid_field_result(call: ToolCall, field: str, error: str) -> Result:
     """The result of a call of which a field beside `tool` and `args` is wrong: no policy fills those in."""
-    return replace(own_result(call, Reason.INVALID_ARGS, error, evidence={"field": field, "detail": error}), fault=Fault.INFRA)
+    return replace(service_result(call, Reason.INVALID_ARGS, error, evidence={"field": field, "detail": error}), fault=Fault.INFRA)
 
 
-def own_result(
+def service_result(
     call: ToolCall, reason: Reason, error: str, *, may_have_run: bool | None = None, evidence: Mapping[str, Any] | None = None, started_at: float = 0.0
 ) -> Result:
     """A result that the service gives itself, without output."""
@@ -175,14 +175,14 @@ def own_result(
     )
 
 
-def refusal(call: ToolCall, error: PoolServiceError) -> Result:
+def lease_error_result(call: ToolCall, error: PoolServiceError) -> Result:
     """The result of a call whose lease has no slot any more, or none that can be reached; it has not been sent."""
     if isinstance(error, SandboxLost):
-        return own_result(call, Reason.SANDBOX_LOST, error.detail, evidence=_evidence(error))
+        return service_result(call, Reason.SANDBOX_LOST, error.detail, evidence=_evidence(error))
     if isinstance(error, LeaseNotFound | LeaseLost):
         lease = "unknown" if isinstance(error, LeaseNotFound) else "ended"
-        return own_result(call, Reason.LEASE_LOST, error.detail, evidence={"lease": lease, "detail": error.detail})
-    return own_result(call, Reason.BACKEND_ERROR, error.detail, may_have_run=False)
+        return service_result(call, Reason.LEASE_LOST, error.detail, evidence={"lease": lease, "detail": error.detail})
+    return service_result(call, Reason.BACKEND_ERROR, error.detail, may_have_run=False)
 
 
 def _evidence(error: SandboxLost) -> Mapping[str, Any]:

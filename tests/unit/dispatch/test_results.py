@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from sandbox_server.core.execution import FAULT_OF, FAULTS_OF, Fault, Reason
-from sandbox_server.dispatch.results import agent_result, callers_mistake, identity_of, own_result
+from sandbox_server.dispatch.results import agent_result, identity_of, invalid_field_result, service_result
 from tests.unit.dispatch.conftest import call
 
 GOOD: dict[str, Any] = {
@@ -99,7 +99,7 @@ def test_every_fault_that_a_result_may_have_is_in_the_table_and_no_other() -> No
     possible = {(reason, fault) for reason, faults in FAULTS_OF.items() for fault in faults[1:]}
 
     assert possible == {(Reason(reason), fault) for (reason, _), fault in PROVEN.items()} | {(Reason.INVALID_ARGS, Fault.INFRA)}
-    assert callers_mistake(call("a", "true"), "timeout_s", "timeout_s: too long").fault is Fault.INFRA
+    assert invalid_field_result(call("a", "true"), "timeout_s", "timeout_s: too long").fault is Fault.INFRA
 
 
 def test_the_identity_is_the_tool_and_the_arguments_in_any_order() -> None:
@@ -146,4 +146,4 @@ def test_every_verdict_but_an_exit_says_what_it_rests_on(reason: Reason) -> None
 
     assert bare.metadata["evidence"] == {"detail": "it broke"}
     assert proven.metadata["evidence"] == {"signal": "SIGKILL"}
-    assert own_result(call("a", "true"), reason, "we know").metadata["evidence"] == {"detail": "we know"}
+    assert service_result(call("a", "true"), reason, "we know").metadata["evidence"] == {"detail": "we know"}

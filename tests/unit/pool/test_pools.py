@@ -21,7 +21,7 @@ from sandbox_server.core.errors import (
 )
 from sandbox_server.core.execution import Fault, ToolCall
 from sandbox_server.core.types import AcquireRequest
-from sandbox_server.dispatch.results import refusal
+from sandbox_server.dispatch.results import lease_error_result
 from sandbox_server.link.agent_reports import read_slots_update
 from sandbox_server.pool.leasing.wait_queue import none_free
 from sandbox_server.testing import FakeAgent, FakeBackend, settle
@@ -591,7 +591,7 @@ async def test_calls_after_the_end_of_a_slot_have_its_blame_and_its_evidence(mak
     with pytest.raises(SandboxLost) as lost:
         world.pools.lease("t", lease.lease_id)
     assert lost.value.extra["evidence"] == {**evidence, "detail": "the slot's own init died: out of memory"}
-    late = refusal(ToolCall(call_id="c", lease_id=lease.lease_id, tool="bash", args={}), lost.value)
+    late = lease_error_result(ToolCall(call_id="c", lease_id=lease.lease_id, tool="bash", args={}), lost.value)
     assert late.fault is fault
 
 
