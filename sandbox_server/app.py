@@ -22,10 +22,11 @@ from sandbox_server.connection_limits import limit_connections
 from sandbox_server.core.clock import Clock, SystemClock
 from sandbox_server.core.errors import InvalidRequest, NotImplementedHere, StorageUnavailable
 from sandbox_server.dispatch.answer_budget import AnswerBudget, AnswerLimits
+from sandbox_server.dispatch.call_admission import CallLimits
 from sandbox_server.dispatch.call_records import CallRecords
 from sandbox_server.dispatch.call_tracker import CallTracker
 from sandbox_server.dispatch.concurrency import ConcurrencyLimiter
-from sandbox_server.dispatch.dispatcher import CallLimits, Dispatcher
+from sandbox_server.dispatch.dispatcher import Dispatcher
 from sandbox_server.dispatch.files import SlotFiles
 from sandbox_server.link import connect
 from sandbox_server.pool.catalog import BUILT_IN, OF_THE_FILE

@@ -11,8 +11,11 @@ import pytest
 from sandbox_server.core.errors import LeaseNotFound, PoolServiceError, SandboxLost
 from sandbox_server.core.execution import ToolCall
 from sandbox_server.core.types import Lease, LeaseState, PoolSpec
-from sandbox_server.dispatch.dispatcher import CallLimits, Dispatcher
+from sandbox_server.dispatch.call_admission import CallLimits
+from sandbox_server.dispatch.dispatcher import Dispatcher
+from sandbox_server.dispatch.runner.decisions import CallTimings
 from sandbox_server.link import AgentClient, AgentLink
+from sandbox_server.link.agent_link import RESPONSE_TIMEOUT_S
 from sandbox_server.link.slot_client import SlotClient
 from sandbox_server.store.base import MemoryStore
 from sandbox_server.telemetry import Telemetry
@@ -111,9 +114,10 @@ async def world() -> World:
     return await make_world(ScriptedAgent("s-1", slots=3))
 
 
-async def make_world(agent: ScriptedAgent) -> World:
+async def make_world(agent: ScriptedAgent, timings: CallTimings | None = None, response_timeout_s: float = RESPONSE_TIMEOUT_S) -> World:
     """Leases `a`, `b` and `c` of alice's, on this agent of three slots."""
-    client = AgentClient(await FakeLink.to(agent, agent.token))
+    client = AgentClient(await FakeLink.to(agent, agent.token), response_timeout_s)
     routes = FakeRoutes({name: FakeRoute(lease=lease(name, str(n)), spec=SPEC, agent=client, slot_id=str(n), epoch=1) for n, name in enumerate("abc")})
     store, telemetry, clock = MemoryStore(), Telemetry(), FakeClock()
-    return World(agent, routes, store, telemetry, Dispatcher(routes, store, clock, telemetry, CallLimits(in_flight=200)), clock)
+    dispatcher = Dispatcher(routes, store, clock, telemetry, CallLimits(in_flight=200), timings=timings)
+    return World(agent, routes, store, telemetry, dispatcher, clock)

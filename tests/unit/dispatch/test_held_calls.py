@@ -9,20 +9,25 @@ import pytest
 
 from sandbox_server.core.errors import CallNotFound, LeaseLost, QuotaExceeded
 from sandbox_server.core.execution import Fault, Reason, Result
-from sandbox_server.dispatch import call_runner
 from sandbox_server.dispatch.batch import Batch
+from sandbox_server.dispatch.call_admission import CallLimits
 from sandbox_server.dispatch.concurrency import ConcurrencyLimiter
-from sandbox_server.dispatch.dispatcher import CallLimits, Dispatcher
+from sandbox_server.dispatch.dispatcher import Dispatcher
+from sandbox_server.dispatch.runner.decisions import CallTimings
 from tests.unit.dispatch.conftest import World, call
 
 
 @pytest.fixture
 def limited(world: World) -> World:
     """Alice may run one call at a time."""
+    return limit_calls(world)
+
+
+def limit_calls(world: World, timings: CallTimings | None = None) -> World:
+    """Let alice run one call at a time."""
     most: Callable[[str], int | None] = {"alice": 1}.get
-    world.dispatcher = Dispatcher(
-        world.routes, world.store, world.clock, world.telemetry, CallLimits(in_flight=100), concurrency_limiter=ConcurrencyLimiter(most)
-    )
+    limits, limiter = CallLimits(in_flight=100), ConcurrencyLimiter(most)
+    world.dispatcher = Dispatcher(world.routes, world.store, world.clock, world.telemetry, limits, concurrency_limiter=limiter, timings=timings)
     return world
 
 
@@ -62,9 +67,8 @@ async def test_leases_take_turns_and_calls_of_one_lease_keep_their_order(limited
     assert [result.call_id for result in results] == ["a1", "a2", "a3", "b1", "b2"]
 
 
-async def test_waiting_costs_a_call_none_of_its_time(limited: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_runner, "PING_AFTER_S", 0.0)
-    monkeypatch.setattr(call_runner, "REPLY_GRACE_S", 0.0)
+async def test_waiting_costs_a_call_none_of_its_time(world: World) -> None:
+    limited = limit_calls(world, CallTimings(ping_after_s=0.0, result_grace_s=0.0))
     first = limited.dispatcher.start_calls("alice", [call("a", "live", "first", timeout_s=5.0)])
     await limited.until_running()
     second = limited.dispatcher.start_calls("alice", [call("b", "live", "second", timeout_s=0.2)])
