@@ -23,11 +23,12 @@ from sandbox_server.core.clock import Clock, SystemClock
 from sandbox_server.core.errors import InvalidRequest, NotImplementedHere, StorageUnavailable
 from sandbox_server.core.threads import start_thread_pool
 from sandbox_server.dispatch.answer_budget import AnswerBudget, AnswerLimits
+from sandbox_server.dispatch.call_admission import CallLimits
 from sandbox_server.dispatch.call_records import CallRecords
+from sandbox_server.dispatch.call_tracker import CallTracker
 from sandbox_server.dispatch.concurrency import ConcurrencyLimiter
-from sandbox_server.dispatch.dispatcher import CallLimits, Dispatcher
+from sandbox_server.dispatch.dispatcher import Dispatcher
 from sandbox_server.dispatch.files import SlotFiles
-from sandbox_server.dispatch.unknown_outcomes import UnknownOutcomes
 from sandbox_server.link import connect
 from sandbox_server.pool.catalog import BUILT_IN, OF_THE_FILE
 from sandbox_server.pool.dependencies import Connect, PoolDependencies, PoolLimits
@@ -176,7 +177,7 @@ class Application:
             log.error("the tenants are left as they were: %s", error)
         else:
             self._has_tenants = bool(settings.tenants)
-            self._running.service.dispatcher.turns.look_again()
+            self._running.service.dispatcher.concurrency_limiter.apply_limits()
             log.info("the tenants have been read again")
 
 
@@ -218,13 +219,13 @@ async def _start_in(settings: Settings, state_dir: StateDir, parts: Parts, *, ep
     limits = CallLimits(in_flight=settings.limits.calls_in_flight, of_lease=settings.limits.lease_calls)
     care = StateCare(state_dir, store)
     answers = AnswerBudget(_answer_limits(settings))
-    dispatcher = Dispatcher(pools, store, clock, telemetry, limits, UnknownOutcomes(pools.restored), ConcurrencyLimiter(tenants.max_running_calls), answers)
-    pools.when_a_lease_ends(dispatcher.lease_over)
+    dispatcher = Dispatcher(pools, store, clock, telemetry, limits, CallTracker(pools.restored), ConcurrencyLimiter(tenants.max_running_calls), answers)
+    pools.when_a_lease_ends(dispatcher.handle_lease_end)
     service = Service(
         pools=pools,
         dispatcher=dispatcher,
         files=SlotFiles(pools),
-        records=CallRecords(pools, store, dispatcher.in_flight_calls, clock, dispatcher.outputs),
+        records=CallRecords(pools, store, dispatcher.call_tracker, clock, dispatcher.outputs),
         events=pools.events,
         telemetry=telemetry,
         flush=pools.flush,

@@ -75,8 +75,8 @@ async def one_result(result: Result) -> AsyncGenerator[bytes, None]:
 
 async def call_events(records: CallRecords, tenant: str, lease_id: str, call_id: str, offset: int) -> AsyncGenerator[bytes, None]:
     """The events of a call that the lease has, from an offset on."""
-    text = Text(await records.encoding(tenant, lease_id, call_id), offset)
-    async with aclosing(records.follow(tenant, lease_id, call_id, offset)) as found:
+    text = Text(await records.call_encoding(tenant, lease_id, call_id), offset)
+    async with aclosing(records.follow_call(tenant, lease_id, call_id, offset)) as found:
         async for event in found:
             if isinstance(event, Chunk):
                 for block in filter(None, map(text.block, _parts(event))):
@@ -98,13 +98,13 @@ async def exec_events(
     Raises:
         LeaseNotFound, LeaseLost, SandboxLost, QuotaExceeded: before the first event; nothing has run.
     """
-    known = service.dispatcher.check(tenant, call)
+    known = service.dispatcher.check_call(tenant, call)
     if known is not None:
         done()
         return one_result(known), lambda: None
     asked = asyncio.Event()
-    batch = await service.dispatcher.begin(tenant, [call], on_sent=asked.set, ended=done)
-    ended = asyncio.create_task(batch.all())
+    batch = await service.dispatcher.start_when_there_is_room(tenant, [call], on_sent=asked.set, ended=done)
+    ended = asyncio.create_task(batch.all_results())
     ended.add_done_callback(lambda _: asked.set())
     return _running(service.records, tenant, call, offset, asked, ended), batch.close
 
@@ -114,7 +114,7 @@ async def _running(
 ) -> AsyncGenerator[bytes, None]:
     await asked.wait()
     text = Text(call.encoding, offset)
-    async with aclosing(records.follow(tenant, call.lease_id, call.call_id, offset)) as found:
+    async with aclosing(records.follow_call(tenant, call.lease_id, call.call_id, offset)) as found:
         while (chunk := await _next_chunk(found, ended)) is not None:
             for block in filter(None, map(text.block, _parts(chunk))):
                 yield block

@@ -73,7 +73,7 @@ class Reservation:
     file_bytes: int
     is_released: bool = False
 
-    def keep(self, size_bytes: int) -> bool:
+    def try_reserve_output(self, size_bytes: int) -> bool:
         """Take memory for an output, if there is room for one so large; whether there was. A request that is over keeps nothing, so nothing is counted."""
         if self.is_released or not size_bytes:
             return True
@@ -83,12 +83,12 @@ class Reservation:
         self.budget.take(self.tenant, memory_bytes=size_bytes)
         return True
 
-    def settle(self, call: ToolCall, result: Result) -> None:
+    def release_unwritten_output(self, call: ToolCall, result: Result) -> None:
         """Give back what a call reserved in files and has not written."""
         written = result.output_file.size_bytes if result.output_file is not None else 0
         self._give_back(file_bytes=max(0, _file_bytes(call) - written))
 
-    def sent(self, result: Result) -> None:
+    def release_sent_result(self, result: Result) -> None:
         """Give back what a result took that has been sent, and is held no more."""
         written = result.output_file.size_bytes if result.output_file is not None else 0
         self._give_back(memory_bytes=CALL_BYTES + result.held_bytes, file_bytes=written)

@@ -11,7 +11,7 @@ from sandbox_server.dispatch.answer_budget import Reservation
 
 
 class Batch:
-    """Collects results; read it once, either with `all` or with `next`, and close it then: until that it holds its reservation.
+    """Collects results; read it once, either with `all_results` or with `next_results`, and close it then: until that it holds its reservation.
 
     Args:
         size: how many results there will be.
@@ -29,7 +29,7 @@ class Batch:
         self._wake: asyncio.Event = asyncio.Event()
         self._done: asyncio.Event = asyncio.Event()
 
-    def deliver(self, index: int, result: Result) -> None:
+    def deliver_result(self, index: int, result: Result) -> None:
         """Take the result of one call. The first one stays. Once the batch is closed it is only counted."""
         if self._has[index]:
             return
@@ -43,12 +43,12 @@ class Batch:
             self._done.set()
             self._ended()
 
-    async def all(self) -> list[Result]:
+    async def all_results(self) -> list[Result]:
         """Every result, in the order of the calls, once the last is there."""
         await self._done.wait()
         return [result for result in self._results if result is not None]
 
-    async def next(self, wait_s: float) -> list[tuple[int, Result]] | None:
+    async def next_results(self, wait_s: float) -> list[tuple[int, Result]] | None:
         """What has finished since the last time, in the order of finishing.
 
         Args:

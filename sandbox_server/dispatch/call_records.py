@@ -1,44 +1,41 @@
-"""Calls looked at from outside: where one is, its output as it comes, the whole of it."""
+"""What can be asked about a call after it was sent: its status, its output as it comes, and its whole output."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator
+from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass
-from typing import Any
 
-from sandbox_server.agent import wire
 from sandbox_server.core.clock import Clock
-from sandbox_server.core.errors import (
-    BackendUnavailable,
-    CallNotFound,
-    InvalidRequest,
-    LeaseLost,
-    LeaseNotFound,
-    NotImplementedHere,
-    PoolServiceError,
-    SandboxLost,
-)
-from sandbox_server.core.execution import LARGE_OUTPUT_BYTES, Reason, Result, ToolCall
-from sandbox_server.dispatch.call_runner import ResultStore
-from sandbox_server.dispatch.in_flight import InFlightCalls
+from sandbox_server.core.errors import BackendUnavailable, CallNotFound, InvalidRequest, SandboxLost
+from sandbox_server.core.execution import LARGE_OUTPUT_BYTES, Reason, Result
+from sandbox_server.dispatch.agent_errors import error_of_refusal, translated_link_errors, unreachable
+from sandbox_server.dispatch.call_tracker import CallTracker
 from sandbox_server.dispatch.outputs import ResultOutputs, output_bytes, output_pieces
-from sandbox_server.dispatch.results import agent_result, agents_encoding, refusal, waiting_output
-from sandbox_server.dispatch.slot_location import SlotLocation, SlotLocator, slot_meta
-from sandbox_server.link.agent_link import ANSWER_WITHIN_S, AgentStream
+from sandbox_server.dispatch.result_records import ResultLookup, ResultStore
+from sandbox_server.dispatch.results import call_reference, lease_error_result
+from sandbox_server.dispatch.slot_location import SlotLocator
+from sandbox_server.link.call_messages import OutputHeader, RunningCall
 from sandbox_server.link.errors import AgentRefused, AgentSilent, LinkLost
 
 LOST_WAIT_S = 15.0
-"""How long to wait for the pool to find out what a lost link means, in seconds."""
-AGAIN_AFTER_S = 0.1
-BEYOND_ALL_BYTES = 1 << 53
-"""An offset that no output reaches: whoever attaches there hears of the end alone."""
+"""After a lost link: how long to wait for the pool to find out whether the sandbox is lost, in seconds."""
+RETRY_DELAY_S = 0.1
+"""How long to wait before an agent is asked again, in seconds."""
+OFFSET_BEYOND_EVERY_OUTPUT = 1 << 53
+"""A client that follows a call from this offset on receives only its result."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallStatus:
-    """A call that has no result yet. `started_at` is None while it waits for the calls before it; `encoding` is the one it asked for."""
+    """The progress of a call that has no result yet.
+
+    Args:
+        output_bytes: how much output it has written.
+        started_at: when it started, in seconds of the wall clock; None while it waits for the calls before it.
+        encoding: the encoding that it asked for.
+    """
 
     output_bytes: int
     started_at: float | None
@@ -47,7 +44,7 @@ class CallStatus:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chunk:
-    """Some output of a call, and where in the whole it ends."""
+    """A part of the output of a call, and the offset in the whole output at which the part ends."""
 
     data: bytes
     end: int
@@ -58,8 +55,8 @@ class WholeOutput:
     """The whole output of a call, as far as it is kept.
 
     Args:
-        total_bytes: how much the call has written; None if the agent does not say.
-        chunks: the bytes; to be read once, or closed.
+        total_bytes: how much the call has written; None where the agent does not say.
+        chunks: the bytes. The reader iterates over them once, or closes them.
     """
 
     total_bytes: int | None
@@ -67,333 +64,278 @@ class WholeOutput:
 
 
 class CallRecords:
-    """The calls of leases that hold.
+    """Reports on the calls of leases that hold.
 
     Args:
-        routes: finds the slot of a lease.
-        verdicts: remembers how calls ended.
-        flights: what is under way in this process.
-        clock: for deadlines.
-        outputs: brings the outputs of results.
+        slot_locator: finds the slot of a lease.
+        result_store: where results are recorded.
+        call_tracker: the calls in flight.
+        clock: measures how long to wait.
+        outputs: fetches the outputs of results.
 
-    Every method raises LeaseNotFound, LeaseLost or SandboxLost where the lease does not hold (a call whose result is recorded has it still when the
-    sandbox is lost), CallNotFound for a call the lease never had, BackendUnavailable where the agent cannot be reached.
+    Every method that asks about a call raises LeaseNotFound, LeaseLost or SandboxLost where the lease does not hold (a recorded result is returned
+    even after the sandbox is lost), CallNotFound where the lease never had the call, and BackendUnavailable where the agent cannot be reached.
     """
 
-    def __init__(self, routes: SlotLocator, result_store: ResultStore, in_flight_calls: InFlightCalls, clock: Clock, outputs: ResultOutputs) -> None:
-        self._routes = routes
-        self._outputs = outputs
-        self._result_store = result_store
-        self._in_flight_calls = in_flight_calls
+    def __init__(self, slot_locator: SlotLocator, result_store: ResultStore, call_tracker: CallTracker, clock: Clock, outputs: ResultOutputs) -> None:
+        self._slot_locator = slot_locator
+        self._call_tracker = call_tracker
         self._clock = clock
+        self._lookup = ResultLookup(result_store, call_tracker, outputs)
 
-    async def encoding(self, tenant: str, lease_id: str, call_id: str) -> str:
-        """The encoding that the call asked for; its agent knows it where this process does not, which has started after the call."""
-        known = known_encoding(self._result_store, self._in_flight_calls, lease_id, call_id)
+    async def call_encoding(self, tenant: str, lease_id: str, call_id: str) -> str:
+        """The encoding that a call asked for. The agent is asked where this process has started after the call."""
+        known = self._lookup.known_encoding(lease_id, call_id)
         if known is not None:
             return known
-        return (await self.status(tenant, lease_id, call_id)).encoding
+        return (await self.call_status(tenant, lease_id, call_id)).encoding
 
-    async def status(self, tenant: str, lease_id: str, call_id: str, wait_s: float = 0.0) -> CallStatus | Result:
-        """Where a call is.
+    async def call_status(self, tenant: str, lease_id: str, call_id: str, wait_s: float = 0.0) -> CallStatus | Result:
+        """Report the progress of a call, or its result.
 
         Args:
             tenant: who asks.
-            lease_id: whose call.
-            call_id: which one.
-            wait_s: wait at most so long for its end, in seconds.
+            lease_id: the lease of the call.
+            call_id: the call.
+            wait_s: how long to wait for the result of a call that has not ended, in seconds.
         """
         deadline = self._clock.monotonic() + wait_s
         while True:
-            found = self._recorded(tenant, lease_id, call_id) or await self._asked(tenant, lease_id, call_id)
+            found = self._recorded_result(tenant, lease_id, call_id) or await self._status_from_agent(tenant, lease_id, call_id)
             left_s = deadline - self._clock.monotonic()
             if isinstance(found, Result) or left_s <= 0:
                 return found
             try:
                 async with asyncio.timeout(left_s):
-                    return await self._end(tenant, lease_id, call_id)
+                    return await self._wait_for_result(tenant, lease_id, call_id)
             except TimeoutError:
                 pass
             except CallNotFound:
-                # It was under way and its result is not one that is recorded: what is known now decides.
+                # The call was in flight, and its result is one that is not recorded: report what is known now.
                 continue
 
     async def check_offset(self, tenant: str, lease_id: str, call_id: str, offset: int, name: str = "offset") -> CallStatus | Result:
-        """See that a call's output reaches so far; its end is as far as it may be.
+        """Check that an offset lies within the output of a call, or at its end.
 
         Args:
             tenant: who asks.
-            lease_id: whose call.
-            call_id: which one.
-            offset: in bytes.
-            name: what the caller calls it.
+            lease_id: the lease of the call.
+            call_id: the call.
+            offset: the offset, in bytes.
+            name: the name of the offset in the client's request.
 
         Returns:
-            Where the call is.
+            The status of the call.
 
         Raises:
-            InvalidRequest: it lies beyond the end.
+            InvalidRequest: the offset lies beyond the end.
         """
-        found = await self.status(tenant, lease_id, call_id)
-        # Of a call that went with its sandbox nobody knows any more how much it had written.
+        found = await self.call_status(tenant, lease_id, call_id)
+        # How much a call had written when its sandbox was lost is not known.
         if offset > found.output_bytes and not (isinstance(found, Result) and found.reason is Reason.SANDBOX_LOST):
-            raise _beyond(found.output_bytes, name)
+            raise _offset_beyond_end(found.output_bytes, name)
         return found
 
-    def file_bytes(self, lease_id: str, call_id: str, found: CallStatus | Result) -> int:
-        """How large an output file an answer with the result of this call may read, in bytes.
+    def output_file_bytes(self, lease_id: str, call_id: str, found: CallStatus | Result) -> int:
+        """The size of the output file that a response with the result of this call may read, in bytes.
 
         Args:
-            lease_id: whose call.
-            call_id: which one.
-            found: where it is.
+            lease_id: the lease of the call.
+            call_id: the call.
+            found: the status of the call.
         """
         if isinstance(found, Result):
             return found.output_file.size_bytes if found.output_file is not None else 0
-        flight = self._in_flight_calls.of(lease_id, call_id)
-        return flight.output_limit_bytes if flight is not None and flight.output_limit_bytes > LARGE_OUTPUT_BYTES else 0
+        call = self._call_tracker.find_call(lease_id, call_id)
+        return call.output_limit_bytes if call is not None and call.output_limit_bytes > LARGE_OUTPUT_BYTES else 0
 
-    def _recorded(self, tenant: str, lease_id: str, call_id: str) -> Result | None:
-        recorded_result = self._result_store.recorded_result(lease_id, call_id)
+    async def follow_call(self, tenant: str, lease_id: str, call_id: str, offset: int) -> AsyncGenerator[Chunk | Result, None]:
+        """Receive the output of a call as it comes, and its result as the last item. A lost link is replaced, without a gap.
+
+        Args:
+            tenant: who asks.
+            lease_id: the lease of the call.
+            call_id: the call.
+            offset: where in the output to begin, in bytes.
+        """
+        lost_since: float | None = None
+        while True:
+            try:
+                async with aclosing(self._follow_over_one_link(tenant, lease_id, call_id, offset)) as events:
+                    async for event in events:
+                        lost_since = None
+                        yield event
+                        if isinstance(event, Result):
+                            return
+                        offset = event.end
+                raise LinkLost("the agent ended the exchange without a result")
+            except CallNotFound:
+                await self._wait_for_start(lease_id, call_id)
+            except SandboxLost as error:
+                yield self._result_of_lost_sandbox(lease_id, call_id, error)
+                return
+            except AgentSilent as silent:
+                raise unreachable(silent) from None
+            except (LinkLost, BackendUnavailable) as lost:
+                lost_since = lost_since or self._clock.monotonic()
+                sandbox_lost = await self._wait_for_link(lease_id, str(lost), lost_since)
+                if sandbox_lost is not None:
+                    yield self._result_of_lost_sandbox(lease_id, call_id, sandbox_lost)
+                    return
+
+    async def fetch_output(self, tenant: str, lease_id: str, call_id: str, offset: int) -> WholeOutput:
+        """Fetch the whole output of a call from an offset on; of a call that has not ended, the output so far.
+
+        Args:
+            tenant: who asks.
+            lease_id: the lease of the call.
+            call_id: the call.
+            offset: where in the output to begin, in bytes.
+
+        Raises:
+            CallNotFound: also where the agent has deleted the output to make room for newer ones.
+            InvalidRequest: the offset lies beyond the end.
+        """
+        parts = self._fetch_output_parts(tenant, lease_id, call_id, offset)
         try:
-            self._routes.route(tenant, lease_id)
+            first = await anext(parts, None)
+        except SandboxLost:
+            result = self._lookup.recorded_result(lease_id, call_id)
+            if result is None or result.truncated:
+                raise
+            kept_bytes = output_bytes(result)
+            if offset > kept_bytes:
+                raise _offset_beyond_end(kept_bytes) from None
+            return WholeOutput(total_bytes=kept_bytes, chunks=output_pieces(result, offset))
+        if not isinstance(first, OutputHeader):
+            return WholeOutput(total_bytes=None, chunks=_bytes_of(parts, first or b""))
+        try:
+            _check_available(first, offset, call_id)
+        except (CallNotFound, InvalidRequest):
+            await parts.aclose()
+            raise
+        return WholeOutput(total_bytes=first.total_bytes, chunks=_bytes_of(parts))
+
+    def _recorded_result(self, tenant: str, lease_id: str, call_id: str) -> Result | None:
+        """The recorded result of a call. Raises as every method does where the lease does not hold."""
+        result = self._lookup.recorded_result(lease_id, call_id)
+        try:
+            self._slot_locator.route(tenant, lease_id)
         except (SandboxLost, BackendUnavailable):
-            if recorded_result is None:
+            if result is None:
                 raise
-        return recorded_result.result if recorded_result is not None else None
-
-    async def _asked(self, tenant: str, lease_id: str, call_id: str) -> CallStatus | Result:
-        try:
-            async with self._stream(tenant, lease_id, call_id, "call_status", fetches_outputs=True) as stream:
-                result: Result | None = None
-                async for event in stream:
-                    if isinstance(event, wire.Item):
-                        result = await self._result(tenant, lease_id, call_id, event)
-                    elif isinstance(event, wire.Ended) and result is None:
-                        return self._running(lease_id, call_id, event.meta)
-        except CallNotFound:
-            flight = self._in_flight_calls.of(lease_id, call_id)
-            if flight is None:
-                raise
-            return CallStatus(output_bytes=0, started_at=None, encoding=flight.encoding)
-        if result is None:
-            raise BackendUnavailable("the agent ended the exchange without an answer")
         return result
 
-    def _running(self, lease_id: str, call_id: str, meta: Mapping[str, Any]) -> CallStatus:
-        encoding = known_encoding(self._result_store, self._in_flight_calls, lease_id, call_id) or agents_encoding(meta)
-        return CallStatus(output_bytes=_count(meta.get("output_bytes")), started_at=_time(meta.get("started_at")), encoding=encoding)
+    async def _status_from_agent(self, tenant: str, lease_id: str, call_id: str) -> CallStatus | Result:
+        location = self._slot_locator.route(tenant, lease_id)
+        try:
+            async with self._translated_errors(tenant, lease_id, call_id):
+                message = await location.slot.call_status(call_id)
+                if not isinstance(message, RunningCall):
+                    return await self._lookup.result_of_message(location, call_id, message)
+        except CallNotFound:
+            # The agent does not know a call that waits for its start.
+            call = self._call_tracker.find_call(lease_id, call_id)
+            if call is None:
+                raise
+            return CallStatus(output_bytes=0, started_at=None, encoding=call.encoding)
+        encoding = self._lookup.known_encoding(lease_id, call_id) or message.encoding
+        return CallStatus(output_bytes=message.output_bytes, started_at=message.started_at, encoding=encoding)
 
-    async def _end(self, tenant: str, lease_id: str, call_id: str) -> Result:
-        async with aclosing(self.follow(tenant, lease_id, call_id, BEYOND_ALL_BYTES)) as events:
+    async def _wait_for_result(self, tenant: str, lease_id: str, call_id: str) -> Result:
+        async with aclosing(self.follow_call(tenant, lease_id, call_id, OFFSET_BEYOND_EVERY_OUTPUT)) as events:
             async for event in events:
                 if isinstance(event, Result):
                     return event
         raise CallNotFound(f"lease {lease_id} has no call {call_id}")
 
-    async def follow(self, tenant: str, lease_id: str, call_id: str, offset: int) -> AsyncGenerator[Chunk | Result, None]:
-        """A call's output from an offset on, as it comes, and its result at the end; a link that breaks meanwhile is taken up where it broke."""
-        lost_since: float | None = None
-        while True:
-            try:
-                async with self._raw_stream(tenant, lease_id, call_id, "attach", offset=offset, fetches_outputs=True) as stream:
-                    async for event in stream:
-                        lost_since = None
-                        if isinstance(event, wire.Data):
-                            offset += len(event.body)
-                            yield Chunk(data=event.body, end=offset)
-                        elif isinstance(event, wire.Item):
-                            yield await self._result(tenant, lease_id, call_id, event)
-                            return
-                raise LinkLost("the agent ended the exchange without a result")
-            except CallNotFound:
-                await self._until_begun(lease_id, call_id)
-            except SandboxLost as error:
-                yield self._lost(lease_id, call_id, error)
-                return
-            except AgentSilent as silent:
-                raise BackendUnavailable(f"the agent cannot be reached: {silent}") from None
-            except (LinkLost, BackendUnavailable) as lost:
-                lost_since = lost_since or self._clock.monotonic()
-                error_or_none = await self._unreachable(lease_id, str(lost), lost_since)
-                if error_or_none is not None:
-                    yield self._lost(lease_id, call_id, error_or_none)
-                    return
+    async def _follow_over_one_link(self, tenant: str, lease_id: str, call_id: str, offset: int) -> AsyncGenerator[Chunk | Result, None]:
+        """Follow a call until its result or until the link is lost. Raises the link's errors, except for refusals."""
+        location = self._slot_locator.route(tenant, lease_id)
+        try:
+            async with aclosing(location.slot.follow_output(call_id, offset, may_be_silent=True)) as parts:
+                async for part in parts:
+                    if isinstance(part, bytes):
+                        offset += len(part)
+                        yield Chunk(data=part, end=offset)
+                    else:
+                        yield await self._lookup.result_of_message(location, call_id, part)
+                        return
+        except AgentRefused as refused:
+            raise error_of_refusal(refused, self._slot_locator, tenant, lease_id, call_id) from None
 
-    async def _until_begun(self, lease_id: str, call_id: str) -> None:
-        """Wait a little: while a call waits for its turn its agent does not know it.
+    async def _wait_for_start(self, lease_id: str, call_id: str) -> None:
+        """Wait a moment for a call that its agent does not know because the call waits for its start.
 
         Raises:
-            CallNotFound: nothing by that name is under way.
+            CallNotFound: there is no such call.
         """
-        if self._in_flight_calls.of(lease_id, call_id) is None:
+        if self._call_tracker.find_call(lease_id, call_id) is None:
             raise CallNotFound(f"lease {lease_id} has no call {call_id}")
         try:
-            async with asyncio.timeout(AGAIN_AFTER_S):
-                await self._in_flight_calls.landed(lease_id, call_id)
+            async with asyncio.timeout(RETRY_DELAY_S):
+                await self._call_tracker.wait_for_result(lease_id, call_id)
         except TimeoutError:
             pass
 
-    async def _unreachable(self, lease_id: str, why: str, lost_since: float) -> SandboxLost | None:
-        left_s = lost_since + LOST_WAIT_S - self._clock.monotonic()
-        if left_s <= 0:
-            raise BackendUnavailable(f"the agent cannot be reached: {why}")
-        lost = await self._routes.wait_for_reconnect_or_loss(lease_id, left_s)
-        if lost is None:
-            await asyncio.sleep(AGAIN_AFTER_S)
-        return lost
-
-    def _lost(self, lease_id: str, call_id: str, error: SandboxLost) -> Result:
-        recorded_result = self._result_store.recorded_result(lease_id, call_id)
-        if recorded_result is not None:
-            return recorded_result.result
-        return refusal(_unnamed(lease_id, call_id, known_encoding(self._result_store, self._in_flight_calls, lease_id, call_id) or "utf-8"), error)
-
-    async def output(self, tenant: str, lease_id: str, call_id: str, offset: int) -> WholeOutput:
-        """The whole output from an offset on: of a call that runs, what there is so far.
+    async def _wait_for_link(self, lease_id: str, problem: str, lost_since: float) -> SandboxLost | None:
+        """Wait until the agent can be reached again, or until the sandbox is lost.
 
         Raises:
-            CallNotFound: also where the output had to make room for newer ones.
-            InvalidRequest: the offset lies beyond the end.
+            BackendUnavailable: neither has happened for `LOST_WAIT_S`.
         """
-        chunks = self._output(tenant, lease_id, call_id, offset)
-        try:
-            first = await anext(chunks)
-        except SandboxLost:
-            recorded_result = self._result_store.recorded_result(lease_id, call_id)
-            if recorded_result is None or recorded_result.result.truncated:
-                raise
-            kept_bytes = output_bytes(recorded_result.result)
-            if offset > kept_bytes:
-                raise _beyond(kept_bytes) from None
-            return WholeOutput(total_bytes=kept_bytes, chunks=output_pieces(recorded_result.result, offset))
-        if isinstance(first, bytes):
-            return WholeOutput(total_bytes=None, chunks=_again(first, chunks))
-        await _check_available(first, offset, call_id, chunks)
-        return WholeOutput(total_bytes=_count(first.get("total_bytes")), chunks=_bytes(chunks))
+        left_s = lost_since + LOST_WAIT_S - self._clock.monotonic()
+        if left_s <= 0:
+            raise unreachable(problem)
+        sandbox_lost = await self._slot_locator.wait_for_reconnect_or_loss(lease_id, left_s)
+        if sandbox_lost is None:
+            await asyncio.sleep(RETRY_DELAY_S)
+        return sandbox_lost
 
-    async def _output(self, tenant: str, lease_id: str, call_id: str, offset: int) -> AsyncGenerator[bytes | dict[str, Any], None]:
+    def _result_of_lost_sandbox(self, lease_id: str, call_id: str, error: SandboxLost) -> Result:
+        recorded_result = self._lookup.recorded_result(lease_id, call_id)
+        if recorded_result is not None:
+            return recorded_result
+        encoding = self._lookup.known_encoding(lease_id, call_id) or "utf-8"
+        return lease_error_result(call_reference(lease_id, call_id, encoding), error)
+
+    async def _fetch_output_parts(self, tenant: str, lease_id: str, call_id: str, offset: int) -> AsyncGenerator[OutputHeader | bytes, None]:
+        slot = self._slot_locator.route(tenant, lease_id).slot
         try:
-            async with self._stream(tenant, lease_id, call_id, "output", offset=offset) as stream:
-                async for event in stream:
-                    if isinstance(event, wire.Data):
-                        yield event.body
-                    elif isinstance(event, wire.Item):
-                        yield dict(event.meta)
-                yield b""
+            async with self._translated_errors(tenant, lease_id, call_id), aclosing(slot.fetch_output(call_id, offset)) as parts:
+                async for part in parts:
+                    yield part
         except CallNotFound:
-            if self._in_flight_calls.of(lease_id, call_id) is None:
+            # The agent does not know a call that waits for its start: its output is empty.
+            if self._call_tracker.find_call(lease_id, call_id) is None:
                 raise
-            yield b""
 
-    @asynccontextmanager
-    async def _stream(self, tenant: str, lease_id: str, call_id: str, op: str, **more: Any) -> AsyncIterator[AgentStream]:
-        try:
-            async with self._raw_stream(tenant, lease_id, call_id, op, ANSWER_WITHIN_S, **more) as stream:
-                yield stream
-        except AgentSilent as silent:
-            raise BackendUnavailable(f"the agent cannot be reached: {silent}") from None
-        except LinkLost as lost:
-            error = await self._routes.wait_for_reconnect_or_loss(lease_id, LOST_WAIT_S)
-            raise error or BackendUnavailable(f"the agent cannot be reached: {lost}") from None
-
-    @asynccontextmanager
-    async def _raw_stream(self, tenant: str, lease_id: str, call_id: str, op: str, silence_s: float | None = None, **more: Any) -> AsyncIterator[AgentStream]:
-        route = self._routes.route(tenant, lease_id)
-        try:
-            async with route.link.stream(slot_meta(route, op, call_id=call_id, **more), silence_s) as stream:
-                stream.end()
-                yield stream
-        except AgentRefused as refused:
-            raise refused_call(self._routes, tenant, lease_id, call_id, refused) from None
-
-    async def _result(self, tenant: str, lease_id: str, call_id: str, item: wire.Item) -> Result:
-        return await current_result(self._result_store, self._in_flight_calls, self._outputs, self._routes.route(tenant, lease_id), call_id, item)
+    def _translated_errors(self, tenant: str, lease_id: str, call_id: str) -> AbstractAsyncContextManager[None]:
+        return translated_link_errors(self._slot_locator, tenant, lease_id, wait_s=LOST_WAIT_S, call_id=call_id)
 
 
-def known_encoding(result_store: ResultStore, in_flight_calls: InFlightCalls, lease_id: str, call_id: str) -> str | None:
-    """The encoding that a call asked for, if this process knows it."""
-    recorded_result = result_store.recorded_result(lease_id, call_id)
-    if recorded_result is not None:
-        return recorded_result.result.encoding
-    flight = in_flight_calls.of(lease_id, call_id)
-    return flight.encoding if flight is not None else None
-
-
-def found_result(result_store: ResultStore, in_flight_calls: InFlightCalls, lease_id: str, call_id: str, item: wire.Item) -> Result:
-    """The result of a call that its agent was asked after, in the encoding that the call asked for."""
-    encoding = known_encoding(result_store, in_flight_calls, lease_id, call_id) or agents_encoding(item.meta)
-    return agent_result(_unnamed(lease_id, call_id, encoding), item.meta, item.body)
-
-
-async def current_result(
-    result_store: ResultStore, in_flight_calls: InFlightCalls, outputs: ResultOutputs, route: SlotLocation, call_id: str, item: wire.Item
-) -> Result:
-    """The result of a call that its agent was asked after: the one on record, where there is one or is about to be, so that nobody fetches its output again.
+def _check_available(header: OutputHeader, offset: int, call_id: str) -> None:
+    """Check that the agent still has the output of a call, and that the offset lies within it.
 
     Raises:
-        LinkLost, AgentSilent: its output could not be fetched; it still waits.
+        CallNotFound: the agent has deleted the output.
+        InvalidRequest: the offset lies beyond the end.
     """
-    lease_id = route.lease.lease_id
-    recorded_result = result_store.recorded_result(lease_id, call_id)
-    if recorded_result is None and waiting_output(item.meta) is not None and in_flight_calls.of(lease_id, call_id) is not None:
-        await in_flight_calls.landed(lease_id, call_id)
-        recorded_result = result_store.recorded_result(lease_id, call_id)
-    if recorded_result is not None:
-        return recorded_result.result
-    return await outputs.complete_for_now(found_result(result_store, in_flight_calls, lease_id, call_id, item), item.meta, route)
+    if header.total_bytes and not header.available_bytes and header.is_done:
+        problem = f"the whole output of call {call_id} has made room for newer ones; its result still has both ends"
+        raise CallNotFound(problem, output_bytes=header.total_bytes)
+    if offset > header.total_bytes:
+        raise _offset_beyond_end(header.total_bytes)
 
 
-def refused_call(routes: SlotLocator, tenant: str, lease_id: str, call_id: str, refused: AgentRefused) -> PoolServiceError:
-    """What an agent's refusal to talk of a call means to the caller."""
-    if refused.code == "call_not_found":
-        return CallNotFound(f"lease {lease_id} has no call {call_id}")
-    if refused.code == "not_implemented":
-        return NotImplementedHere(refused.detail)
-    try:
-        routes.route(tenant, lease_id)
-    except (LeaseNotFound, LeaseLost) as error:
-        return error
-    return BackendUnavailable(f"the agent refused: {refused.detail}")
-
-
-def _unnamed(lease_id: str, call_id: str, encoding: str) -> ToolCall:
-    """A call of which only the name matters."""
-    return ToolCall(call_id=call_id, lease_id=lease_id, tool="", args={}, encoding=encoding)
-
-
-async def _check_available(head: dict[str, Any], offset: int, call_id: str, chunks: AsyncGenerator[Any, None]) -> None:
-    total_bytes, available_bytes = _count(head.get("total_bytes")), _count(head.get("available_bytes"))
-    problem: PoolServiceError | None = None
-    if total_bytes and not available_bytes and head.get("state") == "done":
-        problem = CallNotFound(f"the whole output of call {call_id} has made room for newer ones; its result still has both ends", output_bytes=total_bytes)
-    elif offset > total_bytes:
-        problem = _beyond(total_bytes)
-    if problem is not None:
-        await chunks.aclose()
-        raise problem
-
-
-def _beyond(total_bytes: int, name: str = "offset") -> InvalidRequest:
+def _offset_beyond_end(total_bytes: int, name: str = "offset") -> InvalidRequest:
     return InvalidRequest(f"{name}: beyond the {total_bytes} bytes that there are", field=name)
 
 
-async def _again(first: bytes, rest: AsyncGenerator[bytes | dict[str, Any], None]) -> AsyncGenerator[bytes, None]:
-    yield first
-    async for chunk in _bytes(rest):
-        yield chunk
-
-
-async def _bytes(chunks: AsyncGenerator[bytes | dict[str, Any], None]) -> AsyncGenerator[bytes, None]:
-    async with aclosing(chunks):
-        async for chunk in chunks:
-            if isinstance(chunk, bytes):
-                yield chunk
-
-
-def _count(value: object) -> int:
-    return value if type(value) is int and 0 <= value < BEYOND_ALL_BYTES else 0
-
-
-def _time(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < BEYOND_ALL_BYTES else None
+async def _bytes_of(parts: AsyncGenerator[OutputHeader | bytes, None], first: bytes = b"") -> AsyncGenerator[bytes, None]:
+    async with aclosing(parts):
+        if first:
+            yield first
+        async for part in parts:
+            if isinstance(part, bytes):
+                yield part

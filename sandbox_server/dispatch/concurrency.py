@@ -28,32 +28,32 @@ class ConcurrencyLimiter:
         most: how many calls a tenant may run at once, at least 1; None: any number, and turns are not counted.
     """
 
-    def __init__(self, most: Callable[[str], int | None]) -> None:
-        self.most = most
+    def __init__(self, limit_of_tenant: Callable[[str], int | None]) -> None:
+        self.limit_of_tenant = limit_of_tenant
         self._lines: dict[str, _Line] = {}
         self._waiting_of: dict[str, set[tuple[str, Key]]] = {}
 
-    def check_room(self, tenant: str) -> None:
+    def check_queue_room(self, tenant: str) -> None:
         """See whether more calls may come.
 
         Raises:
             QuotaExceeded: as many of the tenant's calls wait already as may run.
         """
-        most, line = self.most(tenant), self._lines.get(tenant)
+        most, line = self.limit_of_tenant(tenant), self._lines.get(tenant)
         if most is not None and line is not None and len(line.waiting) >= most:
             full = f"{len(line.running)} calls of this tenant run and {len(line.waiting)} wait for their turn, and its `max_running_calls` is {most}"
             raise QuotaExceeded(f"{full}: ask again later", limit="max_running_calls", retry_after_s=2)
 
-    def take(self, tenant: str, key: Key) -> bool:
+    def try_acquire(self, tenant: str, key: Key) -> bool:
         """Take a turn if that can be now; whoever has one gives it back."""
         line = self._lines.setdefault(tenant, _Line())
-        most = self.most(tenant)
+        most = self.limit_of_tenant(tenant)
         if key in line.running or (not line.waiting and (most is None or len(line.running) < most)):
             line.running[key] += 1
             return True
         return False
 
-    async def wait(self, tenant: str, key: Key) -> bool:
+    async def acquire(self, tenant: str, key: Key) -> bool:
         """Wait for a turn.
 
         Returns:
@@ -66,12 +66,12 @@ class ConcurrencyLimiter:
             return await future
         except asyncio.CancelledError:
             if future.done() and not future.cancelled() and future.result():
-                self.give_back(tenant, key)
+                self.release(tenant, key)
             else:
                 self._leave(tenant, key, future)
             raise
 
-    def give_back(self, tenant: str, key: Key) -> None:
+    def release(self, tenant: str, key: Key) -> None:
         """The call has come to a result, or is not to run after all."""
         line = self._lines[tenant]
         line.running[key] -= 1
@@ -79,7 +79,7 @@ class ConcurrencyLimiter:
             del line.running[key]
         self._go_on(tenant, line)
 
-    def wake(self, tenant: str, key: Key) -> None:
+    def wake_waiters(self, tenant: str, key: Key) -> None:
         """Something became of a call: who waits for its turn is to look."""
         line = self._lines.get(tenant)
         if line is not None and key in line.waiting:
@@ -87,18 +87,18 @@ class ConcurrencyLimiter:
                 future.set_result(False)
             self._go_on(tenant, line)
 
-    def lease_over(self, lease_id: str) -> None:
+    def wake_waiters_of_lease(self, lease_id: str) -> None:
         """A lease has ended: its calls wait for nothing any more."""
         for tenant, key in list(self._waiting_of.get(lease_id, ())):
-            self.wake(tenant, key)
+            self.wake_waiters(tenant, key)
 
-    def look_again(self) -> None:
+    def apply_limits(self) -> None:
         """The limits may have changed."""
         for tenant, line in list(self._lines.items()):
             self._go_on(tenant, line)
 
     def _go_on(self, tenant: str, line: _Line) -> None:
-        most = self.most(tenant)
+        most = self.limit_of_tenant(tenant)
         while line.waiting and (most is None or len(line.running) < most):
             key = next(iter(line.waiting))
             futures = self._pop(tenant, line, key)

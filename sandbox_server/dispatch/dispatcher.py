@@ -1,117 +1,100 @@
-"""From a lease to a result: each lease's calls go to its agent in order, all leases side by side, whether or not the caller still listens."""
+"""From a lease to a result: the calls of each lease go to its agent in order, the leases side by side, whether or not the client still listens."""
 
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
-from sandbox_server.agent import wire
 from sandbox_server.core.clock import Clock
-from sandbox_server.core.errors import BackendUnavailable, CallNotFound, QuotaExceeded, SandboxLost
+from sandbox_server.core.errors import BackendUnavailable, SandboxLost
 from sandbox_server.core.execution import Reason, Result, ToolCall
-from sandbox_server.dispatch.answer_budget import TENANT_SHARE, AnswerBudget, Reservation
+from sandbox_server.dispatch import results
+from sandbox_server.dispatch.answer_budget import AnswerBudget, Reservation
 from sandbox_server.dispatch.batch import Batch
-from sandbox_server.dispatch.call_records import current_result, refused_call
-from sandbox_server.dispatch.call_runner import CallRunner, Job, ResultStore, recorded, timed
+from sandbox_server.dispatch.call_admission import CallAdmission, CallLimits
+from sandbox_server.dispatch.call_cancellation import CallCancellation
+from sandbox_server.dispatch.call_tracker import CallTracker
 from sandbox_server.dispatch.concurrency import ConcurrencyLimiter
-from sandbox_server.dispatch.in_flight import InFlightCalls
 from sandbox_server.dispatch.outputs import ResultOutputs
-from sandbox_server.dispatch.results import identity_of, own_result
-from sandbox_server.dispatch.slot_location import SlotLocation, SlotLocator, slot_meta
-from sandbox_server.dispatch.unknown_outcomes import UnknownOutcomes
-from sandbox_server.link.agent_link import ANSWER_WITHIN_S, AgentStream
-from sandbox_server.link.errors import AgentRefused, AgentSilent, LinkLost
+from sandbox_server.dispatch.result_records import ResultLookup, ResultStore, find_result
+from sandbox_server.dispatch.runner.call_queue import QueuedCall
+from sandbox_server.dispatch.runner.call_runner import CallRunner, RunnerContext
+from sandbox_server.dispatch.runner.decisions import CallTimings
+from sandbox_server.dispatch.slot_location import SlotLocation, SlotLocator
 from sandbox_server.telemetry import Telemetry
-
-CANCEL_WAIT_S = 15.0
-"""How long a cancelled call may take to end, in seconds."""
-AGENTS_CALL_LIMIT = "calls"
-"""How an agent names the limit, where its journal has as many calls of one lease as it takes."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CallLimits:
-    """How many calls there may be, by the names of the settings.
-
-    Args:
-        in_flight: under way at once (`limits.calls_in_flight`); those of one tenant are at most half as many.
-        of_lease: over the life of a lease (`limits.lease_calls`).
-    """
-
-    in_flight: int = 20_000
-    of_lease: int = 100_000
-
-    @property
-    def in_flight_of_tenant(self) -> int:
-        """How many calls of one tenant may be under way at once, so that it leaves room for the others."""
-        return max(1, math.ceil(self.in_flight * TENANT_SHARE))
 
 
 class Dispatcher:
     """Turns tool calls into results.
 
     Args:
-        routes: finds the slot of a lease.
-        verdicts: remembers how calls ended.
-        clock: for records.
-        telemetry: counts.
+        slot_locator: finds the slot of a lease.
+        result_store: where results are recorded.
+        clock: gives the times of results.
+        telemetry: counts calls.
         limits: how many calls there may be.
-        doubts: the leases whose calls may have run in an earlier life.
-        turns: when calls may begin; default: at once.
-        answers: what answers may hold.
+        call_tracker: the calls in flight, and the leases whose calls may have run in an earlier process of the service.
+        concurrency_limiter: how many calls of a tenant may run; by default any number.
+        answer_budget: how much responses may hold.
+        timings: how long agents may take.
     """
 
     def __init__(
         self,
-        routes: SlotLocator,
+        slot_locator: SlotLocator,
         result_store: ResultStore,
         clock: Clock,
         telemetry: Telemetry,
         limits: CallLimits,
-        unknown_outcomes: UnknownOutcomes | None = None,
-        turns: ConcurrencyLimiter | None = None,
-        answers: AnswerBudget | None = None,
+        call_tracker: CallTracker | None = None,
+        concurrency_limiter: ConcurrencyLimiter | None = None,
+        answer_budget: AnswerBudget | None = None,
+        timings: CallTimings | None = None,
     ) -> None:
-        self._routes = routes
-        self._result_store = result_store
-        self._telemetry = telemetry
-        self._limits = limits
-        self.in_flight_calls = InFlightCalls()
-        self.turns = turns or ConcurrencyLimiter(lambda tenant: None)
-        self.answers = answers or AnswerBudget()
+        self.call_tracker = call_tracker or CallTracker()
+        self.concurrency_limiter = concurrency_limiter or ConcurrencyLimiter(lambda tenant: None)
+        self.answer_budget = answer_budget or AnswerBudget()
         self.outputs = ResultOutputs(result_store.outputs)
+        self._slot_locator = slot_locator
+        self._result_store = result_store
+        self._clock = clock
+        self._telemetry = telemetry
+        self._admission = CallAdmission(limits, result_store, self.call_tracker, self.concurrency_limiter)
+        lookup = ResultLookup(result_store, self.call_tracker, self.outputs)
+        self._cancellation = CallCancellation(slot_locator, result_store, lookup, self.call_tracker, self.concurrency_limiter, clock)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._runs: dict[str, set[CallRunner]] = {}
-        self._job = Job(
-            routes=routes,
+        self._runners: dict[str, set[CallRunner]] = {}
+        self._runner_context = RunnerContext(
+            slot_locator=slot_locator,
             result_store=result_store,
             clock=clock,
-            observe=self._observe,
-            in_flight_calls=self.in_flight_calls,
-            unknown_outcomes=unknown_outcomes or UnknownOutcomes(),
-            turns=self.turns,
+            report_result=self._report_result,
+            call_tracker=self.call_tracker,
+            concurrency_limiter=self.concurrency_limiter,
             outputs=self.outputs,
+            timings=timings or CallTimings(),
         )
 
-    async def begin(
+    async def start_when_there_is_room(
         self, tenant: str, items: Sequence[ToolCall | Result], on_sent: Callable[[], None] | None = None, ended: Callable[[], None] = lambda: None
     ) -> Batch:
-        """Reserve what the answer may take, waiting for room if need be, and set the calls going. The batch is to be closed.
+        """Reserve what the response may hold, wait for it where necessary, and start the calls. The arguments are those of `start_calls`.
+
+        Returns:
+            The batch, which the caller closes.
 
         Raises:
-            InvalidRequest: the answer may take more than a tenant can ever have.
-            QuotaExceeded: as `start`, or there was no room for the answer in time; nothing has run.
+            InvalidRequest: the response may hold more than a tenant can ever have.
+            QuotaExceeded: as `start_calls`, or there was no room for the response in time. Nothing has run.
         """
-        reservation = await self.answers.reserve(tenant, items)
+        reservation = await self.answer_budget.reserve(tenant, items)
         try:
-            return self.start(tenant, items, on_sent, reservation, ended)
+            return self.start_calls(tenant, items, on_sent, reservation, ended)
         except BaseException:
             reservation.release()
             raise
 
-    def start(
+    def start_calls(
         self,
         tenant: str,
         items: Sequence[ToolCall | Result],
@@ -119,249 +102,144 @@ class Dispatcher:
         reservation: Reservation | None = None,
         ended: Callable[[], None] = lambda: None,
     ) -> Batch:
-        """Set the calls going; they go on to their ends even if nobody reads the batch.
+        """Start calls. They run to their ends even if nobody reads the batch.
 
         Args:
             tenant: who asks.
-            items: the calls, in order; what is a result already is passed through in its place.
-            on_sent: hears, for each lease, that its agent has been asked.
-            reservation: what the answer may take; by default nothing is reserved, and outputs are kept in memory where there is room.
-            ended: called once every call has its result, whether or not the batch is still read.
+            items: the calls, in order. An item that is a result already is delivered in its place.
+            on_sent: called for each lease when its calls have been sent to the agent.
+            reservation: what the response may hold; by default nothing is reserved, and outputs stay in memory where there is room.
+            ended: called when every call has its result, whether or not the batch is still read.
 
         Raises:
-            QuotaExceeded: too many calls are under way, or too many of the tenant's wait for their turn.
+            QuotaExceeded: too many calls are in flight, or too many of the tenant's wait.
         """
-        batch = Batch(len(items), reservation or self.answers.nothing_reserved(tenant), ended)
-        by_lease: dict[str, list[tuple[int, ToolCall]]] = {}
-        count = 0
+        self._admission.check_request(tenant, items)
+        batch = Batch(len(items), reservation or self.answer_budget.nothing_reserved(tenant), ended)
+        by_lease: dict[str, list[QueuedCall]] = {}
         for index, item in enumerate(items):
             if isinstance(item, ToolCall):
-                count += 1
-                by_lease.setdefault(item.lease_id, []).append((index, item))
-        self._check_in_flight(tenant, count)
-        self._check_turns(tenant, items)
-        for index, item in enumerate(items):
-            if isinstance(item, Result):
-                batch.deliver(index, self.stamped(item))
+                by_lease.setdefault(item.lease_id, []).append(QueuedCall(index, item))
+            else:
+                batch.deliver_result(index, self.with_refusal_time(item))
         for lease_id, calls in by_lease.items():
-            within = self._within_lease(lease_id, calls, batch)
-            for _, call in within:
-                self.in_flight_calls.begin(tenant, call)
-            if within:
-                self._spawn(lease_id, CallRunner(self._job, tenant, lease_id, within, batch, on_sent))
+            accepted, refused = self._admission.split_calls_of_lease(lease_id, calls)
+            for index, call in refused:
+                result = results.service_result(call, Reason.BACKEND_ERROR, self._admission.too_many_calls(), may_have_run=False)
+                batch.deliver_result(index, self.with_refusal_time(result))
+            for _, call in accepted:
+                self.call_tracker.add_call(tenant, call)
+            if accepted:
+                self._start_runner(lease_id, CallRunner(self._runner_context, tenant, lease_id, accepted, batch, on_sent))
         return batch
 
-    def stamped(self, result: Result) -> Result:
-        """The result of a call that never began, with the time it was refused at."""
-        return timed(result, self._job.clock)
-
-    def _spawn(self, lease_id: str, run: CallRunner) -> None:
-        self._runs.setdefault(lease_id, set()).add(run)
-        self._keep(asyncio.create_task(run.run())).add_done_callback(lambda _: self._run_is_over(lease_id, run))
-
-    def _keep(self, task: asyncio.Task[None]) -> asyncio.Task[None]:
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-    def _run_is_over(self, lease_id: str, run: CallRunner) -> None:
-        runs = self._runs[lease_id]
-        runs.discard(run)
-        if not runs:
-            del self._runs[lease_id]
-
-    def lease_over(self, lease_id: str) -> None:
-        """A lease has ended: its calls wait for no turn any more, and those behind a first one come to their results without their agent."""
-        self.turns.lease_over(lease_id)
-        runs = self._runs.get(lease_id)
-        if runs:
-            self._keep(asyncio.create_task(_refuse_waiting(list(runs))))
-
-    def _check_in_flight(self, tenant: str, count: int) -> None:
-        of_tenant, most_of_tenant = self.in_flight_calls.of_tenant(tenant), self._limits.in_flight_of_tenant
-        if of_tenant + count > most_of_tenant:
-            share = f"{of_tenant} calls of this tenant are under way, and one tenant may have {most_of_tenant} of the {self._limits.in_flight}"
-            raise QuotaExceeded(f"{share} of `limits.calls_in_flight`: ask again later", limit="calls_in_flight", retry_after_s=2)
-        if self.in_flight_calls.count + count > self._limits.in_flight:
-            full = f"{self.in_flight_calls.count} calls are under way, and `limits.calls_in_flight` is {self._limits.in_flight}"
-            raise QuotaExceeded(f"{full}: ask again later", limit="calls_in_flight", retry_after_s=2)
-
-    def _check_turns(self, tenant: str, items: Sequence[ToolCall | Result]) -> None:
-        """Refuse calls of a tenant of which enough wait already. A request that only asks again for what it has asked for before is let in."""
-        try:
-            self.turns.check_room(tenant)
-        except QuotaExceeded:
-            if not all(isinstance(item, Result) or self._is_known(item) for item in items):
-                raise
-
-    def _within_lease(self, lease_id: str, calls: list[tuple[int, ToolCall]], batch: Batch) -> list[tuple[int, ToolCall]]:
-        """The calls that their lease may still have; the others get their results here. Calls that are known already cost nothing."""
-        left = self._limits.of_lease - self._result_store.verdict_count(lease_id) - self.in_flight_calls.of_lease(lease_id)
-        if len(calls) <= left:
-            return calls
-        within = []
-        for index, call in calls:
-            if self._is_known(call):
-                within.append((index, call))
-            elif left > 0:
-                left -= 1
-                within.append((index, call))
-            else:
-                batch.deliver(index, self.stamped(own_result(call, Reason.BACKEND_ERROR, self._too_many(), may_have_run=False)))
-        return within
-
-    def _is_known(self, call: ToolCall) -> bool:
-        return self._result_store.recorded_result(call.lease_id, call.call_id) is not None or self.in_flight_calls.of(call.lease_id, call.call_id) is not None
-
-    def _too_many(self) -> str:
-        return f"this lease has had the {self._limits.of_lease} calls of `limits.lease_calls`: acquire a new one"
-
-    async def run_one(self, tenant: str, call: ToolCall, reservation: Reservation | None = None, ended: Callable[[], None] = lambda: None) -> Result:
+    async def run_call(self, tenant: str, call: ToolCall, reservation: Reservation | None = None, ended: Callable[[], None] = lambda: None) -> Result:
         """Run one call under a lease that must hold.
 
         Args:
             tenant: who asks.
-            call: what is to run.
-            reservation: what the answer may take, as for `start`.
-            ended: called once the call has its result, whether or not anybody waits for it.
+            call: the call.
+            reservation: what the response may hold, as for `start_calls`.
+            ended: called when the call has its result, whether or not anybody waits for it.
 
         Raises:
-            LeaseNotFound, LeaseLost, SandboxLost: it does not.
-            QuotaExceeded: too many calls are under way, or the lease has had all it may have.
+            LeaseNotFound, LeaseLost, SandboxLost: the lease does not hold.
+            QuotaExceeded: too many calls are in flight, or the lease has had all the calls that it may have.
         """
-        known = self.check(tenant, call)
-        if known is not None:
+        recorded_result = self.check_call(tenant, call)
+        if recorded_result is not None:
             ended()
-            return known
-        (result,) = await self.start(tenant, [call], reservation=reservation, ended=ended).all()
-        if result.reason is Reason.BACKEND_ERROR and result.metadata.get("limit") == AGENTS_CALL_LIMIT:
-            raise QuotaExceeded(self._too_many(), limit="lease_calls")
+            return recorded_result
+        (result,) = await self.start_calls(tenant, [call], reservation=reservation, ended=ended).all_results()
+        self._admission.check_result(result)
         return result
 
-    def check(self, tenant: str, call: ToolCall) -> Result | None:
-        """See whether a single call may run.
+    def check_call(self, tenant: str, call: ToolCall) -> Result | None:
+        """Check whether a single call may run.
 
         Returns:
-            Its result, where it has one and its sandbox is gone.
+            The recorded result of the call, where its sandbox is lost; None otherwise.
 
         Raises:
-            LeaseNotFound, LeaseLost, SandboxLost: its lease does not hold.
-            QuotaExceeded: the lease has had all the calls it may have.
+            LeaseNotFound, LeaseLost, SandboxLost: the lease does not hold.
+            QuotaExceeded: the lease has had all the calls that it may have.
         """
         try:
-            self._routes.route(tenant, call.lease_id)
+            self._slot_locator.route(tenant, call.lease_id)
         except SandboxLost:
-            result = recorded(self._result_store, call)
+            result = find_result(self._result_store, call)
             if result is None:
                 raise
-            return self.stamped(result)
+            return self.with_refusal_time(result)
         except BackendUnavailable:
-            pass  # becomes the call's own result
-        had = self._result_store.verdict_count(call.lease_id) + self.in_flight_calls.of_lease(call.lease_id)
-        if had >= self._limits.of_lease and not self._is_known(call):
-            raise QuotaExceeded(self._too_many(), limit="lease_calls")
+            pass  # The call waits for its agent, or ends with this error as its result.
+        self._admission.check_call(call)
         return None
 
-    async def cancel(self, tenant: str, lease_id: str, call_id: str) -> Result:
-        """End a call and return its result; of a call that has ended, its result as it was. One that has not begun never will.
+    async def cancel_call(self, tenant: str, lease_id: str, call_id: str) -> Result:
+        """End a call and return its result. A call that has ended keeps its result; one that has not started never will.
+
+        Args:
+            tenant: who asks.
+            lease_id: the lease of the call.
+            call_id: the call.
 
         Raises:
             LeaseNotFound, LeaseLost, SandboxLost: the lease does not hold.
             CallNotFound: it has no such call.
             BackendUnavailable: the agent cannot be reached, or does not end the call in time.
+            StorageUnavailable: that the call must not start could not be recorded.
         """
-        try:
-            route = self._routes.route(tenant, lease_id)
-        except SandboxLost:
-            recorded_result = self._result_store.recorded_result(lease_id, call_id)
-            if recorded_result is None:
-                raise
-            return recorded_result.result
-        try:
-            async with asyncio.timeout(CANCEL_WAIT_S):
-                return await self._cancel(route, lease_id, call_id)
-        except TimeoutError:
-            raise BackendUnavailable(f"call {call_id} has not ended within {CANCEL_WAIT_S:g} s of being cancelled") from None
-        except AgentSilent as silent:
-            raise BackendUnavailable(f"the agent cannot be reached: {silent}") from None
-        except LinkLost as lost:
-            verdict_error = await self._routes.wait_for_reconnect_or_loss(lease_id, CANCEL_WAIT_S)
-            raise verdict_error or BackendUnavailable(f"the agent cannot be reached: {lost}") from None
-        except AgentRefused as refused:
-            raise refused_call(self._routes, tenant, lease_id, call_id, refused) from None
+        return await self._cancellation.cancel_call(tenant, lease_id, call_id)
 
-    async def _cancel(self, route: SlotLocation, lease_id: str, call_id: str) -> Result:
-        if not await self._cancel_at_agent(route, lease_id, call_id):
-            held = self.in_flight_calls.held(lease_id, call_id)
-            if held is not None:
-                return await self._cancel_held(route.lease.tenant, held)
-            # It may have begun just then.
-            if not await self._cancel_at_agent(route, lease_id, call_id):
-                raise CallNotFound(f"lease {lease_id} has no call {call_id}")
-        status_of = slot_meta(route, "call_status", call_id=call_id, fetches_outputs=True)
-        async with route.link.stream(status_of, ANSWER_WITHIN_S) as stream:
-            result, status = await self._result_and_end(stream, route, call_id)
-        if result is not None:
-            return result
-        offset = status.get("output_bytes")
-        attach = slot_meta(route, "attach", call_id=call_id, offset=offset if isinstance(offset, int) else 0, fetches_outputs=True)
-        async with route.link.stream(attach, ANSWER_WITHIN_S) as stream:
-            result, _ = await self._result_and_end(stream, route, call_id)
-        if result is None:
-            raise BackendUnavailable("the agent ended the exchange without a result")
-        return result
+    def with_refusal_time(self, result: Result) -> Result:
+        """The result of a call that never started, with the current time."""
+        return results.with_refusal_time(result, self._clock)
 
-    async def _result_and_end(self, stream: AgentStream, route: SlotLocation, call_id: str) -> tuple[Result | None, dict[str, object]]:
-        stream.end()
-        result = None
-        async for event in stream:
-            if isinstance(event, wire.Item):
-                result = await current_result(self._result_store, self.in_flight_calls, self.outputs, route, call_id, event)
-            elif isinstance(event, wire.Ended):
-                return result, dict(event.meta)
-        return result, {}
-
-    async def _cancel_at_agent(self, route: SlotLocation, lease_id: str, call_id: str) -> bool:
-        """Whether the agent knows the call; it ends it then."""
-        answer = await route.link.request(slot_meta(route, "cancel", call_id=call_id), ANSWER_WITHIN_S)
-        return answer.get("found") is True
-
-    async def _cancel_held(self, tenant: str, call: ToolCall) -> Result:
-        """On record first: whoever has asked for the call, or will, finds it there before its agent is asked.
-
-        Raises:
-            StorageUnavailable: it may not be found there by a later life, and no agent's journal has it.
-        """
-        result = self.stamped(own_result(call, Reason.CANCELLED, "the caller cancelled it before it began"))
-        self._result_store.record_result(call.lease_id, call.call_id, identity_of(call), result)
-        try:
-            await self._result_store.flush()
-        finally:
-            self.turns.wake(tenant, (call.lease_id, call.call_id))
-        return result
+    def handle_lease_end(self, lease_id: str) -> None:
+        """End the calls of a lease that has ended, except those that its agent may be running: the agent reports what became of them."""
+        self.concurrency_limiter.wake_waiters_of_lease(lease_id)
+        runners = self._runners.get(lease_id)
+        if runners:
+            self._keep_task(asyncio.create_task(_end_calls_behind_first(list(runners))))
 
     async def stop(self) -> None:
-        """End every call that still runs here; each gets `backend_error` with `stopping`, and may have run: it is for the next life of the service to join."""
+        """End every call that is in flight. Each gets `backend_error` with `stopping`: it may have run, and the next process of the service can join it."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _observe(self, tenant: str, route: SlotLocation | None, call: ToolCall, result: Result, overhead_s: float) -> None:
-        self.in_flight_calls.end(tenant, call)
+    def _start_runner(self, lease_id: str, runner: CallRunner) -> None:
+        self._runners.setdefault(lease_id, set()).add(runner)
+        self._keep_task(asyncio.create_task(runner.run_calls())).add_done_callback(lambda _: self._remove_runner(lease_id, runner))
+
+    def _remove_runner(self, lease_id: str, runner: CallRunner) -> None:
+        runners = self._runners[lease_id]
+        runners.discard(runner)
+        if not runners:
+            del self._runners[lease_id]
+
+    def _keep_task(self, task: asyncio.Task[None]) -> asyncio.Task[None]:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _report_result(self, tenant: str, location: SlotLocation | None, call: ToolCall, result: Result, overhead_s: float) -> None:
+        self.call_tracker.remove_call(tenant, call)
         self._telemetry.call_ended(
-            pool=route.lease.pool if route is not None else "",
-            pool_tenant=route.lease.pool_tenant or "" if route is not None else "",
+            pool=location.lease.pool if location is not None else "",
+            pool_tenant=location.lease.pool_tenant or "" if location is not None else "",
             tool=call.tool,
             reason=result.reason.value,
             fault=result.fault.value,
             duration_s=result.duration_s,
-            overhead_s=overhead_s if route is not None else None,
+            overhead_s=overhead_s if location is not None else None,
         )
 
 
-async def _refuse_waiting(runs: list[CallRunner]) -> None:
-    """One request's calls after the other's, so that nothing else waits for all of them."""
-    for run in runs:
-        run.refuse_waiting()
+async def _end_calls_behind_first(runners: list[CallRunner]) -> None:
+    """End the calls of one request after the other's, so that the event loop is not blocked for all of them at once."""
+    for runner in runners:
+        runner.end_calls_behind_first()
         await asyncio.sleep(0)

@@ -1,16 +1,16 @@
-"""What the dispatch asks of the pool."""
+"""What the dispatch needs from the pool: where the slot of a lease is, and what became of a sandbox whose link was lost."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 from sandbox_server.core.errors import SandboxLost
 from sandbox_server.core.types import Lease, PoolSpec
-from sandbox_server.link.agent_link import AgentLink
+from sandbox_server.link.slot_client import SlotClient
 
 
 class SlotLocation(Protocol):
-    """The way from a lease to its slot, as it is now."""
+    """Where the slot of a held lease is now."""
 
     @property
     def lease(self) -> Lease: ...
@@ -19,41 +19,45 @@ class SlotLocation(Protocol):
     def spec(self) -> PoolSpec: ...
 
     @property
-    def link(self) -> AgentLink: ...
-
-    @property
-    def slot_id(self) -> str:
-        """The slot's name at its agent."""
+    def slot(self) -> SlotClient:
+        """The client for the calls and files of the slot."""
         ...
-
-    @property
-    def epoch(self) -> int: ...
 
 
 class SlotLocator(Protocol):
-    """Finds the way, and hears what uses it. `pool.Pools` is it."""
+    """Finds the slots of leases. `pool.service.PoolService` implements it."""
 
     def route(self, tenant: str, lease_id: str) -> SlotLocation:
-        """The way to the slot of a lease that holds.
+        """Find the slot of a lease that holds.
+
+        Args:
+            tenant: who asks.
+            lease_id: the lease.
 
         Raises:
-            LeaseNotFound, LeaseLost, SandboxLost, BackendUnavailable: there is none.
+            LeaseNotFound: the tenant has no such lease.
+            LeaseLost: the lease has ended.
+            SandboxLost: the lease ended with its sandbox.
+            BackendUnavailable: the agent cannot be reached at the moment.
         """
         ...
 
     def call_started(self, lease_id: str) -> None:
-        """A call runs under this lease: it does not expire meanwhile."""
+        """Record that a call runs under this lease. The lease does not expire while one does."""
         ...
 
     def call_ended(self, lease_id: str) -> None:
-        """The other end of `call_started`."""
+        """Record that a call of which `call_started` was recorded has ended."""
         ...
 
     async def wait_for_reconnect_or_loss(self, lease_id: str, wait_s: float) -> SandboxLost | None:
-        """Wait, after a link was lost, until the pool knows: the error if the sandbox is gone, None if it can be reached again or time is up."""
+        """Wait until the pool knows whether the sandbox of a lease is lost or can be reached again.
+
+        Args:
+            lease_id: the lease.
+            wait_s: the longest time to wait, in seconds.
+
+        Returns:
+            The error where the sandbox is lost; None where it can be reached again, the lease ended otherwise, or the time is over.
+        """
         ...
-
-
-def slot_meta(route: SlotLocation, op: str, **more: Any) -> dict[str, Any]:
-    """The OPEN of a stream about the slot of this route."""
-    return {"op": op, "slot": route.slot_id, "epoch": route.epoch, **more}

@@ -51,8 +51,8 @@ async def until_running(harness: Harness, *call_ids: str) -> None:
 async def until_waiting(harness: Harness, count: int) -> None:
     service = harness.application._front.service
     assert service is not None
-    turns = service.dispatcher.turns
-    while sum(len(line.waiting) for line in turns._lines.values()) != count:
+    limiter = service.dispatcher.concurrency_limiter
+    while sum(len(line.waiting) for line in limiter._lines.values()) != count:
         await asyncio.sleep(0)
 
 

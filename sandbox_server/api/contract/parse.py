@@ -17,7 +17,7 @@ from sandbox_server.api.limits import Limits, sentence, too_many
 from sandbox_server.core.errors import InvalidRequest
 from sandbox_server.core.execution import Reason, Result, ToolCall
 from sandbox_server.core.types import AcquireRequest
-from sandbox_server.dispatch.results import callers_mistake, own_result
+from sandbox_server.dispatch.results import invalid_field_result, service_result
 
 AnyBody = TypeVar("AnyBody", bound=Body)
 TRUE_WORDS = frozenset({"1", "true", "yes"})
@@ -105,7 +105,7 @@ def _within_output_budget(items: list[ToolCall | Result], limits: Limits) -> lis
     for index, item in enumerate(items):
         if isinstance(item, ToolCall):
             if item.output_limit_bytes > budget_bytes:
-                items[index] = callers_mistake(item, "output_limit_bytes", f"output_limit_bytes: {sentence(limits, 'batch_output_bytes')}")
+                items[index] = invalid_field_result(item, "output_limit_bytes", f"output_limit_bytes: {sentence(limits, 'batch_output_bytes')}")
             else:
                 budget_bytes -= item.output_limit_bytes
     return items
@@ -138,7 +138,7 @@ def exec_call(document: dict[str, Any], lease_id: str, limits: Limits) -> ToolCa
     if body.command is None:
         return _call(body, lease_id, body.tool, body.args, limits)
     if "tool" in document or "args" in document:
-        return callers_mistake(_unchecked(item), "command", "command: is short for tool and args; give one or the other")
+        return invalid_field_result(_unchecked(item), "command", "command: is short for tool and args; give one or the other")
     return _call(body, lease_id, "bash", {"command": body.command}, limits)
 
 
@@ -157,7 +157,7 @@ def _call(body: CallBody, lease_id: str, tool: str, args: dict[str, Any], limits
     field, problem = "tool", _problem_of_tool(tool)
     if problem is None:
         field, problem = "args", _problem_of_args(args, limits)
-    return call if problem is None else own_result(call, Reason.INVALID_ARGS, problem, evidence={"field": field, "detail": problem})
+    return call if problem is None else service_result(call, Reason.INVALID_ARGS, problem, evidence={"field": field, "detail": problem})
 
 
 def _problem_of_tool(tool: str) -> str | None:
@@ -189,9 +189,9 @@ def _invalid(item: dict[str, Any], problems: Iterator[tuple[str, str]]) -> Resul
     first = next(problems)
     for field, problem in itertools.chain([first], problems):
         if field.partition(".")[0] not in FIELDS_OF_POLICY:
-            return callers_mistake(call, field, problem)
+            return invalid_field_result(call, field, problem)
     field, problem = first
-    return own_result(call, Reason.INVALID_ARGS, problem, evidence={"field": field, "detail": problem})
+    return service_result(call, Reason.INVALID_ARGS, problem, evidence={"field": field, "detail": problem})
 
 
 def _unchecked(item: dict[str, Any]) -> ToolCall:

@@ -52,7 +52,7 @@ class ResultLines(Response):
         gone = asyncio.create_task(hang_up(receive))
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            while (fresh := await self._batch.next(self._heartbeat_s)) is not None:
+            while (fresh := await self._batch.next_results(self._heartbeat_s)) is not None:
                 async with aclosing(self._lines(deque(result for _, result in fresh))) as parts:
                     async for part in parts:
                         if gone.done():
@@ -74,7 +74,7 @@ class ResultLines(Response):
                     waiting = b""
                 waiting += piece
             waiting += b"\n"
-            self._batch.reservation.sent(result)
+            self._batch.reservation.release_sent_result(result)
         yield waiting
 
 
@@ -95,7 +95,7 @@ async def exec_batch(request: Request) -> Response:
     try:
         items = batch_items(document, service.limits)
         service.check_not_stopping()
-        batch = await service.dispatcher.begin(tenant_of(request).name, items, ended=room.release)
+        batch = await service.dispatcher.start_when_there_is_room(tenant_of(request).name, items, ended=room.release)
     except BaseException:
         room.release()
         raise
@@ -103,7 +103,7 @@ async def exec_batch(request: Request) -> Response:
     if NDJSON_TYPE in request.headers.get("accept", ""):
         return ResultLines(batch, service.limits.answer_stall_s)
     try:
-        return results_response(await batch.all(), service.limits.answer_stall_s, batch.close)
+        return results_response(await batch.all_results(), service.limits.answer_stall_s, batch.close)
     except BaseException:
         batch.close()
         raise
@@ -141,15 +141,15 @@ async def _exec(request: Request, call: ToolCall | Result, ended: Callable[[], N
     if isinstance(call, Result):
         ended()
         service.pools.lease(tenant, call.lease_id)
-        call = service.dispatcher.stamped(call)
+        call = service.dispatcher.with_refusal_time(call)
         return EventStream(one_result(call), service, tenant) if wants_events else json_response(result_document(call))
     if wants_events:
         check_room(service, tenant)
         events, closed = await exec_events(service, tenant, call, last_event_id(request) or 0, ended)
         return EventStream(events, service, tenant, ended=closed)
-    reservation = await service.dispatcher.answers.reserve(tenant, [call])
+    reservation = await service.dispatcher.answer_budget.reserve(tenant, [call])
     try:
-        return result_response(await service.dispatcher.run_one(tenant, call, reservation, ended), service.limits.answer_stall_s, reservation.release)
+        return result_response(await service.dispatcher.run_call(tenant, call, reservation, ended), service.limits.answer_stall_s, reservation.release)
     except BaseException:
         reservation.release()
         raise
@@ -169,9 +169,9 @@ async def cancel(request: Request) -> Response:
     service = service_of(request)
     body = checked(CancelBody, await read_object(request, service.limits))
     tenant = tenant_of(request).name
-    result = await service.dispatcher.cancel(tenant, body.lease_id, body.call_id)
+    result = await service.dispatcher.cancel_call(tenant, body.lease_id, body.call_id)
     whole = whole_response(result, result_document)
     if whole is not None:
         return whole
-    reservation = await service.dispatcher.answers.reserve_stream(tenant, service.records.file_bytes(body.lease_id, body.call_id, result))
+    reservation = await service.dispatcher.answer_budget.reserve_stream(tenant, service.records.output_file_bytes(body.lease_id, body.call_id, result))
     return result_response(result, service.limits.answer_stall_s, reservation.release)

@@ -36,7 +36,7 @@ async def events(request: Request) -> Response:
     after = last_event_id(request)
     service.check_not_stopping()
     tenant = tenant_of(request)
-    reservation = await service.dispatcher.answers.reserve_stream(tenant.name)
+    reservation = await service.dispatcher.answer_budget.reserve_stream(tenant.name)
     return EventStream(_blocks(service.events.follow(after), tenant), service, tenant.name, ends_at_once=True, ended=reservation.release)
 
 

@@ -53,9 +53,9 @@ async def get_file(request: Request) -> Response:
     """The bytes of one file."""
     path = _path(query(request, ("path",)))
     service, tenant = service_of(request), tenant_of(request).name
-    reservation = await service.dispatcher.answers.reserve_stream(tenant)
+    reservation = await service.dispatcher.answer_budget.reserve_stream(tenant)
     return Stream(
-        service.files.read(tenant, request.path_params["lease_id"], path),
+        service.files.read_file(tenant, request.path_params["lease_id"], path),
         BYTES_TYPE,
         stall_s=service.limits.answer_stall_s,
         ended=reservation.release,
@@ -77,7 +77,7 @@ async def put_file(request: Request) -> Response:
     service = service_of(request)
     asked = query(request, ("path", "mode"))
     chunks = read_chunks(request, service.limits, "upload_bytes")
-    await service.files.write(tenant_of(request).name, request.path_params["lease_id"], _path(asked), _mode(asked), chunks)
+    await service.files.write_file(tenant_of(request).name, request.path_params["lease_id"], _path(asked), _mode(asked), chunks)
     return Response(status_code=204)
 
 
@@ -91,7 +91,7 @@ async def list_files(request: Request) -> Response:
     asked = query(request, ("path", "recursive", *PAGE_NAMES))
     most = service.limits.list_entries
     page = Page.of(asked, service.limits, default=most)
-    entries, is_cut = await service.files.entries(
+    entries, is_cut = await service.files.list_folder(
         tenant_of(request).name,
         request.path_params["lease_id"],
         _path(asked),
@@ -110,7 +110,7 @@ async def get_archive(request: Request) -> Response:
     """A tree as a gzipped tar."""
     path = _path(query(request, ("path",)))
     service, tenant = service_of(request), tenant_of(request).name
-    reservation = await service.dispatcher.answers.reserve_stream(tenant)
+    reservation = await service.dispatcher.answer_budget.reserve_stream(tenant)
     return Stream(
         service.files.read_archive(tenant, request.path_params["lease_id"], path),
         GZIP_TYPE,

@@ -45,12 +45,12 @@ async def get_call(request: Request) -> Response:
     service = service_of(request)
     tenant, lease_id, call_id = _call(request)
     wait_s = wait_of(query(request, ("wait_s",)).get("wait_s"), service.limits)
-    found = await service.records.status(tenant, lease_id, call_id, wait_s)
+    found = await service.records.call_status(tenant, lease_id, call_id, wait_s)
     if isinstance(found, Result):
         whole = whole_response(found, lambda result: {"state": "done", "result": result_document(result)})
         if whole is not None:
             return whole
-        reservation = await service.dispatcher.answers.reserve_stream(tenant, service.records.file_bytes(lease_id, call_id, found))
+        reservation = await service.dispatcher.answer_budget.reserve_stream(tenant, service.records.output_file_bytes(lease_id, call_id, found))
         pieces = enclosed(b'{"state":"done","result":', found, b"}")
         return Stream(pieces, JSON_TYPE, stall_s=service.limits.answer_stall_s, ended=reservation.release)
     return json_response({"state": "running", "output_bytes": found.output_bytes, "started_at": found.started_at})
@@ -73,7 +73,7 @@ async def get_events(request: Request) -> Response:
     last = last_event_id(request)
     offset, name = (offset, "offset") if last is None else (last, "Last-Event-ID")
     found = await service.records.check_offset(tenant, lease_id, call_id, offset, name)
-    reservation = await service.dispatcher.answers.reserve_stream(tenant, service.records.file_bytes(lease_id, call_id, found))
+    reservation = await service.dispatcher.answer_budget.reserve_stream(tenant, service.records.output_file_bytes(lease_id, call_id, found))
     return EventStream(call_events(service.records, tenant, lease_id, call_id, offset), service, tenant, ends_at_once=True, ended=reservation.release)
 
 
@@ -91,9 +91,9 @@ async def get_output(request: Request) -> Response:
     service = service_of(request)
     tenant, lease_id, call_id = _call(request)
     offset = offset_of(query(request, ("offset",)).get("offset"))
-    reservation = await service.dispatcher.answers.reserve_stream(tenant)
+    reservation = await service.dispatcher.answer_budget.reserve_stream(tenant)
     try:
-        output = await service.records.output(tenant, lease_id, call_id, offset)
+        output = await service.records.fetch_output(tenant, lease_id, call_id, offset)
     except BaseException:
         reservation.release()
         raise

@@ -20,10 +20,11 @@ from sandbox_server.backends.processes import start_time
 from sandbox_server.core.clock import SystemClock
 from sandbox_server.core.execution import Reason
 from sandbox_server.core.types import AcquireRequest
+from sandbox_server.dispatch.call_admission import CallLimits
 from sandbox_server.dispatch.call_records import CallRecords
+from sandbox_server.dispatch.call_tracker import CallTracker
 from sandbox_server.dispatch.concurrency import ConcurrencyLimiter
-from sandbox_server.dispatch.dispatcher import CallLimits, Dispatcher
-from sandbox_server.dispatch.unknown_outcomes import UnknownOutcomes
+from sandbox_server.dispatch.dispatcher import Dispatcher
 from sandbox_server.telemetry import Telemetry
 from tests.integration.pool.first_life import call, make_pools
 
@@ -70,7 +71,7 @@ async def until(happens):
 
 
 async def result_of(route, call_id):
-    async with route.link.stream({"op": "attach", "slot": route.slot_id, "epoch": route.epoch, "call_id": call_id, "offset": 0}) as stream:
+    async with route.agent.link.stream({"op": "attach", "slot": route.slot_id, "epoch": route.epoch, "call_id": call_id, "offset": 0}) as stream:
         stream.end()
         async for event in stream:
             if isinstance(event, wire.Item):
@@ -92,8 +93,8 @@ async def test_a_command_goes_on_over_the_death_of_the_service_and_its_result_is
     await until(lambda: pools.readiness()["ready"])
     lease = pools.lease("t", said["lease_id"])
     route = pools.route("t", lease.lease_id)
-    assert await route.link.request({"op": "call_status", "slot": route.slot_id, "epoch": route.epoch, "call_id": "c"})
-    async with route.link.stream({"op": "calls", "slot": route.slot_id, "epoch": route.epoch}) as stream:
+    assert await route.agent.link.request({"op": "call_status", "slot": route.slot_id, "epoch": route.epoch, "call_id": "c"})
+    async with route.agent.link.stream({"op": "calls", "slot": route.slot_id, "epoch": route.epoch}) as stream:
         stream.send_item(call("go", "touch go"))
         stream.end()
         async for _ in stream:
@@ -113,15 +114,15 @@ async def test_a_call_of_an_earlier_life_is_told_of_in_the_encoding_that_it_aske
     lease_id = said["lease_id"]
     pools = await again()
     await until(lambda: pools.readiness()["ready"])
-    dispatcher = Dispatcher(pools, pools._store, SystemClock(), Telemetry(), CallLimits(), UnknownOutcomes(()), ConcurrencyLimiter(lambda tenant: None))
-    records = CallRecords(pools, pools._store, dispatcher.in_flight_calls, SystemClock(), dispatcher.outputs)
+    dispatcher = Dispatcher(pools, pools._store, SystemClock(), Telemetry(), CallLimits(), CallTracker(()), ConcurrencyLimiter(lambda tenant: None))
+    records = CallRecords(pools, pools._store, dispatcher.call_tracker, SystemClock(), dispatcher.outputs)
 
-    running = await records.status("t", lease_id, "c")
+    running = await records.call_status("t", lease_id, "c")
     async with aclosing(call_events(records, "t", lease_id, "c", 0)) as found:
         first = await anext(found)
-        cancelled = await dispatcher.cancel("t", lease_id, "c")
+        cancelled = await dispatcher.cancel_call("t", lease_id, "c")
         last = b"".join([piece async for piece in found])
-    done = await records.status("t", lease_id, "c")
+    done = await records.call_status("t", lease_id, "c")
 
     assert (running.output_bytes, running.encoding) == (2, "base64")
     assert b'"data":"/wA=","encoding":"base64"' in first

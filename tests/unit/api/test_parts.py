@@ -201,7 +201,7 @@ async def test_an_empty_line_says_that_the_service_is_still_there() -> None:
     assert (await sent.get())["status"] == 200
     assert (await sent.get())["body"] == b"\n"
 
-    batch.deliver(0, Result(call_id="c", lease_id="l", reason=Reason.EXIT, fault=Fault.NONE, exit_code=0))
+    batch.deliver_result(0, Result(call_id="c", lease_id="l", reason=Reason.EXIT, fault=Fault.NONE, exit_code=0))
 
     while (body := (await sent.get())["body"]) == b"\n":
         pass

@@ -11,8 +11,12 @@ import pytest
 from sandbox_server.core.errors import LeaseNotFound, PoolServiceError, SandboxLost
 from sandbox_server.core.execution import ToolCall
 from sandbox_server.core.types import Lease, LeaseState, PoolSpec
-from sandbox_server.dispatch.dispatcher import CallLimits, Dispatcher
-from sandbox_server.link import AgentLink
+from sandbox_server.dispatch.call_admission import CallLimits
+from sandbox_server.dispatch.dispatcher import Dispatcher
+from sandbox_server.dispatch.runner.decisions import CallTimings
+from sandbox_server.link import AgentClient, AgentLink
+from sandbox_server.link.agent_link import RESPONSE_TIMEOUT_S
+from sandbox_server.link.slot_client import SlotClient
 from sandbox_server.store.base import MemoryStore
 from sandbox_server.telemetry import Telemetry
 from sandbox_server.testing import FakeClock, FakeLink
@@ -27,9 +31,14 @@ class FakeRoute:
 
     lease: Lease
     spec: PoolSpec
-    link: AgentLink
+    agent: AgentClient
     slot_id: str
     epoch: int
+
+    @property
+    def slot(self) -> SlotClient:
+        """The client for the calls and files of the slot."""
+        return self.agent.slot(self.slot_id, self.epoch)
 
 
 @dataclass
@@ -61,7 +70,7 @@ class FakeRoutes:
     async def wait_for_reconnect_or_loss(self, lease_id: str, wait_s: float) -> SandboxLost | None:
         self.while_waiting()
         if self.lost is None and self.reconnect is not None:
-            self.routes = {name: replace(route, link=self.reconnect) for name, route in self.routes.items()}
+            self.routes = {name: replace(route, agent=AgentClient(self.reconnect)) for name, route in self.routes.items()}
         return self.lost
 
 
@@ -105,9 +114,10 @@ async def world() -> World:
     return await make_world(ScriptedAgent("s-1", slots=3))
 
 
-async def make_world(agent: ScriptedAgent) -> World:
+async def make_world(agent: ScriptedAgent, timings: CallTimings | None = None, response_timeout_s: float = RESPONSE_TIMEOUT_S) -> World:
     """Leases `a`, `b` and `c` of alice's, on this agent of three slots."""
-    link = await FakeLink.to(agent, agent.token)
-    routes = FakeRoutes({name: FakeRoute(lease=lease(name, str(n)), spec=SPEC, link=link, slot_id=str(n), epoch=1) for n, name in enumerate("abc")})
+    client = AgentClient(await FakeLink.to(agent, agent.token), response_timeout_s)
+    routes = FakeRoutes({name: FakeRoute(lease=lease(name, str(n)), spec=SPEC, agent=client, slot_id=str(n), epoch=1) for n, name in enumerate("abc")})
     store, telemetry, clock = MemoryStore(), Telemetry(), FakeClock()
-    return World(agent, routes, store, telemetry, Dispatcher(routes, store, clock, telemetry, CallLimits(in_flight=200)), clock)
+    dispatcher = Dispatcher(routes, store, clock, telemetry, CallLimits(in_flight=200), timings=timings)
+    return World(agent, routes, store, telemetry, dispatcher, clock)

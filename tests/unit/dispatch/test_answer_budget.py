@@ -87,13 +87,13 @@ async def test_outputs_take_at_most_half_so_that_others_still_come_in() -> None:
     of = budget()
     unread: Reservation = await of.reserve("alice", calls(1))
     kept = 0
-    while unread.keep(50_000):
+    while unread.try_reserve_output(50_000):
         kept += 1
 
     assert CALL_BYTES + kept * 50_000 <= of.limits.memory_bytes / 4 < CALL_BYTES + (kept + 1) * 50_000
     await of.reserve("alice", calls(400))
     unread.release()
-    assert unread.keep(1 << 40)  # nothing is kept for a request that is over
+    assert unread.try_reserve_output(1 << 40)  # nothing is kept for a request that is over
 
 
 async def test_what_was_not_written_is_given_back() -> None:
@@ -102,10 +102,10 @@ async def test_what_was_not_written_is_given_back() -> None:
     held = await of.reserve("alice", [call])
     file = OutputFile(path="/x", size_bytes=MIB)
     result = Result(call_id="c0", lease_id="l", reason=Reason.EXIT, fault=Fault.NONE, output_file=file)
-    held.settle(call, result)
+    held.release_unwritten_output(call, result)
 
     assert held.file_bytes == MIB
-    held.sent(result)
+    held.release_sent_result(result)
     assert (held.memory_bytes, held.file_bytes) == (STREAM_BYTES, 0)  # its answer is still sent in pieces
 
 

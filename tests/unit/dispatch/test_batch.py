@@ -16,28 +16,28 @@ def result(call_id: str) -> Result:
 async def test_all_is_in_the_order_of_the_calls() -> None:
     batch = Batch(3, AnswerBudget().nothing_reserved("alice"))
     for index in (2, 0, 1):
-        batch.deliver(index, result(str(index)))
+        batch.deliver_result(index, result(str(index)))
 
-    assert [one.call_id for one in await batch.all()] == ["0", "1", "2"]
+    assert [one.call_id for one in await batch.all_results()] == ["0", "1", "2"]
 
 
 async def test_next_is_in_the_order_of_finishing_and_then_none() -> None:
     batch = Batch(3, AnswerBudget().nothing_reserved("alice"))
-    batch.deliver(2, result("2"))
-    batch.deliver(0, result("0"))
+    batch.deliver_result(2, result("2"))
+    batch.deliver_result(0, result("0"))
 
-    assert [index for index, _ in await batch.next(1.0) or []] == [2, 0]
-    assert await batch.next(0.0) == []
-    waiting = asyncio.create_task(batch.next(5.0))
+    assert [index for index, _ in await batch.next_results(1.0) or []] == [2, 0]
+    assert await batch.next_results(0.0) == []
+    waiting = asyncio.create_task(batch.next_results(5.0))
     await asyncio.sleep(0)
-    batch.deliver(1, result("1"))
+    batch.deliver_result(1, result("1"))
     assert [index for index, _ in await waiting or []] == [1]
-    assert await batch.next(5.0) is None
+    assert await batch.next_results(5.0) is None
 
 
 async def test_the_first_result_of_a_call_stays() -> None:
     batch = Batch(1, AnswerBudget().nothing_reserved("alice"))
-    batch.deliver(0, result("first"))
-    batch.deliver(0, result("second"))
+    batch.deliver_result(0, result("first"))
+    batch.deliver_result(0, result("second"))
 
-    assert [one.call_id for one in await batch.all()] == ["first"]
+    assert [one.call_id for one in await batch.all_results()] == ["first"]

@@ -4,83 +4,88 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from sandbox_server.core.errors import BackendUnavailable
 from sandbox_server.core.execution import Fault, Reason
-from sandbox_server.dispatch import call_records, call_runner, files, outputs
+from sandbox_server.dispatch.call_admission import CallLimits
 from sandbox_server.dispatch.call_records import CallRecords
 from sandbox_server.dispatch.concurrency import ConcurrencyLimiter
-from sandbox_server.dispatch.dispatcher import CallLimits, Dispatcher
+from sandbox_server.dispatch.dispatcher import Dispatcher
 from sandbox_server.dispatch.files import SlotFiles
 from sandbox_server.dispatch.outputs import output_bytes
+from sandbox_server.dispatch.runner.decisions import CallTimings
 from tests.support.scripted_agent import ScriptedAgent
 from tests.unit.dispatch.conftest import World, call, make_world
 
+SHORT = CallTimings(ping_after_s=0.1, ping_within_s=0.2)
 
-@pytest.fixture(autouse=True)
-def _short_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_runner, "PING_AFTER_S", 0.1)
-    monkeypatch.setattr(call_runner, "PING_WITHIN_S", 0.2)
+
+@pytest.fixture
+async def world() -> World:
+    """Leases `a`, `b` and `c` of alice's, on one agent that is given up soon."""
+    return await make_world(ScriptedAgent("s-1", slots=3), SHORT)
 
 
 def test_a_call_has_its_result_within_five_seconds_of_its_deadline() -> None:
-    assert call_runner.PING_AFTER_S + call_runner.PING_WITHIN_S < 5.0
+    assert CallTimings().ping_after_s + CallTimings().ping_within_s < 5.0
 
 
 async def test_the_calls_of_a_stopped_agent_may_have_run_and_can_be_asked_for_again(world: World) -> None:
-    batch = world.dispatcher.start("alice", [call("a", "live", "c1", timeout_s=0.1), call("a", "echo 2", "c2")])
+    batch = world.dispatcher.start_calls("alice", [call("a", "live", "c1", timeout_s=0.1), call("a", "echo 2", "c2")])
     await world.until_running()
     world.agent.is_stopped = True
 
-    first, second = await batch.all()
+    first, second = await batch.all_results()
 
     assert [(result.reason, result.fault, result.metadata["may_have_run"]) for result in (first, second)] == [(Reason.BACKEND_ERROR, Fault.INFRA, True)] * 2
     assert world.store.recorded_result("a", "c1") is None
     assert world.routes.running == {"a": 0}
     world.agent.is_stopped = False
     world.agent.finish("c1")
-    (again,) = await world.dispatcher.start("alice", [call("a", "live", "c1", timeout_s=0.1)]).all()
+    (again,) = await world.dispatcher.start_calls("alice", [call("a", "live", "c1", timeout_s=0.1)]).all_results()
     assert again.reason is Reason.EXIT
     assert world.agent.ran.count(("c1", "live")) == 1
 
 
 async def test_a_call_that_was_not_sent_yet_when_its_agent_stopped_has_not_run(world: World) -> None:
-    limited = Dispatcher(world.routes, world.store, world.clock, world.telemetry, CallLimits(), turns=ConcurrencyLimiter(lambda tenant: 1))
+    limiter = ConcurrencyLimiter(lambda tenant: 1)
+    limited = Dispatcher(world.routes, world.store, world.clock, world.telemetry, CallLimits(), concurrency_limiter=limiter, timings=SHORT)
     world.agent.is_stopped = True
 
-    sent, held = await limited.start("alice", [call("a", "true", "c1", timeout_s=0.1), call("a", "true", "c2")]).all()
+    sent, held = await limited.start_calls("alice", [call("a", "true", "c1", timeout_s=0.1), call("a", "true", "c2")]).all_results()
 
     assert [result.reason for result in (sent, held)] == [Reason.BACKEND_ERROR] * 2
     assert [result.metadata["may_have_run"] for result in (sent, held)] == [True, False]
 
 
 async def test_an_agent_that_answers_is_only_late_and_its_word_is_waited_for(world: World) -> None:
-    batch = world.dispatcher.start("alice", [call("a", "live", timeout_s=0.1)])
+    batch = world.dispatcher.start_calls("alice", [call("a", "live", timeout_s=0.1)])
     await world.until_running()
-    assert await batch.next(1.0) == []
+    assert await batch.next_results(1.0) == []
 
     world.agent.finish("c")
 
-    assert [result.reason for result in await batch.all()] == [Reason.EXIT]
+    assert [result.reason for result in await batch.all_results()] == [Reason.EXIT]
 
 
-async def test_an_agent_that_answers_and_never_says_how_the_call_ended_is_given_up_as_well(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_runner, "REPLY_GRACE_S", 0.3)
-    (result,) = await world.dispatcher.start("alice", [call("a", "hang", timeout_s=0.1)]).all()
+async def test_an_agent_that_answers_and_never_says_how_the_call_ended_is_given_up_as_well() -> None:
+    world = await make_world(ScriptedAgent("s-1", slots=3), replace(SHORT, result_grace_s=0.3))
+    (result,) = await world.dispatcher.start_calls("alice", [call("a", "hang", timeout_s=0.1)]).all_results()
 
     assert (result.reason, result.metadata["may_have_run"]) == (Reason.BACKEND_ERROR, True)
 
 
 async def test_a_service_that_was_busy_past_a_deadline_reads_what_came_meanwhile(world: World) -> None:
-    batch = world.dispatcher.start("alice", [call("a", "live", timeout_s=0.05)])
+    batch = world.dispatcher.start_calls("alice", [call("a", "live", timeout_s=0.05)])
     await world.until_running()
     world.agent.finish("c")
     time.sleep(0.5)
 
-    assert [result.reason for result in await batch.all()] == [Reason.EXIT]
+    assert [result.reason for result in await batch.all_results()] == [Reason.EXIT]
 
 
 async def test_the_time_until_an_agent_can_be_reached_again_is_the_calls_as_well(world: World) -> None:
@@ -88,17 +93,16 @@ async def test_the_time_until_an_agent_can_be_reached_again_is_the_calls_as_well
     world.routes.while_waiting = lambda: world.clock.pass_time(1.0)
     before = world.clock.monotonic()
 
-    (result,) = await world.dispatcher.start("alice", [call("a", "true", timeout_s=2.0)]).all()
+    (result,) = await world.dispatcher.start_calls("alice", [call("a", "true", timeout_s=2.0)]).all_results()
 
     assert (result.reason, result.metadata["may_have_run"]) == (Reason.BACKEND_ERROR, False)
-    assert world.clock.monotonic() - before < call_runner.LOST_WAIT_S
+    assert world.clock.monotonic() - before < SHORT.lost_wait_s
 
 
-async def test_questions_about_calls_and_files_of_a_stopped_agent_are_answered(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (call_records, files):
-        monkeypatch.setattr(module, "ANSWER_WITHIN_S", 0.2)
+async def test_questions_about_calls_and_files_of_a_stopped_agent_are_answered() -> None:
+    world = await make_world(ScriptedAgent("s-1", slots=3), response_timeout_s=0.2)
     world.agent.is_stopped = True
-    found = CallRecords(world.routes, world.store, world.dispatcher.in_flight_calls, world.clock, world.dispatcher.outputs)
+    found = CallRecords(world.routes, world.store, world.dispatcher.call_tracker, world.clock, world.dispatcher.outputs)
     slot_files = SlotFiles(world.routes)
 
     async def endless() -> AsyncGenerator[bytes, None]:
@@ -106,11 +110,11 @@ async def test_questions_about_calls_and_files_of_a_stopped_agent_are_answered(w
             yield b"x" * (1 << 16)
 
     with pytest.raises(BackendUnavailable, match="has not answered"):
-        await found.status("alice", "a", "c")
+        await found.call_status("alice", "a", "c")
     with pytest.raises(BackendUnavailable, match="has not answered"):
-        await slot_files.entries("alice", "a", ".", recursive=False, max_entries=10)
+        await slot_files.list_folder("alice", "a", ".", recursive=False, max_entries=10)
     with pytest.raises(BackendUnavailable, match="has not answered"):
-        await slot_files.write("alice", "a", "f", None, endless())
+        await slot_files.write_file("alice", "a", "f", None, endless())
 
 
 class StopsInTheMiddle(ScriptedAgent):
@@ -135,24 +139,27 @@ class StopsInTheMiddle(ScriptedAgent):
     stops = True
 
 
-async def test_an_output_that_a_stopped_agent_does_not_give_is_fetched_when_it_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outputs, "ANSWER_WITHIN_S", 0.2)
+async def test_an_output_that_a_stopped_agent_does_not_give_is_fetched_when_it_is_asked_for_again() -> None:
     agent = StopsInTheMiddle("s-1", slots=3)
-    world = await make_world(agent)
+    world = await make_world(agent, SHORT, response_timeout_s=0.2)
     big = call("a", "big 100000", "c1", output_limit_bytes=100_000)
 
-    first, second = await world.dispatcher.start("alice", [big, call("a", "echo 2", "c2")]).all()
+    first, second = await world.dispatcher.start_calls("alice", [big, call("a", "echo 2", "c2")]).all_results()
 
     assert [(result.reason, result.fault, result.metadata["may_have_run"]) for result in (first, second)] == [(Reason.BACKEND_ERROR, Fault.INFRA, True)] * 2
     assert "has not answered" in first.error
     assert world.store.recorded_result("a", "c1") is None
-    found = CallRecords(world.routes, world.store, world.dispatcher.in_flight_calls, world.clock, world.dispatcher.outputs)
-    for ask in (found.status("alice", "a", "c1"), found.status("alice", "a", "c1", wait_s=1.0), anext(found.follow("alice", "a", "c1", 1 << 50))):
+    found = CallRecords(world.routes, world.store, world.dispatcher.call_tracker, world.clock, world.dispatcher.outputs)
+    for ask in (
+        found.call_status("alice", "a", "c1"),
+        found.call_status("alice", "a", "c1", wait_s=1.0),
+        anext(found.follow_call("alice", "a", "c1", 1 << 50)),
+    ):
         agent.is_stopped = False
         with pytest.raises(BackendUnavailable, match="has not answered"):
             await ask
     agent.is_stopped, agent.stops = False, False
-    (again,) = await world.dispatcher.start("alice", [big]).all()
+    (again,) = await world.dispatcher.start_calls("alice", [big]).all_results()
     assert (again.reason, output_bytes(again)) == (Reason.EXIT, 100_000)
     assert agent.ran.count(("c1", "big 100000")) == 1
     await world.store.close()

@@ -9,14 +9,14 @@ import pytest
 
 from sandbox_server.core.errors import BackendUnavailable, CallNotFound, LeaseLost, LeaseNotFound, QuotaExceeded, SandboxLost
 from sandbox_server.core.execution import Fault, Reason, Result
-from sandbox_server.dispatch import unknown_outcomes
-from sandbox_server.dispatch.dispatcher import CallLimits, Dispatcher
-from sandbox_server.dispatch.unknown_outcomes import UnknownOutcomes
+from sandbox_server.dispatch.call_admission import CallLimits
+from sandbox_server.dispatch.call_tracker import CallTracker
+from sandbox_server.dispatch.dispatcher import Dispatcher
 from tests.unit.dispatch.conftest import World, call
 
 
 async def results(world: World, *items: object) -> list[Result]:
-    return await world.dispatcher.start("alice", list(items)).all()  # type: ignore[arg-type]
+    return await world.dispatcher.start_calls("alice", list(items)).all_results()  # type: ignore[arg-type]
 
 
 async def test_calls_of_one_lease_go_over_one_stream_and_leases_side_by_side(world: World) -> None:
@@ -27,24 +27,24 @@ async def test_calls_of_one_lease_go_over_one_stream_and_leases_side_by_side(wor
 
 
 async def test_a_slow_lease_holds_nobody_up(world: World) -> None:
-    batch = world.dispatcher.start("alice", [call("a", "hang", "slow"), call("b", "echo hi", "quick")])
+    batch = world.dispatcher.start_calls("alice", [call("a", "hang", "slow"), call("b", "echo hi", "quick")])
 
-    fresh = await batch.next(5.0)
+    fresh = await batch.next_results(5.0)
 
     assert fresh is not None
     assert [(index, result.call_id) for index, result in fresh] == [(1, "quick")]
-    assert await batch.next(0.0) == []
+    assert await batch.next_results(0.0) == []
     await world.dispatcher.stop()
 
 
 async def test_the_lease_is_told_while_calls_run(world: World) -> None:
-    batch = world.dispatcher.start("alice", [call("a", "hang")])
+    batch = world.dispatcher.start_calls("alice", [call("a", "hang")])
     await world.until_running()
     assert world.routes.running == {"a": 1}
 
-    await world.dispatcher.cancel("alice", "a", "c")
+    await world.dispatcher.cancel_call("alice", "a", "c")
 
-    assert (await batch.all())[0].reason is Reason.CANCELLED
+    assert (await batch.all_results())[0].reason is Reason.CANCELLED
     assert world.routes.running == {"a": 0}
 
 
@@ -58,13 +58,13 @@ async def test_what_is_a_result_already_is_passed_through(world: World) -> None:
 
 
 async def test_a_call_that_was_sent_and_lost_says_since_when_and_that_it_may_have_run(world: World) -> None:
-    batch = world.dispatcher.start("alice", [call("a", "hang")])
+    batch = world.dispatcher.start_calls("alice", [call("a", "hang")])
     await world.until_running()
     world.clock.pass_time(3.0)
     world.routes.lost = SandboxLost("it burnt down")
     world.agent.hang_up()
 
-    (lost,) = await batch.all()
+    (lost,) = await batch.all_results()
 
     assert (lost.reason, lost.duration_s, lost.started_at) == (Reason.SANDBOX_LOST, 3.0, world.clock.wall() - 3.0)
     assert (lost.metadata["may_have_run"], lost.metadata["evidence"]) == (True, {"sandbox": "it burnt down"})
@@ -79,11 +79,11 @@ async def test_what_never_was_sent_cannot_have_run(world: World) -> None:
 
 
 async def test_a_call_of_an_earlier_life_may_have_run(world: World) -> None:
-    dispatcher = Dispatcher(world.routes, world.store, world.clock, world.telemetry, CallLimits(), UnknownOutcomes(["a"]))
+    dispatcher = Dispatcher(world.routes, world.store, world.clock, world.telemetry, CallLimits(), CallTracker(["a"]))
     for lease_id in "ab":
         world.routes.errors[lease_id] = SandboxLost("it burnt down")
 
-    earlier, new = await dispatcher.start("alice", [call("a", "true"), call("b", "true")]).all()
+    earlier, new = await dispatcher.start_calls("alice", [call("a", "true"), call("b", "true")]).all_results()
 
     assert (earlier.metadata["may_have_run"], new.metadata["may_have_run"]) == (True, False)
 
@@ -98,7 +98,7 @@ async def test_a_call_that_was_sent_and_never_answered_may_have_run_also_when_it
 
 
 async def test_a_call_that_runs_for_somebody_else_may_have_run(world: World) -> None:
-    first = world.dispatcher.start("alice", [call("a", "hang")])
+    first = world.dispatcher.start_calls("alice", [call("a", "hang")])
     await world.until_running()
     world.routes.errors["a"] = SandboxLost("it burnt down")
 
@@ -106,16 +106,15 @@ async def test_a_call_that_runs_for_somebody_else_may_have_run(world: World) -> 
 
     assert (second.reason, second.metadata["may_have_run"]) == (Reason.SANDBOX_LOST, True)
     await world.dispatcher.stop()
-    await first.all()
+    await first.all_results()
 
 
-def test_beyond_its_limit_everything_is_doubted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unknown_outcomes, "MAX_LEASES", 2)
-    some = UnknownOutcomes(["a"])
-    some.add("b")
-    assert [some.about(name) for name in "abc"] == [True, True, False]
-    some.add("c")
-    assert some.about("z")
+def test_beyond_its_limit_every_lease_is_uncertain() -> None:
+    some = CallTracker(["a"], max_uncertain_leases=2)
+    some.add_unknown_outcome("b")
+    assert [some.has_unknown_outcome(name) for name in "abc"] == [True, True, False]
+    some.add_unknown_outcome("c")
+    assert some.has_unknown_outcome("z")
 
 
 @pytest.mark.parametrize(
@@ -138,9 +137,9 @@ async def test_a_single_call_under_a_lost_lease_is_an_error(world: World) -> Non
     world.routes.errors["a"] = LeaseLost("it was released")
 
     with pytest.raises(LeaseLost):
-        await world.dispatcher.run_one("alice", call("a", "true"))
+        await world.dispatcher.run_call("alice", call("a", "true"))
     with pytest.raises(LeaseNotFound):
-        await world.dispatcher.run_one("bob", call("b", "true"))
+        await world.dispatcher.run_call("bob", call("b", "true"))
 
 
 async def test_more_than_the_pools_max_timeout_is_refused_by_name(world: World) -> None:
@@ -169,36 +168,36 @@ async def test_a_refusal_of_the_agents(world: World, code: str, reason: Reason) 
 async def test_a_slot_that_has_moved_on_is_a_lost_lease(world: World) -> None:
     world.agent.slots["0"].epoch = 2
     world.routes.errors["b"] = LeaseLost("b was released")
-    running = world.dispatcher.start("alice", [call("a", "true")])
+    running = world.dispatcher.start_calls("alice", [call("a", "true")])
     world.routes.errors["a"] = LeaseLost("a was released meanwhile")
 
-    (result,) = await running.all()
+    (result,) = await running.all_results()
 
     assert (result.reason, result.error) == (Reason.LEASE_LOST, "a was released meanwhile")
     assert world.agent.ran == []
 
 
 async def test_a_lost_link_that_comes_back_joins_what_still_runs(world: World) -> None:
-    batch = world.dispatcher.start("alice", [call("a", "hang", "c1"), call("a", "echo 2", "c2")])
+    batch = world.dispatcher.start_calls("alice", [call("a", "hang", "c1"), call("a", "echo 2", "c2")])
     await world.until_running()
     world.routes.reconnect = await world.link()
     world.agent._peers[0].close()
 
     while sum(request["op"] == "calls" for request in world.agent.requests) < 2:
         await asyncio.sleep(0)
-    await world.dispatcher.cancel("alice", "a", "c1")
+    await world.dispatcher.cancel_call("alice", "a", "c1")
 
-    assert [result.reason for result in await batch.all()] == [Reason.CANCELLED, Reason.EXIT]
+    assert [result.reason for result in await batch.all_results()] == [Reason.CANCELLED, Reason.EXIT]
     assert [call_id for call_id, _ in world.agent.ran] == ["c1", "c2"]
 
 
 async def test_a_lost_sandbox_ends_its_calls_and_is_recorded(world: World) -> None:
-    batch = world.dispatcher.start("alice", [call("a", "hang", "c1"), call("a", "true", "c2")])
+    batch = world.dispatcher.start_calls("alice", [call("a", "hang", "c1"), call("a", "true", "c2")])
     await world.until_running()
     world.routes.lost = SandboxLost("it burnt down")
     world.agent.hang_up()
 
-    found = await batch.all()
+    found = await batch.all_results()
 
     assert [(result.reason, result.fault) for result in found] == [(Reason.SANDBOX_LOST, Fault.INFRA)] * 2
     assert world.store.recorded_result("a", "c1") is not None
@@ -212,83 +211,83 @@ async def test_a_call_recorded_before_its_sandbox_was_lost_is_served(world: Worl
     again, other, new = await results(world, call("a", "echo 1", "c1"), call("a", "echo 2", "c1"), call("a", "true", "c2"))
 
     assert again == first
-    assert await world.dispatcher.run_one("alice", call("a", "echo 1", "c1")) == first
+    assert await world.dispatcher.run_call("alice", call("a", "echo 1", "c1")) == first
     assert (other.reason, new.reason) == (Reason.CALL_CONFLICT, Reason.SANDBOX_LOST)
 
 
 async def test_an_agent_that_stays_away_is_a_backend_error_that_may_have_run(world: World) -> None:
-    batch = world.dispatcher.start("alice", [call("a", "hang")])
+    batch = world.dispatcher.start_calls("alice", [call("a", "hang")])
     await world.until_running()
     world.routes.errors["a"] = BackendUnavailable("nobody answers")
     world.routes.while_waiting = lambda: world.clock.pass_time(60.0)
     world.agent.hang_up()
 
-    (result,) = await batch.all()
+    (result,) = await batch.all_results()
 
     assert (result.reason, result.metadata["may_have_run"]) == (Reason.BACKEND_ERROR, True)
     assert result.metadata["evidence"] == {"detail": "the agent cannot be reached: nobody answers"}
 
 
 async def test_stopping_ends_what_runs_and_says_that_it_may_have_run(world: World) -> None:
-    batch = world.dispatcher.start("alice", [call("a", "hang"), call("b", "true")])
-    ((_, done),) = await batch.next(5.0) or ()
+    batch = world.dispatcher.start_calls("alice", [call("a", "hang"), call("b", "true")])
+    ((_, done),) = await batch.next_results(5.0) or ()
 
     await world.dispatcher.stop()
 
-    ((_, hung),) = await batch.next(5.0) or ()
+    ((_, hung),) = await batch.next_results(5.0) or ()
     assert (hung.reason, hung.metadata["may_have_run"], hung.metadata["stopping"]) == (Reason.BACKEND_ERROR, True, True)
     assert done.success
 
 
 async def test_too_many_calls_at_once_are_refused_as_a_whole(world: World) -> None:
     with pytest.raises(QuotaExceeded, match="calls_in_flight"):
-        world.dispatcher.start("alice", [call("a", "true", f"c{n}") for n in range(101)])
+        world.dispatcher.start_calls("alice", [call("a", "true", f"c{n}") for n in range(101)])
 
     assert len(await results(world, *(call("a", "true", f"c{n}") for n in range(100)))) == 100
     assert len(await results(world, *(call("a", "true", f"d{n}") for n in range(100)))) == 100
 
 
 async def test_a_tenant_with_all_its_calls_under_way_leaves_as_many_for_others(world: World) -> None:
-    hanging = world.dispatcher.start("alice", [call("a", "hang", f"c{n}") for n in range(100)])
+    hanging = world.dispatcher.start_calls("alice", [call("a", "hang", f"c{n}") for n in range(100)])
 
     with pytest.raises(QuotaExceeded, match=r"100 calls of this tenant .* 100 of the 200 of `limits.calls_in_flight`"):
-        world.dispatcher.start("alice", [call("b", "true", "more")])
-    (answered,) = await world.dispatcher.start("bob", [call("b", "true", "bobs")]).all()
+        world.dispatcher.start_calls("alice", [call("b", "true", "more")])
+    (answered,) = await world.dispatcher.start_calls("bob", [call("b", "true", "bobs")]).all_results()
 
     assert answered.reason is Reason.LEASE_LOST  # it was taken; that the lease is alice's is another matter
     await world.dispatcher.stop()
-    assert len(await hanging.all()) == 100
-    assert (world.dispatcher.in_flight_calls.of_tenant("alice"), world.dispatcher.in_flight_calls.count) == (0, 0)
+    assert len(await hanging.all_results()) == 100
+    assert (world.dispatcher.call_tracker.count_of_tenant("alice"), world.dispatcher.call_tracker.call_count) == (0, 0)
 
 
 async def test_the_calls_that_wait_behind_the_first_of_a_released_lease_end_at_once(world: World) -> None:
-    batches = [world.dispatcher.start("alice", [call("a", "hang", f"c{n}-{m}") for m in range(30)]) for n in range(3)]
+    batches = [world.dispatcher.start_calls("alice", [call("a", "hang", f"c{n}-{m}") for m in range(30)]) for n in range(3)]
     await world.until_running()
     world.routes.errors["a"] = LeaseLost("lease a was released")
 
-    world.dispatcher.lease_over("a")
-    while world.dispatcher.in_flight_calls.of_tenant("alice") > 3:  # no word of the agent's is needed: it says nothing
+    world.dispatcher.handle_lease_end("a")
+    while world.dispatcher.call_tracker.count_of_tenant("alice") > 3:  # no word of the agent's is needed: it says nothing
         await asyncio.sleep(0)
 
-    results_of = [await batch.next(5.0) or [] for batch in batches]
+    results_of = [await batch.next_results(5.0) or [] for batch in batches]
     assert [[place for place, _ in fresh] for fresh in results_of] == [list(range(1, 30))] * 3
     assert {result.reason for fresh in results_of for _, result in fresh} == {Reason.LEASE_LOST}
     await world.dispatcher.stop()
 
 
 async def test_calls_of_a_lease_that_still_holds_are_not_refused(world: World) -> None:
-    batch = world.dispatcher.start("alice", [call("a", "hang", "c1"), call("a", "true", "c2")])
+    batch = world.dispatcher.start_calls("alice", [call("a", "hang", "c1"), call("a", "true", "c2")])
     await world.until_running()
 
-    world.dispatcher.lease_over("a")
-    assert await batch.next(0.05) == []
-    assert world.dispatcher.in_flight_calls.count == 2
+    world.dispatcher.handle_lease_end("a")
+    assert await batch.next_results(0.05) == []
+    assert world.dispatcher.call_tracker.call_count == 2
     await world.dispatcher.stop()
 
 
 async def test_a_call_that_nobody_made_cannot_be_cancelled(world: World) -> None:
     with pytest.raises(CallNotFound):
-        await world.dispatcher.cancel("alice", "a", "nobodys")
+        await world.dispatcher.cancel_call("alice", "a", "nobodys")
 
 
 async def test_a_bug_costs_its_own_calls_only(world: World, caplog: pytest.LogCaptureFixture) -> None:

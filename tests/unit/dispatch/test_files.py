@@ -24,15 +24,15 @@ async def test_a_file_goes_in_and_comes_out_larger_than_any_window(world: World)
     files = SlotFiles(world.routes)
     parts = [bytes([n]) * 100_000 for n in range(40)]
 
-    await files.write("alice", "a", "big", 0o600, pieces(*parts))
+    await files.write_file("alice", "a", "big", 0o600, pieces(*parts))
 
-    assert await whole(files.read("alice", "a", "big")) == b"".join(parts)
+    assert await whole(files.read_file("alice", "a", "big")) == b"".join(parts)
 
 
 @pytest.mark.parametrize(("path", "error"), [("missing", FileNotFound), ("fifo", FileError), ("../out", InvalidRequest)])
 async def test_refusals_are_the_contracts_errors(world: World, path: str, error: type[PoolServiceError]) -> None:
     with pytest.raises(error):
-        await whole(SlotFiles(world.routes).read("alice", "a", path))
+        await whole(SlotFiles(world.routes).read_file("alice", "a", path))
 
 
 async def test_a_slot_that_has_moved_on_is_a_lost_lease(world: World) -> None:
@@ -48,16 +48,16 @@ async def test_a_slot_that_has_moved_on_is_a_lost_lease(world: World) -> None:
             return stale if self.asked == 1 else super().route(tenant, lease_id)
 
     with pytest.raises(LeaseLost, match="a was released"):
-        await whole(SlotFiles(Late(world.routes.routes, world.routes.errors)).read("alice", "a", "x"))
+        await whole(SlotFiles(Late(world.routes.routes, world.routes.errors)).read_file("alice", "a", "x"))
 
 
 @pytest.mark.parametrize(("lost", "error"), [(SandboxLost("it burnt down"), SandboxLost), (None, BackendUnavailable)])
 async def test_a_lost_link_is_a_lost_sandbox_or_an_unreachable_one(world: World, lost: SandboxLost | None, error: type[PoolServiceError]) -> None:
     world.routes.lost = lost
-    world.routes.routes["a"].link._lose("pulled")
+    world.routes.routes["a"].agent.link._lose("pulled")
 
     with pytest.raises(error):
-        await whole(SlotFiles(world.routes).read("alice", "a", "x"))
+        await whole(SlotFiles(world.routes).read_file("alice", "a", "x"))
 
 
 async def test_a_caller_that_stops_sending_leaves_nothing(world: World) -> None:
@@ -66,6 +66,6 @@ async def test_a_caller_that_stops_sending_leaves_nothing(world: World) -> None:
         raise ConnectionError("gone")
 
     with pytest.raises(ConnectionError):
-        await SlotFiles(world.routes).write("alice", "a", "half", None, half())
+        await SlotFiles(world.routes).write_file("alice", "a", "half", None, half())
 
     assert world.agent.files == {}

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
-from sandbox_server.core.execution import FAULT_OF, FAULTS_OF, Fault, Reason
-from sandbox_server.dispatch.results import agent_result, callers_mistake, identity_of, own_result
+from sandbox_server.core.execution import FAULT_OF, FAULTS_OF, Fault, Reason, Result
+from sandbox_server.dispatch.result_records import identity_of
+from sandbox_server.dispatch.results import agent_result, invalid_field_result, service_result
+from sandbox_server.link.call_messages import read_result_message
 from tests.unit.dispatch.conftest import call
 
 GOOD: dict[str, Any] = {
@@ -22,36 +24,41 @@ GOOD: dict[str, Any] = {
 }
 
 
+def result_of(meta: dict[str, Any]) -> Result:
+    """The result of a call whose agent sends this message, and `abc` as its output."""
+    return agent_result(call("a", "true"), read_result_message(meta, b"abc"))
+
+
 def test_a_good_answer_is_the_result() -> None:
-    result = agent_result(call("a", "true"), GOOD, b"abc")
+    result = result_of(GOOD)
 
     assert (result.reason, result.exit_code, result.output, result.output_bytes, result.success) == (Reason.EXIT, 0, b"abc", 3, True)
 
 
 @pytest.mark.parametrize("lens", [[2], [1, 1], [1, 1, 1], [-1, 4], ["3"], "3", [True, 2], None])
 def test_output_that_does_not_add_up_is_a_backend_error(lens: object) -> None:
-    assert agent_result(call("a", "true"), {**GOOD, "lens": lens}, b"abc").reason is Reason.BACKEND_ERROR
+    assert result_of({**GOOD, "lens": lens}).reason is Reason.BACKEND_ERROR
 
 
 @pytest.mark.parametrize("number", [-1, 1e400, float("nan"), "1", None, True, 1 << 60, []])
 def test_a_figure_that_is_none_counts_as_nothing(number: object) -> None:
-    result = agent_result(call("a", "true"), {**GOOD, "duration_s": number, "output_bytes": number, "max_rss_bytes": number}, b"abc")
+    result = result_of({**GOOD, "duration_s": number, "output_bytes": number, "max_rss_bytes": number})
 
     assert (result.duration_s, result.output_bytes, result.max_rss_bytes) == (0.0, 0, 0)
 
 
 def test_a_file_tool_that_did_its_work_is_a_success() -> None:
-    assert agent_result(call("a", "true"), {**GOOD, "exit_code": None, "tool_ok": True}, b"abc").success
+    assert result_of({**GOOD, "exit_code": None, "tool_ok": True}).success
 
 
 def test_an_exit_has_no_error_sentence_and_a_long_one_is_cut() -> None:
-    assert agent_result(call("a", "true"), {**GOOD, "error": "said anyway"}, b"abc").error == ""
-    assert len(agent_result(call("a", "true"), {**GOOD, "reason": "tool_error", "error": "x" * 10_000}, b"abc").error) == 4000
+    assert result_of({**GOOD, "error": "said anyway"}).error == ""
+    assert len(result_of({**GOOD, "reason": "tool_error", "error": "x" * 10_000}).error) == 4000
 
 
 @pytest.mark.parametrize("reason", list(Reason))
 def test_every_reason_has_its_fault(reason: Reason) -> None:
-    assert agent_result(call("a", "true"), {**GOOD, "reason": reason.value}, b"abc").fault is FAULT_OF[reason]
+    assert result_of({**GOOD, "reason": reason.value}).fault is FAULT_OF[reason]
 
 
 PROVEN = {
@@ -70,7 +77,7 @@ def test_another_fault_than_the_reasons_own_needs_the_proof_that_is_agreed_on(re
     for proof in (True, {"share": 1.0, "got": 0.2}):
         said = {**GOOD, "reason": reason.value, "metadata": {"evidence": {key: proof}}}
 
-        assert agent_result(call("a", "true"), said, b"abc").fault is PROVEN.get((reason.value, key), FAULT_OF[reason])
+        assert result_of(said).fault is PROVEN.get((reason.value, key), FAULT_OF[reason])
 
 
 @pytest.mark.parametrize("proof", [False, None, 0, 1, "yes", "", {}, [], [True]])
@@ -78,13 +85,13 @@ def test_another_fault_than_the_reasons_own_needs_the_proof_that_is_agreed_on(re
 def test_what_is_no_proof_leaves_the_fault_as_it_is(reason: str, key: str, proof: object) -> None:
     said = {**GOOD, "reason": reason, "metadata": {"evidence": {key: proof}}}
 
-    assert agent_result(call("a", "true"), said, b"abc").fault is FAULT_OF[Reason(reason)]
+    assert result_of(said).fault is FAULT_OF[Reason(reason)]
 
 
 def test_a_lost_sandbox_that_was_its_own_works_doing_is_the_policys_whatever_else_is_said() -> None:
     said = {**GOOD, "reason": "sandbox_lost", "metadata": {"evidence": {"ambiguous": True, "own_work": True}}}
 
-    assert agent_result(call("a", "true"), said, b"abc").fault is Fault.POLICY
+    assert result_of(said).fault is Fault.POLICY
 
 
 @pytest.mark.parametrize("fault", ["none", "infra", "ambiguous", "nobody", None, 7])
@@ -92,14 +99,14 @@ def test_a_lost_sandbox_that_was_its_own_works_doing_is_the_policys_whatever_els
 def test_an_agent_has_no_say_in_whose_fault_it_was(reason: Reason, fault: object) -> None:
     said = {**GOOD, "reason": reason.value, "fault": fault, "metadata": {"fault": fault, "evidence": {"fault": fault}}}
 
-    assert agent_result(call("a", "true"), said, b"abc").fault is FAULT_OF[reason]
+    assert result_of(said).fault is FAULT_OF[reason]
 
 
 def test_every_fault_that_a_result_may_have_is_in_the_table_and_no_other() -> None:
     possible = {(reason, fault) for reason, faults in FAULTS_OF.items() for fault in faults[1:]}
 
     assert possible == {(Reason(reason), fault) for (reason, _), fault in PROVEN.items()} | {(Reason.INVALID_ARGS, Fault.INFRA)}
-    assert callers_mistake(call("a", "true"), "timeout_s", "timeout_s: too long").fault is Fault.INFRA
+    assert invalid_field_result(call("a", "true"), "timeout_s", "timeout_s: too long").fault is Fault.INFRA
 
 
 def test_the_identity_is_the_tool_and_the_arguments_in_any_order() -> None:
@@ -132,7 +139,7 @@ def nested(depth: int) -> dict[str, Any]:
     ],
 )
 def test_what_could_not_be_answered_costs_only_its_own_call(odd: dict[str, Any]) -> None:
-    result = agent_result(call("a", "true"), {**GOOD, **odd}, b"abc")
+    result = result_of({**GOOD, **odd})
 
     assert result.reason is Reason.BACKEND_ERROR
     assert result.metadata["may_have_run"] is True
@@ -141,9 +148,9 @@ def test_what_could_not_be_answered_costs_only_its_own_call(odd: dict[str, Any])
 
 @pytest.mark.parametrize("reason", [reason for reason in Reason if reason is not Reason.EXIT])
 def test_every_verdict_but_an_exit_says_what_it_rests_on(reason: Reason) -> None:
-    bare = agent_result(call("a", "true"), {**GOOD, "reason": reason.value, "error": "it broke", "metadata": {}}, b"abc")
-    proven = agent_result(call("a", "true"), {**GOOD, "reason": reason.value, "metadata": {"evidence": {"signal": "SIGKILL"}}}, b"abc")
+    bare = result_of({**GOOD, "reason": reason.value, "error": "it broke", "metadata": {}})
+    proven = result_of({**GOOD, "reason": reason.value, "metadata": {"evidence": {"signal": "SIGKILL"}}})
 
     assert bare.metadata["evidence"] == {"detail": "it broke"}
     assert proven.metadata["evidence"] == {"signal": "SIGKILL"}
-    assert own_result(call("a", "true"), reason, "we know").metadata["evidence"] == {"detail": "we know"}
+    assert service_result(call("a", "true"), reason, "we know").metadata["evidence"] == {"detail": "we know"}

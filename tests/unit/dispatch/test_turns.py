@@ -19,13 +19,13 @@ class World:
 
     def __init__(self, **most: int | None) -> None:
         self.most = most
-        self.turns = ConcurrencyLimiter(self.most.get)
+        self.limiter = ConcurrencyLimiter(self.most.get)
         self.waiting: list[asyncio.Task[bool]] = []
 
     async def queue(self, key: Key, tenant: str = "t") -> asyncio.Task[bool]:
         """Begin to wait."""
-        assert not self.turns.take(tenant, key)
-        task = asyncio.create_task(self.turns.wait(tenant, key))
+        assert not self.limiter.try_acquire(tenant, key)
+        task = asyncio.create_task(self.limiter.acquire(tenant, key))
         self.waiting.append(task)
         await asyncio.sleep(0)
         return task
@@ -37,19 +37,19 @@ class World:
 
     @property
     def is_empty(self) -> bool:
-        return not self.turns._lines and not self.turns._waiting_of
+        return not self.limiter._lines and not self.limiter._waiting_of
 
 
 async def test_who_came_first_is_first_and_no_more_run_than_may() -> None:
     world = World(t=1)
-    assert world.turns.take("t", A)
+    assert world.limiter.try_acquire("t", A)
     for key in (B, C, D):
         await world.queue(key)
 
     seen = []
     for key in (A, B, C, D):
         seen.append(await world.settled())
-        world.turns.give_back("t", key)
+        world.limiter.release("t", key)
 
     assert seen == [[None, None, None], [True, None, None], [True, True, None], [True, True, True]]
     assert world.is_empty
@@ -57,13 +57,13 @@ async def test_who_came_first_is_first_and_no_more_run_than_may() -> None:
 
 async def test_nobody_overtakes_and_tenants_do_not_meet() -> None:
     world = World(t=1, u=1)
-    assert world.turns.take("t", A)
+    assert world.limiter.try_acquire("t", A)
     await world.queue(B)
 
-    assert world.turns.take("u", A)
-    assert world.turns.take("free", C)
-    assert world.turns.take("free", D)
-    world.turns.give_back("t", A)
+    assert world.limiter.try_acquire("u", A)
+    assert world.limiter.try_acquire("free", C)
+    assert world.limiter.try_acquire("free", D)
+    world.limiter.release("t", A)
     await world.queue(C)
 
     assert await world.settled() == [True, None]
@@ -71,66 +71,66 @@ async def test_nobody_overtakes_and_tenants_do_not_meet() -> None:
 
 async def test_a_call_that_is_asked_for_twice_takes_one_turn() -> None:
     world = World(t=1)
-    assert world.turns.take("t", A)
-    assert world.turns.take("t", A)
+    assert world.limiter.try_acquire("t", A)
+    assert world.limiter.try_acquire("t", A)
     await world.queue(B)
     await world.queue(B)
 
-    world.turns.give_back("t", A)
+    world.limiter.release("t", A)
     first = await world.settled()
-    world.turns.give_back("t", A)
+    world.limiter.release("t", A)
     second = await world.settled()
-    world.turns.give_back("t", B)
+    world.limiter.release("t", B)
     await world.queue(C)
 
     assert (first, second) == ([None, None], [True, True])
-    world.turns.give_back("t", B)
+    world.limiter.release("t", B)
     assert (await world.settled())[-1] is True
 
 
 async def test_who_goes_away_holds_nobody_up() -> None:
     world = World(t=1)
-    assert world.turns.take("t", A)
+    assert world.limiter.try_acquire("t", A)
     gone, granted, last = [await world.queue(key) for key in (B, C, D)]
 
     gone.cancel()
     await asyncio.wait([gone])
-    world.turns.give_back("t", A)
+    world.limiter.release("t", A)
     granted.cancel()  # in the very moment in which its turn came
     await asyncio.wait([granted])
 
     assert await last
-    world.turns.give_back("t", D)
+    world.limiter.release("t", D)
     assert world.is_empty
 
 
 async def test_calls_of_a_lease_that_ended_wait_no_more_and_neither_does_one_of_which_something_became() -> None:
     world = World(t=1)
-    assert world.turns.take("t", A)
+    assert world.limiter.try_acquire("t", A)
     for key in (B, C, D):
         await world.queue(key)
 
-    world.turns.lease_over("lease-c")
-    world.turns.lease_over("lease-nobody-knows")
+    world.limiter.wake_waiters_of_lease("lease-c")
+    world.limiter.wake_waiters_of_lease("lease-nobody-knows")
     assert await world.settled() == [None, False, False]
-    world.turns.wake("t", B)
+    world.limiter.wake_waiters("t", B)
 
     assert await world.settled() == [False, False, False]
-    world.turns.give_back("t", A)
+    world.limiter.release("t", A)
     assert world.is_empty
 
 
 async def test_a_limit_that_is_raised_counts_at_once() -> None:
     world = World(t=1)
-    assert world.turns.take("t", A)
+    assert world.limiter.try_acquire("t", A)
     for key in (B, C, D):
         await world.queue(key)
 
     world.most["t"] = 2
-    world.turns.look_again()
+    world.limiter.apply_limits()
     raised = await world.settled()
     world.most["t"] = None
-    world.turns.look_again()
+    world.limiter.apply_limits()
 
     assert (raised, await world.settled()) == ([True, None, None], [True, True, True])
 
@@ -138,14 +138,14 @@ async def test_a_limit_that_is_raised_counts_at_once() -> None:
 async def test_as_many_wait_as_may_run_and_no_more_are_let_in() -> None:
     world = World(t=2)
     for key in (A, B):
-        assert world.turns.take("t", key)
+        assert world.limiter.try_acquire("t", key)
     await world.queue(C)
-    world.turns.check_room("t")
+    world.limiter.check_queue_room("t")
     await world.queue(D)
 
     with pytest.raises(QuotaExceeded, match="2 calls of this tenant run and 2 wait for their turn, and its `max_running_calls` is 2") as refused:
-        world.turns.check_room("t")
-    world.turns.check_room("u")
+        world.limiter.check_queue_room("t")
+    world.limiter.check_queue_room("u")
     assert refused.value.extra == {"limit": "max_running_calls", "retry_after_s": 2}
     for task in world.waiting:
         task.cancel()
@@ -163,41 +163,41 @@ def test_whatever_happens_no_place_is_lost_and_none_is_given_twice(steps: list[t
 async def _any_sequence(steps: list[tuple[str, int]]) -> None:
     keys = [(f"lease-{n % 3}", str(n)) for n in range(6)]
     most = {"t": 2}
-    turns = ConcurrencyLimiter(most.get)
+    limiter = ConcurrencyLimiter(most.get)
     running: list[Key] = []
     waiting: list[tuple[Key, asyncio.Task[bool]]] = []
     for what, number in steps:
         key = keys[number % 6]
         if what == "ask":
-            if turns.take("t", key):
+            if limiter.try_acquire("t", key):
                 running.append(key)
             else:
-                waiting.append((key, asyncio.create_task(turns.wait("t", key))))
+                waiting.append((key, asyncio.create_task(limiter.acquire("t", key))))
         elif what == "end" and running:
-            turns.give_back("t", running.pop(number % len(running)))
+            limiter.release("t", running.pop(number % len(running)))
         elif what == "leave" and waiting:
             waiting[number % len(waiting)][1].cancel()
         elif what == "lease_over":
-            turns.lease_over(key[0])
+            limiter.wake_waiters_of_lease(key[0])
         elif what == "limit":
             most["t"] = 1 + number % 3
-            turns.look_again()
+            limiter.apply_limits()
         for _ in range(3):
             await asyncio.sleep(0)
         running += [key for key, task in waiting if task.done() and not task.cancelled() and task.result()]
         waiting = [(key, task) for key, task in waiting if not task.done()]
-        line = turns._lines.get("t")
+        line = limiter._lines.get("t")
         assert sorted(line.running.elements() if line is not None else ()) == sorted(running)
         assert set(line.waiting if line is not None else ()) == {key for key, _ in waiting}
         assert not waiting or len(set(running)) >= most["t"], "a place is free and somebody waits"
         assert not set(running) & {key for key, _ in waiting}
     for key in running:
-        turns.give_back("t", key)
+        limiter.release("t", key)
     for _, task in waiting:
         task.cancel()
     await asyncio.gather(*(task for _, task in waiting), return_exceptions=True)
     for key, task in waiting:
         if not task.cancelled():
-            turns.give_back("t", key)
-    assert not turns._lines
-    assert not turns._waiting_of
+            limiter.release("t", key)
+    assert not limiter._lines
+    assert not limiter._waiting_of

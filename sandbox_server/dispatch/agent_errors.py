@@ -1,0 +1,91 @@
+"""What a link error means to a client that asked about the calls or files of a lease: the errors of the HTTP contract."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from sandbox_server.core.errors import (
+    BackendUnavailable,
+    CallNotFound,
+    FileError,
+    FileNotFound,
+    InvalidRequest,
+    LeaseLost,
+    LeaseNotFound,
+    NotImplementedHere,
+    PoolServiceError,
+)
+from sandbox_server.dispatch.slot_location import SlotLocator
+from sandbox_server.link.errors import (
+    AgentRefused,
+    AgentSilent,
+    CallUnknown,
+    FileOperationFailed,
+    LinkError,
+    LinkLost,
+    NotSupportedByAgent,
+    PathNotFound,
+    RequestInvalid,
+)
+
+
+@asynccontextmanager
+async def translated_link_errors(slot_locator: SlotLocator, tenant: str, lease_id: str, *, wait_s: float, call_id: str | None = None) -> AsyncIterator[None]:
+    """Raise the errors of the HTTP contract in place of the link errors of the block.
+
+    Args:
+        slot_locator: where the pool says whether the lease holds.
+        tenant: who asks.
+        lease_id: the lease.
+        wait_s: after a lost link: how long to wait for the pool to find out whether the sandbox is lost, in seconds.
+        call_id: the call, where the request is about one.
+
+    Raises:
+        SandboxLost: the link was lost because the sandbox is.
+        BackendUnavailable: the agent cannot be reached, does not respond, or refused without a reason that the client can act on.
+        LeaseNotFound, LeaseLost: the agent refused because the lease has ended.
+        CallNotFound, NotImplementedHere, FileNotFound, FileError, InvalidRequest: the agent refused for this reason.
+    """
+    try:
+        yield
+    except AgentRefused as refused:
+        raise error_of_refusal(refused, slot_locator, tenant, lease_id, call_id) from None
+    except LinkLost as lost:
+        sandbox_lost = await slot_locator.wait_for_reconnect_or_loss(lease_id, wait_s)
+        raise sandbox_lost or unreachable(lost) from None
+    except AgentSilent as silent:
+        raise unreachable(silent) from None
+
+
+def unreachable(error: LinkError | str) -> BackendUnavailable:
+    """The error for an agent that cannot be reached."""
+    return BackendUnavailable(f"the agent cannot be reached: {error}")
+
+
+def error_of_refusal(refused: AgentRefused, slot_locator: SlotLocator, tenant: str, lease_id: str, call_id: str | None) -> PoolServiceError:
+    """The error of the HTTP contract for an agent's refusal. For the other arguments see `translated_link_errors`."""
+    match refused:
+        case NotSupportedByAgent():
+            return NotImplementedHere(refused.detail)
+        case CallUnknown() if call_id is not None:
+            return CallNotFound(f"lease {lease_id} has no call {call_id}")
+        case PathNotFound() if call_id is None:
+            return FileNotFound(refused.detail)
+        case FileOperationFailed() if call_id is None:
+            return FileError(refused.detail, errno=refused.errno_name)
+        case RequestInvalid() if call_id is None:
+            return InvalidRequest(refused.detail, field="path")
+        case _:
+            return lease_error(slot_locator, tenant, lease_id) or BackendUnavailable(f"the agent refused: {refused.detail}")
+
+
+def lease_error(slot_locator: SlotLocator, tenant: str, lease_id: str) -> PoolServiceError | None:
+    """Why a lease does not hold; None where it does, or where its agent cannot be reached."""
+    try:
+        slot_locator.route(tenant, lease_id)
+    except (LeaseNotFound, LeaseLost) as error:
+        return error
+    except BackendUnavailable:
+        return None
+    return None
