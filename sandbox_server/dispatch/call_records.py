@@ -154,7 +154,7 @@ class CallRecords:
         return flight.output_limit_bytes if flight is not None and flight.output_limit_bytes > LARGE_OUTPUT_BYTES else 0
 
     def _recorded(self, tenant: str, lease_id: str, call_id: str) -> Result | None:
-        recorded_result = self._result_store.recorded_result(lease_id, call_id)
+        recorded_result = self._result_store.find_result(lease_id, call_id)
         try:
             self._routes.route(tenant, lease_id)
         except (SandboxLost, BackendUnavailable):
@@ -244,7 +244,7 @@ class CallRecords:
         return lost
 
     def _lost(self, lease_id: str, call_id: str, error: SandboxLost) -> Result:
-        recorded_result = self._result_store.recorded_result(lease_id, call_id)
+        recorded_result = self._result_store.find_result(lease_id, call_id)
         if recorded_result is not None:
             return recorded_result.result
         return refusal(_unnamed(lease_id, call_id, known_encoding(self._result_store, self._in_flight_calls, lease_id, call_id) or "utf-8"), error)
@@ -260,7 +260,7 @@ class CallRecords:
         try:
             first = await anext(chunks)
         except SandboxLost:
-            recorded_result = self._result_store.recorded_result(lease_id, call_id)
+            recorded_result = self._result_store.find_result(lease_id, call_id)
             if recorded_result is None or recorded_result.result.truncated:
                 raise
             kept_bytes = output_bytes(recorded_result.result)
@@ -313,7 +313,7 @@ class CallRecords:
 
 def known_encoding(result_store: ResultStore, in_flight_calls: InFlightCalls, lease_id: str, call_id: str) -> str | None:
     """The encoding that a call asked for, if this process knows it."""
-    recorded_result = result_store.recorded_result(lease_id, call_id)
+    recorded_result = result_store.find_result(lease_id, call_id)
     if recorded_result is not None:
         return recorded_result.result.encoding
     flight = in_flight_calls.of(lease_id, call_id)
@@ -335,10 +335,10 @@ async def current_result(
         LinkLost, AgentSilent: its output could not be fetched; it still waits.
     """
     lease_id = route.lease.lease_id
-    recorded_result = result_store.recorded_result(lease_id, call_id)
+    recorded_result = result_store.find_result(lease_id, call_id)
     if recorded_result is None and waiting_output(item.meta) is not None and in_flight_calls.of(lease_id, call_id) is not None:
         await in_flight_calls.landed(lease_id, call_id)
-        recorded_result = result_store.recorded_result(lease_id, call_id)
+        recorded_result = result_store.find_result(lease_id, call_id)
     if recorded_result is not None:
         return recorded_result.result
     return await outputs.complete_for_now(found_result(result_store, in_flight_calls, lease_id, call_id, item), item.meta, route)

@@ -53,9 +53,9 @@ class ResultStore(Protocol):
 
     def record_result(self, lease_id: str, call_id: str, identity: bytes, result: Result) -> None: ...
 
-    def recorded_result(self, lease_id: str, call_id: str) -> RecordedResult | None: ...
+    def find_result(self, lease_id: str, call_id: str) -> RecordedResult | None: ...
 
-    def verdict_count(self, lease_id: str) -> int: ...
+    def result_count(self, lease_id: str) -> int: ...
 
     async def flush(self) -> None: ...
 
@@ -170,7 +170,7 @@ class CallRunner:
 
     async def _repeat_recorded(self, route: SlotLocation) -> None:
         """Give out what is on record: it is the same however often it is asked for, and takes nobody's turn."""
-        if not self._job.result_store.verdict_count(self._lease_id):
+        if not self._job.result_store.result_count(self._lease_id):
             return
         for place, call in list(itertools.islice(self._pending, self._asked, None)):
             try:
@@ -299,7 +299,7 @@ class CallRunner:
 
     def _one_file(self, call: ToolCall, result: Result) -> Result:
         """The result with the file that is on record: another request may have fetched the same output meanwhile, and a lease that is over has no record."""
-        recorded_result = self._job.result_store.recorded_result(call.lease_id, call.call_id)
+        recorded_result = self._job.result_store.find_result(call.lease_id, call.call_id)
         on_record = recorded_result.result.output_file if recorded_result is not None else None
         if on_record is result.output_file:
             return result
@@ -408,7 +408,7 @@ async def record(result_store: ResultStore, call: ToolCall, result: Result) -> N
 
 def recorded(result_store: ResultStore, call: ToolCall) -> Result | None:
     """The recorded result of a call asked for again, or the conflict with it; None if there is no record."""
-    recorded_result = result_store.recorded_result(call.lease_id, call.call_id)
+    recorded_result = result_store.find_result(call.lease_id, call.call_id)
     if recorded_result is None:
         return None
     if recorded_result.identity != identity_of(call):

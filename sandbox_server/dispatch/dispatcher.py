@@ -196,7 +196,7 @@ class Dispatcher:
 
     def _within_lease(self, lease_id: str, calls: list[tuple[int, ToolCall]], batch: Batch) -> list[tuple[int, ToolCall]]:
         """The calls that their lease may still have; the others get their results here. Calls that are known already cost nothing."""
-        left = self._limits.of_lease - self._result_store.verdict_count(lease_id) - self.in_flight_calls.of_lease(lease_id)
+        left = self._limits.of_lease - self._result_store.result_count(lease_id) - self.in_flight_calls.of_lease(lease_id)
         if len(calls) <= left:
             return calls
         within = []
@@ -211,7 +211,7 @@ class Dispatcher:
         return within
 
     def _is_known(self, call: ToolCall) -> bool:
-        return self._result_store.recorded_result(call.lease_id, call.call_id) is not None or self.in_flight_calls.of(call.lease_id, call.call_id) is not None
+        return self._result_store.find_result(call.lease_id, call.call_id) is not None or self.in_flight_calls.of(call.lease_id, call.call_id) is not None
 
     def _too_many(self) -> str:
         return f"this lease has had the {self._limits.of_lease} calls of `limits.lease_calls`: acquire a new one"
@@ -257,7 +257,7 @@ class Dispatcher:
             return self.stamped(result)
         except BackendUnavailable:
             pass  # becomes the call's own result
-        had = self._result_store.verdict_count(call.lease_id) + self.in_flight_calls.of_lease(call.lease_id)
+        had = self._result_store.result_count(call.lease_id) + self.in_flight_calls.of_lease(call.lease_id)
         if had >= self._limits.of_lease and not self._is_known(call):
             raise QuotaExceeded(self._too_many(), limit="lease_calls")
         return None
@@ -273,7 +273,7 @@ class Dispatcher:
         try:
             route = self._routes.route(tenant, lease_id)
         except SandboxLost:
-            recorded_result = self._result_store.recorded_result(lease_id, call_id)
+            recorded_result = self._result_store.find_result(lease_id, call_id)
             if recorded_result is None:
                 raise
             return recorded_result.result

@@ -106,7 +106,7 @@ class ClockRecord:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Forgotten:
+class Deletion:
     """A lease, a request key, or a pool (by the key of its id) that nobody may ask for any more."""
 
     lease_id: str | None = None
@@ -117,7 +117,7 @@ class Forgotten:
 #: Ends of a lease after which nobody is told how its calls ended.
 OVER = frozenset({LeaseState.RELEASED, LeaseState.EXPIRED})
 
-Record = PoolRecord | SandboxRecord | SlotRecord | Lease | KeyRecord | ClockRecord | Forgotten
+Record = PoolRecord | SandboxRecord | SlotRecord | Lease | KeyRecord | ClockRecord | Deletion
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -184,11 +184,11 @@ class Store(Protocol):
         """
         ...
 
-    def recorded_result(self, lease_id: str, call_id: str) -> RecordedResult | None:
+    def find_result(self, lease_id: str, call_id: str) -> RecordedResult | None:
         """What was recorded for this call."""
         ...
 
-    def verdict_count(self, lease_id: str) -> int:
+    def result_count(self, lease_id: str) -> int:
         """How many calls of this lease have a verdict."""
         ...
 
@@ -235,7 +235,7 @@ class MemoryStore:
             self.keys[record.tenant, record.key] = record
         elif isinstance(record, PoolRecord):
             self.pools[record.pool_id.key] = record
-        elif isinstance(record, Forgotten):
+        elif isinstance(record, Deletion):
             self._forget(record)
 
     def _put_sandbox(self, record: SandboxRecord) -> None:
@@ -246,7 +246,7 @@ class MemoryStore:
         for ref in self._slots_of.pop(record.sandbox_id, ()):
             del self.slots[ref]
 
-    def _forget(self, record: Forgotten) -> None:
+    def _forget(self, record: Deletion) -> None:
         if record.lease_id is not None:
             self.leases.pop(record.lease_id, None)
             self._forget_verdicts(record.lease_id)
@@ -282,12 +282,12 @@ class MemoryStore:
         if lease is None or lease.state not in OVER:
             self.result_store.setdefault(lease_id, {}).setdefault(call_id, RecordedResult(identity=identity, result=result))
 
-    def recorded_result(self, lease_id: str, call_id: str) -> RecordedResult | None:
+    def find_result(self, lease_id: str, call_id: str) -> RecordedResult | None:
         """What was recorded for this call."""
         calls = self.result_store.get(lease_id)
         return None if calls is None else calls.get(call_id)
 
-    def verdict_count(self, lease_id: str) -> int:
+    def result_count(self, lease_id: str) -> int:
         """How many calls of this lease have a verdict."""
         return len(self.result_store.get(lease_id, ()))
 

@@ -382,7 +382,7 @@ class SqliteReader:
         """The lease and call of every verdict."""
         return self._connection.execute("SELECT lease_id, call_id FROM verdict")
 
-    def recorded_result(self, lease_id: str, call_id: str) -> RecordedResult | None:
+    def find_result(self, lease_id: str, call_id: str) -> RecordedResult | None:
         """A verdict, with its outputs."""
         sql = "SELECT identity, doc, lengths, outputs FROM verdict WHERE lease_id = ? AND call_id = ?"
         row = self._connection.execute(sql, (lease_id, call_id)).fetchone()

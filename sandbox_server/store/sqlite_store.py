@@ -20,7 +20,7 @@ from sandbox_server.core.clock import Clock, SystemClock
 from sandbox_server.core.errors import StorageUnavailable
 from sandbox_server.core.execution import Result
 from sandbox_server.core.types import Lease, SandboxState
-from sandbox_server.store.base import OVER, Forgotten, Record, RecordedResult, SandboxRecord, SlotRecord, State
+from sandbox_server.store.base import OVER, Deletion, Record, RecordedResult, SandboxRecord, SlotRecord, State
 from sandbox_server.store.codec import name_of, name_of_key
 from sandbox_server.store.file_watch import StateFileReplaced
 from sandbox_server.store.output_files import OutputFiles
@@ -99,7 +99,7 @@ class SqliteStore:
     def put(self, record: Record) -> None:
         """Queue one record. Never waits, never fails."""
         records = self._pending.records
-        if isinstance(record, Forgotten):
+        if isinstance(record, Deletion):
             self._forget(record)
         elif isinstance(record, SandboxRecord) and record.state is SandboxState.GONE:
             records[name_of(record)] = None
@@ -120,7 +120,7 @@ class SqliteStore:
         else:
             self._judged.add(lease.lease_id)
 
-    def _forget(self, record: Forgotten) -> None:
+    def _forget(self, record: Deletion) -> None:
         records = self._pending.records
         if record.lease_id is not None:
             records["lease", record.lease_id] = None
@@ -186,7 +186,7 @@ class SqliteStore:
                 raise self._unavailable("read", error) from error
         return self._time.lease_from_record(record) if isinstance(record, Lease) else None
 
-    def recorded_result(self, lease_id: str, call_id: str) -> RecordedResult | None:
+    def find_result(self, lease_id: str, call_id: str) -> RecordedResult | None:
         """What was recorded for this call; from the file, unless it is on its way there.
 
         Raises:
@@ -199,7 +199,7 @@ class SqliteStore:
             if recorded_result is not None:
                 return recorded_result
         try:
-            return self._with_output(self._reader.recorded_result(lease_id, call_id))
+            return self._with_output(self._reader.find_result(lease_id, call_id))
         except (sqlite3.Error, ValueError) as error:
             raise self._unavailable("read", error) from error
 
@@ -208,7 +208,7 @@ class SqliteStore:
             return recorded_result
         return replace(recorded_result, result=replace(recorded_result.result, output_file=self.outputs.known(recorded_result.result.output_file)))
 
-    def verdict_count(self, lease_id: str) -> int:
+    def result_count(self, lease_id: str) -> int:
         """How many calls of this lease have a verdict."""
         return len(self._calls.get(lease_id, ()))
 

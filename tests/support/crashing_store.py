@@ -76,13 +76,13 @@ class CrashingStore:
         self.live.record_result(lease_id, call_id, identity, result)
         self._pending.append((lease_id, call_id, identity, result))
 
-    def recorded_result(self, lease_id: str, call_id: str) -> RecordedResult | None:
+    def find_result(self, lease_id: str, call_id: str) -> RecordedResult | None:
         """What was recorded for this call."""
-        return self.live.recorded_result(lease_id, call_id)
+        return self.live.find_result(lease_id, call_id)
 
-    def verdict_count(self, lease_id: str) -> int:
+    def result_count(self, lease_id: str) -> int:
         """How many calls of this lease have a verdict."""
-        return self.live.verdict_count(lease_id)
+        return self.live.result_count(lease_id)
 
     @property
     def trouble(self) -> str | None:

@@ -38,7 +38,7 @@ async def test_the_calls_of_a_stopped_agent_may_have_run_and_can_be_asked_for_ag
     first, second = await batch.all()
 
     assert [(result.reason, result.fault, result.metadata["may_have_run"]) for result in (first, second)] == [(Reason.BACKEND_ERROR, Fault.INFRA, True)] * 2
-    assert world.store.recorded_result("a", "c1") is None
+    assert world.store.find_result("a", "c1") is None
     assert world.routes.running == {"a": 0}
     world.agent.is_stopped = False
     world.agent.finish("c1")
@@ -145,7 +145,7 @@ async def test_an_output_that_a_stopped_agent_does_not_give_is_fetched_when_it_i
 
     assert [(result.reason, result.fault, result.metadata["may_have_run"]) for result in (first, second)] == [(Reason.BACKEND_ERROR, Fault.INFRA, True)] * 2
     assert "has not answered" in first.error
-    assert world.store.recorded_result("a", "c1") is None
+    assert world.store.find_result("a", "c1") is None
     found = CallRecords(world.routes, world.store, world.dispatcher.in_flight_calls, world.clock, world.dispatcher.outputs)
     for ask in (found.status("alice", "a", "c1"), found.status("alice", "a", "c1", wait_s=1.0), anext(found.follow("alice", "a", "c1", 1 << 50))):
         agent.is_stopped = False

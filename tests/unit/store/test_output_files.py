@@ -39,7 +39,7 @@ async def test_a_file_outlives_the_service_and_goes_with_its_lease(tmp_path: Pat
     await store.close()
 
     again = SqliteStore(tmp_path / "state.db")
-    recorded_result = again.recorded_result("l-1", "c")
+    recorded_result = again.find_result("l-1", "c")
     assert recorded_result is not None
     assert recorded_result.result == told
     again.put(replace(lease("l-1", "0"), state=LeaseState.RELEASED))

@@ -100,7 +100,7 @@ def test_what_was_flushed_survives_sigkill_and_a_commit_is_whole(path, after_lin
             kept = {lease.lease_id for lease in store.load().leases}
             assert {f"{lease_id}-{part}" for lease_id in promised for part in range(3)} <= kept
             assert len(kept) % 3 == 0, "a half of what was decided in one step"
-            assert all(store.recorded_result(f"{lease_id}-0", "c").result.output == b"x" * 20_000 for lease_id in promised)
+            assert all(store.find_result(f"{lease_id}-0", "c").result.output == b"x" * 20_000 for lease_id in promised)
 
     asyncio.run(check())
 
@@ -148,17 +148,17 @@ async def test_verdicts_are_on_disk_with_their_outputs_and_go_with_their_lease(p
         for number in range(SWEPT_AT_ONCE * 2 + 10):
             store.record_result("l-1", f"c-{number}", b"id", RESULT)
         store.record_result("l-1", "big", b"id", replace(RESULT, output=output))
-        assert store.recorded_result("l-1", "big").result.output == output
+        assert store.find_result("l-1", "big").result.output == output
         await store.flush()
-        assert store.recorded_result("l-1", "big").result.output == output
+        assert store.find_result("l-1", "big").result.output == output
         assert store._pending.output_bytes == 0
     async with opened(path) as store:
-        assert (store.recorded_result("l-1", "big").result.output, store.verdict_count("l-1")) == (output, SWEPT_AT_ONCE * 2 + 11)
+        assert (store.find_result("l-1", "big").result.output, store.result_count("l-1")) == (output, SWEPT_AT_ONCE * 2 + 11)
         store.put(replace(LEASE, state=LeaseState.RELEASED))
         store.record_result("l-1", "late", b"id", RESULT)
-        assert (store.recorded_result("l-1", "big"), store.verdict_count("l-1")) == (None, 0)
+        assert (store.find_result("l-1", "big"), store.result_count("l-1")) == (None, 0)
     async with opened(path) as store:
-        assert (store.recorded_result("l-1", "big"), store.verdict_count("l-1")) == (None, 0)
+        assert (store.find_result("l-1", "big"), store.result_count("l-1")) == (None, 0)
         async with asyncio.timeout(10):
             while store._reader._connection.execute("SELECT count(*) FROM verdict").fetchone()[0]:
                 await asyncio.sleep(0.001)
@@ -215,12 +215,12 @@ async def test_outputs_that_cannot_be_written_do_not_fill_the_memory(path, monke
             for number in range(20):
                 store.record_result("l-1", f"c-{number}", b"id", replace(RESULT, output=b"x" * 10_000))
             assert store._pending.output_bytes <= 100_000
-            assert (store.recorded_result("l-1", "c-0"), store.verdict_count("l-1")) == (None, 10)
-            assert store.recorded_result("l-1", "c-19") is not None
+            assert (store.find_result("l-1", "c-0"), store.result_count("l-1")) == (None, 10)
+            assert store.find_result("l-1", "c-19") is not None
             other.execute("ROLLBACK")
         await asyncio.sleep(sqlite_store.FAILED_FOR_S)
         await store.flush()
-        assert store.recorded_result("l-1", "c-19") is not None
+        assert store.find_result("l-1", "c-19") is not None
 
 
 @pytest.fixture
@@ -433,4 +433,4 @@ async def test_damage_found_while_it_runs_is_an_error_of_who_asks(path):
         change(path, "UPDATE verdict SET doc = 'x'")
 
         with pytest.raises(StorageUnavailable, match="cannot be read"):
-            store.recorded_result("l-1", "c")
+            store.find_result("l-1", "c")

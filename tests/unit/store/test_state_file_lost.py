@@ -57,7 +57,7 @@ async def what_a_crash_would_leave(path, tmp_path):
         shutil.copy(f"{path}{suffix}", copy / f"state.db{suffix}")
     found = SqliteStore(copy / "state.db")
     try:
-        recorded_result = found.recorded_result("l-0", "c")
+        recorded_result = found.find_result("l-0", "c")
         return {lease.lease_id for lease in found.load().leases}, None if recorded_result is None else recorded_result.result.output
     finally:
         await found.close()
@@ -70,7 +70,7 @@ async def test_what_was_deleted_is_written_anew_with_all_that_is_on_record(store
     await put_one_more(store)
 
     assert store.trouble is None
-    assert store.recorded_result("l-0", "c").result.output == b"x" * 100_000
+    assert store.find_result("l-0", "c").result.output == b"x" * 100_000
     leases, output = await what_a_crash_would_leave(path, tmp_path)
     assert leases == {*(f"l-{number}" for number in range(LEASES)), "l-more"}
     assert output == b"x" * 100_000

@@ -9,7 +9,7 @@ import pytest
 
 from sandbox_server.core.execution import Fault, Reason, Result
 from sandbox_server.core.types import AcquireRequest, Handle, Lease, LeaseState, LocalSpec, NomadSpec, PoolSpec, SandboxState, SlotRef, SlotState
-from sandbox_server.store.base import CacheRecord, Forgotten, KeyRecord, MemoryStore, PoolRecord, RecordedResult, SandboxRecord, SlotRecord
+from sandbox_server.store.base import CacheRecord, Deletion, KeyRecord, MemoryStore, PoolRecord, RecordedResult, SandboxRecord, SlotRecord
 from sandbox_server.store.codec import decode, encode
 from sandbox_server.store.sqlite_store import SqliteStore
 
@@ -68,10 +68,10 @@ async def test_the_first_verdict_stays(make_store):
 
     store = await make_store()
     store.record_result("l-1", "c", b"other", replace(RESULT, exit_code=2))
-    recorded_result = store.recorded_result("l-1", "c")
+    recorded_result = store.find_result("l-1", "c")
     assert recorded_result is not None
     assert (recorded_result.identity, recorded_result.result) == (b"id", RESULT)
-    assert (store.recorded_result("l-1", "d"), store.recorded_result("l-2", "c"), store.verdict_count("l-1")) == (None, None, 1)
+    assert (store.find_result("l-1", "d"), store.find_result("l-2", "c"), store.result_count("l-1")) == (None, None, 1)
 
 
 @pytest.mark.parametrize(("state", "kept"), [(LeaseState.RELEASED, False), (LeaseState.EXPIRED, False), (LeaseState.SANDBOX_LOST, True)])
@@ -83,12 +83,12 @@ async def test_verdicts_live_as_long_as_somebody_is_told(state, kept, make_store
     store.put(replace(LEASE, state=state))
     store.record_result("l-1", "late", b"id", RESULT)
 
-    assert (store.recorded_result("l-1", "c") is not None, store.recorded_result("l-1", "late") is not None) == (kept, kept)
+    assert (store.find_result("l-1", "c") is not None, store.find_result("l-1", "late") is not None) == (kept, kept)
     store = await make_store()
-    assert (store.recorded_result("l-1", "c") is not None, store.verdict_count("l-1")) == (kept, 2 * kept)
-    store.put(Forgotten(lease_id="l-1"))
+    assert (store.find_result("l-1", "c") is not None, store.result_count("l-1")) == (kept, 2 * kept)
+    store.put(Deletion(lease_id="l-1"))
     store = await make_store()
-    assert (store.load().leases, store.recorded_result("l-1", "c")) == ((), None)
+    assert (store.load().leases, store.find_result("l-1", "c")) == ((), None)
 
 
 async def test_a_key_can_be_forgotten(make_store):
@@ -97,7 +97,7 @@ async def test_a_key_can_be_forgotten(make_store):
     store.put(key)
     store = await make_store()
     assert store.load().keys == (key,)
-    store.put(Forgotten(key=("t", "k")))
+    store.put(Deletion(key=("t", "k")))
 
     assert (await make_store()).load().keys == ()
 
@@ -109,7 +109,7 @@ async def test_a_pool_is_kept_until_it_is_forgotten(make_store):
     store.put(pool)
     store = await make_store()
     assert store.load().pools == (pool,)
-    store.put(Forgotten(pool="mine"))
+    store.put(Deletion(pool="mine"))
 
     assert (await make_store()).load().pools == ()
 
@@ -132,7 +132,7 @@ async def test_every_field_comes_back_as_it_was(make_store):
 
     state = store.load()
     assert (state.sandboxes, state.slots, state.leases, state.keys) == ((sandbox,), (slot,), (lease,), (key,))
-    assert store.recorded_result("l-1", "c") == RecordedResult(identity=b"\x00id", result=result)
+    assert store.find_result("l-1", "c") == RecordedResult(identity=b"\x00id", result=result)
 
 
 def test_a_sandbox_of_an_older_version_has_no_certificate():
