@@ -62,7 +62,7 @@ class StateDir:
             raise
         return cls(path, lock, folder)
 
-    def keep_locked(self) -> str | None:
+    def check_lock(self) -> str | None:
         """Make the lock file again if somebody deleted it. To be called every second.
 
         Returns:
@@ -142,8 +142,8 @@ class StateDir:
         except (OSError, UnicodeDecodeError) as error:
             raise StateDirError(f"owner file {path}: {getattr(error, 'strerror', None) or error}") from None
 
-    def announce(self, url: str) -> None:
-        """Leave `server.json`, by which clients of this machine find the service; where the disk is full, `announce_again` does."""
+    def write_server_file(self, url: str) -> None:
+        """Leave `server.json`, by which clients of this machine find the service; where the disk is full, `retry_server_file` does."""
         self._url = url
         try:
             _write(self.path / SERVER_FILE, json.dumps({"url": url, "pid": os.getpid()}) + "\n")
@@ -153,14 +153,14 @@ class StateDir:
         else:
             self._is_announced = True
 
-    def announce_again(self) -> None:
+    def retry_server_file(self) -> None:
         """Leave what could not be written before. To be called every second."""
         if self._url is not None and not self._is_announced and self._is_same_folder():
             with suppress(OSError):  # said when it was first tried
                 _write(self.path / SERVER_FILE, json.dumps({"url": self._url, "pid": os.getpid()}) + "\n")
                 self._is_announced = True
 
-    def withdraw(self) -> None:
+    def remove_server_file(self) -> None:
         """Take `server.json` away."""
         self._url = None
         if self._is_announced:
@@ -170,7 +170,7 @@ class StateDir:
 
     def close(self) -> None:
         """Take `server.json` away and unlock."""
-        self.withdraw()
+        self.remove_server_file()
         os.close(self._lock)
         os.close(self._folder)
 

@@ -32,7 +32,7 @@ from sandbox_server.core.execution import FAULTS_OF
 from sandbox_server.core.lifecycle import SANDBOX_TRANSITIONS, SLOT_TRANSITIONS
 from sandbox_server.core.types import SandboxState
 from sandbox_server.settings import CLIENTS_OWN, PREFIX, EnvironmentModel, NomadModel, SettingsFile, TenantModel
-from sandbox_server.telemetry import FIGURES
+from sandbox_server.telemetry import METRICS
 from tests.support import tables
 from tests.support.users import ROOT
 
@@ -149,7 +149,7 @@ def test_every_route() -> None:
 
 def test_every_figure_with_its_labels() -> None:
     assert {(name, labels) for name, labels, _ in rows("operations.md", "figures")} == {
-        (name, ", ".join(figure.labels) or "–") for name, figure in FIGURES.items()
+        (name, ", ".join(figure.labels) or "–") for name, figure in METRICS.items()
     }
 
 

@@ -17,7 +17,8 @@ from sandbox_server.pool.leasing.claims import CLAIM_AFTER_S
 from sandbox_server.pool.leasing.lease_book import LeaseBook
 from sandbox_server.pool.leasing.serving_order import KEEPING_S
 from sandbox_server.pool.leasing.wait_queue import Waiter
-from sandbox_server.store.base import MemoryStore, SandboxRecord
+from sandbox_server.store.base import SandboxRecord
+from sandbox_server.store.memory import MemoryStore
 from sandbox_server.testing import FakeClock
 from tests.properties.claim_model import ClaimModel
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from sandbox_server.core.errors import StorageUnavailable
 from sandbox_server.core.execution import Result
 from sandbox_server.core.types import Lease
-from sandbox_server.store.base import MemoryStore, Record, RecordedResult, State
+from sandbox_server.store.base import Record, RecordedResult, State
+from sandbox_server.store.memory import MemoryStore
 from sandbox_server.store.output_files import OutputFiles
 
 
@@ -85,11 +86,11 @@ class CrashingStore:
         return self.live.result_count(lease_id)
 
     @property
-    def trouble(self) -> str | None:
+    def problem(self) -> str | None:
         """Why it cannot be written, while it shall not be."""
         return None if self.failure is None else self.failure.detail
 
-    async def check(self) -> None:
+    async def check_storage(self) -> None:
         """There is nothing to see."""
 
     async def close(self) -> None:

@@ -13,7 +13,7 @@ from sandbox_server.core.execution import ToolCall
 from sandbox_server.core.types import Lease, LeaseState, PoolSpec
 from sandbox_server.dispatch.dispatcher import CallLimits, Dispatcher
 from sandbox_server.link import AgentLink
-from sandbox_server.store.base import MemoryStore
+from sandbox_server.store.memory import MemoryStore
 from sandbox_server.telemetry import Telemetry
 from sandbox_server.testing import FakeClock, FakeLink
 from tests.support.scripted_agent import ScriptedAgent

@@ -16,7 +16,7 @@ from sandbox_server.core.execution import Fault, Reason, Result
 from sandbox_server.core.types import Lease, LeaseState
 from sandbox_server.store import output_files
 from sandbox_server.store.output_files import OutputFiles, WrongSize
-from sandbox_server.store.sqlite_store import SqliteStore
+from sandbox_server.store.sqlite.store import SqliteStore
 from tests.unit.dispatch.conftest import lease
 
 

@@ -20,9 +20,10 @@ import pytest
 
 from sandbox_server.core.errors import StorageUnavailable
 from sandbox_server.core.types import LeaseState
-from sandbox_server.store import sqlite_file, sqlite_store
-from sandbox_server.store.sqlite_file import RESERVE_FILE, SWEPT_AT_ONCE
-from sandbox_server.store.sqlite_store import SqliteStore, StoreUnusable
+from sandbox_server.store.sqlite import state_file as sqlite_file
+from sandbox_server.store.sqlite import store as sqlite_store
+from sandbox_server.store.sqlite.state_file import RESERVE_FILE, SWEPT_AT_ONCE
+from sandbox_server.store.sqlite.store import SqliteStore, StoreUnusable
 from tests.unit.store.test_store import LEASE, RESULT, SLOT
 
 ROOT = Path(__file__).parents[3]
@@ -32,7 +33,7 @@ import asyncio, sys
 from dataclasses import replace
 from pathlib import Path
 from sandbox_server.core.types import LeaseState
-from sandbox_server.store.sqlite_store import SqliteStore
+from sandbox_server.store.sqlite.store import SqliteStore
 from tests.unit.store.test_store import LEASE, RESULT
 
 async def work(store, name):
@@ -304,12 +305,12 @@ async def test_a_start_on_a_full_disk_finds_everything_and_writes_when_there_is_
     await asyncio.sleep(sqlite_store.FAILED_FOR_S)
     with suppress(StorageUnavailable):  # where there was no reserve
         await store.flush()
-    assert store.trouble is not None
+    assert store.problem is not None
     (small_disk / "fill").unlink()
     await asyncio.sleep(sqlite_store.FAILED_FOR_S)
     await store.flush()
-    await store.check()
-    assert store.trouble is None
+    await store.check_storage()
+    assert store.problem is None
     await store.close()
 
     async with opened(path) as store:
@@ -322,19 +323,19 @@ async def test_the_room_in_reserve_is_for_records_until_there_is_other_room(smal
     store = SqliteStore(small_disk / "state.db")
     store.put(LEASE)
     await store.flush()
-    assert store.trouble is None
+    assert store.problem is None
     fill(small_disk)
 
     for number in range(100):
         store.put(replace(LEASE, state=LeaseState.RELEASED, lease_id=f"l-{number}"))
         await store.flush()
-    assert "is full: what is left is kept for releases" in store.trouble
-    await store.check()
-    assert store.trouble is not None
+    assert "is full: what is left is kept for releases" in store.problem
+    await store.check_storage()
+    assert store.problem is not None
 
     (small_disk / "fill").unlink()
-    await store.check()
-    assert store.trouble is None
+    await store.check_storage()
+    assert store.problem is None
     assert (small_disk / RESERVE_FILE).stat().st_size == 1 << 20
     await store.close()
 
@@ -348,11 +349,11 @@ async def test_what_was_deleted_on_a_full_disk_is_written_anew_when_there_is_roo
     fill(small_disk)
     (small_disk / "state.db").unlink()
 
-    await store.check()
-    assert "make room" in store.trouble
+    await store.check_storage()
+    assert "make room" in store.problem
     (small_disk / "fill").unlink()
-    await store.check()
-    assert store.trouble is None
+    await store.check_storage()
+    assert store.problem is None
     await store.close()
 
     async with opened(small_disk / "state.db") as store:

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from sandbox_server.core.errors import StorageUnavailable
-from sandbox_server.store import sqlite_copy, sqlite_store
-from sandbox_server.store.sqlite_store import SqliteStore
+from sandbox_server.store.sqlite import rewrite as sqlite_copy
+from sandbox_server.store.sqlite import store as sqlite_store
+from sandbox_server.store.sqlite.store import SqliteStore
 from tests.unit.store.test_store import LEASE, RESULT
 
 LEASES = 50
@@ -69,7 +70,7 @@ async def test_what_was_deleted_is_written_anew_with_all_that_is_on_record(store
 
     await put_one_more(store)
 
-    assert store.trouble is None
+    assert store.problem is None
     assert store.find_result("l-0", "c").result.output == b"x" * 100_000
     leases, output = await what_a_crash_would_leave(path, tmp_path)
     assert leases == {*(f"l-{number}" for number in range(LEASES)), "l-more"}
@@ -81,7 +82,7 @@ async def test_what_was_deleted_is_written_anew_with_all_that_is_on_record(store
 async def test_it_is_noticed_although_nobody_writes(store, path, tmp_path):
     remove(path, "", "-wal", "-shm")
 
-    await store.check()
+    await store.check_storage()
 
     assert len((await what_a_crash_would_leave(path, tmp_path))[0]) == LEASES
     for number in range(3):  # and again, and what comes after is written to the new one
@@ -107,17 +108,17 @@ async def test_another_file_in_its_place_is_left_alone_until_a_person_has_moved_
 
     with pytest.raises(StorageUnavailable, match="was replaced by another file while the service runs: move that file away"):
         await put_one_more(store)
-    assert "move that file away" in store.trouble
-    await store.check()
+    assert "move that file away" in store.problem
+    await store.check_storage()
     assert path.read_bytes() == content
     assert not Path(f"{path}-wal").exists(), "the log of the one would be taken for the other's"
     assert sum("was replaced" in record.message for record in caplog.records) == 1
 
     path.rename(tmp_path / "aside")
-    await store.check()
+    await store.check_storage()
     await asyncio.sleep(sqlite_store.FAILED_FOR_S)
     await store.flush()
-    assert store.trouble is None
+    assert store.problem is None
     assert "l-more" in (await what_a_crash_would_leave(path, tmp_path))[0]
 
 
@@ -147,8 +148,8 @@ async def test_a_file_that_is_overwritten_is_said_and_not_written_to(path, tmp_p
 
     with pytest.raises(StorageUnavailable, match="was overwritten by another program"):
         await put_one_more(store)
-    await store.check()
-    assert "stop the service, remove state.db-wal and state.db-shm" in store.trouble
+    await store.check_storage()
+    assert "stop the service, remove state.db-wal and state.db-shm" in store.problem
     await store.close()
 
     assert path.read_bytes() == content
@@ -160,16 +161,16 @@ async def test_a_folder_that_is_gone_is_said_and_goes_on_when_it_is_back(store, 
         await put_one_more(store)
 
     path.parent.mkdir()
-    await store.check()
-    assert "is another one now" in store.trouble
+    await store.check_storage()
+    assert "is another one now" in store.problem
     assert not list(path.parent.iterdir())
 
     path.parent.rmdir()
     (tmp_path / "aside").rename(path.parent)
-    await store.check()
+    await store.check_storage()
     await asyncio.sleep(sqlite_store.FAILED_FOR_S)
     await store.flush()
-    assert store.trouble is None
+    assert store.problem is None
     assert "l-more" in (await what_a_crash_would_leave(path, tmp_path))[0]
 
 

@@ -9,9 +9,10 @@ import pytest
 
 from sandbox_server.core.execution import Fault, Reason, Result
 from sandbox_server.core.types import AcquireRequest, Handle, Lease, LeaseState, LocalSpec, NomadSpec, PoolSpec, SandboxState, SlotRef, SlotState
-from sandbox_server.store.base import CacheRecord, Deletion, KeyRecord, MemoryStore, PoolRecord, RecordedResult, SandboxRecord, SlotRecord
+from sandbox_server.store.base import CacheRecord, Deletion, KeyRecord, PoolRecord, RecordedResult, SandboxRecord, SlotRecord
 from sandbox_server.store.codec import decode, encode
-from sandbox_server.store.sqlite_store import SqliteStore
+from sandbox_server.store.memory import MemoryStore
+from sandbox_server.store.sqlite.store import SqliteStore
 
 LEASE = Lease(
     lease_id="l-1", epoch=1, pool="p", sandbox_id="s-1", slot_id="0", tenant="t", trajectory_id=None, run_id=None, state=LeaseState.HELD,

@@ -16,10 +16,10 @@ from typing import Any
 
 from sandbox_server.store.base import Record, RecordedResult
 from sandbox_server.store.codec import Name, decode, decode_verdict, encode, encode_result
-from sandbox_server.store.disk_reserve import RESERVE_BYTES, DiskReserve
-from sandbox_server.store.file_watch import FileWatch, StateFileReplaced
-from sandbox_server.store.sqlite_copy import finish_writing_anew, write_anew
-from sandbox_server.store.sqlite_errors import StoreUnusable, damaged, is_full, unusable
+from sandbox_server.store.sqlite.disk_reserve import RESERVE_BYTES, DiskReserve
+from sandbox_server.store.sqlite.errors import StoreUnusable, damaged, is_full, unusable
+from sandbox_server.store.sqlite.file_identity import FileWatch, StateFileReplaced
+from sandbox_server.store.sqlite.rewrite import finish_writing_anew, write_anew
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 EVERY_S = 1.0
 
 
-class StateCare:
+class StateMonitor:
     """Finds out when somebody deletes, moves or replaces what the service keeps on its disk.
 
     Args:
@@ -28,9 +28,9 @@ class StateCare:
         self._task: asyncio.Task[None] | None = None
 
     @property
-    def trouble(self) -> str | None:
+    def problem(self) -> str | None:
         """Why nothing new should be begun, and what to do; None: it can."""
-        return self._lock_trouble or self._store.trouble
+        return self._lock_trouble or self._store.problem
 
     def start(self) -> None:
         """Begin to look."""
@@ -45,9 +45,9 @@ class StateCare:
     async def _look_for_ever(self) -> None:
         while True:
             try:
-                self._lock_trouble = self._state_dir.keep_locked()
-                self._state_dir.announce_again()
-                await self._store.check()
+                self._lock_trouble = self._state_dir.check_lock()
+                self._state_dir.retry_server_file()
+                await self._store.check_storage()
             except Exception:  # the edge of the loop: one bad look must not be the last
                 log.exception("the state folder could not be looked after")
             await asyncio.sleep(EVERY_S)

@@ -22,11 +22,11 @@ from sandbox_server.core.execution import Result
 from sandbox_server.core.types import Lease, SandboxState
 from sandbox_server.store.base import OVER, Deletion, Record, RecordedResult, SandboxRecord, SlotRecord, State
 from sandbox_server.store.codec import name_of, name_of_key
-from sandbox_server.store.file_watch import StateFileReplaced
 from sandbox_server.store.output_files import OutputFiles
 from sandbox_server.store.record_time import RecordTime, boot_id
-from sandbox_server.store.sqlite_errors import StoreUnusable, damaged
-from sandbox_server.store.sqlite_file import Batch, SqliteFile, SqliteReader
+from sandbox_server.store.sqlite.errors import StoreUnusable, damaged
+from sandbox_server.store.sqlite.file_identity import StateFileReplaced
+from sandbox_server.store.sqlite.state_file import Batch, SqliteFile, SqliteReader
 
 log = logging.getLogger(__name__)
 
@@ -302,7 +302,7 @@ class SqliteStore:
     # Looking after the file.
 
     @property
-    def trouble(self) -> str | None:
+    def problem(self) -> str | None:
         """Why nothing new should be begun, and what to do; None: it can."""
         if self._failure is not None:
             return self._failure.detail
@@ -310,7 +310,7 @@ class SqliteStore:
             return f"the disk of the state file {self._path} is full: what is left is kept for releases; make room, and new leases are given again"
         return None
 
-    async def check(self) -> None:
+    async def check_storage(self) -> None:
         """See that the state file is still the one at its path, and that there is room in reserve. To be called every second."""
         loop = asyncio.get_running_loop()
         checked: asyncio.Future[Exception | None] = loop.create_future()

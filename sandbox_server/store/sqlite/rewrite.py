@@ -7,8 +7,8 @@ import os
 import sqlite3
 from pathlib import Path
 
-from sandbox_server.store.disk_reserve import free_bytes
-from sandbox_server.store.file_watch import SIDE_FILES, FileWatch, side_path
+from sandbox_server.store.sqlite.disk_reserve import free_bytes
+from sandbox_server.store.sqlite.file_identity import SIDE_FILES, FileWatch, side_path
 
 #: A copy that is being written, and one that is whole but not yet at the path of the state file.
 PARTIAL, WHOLE = ".partial", ".new"
