@@ -1,4 +1,4 @@
-"""Looks after the state folder and the state file while the service runs, every second."""
+"""Checks the state folder and the store every second while the service is running."""
 
 from __future__ import annotations
 
@@ -10,44 +10,44 @@ from sandbox_server.store.base import Store
 
 log = logging.getLogger(__name__)
 
-EVERY_S = 1.0
+CHECK_INTERVAL_S = 1.0
 
 
 class StateMonitor:
-    """Finds out when somebody deletes, moves or replaces what the service keeps on its disk.
+    """Notices when the lock file, the state folder or the state file is deleted, moved or replaced, and repairs what can be repaired.
 
     Args:
-        state_dir: the folder.
-        store: the state file.
+        state_dir: the state folder.
+        store: the store in it.
     """
 
     def __init__(self, state_dir: StateDir, store: Store) -> None:
         self._state_dir = state_dir
         self._store = store
-        self._lock_trouble: str | None = None
+        self._lock_problem: str | None = None
         self._task: asyncio.Task[None] | None = None
 
     @property
     def problem(self) -> str | None:
-        """Why nothing new should be begun, and what to do; None: it can."""
-        return self._lock_trouble or self._store.problem
+        """One sentence that says why the service must not accept new work, and what to do about it; None if all is well."""
+        return self._lock_problem or self._store.problem
 
     def start(self) -> None:
-        """Begin to look."""
-        self._task = asyncio.create_task(self._look_for_ever())
+        """Start the checks in a task."""
+        self._task = asyncio.create_task(self._check_periodically())
 
     async def stop(self) -> None:
-        """Look no more."""
+        """Stop the checks."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _look_for_ever(self) -> None:
+    async def _check_periodically(self) -> None:
         while True:
             try:
-                self._lock_trouble = self._state_dir.check_lock()
+                self._lock_problem = self._state_dir.check_lock()
                 self._state_dir.retry_server_file()
                 await self._store.check_storage()
-            except Exception:  # the edge of the loop: one bad look must not be the last
-                log.exception("the state folder could not be looked after")
-            await asyncio.sleep(EVERY_S)
+            except Exception:  # the edge of the loop: a check that fails must not end the checks
+                log.exception("the state folder could not be checked")
+            await asyncio.sleep(CHECK_INTERVAL_S)

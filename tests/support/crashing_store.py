@@ -62,7 +62,7 @@ class CrashingStore:
         for records in (self.disk.pools, self.disk.sandboxes, self.disk.slots, self.disk.leases, self.disk.keys):
             for record in records.values():
                 self.live.put(record)
-        self.live.result_store = {lease_id: dict(calls) for lease_id, calls in self.disk.result_store.items()}
+        self.live.results = {lease_id: dict(calls) for lease_id, calls in self.disk.results.items()}
 
     def load(self) -> State:
         """What is on the disk."""

@@ -1,4 +1,4 @@
-"""Writing the state file anew at its path, from a connection whose own file was deleted under it."""
+"""Restores the state file at its path after it was deleted, from the connection that still has the deleted file open."""
 
 from __future__ import annotations
 
@@ -8,65 +8,71 @@ import sqlite3
 from pathlib import Path
 
 from sandbox_server.store.sqlite.disk_reserve import free_bytes
-from sandbox_server.store.sqlite.file_identity import SIDE_FILES, FileWatch, side_path
+from sandbox_server.store.sqlite.file_identity import SIDE_FILES, FileIdentityCheck, side_path
 
-#: A copy that is being written, and one that is whole but not yet at the path of the state file.
-PARTIAL, WHOLE = ".partial", ".new"
+#: The suffix of a copy that is being written.
+PARTIAL = ".partial"
+#: The suffix of a complete copy that does not have the name of the state file yet.
+COMPLETE = ".new"
 
 
-def write_anew(connection: sqlite3.Connection, path: Path, watch: FileWatch) -> None:
-    """Write all that a connection reads to the path of its state file. Killed at any moment, it leaves a file that the next start finds.
+def rewrite_state_file(connection: sqlite3.Connection, path: Path, identity_check: FileIdentityCheck) -> None:
+    """Write everything that a connection reads to a new file at the path of the state file.
+
+    If the process is killed at any point, the next start finds either the new file or a complete copy, which `finish_rewrite` puts in place.
 
     Args:
-        connection: to the file that was deleted; no transaction is open.
-        path: where the state file belongs.
-        watch: knows which files are the connection's own.
+        connection: a connection to the deleted file, without an open transaction.
+        path: the path of the state file.
+        identity_check: the check of the files that the connection opened.
 
     Raises:
-        StateFileReplaced: another file has come to be there meanwhile.
-        sqlite3.Error, OSError: it could not be written; nothing at the path has changed.
+        StateFileReplaced: another file has appeared at the path in the meantime.
+        sqlite3.Error, OSError: the copy could not be written. Nothing at the path has changed.
     """
-    partial, whole = side_path(path, PARTIAL), side_path(path, WHOLE)
+    partial, complete = side_path(path, PARTIAL), side_path(path, COMPLETE)
     partial.unlink(missing_ok=True)
-    (pages,), (page_bytes,) = connection.execute("PRAGMA page_count").fetchone(), connection.execute("PRAGMA page_size").fetchone()
-    if pages * page_bytes > free_bytes(path.parent):
-        raise OSError(errno.ENOSPC, f"it was deleted, and writing it anew takes {pages * page_bytes} bytes: make room")
+    (page_count,), (page_bytes,) = connection.execute("PRAGMA page_count").fetchone(), connection.execute("PRAGMA page_size").fetchone()
+    if page_count * page_bytes > free_bytes(path.parent):
+        raise OSError(errno.ENOSPC, f"it was deleted, and writing it again takes {page_count * page_bytes} bytes: make room")
     os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     try:
         connection.execute("VACUUM INTO ?", (str(partial),))
-        _sync(partial)
+        _fsync(partial)
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-    partial.replace(whole)
-    watch.is_in_place()
-    # They belong to the file that was deleted. Beside the new one they would be taken for its own, and damage it.
-    watch.take_side_files_away()
-    put_in_place(path)
+    partial.replace(complete)
+    identity_check.is_in_place()
+    # The side files belong to the deleted file. SQLite would apply them to the new file, and damage it.
+    identity_check.delete_side_files()
+    put_complete_copy_in_place(path)
 
 
-def put_in_place(path: Path) -> None:
-    """Give a whole copy the name of the state file."""
-    side_path(path, WHOLE).replace(path)
-    _sync(path.parent)
+def put_complete_copy_in_place(path: Path) -> None:
+    """Rename a complete copy to the path of the state file."""
+    side_path(path, COMPLETE).replace(path)
+    _fsync(path.parent)
 
 
-def finish_writing_anew(path: Path) -> None:
-    """At a start: put a whole copy in place where an earlier life was killed before it could, and delete what it left half-written.
+def finish_rewrite(path: Path) -> None:
+    """Finish a rewrite during which an earlier process was killed. To be called at the start, before the state file is opened.
+
+    A complete copy is put in place if there is no state file; a partial copy is deleted.
 
     Raises:
-        OSError: it could not be done.
+        OSError: a file could not be renamed or deleted.
     """
     side_path(path, PARTIAL).unlink(missing_ok=True)
     if path.exists():
-        side_path(path, WHOLE).unlink(missing_ok=True)
-    elif side_path(path, WHOLE).exists():
+        side_path(path, COMPLETE).unlink(missing_ok=True)
+    elif side_path(path, COMPLETE).exists():
         for suffix in SIDE_FILES:
             side_path(path, suffix).unlink(missing_ok=True)
-        put_in_place(path)
+        put_complete_copy_in_place(path)
 
 
-def _sync(path: Path) -> None:
+def _fsync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -44,10 +44,10 @@ def test_a_lock_file_that_was_deleted_lets_nobody_in_and_is_made_again(state_dir
 
 def test_another_folder_in_its_place_is_said(state_dir: StateDir, tmp_path: Path) -> None:
     state_dir.path.rename(tmp_path / "aside")
-    assert "is not there any more" in str(state_dir.check_lock())
+    assert "does not exist any more" in str(state_dir.check_lock())
 
     assert start_second(state_dir.path) == ""
-    assert "is another one now" in str(state_dir.check_lock())
+    assert "was replaced by another folder" in str(state_dir.check_lock())
     state_dir.retry_server_file()
     assert not (state_dir.path / SERVER_FILE).exists()
 

@@ -1,4 +1,4 @@
-"""What every store promises: the newest record stands, and what is over is forgotten with all that hangs on it."""
+"""What every store promises: the newest record of an object is kept, and a deletion removes everything that belongs to the object."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SLOT = SlotRecord(ref=SlotRef(sandbox_id="s-1", slot_id="0"), pool="p", state=Sl
 
 @pytest.fixture(params=["memory", "sqlite"])
 async def make_store(request, tmp_path):
-    """Makes the store, or, where it outlives the process, opens it again."""
+    """Creates the store. A second call opens a durable store again, and returns the same memory store."""
     stores = []
 
     async def make():
@@ -40,7 +40,7 @@ async def make_store(request, tmp_path):
     await stores[0].close()
 
 
-async def test_the_newest_record_of_a_thing_stands(make_store):
+async def test_the_newest_record_of_an_object_is_kept(make_store):
     store = await make_store()
     for record in (SANDBOX, SLOT, LEASE, replace(SLOT, epoch=2), replace(LEASE, expires_at=90)):
         store.put(record)
@@ -61,7 +61,7 @@ async def test_a_sandbox_that_is_gone_takes_its_slots_along(make_store):
     assert (state.sandboxes, state.slots) == ((), ())
 
 
-async def test_the_first_verdict_stays(make_store):
+async def test_the_first_result_of_a_call_stays(make_store):
     store = await make_store()
     store.put(LEASE)
     store.record_result("l-1", "c", b"id", RESULT)
@@ -76,7 +76,7 @@ async def test_the_first_verdict_stays(make_store):
 
 
 @pytest.mark.parametrize(("state", "kept"), [(LeaseState.RELEASED, False), (LeaseState.EXPIRED, False), (LeaseState.SANDBOX_LOST, True)])
-async def test_verdicts_live_as_long_as_somebody_is_told(state, kept, make_store):
+async def test_results_are_kept_as_long_as_a_client_may_ask_for_them(state, kept, make_store):
     store = await make_store()
     store.put(LEASE)
     store.record_result("l-1", "c", b"id", RESULT)
@@ -92,7 +92,7 @@ async def test_verdicts_live_as_long_as_somebody_is_told(state, kept, make_store
     assert (store.load().leases, store.find_result("l-1", "c")) == ((), None)
 
 
-async def test_a_key_can_be_forgotten(make_store):
+async def test_a_request_key_can_be_deleted(make_store):
     store = await make_store()
     key = KeyRecord(tenant="t", key="k", request=AcquireRequest(tenant="t", pool="p"), lease_ids=("l-1",), granted_at=0)
     store.put(key)
@@ -103,7 +103,7 @@ async def test_a_key_can_be_forgotten(make_store):
     assert (await make_store()).load().keys == ()
 
 
-async def test_a_pool_is_kept_until_it_is_forgotten(make_store):
+async def test_a_pool_is_kept_until_it_is_deleted(make_store):
     store = await make_store()
     spec = PoolSpec(env_vars={"A": "b"}, local=LocalSpec(expose=("/opt", "/srv")), cpu=1.5, delete_after_idle_s=5)
     pool = PoolRecord(name="mine", spec=spec, origin="api", closing=True)
@@ -144,7 +144,7 @@ def test_a_sandbox_of_an_older_version_has_no_certificate():
     assert decode("sandbox", json.dumps(document)).handle == handle
 
 
-async def test_text_that_is_no_text_stops_nothing(make_store):
+async def test_text_that_is_not_unicode_can_be_recorded(make_store):
     store = await make_store()
     store.put(replace(LEASE, end_detail="no such file: \udcff"))
     store.put(replace(LEASE, lease_id="l-2"))
