@@ -36,11 +36,12 @@ from sandbox_server.pool.events import EventLog
 from sandbox_server.pool.service import PoolService
 from sandbox_server.settings import LOCAL_TENANT, Settings, SettingsError, load_settings
 from sandbox_server.signals import Signals
-from sandbox_server.state_care import StateCare
 from sandbox_server.state_dir import StateDir, StateDirError
-from sandbox_server.store.base import MemoryStore, Store
+from sandbox_server.state_monitor import StateMonitor
+from sandbox_server.store.base import Store
+from sandbox_server.store.memory import MemoryStore
 from sandbox_server.store.output_files import OutputFiles
-from sandbox_server.store.sqlite_store import OUTPUT_FOLDER, SqliteStore, StoreUnusable
+from sandbox_server.store.sqlite.store import OUTPUT_FOLDER, SqliteStore, StoreUnusable
 from sandbox_server.telemetry import Telemetry, configure_logging
 
 log = logging.getLogger(__name__)
@@ -90,7 +91,7 @@ class RunningService:
     settings: Settings
     state_dir: StateDir
     store: Store
-    care: StateCare
+    state_monitor: StateMonitor
     pools: PoolService
     service: Service
     ephemeral: bool = False
@@ -129,7 +130,7 @@ class Application:
         if running is None:
             return
         if running.settings.advertise_url is None:
-            running.state_dir.announce(url)
+            running.state_dir.write_server_file(url)
         say_how_to_ask(running, running.settings.advertise_url or url)
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
@@ -202,8 +203,8 @@ async def start(settings: Settings, parts: Parts, *, ephemeral: bool = False) ->
         state_dir.close()
         raise
     if settings.advertise_url is not None:
-        state_dir.announce(settings.advertise_url)
-    running.care.start()
+        state_dir.write_server_file(settings.advertise_url)
+    running.state_monitor.start()
     return running
 
 
@@ -217,7 +218,7 @@ async def _start_in(settings: Settings, state_dir: StateDir, parts: Parts, *, ep
         await store.close()
         raise
     limits = CallLimits(in_flight=settings.limits.calls_in_flight, of_lease=settings.limits.lease_calls)
-    care = StateCare(state_dir, store)
+    state_monitor = StateMonitor(state_dir, store)
     answers = AnswerBudget(_answer_limits(settings))
     dispatcher = Dispatcher(pools, store, clock, telemetry, limits, CallTracker(pools.restored), ConcurrencyLimiter(tenants.max_running_calls), answers)
     pools.when_a_lease_ends(dispatcher.handle_lease_end)
@@ -234,9 +235,9 @@ async def _start_in(settings: Settings, state_dir: StateDir, parts: Parts, *, ep
         bodies=BodyBudget(settings.limits),
         default_pool=settings.default_pool,
         stopping=asyncio.get_running_loop().create_future(),
-        storage_trouble=lambda: care.trouble,
+        storage_trouble=lambda: state_monitor.problem,
     )
-    return RunningService(settings=settings, state_dir=state_dir, store=store, care=care, pools=pools, service=service, ephemeral=ephemeral)
+    return RunningService(settings=settings, state_dir=state_dir, store=store, state_monitor=state_monitor, pools=pools, service=service, ephemeral=ephemeral)
 
 
 def _answer_limits(settings: Settings) -> AnswerLimits:
@@ -304,7 +305,7 @@ async def stop(running: RunningService) -> None:
     service = running.service
     if not service.stopping.done():
         service.stopping.set_result(None)
-    running.state_dir.withdraw()
+    running.state_dir.remove_server_file()
     log.info("stopping", extra={"requests": len(service.requests)})
     await _wait_for_requests(service, GRACE_S)
     await service.dispatcher.stop()
@@ -317,7 +318,7 @@ async def stop(running: RunningService) -> None:
             await running.pools.stop("destroy" if running.ephemeral else None)
     except TimeoutError:
         log.error("not every sandbox was gone within %g s", POOLS_STOP_S)
-    await running.care.stop()
+    await running.state_monitor.stop()
     try:
         async with asyncio.timeout(STORE_CLOSE_S):
             await running.store.close()

@@ -83,7 +83,7 @@ TOOLS: Final = frozenset(
 )  # fmt: skip
 """The tools of the contract. Any other name is a caller's own text: as a label it would let anyone grow the figures without bound."""
 OTHER_TOOL: Final = "other"
-FIGURES_TYPE: Final = CONTENT_TYPE_PLAIN_0_0_4
+METRICS_CONTENT_TYPE: Final = CONTENT_TYPE_PLAIN_0_0_4
 
 
 class MetricDefinition(NamedTuple):
@@ -98,7 +98,7 @@ class MetricDefinition(NamedTuple):
 TENANT: Final = "pool_tenant"
 """The label that tells same-named pools of two tenants apart."""
 
-FIGURES: Final[Mapping[str, MetricDefinition]] = {
+METRICS: Final[Mapping[str, MetricDefinition]] = {
     "sandbox_slots": MetricDefinition(Gauge, "slots by what they are doing", ("pool", TENANT, "state")),
     "sandbox_sandboxes": MetricDefinition(Gauge, "sandboxes by where they are in their life", ("pool", TENANT, "state")),
     "sandbox_acquire_queue": MetricDefinition(Gauge, "acquires that wait", ("pool", TENANT)),
@@ -116,12 +116,12 @@ FIGURES: Final[Mapping[str, MetricDefinition]] = {
 
 
 class Telemetry:
-    """What the service counts and measures, by the names of `FIGURES`, in a registry of its own."""
+    """What the service counts and measures, by the names of `METRICS`, in a registry of its own."""
 
     def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
-        self._figures = {name: self._make(name, figure) for name, figure in FIGURES.items()}
+        self._figures = {name: self._make(name, figure) for name, figure in METRICS.items()}
         self._children: dict[tuple[str, ...], Any] = {}
 
     def _make(self, name: str, figure: MetricDefinition) -> Counter | Gauge | Histogram:
@@ -160,7 +160,7 @@ class Telemetry:
         Args:
             gauges: what stands now: name, labels, value. What is not among them has gone.
         """
-        for name, figure in FIGURES.items():
+        for name, figure in METRICS.items():
             if figure.kind is Gauge:
                 self._figures[name].clear()
         for name, labels, value in gauges:

@@ -47,7 +47,7 @@ class ProcessPipe:
         self._stdin.write(data)
         await self._stdin.drain()
 
-    async def ending(self) -> str:
+    async def wait_for_exit(self) -> str:
         """See `Pipe`."""
         code = await self._process.wait()
         said = (await asyncio.shield(self._said)).decode(errors="replace").strip()

@@ -42,7 +42,7 @@ class SlotEvent(enum.StrEnum):
     DIRTY = "dirty"
 
 
-class UnlistedMove(AssertionError):
+class IllegalTransition(AssertionError):
     """Something happened to a sandbox or slot that cannot happen in its state.
 
     Args:
@@ -57,7 +57,7 @@ class UnlistedMove(AssertionError):
 
 
 # A new sandbox is STARTING. FAILED still counts as one of the pool's until the backend has taken away what is left of it.
-SANDBOX_MOVES: Mapping[tuple[SandboxState, SandboxEvent], SandboxState] = {
+SANDBOX_TRANSITIONS: Mapping[tuple[SandboxState, SandboxEvent], SandboxState] = {
     (SandboxState.STARTING, SandboxEvent.CONNECT): SandboxState.READY,
     (SandboxState.STARTING, SandboxEvent.DRAIN): SandboxState.DRAINING,
     (SandboxState.STARTING, SandboxEvent.FAIL): SandboxState.FAILED,
@@ -69,7 +69,7 @@ SANDBOX_MOVES: Mapping[tuple[SandboxState, SandboxEvent], SandboxState] = {
 }
 
 # A new slot is RESETTING until its agent says that it is clean. A slot goes with its sandbox, whatever its state.
-SLOT_MOVES: Mapping[tuple[SlotState, SlotEvent], SlotState] = {
+SLOT_TRANSITIONS: Mapping[tuple[SlotState, SlotEvent], SlotState] = {
     (SlotState.READY, SlotEvent.GRANT): SlotState.LEASED,
     (SlotState.READY, SlotEvent.RECLAIM): SlotState.RESETTING,
     (SlotState.READY, SlotEvent.DIRTY): SlotState.QUARANTINED,
@@ -87,21 +87,21 @@ def next_sandbox_state(state: SandboxState, event: SandboxEvent) -> SandboxState
     """Where the event leads.
 
     Raises:
-        UnlistedMove: it cannot happen there.
+        IllegalTransition: it cannot happen there.
     """
     try:
-        return SANDBOX_MOVES[state, event]
+        return SANDBOX_TRANSITIONS[state, event]
     except KeyError:
-        raise UnlistedMove(state, event) from None
+        raise IllegalTransition(state, event) from None
 
 
 def next_slot_state(state: SlotState, event: SlotEvent) -> SlotState:
     """Where the event leads.
 
     Raises:
-        UnlistedMove: it cannot happen there.
+        IllegalTransition: it cannot happen there.
     """
     try:
-        return SLOT_MOVES[state, event]
+        return SLOT_TRANSITIONS[state, event]
     except KeyError:
-        raise UnlistedMove(state, event) from None
+        raise IllegalTransition(state, event) from None

@@ -30,7 +30,7 @@ class Pipe(Protocol):
         """
         ...
 
-    async def ending(self) -> str:
+    async def wait_for_exit(self) -> str:
         """Wait until the program has ended, after its output has.
 
         Returns:

@@ -117,8 +117,8 @@ class CallAdmission:
             raise QuotaExceeded(f"{full}: ask again later", limit="calls_in_flight", retry_after_s=2)
 
     def _left_of_lease(self, lease_id: str) -> int:
-        return self._limits.of_lease - self._result_store.verdict_count(lease_id) - self._call_tracker.count_of_lease(lease_id)
+        return self._limits.of_lease - self._result_store.result_count(lease_id) - self._call_tracker.count_of_lease(lease_id)
 
     def _is_known(self, call: ToolCall) -> bool:
-        is_recorded = self._result_store.recorded_result(call.lease_id, call.call_id) is not None
+        is_recorded = self._result_store.find_result(call.lease_id, call.call_id) is not None
         return is_recorded or self._call_tracker.find_call(call.lease_id, call.call_id) is not None

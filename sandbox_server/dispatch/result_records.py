@@ -29,9 +29,9 @@ class ResultStore(Protocol):
 
     def record_result(self, lease_id: str, call_id: str, identity: bytes, result: Result) -> None: ...
 
-    def recorded_result(self, lease_id: str, call_id: str) -> RecordedResult | None: ...
+    def find_result(self, lease_id: str, call_id: str) -> RecordedResult | None: ...
 
-    def verdict_count(self, lease_id: str) -> int: ...
+    def result_count(self, lease_id: str) -> int: ...
 
     async def flush(self) -> None: ...
 
@@ -66,7 +66,7 @@ def find_result(result_store: ResultStore, call: ToolCall) -> Result | None:
     Raises:
         StorageUnavailable: the record cannot be read.
     """
-    recorded_result = result_store.recorded_result(call.lease_id, call.call_id)
+    recorded_result = result_store.find_result(call.lease_id, call.call_id)
     if recorded_result is None:
         return None
     if recorded_result.identity != identity_of(call):
@@ -90,7 +90,7 @@ class ResultLookup:
 
     def recorded_result(self, lease_id: str, call_id: str) -> Result | None:
         """The recorded result of a call; None where there is none."""
-        recorded_result = self._result_store.recorded_result(lease_id, call_id)
+        recorded_result = self._result_store.find_result(lease_id, call_id)
         return recorded_result.result if recorded_result is not None else None
 
     def known_encoding(self, lease_id: str, call_id: str) -> str | None:

@@ -21,7 +21,7 @@ from sandbox_server.pool.fleet.creation_budget import CreationBudget
 from sandbox_server.pool.leasing.ended_leases import EndedLeases
 from sandbox_server.pool.pool import Pool
 from sandbox_server.pool.quotas import Quotas
-from sandbox_server.store.base import Forgotten, PoolRecord, SandboxRecord, State
+from sandbox_server.store.base import Deletion, PoolRecord, SandboxRecord, State
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class Catalog:
         self.origins: dict[PoolId, str] = {}
         self.quotas = Quotas(self.pools, dependencies)
         self.backends = dict(backends)
-        self.ended = EndedLeases(dependencies.store.put, dependencies.store.lease)
+        self.ended_leases = EndedLeases(dependencies.store.put, dependencies.store.lease)
         self._load_backend = load_backend
         self._dependencies = dependencies
         self._budgets: dict[str, CreationBudget] = {}
@@ -82,7 +82,7 @@ class Catalog:
             limits, clock, timers = self._dependencies.limits, self._dependencies.clock, self._dependencies.timers
             budget = CreationBudget(spec.backend, at_once=limits.creations_at_once, per_s=limits.creations_per_s, clock=clock, timers=timers)
             self._budgets[spec.backend] = budget
-        pool = self.pools[pool_id] = Pool(pool_id, spec, self.backends[spec.backend], budget, self._dependencies, self.ended)
+        pool = self.pools[pool_id] = Pool(pool_id, spec, self.backends[spec.backend], budget, self._dependencies, self.ended_leases)
         self.origins[pool_id] = origin
         return pool
 
@@ -91,7 +91,7 @@ class Catalog:
         for record in state.pools:
             if record.pool_id in self.pools:
                 log.warning("the settings file has a pool of this name now; the one that was made over the api is forgotten", extra=record.pool_id.fields)
-                self._dependencies.store.put(Forgotten(pool=record.pool_id.key))
+                self._dependencies.store.put(Deletion(pool=record.pool_id.key))
                 continue
             if record.spec.shared and PoolId(record.name) in self.pools:
                 log.warning("the settings file has a pool of this name now: to other tenants the name means that one", extra=record.pool_id.fields)
@@ -99,7 +99,7 @@ class Catalog:
         for sandbox in state.sandboxes:
             if sandbox.pool_id not in self.pools:
                 self._add_for(sandbox)
-        self.ended.restore_all(state.leases, self._dependencies.clock)
+        self.ended_leases.restore_all(state.leases, self._dependencies.clock)
         for pool in self.pools.values():
             pool.restore(state)
 
@@ -130,7 +130,7 @@ class Catalog:
         await pool.stop(destroy=True)
         del self.pools[pool.pool_id]
         if self.origins.pop(pool.pool_id) not in (OF_THE_FILE, BUILT_IN):
-            self._dependencies.store.put(Forgotten(pool=pool.pool_id.key))
+            self._dependencies.store.put(Deletion(pool=pool.pool_id.key))
         pool.pool_event("pool.deleted", by=pool.closed_by)
         log.info("a pool is gone", extra=_did(pool.pool_id, pool.closed_by))
 
@@ -165,7 +165,7 @@ class Catalog:
                 return pool, False
             self._check_new(pool_id, pool, spec)
             record = PoolRecord(name=name, tenant=pool_id.tenant, spec=spec, origin=origin)
-            await self._record(record, replace(record, spec=pool.spec) if pool is not None else Forgotten(pool=pool_id.key))
+            await self._record(record, replace(record, spec=pool.spec) if pool is not None else Deletion(pool=pool_id.key))
             made = pool is None
             if pool is None:
                 pool = self.add(pool_id, spec, origin)
@@ -227,7 +227,7 @@ class Catalog:
             pool.close(DELETED, force=force, by=actor.tenant)
             log.info("a pool was deleted%s", ": its leases end now" if force else "", extra=_did(pool.pool_id, actor.tenant))
 
-    async def _record(self, record: PoolRecord, before: PoolRecord | Forgotten) -> None:
+    async def _record(self, record: PoolRecord, before: PoolRecord | Deletion) -> None:
         self._dependencies.store.put(record)
         try:
             await self._dependencies.store.flush()

@@ -17,7 +17,7 @@ from sandbox_server.pool.leasing.lease_book import LeaseBook
 from sandbox_server.pool.leasing.request_keys import key_record
 from sandbox_server.pool.leasing.wait_queue import Waiter
 from sandbox_server.pool.slot_rights import prepare_slot_of
-from sandbox_server.store.base import CacheRecord, Forgotten
+from sandbox_server.store.base import CacheRecord, Deletion
 
 
 class GrantListener(Protocol):
@@ -75,7 +75,7 @@ class GrantService:
         shown = self._fleet.shown
         rights.check_possible(request, self.spec, shown.capabilities if shown is not None else {})
         most = self._dependencies.limits.max_waiters
-        if len(self._book.line) >= most:
+        if len(self._book.queue) >= most:
             full = f"{most} acquires wait for pool {request.pool!r} already, and `limits.waiters` is {most}"
             raise QuotaExceeded(f"{full}: ask again later", limit="waiters", retry_after_s=5)
 
@@ -100,7 +100,7 @@ class GrantService:
 
     def refuse(self, waiter: Waiter, error: PoolServiceError) -> None:
         """It waits no more, and this is why."""
-        self._book.abandon(waiter)
+        self._book.remove_waiter(waiter)
         self._answer(waiter, error)
 
     def _answer(self, waiter: Waiter, error: PoolServiceError | None) -> None:
@@ -139,19 +139,19 @@ class GrantService:
 
     def give_back(self, waiter: Waiter) -> None:
         """Nobody takes the answer: leave the line, and release what was granted; a slot that is being prepared only once it is."""
-        self._book.abandon(waiter)
+        self._book.remove_waiter(waiter)
         if waiter.seq in self._preparing:
             self._unwanted.add(waiter.seq)
             return
         if waiter.leases and waiter.request.request_key is not None:
-            self._dependencies.store.put(Forgotten(key=(waiter.request.tenant, waiter.request.request_key)))
+            self._dependencies.store.put(Deletion(key=(waiter.request.tenant, waiter.request.request_key)))
         self.release_all(waiter.leases, "nobody took the answer to the acquire")
 
     def release_all(self, leases: tuple[Lease, ...], detail: str) -> None:
         """Release those of these leases that are still held."""
         for lease in leases:
             if lease.lease_id in self._book.held:
-                self._pool.lease_over(self._book.release(lease.lease_id, detail=detail))
+                self._pool.lease_over(self._book.release_lease(lease.lease_id, detail=detail))
         self._pool.work()
 
     async def _prepare_first(self, waiter: Waiter) -> None:
@@ -180,7 +180,7 @@ class GrantService:
             waited_s = round(waiter.deadline - waiter.arrived, 3)
             self._answer(waiter, NoCapacity("no slot could be prepared in time: ask again", queue_position=1, waited_s=waited_s))
         else:
-            self._book.requeue(waiter)
+            self._book.requeue_waiter(waiter)
             self._pool.work()
 
     async def _prepare(self, lease: Lease) -> None:

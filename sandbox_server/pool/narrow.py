@@ -51,7 +51,7 @@ async def narrow(pool: Pool, lease: Lease, allow_network: bool | None, cache: st
         _check_held(pool, lease.lease_id)
         raise BackendUnavailable(f"the agent could not narrow the slot: {refused.detail}", lease_id=lease.lease_id) from None
     _check_held(pool, lease.lease_id)
-    lease = pool.book.narrowed(lease.lease_id, allow_network=narrowed.allow_network, cache=narrowed.cache)
+    lease = pool.book.narrow_lease(lease.lease_id, allow_network=narrowed.allow_network, cache=narrowed.cache)
     await pool.flush()
     pool.lease_event("lease.narrowed", lease, allow_network=lease.allow_network, cache=lease.cache)
     return lease
@@ -77,5 +77,5 @@ def _check_held(pool: Pool, lease_id: str) -> None:
         LeaseLost, SandboxLost: it has ended.
     """
     if lease_id not in pool.book.held:
-        ended = pool.book.ended.get(lease_id)
+        ended = pool.book.ended_leases.get(lease_id)
         raise end_error(ended) if ended is not None else LeaseLost(f"lease {lease_id} has ended", lease_id=lease_id)

@@ -148,7 +148,7 @@ class Pool:
         self.work()
 
     def _refuse_all(self) -> None:
-        for waiter in self.book.line.all():
+        for waiter in self.book.queue.all():
             self._grant_service.refuse(waiter, self._going())
 
     def _going(self) -> Draining:
@@ -164,7 +164,7 @@ class Pool:
         for sandbox in list(self.fleet.sandboxes.values()):
             if sandbox.state in (SandboxState.STARTING, SandboxState.READY) and planning.is_outdated(sandbox.spec, spec):
                 self.fleet.drain(sandbox, "the pool's spec has changed")
-        for waiter in self.book.line.all():
+        for waiter in self.book.queue.all():
             if not self.shared and waiter.request.tenant != self.pool_id.tenant:
                 self._grant_service.refuse(waiter, PoolNotFound(f"pool {self.name!r} is no longer shared with this tenant"))
             elif waiter.request.count > spec.max_slots:
@@ -210,12 +210,12 @@ class Pool:
         try:
             may_wait(waiter.request.tenant)
         except QuotaExceeded:
-            self.book.abandon(waiter)  # before the plan has seen that it wants something
+            self.book.remove_waiter(waiter)  # before the plan has seen that it wants something
             raise
 
     def release(self, lease_id: str, *, keep: bool) -> Lease:
         """End a held lease; its slot's reset runs behind."""
-        lease = self.book.release(lease_id, keep=keep)
+        lease = self.book.release_lease(lease_id, keep=keep)
         self.lease_over(lease)
         self.work()
         return lease
@@ -224,9 +224,9 @@ class Pool:
         """End all leases of a run, and keep nothing for it any more unless `keep`."""
         lease_ids = self.book.lease_index.of_run(tenant, run_id)
         for lease_id in lease_ids:
-            self.lease_over(self.book.release(lease_id, keep=keep))
+            self.lease_over(self.book.release_lease(lease_id, keep=keep))
         if not keep:
-            self.book.reclaim_run(tenant, run_id)
+            self.book.reclaim_kept_slots(tenant, run_id)
             caches.run_over(self.fleet.sandboxes.values(), tenant, run_id)
         self.work()
         return lease_ids
@@ -255,7 +255,7 @@ class Pool:
         while True:
             held_lease = self.book.held.get(lease_id)
             if held_lease is None:
-                ended = self.book.ended.get(lease_id)
+                ended = self.book.ended_leases.get(lease_id)
                 error = end_error(ended) if ended is not None else None
                 return error if isinstance(error, SandboxLost) else None
             sandbox = self.fleet.sandboxes[held_lease.lease.sandbox_id]
@@ -277,7 +277,7 @@ class Pool:
         draining = [sandbox.sandbox_id for sandbox in self.fleet.sandboxes.values() if sandbox.state is SandboxState.DRAINING]
         leases = [count for count in (slots_by_sandbox[name].counts[SlotState.LEASED] for name in draining if name in slots_by_sandbox) if count]
         is_empty = len(draining) == len(self.fleet.sandboxes)
-        if not leases or len(self.fleet.sandboxes) < self.spec.max_sandboxes or not (is_empty or len(self.book.line)):
+        if not leases or len(self.fleet.sandboxes) < self.spec.max_sandboxes or not (is_empty or len(self.book.queue)):
             return None
         return crowded_out(self.spec.max_sandboxes, len(leases), sum(leases))
 
@@ -321,7 +321,7 @@ class Pool:
 
     def on_permanent_error(self, why: str) -> None:
         """No sandbox can be made; who waits for one need not."""
-        for waiter in self.book.line.all():
+        for waiter in self.book.queue.all():
             if waiter.request.count > self.book.table.usable():
                 self._grant_service.refuse(waiter, self._permanent_error())
 
@@ -340,7 +340,7 @@ class Pool:
         self._ticker.kick()
 
     def _serve(self) -> None:
-        served = self.book.assign()
+        served = self.book.assign_slots()
         # The end of a claim is told before, and its beginning after what was granted then: what lies between the two was granted under it.
         if self._told_claimant is not None and self.book.claims.claimant is not self._told_claimant:
             self._tell_claimant(None)
@@ -360,7 +360,7 @@ class Pool:
 
     def _tick(self) -> float:
         now = self._dependencies.clock.monotonic()
-        for lease in self.book.expire():
+        for lease in self.book.expire_leases():
             self._dependencies.meter.count("sandbox_leases_expired_total", **self.pool_id.labels)
             self.lease_over(lease)
         self._quarantine_stuck(now)
@@ -380,13 +380,13 @@ class Pool:
 
     def _refuse_overdue(self) -> None:
         claimant = self.book.claims.claimant
-        late = [(waiter, self.book.line.position(waiter, claimant)) for waiter in self.book.overdue()]
+        late = [(waiter, self.book.queue.position(waiter, claimant)) for waiter in self.book.overdue_waiters()]
         making = sum(sandbox.state is SandboxState.STARTING for sandbox in self.fleet.sandboxes.values()) if late else 0
         for waiter, position in late:
             waited_s = self.now() - waiter.arrived
             held = None
-            if claimant is not None and waiter is not claimant and self.book.table.free >= waiter.request.count:
-                held = held_back(self.book.table.free, claimant.request.count, self.now() - claimant.arrived)
+            if claimant is not None and waiter is not claimant and self.book.table.free_count >= waiter.request.count:
+                held = held_back(self.book.table.free_count, claimant.request.count, self.now() - claimant.arrived)
             detail = none_free(
                 *(self.name, waiter.request.count, waited_s), making=making, held=held, crowded=self.crowded_out(), last_error=self.fleet.last_error
             )
@@ -417,7 +417,7 @@ class Pool:
 
     def _close_if_idle(self, now: float) -> None:
         limit_s = self.spec.delete_after_idle_s
-        if self.book.held or len(self.book.line):
+        if self.book.held or len(self.book.queue):
             self._used_at = now
         elif limit_s is not None and not self.closing and now - self._used_at >= limit_s:
             log.info("the pool has been idle for delete_after_idle_s", extra=self.pool_id.fields)

@@ -98,7 +98,7 @@ class Quotas:
         most = self._dependencies.max_waiters(tenant)
         if most is None:
             return
-        others = sum(pool.book.line.count_of(tenant) for pool in self._pools.values()) - 1
+        others = sum(pool.book.queue.count_of(tenant) for pool in self._pools.values()) - 1
         if others >= most:
             why = f"no slot is free, {others} acquires of this tenant wait already, and its max_waiters is {most}"
             raise QuotaExceeded(f"{why}: ask again later", limit="max_waiters", retry_after_s=5)
@@ -106,7 +106,7 @@ class Quotas:
 
 def _leases(pool: Pool, tenant: str) -> int:
     """The leases that a tenant holds and waits for in a pool."""
-    return pool.book.leased_by[tenant] + pool.book.line.wanted_by[tenant]
+    return pool.book.leased_by[tenant] + pool.book.queue.wanted_by[tenant]
 
 
 def _too_much(why: str, limit: str) -> QuotaExceeded:

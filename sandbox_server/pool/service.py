@@ -19,7 +19,7 @@ from sandbox_server.pool.catalog import BUILT_IN, OF_THE_FILE, Catalog, Check, L
 from sandbox_server.pool.dependencies import Connect, PoolDependencies
 from sandbox_server.pool.fleet.orphans import Orphans
 from sandbox_server.pool.leasing.ended_leases import end_error
-from sandbox_server.pool.leasing.held_lease import shown
+from sandbox_server.pool.leasing.held_lease import lease_with_current_expiry
 from sandbox_server.pool.leasing.request_keys import RequestKeys
 from sandbox_server.pool.narrow import narrow
 from sandbox_server.pool.pool import Pool, SlotLocation
@@ -251,7 +251,7 @@ class PoolService:
             except PoolServiceError as error:
                 lost.append(error)
             else:
-                lease = pool.book.renew(lease_id, ttl_s)
+                lease = pool.book.renew_lease(lease_id, ttl_s)
                 pool.lease_event("lease.renewed", lease, expires_at=lease.expires_at)
                 leases.append(lease)
         return leases, lost
@@ -284,7 +284,7 @@ class PoolService:
             LeaseLost: it has ended; SandboxLost where that was with its sandbox.
         """
         pool, lease = self._held(tenant, lease_id)
-        return shown(pool.book.held[lease.lease_id], self._dependencies.clock)
+        return lease_with_current_expiry(pool.book.held[lease.lease_id], self._dependencies.clock)
 
     def leases(
         self, tenant: str, run_id: str | None = None, trajectory_id: str | None = None, limit: int = 100, cursor: str | None = None
@@ -295,7 +295,7 @@ class PoolService:
             The page, and the cursor of the next one if there is more.
         """
         mine = (
-            shown(held_lease, self._dependencies.clock)
+            lease_with_current_expiry(held_lease, self._dependencies.clock)
             for pool in self._pools.values()
             for held_lease in pool.book.held.values()
             if held_lease.lease.tenant == tenant
@@ -392,7 +392,7 @@ class PoolService:
                 if tenant in (None, held_lease.lease.tenant):
                     return pool, held_lease.lease
                 break
-        lease = self._catalog.ended.get(lease_id)
+        lease = self._catalog.ended_leases.get(lease_id)
         if lease is not None and tenant in (None, lease.tenant):
             return None, lease
         raise LeaseNotFound(f"there is no lease {lease_id!r}, or it is not yours", lease_id=lease_id)

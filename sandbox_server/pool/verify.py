@@ -26,9 +26,9 @@ async def verify(pool: Pool) -> Mapping[str, Any]:
         NoCapacity: none is free.
         NotImplementedHere: the agents cannot.
     """
-    orders = pool.book.reclaim_free()
+    orders = pool.book.reclaim_free_slots()
     if not orders:
-        held = pool.book.held_slots()
+        held = pool.book.held_slot_count()
         if held:
             raise NoCapacity(f"pool {pool.name!r} has no free slot to verify: its free ones ({held}) are held for an acquire that waits: try again later")
         raise NoCapacity(f"pool {pool.name!r} has no free slot to verify: try again when one is")

@@ -14,7 +14,7 @@ from sandbox_server.pool.pool import Pool
 def pool_view(pool: Pool, origin: str) -> PoolView:
     """What a caller may see of a pool. `origin`: where its spec came from."""
     # Ready is what can be had: not what lies in a sandbox that drains, or cannot be reached now.
-    counts = {**pool.book.table.counts, SlotState.READY: pool.book.table.free}
+    counts = {**pool.book.table.counts, SlotState.READY: pool.book.table.free_count}
     states = [sandbox.state for sandbox in pool.fleet.sandboxes.values()]
     return PoolView(
         name=pool.name,
@@ -28,7 +28,7 @@ def pool_view(pool: Pool, origin: str) -> PoolView:
         effective=pool.fleet.shown.effective if pool.fleet.shown is not None else {},
         slots={state.value: counts.get(state, 0) for state in SlotState},
         sandboxes={state.value: states.count(state) for state in SandboxState if state is not SandboxState.GONE},
-        queue=len(pool.book.line),
+        queue=len(pool.book.queue),
         claimant=claimant_view(pool.book, pool.now()),
         last_error=_going(pool) if pool.closing else pool.fleet.last_error or pool.crowded_out(),
     )

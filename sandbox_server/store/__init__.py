@@ -1,1 +1,1 @@
-"""What survives a crash: records, and the stores that keep them."""
+"""The state of the service that outlives a crash: the records, and the stores that keep them."""

@@ -1,14 +1,14 @@
-"""Where the service keeps what must outlive a crash. The seam, and the store that forgets.
+"""The `Store` protocol, and the records that a store keeps.
 
-Records are values: the newest record of a thing replaces the older one. `put` only queues, in order and without waiting, so that a decision
-and its record are one step; an answer that depends on them leaves after `flush`.
+Records are immutable values. A newer record of the same object replaces the older one. `Store.put` adds a record to an in-memory queue and
+returns at once, so that a decision and its record are made in one step without an `await` between them. A response that depends on a record
+is sent only after `Store.flush` has returned.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from sandbox_server.core.execution import Result
@@ -18,7 +18,15 @@ from sandbox_server.store.output_files import OutputFiles
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolRecord:
-    """A pool that was made while the service ran. `closing`: it is to go once its last lease has ended. `tenant`: who owns it; None: no tenant does."""
+    """A pool that was created through the API.
+
+    Attributes:
+        name: the pool's name, which is unique for each tenant.
+        spec: the pool's spec.
+        origin: where the spec came from.
+        closing: the pool was deleted, and is removed once its last lease has ended.
+        tenant: the owner; None for a pool that belongs to no tenant.
+    """
 
     name: str
     spec: PoolSpec
@@ -28,13 +36,20 @@ class PoolRecord:
 
     @property
     def pool_id(self) -> PoolId:
-        """Which pool."""
+        """The id of the pool."""
         return PoolId(self.name, self.tenant)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheRecord:
-    """A shared cache in a sandbox: its name there, the tenant and run it is for, and the lease alone where there is no run."""
+    """A shared cache in a sandbox.
+
+    Attributes:
+        key: the name of the cache inside its sandbox.
+        tenant: the tenant that uses it.
+        run_id: the run that uses it; None where the lease belongs to no run.
+        lease_id: the lease that uses it, where there is no run.
+    """
 
     key: str
     tenant: str
@@ -44,9 +59,20 @@ class CacheRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SandboxRecord:
-    """A sandbox, with the last checkpoint of its creation and the boot nonce its agent showed. `GONE` deletes it and its slots.
+    """A sandbox. A record with the state `GONE` deletes the sandbox and its slots from the store.
 
-    `spec` is the one it was made with, `ready_at` when it first was ready, wall-clock.
+    Attributes:
+        sandbox_id: the id of the sandbox.
+        pool: the name of its pool.
+        state: the state of the sandbox.
+        handle: the last checkpoint of its creation; None before the first one.
+        created_at: when its creation began, wall-clock time in Unix seconds.
+        boot: the boot nonce of its agent; None before the agent first answered.
+        spec: the pool spec that it was created with.
+        ready_at: when it was ready for the first time, wall-clock time in Unix seconds.
+        caches: the shared caches in it.
+        why: why it drains or failed; empty otherwise.
+        pool_tenant: the owner of the pool.
     """
 
     sandbox_id: str
@@ -63,13 +89,24 @@ class SandboxRecord:
 
     @property
     def pool_id(self) -> PoolId:
-        """Which pool it is of."""
+        """The id of the pool that the sandbox belongs to."""
         return PoolId(self.pool, self.pool_tenant)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlotRecord:
-    """A slot and the epoch it is in. `keep` is the tenant and run its files stay for."""
+    """A slot and its current epoch.
+
+    Attributes:
+        ref: the slot.
+        pool: the name of its pool.
+        state: the state of the slot.
+        epoch: the epoch of the slot.
+        workspace: the path of the workspace, as commands in the slot see it.
+        isolation: the isolation mode.
+        keep: the tenant and run that the files in the slot are kept for; None: for nobody.
+        pool_tenant: the owner of the pool.
+    """
 
     ref: SlotRef
     pool: str
@@ -82,13 +119,21 @@ class SlotRecord:
 
     @property
     def pool_id(self) -> PoolId:
-        """Which pool it is of."""
+        """The id of the pool that the slot belongs to."""
         return PoolId(self.pool, self.pool_tenant)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeyRecord:
-    """What a `request_key` of a tenant was granted."""
+    """The leases that were granted to an acquire with a `request_key`.
+
+    Attributes:
+        tenant: the tenant that sent the request.
+        key: its `request_key`.
+        request: the acquire.
+        lease_ids: the leases that it was granted.
+        granted_at: when they were granted, wall-clock time in Unix seconds.
+    """
 
     tenant: str
     key: str
@@ -99,30 +144,47 @@ class KeyRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClockRecord:
-    """What record time is ahead of CLOCK_MONOTONIC while the machine runs that was started under this id; see `record_time`."""
+    """The offset between record time and CLOCK_MONOTONIC; see `record_time`.
+
+    Attributes:
+        boot_id: the kernel's id of the machine start for which the offset is valid.
+        offset_s: record time minus CLOCK_MONOTONIC, in seconds.
+    """
 
     boot_id: str
     offset_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Forgotten:
-    """A lease, a request key, or a pool (by the key of its id) that nobody may ask for any more."""
+class Deletion:
+    """Deletes records from the store.
+
+    Attributes:
+        lease_id: deletes this lease, the results of its calls and its output files.
+        key: deletes the request key that a tenant used: the tenant and the key.
+        pool: deletes the pool with this `PoolId.key`.
+    """
 
     lease_id: str | None = None
     key: tuple[str, str] | None = None
     pool: str | None = None
 
 
-#: Ends of a lease after which nobody is told how its calls ended.
-OVER = frozenset({LeaseState.RELEASED, LeaseState.EXPIRED})
+#: When a lease ends in one of these states, the results of its calls are deleted. The results of a lease that was lost with its sandbox stay
+#: until the lease itself is deleted, because its client still asks for them.
+STATES_WITHOUT_RESULTS = frozenset({LeaseState.RELEASED, LeaseState.EXPIRED})
 
-Record = PoolRecord | SandboxRecord | SlotRecord | Lease | KeyRecord | ClockRecord | Forgotten
+Record = PoolRecord | SandboxRecord | SlotRecord | Lease | KeyRecord | ClockRecord | Deletion
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordedResult:
-    """How a call ended, under the identity (tool and arguments) it was made with."""
+    """The result of a call, with the identity of the call.
+
+    Attributes:
+        identity: a digest of the tool and its arguments, which detects that a `call_id` is used again for a different call.
+        result: the result.
+    """
 
     identity: bytes
     result: Result
@@ -130,7 +192,7 @@ class RecordedResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class State:
-    """Everything a store remembers, for a service that starts."""
+    """Every record in a store. A service that starts restores its state from this value."""
 
     sandboxes: Sequence[SandboxRecord] = ()
     slots: Sequence[SlotRecord] = ()
@@ -141,36 +203,36 @@ class State:
 
 
 class Store(Protocol):
-    """What the pool and the dispatch remember."""
+    """Keeps the records of the pools and the results of calls."""
 
     @property
     def durable(self) -> bool:
-        """Whether a service started later finds what is put here; if not, nothing could adopt its sandboxes."""
+        """Whether the records are there after a restart of the service. If not, no later service can adopt the sandboxes."""
         ...
 
     def put(self, record: Record) -> None:
-        """Queue one record. Never waits, never fails."""
+        """Queue one record for writing. Never waits and never raises."""
         ...
 
     async def flush(self) -> None:
-        """Return once everything put so far will survive a crash.
+        """Wait until everything that was put so far survives a crash.
 
         Raises:
-            StorageUnavailable: it cannot be written; promise nothing that rests on it.
+            StorageUnavailable: it cannot be written. The caller must not promise anything that depends on it.
         """
         ...
 
     @property
     def outputs(self) -> OutputFiles:
-        """The files of large outputs; those of a lease are deleted when its verdicts are forgotten."""
+        """The files of large outputs. The files of a lease are deleted together with the results of its calls."""
         ...
 
     def load(self) -> State:
-        """What was remembered when the store was opened."""
+        """Return every record that was in the store when it was opened."""
         ...
 
     def lease(self, lease_id: str) -> Lease | None:
-        """The newest record of a lease, held or ended; None: there is none, or it is forgotten.
+        """Return the newest record of a lease, held or ended; None if there is none, or if it was deleted.
 
         Raises:
             StorageUnavailable: it cannot be read.
@@ -178,127 +240,40 @@ class Store(Protocol):
         ...
 
     def record_result(self, lease_id: str, call_id: str, identity: bytes, result: Result) -> None:
-        """Remember how a call ended: while its lease holds, and, where it ended with its sandbox, as long as that is said.
+        """Queue the result of a call for writing, as `put` does.
 
-        The first verdict stays. Queued as `put` does.
+        The first result of a call stays: a second one is ignored. A result is kept while its lease is held; where the lease was lost with its
+        sandbox, until the lease is deleted.
+
+        Args:
+            lease_id: the lease that the call ran under.
+            call_id: the id of the call.
+            identity: a digest of the tool and its arguments.
+            result: the result.
         """
         ...
 
-    def recorded_result(self, lease_id: str, call_id: str) -> RecordedResult | None:
-        """What was recorded for this call."""
+    def find_result(self, lease_id: str, call_id: str) -> RecordedResult | None:
+        """Return the recorded result of a call; None if there is none.
+
+        Raises:
+            StorageUnavailable: it cannot be read.
+        """
         ...
 
-    def verdict_count(self, lease_id: str) -> int:
-        """How many calls of this lease have a verdict."""
+    def result_count(self, lease_id: str) -> int:
+        """Return how many calls of a lease have a recorded result."""
         ...
 
     @property
-    def trouble(self) -> str | None:
-        """Why nothing new should be begun, and what to do; None: it can."""
+    def problem(self) -> str | None:
+        """One sentence that says why the service must not accept new work, and what to do about it; None if all is well."""
         ...
 
-    async def check(self) -> None:
-        """See that what was put can still be found by a service that starts later. To be called every second; `trouble` says what was found."""
+    async def check_storage(self) -> None:
+        """Check that a later service will find what was put, and set `problem` accordingly. To be called every second."""
         ...
 
     async def close(self) -> None:
-        """Write what is queued and let go."""
+        """Write what is queued, and release every resource."""
         ...
-
-
-@dataclass
-class MemoryStore:
-    """A store that forgets when the process ends, and otherwise keeps the promises of `Store`."""
-
-    durable: bool = False
-    sandboxes: dict[str, SandboxRecord] = field(default_factory=dict)
-    slots: dict[SlotRef, SlotRecord] = field(default_factory=dict)
-    leases: dict[str, Lease] = field(default_factory=dict)
-    keys: dict[tuple[str, str], KeyRecord] = field(default_factory=dict)
-    pools: dict[str, PoolRecord] = field(default_factory=dict)
-    result_store: dict[str, dict[str, RecordedResult]] = field(default_factory=dict)
-    outputs: OutputFiles = field(default_factory=lambda: OutputFiles(None))
-    _slots_of: dict[str, set[SlotRef]] = field(default_factory=dict)
-
-    def put(self, record: Record) -> None:
-        """Remember one record."""
-        if isinstance(record, SlotRecord):
-            self.slots[record.ref] = record
-            self._slots_of.setdefault(record.ref.sandbox_id, set()).add(record.ref)
-        elif isinstance(record, Lease):
-            self.leases[record.lease_id] = record
-            if record.state in OVER:
-                self._forget_verdicts(record.lease_id)
-        elif isinstance(record, SandboxRecord):
-            self._put_sandbox(record)
-        elif isinstance(record, KeyRecord):
-            self.keys[record.tenant, record.key] = record
-        elif isinstance(record, PoolRecord):
-            self.pools[record.pool_id.key] = record
-        elif isinstance(record, Forgotten):
-            self._forget(record)
-
-    def _put_sandbox(self, record: SandboxRecord) -> None:
-        if record.state is not SandboxState.GONE:
-            self.sandboxes[record.sandbox_id] = record
-            return
-        self.sandboxes.pop(record.sandbox_id, None)
-        for ref in self._slots_of.pop(record.sandbox_id, ()):
-            del self.slots[ref]
-
-    def _forget(self, record: Forgotten) -> None:
-        if record.lease_id is not None:
-            self.leases.pop(record.lease_id, None)
-            self._forget_verdicts(record.lease_id)
-        if record.key is not None:
-            self.keys.pop(record.key, None)
-        if record.pool is not None:
-            self.pools.pop(record.pool, None)
-
-    def _forget_verdicts(self, lease_id: str) -> None:
-        self.result_store.pop(lease_id, None)
-        self.outputs.forget(lease_id)
-
-    async def flush(self) -> None:
-        """There is nothing to wait for."""
-
-    def load(self) -> State:
-        """What is remembered now."""
-        return State(
-            sandboxes=tuple(self.sandboxes.values()),
-            slots=tuple(self.slots.values()),
-            leases=tuple(self.leases.values()),
-            keys=tuple(self.keys.values()),
-            pools=tuple(self.pools.values()),
-        )
-
-    def lease(self, lease_id: str) -> Lease | None:
-        """The newest record of a lease."""
-        return self.leases.get(lease_id)
-
-    def record_result(self, lease_id: str, call_id: str, identity: bytes, result: Result) -> None:
-        """Remember how a call ended; the first verdict stays."""
-        lease = self.leases.get(lease_id)
-        if lease is None or lease.state not in OVER:
-            self.result_store.setdefault(lease_id, {}).setdefault(call_id, RecordedResult(identity=identity, result=result))
-
-    def recorded_result(self, lease_id: str, call_id: str) -> RecordedResult | None:
-        """What was recorded for this call."""
-        calls = self.result_store.get(lease_id)
-        return None if calls is None else calls.get(call_id)
-
-    def verdict_count(self, lease_id: str) -> int:
-        """How many calls of this lease have a verdict."""
-        return len(self.result_store.get(lease_id, ()))
-
-    @property
-    def trouble(self) -> str | None:
-        """There is none."""
-        return None
-
-    async def check(self) -> None:
-        """There is nothing to see."""
-
-    async def close(self) -> None:
-        """Let go of the output files."""
-        await asyncio.to_thread(self.outputs.close)

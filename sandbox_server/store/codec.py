@@ -1,4 +1,8 @@
-"""Records as JSON documents and back. A document without a field that has a default is an older one, and reads as if it said the default."""
+"""Encodes records as JSON documents, and decodes them.
+
+A document that was written by an older version may lack fields that were added later. Such a field takes the default of its dataclass. Fields
+that this version does not have are ignored.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +21,21 @@ from sandbox_server.core.execution import Result
 from sandbox_server.core.types import Lease
 from sandbox_server.store.base import ClockRecord, KeyRecord, PoolRecord, Record, RecordedResult, SandboxRecord, SlotRecord
 
-#: What a record is called in the file.
+#: The record types by the names that the state file uses for them.
 KINDS: Mapping[str, type] = {"pool": PoolRecord, "sandbox": SandboxRecord, "slot": SlotRecord, "lease": Lease, "key": KeyRecord, "clock": ClockRecord}
 OUTPUTS = ("output", "stdout", "stderr")
 _RESULT_FIELDS = tuple(field.name for field in dataclasses.fields(Result) if field.name not in OUTPUTS)
 
-Name = tuple[str, str]
-"""The kind of a thing, and its key among its kind."""
+RecordId = tuple[str, str]
+"""Identifies the object that a record describes: the kind of the record, and a key that is unique among its kind."""
 
 
-def name_of(record: Record) -> Name:
-    """What the record is a record of."""
+def record_id(record: Record) -> RecordId:
+    """Return the id under which a record is stored.
+
+    Raises:
+        TypeError: the record is one that is not stored itself, such as a `Deletion`.
+    """
     if isinstance(record, SlotRecord):
         return "slot", f"{record.ref.sandbox_id}/{record.ref.slot_id}"
     if isinstance(record, Lease):
@@ -35,83 +43,97 @@ def name_of(record: Record) -> Name:
     if isinstance(record, SandboxRecord):
         return "sandbox", record.sandbox_id
     if isinstance(record, KeyRecord):
-        return name_of_key(record.tenant, record.key)
+        return request_key_record_id(record.tenant, record.key)
     if isinstance(record, PoolRecord):
         return "pool", record.pool_id.key
     if isinstance(record, ClockRecord):
         return "clock", ""
-    raise TypeError(f"{type(record).__name__} is not kept")
+    raise TypeError(f"{type(record).__name__} is not stored")
 
 
-def name_of_key(tenant: str, key: str) -> Name:
-    """The name of a tenant's request key."""
+def request_key_record_id(tenant: str, key: str) -> RecordId:
+    """Return the id under which the `KeyRecord` of a tenant's request key is stored."""
     return "key", json.dumps([tenant, key])
 
 
 def encode(value: Any) -> bytes:
-    """A record, or anything made of records and JSON values, as JSON."""
+    """Encode a record, or a value that consists of records and JSON values, as JSON."""
     try:
-        return orjson.dumps(value, default=_plain)
+        return orjson.dumps(value, default=_mapping_as_dict)
     except TypeError:
-        # Text that is no text (half of a surrogate pair out of a file name), or a number beyond 64 bits.
-        return json.dumps(_simple(value)).encode()
+        # orjson refuses lone surrogates, which occur in file names that are not UTF-8, and integers of more than 64 bits.
+        return json.dumps(_as_json_value(value)).encode()
 
 
-def _plain(value: Any) -> Any:
+def _mapping_as_dict(value: Any) -> Any:
     if isinstance(value, Mapping):
         return dict(value)
-    raise TypeError(f"{type(value).__name__} is no JSON value")
+    raise TypeError(f"{type(value).__name__} is not a JSON value")
 
 
-def _simple(value: Any) -> Any:
+def _as_json_value(value: Any) -> Any:
+    """Replace every part of a value that JSON cannot represent: lone surrogates by `?`, other objects by their text."""
     if isinstance(value, str):
         return value.encode(errors="replace").decode()
     if dataclasses.is_dataclass(value):
-        return {field.name: _simple(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {field.name: _as_json_value(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {_simple(str(key)): _simple(item) for key, item in value.items()}
+        return {_as_json_value(str(key)): _as_json_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_simple(item) for item in value]
+        return [_as_json_value(item) for item in value]
     return value if value is None or isinstance(value, bool | int | float) else str(value)
 
 
 def decode(kind: str, document: str) -> Any:
-    """The record of a document.
+    """Decode a document.
+
+    Args:
+        kind: the kind of the record, a key of `KINDS`.
+        document: the JSON text.
+
+    Returns:
+        The record, an instance of `KINDS[kind]`.
 
     Raises:
-        ValueError: it is not one.
+        ValueError: the document is not JSON, or not a record of this kind.
     """
     try:
         return _builder(KINDS[kind])(json.loads(document))
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"a record of kind {kind!r} makes no sense: {error}") from error
+        raise ValueError(f"a record of kind {kind!r} cannot be decoded: {error}") from error
 
 
 def encode_result(result: Result) -> tuple[Any, list[bytes | None]]:
-    """A result as a JSON value, and its outputs beside it."""
+    """Return a result as a JSON value without its outputs, and the outputs in the order of `OUTPUTS`."""
     return {name: getattr(result, name) for name in _RESULT_FIELDS}, [getattr(result, name) for name in OUTPUTS]
 
 
-def decode_verdict(identity: str, document: str, lengths: str, outputs: bytes) -> RecordedResult:
-    """The verdict of a row.
+def decode_result(identity: str, document: str, lengths: str, outputs: bytes) -> RecordedResult:
+    """Decode a row of the table of results.
+
+    Args:
+        identity: the identity of the call, in hexadecimal.
+        document: the result without its outputs, as JSON.
+        lengths: a JSON array with the length of each output in bytes, in the order of `OUTPUTS`; null for an output that the result lacks.
+        outputs: the outputs, one after the other.
 
     Raises:
-        ValueError: it is not one.
+        ValueError: the row cannot be decoded.
     """
     fields = json.loads(document)
-    at = 0
+    offset = 0
     for name, length in zip(OUTPUTS, json.loads(lengths), strict=True):
-        fields[name] = None if length is None else outputs[at : at + length]
-        at += length or 0
+        fields[name] = None if length is None else outputs[offset : offset + length]
+        offset += length or 0
     try:
         return RecordedResult(identity=bytes.fromhex(identity), result=_builder(Result)(fields))
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"a verdict makes no sense: {error}") from error
+        raise ValueError(f"a result cannot be decoded: {error}") from error
 
 
 @cache
 def _builder(hint: Any) -> Callable[[Any], Any]:
-    """What makes a value of this type out of JSON."""
+    """Return a function that converts a JSON value to a value of the type `hint`."""
     if dataclasses.is_dataclass(hint):
         return _dataclass_builder(hint)
     origin, args = typing.get_origin(hint), typing.get_args(hint)

@@ -1,83 +1,93 @@
-"""Outputs that are too large to wait in memory: one file each, as long as the record of its call, and as long as somebody sends it.
+"""Files for outputs that are too large to be kept in memory.
 
-The files are written, and deleted, by threads: a slow disk holds up whoever waits for an output, and nothing else.
+Each file holds the output of one call. It exists as long as the record of its call, and as long as a response is being sent from it.
+Files are written and deleted in threads, so that a slow disk delays only those who wait for an output.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
-import logging
 import os
 import secrets
 import tempfile
-import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 from sandbox_server.core.errors import StorageUnavailable
 from sandbox_server.core.execution import OutputFile
 from sandbox_server.core.threads import start_thread_pool
+from sandbox_server.store.file_deleter import FileDeleter
 
-log = logging.getLogger(__name__)
-
-FREE_BYTES = 1 << 30
-FREE_SHARE = 0.05
-"""So much of the disk is left free, of a small disk this share: the state file needs room."""
-WRITTEN_AT_ONCE_BYTES = 256 << 10
-THREADS = 2
+WRITE_SIZE_BYTES = 256 << 10
+THREAD_COUNT = 2
 SEPARATOR = "~"
-"""In the name of a file, between the lease and what makes the name unique."""
+"""Stands in a file name between the id of the lease and the part that makes the name unique."""
 
 
 class WrongSize(Exception):
-    """There was more, or less, of an output than was said."""
+    """An output has more or fewer bytes than was announced."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FreeSpace:
+    """How much of the disk output files leave free, because the state file needs room too: the smaller of the two.
+
+    Attributes:
+        free_bytes: so many bytes.
+        free_share: this share of the disk, from 0 to 1.
+    """
+
+    free_bytes: int = 1 << 30
+    free_share: float = 0.05
 
 
 class OutputFiles:
-    """The files of one service. What an earlier life has left is there until its lease is forgotten.
+    """The output files of one service. The files that an earlier process left are kept until their leases are deleted.
 
     Args:
-        folder: where they are; made with the first file. None: a temporary folder, gone when the store is closed.
+        folder: the folder of the files; it is created with the first file. None: a temporary folder, which `close` deletes.
+        leave_free: how much of the disk is left free.
     """
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, folder: Path | None, leave_free: FreeSpace | None = None) -> None:
         self._folder = folder
-        self._paths: dict[str, set[str]] = {}
-        self._live: weakref.WeakValueDictionary[str, OutputFile] = weakref.WeakValueDictionary()
-        self._threads = start_thread_pool(THREADS, "output-files")
-        self._deleter = _Deleter()
+        self._leave_free = leave_free or FreeSpace()
+        self._paths_by_lease: dict[str, set[str]] = {}
+        self._files_in_use: weakref.WeakValueDictionary[str, OutputFile] = weakref.WeakValueDictionary()
+        self._threads = start_thread_pool(THREAD_COUNT, "output-files")
+        self._deleter = FileDeleter()
         self._temporary: tempfile.TemporaryDirectory[str] | None = None
         if folder is not None and folder.is_dir():
             for entry in os.scandir(folder):
-                self._paths.setdefault(entry.name.partition(SEPARATOR)[0], set()).add(entry.path)
+                self._paths_by_lease.setdefault(_lease_id_of(entry.name), set()).add(entry.path)
 
-    def leases(self) -> list[str]:
-        """The leases that have files."""
-        return list(self._paths)
+    def lease_ids(self) -> list[str]:
+        """Return the ids of the leases that have files."""
+        return list(self._paths_by_lease)
 
     async def write(self, lease_id: str, chunks: AsyncIterator[bytes], size_bytes: int, stdout_bytes: int | None = None) -> OutputFile:
-        """Put an output into a file.
+        """Write an output to a new file.
 
         Args:
-            lease_id: under which lease its call ran.
+            lease_id: the lease that the call ran under.
             chunks: the output.
-            size_bytes: how much it is.
-            stdout_bytes: how much of it is standard output, where standard error follows.
+            size_bytes: the size of the output.
+            stdout_bytes: where the output holds standard output and then standard error: the size of standard output. None otherwise.
 
         Raises:
-            StorageUnavailable: the disk has no room for it, or cannot be written.
-            WrongSize: it was not of that size.
+            StorageUnavailable: the disk does not have enough room, or cannot be written.
+            WrongSize: `chunks` yielded more or fewer bytes than `size_bytes`.
         """
-        path = os.path.join(self._made_folder(), f"{lease_id}{SEPARATOR}{secrets.token_hex(8)}")
+        path = os.path.join(self._ensure_folder(), f"{lease_id}{SEPARATOR}{secrets.token_hex(8)}")
         file = OutputFile(path=path, size_bytes=size_bytes, stdout_bytes=stdout_bytes)
-        self._paths.setdefault(lease_id, set()).add(path)
-        self._live[path] = file
+        self._paths_by_lease.setdefault(lease_id, set()).add(path)
+        self._files_in_use[path] = file
         try:
-            await self._fill(path, chunks, size_bytes)
+            await self._write_chunks(path, chunks, size_bytes)
         except BaseException as error:
             self.delete_when_unused(file)
             if isinstance(error, OSError):
@@ -85,25 +95,34 @@ class OutputFiles:
             raise
         return file
 
-    async def _fill(self, path: str, chunks: AsyncIterator[bytes], size_bytes: int) -> None:
-        fd = await self._in_thread(_create, path, size_bytes)
+    async def _write_chunks(self, path: str, chunks: AsyncIterator[bytes], size_bytes: int) -> None:
+        fd = await self._run_in_thread(_create_file, path, size_bytes, self._leave_free)
         try:
-            written, waiting = 0, bytearray()
+            written_bytes, buffer = 0, bytearray()
             async for chunk in chunks:
-                waiting += chunk
-                if written + len(waiting) > size_bytes:
+                buffer += chunk
+                if written_bytes + len(buffer) > size_bytes:
                     break
-                if len(waiting) >= WRITTEN_AT_ONCE_BYTES:
-                    written += await self._in_thread(_write, fd, bytes(waiting))
-                    waiting.clear()
-            if written + len(waiting) != size_bytes:
-                raise WrongSize(f"an output of {size_bytes} bytes came as {written + len(waiting)}")
-            await self._in_thread(_write, fd, bytes(waiting))
+                if len(buffer) >= WRITE_SIZE_BYTES:
+                    written_bytes += await self._run_in_thread(_write_all, fd, bytes(buffer))
+                    buffer.clear()
+            if written_bytes + len(buffer) != size_bytes:
+                raise WrongSize(f"an output of {size_bytes} bytes came as {written_bytes + len(buffer)}")
+            await self._run_in_thread(_write_all, fd, bytes(buffer))
         finally:
-            await asyncio.shield(self._in_thread(os.close, fd))
+            await asyncio.shield(self._run_in_thread(os.close, fd))
 
     async def write_bytes(self, lease_id: str, parts: Iterable[bytes], stdout_bytes: int | None = None) -> OutputFile:
-        """Put an output that is in memory into a file. Raises as `write` does."""
+        """Write an output that is in memory to a new file.
+
+        Args:
+            lease_id: the lease that the call ran under.
+            parts: the output, in parts.
+            stdout_bytes: as in `write`.
+
+        Raises:
+            StorageUnavailable: the disk does not have enough room, or cannot be written.
+        """
         content = list(parts)
 
         async def chunks() -> AsyncIterator[bytes]:
@@ -112,45 +131,45 @@ class OutputFiles:
 
         return await self.write(lease_id, chunks(), sum(map(len, content)), stdout_bytes)
 
-    def known(self, file: OutputFile) -> OutputFile:
-        """The file that a record tells of, wherever the folder was when that was written."""
-        path = os.path.join(self._made_folder(), os.path.basename(file.path))
-        live = self._live.get(path)
-        if live is None:
-            live = self._live[path] = OutputFile(path=path, size_bytes=file.size_bytes, stdout_bytes=file.stdout_bytes)
-        return live
+    def locate(self, file: OutputFile) -> OutputFile:
+        """Return the file that a record names, at its path in the current folder: the state folder may have been moved since it was recorded."""
+        path = os.path.join(self._ensure_folder(), os.path.basename(file.path))
+        in_use = self._files_in_use.get(path)
+        if in_use is None:
+            in_use = self._files_in_use[path] = OutputFile(path=path, size_bytes=file.size_bytes, stdout_bytes=file.stdout_bytes)
+        return in_use
 
-    def forget(self, lease_id: str) -> None:
-        """Delete the files of a lease whose records are forgotten; those that are being sent, when they have been."""
-        for path in self._paths.pop(lease_id, ()):
-            file = self._live.get(path)
+    def delete_files(self, lease_id: str) -> None:
+        """Delete the files of a lease. A file that a response is being sent from is deleted after that."""
+        for path in self._paths_by_lease.pop(lease_id, ()):
+            file = self._files_in_use.get(path)
             if file is None:
                 self._deleter.delete(path)
             else:
                 weakref.finalize(file, self._deleter.delete, path)
 
     def delete_when_unused(self, file: OutputFile) -> None:
-        """Delete a file that no record tells of, once nobody sends it any more."""
-        lease_id = os.path.basename(file.path).partition(SEPARATOR)[0]
-        paths = self._paths.get(lease_id, set())
+        """Delete a file that no record names, as soon as nothing refers to `file` any more."""
+        lease_id = _lease_id_of(os.path.basename(file.path))
+        paths = self._paths_by_lease.get(lease_id, set())
         if file.path in paths:
             paths.discard(file.path)
             if not paths:
-                del self._paths[lease_id]
+                del self._paths_by_lease[lease_id]
             weakref.finalize(file, self._deleter.delete, file.path)
 
-    def _made_folder(self) -> str:
+    def _ensure_folder(self) -> str:
         if self._folder is None:
             self._temporary = tempfile.TemporaryDirectory(prefix="sandbox-outputs-")
             self._folder = Path(self._temporary.name)
         self._folder.mkdir(mode=0o700, exist_ok=True)
         return str(self._folder)
 
-    def _in_thread(self, work: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
-        return asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
+    def _run_in_thread(self, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+        return asyncio.get_running_loop().run_in_executor(self._threads, function, *args)
 
     def close(self) -> None:
-        """End the threads, and delete a temporary folder. Files that are not in use any more have been deleted when this returns."""
+        """End the threads, and delete the folder if it is temporary. Unused files have been deleted when this returns."""
         self._threads.shutdown(wait=True)
         self._deleter.close()
         if self._temporary is not None:
@@ -158,60 +177,20 @@ class OutputFiles:
             self._temporary, self._folder = None, None
 
 
-def _create(path: str, size_bytes: int) -> int:
+def _lease_id_of(file_name: str) -> str:
+    return file_name.partition(SEPARATOR)[0]
+
+
+def _create_file(path: str, size_bytes: int, leave_free: FreeSpace) -> int:
     disk = os.statvfs(os.path.dirname(path))
-    left_free = min(FREE_BYTES, int(disk.f_blocks * disk.f_frsize * FREE_SHARE))
-    if disk.f_bavail * disk.f_frsize - size_bytes < left_free:
+    left_free_bytes = min(leave_free.free_bytes, int(disk.f_blocks * disk.f_frsize * leave_free.free_share))
+    if disk.f_bavail * disk.f_frsize - size_bytes < left_free_bytes:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
 
-def _write(fd: int, content: bytes) -> int:
-    done = 0
-    while done < len(content):
-        done += os.write(fd, memoryview(content)[done:])
-    return done
-
-
-class _Deleter:
-    """Deletes files in a thread of its own.
-
-    The garbage collector calls `delete`, at any moment: also in the middle of a call of `ThreadPoolExecutor.submit`, whose lock is not reentrant. So
-    nothing but a `SimpleQueue` lies between, whose `put` is documented to be safe there.
-    """
-
-    def __init__(self) -> None:
-        self._paths: SimpleQueue[str | None] = SimpleQueue()
-        self._closed = False
-        # Started at once: later there may be no room for another thread, where a slot's processes take all that their user may have.
-        self._thread = threading.Thread(target=self._run, name="output-deleter", daemon=True)
-        self._thread.start()
-
-    def delete(self, path: str) -> None:
-        """Delete a file soon; at once where the thread has ended."""
-        if self._closed:
-            _delete(path)
-        else:
-            self._paths.put(path)
-
-    def close(self) -> None:
-        """Delete what is left to delete, and end the thread."""
-        self._closed = True
-        self._paths.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        while True:
-            path = self._paths.get()
-            if path is None:
-                return
-            _delete(path)
-
-
-def _delete(path: str) -> None:
-    try:
-        os.unlink(path)
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        log.warning("the output file %s could not be deleted: %s", path, error)
+def _write_all(fd: int, content: bytes) -> int:
+    written_bytes = 0
+    while written_bytes < len(content):
+        written_bytes += os.write(fd, memoryview(content)[written_bytes:])
+    return written_bytes

@@ -1,8 +1,9 @@
-"""The time that records are written in: one that no jump of the wall clock moves, and that goes on over restarts of the service.
+"""Record time: the time in which records are stored. Jumps of the wall clock do not affect it, and it continues across restarts of the service.
 
-Linux counts CLOCK_MONOTONIC from the start of the machine, the same for every process (clock_gettime(2)), and names each start of the machine
-(`boot_id`, random(4)). So record time is that count plus an offset, which is on record beside the rest: it is the wall clock of the service's
-first start since the machine's. On a machine that has started since, the wall clock is all there is to go by.
+On Linux, CLOCK_MONOTONIC counts from the start of the machine and is the same for every process (clock_gettime(2)). The kernel gives each start
+of the machine an id (`boot_id`, random(4)). Record time is CLOCK_MONOTONIC plus an offset. The offset is chosen when the service runs for the
+first time after a start of the machine, such that record time equals the wall clock at that moment, and it is stored together with the `boot_id`.
+After the machine has started again, CLOCK_MONOTONIC has begun anew and only the wall clock remains: a new offset is chosen.
 """
 
 from __future__ import annotations
@@ -16,85 +17,87 @@ from sandbox_server.core.types import Lease
 from sandbox_server.store.base import ClockRecord, KeyRecord, Record, SandboxRecord, State
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-#: The clocks may drift apart by so much, in seconds, before it counts as a jump.
-DRIFT_S = 0.5
+#: A difference between the wall clock and record time up to this many seconds counts as drift, not as a jump.
+MAX_DRIFT_S = 0.5
 
 
 def boot_id() -> str:
-    """What this start of the machine is called; empty where nothing says it."""
+    """Return the kernel's id of this start of the machine; an empty string if it cannot be read."""
     with suppress(OSError):
         return BOOT_ID.read_text(encoding="ascii").strip()
     return ""
 
 
 class RecordTime:
-    """Turns times of the wall clock into record time and back.
+    """Converts the times in records between the wall clock and record time.
 
     Args:
-        clock: this machine's.
-        boot: this start of the machine; empty: unknown, so that nothing of an earlier life is believed to be of the same.
-        known: the offset on record.
+        clock: the clock of this machine.
+        boot: the id of this start of the machine; empty if it is unknown, in which case a stored offset is not used.
+        stored: the offset that is stored; None if there is none.
     """
 
-    def __init__(self, clock: Clock, boot: str, known: ClockRecord | None) -> None:
+    def __init__(self, clock: Clock, boot: str, stored: ClockRecord | None) -> None:
         self._clock = clock
-        goes_on = known is not None and boot != "" and known.boot_id == boot
-        self.record = known if known is not None and goes_on else ClockRecord(boot_id=boot, offset_s=clock.wall() - clock.monotonic())
+        if stored is not None and boot and stored.boot_id == boot:
+            self.record = stored
+        else:
+            self.record = ClockRecord(boot_id=boot, offset_s=clock.wall() - clock.monotonic())
 
     def jumped_s(self) -> float:
-        """By how much the wall clock is ahead of record time."""
+        """Return by how many seconds the wall clock is ahead of record time; 0 for a difference of at most `MAX_DRIFT_S`."""
         by_s = self._clock.wall() - self._clock.monotonic() - self.record.offset_s
-        return by_s if abs(by_s) > DRIFT_S else 0.0
+        return by_s if abs(by_s) > MAX_DRIFT_S else 0.0
 
     def to_record(self, record: Record) -> Record:
-        """What is to be written for a record whose times are the wall clock's."""
+        """Convert a record from wall-clock time to record time, for writing."""
         by_s = self.jumped_s()
-        return moved(record, -by_s) if by_s else record
+        return shift_times(record, -by_s) if by_s else record
 
     def from_record(self, state: State) -> State:
-        """What was written, with the times that the wall clock would have shown if it had always stood where it stands now."""
+        """Convert a stored state from record time to the time of the wall clock as it is set now."""
         by_s = self.jumped_s()
         if not by_s:
             return state
         return replace(
             state,
-            sandboxes=tuple(_moved_sandbox(record, by_s) for record in state.sandboxes),
-            leases=tuple(_moved_lease(lease, by_s) for lease in state.leases),
-            keys=tuple(_moved_key(record, by_s) for record in state.keys),
+            sandboxes=tuple(_shift_sandbox(record, by_s) for record in state.sandboxes),
+            leases=tuple(_shift_lease(lease, by_s) for lease in state.leases),
+            keys=tuple(_shift_key(record, by_s) for record in state.keys),
         )
 
     def lease_from_record(self, lease: Lease) -> Lease:
-        """The same for one lease."""
+        """Convert a stored lease from record time to the time of the wall clock as it is set now."""
         by_s = self.jumped_s()
-        return _moved_lease(lease, by_s) if by_s else lease
+        return _shift_lease(lease, by_s) if by_s else lease
 
 
-def moved(record: Record, by_s: float) -> Record:
-    """The record with its times so many seconds later."""
+def shift_times(record: Record, by_s: float) -> Record:
+    """Return the record with all its times moved by a number of seconds; a record without times is returned as it is."""
     if isinstance(record, Lease):
-        return _moved_lease(record, by_s)
+        return _shift_lease(record, by_s)
     if isinstance(record, SandboxRecord):
-        return _moved_sandbox(record, by_s)
-    return _moved_key(record, by_s) if isinstance(record, KeyRecord) else record
+        return _shift_sandbox(record, by_s)
+    return _shift_key(record, by_s) if isinstance(record, KeyRecord) else record
 
 
-def _moved_lease(lease: Lease, by_s: float) -> Lease:
+def _shift_lease(lease: Lease, by_s: float) -> Lease:
     return replace(
         lease,
         acquired_at=lease.acquired_at + by_s,
         expires_at=lease.expires_at + by_s,
-        ended_at=_later(lease.ended_at, by_s),
-        sandbox_ends_at=_later(lease.sandbox_ends_at, by_s),
+        ended_at=_shift_time(lease.ended_at, by_s),
+        sandbox_ends_at=_shift_time(lease.sandbox_ends_at, by_s),
     )
 
 
-def _moved_sandbox(record: SandboxRecord, by_s: float) -> SandboxRecord:
-    return replace(record, created_at=record.created_at + by_s, ready_at=_later(record.ready_at, by_s))
+def _shift_sandbox(record: SandboxRecord, by_s: float) -> SandboxRecord:
+    return replace(record, created_at=record.created_at + by_s, ready_at=_shift_time(record.ready_at, by_s))
 
 
-def _moved_key(record: KeyRecord, by_s: float) -> KeyRecord:
+def _shift_key(record: KeyRecord, by_s: float) -> KeyRecord:
     return replace(record, granted_at=record.granted_at + by_s)
 
 
-def _later(when: float | None, by_s: float) -> float | None:
+def _shift_time(when: float | None, by_s: float) -> float | None:
     return None if when is None else when + by_s

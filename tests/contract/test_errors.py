@@ -14,7 +14,7 @@ from sandbox_server.api.limits import Limits
 from sandbox_server.api.problems import STATUS_OF
 from sandbox_server.backends.base import CreateFailed
 from sandbox_server.core.errors import StorageUnavailable
-from sandbox_server.store.base import MemoryStore
+from sandbox_server.store.memory import MemoryStore
 from tests.contract.contract import CONTRACT
 from tests.support.harness import BOB, POOL, Harness, bash, bearer, open_harness
 

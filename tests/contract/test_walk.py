@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from sandbox_server.core.execution import FAULTS_OF, NOT_RECORDED
-from sandbox_server.telemetry import FIGURES, TOOLS
+from sandbox_server.telemetry import METRICS, TOOLS
 from tests.contract.contract import BUILT, CONTRACT, WAITING, members, named
 from tests.support.harness import Harness, bash
 
@@ -233,7 +233,7 @@ async def _metrics(harness: Harness) -> httpx.Response:
     await _batch(harness)
     answer = await harness.http.get("/metrics")
     told = {line.split()[2] for line in answer.text.splitlines() if line.startswith("# TYPE")}
-    assert told == set(CONTRACT["figures"]) == set(FIGURES)
+    assert told == set(CONTRACT["figures"]) == set(METRICS)
     assert 'sandbox_slots{pool="default",state="leased"} 1.0' in answer.text
     assert 'sandbox_exec_total{fault="none",pool="default",reason="exit",tool="bash"} 1.0' in answer.text
     return answer

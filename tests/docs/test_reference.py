@@ -29,10 +29,10 @@ from sandbox_server.api.limits import LIMITS, Limits, most_of, text_of
 from sandbox_server.api.problems import STATUS_OF
 from sandbox_server.api.routes.pending import PENDING
 from sandbox_server.core.execution import FAULTS_OF
-from sandbox_server.core.lifecycle import SANDBOX_MOVES, SLOT_MOVES
+from sandbox_server.core.lifecycle import SANDBOX_TRANSITIONS, SLOT_TRANSITIONS
 from sandbox_server.core.types import SandboxState
 from sandbox_server.settings import CLIENTS_OWN, PREFIX, EnvironmentModel, NomadModel, SettingsFile, TenantModel
-from sandbox_server.telemetry import FIGURES
+from sandbox_server.telemetry import METRICS
 from tests.support import tables
 from tests.support.users import ROOT
 
@@ -128,7 +128,7 @@ def test_what_only_admins_set_in_a_pool_spec_is_said() -> None:
     assert {f"`{path}`" for path in ADMINS_ONLY} <= set(re.findall(r"`[^`]+`", page("settings.md").partition("Only admins set ")[2]))
 
 
-@pytest.mark.parametrize(("table", "moves"), [("slot moves", SLOT_MOVES), ("sandbox moves", SANDBOX_MOVES)], ids=["slot", "sandbox"])
+@pytest.mark.parametrize(("table", "moves"), [("slot moves", SLOT_TRANSITIONS), ("sandbox moves", SANDBOX_TRANSITIONS)], ids=["slot", "sandbox"])
 def test_every_move_of_slots_and_sandboxes(table: str, moves: Any) -> None:
     assert sorted((start, end) for start, _, end in rows("concepts.md", table)) == sorted((str(start), str(end)) for (start, _), end in moves.items())
 
@@ -149,7 +149,7 @@ def test_every_route() -> None:
 
 def test_every_figure_with_its_labels() -> None:
     assert {(name, labels) for name, labels, _ in rows("operations.md", "figures")} == {
-        (name, ", ".join(figure.labels) or "–") for name, figure in FIGURES.items()
+        (name, ", ".join(figure.labels) or "–") for name, figure in METRICS.items()
     }
 
 

@@ -17,7 +17,8 @@ from sandbox_server.pool.leasing.claims import CLAIM_AFTER_S
 from sandbox_server.pool.leasing.lease_book import LeaseBook
 from sandbox_server.pool.leasing.serving_order import KEEPING_S
 from sandbox_server.pool.leasing.wait_queue import Waiter
-from sandbox_server.store.base import MemoryStore, SandboxRecord
+from sandbox_server.store.base import SandboxRecord
+from sandbox_server.store.memory import MemoryStore
 from sandbox_server.testing import FakeClock
 from tests.properties.claim_model import ClaimModel
 
@@ -99,7 +100,7 @@ class BookMachine(RuleBasedStateMachine):
             usable = self.book.table.usable()
             self.claims.look(self.waiting, leased, self._has)
             self.claims.begin_assigning(self._has)
-            served = self.book.assign()
+            served = self.book.assign_slots()
             for number, waiter in enumerate(served):
                 self._check_turn(waiter, leased, usable, still_waiting=[other for other in self.waiting if other not in served[: number + 1]])
                 self.claims.granted(waiter)
@@ -175,13 +176,13 @@ class BookMachine(RuleBasedStateMachine):
     def release(self, data: st.DataObject, keep: bool, clean: bool) -> None:
         """Some leases end, and most of their slots are reset before anything else happens."""
         for lease_id in data.draw(st.lists(st.sampled_from(sorted(self.held)), unique=True, min_size=1)):
-            lease = self.book.release(lease_id, keep=keep)
+            lease = self.book.release_lease(lease_id, keep=keep)
             assert lease.state is LeaseState.RELEASED
             del self.held[lease_id]
             slot = self.book.table.get(lease.slot)
             assert slot is not None
             if clean:
-                assert self.book.cleaned(slot.ref, slot.epoch)
+                assert self.book.mark_clean(slot.ref, slot.epoch)
             self._assign()
 
     @precondition(lambda self: self._resetting())
@@ -192,12 +193,12 @@ class BookMachine(RuleBasedStateMachine):
             slot = self.book.table.get(ref)
             assert slot is not None
             if how == "late":
-                assert not self.book.cleaned(ref, slot.epoch - 1), "a reset of an older epoch counted"
+                assert not self.book.mark_clean(ref, slot.epoch - 1), "a reset of an older epoch counted"
             elif how == "dirty" and len(self.dirty) < 2:
-                self.book.dirty(ref, "not proven")
+                self.book.quarantine_slot(ref, "not proven")
                 self.dirty.add(ref)
             else:
-                assert self.book.cleaned(ref, slot.epoch)
+                assert self.book.mark_clean(ref, slot.epoch)
         self._assign()
 
     def _resetting(self) -> list[SlotRef]:
@@ -210,7 +211,7 @@ class BookMachine(RuleBasedStateMachine):
         busy = self.held[lease_id]
         if what == "renew":
             before = busy.lease.expires_at
-            busy.lease = self.book.renew(lease_id, ttl)
+            busy.lease = self.book.renew_lease(lease_id, ttl)
             busy.deadline = max(busy.deadline, self.clock.monotonic() + ttl)
             assert busy.lease.expires_at >= before - 1e-6, "a renewal shortened a lease"
         elif what == "start":
@@ -224,16 +225,16 @@ class BookMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from((0.5, 4.0, 6.0, 30.0, 61.0, 200.0)))
     def time_passes(self, seconds: float) -> None:
         self.clock.pass_time(seconds)
-        expired = {lease.lease_id for lease in self.book.expire()}
+        expired = {lease.lease_id for lease in self.book.expire_leases()}
         due = {lease_id for lease_id, busy in self.held.items() if busy.ends <= self.clock.monotonic()}
         assert expired == due, "a lease ended early, or late"
         for lease_id in expired:
             del self.held[lease_id]
-        late = self.book.overdue()
+        late = self.book.overdue_waiters()
         assert set(map(id, late)) == {id(waiter) for waiter in self.waiting if waiter.deadline <= self.clock.monotonic()}
         for waiter in late:
             self.waiting.remove(waiter)
-            self.book.abandon(waiter)
+            self.book.remove_waiter(waiter)
             self.claims.changed(self.waiting)
         for slot in self.book.table:
             assert slot.state is not SlotState.KEPT or slot.since + 60 > self.clock.monotonic(), "kept for more than a minute"
@@ -256,7 +257,7 @@ class BookMachine(RuleBasedStateMachine):
         if self.waiting:
             waiter = data.draw(st.sampled_from(self.waiting))
             self.waiting.remove(waiter)
-            self.book.abandon(waiter)
+            self.book.remove_waiter(waiter)
 
     def _undo(self, data: st.DataObject) -> None:
         """The narrowing of a grant failed: it is given back, and the waiter waits again at its old place."""
@@ -267,16 +268,16 @@ class BookMachine(RuleBasedStateMachine):
         if waiter in self.waiting:
             return
         for lease in waiter.leases:
-            self.book.release(lease.lease_id)
+            self.book.release_lease(lease.lease_id)
             del self.held[lease.lease_id]
-        self.book.requeue(waiter)
+        self.book.requeue_waiter(waiter)
         self.waiting.append(waiter)
 
     def _init(self, data: st.DataObject) -> None:
         """The init of a held slot dies."""
         if self.held:
             lease_id = data.draw(st.sampled_from(sorted(self.held)))
-            lease = self.book.broken(self.held.pop(lease_id).lease.slot, "killed", {})
+            lease = self.book.reset_broken_slot(self.held.pop(lease_id).lease.slot, "killed", {})
             assert lease is not None
             assert (lease.lease_id, lease.state) == (lease_id, LeaseState.SANDBOX_LOST)
 
@@ -290,19 +291,19 @@ class BookMachine(RuleBasedStateMachine):
         self.book.add_sandbox(sandbox_id)
         for number in range(count):
             ref = SlotRef(sandbox_id=sandbox_id, slot_id=str(number))
-            self.book.slot_seen(ref, 1, "/workspace", "bwrap")
+            self.book.observe_slot(ref, 1, "/workspace", "bwrap")
             self.known_slots.add(ref)
             if clean:
-                assert self.book.cleaned(ref, 1)
+                assert self.book.mark_clean(ref, 1)
 
     def _open(self, data: st.DataObject) -> None:
         for sandbox_id in self.book.table.slots_by_sandbox:
-            self.book.table.open(sandbox_id)
+            self.book.table.uncordon_sandbox(sandbox_id)
 
     def _close(self, data: st.DataObject) -> None:
         """A sandbox drains, or cannot be reached."""
         if self.book.table.slots_by_sandbox:
-            self.book.table.close(data.draw(st.sampled_from(sorted(self.book.table.slots_by_sandbox))))
+            self.book.table.cordon_sandbox(data.draw(st.sampled_from(sorted(self.book.table.slots_by_sandbox))))
 
     def _lose(self, data: st.DataObject) -> None:
         """A sandbox dies."""
@@ -347,12 +348,12 @@ class BookMachine(RuleBasedStateMachine):
         slots = list(table)
         assert {slot.ref for slot in slots} == self.known_slots, "a slot was lost"
         assert Counter(slot.state for slot in slots) == +table.counts
-        assert table.free == sum(1 for slot in slots if slot.state is SlotState.READY and table.slots_by_sandbox[slot.ref.sandbox_id].open)
+        assert table.free_count == sum(1 for slot in slots if slot.state is SlotState.READY and table.slots_by_sandbox[slot.ref.sandbox_id].open)
         assert {slot.lease_id for slot in slots if slot.state is SlotState.LEASED} == set(self.book.held) == set(self.held)
         assert all(slot.lease_id is None for slot in slots if slot.state is not SlotState.LEASED)
         assert {slot.ref for slot in slots if slot.state is SlotState.QUARANTINED} == self.dirty & self.known_slots
         assert +self.book.leased_by == Counter(busy.lease.tenant for busy in self.held.values())
-        assert self.book.line.slots_wanted == sum(waiter.request.count for waiter in self.waiting)
+        assert self.book.queue.slots_wanted == sum(waiter.request.count for waiter in self.waiting)
 
     @invariant()
     def nobody_waits_for_what_is_free(self) -> None:

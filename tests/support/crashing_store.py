@@ -5,7 +5,8 @@ from __future__ import annotations
 from sandbox_server.core.errors import StorageUnavailable
 from sandbox_server.core.execution import Result
 from sandbox_server.core.types import Lease
-from sandbox_server.store.base import MemoryStore, Record, RecordedResult, State
+from sandbox_server.store.base import Record, RecordedResult, State
+from sandbox_server.store.memory import MemoryStore
 from sandbox_server.store.output_files import OutputFiles
 
 
@@ -61,7 +62,7 @@ class CrashingStore:
         for records in (self.disk.pools, self.disk.sandboxes, self.disk.slots, self.disk.leases, self.disk.keys):
             for record in records.values():
                 self.live.put(record)
-        self.live.result_store = {lease_id: dict(calls) for lease_id, calls in self.disk.result_store.items()}
+        self.live.results = {lease_id: dict(calls) for lease_id, calls in self.disk.results.items()}
 
     def load(self) -> State:
         """What is on the disk."""
@@ -76,20 +77,20 @@ class CrashingStore:
         self.live.record_result(lease_id, call_id, identity, result)
         self._pending.append((lease_id, call_id, identity, result))
 
-    def recorded_result(self, lease_id: str, call_id: str) -> RecordedResult | None:
+    def find_result(self, lease_id: str, call_id: str) -> RecordedResult | None:
         """What was recorded for this call."""
-        return self.live.recorded_result(lease_id, call_id)
+        return self.live.find_result(lease_id, call_id)
 
-    def verdict_count(self, lease_id: str) -> int:
+    def result_count(self, lease_id: str) -> int:
         """How many calls of this lease have a verdict."""
-        return self.live.verdict_count(lease_id)
+        return self.live.result_count(lease_id)
 
     @property
-    def trouble(self) -> str | None:
+    def problem(self) -> str | None:
         """Why it cannot be written, while it shall not be."""
         return None if self.failure is None else self.failure.detail
 
-    async def check(self) -> None:
+    async def check_storage(self) -> None:
         """There is nothing to see."""
 
     async def close(self) -> None:

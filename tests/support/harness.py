@@ -19,7 +19,8 @@ from sandbox_server.backends.registry import load_backend
 from sandbox_server.core.types import PoolSpec
 from sandbox_server.link import AgentLink, Endpoint
 from sandbox_server.settings import Settings
-from sandbox_server.store.base import MemoryStore, Store
+from sandbox_server.store.base import Store
+from sandbox_server.store.memory import MemoryStore
 from tests.support.scripted_agent import ScriptedAgent, ScriptedBackend
 
 ALICE = Tenant(name="alice", token="alices-token", admin=True)

@@ -17,7 +17,7 @@ from sandbox_server.api.service import PoolsSeam, service_of
 from sandbox_server.api.streams import PART_BYTES, Stream
 from sandbox_server.core.types import PoolId
 from sandbox_server.pool.access import ALL_TENANTS, SERVICE
-from sandbox_server.telemetry import FIGURES_TYPE
+from sandbox_server.telemetry import METRICS_CONTENT_TYPE
 
 router = APIRouter(route_class=RawRoute, tags=["service"])
 
@@ -41,7 +41,7 @@ def standing(pools: PoolsSeam) -> Iterator[tuple[str, Mapping[str, str], float]]
 async def metrics(request: Request) -> Response:
     """Every figure, in Prometheus' own text."""
     service = service_of(request)
-    return Response(service.telemetry.text(standing(service.pools)), headers={"content-type": FIGURES_TYPE})
+    return Response(service.telemetry.text(standing(service.pools)), headers={"content-type": METRICS_CONTENT_TYPE})
 
 
 @functools.cache

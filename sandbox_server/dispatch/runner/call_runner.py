@@ -188,7 +188,7 @@ class CallRunner:
     async def _deliver_recorded_results(self, location: SlotLocation | None, *, unsent_only: bool) -> None:
         """Deliver the results that are recorded. They need no permit, because nothing runs."""
         context = self._context
-        if not context.result_store.verdict_count(self._lease_id):
+        if not context.result_store.result_count(self._lease_id):
             return
         for queued in self._queue.queued_calls(unsent_only=unsent_only):
             try:
@@ -305,7 +305,7 @@ class CallRunner:
 
         That may be another file, where another request has fetched the same output meanwhile. A lease that has ended has no record.
         """
-        recorded_result = self._context.result_store.recorded_result(call.lease_id, call.call_id)
+        recorded_result = self._context.result_store.find_result(call.lease_id, call.call_id)
         recorded_file = recorded_result.result.output_file if recorded_result is not None else None
         if recorded_file is result.output_file:
             return result

@@ -70,7 +70,7 @@ class PipeTransport(asyncio.Transport):
             return ConnectionError(f"{type(met).__name__}: {met}")
         try:
             async with asyncio.timeout(ENDING_S):
-                said = await self._pipe.ending()
+                said = await self._pipe.wait_for_exit()
         except (TimeoutError, OSError) as error:
             return met or (None if isinstance(error, TimeoutError) else error)
         return ConnectionError(said) if said else met

@@ -97,13 +97,13 @@ class Fleet:
                 self.adopting.add(sandbox.sandbox_id)
                 self._book.add_sandbox(sandbox.sandbox_id)
                 # Nothing is handed out there before its agent has shown its slots.
-                self._book.table.close(sandbox.sandbox_id)
+                self._book.table.cordon_sandbox(sandbox.sandbox_id)
             self.sandboxes[sandbox.sandbox_id] = sandbox
 
     def begin(self) -> None:
         """Go and find those that were adopted. Calls may still run under their leases, so that these do not end before the agents have spoken."""
         for lease_id, held_lease in self._book.held.items():
-            held_lease.unsure = True
+            held_lease.calls_unknown = True
             self._not_quiet.setdefault(held_lease.lease.sandbox_id, set()).add(lease_id)
         for sandbox in list(self.sandboxes.values()):
             self._keep(sandbox)
@@ -121,7 +121,7 @@ class Fleet:
         sandbox.why = why
         sandbox.happen(SandboxEvent.DRAIN)
         if sandbox.sandbox_id in self._book.table.slots_by_sandbox:
-            self._book.table.close(sandbox.sandbox_id)
+            self._book.table.cordon_sandbox(sandbox.sandbox_id)
         self.sandbox_changed(sandbox)
         self._tell("draining", sandbox, detail=why, by=by)
         self._pool.work()
@@ -201,7 +201,7 @@ class Fleet:
         if sandbox.sandbox_id not in self._book.table.slots_by_sandbox:
             self._book.add_sandbox(sandbox.sandbox_id)
             if sandbox.state is not SandboxState.READY:
-                self._book.table.close(sandbox.sandbox_id)
+                self._book.table.cordon_sandbox(sandbox.sandbox_id)
         self._reset_again(sandbox)
         for lease_id in self._not_quiet.get(sandbox.sandbox_id, ()):
             if lease_id in self._book.held:
@@ -220,7 +220,7 @@ class Fleet:
 
     def sandbox_unreachable(self, sandbox: Sandbox) -> None:
         """The link is gone; whether the sandbox is, is being found out. Nothing is leased there meanwhile."""
-        self._book.table.close(sandbox.sandbox_id)
+        self._book.table.cordon_sandbox(sandbox.sandbox_id)
         sandbox.wake()
 
     def sandbox_failed(self, sandbox: Sandbox, error: Exception) -> None:
@@ -267,7 +267,7 @@ class Fleet:
             self._slot_seen(sandbox, seen)
         self.adopting.discard(sandbox.sandbox_id)
         if sandbox.state is SandboxState.READY and sandbox.reachable:
-            self._book.table.open(sandbox.sandbox_id)
+            self._book.table.uncordon_sandbox(sandbox.sandbox_id)
         self._pool.work()
 
     def _slot_seen(self, sandbox: Sandbox, seen: SlotReport) -> None:
@@ -275,16 +275,16 @@ class Fleet:
         if seen.ref.slot_id not in sandbox_slots.slots and len(sandbox_slots.slots) >= sandbox.spec.slots_per_sandbox:
             log.warning("an agent shows more slots than it was given", extra=sandbox.fields)
             return
-        slot = self._book.slot_seen(seen.ref, max(seen.epoch, 1), seen.workspace, seen.isolation or sandbox.isolation)
+        slot = self._book.observe_slot(seen.ref, max(seen.epoch, 1), seen.workspace, seen.isolation or sandbox.isolation)
         detail = seen.detail or f"its agent says that it is {seen.state}"
         if seen.state == "quarantined" or (seen.state == "broken" and slot.fresh):
             self.reset_done(seen.ref, slot.epoch, detail)
         elif seen.epoch > slot.epoch:
-            self._over(self._book.overtaken(seen.ref, seen.epoch))
+            self._over(self._book.accept_newer_epoch(seen.ref, seen.epoch))
         elif seen.state == "broken" and seen.epoch == slot.epoch:
-            self._over(self._book.broken(seen.ref, f"the slot's own init died: {detail}", seen.evidence))
+            self._over(self._book.reset_broken_slot(seen.ref, f"the slot's own init died: {detail}", seen.evidence))
         elif seen.state == "ready":
-            self._book.cleaned(seen.ref, seen.epoch)
+            self._book.mark_clean(seen.ref, seen.epoch)
 
     def reset_done(self, ref: SlotRef, epoch: int, problem: str | None) -> None:
         """A reset has ended, proven clean unless there is a problem."""
@@ -292,13 +292,13 @@ class Fleet:
         if slot is None or slot.epoch != epoch or slot.state is SlotState.QUARANTINED:
             return
         if problem is None:
-            self._book.cleaned(ref, epoch)
+            self._book.mark_clean(ref, epoch)
         else:
             self._dependencies.meter.count("sandbox_slot_dirty_total", **self._pool.pool_id.labels)
             where = {**self._pool.pool_id.fields, "sandbox_id": ref.sandbox_id, "slot_id": ref.name}
             log.warning("slot in quarantine: %s", problem, extra=where)
             self._dependencies.events.publish("slot.quarantined", admin_only=True, detail=problem, **where)
-            self._over(self._book.dirty(ref, problem))
+            self._over(self._book.quarantine_slot(ref, problem))
         self._pool.work()
 
     def _over(self, lease: Lease | None) -> None:
@@ -318,4 +318,4 @@ class Fleet:
         not_quiet = self._not_quiet.get(sandbox.sandbox_id)
         if not_quiet is not None and lease_id in not_quiet:
             not_quiet.discard(lease_id)
-            self._book.lease_index.sure(lease_id, self._dependencies.clock.monotonic() if ran else None)
+            self._book.lease_index.confirm_calls_ended(lease_id, self._dependencies.clock.monotonic() if ran else None)

@@ -52,7 +52,7 @@ class Sandbox:
         """Let something happen to it.
 
         Raises:
-            UnlistedMove: it cannot happen in this state.
+            IllegalTransition: it cannot happen in this state.
         """
         self.state = next_sandbox_state(self.state, event)
         self.wake()

@@ -13,7 +13,7 @@ from sandbox_server.pool.leasing.lease_book import LeaseBook
 def snapshot(spec: PoolSpec, sandboxes: Iterable[Sandbox], book: LeaseBook, retry_at: float, *, closing: bool) -> Snapshot:
     """What the plan must know of a pool."""
     seen = [_seen(sandbox, book, spec) for sandbox in sandboxes]
-    return Snapshot(spec=spec, sandboxes=seen, slots_wanted=book.line.slots_wanted, retry_at=retry_at, closing=closing)
+    return Snapshot(spec=spec, sandboxes=seen, slots_wanted=book.queue.slots_wanted, retry_at=retry_at, closing=closing)
 
 
 def capacity(spec: PoolSpec, sandboxes: Iterable[Sandbox], book: LeaseBook, *, can_grow: bool) -> int:
@@ -38,7 +38,7 @@ def claimant_view(book: LeaseBook, now: float) -> ClaimantView | None:
         return None
     request = claimant.request
     return ClaimantView(
-        tenant=request.tenant, run_id=request.run_id, count=request.count, held_slots=book.held_slots(), waited_s=round(now - claimant.arrived, 3)
+        tenant=request.tenant, run_id=request.run_id, count=request.count, held_slots=book.held_slot_count(), waited_s=round(now - claimant.arrived, 3)
     )
 
 

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from sandbox_server.core.clock import Clock, monotonic_at
 from sandbox_server.core.errors import LeaseLost, SandboxLost
 from sandbox_server.core.types import Lease, LeaseState
-from sandbox_server.store.base import Forgotten, Record
+from sandbox_server.store.base import Deletion, Record
 
 REMEMBERED_S = 3600.0
 MAX_REMEMBERED = 200_000
@@ -67,7 +67,7 @@ class EndedLeases:
         while self._order and (self._order[0][0] + REMEMBERED_S <= now or len(self._order) > MAX_REMEMBERED):
             lease_id = self._order.popleft()[1]
             self._leases.pop(lease_id, None)
-            self._record(Forgotten(lease_id=lease_id))
+            self._record(Deletion(lease_id=lease_id))
 
 
 def end_error(lease: Lease) -> LeaseLost:

@@ -19,20 +19,20 @@ STRETCH_S = 60.0
 class HeldLease:
     """The moving side of a held lease. `parked`: its expiry is not in the heap, because a call is running past it.
 
-    `unsure`: it was held by an earlier life of this service, and whether one of its calls still runs is being found out.
+    `calls_unknown`: it was held by an earlier life of this service, and whether one of its calls still runs is being found out.
     """
 
     lease: Lease
     deadline: float
     running: int = 0
-    unsure: bool = False
+    calls_unknown: bool = False
     quiet_since: float | None = None
     parked: bool = False
 
     @property
     def is_busy(self) -> bool:
         """Whether a call runs, as far as is known."""
-        return bool(self.running) or self.unsure
+        return bool(self.running) or self.calls_unknown
 
     @property
     def ends_at(self) -> float:
@@ -42,10 +42,10 @@ class HeldLease:
         return self.deadline if self.quiet_since is None else max(self.deadline, self.quiet_since + STRETCH_S)
 
 
-def shown(held_lease: HeldLease, clock: Clock) -> Lease:
+def lease_with_current_expiry(held_lease: HeldLease, clock: Clock) -> Lease:
     """The lease with the end that it has as things stand: a running call, and 60 s after it, hold it beyond its own."""
     lease, now = held_lease.lease, clock.monotonic()
-    ends_at = now + STRETCH_S if held_lease.running else now if held_lease.unsure else held_lease.ends_at
+    ends_at = now + STRETCH_S if held_lease.running else now if held_lease.calls_unknown else held_lease.ends_at
     return lease if ends_at <= held_lease.deadline else replace(lease, expires_at=wall_at(clock, ends_at))
 
 
@@ -96,11 +96,11 @@ class LeaseIndex:
             held_lease.quiet_since = now
             self._unpark(held_lease)
 
-    def sure(self, lease_id: str, ended: float | None) -> None:
+    def confirm_calls_ended(self, lease_id: str, ended: float | None) -> None:
         """No call of an earlier life runs any more. `ended`: when the last one did, monotonic; None where there was none."""
         held_lease = self.by_id.get(lease_id)
-        if held_lease is not None and held_lease.unsure:
-            held_lease.unsure = False
+        if held_lease is not None and held_lease.calls_unknown:
+            held_lease.calls_unknown = False
             held_lease.quiet_since = max((at for at in (held_lease.quiet_since, ended) if at is not None), default=None)
             self._unpark(held_lease)
 

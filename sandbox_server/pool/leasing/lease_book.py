@@ -62,13 +62,13 @@ class LeaseBook:
     ) -> None:
         self.spec = spec
         self.table = SlotTable(self._slot_changed)
-        self.line = WaitQueue()
+        self.queue = WaitQueue()
         self.lease_index = LeaseIndex()
         self.held = self.lease_index.by_id
         self.leased_by = self.lease_index.by_tenant
-        self.claims = Claims(self.line, clock, claim_after_s, admits, capacity, self.leased_by)
-        self.order = ServingOrder(self.table, self.line, self.claims, self.leased_by, clock, weight, admits)
-        self.ended = EndedLeases(record) if ended is None else ended
+        self.claims = Claims(self.queue, clock, claim_after_s, admits, capacity, self.leased_by)
+        self.order = ServingOrder(self.table, self.queue, self.claims, self.leased_by, clock, weight, admits)
+        self.ended_leases = EndedLeases(record) if ended is None else ended
         self.resets: list[ResetOrder] = []
         self._pool = pool
         self._clock = clock
@@ -81,14 +81,14 @@ class LeaseBook:
 
     def add_sandbox(self, sandbox_id: str) -> None:
         """A sandbox whose slots will be shown one by one."""
-        self.table.add_shelf(sandbox_id)
+        self.table.add_sandbox(sandbox_id)
 
     def remove_sandbox(self, sandbox_id: str, detail: str) -> list[Lease]:
         """A sandbox is over, and so are its leases. Returns them as they ended."""
-        lost = [slot.lease_id for slot in self.table.remove_shelf(sandbox_id) if slot.lease_id is not None]
+        lost = [slot.lease_id for slot in self.table.remove_sandbox(sandbox_id) if slot.lease_id is not None]
         return [self._end(self.held[lease_id], LeaseState.SANDBOX_LOST, detail) for lease_id in lost]
 
-    def slot_seen(self, ref: SlotRef, epoch: int, workspace: str, isolation: str) -> Slot:
+    def observe_slot(self, ref: SlotRef, epoch: int, workspace: str, isolation: str) -> Slot:
         """An agent shows a slot. A new one is not handed out before it is `cleaned`."""
         slot = self.table.get(ref)
         if slot is None:
@@ -98,7 +98,7 @@ class LeaseBook:
             slot.workspace, slot.isolation = workspace, isolation
         return slot
 
-    def cleaned(self, ref: SlotRef, epoch: int) -> bool:
+    def mark_clean(self, ref: SlotRef, epoch: int) -> bool:
         """An agent says that the slot's reset to this epoch is proven. Returns whether that was news."""
         slot = self.table.get(ref)
         if slot is None or slot.state is not SlotState.RESETTING or slot.epoch != epoch:
@@ -107,7 +107,7 @@ class LeaseBook:
         self.table.move(slot, SlotEvent.KEEP if slot.keep is not None else SlotEvent.CLEAN)
         return True
 
-    def dirty(self, ref: SlotRef, detail: str) -> Lease | None:
+    def quarantine_slot(self, ref: SlotRef, detail: str) -> Lease | None:
         """The slot cannot be proven clean, or the agent will not have it used. Returns the lease that this ended."""
         slot = self.table.get(ref)
         if slot is None or slot.state is SlotState.QUARANTINED:
@@ -119,7 +119,7 @@ class LeaseBook:
         self.table.move(slot, SlotEvent.DIRTY)
         return lease
 
-    def broken(self, ref: SlotRef, detail: str, evidence: Mapping[str, Any]) -> Lease | None:
+    def reset_broken_slot(self, ref: SlotRef, detail: str, evidence: Mapping[str, Any]) -> Lease | None:
         """The slot's init died, and `evidence` says what is known of why. It is reset, and its lease, returned here, has ended with it."""
         slot = self.table.get(ref)
         if slot is None or slot.state in (SlotState.QUARANTINED, SlotState.RESETTING):
@@ -128,7 +128,7 @@ class LeaseBook:
         self._reset(slot, SlotEvent.RECLAIM if lease is None else SlotEvent.RELEASE, keep=None)
         return lease
 
-    def overtaken(self, ref: SlotRef, epoch: int) -> Lease | None:
+    def accept_newer_epoch(self, ref: SlotRef, epoch: int) -> Lease | None:
         """Its agent is in a later epoch than any that is on record: whatever holds it has lost it. It is reset; the lease that this ended is returned."""
         slot = self.table.get(ref)
         if slot is None or slot.state is SlotState.QUARANTINED or epoch <= slot.epoch:
@@ -143,7 +143,7 @@ class LeaseBook:
             self._reset(slot, SlotEvent.RECLAIM if lease is None else SlotEvent.RELEASE, keep=None)
         return lease
 
-    def reclaim_free(self) -> list[ResetOrder]:
+    def reclaim_free_slots(self) -> list[ResetOrder]:
         """Take every free slot out of hand, for one reset to be asked of its agent by the caller; none while they are held for a claimant."""
         if self.claims.claimant is not None:
             return []
@@ -160,32 +160,32 @@ class LeaseBook:
     # Waiting and being served.
 
     def enqueue(self, request: AcquireRequest, wait_s: float) -> Waiter:
-        """Queue a request. `assign` may serve it at once."""
+        """Queue a request. `assign_slots` may serve it at once."""
         now = self._clock.monotonic()
         waiter = Waiter(request=request, seq=next(self._seq), arrived=now, deadline=now + wait_s, weight=self._weight(request.tenant))
-        self.line.add(waiter, now)
+        self.queue.add(waiter, now)
         return waiter
 
-    def requeue(self, waiter: Waiter) -> None:
+    def requeue_waiter(self, waiter: Waiter) -> None:
         """What it was granted came to nothing before it was told: it waits again, at its old place and to its old deadline, which is still to come."""
         waiter.leases = ()
-        self.line.add(waiter, self._clock.monotonic())
+        self.queue.add(waiter, self._clock.monotonic())
 
-    def abandon(self, waiter: Waiter) -> None:
+    def remove_waiter(self, waiter: Waiter) -> None:
         """It does not want to wait any more."""
         if waiter.waiting:
-            self.line.remove(waiter, self._clock.monotonic())
+            self.queue.remove(waiter, self._clock.monotonic())
 
-    def overdue(self) -> list[Waiter]:
+    def overdue_waiters(self) -> list[Waiter]:
         """Those who have waited as long as they would; they are still in the line."""
-        return self.line.overdue(self._clock.monotonic())
+        return self.queue.overdue(self._clock.monotonic())
 
-    def assign(self) -> list[Waiter]:
+    def assign_slots(self) -> list[Waiter]:
         """Choose the claimant, and serve whoever can be served now, in order. Returns them with their leases filled in."""
         served: list[Waiter] = []
         blocked: dict[str, Waiter] = {}
         self.claims.update()
-        while self.table.free or self.table.counts[SlotState.KEPT]:
+        while self.table.free_count or self.table.counts[SlotState.KEPT]:
             waiter = self.order.next(blocked)
             if waiter is None:
                 break
@@ -203,10 +203,10 @@ class LeaseBook:
             self._reclaim_for(blocked.values())
         return served
 
-    def held_slots(self) -> int:
+    def held_slot_count(self) -> int:
         """How many slots are held for the claimant."""
         claimant = self.claims.claimant
-        return 0 if claimant is None else self.table.free + len(self.order.kept_for(claimant.request))
+        return 0 if claimant is None else self.table.free_count + len(self.order.kept_for(claimant.request))
 
     def _reclaim_for(self, blocked: Collection[Waiter]) -> None:
         for slot in self.order.to_reclaim(blocked):
@@ -214,7 +214,7 @@ class LeaseBook:
 
     def _grant(self, waiter: Waiter) -> None:
         request = waiter.request
-        self.line.remove(waiter, self._clock.monotonic())
+        self.queue.remove(waiter, self._clock.monotonic())
         self.order.holder = (request.tenant, request.run_id)
         kept = self.order.kept_for(request)
         mono, wall = self._clock.monotonic(), self._clock.wall()
@@ -253,7 +253,7 @@ class LeaseBook:
 
     # Ending.
 
-    def release(self, lease_id: str, *, keep: bool = False, state: LeaseState = LeaseState.RELEASED, detail: str = "released") -> Lease:
+    def release_lease(self, lease_id: str, *, keep: bool = False, state: LeaseState = LeaseState.RELEASED, detail: str = "released") -> Lease:
         """End a held lease and have its slot reset. `keep`: for its run, if it has one, the files stay."""
         held_lease = self.held[lease_id]
         slot = self.table.get(held_lease.lease.slot)
@@ -263,33 +263,33 @@ class LeaseBook:
         self._reset(slot, SlotEvent.RELEASE, keep=(lease.tenant, lease.run_id) if keep and lease.run_id is not None else None)
         return lease
 
-    def reclaim_run(self, tenant: str, run_id: str) -> None:
+    def reclaim_kept_slots(self, tenant: str, run_id: str) -> None:
         """The run is over: nothing is kept for it any more."""
         for slot in self.table.kept_for((tenant, run_id)):
             self._reset(slot, SlotEvent.RECLAIM, keep=None)
 
-    def expire(self) -> list[Lease]:
+    def expire_leases(self) -> list[Lease]:
         """End what is past its time: leases, kept slots, the memory of ended leases. Returns the leases."""
         now = self._clock.monotonic()
         expired = [
-            self.release(due.lease.lease_id, state=LeaseState.EXPIRED, detail=f"expired: not renewed for its ttl_s of {due.lease.ttl_s:g} s")
+            self.release_lease(due.lease.lease_id, state=LeaseState.EXPIRED, detail=f"expired: not renewed for its ttl_s of {due.lease.ttl_s:g} s")
             for due in self.lease_index.take_due(now)
         ]
         for slot in list(itertools.takewhile(lambda slot: slot.since + KEPT_S <= now, self.table.kept())):
             self._reset(slot, SlotEvent.RECLAIM, keep=None)
-        self.ended.purge(now)
+        self.ended_leases.purge(now)
         return expired
 
     def next_due(self) -> float:
-        """When `expire`, `overdue` or `assign` may have something to do although nothing happens, monotonic."""
-        due = [self.lease_index.next_due(), self.line.next_overdue(), self.claims.next_due()]
+        """When `expire_leases`, `overdue_waiters` or `assign_slots` may have something to do although nothing happens, monotonic."""
+        due = [self.lease_index.next_due(), self.queue.next_overdue(), self.claims.next_due()]
         due.extend(slot.since + KEPT_S for slot in itertools.islice(self.table.kept(), 1))
         return min(due)
 
     def _end(self, held_lease: HeldLease, state: LeaseState, detail: str, evidence: Mapping[str, Any] = NO_EVIDENCE) -> Lease:
         lease = replace(held_lease.lease, state=state, ended_at=self._clock.wall(), end_detail=detail, end_evidence=dict(evidence))
         self.lease_index.remove(lease)
-        self.ended.add(lease, self._clock.monotonic())
+        self.ended_leases.add(lease, self._clock.monotonic())
         return lease
 
     def _reset(self, slot: Slot, event: SlotEvent, keep: Holder | None) -> None:
@@ -304,7 +304,7 @@ class LeaseBook:
 
     # Holding.
 
-    def renew(self, lease_id: str, ttl_s: float) -> Lease:
+    def renew_lease(self, lease_id: str, ttl_s: float) -> Lease:
         """Let a held lease last at least `ttl_s` from now; never shortens."""
         held_lease = self.held[lease_id]
         held_lease.deadline = max(held_lease.deadline, self._clock.monotonic() + ttl_s)
@@ -313,7 +313,7 @@ class LeaseBook:
         self._record(held_lease.lease)
         return held_lease.lease
 
-    def narrowed(self, lease_id: str, *, allow_network: bool, cache: str) -> Lease:
+    def narrow_lease(self, lease_id: str, *, allow_network: bool, cache: str) -> Lease:
         """A held lease has lost rights."""
         held_lease = self.held[lease_id]
         held_lease.lease = replace(held_lease.lease, allow_network=allow_network, cache=cache, expires_at=wall_at(self._clock, held_lease.deadline))
@@ -355,7 +355,7 @@ class LeaseBook:
             self.table.add(slot)
             self._settle_restored(slot)
         for lease in held.values():
-            self.ended.add(
+            self.ended_leases.add(
                 replace(lease, state=LeaseState.SANDBOX_LOST, ended_at=wall, end_detail="its slot was not on record when the service came back"), now
             )
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from sandbox_server.core.clock import Clock, monotonic_at
 from sandbox_server.core.errors import CallConflict
 from sandbox_server.core.types import Acquired, AcquireRequest, Lease
-from sandbox_server.store.base import Forgotten, KeyRecord, Store
+from sandbox_server.store.base import Deletion, KeyRecord, Store
 
 KEPT_S = 3600.0
 MAX_KEYS = 100_000
@@ -104,7 +104,7 @@ class RequestKeys:
         while self._order and (self._order[0][0] + KEPT_S <= now or len(self._order) > MAX_KEYS):
             name = self._order.popleft()[1]
             del self._granted[name]
-            self._store.put(Forgotten(key=name))
+            self._store.put(Deletion(key=name))
 
 
 def _mark_seen(task: asyncio.Task[Acquired]) -> None:

@@ -76,7 +76,7 @@ class ServingOrder:
         """
         request = waiter.request
         kept = len(self.kept_for(request))
-        if self._table.free + kept < request.count or not self._is_separate(request):
+        if self._table.free_count + kept < request.count or not self._is_separate(request):
             return False
         if waiter is self._claims.claimant:
             return True
@@ -101,7 +101,7 @@ class ServingOrder:
             return list(others)
         lacking = sum(waiter.request.count - len(self.kept_for(waiter.request)) for waiter in blocked)
         coming = self._table.coming + sum(1 for tenant, run_id in own if run_id is not None for _ in self._table.to_be_kept_for((tenant, run_id)))
-        return list(itertools.islice(others, max(0, lacking - self._table.free - coming)))
+        return list(itertools.islice(others, max(0, lacking - self._table.free_count - coming)))
 
     def _is_separate(self, request: AcquireRequest) -> bool:
         """Whether no other tenant or run would have slots beside this one's where nothing separates them."""

@@ -71,7 +71,7 @@ class SlotTable:
         self.slots_by_sandbox: dict[str, SandboxSlots] = {}
         self.counts: Counter[SlotState] = Counter()
         #: slots of open shelves that can be handed out, and those that are being reset and then can be
-        self.free = 0
+        self.free_count = 0
         self.coming = 0
         self._stocked: dict[str, SandboxSlots] = {}
         self._kept: dict[Holder, dict[SlotRef, Slot]] = {}
@@ -79,35 +79,35 @@ class SlotTable:
         self._to_be_kept: dict[Holder, dict[SlotRef, Slot]] = {}
         self._on_change = on_change
 
-    def add_shelf(self, sandbox_id: str) -> None:
+    def add_sandbox(self, sandbox_id: str) -> None:
         """A sandbox is there; its slots follow."""
         self.slots_by_sandbox[sandbox_id] = SandboxSlots()
 
-    def remove_shelf(self, sandbox_id: str) -> list[Slot]:
+    def remove_sandbox(self, sandbox_id: str) -> list[Slot]:
         """A sandbox is not there any more. Returns the slots that went with it."""
-        self.close(sandbox_id)
+        self.cordon_sandbox(sandbox_id)
         sandbox_slots = self.slots_by_sandbox.pop(sandbox_id)
         for slot in sandbox_slots.slots.values():
             self.counts[slot.state] -= 1
             self._unkeep(slot, self._kept if slot.state is SlotState.KEPT else self._to_be_kept)
         return list(sandbox_slots.slots.values())
 
-    def open(self, sandbox_id: str) -> None:
+    def uncordon_sandbox(self, sandbox_id: str) -> None:
         """Hand out this sandbox's slots (again)."""
         sandbox_slots = self.slots_by_sandbox[sandbox_id]
         if not sandbox_slots.open:
             sandbox_slots.open = True
-            self.free += len(sandbox_slots.ready)
+            self.free_count += len(sandbox_slots.ready)
             self.coming += sandbox_slots.coming
             if sandbox_slots.ready:
                 self._stocked[sandbox_id] = sandbox_slots
 
-    def close(self, sandbox_id: str) -> None:
+    def cordon_sandbox(self, sandbox_id: str) -> None:
         """Hand out none of this sandbox's slots until it is opened."""
         sandbox_slots = self.slots_by_sandbox[sandbox_id]
         if sandbox_slots.open:
             sandbox_slots.open = False
-            self.free -= len(sandbox_slots.ready)
+            self.free_count -= len(sandbox_slots.ready)
             self.coming -= sandbox_slots.coming
             self._stocked.pop(sandbox_id, None)
 
@@ -127,7 +127,7 @@ class SlotTable:
         """Let something happen to a slot. `keep`: whose its files are, where it is being reset but for them.
 
         Raises:
-            UnlistedMove: it cannot happen in the slot's state; nothing has changed.
+            IllegalTransition: it cannot happen in the slot's state; nothing has changed.
         """
         state = next_slot_state(slot.state, event)
         sandbox_slots = self.slots_by_sandbox[slot.ref.sandbox_id]
@@ -146,7 +146,7 @@ class SlotTable:
         if slot.state is SlotState.READY:
             del sandbox_slots.ready[slot.ref.slot_id]
             if sandbox_slots.open:
-                self.free -= 1
+                self.free_count -= 1
                 if not sandbox_slots.ready:
                     self._stocked.pop(slot.ref.sandbox_id, None)
         elif slot.state is SlotState.KEPT:
@@ -167,7 +167,7 @@ class SlotTable:
         if slot.state is SlotState.READY:
             sandbox_slots.ready[slot.ref.slot_id] = slot
             if sandbox_slots.open:
-                self.free += 1
+                self.free_count += 1
                 self._stocked.setdefault(slot.ref.sandbox_id, sandbox_slots)
         elif slot.state is SlotState.KEPT and slot.keep is not None:
             self._kept.setdefault(slot.keep, {})[slot.ref] = slot

@@ -11,7 +11,7 @@ from sandbox_server.backends.local import make_local_backend
 from sandbox_server.core.clock import SystemClock
 from sandbox_server.core.types import AcquireRequest, PoolSpec
 from sandbox_server.pool.service import PoolService
-from sandbox_server.store.sqlite_store import SqliteStore
+from sandbox_server.store.sqlite.store import SqliteStore
 
 SPEC = PoolSpec(slots_per_sandbox=2, min_sandboxes=1, max_sandboxes=1, allow_none=True)
 

@@ -16,7 +16,7 @@ from sandbox_server.core.clock import SystemClock
 from sandbox_server.core.errors import SandboxLost
 from sandbox_server.core.types import AcquireRequest, PoolSpec
 from sandbox_server.pool.service import PoolService
-from sandbox_server.store.base import MemoryStore
+from sandbox_server.store.memory import MemoryStore
 from tests.support.lives import kill
 
 

@@ -186,7 +186,7 @@ def test_the_token_is_made_once_and_private(tmp_path: Path) -> None:
 
 def test_server_json_is_there_while_the_service_is(tmp_path: Path) -> None:
     state = StateDir.open(tmp_path / "state")
-    state.announce("http://127.0.0.1:1")
+    state.write_server_file("http://127.0.0.1:1")
     assert json.loads((tmp_path / "state" / "server.json").read_text())["url"] == "http://127.0.0.1:1"
 
     state.close()

@@ -17,7 +17,7 @@ from sandbox_server.dispatch.runner.decisions import CallTimings
 from sandbox_server.link import AgentClient, AgentLink
 from sandbox_server.link.agent_link import RESPONSE_TIMEOUT_S
 from sandbox_server.link.slot_client import SlotClient
-from sandbox_server.store.base import MemoryStore
+from sandbox_server.store.memory import MemoryStore
 from sandbox_server.telemetry import Telemetry
 from sandbox_server.testing import FakeClock, FakeLink
 from tests.support.scripted_agent import ScriptedAgent

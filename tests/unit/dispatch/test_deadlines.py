@@ -42,7 +42,7 @@ async def test_the_calls_of_a_stopped_agent_may_have_run_and_can_be_asked_for_ag
     first, second = await batch.all_results()
 
     assert [(result.reason, result.fault, result.metadata["may_have_run"]) for result in (first, second)] == [(Reason.BACKEND_ERROR, Fault.INFRA, True)] * 2
-    assert world.store.recorded_result("a", "c1") is None
+    assert world.store.find_result("a", "c1") is None
     assert world.routes.running == {"a": 0}
     world.agent.is_stopped = False
     world.agent.finish("c1")
@@ -148,7 +148,7 @@ async def test_an_output_that_a_stopped_agent_does_not_give_is_fetched_when_it_i
 
     assert [(result.reason, result.fault, result.metadata["may_have_run"]) for result in (first, second)] == [(Reason.BACKEND_ERROR, Fault.INFRA, True)] * 2
     assert "has not answered" in first.error
-    assert world.store.recorded_result("a", "c1") is None
+    assert world.store.find_result("a", "c1") is None
     found = CallRecords(world.routes, world.store, world.dispatcher.call_tracker, world.clock, world.dispatcher.outputs)
     for ask in (
         found.call_status("alice", "a", "c1"),

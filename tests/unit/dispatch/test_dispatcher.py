@@ -154,7 +154,7 @@ async def test_an_unknown_reason_of_the_agents_is_a_backend_error(world: World) 
     (result,) = await results(world, call("a", "nonsense"))
 
     assert (result.reason, result.fault, result.metadata["may_have_run"]) == (Reason.BACKEND_ERROR, Fault.INFRA, True)
-    assert world.store.recorded_result("a", "c") is None
+    assert world.store.find_result("a", "c") is None
 
 
 @pytest.mark.parametrize(("code", "reason"), [("internal", Reason.BACKEND_ERROR), ("not_implemented", Reason.NOT_IMPLEMENTED)])
@@ -200,7 +200,7 @@ async def test_a_lost_sandbox_ends_its_calls_and_is_recorded(world: World) -> No
     found = await batch.all_results()
 
     assert [(result.reason, result.fault) for result in found] == [(Reason.SANDBOX_LOST, Fault.INFRA)] * 2
-    assert world.store.recorded_result("a", "c1") is not None
+    assert world.store.find_result("a", "c1") is not None
     assert found[0].metadata["evidence"] == {"sandbox": "it burnt down"}
 
 

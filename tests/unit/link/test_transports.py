@@ -256,7 +256,7 @@ class MemoryPipe:
         await self.may_write.wait()
         self.written += data
 
-    async def ending(self) -> str:
+    async def wait_for_exit(self) -> str:
         return self.said
 
     async def close(self) -> None:

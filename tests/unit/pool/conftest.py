@@ -13,7 +13,7 @@ from sandbox_server.core.types import AcquireRequest, PoolId, PoolSpec
 from sandbox_server.pool.dependencies import PoolDependencies, PoolLimits
 from sandbox_server.pool.pool import Pool
 from sandbox_server.pool.service import PoolService
-from sandbox_server.store.base import MemoryStore
+from sandbox_server.store.memory import MemoryStore
 from sandbox_server.testing import FakeBackend, FakeClock, settle
 
 

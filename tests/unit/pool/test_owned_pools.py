@@ -12,9 +12,10 @@ import pytest
 from sandbox_server.core.errors import Forbidden, PoolConflict, PoolNotFound
 from sandbox_server.core.types import AcquireRequest, PoolId, PoolSpec
 from sandbox_server.pool.access import SERVICE, Actor
-from sandbox_server.store.base import Forgotten, PoolRecord
-from sandbox_server.store.sqlite_file import APPLICATION_ID, MIGRATIONS, StoreUnusable
-from sandbox_server.store.sqlite_store import SqliteStore
+from sandbox_server.store.base import Deletion, PoolRecord
+from sandbox_server.store.sqlite.migrations import APPLICATION_ID, MIGRATIONS
+from sandbox_server.store.sqlite.options import SqliteOptions
+from sandbox_server.store.sqlite.store import SqliteStore, StoreUnusable
 from sandbox_server.testing import settle
 from tests.unit.pool.lives import Lives
 
@@ -131,7 +132,7 @@ async def test_pools_of_a_version_without_owners_become_the_admins_and_shared(tm
     assert [(pool.name, pool.tenant, pool.spec) for pool in state.pools] == list(zip(("old", "other"), (None, None), expected, strict=True))
     assert [sandbox.pool_id for sandbox in state.sandboxes] == [PoolId("old")]
     # It is deleted under the key that the old version gave it, and made anew beside a tenant's.
-    store.put(Forgotten(pool=PoolId("old").key))
+    store.put(Deletion(pool=PoolId("old").key))
     store.put(PoolRecord(name="other", tenant="ann", spec=SPEC, origin="api"))
     await store.close()
     again = SqliteStore(path)
@@ -139,13 +140,12 @@ async def test_pools_of_a_version_without_owners_become_the_admins_and_shared(tm
     await again.close()
 
 
-def test_a_version_that_knows_no_owners_does_not_open_the_file(tmp_path, monkeypatch):
+def test_a_version_that_knows_no_owners_does_not_open_the_file(tmp_path):
     path = tmp_path / "state.db"
     asyncio.run(_opened(path))
-    monkeypatch.setattr("sandbox_server.store.sqlite_file.MIGRATIONS", MIGRATIONS[:1])
 
     with pytest.raises(StoreUnusable, match="newer version"):
-        SqliteStore(path)
+        SqliteStore(path, options=SqliteOptions(migrations=MIGRATIONS[:1]))
 
 
 async def _opened(path):

@@ -31,24 +31,24 @@ def start_second(path: Path) -> str:
 
 def test_a_second_service_is_told_who_has_the_folder(state_dir: StateDir) -> None:
     assert f"another service (pid {os.getpid()}) uses it" in start_second(state_dir.path)
-    assert state_dir.keep_locked() is None
+    assert state_dir.check_lock() is None
 
 
 def test_a_lock_file_that_was_deleted_lets_nobody_in_and_is_made_again(state_dir: StateDir) -> None:
     (state_dir.path / LOCK_FILE).unlink()
 
     assert "another service (pid unknown) uses it" in start_second(state_dir.path)
-    assert state_dir.keep_locked() is None
+    assert state_dir.check_lock() is None
     assert f"another service (pid {os.getpid()}) uses it" in start_second(state_dir.path)
 
 
 def test_another_folder_in_its_place_is_said(state_dir: StateDir, tmp_path: Path) -> None:
     state_dir.path.rename(tmp_path / "aside")
-    assert "is not there any more" in str(state_dir.keep_locked())
+    assert "does not exist any more" in str(state_dir.check_lock())
 
     assert start_second(state_dir.path) == ""
-    assert "is another one now" in str(state_dir.keep_locked())
-    state_dir.announce_again()
+    assert "was replaced by another folder" in str(state_dir.check_lock())
+    state_dir.retry_server_file()
     assert not (state_dir.path / SERVER_FILE).exists()
 
 
@@ -61,9 +61,9 @@ def test_an_older_service_that_has_the_new_lock_file_is_said(state_dir: StateDir
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdout.readline()
-        assert "another service (pid 7) uses it: stop one of the two" in str(state_dir.keep_locked())
+        assert "another service (pid 7) uses it: stop one of the two" in str(state_dir.check_lock())
         process.stdin.close()
-    assert state_dir.keep_locked() is None
+    assert state_dir.check_lock() is None
 
 
 def test_a_folder_is_free_again_when_its_service_has_closed_it(tmp_path: Path) -> None:
@@ -82,10 +82,10 @@ def test_a_full_disk_keeps_no_service_from_a_folder_that_it_had(full_disk: Path)
     try:
         assert (second.token(), second.owner()) == (token, owner)
         assert f"(pid {os.getpid()})" in start_second(full_disk / "state")
-        second.announce("http://here")
+        second.write_server_file("http://here")
         assert not (full_disk / "state" / SERVER_FILE).exists()
         (full_disk / "fill").unlink()
-        second.announce_again()
+        second.retry_server_file()
         assert json.loads((full_disk / "state" / SERVER_FILE).read_text())["url"] == "http://here"
     finally:
         second.close()

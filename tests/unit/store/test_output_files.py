@@ -1,4 +1,4 @@
-"""Large outputs in files: as long as their records, and as long as somebody sends them."""
+"""Files of large outputs: each exists as long as the record of its call, and as long as a response is sent from it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ import pytest
 from sandbox_server.core.errors import StorageUnavailable
 from sandbox_server.core.execution import Fault, Reason, Result
 from sandbox_server.core.types import Lease, LeaseState
-from sandbox_server.store import output_files
-from sandbox_server.store.output_files import OutputFiles, WrongSize
-from sandbox_server.store.sqlite_store import SqliteStore
+from sandbox_server.store.output_files import FreeSpace, OutputFiles, WrongSize
+from sandbox_server.store.sqlite.store import SqliteStore
 from tests.unit.dispatch.conftest import lease
 
 
@@ -39,7 +38,7 @@ async def test_a_file_outlives_the_service_and_goes_with_its_lease(tmp_path: Pat
     await store.close()
 
     again = SqliteStore(tmp_path / "state.db")
-    recorded_result = again.recorded_result("l-1", "c")
+    recorded_result = again.find_result("l-1", "c")
     assert recorded_result is not None
     assert recorded_result.result == told
     again.put(replace(lease("l-1", "0"), state=LeaseState.RELEASED))
@@ -75,10 +74,8 @@ async def test_an_output_of_another_size_leaves_nothing(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
-async def test_room_on_the_disk_is_left_for_the_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output_files, "FREE_BYTES", 1 << 60)
-    monkeypatch.setattr(output_files, "FREE_SHARE", 1.0)
-    files = OutputFiles(tmp_path / "outputs")
+async def test_room_on_the_disk_is_left_for_the_state(tmp_path: Path) -> None:
+    files = OutputFiles(tmp_path / "outputs", FreeSpace(free_bytes=1 << 60, free_share=1.0))
 
     with pytest.raises(StorageUnavailable, match="No space left"):
         await files.write_bytes("l-1", [b"x"])

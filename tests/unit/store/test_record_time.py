@@ -12,7 +12,7 @@ from sandbox_server.pool.dependencies import PoolDependencies
 from sandbox_server.pool.service import PoolService
 from sandbox_server.store.base import KeyRecord
 from sandbox_server.store.record_time import boot_id
-from sandbox_server.store.sqlite_store import SqliteStore
+from sandbox_server.store.sqlite.store import SqliteStore
 from sandbox_server.testing import FakeBackend, FakeClock, settle
 from tests.support.lives import kill
 from tests.unit.store.test_store import LEASE, SANDBOX

@@ -1,4 +1,4 @@
-"""A state file that is deleted or replaced under the service: what was flushed is at its path again, or nobody is told that it is."""
+"""A state file that is deleted or replaced while the service is running: what was flushed is written to its path again, or reported as not written."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from sandbox_server.core.errors import StorageUnavailable
-from sandbox_server.store import sqlite_copy, sqlite_store
-from sandbox_server.store.sqlite_store import SqliteStore
+from sandbox_server.store.sqlite.rewrite import COMPLETE, PARTIAL
+from sandbox_server.store.sqlite.store import FAILURE_VALID_S, SqliteStore
 from tests.unit.store.test_store import LEASE, RESULT
 
 LEASES = 50
@@ -39,7 +39,7 @@ async def store(path):
 
 
 async def put_one_more(store):
-    await asyncio.sleep(sqlite_store.FAILED_FOR_S)
+    await asyncio.sleep(FAILURE_VALID_S)
     store.put(replace(LEASE, lease_id="l-more"))
     await store.flush()
 
@@ -57,7 +57,7 @@ async def what_a_crash_would_leave(path, tmp_path):
         shutil.copy(f"{path}{suffix}", copy / f"state.db{suffix}")
     found = SqliteStore(copy / "state.db")
     try:
-        recorded_result = found.recorded_result("l-0", "c")
+        recorded_result = found.find_result("l-0", "c")
         return {lease.lease_id for lease in found.load().leases}, None if recorded_result is None else recorded_result.result.output
     finally:
         await found.close()
@@ -69,19 +69,19 @@ async def test_what_was_deleted_is_written_anew_with_all_that_is_on_record(store
 
     await put_one_more(store)
 
-    assert store.trouble is None
-    assert store.recorded_result("l-0", "c").result.output == b"x" * 100_000
+    assert store.problem is None
+    assert store.find_result("l-0", "c").result.output == b"x" * 100_000
     leases, output = await what_a_crash_would_leave(path, tmp_path)
     assert leases == {*(f"l-{number}" for number in range(LEASES)), "l-more"}
     assert output == b"x" * 100_000
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert not [leftover for leftover in path.parent.iterdir() if leftover.suffix in (sqlite_copy.PARTIAL, sqlite_copy.WHOLE)]
+    assert not [leftover for leftover in path.parent.iterdir() if leftover.suffix in (PARTIAL, COMPLETE)]
 
 
 async def test_it_is_noticed_although_nobody_writes(store, path, tmp_path):
     remove(path, "", "-wal", "-shm")
 
-    await store.check()
+    await store.check_storage()
 
     assert len((await what_a_crash_would_leave(path, tmp_path))[0]) == LEASES
     for number in range(3):  # and again, and what comes after is written to the new one
@@ -105,19 +105,19 @@ async def test_another_file_in_its_place_is_left_alone_until_a_person_has_moved_
     content = other.read_bytes()
     other.replace(path)
 
-    with pytest.raises(StorageUnavailable, match="was replaced by another file while the service runs: move that file away"):
+    with pytest.raises(StorageUnavailable, match="was replaced by another file while the service is running: move that file away"):
         await put_one_more(store)
-    assert "move that file away" in store.trouble
-    await store.check()
+    assert "move that file away" in store.problem
+    await store.check_storage()
     assert path.read_bytes() == content
     assert not Path(f"{path}-wal").exists(), "the log of the one would be taken for the other's"
     assert sum("was replaced" in record.message for record in caplog.records) == 1
 
     path.rename(tmp_path / "aside")
-    await store.check()
-    await asyncio.sleep(sqlite_store.FAILED_FOR_S)
+    await store.check_storage()
+    await asyncio.sleep(FAILURE_VALID_S)
     await store.flush()
-    assert store.trouble is None
+    assert store.problem is None
     assert "l-more" in (await what_a_crash_would_leave(path, tmp_path))[0]
 
 
@@ -147,8 +147,8 @@ async def test_a_file_that_is_overwritten_is_said_and_not_written_to(path, tmp_p
 
     with pytest.raises(StorageUnavailable, match="was overwritten by another program"):
         await put_one_more(store)
-    await store.check()
-    assert "stop the service, remove state.db-wal and state.db-shm" in store.trouble
+    await store.check_storage()
+    assert "stop the service, remove state.db-wal and state.db-shm" in store.problem
     await store.close()
 
     assert path.read_bytes() == content
@@ -156,20 +156,20 @@ async def test_a_file_that_is_overwritten_is_said_and_not_written_to(path, tmp_p
 
 async def test_a_folder_that_is_gone_is_said_and_goes_on_when_it_is_back(store, path, tmp_path):
     path.parent.rename(tmp_path / "aside")
-    with pytest.raises(StorageUnavailable, match="is not there any more, while the service runs: put the old one back"):
+    with pytest.raises(StorageUnavailable, match="does not exist any more while the service is running: put the old one back"):
         await put_one_more(store)
 
     path.parent.mkdir()
-    await store.check()
-    assert "is another one now" in store.trouble
+    await store.check_storage()
+    assert "was replaced by another folder" in store.problem
     assert not list(path.parent.iterdir())
 
     path.parent.rmdir()
     (tmp_path / "aside").rename(path.parent)
-    await store.check()
-    await asyncio.sleep(sqlite_store.FAILED_FOR_S)
+    await store.check_storage()
+    await asyncio.sleep(FAILURE_VALID_S)
     await store.flush()
-    assert store.trouble is None
+    assert store.problem is None
     assert "l-more" in (await what_a_crash_would_leave(path, tmp_path))[0]
 
 
@@ -178,7 +178,7 @@ async def test_a_start_finds_what_a_killed_service_was_writing_anew(path, is_who
     first = SqliteStore(path)
     first.put(LEASE)
     await first.close()
-    name = sqlite_copy.WHOLE if is_whole else sqlite_copy.PARTIAL
+    name = COMPLETE if is_whole else PARTIAL
     path.rename(f"{path}{name}")
     Path(f"{path}-wal").write_bytes(b"of the file that was deleted")
 

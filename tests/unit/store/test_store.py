@@ -1,4 +1,4 @@
-"""What every store promises: the newest record stands, and what is over is forgotten with all that hangs on it."""
+"""What every store promises: the newest record of an object is kept, and a deletion removes everything that belongs to the object."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import pytest
 
 from sandbox_server.core.execution import Fault, Reason, Result
 from sandbox_server.core.types import AcquireRequest, Handle, Lease, LeaseState, LocalSpec, NomadSpec, PoolSpec, SandboxState, SlotRef, SlotState
-from sandbox_server.store.base import CacheRecord, Forgotten, KeyRecord, MemoryStore, PoolRecord, RecordedResult, SandboxRecord, SlotRecord
+from sandbox_server.store.base import CacheRecord, Deletion, KeyRecord, PoolRecord, RecordedResult, SandboxRecord, SlotRecord
 from sandbox_server.store.codec import decode, encode
-from sandbox_server.store.sqlite_store import SqliteStore
+from sandbox_server.store.memory import MemoryStore
+from sandbox_server.store.sqlite.store import SqliteStore
 
 LEASE = Lease(
     lease_id="l-1", epoch=1, pool="p", sandbox_id="s-1", slot_id="0", tenant="t", trajectory_id=None, run_id=None, state=LeaseState.HELD,
@@ -24,7 +25,7 @@ SLOT = SlotRecord(ref=SlotRef(sandbox_id="s-1", slot_id="0"), pool="p", state=Sl
 
 @pytest.fixture(params=["memory", "sqlite"])
 async def make_store(request, tmp_path):
-    """Makes the store, or, where it outlives the process, opens it again."""
+    """Creates the store. A second call opens a durable store again, and returns the same memory store."""
     stores = []
 
     async def make():
@@ -39,7 +40,7 @@ async def make_store(request, tmp_path):
     await stores[0].close()
 
 
-async def test_the_newest_record_of_a_thing_stands(make_store):
+async def test_the_newest_record_of_an_object_is_kept(make_store):
     store = await make_store()
     for record in (SANDBOX, SLOT, LEASE, replace(SLOT, epoch=2), replace(LEASE, expires_at=90)):
         store.put(record)
@@ -60,7 +61,7 @@ async def test_a_sandbox_that_is_gone_takes_its_slots_along(make_store):
     assert (state.sandboxes, state.slots) == ((), ())
 
 
-async def test_the_first_verdict_stays(make_store):
+async def test_the_first_result_of_a_call_stays(make_store):
     store = await make_store()
     store.put(LEASE)
     store.record_result("l-1", "c", b"id", RESULT)
@@ -68,14 +69,14 @@ async def test_the_first_verdict_stays(make_store):
 
     store = await make_store()
     store.record_result("l-1", "c", b"other", replace(RESULT, exit_code=2))
-    recorded_result = store.recorded_result("l-1", "c")
+    recorded_result = store.find_result("l-1", "c")
     assert recorded_result is not None
     assert (recorded_result.identity, recorded_result.result) == (b"id", RESULT)
-    assert (store.recorded_result("l-1", "d"), store.recorded_result("l-2", "c"), store.verdict_count("l-1")) == (None, None, 1)
+    assert (store.find_result("l-1", "d"), store.find_result("l-2", "c"), store.result_count("l-1")) == (None, None, 1)
 
 
 @pytest.mark.parametrize(("state", "kept"), [(LeaseState.RELEASED, False), (LeaseState.EXPIRED, False), (LeaseState.SANDBOX_LOST, True)])
-async def test_verdicts_live_as_long_as_somebody_is_told(state, kept, make_store):
+async def test_results_are_kept_as_long_as_a_client_may_ask_for_them(state, kept, make_store):
     store = await make_store()
     store.put(LEASE)
     store.record_result("l-1", "c", b"id", RESULT)
@@ -83,33 +84,33 @@ async def test_verdicts_live_as_long_as_somebody_is_told(state, kept, make_store
     store.put(replace(LEASE, state=state))
     store.record_result("l-1", "late", b"id", RESULT)
 
-    assert (store.recorded_result("l-1", "c") is not None, store.recorded_result("l-1", "late") is not None) == (kept, kept)
+    assert (store.find_result("l-1", "c") is not None, store.find_result("l-1", "late") is not None) == (kept, kept)
     store = await make_store()
-    assert (store.recorded_result("l-1", "c") is not None, store.verdict_count("l-1")) == (kept, 2 * kept)
-    store.put(Forgotten(lease_id="l-1"))
+    assert (store.find_result("l-1", "c") is not None, store.result_count("l-1")) == (kept, 2 * kept)
+    store.put(Deletion(lease_id="l-1"))
     store = await make_store()
-    assert (store.load().leases, store.recorded_result("l-1", "c")) == ((), None)
+    assert (store.load().leases, store.find_result("l-1", "c")) == ((), None)
 
 
-async def test_a_key_can_be_forgotten(make_store):
+async def test_a_request_key_can_be_deleted(make_store):
     store = await make_store()
     key = KeyRecord(tenant="t", key="k", request=AcquireRequest(tenant="t", pool="p"), lease_ids=("l-1",), granted_at=0)
     store.put(key)
     store = await make_store()
     assert store.load().keys == (key,)
-    store.put(Forgotten(key=("t", "k")))
+    store.put(Deletion(key=("t", "k")))
 
     assert (await make_store()).load().keys == ()
 
 
-async def test_a_pool_is_kept_until_it_is_forgotten(make_store):
+async def test_a_pool_is_kept_until_it_is_deleted(make_store):
     store = await make_store()
     spec = PoolSpec(env_vars={"A": "b"}, local=LocalSpec(expose=("/opt", "/srv")), cpu=1.5, delete_after_idle_s=5)
     pool = PoolRecord(name="mine", spec=spec, origin="api", closing=True)
     store.put(pool)
     store = await make_store()
     assert store.load().pools == (pool,)
-    store.put(Forgotten(pool="mine"))
+    store.put(Deletion(pool="mine"))
 
     assert (await make_store()).load().pools == ()
 
@@ -132,7 +133,7 @@ async def test_every_field_comes_back_as_it_was(make_store):
 
     state = store.load()
     assert (state.sandboxes, state.slots, state.leases, state.keys) == ((sandbox,), (slot,), (lease,), (key,))
-    assert store.recorded_result("l-1", "c") == RecordedResult(identity=b"\x00id", result=result)
+    assert store.find_result("l-1", "c") == RecordedResult(identity=b"\x00id", result=result)
 
 
 def test_a_sandbox_of_an_older_version_has_no_certificate():
@@ -143,7 +144,7 @@ def test_a_sandbox_of_an_older_version_has_no_certificate():
     assert decode("sandbox", json.dumps(document)).handle == handle
 
 
-async def test_text_that_is_no_text_stops_nothing(make_store):
+async def test_text_that_is_not_unicode_can_be_recorded(make_store):
     store = await make_store()
     store.put(replace(LEASE, end_detail="no such file: \udcff"))
     store.put(replace(LEASE, lease_id="l-2"))

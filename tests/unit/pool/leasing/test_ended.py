@@ -11,7 +11,7 @@ from pathlib import Path
 from sandbox_server.core.clock import SystemClock
 from sandbox_server.core.types import Lease, LeaseState
 from sandbox_server.pool.leasing.ended_leases import MAX_IN_MEMORY, REMEMBERED_S, EndedLeases
-from sandbox_server.store.sqlite_store import SqliteStore
+from sandbox_server.store.sqlite.store import SqliteStore
 from tests.unit.store.test_store import LEASE
 
 ENDED = 3 * MAX_IN_MEMORY
@@ -42,7 +42,7 @@ async def test_older_ended_leases_are_not_in_memory_and_are_found_all_the_same(t
         for number in range(ENDED):
             ended.add(ended_lease(number), float(number))
         await store.flush()
-        await store.check()  # the thread that writes has let go of what it wrote
+        await store.check_storage()  # the thread that writes has let go of what it wrote
         assert lease_objects() - before <= MAX_IN_MEMORY
 
         assert [ended.get(f"l-{number}") for number in (0, ENDED - 1)] == [ended_lease(0), ended_lease(ENDED - 1)]

@@ -98,8 +98,8 @@ async def test_what_has_ended_is_not_kept_in_mind_for_its_ttl_or_its_wait(make_w
 
     book = world.pool.book
     assert len(book.lease_index._ends) <= SLACK + 4
-    assert len(book.line._deadlines) <= SLACK + 4
-    assert all(not book.ended.get(lease_id).labels for lease_id in ended)
+    assert len(book.queue._deadlines) <= SLACK + 4
+    assert all(not book.ended_leases.get(lease_id).labels for lease_id in ended)
     book.call_ended(held.lease_id)
     await world.clock.advance(501)
     with pytest.raises(LeaseLost):

@@ -1,26 +1,23 @@
-"""Room on the disk that nobody else can use: a file that holds its blocks until the state file needs them."""
+"""A file that reserves room on the disk for the state file."""
 
 from __future__ import annotations
 
 import errno
-import logging
 import os
 from pathlib import Path
 
-log = logging.getLogger(__name__)
-
-#: The records of a start and of some thousand releases, with the room that SQLite needs for its log and its index, in bytes.
+#: Room for the records of a start and of some thousand releases, with SQLite's write-ahead log and its index, in bytes.
 RESERVE_BYTES = 16 << 20
-#: The reserve is made again once this many times its size is free.
-FREE_BEFORE_AGAIN = 2
+#: The reserve is created again once the free room is this many times its size.
+FREE_BEFORE_RETAKING = 2
 
 
 class DiskReserve:
-    """A file of a fixed size beside the state file. It is given up when the disk is full, and made again when there is room.
+    """A file of a fixed size beside the state file. It is deleted when the disk is full, and created again when there is room.
 
     Args:
-        path: where it is.
-        size_bytes: how much it keeps.
+        path: the path of the file.
+        size_bytes: its size.
     """
 
     def __init__(self, path: Path, size_bytes: int) -> None:
@@ -29,14 +26,14 @@ class DiskReserve:
 
     @property
     def is_held(self) -> bool:
-        """Whether the room is kept."""
+        """Whether the file exists in its full size."""
         try:
             return self._path.stat().st_size >= self._size_bytes
         except OSError:
             return False
 
     def give_up(self) -> bool:
-        """Let the state file have the room. Returns whether there was any."""
+        """Delete the file, so that the state file can use the room. Returns whether there was a file."""
         try:
             self._path.unlink()
         except FileNotFoundError:
@@ -44,10 +41,14 @@ class DiskReserve:
         return True
 
     def take(self) -> bool:
-        """Keep the room, if there is enough of it. Returns whether it is kept now."""
+        """Create the file if there is enough room. Returns whether the room is reserved now.
+
+        Raises:
+            OSError: the file could not be created for another reason than a full disk.
+        """
         if self.is_held:
             return True
-        if free_bytes(self._path.parent) < FREE_BEFORE_AGAIN * self._size_bytes:
+        if free_bytes(self._path.parent) < FREE_BEFORE_RETAKING * self._size_bytes:
             return False
         descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
@@ -63,6 +64,6 @@ class DiskReserve:
 
 
 def free_bytes(folder: Path) -> int:
-    """How much this process can still write in a folder, in bytes."""
-    found = os.statvfs(folder)
-    return found.f_frsize * (found.f_bfree if os.geteuid() == 0 else found.f_bavail)
+    """Return how many bytes this process can still write to the file system of a folder."""
+    stats = os.statvfs(folder)
+    return stats.f_frsize * (stats.f_bfree if os.geteuid() == 0 else stats.f_bavail)

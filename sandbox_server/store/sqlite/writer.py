@@ -1,0 +1,117 @@
+"""The thread that writes to the state file."""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+
+from sandbox_server.store.sqlite.batch import WriteBatch
+from sandbox_server.store.sqlite.file_identity import StateFileReplaced
+from sandbox_server.store.sqlite.state_file import StateFile
+
+log = logging.getLogger(__name__)
+
+#: After this many commits, the work that can wait is done.
+COMMITS_PER_CLEAN_UP = 64
+
+Done = Callable[[Exception | None], object]
+"""Called in the writer thread when a job is done, with the error if it failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Commit:
+    batch: WriteBatch
+    done: Done
+
+
+@dataclass(frozen=True, slots=True)
+class _Check:
+    done: Done
+
+
+@dataclass(frozen=True, slots=True)
+class _DeleteResults:
+    lease_id: str
+
+
+class WriterThread:
+    """Carries out jobs on the state file in a thread of its own, in the order in which they were queued. The thread starts at once.
+
+    Args:
+        file: the state file. The thread closes it when it ends.
+    """
+
+    def __init__(self, file: StateFile) -> None:
+        self._file = file
+        self._jobs: SimpleQueue[_Commit | _Check | _DeleteResults | None] = SimpleQueue()
+        self._leases_to_clean_up: list[str] = []
+        self._has_clean_up = False
+        self._commit_count = 0
+        self._thread = threading.Thread(target=self._run, name="state-file", daemon=True)
+        self._thread.start()
+
+    def commit(self, batch: WriteBatch, done: Done) -> None:
+        """Queue a batch for one commit, and call `done` after it."""
+        self._jobs.put(_Commit(batch, done))
+
+    def check(self, done: Done) -> None:
+        """Queue a check that the file is at its path, and call `done` after it."""
+        self._jobs.put(_Check(done))
+
+    def delete_results(self, lease_id: str) -> None:
+        """Queue the deletion of the results of a lease. They are deleted when no other job waits."""
+        self._jobs.put(_DeleteResults(lease_id))
+
+    def end(self) -> None:
+        """Wait until every queued job is done and the file is closed. Blocks."""
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        # Each job is done in a call of its own, so that no local variable keeps a batch in memory while the thread waits for the next job.
+        while self._do_next_job():
+            pass
+        self._file.close()
+
+    def _do_next_job(self) -> bool:
+        """Wait for a job and do it; where none waits, do one step of the work that can wait. Returns False for the end of the thread."""
+        try:
+            job = self._jobs.get(block=not self._has_clean_up)
+        except Empty:
+            self._has_clean_up = self._clean_up_step()
+            return True
+        if job is None:
+            return False
+        if isinstance(job, _DeleteResults):
+            self._leases_to_clean_up.append(job.lease_id)
+            self._has_clean_up = True
+        else:
+            self._commit_or_check(job)
+        return True
+
+    def _commit_or_check(self, job: _Commit | _Check) -> None:
+        error: Exception | None = None
+        try:
+            if isinstance(job, _Commit):
+                self._file.commit(job.batch)
+            else:
+                self._file.check()
+        except Exception as caught:  # the edge of this thread: the caller gets every error, and the thread continues
+            error = caught
+        with suppress(RuntimeError):  # the event loop is closed, and nobody waits for the job
+            job.done(error)
+        if isinstance(job, _Commit):
+            self._commit_count += 1
+            self._has_clean_up = self._has_clean_up or self._commit_count % COMMITS_PER_CLEAN_UP == 0
+
+    def _clean_up_step(self) -> bool:
+        try:
+            return self._file.clean_up_step(self._leases_to_clean_up)
+        except (sqlite3.Error, StateFileReplaced) as error:
+            log.warning("the state file could not be cleaned up: %s", error)
+            return False
