@@ -1,6 +1,6 @@
-"""The client of the sandbox pool: acquire a slot, run tool calls in it, give it back.
+"""The client of the sandbox pool: acquire a slot, run tool calls in it, release it.
 
-`with SandboxClient() as client, client.lease() as lease: print(lease.bash("echo hello").output)`, and `AsyncSandboxClient` the same with `async`.
+`with SandboxClient() as client, client.lease() as lease: print(lease.bash("echo hello").output)`. `AsyncSandboxClient` has the same methods for asyncio.
 """
 
 from importlib import import_module
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from env_client.backend import ExecutionResult, RemoteToolBackend, Slot
     from env_client.client import AsyncSandboxClient, SandboxClient
     from env_client.discovery import Endpoint, find_service
-    from env_client.embedding import EmbeddedService, embedded
+    from env_client.embedded_service import EmbeddedService, embedded
     from env_client.errors import (
         BackendUnavailable,
         BadAnswer,
@@ -146,17 +146,20 @@ __all__ = [
     "find_service",
 ]
 
-#: Where the public names are.
-_MODULES = ("backend", "client", "discovery", "embedding", "errors", "leases", "retry", "values")
+#: The modules that define the public names.
+_MODULES = ("backend", "client", "discovery", "embedded_service", "errors", "leases", "retry", "values")
 
 
 def __getattr__(name: str) -> Any:
-    """A public name; the first loads them all. Until then the package costs nothing, so that the command line takes Ctrl-C before it loads what talks HTTP."""
+    """Load the public names at the first use of one of them.
+
+    Until then, importing the package is cheap. The command line installs its handler for Ctrl-C before it loads the modules that use HTTP.
+    """
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     for module in _MODULES:
-        found = vars(import_module(f"{__name__}.{module}"))
-        globals().update({one: found[one] for one in __all__ if one in found})
+        members = vars(import_module(f"{__name__}.{module}"))
+        globals().update({public: members[public] for public in __all__ if public in members})
     return globals()[name]
 
 

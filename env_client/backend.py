@@ -1,4 +1,4 @@
-"""What environments hold: a slot for each trajectory, batches of tool calls over many slots. The run and its heartbeats are inside."""
+"""The tool backend for RL environments: a slot for each trajectory, and batches of tool calls over many slots. It manages the run and the renewals."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ import httpx
 from env_client.client import DEFAULT_TTL_S, AsyncSandboxClient
 from env_client.errors import BadAnswer, ClientClosed, SandboxError, ServiceError, TransportError
 from env_client.leases import AsyncLease
-from env_client.messages.message import text_problem
-from env_client.messages.verbs import check_call
+from env_client.messages.calls import check_result
+from env_client.messages.message import describe_invalid_text
 from env_client.retry import RetryPolicy
 from env_client.values import AcquireOptions, Call, Fault, FileEntry, LeaseInfo, Reason, Result
 
-#: As many calls a request as the service takes.
-MAX_CALLS = 1000
+#: The most calls that the service accepts in one request.
+MAX_BATCH_SIZE = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class ExecutionResult:
-    """What a tool call came to.
+    """The result of a tool call.
 
     Args:
-        success: whether it did what it was asked to.
-        output: what it wrote.
-        error: one sentence on why it did not end by itself; empty if it did.
-        metadata: `reason`, `fault`, `exit_code` and the rest of the service's result; `fault` `infra` is ours and never the model's.
+        success: whether the call did what it was asked to do.
+        output: what the call wrote.
+        error: one sentence on why the call did not end by itself; empty if it did.
+        metadata: `reason`, `fault`, `exit_code` and the other fields of the service's result. The fault `infra` is never the model's.
     """
 
     success: bool
@@ -40,7 +40,7 @@ class ExecutionResult:
 
     @property
     def reason(self) -> str:
-        """How it ended, such as `exit` or `timeout`."""
+        """How the call ended, such as `exit` or `timeout`."""
         return str(self.metadata["reason"])
 
     @property
@@ -50,10 +50,10 @@ class ExecutionResult:
 
 
 class Slot:
-    """One trajectory's slot, renewed until it is released.
+    """The slot of one trajectory. Its lease is renewed until the slot is released.
 
     Args:
-        lease: what holds it.
+        lease: the lease of the slot.
     """
 
     def __init__(self, lease: AsyncLease) -> None:
@@ -64,53 +64,55 @@ class Slot:
 
     @property
     def lease(self) -> AsyncLease:
-        """The lease, for what the backend has no method for."""
+        """The lease, for operations that the backend does not offer."""
         return self._lease
 
     @property
     def info(self) -> LeaseInfo:
-        """As the service last described it."""
+        """The lease as the service last described it."""
         return self._lease.info
 
     @property
     def slot_id(self) -> str:
-        """Which slot of which sandbox."""
+        """The id of the slot, which begins with the id of its sandbox."""
         return self._lease.info.slot_id
 
     @property
     def trajectory_id(self) -> str | None:
-        """Who holds it."""
+        """The trajectory that holds the slot."""
         return self._lease.info.trajectory_id
 
     @property
     def workspace(self) -> str:
-        """Its working folder, as its commands see it."""
+        """The working folder of the slot, as its commands see it."""
         return self._lease.info.workspace
 
     @property
     def lost(self) -> ServiceError | None:
-        """How it was lost; None while it is held, as far as anybody told."""
+        """The error that says how the slot was lost; None as long as the client knows of no loss."""
         return self._lease.lost
 
 
 class RemoteToolBackend:
-    """Slots of a sandbox service for the trajectories of one run: `async with RemoteToolBackend() as backend: slot = await backend.acquire("t-1")`.
+    """Slots of a sandbox service for the trajectories of one run.
+
+    Example: `async with RemoteToolBackend() as backend: slot = await backend.acquire("t-1")`.
 
     Args:
-        url: the service's address; default `SANDBOX_URL`, else this machine's service.
-        token: default `SANDBOX_TOKEN`, else that of this machine's service.
-        pool: whose slots; default the service's default pool.
-        run_id: the job that owns the slots; `close` releases all that it holds. Default: a new one.
-        ttl_s: how long a slot outlives this process, in seconds.
-        acquire_timeout_s: how long to queue for a slot; default the pool's.
-        allow_network: may only narrow the pool's.
+        url: the address of the service; default `SANDBOX_URL`, else the service of this machine.
+        token: the token; default `SANDBOX_TOKEN`, else the token of this machine's service.
+        pool: the pool; default the service's default pool.
+        run_id: the run that owns the slots; `close` releases all of them. Default: a new id.
+        ttl_s: how long a slot stays leased after this process has died, in seconds.
+        acquire_timeout_s: how long an acquire may be queued, in seconds; default the pool's value.
+        allow_network: False takes the network away; True cannot give a network that the pool denies.
         cache: `rw` for the set-up cache of the run.
-        retry: how patient to be.
-        max_connections: how many requests may be under way.
-        transport: what carries the requests instead of connections of the client's own.
+        retry: how long requests are repeated.
+        max_connections: how many requests may be in flight.
+        transport: an httpx transport that carries the requests, instead of the client's own connections.
 
     Raises:
-        ServiceNotFound: nobody says where the service is.
+        ServiceNotFound: no address is given, and none is found.
     """
 
     def __init__(
@@ -130,7 +132,7 @@ class RemoteToolBackend:
     ) -> None:
         self.client = AsyncSandboxClient(url, token, retry=retry, max_connections=max_connections, transport=transport)
         self.pool = pool
-        self._ended = False
+        self._closed = False
         self.run_id = run_id or "run-" + secrets.token_hex(8)
         self._options: AcquireOptions = {
             "run_id": self.run_id,
@@ -141,93 +143,99 @@ class RemoteToolBackend:
         }
 
     async def acquire(self, trajectory_id: str | None = None) -> Slot:
-        """A slot for a trajectory, held until `release`.
+        """Acquire a slot for a trajectory; it is held until `release`.
 
         Raises:
-            NoCapacity: none came free in time.
+            NoCapacity: no slot became free in time.
             ClientClosed: the backend was closed.
         """
         return (await self.acquire_group([trajectory_id]))[0]
 
     async def acquire_group(self, trajectory_ids: Sequence[str | None]) -> list[Slot]:
-        """Slots for a group of trajectories: all of them or none."""
+        """Acquire slots for a group of trajectories: all of them or none.
+
+        Raises:
+            ValueError: some of the trajectories have an id and others have none.
+            NoCapacity: the slots did not become free in time.
+            ClientClosed: the backend was closed.
+        """
         self._check_open()
         options: AcquireOptions = {**self._options}
-        named = [one for one in trajectory_ids if one is not None]
-        if named and len(named) != len(trajectory_ids):
+        known_ids = [trajectory_id for trajectory_id in trajectory_ids if trajectory_id is not None]
+        if known_ids and len(known_ids) != len(trajectory_ids):
             raise ValueError("either all trajectories of a group have an id, or none has")
-        if named:
-            options["trajectory_ids"] = named
+        if known_ids:
+            options["trajectory_ids"] = known_ids
         leases = await self.client.hold(len(trajectory_ids), self.pool, **options)
         try:
             self._check_open()
-        except ClientClosed:  # while this was under way, and perhaps after the run was released
+        except ClientClosed:  # `close` was called during the acquire, and may have released the run before these leases existed
             await self.client.give_back(leases)
             raise
         return [Slot(lease) for lease in leases]
 
     async def execute_batch(self, requests: Iterable[tuple[Slot, str, Mapping[str, Any]]], *, timeout_s: float | None = None) -> list[ExecutionResult]:
-        """Run tool calls over many slots; those of one slot run in the order given, different slots side by side.
+        """Run tool calls over many slots. Calls of one slot run in the given order; calls of different slots run concurrently.
 
         Args:
-            requests: slot, tool and arguments of each call.
-            timeout_s: for each call; default the pool's.
+            requests: the slot, the tool and the arguments of each call.
+            timeout_s: the timeout of each call, in seconds; default the pool's.
 
         Returns:
-            One result a call, in their order. What our side failed at is a result too, with fault `infra`; and what is wrong with a tool's name or
-            its arguments, which a model has said, with fault `policy`.
+            One result for each call, in the same order. A failure of the service or the network is a result with the fault `infra`. A wrong tool name or
+            wrong arguments, which a model may have written, are a result with the fault `policy`.
 
         Raises:
-            InvalidRequest: `timeout_s` is wrong, or more than the pool gives: nothing has run; or a tool's name is no text.
-            ServiceError: the service refuses the batch as a whole, such as for its token.
+            InvalidRequest: `timeout_s` is wrong or above the pool's maximum, or a tool name is not text. Nothing has run.
+            ServiceError: the service refuses the whole batch, for example because of the token.
         """
-        results: list[ExecutionResult] = []
         calls = [slot.lease.call(tool, args, timeout_s=timeout_s) for slot, tool, args in requests]
-        problems = [text_problem({"tool": call.tool, "args": call.args}) for call in calls]
-        sent = [call for call, problem in zip(calls, problems, strict=True) if problem is None]
-        for start in range(0, len(sent), MAX_CALLS):
-            results += await self._batch(sent[start : start + MAX_CALLS])
-        come = iter(results)
-        return [next(come) if problem is None else no_text(call, problem) for call, problem in zip(calls, problems, strict=True)]
+        problems = [describe_invalid_text({"tool": call.tool, "args": call.args}) for call in calls]
+        valid_calls = [call for call, problem in zip(calls, problems, strict=True) if problem is None]
+        results: list[ExecutionResult] = []
+        for first in range(0, len(valid_calls), MAX_BATCH_SIZE):
+            results += await self._execute_one_request(valid_calls[first : first + MAX_BATCH_SIZE])
+        remaining = iter(results)
+        return [next(remaining) if problem is None else invalid_text_result(call, problem) for call, problem in zip(calls, problems, strict=True)]
 
     async def execute(self, slot: Slot, tool: str, args: Mapping[str, Any], *, timeout_s: float | None = None) -> ExecutionResult:
-        """Run one tool call."""
+        """Run one tool call; see `execute_batch`."""
         return (await self.execute_batch([(slot, tool, args)], timeout_s=timeout_s))[0]
 
     async def narrow(self, slot: Slot, *, allow_network: bool | None = None, cache: str | None = None) -> None:
-        """Take rights away from a slot after its set-up, for good: processes end, files stay."""
+        """Take rights away from a slot after its set-up, for good. The processes of the slot end; its files stay."""
         await slot.lease.narrow(allow_network=allow_network, cache=cache)
 
     async def release(self, slot: Slot, reset_workspace: bool = True) -> None:
-        """Give a slot back. One that was lost already is left at that.
+        """Release a slot. A slot that was lost already is no error.
 
         Args:
-            slot: which.
-            reset_workspace: False keeps its files, for a minute, for this run's next acquire.
+            slot: the slot.
+            reset_workspace: False keeps the files for one minute, for the next acquire of this run.
         """
         await self.client.give_back([slot.lease], reset_workspace=reset_workspace)
 
     async def read_artifact(self, slot: Slot, path: str) -> bytes:
-        """A file of a slot."""
+        """Read a file of a slot."""
         return await slot.lease.get_file(path)
 
     async def list_artifacts(self, slot: Slot, path: str = ".", *, recursive: bool = False) -> tuple[FileEntry, ...]:
-        """The entries of a folder of a slot."""
+        """List a folder of a slot."""
         return await slot.lease.list_files(path, recursive=recursive)
 
     async def archive_artifacts(self, slot: Slot, path: str = ".") -> bytes:
-        """A tree of a slot as a gzipped tar."""
+        """Read a folder of a slot as a gzipped tar."""
         return await slot.lease.get_archive(path)
 
     def stream_artifacts(self, slot: Slot, path: str = ".") -> AsyncIterator[bytes]:
-        """A tree of a slot as a gzipped tar, piece by piece."""
+        """Yield a folder of a slot as a gzipped tar in chunks."""
         return slot.lease.stream_archive(path)
 
     async def close(self) -> None:
-        """Give back all slots of the run, and close the connections. From then on it refuses everything."""
-        if self._ended:
+        """Release all slots of the run and close the connections. Later requests raise `ClientClosed`."""
+        if self._closed:
             return
-        self._ended = True
+        self._closed = True
         try:
             await self.client.release(run_id=self.run_id)
         finally:
@@ -239,30 +247,30 @@ class RemoteToolBackend:
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         try:
             await self.close()
-        except SandboxError as second:
+        except SandboxError as release_error:
             if error is None:
                 raise
-            error.add_note(f"the slots of run {self.run_id} could not be released either: {second}")
+            error.add_note(f"the slots of run {self.run_id} could not be released either: {release_error}")
 
     def _check_open(self) -> None:
-        if self._ended:
-            raise ClientClosed(f"the backend of run {self.run_id} is closed, and its slots are given back: make a new one")
+        if self._closed:
+            raise ClientClosed(f"the backend of run {self.run_id} is closed and its slots are given back; create a new backend")
 
-    async def _batch(self, calls: Sequence[Call]) -> list[ExecutionResult]:
-        found: dict[int, ExecutionResult] = {}
+    async def _execute_one_request(self, calls: Sequence[Call]) -> list[ExecutionResult]:
+        results: dict[int, ExecutionResult] = {}
         failure: TransportError | None = None
         try:
             async for index, result in self.client.exec_stream(calls):
-                found[index] = execution_result(check_call(result, own_tool=False))
+                results[index] = execution_result(check_result(result, tool_from_program=False))
         except BadAnswer:
             raise
         except TransportError as error:
             failure = error
-        return [found[index] if index in found else unanswered(call, failure) for index, call in enumerate(calls)]
+        return [results[index] if index in results else no_response_result(call, failure) for index, call in enumerate(calls)]
 
 
 def execution_result(result: Result) -> ExecutionResult:
-    """A result of the service as environments take it."""
+    """Convert a result of the service into an `ExecutionResult`."""
     metadata = {
         **result.metadata,
         "reason": result.reason,
@@ -279,8 +287,8 @@ def execution_result(result: Result) -> ExecutionResult:
     return ExecutionResult(result.success, result.output, result.error, metadata)
 
 
-def no_text(call: Call, problem: str) -> ExecutionResult:
-    """The result of a call that cannot be sent: half a character, as a model can write it with an escape in JSON, is the model's mistake."""
+def invalid_text_result(call: Call, problem: str) -> ExecutionResult:
+    """Create the result of a call that cannot be sent because its arguments contain half of a surrogate pair. A model can write one with a JSON escape."""
     metadata = {
         "reason": Reason.INVALID_ARGS.value,
         "fault": Fault.POLICY.value,
@@ -292,9 +300,9 @@ def no_text(call: Call, problem: str) -> ExecutionResult:
     return ExecutionResult(False, "", problem, metadata)
 
 
-def unanswered(call: Call, error: TransportError | None) -> ExecutionResult:
-    """The result of a call that got none: the service could not be reached, and the call may have run."""
-    told = "" if error is None else error.detail
+def no_response_result(call: Call, error: TransportError | None) -> ExecutionResult:
+    """Create the result of a call whose response did not arrive; the call may have run."""
+    detail = "" if error is None else error.detail
     metadata = {
         "reason": Reason.BACKEND_ERROR.value,
         "fault": Fault.INFRA.value,
@@ -303,4 +311,4 @@ def unanswered(call: Call, error: TransportError | None) -> ExecutionResult:
         "lease_id": call.lease_id,
         "may_have_run": True,
     }
-    return ExecutionResult(False, "", f"the service gave no answer in time: {told}", metadata)
+    return ExecutionResult(False, "", f"the service sent no response in time: {detail}", metadata)

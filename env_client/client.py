@@ -1,4 +1,4 @@
-"""The two clients: the verbs of the contract over connections of their own, and leases that are kept and given back."""
+"""The two clients. They add connections, and leases that are renewed and released automatically, to the operations of the contract."""
 
 from __future__ import annotations
 
@@ -10,35 +10,36 @@ from typing import Self, Unpack
 
 import httpx
 
-from env_client.blocks import async_block, block
+from env_client.context_managers import explained_async_context_manager, explained_context_manager
 from env_client.discovery import find_service
 from env_client.errors import SandboxError
 from env_client.leases import AsyncLease, Lease
+from env_client.operations.lease_operations import AsyncOperations, Operations
 from env_client.retry import RetryPolicy
 from env_client.transport.connections import async_connections, default_max_connections, sync_connections
 from env_client.transport.heartbeat import AsyncHeartbeat, ThreadHeartbeat
-from env_client.transport.sending import AsyncSender, Sender, SyncSender
+from env_client.transport.request_core import RequestCore
+from env_client.transport.senders import AsyncSender, SyncSender
 from env_client.values import AcquireOptions
-from env_client.verbs import AsyncVerbs, Verbs
 
-#: The contract's default `ttl_s`.
+#: The contract's default `ttl_s`, in seconds.
 DEFAULT_TTL_S = 300.0
-#: How long a renewal, or a release on the way out of an error, is repeated, in seconds.
-HASTY_S = 2.0
+#: How long a renewal, or a release after an error, is retried, in seconds.
+SHORT_RETRY_S = 2.0
 
 
-class AsyncSandboxClient(AsyncVerbs):
-    """A client of the sandbox service for asyncio. One of them serves thousands of rollouts of one event loop.
+class AsyncSandboxClient(AsyncOperations):
+    """An asyncio client of the sandbox service. One client serves thousands of rollouts in one event loop.
 
     Args:
-        url: the service's address; default `SANDBOX_URL`, else this machine's service.
-        token: default `SANDBOX_TOKEN`, else that of this machine's service.
-        retry: how patient to be.
-        max_connections: how many requests may be under way; more wait. Default 1,000, or half of the files the process may open.
-        transport: what carries the requests instead of connections of the client's own.
+        url: the address of the service; default `SANDBOX_URL`, else the service of this machine.
+        token: the token; default `SANDBOX_TOKEN`, else the token of this machine's service.
+        retry: how long requests are repeated.
+        max_connections: how many requests may be in flight; more wait. Default 1,000, or half of the number of files that the process may open.
+        transport: an httpx transport that carries the requests, instead of the client's own connections.
 
     Raises:
-        ServiceNotFound: nobody says where the service is.
+        ServiceNotFound: no address is given, and none is found.
     """
 
     def __init__(
@@ -50,59 +51,60 @@ class AsyncSandboxClient(AsyncVerbs):
         max_connections: int | None = None,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        core, hasty = _cores(url, token, retry)
-        carrier = transport or async_connections(httpx.URL(core.endpoint.url), max_connections or default_max_connections())
-        super().__init__(AsyncSender(core, carrier))
-        self._hasty = AsyncVerbs(AsyncSender(hasty, carrier))
-        self._heartbeat = AsyncHeartbeat(AsyncSender(hasty, carrier))
+        core, short_retry_core = _request_cores(url, token, retry)
+        connections = transport or async_connections(httpx.URL(core.endpoint.url), max_connections or default_max_connections())
+        super().__init__(AsyncSender(core, connections))
+        short_retry_sender = AsyncSender(short_retry_core, connections)
+        self._short_retry_operations = AsyncOperations(short_retry_sender)
+        self._heartbeat = AsyncHeartbeat(short_retry_sender)
 
-    @async_block
+    @explained_async_context_manager
     @asynccontextmanager
     async def lease(self, pool: str | None = None, **options: Unpack[AcquireOptions]) -> AsyncIterator[AsyncLease]:
-        """One slot for the time of the block: acquired, renewed at a third of `ttl_s`, released at the end.
+        """Hold one slot for the duration of an `async with` block. The lease is renewed every third of `ttl_s`, and released at the end of the block.
 
-        Args and errors: as `acquire`.
+        Arguments and errors are those of `acquire`.
         """
         async with self.gang(1, pool, **options) as (lease,):
             yield lease
 
-    @async_block
+    @explained_async_context_manager
     @asynccontextmanager
     async def gang(self, count: int, pool: str | None = None, **options: Unpack[AcquireOptions]) -> AsyncIterator[tuple[AsyncLease, ...]]:
-        """As `lease`, for `count` slots: all of them or none."""
+        """Hold `count` slots, all or none, for the duration of an `async with` block, as `lease` does."""
         leases = await self.hold(count, pool, **options)
         try:
             yield leases
         except BaseException as error:
-            self._heartbeat.remove(_ids(leases))
+            self._heartbeat.remove_leases(_lease_ids(leases))
             try:
-                await self._hasty.release(_ids(leases))
-            except SandboxError as second:
-                error.add_note(f"the leases {', '.join(_ids(leases))} could not be released either: {second}")
+                await self._short_retry_operations.release(_lease_ids(leases))
+            except SandboxError as release_error:
+                error.add_note(_not_released(leases, release_error))
             raise
         await self.give_back(leases)
 
     async def hold(self, count: int = 1, pool: str | None = None, **options: Unpack[AcquireOptions]) -> tuple[AsyncLease, ...]:
-        """As `gang`, without a block: renewed until `give_back`, or until this client is closed."""
+        """Acquire slots as `gang` does, without a block. The leases are renewed until `give_back` is called or the client is closed."""
         acquired = await self.acquire(pool, count, **options)
         self._sender.core.check_open()
         leases = tuple(AsyncLease(self, info) for info in acquired.leases)
         for lease in leases:
-            self._heartbeat.add(lease, options.get("ttl_s") or DEFAULT_TTL_S)
+            self._heartbeat.add_lease(lease, options.get("ttl_s") or DEFAULT_TTL_S)
         return leases
 
     async def give_back(self, leases: Sequence[AsyncLease], *, reset_workspace: bool = True) -> None:
-        """Renew leases no longer, and release them. Those that have ended already are left at that.
+        """Stop renewing leases, and release them. Leases that have ended already are no error.
 
         Args:
-            leases: which.
-            reset_workspace: False keeps the files for the run's next acquire.
+            leases: the leases.
+            reset_workspace: False keeps the files for the next acquire of the run.
         """
-        self._heartbeat.remove(_ids(leases))
-        await self.release(_ids(leases), reset_workspace=reset_workspace)
+        self._heartbeat.remove_leases(_lease_ids(leases))
+        await self.release(_lease_ids(leases), reset_workspace=reset_workspace)
 
     async def aclose(self) -> None:
-        """Stop renewing and close the connections. Leases that are still held end with their `ttl_s`."""
+        """Stop renewing leases and close the connections. Leases that are still held end after their `ttl_s`."""
         await self._heartbeat.aclose()
         await self._sender.aclose()
 
@@ -113,8 +115,8 @@ class AsyncSandboxClient(AsyncVerbs):
         await self.aclose()
 
 
-class SandboxClient(Verbs):
-    """As `AsyncSandboxClient`, blocking; one of them serves any number of threads."""
+class SandboxClient(Operations):
+    """The blocking counterpart of `AsyncSandboxClient`. One client serves any number of threads."""
 
     def __init__(
         self,
@@ -125,51 +127,52 @@ class SandboxClient(Verbs):
         max_connections: int | None = None,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        core, hasty = _cores(url, token, retry)
-        carrier = transport or sync_connections(httpx.URL(core.endpoint.url), max_connections or default_max_connections())
-        super().__init__(SyncSender(core, carrier))
-        self._hasty = Verbs(SyncSender(hasty, carrier))
-        self._heartbeat = ThreadHeartbeat(SyncSender(hasty, carrier))
+        core, short_retry_core = _request_cores(url, token, retry)
+        connections = transport or sync_connections(httpx.URL(core.endpoint.url), max_connections or default_max_connections())
+        super().__init__(SyncSender(core, connections))
+        short_retry_sender = SyncSender(short_retry_core, connections)
+        self._short_retry_operations = Operations(short_retry_sender)
+        self._heartbeat = ThreadHeartbeat(short_retry_sender)
 
-    @block
+    @explained_context_manager
     @contextmanager
     def lease(self, pool: str | None = None, **options: Unpack[AcquireOptions]) -> Iterator[Lease]:
-        """As `AsyncSandboxClient.lease`."""
+        """See `AsyncSandboxClient.lease`."""
         with self.gang(1, pool, **options) as (lease,):
             yield lease
 
-    @block
+    @explained_context_manager
     @contextmanager
     def gang(self, count: int, pool: str | None = None, **options: Unpack[AcquireOptions]) -> Iterator[tuple[Lease, ...]]:
-        """As `AsyncSandboxClient.gang`."""
+        """See `AsyncSandboxClient.gang`."""
         leases = self.hold(count, pool, **options)
         try:
             yield leases
         except BaseException as error:
-            self._heartbeat.remove(_ids(leases))
+            self._heartbeat.remove_leases(_lease_ids(leases))
             try:
-                self._hasty.release(_ids(leases))
-            except SandboxError as second:
-                error.add_note(f"the leases {', '.join(_ids(leases))} could not be released either: {second}")
+                self._short_retry_operations.release(_lease_ids(leases))
+            except SandboxError as release_error:
+                error.add_note(_not_released(leases, release_error))
             raise
         self.give_back(leases)
 
     def hold(self, count: int = 1, pool: str | None = None, **options: Unpack[AcquireOptions]) -> tuple[Lease, ...]:
-        """As `AsyncSandboxClient.hold`."""
+        """See `AsyncSandboxClient.hold`."""
         acquired = self.acquire(pool, count, **options)
         self._sender.core.check_open()
         leases = tuple(Lease(self, info) for info in acquired.leases)
         for lease in leases:
-            self._heartbeat.add(lease, options.get("ttl_s") or DEFAULT_TTL_S)
+            self._heartbeat.add_lease(lease, options.get("ttl_s") or DEFAULT_TTL_S)
         return leases
 
     def give_back(self, leases: Sequence[Lease], *, reset_workspace: bool = True) -> None:
-        """As `AsyncSandboxClient.give_back`."""
-        self._heartbeat.remove(_ids(leases))
-        self.release(_ids(leases), reset_workspace=reset_workspace)
+        """See `AsyncSandboxClient.give_back`."""
+        self._heartbeat.remove_leases(_lease_ids(leases))
+        self.release(_lease_ids(leases), reset_workspace=reset_workspace)
 
     def close(self) -> None:
-        """As `AsyncSandboxClient.aclose`."""
+        """See `AsyncSandboxClient.aclose`."""
         self._heartbeat.close()
         self._sender.close()
 
@@ -180,12 +183,17 @@ class SandboxClient(Verbs):
         self.close()
 
 
-def _cores(url: str | None, token: str | None, retry: RetryPolicy | None) -> tuple[Sender, Sender]:
-    """What builds and decides: for the verbs, and for what must not hold anything up for long."""
+def _request_cores(url: str | None, token: str | None, retry: RetryPolicy | None) -> tuple[RequestCore, RequestCore]:
+    """Create the request core of a client, and one that retries only briefly, for requests that must not delay anything else."""
     endpoint, policy = find_service(url, token), retry or RetryPolicy()
-    core = Sender(endpoint, policy)
-    return core, Sender(endpoint, dataclasses.replace(policy, total_s=min(HASTY_S, policy.total_s)), contact=core.contact)
+    core = RequestCore(endpoint, policy)
+    return core, RequestCore(endpoint, dataclasses.replace(policy, total_s=min(SHORT_RETRY_S, policy.total_s)), state=core.state)
 
 
-def _ids(leases: Sequence[AsyncLease] | Sequence[Lease]) -> list[str]:
+def _lease_ids(leases: Sequence[AsyncLease] | Sequence[Lease]) -> list[str]:
     return [lease.lease_id for lease in leases]
+
+
+def _not_released(leases: Sequence[AsyncLease] | Sequence[Lease], release_error: SandboxError) -> str:
+    """The note on the error of a block whose leases could not be released."""
+    return f"the leases {', '.join(_lease_ids(leases))} could not be released either: {release_error}"

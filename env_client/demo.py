@@ -1,7 +1,7 @@
-"""The main job, for real, on this machine: `python -m env_client.demo`.
+"""A demonstration of the main use case on this machine: `python -m env_client.demo`.
 
-Starts a service of its own, takes eight slots at once, unpacks in each a small project with a failing test, runs the tests, edits the
-file that is wrong, runs the tests again, gives the slots back, and looks at what the next holder finds in them.
+It starts an embedded service and acquires eight slots at once. In each slot it unpacks a small project with a failing test, runs the tests, edits
+the wrong file and runs the tests again. It releases the slots, acquires them again and shows that nothing is left in them.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ LOOK_FOR_LITTER = "find . /tmp -mindepth 1; grep -lz '3133[7]' /proc/[0-9]*/cmdl
 
 @dataclass
 class Row:
-    """What is known of one slot so far."""
+    """The row of one slot in the table: what has happened so far."""
 
     slot_id: str
     cells: list[str] = field(default_factory=list)
-    worked_s: float = 0.0
-    as_hoped: bool = True
+    duration_s: float = 0.0
+    as_expected: bool = True
 
 
 def packed_project() -> bytes:
-    """The project as a gzipped tar."""
+    """Return the project as a gzipped tar."""
     buffer = io.BytesIO()
     with gzip.GzipFile(fileobj=buffer, mode="wb", mtime=0) as zipped, tarfile.open(fileobj=zipped, mode="w") as tar:
         for path in sorted(PROJECT.rglob("*")):
@@ -60,8 +60,8 @@ def packed_project() -> bytes:
     return buffer.getvalue()
 
 
-def steps(lease: Lease) -> list[Call]:
-    """What is done in every slot, in this order."""
+def calls_for(lease: Lease) -> list[Call]:
+    """Return the calls that are made in every slot, in this order."""
     return [
         lease.call("bash", {"command": RUN_TESTS}),
         lease.call("edit_file", {"path": WRONG_FILE, "old": WRONG, "new": RIGHT}),
@@ -69,8 +69,8 @@ def steps(lease: Lease) -> list[Call]:
     ]
 
 
-def cell(step: int, result: Result) -> tuple[str, bool]:
-    """How a result is shown, and whether it is what the demo hopes for."""
+def describe_result(step: int, result: Result) -> tuple[str, bool]:
+    """Return how the result of a step is shown, and whether it is the expected one."""
     last_line = (result.output.strip().splitlines() or [""])[-1]
     if result.reason != "exit":
         return f"[red]{result.reason}[/]: {result.error}", False
@@ -82,73 +82,73 @@ def cell(step: int, result: Result) -> tuple[str, bool]:
 
 
 def slot_number(lease: Lease) -> int:
-    """Which slot of its sandbox it is."""
+    """Return the number of the slot within its sandbox."""
     return int(lease.info.slot_id.rpartition("/")[2])
 
 
-def table(rows: Sequence[Row]) -> Table:
-    """The rows as a table."""
-    it = Table("slot", "tests before", "edit", "tests after", "time", title=f"{len(rows)} slots, the same bug in each, mended in {WRONG_FILE}")
+def build_table(rows: Sequence[Row]) -> Table:
+    """Return the rows as a table."""
+    table = Table("slot", "tests before", "edit", "tests after", "time", title=f"{len(rows)} slots, the same bug in each, mended in {WRONG_FILE}")
     for row in rows:
-        it.add_row(row.slot_id, *[*row.cells, *[""] * (3 - len(row.cells))], f"{row.worked_s * 1000:.0f} ms")
-    return it
+        table.add_row(row.slot_id, *[*row.cells, *[""] * (3 - len(row.cells))], f"{row.duration_s * 1000:.0f} ms")
+    return table
 
 
-def work(client: SandboxClient, leases: Sequence[Lease], console: Console) -> bool:
-    """Run every step in every slot and show each result as it comes; returns whether all were as hoped."""
-    calls = [call for lease in leases for call in steps(lease)]
+def fix_projects(client: SandboxClient, leases: Sequence[Lease], console: Console) -> bool:
+    """Run every step in every slot and show each result when it arrives; return whether all results are the expected ones."""
+    calls = [call for lease in leases for call in calls_for(lease)]
     rows = [Row(slot_id=str(slot_number(lease))) for lease in leases]
-    each = len(calls) // len(leases)
-    with Live(table(rows), console=console, auto_refresh=False) as live:
+    calls_per_slot = len(calls) // len(leases)
+    with Live(build_table(rows), console=console, auto_refresh=False) as live:
         for index, result in client.exec_stream(calls):
-            row, (text, as_hoped) = rows[index // each], cell(index % each, result)
+            row, (text, as_expected) = rows[index // calls_per_slot], describe_result(index % calls_per_slot, result)
             row.cells.append(text)
-            row.worked_s += result.duration_s or 0.0
-            row.as_hoped = row.as_hoped and as_hoped
-            live.update(table(rows), refresh=True)
+            row.duration_s += result.duration_s or 0.0
+            row.as_expected = row.as_expected and as_expected
+            live.update(build_table(rows), refresh=True)
     console.print()
-    return all(row.as_hoped and len(row.cells) == each for row in rows)
+    return all(row.as_expected and len(row.cells) == calls_per_slot for row in rows)
 
 
-def litter(client: SandboxClient, leases: Sequence[Lease]) -> None:
-    """Leave a file and a running process in every slot, as careless code does."""
+def leave_litter(client: SandboxClient, leases: Sequence[Lease]) -> None:
+    """Leave a file and a running process in every slot."""
     client.exec_batch([lease.call("bash", {"command": LITTER}) for lease in leases])
 
 
-def left_behind(client: SandboxClient, leases: Sequence[Lease]) -> list[str]:
-    """What the holders before left in these slots: files and processes."""
+def find_litter(client: SandboxClient, leases: Sequence[Lease]) -> list[str]:
+    """Return the files and processes that earlier holders left in these slots."""
     results = client.exec_batch([lease.call("bash", {"command": LOOK_FOR_LITTER}) for lease in leases])
     return [line for result in results for line in (result.error, *result.output.splitlines()) if line]
 
 
-def demo(console: Console) -> bool:
-    """The whole of it; returns whether everything was as it should be."""
+def run_demo(console: Console) -> bool:
+    """Run the whole demonstration; return whether everything happened as expected."""
     started = time.monotonic()
     with embedded(pools={"default": POOL}) as service, service.client() as client:
         console.print(f"service   {service.url}, ready after {time.monotonic() - started:.1f} s")
         with client.gang(SLOT_COUNT, run_id=RUN_ID) as taken:
-            leases = tuple(sorted(taken, key=slot_number))  # they come in the order in which their slots were ready
+            leases = tuple(sorted(taken, key=slot_number))  # the service lists them in the order in which their slots became ready
             isolation = sorted({lease.info.isolation for lease in leases})
             console.print(f"acquired  {len(leases)} slots at once, isolation {', '.join(isolation)}")
             project, before = packed_project(), time.monotonic()
             for lease in leases:
                 lease.put_archive(".", project)
             console.print(f"unpacked  {PROJECT.name} in each, {(time.monotonic() - before) * 1000:.0f} ms in all")
-            well = work(client, leases, console)
-            litter(client, leases)
+            all_fixed = fix_projects(client, leases, console)
+            leave_litter(client, leases)
         console.print("released  all of them, with a file and a running process left in each")
         with client.gang(SLOT_COUNT, run_id=RUN_ID) as leases:
-            found = left_behind(client, leases)
-        console.print(f"acquired  the same {SLOT_COUNT} slots again: " + (f"[red]found {found}[/]" if found else "[green]no file, no process: clean[/]"))
-    return well and not found
+            litter = find_litter(client, leases)
+        console.print(f"acquired  the same {SLOT_COUNT} slots again: " + (f"[red]found {litter}[/]" if litter else "[green]no file, no process: clean[/]"))
+    return all_fixed and not litter
 
 
 def main() -> int:
-    """Run the demo; the exit code says whether everything was as it should be."""
+    """Run the demonstration; return 0 if everything happened as expected, else 1."""
     console = Console(highlight=False)
-    well = demo(console)
-    console.print("[green]everything was as it should be[/]" if well else "[red]something was not as it should be[/]")
-    return 0 if well else 1
+    success = run_demo(console)
+    console.print("[green]everything was as it should be[/]" if success else "[red]something was not as it should be[/]")
+    return 0 if success else 1
 
 
 if __name__ == "__main__":

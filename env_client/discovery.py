@@ -1,4 +1,4 @@
-"""Where the service is: said outright, by the environment, or by the service of this machine."""
+"""Finding the address and the token of the service: from arguments, from the environment, or from the state folder of this machine's service."""
 
 from __future__ import annotations
 
@@ -15,7 +15,13 @@ ROOT_STATE_DIR = Path("/var/lib/sandbox-pool")
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A service's address, and what opens it; no token where the service asks for none. `source` is who said so."""
+    """The address and the token of a service.
+
+    Args:
+        url: the address.
+        token: the token; None if the service requires none.
+        source: where the address comes from, for messages.
+    """
 
     url: str
     token: str | None
@@ -28,14 +34,14 @@ def find_service(
     """Find the service: `url`, else `SANDBOX_URL`, else `server.json` and `token` in the state folder of this machine's service.
 
     Args:
-        url: its address, if it is known.
-        token: its token; default `SANDBOX_TOKEN`, and for this machine's service the one in its state folder.
-        environ: the environment to look in.
-        uid: whose state folder to look for; default this process's.
-        root_dir: where a service that runs as root keeps its state.
+        url: the address, if it is known.
+        token: the token; default `SANDBOX_TOKEN`, and for this machine's service the token in its state folder.
+        environ: the environment variables.
+        uid: the user whose state folder is searched; default the user of this process.
+        root_dir: the state folder of a service that runs as root.
 
     Raises:
-        ServiceNotFound: nobody says where it is, or what says it cannot be read.
+        ServiceNotFound: no address is known, or the file that contains it cannot be read.
     """
     source = "the caller" if url else "SANDBOX_URL"
     url, token = (url or environ.get("SANDBOX_URL") or "").strip(), (token or environ.get("SANDBOX_TOKEN") or "").strip()
@@ -51,33 +57,33 @@ def find_service(
     found = local_service(environ, uid=uid, root_dir=root_dir)
     if found is not None:
         return found
-    looked = state_dirs(environ, uid, root_dir)
+    searched = state_dirs(environ, uid, root_dir)
     raise ServiceNotFound(
         "no sandbox service is known: set SANDBOX_URL (and SANDBOX_TOKEN), or start one on this machine with "
-        f"`python -m sandbox_server serve` (looked for server.json in {' and '.join(map(str, looked))})"
+        f"`python -m sandbox_server serve` (looked for server.json in {' and '.join(map(str, searched))})"
     )
 
 
 def _token_of_this_machine(url: str, environ: Mapping[str, str], uid: int | None, root_dir: Path) -> str | None:
-    """The token of the service of this machine, if the address is its own. A token never goes to an address that its service did not name."""
+    """Return the token of this machine's service if it announced this address, else None. The token is never sent to another address."""
     found = local_service(environ, uid=uid, root_dir=root_dir)
     return found.token if found is not None and found.url == url else None
 
 
 def local_service(environ: Mapping[str, str] = os.environ, *, uid: int | None = None, root_dir: Path = ROOT_STATE_DIR) -> Endpoint | None:
-    """The service of this machine; None where none runs.
+    """Return the endpoint of this machine's service; None if no service runs.
 
-    Args and errors: as `find_service`.
+    Arguments and errors are those of `find_service`.
     """
     for state_dir in state_dirs(environ, os.getuid() if uid is None else uid, root_dir):
-        url = _server_json(state_dir)
+        url = _read_server_json(state_dir)
         if url is not None:
-            return Endpoint(url, (environ.get("SANDBOX_TOKEN") or "").strip() or _token(state_dir), str(state_dir / "server.json"))
+            return Endpoint(url, (environ.get("SANDBOX_TOKEN") or "").strip() or _read_token(state_dir), str(state_dir / "server.json"))
     return None
 
 
 def state_dirs(environ: Mapping[str, str], uid: int, root_dir: Path = ROOT_STATE_DIR) -> list[Path]:
-    """The state folders in which this machine's service may be, the likeliest first."""
+    """Return the state folders that this machine's service may use, the most likely one first."""
     named = environ.get("SANDBOX_STATE_DIR")
     if named:
         return [Path(named)]
@@ -85,36 +91,43 @@ def state_dirs(environ: Mapping[str, str], uid: int, root_dir: Path = ROOT_STATE
     return [root_dir, home_state] if uid == 0 else [home_state, root_dir]
 
 
-def _server_json(state_dir: Path) -> str | None:
-    """The address in `server.json`; None where there is no such file, it is not for us to see, or its service was killed and left it."""
+def _read_server_json(state_dir: Path) -> str | None:
+    """Return the address in `server.json`.
+
+    Returns:
+        None if the file is missing, if this user may not read it, or if the service that wrote it was killed.
+
+    Raises:
+        ServiceNotFound: the file contains no address.
+    """
     path = state_dir / "server.json"
     try:
-        told = json.loads(path.read_bytes())
-        url = told["url"]
+        document = json.loads(path.read_bytes())
+        url = document["url"]
     except (FileNotFoundError, NotADirectoryError, PermissionError):
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ServiceNotFound(f"{path} does not say where the service is ({error!r}): set SANDBOX_URL") from error
-    return None if _is_gone(told.get("pid")) else str(url).rstrip("/")
+    return None if _process_has_ended(document.get("pid")) else str(url).rstrip("/")
 
 
-def _is_gone(pid: object) -> bool:
+def _process_has_ended(pid: object) -> bool:
     if not isinstance(pid, int) or pid <= 0:
         return False
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return True
-    except PermissionError:
+    except PermissionError:  # the process exists and belongs to another user
         return False
     return False
 
 
-def _token(state_dir: Path) -> str | None:
+def _read_token(state_dir: Path) -> str | None:
     path = state_dir / "token"
     try:
         return path.read_text().strip() or None
     except FileNotFoundError:
-        return None  # tokens from the settings, or none at all: the service will say
+        return None  # the tokens are in the service's settings, or it requires none
     except OSError as error:
         raise ServiceNotFound(f"the service's token in {path} cannot be read ({error.strerror}): set SANDBOX_TOKEN") from error

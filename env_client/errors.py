@@ -1,7 +1,7 @@
-"""The one error tree of the client: everything it raises on its own account is a `SandboxError`.
+"""The error classes of the client. Every error that the client raises for the service or the network is a `SandboxError`.
 
     SandboxError
-    ├── ServiceError                        the service answered with an error; a class a code of the HTTP contract
+    ├── ServiceError                        the service responded with an error; one class for each code of the HTTP contract
     │   ├── Unauthorized, Forbidden
     │   ├── RouteNotFound, PoolNotFound, SandboxNotFound, LeaseNotFound, FileNotFound, CallNotFound
     │   ├── MethodNotAllowed
@@ -11,15 +11,15 @@
     │   ├── PayloadTooLarge, InvalidRequest, QuotaExceeded
     │   ├── InternalError, NotImplementedYet
     │   └── NoCapacity, Draining, BackendUnavailable, StorageUnavailable
-    ├── TransportError                      no answer of the service came
-    │   ├── ConnectFailed                   nothing was sent
-    │   ├── ConnectionLost, TimedOut        the request may have been served
-    │   └── BadAnswer                       an answer that the contract does not know, from a proxy for instance
-    ├── ServiceNotFound                     nobody said where the service is
-    ├── ClientClosed                        this client was closed before
+    ├── TransportError                      no response of the service arrived
+    │   ├── ConnectFailed                   the request was not sent
+    │   ├── ConnectionLost, TimedOut        the service may have acted on the request
+    │   └── BadAnswer                       a response that is not in the contract, for instance from a proxy
+    ├── ServiceNotFound                     the address of the service is not known
+    ├── ClientClosed                        the client was closed before
     └── EmbeddedFailed                      the embedded service did not start
 
-A command that fails is a `Result`, never an error.
+A command that fails is reported in a `Result`, never as an error.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _PROBLEM_MEMBERS = frozenset({"type", "title", "status", "detail", "code", "inst
 
 
 class SandboxError(Exception):
-    """Something went wrong between this program and the sandbox service.
+    """An error between this program and the sandbox service.
 
     Args:
-        detail: one sentence that a person can act on. Default: the class's docstring.
-        status: the HTTP status, None if no answer came.
-        code: the stable code; of the contract's closed set for a `ServiceError`, else the client's own.
-        request_id: what finds the request in the service's log.
+        detail: one sentence that a person can act on. Default: the first line of the class's docstring.
+        status: the HTTP status; None if no response arrived.
+        code: the stable code. For a `ServiceError` it is from the contract's closed set, else the client's own.
+        request_id: the id that finds the request in the service's log.
         retry_after_s: how long the service asks to wait, in seconds.
-        extra: further members of the answer, such as `queue_position` or `errno`.
+        extra: further members of the response, such as `queue_position` or `errno`.
     """
 
     code: str = "sandbox_error"
@@ -71,7 +71,7 @@ class SandboxError(Exception):
 
 
 class ServiceError(SandboxError):
-    """The service answered with an error."""
+    """The service responded with an error."""
 
     code = "unknown"
 
@@ -83,7 +83,7 @@ class Unauthorized(ServiceError):
 
 
 class Forbidden(ServiceError):
-    """This token may not do that."""
+    """The token does not permit this request."""
 
     code = "forbidden"
 
@@ -125,25 +125,25 @@ class CallNotFound(ServiceError):
 
 
 class MethodNotAllowed(ServiceError):
-    """The route does not take that method."""
+    """The route does not accept this HTTP method."""
 
     code = "method_not_allowed"
 
 
 class PoolConflict(ServiceError):
-    """The pool cannot be changed that way."""
+    """The pool cannot be changed in this way."""
 
     code = "pool_conflict"
 
 
 class CallConflict(ServiceError):
-    """The call id or request key was used before with another body."""
+    """The call id or request key was used before with another request body."""
 
     code = "call_conflict"
 
 
 class FileError(ServiceError):
-    """The file operation failed in the slot; `extra["errno"]` says how."""
+    """The file operation failed in the slot; `extra["errno"]` names the error."""
 
     code = "file_error"
 
@@ -155,19 +155,19 @@ class LeaseLost(ServiceError):
 
 
 class SandboxLost(LeaseLost):
-    """The sandbox of the lease died or vanished."""
+    """The sandbox of the lease died or disappeared."""
 
     code = "sandbox_lost"
 
 
 class PayloadTooLarge(ServiceError):
-    """The request is larger than the service takes."""
+    """The request is larger than the service accepts."""
 
     code = "payload_too_large"
 
 
 class InvalidRequest(ServiceError):
-    """The request is not one that the service takes."""
+    """The request is not valid."""
 
     code = "invalid_request"
 
@@ -179,19 +179,19 @@ class QuotaExceeded(ServiceError):
 
 
 class InternalError(ServiceError):
-    """The service failed; the request id finds it in its log."""
+    """The service failed; the request id finds the cause in its log."""
 
     code = "internal"
 
 
 class NotImplementedYet(ServiceError):
-    """The service does not offer that, or not on this backend."""
+    """The service does not offer this, or not on this backend."""
 
     code = "not_implemented"
 
 
 class NoCapacity(ServiceError):
-    """No slot came free in time."""
+    """No slot became free in time."""
 
     code = "no_capacity"
 
@@ -209,13 +209,13 @@ class BackendUnavailable(ServiceError):
 
 
 class StorageUnavailable(ServiceError):
-    """The service cannot write its state, so it promises nothing new."""
+    """The service cannot store its state, so it accepts nothing new."""
 
     code = "storage_unavailable"
 
 
 class TransportError(SandboxError):
-    """No answer of the service came."""
+    """No response of the service arrived."""
 
     code = "transport_error"
 
@@ -227,19 +227,19 @@ class ConnectFailed(TransportError):
 
 
 class ConnectionLost(TransportError):
-    """The connection ended before the whole answer was there."""
+    """The connection ended before the response was complete."""
 
     code = "connection_lost"
 
 
 class TimedOut(TransportError):
-    """The answer did not come in time."""
+    """The response did not arrive in time."""
 
     code = "timed_out"
 
 
 class BadAnswer(TransportError):
-    """The answer is not one of the sandbox service."""
+    """The response is not one of the sandbox service."""
 
     code = "bad_answer"
 
@@ -251,7 +251,7 @@ class ServiceNotFound(SandboxError):
 
 
 class ClientClosed(SandboxError):
-    """This client is closed: make a new one, or close it later."""
+    """This client is closed: create a new one, or close it later."""
 
     code = "client_closed"
 
@@ -262,6 +262,7 @@ class EmbeddedFailed(SandboxError):
     code = "embedded_failed"
 
 
+#: The error class for each code of the contract.
 CLASS_OF_CODE: Mapping[str, type[ServiceError]] = {
     error.code: error
     for error in (
@@ -273,42 +274,42 @@ CLASS_OF_CODE: Mapping[str, type[ServiceError]] = {
 
 
 def service_error(code: str, detail: str | None = None, **known: Any) -> ServiceError:
-    """The error of a code; a plain `ServiceError` for one that only a newer service knows.
+    """Create the error for a code; a plain `ServiceError` for a code that only a newer service knows.
 
     Args:
-        code: of the contract's closed set.
-        detail: one sentence; default: the class's docstring.
+        code: the code, from the contract's closed set.
+        detail: one sentence; default the first line of the class's docstring.
         known: further arguments of `SandboxError`.
     """
     return CLASS_OF_CODE.get(code, ServiceError)(detail, code=code, **known)
 
 
-def error_of_answer(status: int, headers: Mapping[str, str], body: bytes) -> SandboxError:
-    """What an answer that is not a success means.
+def error_from_response(status: int, headers: Mapping[str, str], body: bytes) -> SandboxError:
+    """Create the error for a response that is not a success.
 
     Args:
         status: the HTTP status.
-        headers: the answer's headers, looked up by lower-case name.
+        headers: the headers of the response, by lower-case name.
         body: the whole body.
 
     Returns:
-        A `ServiceError` for a problem document, a `BadAnswer` for anything else.
+        A `ServiceError` for a problem document, a `BadAnswer` for any other body.
     """
-    known: dict[str, Any] = {"status": status, "request_id": headers.get("x-request-id"), "retry_after_s": _seconds(headers.get("retry-after"))}
+    known: dict[str, Any] = {"status": status, "request_id": headers.get("x-request-id"), "retry_after_s": _parse_retry_after(headers.get("retry-after"))}
     try:
         problem = json.loads(body)
-    except ValueError:  # also bytes that are no text
+    except ValueError:  # raised for bytes that are not UTF-8 as well
         problem = None
     if not isinstance(problem, dict) or not isinstance(problem.get("code"), str):
-        told = body[:200].decode("utf-8", "replace").strip()
-        return BadAnswer(f"HTTP {status} without a problem document{': ' + told if told else ''}", **known)
+        excerpt = body[:200].decode("utf-8", "replace").strip()
+        return BadAnswer(f"HTTP {status} without a problem document{': ' + excerpt if excerpt else ''}", **known)
     detail = problem.get("detail") or problem.get("title")
     extra = {name: value for name, value in problem.items() if name not in _PROBLEM_MEMBERS}
     return service_error(problem["code"], detail if isinstance(detail, str) else None, extra=extra, **known)
 
 
-def _seconds(value: str | None) -> float | None:
-    """A `Retry-After` in seconds; the date form is left alone, our service does not send it."""
+def _parse_retry_after(value: str | None) -> float | None:
+    """Return a `Retry-After` header in seconds. A date gives None: the service never sends one."""
     if value is None:
         return None
     try:

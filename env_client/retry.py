@@ -1,4 +1,4 @@
-"""Whether and when to send a request again: one pure decision, taken by both clients."""
+"""The retry policy of the clients, and the rules that decide whether and when a request is sent again. Nothing here does I/O."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ from typing import Any
 
 from env_client.errors import BadAnswer, ConnectFailed, ConnectionLost, SandboxError, ServiceError, TimedOut
 
-#: A proxy answers these when it could not get the service's answer.
-PROXY_STATUSES = frozenset({502, 503, 504})
-#: Answers of the service itself that pass by themselves. `no_capacity` is not one: it has queued as long as it was asked to.
-PASSING_CODES = frozenset({"backend_unavailable", "storage_unavailable"})
-#: Limits of what goes on at once: a `quota_exceeded` that names one passes as soon as something has ended, without anybody giving anything up.
-PASSING_LIMITS = frozenset({"calls_in_flight", "max_running_calls", "max_waiters", "streams", "waiters"})
+#: Statuses with which a proxy reports that it could not get a response from the service.
+PROXY_ERROR_STATUSES = frozenset({502, 503, 504})
+#: Error codes of the service for conditions that pass by themselves. `no_capacity` is not one of them: the acquire was queued as long as requested.
+TRANSIENT_CODES = frozenset({"backend_unavailable", "storage_unavailable"})
+#: Limits on concurrent work. A `quota_exceeded` error that names one of them passes as soon as other work ends.
+TRANSIENT_LIMITS = frozenset({"calls_in_flight", "max_running_calls", "max_waiters", "streams", "waiters"})
 
 
-class Unfinished(SandboxError):
-    """The service was told to stop before the call ended; asking again joins the call, or runs it. Never raised to callers.
+class CallUnfinished(SandboxError):
+    """The service stopped before the call ended.
+
+    Internal to the client and never raised to callers. Sending the same call again joins it if it still runs, and runs it if it never started.
 
     Args:
-        value: the answer as it is, for when asking again leads nowhere.
+        value: the response of the stopped service, which is returned to the caller if the retries fail.
     """
 
     code = "unfinished"
@@ -32,14 +34,16 @@ class Unfinished(SandboxError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RetryPolicy:
-    """How patient a client is. All in seconds.
+    """How long a client repeats a request that gets no response. All fields are in seconds.
 
     Args:
-        total_s: how long one request is repeated without a connection, from when that was lost or first refused; 0: never repeat. As long again a
-            connection may hold on which nothing comes, on top of what the answer may rightly take.
-        base_s: the first delay, doubled each time, with jitter between half of it and all.
-        cap_s: the longest delay of our own; the service's `Retry-After` may ask for more.
-        first_connect_s: how long a client that has never made a connection tries to: more likely the address is wrong than that the service restarts.
+        total_s: how long one request is repeated while there is no connection, counted from the moment at which the connection was lost or first
+            refused; 0 disables retries. The same time is granted again, beyond the time that the response may take, to connections that are open
+            but deliver nothing.
+        base_s: the first delay. Each further delay is twice as long; a random part of up to half is taken off (jitter).
+        cap_s: the longest delay that the client chooses itself. A `Retry-After` of the service may ask for a longer one.
+        first_connect_s: the limit that replaces `total_s` until the client has connected once: a wrong address is then more likely than a restart of
+            the service.
     """
 
     total_s: float = 60.0
@@ -48,53 +52,50 @@ class RetryPolicy:
     first_connect_s: float = 10.0
 
 
-def may_retry(error: SandboxError, *, repeatable: bool, final_codes: Collection[str] = ()) -> bool:
-    """Whether sending the same request again is safe and may help.
+def may_retry(error: SandboxError, *, can_resend: bool, final_codes: Collection[str] = ()) -> bool:
+    """Return whether sending the same request again is safe and may succeed.
 
     Args:
-        error: what the last attempt came to.
-        repeatable: whether the request may be served twice without harm.
-        final_codes: codes that are an answer to this request, not an obstacle.
+        error: the error of the last attempt.
+        can_resend: whether the content of the request can be read again from its beginning.
+        final_codes: error codes that are the result of this request and must not be retried.
     """
     match error:
         case ConnectFailed():
             return True
-        case ConnectionLost() | TimedOut() | Unfinished():
-            return repeatable
+        case ConnectionLost() | TimedOut() | CallUnfinished():
+            return can_resend
         case BadAnswer():
-            return repeatable and error.status in PROXY_STATUSES
+            return can_resend and error.status in PROXY_ERROR_STATUSES
         case ServiceError():
-            return repeatable and _passes(error) and error.code not in final_codes
+            return can_resend and _is_transient(error) and error.code not in final_codes
         case _:
             return False
 
 
-def _passes(error: ServiceError) -> bool:
-    """Whether what the service refuses now it may take in a moment. One that drains to stop is back soon; a pool that drains is not."""
+def _is_transient(error: ServiceError) -> bool:
+    """Return whether the service may accept the same request soon. It does after its own restart, but a pool that drains stays closed."""
     match error.code:
         case "quota_exceeded":
-            return error.extra.get("limit") in PASSING_LIMITS
+            return error.extra.get("limit") in TRANSIENT_LIMITS
         case "draining":
             return error.extra.get("stopping") is True
         case code:
-            return code in PASSING_CODES
+            return code in TRANSIENT_CODES
 
 
-def next_delay_s(policy: RetryPolicy, *, attempt: int, error: SandboxError, elapsed_s: float, budget_s: float, unit: float) -> float | None:
-    """How long to wait before the next attempt.
+def next_delay_s(policy: RetryPolicy, *, attempt: int, error: SandboxError, elapsed_s: float, budget_s: float, jitter: float) -> float | None:
+    """Return how long to wait before the next attempt, in seconds; None if the budget would end before that attempt.
 
     Args:
-        policy: the client's patience.
-        attempt: 0 after the first attempt, and so on.
-        error: one that `may_retry`.
-        elapsed_s: what is spent of the budget.
-        budget_s: how long all attempts together may take.
-        unit: a random number from 0 to 1, for the jitter.
-
-    Returns:
-        Seconds, or None when the budget would be spent before the next attempt began.
+        policy: the retry policy of the client.
+        attempt: the number of retries so far.
+        error: the error of the last attempt, for which `may_retry` is true.
+        elapsed_s: how much of the budget is used, in seconds.
+        budget_s: how long all attempts together may take, in seconds.
+        jitter: a random number from 0 to 1.
     """
-    delay_s = min(policy.cap_s, policy.base_s * 2.0 ** min(attempt, 30)) * (0.5 + unit / 2)
+    delay_s = min(policy.cap_s, policy.base_s * 2.0 ** min(attempt, 30)) * (0.5 + jitter / 2)
     if error.retry_after_s is not None:
         delay_s = max(delay_s, error.retry_after_s)
     return delay_s if elapsed_s + delay_s < budget_s else None

@@ -1,4 +1,4 @@
-"""The frozen values that the client hands out. Fields that only a newer service knows are ignored."""
+"""The frozen values that the client returns and accepts. Fields of a response that only a newer service knows are ignored."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypedDict, TypeVar, cast
 
-from env_client.checks import check_type
 from env_client.errors import BadAnswer, ServiceError
+from env_client.type_checks import check_type
 
 V = TypeVar("V")
 
 
 class Reason(enum.StrEnum):
-    """How a call ended. `Result.reason` is a plain string, so that a newer service may know more."""
+    """How a call ended. `Result.reason` is a plain string, because a newer service may send further reasons."""
 
     EXIT = "exit"
     TIMEOUT = "timeout"
@@ -35,7 +35,7 @@ class Reason(enum.StrEnum):
 
 
 class Fault(enum.StrEnum):
-    """Who is to blame: `policy` is the model, `infra` is us."""
+    """Who is to blame for the end of a call: `policy` is the model, `infra` is the service or its machines."""
 
     NONE = "none"
     POLICY = "policy"
@@ -44,54 +44,55 @@ class Fault(enum.StrEnum):
 
 
 class AcquireOptions(TypedDict, total=False):
-    """What an acquire may ask for beside pool and count; what is missing or None has the service's default."""
+    """The options of an acquire besides pool and count. The service uses its default for an option that is missing or None."""
 
-    #: For one lease: the rollout that holds it.
+    #: For an acquire of one slot: the trajectory that holds the lease.
     trajectory_id: str | None
-    #: For a gang: one a lease.
+    #: For a gang: the trajectory of each lease.
     trajectory_ids: list[str] | None
-    #: The job that owns the leases; releasing the run releases them all.
+    #: The run that owns the leases; releasing the run releases all of them.
     run_id: str | None
-    #: How long the lease holds without being renewed, in seconds (1 to 86,400; default 300).
+    #: How long the lease lasts without a renewal, in seconds (1 to 86,400; default 300).
     ttl_s: float | None
-    #: How long to queue, in seconds; 0 answers at once. Default and upper bound: the pool's `acquire_timeout_s`.
+    #: How long the acquire may be queued, in seconds; 0 for not at all. Default and upper bound: the pool's `acquire_timeout_s`.
     wait_s: float | None
-    #: May only narrow the pool's.
+    #: False takes the network away; True cannot give a network that the pool denies.
     allow_network: bool | None
     #: `none`, or `rw` for the set-up cache.
     cache: str | None
-    #: Higher is served first, within a tenant.
+    #: Acquires with a higher priority are served first, among those of the same tenant.
     priority: int | None
+    #: Labels of the lease, for finding it in lists.
     labels: dict[str, str] | None
-    #: Names the attempt, so that a repeated one gets the same leases. Default: a new one.
+    #: Identifies the acquire: a repeated request with the same key gets the same leases. Default: a new key.
     request_key: str | None
 
 
 class CallOptions(TypedDict, total=False):
-    """What a tool call may ask for beside tool and args; what is missing or None has the service's default."""
+    """The options of a tool call besides tool and args. The service uses its default for an option that is missing or None."""
 
-    #: Names the call: the same one again is never run twice. Default: a new one.
+    #: Identifies the call: a repeated request with the same id never runs the call twice. Default: a new id.
     call_id: str | None
-    #: When the call's whole process tree is killed, in seconds. Default: the pool's `default_timeout_s`.
+    #: How long the call may take until its whole process tree is killed, in seconds. Default: the pool's `default_timeout_s`.
     timeout_s: float | None
-    #: How long it may be silent, in seconds.
+    #: How long the call may write nothing until it is killed, in seconds. Default: unlimited.
     no_output_timeout_s: float | None
-    #: How much output comes back; the middle is cut. Default 50,000.
+    #: How many bytes of output the result contains; more is cut out of the middle. Default 50,000.
     output_limit_bytes: int | None
-    #: Stdout and stderr apart, in `metadata`.
+    #: Return stdout and stderr separately, in `metadata`.
     separate_streams: bool | None
-    #: `utf-8`, or `base64` for exact bytes.
+    #: The encoding of the output: `utf-8`, or `base64` for exact bytes.
     encoding: str | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """One tool call to be sent in a batch; the fields are those of `CallOptions`.
+    """One tool call of a batch. The fields other than the first three are those of `CallOptions`.
 
-    `args` may be whatever a model has said: the service looks at it, and what is wrong with it is the call's own result.
+    `args` may be anything that a model has written: the service checks it, and a mistake in it is reported in the result of the call.
 
     Raises:
-        InvalidRequest: another field is not of its type, which is a mistake of the program that makes the call.
+        InvalidRequest: another field has the wrong type, which is a mistake of the program that creates the call.
     """
 
     lease_id: str
@@ -107,11 +108,11 @@ class Call:
     def __post_init__(self) -> None:
         for name in ("lease_id", "tool"):
             check_type(name, getattr(self, name), str)
-        for name, kinds in _OPTION_KINDS.items():
-            check_type(name, getattr(self, name), *kinds, type(None))
+        for name, types in _OPTION_TYPES.items():
+            check_type(name, getattr(self, name), *types, type(None))
 
 
-_OPTION_KINDS: Mapping[str, tuple[type, ...]] = {
+_OPTION_TYPES: Mapping[str, tuple[type, ...]] = {
     "call_id": (str,),
     "timeout_s": (int, float),
     "no_output_timeout_s": (int, float),
@@ -123,7 +124,7 @@ _OPTION_KINDS: Mapping[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """What a tool call came to. A command that fails is a result, never an error."""
+    """The result of a tool call. A command that fails gives a result, never an error."""
 
     call_id: str
     lease_id: str
@@ -144,17 +145,21 @@ class Result:
 
     @property
     def unfinished(self) -> bool:
-        """Whether the service was told to stop while the call was under way: the same call sent again is joined, or run if it never was."""
+        """Whether the service stopped while the call ran. Sending the same call again joins it, or runs it if it never started."""
         return self.reason == Reason.BACKEND_ERROR and self.metadata.get("stopping") is True
 
     def raw_output(self) -> bytes:
-        """The output as bytes: exactly those written if the call asked for `base64`, else the text's."""
+        """Return the output as bytes: the exact bytes if the call asked for `base64`, else the text in UTF-8.
+
+        Raises:
+            BadAnswer: the output is not valid base64.
+        """
         if self.encoding != "base64":
             return self.output.encode()
         try:
             return base64.b64decode(self.output, validate=True)
         except ValueError as error:
-            raise BadAnswer(f"the output of call {self.call_id} is not the base64 it should be") from error
+            raise BadAnswer(f"the output of call {self.call_id} is not valid base64") from error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,7 +188,7 @@ class LeaseInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Acquired:
-    """The leases of one acquire, and how long it queued, in seconds."""
+    """The leases of one acquire, and how long it was queued, in seconds."""
 
     leases: tuple[LeaseInfo, ...]
     waited_s: float = 0.0
@@ -191,7 +196,7 @@ class Acquired:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Released:
-    """Ids of leases that are released now (or had ended before), and ids that the service does not know."""
+    """The leases that are released (now, or because they had ended before), and the ids that the service does not know."""
 
     released: tuple[str, ...]
     unknown: tuple[str, ...]
@@ -199,7 +204,7 @@ class Released:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Renewed:
-    """The leases that hold on, and for each other one by id the error that says how it ended."""
+    """The renewed leases, and for each lease that was not renewed, by its id, the error that says how it ended."""
 
     leases: tuple[LeaseInfo, ...]
     lost: Mapping[str, ServiceError]
@@ -207,7 +212,7 @@ class Renewed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LeasePage:
-    """Some of the leases; `next_cursor` leads to the next page, None is the end."""
+    """One page of leases. `next_cursor` asks for the next page; None on the last page."""
 
     leases: tuple[LeaseInfo, ...]
     next_cursor: str | None = None
@@ -215,9 +220,10 @@ class LeasePage:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolInfo:
-    """A pool: its spec, what it can do, how many slots and sandboxes are in which state; `state` is empty where an older service does not say it.
+    """A pool: its spec, its capabilities, and the numbers of its slots and sandboxes in each state.
 
-    `tenant`: who owns it, None where no tenant does; `shared`: every tenant may use it.
+    `state` is empty if the service is of an older version that does not send it. `tenant` is the owner, None if the pool has none. `shared` says
+    whether every tenant may use the pool.
     """
 
     name: str
@@ -232,14 +238,14 @@ class PoolInfo:
     slots: Mapping[str, int] = field(default_factory=dict)
     sandboxes: Mapping[str, int] = field(default_factory=dict)
     queue: int = 0
-    #: the acquire for which it holds every slot that comes free: `count`, `held_slots`, `waited_s`, and whose it is where that may be seen
+    #: The acquire for which the pool holds every slot that becomes free: `count`, `held_slots`, `waited_s`, and its tenant if the caller may see it.
     claimant: Mapping[str, Any] | None = None
     last_error: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileEntry:
-    """One entry of a listing; `mtime` in Unix seconds."""
+    """One entry of a folder; `mtime` is in Unix seconds."""
 
     path: str
     type: str = "file"
@@ -250,7 +256,7 @@ class FileEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Readiness:
-    """Whether the service is ready, and what it reports about its pools."""
+    """Whether the service is ready, and its report about its pools."""
 
     ready: bool
     report: Mapping[str, Any]
@@ -258,7 +264,7 @@ class Readiness:
 
 @dataclass(frozen=True, slots=True)
 class Page(Generic[V]):
-    """Some of a list; `next_cursor` leads to the next page, None is the end."""
+    """One page of a list. `next_cursor` asks for the next page; None on the last page."""
 
     items: tuple[V, ...]
     next_cursor: str | None = None
@@ -266,7 +272,7 @@ class Page(Generic[V]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallStatus:
-    """Where a call is: `running` with what it has written so far, or `done` with its result."""
+    """The state of a call: `running` with the number of bytes that it has written, or `done` with its result."""
 
     state: str
     output_bytes: int = 0
@@ -276,20 +282,20 @@ class CallStatus:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Output:
-    """A piece of a call's output as it comes; `offset` is how many bytes of output there are up to its end."""
+    """A piece of a call's output; `offset` is the position of its end in the whole output, in bytes."""
 
     data: bytes
     offset: int
 
     @property
     def text(self) -> str:
-        """The piece as text; a character that is cut in two is not one."""
+        """The piece as text. A character that is cut at an end of the piece is replaced by U+FFFD."""
         return self.data.decode("utf-8", "replace")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
-    """Something that changed in the service, such as `lease.acquired`; `id` is where to go on after it."""
+    """A change in the service, such as `lease.acquired`. `id` resumes the stream of events after it; `at` is in Unix seconds."""
 
     kind: str
     id: str = ""
@@ -299,7 +305,7 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolChange:
-    """A pool as it is after a `pool_put`, and whether there was none of that name before."""
+    """A pool after a `pool_put`, and whether the pool was created."""
 
     pool: PoolInfo
     created: bool
@@ -307,7 +313,7 @@ class PoolChange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SandboxInfo:
-    """A sandbox as the service last described it. `pool_tenant`: who owns its pool, None where no tenant does."""
+    """A sandbox as the service last described it. `pool_tenant` is the owner of its pool, None if the pool has none."""
 
     sandbox_id: str
     pool: str = ""
@@ -323,7 +329,11 @@ class SandboxInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlotCheck:
-    """What a verify planted in one slot, which kinds of trace its reset took away, which are left, and where it could not be done, why."""
+    """The verification of one slot.
+
+    `planted` are the leftovers that were planted, `found` the kinds of trace that were there before the reset and not after it, `left` the kinds that
+    survived the reset. `detail` says why the slot could not be verified, if that is so.
+    """
 
     slot_id: str
     clean: bool
@@ -337,7 +347,7 @@ class SlotCheck:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerifyReport:
-    """Whether the slots of a pool are clean after a reset, one by one."""
+    """Whether the slots of a pool are clean after a reset, for the pool and for each slot."""
 
     pool: str
     clean: bool
@@ -345,26 +355,26 @@ class VerifyReport:
 
 
 @functools.cache
-def _names(cls: Any) -> tuple[tuple[str, ...], frozenset[str]]:
-    """All field names of a value, and those without a default."""
+def _field_names(cls: Any) -> tuple[tuple[str, ...], frozenset[str]]:
+    """Return the names of all fields of a value class, and of those without a default."""
     fields = dataclasses.fields(cls)
     required = frozenset(f.name for f in fields if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING)
     return tuple(f.name for f in fields), required
 
 
 def read_value(cls: type[V], document: Any) -> V:
-    """Make a value of a JSON object.
+    """Create a value from a JSON object.
 
     Args:
         cls: one of the frozen classes above.
         document: the decoded JSON.
 
     Raises:
-        BadAnswer: it is not an object, or lacks a field without a default.
+        BadAnswer: the document is not an object, or lacks a field without a default.
     """
     if not isinstance(document, dict):
-        raise BadAnswer(f"the service sent {type(document).__name__} where {cls.__name__} was due")
-    names, required = _names(cast(Any, cls))
+        raise BadAnswer(f"the service sent {type(document).__name__} instead of {cls.__name__}")
+    names, required = _field_names(cast(Any, cls))
     known = {name: document[name] for name in names if name in document}
     if not required <= known.keys():
         raise BadAnswer(f"the service sent {cls.__name__} without {', '.join(sorted(required - known.keys()))}")

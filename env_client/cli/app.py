@@ -14,9 +14,9 @@ from env_client._version import __version__
 from env_client.cli import OWN_FAILURE
 from env_client.cli.commands import files, leases, pools
 from env_client.cli.commands.doctor import doctor
-from env_client.cli.ending import ending, fail, nobody_reads
+from env_client.cli.exit_handling import ending, fail, nobody_reads
 from env_client.cli.failures import Failure
-from env_client.cli.screen import Screen
+from env_client.cli.printer import Printer
 
 #: What is wrong with the words of a command line, whichever library typer takes it from.
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
@@ -112,14 +112,14 @@ def _run(argv: Sequence[str]) -> int:
         sys.stdout.flush()
         return returned if isinstance(returned, int) else 0
     except Failure as failure:
-        return fail(failure, _screen(argv))
+        return fail(failure, _printer_for(argv))
     except _UsageError as error:
         return _misused(error, argv)
 
 
-def _screen(argv: Sequence[str]) -> Screen:
+def _printer_for(argv: Sequence[str]) -> Printer:
     """For what is wrong with the words themselves, before any option is known."""
-    return Screen("--json" in (argv[: argv.index("--")] if "--" in argv else argv))
+    return Printer("--json" in (argv[: argv.index("--")] if "--" in argv else argv))
 
 
 def _misused(error: Exception, argv: Sequence[str]) -> int:
@@ -131,4 +131,4 @@ def _misused(error: Exception, argv: Sequence[str]) -> int:
         return OWN_FAILURE
     is_early = path == "sandbox" and len(argv) > 1 and argv[0].startswith("-")
     next_step = "options go after the command: `sandbox COMMAND --help` lists its own" if is_early else f"`{path} --help` says what is taken"
-    return fail(Failure(message.strip().rstrip("."), next_step), _screen(argv))
+    return fail(Failure(message.strip().rstrip("."), next_step), _printer_for(argv))

@@ -1,1 +1,1 @@
-"""Requests and responses of the service as plain values: no I/O."""
+"""HTTP requests and responses of the contract as values. The modules in this folder do no I/O."""

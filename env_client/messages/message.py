@@ -1,4 +1,4 @@
-"""A request as a value, and the small parts of which requests are made and answers are read. Pure."""
+"""An HTTP request as a value, and the helpers that build requests and read responses. Nothing here does I/O."""
 
 from __future__ import annotations
 
@@ -18,134 +18,141 @@ EVENT_STREAM = "text/event-stream"
 GZIP = "application/gzip"
 BYTES = "application/octet-stream"
 
-#: What an ordinary answer may take, in seconds.
-PROMPT_S = 30.0
-#: What a transfer may pause, and a listing or an unpacking may take, in seconds.
-TRANSFER_S = 300.0
-#: How long a stream that has a sign of life every 15 s may be silent, in seconds.
-SILENCE_S = 45.0
+#: How long an ordinary response may take, in seconds.
+DEFAULT_TIMEOUT_S = 30.0
+#: How long a transfer may pause, and how long a listing or an unpacking may take, in seconds.
+TRANSFER_TIMEOUT_S = 300.0
+#: How long a stream may be silent, in seconds. The service sends a keep-alive on its streams every 15 s.
+STREAM_READ_TIMEOUT_S = 45.0
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """What came back, as far as parsing needs it."""
+class Response:
+    """The parts of an HTTP response that parsing needs."""
 
     status: int
     body: bytes
 
 
-def never(value: object) -> bool:
-    """Of answers that are never half done."""
+def _never_unfinished(value: object) -> bool:
+    """The default of `Message.is_unfinished`, for responses that are always complete."""
     return False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Message(Generic[T]):
-    """One request, ready to be sent.
+    """One HTTP request, and the function that parses its response.
+
+    Every request of the contract is idempotent: calls and acquires carry keys, so that the service recognises a repeated one.
 
     Args:
-        path: with its query, percent-encoded.
-        parse: reads the answer; raises `BadAnswer`.
-        answer_within_s: what the answer may rightly take.
-        silence_s: how long one attempt waits for bytes.
-        repeatable: whether it may be served twice without harm.
-        final_codes: errors that are an answer, not an obstacle.
-        also_ok: statuses beside 2xx that `parse` reads.
-        last_event_id: the last event of a stream that is taken up again.
-        call_ids: the calls it is about.
-        unfinished: whether a value says that the service stopped before it was done, so that it is worth asking again.
+        method: the HTTP method.
+        path: the path with its query, percent-encoded.
+        parse: turns the response into a value; raises `BadAnswer` for one that is not the contract's.
+        body: the request body; None for a request without one, and for an upload, whose content is sent separately.
+        content_type: the media type of the request body.
+        accept: the media type of the response.
+        response_timeout_s: how long the complete response may take, in seconds. Attempts within this time do not count against the retry budget.
+        read_timeout_s: how long one attempt waits for the next bytes, in seconds.
+        final_codes: error codes that are the result of this request and must not be retried.
+        accepted_statuses: HTTP statuses besides 2xx whose responses `parse` reads.
+        last_event_id: the id of the last event received, when a stream is resumed.
+        call_ids: the ids of the tool calls in the request.
+        is_unfinished: returns whether a parsed value says that the service stopped before it finished, so that sending the request again may help.
     """
 
     method: str
     path: str
-    parse: Callable[[Answer], T]
+    parse: Callable[[Response], T]
     body: bytes | None = None
     content_type: str = JSON
     accept: str = JSON
-    answer_within_s: float = PROMPT_S
-    silence_s: float = PROMPT_S
-    repeatable: bool = True
+    response_timeout_s: float = DEFAULT_TIMEOUT_S
+    read_timeout_s: float = DEFAULT_TIMEOUT_S
     final_codes: frozenset[str] = frozenset()
-    also_ok: frozenset[int] = frozenset()
+    accepted_statuses: frozenset[int] = frozenset()
     last_event_id: str | None = None
     call_ids: tuple[str, ...] = ()
-    unfinished: Callable[[T], bool] = never
+    is_unfinished: Callable[[T], bool] = _never_unfinished
 
 
-def given(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Without what was left to the service."""
-    return {name: value for name, value in asked.items() if value is not None}
+def without_none(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields that are not None. The service uses its defaults for the others."""
+    return {name: value for name, value in fields.items() if value is not None}
 
 
-def to_json(value: object) -> bytes:
-    """A body.
+def encode_json(value: object) -> bytes:
+    """Encode a request body as JSON.
 
     Raises:
-        InvalidRequest: something in it is not JSON.
+        InvalidRequest: the value contains something that JSON cannot express.
     """
     try:
-        return _encoded(value)
+        return _encode_utf8_json(value)
     except UnicodeEncodeError as error:
-        raise InvalidRequest(f"the request cannot be written as JSON: {_around(error)!r} is not text in UTF-8") from error
+        raise InvalidRequest(f"the request cannot be written as JSON: {_invalid_excerpt(error)!r} is not text in UTF-8") from error
     except (TypeError, ValueError) as error:
         raise InvalidRequest(f"the request cannot be written as JSON: {error}") from error
 
 
-def text_problem(value: object) -> str | None:
-    """What in a JSON value is no text in UTF-8, in a sentence; None where nothing is. What is no JSON at all is not looked at here."""
+def describe_invalid_text(value: object) -> str | None:
+    """Return a sentence about the text in a JSON value that cannot be encoded in UTF-8, or None if there is none.
+
+    A value that is not JSON for another reason also gives None: `encode_json` reports it.
+    """
     try:
-        _encoded(value)
+        _encode_utf8_json(value)
     except UnicodeEncodeError as error:
-        return f"args: {_around(error)!r} is not text in UTF-8"
+        return f"args: {_invalid_excerpt(error)!r} is not text in UTF-8"
     except (TypeError, ValueError):
         return None
     return None
 
 
-def _encoded(value: object) -> bytes:
+def _encode_utf8_json(value: object) -> bytes:
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
-def _around(error: UnicodeEncodeError) -> str:
-    """What is no text, with a little of what is beside it."""
+def _invalid_excerpt(error: UnicodeEncodeError) -> str:
+    """Return the characters that cannot be encoded, with up to 20 characters before and after them."""
     return error.object[max(0, error.start - 20) : error.end + 20]
 
 
-def seconds(value: object, default_s: float) -> float:
-    """A duration to wait for; what is no number is left for the service to refuse."""
+def duration_or_default(value: object, default_s: float) -> float:
+    """Return a duration in seconds, or the default if the value is not a number. The service refuses a wrong value."""
     return max(0.0, float(value)) if isinstance(value, int | float) else default_s
 
 
-def segment(value: str) -> str:
-    """One part of a path.
+def quote_path_segment(value: str) -> str:
+    """Percent-encode one segment of a URL path.
 
     Raises:
-        InvalidRequest: it is no text.
+        InvalidRequest: the value cannot be encoded in UTF-8.
     """
     try:
         return quote(value, safe="")
     except UnicodeEncodeError as error:
-        raise InvalidRequest(f"no request can ask for {_around(error)!r}: it is not text in UTF-8") from error
+        raise InvalidRequest(f"no request can ask for {_invalid_excerpt(error)!r}: it is not text in UTF-8") from error
 
 
-def path_of(route: str, /, **query: object) -> str:
-    """A path with the part of the query that is given.
+def path_with_query(path: str, /, **parameters: object) -> str:
+    """Append query parameters to a path; parameters that are None are left out.
 
     Raises:
-        InvalidRequest: some of that is no text.
+        InvalidRequest: a parameter cannot be encoded in UTF-8.
     """
-    asked = given(query)
+    query = without_none(parameters)
     try:
-        return f"{route}?{urlencode(asked, quote_via=quote)}" if asked else route
+        return f"{path}?{urlencode(query, quote_via=quote)}" if query else path
     except UnicodeEncodeError as error:
-        raise InvalidRequest(f"no request can ask for {_around(error)!r}: it is not text in UTF-8") from error
+        raise InvalidRequest(f"no request can ask for {_invalid_excerpt(error)!r}: it is not text in UTF-8") from error
 
 
-def decode(body: bytes | str) -> Any:
-    """What a body says.
+def decode_json(body: bytes | str) -> Any:
+    """Decode a JSON body.
 
     Raises:
-        BadAnswer: it is not JSON.
+        BadAnswer: the body is not JSON.
     """
     try:
         return json.loads(body)
@@ -153,22 +160,30 @@ def decode(body: bytes | str) -> Any:
         raise BadAnswer(f"the service sent what is not JSON: {body[:200]!r}") from error
 
 
-def object_of(answer: Answer) -> dict[str, Any]:
-    """The object that an answer must be."""
-    document = decode(answer.body)
+def read_object(response: Response) -> dict[str, Any]:
+    """Return the JSON object in a response.
+
+    Raises:
+        BadAnswer: the body is not a JSON object.
+    """
+    document = decode_json(response.body)
     if not isinstance(document, dict):
-        raise BadAnswer(f"the service sent {type(document).__name__} where an object was due", status=answer.status)
+        raise BadAnswer(f"the service sent {type(document).__name__} instead of an object", status=response.status)
     return document
 
 
-def list_of(document: Mapping[str, Any], name: str) -> list[Any]:
-    """The list that a member of an answer must be."""
+def read_list(document: Mapping[str, Any], name: str) -> list[Any]:
+    """Return the list that a member of a JSON object must be.
+
+    Raises:
+        BadAnswer: the member is missing or is not a list.
+    """
     items = document.get(name)
     if not isinstance(items, list):
         raise BadAnswer(f"the service sent no list of {name}")
     return items
 
 
-def nothing(answer: Answer) -> None:
-    """An answer that carries nothing."""
+def ignore_body(response: Response) -> None:
+    """Parse a response that carries no value."""
     return

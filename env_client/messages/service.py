@@ -1,4 +1,4 @@
-"""Every request about pools, sandboxes and the service itself as a value. Pure, and written once for both clients."""
+"""Messages about pools, sandboxes and the service itself."""
 
 from __future__ import annotations
 
@@ -6,104 +6,129 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from env_client.errors import BadAnswer
-from env_client.messages.message import BYTES, EVENT_STREAM, SILENCE_S, TRANSFER_S, Answer, Message, list_of, nothing, object_of, path_of, segment, to_json
+from env_client.messages.message import (
+    BYTES,
+    EVENT_STREAM,
+    STREAM_READ_TIMEOUT_S,
+    TRANSFER_TIMEOUT_S,
+    Message,
+    Response,
+    encode_json,
+    ignore_body,
+    path_with_query,
+    quote_path_segment,
+    read_list,
+    read_object,
+)
 from env_client.values import Page, PoolChange, PoolInfo, Readiness, SandboxInfo, SlotCheck, VerifyReport, read_value
 
 T = TypeVar("T")
 
-ZIP = "application/zip"
-#: What a verify may take, which resets every free slot of the pool, in seconds.
-VERIFY_S = 600.0
+#: How long the verification of a pool may take, in seconds: it resets every free slot.
+VERIFY_TIMEOUT_S = 600.0
 
 
-def pools(cursor: str | None = None, tenant: str | None = None) -> Message[Page[PoolInfo]]:
-    """`GET /v1/pools`."""
-    return Message(method="GET", path=path_of("/v1/pools", tenant=tenant, cursor=cursor), parse=lambda answer: _page(PoolInfo, answer, "pools"))
+def list_pools_message(cursor: str | None = None, tenant: str | None = None) -> Message[Page[PoolInfo]]:
+    """Build `GET /v1/pools`."""
+    return Message(
+        method="GET", path=path_with_query("/v1/pools", tenant=tenant, cursor=cursor), parse=lambda response: _parse_page(PoolInfo, response, "pools")
+    )
 
 
-def pool(name: str, tenant: str | None = None) -> Message[PoolInfo]:
-    """`GET /v1/pools/{name}`."""
-    return Message(method="GET", path=path_of(_pool_path(name), tenant=tenant), parse=lambda answer: read_value(PoolInfo, object_of(answer)))
+def get_pool_message(name: str, tenant: str | None = None) -> Message[PoolInfo]:
+    """Build `GET /v1/pools/{name}`."""
+    return Message(method="GET", path=path_with_query(_pool_path(name), tenant=tenant), parse=_parse_pool)
 
 
-def pool_put(name: str, spec: Mapping[str, Any], tenant: str | None = None) -> Message[PoolChange]:
-    """`PUT /v1/pools/{name}`."""
+def put_pool_message(name: str, spec: Mapping[str, Any], tenant: str | None = None) -> Message[PoolChange]:
+    """Build `PUT /v1/pools/{name}`."""
 
-    def parse(answer: Answer) -> PoolChange:
-        return PoolChange(pool=read_value(PoolInfo, object_of(answer)), created=answer.status == 201)
+    def parse(response: Response) -> PoolChange:
+        return PoolChange(pool=_parse_pool(response), created=response.status == 201)
 
-    return Message(method="PUT", path=path_of(_pool_path(name), tenant=tenant), body=to_json(spec), parse=parse)
-
-
-def pool_delete(name: str, force: bool, tenant: str | None = None) -> Message[None]:
-    """`DELETE /v1/pools/{name}`."""
-    return Message(method="DELETE", path=path_of(_pool_path(name), tenant=tenant, force=1 if force else None), parse=nothing)
+    return Message(method="PUT", path=path_with_query(_pool_path(name), tenant=tenant), body=encode_json(spec), parse=parse)
 
 
-def pool_verify(name: str, tenant: str | None = None) -> Message[VerifyReport]:
-    """`POST /v1/pools/{name}/verify`."""
-    return Message(method="POST", path=path_of(_pool_path(name) + "/verify", tenant=tenant), parse=_verified, answer_within_s=VERIFY_S, silence_s=VERIFY_S)
+def delete_pool_message(name: str, force: bool, tenant: str | None = None) -> Message[None]:
+    """Build `DELETE /v1/pools/{name}`."""
+    return Message(method="DELETE", path=path_with_query(_pool_path(name), tenant=tenant, force=1 if force else None), parse=ignore_body)
 
 
-def sandboxes(limit: int | None, cursor: str | None) -> Message[Page[SandboxInfo]]:
-    """`GET /v1/sandboxes`."""
-    return Message(method="GET", path=path_of("/v1/sandboxes", limit=limit, cursor=cursor), parse=lambda answer: _page(SandboxInfo, answer, "sandboxes"))
+def verify_pool_message(name: str, tenant: str | None = None) -> Message[VerifyReport]:
+    """Build `POST /v1/pools/{name}/verify`."""
+    return Message(
+        method="POST",
+        path=path_with_query(_pool_path(name) + "/verify", tenant=tenant),
+        parse=_parse_verify_report,
+        response_timeout_s=VERIFY_TIMEOUT_S,
+        read_timeout_s=VERIFY_TIMEOUT_S,
+    )
 
 
-def sandbox_drain(sandbox_id: str) -> Message[SandboxInfo]:
-    """`POST /v1/sandboxes/{id}/drain`."""
-    path = f"/v1/sandboxes/{segment(sandbox_id)}/drain"
-    return Message(method="POST", path=path, parse=lambda answer: read_value(SandboxInfo, object_of(answer)))
+def list_sandboxes_message(limit: int | None, cursor: str | None) -> Message[Page[SandboxInfo]]:
+    """Build `GET /v1/sandboxes`."""
+    path = path_with_query("/v1/sandboxes", limit=limit, cursor=cursor)
+    return Message(method="GET", path=path, parse=lambda response: _parse_page(SandboxInfo, response, "sandboxes"))
 
 
-def events(after: str | None) -> Message[None]:
-    """`GET /v1/events`, from the last event that was seen."""
-    return Message(method="GET", path="/v1/events", accept=EVENT_STREAM, parse=nothing, silence_s=SILENCE_S, last_event_id=after)
+def drain_sandbox_message(sandbox_id: str) -> Message[SandboxInfo]:
+    """Build `POST /v1/sandboxes/{id}/drain`."""
+    path = f"/v1/sandboxes/{quote_path_segment(sandbox_id)}/drain"
+    return Message(method="POST", path=path, parse=lambda response: read_value(SandboxInfo, read_object(response)))
 
 
-def metrics() -> Message[str]:
-    """`GET /metrics`."""
-    return Message(method="GET", path="/metrics", accept="text/plain", parse=lambda answer: answer.body.decode("utf-8", "replace"))
+def events_message(after: str | None) -> Message[None]:
+    """Build `GET /v1/events`, beginning after the event with the id `after`."""
+    return Message(method="GET", path="/v1/events", accept=EVENT_STREAM, parse=ignore_body, read_timeout_s=STREAM_READ_TIMEOUT_S, last_event_id=after)
 
 
-def agent_pyz() -> Message[bytes]:
-    """`GET /v1/agent.pyz`."""
+def metrics_message() -> Message[str]:
+    """Build `GET /metrics`."""
+    return Message(method="GET", path="/metrics", accept="text/plain", parse=lambda response: response.body.decode("utf-8", "replace"))
+
+
+def agent_pyz_message() -> Message[bytes]:
+    """Build `GET /v1/agent.pyz`."""
     return Message(
         method="GET",
         path="/v1/agent.pyz",
         accept=f"application/zip, {BYTES}",
-        parse=lambda answer: answer.body,
-        answer_within_s=TRANSFER_S,
-        silence_s=TRANSFER_S,
+        parse=lambda response: response.body,
+        response_timeout_s=TRANSFER_TIMEOUT_S,
+        read_timeout_s=TRANSFER_TIMEOUT_S,
     )
 
 
-def healthz() -> Message[Mapping[str, Any]]:
-    """`GET /healthz`."""
-    return Message(method="GET", path="/healthz", parse=object_of)
+def healthz_message() -> Message[Mapping[str, Any]]:
+    """Build `GET /healthz`."""
+    return Message(method="GET", path="/healthz", parse=read_object)
 
 
-def readyz(pool: str | None) -> Message[Readiness]:
-    """`GET /readyz`; not ready is an answer too."""
+def readyz_message(pool: str | None) -> Message[Readiness]:
+    """Build `GET /readyz`. A service that is not ready responds with 503, which is parsed as well."""
 
-    def parse(answer: Answer) -> Readiness:
-        return Readiness(ready=answer.status == 200, report=object_of(answer))
+    def parse(response: Response) -> Readiness:
+        return Readiness(ready=response.status == 200, report=read_object(response))
 
-    return Message(method="GET", path=path_of("/readyz", pool=pool), parse=parse, also_ok=frozenset({503}))
+    return Message(method="GET", path=path_with_query("/readyz", pool=pool), parse=parse, accepted_statuses=frozenset({503}))
 
 
 def _pool_path(name: str) -> str:
-    return f"/v1/pools/{segment(name)}"
+    return f"/v1/pools/{quote_path_segment(name)}"
 
 
-def _page(cls: type[T], answer: Answer, name: str) -> Page[T]:
-    document = object_of(answer)
-    return Page(items=tuple(read_value(cls, item) for item in list_of(document, name)), next_cursor=document.get("next_cursor"))
+def _parse_pool(response: Response) -> PoolInfo:
+    return read_value(PoolInfo, read_object(response))
 
 
-def _verified(answer: Answer) -> VerifyReport:
-    document = object_of(answer)
-    slots = tuple(read_value(SlotCheck, item) for item in list_of(document, "slots"))
+def _parse_page(cls: type[T], response: Response, name: str) -> Page[T]:
+    document = read_object(response)
+    return Page(items=tuple(read_value(cls, item) for item in read_list(document, name)), next_cursor=document.get("next_cursor"))
+
+
+def _parse_verify_report(response: Response) -> VerifyReport:
+    document = read_object(response)
+    slots = tuple(read_value(SlotCheck, item) for item in read_list(document, "slots"))
     if not isinstance(document.get("clean"), bool):
         raise BadAnswer("the service does not say whether the slots are clean")
     return read_value(VerifyReport, {**document, "slots": slots})

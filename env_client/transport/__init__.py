@@ -1,1 +1,1 @@
-"""How messages are sent: connections, retries, heartbeats."""
+"""Sending messages: connections, retries, resumed streams and the heartbeat that renews leases."""

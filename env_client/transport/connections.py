@@ -1,8 +1,8 @@
-"""Connections for thousands of rollouts.
+"""HTTP connections for thousands of concurrent rollouts.
 
-httpx's own pool walks all its connections for every request: with 64 requests at a time that costs four times what the request
-itself does, and with some hundred idle connections many milliseconds. So each connection lives in a transport of its own, and the
-idle ones in a stack: whatever their number, a request pops one and pushes it back.
+The pool of httpx examines all its connections for every request. With 64 concurrent requests that costs four times as much as the request itself,
+and with some hundred idle connections it takes many milliseconds. Here, each connection has an httpx transport of its own, and the transports with
+idle connections are kept in a stack: a request pops one and pushes it back, at the same cost for any number of connections.
 """
 
 from __future__ import annotations
@@ -17,22 +17,25 @@ from typing import cast
 
 import httpx
 
-#: How long an idle connection is used again, in seconds.
+#: How long an idle connection may be reused, in seconds.
 KEEPALIVE_S = 60.0
-#: Idle connections beyond this number are closed.
+#: The most idle connections that are kept; others are closed.
 MAX_IDLE = 256
-#: A transport of its own for each connection: requests on it never wait for each other, since it is lent to one at a time.
-_ONE = httpx.Limits(max_connections=1, max_keepalive_connections=1, keepalive_expiry=KEEPALIVE_S)
+#: The limits of a transport with a single connection. Only one request uses it at a time, so requests never wait for each other inside it.
+_SINGLE_CONNECTION = httpx.Limits(max_connections=1, max_keepalive_connections=1, keepalive_expiry=KEEPALIVE_S)
 
 
 def default_max_connections() -> int:
-    """As many as a large job needs, within half of the files that this process may open."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return 1000 if soft == resource.RLIM_INFINITY else max(8, min(1000, soft // 2))
+    """Return 1,000, or half of the number of files that this process may open, if that is less."""
+    soft_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 1000 if soft_limit == resource.RLIM_INFINITY else max(8, min(1000, soft_limit // 2))
 
 
 def environment_proxy(url: httpx.URL) -> str | None:
-    """The proxy that the environment names for a URL (HTTP_PROXY, HTTPS_PROXY, ALL_PROXY; NO_PROXY and loopback go direct)."""
+    """Return the proxy that the environment names for a URL, or None.
+
+    The variables are HTTP_PROXY, HTTPS_PROXY and ALL_PROXY. Hosts in NO_PROXY and the loopback addresses need no proxy.
+    """
     if url.host in {"localhost", "127.0.0.1", "::1"} or urllib.request.proxy_bypass(url.host):
         return None
     proxies = urllib.request.getproxies()
@@ -40,51 +43,51 @@ def environment_proxy(url: httpx.URL) -> str | None:
 
 
 def async_connections(url: httpx.URL, max_connections: int) -> AsyncConnections:
-    """The connections of an `AsyncSandboxClient` to one service."""
-    tls, proxy = _tls(url), environment_proxy(url)
-    return AsyncConnections(lambda: httpx.AsyncHTTPTransport(verify=tls, proxy=proxy, limits=_ONE), max_connections)
+    """Create the connections of an `AsyncSandboxClient` to one service."""
+    tls, proxy = _tls_context(url), environment_proxy(url)
+    return AsyncConnections(lambda: httpx.AsyncHTTPTransport(verify=tls, proxy=proxy, limits=_SINGLE_CONNECTION), max_connections)
 
 
 def sync_connections(url: httpx.URL, max_connections: int) -> Connections:
-    """The connections of a `SandboxClient` to one service."""
-    tls, proxy = _tls(url), environment_proxy(url)
-    return Connections(lambda: httpx.HTTPTransport(verify=tls, proxy=proxy, limits=_ONE), max_connections)
+    """Create the connections of a `SandboxClient` to one service."""
+    tls, proxy = _tls_context(url), environment_proxy(url)
+    return Connections(lambda: httpx.HTTPTransport(verify=tls, proxy=proxy, limits=_SINGLE_CONNECTION), max_connections)
 
 
 class AsyncConnections(httpx.AsyncBaseTransport):
-    """A transport that lends each request a transport with one connection.
+    """A transport that gives each request a transport with a single connection.
 
     Args:
-        make: makes such a transport; it connects by itself, again too when its connection has gone stale.
-        max_connections: how many requests may be under way; more wait their turn.
+        new_transport: creates such a transport. The transport connects by itself, and connects again if its connection was closed.
+        max_connections: how many requests may be in flight; further requests wait.
     """
 
-    def __init__(self, make: Callable[[], httpx.AsyncBaseTransport], max_connections: int) -> None:
-        self._make = make
+    def __init__(self, new_transport: Callable[[], httpx.AsyncBaseTransport], max_connections: int) -> None:
+        self._new_transport = new_transport
         self._idle: list[httpx.AsyncBaseTransport] = []
-        self._turns = asyncio.Semaphore(max_connections)
+        self._free_connections = asyncio.Semaphore(max_connections)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        """Send one request; the connection is busy until the response is closed."""
-        await self._turns.acquire()
+        """Send one request. Its connection is in use until the response is closed."""
+        await self._free_connections.acquire()
         try:
-            transport = self._idle.pop() if self._idle else self._make()
+            transport = self._idle.pop() if self._idle else self._new_transport()
             try:
                 response = await transport.handle_async_request(request)
-            except BaseException:  # what state a failed or cancelled request leaves behind is anybody's guess
+            except BaseException:  # the state of a connection after a failed or cancelled request is unknown
                 await transport.aclose()
                 raise
         except BaseException:
-            self._turns.release()
+            self._free_connections.release()
             raise
-        response.stream = _AsyncLent(cast(httpx.AsyncByteStream, response.stream), transport, self._take_back)
+        response.stream = _AsyncPooledStream(cast(httpx.AsyncByteStream, response.stream), transport, self._return_transport)
         return response
 
-    async def _take_back(self, transport: httpx.AsyncBaseTransport, well: bool) -> None:
-        keep = well and len(self._idle) < MAX_IDLE
+    async def _return_transport(self, transport: httpx.AsyncBaseTransport, reusable: bool) -> None:
+        keep = reusable and len(self._idle) < MAX_IDLE
         if keep:
             self._idle.append(transport)
-        self._turns.release()
+        self._free_connections.release()
         if not keep:
             await transport.aclose()
 
@@ -95,40 +98,40 @@ class AsyncConnections(httpx.AsyncBaseTransport):
 
 
 class Connections(httpx.BaseTransport):
-    """As `AsyncConnections`, for any number of threads."""
+    """The blocking counterpart of `AsyncConnections`, for use by any number of threads."""
 
-    def __init__(self, make: Callable[[], httpx.BaseTransport], max_connections: int) -> None:
-        self._make = make
+    def __init__(self, new_transport: Callable[[], httpx.BaseTransport], max_connections: int) -> None:
+        self._new_transport = new_transport
         self._idle: list[httpx.BaseTransport] = []
-        self._turns = threading.Semaphore(max_connections)
+        self._free_connections = threading.Semaphore(max_connections)
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
-        """Send one request; the connection is busy until the response is closed."""
-        self._turns.acquire()
+        """Send one request. Its connection is in use until the response is closed."""
+        self._free_connections.acquire()
         try:
-            transport = self._pop()
+            transport = self._take_transport()
             try:
                 response = transport.handle_request(request)
             except BaseException:
                 transport.close()
                 raise
         except BaseException:
-            self._turns.release()
+            self._free_connections.release()
             raise
-        response.stream = _Lent(cast(httpx.SyncByteStream, response.stream), transport, self._take_back)
+        response.stream = _PooledStream(cast(httpx.SyncByteStream, response.stream), transport, self._return_transport)
         return response
 
-    def _pop(self) -> httpx.BaseTransport:
+    def _take_transport(self) -> httpx.BaseTransport:
         try:
             return self._idle.pop()
-        except IndexError:  # asked and popped in one step: another thread may take the last one
-            return self._make()
+        except IndexError:  # testing for an idle one first would race with other threads
+            return self._new_transport()
 
-    def _take_back(self, transport: httpx.BaseTransport, well: bool) -> None:
-        keep = well and len(self._idle) < MAX_IDLE
+    def _return_transport(self, transport: httpx.BaseTransport, reusable: bool) -> None:
+        keep = reusable and len(self._idle) < MAX_IDLE
         if keep:
             self._idle.append(transport)
-        self._turns.release()
+        self._free_connections.release()
         if not keep:
             transport.close()
 
@@ -138,15 +141,15 @@ class Connections(httpx.BaseTransport):
             self._idle.pop().close()
 
 
-class _AsyncLent(httpx.AsyncByteStream):
-    """A response's bytes; closing it gives the connection back."""
+class _AsyncPooledStream(httpx.AsyncByteStream):
+    """The body of a response. Closing it returns the connection for reuse."""
 
     def __init__(
-        self, stream: httpx.AsyncByteStream, transport: httpx.AsyncBaseTransport, take_back: Callable[[httpx.AsyncBaseTransport, bool], Awaitable[None]]
+        self, stream: httpx.AsyncByteStream, transport: httpx.AsyncBaseTransport, return_transport: Callable[[httpx.AsyncBaseTransport, bool], Awaitable[None]]
     ) -> None:
         self._stream = stream
         self._transport: httpx.AsyncBaseTransport | None = transport
-        self._take_back = take_back
+        self._return_transport = return_transport
 
     def __aiter__(self) -> AsyncIterator[bytes]:
         return self._stream.__aiter__()
@@ -155,21 +158,21 @@ class _AsyncLent(httpx.AsyncByteStream):
         transport, self._transport = self._transport, None
         if transport is None:
             return
-        well = False
+        reusable = False
         try:
             await self._stream.aclose()
-            well = True
+            reusable = True
         finally:
-            await self._take_back(transport, well)
+            await self._return_transport(transport, reusable)
 
 
-class _Lent(httpx.SyncByteStream):
-    """A response's bytes; closing it gives the connection back."""
+class _PooledStream(httpx.SyncByteStream):
+    """The body of a response. Closing it returns the connection for reuse."""
 
-    def __init__(self, stream: httpx.SyncByteStream, transport: httpx.BaseTransport, take_back: Callable[[httpx.BaseTransport, bool], None]) -> None:
+    def __init__(self, stream: httpx.SyncByteStream, transport: httpx.BaseTransport, return_transport: Callable[[httpx.BaseTransport, bool], None]) -> None:
         self._stream = stream
         self._transport: httpx.BaseTransport | None = transport
-        self._take_back = take_back
+        self._return_transport = return_transport
 
     def __iter__(self) -> Iterator[bytes]:
         return iter(self._stream)
@@ -178,14 +181,17 @@ class _Lent(httpx.SyncByteStream):
         transport, self._transport = self._transport, None
         if transport is None:
             return
-        well = False
+        reusable = False
         try:
             self._stream.close()
-            well = True
+            reusable = True
         finally:
-            self._take_back(transport, well)
+            self._return_transport(transport, reusable)
 
 
-def _tls(url: httpx.URL) -> ssl.SSLContext:
-    """One TLS context for all connections: reading the certificates takes tens of milliseconds, and plain HTTP needs none (an empty context trusts nobody)."""
+def _tls_context(url: httpx.URL) -> ssl.SSLContext:
+    """Create the TLS context that all connections share, because loading the certificates takes tens of milliseconds.
+
+    Plain HTTP gets an empty context, which trusts no certificate.
+    """
     return httpx.create_ssl_context() if url.scheme == "https" else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

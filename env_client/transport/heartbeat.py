@@ -1,4 +1,4 @@
-"""Renewing leases in time: a plain book of when each is due, and the two loops that keep it."""
+"""Renewing leases in time: a schedule of the renewals, and the task or the thread that sends them."""
 
 from __future__ import annotations
 
@@ -11,221 +11,249 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from env_client.errors import SandboxError, ServiceError, TransportError
-from env_client.messages import verbs
-from env_client.transport.sending import AsyncSender, SyncSender
+from env_client.messages.leases import renew_message
+from env_client.transport.senders import AsyncSender, SyncSender
 from env_client.values import LeaseInfo, Renewed
 
 log = logging.getLogger("env_client")
 
-#: As many leases a request.
-BATCH = 200
+#: The most leases that one request renews.
+MAX_BATCH_SIZE = 200
 
 
-class Held(Protocol):
-    """A lease that wants to be kept."""
+class RenewableLease(Protocol):
+    """A lease that the heartbeat renews, and that is notified of the outcome."""
 
     @property
     def lease_id(self) -> str:
-        """Which lease."""
+        """The id of the lease."""
 
-    def renewed(self, info: LeaseInfo) -> None:
-        """It holds on."""
+    def record_renewal(self, info: LeaseInfo) -> None:
+        """Take note that the lease was renewed."""
 
-    def lose(self, error: ServiceError) -> None:
-        """It is over."""
+    def record_loss(self, error: ServiceError) -> None:
+        """Take note that the lease has ended."""
 
-    def unsure(self, error: SandboxError) -> None:
-        """It could not be renewed; it will be tried again."""
+    def record_renewal_error(self, error: SandboxError) -> None:
+        """Take note that the lease could not be renewed. The heartbeat tries again."""
 
 
 @dataclass(slots=True)
-class _Entry:
-    held: Held
+class _ScheduledLease:
+    lease: RenewableLease
     ttl_s: float
     due_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class Beat:
-    """Leases to renew in one request."""
+class RenewalBatch:
+    """Leases that one request renews, for the same time to live."""
 
     lease_ids: tuple[str, ...]
     ttl_s: float
 
 
-class HeartbeatBook:
-    """Which leases to renew when: each at a third of its `ttl_s`, those due soon together with those due now."""
+class RenewalSchedule:
+    """Which leases are renewed when.
+
+    Each lease is due after a third of its `ttl_s`. Leases that are due soon are renewed together with those that are due now.
+    """
 
     def __init__(self) -> None:
-        self._entries: dict[str, _Entry] = {}
+        self._leases: dict[str, _ScheduledLease] = {}
         self._failing = False
 
-    def add(self, held: Held, ttl_s: float, now_s: float) -> None:
-        """Keep a lease from now on."""
-        self._entries[held.lease_id] = _Entry(held, ttl_s, now_s + ttl_s / 3)
+    def add_lease(self, lease: RenewableLease, ttl_s: float, now_s: float) -> None:
+        """Schedule the renewals of a lease.
 
-    def remove(self, lease_ids: Iterable[str]) -> None:
-        """Let leases go."""
+        Args:
+            lease: the lease.
+            ttl_s: how long each renewal makes it last, in seconds.
+            now_s: the present time on the monotonic clock, in seconds.
+        """
+        self._leases[lease.lease_id] = _ScheduledLease(lease, ttl_s, now_s + ttl_s / 3)
+
+    def remove_leases(self, lease_ids: Iterable[str]) -> None:
+        """Renew these leases no longer."""
         for lease_id in lease_ids:
-            self._entries.pop(lease_id, None)
+            self._leases.pop(lease_id, None)
 
     def next_due_s(self) -> float | None:
-        """When to look again, on the clock's scale; None while nothing is kept."""
-        return min((entry.due_s for entry in self._entries.values()), default=None)
+        """Return when the next renewal is due, on the monotonic clock in seconds; None if there are no leases."""
+        return min((scheduled.due_s for scheduled in self._leases.values()), default=None)
 
-    def due(self, now_s: float) -> list[Beat]:
-        """The renewals to send now. Each of these leases is due again soon, until `told` says that it was renewed."""
-        if not any(entry.due_s <= now_s for entry in self._entries.values()):
+    def take_due_batches(self, now_s: float) -> list[RenewalBatch]:
+        """Return the renewals to send now. Their leases are due again within seconds, in case a renewal fails."""
+        if not any(scheduled.due_s <= now_s for scheduled in self._leases.values()):
             return []
-        by_ttl: dict[float, list[str]] = {}
-        for lease_id, entry in self._entries.items():
-            soon_s = entry.ttl_s / 12
-            if entry.due_s <= now_s + soon_s:
-                entry.due_s = now_s + min(5.0, soon_s)
-                by_ttl.setdefault(entry.ttl_s, []).append(lease_id)
-        return [Beat(tuple(ids[i : i + BATCH]), ttl_s) for ttl_s, ids in by_ttl.items() for i in range(0, len(ids), BATCH)]
+        ids_by_ttl: dict[float, list[str]] = {}
+        for lease_id, scheduled in self._leases.items():
+            soon_s = scheduled.ttl_s / 12
+            if scheduled.due_s <= now_s + soon_s:
+                scheduled.due_s = now_s + min(5.0, soon_s)
+                ids_by_ttl.setdefault(scheduled.ttl_s, []).append(lease_id)
+        return [
+            RenewalBatch(tuple(lease_ids[first : first + MAX_BATCH_SIZE]), ttl_s)
+            for ttl_s, lease_ids in ids_by_ttl.items()
+            for first in range(0, len(lease_ids), MAX_BATCH_SIZE)
+        ]
 
-    def told(self, renewed: Renewed, now_s: float) -> None:
-        """What the service answered."""
+    def record_outcome(self, batch: RenewalBatch, outcome: Renewed | SandboxError, now_s: float) -> None:
+        """Apply the outcome of a renewal: the response of the service, or the error of the request.
+
+        Args:
+            batch: the leases in the request.
+            outcome: the response or the error.
+            now_s: the present time on the monotonic clock, in seconds.
+        """
+        if isinstance(outcome, Renewed):
+            self._record_response(outcome, now_s)
+        else:
+            self._record_failure(batch, outcome)
+
+    def _record_response(self, renewed: Renewed, now_s: float) -> None:
         self._failing = False
         for info in renewed.leases:
-            entry = self._entries.get(info.lease_id)
-            if entry is not None:
-                entry.due_s = now_s + entry.ttl_s / 3
-                entry.held.renewed(info)
+            scheduled = self._leases.get(info.lease_id)
+            if scheduled is not None:
+                scheduled.due_s = now_s + scheduled.ttl_s / 3
+                scheduled.lease.record_renewal(info)
         for lease_id, error in renewed.lost.items():
-            entry = self._entries.pop(lease_id, None)
-            if entry is not None:
+            scheduled = self._leases.pop(lease_id, None)
+            if scheduled is not None:
                 log.warning("lease %s is lost: %s", lease_id, error)
-                entry.held.lose(error)
+                scheduled.lease.record_loss(error)
 
-    def failed(self, beat: Beat, error: SandboxError) -> None:
-        """A renewal got no answer; it will be tried again. That the service is away is said by whoever sends; all else is said here, once."""
-        quiet = self._failing or isinstance(error, TransportError)
-        log.log(logging.INFO if quiet else logging.WARNING, "%d leases could not be renewed, trying again: %s", len(beat.lease_ids), error)
+    def _record_failure(self, batch: RenewalBatch, error: SandboxError) -> None:
+        # The sender logs an outage of the service. Any other error is a warning once, until a renewal succeeds.
+        level = logging.INFO if self._failing or isinstance(error, TransportError) else logging.WARNING
+        log.log(level, "%d leases could not be renewed, retrying: %s", len(batch.lease_ids), error)
         self._failing = True
-        for lease_id in beat.lease_ids:
-            if lease_id in self._entries:
-                self._entries[lease_id].held.unsure(error)
+        for lease_id in batch.lease_ids:
+            if lease_id in self._leases:
+                self._leases[lease_id].lease.record_renewal_error(error)
 
 
 class AsyncHeartbeat:
-    """Keeps the leases of an `AsyncSandboxClient`, in a task that lives while there are any.
+    """Renews the leases of an `AsyncSandboxClient` in a task that runs while there are leases.
 
     Args:
-        sender: one that does not repeat by itself; the book does.
-        clock: monotonic seconds.
+        sender: a sender that does not retry for long, because the schedule repeats failed renewals.
+        clock: returns monotonic seconds.
     """
 
     def __init__(self, sender: AsyncSender, clock: Callable[[], float] = time.monotonic) -> None:
         self._sender = sender
         self._clock = clock
-        self._book = HeartbeatBook()
+        self._schedule = RenewalSchedule()
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
-    def add(self, held: Held, ttl_s: float) -> None:
-        """Keep a lease."""
-        self._book.add(held, ttl_s, self._clock())
+    def add_lease(self, lease: RenewableLease, ttl_s: float) -> None:
+        """Renew a lease from now on, each time for `ttl_s` seconds."""
+        self._schedule.add_lease(lease, ttl_s, self._clock())
         self._changed.set()
         if self._task is None or self._task.done():
             self._task = asyncio.get_running_loop().create_task(self._run(), name="sandbox-heartbeat")
 
-    def remove(self, lease_ids: Iterable[str]) -> None:
-        """Let leases go."""
-        self._book.remove(lease_ids)
+    def remove_leases(self, lease_ids: Iterable[str]) -> None:
+        """Renew these leases no longer."""
+        self._schedule.remove_leases(lease_ids)
         self._changed.set()
 
-    async def beat(self) -> None:
-        """Renew what is due now."""
-        for beat in self._book.due(self._clock()):
-            try:
-                renewed = await self._sender.send(verbs.renew(beat.lease_ids, beat.ttl_s))
-            except SandboxError as error:
-                self._sender.core.unanswered(error)
-                self._book.failed(beat, error)
-            else:
-                self._book.told(renewed, self._clock())
+    async def renew_due_leases(self) -> None:
+        """Send the renewals that are due now."""
+        for batch in self._schedule.take_due_batches(self._clock()):
+            self._schedule.record_outcome(batch, await self._send_renewal(batch), self._clock())
 
     async def aclose(self) -> None:
-        """Keep nothing any longer."""
+        """Stop renewing leases."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
             await asyncio.wait([task])
 
+    async def _send_renewal(self, batch: RenewalBatch) -> Renewed | SandboxError:
+        try:
+            return await self._sender.send(renew_message(batch.lease_ids, batch.ttl_s))
+        except SandboxError as error:
+            self._sender.core.record_failure(error)
+            return error
+
     async def _run(self) -> None:
-        while (due_s := self._book.next_due_s()) is not None:
+        while (due_s := self._schedule.next_due_s()) is not None:
             self._changed.clear()
             try:
                 async with asyncio.timeout(max(0.0, due_s - self._clock())):
                     await self._changed.wait()
             except TimeoutError:
-                await self.beat()
+                await self.renew_due_leases()
 
 
 class ThreadHeartbeat:
-    """Keeps the leases of a `SandboxClient`, in a daemon thread that lives while there are any.
+    """Renews the leases of a `SandboxClient` in a daemon thread that runs while there are leases.
 
     Args:
-        sender: one that does not repeat by itself; the book does.
-        clock: monotonic seconds.
+        sender: a sender that does not retry for long, because the schedule repeats failed renewals.
+        clock: returns monotonic seconds.
     """
 
     def __init__(self, sender: SyncSender, clock: Callable[[], float] = time.monotonic) -> None:
-        self._sender = sender
-        self._clock = clock
-        self._book = HeartbeatBook()
-        self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
+        #: Protects the schedule and the thread; notified when the schedule changes.
+        self._changed = threading.Condition()
+        self._schedule = RenewalSchedule()
+        self._clock = clock
+        self._sender = sender
 
-    def add(self, held: Held, ttl_s: float) -> None:
-        """Keep a lease."""
+    def add_lease(self, lease: RenewableLease, ttl_s: float) -> None:
+        """Renew a lease from now on, each time for `ttl_s` seconds."""
         with self._changed:
-            self._book.add(held, ttl_s, self._clock())
+            self._schedule.add_lease(lease, ttl_s, self._clock())
             self._changed.notify()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="sandbox-heartbeat", daemon=True)
                 self._thread.start()
 
-    def remove(self, lease_ids: Iterable[str]) -> None:
-        """Let leases go."""
+    def remove_leases(self, lease_ids: Iterable[str]) -> None:
+        """Renew these leases no longer."""
         with self._changed:
-            self._book.remove(lease_ids)
+            self._schedule.remove_leases(lease_ids)
             self._changed.notify()
 
-    def beat(self) -> None:
-        """Renew what is due now."""
+    def renew_due_leases(self) -> None:
+        """Send the renewals that are due now."""
         with self._changed:
-            beats = self._book.due(self._clock())
-        for beat in beats:
-            try:
-                renewed = self._sender.send(verbs.renew(beat.lease_ids, beat.ttl_s))
-            except SandboxError as error:
-                self._sender.core.unanswered(error)
-                with self._changed:
-                    self._book.failed(beat, error)
-            else:
-                with self._changed:
-                    self._book.told(renewed, self._clock())
+            batches = self._schedule.take_due_batches(self._clock())
+        for batch in batches:
+            outcome = self._send_renewal(batch)
+            with self._changed:
+                self._schedule.record_outcome(batch, outcome, self._clock())
 
     def close(self) -> None:
-        """Keep nothing any longer, and wait for a renewal that is under way."""
+        """Stop renewing leases, and wait for a renewal that is being sent."""
         with self._changed:
-            self._book = HeartbeatBook()
+            self._schedule = RenewalSchedule()
             self._changed.notify()
             thread = self._thread
         if thread is not None:
             thread.join()
 
+    def _send_renewal(self, batch: RenewalBatch) -> Renewed | SandboxError:
+        try:
+            return self._sender.send(renew_message(batch.lease_ids, batch.ttl_s))
+        except SandboxError as error:
+            self._sender.core.record_failure(error)
+            return error
+
     def _run(self) -> None:
         while True:
             with self._changed:
-                due_s = self._book.next_due_s()
+                due_s = self._schedule.next_due_s()
                 if due_s is None:
                     self._thread = None
                     return
                 if due_s > self._clock():
                     self._changed.wait(due_s - self._clock())
                     continue
-            self.beat()
+            self.renew_due_leases()

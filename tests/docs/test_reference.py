@@ -19,7 +19,7 @@ from env_client.cli.arguments import DEFAULT_TTL_S
 from env_client.cli.command_line import NOT_FOUND
 from env_client.cli.commands.doctor import SOMETHING_MISSING
 from env_client.cli.commands.pools import NOT_CLEAN
-from env_client.cli.executing import CANNOT_START, OUT_OF_MEMORY, TIMED_OUT
+from env_client.cli.execution import CANNOT_START, OUT_OF_MEMORY, TIMED_OUT
 from sandbox_server.agent.execution.tools.tool_registry import NOT_BUILT as TOOLS_NOT_BUILT
 from sandbox_server.agent.execution.tools.tool_registry import TOOLS
 from sandbox_server.api.api import every_route

@@ -7,13 +7,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import typer
 
-from env_client.cli.connecting import check
+from env_client.cli.connection import check
 from env_client.cli.diagnosis import BACKENDS, Finding, State, backend_finding, machine_findings, pool_findings
 from env_client.cli.failures import failure_of
-from env_client.cli.screen import JsonFlag, Screen
+from env_client.cli.printer import JsonFlag, Printer
 from env_client.client import SandboxClient
 from env_client.discovery import find_service, local_service
-from env_client.embedding import embedded
+from env_client.embedded_service import embedded
 from env_client.errors import ConnectFailed, SandboxError, ServiceNotFound
 from env_client.values import PoolInfo
 
@@ -29,32 +29,32 @@ def doctor(as_json: JsonFlag = False) -> None:
 
     Where no service runs, one is started to see, and stopped. Ends with 1 if something is missing that slots need.
     """
-    screen = Screen(as_json)
+    printer = Printer(as_json)
     sections: list[tuple[str, list[Finding]]] = [("this machine", machine_findings())]
     sections += _service_sections()
     with ThreadPoolExecutor() as each:
         sections.append(("backends", list(each.map(backend_finding, BACKENDS))))
     if as_json:
-        screen.document(dict(sections))
+        printer.document(dict(sections))
     else:
         for title, findings in sections:
-            _show(title, findings, screen)
+            _show(title, findings, printer)
     if any(finding.state is State.MISSING for _, findings in sections for finding in findings):
         raise typer.Exit(SOMETHING_MISSING)
 
 
-def _show(title: str, findings: list[Finding], screen: Screen) -> None:
-    screen.styled((title, "bold"))
+def _show(title: str, findings: list[Finding], printer: Printer) -> None:
+    printer.styled((title, "bold"))
     indent = 13 + max((len(finding.name) for finding in findings), default=0)
     for finding in findings:
         head = "  " + _WORDS[finding.state].ljust(9)
-        first, *more = screen.wrapped(finding.detail, indent)
-        screen.styled((head, _STYLES[finding.state]), (finding.name.ljust(indent - len(head)), ""), (first, ""))
+        first, *more = printer.wrapped(finding.detail, indent)
+        printer.styled((head, _STYLES[finding.state]), (finding.name.ljust(indent - len(head)), ""), (first, ""))
         for line in more:
-            screen.styled((" " * indent + line, ""))
-        for number, line in enumerate(screen.wrapped(finding.fix, indent + 2) if finding.fix else ()):
-            screen.styled((" " * indent + ("  " if number else "→ ") + line, "cyan"))
-    screen.line("")
+            printer.styled((" " * indent + line, ""))
+        for number, line in enumerate(printer.wrapped(finding.fix, indent + 2) if finding.fix else ()):
+            printer.styled((" " * indent + ("  " if number else "→ ") + line, "cyan"))
+    printer.line("")
 
 
 def _service_sections() -> list[tuple[str, list[Finding]]]:

@@ -12,12 +12,12 @@ from typing import Annotated
 
 import typer
 
+from env_client.cli.archives.packing import PackedFolder
+from env_client.cli.archives.unpacking import unpack
 from env_client.cli.arguments import check_text, read_lease, shown_bytes
-from env_client.cli.connecting import connected
+from env_client.cli.connection import connected
 from env_client.cli.failures import Failure
-from env_client.cli.packing import Packed
-from env_client.cli.screen import JsonFlag, Screen, clock_time, size
-from env_client.cli.unpacking import unpack
+from env_client.cli.printer import JsonFlag, Printer, clock_time, size
 from env_client.client import SandboxClient
 from env_client.errors import FileError, FileNotFound
 from env_client.values import FileEntry
@@ -36,7 +36,7 @@ def cp(
     `FOLDER/.` stands for what is in a folder. A local path with a colon is written ./a:b. `-` is standard input or output,
     and a folder of a slot goes there as a tar.gz.
     """
-    screen = Screen(as_json)
+    printer = Printer(as_json)
     if not source or not target:
         raise Failure(f"{'TARGET' if source else 'SOURCE'} is empty", "is the variable set that it comes from? `.` is this folder")
     if as_json and target == "-":
@@ -52,9 +52,9 @@ def cp(
             assert here is not None
             path, left_out = _download(client, *here, target)
     if left_out:
-        screen.note(f"left out, since {'they are no files' if there else 'they lead out of the folder or are no files'}: {', '.join(left_out[:10])}")
+        printer.note(f"left out, since {'they are no files' if there else 'they lead out of the folder or are no files'}: {', '.join(left_out[:10])}")
     if as_json:
-        screen.document({"source": source, "target": path, "left_out": left_out})
+        printer.document({"source": source, "target": path, "left_out": left_out})
 
 
 def ls(
@@ -63,16 +63,16 @@ def ls(
     as_json: JsonFlag = False,
 ) -> None:
     """List a folder of a slot."""
-    screen = Screen(as_json)
+    printer = Printer(as_json)
     lease_id, path = _split(where) or (read_lease(where), "")
     with connected() as client:
         entries = client.list_files(lease_id, path or ".", recursive=recursive)
     if as_json:
-        screen.document({"entries": entries})
+        printer.document({"entries": entries})
         return
     top = posixpath.commonpath([posixpath.dirname(entry.path) for entry in entries]) if entries else ""
     rows = [(_mode(entry), size(entry.size_bytes) if entry.type == "file" else "-", clock_time(entry.mtime), _name(entry, top)) for entry in entries]
-    screen.table(("MODE", "SIZE>", "CHANGED", "NAME"), rows, empty="the folder is empty", wraps=False)
+    printer.table(("MODE", "SIZE>", "CHANGED", "NAME"), rows, empty="the folder is empty", wraps=False)
 
 
 def _split(text: str) -> tuple[str, str] | None:
@@ -124,7 +124,7 @@ def _upload(client: SandboxClient, source: str, lease_id: str, path: str) -> tup
             return f"{lease_id}:{target}", []
         if kind == "file":
             raise Failure(f"{path} is a file in the slot, and {source} a folder here", "copy to another name", "file_error")
-        packed = Packed(local)
+        packed = PackedFolder(local)
         client.put_archive(lease_id, target, packed)
     except OSError as error:
         raise _unreadable(error, source) from error

@@ -28,11 +28,11 @@ from env_client.cli.arguments import (
     read_lease,
 )
 from env_client.cli.command_line import CommandLine
-from env_client.cli.connecting import connected, connected_or_own
-from env_client.cli.ending import leaving
-from env_client.cli.executing import conclude, execute, unanswered
+from env_client.cli.connection import connected, connected_or_own
+from env_client.cli.execution import conclude, execute, unanswered
+from env_client.cli.exit_handling import leaving
 from env_client.cli.failures import Failure, Interrupted, failure_of_several
-from env_client.cli.screen import JsonFlag, Screen, clock_time, span
+from env_client.cli.printer import JsonFlag, Printer, clock_time, span
 from env_client.client import SandboxClient
 from env_client.errors import SandboxError, ServiceError, TransportError
 from env_client.values import AcquireOptions, CallOptions, LeaseInfo, Result
@@ -55,7 +55,7 @@ def acquire(
     as_json: JsonFlag = False,
 ) -> None:
     """Take a slot: prints its lease id, which the other commands want."""
-    screen = Screen(as_json)
+    printer = Printer(as_json)
     options: AcquireOptions = {"ttl_s": ttl, "wait_s": wait, "run_id": run_id, "priority": priority, "labels": _labels(label)}
     if no_network:
         options["allow_network"] = False
@@ -66,12 +66,12 @@ def acquire(
     with connected() as client:
         acquired = client.acquire(pool, count, **options)
     if as_json:
-        screen.document(acquired)
+        printer.document(acquired)
         return
     for info in acquired.leases:
-        screen.line(info.lease_id)
+        printer.line(info.lease_id)
     first = acquired.leases[0]
-    screen.note(f"held until {clock_time(first.expires_at)} in pool {first.pool}; next: sandbox exec {first.lease_id} -- ls -la")
+    printer.note(f"held until {clock_time(first.expires_at)} in pool {first.pool}; next: sandbox exec {first.lease_id} -- ls -la")
 
 
 def leases(
@@ -81,32 +81,32 @@ def leases(
     as_json: JsonFlag = False,
 ) -> None:
     """List the leases you hold."""
-    screen = Screen(as_json)
+    printer = Printer(as_json)
     with connected() as client:
         found = list(client.iter_leases(run_id=run_id, trajectory_id=trajectory_id))
     if as_json:
-        screen.document({"leases": found})
+        printer.document({"leases": found})
     elif quiet:
         for info in found:
-            screen.line(info.lease_id)
+            printer.line(info.lease_id)
     else:
         heads = ("LEASE", "POOL", "SLOT", "ENDS IN>", "RUN", "TRAJECTORY", "RIGHTS")
-        screen.table(heads, map(_lease_row, found), empty="you hold no leases" + _of(run_id, trajectory_id))
+        printer.table(heads, map(_lease_row, found), empty="you hold no leases" + _of(run_id, trajectory_id))
 
 
 def renew(lease: LeasesArgument, ttl: TtlOption = DEFAULT_TTL_S, as_json: JsonFlag = False) -> None:
     """Keep leases for longer: each holds so many seconds from now on. Never shortens."""
-    screen = Screen(as_json)
+    printer = Printer(as_json)
     with connected() as client:
         renewed = client.renew(lease, ttl)
     document = {"leases": renewed.leases, "lost": _refusals(renewed.lost)}
     if not as_json:
         for info in renewed.leases:
-            screen.line(f"{info.lease_id} held until {clock_time(info.expires_at)}")
+            printer.line(f"{info.lease_id} held until {clock_time(info.expires_at)}")
     if renewed.lost:
         raise failure_of_several(renewed.lost, document)
     if as_json:
-        screen.document(document)
+        printer.document(document)
 
 
 def narrow(
@@ -116,7 +116,7 @@ def narrow(
     as_json: JsonFlag = False,
 ) -> None:
     """Take rights away from held slots, for good. Their processes end, their files stay."""
-    screen = Screen(as_json)
+    printer = Printer(as_json)
     if not no_network and not no_cache:
         raise Failure("there is nothing to take away", "say --no-network, --no-cache, or both")
     narrowed: list[LeaseInfo] = []
@@ -132,11 +132,11 @@ def narrow(
     document = {"leases": narrowed, "refused": _refusals(refused)}
     if not as_json:
         for info in narrowed:
-            screen.line(f"{info.lease_id} now has {_rights(info)}" + (", no cache" if no_cache and info.cache == "none" else ""))
+            printer.line(f"{info.lease_id} now has {_rights(info)}" + (", no cache" if no_cache and info.cache == "none" else ""))
     if refused:
         raise failure_of_several(refused, document)
     if as_json:
-        screen.document(document)
+        printer.document(document)
 
 
 def release(
@@ -147,7 +147,7 @@ def release(
     as_json: JsonFlag = False,
 ) -> None:
     """Give slots back: running commands end, and the files go."""
-    screen = Screen(as_json)
+    printer = Printer(as_json)
     if sum((bool(lease), run_id is not None, everything)) != 1:
         raise Failure("it is not clear which leases to release", "name them, or say --run-id RUN, or --all")
     with connected() as client:
@@ -156,13 +156,13 @@ def release(
     document = {"released": done.released, "unknown": done.unknown}
     if not as_json:
         for lease_id in done.released:
-            screen.line(lease_id)
+            printer.line(lease_id)
     if done.unknown:
         raise Failure(f"not yours, or never known: {', '.join(done.unknown)}", "`sandbox leases` lists those you hold", "lease_not_found", document)
     if as_json:
-        screen.document(document)
+        printer.document(document)
     elif not done.released:
-        screen.note("there was nothing to release")
+        printer.note("there was nothing to release")
 
 
 def exec_(
@@ -180,15 +180,15 @@ def exec_(
     Nothing in the words means anything to a shell; for a shell line say: sandbox exec LEASE -- bash -c 'ls | wc -l'.
     Both its outputs come in true order on standard output. What is piped in is its standard input.
     """
-    screen = Screen(as_json)
+    printer = Printer(as_json)
     line = CommandLine(command, cwd, env or [])
     options: CallOptions = {"timeout_s": timeout, "no_output_timeout_s": no_output_timeout}
     with connected() as client:
         try:
-            result = execute(client, lease, line, options, screen, forward_input=not no_stdin, cancel=True)
+            result = execute(client, lease, line, options, printer, forward_input=not no_stdin, cancel=True)
         except TransportError as error:
             raise unanswered(error, lease, options.get("call_id")) from error
-    raise typer.Exit(conclude(result, line, screen))
+    raise typer.Exit(conclude(result, line, printer))
 
 
 def run(
@@ -207,23 +207,23 @@ def run(
 
     Where no service runs, one is started for this command, and ends with it; a command may then take an hour before it is killed.
     """
-    screen = Screen(as_json)
+    printer = Printer(as_json)
     line = CommandLine(command, cwd, env or [])
     options: CallOptions = {"timeout_s": timeout, "no_output_timeout_s": no_output_timeout}
     asked: AcquireOptions = {"wait_s": wait, "run_id": "sandbox-run-" + secrets.token_hex(6), "labels": {"command": line.text[:200]}}
     if no_network:
         asked["allow_network"] = False
-    with connected_or_own(pool, screen) as client:
+    with connected_or_own(pool, printer) as client:
 
         def work(lease_id: str) -> Result:
             # Releasing the slot ends the command as well, and sooner; only its result comes by cancelling.
-            return execute(client, lease_id, line, options, screen, forward_input=not no_stdin, cancel=as_json)
+            return execute(client, lease_id, line, options, printer, forward_input=not no_stdin, cancel=as_json)
 
-        result = _in_own_slot(client, pool, asked, work, screen)
-    raise typer.Exit(conclude(result, line, screen))
+        result = _in_own_slot(client, pool, asked, work, printer)
+    raise typer.Exit(conclude(result, line, printer))
 
 
-def _in_own_slot(client: SandboxClient, pool: str | None, asked: AcquireOptions, work: Callable[[str], Result], screen: Screen) -> Result:
+def _in_own_slot(client: SandboxClient, pool: str | None, asked: AcquireOptions, work: Callable[[str], Result], printer: Printer) -> Result:
     """Do something in a slot of one's own, which is given back whatever happens; a result that is there is not lost where that fails."""
     result: Result | None = None
     inside = False
@@ -234,21 +234,21 @@ def _in_own_slot(client: SandboxClient, pool: str | None, asked: AcquireOptions,
             inside = False
     except Interrupted:
         if not inside:  # while it was granted, or given back
-            _give_back(client, asked["run_id"] or "", screen)
+            _give_back(client, asked["run_id"] or "", printer)
         raise
     except SandboxError as error:
         if result is None:
             raise
-        screen.note(NOT_GIVEN_BACK.format(error.detail))
+        printer.note(NOT_GIVEN_BACK.format(error.detail))
     assert result is not None
     return result
 
 
-def _give_back(client: SandboxClient, run_id: str, screen: Screen) -> None:
+def _give_back(client: SandboxClient, run_id: str, printer: Printer) -> None:
     try:
         client.release(run_id=run_id)
     except SandboxError as error:
-        screen.note(NOT_GIVEN_BACK.format(error.detail))
+        printer.note(NOT_GIVEN_BACK.format(error.detail))
 
 
 def _refusals(errors: Mapping[str, SandboxError]) -> list[dict[str, str]]:

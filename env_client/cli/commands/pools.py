@@ -9,10 +9,10 @@ from typing import Annotated, Any
 import typer
 
 from env_client.cli.arguments import PoolArgument, TenantOption, TenantsOption, read_pool, read_sandbox
-from env_client.cli.connecting import connected
+from env_client.cli.connection import connected
 from env_client.cli.diagnosis import draining_for
 from env_client.cli.failures import Failure
-from env_client.cli.screen import JsonFlag, Screen, clock_time
+from env_client.cli.printer import JsonFlag, Printer, clock_time
 from env_client.cli.specs import changed_by, differences, spec_in, unknown_field
 from env_client.client import SandboxClient
 from env_client.errors import InvalidRequest, NoCapacity, PoolNotFound
@@ -33,16 +33,16 @@ def pools(
     as_json: JsonFlag = False,
 ) -> None:
     """List the pools and what they hold now."""
-    screen = Screen(as_json)
+    printer = Printer(as_json)
     with connected() as client:
         found = client.pools(tenant=tenant) if name is None else (_known(client, name, tenant),)
     if as_json:
-        screen.document({"pools": found} if name is None else found[0])
+        printer.document({"pools": found} if name is None else found[0])
     elif name is None:
         heads = ("POOL", "TENANT", "BACKEND", "ISOLATION", "READY>", "LEASED>", "SANDBOXES>", "RESETTING>", "QUEUE>", "STATE")
-        screen.table(heads, (_pool_row(pool, of_others=tenant is not None) for pool in found), empty="there are no pools; `sandbox pool apply` makes one")
+        printer.table(heads, (_pool_row(pool, of_others=tenant is not None) for pool in found), empty="there are no pools; `sandbox pool apply` makes one")
     else:
-        _describe(found[0], screen)
+        _describe(found[0], printer)
 
 
 def pool_apply(
@@ -58,7 +58,7 @@ def pool_apply(
     FILE is the whole spec: what it does not say has its default. Of a settings file with `pools:`, the one of that name is taken; `-` is standard input.
     Without FILE, --set changes fields of the pool as it is; of a new pool, every other field has its default.
     """
-    screen = Screen(as_json)
+    printer = Printer(as_json)
     if file is not None and defaults:
         raise Failure("FILE and --defaults both say what to begin with", "give one of them")
     given: dict[str, Any] | None = spec_in(file, name) if file is not None else {} if defaults else None
@@ -71,13 +71,13 @@ def pool_apply(
         done = _put(client, name, tenant, changed_by(base, change or []))
     changed = differences(before.spec, done.pool.spec) if before is not None and not done.created else {}
     if as_json:
-        screen.document({"pool": done.pool, "created": done.created, "changed": list(changed)})
+        printer.document({"pool": done.pool, "created": done.created, "changed": list(changed)})
     elif done.created:
-        screen.line(f"made pool {name}")
+        printer.line(f"made pool {name}")
     elif changed:
-        screen.line(f"changed pool {name}: " + ", ".join(f"{field} {how}".rstrip() for field, how in changed.items()))
+        printer.line(f"changed pool {name}: " + ", ".join(f"{field} {how}".rstrip() for field, how in changed.items()))
     else:
-        screen.line(f"unchanged pool {name}")
+        printer.line(f"unchanged pool {name}")
 
 
 def _pool_or_none(client: SandboxClient, name: str, tenant: str | None) -> PoolInfo | None:
@@ -105,13 +105,13 @@ def pool_delete(
     as_json: JsonFlag = False,
 ) -> None:
     """Remove a pool, once its last lease has ended."""
-    screen = Screen(as_json)
+    printer = Printer(as_json)
     with connected() as client:
         client.pool_delete(name, tenant=tenant, force=force)
     if as_json:
-        screen.document({"name": name, "force": force})
+        printer.document({"name": name, "force": force})
     else:
-        screen.line(f"pool {name} " + ("is going now" if force else "gives no new leases, and goes with its last one"))
+        printer.line(f"pool {name} " + ("is going now" if force else "gives no new leases, and goes with its last one"))
 
 
 def pool_verify(name: PoolArgument, tenant: TenantOption = None, as_json: JsonFlag = False) -> None:
@@ -120,16 +120,16 @@ def pool_verify(name: PoolArgument, tenant: TenantOption = None, as_json: JsonFl
     PLANTED counts the leftovers, TRACES GONE the kinds of trace that were there before the reset and not after it: from inside the slot and from
     outside of it, so one leftover may leave several. TRACES LEFT names what survived. Ends with 1 if anything did.
     """
-    screen = Screen(as_json)
+    printer = Printer(as_json)
     with connected() as client:
         report = _verified(client, name, tenant)
     if as_json:
-        screen.document(report)
+        printer.document(report)
     else:
         heads = ("SLOT", "PLANTED>", "TRACES GONE>", "TRACES LEFT", "TOOK>", "VERDICT", "WHY")
-        screen.table(heads, map(_check_row, sorted(report.slots, key=_slot_order)), empty="there was no free slot")
+        printer.table(heads, map(_check_row, sorted(report.slots, key=_slot_order)), empty="there was no free slot")
         count = "1 slot" if len(report.slots) == 1 else f"{len(report.slots)} slots"
-        screen.styled((f"{count} of pool {report.pool}: ", ""), ("clean", "green") if report.clean else ("NOT CLEAN", "bold red"))
+        printer.styled((f"{count} of pool {report.pool}: ", ""), ("clean", "green") if report.clean else ("NOT CLEAN", "bold red"))
     if not report.clean:
         raise typer.Exit(NOT_CLEAN)
 
@@ -147,14 +147,14 @@ def _verified(client: SandboxClient, name: str, tenant: str | None) -> VerifyRep
 
 def sandboxes(as_json: JsonFlag = False) -> None:
     """List the sandboxes."""
-    screen = Screen(as_json)
+    printer = Printer(as_json)
     with connected() as client:
         found = list(client.iter_sandboxes())
     if as_json:
-        screen.document({"sandboxes": found})
+        printer.document({"sandboxes": found})
     else:
         heads = ("SANDBOX", "POOL", "STATE", "ISOLATION", "SLOTS", "SINCE", "LAST ERROR")
-        screen.table(heads, map(_sandbox_row, found), empty="there are no sandboxes")
+        printer.table(heads, map(_sandbox_row, found), empty="there are no sandboxes")
 
 
 def drain(
@@ -162,13 +162,13 @@ def drain(
     as_json: JsonFlag = False,
 ) -> None:
     """Give no new leases in a sandbox; it goes with its last one."""
-    screen = Screen(as_json)
+    printer = Printer(as_json)
     with connected() as client:
         info = client.sandbox_drain(sandbox)
     if as_json:
-        screen.document(info)
+        printer.document(info)
     else:
-        screen.line(f"{info.sandbox_id} is {info.state or 'draining'}")
+        printer.line(f"{info.sandbox_id} is {info.state or 'draining'}")
 
 
 def _known(client: SandboxClient, name: str, tenant: str | None) -> PoolInfo:
@@ -208,7 +208,7 @@ def _held_for(pool: PoolInfo) -> str:
     return f"{pool.claimant['held_slots']} free held for an acquire of {pool.claimant['count']}{of}, waiting {pool.claimant['waited_s']:.0f} s"
 
 
-def _describe(pool: PoolInfo, screen: Screen) -> None:
+def _describe(pool: PoolInfo, printer: Printer) -> None:
     origins = {"file": "of the settings file", "default": "built in", "api": "made while the service ran"}
     facts: list[tuple[str, str]] = [
         ("pool", f"{pool.name} ({origins.get(pool.origin, pool.origin or 'of unknown origin')})"),
@@ -222,10 +222,10 @@ def _describe(pool: PoolInfo, screen: Screen) -> None:
     fields = [(name, json.dumps(value, ensure_ascii=False)) for name, value in pool.spec.items()]
     width = 2 + max(len(name) for name, _ in (*facts, *fields))
     for name, text in facts:
-        screen.entry(name, text, width, "bold")
-    screen.line("")
+        printer.entry(name, text, width, "bold")
+    printer.line("")
     for name, text in fields:
-        screen.entry(name, text, width)
+        printer.entry(name, text, width)
 
 
 def _counts(counts: Mapping[str, int]) -> str:

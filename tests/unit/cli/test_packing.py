@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from env_client.cli.archives.packing import PackedFolder
+from env_client.cli.archives.unpacking import unpack
 from env_client.cli.failures import Failure
-from env_client.cli.packing import Packed
-from env_client.cli.unpacking import unpack
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def link(name: str, target: str) -> tuple[str, None, dict[str, object]]:
 
 class TestPacked:
     def test_goes_in_and_comes_out(self, tree: Path, tmp_path: Path) -> None:
-        left_out = unpack(iter(Packed(tree)), tmp_path / "out")
+        left_out = unpack(iter(PackedFolder(tree)), tmp_path / "out")
 
         assert left_out == []
         assert (tmp_path / "out" / "a").read_bytes() == (tree / "a").read_bytes()
@@ -60,13 +60,13 @@ class TestPacked:
         assert int((tmp_path / "out" / "a").stat().st_mtime) == int((tree / "a").stat().st_mtime)
 
     def test_can_be_sent_again(self, tree: Path) -> None:
-        packed = Packed(tree)
+        packed = PackedFolder(tree)
 
         assert b"".join(packed) == b"".join(packed)
         assert iter(packed) is not packed
 
     def test_is_an_archive_as_others_read_it(self, tree: Path) -> None:
-        with tarfile.open(fileobj=io.BytesIO(gzip.decompress(b"".join(Packed(tree))))) as made:
+        with tarfile.open(fileobj=io.BytesIO(gzip.decompress(b"".join(PackedFolder(tree))))) as made:
             assert made.getnames() == ["a", "link", "sub", "sub/empty", "sub/same", "sub/" + "ä" * 70]
             assert {member.uname for member in made} == {""}
 
@@ -74,7 +74,7 @@ class TestPacked:
         os.mkfifo(tree / "fifo")
         with socket.socket(socket.AF_UNIX) as listening:
             listening.bind(str(tree / "socket"))
-            packed = Packed(tree)
+            packed = PackedFolder(tree)
             b"".join(packed)
 
         assert packed.skipped == ["fifo", "socket"]
@@ -138,7 +138,7 @@ class TestUnpack:
         assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
     def test_half_an_archive_leaves_nothing(self, tmp_path: Path, tree: Path) -> None:
-        whole = b"".join(Packed(tree))
+        whole = b"".join(PackedFolder(tree))
 
         with pytest.raises(Failure, match="no whole archive"):
             unpack(iter([whole[: len(whole) // 2]]), tmp_path / "out")

@@ -10,9 +10,10 @@ import pytest
 
 from env_client.client import AsyncSandboxClient, SandboxClient
 from env_client.discovery import Endpoint
+from env_client.operations.lease_operations import AsyncOperations, Operations
 from env_client.retry import RetryPolicy
-from env_client.transport.sending import AsyncSender, Sender, SyncSender
-from env_client.verbs import AsyncVerbs, Verbs
+from env_client.transport.request_core import RequestCore
+from env_client.transport.senders import AsyncSender, SyncSender
 from tests.support.both_clients import KINDS, Face
 from tests.support.scripted_service import URL, FakeTime, Script, ScriptedTransport
 
@@ -36,10 +37,10 @@ def runner() -> Iterator[asyncio.Runner]:
 @pytest.fixture(params=KINDS)
 def verbs(request: pytest.FixtureRequest, script: Script, fake_time: FakeTime, runner: asyncio.Runner) -> Any:
     """The verbs of either client, with a clock of the test's own and the longest jitter."""
-    core = Sender(Endpoint(URL, "s3cret"), RetryPolicy(), clock=fake_time.clock, unit=lambda: 1.0)
+    core = RequestCore(Endpoint(URL, "s3cret"), RetryPolicy(), clock=fake_time.clock, jitter=lambda: 1.0)
     if request.param == "sync":
-        return Face(Verbs(SyncSender(core, ScriptedTransport(script), sleep=fake_time.sleep)), runner)
-    return Face(AsyncVerbs(AsyncSender(core, ScriptedTransport(script), sleep=fake_time.asleep)), runner)
+        return Face(Operations(SyncSender(core, ScriptedTransport(script), sleep=fake_time.sleep)), runner)
+    return Face(AsyncOperations(AsyncSender(core, ScriptedTransport(script), sleep=fake_time.asleep)), runner)
 
 
 @pytest.fixture(params=KINDS)

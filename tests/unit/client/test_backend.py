@@ -202,7 +202,7 @@ async def test_slots_that_come_while_the_backend_ends_are_given_back(script: Scr
     held = backend(script)
 
     def late(request: httpx.Request) -> httpx.Response:
-        held._ended = True  # as `close` does before it releases the run
+        held._closed = True  # as `close` does before it releases the run
         return granted(a_lease("l-1"))
 
     script.steps = [late, RELEASED]
@@ -217,11 +217,11 @@ async def test_slots_that_come_after_the_end_are_not_renewed(script: Script) -> 
     held = backend(script)
 
     def late(request: httpx.Request) -> httpx.Response:
-        held.client._sender.core.contact.closed = True
+        held.client._sender.core.state.client_closed = True
         return granted(a_lease("l-1"))
 
     script.steps = [late]
     with pytest.raises(errors.ClientClosed):
         await held.acquire("t-1")
 
-    assert held.client._heartbeat._book.next_due_s() is None
+    assert held.client._heartbeat._schedule.next_due_s() is None

@@ -87,7 +87,7 @@ def test_a_failed_release_is_told(client: Any, service: Service) -> None:
 
 def test_a_lost_lease_is_refused_without_asking(client: Any, service: Service) -> None:
     with client.gang(2) as (lease, other):
-        lease.lose(errors.SandboxLost("its agent died", status=410))
+        lease.record_loss(errors.SandboxLost("its agent died", status=410))
         with pytest.raises(errors.SandboxLost, match="its agent died"):
             lease.bash("true")
         with pytest.raises(errors.SandboxLost):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from env_client import errors
-from env_client.retry import RetryPolicy, Unfinished, may_retry, next_delay_s
+from env_client.retry import CallUnfinished, RetryPolicy, may_retry, next_delay_s
 
 POLICY = RetryPolicy(total_s=60.0, base_s=0.1, cap_s=5.0)
 
 
 @pytest.mark.parametrize(
-    ("error", "repeatable", "expected"),
+    ("error", "can_resend", "expected"),
     [
         (errors.ConnectFailed(), False, True),
         (errors.ConnectionLost(), True, True),
@@ -31,8 +31,8 @@ POLICY = RetryPolicy(total_s=60.0, base_s=0.1, cap_s=5.0)
         (errors.Draining(status=503), True, False),
         (errors.Draining(status=503, extra={"stopping": True}), True, True),
         (errors.Draining(status=503, extra={"stopping": True}), False, False),
-        (Unfinished(), True, True),
-        (Unfinished(), False, False),
+        (CallUnfinished(), True, True),
+        (CallUnfinished(), False, False),
         (errors.ClientClosed(), True, False),
         (errors.QuotaExceeded(status=429), True, False),
         (errors.QuotaExceeded(status=429, extra={"limit": "max_running_calls"}), True, True),
@@ -46,16 +46,16 @@ POLICY = RetryPolicy(total_s=60.0, base_s=0.1, cap_s=5.0)
         (errors.ServiceNotFound(), True, False),
     ],
 )
-def test_what_is_sent_again(error: errors.SandboxError, repeatable: bool, expected: bool) -> None:
-    assert expected is may_retry(error, repeatable=repeatable)
+def test_what_is_sent_again(error: errors.SandboxError, can_resend: bool, expected: bool) -> None:
+    assert expected is may_retry(error, can_resend=can_resend)
 
 
 def test_a_code_that_is_the_answer_is_final() -> None:
-    assert not may_retry(errors.BackendUnavailable(status=503), repeatable=True, final_codes={"backend_unavailable"})
+    assert not may_retry(errors.BackendUnavailable(status=503), can_resend=True, final_codes={"backend_unavailable"})
 
 
-def delay(attempt: int, *, unit: float = 1.0, elapsed_s: float = 0.0, error: errors.SandboxError | None = None) -> float | None:
-    return next_delay_s(POLICY, attempt=attempt, error=error or errors.ConnectFailed(), elapsed_s=elapsed_s, budget_s=60.0, unit=unit)
+def delay(attempt: int, *, jitter: float = 1.0, elapsed_s: float = 0.0, error: errors.SandboxError | None = None) -> float | None:
+    return next_delay_s(POLICY, attempt=attempt, error=error or errors.ConnectFailed(), elapsed_s=elapsed_s, budget_s=60.0, jitter=jitter)
 
 
 def test_delays_double_up_to_the_cap() -> None:
@@ -64,8 +64,8 @@ def test_delays_double_up_to_the_cap() -> None:
 
 
 def test_jitter_takes_off_up_to_half() -> None:
-    assert pytest.approx(0.05) == delay(0, unit=0.0)
-    assert pytest.approx(0.075) == delay(0, unit=0.5)
+    assert pytest.approx(0.05) == delay(0, jitter=0.0)
+    assert pytest.approx(0.075) == delay(0, jitter=0.5)
 
 
 def test_the_service_may_ask_for_more_patience() -> None:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from env_client.cli.screen import Screen
+from env_client.cli.printer import Printer
 
 HEADS = ("NAME", "COUNT>", "UNUSED", "STATE")
 ROWS = [("first", "10", "", "ok"), ("second", "2", "", "the backend cannot be reached, and nobody knows why")]
 
 
 def printed(capsys: pytest.CaptureFixture[str], width: int, *, wraps: bool = True) -> list[str]:
-    screen = Screen()
-    screen._out.width = width
-    screen.table(HEADS, ROWS, empty="nothing", wraps=wraps)
+    printer = Printer()
+    printer._out.width = width
+    printer.table(HEADS, ROWS, empty="nothing", wraps=wraps)
     return capsys.readouterr().out.splitlines()
 
 
@@ -53,22 +53,22 @@ def test_what_is_no_prose_is_left_in_one_piece(capsys: pytest.CaptureFixture[str
 
 
 def test_wide_characters_are_as_wide_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
-    Screen().table(("A", "B"), [("日本", "x"), ("abcd", "y")], empty="")
+    Printer().table(("A", "B"), [("日本", "x"), ("abcd", "y")], empty="")
 
     assert capsys.readouterr().out.splitlines() == ["A     B", "日本  x", "abcd  y"]
 
 
 @pytest.mark.parametrize("text", ["", "said"])
 def test_a_note_is_said_where_there_is_one(capsys: pytest.CaptureFixture[str], text: str) -> None:
-    Screen().note(text)
-    Screen(as_json=True).note("never")
+    Printer().note(text)
+    Printer(as_json=True).note("never")
 
     assert capsys.readouterr().err == (f"{text}\n" if text else "")
 
 
 def test_a_fact_goes_on_below_and_no_word_of_it_is_broken(capsys: pytest.CaptureFixture[str]) -> None:
-    screen = Screen()
-    screen._out.width = 30
-    screen.entry("state", "draining: see /a/path/that/is/longer/than/the/line for why", 7)
+    printer = Printer()
+    printer._out.width = 30
+    printer.entry("state", "draining: see /a/path/that/is/longer/than/the/line for why", 7)
 
     assert capsys.readouterr().out.splitlines() == ["state  draining: see", "       /a/path/that/is/longer/than/the/line", "       for why"]

@@ -140,8 +140,8 @@ class TestRepeats:
         verbs.pools()
 
         assert [record.getMessage().partition(",")[0] for record in caplog.records] == [
-            "no answer from http://pool.test",
-            "http://pool.test answers again after 1.5 s",
+            "no response from http://pool.test",
+            "http://pool.test responds again after 1.5 s",
         ]
 
     def test_waits_as_long_as_the_service_asks(self, verbs: Any, script: Script, fake_time: FakeTime) -> None:

@@ -9,13 +9,13 @@ from typing import Any, cast
 
 import pytest
 
-from env_client.cli import ending
+from env_client.cli import exit_handling
 from env_client.cli.command_line import CommandLine
 from env_client.cli.commands import leases
 from env_client.cli.commands.leases import LEFT, _in_own_slot
-from env_client.cli.executing import conclude, execute, unanswered
+from env_client.cli.execution import conclude, execute, unanswered
 from env_client.cli.failures import Failure
-from env_client.cli.screen import Screen
+from env_client.cli.printer import Printer
 from env_client.client import SandboxClient
 from env_client.errors import ConnectFailed, ConnectionLost, NoCapacity
 from env_client.values import Output, Reason, Result
@@ -32,10 +32,10 @@ def test_output_that_a_slot_could_not_keep_is_counted_and_the_exit_code_is_the_c
         yield Output(data=b"begin", offset=5)
         yield a_result(exit_code=3, output_bytes=5_000_005)
 
-    screen = Screen()
-    result = execute(cast(SandboxClient, SimpleNamespace(exec_events=events)), "l", COMMAND, {}, screen, forward_input=False, cancel=True)
+    printer = Printer()
+    result = execute(cast(SandboxClient, SimpleNamespace(exec_events=events)), "l", COMMAND, {}, printer, forward_input=False, cancel=True)
 
-    assert conclude(result, COMMAND, screen) == 3
+    assert conclude(result, COMMAND, printer) == 3
     out, err = capfdbinary.readouterr()
     assert out == b"begin"
     assert err.decode() == (
@@ -60,16 +60,16 @@ def test_output_that_a_slot_could_not_keep_is_counted_and_the_exit_code_is_the_c
     ],
 )
 def test_how_a_call_ended_is_an_exit_code(reason: str, own_code: int | None, exit_code: int) -> None:
-    assert conclude(a_result(reason, own_code, error="so"), COMMAND, Screen()) == exit_code
+    assert conclude(a_result(reason, own_code, error="so"), COMMAND, Printer()) == exit_code
 
 
 def test_every_reason_has_an_exit_code() -> None:
-    assert all(conclude(a_result(reason, None, error="so"), COMMAND, Screen()) >= 124 for reason in Reason)
+    assert all(conclude(a_result(reason, None, error="so"), COMMAND, Printer()) >= 124 for reason in Reason)
 
 
 @pytest.mark.parametrize(("error", "step"), [("timeout_s: too long", "correct `--timeout`"), ("env: no", "correct `--env`"), ("x: y", "correct that, and try")])
 def test_an_argument_that_is_wrong_names_its_option(capsys: pytest.CaptureFixture[str], error: str, step: str) -> None:
-    conclude(a_result("invalid_args", None, error=error), COMMAND, Screen())
+    conclude(a_result("invalid_args", None, error=error), COMMAND, Printer())
 
     assert step in capsys.readouterr().err
 
@@ -88,10 +88,10 @@ class Lending:
 def test_a_slot_that_cannot_be_given_back_costs_no_result(capsys: pytest.CaptureFixture[str]) -> None:
     client = cast(SandboxClient, Lending())
 
-    assert _in_own_slot(client, None, {"run_id": "r"}, lambda lease_id: a_result(exit_code=4), Screen()).exit_code == 4
+    assert _in_own_slot(client, None, {"run_id": "r"}, lambda lease_id: a_result(exit_code=4), Printer()).exit_code == 4
     assert "frees itself within five minutes: the service is gone" in capsys.readouterr().err
     with pytest.raises(NoCapacity):
-        _in_own_slot(client, "full", {"run_id": "r"}, lambda lease_id: a_result(), Screen())
+        _in_own_slot(client, "full", {"run_id": "r"}, lambda lease_id: a_result(), Printer())
 
 
 def test_what_a_second_signal_says_is_known_while_a_slot_is_held() -> None:
@@ -99,12 +99,12 @@ def test_what_a_second_signal_says_is_known_while_a_slot_is_held() -> None:
     seen: list[str] = []
 
     def work(lease_id: str) -> Result:
-        seen.extend(ending._left_behind)
+        seen.extend(exit_handling._left_behind)
         return a_result()
 
-    _in_own_slot(client, None, {"run_id": "r"}, work, Screen())
+    _in_own_slot(client, None, {"run_id": "r"}, work, Printer())
 
-    assert (seen, ending._left_behind) == ([LEFT], [])
+    assert (seen, exit_handling._left_behind) == ([LEFT], [])
 
 
 def test_a_call_whose_end_did_not_come_can_be_asked_for() -> None:

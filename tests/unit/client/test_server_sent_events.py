@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from env_client.messages.sse import EventReader, ServerEvent
+from env_client.messages.server_sent_events import EventParser, ServerEvent
 
 STREAM = b': hello\n\nid: 5\nevent: output\ndata: {"data": "a"}\n\ndata: one\ndata: two\n\nevent: nothing\n\nevent:result\r\ndata:x\r\n\r\n'
 EVENTS = [ServerEvent("output", '{"data": "a"}', "5"), ServerEvent("message", "one\ntwo", "5"), ServerEvent("result", "x", "5")]
 
 
 def read(*pieces: bytes) -> list[ServerEvent]:
-    reader = EventReader()
+    reader = EventParser()
     return [event for piece in pieces for event in reader.feed(piece)]
 
 

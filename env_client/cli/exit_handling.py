@@ -15,7 +15,7 @@ import typer
 
 from env_client.cli import OWN_FAILURE
 from env_client.cli.failures import Failure, Interrupted, document_of, failure_of, interruption
-from env_client.cli.screen import Screen
+from env_client.cli.printer import Printer
 from env_client.errors import SandboxError
 
 #: Whoever comes a second time with one of these does not want to wait for what is being given back. A second SIGHUP is the same terminal closing.
@@ -28,36 +28,36 @@ def ending(function: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(function)
     def run_it(*args: Any, **options: Any) -> None:
-        screen = Screen(bool(options.get("as_json")))
+        printer = Printer(bool(options.get("as_json")))
         try:
-            with ending_by_signal(screen.as_json):
+            with ending_by_signal(printer.as_json):
                 function(*args, **options)
         except Interrupted as interrupted:
-            if screen.as_json:
-                screen.document(interrupted.document or interruption(interrupted))
+            if printer.as_json:
+                printer.document(interrupted.document or interruption(interrupted))
             raise typer.Exit(128 + interrupted.signal_number) from None
         except BrokenPipeError:
             raise typer.Exit(nobody_reads()) from None
         except SandboxError as error:
-            raise typer.Exit(fail(failure_of(error), screen, error)) from None
+            raise typer.Exit(fail(failure_of(error), printer, error)) from None
         except Failure as failure:
-            raise typer.Exit(fail(failure, screen)) from None
+            raise typer.Exit(fail(failure, printer)) from None
         except OSError as error:
-            raise typer.Exit(fail(_failure_of_system(error), screen)) from None
+            raise typer.Exit(fail(_failure_of_system(error), printer)) from None
 
     return run_it
 
 
-def fail(failure: Failure, screen: Screen, error: SandboxError | None = None) -> int:
+def fail(failure: Failure, printer: Printer, error: SandboxError | None = None) -> int:
     """Say what does not work; returns the exit code for it."""
-    if screen.as_json:
+    if printer.as_json:
         try:
-            screen.document(document_of(failure, error))
+            printer.document(document_of(failure, error))
         except OSError as why:  # standard output is what does not work; who reads it finds nothing, and the exit code
             _give_up_output()
-            screen.failure(_failure_of_system(why))
+            printer.failure(_failure_of_system(why))
             return OWN_FAILURE
-    screen.failure(failure)
+    printer.failure(failure)
     return OWN_FAILURE
 
 

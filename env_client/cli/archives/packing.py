@@ -16,7 +16,7 @@ _CHUNK_BYTES = 256 * 1024
 _LEVEL = 3  # twice as fast as the usual 6 and a few per cent larger
 
 
-class Packed:
+class PackedFolder:
     """The tree below a folder, each time it is walked anew; so an upload that was cut can be sent again.
 
     Args:

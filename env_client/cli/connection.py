@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from env_client.cli.failures import Failure
-from env_client.cli.screen import Screen
+from env_client.cli.printer import Printer
 from env_client.client import SandboxClient
 from env_client.discovery import Endpoint, find_service, local_service, state_dirs
-from env_client.embedding import embedded
+from env_client.embedded_service import embedded
 from env_client.errors import ConnectFailed, ServiceNotFound
 from env_client.retry import RetryPolicy
 
@@ -46,7 +46,7 @@ def connected() -> Iterator[SandboxClient]:
 
 
 @contextmanager
-def connected_or_own(pool: str | None, screen: Screen) -> Iterator[SandboxClient]:
+def connected_or_own(pool: str | None, printer: Printer) -> Iterator[SandboxClient]:
     """As `connected`; where no service runs on this machine and the environment names none, one that lives as long as the block."""
     if os.environ.get("SANDBOX_URL") or _answering_here():
         with connected() as client:
@@ -57,7 +57,7 @@ def connected_or_own(pool: str | None, screen: Screen) -> Iterator[SandboxClient
         raise Failure(f"no service runs, so there is no pool {pool!r}", next_step, "pool_not_found")
     for path in (state_dir / "server.json" for state_dir in state_dirs(os.environ, os.getuid())):
         if os.path.exists(path):  # a service that ended by itself would have taken it along
-            screen.note(f"the service that {path} names is gone; this command runs on one of its own")
+            printer.note(f"the service that {path} names is gone; this command runs on one of its own")
     with embedded({"default": OWN_POOL}) as service, service.client(retry=PATIENCE) as client:
         yield client
 

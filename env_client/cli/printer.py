@@ -26,7 +26,7 @@ _GAP = "  "
 _PROSE_WIDTH = 24
 
 
-class Screen:
+class Printer:
     """Standard output for what was asked, standard error for notes.
 
     Args:

@@ -14,10 +14,10 @@ from typing import Any
 from env_client.cli import OWN_FAILURE
 from env_client.cli.command_line import CommandLine
 from env_client.cli.failures import Failure, Interrupted, correction
-from env_client.cli.screen import Screen
+from env_client.cli.printer import Printer
 from env_client.client import SandboxClient
 from env_client.errors import CallNotFound, SandboxError, TransportError
-from env_client.messages.verbs import new_call_id
+from env_client.messages.calls import new_call_id
 from env_client.values import CallOptions, Reason, Result
 
 #: As timeout(1).
@@ -45,7 +45,7 @@ _NEXT_STEPS: Mapping[str, str] = {
 }
 
 
-def execute(client: SandboxClient, lease_id: str, command: CommandLine, options: CallOptions, screen: Screen, *, forward_input: bool, cancel: bool) -> Result:
+def execute(client: SandboxClient, lease_id: str, command: CommandLine, options: CallOptions, printer: Printer, *, forward_input: bool, cancel: bool) -> Result:
     """Run a command in a slot; its output goes to standard output as it comes, but for `--json`, whose document has it.
 
     Args:
@@ -53,23 +53,23 @@ def execute(client: SandboxClient, lease_id: str, command: CommandLine, options:
         lease_id: in whose slot.
         command: what to run.
         options: its deadlines.
-        screen: whether the result is asked for as JSON.
+        printer: whether the result is asked for as JSON.
         forward_input: give it this process's standard input, where that is no terminal.
         cancel: whether to cancel the call when this process is interrupted.
 
     Raises:
         Interrupted: with the result of the cancelled call, where there is one.
     """
-    stdin, input_path = _forward(client, lease_id, screen) if forward_input else (None, None)
+    stdin, input_path = _forward(client, lease_id, printer) if forward_input else (None, None)
     call_id = new_call_id()
     options["call_id"] = call_id
     args = command.args(stdin, input_path)
     try:
-        if screen.as_json:
+        if printer.as_json:
             return client.exec(lease_id, "bash", args, **options)
-        return _stream(client, lease_id, args, options, screen)
+        return _stream(client, lease_id, args, options, printer)
     except (Interrupted, BrokenPipeError) as ended:
-        result = _cancelled(client, lease_id, call_id, screen) if cancel else None
+        result = _cancelled(client, lease_id, call_id, printer) if cancel else None
         if isinstance(ended, Interrupted):
             ended.document = result
         raise
@@ -83,23 +83,23 @@ def unanswered(error: TransportError, lease_id: str, call_id: str | None) -> Fai
     return Failure(error.detail, next_step, error.code, {"lease_id": lease_id, "call_id": call_id})
 
 
-def _cancelled(client: SandboxClient, lease_id: str, call_id: str, screen: Screen) -> Result | None:
+def _cancelled(client: SandboxClient, lease_id: str, call_id: str, printer: Printer) -> Result | None:
     try:
         return client.cancel(lease_id, call_id)
     except CallNotFound:  # it had not begun
         return None
     except SandboxError as error:
-        screen.note(f"the command could not be cancelled and ends at its timeout: {error.detail}")
+        printer.note(f"the command could not be cancelled and ends at its timeout: {error.detail}")
         return None
 
 
-def _stream(client: SandboxClient, lease_id: str, args: Mapping[str, Any], options: CallOptions, screen: Screen) -> Result:
+def _stream(client: SandboxClient, lease_id: str, args: Mapping[str, Any], options: CallOptions, printer: Printer) -> Result:
     # All of the output comes with the events, byte for byte; the result need not carry it once more.
     options |= {"encoding": "base64", "output_limit_bytes": 0}
     written = 0
     for item in client.exec_events(lease_id, "bash", args, **options):
         if isinstance(item, Result):
-            _tell_missing(item.output_bytes - written, screen)
+            _tell_missing(item.output_bytes - written, printer)
             return item
         sys.stdout.buffer.write(item.data)
         sys.stdout.buffer.flush()
@@ -107,24 +107,24 @@ def _stream(client: SandboxClient, lease_id: str, args: Mapping[str, Any], optio
     raise AssertionError("a stream of a call ends with its result, or raises")
 
 
-def _tell_missing(count: int, screen: Screen) -> None:
+def _tell_missing(count: int, printer: Printer) -> None:
     """The command's verdict stands, but nobody is to take what came for all that it wrote."""
     if count > 0:
         sentence = f"{count:,} bytes of the output are missing: a slot keeps only so much of what a command writes"
-        screen.failure(Failure(sentence, "have it write to a file in /workspace, and copy that with `sandbox cp`"))
+        printer.failure(Failure(sentence, "have it write to a file in /workspace, and copy that with `sandbox cp`"))
 
 
-def conclude(result: Result, command: CommandLine, screen: Screen) -> int:
+def conclude(result: Result, command: CommandLine, printer: Printer) -> int:
     """Say how a call ended where it was not by itself; returns the exit code that stands for it."""
-    if screen.as_json:
-        screen.document(result)
+    if printer.as_json:
+        printer.document(result)
     if result.reason == Reason.EXIT:
-        screen.note(command.hint(result.exit_code, result.output_bytes, on_terminal=os.isatty(0)))
+        printer.note(command.hint(result.exit_code, result.output_bytes, on_terminal=os.isatty(0)))
         return OWN_FAILURE if result.exit_code is None else result.exit_code
     next_step = _NEXT_STEPS.get(result.reason, "")
     if result.reason == Reason.INVALID_ARGS:
         next_step = correction(result.error.partition(":")[0]) or "correct that, and try again"
-    screen.failure(Failure(f"{result.error or 'the command did not end by itself'} [{result.reason}]", next_step))
+    printer.failure(Failure(f"{result.error or 'the command did not end by itself'} [{result.reason}]", next_step))
     return _exit_code(result)
 
 
@@ -141,14 +141,14 @@ def _exit_code(result: Result) -> int:
     return OWN_FAILURE
 
 
-def _forward(client: SandboxClient, lease_id: str, screen: Screen) -> tuple[str | None, str | None]:
+def _forward(client: SandboxClient, lease_id: str, printer: Printer) -> tuple[str | None, str | None]:
     """Standard input as an argument, or as a file of the slot; neither where it is a terminal or closed."""
     try:
         if stat.S_ISCHR(os.fstat(0).st_mode):  # a terminal, or /dev/null
             return None, None
     except OSError:
         return None, None
-    chunks = _input(screen)
+    chunks = _input(printer)
     head = b""
     for chunk in chunks:
         head += chunk
@@ -164,8 +164,8 @@ def _forward(client: SandboxClient, lease_id: str, screen: Screen) -> tuple[str 
     return None, input_path
 
 
-def _input(screen: Screen) -> Iterator[bytes]:
+def _input(printer: Printer) -> Iterator[bytes]:
     if not select.select([0], [], [], WAIT_NOTE_S)[0]:
-        screen.note("waiting for standard input to end; --no-stdin runs the command without it")
+        printer.note("waiting for standard input to end; --no-stdin runs the command without it")
     while chunk := os.read(0, 1 << 16):
         yield chunk

@@ -168,11 +168,11 @@ class TestEvents:
         assert [request.headers["last-event-id"] for request in script.requests] == ["3", "7"]
 
     def test_are_read(self, script: Script) -> None:
-        from env_client.transport.progress import EventsProgress
+        from env_client.transport.resumable_streams import ServiceEventStream
 
         block = b'id: 7\nevent: lease.acquired\ndata: {"at": 2.5, "lease_id": "l-1"}\n\n'
 
-        assert list(EventsProgress(None).feed(block)) == [Event(kind="lease.acquired", id="7", at=2.5, data={"lease_id": "l-1"})]
+        assert list(ServiceEventStream(None).feed(block)) == [Event(kind="lease.acquired", id="7", at=2.5, data={"lease_id": "l-1"})]
 
 
 def test_lists_are_read_page_by_page(verbs: Any, script: Script) -> None:
