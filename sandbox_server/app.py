@@ -107,7 +107,7 @@ class Application:
         self._parts = parts or Parts()
         self._ephemeral = ephemeral
         self._announced = announced
-        self._front = build_api()
+        self._edge = build_api()
         self._running: RunningService | None = None
         self._has_tenants = False
         self._stopping: asyncio.Task[None] | None = None
@@ -117,7 +117,7 @@ class Application:
         if scope["type"] == "lifespan":
             await self._lifespan(receive, send)
         else:
-            await self._front(scope, receive, send)
+            await self._edge(scope, receive, send)
 
     def announce(self, url: str) -> None:
         """Tell this machine's clients where the service listens, unless the operator has told something else; and the person how to ask it."""
@@ -139,7 +139,7 @@ class Application:
         if unprotected is not None:
             log.warning(unprotected)
             running.service.warnings.append(unprotected)
-        self._front.service = running.service
+        self._edge.service = running.service
         self._has_tenants = bool(running.settings.tenants)
         signals = self._signals = Signals(self._stop, self._reload_tenants)
         signals.install()
