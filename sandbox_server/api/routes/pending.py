@@ -7,7 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.websockets import WebSocket
 
-from sandbox_server.api.contract.describe import ALWAYS, LEASE_ID, WITH_TOKEN, RawRoute, described
+from sandbox_server.api.contract.describe import ALWAYS, LEASE_ID, WITH_TOKEN, RawRoute, describe_route
 from sandbox_server.core.errors import NotImplementedHere
 
 router = APIRouter(route_class=RawRoute, tags=["not built yet"])
@@ -41,6 +41,6 @@ async def refuse_terminal(websocket: WebSocket) -> None:
 for _method, _path, _summary, _parameters in PENDING:
     _codes = (*(ALWAYS if _path in OPEN else WITH_TOKEN), "not_implemented")
     router.add_api_route(
-        _path, refuse_request, methods=[_method], name=f"{_method} {_path}", **described(_summary, codes=_codes, status=501, parameters=_parameters)
+        _path, refuse_request, methods=[_method], name=f"{_method} {_path}", **describe_route(_summary, codes=_codes, status=501, parameters=_parameters)
     )
 router.add_websocket_route(TERMINAL_PATH, refuse_terminal)
