@@ -6,7 +6,7 @@ import signal
 import sys
 
 if __name__ == "__main__":
-    # Before the other imports, which take the better part of a second: nothing is begun that would have to be undone.
+    # Before the other imports, which take nearly a second: until they are done, nothing has been started that a stop would have to undo.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 
 import argparse
@@ -23,14 +23,14 @@ from typing import Any
 import uvicorn
 
 from sandbox_server.api.tenants import Tenant
-from sandbox_server.app import Application, load_backends, say
+from sandbox_server.app import Application, load_backends, print_line
 from sandbox_server.backends.registry import load_backend
 from sandbox_server.settings import Settings, SettingsError, load_settings
 from sandbox_server.state_dir import StateDir, StateDirError
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8700
-WRONG_SETTINGS = 2
+INVALID_SETTINGS = 2
 NOT_STARTED = 3
 BACKLOG = 2048
 KEEP_ALIVE_S = 75
@@ -39,14 +39,14 @@ KEEP_ALIVE_S = 75
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """How to serve.
+    """The options of `serve`.
 
     Args:
         host: the address to listen on.
-        port: the port to listen on; 0 takes a free one.
-        ready_fd: where to write a line of JSON with the `url` once it listens.
-        parent_pid: stop when this process ends, or standard input does; None: go on.
-        ephemeral: remove the state folder at the end.
+        port: the port to listen on; 0 means a free one.
+        ready_fd: a file descriptor to which a line of JSON with the `url` is written once the server listens; None: none.
+        parent_pid: the process with which the service stops, and with the end of standard input; None: it stops on signals alone.
+        ephemeral: whether every sandbox is destroyed and the state folder removed when the service stops.
     """
 
     host: str = DEFAULT_HOST
@@ -56,38 +56,38 @@ class ServeOptions:
     ephemeral: bool = False
 
 
-class StopNote:
-    """Handles SIGTERM while the server does not: remembers that the process was told to stop."""
+class EarlyStopHandler:
+    """Handles SIGTERM before the server does, and remembers that it was received."""
 
     def __init__(self) -> None:
-        self.told_to_stop = False
+        self.is_stop_requested = False
 
     def install(self) -> None:
-        """Begin to listen. The server puts this handler back when it has ended, and raises the signals that ended it once more."""
-        signal.signal(signal.SIGTERM, self._note)
+        """Install the handler. uvicorn restores it when the server has ended, and then raises again the signals that ended the server."""
+        signal.signal(signal.SIGTERM, self._remember)
 
-    def _note(self, *_: object) -> None:
-        self.told_to_stop = True
+    def _remember(self, *_: object) -> None:
+        self.is_stop_requested = True
 
 
 class Server(uvicorn.Server):
-    """A server that says where it listens once it does, and may end with its parent.
+    """uvicorn's server, which also reports its address once it listens, and can stop when its parent process ends.
 
     Args:
-        config: uvicorn's.
-        application: what it serves.
-        options: how.
-        stop_note: whether the process was told to stop before the server listened for signals: then it starts nothing.
+        config: uvicorn's configuration.
+        application: the application that it serves.
+        options: the options of `serve`.
+        early_stop: tells whether SIGTERM was received before the server handled signals; in that case nothing is started.
     """
 
-    def __init__(self, config: uvicorn.Config, application: Application, options: ServeOptions, stop_note: StopNote) -> None:
+    def __init__(self, config: uvicorn.Config, application: Application, options: ServeOptions, early_stop: EarlyStopHandler) -> None:
         super().__init__(config)
         self._application = application
         self._options = options
-        self._stop_note = stop_note
+        self._early_stop = early_stop
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        if self._stop_note.told_to_stop:
+        if self._early_stop.is_stop_requested:
             self.should_exit = True
             return
         await super().startup(sockets=sockets)
@@ -95,22 +95,22 @@ class Server(uvicorn.Server):
             return
         port = self.servers[0].sockets[0].getsockname()[1]
         url = f"http://{_reachable(self._options.host)}:{port}"
-        say(f"listening on {url}")
+        print_line(f"listening on {url}")
         self._application.announce(url)
         if self._options.ready_fd is not None:
             with os.fdopen(self._options.ready_fd, "w") as ready:
                 ready.write(json.dumps({"url": url, "pid": os.getpid()}) + "\n")
         if self._options.parent_pid is not None:
-            asyncio.get_running_loop().add_reader(sys.stdin.fileno(), self._heard_from_parent)
-            self._watch(self._options.parent_pid)
+            asyncio.get_running_loop().add_reader(sys.stdin.fileno(), self._read_standard_input)
+            self._watch_parent(self._options.parent_pid)
 
-    def _heard_from_parent(self) -> None:
+    def _read_standard_input(self) -> None:
         if not os.read(sys.stdin.fileno(), 4096):
             asyncio.get_running_loop().remove_reader(sys.stdin.fileno())
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def _watch(self, parent_pid: int) -> None:
-        """End with the parent even if a child of its own still holds the other end of our standard input."""
+    def _watch_parent(self, parent_pid: int) -> None:
+        """Stop when the parent process ends, even if one of its other children keeps the other end of standard input open."""
         try:
             parent = os.pidfd_open(parent_pid)
         except ProcessLookupError:
@@ -127,7 +127,7 @@ class Server(uvicorn.Server):
 
 
 def _reachable(host: str) -> str:
-    """How this machine's clients call a listening address."""
+    """The host under which clients on this machine reach a listening address."""
     if host in ("0.0.0.0", ""):
         return "127.0.0.1"
     if host == "::":
@@ -136,35 +136,38 @@ def _reachable(host: str) -> str:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A listening socket, taken before anything else is begun: an address that is not to be had is said in one line, with nothing to undo."""
+    """Open the listening socket. This is done before anything is started, so that an address that is not available needs no clean-up."""
     return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=BACKLOG)
 
 
 def _port(text: str) -> int:
     if not text.isdecimal() or int(text) > 65_535:
-        raise argparse.ArgumentTypeError(f"{text!r} is no port: 0 to 65535")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port: 0 to 65535")
     return int(text)
 
 
 def serve(settings: Settings, options: ServeOptions) -> int:
-    """Serve until a signal says to stop.
+    """Run the service until a signal stops it.
 
     Returns:
         The exit status.
     """
-    # A parent has made the folder for it, and may have put the settings there.
+    # With --exit-with-parent, the parent process has created the folder for this service, and may have put the settings file there.
     if options.ephemeral and options.parent_pid is None and settings.state_dir.is_dir() and any(settings.state_dir.iterdir()):
-        print(f"state folder {settings.state_dir}: --ephemeral removes it at the end, and it is not empty: name another in SANDBOX_STATE_DIR", file=sys.stderr)
-        return WRONG_SETTINGS
-    stop_note = StopNote()
-    stop_note.install()
+        print(
+            f"state folder {settings.state_dir}: --ephemeral removes it at the end, and it is not empty: choose another one with SANDBOX_STATE_DIR",
+            file=sys.stderr,
+        )
+        return INVALID_SETTINGS
+    early_stop = EarlyStopHandler()
+    early_stop.install()
     try:
         StateDir.open(settings.state_dir).close()
     except StateDirError as error:
         print(error, file=sys.stderr)
-        return WRONG_SETTINGS
+        return INVALID_SETTINGS
     try:
-        return _listen_and_serve(options, stop_note)
+        return _listen_and_serve(options, early_stop)
     except KeyboardInterrupt:
         return 0
     finally:
@@ -172,7 +175,7 @@ def serve(settings: Settings, options: ServeOptions) -> int:
             shutil.rmtree(settings.state_dir, ignore_errors=True)
 
 
-def _listen_and_serve(options: ServeOptions, stop_note: StopNote) -> int:
+def _listen_and_serve(options: ServeOptions, early_stop: EarlyStopHandler) -> int:
     try:
         listener = _listen(options.host, options.port)
     except OSError as error:
@@ -190,13 +193,13 @@ def _listen_and_serve(options: ServeOptions, stop_note: StopNote) -> int:
         access_log=False,
         timeout_keep_alive=KEEP_ALIVE_S,
     )
-    server = Server(config, application, options, stop_note)
+    server = Server(config, application, options, early_stop)
     server.run(sockets=[listener])
-    return 0 if server.started or stop_note.told_to_stop else NOT_STARTED
+    return 0 if server.started or early_stop.is_stop_requested else NOT_STARTED
 
 
 def print_config(settings: Settings) -> None:
-    """Print what the settings come to, as YAML, and behind each where it came from; tokens aside."""
+    """Print every setting in force as YAML, each with a comment that says where it comes from. Tokens are not shown."""
     shown = {name: value for name, value in _plain(settings).items() if name != "sources"}
     print("\n".join(_lines(shown, settings)))
 
@@ -229,20 +232,24 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     serving = commands.add_parser("serve", help="run the service until Ctrl-C or SIGTERM")
     serving.add_argument("--host", default=DEFAULT_HOST, help="the address to listen on (default %(default)s)")
-    serving.add_argument("--port", type=_port, default=DEFAULT_PORT, help="the port to listen on; 0 takes a free one (default %(default)s)")
-    serving.add_argument("--ready-fd", type=int, default=None, metavar="FD", help="write a line of JSON with the url there once it listens")
-    serving.add_argument("--exit-with-parent", action="store_true", help="stop when the process that started this one ends, or standard input does")
-    serving.add_argument("--ephemeral", action="store_true", help="remove the state folder at the end, and every sandbox; it must be new or empty")
-    commands.add_parser("check-config", help="say whether the service could start with these settings")
-    commands.add_parser("print-config", help="print every setting as it is in force, and where it came from")
+    serving.add_argument("--port", type=_port, default=DEFAULT_PORT, help="the port to listen on; 0 means a free one (default %(default)s)")
+    serving.add_argument(
+        "--ready-fd", type=int, default=None, metavar="FD", help="write a line of JSON with the url to this file descriptor once the service listens"
+    )
+    serving.add_argument("--exit-with-parent", action="store_true", help="stop when the process that started this one ends, or when standard input ends")
+    serving.add_argument(
+        "--ephemeral", action="store_true", help="destroy every sandbox and remove the state folder at the end; the folder must be new or empty"
+    )
+    commands.add_parser("check-config", help="check whether the service could start with these settings")
+    commands.add_parser("print-config", help="print every setting in force, and where it comes from")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command.
+    """Run the command that the arguments name.
 
     Returns:
-        The exit status: 2 for settings that cannot be.
+        The exit status: 2 for invalid settings, 3 if the service did not start.
     """
     parent_pid = os.getppid()
     arguments = _arguments(argv)
@@ -251,7 +258,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         load_backends(settings, lambda name: load_backend(name, settings.state_dir, "nobody"))
     except SettingsError as error:
         print(error, file=sys.stderr)
-        return WRONG_SETTINGS
+        return INVALID_SETTINGS
     if arguments.command == "serve":
         given = {one.name: getattr(arguments, one.name) for one in dataclasses.fields(ServeOptions) if one.name != "parent_pid"}
         return serve(settings, ServeOptions(**given, parent_pid=parent_pid if arguments.exit_with_parent else None))
@@ -264,6 +271,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     exit_status = main()
-    # The interpreter would put the default handler back while it ends.
+    # While it exits, the interpreter restores the default handler, with which a second SIGTERM would change the exit status.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.exit(exit_status)

@@ -1,4 +1,7 @@
-"""The composition root: settings, state, store, backends, pools, dispatch, api, put together and taken apart. `app` is what uvicorn serves."""
+"""The composition root: builds the service from its settings, starts it, and stops it. uvicorn serves `app`.
+
+This is the only module that knows every package.
+"""
 
 from __future__ import annotations
 
@@ -47,11 +50,11 @@ from sandbox_server.telemetry import Telemetry, configure_logging
 log = logging.getLogger(__name__)
 
 UNKNOWN_URL = "http://ADDRESS"
-"""What is printed where the server listens is known to nobody but it: `SANDBOX_ADVERTISE_URL` would say."""
+"""Printed in place of the address of a server that does not report it, if `SANDBOX_ADVERTISE_URL` is not set."""
 GRACE_S = 2.0
-"""How long requests may go on after the service has been told to stop, in seconds."""
-LAST_WORDS_S = 0.5
-"""How long they may take to send what they have after that, in seconds."""
+"""How long requests may continue after the service began to stop, in seconds."""
+FINAL_RESPONSE_S = 0.5
+"""How long requests may take to send their responses after their calls were ended, in seconds."""
 POOLS_STOP_S = 4.5
 STORE_CLOSE_S = 1.0
 WORKER_THREADS = 6
@@ -64,15 +67,15 @@ MakeBackend = Callable[[str, Path, str, bool, Mapping[str, Any]], Backend]
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What the service is built on, for tests and embedders to exchange.
+    """The parts of the service that tests and embedders can replace.
 
     Args:
-        backend: makes a backend, from its name, the service's state folder, its owner name, whether sandboxes are to outlive the service,
-            and what else the settings say of it.
-        connect: makes a link to an agent.
-        store: opens what outlives the service, from the path of its file and the clock; raises StoreUnusable.
-        clock: what time it is.
-        configure_logging: sends the log where the settings say.
+        backend: makes a backend from its name, the service's state folder, its owner name, whether sandboxes outlive the service, and the
+            settings of this backend.
+        connect: opens a link to an agent.
+        store: opens the store from the path of its file and the clock; raises StoreUnusable.
+        clock: gives the time.
+        configure_logging: sets up the log, from its format and level.
         head_within_s: how long the head of a request may take, in seconds.
     """
 
@@ -86,7 +89,7 @@ class Parts:
 
 @dataclass(frozen=True, kw_only=True)
 class RunningService:
-    """What a started service consists of."""
+    """The objects of a service that has been started."""
 
     settings: Settings
     state_dir: StateDir
@@ -101,10 +104,10 @@ class Application:
     """The service as an ASGI application.
 
     Args:
-        load: gives the settings when the service starts, and again on SIGHUP.
-        parts: what to build on.
-        announced: whether `announce` will be called once it listens.
-        ephemeral: nothing outlives it: every sandbox goes when it stops.
+        load: loads the settings, at the start of the service and again on SIGHUP.
+        parts: the parts to build the service from; default: those of production.
+        announced: whether `announce` will be called once the server listens.
+        ephemeral: whether every sandbox is destroyed when the service stops, and no state is kept.
     """
 
     def __init__(self, load: Callable[[], Settings] = load_settings, *, parts: Parts | None = None, announced: bool = False, ephemeral: bool = False) -> None:
@@ -112,7 +115,7 @@ class Application:
         self._parts = parts or Parts()
         self._ephemeral = ephemeral
         self._announced = announced
-        self._front = build_api()
+        self._edge = build_api()
         self._running: RunningService | None = None
         self._has_tenants = False
         self._stopping: asyncio.Task[None] | None = None
@@ -122,21 +125,27 @@ class Application:
         if scope["type"] == "lifespan":
             await self._lifespan(receive, send)
         else:
-            await self._front(scope, receive, send)
+            await self._edge(scope, receive, send)
 
     def announce(self, url: str) -> None:
-        """Tell this machine's clients where the service listens, unless the operator has told something else; and the person how to ask it."""
+        """Publish the address at which the service listens: in the state folder, for clients on this machine, and on standard output.
+
+        An address that is set in the settings is published in its place.
+
+        Args:
+            url: the address of the service.
+        """
         running = self._running
         if running is None:
             return
         if running.settings.advertise_url is None:
             running.state_dir.write_server_file(url)
-        say_how_to_ask(running, running.settings.advertise_url or url)
+        print_example_command(running, running.settings.advertise_url or url)
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         await receive()
         try:
-            running = self._running = await start(self._load(), self._parts, ephemeral=self._ephemeral)
+            running = self._running = await start_service(self._load(), self._parts, ephemeral=self._ephemeral)
         except (SettingsError, StateDirError) as error:
             await send({"type": "lifespan.startup.failed", "message": str(error)})
             return
@@ -144,12 +153,12 @@ class Application:
         if unprotected is not None:
             log.warning(unprotected)
             running.service.warnings.append(unprotected)
-        self._front.service = running.service
+        self._edge.service = running.service
         self._has_tenants = bool(running.settings.tenants)
         signals = self._signals = Signals(self._stop, self._reload_tenants)
         signals.install()
         if not self._announced:
-            say_how_to_ask(running, running.settings.advertise_url or UNKNOWN_URL)
+            print_example_command(running, running.settings.advertise_url or UNKNOWN_URL)
         await send({"type": "lifespan.startup.complete"})
         await receive()
         await self._stop()
@@ -158,10 +167,10 @@ class Application:
         await send({"type": "lifespan.shutdown.complete"})
 
     def _stop(self) -> asyncio.Task[None]:
-        """Begin to stop, once, however often it is asked for."""
+        """Begin to stop the service. Further calls return the same task."""
         assert self._running is not None
         if self._stopping is None:
-            self._stopping = asyncio.create_task(stop(self._running))
+            self._stopping = asyncio.create_task(stop_service(self._running))
             if self._signals is not None:
                 self._stopping.add_done_callback(self._signals.stopped)
         return self._stopping
@@ -172,26 +181,28 @@ class Application:
             settings = self._load()
             if not settings.tenants and self._has_tenants:
                 file = settings.config_path or "the environment"
-                raise SettingsError(f"{file} names no tenants any more, and no token would be let in: name one, or restart the service to have its own token")
+                raise SettingsError(
+                    f"{file} names no tenants any more, and no token would be valid: name a tenant, or restart the service so that it makes a token of its own"
+                )
             self._running.service.tenants.replace(_tenants(settings, self._running.state_dir))
         except (SettingsError, StateDirError) as error:
-            log.error("the tenants are left as they were: %s", error)
+            log.error("the tenants were not changed: %s", error)
         else:
             self._has_tenants = bool(settings.tenants)
             self._running.service.dispatcher.concurrency_limiter.apply_limits()
-            log.info("the tenants have been read again")
+            log.info("the tenants were loaded again")
 
 
-async def start(settings: Settings, parts: Parts, *, ephemeral: bool = False) -> RunningService:
-    """Start everything.
+async def start_service(settings: Settings, parts: Parts, *, ephemeral: bool = False) -> RunningService:
+    """Build and start a service.
 
     Args:
-        settings: what the operator decides.
-        parts: what to build on.
-        ephemeral: nothing is to outlive the service.
+        settings: the settings.
+        parts: the parts to build it from.
+        ephemeral: whether no state is kept.
 
     Raises:
-        SettingsError: a backend cannot be had.
+        SettingsError: a backend of the settings is not available.
         StateDirError: the state folder cannot be used.
     """
     parts.configure_logging(settings.log_format, settings.log_level)
@@ -209,7 +220,7 @@ async def start(settings: Settings, parts: Parts, *, ephemeral: bool = False) ->
 
 
 async def _start_in(settings: Settings, state_dir: StateDir, parts: Parts, *, ephemeral: bool) -> RunningService:
-    tenants = Tenants(_tenants(settings, state_dir), open_door=settings.open_door)
+    tenants = Tenants(_tenants(settings, state_dir), authentication_disabled=settings.authentication_disabled)
     clock, telemetry = parts.clock, Telemetry()
     store = _open_store(state_dir, parts, ephemeral=ephemeral)
     try:
@@ -232,10 +243,10 @@ async def _start_in(settings: Settings, state_dir: StateDir, parts: Parts, *, ep
         flush=pools.flush,
         tenants=tenants,
         limits=settings.limits,
-        bodies=BodyBudget(settings.limits),
+        body_budget=BodyBudget(settings.limits),
         default_pool=settings.default_pool,
         stopping=asyncio.get_running_loop().create_future(),
-        storage_trouble=lambda: state_monitor.problem,
+        storage_problem=lambda: state_monitor.problem,
     )
     return RunningService(settings=settings, state_dir=state_dir, store=store, state_monitor=state_monitor, pools=pools, service=service, ephemeral=ephemeral)
 
@@ -273,7 +284,7 @@ async def _start_pools(
 
 
 def _open_store(state_dir: StateDir, parts: Parts, *, ephemeral: bool) -> Store:
-    """The store of this folder. A service that nothing outlives has nothing to find again."""
+    """Open the store of the state folder. An ephemeral service keeps its records in memory."""
     if ephemeral:
         return MemoryStore(outputs=OutputFiles(state_dir.path / OUTPUT_FOLDER))
     try:
@@ -283,10 +294,17 @@ def _open_store(state_dir: StateDir, parts: Parts, *, ephemeral: bool) -> Store:
 
 
 def load_backends(settings: Settings, make: Callable[[str], Backend]) -> dict[str, Backend]:
-    """Make every backend that a pool of the settings names.
+    """Make every backend that a pool of the settings uses.
+
+    Args:
+        settings: the settings.
+        make: makes the backend of a name.
+
+    Returns:
+        The backends, by name.
 
     Raises:
-        SettingsError: one cannot be had; it names the pool.
+        SettingsError: a backend is not available; the error names the pool.
     """
     backends: dict[str, Backend] = {}
     for pool, spec in settings.pools.items():
@@ -300,8 +318,8 @@ def load_backends(settings: Settings, make: Callable[[str], Backend]) -> dict[st
     return backends
 
 
-async def stop(running: RunningService) -> None:
-    """Let requests end, then end them, then leave or destroy the sandboxes; in less than ten seconds altogether."""
+async def stop_service(running: RunningService) -> None:
+    """Stop a service in less than ten seconds: wait for requests, cancel the rest, keep or destroy the sandboxes, and close the store."""
     service = running.service
     if not service.stopping.done():
         service.stopping.set_result(None)
@@ -309,10 +327,10 @@ async def stop(running: RunningService) -> None:
     log.info("stopping", extra={"requests": len(service.requests)})
     await _wait_for_requests(service, GRACE_S)
     await service.dispatcher.stop()
-    await _wait_for_requests(service, LAST_WORDS_S)
+    await _wait_for_requests(service, FINAL_RESPONSE_S)
     for task in list(service.requests):
         task.cancel()
-    await _wait_for_requests(service, LAST_WORDS_S)
+    await _wait_for_requests(service, FINAL_RESPONSE_S)
     try:
         async with asyncio.timeout(POOLS_STOP_S):
             await running.pools.stop("destroy" if running.ephemeral else None)
@@ -323,7 +341,7 @@ async def stop(running: RunningService) -> None:
         async with asyncio.timeout(STORE_CLOSE_S):
             await running.store.close()
     except (TimeoutError, StorageUnavailable):
-        log.exception("the last of the state could not be written")
+        log.exception("the last changes of the state could not be written")
     log.info("stopped")
 
 
@@ -333,20 +351,20 @@ async def _wait_for_requests(service: Service, wait_s: float) -> None:
 
 
 def _tenants(settings: Settings, state_dir: StateDir) -> tuple[Tenant, ...]:
-    if settings.open_door:
-        log.warning("SANDBOX_AUTH=none: whoever reaches this service, and every slot that shares its network, may do everything")
+    if settings.authentication_disabled:
+        log.warning("SANDBOX_AUTH=none: everyone who can connect to this service, slots that share its network included, may do everything")
         return (Tenant(name=LOCAL_TENANT, admin=True),)
     return settings.tenants or (Tenant(name=LOCAL_TENANT, token=state_dir.token(), admin=True),)
 
 
-def say_how_to_ask(running: RunningService, url: str) -> None:
-    """Print, where the service made its own token, a command that uses it without showing it."""
-    if not running.settings.open_door and not running.settings.tenants:
-        say(f'curl -H "Authorization: Bearer $(cat {running.state_dir.token_path})" {url}/v1/pools')
+def print_example_command(running: RunningService, url: str) -> None:
+    """Print an example command, if the service made its own token. The command reads the token from its file and does not show it."""
+    if not running.settings.authentication_disabled and not running.settings.tenants:
+        print_line(f'curl -H "Authorization: Bearer $(cat {running.state_dir.token_path})" {url}/v1/pools')
 
 
-def say(line: str) -> None:
-    """Print a line on standard output. Where that is a file on a full disk, the service goes on without it."""
+def print_line(line: str) -> None:
+    """Print a line on standard output. An error, as of a file on a full disk, is logged and does not stop the service."""
     try:
         print(line, flush=True)
     except OSError as error:

@@ -1,16 +1,19 @@
-"""Who may stand in the door: HTTP connections are counted, and those that never asked with a token make room for those that do.
+"""Limits how many connections the HTTP server holds, so that connections without a valid token cannot use up its file descriptors.
 
-A slot that shares the network can open as many connections as it likes. Without this, they would use up the service's descriptors, and no trainer could
-get in. A connection that does not finish the head of a request in time is closed; when all places are taken, the one that has waited longest
-without a valid token goes. Some places are kept for those that have not shown a token yet. When connections with a token have taken all others, the
-tenant that has the most of them loses one, so that no tenant keeps another out.
+A slot that shares the network can open as many connections to the service as it likes, and without this limit no trainer could connect any more.
+These are the rules:
+
+- A connection that does not finish the head of a request in time is closed.
+- When all places are taken, a new connection takes the place of the oldest unauthenticated one.
+- Some places are kept for connections that have not carried a valid token yet. When authenticated connections have taken all others, the tenant
+  with the most of them loses one, so that no tenant can keep another one out.
+- A WebSocket connection keeps the place of the HTTP connection that it was upgraded from, until it is closed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import logging
 import resource
 import secrets
@@ -21,171 +24,249 @@ from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from sandbox_server.api.problems import problem_of
+from sandbox_server.core.errors import InvalidRequest
+
 log = logging.getLogger(__name__)
 
 HEAD_WITHIN_S = 15.0
 """How long the head of a request may take, in seconds."""
 
 WRITE_BUFFER_BYTES = 32 << 10
-"""How much of an answer a connection holds, beside the piece written last, before the next piece waits."""
+"""How much of a response a connection buffers, beside the part written last, before the next part waits."""
 RESERVED_DESCRIPTORS = 512
-"""What the service keeps for agents, state and files."""
+"""How many file descriptors are kept for agents, state and files."""
 
+UNAUTHENTICATED_SHARE = 8
+"""One of this many places is kept for connections that have not carried a valid token yet."""
 
-NEWCOMERS_SHARE = 8
-"""One of so many places is for connections that have not come with a token yet."""
-
-LOOKED_AT_COUNT = 1000
-"""Among so many connections of a tenant, the oldest ones, an idle one is looked for."""
+SEARCHED_COUNT = 1000
+"""Among how many of a tenant's oldest connections an idle one is searched."""
 
 
 @dataclass
 class ConnectionLimiter:
-    """The places there are.
+    """Counts the open connections of the server, and decides which one is closed when there is no place for another.
 
     Args:
         places: how many connections may be open at once.
-        tenant_of: whose valid token a request came with, as the application left its scope; None: it came without one.
+        tenant_of: gives, for the scope of a request, the tenant of its token, as the application noted it there; None: it had no valid token.
         head_within_s: how long the head of a request may take, in seconds.
+
+    Attributes:
+        unauthenticated: the connections that have not carried a valid token yet, the oldest first.
+        authenticated: the others, the oldest first, by the tenant of the first token that each carried.
     """
 
     places: int
     tenant_of: Callable[[Mapping[str, Any]], str | None]
     head_within_s: float = HEAD_WITHIN_S
-    strangers: OrderedDict[LimitedConnection, None] = field(default_factory=OrderedDict)
-    #: the connections that came with a token, by the tenant of the first one that each showed, the oldest first
-    friends: dict[str, OrderedDict[LimitedConnection, None]] = field(default_factory=dict)
+    unauthenticated: OrderedDict[LimitedConnection, None] = field(default_factory=OrderedDict)
+    authenticated: dict[str, OrderedDict[LimitedConnection, None]] = field(default_factory=dict)
 
-    def enter(self, visitor: LimitedConnection) -> bool:
-        """Let a connection in, if need be for a stranger that waits longer. Returns whether there is a place."""
-        if len(self.strangers) + self._friend_count() >= self.places and not self._make_room():
-            log.warning("a connection was refused: all %d places are taken by callers with a token", self.places)
+    def add_connection(self, connection: LimitedConnection) -> bool:
+        """Give a new connection a place, if need be that of an unauthenticated one, which is closed. Returns whether it has one."""
+        if self._connection_count() >= self.places and not self._free_a_place():
+            log.warning("a connection was refused: all %d places are taken by authenticated connections", self.places)
             return False
-        self.strangers[visitor] = None
+        self.unauthenticated[connection] = None
         return True
 
-    def leave(self, visitor: LimitedConnection) -> None:
-        """Its place is free."""
-        self.strangers.pop(visitor, None)
-        if visitor.tenant is not None:
-            own = self.friends[visitor.tenant]
-            own.pop(visitor, None)
-            if not own:
-                del self.friends[visitor.tenant]
-            visitor.tenant = None
+    def remove_connection(self, connection: LimitedConnection) -> None:
+        """Free the place of a connection. Does nothing for a connection that has none."""
+        self.unauthenticated.pop(connection, None)
+        if connection.tenant is not None:
+            connections = self.authenticated[connection.tenant]
+            connections.pop(connection, None)
+            if not connections:
+                del self.authenticated[connection.tenant]
+            connection.tenant = None
 
-    def recognise(self, visitor: LimitedConnection) -> None:
-        """See whether a connection has come with a token. One more of them than there are places for ends one of the tenant that has the most."""
-        scope = cast("Mapping[str, Any] | None", visitor.scope)
+    def update_authentication(self, connection: LimitedConnection) -> None:
+        """Count a connection as authenticated once its request has carried a valid token.
+
+        If authenticated connections then take places that are kept for others, one of the tenant with the most is closed.
+        """
+        scope = connection.request_scope
         tenant = None if scope is None else self.tenant_of(scope)
-        if tenant is None or visitor not in self.strangers:
+        if tenant is None or connection not in self.unauthenticated:
             return
-        del self.strangers[visitor]
-        visitor.tenant = tenant
-        self.friends.setdefault(tenant, OrderedDict())[visitor] = None
-        if self._friend_count() > max(1, self.places - max(1, self.places // NEWCOMERS_SHARE)):
-            self._end_one(tenant)
+        del self.unauthenticated[connection]
+        connection.tenant = tenant
+        self.authenticated.setdefault(tenant, OrderedDict())[connection] = None
+        kept_places = max(1, self.places // UNAUTHENTICATED_SHARE)
+        if self._authenticated_count() > max(1, self.places - kept_places):
+            self._close_one_of_largest_tenant(tenant)
 
-    def _end_one(self, tenant: str) -> None:
-        """End a connection of the tenant that has the most, of the given one where several have: an idle one, else the newest."""
-        most = max(self.friends, key=lambda name: (len(self.friends[name]), name == tenant))
-        own = self.friends[most]
-        oldest = itertools.islice(own, LOOKED_AT_COUNT)
-        visitor = next((visitor for visitor in oldest if visitor.is_idle), next(reversed(own)))
-        log.warning("a connection is closed: its tenant has the most, and all places are taken", extra={"tenant": most, "connections": len(own)})
-        self.leave(visitor)
-        visitor.dismiss()
+    def _close_one_of_largest_tenant(self, preferred: str) -> None:
+        """Close a connection of the tenant that has the most, of the preferred tenant where several have: an idle one, else the newest."""
+        largest = max(self.authenticated, key=lambda name: (len(self.authenticated[name]), name == preferred))
+        connections = self.authenticated[largest]
+        oldest = itertools.islice(connections, SEARCHED_COUNT)
+        connection = next((connection for connection in oldest if connection.is_idle), next(reversed(connections)))
+        extra = {"tenant": largest, "connections": len(connections)}
+        log.warning("a connection is closed: its tenant has the most connections, and all places are taken", extra=extra)
+        self.remove_connection(connection)
+        connection.abort()
 
-    def _friend_count(self) -> int:
-        return sum(map(len, self.friends.values()))
+    def _authenticated_count(self) -> int:
+        return sum(map(len, self.authenticated.values()))
 
-    def _make_room(self) -> bool:
-        while self.strangers:
-            visitor = next(iter(self.strangers))
-            self.recognise(visitor)
-            if visitor in self.strangers:
-                del self.strangers[visitor]
-                visitor.dismiss()
+    def _connection_count(self) -> int:
+        return len(self.unauthenticated) + self._authenticated_count()
+
+    def _free_a_place(self) -> bool:
+        """Close the oldest unauthenticated connection. Returns whether a place is free now."""
+        while self.unauthenticated:
+            connection = next(iter(self.unauthenticated))
+            self.update_authentication(connection)
+            if connection in self.unauthenticated:
+                del self.unauthenticated[connection]
+                connection.abort()
                 return True
-            if len(self.strangers) + self._friend_count() < self.places:
+            if self._connection_count() < self.places:
                 return True
         return False
 
 
 class LimitedConnection(HttpToolsProtocol):
-    """One connection, as uvicorn serves it, with an eye on the clock and on the door."""
+    """One connection of the server: uvicorn's, with a place of the limiter and a time limit for the head of a request.
+
+    Args:
+        limiter: gives the connection its place.
+        args: those of uvicorn's connection.
+        kwargs: those of uvicorn's connection.
+
+    Attributes:
+        tenant: the tenant of the first valid token that it carried; None: it has carried none.
+    """
 
     def __init__(self, *args: Any, limiter: ConnectionLimiter, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._limiter = limiter
-        #: by whose token it was let in
         self.tenant: str | None = None
         self._head_timer: asyncio.TimerHandle | None = None
+        self._websocket: asyncio.Protocol | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(cast(asyncio.Transport, transport))
         cast(asyncio.Transport, transport).set_write_buffer_limits(high=WRITE_BUFFER_BYTES)
-        if self._limiter.enter(self):
-            self._expect_head()
+        if self._limiter.add_connection(self):
+            self._start_head_timer()
         else:
-            self.dismiss()
+            self.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._head_is_here()
-        self._limiter.leave(self)
+        self._stop_head_timer()
+        self._limiter.remove_connection(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         cycle = cast("RequestResponseCycle | None", self.cycle)
         if self._head_timer is None and (cycle is None or cycle.response_complete):
-            self._expect_head()
+            self._start_head_timer()
         super().data_received(data)
 
     def on_headers_complete(self) -> None:
-        self._head_is_here()
+        self._stop_head_timer()
         super().on_headers_complete()
+        self._check_authentication_soon()
+
+    def handle_websocket_upgrade(self) -> None:
+        """Hand the connection to the WebSocket protocol, and keep its place until that has ended."""
+        super().handle_websocket_upgrade()
+        websocket = cast("asyncio.Protocol", self.transport.get_protocol())
+        if not getattr(websocket, "handshake_initiated", True) and not self.transport.is_closing():
+            # The WebSocket library cannot read this head. uvicorn would leave the connection open, and fail over it when the server stops.
+            self.connections.discard(websocket)
+            self.transport.set_protocol(self)
+            self.send_400_response("Invalid WebSocket handshake received: it is malformed, or has a header too large or too many headers.")
+            return
+        self._websocket = websocket
+        self.transport.set_protocol(_UpgradedConnection(websocket, self._free_place_of_websocket))
+        self._check_authentication_soon()
+
+    def _free_place_of_websocket(self) -> None:
+        self._limiter.remove_connection(self)
+
+    def _check_authentication_soon(self) -> None:
         if self.tenant is None:
-            # After the application has begun with this request: the first thing that it does is to look at the token.
-            self.loop.call_soon(self._limiter.recognise, self)
+            # The application's task has been created before this, so it runs first; and the first thing it does is to check the token.
+            self.loop.call_soon(self._limiter.update_authentication, self)
+
+    @property
+    def request_scope(self) -> Mapping[str, Any] | None:
+        """The scope of the last request, or of the WebSocket handshake; None before the first request."""
+        scope = getattr(self._websocket, "scope", None) if self._websocket is not None else self.scope
+        return cast("Mapping[str, Any] | None", scope)
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is under way on it."""
+        """Whether no request is being answered on it. A WebSocket connection is never idle."""
         cycle = cast("RequestResponseCycle | None", self.cycle)
-        return cycle is None or (cycle.response_complete and not self.pipeline)
+        return self._websocket is None and (cycle is None or (cycle.response_complete and not self.pipeline))
 
     def send_400_response(self, msg: str) -> None:
-        """Say as a problem document that this is no HTTP."""
-        self._head_is_here()
+        """Answer with a problem document to bytes that are not an HTTP request."""
+        self._stop_head_timer()
         request_id = secrets.token_hex(8)
-        problem = {"type": "urn:sandbox-pool:problem:invalid_request", "title": "Invalid request", "status": 400, "detail": msg, "code": "invalid_request"}
-        body = json.dumps({**problem, "request_id": request_id}).encode()
-        head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/problem+json\r\nx-request-id: {request_id}\r\n"
-        self.transport.write(f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body)
+        problem = problem_of(InvalidRequest(msg), request_id, status=400)
+        headers = {**problem.headers, "x-request-id": request_id, "content-length": str(len(problem.body)), "connection": "close"}
+        head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        self.transport.write(f"HTTP/1.1 400 Bad Request\r\n{head}\r\n".encode() + problem.body)
         self.transport.close()
 
-    def dismiss(self) -> None:
+    def abort(self) -> None:
         """Close the connection at once."""
-        self._head_is_here()
+        self._stop_head_timer()
         self.transport.abort()
 
-    def _expect_head(self) -> None:
-        self._head_timer = self.loop.call_later(self._limiter.head_within_s, self.dismiss)
+    def _start_head_timer(self) -> None:
+        self._head_timer = self.loop.call_later(self._limiter.head_within_s, self.abort)
 
-    def _head_is_here(self) -> None:
+    def _stop_head_timer(self) -> None:
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
 
 
-def open_files_limit() -> int:
-    """Raise the limit of open descriptors as far as it goes, and return it."""
+class _UpgradedConnection(asyncio.Protocol):
+    """Passes the events of a transport on to uvicorn's WebSocket protocol, and reports the end of the connection.
+
+    Args:
+        websocket: uvicorn's protocol.
+        ended: called when the connection has ended.
+    """
+
+    def __init__(self, websocket: asyncio.Protocol, ended: Callable[[], None]) -> None:
+        self._websocket = websocket
+        self._ended = ended
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._ended()
+        self._websocket.connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._websocket.data_received(data)
+
+    def eof_received(self) -> bool | None:
+        return self._websocket.eof_received()
+
+    def pause_writing(self) -> None:
+        self._websocket.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._websocket.resume_writing()
+
+
+def raise_descriptor_limit() -> int:
+    """Raise the process's limit of open file descriptors as far as allowed, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return hard
 
 
-def places_for(descriptors: int) -> int:
-    """How many connections a process with so many descriptors lets in."""
-    return max(64, min(descriptors - RESERVED_DESCRIPTORS, 1 << 16))
+def places_for(descriptor_count: int) -> int:
+    """How many connections a process with so many file descriptors may hold."""
+    return max(64, min(descriptor_count - RESERVED_DESCRIPTORS, 1 << 16))

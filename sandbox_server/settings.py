@@ -1,4 +1,4 @@
-"""What the operator decides: the environment and one YAML file. Anything unknown, unreadable or out of range stops the start with one line."""
+"""The settings of the service, from environment variables and one YAML file. An unknown, unreadable or invalid setting prevents the start."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ MAX_CLAIM_AFTER_S = 86_400.0
 
 
 class SettingsError(Exception):
-    """The service cannot start like this; the message is one line that says where, what, and what is allowed."""
+    """The service cannot start with these settings. The message is one line: where the error is, what it is, and what is allowed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NomadAccess:
-    """How the process reaches Nomad: paths of files that were readable at the start."""
+    """The credentials for Nomad: paths of files that could be read at the start."""
 
     token_file: Path | None = None
     ca_cert: Path | None = None
@@ -43,29 +43,29 @@ class NomadAccess:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """Everything the process was told.
+    """Every setting of the process, checked.
 
     Args:
-        state_dir: the service's own folder.
-        config_path: the settings file, if there is one.
-        tenants: the configured tenants; none means that the service makes a token of its own.
-        open_door: authentication is off.
-        advertise_url: where others reach this service, if it was told.
+        state_dir: the folder in which the service keeps its state.
+        config_path: the settings file; None: there is none.
+        tenants: the configured tenants; with none, the service makes a token of its own.
+        authentication_disabled: whether requests need no token.
+        advertise_url: the address under which clients reach the service; None: the service uses the one on which it listens.
         log_format: `json` or `text`.
         log_level: `debug`, `info`, `warning` or `error`.
-        pools: the pools of the file, by name; where nothing is said of pools, the one that is built in.
-        default_pool: the pool of an acquire that names none.
+        pools: the pools of the settings file, by name; if it has no `pools`, the built-in one.
+        default_pool: the pool of an acquire that names no pool.
         claim_after_s: how long a tenant's first acquire in the queue waits before its pool holds slots for it, in seconds.
-        limits: the named limits.
-        nomad: how the process reaches Nomad.
-        local_transport: how the service talks to the agents that the local backend makes from now on, for tests and debugging: `unix`, `tls` or `stdio`.
-        sources: where a setting came from, by its dotted name; what is missing is a default.
+        limits: the limits of requests.
+        nomad: the credentials for Nomad.
+        local_transport: the transport to agents that the local backend starts, for tests and debugging: `unix`, `tls` or `stdio`.
+        sources: where each setting comes from, by its dotted name; a setting that is missing here has its default.
     """
 
     state_dir: Path
     config_path: Path | None = None
     tenants: tuple[Tenant, ...] = ()
-    open_door: bool = False
+    authentication_disabled: bool = False
     advertise_url: str | None = None
     log_format: str = "json"
     log_level: str = "info"
@@ -78,27 +78,27 @@ class Settings:
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def source(self, name: str) -> str:
-        """Where a setting came from: `default`, `file, PATH` or `environment, NAME`."""
+        """Where a setting comes from: `default`, `file, PATH` or `environment, NAME`."""
         return self.sources.get(name, "default")
 
     def of_backend(self, name: str) -> Mapping[str, Any]:
-        """What the maker of this backend is told beside the state folder, by the names of its arguments."""
+        """The settings of a backend, by the names of the arguments that its constructor takes beside the common ones."""
         return {"transport": self.local_transport} if name == "local" else {}
 
     @property
     def pools_are_built_in(self) -> bool:
-        """Whether nothing is said of pools."""
+        """Whether the settings name no pools, so that the built-in one is used."""
         return "pools" not in self.sources
 
 
 class FileModel(BaseModel):
-    """A part of the settings file."""
+    """The base of the models of the settings file: unknown keys are refused, and no value is converted."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
 
 class TenantModel(FileModel):
-    """One tenant of the file."""
+    """One tenant in the settings file."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9._-]{1,64}$")
     token: str | None = Field(default=None, min_length=MIN_TOKEN_CHARS)
@@ -113,7 +113,7 @@ class TenantModel(FileModel):
 
 
 class NomadModel(FileModel):
-    """How the process reaches Nomad."""
+    """The credentials for Nomad in the settings file."""
 
     token_file: str | None = None
     ca_cert: str | None = None
@@ -133,7 +133,7 @@ class SettingsFile(FileModel):
 
 
 class EnvironmentModel(BaseModel):
-    """The variables that are read, by their names without the prefix."""
+    """The environment variables of the service, by their names without the prefix."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -150,63 +150,63 @@ class EnvironmentModel(BaseModel):
 SETTING_OF: Mapping[str, str] = {
     "CONFIG": "config_path",
     "STATE_DIR": "state_dir",
-    "AUTH": "open_door",
+    "AUTH": "authentication_disabled",
     "ADVERTISE_URL": "advertise_url",
     "LOG_FORMAT": "log_format",
     "LOG_LEVEL": "log_level",
     "LOCAL_TRANSPORT": "local_transport",
 }
-"""Which setting a variable of the environment makes; `TOKENS` makes some of the tenants."""
+"""The setting that each environment variable sets. `TOKENS` is not here: it adds tenants to those of the settings file."""
 
 
 def load_settings(environ: Mapping[str, str] | None = None) -> Settings:
-    """Read the environment, and the file that it names.
+    """Read the environment variables, and the settings file that they name.
 
     Args:
-        environ: the environment; default: the process's.
+        environ: the environment variables; default: those of the process.
 
     Raises:
-        SettingsError: something is unknown, unreadable or not allowed.
+        SettingsError: a setting is unknown, cannot be read or is not allowed.
     """
     environ = os.environ if environ is None else environ
-    told = _environment(environ)
-    path = Path(told.CONFIG) if told.CONFIG else None
-    given = read_file(path) if path is not None else SettingsFile()
-    limits = _limits(given, path)
-    if len(given.pools) > limits.pools:
-        raise SettingsError(f"settings file {path}: pools: {len(given.pools)} are more than the {limits.pools} of `limits.pools`")
-    if given.default_pool not in given.pools and (given.pools or "default_pool" in given.model_fields_set):
-        raise SettingsError(f"settings file {path}: default_pool: there is no pool {given.default_pool!r}; there are {', '.join(given.pools) or 'none'}")
+    environment = _read_environment(environ)
+    path = Path(environment.CONFIG) if environment.CONFIG else None
+    file = read_file(path) if path is not None else SettingsFile()
+    limits = _limits(file, path)
+    if len(file.pools) > limits.pools:
+        raise SettingsError(f"settings file {path}: pools: {len(file.pools)} are more than the {limits.pools} of `limits.pools`")
+    if file.default_pool not in file.pools and (file.pools or "default_pool" in file.model_fields_set):
+        raise SettingsError(f"settings file {path}: default_pool: there is no pool {file.default_pool!r}; there are {', '.join(file.pools) or 'none'}")
     return Settings(
-        state_dir=Path(told.STATE_DIR) if told.STATE_DIR else default_state_dir(environ, os.geteuid()),
+        state_dir=Path(environment.STATE_DIR) if environment.STATE_DIR else default_state_dir(environ, os.geteuid()),
         config_path=path,
-        tenants=_tenants(told.TOKENS, given, path),
-        open_door=told.AUTH == "none",
-        advertise_url=told.ADVERTISE_URL.rstrip("/") if told.ADVERTISE_URL else None,
-        log_format=told.LOG_FORMAT,
-        log_level=told.LOG_LEVEL,
-        pools={name: _pool_spec(name, spec, limits, path) for name, spec in given.pools.items()},
-        default_pool=given.default_pool,
-        claim_after_s=given.claim_after_s,
+        tenants=_tenants(environment.TOKENS, file, path),
+        authentication_disabled=environment.AUTH == "none",
+        advertise_url=environment.ADVERTISE_URL.rstrip("/") if environment.ADVERTISE_URL else None,
+        log_format=environment.LOG_FORMAT,
+        log_level=environment.LOG_LEVEL,
+        pools={name: _pool_spec(name, spec, limits, path) for name, spec in file.pools.items()},
+        default_pool=file.default_pool,
+        claim_after_s=file.claim_after_s,
         limits=limits,
-        nomad=_nomad(given, path),
-        local_transport=told.LOCAL_TRANSPORT,
-        sources=_sources(told, given, path),
+        nomad=_nomad(file, path),
+        local_transport=environment.LOCAL_TRANSPORT,
+        sources=_sources(environment, file, path),
     )
 
 
-def _sources(told: EnvironmentModel, given: SettingsFile, path: Path | None) -> dict[str, str]:
-    """Where each setting came from that is not a default, by its dotted name."""
-    sources = {SETTING_OF[name]: f"environment, {PREFIX}{name}" for name in told.model_fields_set if name in SETTING_OF}
+def _sources(environment: EnvironmentModel, file: SettingsFile, path: Path | None) -> dict[str, str]:
+    """Where each setting comes from that does not have its default, by its dotted name."""
+    sources = {SETTING_OF[name]: f"environment, {PREFIX}{name}" for name in environment.model_fields_set if name in SETTING_OF}
     if path is not None:
-        sources.update((name, f"file, {path}") for name in [*_names_set(given), *given.model_fields_set])
-    if told.TOKENS:
+        sources.update((name, f"file, {path}") for name in [*_names_set(file), *file.model_fields_set])
+    if environment.TOKENS:
         sources["tenants"] = ", and ".join(filter(None, (f"environment, {PREFIX}TOKENS", sources.get("tenants"))))
     return sources
 
 
 def _names_set(model: BaseModel, prefix: str = "") -> list[str]:
-    """The dotted names of what a file says; of a mapping or model that it says in part, of those parts."""
+    """The dotted names of the settings that a file sets. For a mapping or a nested model, these are the names inside it."""
     names = []
     for name in model.model_fields_set:
         value = getattr(model, name)
@@ -222,14 +222,14 @@ def _names_set(model: BaseModel, prefix: str = "") -> list[str]:
 
 
 def default_state_dir(environ: Mapping[str, str], uid: int) -> Path:
-    """Where a service of this user keeps its state."""
+    """The default state folder of a user."""
     if uid == 0:
         return Path("/var/lib/sandbox-pool")
     base = environ.get("XDG_STATE_HOME") or str(Path(environ.get("HOME") or "~").expanduser() / ".local" / "state")
     return Path(base) / "sandbox-pool"
 
 
-def _environment(environ: Mapping[str, str]) -> EnvironmentModel:
+def _read_environment(environ: Mapping[str, str]) -> EnvironmentModel:
     allowed = [PREFIX + name for name in EnvironmentModel.model_fields]
     ours = {name: value for name, value in environ.items() if name.startswith(PREFIX) and name not in CLIENTS_OWN}
     for name in ours:
@@ -242,7 +242,7 @@ def _environment(environ: Mapping[str, str]) -> EnvironmentModel:
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """Refuses a mapping that has a key twice: the first of them would be ignored without a word."""
+    """Refuses a mapping that has a key twice, of which YAML would silently ignore the first."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
@@ -258,15 +258,15 @@ def read_file(path: Path) -> SettingsFile:
     """Read the settings file.
 
     Raises:
-        SettingsError: it cannot be read, is no YAML, or holds what is not allowed.
+        SettingsError: the file cannot be read, is not YAML, or has a setting that is not allowed.
     """
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeys)
     except OSError as error:
         raise SettingsError(f"settings file {path}: cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        said = " ".join(str(error).split()).replace('in "<unicode string>", ', "at ")
-        raise SettingsError(f"settings file {path}: is no YAML: {said}") from None
+        message = " ".join(str(error).split()).replace('in "<unicode string>", ', "at ")
+        raise SettingsError(f"settings file {path}: is not YAML: {message}") from None
     if content is None:
         content = {}
     if not isinstance(content, dict):
@@ -281,18 +281,19 @@ def read_file(path: Path) -> SettingsFile:
 
 
 def _sentence(error: ValidationError) -> str:
-    """What is wrong, and for an unknown key what there is at its place."""
+    """The first error in a settings file, in one sentence. For an unknown key, it names the keys that are allowed there."""
     first = error.errors(include_url=False, include_input=False)[0]
     location = [part for part in first["loc"] if part != "[key]"]
     if first["type"] != "extra_forbidden":
         return first_problem(error, {})[1]
     model: Any = SettingsFile
     for part in location[:-1]:
-        model = _below(model, part)
+        model = _nested_model(model, part)
     return f"{'.'.join(map(str, location))}: unknown key; allowed are {', '.join(model.model_fields)}"
 
 
-def _below(model: Any, part: str | int) -> Any:
+def _nested_model(model: Any, part: str | int) -> Any:
+    """The model of what a key of another model, or an entry of its mapping or list, holds."""
     nested = {"pools": PoolSpecBody, "tenants": TenantModel, "nomad": NomadModel}
     if model is SettingsFile:
         return nested[str(part)]
@@ -300,14 +301,14 @@ def _below(model: Any, part: str | int) -> Any:
     return inner.annotation if inner is not None and inner.annotation is not None and hasattr(inner.annotation, "model_fields") else model
 
 
-def _limits(given: SettingsFile, path: Path | None) -> Limits:
-    for name, value in given.limits.items():
+def _limits(file: SettingsFile, path: Path | None) -> Limits:
+    for name, value in file.limits.items():
         if name not in LIMITS:
             raise SettingsError(f"settings file {path}: limits.{name}: unknown key; allowed are {', '.join(LIMITS)}")
         most = most_of(name)
         if most is not None and value > most:
-            raise SettingsError(f"settings file {path}: limits.{name}: should be less than or equal to {most}, which the contract fixes")
-    return Limits(**given.limits)
+            raise SettingsError(f"settings file {path}: limits.{name}: should be less than or equal to {most}, which is fixed")
+    return Limits(**file.limits)
 
 
 def _pool_spec(name: str, body: PoolSpecBody, limits: Limits, path: Path | None) -> PoolSpec:
@@ -319,18 +320,18 @@ def _pool_spec(name: str, body: PoolSpecBody, limits: Limits, path: Path | None)
     return replace(spec_of(body), shared=True)
 
 
-def _nomad(given: SettingsFile, path: Path | None) -> NomadAccess:
-    files = {name: Path(value) for name, value in given.nomad.model_dump().items() if value is not None}
-    for name, file in files.items():
+def _nomad(file: SettingsFile, path: Path | None) -> NomadAccess:
+    files = {name: Path(value) for name, value in file.nomad.model_dump().items() if value is not None}
+    for name, file_path in files.items():
         try:
-            file.read_bytes()
+            file_path.read_bytes()
         except OSError as error:
-            raise SettingsError(f"settings file {path}: nomad.{name}: {file} cannot be read: {error.strerror}") from None
+            raise SettingsError(f"settings file {path}: nomad.{name}: {file_path} cannot be read: {error.strerror}") from None
     return NomadAccess(**files)
 
 
-def _tenants(tokens: str | None, given: SettingsFile, path: Path | None) -> tuple[Tenant, ...]:
-    tenants = [*_environment_tenants(tokens), *file_tenants(given, path)]
+def _tenants(tokens: str | None, file: SettingsFile, path: Path | None) -> tuple[Tenant, ...]:
+    tenants = [*_environment_tenants(tokens), *file_tenants(file, path)]
     for one, kind in (("name", "name"), ("token", "token")):
         seen: set[str] = set()
         for tenant in tenants:
@@ -355,14 +356,14 @@ def _environment_tenants(tokens: str | None) -> list[Tenant]:
     return tenants
 
 
-def file_tenants(given: SettingsFile, path: Path | None) -> list[Tenant]:
-    """The tenants of the settings file, their token files read.
+def file_tenants(file: SettingsFile, path: Path | None) -> list[Tenant]:
+    """The tenants of the settings file, with the tokens of their token files.
 
     Raises:
-        SettingsError: a tenant has no token or two, or its token file cannot be read.
+        SettingsError: a tenant has neither `token` nor `token_file`, or both, or its token file cannot be read.
     """
     tenants = []
-    for index, one in enumerate(given.tenants):
+    for index, one in enumerate(file.tenants):
         where = f"settings file {path}: tenants.{index}"
         if (one.token is None) == (one.token_file is None):
             raise SettingsError(f"{where}: {one.name} needs token or token_file, one of them")

@@ -69,6 +69,8 @@ def configure_logging(log_format: str, level: str) -> None:
         logger.handlers.clear()
         logger.propagate = True
         logger.setLevel(logging.NOTSET)
+    # At its debug level the WebSocket library writes every header of a handshake to this logger, the token included.
+    logging.getLogger("uvicorn.error").setLevel(max(logging.INFO, root.level))
     access = logging.getLogger("uvicorn.access")
     access.handlers.clear()
     access.propagate = False

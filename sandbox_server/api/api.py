@@ -1,4 +1,4 @@
-"""The HTTP side, put together: the routes behind the front door, and the document that describes them."""
+"""The HTTP side of the service as one ASGI application: the edge middleware around the routes, and the OpenAPI document that describes them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sandbox_server.api.contract import requests, responses
 from sandbox_server.api.contract.describe import REF, RawRoute
 from sandbox_server.api.contract.render import json_response
 from sandbox_server.api.edge import OPEN_PATHS, EdgeMiddleware
-from sandbox_server.api.routes import calls, docs, events, figures, files, leases, pending, pools, records, sandboxes, system
+from sandbox_server.api.routes import calls, docs, events, files, leases, metrics, pending, pools, records, sandboxes, system
 from sandbox_server.core.errors import InvalidRequest, MethodNotAllowed, RouteNotFound
 
 ROUTERS = (
@@ -29,7 +29,7 @@ ROUTERS = (
     pools.router,
     sandboxes.router,
     events.router,
-    figures.router,
+    metrics.router,
     docs.router,
     system.router,
     pending.router,
@@ -38,23 +38,37 @@ TITLE = "Sandbox pool"
 API_VERSION = "1"
 
 
-class Routes(FastAPI):
-    """The routes. Errors leave as they are: the front door is the one place that renders them, so FastAPI's own stack of handlers is left out."""
+class RoutedApplication(FastAPI):
+    """The routes, as an ASGI application that raises every error.
+
+    `EdgeMiddleware` is the one place that renders errors, so FastAPI's own middleware and exception handlers are left out.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(title=TITLE, version=API_VERSION, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
+        self.router.default = _raise_not_found
+        for router in ROUTERS:
+            self.include_router(router)
 
     def build_middleware_stack(self) -> ASGIApp:
-        return self._answer
+        return self._route
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await self.router(scope, receive, send)
         except HTTPException as error:
-            raise _translate(error, scope) from None
+            raise _service_error(error, scope) from None
 
 
-def _translate(error: HTTPException, scope: Scope) -> RouteNotFound | MethodNotAllowed | InvalidRequest:
+async def _raise_not_found(scope: Scope, receive: Receive, send: Send) -> None:
+    """What the router calls for a path that no route matches."""
+    kind = "WebSocket route" if scope["type"] == "websocket" else "route"
+    raise RouteNotFound(f"there is no {kind} {scope['path']}")
+
+
+def _service_error(error: HTTPException, scope: Scope) -> MethodNotAllowed | InvalidRequest:
+    """The service's own error for one that FastAPI's router raises."""
     path = scope["path"]
-    if error.status_code == 404:
-        return RouteNotFound(f"there is no route {path}")
     if error.status_code == 405:
         allowed = ", ".join(allowed_methods(path))
         return MethodNotAllowed(f"{path} takes {allowed}, not {scope['method']}", allow=allowed)
@@ -62,58 +76,51 @@ def _translate(error: HTTPException, scope: Scope) -> RouteNotFound | MethodNotA
 
 
 def every_route() -> list[APIRoute]:
-    """Every route of the contract, in the order in which they are tried."""
+    """Every HTTP route of the contract, in the order in which requests are matched against them."""
     return [route for router in ROUTERS for route in router.routes if isinstance(route, APIRoute)]
 
 
 def allowed_methods(path: str) -> list[str]:
-    """What may be asked of a path."""
+    """The HTTP methods that a path takes, sorted."""
     return sorted({method for route in every_route() if route.path_regex.match(path) for method in route.methods or ()})
 
 
-def build_routes() -> Routes:
-    """Every route of the contract, with no door before it."""
-    app = Routes(title=TITLE, version=API_VERSION, docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    for router in ROUTERS:
-        app.include_router(router)
-    return app
-
-
 def build_api() -> EdgeMiddleware:
-    """The whole HTTP side as one ASGI application; it answers once its `service` is set."""
-    app = build_routes()
-    described: list[Response] = []
+    """Build the whole HTTP side of the service. It answers requests once its `service` is set."""
+    app = RoutedApplication()
+    responses_made: list[Response] = []
 
-    async def openapi_document(request: Request) -> Response:
-        if not described:
-            described.append(json_response(document(app)))
-        return described[0]
+    async def get_openapi_document(request: Request) -> Response:
+        if not responses_made:
+            responses_made.append(json_response(openapi_document(app)))
+        return responses_made[0]
 
-    own = APIRouter(route_class=RawRoute)
-    own.add_api_route("/openapi.json", openapi_document, include_in_schema=False)
-    app.include_router(own)
+    router = APIRouter(route_class=RawRoute)
+    router.add_api_route("/openapi.json", get_openapi_document, include_in_schema=False)
+    app.include_router(router)
     return EdgeMiddleware(app)
 
 
-def document(app: FastAPI) -> dict[str, Any]:
-    """The OpenAPI document."""
-    return _complete(app.openapi())
+def openapi_document(app: FastAPI) -> dict[str, Any]:
+    """The OpenAPI document of the routes.
 
-
-def _complete(found: dict[str, Any]) -> dict[str, Any]:
-    """Add what FastAPI cannot know of handlers that read the raw request."""
+    FastAPI makes it from the routes' declarations. Schemas and security schemes are added here, because the handlers read the raw request, and
+    FastAPI does not see what they take.
+    """
+    document = app.openapi()
     members = [*inspect.getmembers(requests, inspect.isclass), *inspect.getmembers(responses, inspect.isclass)]
     models = [model for _, model in members if issubclass(model, BaseModel) and model is not BaseModel]
     _, definitions = models_json_schema([(model, "validation") for model in models], ref_template=REF)
-    components = found.setdefault("components", {})
+    components = document.setdefault("components", {})
     components["schemas"] = definitions.get("$defs", {})
     components["securitySchemes"] = {"bearer": {"type": "http", "scheme": "bearer"}}
-    for path, operations in found["paths"].items():
+    for path, operations in document["paths"].items():
         for operation in operations.values():
             operation["security"] = [] if path in OPEN_PATHS else [{"bearer": []}]
-            operation["responses"] = {status: answer for status, answer in operation["responses"].items() if _is_ours(answer)}
-    return found
+            operation["responses"] = {status: response for status, response in operation["responses"].items() if _is_declared(response)}
+    return document
 
 
-def _is_ours(answer: dict[str, Any]) -> bool:
-    return answer.get("description") not in ("Validation Error", "Successful Response")
+def _is_declared(response: dict[str, Any]) -> bool:
+    """Whether a response of the document was declared by a route, and not added by FastAPI."""
+    return response.get("description") not in ("Validation Error", "Successful Response")

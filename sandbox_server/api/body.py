@@ -1,4 +1,4 @@
-"""Reading what a caller sends: bounded in bytes and in depth, whatever it claims."""
+"""Reads and parses the bodies of requests, within the limits of their size, depth and number of values."""
 
 from __future__ import annotations
 
@@ -12,42 +12,42 @@ from typing import Any
 import orjson
 from starlette.requests import Request
 
-from sandbox_server.api.body_budget import SMALL_BODY_BYTES, BodyRoom
+from sandbox_server.api.body_budget import SMALL_BODY_BYTES, BodyReservation
 from sandbox_server.api.limits import Limits, too_large, too_many
 from sandbox_server.api.service import service_of, tenant_of
 from sandbox_server.core.errors import InvalidRequest
 
 
 class CallerGone(Exception):
-    """The caller hung up; there is nobody to answer."""
+    """The caller has closed the connection, so there is no one to answer."""
 
 
 class CallerStalled(CallerGone):
-    """The caller is there, and does not read its answer: the connection is to be closed."""
+    """The caller does not read its response, so its connection is to be closed."""
 
 
 def _check_length(request: Request, limits: Limits, name: str) -> None:
-    claimed = request.headers.get("content-length")
-    if claimed is not None and claimed.isdecimal() and (len(claimed) > 18 or int(claimed) > getattr(limits, name)):
+    length = request.headers.get("content-length")
+    if length is not None and length.isdecimal() and (len(length) > 18 or int(length) > getattr(limits, name)):
         raise too_large(limits, name)
 
 
 async def read_chunks(request: Request, limits: Limits, name: str) -> AsyncIterator[bytes]:
-    """The body as it comes.
+    """Yield the body of a request in chunks, as they arrive.
 
     Args:
-        request: whose body.
-        limits: one of them bounds it, by what the caller claims and by counting.
-        name: which one.
+        request: the request.
+        limits: the limits of the service.
+        name: the limit that holds for this body. Both its `Content-Length` and the bytes received are checked.
 
     Raises:
-        PayloadTooLarge: there is more.
-        CallerGone: the caller hung up before the end.
+        PayloadTooLarge: the body is larger than the limit.
+        CallerGone: the caller hung up before the end of the body.
     """
     _check_length(request, limits, name)
     limit_bytes = getattr(limits, name)
     receive = request.receive
-    seen = 0
+    received_bytes = 0
     more = True
     while more:
         message = await receive()
@@ -55,35 +55,36 @@ async def read_chunks(request: Request, limits: Limits, name: str) -> AsyncItera
             raise CallerGone
         chunk: bytes = message.get("body", b"")
         more = message.get("more_body", False)
-        seen += len(chunk)
-        if seen > limit_bytes:
+        received_bytes += len(chunk)
+        if received_bytes > limit_bytes:
             raise too_large(limits, name)
         if chunk:
             yield chunk
 
 
 async def _receive(request: Request, stall_s: float) -> tuple[bytes, bool]:
-    """The next part of a body, and whether there is more of it.
+    """Receive the next part of a body. Returns it, and whether there is more.
 
     Raises:
-        InvalidRequest: nothing came for `stall_s`.
-        CallerGone: the caller hung up before the end.
+        InvalidRequest: nothing arrived for `stall_s` seconds.
+        CallerGone: the caller hung up before the end of the body.
     """
     try:
         async with asyncio.timeout(stall_s):
             message = await request.receive()
     except TimeoutError:
-        why = f"body: nothing more of it came within the {stall_s:g} s of `limits.body_stall_s`"
+        why = f"body: no more of it arrived within the {stall_s:g} s of `limits.body_stall_s`"
         raise InvalidRequest(f"{why}: send it again", field="body", limit="body_stall_s") from None
     if message["type"] != "http.request":
         raise CallerGone
     return message.get("body", b""), message.get("more_body", False)
 
 
-async def _read_body(request: Request, limits: Limits) -> tuple[bytes, BodyRoom]:
-    """The whole body, and the room that it has taken. A small one that is there at once takes none.
+async def _read_body(request: Request, limits: Limits) -> tuple[bytes, BodyReservation]:
+    """Read the whole body of a request. Returns it with the memory that is reserved for it.
 
-    Room is taken for all of it at once, as far as the caller says how long it is: bodies that each had room for a part would wait for each other.
+    A small body that has arrived at once reserves nothing. For another, memory for all of it is reserved before the rest is read: bodies that each
+    had memory for a part would wait for each other for ever. A body without `Content-Length` reserves as much as a body may have.
 
     Raises:
         PayloadTooLarge, InvalidRequest, CallerGone, QuotaExceeded: as `read_json`.
@@ -94,49 +95,53 @@ async def _read_body(request: Request, limits: Limits) -> tuple[bytes, BodyRoom]
         raise too_large(limits, "body_bytes")
     tenant = tenant_of(request).name
     if not more and len(body) <= SMALL_BODY_BYTES:
-        return body, BodyRoom(None, tenant, 0)
-    claimed = request.headers.get("content-length", "")
-    size_bytes = len(body) if not more else int(claimed) if claimed.isdecimal() else limits.body_bytes
-    room = await service_of(request).bodies.take(tenant, size_bytes)
+        return body, BodyReservation(None, tenant, 0)
+    length = request.headers.get("content-length", "")
+    size_bytes = len(body) if not more else int(length) if length.isdecimal() else limits.body_bytes
+    reservation = await service_of(request).body_budget.reserve(tenant, size_bytes)
     try:
         chunks = [body]
-        seen = len(body)
+        received_bytes = len(body)
         while more:
             chunk, more = await _receive(request, limits.body_stall_s)
-            seen += len(chunk)
-            if seen > limits.body_bytes:
+            received_bytes += len(chunk)
+            if received_bytes > limits.body_bytes:
                 raise too_large(limits, "body_bytes")
             chunks.append(chunk)
-        return b"".join(chunks), room
+        return b"".join(chunks), reservation
     except BaseException:
-        room.release()
+        reservation.release()
         raise
 
 
-async def read_json(request: Request, limits: Limits, *, with_lone_surrogates: bool = False) -> tuple[Any, BodyRoom]:
-    """The body as JSON, and the room that it has taken, to be released when what is in it is needed no more.
+async def read_json(request: Request, limits: Limits, *, with_lone_surrogates: bool = False) -> tuple[Any, BodyReservation]:
+    """Read the body of a request as JSON.
 
     Args:
-        request: whose body.
-        limits: they bound it.
-        with_lone_surrogates: texts may hold half of a surrogate pair, escaped, which no UTF-8 can; the caller of this sees to it.
+        request: the request.
+        limits: the limits of the service.
+        with_lone_surrogates: whether strings may hold an escaped half of a surrogate pair, which UTF-8 cannot encode. The caller of this function
+            then has to deal with such strings.
+
+    Returns:
+        The JSON value, and the memory that is reserved for it, to be released when the value is needed no more.
 
     Raises:
-        QuotaExceeded: there has been no room for it within `limits.body_wait_s`.
+        QuotaExceeded: no memory was free for it within `limits.body_wait_s`.
         PayloadTooLarge: it is longer than `limits.body_bytes`.
-        InvalidRequest: nothing more of it came for `limits.body_stall_s`, it is no JSON, holds more than `limits.json_values`, nests deeper than
-            `limits.json_depth`, or gives a key twice.
-        CallerGone: the caller hung up before the end.
+        InvalidRequest: nothing arrived for `limits.body_stall_s`, or the body is not JSON, has more values than `limits.json_values`, is nested
+            deeper than `limits.json_depth`, or has a key twice in one object.
+        CallerGone: the caller hung up before the end of the body.
     """
-    body, room = await _read_body(request, limits)
+    body, reservation = await _read_body(request, limits)
     try:
-        return _parsed(body, limits, with_lone_surrogates), room
+        return _parse_json(body, limits, with_lone_surrogates), reservation
     except BaseException:
-        room.release()
+        reservation.release()
         raise
 
 
-def _parsed(body: bytes, limits: Limits, with_lone_surrogates: bool) -> Any:
+def _parse_json(body: bytes, limits: Limits, with_lone_surrogates: bool) -> Any:
     if not body:
         raise InvalidRequest("the body is empty: send a JSON object", field="body")
     bare = without_escapes(body)
@@ -146,8 +151,8 @@ def _parsed(body: bytes, limits: Limits, with_lone_surrogates: bool) -> Any:
     except orjson.JSONDecodeError as error:
         if not with_lone_surrogates or not ESCAPED_SURROGATE.search(body):
             raise InvalidRequest(f"the body is not JSON: {error}", field="body") from None
-        document = _with_lone_surrogates(body, limits)
-    # Counting brackets is cheap and never too low; only a body with many of them is walked.
+        document = _parse_lone_surrogates(body, limits)
+    # The number of brackets is quick to count and never smaller than the depth, so only a document with many of them is searched.
     if body.count(b"{") + body.count(b"[") > limits.json_depth:
         check_depth(document, limits)
     check_keys(body, bare, document)
@@ -155,74 +160,88 @@ def _parsed(body: bytes, limits: Limits, with_lone_surrogates: bool) -> Any:
 
 
 ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-LARGEST_INTEGERS = range(-(1 << 63), 1 << 64)
+INTEGER_RANGE = range(-(1 << 63), 1 << 64)
+"""The integers that orjson reads as such; it reads others as floats."""
 
 
-def _with_lone_surrogates(body: bytes, limits: Limits) -> Any:
-    """The body as JSON, read as orjson reads it but for lone surrogates. It takes about twice as long, so only what orjson refuses comes here.
+def _parse_lone_surrogates(body: bytes, limits: Limits) -> Any:
+    """Parse a body as orjson does, but accept lone surrogates. This takes about twice as long, so it is used only for what orjson refuses.
 
     Raises:
-        InvalidRequest: it is no JSON, or nests too deep.
+        InvalidRequest: the body is not JSON, or is nested too deep.
     """
     try:
-        return json.loads(body.decode(), parse_int=_integer, parse_float=_finite, parse_constant=_no_constant)
+        return json.loads(body.decode(), parse_int=_parse_integer, parse_float=_parse_float, parse_constant=_refuse_constant)
     except RecursionError:
         raise too_many(limits, "json_depth", "body") from None
     except ValueError as error:
         raise InvalidRequest(f"the body is not JSON: {error}", field="body") from None
 
 
-def _integer(digits: str) -> int | float:
+def _parse_integer(digits: str) -> int | float:
     number = int(digits)
-    return number if number in LARGEST_INTEGERS else _finite(digits)
+    return number if number in INTEGER_RANGE else _parse_float(digits)
 
 
-def _finite(digits: str) -> float:
+def _parse_float(digits: str) -> float:
     number = float(digits)
     if not math.isfinite(number):
         raise ValueError("a number is beyond the range of a double")
     return number
 
 
-def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is no JSON value")
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a JSON value")
 
 
 async def read_object(request: Request, limits: Limits) -> dict[str, Any]:
-    """The body as a JSON object of which little is kept; raises as `read_json` does, and InvalidRequest for any other JSON."""
-    document, room = await read_held_object(request, limits)
-    room.release()
+    """Read the body of a request as a JSON object of which little is kept: the memory for it is released at once.
+
+    Raises:
+        Exception: those of `read_json`, and InvalidRequest for JSON that is not an object.
+    """
+    document, reservation = await read_reserved_object(request, limits)
+    reservation.release()
     return document
 
 
-async def read_held_object(request: Request, limits: Limits, *, with_lone_surrogates: bool = False) -> tuple[dict[str, Any], BodyRoom]:
-    """The body as a JSON object, and the room that it has taken, to be released by the caller; takes and raises what `read_json` does."""
-    document, room = await read_json(request, limits, with_lone_surrogates=with_lone_surrogates)
+async def read_reserved_object(request: Request, limits: Limits, *, with_lone_surrogates: bool = False) -> tuple[dict[str, Any], BodyReservation]:
+    """Read the body of a request as a JSON object.
+
+    Returns:
+        The object, and the memory that is reserved for it, to be released when the object is needed no more.
+
+    Raises:
+        Exception: those of `read_json`, and InvalidRequest for JSON that is not an object.
+    """
+    document, reservation = await read_json(request, limits, with_lone_surrogates=with_lone_surrogates)
     if not isinstance(document, dict):
-        room.release()
+        reservation.release()
         raise InvalidRequest("the body is not a JSON object", field="body")
-    return document, room
+    return document, reservation
 
 
 def without_escapes(body: bytes) -> bytes:
-    """The body without what is escaped by a backslash: of what is left, every quote begins or ends a text."""
+    """A JSON body without escaped backslashes and quotes, so that every quote that is left begins or ends a string."""
     return body.replace(b"\\\\", b"").replace(b'\\"', b"") if b"\\" in body else body
 
 
 def check_count(bare: bytes, limits: Limits) -> None:
-    """Refuse a body of very many small values before they are made: millions would hold everybody up. What stands in texts does not count.
+    """Refuse a body with more values than `limits.json_values` before it is parsed: making millions of objects would block all other requests.
+
+    Commas and brackets are counted, those within strings aside.
 
     Args:
-        bare: the body, `without_escapes`.
-        limits: one of them is `json_values`.
+        bare: the body, as `without_escapes` returns it.
+        limits: the limits of the service.
 
     Raises:
-        InvalidRequest: there are more.
+        InvalidRequest: there are more values.
     """
     most = limits.json_values
     if bare.count(b",") + bare.count(b"{") + bare.count(b"[") <= most:
         return
-    if bare.count(b'"') <= 4 * most:  # a key and a text for each value
+    if bare.count(b'"') <= 4 * most:  # at most a key and a string for each value
         outside = b"".join(bare.split(b'"')[::2])
         if outside.count(b",") + outside.count(b"{") + outside.count(b"[") <= most:
             return
@@ -230,10 +249,10 @@ def check_count(bare: bytes, limits: Limits) -> None:
 
 
 def check_depth(document: Any, limits: Limits) -> None:
-    """Refuse a document that nests deeper than `limits.json_depth`, without recursion of our own.
+    """Refuse a document that is nested deeper than `limits.json_depth`. It is searched level by level, so no recursion limit is met.
 
     Raises:
-        InvalidRequest: it does.
+        InvalidRequest: it is nested deeper.
     """
     level = [document] if isinstance(document, dict | list) else []
     for _ in range(limits.json_depth):
@@ -247,15 +266,21 @@ KEY = re.compile(rb'"[ \t\r\n]*:')
 
 
 def check_keys(body: bytes, bare: bytes, document: Any) -> None:
-    """Refuse a body that gives a key twice: which one was meant cannot be known, and whoever looked at it before may have taken the other.
+    """Refuse a body that has a key twice in one object: which value was meant is not known, and a proxy may have taken the other one.
 
-    A quote before a colon is a key's, once those within texts are gone: only a body with more of them than there are keys is read again.
+    In a body without escapes, a quote before a colon ends a key. A body that has more of those than the parsed document has keys is parsed again, to
+    find the key. Strings that hold a quote before a colon cause nothing but the second parse.
+
+    Args:
+        body: the body.
+        bare: the body, as `without_escapes` returns it.
+        document: the parsed body.
 
     Raises:
-        InvalidRequest: it does; the error names the key.
+        InvalidRequest: a key is there twice; the error names it.
     """
     if sum(1 for _ in KEY.finditer(bare)) > _count_keys(document):
-        json.loads(body, object_pairs_hook=_unique)
+        json.loads(body, object_pairs_hook=_refuse_duplicates)
 
 
 def _count_keys(document: Any) -> int:
@@ -271,10 +296,9 @@ def _count_keys(document: Any) -> int:
     return count
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> None:
-    seen = set()
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> None:
+    keys = set()
     for key, _ in pairs:
-        if key in seen:
-            shown = ascii(key[:64])
-            raise InvalidRequest(f"the body gives {shown} twice", field="body")
-        seen.add(key)
+        if key in keys:
+            raise InvalidRequest(f"the body has the key {key[:64]!a} twice", field="body")
+        keys.add(key)

@@ -1,4 +1,4 @@
-"""How much memory request bodies may take: while they are read, and, where they hold calls, until those have their results."""
+"""Limits how much memory the bodies of requests take: while they are read and, where they hold tool calls, until those have their results."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ import asyncio
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from sandbox_server.api.limits import Limits, sentence, too_large
+from sandbox_server.api.limits import Limits, limit_sentence, too_large
 from sandbox_server.core.errors import QuotaExceeded
 
 SMALL_BODY_BYTES = 16 << 10
-"""A body that is no larger, and came whole, takes no room: it is parsed before anything else is read, and there is a limit of calls under way."""
+"""A body that is no larger, and was received whole, is not counted: it is parsed before anything else is read, and the number of calls is limited."""
 TENANT_SHARE = 0.5
-"""The share of the memory that one tenant may have."""
+"""The share of the memory that one tenant may take."""
 MAX_WAITING = 64
-"""How many bodies of a tenant wait for room at once; the server has read some of each already."""
+"""How many bodies of one tenant may wait for memory at once; the server has read the beginning of each already."""
 
 
 @dataclass(slots=True, eq=False)
-class BodyRoom:
-    """What one body holds of the budget. To be released when the body, and what was parsed from it, is needed no more.
+class BodyReservation:
+    """The memory that is reserved for one body. To be released when neither the body nor what was parsed from it is needed any more.
 
     Args:
-        budget: whose part it is; None: the body takes no room.
-        tenant: whose body.
-        size_bytes: how much it holds.
+        budget: the budget that it is part of; None: the body is not counted.
+        tenant: the tenant that sent the body.
+        size_bytes: how much is reserved.
     """
 
     budget: BodyBudget | None
@@ -32,96 +32,101 @@ class BodyRoom:
     size_bytes: int
 
     def release(self) -> None:
-        """Give everything back. Again: nothing."""
+        """Give the memory back to the budget. A second call does nothing."""
         if self.budget is not None:
             budget, self.budget = self.budget, None
-            budget.give_back(self)
+            budget.take_back(self)
 
 
 @dataclass(slots=True, eq=False)
 class _Waiter:
-    room: BodyRoom
+    reservation: BodyReservation
     admitted: asyncio.Future[None]
 
 
 @dataclass(slots=True)
 class BodyBudget:
-    """The budget of all bodies, and each tenant's share of it: half.
+    """The memory for the bodies of all tenants. One tenant may take half of it.
 
     Args:
-        limits: those of them that are used are `body_memory_bytes` and `body_wait_s`.
+        limits: `body_memory_bytes` and `body_wait_s` of them are used.
     """
 
     limits: Limits
-    _of: Counter[str] = field(default_factory=Counter)
-    _all_bytes: int = 0
-    _waiting: dict[str, deque[_Waiter]] = field(default_factory=dict)
+    _reserved_by_tenant: Counter[str] = field(default_factory=Counter)
+    _reserved_bytes: int = 0
+    _waiters: dict[str, deque[_Waiter]] = field(default_factory=dict)
 
-    async def take(self, tenant: str, size_bytes: int) -> BodyRoom:
-        """Take room for a body before more of it is read; wait for it where there is none, behind the tenant's other bodies.
+    async def reserve(self, tenant: str, size_bytes: int) -> BodyReservation:
+        """Reserve memory for a body before more of it is read. Where there is none, wait behind the other bodies of the tenant.
+
+        Args:
+            tenant: the tenant that sends the body.
+            size_bytes: how much memory the body takes.
 
         Raises:
-            PayloadTooLarge: it is more than a tenant can ever have.
-            QuotaExceeded: there has been no room for `limits.body_wait_s`.
+            PayloadTooLarge: the body is larger than the share of one tenant.
+            QuotaExceeded: no memory was free within `limits.body_wait_s`, or too many bodies of the tenant wait already.
         """
-        room = BodyRoom(self, tenant, size_bytes)
-        if tenant not in self._waiting and self._fits(room):
-            self._admit(room)
-            return room
+        reservation = BodyReservation(self, tenant, size_bytes)
+        if tenant not in self._waiters and self._fits(reservation):
+            self._admit(reservation)
+            return reservation
         if size_bytes > self.limits.body_memory_bytes * TENANT_SHARE:
             raise too_large(self.limits, "body_memory_bytes")
-        await self._wait(room)
-        return room
+        await self._wait(reservation)
+        return reservation
 
-    def give_back(self, room: BodyRoom) -> None:
-        """A body is held no more; whoever waits for its room goes on."""
-        self._all_bytes -= room.size_bytes
-        self._of[room.tenant] -= room.size_bytes
-        if not self._of[room.tenant]:
-            del self._of[room.tenant]
-        self._go_on()
+    def take_back(self, reservation: BodyReservation) -> None:
+        """Count a body no more, and admit those that wait for its memory. Called by `BodyReservation.release`."""
+        self._reserved_bytes -= reservation.size_bytes
+        self._reserved_by_tenant[reservation.tenant] -= reservation.size_bytes
+        if not self._reserved_by_tenant[reservation.tenant]:
+            del self._reserved_by_tenant[reservation.tenant]
+        self._admit_waiters()
 
-    async def _wait(self, room: BodyRoom) -> None:
-        line = self._waiting.setdefault(room.tenant, deque())
-        if len(line) >= MAX_WAITING:
-            raise self._no_room(f"{len(line)} bodies of this tenant wait for room already")
-        waiter = _Waiter(room, asyncio.get_running_loop().create_future())
-        line.append(waiter)
+    async def _wait(self, reservation: BodyReservation) -> None:
+        waiters = self._waiters.setdefault(reservation.tenant, deque())
+        if len(waiters) >= MAX_WAITING:
+            raise self._quota_error(f"{len(waiters)} bodies of this tenant wait for memory already")
+        waiter = _Waiter(reservation, asyncio.get_running_loop().create_future())
+        waiters.append(waiter)
         try:
             async with asyncio.timeout(self.limits.body_wait_s):
                 await waiter.admitted
         except BaseException as error:
             if waiter.admitted.done() and not waiter.admitted.cancelled():
-                room.release()
-            elif waiter in line:
-                line.remove(waiter)
-            self._go_on()
+                reservation.release()
+            elif waiter in waiters:
+                waiters.remove(waiter)
+            self._admit_waiters()
             if isinstance(error, TimeoutError):
-                raise self._no_room(f"there was no room within the {self.limits.body_wait_s} s of `limits.body_wait_s`") from None
+                raise self._quota_error(f"no memory was free within the {self.limits.body_wait_s} s of `limits.body_wait_s`") from None
             raise
 
-    def _fits(self, room: BodyRoom) -> bool:
-        most = self.limits.body_memory_bytes
-        return self._all_bytes + room.size_bytes <= most and self._of[room.tenant] + room.size_bytes <= most * TENANT_SHARE
+    def _fits(self, reservation: BodyReservation) -> bool:
+        most_bytes = self.limits.body_memory_bytes
+        tenant_bytes = self._reserved_by_tenant[reservation.tenant] + reservation.size_bytes
+        return self._reserved_bytes + reservation.size_bytes <= most_bytes and tenant_bytes <= most_bytes * TENANT_SHARE
 
-    def _admit(self, room: BodyRoom) -> None:
-        self._all_bytes += room.size_bytes
-        self._of[room.tenant] += room.size_bytes
+    def _admit(self, reservation: BodyReservation) -> None:
+        self._reserved_bytes += reservation.size_bytes
+        self._reserved_by_tenant[reservation.tenant] += reservation.size_bytes
 
-    def _go_on(self) -> None:
-        """Let in whoever fits: within a tenant the first first, and each tenant's first before anybody's second."""
-        lines = dict(self._waiting)
-        while lines:
-            for tenant, line in list(lines.items()):
-                if line and self._fits(line[0].room):
-                    waiter = line.popleft()
+    def _admit_waiters(self) -> None:
+        """Admit every waiter that fits: within a tenant in order of arrival, and the first of each tenant before the second of any."""
+        waiters_of = dict(self._waiters)
+        while waiters_of:
+            for tenant, waiters in list(waiters_of.items()):
+                if waiters and self._fits(waiters[0].reservation):
+                    waiter = waiters.popleft()
                     if not waiter.admitted.done():
-                        self._admit(waiter.room)
+                        self._admit(waiter.reservation)
                         waiter.admitted.set_result(None)
                 else:
-                    del lines[tenant]
-        self._waiting = {tenant: line for tenant, line in self._waiting.items() if line}
+                    del waiters_of[tenant]
+        self._waiters = {tenant: waiters for tenant, waiters in self._waiters.items() if waiters}
 
-    def _no_room(self, why: str) -> QuotaExceeded:
-        full = f"{sentence(self.limits, 'body_memory_bytes')}, of which one tenant may have half"
-        return QuotaExceeded(f"{full}, and {why}: nothing has run; ask again later", limit="body_memory_bytes", retry_after_s=2)
+    def _quota_error(self, why: str) -> QuotaExceeded:
+        limit = f"{limit_sentence(self.limits, 'body_memory_bytes')}, of which one tenant may have half"
+        return QuotaExceeded(f"{limit}, and {why}: nothing has run; try again later", limit="body_memory_bytes", retry_after_s=2)

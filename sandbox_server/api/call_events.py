@@ -1,4 +1,4 @@
-"""A call as server-sent events: its output as it comes, its result at the end."""
+"""The server-sent events of a tool call: its output as it arrives, and its result at the end."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import aclosing
 
 from sandbox_server.api.result_pieces import enclosed
 from sandbox_server.api.service import Service
-from sandbox_server.api.streams import BLOCK_END, event_block
+from sandbox_server.api.streams import EVENT_END, event_block
 from sandbox_server.core.errors import BackendUnavailable, CallNotFound, LeaseLost
 from sandbox_server.core.execution import NOT_RECORDED, Result, ToolCall
 from sandbox_server.dispatch.call_records import CallRecords, Chunk
@@ -19,18 +19,20 @@ OUTPUT = "output"
 RESULT = "result"
 MISSED = "missed"
 EVENT_BYTES = 4 << 10
-"""How much output one event tells of at most: JSON makes up to six bytes of each."""
+"""The most output that one event carries. As JSON, one byte of it can take six."""
 LAST_OUTPUT_S = 5.0
-"""How long to wait for more output of a call whose result is there, in seconds."""
+"""How long to wait for further output of a call whose result has arrived, in seconds."""
 
 
-class Text:
-    """Output into the text of events. In UTF-8 a character that is not whole yet waits for its rest, so that whoever begins again at the id
-    of an event begins with a whole one.
+class OutputEncoder:
+    """Turns the output of a call into events, whose ids are offsets in the output.
+
+    In UTF-8, an incomplete character is kept back until the rest of it arrives. So a caller that continues from the id of an event begins with a
+    whole character.
 
     Args:
         encoding: `utf-8` or `base64`.
-        offset: where in the output it begins.
+        offset: the offset in the output at which the first event begins, in bytes.
     """
 
     def __init__(self, encoding: str, offset: int = 0) -> None:
@@ -38,8 +40,8 @@ class Text:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._end = offset
 
-    def block(self, chunk: Chunk) -> bytes:
-        """The event of a chunk; nothing where no character of it is whole yet."""
+    def encode(self, chunk: Chunk) -> bytes:
+        """The event for a chunk of output; empty where the chunk completes no character."""
         self._end = chunk.end
         if self._base64:
             data = {"data": base64.b64encode(chunk.data).decode("ascii"), "encoding": "base64"}
@@ -47,8 +49,8 @@ class Text:
         text = self._decoder.decode(chunk.data)
         return _block(text, chunk.end - len(self._decoder.getstate()[0])) if text else b""
 
-    def last(self, result: Result) -> bytes:
-        """The last events before the result: what has never become whole, and how much is missing of an output too large to be kept."""
+    def finish(self, result: Result) -> bytes:
+        """The events between the last chunk and the result: an incomplete character, and how much output was too much to be kept."""
         text = "" if self._base64 else self._decoder.decode(b"", final=True)
         rest = _block(text, self._end) if text else b""
         missing_bytes = result.output_bytes - self._end if not result.is_separate else 0
@@ -56,7 +58,8 @@ class Text:
         return rest + missed
 
 
-def _parts(chunk: Chunk) -> Iterator[Chunk]:
+def _split(chunk: Chunk) -> Iterator[Chunk]:
+    """Split a chunk so that no part is larger than `EVENT_BYTES`."""
     start = chunk.end - len(chunk.data)
     for at in range(0, len(chunk.data), EVENT_BYTES):
         data = chunk.data[at : at + EVENT_BYTES]
@@ -67,77 +70,92 @@ def _block(text: str, end: int) -> bytes:
     return event_block({"data": text}, event=OUTPUT, event_id=end)
 
 
-async def one_result(result: Result) -> AsyncGenerator[bytes, None]:
-    """The event of a result, in pieces."""
-    async for piece in enclosed(f"event: {RESULT}\ndata: ".encode(), result, BLOCK_END):
+async def result_event(result: Result) -> AsyncGenerator[bytes, None]:
+    """The event that carries a result, in pieces."""
+    async for piece in enclosed(f"event: {RESULT}\ndata: ".encode(), result, EVENT_END):
         yield piece
 
 
 async def call_events(records: CallRecords, tenant: str, lease_id: str, call_id: str, offset: int) -> AsyncGenerator[bytes, None]:
-    """The events of a call that the lease has, from an offset on."""
-    text = Text(await records.call_encoding(tenant, lease_id, call_id), offset)
-    async with aclosing(records.follow_call(tenant, lease_id, call_id, offset)) as found:
-        async for event in found:
+    """The events of a call that has been started before.
+
+    Args:
+        records: where calls are found.
+        tenant: the tenant that holds the lease.
+        lease_id: the lease.
+        call_id: the call.
+        offset: the offset in its output from which events are wanted, in bytes.
+    """
+    encoder = OutputEncoder(await records.call_encoding(tenant, lease_id, call_id), offset)
+    async with aclosing(records.follow_call(tenant, lease_id, call_id, offset)) as events:
+        async for event in events:
             if isinstance(event, Chunk):
-                for block in filter(None, map(text.block, _parts(event))):
+                for block in filter(None, map(encoder.encode, _split(event))):
                     yield block
                 continue
-            yield text.last(event)
-            async for piece in one_result(event):
+            yield encoder.finish(event)
+            async for piece in result_event(event):
                 yield piece
 
 
-async def exec_events(
-    service: Service, tenant: str, call: ToolCall, offset: int, done: Callable[[], None]
+async def run_call_as_events(
+    service: Service, tenant: str, call: ToolCall, offset: int, on_result: Callable[[], None]
 ) -> tuple[AsyncGenerator[bytes, None], Callable[[], None]]:
-    """Run a call. It runs on to its end even if nobody reads its events; `done` is called when it has its result.
+    """Start a call, and give its events. The call runs to its end, whether or not its events are read.
+
+    Args:
+        service: the service.
+        tenant: the tenant that holds the lease.
+        call: the call.
+        offset: the offset in its output from which events are wanted, in bytes.
+        on_result: called once the call has its result.
 
     Returns:
-        Its events, those of its output from an offset on, and what is to be called when they are needed no more.
+        The events, and a function to be called when they are needed no more.
 
     Raises:
         LeaseNotFound, LeaseLost, SandboxLost, QuotaExceeded: before the first event; nothing has run.
     """
     known = service.dispatcher.check_call(tenant, call)
     if known is not None:
-        done()
-        return one_result(known), lambda: None
-    asked = asyncio.Event()
-    batch = await service.dispatcher.start_when_there_is_room(tenant, [call], on_sent=asked.set, ended=done)
-    ended = asyncio.create_task(batch.all_results())
-    ended.add_done_callback(lambda _: asked.set())
-    return _running(service.records, tenant, call, offset, asked, ended), batch.close
+        on_result()
+        return result_event(known), lambda: None
+    sent_to_agent = asyncio.Event()
+    batch = await service.dispatcher.start_when_there_is_room(tenant, [call], on_sent=sent_to_agent.set, ended=on_result)
+    results = asyncio.create_task(batch.all_results())
+    results.add_done_callback(lambda _: sent_to_agent.set())
+    return _events_of_running_call(service.records, tenant, call, offset, sent_to_agent, results), batch.close
 
 
-async def _running(
-    records: CallRecords, tenant: str, call: ToolCall, offset: int, asked: asyncio.Event, ended: asyncio.Task[list[Result]]
+async def _events_of_running_call(
+    records: CallRecords, tenant: str, call: ToolCall, offset: int, sent_to_agent: asyncio.Event, results: asyncio.Task[list[Result]]
 ) -> AsyncGenerator[bytes, None]:
-    await asked.wait()
-    text = Text(call.encoding, offset)
-    async with aclosing(records.follow_call(tenant, call.lease_id, call.call_id, offset)) as found:
-        while (chunk := await _next_chunk(found, ended)) is not None:
-            for block in filter(None, map(text.block, _parts(chunk))):
+    await sent_to_agent.wait()
+    encoder = OutputEncoder(call.encoding, offset)
+    async with aclosing(records.follow_call(tenant, call.lease_id, call.call_id, offset)) as output:
+        while (chunk := await _next_chunk(output, results)) is not None:
+            for block in filter(None, map(encoder.encode, _split(chunk))):
                 yield block
-    (result,) = await ended
-    yield text.last(result)
-    async for piece in one_result(result):
+    (result,) = await results
+    yield encoder.finish(result)
+    async for piece in result_event(result):
         yield piece
 
 
-async def _next_chunk(found: AsyncGenerator[Chunk | Result, None], ended: asyncio.Task[list[Result]]) -> Chunk | None:
-    """The next output of a call; None where there is no more, or, once its result is there, none for `LAST_OUTPUT_S`."""
-    coming = asyncio.ensure_future(anext(found, None))
+async def _next_chunk(output: AsyncGenerator[Chunk | Result, None], results: asyncio.Task[list[Result]]) -> Chunk | None:
+    """The next output of a running call; None at its end, or when none has arrived for `LAST_OUTPUT_S` after the result."""
+    next_event = asyncio.ensure_future(anext(output, None))
     try:
-        await asyncio.wait({coming, ended}, return_when=asyncio.FIRST_COMPLETED)
-        # A result that is not the agent's own says nothing of more output to come.
-        if not coming.done() and ended.result()[0].reason not in NOT_RECORDED:
-            await asyncio.wait({coming}, timeout=LAST_OUTPUT_S)
-        event = coming.result() if coming.done() else None
+        await asyncio.wait({next_event, results}, return_when=asyncio.FIRST_COMPLETED)
+        # Only after a result of the agent's own can there be output that is still on its way.
+        if not next_event.done() and results.result()[0].reason not in NOT_RECORDED:
+            await asyncio.wait({next_event}, timeout=LAST_OUTPUT_S)
+        event = next_event.result() if next_event.done() else None
     except (CallNotFound, LeaseLost, BackendUnavailable):
-        # The result says what became of it.
+        # The result of the call says what happened, and it is sent next.
         return None
     finally:
-        if not coming.done():
-            coming.cancel()
-            await asyncio.wait({coming})
+        if not next_event.done():
+            next_event.cancel()
+            await asyncio.wait({next_event})
     return event if isinstance(event, Chunk) else None

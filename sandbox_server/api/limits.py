@@ -1,4 +1,4 @@
-"""Every size and count that a request may reach, by name: its default, and what the error says."""
+"""The named limits of sizes, counts and times that requests are held to, with their defaults and the errors for what exceeds them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _limit(default: int, text: str, *, most: int | None = None) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """The named limits of the service; the settings file sets them under `limits`. Each says what it counts: `of` reads that back."""
+    """The named limits of the service. The settings file sets them under `limits`; `text_of` gives what each of them counts."""
 
     body_bytes: int = _limit(32 << 20, "bytes in one JSON body")
     body_memory_bytes: int = _limit(512 << 20, "bytes of JSON bodies held in memory at once")
@@ -50,7 +50,7 @@ class Limits:
 
 
 MAX_OUTPUT_LIMIT_BYTES = 10 << 20
-"""The most that `output_limit_bytes` may ask for; fixed by the contract."""
+"""The highest `output_limit_bytes` of a call; fixed by the contract."""
 
 DEFAULT_OUTPUT_LIMIT_BYTES = 50_000
 
@@ -58,32 +58,32 @@ LIMITS: Final[Mapping[str, dataclasses.Field[int]]] = {field.name: field for fie
 
 
 def text_of(name: str) -> str:
-    """What a limit counts."""
+    """What a limit counts, as errors and documentation say it."""
     text: str = LIMITS[name].metadata["text"]
     return text
 
 
 def most_of(name: str) -> int | None:
-    """What the contract fixes as the highest value of a limit; None: nothing."""
+    """The highest value that the contract allows for a limit; None: any."""
     most: int | None = LIMITS[name].metadata["most"]
     return most
 
 
-def sentence(limits: Limits, name: str) -> str:
-    """What every error about a limit says: its value, what it counts, its name."""
+def limit_sentence(limits: Limits, name: str) -> str:
+    """What every error about a limit says: its value, what it counts, and its name."""
     return f"more than {getattr(limits, name)} {text_of(name)}: that is `limits.{name}`"
 
 
 def too_many(limits: Limits, name: str, field: str) -> InvalidRequest:
-    """The error of a request that asks for more than a limit in one of its fields."""
-    return InvalidRequest(f"{field}: {sentence(limits, name)}", field=field, limit=name)
+    """The error for a request one of whose fields exceeds a limit."""
+    return InvalidRequest(f"{field}: {limit_sentence(limits, name)}", field=field, limit=name)
 
 
 def too_large(limits: Limits, name: str) -> PayloadTooLarge:
-    """The error of a body beyond a limit."""
-    return PayloadTooLarge(sentence(limits, name), limit=name, limit_bytes=getattr(limits, name))
+    """The error for a body that exceeds a limit."""
+    return PayloadTooLarge(limit_sentence(limits, name), limit=name, limit_bytes=getattr(limits, name))
 
 
-def too_much_at_once(limits: Limits, name: str) -> PoolServiceError:
-    """The error of one thing more than there may be at a time."""
-    return QuotaExceeded(f"{sentence(limits, name)}; try again later", limit=name, retry_after_s=5)
+def too_many_at_once(limits: Limits, name: str) -> PoolServiceError:
+    """The error for a request that would exceed a limit of what may exist at one time."""
+    return QuotaExceeded(f"{limit_sentence(limits, name)}; try again later", limit=name, retry_after_s=5)

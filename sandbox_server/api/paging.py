@@ -1,4 +1,4 @@
-"""Lists in pages: `limit`, `cursor` and `next_cursor`, the same for every list."""
+"""Pages of lists: the query parameters `limit` and `cursor`, and `next_cursor` in the response. The same for every list."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Page:
-    """Which part of a list was asked for.
+    """The part of a list that a request asks for.
 
     Args:
-        limit: at most so many items.
-        after: the key of the last item of the page before; None for the first page.
+        limit: the most items that the page may have.
+        after: the key of the last item of the previous page; None for the first page.
     """
 
     limit: int
@@ -39,15 +39,15 @@ class Page:
 
     @classmethod
     def of(cls, asked: Mapping[str, str], limits: Limits, default: int | None = None) -> Page:
-        """Read the query.
+        """Read the page from the query parameters of a request.
 
         Args:
-            asked: the query.
-            limits: how long a page may be.
-            default: how long it is where the query does not say; None: as most lists.
+            asked: the query parameters.
+            limits: the limits of the service; `page_items` is the most items of a page.
+            default: how many items a page has if the query has no `limit`; None: `DEFAULT_PAGE_ITEMS`.
 
         Raises:
-            InvalidRequest: the limit or the cursor is none.
+            InvalidRequest: the limit is not a number in range, or the cursor is not valid.
         """
         limit = whole_number(asked.get("limit"), "limit", min(DEFAULT_PAGE_ITEMS, limits.page_items) if default is None else default, MOST_ITEMS)
         if limit > max(limits.page_items, default or 0):
@@ -56,14 +56,14 @@ class Page:
         return cls(limit=limit, after=None if cursor is None else _decoded(cursor))
 
     def cut(self, items: Iterable[Item], key: Callable[[Item], str]) -> tuple[list[Item], str | None]:
-        """This page of a whole list, which is put in the order of its keys, and the cursor of the next page."""
+        """Sort a whole list by its keys. Returns the items of this page, and the cursor of the next page; None if this is the last one."""
         ordered = sorted((item for item in items if self.after is None or key(item) > self.after), key=key)
         page = ordered[: self.limit]
         return page, next_cursor(key(page[-1])) if len(ordered) > self.limit else None
 
 
 def next_cursor(key: str) -> str:
-    """The cursor of the page after this item. Callers are not to read it."""
+    """The cursor of the page that follows the item with this key. Its form may change; callers only send it back."""
     return base64.urlsafe_b64encode(key.encode("utf-8", "surrogatepass")).decode("ascii").rstrip("=")
 
 
@@ -73,9 +73,9 @@ def _decoded(cursor: str) -> str:
             raise ValueError
         return base64.b64decode(cursor + "=" * (-len(cursor) % 4), b"-_", validate=True).decode("utf-8", "surrogatepass")
     except (ValueError, binascii.Error):
-        raise InvalidRequest("cursor: is none that this list gave", field="cursor") from None
+        raise InvalidRequest("cursor: is not a cursor of this list", field="cursor") from None
 
 
 def page_document(name: str, items: list[Any], cursor: str | None) -> dict[str, Any]:
-    """A page as callers see it."""
+    """The JSON of a page."""
     return {name: items} if cursor is None else {name: items, "next_cursor": cursor}

@@ -1,4 +1,4 @@
-"""The one table from error codes to HTTP: status, title, and what a problem document looks like."""
+"""The one table from error codes to HTTP statuses and WebSocket close codes, and how an error becomes a problem document (RFC 9457)."""
 
 from __future__ import annotations
 
@@ -36,14 +36,17 @@ STATUS_OF: Final[Mapping[str, int]] = {
     "storage_unavailable": 503,
 }
 
+CLOSE_CODE_BASE: Final = 4000
+"""The close code of an error on a WebSocket connection is its HTTP status plus this: 4000 to 4999 are free for applications (RFC 6455)."""
 RETRY_STATUSES: Final = frozenset({429, 503})
+"""The statuses whose responses carry `Retry-After`."""
 DEFAULT_RETRY_AFTER_S: Final = 1
 MEDIA_TYPE: Final = "application/problem+json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """An error as HTTP carries it."""
+    """An error as an HTTP response: its status, its headers, and the problem document as JSON."""
 
     status: int
     headers: Mapping[str, str]
@@ -51,21 +54,28 @@ class Problem:
 
 
 def title_of(code: str) -> str:
-    """The short text of a code: `lease_lost` is "Lease lost"."""
+    """The title of an error code in a problem document: that of `lease_lost` is "Lease lost"."""
     return code.replace("_", " ").capitalize()
 
 
-def problem_of(error: PoolServiceError, request_id: str) -> Problem:
-    """Render an error.
+def close_code_of(code: str) -> int:
+    """The code with which a WebSocket connection is closed because of an error."""
+    return CLOSE_CODE_BASE + STATUS_OF[code]
+
+
+def problem_of(error: PoolServiceError, request_id: str, *, status: int | None = None) -> Problem:
+    """Render an error as a problem document.
 
     Args:
-        error: what went wrong; `retry_after_s` among its extra members sets the Retry-After header, `allow` the Allow header.
-        request_id: goes into the document, so that a pasted error finds its log line.
+        error: what went wrong. Of its extra members, `retry_after_s` sets the Retry-After header and `allow` sets the Allow header; all others
+            become members of the document.
+        request_id: the id of the request. It goes into the document, so that the error can be found in the service's log.
+        status: the HTTP status, where it is not the one that `STATUS_OF` has for the error's code.
     """
     extra = dict(error.extra)
     retry_after_s = extra.pop("retry_after_s", DEFAULT_RETRY_AFTER_S)
     allow = extra.pop("allow", None)
-    status = STATUS_OF[error.code]
+    status = STATUS_OF[error.code] if status is None else status
     document: dict[str, Any] = {
         "type": f"urn:sandbox-pool:problem:{error.code}",
         "title": title_of(error.code),

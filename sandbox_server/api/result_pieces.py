@@ -1,4 +1,4 @@
-"""Results as JSON in pieces: however large an output is, little of it is in memory, and no piece takes long to make."""
+"""Writes results as JSON in small pieces, so that a large output is never whole in memory, and no piece blocks the event loop for long."""
 
 from __future__ import annotations
 
@@ -12,54 +12,54 @@ import orjson
 from starlette.responses import Response
 
 from sandbox_server.api.contract.render import JSON_TYPE, dumps, json_response, result_document
-from sandbox_server.api.streams import Stream
+from sandbox_server.api.streams import StreamResponse
 from sandbox_server.core.execution import Result
 from sandbox_server.dispatch.outputs import output_pieces
 
 WHOLE_ANSWER_BYTES = 48 << 10
-"""An answer that is larger as JSON, which makes up to six bytes of one, is sent in pieces all the same."""
+"""A response that is larger than this is sent in pieces. JSON can make six bytes of one byte of output, so the response itself is measured."""
 TEXT_BYTES = 4 << 10
-"""How much of an output is made text at a time, so that no piece is more than six times as large."""
+"""How much of an output is decoded at a time, in bytes. As JSON, a piece is at most six times as large."""
 SMALL_BYTES = 32 << 10
-"""An answer with no more output than this is made in one piece."""
+"""A response with no more output than this, in bytes, is made in one piece."""
 
 
 def are_small(results: Sequence[Result]) -> bool:
-    """Whether an answer with these results is made in one piece."""
+    """Whether the output of these results is small enough for a response in one piece."""
     return all(result.output_file is None for result in results) and sum(result.held_bytes for result in results) <= SMALL_BYTES
 
 
-def results_response(results: list[Result], stall_s: float, sent: Callable[[], None]) -> Response:
-    """The answer to an exec-batch.
+def results_response(results: list[Result], stall_s: float, on_end: Callable[[], None]) -> Response:
+    """The response to an exec-batch.
 
     Args:
-        results: in the order of the calls.
-        stall_s: how long the caller may take for one piece, in seconds.
-        sent: called once the results are needed no more.
+        results: the results, in the order of the calls.
+        stall_s: for how long the caller may read nothing, in seconds.
+        on_end: called once the results are needed no more.
     """
     if are_small(results):
         response = json_response({"results": [result_document(result) for result in results]})
         if len(response.body) <= WHOLE_ANSWER_BYTES or not any(result.held_bytes for result in results):
-            sent()
+            on_end()
             return response
-    return Stream(_results(results), JSON_TYPE, stall_s=stall_s, ended=sent)
+    return StreamResponse(_results(results), JSON_TYPE, stall_s=stall_s, on_end=on_end)
 
 
-def result_response(result: Result, stall_s: float, sent: Callable[[], None]) -> Response:
-    """An answer that is one result; arguments as those of `results_response`."""
+def result_response(result: Result, stall_s: float, on_end: Callable[[], None]) -> Response:
+    """The response with one result. The arguments are those of `results_response`."""
     response = whole_response(result, result_document)
     if response is None:
-        return Stream(result_pieces(result), JSON_TYPE, stall_s=stall_s, ended=sent)
-    sent()
+        return StreamResponse(result_pieces(result), JSON_TYPE, stall_s=stall_s, on_end=on_end)
+    on_end()
     return response
 
 
 def whole_response(result: Result, document_of: Callable[[Result], dict[str, Any]]) -> Response | None:
-    """An answer with one result in one piece; None: it is too large for that.
+    """The response with one result in one piece; None if it is too large for that.
 
     Args:
         result: the result.
-        document_of: makes the answer of it.
+        document_of: makes the JSON document of the response.
     """
     if not are_small([result]):
         return None
@@ -78,7 +78,7 @@ async def _results(results: list[Result]) -> AsyncGenerator[bytes, None]:
 
 
 async def enclosed(head: bytes, result: Result, end: bytes) -> AsyncGenerator[bytes, None]:
-    """The JSON of a result between other bytes."""
+    """The JSON of a result between other bytes, in pieces."""
     yield head
     async for piece in result_pieces(result):
         yield piece
@@ -86,7 +86,7 @@ async def enclosed(head: bytes, result: Result, end: bytes) -> AsyncGenerator[by
 
 
 async def result_pieces(result: Result) -> AsyncGenerator[bytes, None]:
-    """The JSON of a result, the same as `result_document` gives."""
+    """The JSON of a result in pieces. Together they are what `result_document` gives."""
     if are_small([result]):
         whole = dumps(result_document(result))
         if len(whole) <= WHOLE_ANSWER_BYTES or not result.held_bytes:
@@ -122,7 +122,7 @@ def _stdout_bytes(result: Result) -> int:
 
 
 async def _text(result: Result, start: int, end: int | None) -> AsyncIterator[bytes]:
-    """Some of the output of a result, as what stands between the quotes of a JSON string."""
+    """A part of the output of a result, as the inside of a JSON string, in pieces."""
     if result.encoding == "base64":
         async for piece in output_pieces(result, start, end):
             yield base64.b64encode(piece)

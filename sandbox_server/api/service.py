@@ -1,4 +1,4 @@
-"""What the handlers of this room work with: the service as the api sees it, and the caller of one request."""
+"""What the routes work with: the parts of the service that they call, and the caller of a request."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ SERVICE_KEY = "sandbox.service"
 CALLER_KEY = "sandbox.caller"
 
 
-class PoolsSeam(Protocol):
-    """Who has which slot, as far as the api asks. `pool.Pools` is it."""
+class PoolOperations(Protocol):
+    """The operations on pools, leases and sandboxes that the routes call. `pool.service.PoolService` implements them."""
 
     async def acquire(self, request: AcquireRequest) -> Acquired: ...
 
@@ -66,58 +66,58 @@ class PoolsSeam(Protocol):
     def readiness(self) -> Mapping[str, Any]: ...
 
 
-class EventsSeam(Protocol):
-    """What has changed. `pool.events.EventLog` is it."""
+class EventSource(Protocol):
+    """The events of the service. `pool.events.EventLog` implements it."""
 
     def follow(self, after: int | None = None) -> AsyncIterator[Event | None]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Service:
-    """Everything a handler may call."""
+    """Everything that a route may call."""
 
-    pools: PoolsSeam
+    pools: PoolOperations
     dispatcher: Dispatcher
     files: SlotFiles
     tenants: Tenants
     limits: Limits
-    bodies: BodyBudget
+    body_budget: BodyBudget
     """The memory that the bodies of requests may take."""
     default_pool: str
     records: CallRecords
-    events: EventsSeam
+    events: EventSource
     telemetry: Telemetry
     flush: Callable[[], Awaitable[None]]
-    """Returns once what was decided so far is on disk; an answer that rests on it leaves after that."""
+    """Waits until every change so far is on disk. A response that depends on a change is sent after that."""
     stopping: asyncio.Future[None]
-    """Done once the service has been told to stop."""
+    """Done once the service begins to stop."""
     requests: set[asyncio.Task[Any]] = field(default_factory=set)
-    """What is being answered now; cancelled when the grace of a stop is over."""
+    """The tasks of the requests that are being answered; cancelled when a stop has waited for them long enough."""
 
-    streams: Counter[str] = field(default_factory=Counter)
+    stream_counts: Counter[str] = field(default_factory=Counter)
     """How many event streams are open, by tenant."""
 
     warnings: list[str] = field(default_factory=list)
-    """What the service cannot protect where it runs now, each in a sentence that says what to do."""
+    """What the service cannot protect in the environment that it runs in: a sentence each, which says what to do."""
 
-    storage_trouble: Callable[[], str | None] = lambda: None
-    """Why nothing new can be recorded at present, and what to do; None: it can."""
+    storage_problem: Callable[[], str | None] = lambda: None
+    """Why the service cannot write its state at present, and what to do; None: it can."""
 
     def check_storage(self) -> None:
-        """Refuse what takes room for records while there is none to spare, or while what is recorded would not be found again.
+        """Refuse a request that needs new records while the service cannot write them.
 
         Raises:
-            StorageUnavailable: it cannot be recorded at present.
+            StorageUnavailable: the service cannot write its state at present.
         """
-        trouble = self.storage_trouble()
-        if trouble is not None:
-            raise StorageUnavailable(trouble, retry_after_s=2)
+        problem = self.storage_problem()
+        if problem is not None:
+            raise StorageUnavailable(problem, retry_after_s=2)
 
     def check_not_stopping(self) -> None:
-        """Refuse new work of a service that is going away.
+        """Refuse new work while the service stops.
 
         Raises:
-            Stopping: it has been told to stop.
+            Stopping: the service is stopping.
         """
         if self.stopping.done():
             raise Stopping
@@ -125,41 +125,45 @@ class Service:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Caller:
-    """Who asks, in which request."""
+    """The caller of a request: its tenant, and the id of the request."""
 
     tenant: Tenant
     request_id: str
 
 
 def service_of(request: Request) -> Service:
-    """The service that this request reached."""
+    """The service, from the scope of a request."""
     service: Service = request.scope[SERVICE_KEY]
     return service
 
 
 def tenant_of_scope(scope: Mapping[str, Any]) -> str | None:
-    """The tenant by whose token the request of this scope was let in; None: it came without a valid token."""
+    """The name of the tenant whose token authenticated the request of this scope; None: it carried no valid token, or needed none."""
     caller: Caller | None = scope.get(CALLER_KEY)
     return caller.tenant.name or None if caller is not None else None
 
 
 def tenant_of(request: Request) -> Tenant:
-    """The tenant whose token this request carries."""
+    """The tenant whose token authenticated a request."""
     caller: Caller = request.scope[CALLER_KEY]
     return caller.tenant
 
 
 def actor_of(request: Request) -> Actor:
-    """Who this request is to be, where it looks at pools or does something to them."""
+    """The tenant of a request, as the pools check its rights."""
     tenant = tenant_of(request)
     return Actor(tenant=tenant.name, admin=tenant.admin)
 
 
 def check_admin(request: Request, what: str) -> None:
-    """Refuse what is kept for admins.
+    """Refuse a request that only admins may make.
+
+    Args:
+        request: the request.
+        what: what it does, for the error: "drain sandboxes".
 
     Raises:
-        Forbidden: this token is no admin's.
+        Forbidden: the tenant of the request is not an admin.
     """
     if not tenant_of(request).admin:
         raise Forbidden(f"only an admin may {what}")

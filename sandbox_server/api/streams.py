@@ -1,4 +1,4 @@
-"""Answers that come bit by bit: bytes at the caller's pace, results as lines, server-sent events."""
+"""Responses that are sent in parts at the pace of the caller: bytes, and server-sent events."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from starlette.types import Message, Receive, Scope, Send
 
 from sandbox_server.api.body import CallerGone, CallerStalled
 from sandbox_server.api.contract.render import dumps
-from sandbox_server.api.limits import too_much_at_once
+from sandbox_server.api.limits import too_many_at_once
 from sandbox_server.api.service import Service
 from sandbox_server.core.errors import QuotaExceeded
 
 EVENT_STREAM_TYPE = "text/event-stream"
 HEARTBEAT_S = 15.0
 COMMENT = b":\n\n"
-BLOCK_END = b"\n\n"
+EVENT_END = b"\n\n"
 PART_BYTES = 16 << 10
-"""Less than this is not sent for itself where more comes at once."""
+"""Smaller chunks are collected to parts of at least this size, unless no more follows at once."""
 
 
 def body_part(chunk: bytes, *, more: bool = True) -> Message:
-    """One part of a response's body."""
+    """The ASGI message that sends one part of a response's body."""
     return {"type": "http.response.body", "body": chunk, "more_body": more}
 
 
-async def hang_up(receive: Receive) -> None:
-    """Return once the caller has hung up. Whatever it still sends is read over."""
+async def wait_for_hang_up(receive: Receive) -> None:
+    """Return once the caller has closed the connection. What it sends until then is thrown away."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -39,31 +39,33 @@ async def send_part(send: Send, chunk: bytes, stall_s: float) -> None:
     """Send one part of a body at the pace of the caller.
 
     Args:
-        send: of the application.
-        chunk: the part; small, because a part is held until the caller has taken most of it.
-        stall_s: how long the caller may take for what was sent before, in seconds.
+        send: the send function of the ASGI application.
+        chunk: the part. It is held in memory until the caller has read most of it, so it should be small.
+        stall_s: for how long the caller may read nothing of what was sent before, in seconds.
 
     Raises:
-        CallerStalled: it took longer.
+        CallerStalled: the caller has read nothing for that long.
     """
     try:
         async with asyncio.timeout(stall_s):
             await send(body_part(chunk))
     except TimeoutError:
-        raise CallerStalled(f"the caller has not taken a part of its answer within the {stall_s:g} s of `limits.answer_stall_s`") from None
-    # A caller that reads as fast as it is written to would else keep everybody waiting until it has all.
+        raise CallerStalled(f"the caller has not read a part of its response within the {stall_s:g} s of `limits.answer_stall_s`") from None
+    # Sending to a caller that reads fast enough never waits, and without this no other request would run until the whole body is sent.
     await asyncio.sleep(0)
 
 
-class Stream(Response):
-    """Bytes as they come, at the pace of the caller. Nothing is answered before the first of them: until then an error can still be told.
+class StreamResponse(Response):
+    """A response whose body is sent as it comes, at the pace of the caller.
+
+    The head is sent with the first chunk: an error before that can still be answered with a problem document.
 
     Args:
-        chunks: the bytes.
-        media_type: of what they are.
+        chunks: the body.
+        media_type: the media type of the body.
         headers: further headers.
-        stall_s: how long the caller may take for one part, in seconds.
-        ended: called when the chunks are needed no more, whatever the end.
+        stall_s: for how long the caller may read nothing, in seconds.
+        on_end: called once the chunks are needed no more, however the response ended.
     """
 
     def __init__(
@@ -73,68 +75,68 @@ class Stream(Response):
         headers: dict[str, str] | None = None,
         *,
         stall_s: float,
-        ended: Callable[[], None] = lambda: None,
+        on_end: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(media_type=media_type, headers=headers)
         del self.headers["content-length"]
         self._chunks = chunks
         self._stall_s = stall_s
-        self._ended = ended
+        self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        gone = asyncio.create_task(hang_up(receive))
+        hang_up = asyncio.create_task(wait_for_hang_up(receive))
         try:
             async with aclosing(self._chunks) as chunks:
-                waiting = await anext(chunks, b"")
+                part = await anext(chunks, b"")
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
                 async for chunk in chunks:
-                    if len(waiting) >= PART_BYTES:
-                        await self._send(send, waiting, gone)
-                        waiting = b""
-                    waiting += chunk
-            await self._send(send, waiting, gone)
+                    if len(part) >= PART_BYTES:
+                        await self._send(send, part, hang_up)
+                        part = b""
+                    part += chunk
+            await self._send(send, part, hang_up)
             await send(body_part(b"", more=False))
         finally:
-            gone.cancel()
-            self._ended()
+            hang_up.cancel()
+            self._on_end()
 
-    async def _send(self, send: Send, part: bytes, gone: asyncio.Task[None]) -> None:
-        if gone.done():
+    async def _send(self, send: Send, part: bytes, hang_up: asyncio.Task[None]) -> None:
+        if hang_up.done():
             raise CallerGone
         await send_part(send, part, self._stall_s)
 
 
 def event_block(data: object, *, event: str, event_id: int | None = None) -> bytes:
-    """One server-sent event. Its data is JSON, so it has no line ends of its own."""
+    """One server-sent event. Its data is JSON, which has no line ends of its own."""
     head = f"event: {event}\n" if event_id is None else f"id: {event_id}\nevent: {event}\n"
-    return head.encode() + b"data: " + dumps(data) + b"\n\n"
+    return head.encode() + b"data: " + dumps(data) + EVENT_END
 
 
-def check_room(service: Service, tenant: str) -> None:
-    """Refuse one event stream more than there may be, or than one tenant may have, which is half of them; before anything is begun for it.
+def check_stream_limit(service: Service, tenant: str) -> None:
+    """Refuse an event stream beyond `limits.streams`, of which one tenant may have half. To be called before anything is started for the stream.
 
     Raises:
-        QuotaExceeded: so many are open.
+        QuotaExceeded: too many streams are open, of all tenants or of this one.
     """
     most = service.limits.streams
-    if service.streams.total() >= most:
-        raise too_much_at_once(service.limits, "streams")
+    if service.stream_counts.total() >= most:
+        raise too_many_at_once(service.limits, "streams")
     most_of_tenant = (most + 1) // 2
-    if service.streams[tenant] >= most_of_tenant:
+    if service.stream_counts[tenant] >= most_of_tenant:
         share = f"more than {most_of_tenant} event streams of one tenant open at once: that is half of `limits.streams`"
         raise QuotaExceeded(f"{share}; close some, or try again later", limit="streams", retry_after_s=5)
 
 
-class EventStream(Response):
-    """Server-sent events as they come, a comment now and then while none does; ends with them, or when the service stops.
+class EventStreamResponse(Response):
+    """Server-sent events, with a comment as a heartbeat while there is no event. It ends with the events.
 
     Args:
-        events: whole blocks, as `event_block` makes them, or pieces of them. Closed at the end, whatever that is.
-        service: whose streams are counted.
-        tenant: to whom the stream counts.
-        ends_at_once: when the service is told to stop; else the events end by themselves in time.
-        heartbeat_s: how long nothing is sent at most, in seconds.
-        ended: called when the events are needed no more, whatever the end.
+        events: whole events, as `event_block` makes them, or pieces of one. The generator is closed at the end.
+        service: the service, which counts its event streams.
+        tenant: the tenant for which the stream is counted.
+        ends_with_service: whether the stream ends as soon as the service begins to stop. If not, the events must end by themselves.
+        heartbeat_s: for how long nothing is sent at most, in seconds.
+        on_end: called once the events are needed no more, however the response ended.
 
     Raises:
         QuotaExceeded: too many streams are open, of all tenants or of this one.
@@ -148,59 +150,59 @@ class EventStream(Response):
         service: Service,
         tenant: str,
         *,
-        ends_at_once: bool = False,
+        ends_with_service: bool = False,
         heartbeat_s: float = HEARTBEAT_S,
-        ended: Callable[[], None] = lambda: None,
+        on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        self._ended = ended
+        self._on_end = on_end
         try:
-            check_room(service, tenant)
+            check_stream_limit(service, tenant)
         except QuotaExceeded:
-            ended()
+            on_end()
             raise
         super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._events = events
         self._service = service
         self._tenant = tenant
-        self._stopping = service.stopping if ends_at_once else None
+        self._stopping = service.stopping if ends_with_service else None
         self._heartbeat_s = heartbeat_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._service.streams[self._tenant] += 1
-        gone = asyncio.create_task(hang_up(receive))
+        self._service.stream_counts[self._tenant] += 1
+        hang_up = asyncio.create_task(wait_for_hang_up(receive))
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             await send(body_part(COMMENT))
-            await self._pass_on(send, gone, self._service.limits.answer_stall_s)
+            await self._send_events(send, hang_up, self._service.limits.answer_stall_s)
             await send(body_part(b"", more=False))
         finally:
-            self._service.streams[self._tenant] -= 1
-            gone.cancel()
-            self._ended()
+            self._service.stream_counts[self._tenant] -= 1
+            hang_up.cancel()
+            self._on_end()
             await self._events.aclose()
 
-    async def _pass_on(self, send: Send, gone: asyncio.Task[None], stall_s: float) -> None:
-        ends: set[asyncio.Future[Any]] = {gone} if self._stopping is None else {gone, self._stopping}
-        coming: asyncio.Future[Any] = asyncio.ensure_future(anext(self._events, None))
-        is_whole = True  # nothing may come between the pieces of a block
+    async def _send_events(self, send: Send, hang_up: asyncio.Task[None], stall_s: float) -> None:
+        ends: set[asyncio.Future[Any]] = {hang_up} if self._stopping is None else {hang_up, self._stopping}
+        next_piece: asyncio.Future[Any] = asyncio.ensure_future(anext(self._events, None))
+        is_event_complete = True  # a heartbeat must not be sent between two pieces of one event
         try:
             while True:
-                await asyncio.wait({coming, *ends}, timeout=self._heartbeat_s, return_when=asyncio.FIRST_COMPLETED)
-                if gone.done():
+                await asyncio.wait({next_piece, *ends}, timeout=self._heartbeat_s, return_when=asyncio.FIRST_COMPLETED)
+                if hang_up.done():
                     raise CallerGone
-                if coming.done():
-                    block = coming.result()
-                    if block is None:
+                if next_piece.done():
+                    piece = next_piece.result()
+                    if piece is None:
                         return
-                    await send_part(send, block, stall_s)
-                    is_whole = block.endswith(BLOCK_END)
-                    coming = asyncio.ensure_future(anext(self._events, None))
+                    await send_part(send, piece, stall_s)
+                    is_event_complete = piece.endswith(EVENT_END)
+                    next_piece = asyncio.ensure_future(anext(self._events, None))
                 elif any(end.done() for end in ends):
                     return
-                elif is_whole:
+                elif is_event_complete:
                     await send_part(send, COMMENT, stall_s)
         finally:
-            if not coming.done():
-                coming.cancel()
-                await asyncio.wait({coming})
+            if not next_piece.done():
+                next_piece.cancel()
+                await asyncio.wait({next_piece})

@@ -200,7 +200,7 @@ async def test_a_bug_shows_a_request_id_and_no_insides(harness: Harness, monkeyp
         raise ZeroDivisionError("the secret of the harness")
 
     monkeypatch.setattr(harness.agent.__class__, "hello", broken)
-    service = harness.application._front.service
+    service = harness.application._edge.service
     assert service is not None
     monkeypatch.setattr(service.pools, "views", broken)
 

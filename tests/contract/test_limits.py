@@ -43,11 +43,11 @@ async def _body_memory(harness: Harness) -> httpx.Response:
 
 @passes("body_wait_s", 1, 429)
 async def _body_wait(harness: Harness) -> httpx.Response:
-    service = harness.application._front.service
+    service = harness.application._edge.service
     assert service is not None
-    room = await service.bodies.take("alice", 256 << 20)
+    reservation = await service.body_budget.reserve("alice", 256 << 20)
     answer = await harness.http.post("/v1/acquire", content=b" " * 60_000)
-    room.release()
+    reservation.release()
     assert answer.json()["limit"] == "body_memory_bytes"
     assert answer.headers["retry-after"]
     return answer
@@ -181,7 +181,7 @@ async def _env_vars(harness: Harness) -> httpx.Response:
 
 @passes("streams", 1, 429)
 async def _streams(harness: Harness) -> httpx.Response:
-    service = harness.application._front.service
+    service = harness.application._edge.service
     assert service is not None
     service.streams[ALICE.name] += 1
     return await harness.http.get("/v1/events")
@@ -199,7 +199,7 @@ async def _answer_files(harness: Harness) -> httpx.Response:
 
 @passes("answer_wait_s", 1, 429)
 async def _answer_wait(harness: Harness) -> httpx.Response:
-    service = harness.application._front.service
+    service = harness.application._edge.service
     assert service is not None
     service.dispatcher.answer_budget.take("alice", file_bytes=1 << 30)
     answer = await batch(harness, bash("l", "true", output_limit_bytes=100_000))

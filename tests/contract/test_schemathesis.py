@@ -17,7 +17,7 @@ import uvicorn
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from sandbox_server.api.api import build_routes, document
+from sandbox_server.api.api import RoutedApplication, openapi_document
 from sandbox_server.api.limits import Limits
 from tests.contract.contract import CONTRACT
 from tests.support.harness import ALICE, POOL, bearer, make_application, make_settings
@@ -34,7 +34,7 @@ def _as_it_is(ctx: Any, value: Any) -> bytes:
 
 
 def openapi() -> dict[str, Any]:
-    return document(build_routes())
+    return openapi_document(RoutedApplication())
 
 
 SCHEMA = schemathesis.openapi.from_dict(openapi())

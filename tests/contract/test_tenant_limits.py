@@ -49,7 +49,7 @@ async def until_running(harness: Harness, *call_ids: str) -> None:
 
 
 async def until_waiting(harness: Harness, count: int) -> None:
-    service = harness.application._front.service
+    service = harness.application._edge.service
     assert service is not None
     limiter = service.dispatcher.concurrency_limiter
     while sum(len(line.waiting) for line in limiter._lines.values()) != count:

@@ -28,7 +28,7 @@ async def test_each_tenant_has_its_own_leases(harness: Harness) -> None:
 
 
 async def test_an_open_door_lets_everybody_in_and_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async with open_harness(tmp_path / "state", open_door=True) as harness:
+    async with open_harness(tmp_path / "state", authentication_disabled=True) as harness:
         answer = await harness.http.post("/v1/acquire", json={}, headers={"Authorization": ""})
 
     assert answer.json()["leases"][0]["tenant"] == "local"
@@ -54,7 +54,7 @@ async def test_a_hang_up_signal_reads_the_tenants_again(tmp_path: Path) -> None:
     application._load = lambda: told.pop(0)
 
     async with lifespan(application):
-        service = application._front.service
+        service = application._edge.service
         assert service is not None
         os.kill(os.getpid(), signal.SIGHUP)
         while told:
@@ -94,14 +94,14 @@ async def test_a_file_that_names_no_tenants_any_more_locks_nobody_out(tmp_path: 
     application._load = lambda: told.pop(0)
 
     async with lifespan(application):
-        service = application._front.service
+        service = application._edge.service
         assert service is not None
         os.kill(os.getpid(), signal.SIGHUP)
         while told:
             await asyncio.sleep(0)
 
         assert {tenant.name for tenant in service.tenants.all} == {BOB.name}
-    (line,) = [record.message for record in caplog.records if "left as they were" in record.message]
+    (line,) = [record.message for record in caplog.records if "the tenants were not changed" in record.message]
     assert "/etc/pools.yaml names no tenants any more" in line
 
 

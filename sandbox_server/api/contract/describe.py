@@ -1,4 +1,4 @@
-"""What the OpenAPI document says of a route, beside its code: the handlers read the raw request, so it is said here."""
+"""Declares routes for the OpenAPI document. The handlers read the raw request, so FastAPI cannot derive this from their signatures."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 class RawRoute(APIRoute):
-    """A route whose handler takes the request and gives the response, with nothing in between."""
+    """A route whose handler takes the raw request and returns the response, without FastAPI's parsing and rendering."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler: Callable[[Request], Coroutine[Any, Any, Response]] = self.endpoint
         return handler
 
 
-def parameter(name: str, schema: Mapping[str, Any], description: str, *, where: str = "query", required: bool = False) -> dict[str, Any]:
-    """One parameter of a route."""
-    return {"name": name, "in": where, "required": required, "description": description, "schema": dict(schema)}
+def parameter(name: str, schema: Mapping[str, Any], description: str, *, location: str = "query", required: bool = False) -> dict[str, Any]:
+    """Declare one parameter of a route, in the form of OpenAPI."""
+    return {"name": name, "in": location, "required": required, "description": description, "schema": dict(schema)}
 
 
-LEASE_ID = parameter("lease_id", {"type": "string", "minLength": 1}, "a lease of yours", where="path", required=True)
-CALL_ID = parameter("call_id", {"type": "string", "pattern": "^[A-Za-z0-9._:-]{1,128}$"}, "a call of that lease", where="path", required=True)
-LAST_EVENT_ID = parameter("Last-Event-ID", {"type": "string", "pattern": "^[0-9]{0,18}$"}, "the id of the last event that was seen", where="header")
+LEASE_ID = parameter("lease_id", {"type": "string", "minLength": 1}, "the id of one of the caller's leases", location="path", required=True)
+CALL_ID = parameter("call_id", {"type": "string", "pattern": "^[A-Za-z0-9._:-]{1,128}$"}, "the id of a call of that lease", location="path", required=True)
+LAST_EVENT_ID = parameter("Last-Event-ID", {"type": "string", "pattern": "^[0-9]{0,18}$"}, "the id of the last event that was received", location="header")
 
 
 def json_content(model: type[BaseModel]) -> dict[str, Any]:
-    """A body that is JSON of this shape."""
+    """Declare a JSON body of this model, in the form of OpenAPI."""
     return {"application/json": {"schema": {"$ref": REF.format(model=model.__name__)}}}
 
 
-def described(
+def describe_route(
     summary: str,
     *,
     codes: Sequence[str],
@@ -60,18 +60,18 @@ def described(
     body_content: Mapping[str, Any] | None = None,
     also: Mapping[int, Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """Keyword arguments for a route decorator.
+    """Make the keyword arguments of a route decorator, which declare the route in the OpenAPI document.
 
     Args:
-        summary: what the route does, in a line.
-        codes: the error codes it may answer with.
-        answer: the JSON of its success.
-        status: the status of its success.
-        body: the JSON it takes.
-        parameters: its path and query parameters.
-        content: media types of its success, beside or instead of `answer`.
-        body_content: media types it takes, instead of `body`.
-        also: further answers, by status.
+        summary: what the route does, in one line.
+        codes: the error codes that it may answer with.
+        answer: the model of its successful response, if that is JSON.
+        status: the HTTP status of its successful response.
+        body: the model of the body that it takes, if that is JSON.
+        parameters: its path and query parameters, and its headers.
+        content: further media types of its successful response.
+        body_content: the media types that it takes, in place of `body`.
+        also: further responses, by HTTP status.
     """
     success: dict[str, Any] = {"description": "Success"}
     answers = {**(json_content(answer) if answer is not None else {}), **(content or {})}

@@ -1,4 +1,4 @@
-"""Requests into values: what a caller sent, checked, with its defaults filled in."""
+"""Parses requests: checks the fields of bodies and the query parameters, fills in defaults, and makes the values of `core` from them."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ import orjson
 from pydantic import ValidationError
 from starlette.requests import Request
 
-from sandbox_server.api.contract.requests import AcquireBody, Body, CallBody, ExecBody, all_problems, first_problem
-from sandbox_server.api.limits import Limits, sentence, too_many
+from sandbox_server.api.contract.requests import AcquireBody, CallBody, ExecBody, RequestModel, all_problems, first_problem
+from sandbox_server.api.limits import Limits, limit_sentence, too_many
 from sandbox_server.core.errors import InvalidRequest
 from sandbox_server.core.execution import Reason, Result, ToolCall
 from sandbox_server.core.types import AcquireRequest
 from sandbox_server.dispatch.results import invalid_field_result, service_result
 
-AnyBody = TypeVar("AnyBody", bound=Body)
+AnyRequest = TypeVar("AnyRequest", bound=RequestModel)
 TRUE_WORDS = frozenset({"1", "true", "yes"})
 FALSE_WORDS = frozenset({"0", "false", "no"})
 FIELDS_OF_POLICY = frozenset({"tool", "args", "command"})
-"""What a call has from the policy; `command` is short for what is in `args`. All else is the caller's."""
+"""The fields of a call that the policy writes; `command` stands for what is in `args`. The environment writes all others."""
 SECONDS = re.compile(r"[0-9]{1,9}(\.[0-9]{1,9})?")
 
 
-def checked(model: type[AnyBody], document: dict[str, Any]) -> AnyBody:
-    """The document as this kind of body.
+def parse_body(model: type[AnyRequest], document: dict[str, Any]) -> AnyRequest:
+    """Check a JSON object against the model of a body.
 
     Raises:
-        InvalidRequest: it is not; the error names the field.
+        InvalidRequest: it does not fit the model; the error names the field.
     """
     try:
         return model.model_validate(document)
@@ -41,10 +41,10 @@ def checked(model: type[AnyBody], document: dict[str, Any]) -> AnyBody:
 
 
 def acquire_request(body: AcquireBody, tenant: str, default_pool: str, limits: Limits) -> AcquireRequest:
-    """What is to be acquired.
+    """Make the acquire request of a body.
 
     Raises:
-        InvalidRequest: the fields do not fit together.
+        InvalidRequest: the fields contradict each other, or there are too many labels.
     """
     if len(body.labels) > limits.labels:
         raise too_many(limits, "labels", "labels")
@@ -77,15 +77,15 @@ def _trajectory_ids(body: AcquireBody) -> tuple[str | None, ...]:
 
 
 def new_call_id() -> str:
-    """An id for a call that came without one."""
+    """Generate an id for a call that was sent without one."""
     return f"c-{secrets.token_hex(10)}"
 
 
 def batch_items(document: dict[str, Any], limits: Limits) -> list[ToolCall | Result]:
-    """The items of an exec-batch: calls, and the results of those that cannot be made.
+    """Parse the items of an exec-batch. An invalid item gives its result, a valid one gives its call.
 
     Raises:
-        InvalidRequest: the request as a whole is none; see the contract for the few cases.
+        InvalidRequest: there is no list of calls, it is empty or too long, or an item has no `lease_id` or no `tool`.
     """
     calls = document.get("calls")
     if not isinstance(calls, list) or not calls:
@@ -93,7 +93,7 @@ def batch_items(document: dict[str, Any], limits: Limits) -> list[ToolCall | Res
     if len(calls) > limits.batch_calls:
         raise too_many(limits, "batch_calls", "calls")
     for index, item in enumerate(calls):
-        # The result of an item says its lease, so that must be text.
+        # The result of an item names its lease, so the id must be a string that UTF-8 can encode.
         if not isinstance(item, dict) or not _is_text(item.get("lease_id")) or not isinstance(item.get("tool"), str):
             raise InvalidRequest(f"calls.{index}: must be an object with string lease_id and tool", field=f"calls.{index}")
     items = [call_of(item, limits) for item in calls]
@@ -105,14 +105,14 @@ def _within_output_budget(items: list[ToolCall | Result], limits: Limits) -> lis
     for index, item in enumerate(items):
         if isinstance(item, ToolCall):
             if item.output_limit_bytes > budget_bytes:
-                items[index] = invalid_field_result(item, "output_limit_bytes", f"output_limit_bytes: {sentence(limits, 'batch_output_bytes')}")
+                items[index] = invalid_field_result(item, "output_limit_bytes", f"output_limit_bytes: {limit_sentence(limits, 'batch_output_bytes')}")
             else:
                 budget_bytes -= item.output_limit_bytes
     return items
 
 
 def call_of(item: dict[str, Any], limits: Limits) -> ToolCall | Result:
-    """One item of a batch: a call, or the `invalid_args` that it comes to."""
+    """Parse one item of a batch: the call, or for an invalid item its result `invalid_args`."""
     try:
         body = CallBody.model_validate(item)
     except ValidationError as error:
@@ -121,10 +121,10 @@ def call_of(item: dict[str, Any], limits: Limits) -> ToolCall | Result:
 
 
 def exec_call(document: dict[str, Any], lease_id: str, limits: Limits) -> ToolCall | Result:
-    """The call of a single exec: as an item of a batch, and the short form.
+    """Parse the body of a single exec: the fields of an item of a batch, or the short form with `command`.
 
     Raises:
-        InvalidRequest: it names no tool and no command, or another lease than its path.
+        InvalidRequest: the body has neither a tool nor a command, or names another lease than its path.
     """
     if "command" not in document and "tool" not in document:
         raise InvalidRequest("tool: missing; give tool and args, or command", field="tool")
@@ -138,7 +138,7 @@ def exec_call(document: dict[str, Any], lease_id: str, limits: Limits) -> ToolCa
     if body.command is None:
         return _call(body, lease_id, body.tool, body.args, limits)
     if "tool" in document or "args" in document:
-        return invalid_field_result(_unchecked(item), "command", "command: is short for tool and args; give one or the other")
+        return invalid_field_result(_unchecked(item), "command", "command: stands for tool and args; give one or the other")
     return _call(body, lease_id, "bash", {"command": body.command}, limits)
 
 
@@ -161,19 +161,19 @@ def _call(body: CallBody, lease_id: str, tool: str, args: dict[str, Any], limits
 
 
 def _problem_of_tool(tool: str) -> str | None:
-    return None if _is_text(tool) else "tool: holds half of a surrogate pair, which UTF-8 cannot say"
+    return None if _is_text(tool) else "tool: contains half of a surrogate pair, which UTF-8 cannot encode"
 
 
 def _problem_of_args(args: dict[str, Any], limits: Limits) -> str | None:
     try:
         size_bytes = len(orjson.dumps(args))
     except orjson.JSONEncodeError as error:
-        return f"args: cannot be written as JSON in UTF-8, as with half of a surrogate pair in a text: {error}"
-    return f"args: {sentence(limits, 'call_bytes')}" if size_bytes > limits.call_bytes else None
+        return f"args: cannot be encoded as JSON in UTF-8; half of a surrogate pair in a string is one reason: {error}"
+    return f"args: {limit_sentence(limits, 'call_bytes')}" if size_bytes > limits.call_bytes else None
 
 
 def _is_text(value: object) -> bool:
-    """Whether it is a text that can be written as UTF-8: one with half of a surrogate pair cannot."""
+    """Whether a value is a string that UTF-8 can encode. A string with half of a surrogate pair is not."""
     if not isinstance(value, str):
         return False
     try:
@@ -184,7 +184,10 @@ def _is_text(value: object) -> bool:
 
 
 def _invalid(item: dict[str, Any], problems: Iterator[tuple[str, str]]) -> Result:
-    """What becomes of a call that is none. The policy is not blamed for a call that would have failed without it."""
+    """The result of an invalid call.
+
+    The policy is at fault only if all invalid fields are the policy's: otherwise the call would have failed whatever the policy wrote.
+    """
     call = _unchecked(item)
     first = next(problems)
     for field, problem in itertools.chain([first], problems):
@@ -195,7 +198,7 @@ def _invalid(item: dict[str, Any], problems: Iterator[tuple[str, str]]) -> Resul
 
 
 def _unchecked(item: dict[str, Any]) -> ToolCall:
-    """A call of which only the name matters, as far as it has one."""
+    """A call with the lease and, if they are valid, the id and the encoding of an invalid item; its result needs no more."""
     call_id = item.get("call_id")
     encoding = item.get("encoding")
     return ToolCall(
@@ -208,25 +211,29 @@ def _unchecked(item: dict[str, Any]) -> ToolCall:
 
 
 def query(request: Request, allowed: Collection[str]) -> dict[str, str]:
-    """The query parameters.
+    """The query parameters of a request.
+
+    Args:
+        request: the request.
+        allowed: the names of the parameters that the route takes.
 
     Raises:
-        InvalidRequest: one is not known here, or is given twice.
+        InvalidRequest: a parameter is unknown, is given twice, or contains a NUL.
     """
     found: dict[str, str] = {}
     for name, value in request.query_params.multi_items():
         if name not in allowed:
-            raise InvalidRequest(f"{name}: unknown query parameter; there are {', '.join(allowed) or 'none'}", field=name)
+            raise InvalidRequest(f"{name}: unknown query parameter; allowed are {', '.join(allowed) or 'none'}", field=name)
         if name in found:
             raise InvalidRequest(f"{name}: given twice", field=name)
         if "\0" in value:
-            raise InvalidRequest(f"{name}: holds a NUL", field=name)
+            raise InvalidRequest(f"{name}: contains a NUL", field=name)
         found[name] = value
     return found
 
 
 def whole_number(text: str | None, name: str, default: int, largest: int) -> int:
-    """A query parameter that is a count.
+    """Parse a query parameter that is a count.
 
     Raises:
         InvalidRequest: it is not a whole number from 1 to `largest`.
@@ -239,10 +246,10 @@ def whole_number(text: str | None, name: str, default: int, largest: int) -> int
 
 
 def flag(text: str | None, name: str) -> bool:
-    """A query parameter that is yes or no.
+    """Parse a query parameter that is a switch; without it, the switch is off.
 
     Raises:
-        InvalidRequest: it is neither.
+        InvalidRequest: its value is not one of the words for on and off.
     """
     if text is None or text.lower() in FALSE_WORDS:
         return False
@@ -252,10 +259,10 @@ def flag(text: str | None, name: str) -> bool:
 
 
 def offset_of(text: str | None, name: str = "offset") -> int:
-    """A place in an output, in bytes, or the number of an event.
+    """Parse an offset in an output, in bytes, or the id of an event.
 
     Raises:
-        InvalidRequest: it is not a whole number from 0 on.
+        InvalidRequest: it is not a whole number of at most 18 digits.
     """
     if text is None:
         return 0
@@ -265,7 +272,7 @@ def offset_of(text: str | None, name: str = "offset") -> int:
 
 
 def wait_of(text: str | None, limits: Limits) -> float:
-    """How long to wait for a call, in seconds.
+    """Parse how long to wait for a call, in seconds.
 
     Raises:
         InvalidRequest: it is not a number from 0 to `limits.call_wait_s`.
@@ -280,10 +287,10 @@ def wait_of(text: str | None, limits: Limits) -> float:
 
 
 def last_event_id(request: Request) -> int | None:
-    """Where an event stream is to go on; None if the caller does not say.
+    """The id of the event after which an event stream continues; None if the request has no `Last-Event-ID`.
 
     Raises:
-        InvalidRequest: it is no id of ours.
+        InvalidRequest: the header is not an id of an event.
     """
     last = request.headers.get("last-event-id")
     return offset_of(last, "Last-Event-ID") if last else None

@@ -1,4 +1,4 @@
-"""Values into the JSON of the contract."""
+"""Renders values as the JSON of the contract. `responses` has the models of what this makes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def dumps(document: Any) -> bytes:
-    """JSON, whatever the text in it: what cannot be UTF-8 (a lone surrogate in a file name) becomes U+FFFD."""
+    """Encode a value as JSON in UTF-8. Characters that UTF-8 cannot encode, such as a lone surrogate in a file name, become U+FFFD."""
     try:
         return orjson.dumps(document, default=_plain)
     except TypeError:
@@ -48,12 +48,12 @@ def _clean(value: Any) -> Any:
 
 
 def json_response(document: Any, status: int = 200) -> Response:
-    """A response with a JSON body."""
+    """A response whose body is JSON."""
     return Response(dumps(document), status_code=status, media_type=JSON_TYPE)
 
 
 def lease_document(lease: Lease) -> dict[str, Any]:
-    """A lease as callers see it."""
+    """The JSON of a lease."""
     return {
         "lease_id": lease.lease_id,
         "epoch": lease.epoch,
@@ -77,7 +77,7 @@ def lease_document(lease: Lease) -> dict[str, Any]:
 
 
 def result_document(result: Result) -> dict[str, Any]:
-    """A result as callers see it, its bytes in the encoding that the call asked for."""
+    """The JSON of a result, with its output in the encoding that the call asked for."""
     metadata = dict(result.metadata)
     if result.stdout is not None or result.stderr is not None:
         metadata["stdout"] = _text(result.stdout or b"", result.encoding)
@@ -107,7 +107,7 @@ def _text(data: bytes, encoding: str) -> str:
 
 
 def pool_document(view: PoolView, caller: Tenant) -> dict[str, Any]:
-    """A pool as callers see it; only admins see `env_vars`, and whose an acquire of another tenant is."""
+    """The JSON of a pool. Only admins see its `env_vars`, and to which tenant a waiting acquire belongs that is not their own."""
     return {
         "name": view.name,
         "tenant": view.tenant,
@@ -134,7 +134,7 @@ def _claimant_document(view: ClaimantView, caller: Tenant) -> dict[str, Any]:
 
 
 def sandbox_document(view: SandboxView) -> dict[str, Any]:
-    """A sandbox as callers see it."""
+    """The JSON of a sandbox."""
     return {
         "sandbox_id": view.sandbox_id,
         "pool": view.pool,

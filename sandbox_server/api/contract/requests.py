@@ -1,4 +1,4 @@
-"""What comes over HTTP as JSON, as pydantic sees it: requests are checked with these, and the OpenAPI document is made from them."""
+"""The pydantic models of request bodies: they check requests, and the OpenAPI document is made from them."""
 
 from __future__ import annotations
 
@@ -33,57 +33,57 @@ TtlSeconds = Annotated[float, Field(ge=1, le=86_400)]
 LeaseId = Annotated[str, Field(min_length=1, max_length=256)]
 
 
-class Body(BaseModel):
-    """What a caller sends: unknown fields are refused by name, nothing is converted."""
+class RequestModel(BaseModel):
+    """A JSON object that a caller sends. Unknown fields are refused, and no value is converted to another type."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 
 
-class AcquireBody(Body):
-    """Ask for one slot, or for a gang of them."""
+class AcquireBody(RequestModel):
+    """Acquire one slot, or a gang of slots."""
 
     pool: Name | None = Field(default=None, description="default: the service's default pool")
-    count: int = Field(default=1, ge=1, le=1_000_000, description="more than one is a gang: all or nothing")
+    count: int = Field(default=1, ge=1, le=1_000_000, description="more than one is a gang: all of its slots are granted at once, or none")
     trajectory_id: Name | None = None
     trajectory_ids: list[Name] | None = Field(default=None, description="one for each slot of a gang")
     run_id: Name | None = None
     ttl_s: TtlSeconds = 300.0
     wait_s: float | None = Field(default=None, ge=0, description="how long to queue; default and upper bound: the pool's acquire_timeout_s")
-    allow_network: bool | None = Field(default=None, description="may only narrow the pool's")
+    allow_network: bool | None = Field(default=None, description="false: no network, even if the pool has one")
     cache: Literal["none", "rw"] = "none"
     priority: int = Field(default=0, ge=-1_000_000, le=1_000_000)
     labels: dict[Name, LabelValue] = Field(default_factory=dict)
     request_key: Name | None = Field(default=None, description="the same key and body returns the same leases, for an hour")
 
 
-class ReleaseBody(Body):
-    """Give slots back: by lease, or all of a run."""
+class ReleaseBody(RequestModel):
+    """End some leases, or all leases of a run."""
 
     lease_ids: list[LeaseId] | None = None
     run_id: Name | None = None
     reset_workspace: bool = True
 
 
-class RenewBody(Body):
-    """Let leases live on."""
+class RenewBody(RequestModel):
+    """Extend leases."""
 
     lease_ids: list[LeaseId]
     ttl_s: TtlSeconds = 300.0
 
 
-class CancelBody(Body):
-    """End one call."""
+class CancelBody(RequestModel):
+    """Cancel one call."""
 
     lease_id: LeaseId
     call_id: str = Field(pattern=CALL_ID_PATTERN)
 
 
-class CallBody(Body):
+class CallBody(RequestModel):
     """One tool call."""
 
     lease_id: str
     tool: str
-    call_id: str | None = Field(default=None, pattern=CALL_ID_PATTERN, description="default: a new one")
+    call_id: str | None = Field(default=None, pattern=CALL_ID_PATTERN, description="default: a generated id")
     args: Arguments = Field(default_factory=dict)
     timeout_s: Seconds | None = Field(default=None, description="default: the pool's default_timeout_s; at most its max_timeout_s")
     no_output_timeout_s: Seconds | None = None
@@ -95,15 +95,15 @@ class CallBody(Body):
 class ExecBody(CallBody):
     """One tool call of the lease in the path: its own fields, or the short form `{"command"}`."""
 
-    lease_id: str = Field(default="", description="if given, the one of the path")
+    lease_id: str = Field(default="", description="if given, the lease of the path")
     tool: str = "bash"
     command: str | None = Field(default=None, description='short for `{"tool": "bash", "args": {"command": …}}`')
 
 
-class ExecBatchBody(Body):
-    """Tool calls over any number of leases. Calls of one lease run in the order given, leases side by side.
+class ExecBatchBody(RequestModel):
+    """Tool calls over any number of leases. The calls of one lease run in the order given; those of different leases run in parallel.
 
-    What is wrong with one call beyond its `lease_id` and `tool` is that call's own result, `invalid_args`.
+    A call with another invalid field than `lease_id` or `tool` does not make the request fail: its result is `invalid_args`.
     """
 
     model_config = ConfigDict(extra="ignore")
@@ -111,21 +111,21 @@ class ExecBatchBody(Body):
     calls: list[CallBody] = Field(min_length=1, max_length=1000)
 
 
-class NarrowBody(Body):
+class NarrowBody(RequestModel):
     """Take rights away from a held slot."""
 
     allow_network: Literal[False] | None = None
     cache: Literal["none"] | None = None
 
 
-class LocalSpecBody(Body):
-    """What only the local backend knows."""
+class LocalSpecBody(RequestModel):
+    """The settings of a pool on the local backend."""
 
     expose: list[str] = Field(default_factory=list, description="absolute paths of this machine that slots see read-only")
 
 
-class NomadSpecBody(Body):
-    """What only the Nomad backend knows."""
+class NomadSpecBody(RequestModel):
+    """The settings of a pool on the Nomad backend."""
 
     address: str = "http://localhost:4646"
     job_id: str = "atropos-sandbox"
@@ -137,16 +137,16 @@ class NomadSpecBody(Body):
     mhz_per_core: int = Field(default=1000, ge=1)
 
 
-class ModalSpecBody(Body):
-    """What only the Modal backend knows."""
+class ModalSpecBody(RequestModel):
+    """The settings of a pool on the Modal backend."""
 
     app_name: str = "atropos-sandbox"
     gpu: str | None = None
     secrets: list[str] = Field(default_factory=list)
 
 
-class PoolSpecBody(Body):
-    """What one pool is made of; a missing field has its default."""
+class PoolSpecBody(RequestModel):
+    """The spec of a pool. A field that is not given has its default."""
 
     backend: Literal["local", "docker", "nomad", "modal"] = "local"
     image: str | None = None
@@ -181,20 +181,20 @@ class PoolSpecBody(Body):
     local: LocalSpecBody = Field(default_factory=LocalSpecBody)
     nomad: NomadSpecBody = Field(default_factory=NomadSpecBody)
     modal: ModalSpecBody = Field(default_factory=ModalSpecBody)
-    shared: bool = Field(default=False, description="every tenant may use the pool; for admins")
+    shared: bool = Field(default=False, description="whether every tenant may use the pool; only admins set it")
 
 
 def first_problem(error: ValidationError, allowed: Mapping[str, Any]) -> tuple[str, str]:
-    """The first thing that is wrong with a body, as (field, sentence). The arguments are those of `all_problems`."""
+    """The first error in a body, as (field, sentence). The arguments are those of `all_problems`."""
     return next(all_problems(error, allowed))
 
 
 def all_problems(error: ValidationError, allowed: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Everything that is wrong with a body, at least one thing, each as (field, sentence).
+    """All errors in a body, at least one, each as (field, sentence).
 
     Args:
-        error: what pydantic found.
-        allowed: the fields of the body, to name them where one is unknown.
+        error: the error that pydantic raised.
+        allowed: the fields of the body, which the sentence about an unknown field names.
     """
     return (_problem(found, allowed) for found in error.errors(include_url=False, include_input=False))
 
@@ -206,7 +206,7 @@ def _problem(found: ErrorDetails, allowed: Mapping[str, Any]) -> tuple[str, str]
         return field, f"{field}: unknown field{known}"
     if found["type"] == "missing":
         return field, f"{field}: missing"
-    return field, f"{field}: {_lower(found['msg'])}"
+    return field, f"{field}: {_rephrase(found['msg'])}"
 
 
 WORDS = {
@@ -220,10 +220,10 @@ WORDS = {
     "be False": "be false",
     "be True": "be true",
 }
-"""What pydantic says, and how it is said to people who write JSON."""
+"""Phrases in pydantic's messages, and the phrases for people who write JSON that replace them."""
 
 
-def _lower(message: str) -> str:
-    for theirs, ours in WORDS.items():
-        message = message.replace(theirs, ours)
+def _rephrase(message: str) -> str:
+    for phrase, replacement in WORDS.items():
+        message = message.replace(phrase, replacement)
     return message

@@ -1,4 +1,4 @@
-"""What the service answers as JSON, as the OpenAPI document is made from it. Fields may be added, never renamed."""
+"""The pydantic models of response bodies, from which the OpenAPI document is made. `render` makes the responses."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 
-class Answer(BaseModel):
-    """What the service sends. Fields may be added, never renamed."""
+class ResponseModel(BaseModel):
+    """A JSON object that the service sends. Fields may be added in later versions; none is renamed."""
 
     model_config = ConfigDict(extra="allow")
 
 
-class LeaseAnswer(Answer):
+class LeaseAnswer(ResponseModel):
     """The time-bounded right to use one slot."""
 
     lease_id: str
@@ -36,15 +36,15 @@ class LeaseAnswer(Answer):
     labels: dict[str, str]
 
 
-class AcquireAnswer(Answer):
-    """The leases, and how long they took."""
+class AcquireAnswer(ResponseModel):
+    """The leases that were granted, and how long the request waited for them."""
 
     leases: list[LeaseAnswer]
     waited_s: float
 
 
-class ResultAnswer(Answer):
-    """What a tool call came to."""
+class ResultAnswer(ResponseModel):
+    """The result of a tool call."""
 
     call_id: str
     lease_id: str
@@ -66,7 +66,7 @@ class ResultAnswer(Answer):
         "not_implemented",
     ]
     fault: Literal["none", "policy", "infra", "ambiguous"]
-    output: str = Field(description="empty with `separate_streams`: see metadata.stdout and metadata.stderr")
+    output: str = Field(description="the output; with `separate_streams` it is empty, and metadata.stdout and metadata.stderr hold the output")
     error: str
     output_bytes: int
     truncated: bool
@@ -78,20 +78,20 @@ class ResultAnswer(Answer):
     metadata: dict[str, Any]
 
 
-class ExecBatchAnswer(Answer):
+class ExecBatchAnswer(ResponseModel):
     """The results, in the order of the calls."""
 
     results: list[ResultAnswer]
 
 
-class ReleaseAnswer(Answer):
-    """Which leases have ended, and which were never yours."""
+class ReleaseAnswer(ResponseModel):
+    """The ids of the leases that have ended, and the ids that are not ids of the caller's leases."""
 
     released: list[str]
     unknown: list[str]
 
 
-class LostLease(Answer):
+class LostLease(ResponseModel):
     """A lease that could not be renewed."""
 
     lease_id: str
@@ -99,22 +99,22 @@ class LostLease(Answer):
     detail: str
 
 
-class RenewAnswer(Answer):
-    """The leases that live on, and those that do not."""
+class RenewAnswer(ResponseModel):
+    """The leases that were extended, and those that could not be."""
 
     leases: list[LeaseAnswer]
     lost: list[LostLease]
 
 
-class LeasesAnswer(Answer):
+class LeasesAnswer(ResponseModel):
     """One page of leases."""
 
     leases: list[LeaseAnswer]
     next_cursor: str | None = None
 
 
-class CallAnswer(Answer):
-    """Where a call is."""
+class CallAnswer(ResponseModel):
+    """The state of a call."""
 
     state: Literal["running", "done"]
     output_bytes: int | None = None
@@ -122,8 +122,8 @@ class CallAnswer(Answer):
     result: ResultAnswer | None = None
 
 
-class FileEntry(Answer):
-    """One name in a folder of a slot."""
+class FileEntry(ResponseModel):
+    """One entry of a folder of a slot."""
 
     path: str
     type: str
@@ -132,75 +132,75 @@ class FileEntry(Answer):
     mtime: float
 
 
-class FilesAnswer(Answer):
-    """What a folder of a slot holds."""
+class FilesAnswer(ResponseModel):
+    """The entries of a folder of a slot."""
 
     entries: list[FileEntry]
     next_cursor: str | None = None
 
 
-class ClaimantAnswer(Answer):
-    """The acquire for which a pool holds every slot that comes free."""
+class ClaimantAnswer(ResponseModel):
+    """The waiting acquire for which a pool holds every slot that comes free."""
 
     count: int
-    held_slots: int = Field(description="how many slots are held for it now")
+    held_slots: int = Field(description="how many free slots are held for it now")
     waited_s: float
-    tenant: str | None = Field(default=None, description="only for admins, and for the tenant whose it is; `run_id` too")
+    tenant: str | None = Field(default=None, description="the tenant that waits; like `run_id` shown only to it and to admins")
     run_id: str | None = None
 
 
-class PoolAnswer(Answer):
-    """A pool and what it holds now."""
+class PoolAnswer(ResponseModel):
+    """A pool and its current state."""
 
     name: str
-    tenant: str | None = Field(description="who owns it; null: no tenant does")
-    shared: bool = Field(description="every tenant may use it")
-    state: Literal["ready", "draining"] = Field(description="draining: it takes no acquires, and is gone when its last lease has ended")
+    tenant: str | None = Field(description="the tenant that owns the pool; null: none")
+    shared: bool = Field(description="whether every tenant may use the pool")
+    state: Literal["ready", "draining"] = Field(description="draining: the pool gives no new leases, and is gone when its last lease has ended")
     spec: dict[str, Any]
     origin: str
     isolation: str | None
     capabilities: dict[str, Any]
-    effective: dict[str, int | None] = Field(description="the limits that hold for each slot now, in MiB; empty before the first sandbox has started")
+    effective: dict[str, int | None] = Field(description="the limits in force for each slot, in MiB; empty before the first sandbox has started")
     slots: dict[str, int]
     sandboxes: dict[str, int]
     queue: int
-    claimant: ClaimantAnswer | None = Field(description="the acquire that has waited so long that what comes free is held for it; null: none")
-    last_error: str | None = Field(description="why it cannot make sandboxes; of a pool that drains, why it does and when it is gone")
+    claimant: ClaimantAnswer | None = Field(description="the acquire for which slots that come free are held, because it has waited long; null: none")
+    last_error: str | None = Field(description="why the pool cannot create sandboxes; of a draining pool, why it drains and when it is gone")
 
 
-class PoolsAnswer(Answer):
+class PoolsAnswer(ResponseModel):
     """One page of pools."""
 
     pools: list[PoolAnswer]
     next_cursor: str | None = None
 
 
-class SlotCheck(Answer):
-    """What became of the leftovers that were planted in one slot."""
+class SlotCheck(ResponseModel):
+    """What the reset of one slot did with the files and processes that were left in it for the test."""
 
     sandbox_id: str
     slot_id: str
-    planted: list[Any] = Field(description="what was planted")
+    planted: list[Any] = Field(description="what was left in the slot for the test")
     found: list[Any] = Field(description="what the reset found and removed")
-    left: list[Any] = Field(description="what survived it")
+    left: list[Any] = Field(description="what the reset did not remove")
     clean: bool
     duration_s: float
 
 
-class VerifyAnswer(Answer):
-    """The self-test of a pool's reset."""
+class VerifyAnswer(ResponseModel):
+    """The report of a test of the reset of a pool's slots."""
 
     pool: str
     slots: list[SlotCheck]
     clean: bool
 
 
-class SandboxAnswer(Answer):
-    """A sandbox and what its slots are doing."""
+class SandboxAnswer(ResponseModel):
+    """A sandbox and the states of its slots."""
 
     sandbox_id: str
     pool: str
-    pool_tenant: str | None = Field(description="who owns the pool; null: no tenant does")
+    pool_tenant: str | None = Field(description="the tenant that owns the pool; null: none")
     backend: str
     state: Literal["starting", "ready", "draining", "failed", "gone"]
     isolation: str | None
@@ -210,30 +210,30 @@ class SandboxAnswer(Answer):
     last_error: str | None
 
 
-class SandboxesAnswer(Answer):
+class SandboxesAnswer(ResponseModel):
     """One page of sandboxes."""
 
     sandboxes: list[SandboxAnswer]
     next_cursor: str | None = None
 
 
-class HealthAnswer(Answer):
+class HealthAnswer(ResponseModel):
     """The process answers."""
 
     status: Literal["ok"]
 
 
-class ReadyAnswer(Answer):
-    """Whether leases can be had, pool by pool."""
+class ReadyAnswer(ResponseModel):
+    """Whether leases can be acquired, for each pool."""
 
     ready: bool
     pools: dict[str, Any]
-    storage: dict[str, Any] = Field(description="`ready`: whether the state can be recorded; `last_error`: why not, and what to do")
-    warnings: list[str] = Field(description="what the service cannot protect where it runs now")
+    storage: dict[str, Any] = Field(description="`ready`: whether the service can write its state; `last_error`: why not, and what to do")
+    warnings: list[str] = Field(description="what the service cannot protect in the environment that it runs in")
 
 
-class ProblemAnswer(Answer):
-    """An error (RFC 9457)."""
+class ProblemAnswer(ResponseModel):
+    """A problem document (RFC 9457)."""
 
     type: str
     title: str

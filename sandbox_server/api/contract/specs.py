@@ -1,4 +1,4 @@
-"""Pool specs: from what was sent or written to a value, what is wrong between its fields, and who may set which."""
+"""Pool specs: makes the value from a checked body, checks what one field alone does not show, and decides who may set which field."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection
 from typing import Any, Final
 
 from sandbox_server.api.contract.requests import PoolSpecBody
-from sandbox_server.api.limits import Limits, sentence
+from sandbox_server.api.limits import Limits, limit_sentence
 from sandbox_server.core.errors import Forbidden
 from sandbox_server.core.types import LocalSpec, ModalSpec, NomadSpec, PoolSpec
 
@@ -23,11 +23,11 @@ ADMINS_ONLY: Final = (
     "workspace_base",
     "shared",
 )
-"""What only admins may set, by its path in the spec: what names a path or a right of a machine, and what every tenant sees."""
+"""The fields of a spec that only admins may set: those that name a path or a right on a machine, and the one that shows a pool to every tenant."""
 
 
 def spec_of(body: PoolSpecBody) -> PoolSpec:
-    """A pool spec as a value."""
+    """Make the value of a pool spec from a checked body."""
     fields = {name: getattr(body, name) for name in PoolSpecBody.model_fields}
     fields["local"] = LocalSpec(expose=tuple(body.local.expose))
     fields["nomad"] = NomadSpec(**{**body.nomad.model_dump(), "datacenters": tuple(body.nomad.datacenters)})
@@ -36,11 +36,11 @@ def spec_of(body: PoolSpecBody) -> PoolSpec:
 
 
 def spec_problem(body: PoolSpecBody, limits: Limits) -> str | None:
-    """What is wrong with a pool spec beyond its single fields: `field: sentence`, or None."""
-    return _not_possible(body) or _between_fields(body) or _beyond_limits(body, limits)
+    """The first error of a pool spec that the model of its body does not check, as `field: sentence`; None: there is none."""
+    return _unsupported_value(body) or _contradiction(body) or _exceeded_limit(body, limits)
 
 
-def _between_fields(body: PoolSpecBody) -> str | None:
+def _contradiction(body: PoolSpecBody) -> str | None:
     if body.min_sandboxes > body.max_sandboxes:
         return f"min_sandboxes: must not be above max_sandboxes, {body.max_sandboxes}"
     if body.default_timeout_s > body.max_timeout_s:
@@ -50,43 +50,43 @@ def _between_fields(body: PoolSpecBody) -> str | None:
     return None
 
 
-def _not_possible(body: PoolSpecBody) -> str | None:
+def _unsupported_value(body: PoolSpecBody) -> str | None:
     if body.network == "internet":
         return "network: internet is reserved; allowed are shared, none"
     if body.root == "overlay":
         return "root: overlay is reserved; allowed is read-only"
     if body.dedicated and body.backend == "local":
-        return "dedicated: the local backend cannot; a dedicated sandbox needs an image of its own"
+        return "dedicated: not possible on the local backend; a dedicated sandbox needs an image of its own"
     if any(not path.startswith("/") or "\0" in path for path in body.local.expose):
         return "local.expose: must be absolute paths"
     if any(not name or "=" in name or "\0" in name + value for name, value in body.env_vars.items()):
-        return "env_vars: names must not be empty or hold `=`, nothing may hold a NUL"
+        return "env_vars: a name must not be empty or contain `=`, and neither names nor values may contain a NUL"
     if not body.workspace_base.startswith("/") or "\0" in body.workspace_base:
         return "workspace_base: must be an absolute path"
     return None
 
 
-def _beyond_limits(body: PoolSpecBody, limits: Limits) -> str | None:
+def _exceeded_limit(body: PoolSpecBody, limits: Limits) -> str | None:
     if body.max_sandboxes > limits.pool_sandboxes:
-        return f"max_sandboxes: {sentence(limits, 'pool_sandboxes')}"
+        return f"max_sandboxes: {limit_sentence(limits, 'pool_sandboxes')}"
     if body.max_sandboxes * body.slots_per_sandbox > limits.pool_slots:
-        return f"max_sandboxes: {sentence(limits, 'pool_slots')}"
+        return f"max_sandboxes: {limit_sentence(limits, 'pool_slots')}"
     if len(body.env_vars) > limits.pool_env_vars:
-        return f"env_vars: {sentence(limits, 'pool_env_vars')}"
+        return f"env_vars: {limit_sentence(limits, 'pool_env_vars')}"
     return None
 
 
 def check_may_set(wanted: PoolSpec, now: PoolSpec | None, *, gives_env_vars: bool, backends: Collection[str]) -> None:
-    """Refuse to somebody who is no admin a spec that changes what only admins may set, or changes a pool on a backend that is not for it.
+    """Refuse a spec that a tenant who is not an admin may not give a pool.
 
     Args:
-        wanted: what the pool is to be.
-        now: what it is; None for a new one, which starts from the defaults.
-        gives_env_vars: whether the request says `env_vars` itself.
-        backends: those on which the tenant may make pools. The same spec again is not refused where one was taken away from it.
+        wanted: the new spec.
+        now: the spec that the pool has; None for a new pool, which is compared with the defaults.
+        gives_env_vars: whether the request itself has the field `env_vars`.
+        backends: the backends on which the tenant may make pools. An unchanged spec is not refused because of its backend.
 
     Raises:
-        Forbidden: naming the field.
+        Forbidden: the spec changes a field that only admins may set, or the tenant may not use its backend; the error names the field.
     """
     if wanted.backend not in backends and wanted != now:
         allowed = ", ".join(backends) or "none"
@@ -95,12 +95,12 @@ def check_may_set(wanted: PoolSpec, now: PoolSpec | None, *, gives_env_vars: boo
     for path in ADMINS_ONLY:
         if _at(wanted, path) != _at(base, path):
             raise Forbidden(f"{path}: only an admin may set it", field=path)
-    # Without isolation a command could read the token of the service beside it. So on this machine that is an admin's decision.
+    # Without isolation, a command on this machine could read the token of the service. So only an admin may allow that.
     if wanted.backend == "local" and wanted.allow_none and not base.allow_none:
         raise Forbidden("allow_none: on the local backend only an admin may set it", field="allow_none")
     if base.env_vars and not gives_env_vars:
-        # Who cannot see them would wipe them without knowing: a spec that leaves them out means that there are none.
-        raise Forbidden("env_vars: this pool has some, which only admins see; say which it is to have", field="env_vars")
+        # A spec without `env_vars` means that there are none. Only admins see them, so another tenant would delete them without knowing.
+        raise Forbidden("env_vars: this pool has some, which only admins see; name those that it is to have", field="env_vars")
 
 
 def _at(spec: Any, path: str) -> Any:
@@ -110,7 +110,7 @@ def _at(spec: Any, path: str) -> Any:
 
 
 def shown_spec(spec: PoolSpec, *, admin: bool) -> dict[str, Any]:
-    """A spec as callers see it; only admins see `env_vars`."""
+    """The JSON of a spec. Only admins see its `env_vars`."""
     shown = dataclasses.asdict(spec)
     if not admin:
         del shown["env_vars"]

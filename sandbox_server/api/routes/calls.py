@@ -1,4 +1,4 @@
-"""Tool calls: exec-batch, single exec, cancel."""
+"""The routes that run and cancel tool calls: exec-batch, single exec, cancel."""
 
 from __future__ import annotations
 
@@ -12,16 +12,25 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from sandbox_server.api.body import CallerGone, read_held_object, read_object
-from sandbox_server.api.call_events import exec_events, one_result
-from sandbox_server.api.contract.describe import LAST_EVENT_ID, LEASE_ID, REF, TEXT, WITH_BODY, WITH_LEASE, WITH_TOKEN, RawRoute, described
-from sandbox_server.api.contract.parse import batch_items, checked, exec_call, last_event_id
+from sandbox_server.api.body import CallerGone, read_object, read_reserved_object
+from sandbox_server.api.call_events import result_event, run_call_as_events
+from sandbox_server.api.contract.describe import LAST_EVENT_ID, LEASE_ID, REF, TEXT, WITH_BODY, WITH_LEASE, WITH_TOKEN, RawRoute, describe_route
+from sandbox_server.api.contract.parse import batch_items, exec_call, last_event_id, parse_body
 from sandbox_server.api.contract.render import json_response, result_document
 from sandbox_server.api.contract.requests import CancelBody, ExecBatchBody, ExecBody
 from sandbox_server.api.contract.responses import ExecBatchAnswer, ResultAnswer
 from sandbox_server.api.result_pieces import result_pieces, result_response, results_response, whole_response
 from sandbox_server.api.service import service_of, tenant_of
-from sandbox_server.api.streams import EVENT_STREAM_TYPE, HEARTBEAT_S, PART_BYTES, EventStream, body_part, check_room, hang_up, send_part
+from sandbox_server.api.streams import (
+    EVENT_STREAM_TYPE,
+    HEARTBEAT_S,
+    PART_BYTES,
+    EventStreamResponse,
+    body_part,
+    check_stream_limit,
+    send_part,
+    wait_for_hang_up,
+)
 from sandbox_server.core.execution import Result, ToolCall
 from sandbox_server.dispatch.batch import Batch
 
@@ -31,12 +40,12 @@ NDJSON_TYPE = "application/x-ndjson"
 
 
 class ResultLines(Response):
-    """Results as lines, each as soon as it is there, and an empty line now and then while none is.
+    """Results as lines of JSON, each sent as soon as there is one, with an empty line as a heartbeat while there is none.
 
     Args:
-        batch: where they come from; closed at the end, whatever that is.
-        stall_s: how long the caller may take for one part, in seconds.
-        heartbeat_s: how long nothing is sent at most, in seconds.
+        batch: the batch whose results are sent. It is closed at the end, however the response ended.
+        stall_s: for how long the caller may read nothing, in seconds.
+        heartbeat_s: for how long nothing is sent at most, in seconds.
     """
 
     media_type = NDJSON_TYPE
@@ -49,38 +58,38 @@ class ResultLines(Response):
         self._heartbeat_s = heartbeat_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        gone = asyncio.create_task(hang_up(receive))
+        hang_up = asyncio.create_task(wait_for_hang_up(receive))
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            while (fresh := await self._batch.next_results(self._heartbeat_s)) is not None:
-                async with aclosing(self._lines(deque(result for _, result in fresh))) as parts:
+            while (finished := await self._batch.next_results(self._heartbeat_s)) is not None:
+                async with aclosing(self._lines(deque(result for _, result in finished))) as parts:
                     async for part in parts:
-                        if gone.done():
+                        if hang_up.done():
                             raise CallerGone
                         await send_part(send, part, self._stall_s)
             await send(body_part(b"", more=False))
         finally:
-            gone.cancel()
+            hang_up.cancel()
             self._batch.close()
 
-    async def _lines(self, fresh: deque[Result]) -> AsyncGenerator[bytes, None]:
-        """The lines of some results, in parts; an empty one of none."""
-        waiting = b"" if fresh else b"\n"
-        while fresh:
-            result = fresh.popleft()
+    async def _lines(self, results: deque[Result]) -> AsyncGenerator[bytes, None]:
+        """The lines of some results, in parts; for no results, an empty line. Takes each result out of the queue, so that its memory is freed."""
+        part = b"" if results else b"\n"
+        while results:
+            result = results.popleft()
             async for piece in result_pieces(result):
-                if len(waiting) >= PART_BYTES:
-                    yield waiting
-                    waiting = b""
-                waiting += piece
-            waiting += b"\n"
+                if len(part) >= PART_BYTES:
+                    yield part
+                    part = b""
+                part += piece
+            part += b"\n"
             self._batch.reservation.release_sent_result(result)
-        yield waiting
+        yield part
 
 
 @router.post(
     "/v1/exec-batch",
-    **described(
+    **describe_route(
         "Run tool calls over any number of leases",
         codes=(*WITH_TOKEN, *WITH_BODY, "draining"),
         body=ExecBatchBody,
@@ -89,17 +98,17 @@ class ResultLines(Response):
     ),
 )
 async def exec_batch(request: Request) -> Response:
-    """Run a batch; a hang-up of the caller ends nothing."""
+    """Run tool calls and return their results. The calls run to their ends even if the caller closes the connection."""
     service = service_of(request)
-    document, room = await read_held_object(request, service.limits, with_lone_surrogates=True)
+    document, body_reservation = await read_reserved_object(request, service.limits, with_lone_surrogates=True)
     try:
         items = batch_items(document, service.limits)
         service.check_not_stopping()
-        batch = await service.dispatcher.start_when_there_is_room(tenant_of(request).name, items, ended=room.release)
+        batch = await service.dispatcher.start_when_there_is_room(tenant_of(request).name, items, ended=body_reservation.release)
     except BaseException:
-        room.release()
+        body_reservation.release()
         raise
-    del document, items  # as each call gets its result, it is let go of
+    del document, items  # so that the memory of each call is freed when it has its result
     if NDJSON_TYPE in request.headers.get("accept", ""):
         return ResultLines(batch, service.limits.answer_stall_s)
     try:
@@ -111,7 +120,7 @@ async def exec_batch(request: Request) -> Response:
 
 @router.post(
     "/v1/leases/{lease_id}/exec",
-    **described(
+    **describe_route(
         "Run one tool call",
         codes=(*WITH_TOKEN, *WITH_BODY, *WITH_LEASE, "draining"),
         parameters=(LEASE_ID, LAST_EVENT_ID),
@@ -121,35 +130,35 @@ async def exec_batch(request: Request) -> Response:
     ),
 )
 async def exec_one(request: Request) -> Response:
-    """Run one call under a lease that must hold."""
+    """Run one tool call in the slot of a lease, and return its result."""
     service = service_of(request)
-    document, room = await read_held_object(request, service.limits, with_lone_surrogates=True)
+    document, body_reservation = await read_reserved_object(request, service.limits, with_lone_surrogates=True)
     try:
         service.check_not_stopping()
-        return await _exec(request, exec_call(document, request.path_params["lease_id"], service.limits), room.release)
+        return await _exec(request, exec_call(document, request.path_params["lease_id"], service.limits), body_reservation.release)
     except BaseException as error:
-        # A call that has begun goes on without its caller, and its arguments stay as long.
+        # After a hang-up, a call that has started runs on, and its arguments stay in memory: `_exec` releases them when it has its result.
         if not isinstance(error, asyncio.CancelledError):
-            room.release()
+            body_reservation.release()
         raise
 
 
-async def _exec(request: Request, call: ToolCall | Result, ended: Callable[[], None]) -> Response:
-    """Run a call; `ended` is to be called once it has its result."""
+async def _exec(request: Request, call: ToolCall | Result, on_result: Callable[[], None]) -> Response:
+    """Run a call, or answer with the result that it has without running. `on_result` is called once it has its result."""
     service, tenant = service_of(request), tenant_of(request).name
     wants_events = EVENT_STREAM_TYPE in request.headers.get("accept", "")
     if isinstance(call, Result):
-        ended()
+        on_result()
         service.pools.lease(tenant, call.lease_id)
         call = service.dispatcher.with_refusal_time(call)
-        return EventStream(one_result(call), service, tenant) if wants_events else json_response(result_document(call))
+        return EventStreamResponse(result_event(call), service, tenant) if wants_events else json_response(result_document(call))
     if wants_events:
-        check_room(service, tenant)
-        events, closed = await exec_events(service, tenant, call, last_event_id(request) or 0, ended)
-        return EventStream(events, service, tenant, ended=closed)
+        check_stream_limit(service, tenant)
+        events, closed = await run_call_as_events(service, tenant, call, last_event_id(request) or 0, on_result)
+        return EventStreamResponse(events, service, tenant, on_end=closed)
     reservation = await service.dispatcher.answer_budget.reserve(tenant, [call])
     try:
-        return result_response(await service.dispatcher.run_call(tenant, call, reservation, ended), service.limits.answer_stall_s, reservation.release)
+        return result_response(await service.dispatcher.run_call(tenant, call, reservation, on_result), service.limits.answer_stall_s, reservation.release)
     except BaseException:
         reservation.release()
         raise
@@ -157,7 +166,7 @@ async def _exec(request: Request, call: ToolCall | Result, ended: Callable[[], N
 
 @router.post(
     "/v1/cancel",
-    **described(
+    **describe_route(
         "End a running call",
         codes=(*WITH_TOKEN, *WITH_BODY, *WITH_LEASE, "call_not_found", "not_implemented", "backend_unavailable"),
         body=CancelBody,
@@ -165,9 +174,9 @@ async def _exec(request: Request, call: ToolCall | Result, ended: Callable[[], N
     ),
 )
 async def cancel(request: Request) -> Response:
-    """Cancel a call and answer with its result."""
+    """Cancel a running call and return its result."""
     service = service_of(request)
-    body = checked(CancelBody, await read_object(request, service.limits))
+    body = parse_body(CancelBody, await read_object(request, service.limits))
     tenant = tenant_of(request).name
     result = await service.dispatcher.cancel_call(tenant, body.lease_id, body.call_id)
     whole = whole_response(result, result_document)

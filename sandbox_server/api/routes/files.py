@@ -1,4 +1,4 @@
-"""Files and archives of a leased slot, streamed both ways."""
+"""The routes for the files of a leased slot: single files, lists of folders, and whole trees as archives."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from sandbox_server.api.body import read_chunks
-from sandbox_server.api.contract.describe import BINARY, LEASE_ID, WITH_LEASE, WITH_TOKEN, RawRoute, described, parameter
+from sandbox_server.api.contract.describe import BINARY, LEASE_ID, WITH_LEASE, WITH_TOKEN, RawRoute, describe_route, parameter
 from sandbox_server.api.contract.parse import flag, query
 from sandbox_server.api.contract.render import json_response
 from sandbox_server.api.contract.responses import FilesAnswer
-from sandbox_server.api.limits import sentence
+from sandbox_server.api.limits import limit_sentence
 from sandbox_server.api.paging import PAGE_NAMES, PAGE_PARAMETERS, Page, page_document
 from sandbox_server.api.service import service_of, tenant_of
-from sandbox_server.api.streams import Stream
+from sandbox_server.api.streams import StreamResponse
 from sandbox_server.core.errors import InvalidRequest
 
 router = APIRouter(route_class=RawRoute, tags=["files"])
@@ -24,9 +24,9 @@ BYTES_TYPE = "application/octet-stream"
 GZIP_TYPE = "application/gzip"
 MAX_PATH_CHARS = 4096
 PATH_SCHEMA = {"type": "string", "minLength": 1, "maxLength": MAX_PATH_CHARS}
-PATH = parameter("path", PATH_SCHEMA, "below the workspace or /tmp; relative to the workspace", required=True)
-MODE = parameter("mode", {"type": "string", "pattern": "^0?[0-7]{3}$"}, "permissions of the new file, octal")
-RECURSIVE = parameter("recursive", {"type": "string", "enum": ["0", "1"]}, "the whole tree")
+PATH = parameter("path", PATH_SCHEMA, "a path in the workspace or /tmp; a relative path is one in the workspace", required=True)
+MODE = parameter("mode", {"type": "string", "pattern": "^0?[0-7]{3}$"}, "permissions of the written file, octal")
+RECURSIVE = parameter("recursive", {"type": "string", "enum": ["0", "1"]}, "1: list everything below the folder")
 
 
 def _path(asked: dict[str, str]) -> str:
@@ -48,23 +48,25 @@ def _mode(asked: dict[str, str]) -> int | None:
     return int(digits, 8)
 
 
-@router.get("/v1/leases/{lease_id}/files", **described("Read a file", codes=FILE_CODES, parameters=(LEASE_ID, PATH), content={BYTES_TYPE: {"schema": BINARY}}))
+@router.get(
+    "/v1/leases/{lease_id}/files", **describe_route("Read a file", codes=FILE_CODES, parameters=(LEASE_ID, PATH), content={BYTES_TYPE: {"schema": BINARY}})
+)
 async def get_file(request: Request) -> Response:
-    """The bytes of one file."""
+    """Read one file."""
     path = _path(query(request, ("path",)))
     service, tenant = service_of(request), tenant_of(request).name
     reservation = await service.dispatcher.answer_budget.reserve_stream(tenant)
-    return Stream(
+    return StreamResponse(
         service.files.read_file(tenant, request.path_params["lease_id"], path),
         BYTES_TYPE,
         stall_s=service.limits.answer_stall_s,
-        ended=reservation.release,
+        on_end=reservation.release,
     )
 
 
 @router.put(
     "/v1/leases/{lease_id}/files",
-    **described(
+    **describe_route(
         "Write a file",
         codes=(*FILE_CODES, "payload_too_large", "draining"),
         status=204,
@@ -73,7 +75,7 @@ async def get_file(request: Request) -> Response:
     ),
 )
 async def put_file(request: Request) -> Response:
-    """Replace one file, atomically."""
+    """Write one file. A file of that path is replaced atomically."""
     service = service_of(request)
     asked = query(request, ("path", "mode"))
     chunks = read_chunks(request, service.limits, "upload_bytes")
@@ -83,10 +85,10 @@ async def put_file(request: Request) -> Response:
 
 @router.get(
     "/v1/leases/{lease_id}/files/list",
-    **described("List a folder", codes=FILE_CODES, parameters=(LEASE_ID, PATH, RECURSIVE, *PAGE_PARAMETERS), answer=FilesAnswer),
+    **describe_route("List a folder", codes=FILE_CODES, parameters=(LEASE_ID, PATH, RECURSIVE, *PAGE_PARAMETERS), answer=FilesAnswer),
 )
 async def list_files(request: Request) -> Response:
-    """The names in a folder; all of them where no `limit` is given."""
+    """List a folder: one page of it, or all of it if there is no `limit`."""
     service = service_of(request)
     asked = query(request, ("path", "recursive", *PAGE_NAMES))
     most = service.limits.list_entries
@@ -99,30 +101,33 @@ async def list_files(request: Request) -> Response:
         max_entries=most,
     )
     if is_cut:
-        why = f"path: {sentence(service.limits, 'list_entries')}, or their names are too long together: list the folders below it one by one"
+        why = f"path: {limit_sentence(service.limits, 'list_entries')}, or their names are too long together: list the folders below it one by one"
         raise InvalidRequest(why, field="path", limit="list_entries")
     shown, cursor = page.cut(entries, lambda entry: str(entry.get("path")))
     return json_response(page_document("entries", shown, cursor))
 
 
-@router.get("/v1/leases/{lease_id}/archive", **described("Read a tree", codes=FILE_CODES, parameters=(LEASE_ID, PATH), content={GZIP_TYPE: {"schema": BINARY}}))
+@router.get(
+    "/v1/leases/{lease_id}/archive",
+    **describe_route("Read a folder as an archive", codes=FILE_CODES, parameters=(LEASE_ID, PATH), content={GZIP_TYPE: {"schema": BINARY}}),
+)
 async def get_archive(request: Request) -> Response:
-    """A tree as a gzipped tar."""
+    """Read a folder and everything in it as a gzipped tar archive."""
     path = _path(query(request, ("path",)))
     service, tenant = service_of(request), tenant_of(request).name
     reservation = await service.dispatcher.answer_budget.reserve_stream(tenant)
-    return Stream(
+    return StreamResponse(
         service.files.read_archive(tenant, request.path_params["lease_id"], path),
         GZIP_TYPE,
         stall_s=service.limits.answer_stall_s,
-        ended=reservation.release,
+        on_end=reservation.release,
     )
 
 
 @router.put(
     "/v1/leases/{lease_id}/archive",
-    **described(
-        "Write a tree",
+    **describe_route(
+        "Unpack an archive into a folder",
         codes=(*FILE_CODES, "payload_too_large", "draining"),
         status=204,
         parameters=(LEASE_ID, PATH),
@@ -130,7 +135,7 @@ async def get_archive(request: Request) -> Response:
     ),
 )
 async def put_archive(request: Request) -> Response:
-    """Unpack a gzipped tar into a folder."""
+    """Unpack a gzipped tar archive into a folder."""
     service = service_of(request)
     path = _path(query(request, ("path",)))
     chunks = read_chunks(request, service.limits, "upload_bytes")

@@ -1,4 +1,4 @@
-"""Leases: acquire, release, renew, look."""
+"""The routes for leases: acquire, release, renew, list, narrow."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from sandbox_server.api.body import CallerGone, read_object
-from sandbox_server.api.contract.describe import LEASE_ID, WITH_BODY, WITH_LEASE, WITH_TOKEN, RawRoute, described, parameter
-from sandbox_server.api.contract.parse import acquire_request, checked, query
+from sandbox_server.api.contract.describe import LEASE_ID, WITH_BODY, WITH_LEASE, WITH_TOKEN, RawRoute, describe_route, parameter
+from sandbox_server.api.contract.parse import acquire_request, parse_body, query
 from sandbox_server.api.contract.render import json_response, lease_document
 from sandbox_server.api.contract.requests import AcquireBody, NarrowBody, ReleaseBody, RenewBody
 from sandbox_server.api.contract.responses import AcquireAnswer, LeaseAnswer, LeasesAnswer, ReleaseAnswer, RenewAnswer
 from sandbox_server.api.limits import too_many
 from sandbox_server.api.paging import PAGE_NAMES, PAGE_PARAMETERS, Page, next_cursor, page_document
 from sandbox_server.api.service import Service, service_of, tenant_of
-from sandbox_server.api.streams import hang_up
+from sandbox_server.api.streams import wait_for_hang_up
 from sandbox_server.core.errors import InvalidRequest, Stopping, StorageUnavailable
 from sandbox_server.core.types import Acquired, AcquireRequest
 
@@ -41,11 +41,11 @@ ACQUIRE_CODES = (
 )
 
 
-@router.post("/v1/acquire", **described("Acquire one slot, or a gang of them", codes=ACQUIRE_CODES, body=AcquireBody, answer=AcquireAnswer))
+@router.post("/v1/acquire", **describe_route("Acquire one slot, or a gang of them", codes=ACQUIRE_CODES, body=AcquireBody, answer=AcquireAnswer))
 async def acquire(request: Request) -> Response:
-    """Acquire slots; waits in the queue for as long as the caller does and may."""
+    """Acquire slots. Waits in the queue until they are granted, `wait_s` has passed, or the caller closes the connection."""
     service = service_of(request)
-    body = checked(AcquireBody, await read_object(request, service.limits))
+    body = parse_body(AcquireBody, await read_object(request, service.limits))
     wanted = acquire_request(body, tenant_of(request).name, service.default_pool, service.limits)
     service.check_not_stopping()
     service.check_storage()
@@ -54,30 +54,35 @@ async def acquire(request: Request) -> Response:
 
 
 async def _acquire_unless_gone(service: Service, request: Request, wanted: AcquireRequest) -> Acquired:
-    """Acquire, but leave the queue when the caller hangs up or the service is told to stop; what was granted too late is given back."""
+    """Acquire slots, but leave the queue when the caller closes the connection or the service stops. Slots granted too late are given back.
+
+    Raises:
+        CallerGone: the caller closed the connection.
+        Stopping: the service is stopping.
+    """
     granting = asyncio.create_task(service.pools.acquire(wanted))
-    gone = asyncio.create_task(hang_up(request.receive))
+    hang_up = asyncio.create_task(wait_for_hang_up(request.receive))
     try:
-        await asyncio.wait((granting, gone, service.stopping), return_when=asyncio.FIRST_COMPLETED)
-        if granting.done() and not gone.done():
+        await asyncio.wait((granting, hang_up, service.stopping), return_when=asyncio.FIRST_COMPLETED)
+        if granting.done() and not hang_up.done():
             return granting.result()
     finally:
-        gone.cancel()
+        hang_up.cancel()
         if not granting.done():
             granting.cancel()
             await asyncio.wait((granting,))
     if not granting.cancelled() and granting.exception() is None:
         service.pools.undelivered(granting.result(), wanted.request_key)
-    if gone.done() and not gone.cancelled():
+    if hang_up.done() and not hang_up.cancelled():
         raise CallerGone
     raise Stopping
 
 
-@router.post("/v1/release", **described("Give slots back", codes=(*WITH_TOKEN, *WITH_BODY), body=ReleaseBody, answer=ReleaseAnswer))
+@router.post("/v1/release", **describe_route("End leases and give their slots back", codes=(*WITH_TOKEN, *WITH_BODY), body=ReleaseBody, answer=ReleaseAnswer))
 async def release(request: Request) -> Response:
-    """End leases, at once; the reset of their slots runs behind."""
+    """End leases at once. Their slots are reset afterwards."""
     service = service_of(request)
-    body = checked(ReleaseBody, await read_object(request, service.limits))
+    body = parse_body(ReleaseBody, await read_object(request, service.limits))
     if (body.lease_ids is None) == (body.run_id is None):
         raise InvalidRequest("lease_ids: give lease_ids or run_id, one of them", field="lease_ids")
     _check_count(body.lease_ids, service)
@@ -85,16 +90,16 @@ async def release(request: Request) -> Response:
     try:
         await service.flush()
     except StorageUnavailable:
-        # The leases have ended all the same, and a service that finds them again only lets them expire.
-        log.exception("releases could not be written down")
+        # The leases have ended. Only if the service is restarted now are they held again, until they expire.
+        log.exception("releases could not be written to the store")
     return json_response({"released": list(released), "unknown": list(unknown)})
 
 
-@router.post("/v1/renew", **described("Let leases live on", codes=(*WITH_TOKEN, *WITH_BODY, "storage_unavailable"), body=RenewBody, answer=RenewAnswer))
+@router.post("/v1/renew", **describe_route("Extend leases", codes=(*WITH_TOKEN, *WITH_BODY, "storage_unavailable"), body=RenewBody, answer=RenewAnswer))
 async def renew(request: Request) -> Response:
-    """Put off the end of leases; never brings it nearer."""
+    """Extend leases. The end of a lease is never brought forward."""
     service = service_of(request)
-    body = checked(RenewBody, await read_object(request, service.limits))
+    body = parse_body(RenewBody, await read_object(request, service.limits))
     _check_count(body.lease_ids, service)
     leases, lost = service.pools.renew(tenant_of(request).name, body.lease_ids, body.ttl_s)
     await service.flush()
@@ -118,9 +123,11 @@ LIST_PARAMETERS = (
 )
 
 
-@router.get("/v1/leases", **described("The leases that hold", codes=(*WITH_TOKEN, "invalid_request"), parameters=LIST_PARAMETERS, answer=LeasesAnswer))
+@router.get(
+    "/v1/leases", **describe_route("List the leases that are held", codes=(*WITH_TOKEN, "invalid_request"), parameters=LIST_PARAMETERS, answer=LeasesAnswer)
+)
 async def list_leases(request: Request) -> Response:
-    """One page of the caller's leases."""
+    """List the caller's leases, one page at a time."""
     service = service_of(request)
     asked = query(request, ("run_id", "trajectory_id", *PAGE_NAMES))
     page = Page.of(asked, service.limits)
@@ -131,15 +138,15 @@ async def list_leases(request: Request) -> Response:
     return json_response(page_document("leases", [lease_document(lease) for lease in leases], cursor))
 
 
-@router.get("/v1/leases/{lease_id}", **described("One lease", codes=(*WITH_TOKEN, *WITH_LEASE), parameters=(LEASE_ID,), answer=LeaseAnswer))
+@router.get("/v1/leases/{lease_id}", **describe_route("One lease", codes=(*WITH_TOKEN, *WITH_LEASE), parameters=(LEASE_ID,), answer=LeaseAnswer))
 async def get_lease(request: Request) -> Response:
-    """A lease that holds."""
+    """Get a lease that is held."""
     return json_response(lease_document(service_of(request).pools.lease(tenant_of(request).name, request.path_params["lease_id"])))
 
 
 @router.post(
     "/v1/leases/{lease_id}/narrow",
-    **described(
+    **describe_route(
         "Take rights away from a held slot",
         codes=(*WITH_TOKEN, *WITH_BODY, *WITH_LEASE, "not_implemented", "draining", "backend_unavailable", "storage_unavailable"),
         parameters=(LEASE_ID,),
@@ -148,11 +155,11 @@ async def get_lease(request: Request) -> Response:
     ),
 )
 async def narrow(request: Request) -> Response:
-    """End the slot's processes and take network or cache away, for good; its files stay."""
+    """End the processes of the slot and take its network or cache away for the rest of the lease. Its files stay."""
     service = service_of(request)
-    body = checked(NarrowBody, await read_object(request, service.limits))
+    body = parse_body(NarrowBody, await read_object(request, service.limits))
     if body.allow_network is None and body.cache is None:
-        raise InvalidRequest("allow_network: say what to take away: allow_network, cache or both", field="allow_network")
+        raise InvalidRequest("allow_network: name what to take away: allow_network, cache or both", field="allow_network")
     service.check_not_stopping()
     lease = await service.pools.narrow(tenant_of(request).name, request.path_params["lease_id"], allow_network=body.allow_network, cache=body.cache)
     return json_response(lease_document(lease))

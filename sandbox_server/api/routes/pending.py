@@ -1,30 +1,46 @@
-"""Routes of the contract that are not built yet: they say so."""
+"""The routes of the contract that are not built yet. They answer `not_implemented`, over HTTP and over WebSocket."""
 
 from __future__ import annotations
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.websockets import WebSocket
 
-from sandbox_server.api.contract.describe import ALWAYS, LEASE_ID, WITH_TOKEN, RawRoute, described
+from sandbox_server.api.contract.describe import ALWAYS, LEASE_ID, WITH_TOKEN, RawRoute, describe_route
 from sandbox_server.core.errors import NotImplementedHere
 
 router = APIRouter(route_class=RawRoute, tags=["not built yet"])
 
+TERMINAL_PATH = "/v1/leases/{lease_id}/terminal"
 PENDING = (
-    ("GET", "/v1/leases/{lease_id}/terminal", "A terminal (WebSocket)", (LEASE_ID,)),
+    ("GET", TERMINAL_PATH, "A terminal (WebSocket)", (LEASE_ID,)),
     ("GET", "/", "The page", ()),
 )
 OPEN = frozenset({"/"})
 
 
-async def not_built(request: Request) -> Response:
-    """Say that there is nothing here yet."""
+async def refuse_request(request: Request) -> Response:
+    """Refuse a request to a route that is not built yet.
+
+    Raises:
+        NotImplementedHere: always.
+    """
     raise NotImplementedHere(f"{request.method} {request.scope['route'].path} is not built yet")
+
+
+async def refuse_terminal(websocket: WebSocket) -> None:
+    """Refuse the WebSocket handshake of a terminal.
+
+    Raises:
+        NotImplementedHere: always.
+    """
+    raise NotImplementedHere("terminals are not built yet")
 
 
 for _method, _path, _summary, _parameters in PENDING:
     _codes = (*(ALWAYS if _path in OPEN else WITH_TOKEN), "not_implemented")
     router.add_api_route(
-        _path, not_built, methods=[_method], name=f"{_method} {_path}", **described(_summary, codes=_codes, status=501, parameters=_parameters)
+        _path, refuse_request, methods=[_method], name=f"{_method} {_path}", **describe_route(_summary, codes=_codes, status=501, parameters=_parameters)
     )
+router.add_websocket_route(TERMINAL_PATH, refuse_terminal)

@@ -1,4 +1,4 @@
-"""Pools: look at them, make and change them, drain them away, test their reset."""
+"""The routes for pools: list, create, change, delete, and verify the reset of their slots."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from sandbox_server.api.body import read_object
-from sandbox_server.api.contract.describe import WITH_BODY, WITH_TOKEN, RawRoute, described, json_content, parameter
-from sandbox_server.api.contract.parse import checked, flag, query
+from sandbox_server.api.contract.describe import WITH_BODY, WITH_TOKEN, RawRoute, describe_route, json_content, parameter
+from sandbox_server.api.contract.parse import flag, parse_body, query
 from sandbox_server.api.contract.render import json_response, pool_document
 from sandbox_server.api.contract.requests import PoolSpecBody
 from sandbox_server.api.contract.responses import PoolAnswer, PoolsAnswer, VerifyAnswer
@@ -25,19 +25,30 @@ from sandbox_server.pool.access import ALL_TENANTS
 
 router = APIRouter(route_class=RawRoute, tags=["pools"])
 
-NAME = parameter("name", {"type": "string", "pattern": POOL_NAME}, "a pool", where="path", required=True)
-FORCE = parameter("force", {"type": "string", "enum": ["0", "1"]}, "end its leases now instead of waiting for them")
-TENANT = parameter("tenant", {"type": "string", "minLength": 1}, "whose pool, for admins; default the caller's own, else the shared one")
-TENANTS = parameter("tenant", {"type": "string", "minLength": 1}, "whose pools, for admins; `*`: every one; default the caller's own and the shared ones")
+NAME = parameter("name", {"type": "string", "pattern": POOL_NAME}, "a pool", location="path", required=True)
+FORCE = parameter("force", {"type": "string", "enum": ["0", "1"]}, "1: end its leases now, instead of waiting until they end")
+TENANT = parameter(
+    "tenant", {"type": "string", "minLength": 1}, "the tenant that owns the pool, for admins; default: the caller's own pool, else the shared one"
+)
+TENANTS = parameter(
+    "tenant",
+    {"type": "string", "minLength": 1},
+    "the tenant whose pools to list, for admins; `*`: those of all tenants; default: the caller's own and the shared ones",
+)
 CHANGE_CODES = (*WITH_TOKEN, "forbidden", "invalid_request", "pool_conflict", "not_implemented", "draining", "backend_unavailable", "storage_unavailable")
 
 
 @router.get(
     "/v1/pools",
-    **described("The pools that names mean", codes=(*WITH_TOKEN, "forbidden", "invalid_request"), parameters=(TENANTS, *PAGE_PARAMETERS), answer=PoolsAnswer),
+    **describe_route(
+        "List the pools that the caller can use",
+        codes=(*WITH_TOKEN, "forbidden", "invalid_request"),
+        parameters=(TENANTS, *PAGE_PARAMETERS),
+        answer=PoolsAnswer,
+    ),
 )
 async def list_pools(request: Request) -> Response:
-    """The caller's own pools and the shared ones, and what they hold now."""
+    """List the caller's own pools and the shared ones, with their current state."""
     service, actor = service_of(request), actor_of(request)
     asked = query(request, ("tenant", *PAGE_NAMES))
     page = Page.of(asked, service.limits)
@@ -47,10 +58,10 @@ async def list_pools(request: Request) -> Response:
 
 @router.get(
     "/v1/pools/{name}",
-    **described("One pool", codes=(*WITH_TOKEN, "forbidden", "invalid_request", "pool_not_found"), parameters=(NAME, TENANT), answer=PoolAnswer),
+    **describe_route("One pool", codes=(*WITH_TOKEN, "forbidden", "invalid_request", "pool_not_found"), parameters=(NAME, TENANT), answer=PoolAnswer),
 )
 async def get_pool(request: Request) -> Response:
-    """One pool and what it holds now."""
+    """Get one pool with its current state."""
     actor = actor_of(request)
     view = service_of(request).pools.view(request.path_params["name"], actor=actor, tenant=_tenant(query(request, ("tenant",))))
     return json_response(pool_document(view, tenant_of(request)))
@@ -58,21 +69,21 @@ async def get_pool(request: Request) -> Response:
 
 @router.put(
     "/v1/pools/{name}",
-    **described(
-        "Make or change a pool",
+    **describe_route(
+        "Create or change a pool",
         codes=(*CHANGE_CODES, *WITH_BODY),
         parameters=(NAME, TENANT),
         body=PoolSpecBody,
         answer=PoolAnswer,
-        also={201: {"description": "Made", "content": json_content(PoolAnswer)}},
+        also={201: {"description": "Created", "content": json_content(PoolAnswer)}},
     ),
 )
 async def put_pool(request: Request) -> Response:
-    """Give a pool this spec; what is not in it has its default."""
+    """Create a pool with this spec, or change its spec. A field that is not given has its default."""
     service = service_of(request)
     name = _name(request)
     document = await read_object(request, service.limits)
-    body = checked(PoolSpecBody, document)
+    body = parse_body(PoolSpecBody, document)
     problem = spec_problem(body, service.limits)
     if problem is not None:
         raise InvalidRequest(problem, field=problem.partition(":")[0])
@@ -80,8 +91,8 @@ async def put_pool(request: Request) -> Response:
     spec, tenant, owner = spec_of(body), tenant_of(request), _tenant(query(request, ("tenant",)))
 
     def check(now: PoolSpec | None) -> None:
-        if now is None and owner is not None and not service.tenants.knows(owner):
-            raise InvalidRequest(f"tenant: there is no tenant {owner!r} whose pool it could be", field="tenant")
+        if now is None and owner is not None and not service.tenants.has_tenant(owner):
+            raise InvalidRequest(f"tenant: there is no tenant {owner!r} that could own the pool", field="tenant")
         if not tenant.admin:
             check_may_set(spec, now, gives_env_vars="env_vars" in document, backends=tenant.backends)
 
@@ -97,7 +108,7 @@ def _name(request: Request) -> str:
 
 
 def _tenant(asked: Mapping[str, str]) -> str | None:
-    """Whose pool is meant, where the query says so."""
+    """The tenant that the query names; None if it names none."""
     tenant = asked.get("tenant")
     if tenant == ALL_TENANTS:
         raise InvalidRequest("tenant: must be one tenant's name here; `*` is for the list of pools", field="tenant")
@@ -106,10 +117,10 @@ def _tenant(asked: Mapping[str, str]) -> str | None:
 
 @router.delete(
     "/v1/pools/{name}",
-    **described("Drain a pool away", codes=(*CHANGE_CODES, "pool_not_found"), status=202, parameters=(NAME, TENANT, FORCE)),
+    **describe_route("Delete a pool", codes=(*CHANGE_CODES, "pool_not_found"), status=202, parameters=(NAME, TENANT, FORCE)),
 )
 async def delete_pool(request: Request) -> Response:
-    """Give no new leases; the pool goes with its last one, or now."""
+    """Delete a pool. It gives no new leases, and is gone when its last lease has ended, or at once with `force`."""
     service = service_of(request)
     asked = query(request, ("tenant", "force"))
     force = flag(asked.get("force"), "force")
@@ -119,15 +130,15 @@ async def delete_pool(request: Request) -> Response:
 
 @router.post(
     "/v1/pools/{name}/verify",
-    **described(
-        "Test the reset of a pool's slots",
+    **describe_route(
+        "Verify the reset of a pool's slots",
         codes=(*CHANGE_CODES, "pool_not_found", "no_capacity"),
         parameters=(NAME, TENANT),
         answer=VerifyAnswer,
     ),
 )
 async def verify_pool(request: Request) -> Response:
-    """Plant leftovers of every kind in free slots, reset them, and report what was found."""
+    """Leave files and processes of every kind in free slots, reset the slots, and report what was found and removed."""
     service = service_of(request)
     check_admin(request, "verify pools")
     service.check_not_stopping()

@@ -63,7 +63,7 @@ class World:
             flush=self.pools.flush,
             tenants=Tenants([]),
             limits=Limits(),
-            bodies=BodyBudget(Limits()),
+            body_budget=BodyBudget(Limits()),
             default_pool="default",
             stopping=asyncio.get_running_loop().create_future(),
         )

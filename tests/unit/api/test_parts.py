@@ -142,13 +142,13 @@ def test_a_token_takes_the_same_comparisons_whoevers_it_is(token: bytes, monkeyp
 
     monkeypatch.setattr(tenants_module, "hmac", SimpleNamespace(compare_digest=compare))
     with contextlib.suppress(Unauthorized):
-        TENANTS.of_token(token)
+        TENANTS.tenant_of_token(token)
 
     assert compared == [32, 32], "each known token once, over digests of one length"
 
 
 def test_an_open_door_asks_for_nothing() -> None:
-    assert Tenants([Tenant(name="local", admin=True)], open_door=True).authenticate(None).admin
+    assert Tenants([Tenant(name="local", admin=True)], authentication_disabled=True).authenticate(None).admin
 
 
 def test_tenants_do_not_show_their_tokens() -> None:

@@ -36,7 +36,12 @@ def with_file(path: Path, text: str, **environ: str) -> Settings:
 def test_nothing_said_is_one_default_pool_and_no_tenants() -> None:
     settings = load_settings({})
 
-    assert (settings.pools, settings.default_pool, settings.tenants, settings.open_door) == ({"default": PoolSpec(shared=True)}, "default", (), False)
+    assert (settings.pools, settings.default_pool, settings.tenants, settings.authentication_disabled) == (
+        {"default": PoolSpec(shared=True)},
+        "default",
+        (),
+        False,
+    )
     assert (settings.limits, settings.log_format, settings.log_level, settings.advertise_url) == (Limits(), "json", "info", None)
 
 
@@ -53,7 +58,7 @@ def test_every_variable_is_read() -> None:
     )
 
     assert [(tenant.name, tenant.token, tenant.admin) for tenant in settings.tenants] == [("a", "one", True), ("b", "two:with:colons", True)]
-    assert (settings.state_dir, settings.open_door, settings.advertise_url) == (Path("/s"), True, "https://pool.example:8443")
+    assert (settings.state_dir, settings.authentication_disabled, settings.advertise_url) == (Path("/s"), True, "https://pool.example:8443")
     assert (settings.log_format, settings.log_level) == ("text", "debug")
 
 
@@ -130,7 +135,7 @@ def test_a_file_says_pools_tenants_and_limits(tmp_path: Path) -> None:
         ("pools: {default: {default_timeout_s: 4000}}", r"pools\.default\.default_timeout_s"),
         ("pools: {default: {network: internet}}", r"pools\.default\.network: internet is reserved"),
         ("pools: {default: {root: overlay}}", r"pools\.default\.root: overlay is reserved"),
-        ("pools: {default: {dedicated: true}}", r"pools\.default\.dedicated: the local backend cannot"),
+        ("pools: {default: {dedicated: true}}", r"pools\.default\.dedicated: not possible on the local backend"),
         ("pools: {default: {local: {expose: [opt]}}}", r"pools\.default\.local\.expose: must be absolute"),
         ("pools: {default: {env_vars: {'': x}}}", r"pools\.default\.env_vars"),
         ("pools: {Default: {}}", r"pools"),
@@ -139,8 +144,8 @@ def test_a_file_says_pools_tenants_and_limits(tmp_path: Path) -> None:
         ("pools: {default: {max_sandboxes: 1001}}", r"pools\.default\.max_sandboxes: more than 1000 sandboxes.*limits.pool_sandboxes"),
         ("pools: {default: {workspace_base: data}}", r"pools\.default\.workspace_base: must be an absolute path"),
         ("pools: {default: {cpu: .nan}}", r"pools\.default\.cpu: should be a finite number"),
-        ("pools: {default: {}, default: {}}", r"is no YAML: .*'default' is there twice at line 1, column 22: "),
-        ("pools: {a: \0}", r"is no YAML: .*not allowed at position 11"),
+        ("pools: {default: {}, default: {}}", r"is not YAML: .*'default' is there twice at line 1, column 22: "),
+        ("pools: {a: \0}", r"is not YAML: .*not allowed at position 11"),
         ("limits: {lease_calls: 100001}", r"limits\.lease_calls: should be less than or equal to 100000"),
         ("limits: {lease_calls: many}", r"limits\.lease_calls: should be a valid integer"),
         ("nomad: {ca_cert: /nowhere.pem}", r"nomad\.ca_cert: /nowhere.pem cannot be read: No such file"),
@@ -158,8 +163,8 @@ def test_a_file_says_pools_tenants_and_limits(tmp_path: Path) -> None:
         ("tenants: [{name: a, tokn: t}]", r"tenants\.0\.tokn: unknown key; allowed are name, token"),
         ("nomad: {tokenfile: x}", r"nomad\.tokenfile: unknown key; allowed are token_file"),
         ("- a list", r"must be a mapping"),
-        ("pools: {default: [", r"is no YAML"),
-        ("a: !!python/object/apply:os.getcwd []", r"is no YAML"),
+        ("pools: {default: [", r"is not YAML"),
+        ("a: !!python/object/apply:os.getcwd []", r"is not YAML"),
     ],
 )
 def test_a_file_that_cannot_be_stops_the_start(tmp_path: Path, text: str, named: str) -> None:

@@ -14,11 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sandbox_server.api.body import CallerGone, check_keys, without_escapes
-from sandbox_server.api.call_events import Text
+from sandbox_server.api.call_events import OutputEncoder
 from sandbox_server.api.contract.parse import offset_of, wait_of
 from sandbox_server.api.limits import Limits
 from sandbox_server.api.paging import Page, next_cursor
-from sandbox_server.api.streams import COMMENT, EventStream, check_room, event_block
+from sandbox_server.api.streams import COMMENT, EventStreamResponse, check_stream_limit, event_block
 from sandbox_server.core.errors import InvalidRequest, QuotaExceeded
 from sandbox_server.core.execution import Fault, Reason, Result
 from sandbox_server.dispatch.call_records import Chunk
@@ -45,7 +45,7 @@ class Caller:
 
 
 def service(**limits: int) -> Any:
-    return SimpleNamespace(streams=Counter(), limits=Limits(**limits), stopping=asyncio.get_running_loop().create_future())
+    return SimpleNamespace(stream_counts=Counter(), limits=Limits(**limits), stopping=asyncio.get_running_loop().create_future())
 
 
 async def test_a_comment_is_sent_while_nothing_is() -> None:
@@ -56,7 +56,7 @@ async def test_a_comment_is_sent_while_nothing_is() -> None:
         await ready.wait()
         yield event_block({"n": 1}, event="e", event_id=1)
 
-    stream = asyncio.create_task(EventStream(events(), service(), "t", heartbeat_s=0.001)({}, caller.receive, caller.send))
+    stream = asyncio.create_task(EventStreamResponse(events(), service(), "t", heartbeat_s=0.001)({}, caller.receive, caller.send))
     while caller.body.count(COMMENT) < 3:
         await asyncio.sleep(0)
     ready.set()
@@ -76,29 +76,29 @@ async def test_a_hang_up_closes_the_events_and_frees_the_place() -> None:
         finally:
             closed.set()
 
-    stream = asyncio.create_task(EventStream(events(), of, "t")({}, caller.receive, caller.send))
+    stream = asyncio.create_task(EventStreamResponse(events(), of, "t")({}, caller.receive, caller.send))
     while len(caller.sent) < 3:
         await asyncio.sleep(0)
     with pytest.raises(QuotaExceeded, match=r"limits\.streams"):
-        EventStream(events(), of, "t")
+        EventStreamResponse(events(), of, "t")
     caller.gone.set()
     with pytest.raises(CallerGone):
         await stream
 
     assert closed.is_set()
-    assert not of.streams.total()
+    assert not of.stream_counts.total()
 
 
 async def test_a_tenant_has_half_of_the_streams() -> None:
     of = service(streams=4)
-    of.streams.update({"greedy": 2})
+    of.stream_counts.update({"greedy": 2})
 
     with pytest.raises(QuotaExceeded, match=r"more than 2 event streams of one tenant open at once: that is half of `limits\.streams`"):
-        check_room(of, "greedy")
-    check_room(of, "other")
-    of.streams.update({"other": 1, "third": 1})
+        check_stream_limit(of, "greedy")
+    check_stream_limit(of, "other")
+    of.stream_counts.update({"other": 1, "third": 1})
     with pytest.raises(QuotaExceeded, match=r"more than 4 event streams open at once"):
-        check_room(of, "fourth")
+        check_stream_limit(of, "fourth")
 
 
 async def test_a_stop_ends_a_stream_without_an_end() -> None:
@@ -108,7 +108,7 @@ async def test_a_stop_ends_a_stream_without_an_end() -> None:
         await asyncio.Event().wait()
         yield b""
 
-    stream = asyncio.create_task(EventStream(events(), of, "t", ends_at_once=True)({}, caller.receive, caller.send))
+    stream = asyncio.create_task(EventStreamResponse(events(), of, "t", ends_with_service=True)({}, caller.receive, caller.send))
     while not caller.sent:
         await asyncio.sleep(0)
     of.stopping.set_result(None)
@@ -134,9 +134,9 @@ def test_text_in_pieces_is_the_text_and_every_id_begins_a_character(text: str, d
     cuts = sorted({0, len(whole), *data.draw(st.lists(st.integers(0, len(whole)), max_size=6))})
 
     async def told() -> list[tuple[str, int]]:
-        reader = Text("utf-8")
+        reader = OutputEncoder("utf-8")
         ended = Result(call_id="c", lease_id="l", reason=Reason.EXIT, fault=Fault.NONE, output_bytes=len(whole))
-        blocks = b"".join(reader.block(Chunk(data=whole[start:end], end=end)) for start, end in itertools.pairwise(cuts)) + reader.last(ended)
+        blocks = b"".join(reader.encode(Chunk(data=whole[start:end], end=end)) for start, end in itertools.pairwise(cuts)) + reader.finish(ended)
         return [(event.data["data"], int(event.id or 0)) async for event in parsed(Lines(blocks)) if event.event == "output"]  # type: ignore[arg-type]
 
     found = asyncio.run(told())
@@ -146,10 +146,10 @@ def test_text_in_pieces_is_the_text_and_every_id_begins_a_character(text: str, d
 
 
 async def test_output_that_was_too_large_to_keep_is_said_to_be_missing() -> None:
-    reader = Text("base64", offset=10)
-    reader.block(Chunk(data=b"abc", end=13))
+    reader = OutputEncoder("base64", offset=10)
+    reader.encode(Chunk(data=b"abc", end=13))
 
-    told = [event async for event in parsed(Lines(reader.last(Result(call_id="c", lease_id="l", reason=Reason.EXIT, fault=Fault.NONE, output_bytes=20))))]  # type: ignore[arg-type]
+    told = [event async for event in parsed(Lines(reader.finish(Result(call_id="c", lease_id="l", reason=Reason.EXIT, fault=Fault.NONE, output_bytes=20))))]  # type: ignore[arg-type]
 
     assert [(event.event, event.data.get("bytes")) for event in told] == [("missed", 7)]
 
