@@ -183,7 +183,7 @@ async def _env_vars(harness: Harness) -> httpx.Response:
 async def _streams(harness: Harness) -> httpx.Response:
     service = harness.application._edge.service
     assert service is not None
-    service.streams[ALICE.name] += 1
+    service.stream_counts[ALICE.name] += 1
     return await harness.http.get("/v1/events")
 
 
