@@ -105,8 +105,8 @@ def test_ctrl_c_ends_the_service_that_run_started(alone: CommandLine, tmp_path: 
 
 def test_a_second_ctrl_c_says_what_is_left_behind(alone: CommandLine) -> None:
     held = (
-        "import os, signal; from env_client.cli.exit_handling import ending_by_signal, leaving\n"
-        "with ending_by_signal(False), leaving('so'):\n"
+        "import os, signal; from env_client.cli.signals import announce_on_forced_exit, interrupt_on_signals\n"
+        "with interrupt_on_signals(False), announce_on_forced_exit('so'):\n"
         "    try: os.kill(os.getpid(), signal.SIGINT)\n"
         "    except KeyboardInterrupt: os.kill(os.getpid(), signal.SIGINT)\n"
     )

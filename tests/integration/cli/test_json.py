@@ -195,4 +195,4 @@ def test_an_output_that_cannot_be_written_is_no_traceback(sandbox: CommandLine) 
             [*PROGRAM, "pools", "--json"], env=sandbox.environ, stdin=subprocess.DEVNULL, stdout=full, stderr=subprocess.PIPE, timeout=WAIT_S, check=False
         )
 
-    assert (done.returncode, done.stderr) == (125, b"sandbox: No space left on device\n  mend that, and try again\n")
+    assert (done.returncode, done.stderr) == (125, b"sandbox: No space left on device\n  correct the cause, and try again\n")

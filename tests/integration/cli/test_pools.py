@@ -16,7 +16,7 @@ SMALL = ("-s", "slots_per_sandbox=1", "-s", "max_sandboxes=1", "-s", "min_sandbo
 @pytest.fixture
 def pool(sandbox: CommandLine) -> Iterator[str]:
     """A pool without a sandbox, removed afterwards."""
-    assert sandbox.out("pool", "apply", "walk", *SMALL) == "made pool walk\n"
+    assert sandbox.out("pool", "apply", "walk", *SMALL) == "created pool walk\n"
     yield "walk"
     sandbox("pool", "delete", "walk", "--force")
 
@@ -64,7 +64,7 @@ class TestApply:
         done = sandbox("pool", "apply", pool)
 
         assert (done.returncode, done.stdout) == (125, b"")
-        assert done.stderr.decode() == "sandbox: pool 'walk' is there, and nothing says what to change\n  give a FILE, --set FIELD=VALUE, or --defaults\n"
+        assert done.stderr.decode() == "sandbox: pool 'walk' exists, and no change is given\n  give a FILE, --set FIELD=VALUE, or --defaults\n"
         assert sandbox.json("pools", pool)["spec"] == before
 
     def test_the_defaults_are_asked_for(self, sandbox: CommandLine, pool: str) -> None:
@@ -72,10 +72,10 @@ class TestApply:
 
         assert told == 'changed pool walk: max_sandboxes 1 → 5, on_shutdown "destroy" → "keep"\n'
         both = sandbox("pool", "apply", pool, "-", "--defaults")
-        assert (both.returncode, both.stderr.decode()) == (125, "sandbox: FILE and --defaults both say what to begin with\n  give one of them\n")
+        assert (both.returncode, both.stderr.decode()) == (125, "sandbox: FILE and --defaults exclude each other\n  give one of them\n")
 
     def test_a_new_pool_needs_nothing_said(self, sandbox: CommandLine) -> None:
-        assert sandbox.out("pool", "apply", "plain") == "made pool plain\n"
+        assert sandbox.out("pool", "apply", "plain") == "created pool plain\n"
         sandbox.out("pool", "delete", "plain", "--force")
 
     @pytest.mark.parametrize(
@@ -85,12 +85,11 @@ class TestApply:
             ("nomad.adress=x", "sandbox: a pool spec has no field 'nomad.adress'\n  did you mean nomad.address?\n"),
             (
                 "idle_timeout_s=1e400",
-                "sandbox: --set idle_timeout_s=1e400: 1e400 is not a finite number\n  give a finite one; null is what some fields take for none\n",
+                "sandbox: --set idle_timeout_s=1e400: 1e400 is not a finite number\n  give a finite number; some fields accept null for no limit\n",
             ),
             (
                 "max_sandboxes=many",
-                "sandbox: max_sandboxes: should be a valid integer\n"
-                "  `sandbox pools NAME` shows every field of a spec; docs/settings.md says what each takes\n",
+                "sandbox: max_sandboxes: should be a valid integer\n  `sandbox pools NAME` shows every field of a spec; docs/settings.md describes them\n",
             ),
         ],
     )
@@ -126,8 +125,8 @@ def test_a_pool_without_a_sandbox_says_how_to_get_one_to_verify(sandbox: Command
 
     assert (done.returncode, done.stderr.decode()) == (
         125,
-        "sandbox: pool 'walk' has no sandbox now, so no slot to verify\n"
-        "  one is made once a slot is asked for: `sandbox run --pool walk -- true`, and verify then\n",
+        "sandbox: pool 'walk' has no sandbox now, so there is no slot to verify\n"
+        "  an acquire starts one: `sandbox run --pool walk -- true`, then verify again\n",
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from env_client.cli.diagnosis import Finding, State, draining_for, pool_findings
+from env_client.cli.diagnosis import Finding, State, draining_reason, pool_findings
 from env_client.values import PoolInfo
 
 ALL = {
@@ -32,7 +32,7 @@ def test_where_all_is_well_nothing_is_to_be_mended() -> None:
     ("verdict", "fix"),
     [
         ("bubblewrap (bwrap) is not in PATH", "bubblewrap"),
-        ("bwrap: setting up uid map: Permission denied", "let ordinary users make user namespaces"),
+        ("bwrap: setting up uid map: Permission denied", "let ordinary users create user namespaces"),
         ("bwrap: No permissions to create new namespace: Operation not permitted", "--security-opt seccomp=unconfined"),
     ],
 )
@@ -50,7 +50,7 @@ def test_a_worse_mode_that_does_not_work_harms_nobody() -> None:
 
 
 def test_no_isolation_is_said_loudly() -> None:
-    assert "NOT kept apart" in found("none")["isolation"].detail
+    assert "NOT isolated" in found("none")["isolation"].detail
 
 
 @pytest.mark.parametrize(("how", "state"), [("cgroup1", State.OK), ("rlimit", State.LIMITED), ("none", State.LIMITED)])
@@ -79,6 +79,6 @@ def test_a_pool_that_drains_is_no_fault_and_says_why(isolation: str | None) -> N
 
 
 def test_a_service_that_does_not_say_how_a_pool_stands_is_an_older_one() -> None:
-    assert draining_for(PoolInfo(name="p", last_error="no isolation mode works here")) == ""
+    assert draining_reason(PoolInfo(name="p", last_error="no isolation mode works here")) == ""
     assert "state" not in found()
-    assert draining_for(PoolInfo(name="p", state="draining")) == "draining: it gives no new leases, and is gone with its last one"
+    assert draining_reason(PoolInfo(name="p", state="draining")) == "draining: it gives no new leases, and is deleted when its last lease ends"

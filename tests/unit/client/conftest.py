@@ -35,8 +35,8 @@ def runner() -> Iterator[asyncio.Runner]:
 
 
 @pytest.fixture(params=KINDS)
-def verbs(request: pytest.FixtureRequest, script: Script, fake_time: FakeTime, runner: asyncio.Runner) -> Any:
-    """The verbs of either client, with a clock of the test's own and the longest jitter."""
+def operations(request: pytest.FixtureRequest, script: Script, fake_time: FakeTime, runner: asyncio.Runner) -> Any:
+    """The operations of either client, with a clock of the test's own and the longest jitter."""
     core = RequestCore(Endpoint(URL, "s3cret"), RetryPolicy(), clock=fake_time.clock, jitter=lambda: 1.0)
     if request.param == "sync":
         return Face(Operations(SyncSender(core, ScriptedTransport(script), sleep=fake_time.sleep)), runner)
