@@ -1,4 +1,4 @@
-"""What each command does, on a real service."""
+"""Tests of each command with a real service."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a person reads when something is wrong: one sentence, and what to do next; never a traceback."""
+"""Tests of the messages for failures: one sentence on what is wrong and one on what to do next, never a traceback."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ OTHER_LEASE = "  `sandbox leases` lists those you hold, `sandbox acquire` acquir
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_what_is_wrong_and_what_to_do(sandbox: CommandLine, words: list[str], told: str | None) -> None:
+def test_a_failure_names_the_problem_and_the_next_step(sandbox: CommandLine, words: list[str], told: str | None) -> None:
     done = sandbox(*words)
 
     assert done.returncode == 125
@@ -164,7 +164,7 @@ def test_with_json_the_error_is_the_one_document(sandbox: CommandLine) -> None:
 
 
 class TestNextSteps:
-    """A step that helps with what is wrong, not one that sends to a help that does not say it."""
+    """The next step corrects the mistake, instead of naming a help text that does not mention it."""
 
     def test_paths_that_files_reach(self, sandbox: CommandLine, lease: str) -> None:
         for words in (["ls", f"{lease}:/etc"], ["cp", f"{lease}:../x", "x"]):
@@ -248,7 +248,7 @@ class TestWhatIsNoText:
         assert sandbox("exec", lease, "--", "printf", "%s", os.fsdecode(b"\xff\xfe")).stdout == b"\xff\xfe"
 
     @pytest.mark.parametrize("words", [["pools", "\udcff"], ["leases", "--run-id", "\udcff"], ["acquire", "--label", "a=\udcff"], ["ls", "\udcff"]])
-    def test_what_cannot_be_asked_for_is_no_traceback(self, sandbox: CommandLine, words: list[str]) -> None:
+    def test_arguments_that_are_not_utf8_give_no_traceback(self, sandbox: CommandLine, words: list[str]) -> None:
         done = sandbox(*words)
 
         assert done.returncode == 125

@@ -1,4 +1,4 @@
-"""Pools made, changed, looked at and taken away by `sandbox`."""
+"""Tests of creating, changing, showing and deleting pools."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SMALL = ("-s", "slots_per_sandbox=1", "-s", "max_sandboxes=1", "-s", "min_sandbo
 
 @pytest.fixture
 def pool(sandbox: CommandLine) -> Iterator[str]:
-    """A pool without a sandbox, removed afterwards."""
+    """A pool without a sandbox, which is deleted after the test."""
     assert sandbox.out("pool", "apply", "walk", *SMALL) == "created pool walk\n"
     yield "walk"
     sandbox("pool", "delete", "walk", "--force")
@@ -67,14 +67,14 @@ class TestApply:
         assert done.stderr.decode() == "sandbox: pool 'walk' exists, and no change is given\n  give a FILE, --set FIELD=VALUE, or --defaults\n"
         assert sandbox.json("pools", pool)["spec"] == before
 
-    def test_the_defaults_are_asked_for(self, sandbox: CommandLine, pool: str) -> None:
+    def test_the_option_defaults_resets_all_fields(self, sandbox: CommandLine, pool: str) -> None:
         told = sandbox.out("pool", "apply", pool, "--defaults", "-s", "slots_per_sandbox=1", "-s", "min_sandboxes=0")
 
         assert told == 'changed pool walk: max_sandboxes 1 → 5, on_shutdown "destroy" → "keep"\n'
         both = sandbox("pool", "apply", pool, "-", "--defaults")
         assert (both.returncode, both.stderr.decode()) == (125, "sandbox: FILE and --defaults exclude each other\n  give one of them\n")
 
-    def test_a_new_pool_needs_nothing_said(self, sandbox: CommandLine) -> None:
+    def test_a_new_pool_needs_no_options(self, sandbox: CommandLine) -> None:
         assert sandbox.out("pool", "apply", "plain") == "created pool plain\n"
         sandbox.out("pool", "delete", "plain", "--force")
 
@@ -93,7 +93,7 @@ class TestApply:
             ),
         ],
     )
-    def test_a_field_that_is_none_or_wrong(self, sandbox: CommandLine, change: str, told: str) -> None:
+    def test_an_unknown_field_or_a_wrong_value_is_refused(self, sandbox: CommandLine, change: str, told: str) -> None:
         done = sandbox("pool", "apply", "never", "--set", change)
 
         assert (done.returncode, done.stderr.decode()) == (125, told)
@@ -105,7 +105,7 @@ class TestApply:
         assert done.stderr.decode().startswith("sandbox: pool 'default' is of the settings file: change it there, and start the service again\n")
 
 
-def test_a_pool_that_goes_is_seen_to_go(sandbox: CommandLine) -> None:
+def test_a_deleted_pool_is_shown_as_draining(sandbox: CommandLine) -> None:
     sandbox.out("pool", "apply", "going", "-s", "slots_per_sandbox=2", "-s", "max_sandboxes=1", "-s", "on_shutdown=destroy")
     lease = sandbox.out("acquire", "-p", "going", "--wait", "30").strip()
     sandbox.out("pool", "delete", "going")

@@ -1,4 +1,4 @@
-"""What becomes of a call's output and verdict, with a client that answers as it is told."""
+"""Tests of how a call's output and result are reported, with a client that returns prepared results."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def test_an_argument_that_is_wrong_names_its_option(capsys: pytest.CaptureFixtur
     assert step in capsys.readouterr().err
 
 
-class Lending:
-    """A client whose slots cannot be given back."""
+class ClientWithoutRelease:
+    """A client whose slots cannot be released."""
 
     @contextmanager
     def lease(self, pool: str | None, **asked: Any) -> Iterator[SimpleNamespace]:
@@ -88,7 +88,7 @@ class Lending:
 
 
 def test_a_slot_that_cannot_be_given_back_costs_no_result(capsys: pytest.CaptureFixture[str]) -> None:
-    client = cast(SandboxClient, Lending())
+    client = cast(SandboxClient, ClientWithoutRelease())
 
     assert _run_in_leased_slot(client, None, {"run_id": "r"}, lambda lease_id: a_result(exit_code=4), Printer()).exit_code == 4
     assert "becomes free within five minutes: the service is gone" in capsys.readouterr().err
@@ -109,7 +109,7 @@ def test_what_a_second_signal_says_is_known_while_a_slot_is_held() -> None:
     assert (seen, signals._announcements) == ([SLOT_NOT_RELEASED], [])
 
 
-def test_a_call_whose_end_did_not_come_can_be_asked_for() -> None:
+def test_the_failure_for_a_lost_result_names_the_route_that_has_it() -> None:
     failure = failure_for_lost_result(ConnectionLost("cut"), "l-1", "c-1")
 
     assert isinstance(failure, Failure)
@@ -118,13 +118,13 @@ def test_a_call_whose_end_did_not_come_can_be_asked_for() -> None:
 
 
 @pytest.mark.parametrize(("call_id", "extra"), [(None, {}), ("c-1", {"may_have_run": False})])
-def test_a_call_that_never_was_has_nothing_to_ask_for(call_id: str | None, extra: dict[str, bool]) -> None:
+def test_an_error_before_the_call_was_sent_is_not_changed(call_id: str | None, extra: dict[str, bool]) -> None:
     error = ConnectFailed("nobody", extra=extra)
 
     assert failure_for_lost_result(error, "l-1", call_id) is error
 
 
-def test_exec_names_the_call_that_it_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exec_names_the_call_whose_result_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     def lost(*args: Any, **options: Any) -> Iterator[Output | Result]:
         raise ConnectionLost(f"cut, call {options['call_id']}")
 

@@ -1,4 +1,4 @@
-"""Every error of the client has a next step, and what is not installed has one too."""
+"""Tests of failure messages: every error of the client and every missing package has a next step."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_what_could_be_done_all_the_same_is_in_the_same_document() -> None:
     assert failure_document(failure) == {"released": ["l-1"], "error": {"code": "some_code", "detail": "so", "next_step": "do that"}}
 
 
-def test_of_several_each_is_said_and_the_first_says_what_to_do() -> None:
+def test_several_errors_are_combined_with_the_next_step_of_the_first() -> None:
     lost = {"a": errors.LeaseLost("a has ended"), "b": errors.ConnectFailed("nobody answers")}
 
     failure = failure_from_errors(lost, {})
@@ -79,7 +79,7 @@ def test_what_is_not_installed_is_named_with_how_to_get_it(missing: str) -> None
 
 
 @pytest.mark.parametrize(("address", "is_why"), [("http://h:1/v1", True), ("http://h:1/v1/", True), ("http://h:1", False), ("http://h:1/xv1", False)])
-def test_an_address_with_the_version_in_it_is_said_to_be_why(monkeypatch: pytest.MonkeyPatch, address: str, is_why: bool) -> None:
+def test_an_address_that_ends_in_v1_gets_its_own_next_step(monkeypatch: pytest.MonkeyPatch, address: str, is_why: bool) -> None:
     monkeypatch.setenv("SANDBOX_URL", address)
 
     assert (failure_from_error(errors.RouteNotFound("no route")).next_step == "leave /v1 out of SANDBOX_URL, as in http://h:1") is is_why

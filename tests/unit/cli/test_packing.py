@@ -1,4 +1,4 @@
-"""Folders into archives, and archives of slots that are not to be trusted into folders."""
+"""Tests of packing folders, and of unpacking archives that may be hostile."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class TestUnpack:
         assert (tmp_path / "out" / "f").stat().st_mode & 0o7777 == 0o755
         assert (tmp_path / "out" / "f").stat().st_uid == os.getuid()
 
-    def test_what_is_there_is_merged(self, tmp_path: Path) -> None:
+    def test_existing_folders_are_merged(self, tmp_path: Path) -> None:
         (tmp_path / "out" / "sub").mkdir(parents=True)
         (tmp_path / "out" / "sub" / "old").write_text("old")
 
@@ -137,7 +137,7 @@ class TestUnpack:
         assert sorted(str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*")) == ["sub", "sub/new", "sub/old", "top"]
         assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
-    def test_half_an_archive_leaves_nothing(self, tmp_path: Path, tree: Path) -> None:
+    def test_an_incomplete_archive_leaves_nothing(self, tmp_path: Path, tree: Path) -> None:
         whole = b"".join(PackedFolder(tree))
 
         with pytest.raises(Failure, match="incomplete or damaged"):

@@ -1,4 +1,4 @@
-"""Tables that fit, or lists where they do not."""
+"""Tests of printing tables, and lists where a table does not fit."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_wide_characters_are_as_wide_as_they_are(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize("text", ["", "said"])
-def test_a_note_is_said_where_there_is_one(capsys: pytest.CaptureFixture[str], text: str) -> None:
+def test_an_empty_note_is_not_printed(capsys: pytest.CaptureFixture[str], text: str) -> None:
     Printer().print_note(text)
     Printer(as_json=True).print_note("never")
 

@@ -1,4 +1,4 @@
-"""Specs as a person gives them, and what of them has changed."""
+"""Tests of pool specs: setting fields, and describing changes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_what_sets_nothing_is_refused(change: str) -> None:
         apply_changes(SPEC, [change])
 
 
-def test_differences_are_said_and_values_that_may_be_secret_are_not() -> None:
+def test_changes_are_described_without_values_that_may_be_secret() -> None:
     after = apply_changes(SPEC, ["max_sandboxes=3", "idle_timeout_s=0.5", "nomad.driver=podman", "env_vars.TOKEN=secret", 'local.expose=["/opt"]'])
 
     assert describe_changes(SPEC, after) == {

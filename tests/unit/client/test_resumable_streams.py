@@ -1,4 +1,4 @@
-"""Streams that are taken up again where they were cut, by both clients."""
+"""Tests of both clients: streams are resumed where their connection was cut."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class TestExecEvents:
             exec_events(operations, timeout_s=10)
         assert 50 < sum(fake_time.slept_s) < 60
 
-    def test_a_service_that_stops_is_asked_for_the_same_call(self, operations: Any, script: Script) -> None:
+    def test_a_call_that_a_stopping_service_did_not_finish_is_sent_again(self, operations: Any, script: Script) -> None:
         script.steps = [streamed(output("abc", 3), result(**STOPPED)), httpx.ConnectError("refused"), streamed(output("d", 4), result())]
 
         *pieces, last = exec_events(operations)
@@ -123,7 +123,7 @@ class TestExecEvents:
         assert [(request.method, request.headers.get("last-event-id")) for request in script.requests] == [("POST", None), ("POST", "3"), ("POST", "3")]
         assert script.bodies()[0] == script.bodies()[2]
 
-    def test_a_service_that_stops_for_good_has_said_the_last_word(self, operations: Any, script: Script) -> None:
+    def test_the_unfinished_result_is_returned_if_the_service_stays_stopped(self, operations: Any, script: Script) -> None:
         script.steps = [streamed(output("abc", 3), result(**STOPPED)), httpx.ConnectError("refused")]
 
         _, last = exec_events(operations)

@@ -1,4 +1,4 @@
-"""Both clients against a service that answers as it was told: repeats, uploads, downloads, streams."""
+"""Tests of both clients with a service that sends prepared responses: retries, uploads, downloads, streams."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class TestHeaders:
         assert script.requests[0].extensions["timeout"]["read"] == 110
 
 
-class TestRepeats:
+class TestRetries:
     @pytest.mark.parametrize(
         "obstacle",
         [
@@ -76,14 +76,14 @@ class TestRepeats:
         assert first["calls"][0]["call_id"].startswith("c-")
 
     @pytest.mark.parametrize("answer", [problem(503, "no_capacity"), problem(503, "draining"), problem(503, "backend_unavailable"), problem(500, "internal")])
-    def test_an_answer_is_not_an_obstacle(self, operations: Any, script: Script, fake_time: FakeTime, answer: httpx.Response) -> None:
+    def test_a_refusal_is_not_retried(self, operations: Any, script: Script, fake_time: FakeTime, answer: httpx.Response) -> None:
         script.steps = [answer]
 
         with pytest.raises(errors.ServiceError):
             operations.acquire(wait_s=0)
         assert (len(script.requests), fake_time.slept_s) == (1, [])
 
-    def test_gives_up_soon_on_a_service_it_never_met_and_says_why(
+    def test_gives_up_early_if_the_service_was_never_reached(
         self, operations: Any, script: Script, fake_time: FakeTime, caplog: pytest.LogCaptureFixture
     ) -> None:
         script.steps = [httpx.ConnectError("refused")]
@@ -93,7 +93,7 @@ class TestRepeats:
         assert 5 < sum(fake_time.slept_s) < 10
         assert [record.levelname for record in caplog.records] == ["WARNING"]
 
-    def test_gives_up_when_patience_is_spent_and_says_why(self, operations: Any, script: Script, fake_time: FakeTime) -> None:
+    def test_gives_up_when_the_retry_budget_is_used_and_names_the_cause(self, operations: Any, script: Script, fake_time: FakeTime) -> None:
         script.steps = [httpx.Response(200, json={"pools": []}), httpx.ConnectError("refused")]
         operations.pools()
 
@@ -101,7 +101,7 @@ class TestRepeats:
             operations.pools()
         assert 50 < sum(fake_time.slept_s) < 60
 
-    def test_the_time_that_an_answer_takes_is_no_patience(self, operations: Any, script: Script, fake_time: FakeTime) -> None:
+    def test_the_time_of_a_running_call_does_not_count_against_the_retry_budget(self, operations: Any, script: Script, fake_time: FakeTime) -> None:
         def cut(request: httpx.Request) -> httpx.Response:
             fake_time.now_s += 1000
             raise httpx.ReadError("reset")
@@ -133,7 +133,7 @@ class TestRepeats:
             operations.pools()
         assert 50 < fake_time.now_s - began_s < 100
 
-    def test_an_outage_is_told_once_and_once_when_it_is_over(self, operations: Any, script: Script, caplog: pytest.LogCaptureFixture) -> None:
+    def test_an_outage_is_logged_once_and_its_end_once(self, operations: Any, script: Script, caplog: pytest.LogCaptureFixture) -> None:
         script.steps = [*[httpx.ConnectError("refused")] * 4, httpx.Response(200, json={"pools": []})]
 
         operations.pools()
@@ -190,7 +190,7 @@ class TestErrors:
 
 class TestUploads:
     @pytest.mark.parametrize("make", [lambda _: b"content", lambda path: path, lambda path: path.open("rb"), lambda _: [b"con", b"tent"]])
-    def test_what_can_be_read_twice_is_sent_again(self, operations: Any, script: Script, tmp_path: Path, make: Any) -> None:
+    def test_a_source_that_can_be_read_twice_is_sent_again(self, operations: Any, script: Script, tmp_path: Path, make: Any) -> None:
         (tmp_path / "f").write_bytes(b"content")
         source = make(tmp_path / "f")
         script.steps = [_read_then(httpx.ReadError("reset")), httpx.Response(204)]
@@ -202,14 +202,14 @@ class TestUploads:
         if hasattr(source, "close"):
             source.close()
 
-    def test_what_can_be_read_once_is_not(self, operations: Any, script: Script) -> None:
+    def test_a_source_that_can_be_read_once_is_not_sent_again(self, operations: Any, script: Script) -> None:
         script.steps = [_read_then(httpx.ReadError("reset")), httpx.Response(204)]
 
         with pytest.raises(errors.ConnectionLost):
             operations.put_archive("l-1", ".", iter([b"con", b"tent"]))
         assert [request.content for request in script.requests] == [b"content"]
 
-    def test_but_is_when_nothing_was_read_yet(self, operations: Any, script: Script) -> None:
+    def test_a_source_that_can_be_read_once_is_sent_again_if_it_was_not_read(self, operations: Any, script: Script) -> None:
         script.steps = [httpx.ConnectError("refused"), _read_then(None)]
 
         operations.put_archive("l-1", ".", iter([b"con", b"tent"]))
@@ -225,7 +225,7 @@ class TestUploads:
 
         assert [request.content for request in script.requests] == [b"content", b"content"]
 
-    def test_a_size_that_is_known_is_said(self, operations: Any, script: Script, tmp_path: Path) -> None:
+    def test_a_known_size_is_sent(self, operations: Any, script: Script, tmp_path: Path) -> None:
         (tmp_path / "f").write_bytes(b"content")
         script.steps = [_read_then(None)]
 
@@ -235,13 +235,13 @@ class TestUploads:
         assert [request.headers.get("content-length") for request in script.requests] == ["7", None]
         assert script.requests[1].headers["transfer-encoding"] == "chunked"
 
-    def test_a_string_could_mean_two_things(self, operations: Any) -> None:
+    def test_a_plain_string_is_refused(self, operations: Any) -> None:
         with pytest.raises(TypeError, match="not a str"):
             operations.put_file("l-1", "f", "content")
 
 
 def _read_then(error: Exception | None) -> Any:
-    """A step that takes the whole body first."""
+    """Return a step that reads the whole body before it raises or responds."""
 
     def step(request: httpx.Request) -> httpx.Response:
         assert request.content == b"content"
@@ -279,7 +279,7 @@ class TestDownloads:
             operations.get_archive_to("l-1", ".", tmp_path / "out")
         assert list(tmp_path.iterdir()) == []
 
-    def test_a_stream_is_asked_for_again_only_until_it_begins(self, operations: Any, script: Script) -> None:
+    def test_a_stream_is_requested_again_only_until_it_begins(self, operations: Any, script: Script) -> None:
         script.steps = [httpx.ConnectError("refused"), httpx.Response(200, stream=CutStream(b"par"))]
 
         with pytest.raises(errors.ConnectionLost):
@@ -340,7 +340,7 @@ class TestStreamedBatch:
         with pytest.raises(errors.InvalidRequest):
             operations.exec_stream(self.CALLS)
 
-    def test_a_result_nobody_asked_for_is_a_bad_answer(self, operations: Any, script: Script) -> None:
+    def test_a_result_of_an_unknown_call_is_a_bad_answer(self, operations: Any, script: Script) -> None:
         script.steps = [httpx.Response(200, content=lines(a_result("z")))]
 
         with pytest.raises(errors.BadAnswer, match="'z'"):

@@ -72,7 +72,7 @@ def test_the_library_depends_on_httpx_and_the_standard_library_alone() -> None:
 
 
 @pytest.mark.parametrize(("one", "other"), [(AsyncSandboxClient, SandboxClient), (AsyncLease, Lease)])
-def test_both_kinds_have_the_same_verbs_with_the_same_arguments(one: type, other: type) -> None:
+def test_both_clients_have_the_same_methods_with_the_same_arguments(one: type, other: type) -> None:
     def operations(kind: type) -> dict[str, list[str]]:
         found = inspect.getmembers(kind, inspect.isfunction)
         return {name.replace("aclose", "close"): list(inspect.signature(verb).parameters) for name, verb in found if not name.startswith("_")}
