@@ -1,4 +1,4 @@
-"""The command line `sandbox`. What it needs beyond the client comes with the extra `cli`."""
+"""The command line `sandbox`. The packages that it needs beyond the client are in the extra `cli`."""
 
 from __future__ import annotations
 
@@ -8,32 +8,37 @@ import signal
 import sys
 from types import FrameType
 
-#: What `sandbox` ends with when it could not do its part, as docker does; below it are the command's own exit codes.
-OWN_FAILURE = 125
-_NEEDED = frozenset({"rich", "typer"})
+from env_client.cli.exit_codes import OWN_FAILURE
+
+_REQUIRED_PACKAGES = frozenset({"rich", "typer"})
 
 
 def main() -> None:
-    """Run the command line with this process's arguments, and end the process."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else somebody wants it ignored
-        signal.signal(signal.SIGINT, _end)
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:  # closed by whoever started us
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
-        elif isinstance(stream, io.TextIOWrapper):  # what it cannot show is no reason to fall over
-            stream.reconfigure(errors="backslashreplace")
+    """Run the command line with this process's arguments, and exit."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # otherwise the parent process has chosen to ignore it
+        signal.signal(signal.SIGINT, _exit_at_once)
+    _prepare_output()
     try:
         from env_client.cli.app import run
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
-        if missing not in _NEEDED:
+        if missing not in _REQUIRED_PACKAGES:
             raise
         sys.stderr.write(f"sandbox: the command line needs {missing}, which is not installed\n  in a clone of the repository: pip install '.[cli]'\n")
         sys.exit(OWN_FAILURE)
     sys.exit(run(sys.argv[1:]))
 
 
-def _end(number: int, frame: FrameType | None) -> None:
-    """End at once, while nothing is taken yet or everything is given back: an exception in the middle of an import would be a traceback."""
+def _prepare_output() -> None:
+    """Make both output streams usable: a closed one discards its output, and one with a limited encoding escapes the characters that it lacks."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # the parent process has closed it
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _exit_at_once(number: int, frame: FrameType | None) -> None:
+    """Exit without cleaning up. It is the handler while the process holds nothing; an exception during an import would print a traceback."""
     os._exit(128 + number)

@@ -1,4 +1,4 @@
-"""The words of a command as the tool `bash` takes them."""
+"""The command of `sandbox run` and `sandbox exec`, as the tool `bash` accepts it."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from env_client.cli.arguments import check_text, shown_bytes
+from env_client.cli.arguments import check_text, escape_invalid_bytes
+from env_client.cli.exit_codes import NOT_FOUND
 from env_client.cli.failures import Failure
 
-#: First words that bash would not take for a program's name, quoted or not; `time` does to a program what it is there for.
-_OF_BASH = re.compile(r"(if|then|elif|else|fi|case|esac|for|select|while|until|do|done|in|function|coproc)|\w+\+?=.*", re.DOTALL)
-_OF_A_SHELL = re.compile(r"[\s|&;<>()$`*?]")
-#: What reads standard input if it is given no words.
-_READS_INPUT = re.compile(r"(|ba|da|z|k)sh|i?python[\d.]*|node|perl|ruby|irb|cat|sqlite3|bc")
-NOT_FOUND = 127
+#: First words that bash treats as syntax unless they are quoted. `time` is not among them: as a keyword it does what the program `time` does.
+_BASH_SYNTAX = re.compile(r"(if|then|elif|else|fi|case|esac|for|select|while|until|do|done|in|function|coproc)|\w+\+?=.*", re.DOTALL)
+_SHELL_CHARACTERS = re.compile(r"[\s|&;<>()$`*?]")
+#: Programs that read standard input if they get no arguments.
+_READS_STDIN = re.compile(r"(|ba|da|z|k)sh|i?python[\d.]*|node|perl|ruby|irb|cat|sqlite3|bc")
 
 
 class CommandLine:
-    """A command as the tool `bash` takes it.
+    """A command for the tool `bash`.
 
     Args:
-        words: the program and its arguments; nothing in them means anything to a shell.
-        cwd: where it runs.
-        env: `NAME=VALUE` pairs.
+        words: the program and its arguments. They are quoted, so that bash passes them on unchanged.
+        cwd: the working folder.
+        env: variables as `NAME=VALUE`, or as `NAME` for a local variable.
 
     Raises:
-        Failure: there is no command, or a pair is none.
+        Failure: there is no command, or a variable has the wrong form.
     """
 
     def __init__(self, words: Sequence[str], cwd: str | None, env: Sequence[str]) -> None:
@@ -37,40 +37,47 @@ class CommandLine:
         if not words:
             raise Failure("there is no command to run", "give one after `--`: … -- ls -la")
         if words[0].startswith("-"):
-            raise Failure(f"{words[0]!r} stands where the command should be", "options go first, and the command after `--`: … -- ls -la")
-        first = f"'{words[0]}'" if _OF_BASH.fullmatch(words[0]) and shlex.quote(words[0]) == words[0] else _quote(words[0])
+            raise Failure(f"{words[0]!r} stands where the command should be", "write the options first, and the command after `--`: … -- ls -la")
+        first = f"'{words[0]}'" if _BASH_SYNTAX.fullmatch(words[0]) and shlex.quote(words[0]) == words[0] else _quote(words[0])
         self.text = " ".join((first, *map(_quote, words[1:])))
-        self._only = words[0] if len(words) == 1 else ""
+        self._single_word = words[0] if len(words) == 1 else ""
         self.cwd = cwd
-        self.env = dict(_pair(one) for one in env)
+        self.env = dict(_parse_variable(variable) for variable in env)
         check_text("--cwd", cwd or "")
         for name, value in self.env.items():
-            check_text(f"--env {shown_bytes(name)}", name + value)
+            check_text(f"--env {escape_invalid_bytes(name)}", name + value)
 
-    def args(self, stdin: str | None, input_path: str | None) -> dict[str, Any]:
-        """The arguments of the tool."""
-        quoted = shlex.quote(input_path or "")
-        text = self.text if input_path is None else f"exec <{quoted} && rm -f {quoted} && {self.text}"
-        given: dict[str, Any] = {"command": text, "cwd": self.cwd, "env": self.env or None, "stdin": stdin}
-        return {name: value for name, value in given.items() if value is not None}
-
-    def hint(self, exit_code: int | None, output_bytes: int = 0, *, on_terminal: bool = False) -> str:
-        """What to try instead, where a whole shell line was given as the one word of a program's name, or a program would read what it does not get.
+    def tool_args(self, stdin: str | None, input_path: str | None) -> dict[str, Any]:
+        """Return the arguments of the tool `bash`.
 
         Args:
-            exit_code: of the command.
-            output_bytes: how much it wrote.
-            on_terminal: whether standard input here is a terminal, which is not read.
+            stdin: the standard input, or None.
+            input_path: a file of the slot with the standard input, or None. The command deletes the file when it has opened it.
         """
-        if on_terminal and (exit_code, output_bytes) == (0, 0) and _READS_INPUT.fullmatch(posixpath.basename(self._only)):
-            return f"{self._only} had no input: a terminal is not read; pipe it in, or give the command as words: -- {self._only} …"
-        if exit_code != NOT_FOUND or not _OF_A_SHELL.search(self._only):
+        quoted = shlex.quote(input_path or "")
+        text = self.text if input_path is None else f"exec <{quoted} && rm -f {quoted} && {self.text}"
+        args: dict[str, Any] = {"command": text, "cwd": self.cwd, "env": self.env or None, "stdin": stdin}
+        return {name: value for name, value in args.items() if value is not None}
+
+    def hint(self, exit_code: int | None, output_bytes: int = 0, *, on_terminal: bool = False) -> str:
+        """Return advice on a frequent mistake, or an empty string.
+
+        The mistakes are a whole shell line in one argument, and a program that reads standard input when there is none.
+
+        Args:
+            exit_code: the exit code of the command.
+            output_bytes: how much the command wrote.
+            on_terminal: whether the local standard input is a terminal, which is not read.
+        """
+        if on_terminal and (exit_code, output_bytes) == (0, 0) and _READS_STDIN.fullmatch(posixpath.basename(self._single_word)):
+            return f"{self._single_word} had no input: a terminal is not read; pipe it in, or give the command as words: -- {self._single_word} …"
+        if exit_code != NOT_FOUND or not _SHELL_CHARACTERS.search(self._single_word):
             return ""
-        return f"the words after `--` are a program and its arguments; for a shell line say: -- bash -c {shlex.quote(self._only)}"
+        return f"the words after `--` are a program and its arguments; for a shell line write: -- bash -c {shlex.quote(self._single_word)}"
 
 
 def _quote(word: str) -> str:
-    """A word for bash; what is no text in UTF-8, byte by byte."""
+    """Quote an argument for bash. One that is not valid UTF-8 is written byte by byte."""
     try:
         word.encode()
     except UnicodeEncodeError:
@@ -78,7 +85,7 @@ def _quote(word: str) -> str:
     return shlex.quote(word)
 
 
-def _pair(text: str) -> tuple[str, str]:
+def _parse_variable(text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not name or (not equals and name not in os.environ):
         raise Failure(f"--env takes NAME=VALUE, not {text!r}", "or NAME alone, for a variable that is set here")

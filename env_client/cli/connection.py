@@ -1,4 +1,4 @@
-"""Reaching the service, or one of `sandbox run`'s own where there is none."""
+"""Connecting to the service, and starting one for `sandbox run` if none runs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from env_client.embedded_service import embedded
 from env_client.errors import ConnectFailed, ServiceNotFound
 from env_client.retry import RetryPolicy
 
-#: Somebody waits: shorter than the library's, long enough for a service that is started again.
-PATIENCE = RetryPolicy(total_s=15.0)
-AT_ONCE = RetryPolicy(total_s=0.0)
-#: The pool of a service that `sandbox run` starts for itself: one slot, and nobody else waits for it.
+#: A person waits for the command, so it gives up earlier than the library does, but only after a service had time to restart.
+RETRY_POLICY = RetryPolicy(total_s=15.0)
+NO_RETRIES = RetryPolicy(total_s=0.0)
+#: The pool of a service that `sandbox run` starts for itself. It has one slot; as nothing else waits for that slot, the time limits are long.
 OWN_POOL: Mapping[str, Any] = {
     "slots_per_sandbox": 1,
     "min_sandboxes": 1,
@@ -30,71 +30,79 @@ OWN_POOL: Mapping[str, Any] = {
 
 
 @contextmanager
-def connected() -> Iterator[SandboxClient]:
-    """A client of the service that the environment or this machine names.
+def connect_to_service() -> Iterator[SandboxClient]:
+    """Connect to the service that the environment or this machine names.
 
     Raises:
-        Failure: nobody names one, or nothing answers there.
+        Failure: no service is named, or the named one does not respond.
     """
-    endpoint = _named()
+    endpoint = _find_endpoint()
     try:
-        check(endpoint)
+        check_service_responds(endpoint)
     except ConnectFailed as error:
-        raise _nobody(endpoint) from error
-    with SandboxClient(endpoint.url, endpoint.token, retry=PATIENCE) as client:
+        raise _no_response_failure(endpoint) from error
+    with SandboxClient(endpoint.url, endpoint.token, retry=RETRY_POLICY) as client:
         yield client
 
 
 @contextmanager
-def connected_or_own(pool: str | None, printer: Printer) -> Iterator[SandboxClient]:
-    """As `connected`; where no service runs on this machine and the environment names none, one that lives as long as the block."""
-    if os.environ.get("SANDBOX_URL") or _answering_here():
-        with connected() as client:
+def connect_or_start_service(pool: str | None, printer: Printer) -> Iterator[SandboxClient]:
+    """Connect as `connect_to_service` does. If no service runs on this machine and the environment names none, start one for the duration of the block.
+
+    Args:
+        pool: the pool that the command asks for; a service that is started here has only the pool `default`.
+        printer: prints a note if a service was killed.
+
+    Raises:
+        Failure: the named service does not respond, or there is no such pool.
+    """
+    if os.environ.get("SANDBOX_URL") or _local_service_responds():
+        with connect_to_service() as client:
             yield client
         return
     if pool not in (None, "default"):
         next_step = "leave out --pool to run in a slot of this machine, or set SANDBOX_URL"
         raise Failure(f"no service runs, so there is no pool {pool!r}", next_step, "pool_not_found")
     for path in (state_dir / "server.json" for state_dir in state_dirs(os.environ, os.getuid())):
-        if os.path.exists(path):  # a service that ended by itself would have taken it along
-            printer.note(f"the service that {path} names is gone; this command runs on one of its own")
-    with embedded({"default": OWN_POOL}) as service, service.client(retry=PATIENCE) as client:
+        if os.path.exists(path):  # a service that ends normally deletes the file
+            printer.print_note(f"the service that {path} names does not run any more; this command starts one of its own")
+    with embedded({"default": OWN_POOL}) as service, service.client(retry=RETRY_POLICY) as client:
         yield client
 
 
-def check(endpoint: Endpoint) -> None:
-    """See whether anything listens there, without patience.
+def check_service_responds(endpoint: Endpoint) -> None:
+    """Check that something listens at an address, without retries.
 
     Raises:
-        ConnectFailed: nothing does.
+        ConnectFailed: nothing listens there.
     """
-    with SandboxClient(endpoint.url, endpoint.token, retry=AT_ONCE) as client:
+    with SandboxClient(endpoint.url, endpoint.token, retry=NO_RETRIES) as client:
         client.healthz()
 
 
-def _named() -> Endpoint:
+def _find_endpoint() -> Endpoint:
     try:
         return find_service()
     except ServiceNotFound as error:
         if os.environ.get("SANDBOX_URL"):
             next_step = "set SANDBOX_URL to an address such as http://127.0.0.1:8700, or unset it for the service of this machine"
         else:
-            next_step = "`sandbox run -- CMD...` needs none: it starts one for itself"
+            next_step = "`sandbox run -- CMD...` needs no service: it starts one for itself"
         raise Failure(error.detail, next_step, error.code) from error
 
 
-def _answering_here() -> bool:
+def _local_service_responds() -> bool:
     endpoint = local_service(os.environ)
     if endpoint is None:
         return False
     try:
-        check(endpoint)
-    except ConnectFailed:  # a service that was killed leaves its server.json
+        check_service_responds(endpoint)
+    except ConnectFailed:  # a service that was killed leaves its server.json behind
         return False
     return True
 
 
-def _nobody(endpoint: Endpoint) -> Failure:
+def _no_response_failure(endpoint: Endpoint) -> Failure:
     if endpoint.source == "SANDBOX_URL":
         next_step = "start the service there, or correct SANDBOX_URL; without it, the service of this machine is used"
     else:

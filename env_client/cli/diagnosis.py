@@ -1,4 +1,4 @@
-"""What can be found out about a machine, a pool and a backend, and what mends it. Looks; changes nothing."""
+"""The checks of `sandbox doctor`: what a machine, a pool and a backend can do, and how to get what is missing. The checks change nothing."""
 
 from __future__ import annotations
 
@@ -23,17 +23,28 @@ _ISOLATING = ("bwrap", "uid")
 
 
 class State(enum.StrEnum):
-    """How something stands."""
+    """The outcome of a check."""
 
+    #: It works.
     OK = "ok"
+    #: It works with restrictions.
     LIMITED = "limited"
+    #: It does not work, and slots need it.
     MISSING = "missing"
+    #: It is not used, and slots do not need it.
     OFF = "off"
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at; `fix` is empty where nothing needs mending."""
+    """The result of one check.
+
+    Args:
+        name: what was checked.
+        state: the outcome.
+        detail: what was found.
+        fix: how to correct it; empty if nothing needs to be corrected.
+    """
 
     name: str
     state: State
@@ -42,31 +53,38 @@ class Finding:
 
 
 def machine_findings() -> list[Finding]:
-    """What this machine has that slots want."""
-    return [_system(), _service_package(), _bubblewrap(), _user_namespaces(), _cgroups(), _tmux()]
+    """Check what this machine offers to slots of the local backend."""
+    return [
+        _system_finding(),
+        _service_package_finding(),
+        _bubblewrap_finding(),
+        _user_namespaces_finding(),
+        _cgroups_finding(),
+        _tmux_finding(),
+    ]
 
 
-def _system() -> Finding:
+def _system_finding() -> Finding:
     what = f"Linux {platform.release()}, Python {platform.python_version()}, {'root' if os.geteuid() == 0 else 'an ordinary user'}"
     if sys.platform != "linux":
         return Finding("system", State.LIMITED, f"{platform.system()}: slots of the local backend need Linux", "use a service elsewhere: set SANDBOX_URL")
     return Finding("system", State.OK, what)
 
 
-def _service_package() -> Finding:
+def _service_package_finding() -> Finding:
     if all(map(importlib.util.find_spec, ("fastapi", "uvicorn", "pydantic"))):
         return Finding("service", State.OK, "can be started here: python -m sandbox_server serve")
-    return Finding("service", State.LIMITED, "its packages are not installed, so this machine is only a client", _package("server"))
+    return Finding("service", State.LIMITED, "its packages are not installed, so this machine can only be a client", _pip_install_command("server"))
 
 
-def _bubblewrap() -> Finding:
+def _bubblewrap_finding() -> Finding:
     path = shutil.which("bwrap")
     if path is None:
-        return Finding("bubblewrap", State.LIMITED, "not installed, so slots cannot be kept apart in mode bwrap, the best one", _install("bubblewrap"))
+        return Finding("bubblewrap", State.LIMITED, "not installed, so slots cannot be isolated in mode bwrap, the best mode", _install_command("bubblewrap"))
     return Finding("bubblewrap", State.OK, f"{_first_line([path, '--version']).removeprefix('bubblewrap ')}, {path}")
 
 
-def _user_namespaces() -> Finding:
+def _user_namespaces_finding() -> Finding:
     if os.geteuid() == 0:
         return Finding("namespaces", State.OK, "root needs no user namespaces")
     for path, off, fix in (
@@ -74,13 +92,13 @@ def _user_namespaces() -> Finding:
         ("/proc/sys/user/max_user_namespaces", "0", "sysctl user.max_user_namespaces=10000"),
         ("/proc/sys/kernel/apparmor_restrict_unprivileged_userns", "1", "sysctl kernel.apparmor_restrict_unprivileged_userns=0, or run as root"),
     ):
-        if _read(path) == off:
-            return Finding("namespaces", State.LIMITED, f"ordinary users may make none ({path} is {off}), which mode bwrap needs", fix)
-    return Finding("namespaces", State.OK, "ordinary users may make them")
+        if _read_text(path) == off:
+            return Finding("namespaces", State.LIMITED, f"ordinary users may not create any ({path} is {off}), and mode bwrap needs them", fix)
+    return Finding("namespaces", State.OK, "ordinary users may create them")
 
 
-def _cgroups() -> Finding:
-    controllers = _read("/sys/fs/cgroup/cgroup.controllers")
+def _cgroups_finding() -> Finding:
+    controllers = _read_text("/sys/fs/cgroup/cgroup.controllers")
     version = "v2" if controllers is not None else "v1" if Path("/sys/fs/cgroup").is_dir() and os.listdir("/sys/fs/cgroup") else None
     if version is None:
         return Finding("cgroups", State.LIMITED, "none are mounted: memory is limited per process", "mount cgroup v2 at /sys/fs/cgroup")
@@ -92,95 +110,97 @@ def _cgroups() -> Finding:
     return Finding("cgroups", State.OK, f"{what}, writable")
 
 
-def _tmux() -> Finding:
+def _tmux_finding() -> Finding:
     path = shutil.which("tmux")
     if path is None:
-        return Finding("tmux", State.LIMITED, "not installed, so the tool tmux is missing on the local backend", _install("tmux"))
+        return Finding("tmux", State.LIMITED, "not installed, so the tool tmux is missing on the local backend", _install_command("tmux"))
     return Finding("tmux", State.OK, f"{_first_line([path, '-V']).removeprefix('tmux ')}, {path}")
 
 
-def draining_for(pool: PoolInfo) -> str:
-    """That a pool is going away, and why; nothing where it is not, or where an older service does not say."""
+def draining_reason(pool: PoolInfo) -> str:
+    """Return that a pool is draining, and why; an empty string if it is not, or if the service is of an older version that does not send the state."""
     if pool.state != "draining":
         return ""
-    return f"draining: {pool.last_error or 'it gives no new leases, and is gone with its last one'}"
+    return f"draining: {pool.last_error or 'it gives no new leases, and is deleted when its last lease ends'}"
 
 
 def pool_findings(pool: PoolInfo) -> list[Finding]:
-    """What a pool's sandboxes can do, as their agent found out by trying."""
-    can = pool.capabilities
-    draining = draining_for(pool)
-    found = [Finding("state", State.LIMITED, draining, "acquire from another pool")] if draining else []
-    if draining and not can:
-        return found
-    found.append(_isolation(pool))
-    modes = can.get("modes")
-    for mode, verdict in modes.items() if isinstance(modes, dict) else ():
-        found.append(_mode(str(mode), str(verdict), pool))
+    """Check what the sandboxes of a pool can do, from the capabilities that their agent found by trying."""
+    capabilities = pool.capabilities
+    draining = draining_reason(pool)
+    findings = [Finding("state", State.LIMITED, draining, "acquire from another pool")] if draining else []
+    if draining and not capabilities:
+        return findings
+    findings.append(_isolation_finding(pool))
+    modes = capabilities.get("modes")
+    for mode, probe_result in modes.items() if isinstance(modes, dict) else ():
+        findings.append(_mode_finding(str(mode), str(probe_result), pool))
     if pool.last_error and not draining:
         state = State.LIMITED if pool.sandboxes.get("ready") else State.MISSING
-        found.append(Finding("last error", state, pool.last_error, "mend that; the pool tries again by itself"))
-    if not can:
-        return found
-    found.append(_network(_words(can.get("network"))))
-    limits = can.get("limits")
+        findings.append(Finding("last error", state, pool.last_error, "correct the cause; the pool tries again by itself"))
+    if not capabilities:
+        return findings
+    findings.append(_network_finding(_string_list(capabilities.get("network"))))
+    limits = capabilities.get("limits")
     for name, how in limits.items() if isinstance(limits, dict) else ():
-        found.append(_limit(str(name), str(how)))
-    proves = _words(can.get("proves"))
-    found.append(Finding("verdicts", State.OK if proves else State.LIMITED, f"can prove {', '.join(proves) or 'no limit that was hit'}"))
-    found.append(Finding("tools", State.OK, ", ".join(_words(can.get("tools")))))
-    return found
+        findings.append(_limit_finding(str(name), str(how)))
+    proves = _string_list(capabilities.get("proves"))
+    findings.append(Finding("verdicts", State.OK if proves else State.LIMITED, f"can prove {', '.join(proves) or 'no limit that was hit'}"))
+    findings.append(Finding("tools", State.OK, ", ".join(_string_list(capabilities.get("tools")))))
+    return findings
 
 
-def _isolation(pool: PoolInfo) -> Finding:
+def _isolation_finding(pool: PoolInfo) -> Finding:
     if pool.isolation in _ISOLATING or pool.isolation == "dedicated":
-        return Finding("isolation", State.OK, f"slots are kept apart by mode {pool.isolation}")
+        return Finding("isolation", State.OK, f"slots are isolated by mode {pool.isolation}")
     if pool.isolation == "none":
-        return Finding("isolation", State.LIMITED, "slots are NOT kept apart (mode none): one tenant and run at a time", "get a better mode to work, see below")
+        return Finding(
+            "isolation", State.LIMITED, "slots are NOT isolated from each other (mode none): one tenant and run at a time", "make a better mode work, see below"
+        )
     state = State.MISSING if pool.last_error else State.LIMITED
-    return Finding("isolation", state, "no sandbox has started yet, so nothing is known", "see the pool's last error")
+    return Finding("isolation", state, "no sandbox has started yet, so the isolation is not known", "see the pool's last error")
 
 
-def _mode(mode: str, verdict: str, pool: PoolInfo) -> Finding:
-    if verdict == "ok":
+def _mode_finding(mode: str, probe_result: str, pool: PoolInfo) -> Finding:
+    if probe_result == "ok":
         return Finding(f"mode {mode}", State.OK, "in use" if pool.isolation == mode else "works")
     if mode == "none":
         fix = "only for trusted work: `allow_none: true` in the pool's spec" if pool.isolation is None else ""
-        return Finding("mode none", State.OFF, f"no isolation: {verdict}", fix)
+        return Finding("mode none", State.OFF, f"no isolation: {probe_result}", fix)
     better = pool.isolation in _ISOLATING and (mode != "bwrap" or pool.isolation == "bwrap")
-    return Finding(f"mode {mode}", State.OFF if better else State.LIMITED, verdict, _mode_fix(mode, verdict))
+    return Finding(f"mode {mode}", State.OFF if better else State.LIMITED, probe_result, _mode_fix(mode, probe_result))
 
 
-def _mode_fix(mode: str, verdict: str) -> str:
-    if "not in PATH" in verdict:
-        return _install("bubblewrap")
+def _mode_fix(mode: str, probe_result: str) -> str:
+    if "not in PATH" in probe_result:
+        return _install_command("bubblewrap")
     if mode == "uid":
-        return "run the service as root" if "root" in verdict else ""
-    if "denied" in verdict or "not permitted" in verdict.lower():
-        return "run the service as root, or let ordinary users make user namespaces (see above); in a container: --security-opt seccomp=unconfined"
+        return "run the service as root" if "root" in probe_result else ""
+    if "denied" in probe_result or "not permitted" in probe_result.lower():
+        return "run the service as root, or let ordinary users create user namespaces (see above); in a container: --security-opt seccomp=unconfined"
     return ""
 
 
-def _network(kinds: list[str]) -> Finding:
+def _network_finding(kinds: list[str]) -> Finding:
     if "none" in kinds:
         return Finding("network", State.OK, f"{', '.join(kinds)}: `allow_network: false` is enforced")
-    return Finding("network", State.LIMITED, f"{', '.join(kinds) or 'nothing'}: a slot without network cannot be had", "mode bwrap can")
+    return Finding("network", State.LIMITED, f"{', '.join(kinds) or 'nothing'}: slots without network are not possible", "mode bwrap makes them possible")
 
 
-def _limit(name: str, how: str) -> Finding:
+def _limit_finding(name: str, how: str) -> Finding:
     if how.startswith("cgroup"):
         return Finding(f"{name} limit", State.OK, f"by {how}")
     if how == "none":
         fix = "set slot_memory_mb in the pool's spec" if name == "memory" else "run where cgroups are writable"
-        return Finding(f"{name} limit", State.LIMITED, "none: one slot can take what the others need", fix)
+        return Finding(f"{name} limit", State.LIMITED, "none: one slot can use up what the others need", fix)
     if how == "accounting":
         fix = "run where cgroups are writable" if name == "memory" else ""
-        return Finding(f"{name} limit", State.LIMITED if fix else State.OK, "measured every few seconds or sooner, not refused at once", fix)
+        return Finding(f"{name} limit", State.LIMITED if fix else State.OK, "measured every few seconds or sooner, so a slot can exceed it for that time", fix)
     return Finding(f"{name} limit", State.LIMITED, f"by {how}: per process, not for the slot as a whole", "run where cgroups are writable")
 
 
 def backend_finding(name: str) -> Finding:
-    """Whether a service of this machine could have pools on a backend, as the service itself says."""
+    """Check whether a service on this machine could have pools on a backend, by running its configuration check."""
     with tempfile.TemporaryDirectory(prefix="sandbox-doctor-") as folder:
         config = Path(folder, "pools.yaml")
         config.write_text(json.dumps({"pools": {"default": {"backend": name}}}))
@@ -200,25 +220,25 @@ def backend_finding(name: str) -> Finding:
             return Finding(name, State.LIMITED, f"could not be checked within {_CHECK_S:.0f} s")
     if done.returncode == 0:
         return Finding(name, State.OK, _BACKEND_NOTES.get(name, "can be used in a pool's spec"))
-    told = (done.stderr.strip().splitlines() or ["the service could not be asked"])[-1]
-    said = told.rpartition(".backend: ")[2]
-    sentence, _, fix = said.partition(": in a clone ")
+    last_line = (done.stderr.strip().splitlines() or ["the configuration check printed no reason"])[-1]
+    reason = last_line.rpartition(".backend: ")[2]
+    sentence, _, fix = reason.partition(": in a clone ")
     if fix:
         return Finding(name, State.OFF, sentence, f"in a clone {fix}")
-    return Finding(name, State.OFF, sentence, _package("server") if "No module named" in said else "")
+    return Finding(name, State.OFF, sentence, _pip_install_command("server") if "No module named" in reason else "")
 
 
-_BACKEND_NOTES = {"local": "slots on this machine, nothing else needed", "modal": "its package is here; credentials: `modal token new`"}
+_BACKEND_NOTES = {"local": "slots on this machine; it needs nothing else", "modal": "its package is installed; `modal token new` creates credentials"}
 
 
-def _install(package: str) -> str:
+def _install_command(package: str) -> str:
     for manager, command in (("apt-get", "apt-get install"), ("dnf", "dnf install"), ("apk", "apk add"), ("pacman", "pacman -S"), ("zypper", "zypper install")):
         if shutil.which(manager):
             return f"{command} {package}"
     return f"install {package}"
 
 
-def _package(extra: str) -> str:
+def _pip_install_command(extra: str) -> str:
     return f"in a clone of the repository: pip install '.[{extra}]'"
 
 
@@ -230,12 +250,12 @@ def _first_line(command: list[str]) -> str:
     return (done.stdout.strip() or done.stderr.strip() or "?").splitlines()[0]
 
 
-def _read(path: str) -> str | None:
+def _read_text(path: str) -> str | None:
     try:
         return Path(path).read_text().strip()
     except OSError:
         return None
 
 
-def _words(value: object) -> list[str]:
+def _string_list(value: object) -> list[str]:
     return [str(one) for one in value] if isinstance(value, Iterable) and not isinstance(value, str) else []

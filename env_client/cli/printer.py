@@ -1,4 +1,4 @@
-"""What goes to the terminal: tables and notes for people, one JSON document for programs."""
+"""Printing: tables and notes for people, one JSON document for programs."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from rich.text import Text
 
 from env_client.cli.failures import Failure
 
-JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document instead.")]
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 
-#: Where nobody looks at a terminal, nothing is cut or wrapped.
-_ENDLESS = 100_000
+#: The width of output that does not go to a terminal: nothing is wrapped.
+_UNLIMITED_WIDTH = 100_000
 _GAP = "  "
-#: Prose in a column narrower than this is hard to read.
-_PROSE_WIDTH = 24
+#: The least width of a column with wrapped prose.
+_MIN_PROSE_WIDTH = 24
 
 
 class Printer:
-    """Standard output for what was asked, standard error for notes.
+    """Prints results to standard output, and notes and failures to standard error.
 
     Args:
         as_json: print one JSON document and no notes.
@@ -38,101 +38,108 @@ class Printer:
         self._out = _console(stderr=False)
         self._err = _console(stderr=True)
 
-    def document(self, value: Any) -> None:
-        """Print the one JSON document."""
+    def print_json(self, value: Any) -> None:
+        """Print the JSON document."""
         escaped = (sys.stdout.encoding or "").lower().replace("-", "") != "utf8"
-        sys.stdout.write(json.dumps(plain(value), ensure_ascii=escaped, indent=2 if self._out.is_terminal else None) + "\n")
+        sys.stdout.write(json.dumps(to_json_value(value), ensure_ascii=escaped, indent=2 if self._out.is_terminal else None) + "\n")
         sys.stdout.flush()
 
-    def table(self, columns: Sequence[str], rows: Iterable[Sequence[str]], *, empty: str, wraps: bool = True) -> None:
-        """Print rows under their heads; where the terminal is too narrow for that, each row as a list.
+    def print_table(self, columns: Sequence[str], rows: Iterable[Sequence[str]], *, empty: str, wraps: bool = True) -> None:
+        """Print rows under their headings, or each row as a list if the terminal is too narrow for a table.
 
         Args:
-            columns: the heads; one that ends in `>` is of numbers.
-            rows: as many cells each; a column without any content is left out.
-            empty: what to say on standard error where there are none.
-            wraps: whether the last column is prose, of which a long one goes on in the next line.
+            columns: the headings; one that ends in `>` is for a right-aligned column of numbers.
+            rows: the cells of each row. A column without any content is left out.
+            empty: the note for standard error if there are no rows.
+            wraps: whether the last column is prose, which is wrapped if it is long.
         """
-        shown = [[printable(cell) for cell in row] for row in rows]
-        if not shown:
-            self.note(empty)
+        escaped_rows = [[escape_control_characters(cell) for cell in row] for row in rows]
+        if not escaped_rows:
+            self.print_note(empty)
             return
-        used = [number for number in range(len(columns)) if any(row[number] for row in shown)]
+        used = [number for number in range(len(columns)) if any(row[number] for row in escaped_rows)]
         heads = [columns[number].rstrip(">") for number in used]
-        cells = [[row[number] for number in used] for row in shown]
+        cells = [[row[number] for number in used] for row in escaped_rows]
         widths = [max(map(cell_len, column)) for column in zip(heads, *cells, strict=True)]
         room = self._out.width - sum(widths[:-1]) - len(_GAP) * (len(widths) - 1)
-        if room < (min(widths[-1], _PROSE_WIDTH) if wraps else 0):
-            self._lists(heads, cells)
+        if room < (min(widths[-1], _MIN_PROSE_WIDTH) if wraps else 0):
+            self._print_rows_as_lists(heads, cells)
             return
         places = [(width, columns[number].endswith(">")) for width, number in zip(widths, used, strict=True)]
-        self.styled((_row(heads, places), "bold"))
+        self.print_styled((_format_row(heads, places), "bold"))
         for row in cells:
-            first, *more = _lines(row[-1], room, "") if wraps else [row[-1]]
-            self.styled((_row([*row[:-1], first], places), ""))
+            first, *more = _wrap_lines(row[-1], room, "") if wraps else [row[-1]]
+            self.print_styled((_format_row([*row[:-1], first], places), ""))
             for line in more:
-                self.styled((" " * (self._out.width - room) + line, ""))
+                self.print_styled((" " * (self._out.width - room) + line, ""))
 
-    def _lists(self, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    def _print_rows_as_lists(self, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         indent = max(map(cell_len, heads)) + len(_GAP)
         for number, row in enumerate(rows):
             if number:
-                self.line("")
+                self.print_line("")
             for head, cell in zip(heads, row, strict=True):
                 if cell:
-                    self.entry(head, cell, indent, "bold")
+                    self.print_entry(head, cell, indent, "bold")
 
-    def line(self, text: str) -> None:
-        """Print a line as it is."""
+    def print_line(self, text: str) -> None:
+        """Print a line unchanged."""
         sys.stdout.write(text + "\n")
         sys.stdout.flush()
 
-    def styled(self, *parts: tuple[str, str]) -> None:
-        """Print a line of (text, style) parts."""
-        self._out.print(Text.assemble(*((printable(text), style) for text, style in parts)))
+    def print_styled(self, *parts: tuple[str, str]) -> None:
+        """Print a line that consists of (text, style) pairs."""
+        self._out.print(Text.assemble(*((escape_control_characters(text), style) for text, style in parts)))
 
-    def entry(self, name: str, text: str, indent: int, style: str = "") -> None:
-        """Print a name, and beside it a text in lines that fit the terminal."""
-        first, *more = self.wrapped(text, indent)
-        self.styled((name.ljust(indent), style), (first, ""))
+    def print_entry(self, name: str, text: str, indent: int, style: str = "") -> None:
+        """Print a name with a text beside it, wrapped to the width of the terminal.
+
+        Args:
+            name: the name.
+            text: the text.
+            indent: the column in which the text begins.
+            style: the rich style of the name.
+        """
+        first, *more = self.wrap_text(text, indent)
+        self.print_styled((name.ljust(indent), style), (first, ""))
         for line in more:
-            self.styled((" " * indent + line, ""))
+            self.print_styled((" " * indent + line, ""))
 
-    def wrapped(self, text: str, indent: int) -> list[str]:
-        """A text in lines that fit the terminal beside an indent; as one line where there is none."""
-        return _lines(printable(text), self._out.width - indent, "")
+    def wrap_text(self, text: str, indent: int) -> list[str]:
+        """Wrap a text to the width of the terminal beside an indent; without a terminal, the text stays one line."""
+        return _wrap_lines(escape_control_characters(text), self._out.width - indent, "")
 
-    def note(self, text: str) -> None:
-        """Say something by the way, on standard error; nothing in `--json`, nor where there is nothing to say."""
+    def print_note(self, text: str) -> None:
+        """Print a note to standard error. An empty note is not printed, and with `--json` no note is."""
         if text and not self.as_json:
-            self._err.print(Text("\n".join(_lines(printable(text), self._err.width, "")), style="dim"))
+            self._err.print(Text("\n".join(_wrap_lines(escape_control_characters(text), self._err.width, "")), style="dim"))
 
-    def failure(self, failure: Failure) -> None:
-        """Say on standard error what does not work, and what to do."""
-        first, *more = _lines("sandbox: " + printable(failure.sentence, "\n").replace("\n", "\n  "), self._err.width, "  ")
+    def print_failure(self, failure: Failure) -> None:
+        """Print a failure and its next step to standard error."""
+        first, *more = _wrap_lines("sandbox: " + escape_control_characters(failure.sentence, "\n").replace("\n", "\n  "), self._err.width, "  ")
         if failure.next_step:
-            more += ["  " + line for line in _lines(printable(failure.next_step), self._err.width - 2, "")]
-        told = Text(first)
-        told.stylize("bold red", 0, len("sandbox:"))
-        self._err.print(Text("\n").join((told, *map(Text, more))))
+            more += ["  " + line for line in _wrap_lines(escape_control_characters(failure.next_step), self._err.width - 2, "")]
+        first_line = Text(first)
+        first_line.stylize("bold red", 0, len("sandbox:"))
+        self._err.print(Text("\n").join((first_line, *map(Text, more))))
 
 
-def _row(cells: Sequence[str], places: Sequence[tuple[int, bool]]) -> str:
-    """A line of a table; a place is its width, and whether it is of numbers."""
+def _format_row(cells: Sequence[str], places: Sequence[tuple[int, bool]]) -> str:
+    """Format a row of a table. `places` has the width of each column, and whether it is right-aligned."""
     padded = [
         " " * (width - cell_len(cell)) + cell if right else cell + " " * (width - cell_len(cell)) for cell, (width, right) in zip(cells, places, strict=True)
     ]
     return _GAP.join(padded).rstrip()
 
 
-def _lines(text: str, width: int, indent: str) -> list[str]:
-    """A text in lines of whole words, also where one is longer than a line; what has lines of its own keeps them."""
+def _wrap_lines(text: str, width: int, indent: str) -> list[str]:
+    """Wrap a text at spaces; a word that is longer than a line is not broken. Line breaks in the text are kept."""
     wrapper = textwrap.TextWrapper(max(20, width), subsequent_indent=indent, break_on_hyphens=False, break_long_words=False)
     return [piece for line in text.splitlines() for piece in wrapper.wrap(line) or [""]] or [""]
 
 
 class _Console(Console):
-    """A console that leaves a reader who has gone to the caller."""
+    """A rich console that raises `BrokenPipeError`, instead of ending the process, when the reader of the output has gone."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
@@ -141,41 +148,50 @@ class _Console(Console):
 def _console(*, stderr: bool) -> Console:
     console = _Console(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
     if not console.is_terminal:
-        console.width = _ENDLESS
+        console.width = _UNLIMITED_WIDTH
     return console
 
 
-def plain(value: Any) -> Any:
-    """A value as JSON has it."""
+def to_json_value(value: Any) -> Any:
+    """Convert a value, including the client's dataclasses, into one that `json` can encode."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {one.name: plain(getattr(value, one.name)) for one in dataclasses.fields(value)}
+        return {one.name: to_json_value(getattr(value, one.name)) for one in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {str(name): plain(child) for name, child in value.items()}
+        return {str(name): to_json_value(child) for name, child in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(child) for child in value]
+        return [to_json_value(child) for child in value]
     return value
 
 
-def printable(text: str, also: str = "") -> str:
-    """A text that moves no cursor: what a slot named its files is not for the terminal to obey."""
-    return "".join(char if char.isprintable() or char in also else char.encode("unicode_escape").decode() for char in text)
+def escape_control_characters(text: str, allowed: str = "") -> str:
+    """Escape all characters that are not printable. Names of files come from slots, and must not control the terminal.
+
+    Args:
+        text: the text.
+        allowed: characters that are kept.
+    """
+    return "".join(char if char.isprintable() or char in allowed else char.encode("unicode_escape").decode() for char in text)
 
 
-def clock_time(at: float) -> str:
-    """A point in time as the local clock shows it; the day too, where it is not today."""
+def format_time(at: float) -> str:
+    """Format a time in the local time zone, with the date if it is not today.
+
+    Args:
+        at: the time in Unix seconds.
+    """
     local = time.localtime(at)
     return time.strftime("%H:%M:%S" if local[:3] == time.localtime()[:3] else "%Y-%m-%d %H:%M", local)
 
 
-def span(seconds: float) -> str:
-    """A duration for people: 45 s, 5 min, 2.0 h."""
+def format_duration(seconds: float) -> str:
+    """Format a duration for a person, as in 45 s, 5 min, 2.0 h."""
     if seconds < 120:
         return f"{max(0.0, seconds):.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def size(count: int) -> str:
-    """A number of bytes for people."""
+def format_size(count: int) -> str:
+    """Format a number of bytes for a person."""
     amount = float(count)
     for unit in ("B", "kB", "MB", "GB"):
         if amount < 1000 or unit == "GB":

@@ -1,4 +1,4 @@
-"""Pool specs as a person gives them: a file, fields by `--set`, or the spec that a pool has; and what of them has changed."""
+"""Pool specs for `sandbox pool apply`: reading them from a file, changing fields with `--set`, and describing what changed."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from env_client.cli.failures import Failure
 
 _GIVE_A_FILE = "give the path of a spec in YAML or JSON"
 _MISSING = object()
-#: The one field whose names are the caller's own, and whose values are text.
+#: The field with the environment variables of the slots. Users choose the names in it, and its values are always text.
 _VARIABLES = "env_vars"
 
 
-def spec_in(file: str, name: str) -> dict[str, Any]:
-    """The spec that a file holds: the whole of it, that of a pool in a settings file, or that in what `sandbox pools NAME --json` printed.
+def read_spec(file: str, name: str) -> dict[str, Any]:
+    """Read the spec of a pool from a file: a plain spec, a settings file with `pools:`, or the output of `sandbox pools NAME --json`.
 
     Args:
-        file: its path; `-` is standard input.
-        name: the pool's.
+        file: the path of the file; `-` is standard input.
+        name: the name of the pool, which selects the spec in a settings file.
 
     Raises:
-        Failure: it cannot be read, or holds none.
+        Failure: the file cannot be read, or contains no spec.
     """
-    document = _parsed(_text(file), file)
+    document = _parse_document(_read_text(file), file)
     if isinstance(document, dict) and isinstance(document.get("pools"), dict):
         specs = document["pools"]
         if name not in specs:
@@ -44,7 +44,7 @@ def spec_in(file: str, name: str) -> dict[str, Any]:
     return document
 
 
-def _text(file: str) -> str:
+def _read_text(file: str) -> str:
     try:
         return sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
     except FileNotFoundError as error:
@@ -57,7 +57,7 @@ def _text(file: str) -> str:
         raise Failure(f"{file} is not text", _GIVE_A_FILE, "file_error") from error
 
 
-def _parsed(text: str, file: str) -> Any:
+def _parse_document(text: str, file: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:
@@ -74,15 +74,16 @@ def _parsed(text: str, file: str) -> Any:
         raise Failure(f"{file}:{line} {getattr(error, 'problem', None) or 'not YAML'}", "correct that line") from error
 
 
-def changed_by(spec: Mapping[str, Any], changes: Iterable[str]) -> dict[str, Any]:
-    """A spec with fields set.
+def apply_changes(spec: Mapping[str, Any], changes: Iterable[str]) -> dict[str, Any]:
+    """Return a spec with the changes of `--set`.
 
     Args:
-        spec: what it is; stays as it is.
-        changes: `FIELD=VALUE` each, the value in JSON or a plain word; `nomad.driver=docker` goes deeper. A variable's value is always text.
+        spec: the spec, which is not modified.
+        changes: `FIELD=VALUE` each. The value is JSON or a plain word; `nomad.driver=docker` sets a field of a nested object. The value of an environment
+            variable is always text.
 
     Raises:
-        Failure: one of them is no such thing.
+        Failure: a change has the wrong form.
     """
     changed = copy.deepcopy(dict(spec))
     for change in changes:
@@ -90,21 +91,26 @@ def changed_by(spec: Mapping[str, Any], changes: Iterable[str]) -> dict[str, Any
         is_variable = path.startswith(f"{_VARIABLES}.")
         *outer, last = path.split(".", 1 if is_variable else -1)
         if not equals or not all((*outer, last)):
-            raise Failure(f"--set takes FIELD=VALUE, not {change!r}", "say for example --set max_sandboxes=2")
-        into = changed
+            raise Failure(f"--set takes FIELD=VALUE, not {change!r}", "for example: --set max_sandboxes=2")
+        target = changed
         for name in outer:
-            into = into.setdefault(name, {})
-            if not isinstance(into, dict):
-                raise Failure(f"--set {change}: {name} has no fields of its own", f"say --set {name}=VALUE")
-        into[last] = _variable(value) if is_variable else _variables(_value(value, change)) if path == _VARIABLES else _value(value, change)
+            target = target.setdefault(name, {})
+            if not isinstance(target, dict):
+                raise Failure(f"--set {change}: {name} has no fields of its own", f"write --set {name}=VALUE")
+        if is_variable:
+            target[last] = _variable_value(value)
+        elif path == _VARIABLES:
+            target[last] = _variable_values(_parse_value(value, change))
+        else:
+            target[last] = _parse_value(value, change)
     return changed
 
 
-def _value(text: str, change: str) -> Any:
+def _parse_value(text: str, change: str) -> Any:
     def finite(number: str) -> float:
         value = float(number)
         if not math.isfinite(value):
-            raise Failure(f"--set {change}: {number} is not a finite number", "give a finite one; null is what some fields take for none")
+            raise Failure(f"--set {change}: {number} is not a finite number", "give a finite number; some fields accept null for no limit")
         return value
 
     try:
@@ -113,8 +119,8 @@ def _value(text: str, change: str) -> Any:
         return text
 
 
-def _variable(text: str) -> str:
-    """The value of a variable: 5 and true are text here, and JSON's quotes around it are none of it."""
+def _variable_value(text: str) -> str:
+    """Return the value of an environment variable as text: 5 and true are text, and the quotes of a JSON string are removed."""
     try:
         value = json.loads(text)
     except ValueError:
@@ -122,47 +128,51 @@ def _variable(text: str) -> str:
     return value if isinstance(value, str) else text
 
 
-def _variables(value: Any) -> Any:
+def _variable_values(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     return {name: one if isinstance(one, str) else json.dumps(one, ensure_ascii=False) for name, one in value.items()}
 
 
-def differences(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, str]:
-    """Which fields have changed, and how as far as that is short: `{"max_sandboxes": "2 → 3"}`."""
+def describe_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, str]:
+    """Return the fields that differ, each with a short description of the change: `{"max_sandboxes": "2 → 3"}`.
+
+    The description is empty for lists, objects and fields that exist only in one of the specs.
+    """
     old, new = dict(_fields(before)), dict(_fields(after))
     names = [name for name in {**old, **new} if old.get(name, _MISSING) != new.get(name, _MISSING)]
-    return {name: _shown(old.get(name, _MISSING), new.get(name, _MISSING)) for name in names}
+    return {name: _describe_change(old.get(name, _MISSING), new.get(name, _MISSING)) for name in names}
 
 
 def _fields(spec: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the fields of a spec by their dotted paths."""
     for name, value in spec.items():
-        # The variables of a pool may be secrets: that they have changed is all that is said.
+        # Environment variables may be secrets, so they count as one field, whose values are never shown.
         if isinstance(value, Mapping) and name != _VARIABLES:
             yield from _fields(value, f"{prefix}{name}.")
         else:
             yield prefix + name, value
 
 
-def _shown(old: Any, new: Any) -> str:
+def _describe_change(old: Any, new: Any) -> str:
     if any(isinstance(value, list | dict) or value is _MISSING for value in (old, new)):
         return ""
-    return f"{_number(old)} → {_number(new)}"
+    return f"{_format_value(old)} → {_format_value(new)}"
 
 
-def _number(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return f"{value:.10g}" if isinstance(value, float) else json.dumps(value, ensure_ascii=False)
 
 
-def unknown_field(field: str, known: Mapping[str, Any]) -> Failure | None:
-    """What to say of a field that no pool spec has.
+def unknown_field_failure(field: str, known: Mapping[str, Any]) -> Failure | None:
+    """Describe a field that does not exist in pool specs, with the most similar names.
 
     Args:
-        field: what the service does not take, by its path.
-        known: the spec of any pool.
+        field: the dotted path of the field that the service refused.
+        known: the spec of any pool, which has all fields.
 
     Returns:
-        None where there is such a field, and something else is wrong with it.
+        None if the field exists; then its value is wrong.
     """
     *outer, last = field.split(".")
     if not last or outer[:1] == [_VARIABLES]:

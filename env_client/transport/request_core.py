@@ -25,6 +25,7 @@ from env_client.errors import (
 )
 from env_client.messages.message import Message, Response
 from env_client.retry import CallUnfinished, RetryPolicy
+from env_client.transport.resumable_streams import ResumableStream, StreamLoop
 from env_client.transport.retry_budget import CONNECT_TIMEOUT_S, ConnectionState, RetryBudget, RetryLoop
 from env_client.transport.uploads import Upload
 
@@ -144,10 +145,6 @@ class RequestCore:
             case _:
                 return ConnectionLost(f"the connection ended during {request}{reason}")
 
-    def new_retry_budget(self) -> RetryBudget:
-        """Create the retry budget of one request."""
-        return RetryBudget(self.policy, self.state, self.clock, self._jitter)
-
     def new_retry_loop(self, message: Message[T], upload: Upload | None = None) -> RetryLoop[T]:
         """Create the retry loop of one request.
 
@@ -155,7 +152,14 @@ class RequestCore:
             message: the message to send.
             upload: the content that is sent with it, if any.
         """
-        return RetryLoop(message, self.new_retry_budget(), lambda: upload is None or upload.rewindable)
+        return RetryLoop(message, self._new_retry_budget(), lambda: upload is None or upload.rewindable)
+
+    def new_stream_loop(self, stream: ResumableStream[T]) -> StreamLoop[T]:
+        """Create the loop that follows one stream."""
+        return StreamLoop(stream, self._new_retry_budget())
+
+    def _new_retry_budget(self) -> RetryBudget:
+        return RetryBudget(self.policy, self.state, self.clock, self._jitter)
 
     def record_failure(self, error: SandboxError) -> None:
         """Record a failure for a caller that repeats its requests itself and does not use the retry loop."""

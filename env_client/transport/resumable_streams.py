@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
-from env_client.errors import BadAnswer, ConnectionLost
+from env_client.errors import BadAnswer, ConnectionLost, SandboxError
 from env_client.messages.calls import call_events_message, call_output_message, check_result, exec_message
 from env_client.messages.message import Message, decode_json
 from env_client.messages.server_sent_events import EventParser, ServerEvent
 from env_client.messages.service import events_message
 from env_client.retry import CallUnfinished
+from env_client.transport.retry_budget import RetryBudget
 from env_client.values import Call, Event, Output, Result, read_value
 
+T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
@@ -39,6 +41,38 @@ class ResumableStream(Protocol[T_co]):
 
     def unfinished_items(self) -> Iterator[T_co]:
         """Yield what a service that stopped has reported about calls that did not end. Called when no request follows."""
+
+
+class StreamLoop(Generic[T]):
+    """The decisions of the loop that follows one stream over several requests. The senders add the I/O and the waiting.
+
+    Args:
+        stream: the stream.
+        budget: the time left for retries. Whenever data arrives, it is restored.
+    """
+
+    def __init__(self, stream: ResumableStream[T], budget: RetryBudget) -> None:
+        self._stream = stream
+        self._budget = budget
+        self._message: Message[Any] | None = None
+
+    def start_attempt(self) -> Message[Any]:
+        """Start timing an attempt; return the message to send."""
+        self._message = self._stream.next_message()
+        self._budget.start_attempt()
+        return self._message
+
+    def feed(self, chunk: bytes) -> Iterator[T]:
+        """Take a chunk of the response body; yield the items that are complete."""
+        self._budget.record_received_bytes()
+        for item in self._stream.feed(chunk):
+            self._budget.record_received_item()
+            yield item
+
+    def delay_before_retry_s(self, error: SandboxError) -> float | None:
+        """Return how long to wait before the next attempt, in seconds; None if there is none."""
+        assert self._message is not None, "start_attempt comes first"
+        return self._budget.delay_before_retry_s(self._message, error)
 
 
 class CallStream:

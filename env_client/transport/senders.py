@@ -75,20 +75,17 @@ class AsyncSender:
 
         Whenever data arrives, the retry budget is restored.
         """
-        budget = self.core.new_retry_budget()
+        loop = self.core.new_stream_loop(stream)
         while not stream.done:
-            message = stream.next_message()
-            budget.start_attempt()
+            message = loop.start_attempt()
             try:
                 async with self._open_body(message) as chunks:
                     async for chunk in chunks:
-                        budget.record_received_bytes()
-                        for item in stream.feed(chunk):
-                            budget.record_received_item()
+                        for item in loop.feed(chunk):
                             yield item
                 stream.end_of_body()
             except SandboxError as error:
-                delay_s = budget.delay_before_retry_s(message, error)
+                delay_s = loop.delay_before_retry_s(error)
                 if delay_s is not None:
                     await self._sleep(delay_s)
                     continue
@@ -169,20 +166,16 @@ class SyncSender:
 
     def follow(self, stream: ResumableStream[R]) -> Iterator[R]:
         """See `AsyncSender.follow`."""
-        budget = self.core.new_retry_budget()
+        loop = self.core.new_stream_loop(stream)
         while not stream.done:
-            message = stream.next_message()
-            budget.start_attempt()
+            message = loop.start_attempt()
             try:
                 with self._open_body(message) as chunks:
                     for chunk in chunks:
-                        budget.record_received_bytes()
-                        for item in stream.feed(chunk):
-                            budget.record_received_item()
-                            yield item
+                        yield from loop.feed(chunk)
                 stream.end_of_body()
             except SandboxError as error:
-                delay_s = budget.delay_before_retry_s(message, error)
+                delay_s = loop.delay_before_retry_s(error)
                 if delay_s is not None:
                     self._sleep(delay_s)
                     continue

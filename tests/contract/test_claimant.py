@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from env_client.cli.commands.pools import _standing
+from env_client.cli.commands.pools import summarize_state
 from env_client.values import PoolInfo
 from tests.support.harness import ALICE, BOB, Harness, bearer, harness_on_a_port
 
@@ -41,7 +41,7 @@ async def test_a_pool_shows_its_claimant(port: Harness) -> None:
     assert (refused.status_code, refused.json()["code"], refused.json()["queue_position"]) == (503, "no_capacity", 2)
     assert "held for an acquire of" in refused.json()["detail"]
     assert f'sandbox_held_slots{{pool="default"}} {slots - 1}.0' in figures
-    assert f"{slots - 1} free held for an acquire of {slots} of {ALICE.name}" in _standing(PoolInfo(**view))
+    assert f"{slots - 1} free held for an acquire of {slots} of {ALICE.name}" in summarize_state(PoolInfo(**view))
     await port.http.post("/v1/release", json={"lease_ids": held}, headers=BOBS)
     assert len(await gang) == slots
     assert (await port.http.get("/v1/pools/default")).json()["claimant"] is None

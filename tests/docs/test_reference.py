@@ -13,13 +13,9 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from env_client import errors as client_errors
-from env_client.cli import OWN_FAILURE
 from env_client.cli.app import app as cli_app
 from env_client.cli.arguments import DEFAULT_TTL_S
-from env_client.cli.command_line import NOT_FOUND
-from env_client.cli.commands.doctor import SOMETHING_MISSING
-from env_client.cli.commands.pools import NOT_CLEAN
-from env_client.cli.execution import CANNOT_START, OUT_OF_MEMORY, TIMED_OUT
+from env_client.cli.exit_codes import CANNOT_START, NOT_CLEAN, NOT_FOUND, OUT_OF_MEMORY, OWN_FAILURE, SOMETHING_MISSING, TIMED_OUT
 from sandbox_server.agent.execution.tools.tool_registry import NOT_BUILT as TOOLS_NOT_BUILT
 from sandbox_server.agent.execution.tools.tool_registry import TOOLS
 from sandbox_server.api.api import every_route

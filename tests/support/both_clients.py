@@ -1,4 +1,4 @@
-"""Both clients behind one face, so that a test is written once: every verb blocks, every stream is a list."""
+"""A blocking interface for both clients, so that one test covers both: every method blocks, and every stream is returned as a list."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ KINDS = ("sync", "async")
 
 
 class Face:
-    """One client, or a lease of it, as a blocking thing.
+    """A blocking interface for one client, or for one of its leases.
 
     Args:
-        inner: a `SandboxClient`, `AsyncSandboxClient`, their verbs or leases.
-        runner: the event loop of an asynchronous one.
+        inner: a `SandboxClient` or `AsyncSandboxClient`, its operations, or one of its leases.
+        runner: the event loop that runs the asynchronous methods.
     """
 
     def __init__(self, inner: Any, runner: asyncio.Runner) -> None:

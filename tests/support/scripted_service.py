@@ -1,4 +1,4 @@
-"""A service made of prepared answers, for tests of the client without sockets."""
+"""A service that sends prepared responses, for tests of the client without sockets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Step = httpx.Response | Exception | Callable[[httpx.Request], httpx.Response]
 
 
 class Script:
-    """Answers requests one by one with what was prepared, and remembers them. After the last step it goes on with that one."""
+    """Responds to each request with the next prepared step, and records the requests. The last step is repeated."""
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
@@ -31,7 +31,7 @@ class Script:
 
 
 class ScriptedTransport(httpx.MockTransport):
-    """Carries requests to a script; one that finds no connection has sent nothing, so its body is not read."""
+    """Passes requests to a script. A request whose step is a failed connection is not sent, so its body is not read."""
 
     def __init__(self, script: Script) -> None:
         super().__init__(script)
@@ -51,7 +51,7 @@ class ScriptedTransport(httpx.MockTransport):
 
 
 class FakeTime:
-    """A clock that moves only when somebody sleeps."""
+    """A clock that advances only while a test sleeps."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -69,16 +69,16 @@ class FakeTime:
 
 
 def problem(status: int, code: str, *, headers: dict[str, str] | None = None, **members: Any) -> httpx.Response:
-    """A problem document."""
+    """Return a response with a problem document."""
     body = {"type": "about:blank", "title": code, "status": status, "detail": f"because of {code}", "code": code, **members}
     return httpx.Response(status, json=body, headers={"content-type": "application/problem+json", **(headers or {})})
 
 
 def a_result(call_id: str, lease_id: str = "l-1", **fields: Any) -> dict[str, Any]:
-    """A result as the service writes it, with a field that only a newer one has."""
+    """Return a result as the service sends it, with a field that only a newer service has."""
     return {"call_id": call_id, "lease_id": lease_id, "success": True, "exit_code": 0, "reason": "exit", "fault": "none", "output": "", "newer": 1, **fields}
 
 
 def a_lease(lease_id: str = "l-1", **fields: Any) -> dict[str, Any]:
-    """A lease as the service writes it, with a field that only a newer one has."""
+    """Return a lease as the service sends it, with a field that only a newer service has."""
     return {"lease_id": lease_id, "epoch": 7, "pool": "default", "sandbox_id": "s-1", "slot_id": "s-1/0", "expires_at": 9.0, "newer": 1, **fields}

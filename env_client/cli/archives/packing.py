@@ -1,4 +1,4 @@
-"""A local folder as a gzipped tar, made while it is sent."""
+"""Packing a local folder into a gzipped tar while it is sent."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from env_client.cli.failures import Failure
 
 _BLOCK = tarfile.BLOCKSIZE
 _CHUNK_BYTES = 256 * 1024
-_LEVEL = 3  # twice as fast as the usual 6 and a few per cent larger
+_COMPRESSION_LEVEL = 3  # twice as fast as the usual level 6, for archives that are a few per cent larger
 
 
 class PackedFolder:
-    """The tree below a folder, each time it is walked anew; so an upload that was cut can be sent again.
+    """The content of a folder as an archive. Each iteration reads the folder again, so that an interrupted upload can be repeated.
 
     Args:
-        folder: its top, which is not in the archive itself.
+        folder: the folder. Names in the archive are relative to it.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        #: Sockets, FIFOs and devices, which are left out.
+        #: The sockets, FIFOs and devices that the last iteration left out.
         self.skipped: list[str] = []
 
     def __iter__(self) -> Iterator[bytes]:
         self.skipped.clear()
-        squeeze = zlib.compressobj(_LEVEL, zlib.DEFLATED, 31)
-        for piece in self._tar():
-            if squeezed := squeeze.compress(piece):
-                yield squeezed
-        yield squeeze.flush()
+        compressor = zlib.compressobj(_COMPRESSION_LEVEL, zlib.DEFLATED, 31)
+        for chunk in self._tar_chunks():
+            if compressed := compressor.compress(chunk):
+                yield compressed
+        yield compressor.flush()
 
-    def _tar(self) -> Iterator[bytes]:
-        maker = tarfile.TarFile(fileobj=io.BytesIO(), mode="w", format=tarfile.PAX_FORMAT)  # makes the headers, and writes nothing
+    def _tar_chunks(self) -> Iterator[bytes]:
+        maker = tarfile.TarFile(fileobj=io.BytesIO(), mode="w", format=tarfile.PAX_FORMAT)  # only creates headers
         for path in self._walk():
             name = str(path.relative_to(self._folder))
             info = _header(maker, path, name)
@@ -48,17 +48,17 @@ class PackedFolder:
             info.uname = info.gname = ""
             yield info.tobuf(tarfile.PAX_FORMAT)
             if info.isreg():
-                yield from _content(path, info.size)
+                yield from _content_blocks(path, info.size)
         yield b"\0" * (2 * _BLOCK)
 
     def _walk(self) -> Iterator[Path]:
-        for top, folders, files in os.walk(self._folder, onerror=_refuse):
+        for top, folders, files in os.walk(self._folder, onerror=_raise_unreadable):
             folders.sort()
             yield from (Path(top, name) for name in sorted({*folders, *files}))
 
 
 def _header(maker: tarfile.TarFile, path: Path, name: str) -> tarfile.TarInfo:
-    """The header of a file; of a type that tar does not know (a socket), one of a FIFO, which is left out as well."""
+    """Return the header of a file. A type that tar does not know, such as a socket, gets the header of a FIFO, which is left out of the archive as well."""
     found: tarfile.TarInfo | None = maker.gettarinfo(path, name)
     if found is not None:
         return found
@@ -67,7 +67,7 @@ def _header(maker: tarfile.TarFile, path: Path, name: str) -> tarfile.TarInfo:
     return other
 
 
-def _content(path: Path, size_bytes: int) -> Iterator[bytes]:
+def _content_blocks(path: Path, size_bytes: int) -> Iterator[bytes]:
     left = size_bytes
     with open(path, "rb") as file:
         while left:
@@ -80,5 +80,5 @@ def _content(path: Path, size_bytes: int) -> Iterator[bytes]:
         yield b"\0" * (_BLOCK - size_bytes % _BLOCK)
 
 
-def _refuse(error: OSError) -> None:
+def _raise_unreadable(error: OSError) -> None:
     raise Failure(f"{error.filename} cannot be read: {error.strerror}", "change its permissions, or copy without it", "file_error")

@@ -1,1 +1,1 @@
-"""The commands of the command line, a module a group."""
+"""The commands of the command line, one module for each group."""

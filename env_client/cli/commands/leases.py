@@ -1,4 +1,4 @@
-"""`sandbox acquire`, `leases`, `renew`, `narrow`, `release`, `exec`, `run`."""
+"""`sandbox acquire`, `leases`, `renew`, `narrow`, `release`, `exec` and `run`."""
 
 from __future__ import annotations
 
@@ -28,33 +28,35 @@ from env_client.cli.arguments import (
     read_lease,
 )
 from env_client.cli.command_line import CommandLine
-from env_client.cli.connection import connected, connected_or_own
-from env_client.cli.execution import conclude, execute, unanswered
-from env_client.cli.exit_handling import leaving
-from env_client.cli.failures import Failure, Interrupted, failure_of_several
-from env_client.cli.printer import JsonFlag, Printer, clock_time, span
+from env_client.cli.connection import connect_or_start_service, connect_to_service
+from env_client.cli.execution import execute_command, failure_for_lost_result, report_result
+from env_client.cli.failures import Failure, Interrupted, failure_from_errors
+from env_client.cli.printer import JsonFlag, Printer, format_duration, format_time
+from env_client.cli.signals import announce_on_forced_exit
 from env_client.client import SandboxClient
 from env_client.errors import SandboxError, ServiceError, TransportError
 from env_client.values import AcquireOptions, CallOptions, LeaseInfo, Result
 
-NOT_GIVEN_BACK = "the slot could not be given back, and frees itself within five minutes: {}"
-LEFT = "a slot that it had is not given back, and frees itself within five minutes"
+#: The note on a failed release; the placeholder is for the error.
+RELEASE_FAILED = "the slot could not be released; it becomes free within five minutes: {}"
+#: The announcement of a forced exit while a slot is held.
+SLOT_NOT_RELEASED = "a slot of this command was not released; it becomes free within five minutes"
 
 
 def acquire(
     pool: PoolOption = None,
-    count: Annotated[int, typer.Option("--count", "-c", metavar="N", parser=read_count, help="So many at once: all of them or none.")] = 1,
+    count: Annotated[int, typer.Option("--count", "-c", metavar="N", parser=read_count, help="How many slots: all of them or none.")] = 1,
     ttl: TtlOption = DEFAULT_TTL_S,
     wait: WaitOption = None,
     run_id: RunOption = None,
-    trajectory_id: Annotated[list[str] | None, typer.Option("--trajectory-id", metavar="ID", help="Who holds it; once for each of --count.")] = None,
+    trajectory_id: Annotated[list[str] | None, typer.Option("--trajectory-id", metavar="ID", help="The trajectory of a lease; once for each slot.")] = None,
     no_network: NoNetworkFlag = False,
-    cache: Annotated[bool, typer.Option("--cache", help="With the shared cache of its run, at /cache.")] = False,
-    priority: Annotated[int | None, typer.Option("--priority", metavar="N", help="Higher is served first, among your own.")] = None,
-    label: Annotated[list[str] | None, typer.Option("--label", metavar="NAME=VALUE", help="To find it again.")] = None,
+    cache: Annotated[bool, typer.Option("--cache", help="With the shared cache of the run, at /cache.")] = False,
+    priority: Annotated[int | None, typer.Option("--priority", metavar="N", help="Acquires with a higher priority are served first, among your own.")] = None,
+    label: Annotated[list[str] | None, typer.Option("--label", metavar="NAME=VALUE", help="A label, for finding the lease.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
-    """Take a slot: prints its lease id, which the other commands want."""
+    """Acquire slots, and print their lease ids, which the other commands take."""
     printer = Printer(as_json)
     options: AcquireOptions = {"ttl_s": ttl, "wait_s": wait, "run_id": run_id, "priority": priority, "labels": _labels(label)}
     if no_network:
@@ -63,50 +65,50 @@ def acquire(
         options["cache"] = "rw"
     if trajectory_id:
         options["trajectory_ids"] = trajectory_id
-    with connected() as client:
+    with connect_to_service() as client:
         acquired = client.acquire(pool, count, **options)
     if as_json:
-        printer.document(acquired)
+        printer.print_json(acquired)
         return
     for info in acquired.leases:
-        printer.line(info.lease_id)
+        printer.print_line(info.lease_id)
     first = acquired.leases[0]
-    printer.note(f"held until {clock_time(first.expires_at)} in pool {first.pool}; next: sandbox exec {first.lease_id} -- ls -la")
+    printer.print_note(f"held until {format_time(first.expires_at)} in pool {first.pool}; next: sandbox exec {first.lease_id} -- ls -la")
 
 
 def leases(
-    run_id: Annotated[str | None, typer.Option("--run-id", metavar="RUN", help="Those of a run.")] = None,
-    trajectory_id: Annotated[str | None, typer.Option("--trajectory-id", metavar="ID", help="Those of a trajectory.")] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Just the ids.")] = False,
+    run_id: Annotated[str | None, typer.Option("--run-id", metavar="RUN", help="Only those of a run.")] = None,
+    trajectory_id: Annotated[str | None, typer.Option("--trajectory-id", metavar="ID", help="Only those of a trajectory.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only the ids.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
     """List the leases you hold."""
     printer = Printer(as_json)
-    with connected() as client:
+    with connect_to_service() as client:
         found = list(client.iter_leases(run_id=run_id, trajectory_id=trajectory_id))
     if as_json:
-        printer.document({"leases": found})
+        printer.print_json({"leases": found})
     elif quiet:
         for info in found:
-            printer.line(info.lease_id)
+            printer.print_line(info.lease_id)
     else:
         heads = ("LEASE", "POOL", "SLOT", "ENDS IN>", "RUN", "TRAJECTORY", "RIGHTS")
-        printer.table(heads, map(_lease_row, found), empty="you hold no leases" + _of(run_id, trajectory_id))
+        printer.print_table(heads, map(_lease_row, found), empty="you hold no leases" + _filter_description(run_id, trajectory_id))
 
 
 def renew(lease: LeasesArgument, ttl: TtlOption = DEFAULT_TTL_S, as_json: JsonFlag = False) -> None:
-    """Keep leases for longer: each holds so many seconds from now on. Never shortens."""
+    """Renew leases: each lasts for the given time from now on. A renewal never shortens a lease."""
     printer = Printer(as_json)
-    with connected() as client:
+    with connect_to_service() as client:
         renewed = client.renew(lease, ttl)
-    document = {"leases": renewed.leases, "lost": _refusals(renewed.lost)}
+    document = {"leases": renewed.leases, "lost": _error_rows(renewed.lost)}
     if not as_json:
         for info in renewed.leases:
-            printer.line(f"{info.lease_id} held until {clock_time(info.expires_at)}")
+            printer.print_line(f"{info.lease_id} held until {format_time(info.expires_at)}")
     if renewed.lost:
-        raise failure_of_several(renewed.lost, document)
+        raise failure_from_errors(renewed.lost, document)
     if as_json:
-        printer.document(document)
+        printer.print_json(document)
 
 
 def narrow(
@@ -115,54 +117,56 @@ def narrow(
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Take the shared cache away.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Take rights away from held slots, for good. Their processes end, their files stay."""
+    """Take rights away from held slots for good. The processes of the slots end; their files stay."""
     printer = Printer(as_json)
     if not no_network and not no_cache:
-        raise Failure("there is nothing to take away", "say --no-network, --no-cache, or both")
+        raise Failure("there is nothing to take away", "give --no-network, --no-cache, or both")
     narrowed: list[LeaseInfo] = []
     refused: dict[str, SandboxError] = {}
-    with connected() as client:
+    with connect_to_service() as client:
         for lease_id in lease:
             try:
                 narrowed.append(client.narrow(lease_id, allow_network=False if no_network else None, cache="none" if no_cache else None))
             except SandboxError as error:
                 refused[lease_id] = error
-                if not isinstance(error, ServiceError):  # the next would wait as long for nothing
+                if not isinstance(error, ServiceError):  # the service does not respond, so the other leases would fail after the same wait
                     break
-    document = {"leases": narrowed, "refused": _refusals(refused)}
+    document = {"leases": narrowed, "refused": _error_rows(refused)}
     if not as_json:
         for info in narrowed:
-            printer.line(f"{info.lease_id} now has {_rights(info)}" + (", no cache" if no_cache and info.cache == "none" else ""))
+            printer.print_line(f"{info.lease_id} now has {_rights(info)}" + (", no cache" if no_cache and info.cache == "none" else ""))
     if refused:
-        raise failure_of_several(refused, document)
+        raise failure_from_errors(refused, document)
     if as_json:
-        printer.document(document)
+        printer.print_json(document)
 
 
 def release(
     lease: Annotated[list[str] | None, typer.Argument(metavar="[LEASE]...", hidden=True, parser=read_lease)] = None,
     run_id: Annotated[str | None, typer.Option("--run-id", metavar="RUN", help="All leases of a run.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="All leases you hold.")] = False,
-    keep_workspace: Annotated[bool, typer.Option("--keep-workspace", help="Keep the files for a minute, for the next acquire of the same run.")] = False,
+    keep_workspace: Annotated[bool, typer.Option("--keep-workspace", help="Keep the files for one minute, for the next acquire of the run.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Give slots back: running commands end, and the files go."""
+    """Release leases: running commands end, and the files are deleted."""
     printer = Printer(as_json)
     if sum((bool(lease), run_id is not None, everything)) != 1:
-        raise Failure("it is not clear which leases to release", "name them, or say --run-id RUN, or --all")
-    with connected() as client:
-        named = [info.lease_id for info in client.iter_leases()] if everything else lease
-        done = client.release(named, run_id=run_id, reset_workspace=not keep_workspace)
+        raise Failure("it is not clear which leases to release", "name the leases, or give --run-id RUN or --all")
+    with connect_to_service() as client:
+        lease_ids = [info.lease_id for info in client.iter_leases()] if everything else lease
+        done = client.release(lease_ids, run_id=run_id, reset_workspace=not keep_workspace)
     document = {"released": done.released, "unknown": done.unknown}
     if not as_json:
         for lease_id in done.released:
-            printer.line(lease_id)
+            printer.print_line(lease_id)
     if done.unknown:
-        raise Failure(f"not yours, or never known: {', '.join(done.unknown)}", "`sandbox leases` lists those you hold", "lease_not_found", document)
+        raise Failure(
+            f"these leases do not exist, or are not yours: {', '.join(done.unknown)}", "`sandbox leases` lists those you hold", "lease_not_found", document
+        )
     if as_json:
-        printer.document(document)
+        printer.print_json(document)
     elif not done.released:
-        printer.note("there was nothing to release")
+        printer.print_note("there was nothing to release")
 
 
 def exec_(
@@ -175,20 +179,20 @@ def exec_(
     no_stdin: NoStdinFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Run a command in a slot; its output comes as it is written, its exit code is ours.
+    """Run a command in a slot. Its output is printed as it is written, and its exit code becomes the exit code of `sandbox`.
 
-    Nothing in the words means anything to a shell; for a shell line say: sandbox exec LEASE -- bash -c 'ls | wc -l'.
-    Both its outputs come in true order on standard output. What is piped in is its standard input.
+    The arguments are passed to the program unchanged; for a shell line write: sandbox exec LEASE -- bash -c 'ls | wc -l'.
+    Both output streams of the command are written to standard output in their true order. Standard input is passed on unless it is a terminal.
     """
     printer = Printer(as_json)
     line = CommandLine(command, cwd, env or [])
     options: CallOptions = {"timeout_s": timeout, "no_output_timeout_s": no_output_timeout}
-    with connected() as client:
+    with connect_to_service() as client:
         try:
-            result = execute(client, lease, line, options, printer, forward_input=not no_stdin, cancel=True)
+            result = execute_command(client, lease, line, options, printer, forward_input=not no_stdin, cancel=True)
         except TransportError as error:
-            raise unanswered(error, lease, options.get("call_id")) from error
-    raise typer.Exit(conclude(result, line, printer))
+            raise failure_for_lost_result(error, lease, options.get("call_id")) from error
+    raise typer.Exit(report_result(result, line, printer))
 
 
 def run(
@@ -203,59 +207,67 @@ def run(
     no_stdin: NoStdinFlag = False,
     as_json: JsonFlag = False,
 ) -> None:
-    """Run a command in a fresh slot, and give the slot back: acquire, exec and release in one.
+    """Run a command in a fresh slot: acquire, exec and release in one.
 
-    Where no service runs, one is started for this command, and ends with it; a command may then take an hour before it is killed.
+    If no service runs, one is started for this command and ends with it; the command may then take an hour before it is killed.
     """
     printer = Printer(as_json)
     line = CommandLine(command, cwd, env or [])
     options: CallOptions = {"timeout_s": timeout, "no_output_timeout_s": no_output_timeout}
-    asked: AcquireOptions = {"wait_s": wait, "run_id": "sandbox-run-" + secrets.token_hex(6), "labels": {"command": line.text[:200]}}
+    acquire_options: AcquireOptions = {"wait_s": wait, "run_id": "sandbox-run-" + secrets.token_hex(6), "labels": {"command": line.text[:200]}}
     if no_network:
-        asked["allow_network"] = False
-    with connected_or_own(pool, printer) as client:
+        acquire_options["allow_network"] = False
+    with connect_or_start_service(pool, printer) as client:
 
-        def work(lease_id: str) -> Result:
-            # Releasing the slot ends the command as well, and sooner; only its result comes by cancelling.
-            return execute(client, lease_id, line, options, printer, forward_input=not no_stdin, cancel=as_json)
+        def run_in_slot(lease_id: str) -> Result:
+            # Releasing the slot ends the command sooner than cancelling it. Cancelling returns its result, which only `--json` prints.
+            return execute_command(client, lease_id, line, options, printer, forward_input=not no_stdin, cancel=as_json)
 
-        result = _in_own_slot(client, pool, asked, work, printer)
-    raise typer.Exit(conclude(result, line, printer))
+        result = _run_in_leased_slot(client, pool, acquire_options, run_in_slot, printer)
+    raise typer.Exit(report_result(result, line, printer))
 
 
-def _in_own_slot(client: SandboxClient, pool: str | None, asked: AcquireOptions, work: Callable[[str], Result], printer: Printer) -> Result:
-    """Do something in a slot of one's own, which is given back whatever happens; a result that is there is not lost where that fails."""
+def _run_in_leased_slot(client: SandboxClient, pool: str | None, options: AcquireOptions, function: Callable[[str], Result], printer: Printer) -> Result:
+    """Acquire a slot, run a function in it, and release the slot in every case. If only the release fails, the result is still returned.
+
+    Args:
+        client: a client of the service.
+        pool: the pool, or None for the default pool.
+        options: the options of the acquire, with a `run_id`.
+        function: the function; its argument is the lease id.
+        printer: prints a note if the release fails.
+    """
     result: Result | None = None
-    inside = False
+    function_runs = False
     try:
-        with leaving(LEFT), client.lease(pool, **asked) as lease:
-            inside = True
-            result = work(lease.lease_id)
-            inside = False
+        with announce_on_forced_exit(SLOT_NOT_RELEASED), client.lease(pool, **options) as lease:
+            function_runs = True
+            result = function(lease.lease_id)
+            function_runs = False
     except Interrupted:
-        if not inside:  # while it was granted, or given back
-            _give_back(client, asked["run_id"] or "", printer)
+        if not function_runs:  # the signal came during the acquire or the release, so the lease may still exist
+            _release_run(client, options["run_id"] or "", printer)
         raise
     except SandboxError as error:
         if result is None:
             raise
-        printer.note(NOT_GIVEN_BACK.format(error.detail))
+        printer.print_note(RELEASE_FAILED.format(error.detail))
     assert result is not None
     return result
 
 
-def _give_back(client: SandboxClient, run_id: str, printer: Printer) -> None:
+def _release_run(client: SandboxClient, run_id: str, printer: Printer) -> None:
     try:
         client.release(run_id=run_id)
     except SandboxError as error:
-        printer.note(NOT_GIVEN_BACK.format(error.detail))
+        printer.print_note(RELEASE_FAILED.format(error.detail))
 
 
-def _refusals(errors: Mapping[str, SandboxError]) -> list[dict[str, str]]:
+def _error_rows(errors: Mapping[str, SandboxError]) -> list[dict[str, str]]:
     return [{"lease_id": lease_id, "code": error.code, "detail": error.detail} for lease_id, error in errors.items()]
 
 
-def _of(run_id: str | None, trajectory_id: str | None) -> str:
+def _filter_description(run_id: str | None, trajectory_id: str | None) -> str:
     return "".join(f" of {kind} {name!r}" for kind, name in (("run", run_id), ("trajectory", trajectory_id)) if name is not None)
 
 
@@ -264,13 +276,13 @@ def _labels(pairs: list[str] | None) -> dict[str, str] | None:
     for pair in pairs or []:
         name, equals, value = pair.partition("=")
         if not name or not equals:
-            raise Failure(f"--label takes NAME=VALUE, not {pair!r}", "say for example --label user=me")
+            raise Failure(f"--label takes NAME=VALUE, not {pair!r}", "for example: --label user=me")
         labels[name] = value
     return labels or None
 
 
 def _lease_row(info: LeaseInfo) -> tuple[str, ...]:
-    ends_in = span(info.expires_at - time.time())
+    ends_in = format_duration(info.expires_at - time.time())
     return info.lease_id, info.pool, info.slot_id, ends_in, info.run_id or "", info.trajectory_id or "", _rights(info)
 
 

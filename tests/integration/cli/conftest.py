@@ -1,4 +1,4 @@
-"""`sandbox` as a process, on a service that runs and where none does."""
+"""Fixtures: `sandbox` as a process, with a running service and without one."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tests.support.service import Service
 
 @pytest.fixture
 def sandbox(service: Service, tmp_path: Path) -> CommandLine:
-    """`sandbox` of the shared service, in a folder of its own."""
+    """`sandbox` with the shared service, in a working folder of the test's own."""
     return CommandLine(service.environ, tmp_path)
 
 
 @pytest.fixture
 def lease(sandbox: CommandLine) -> Iterator[str]:
-    """A lease, released afterwards."""
+    """A lease that is released after the test."""
     lease_id = sandbox.out("acquire", "--wait", "30").strip()
     yield lease_id
     sandbox("release", lease_id)
@@ -27,7 +27,7 @@ def lease(sandbox: CommandLine) -> Iterator[str]:
 
 @pytest.fixture
 def alone(tmp_path: Path) -> CommandLine:
-    """`sandbox` on a machine where nothing runs."""
+    """`sandbox` on a machine where no service runs."""
     (tmp_path / "tmp").mkdir()
     (tmp_path / "state").mkdir()
     return CommandLine({"SANDBOX_STATE_DIR": str(tmp_path / "state"), "TMPDIR": str(tmp_path / "tmp")}, tmp_path)

@@ -1,4 +1,4 @@
-"""Running `sandbox`: to its end, step by step, and on a terminal."""
+"""Running `sandbox` as a process: until it ends, beside the test, or on a terminal."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ CODES = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 class CommandLine:
-    """`sandbox`, as a person or a script calls it.
+    """The command `sandbox` with an environment and a working folder.
 
     Args:
-        environ: by which it finds its service.
-        cwd: where it is called.
+        environ: the environment, which names the service.
+        cwd: the working folder.
     """
 
     def __init__(self, environ: Mapping[str, str], cwd: Path) -> None:
@@ -36,26 +36,26 @@ class CommandLine:
         self.cwd = cwd
 
     def __call__(self, *words: str, stdin: bytes | None = None, environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[bytes]:
-        """Run it to its end."""
+        """Run a command line and wait for its end."""
         given: dict[str, Any] = {"input": stdin} if stdin is not None else {"stdin": subprocess.DEVNULL}
         return subprocess.run(
             [*PROGRAM, *words], env={**self.environ, **(environ or {})}, cwd=self.cwd, capture_output=True, timeout=WAIT_S, check=False, **given
         )
 
     def out(self, *words: str, stdin: bytes | None = None) -> str:
-        """What it prints where it must succeed."""
+        """Run a command line that must succeed; return its standard output."""
         done = self(*words, stdin=stdin)
         assert done.returncode == 0, done.stderr.decode()
         return done.stdout.decode()
 
     def json(self, *words: str) -> Any:
-        """The one document that it prints."""
+        """Run a command with `--json`; return the document that it prints."""
         name, *rest = words
         return json.loads(self.out(name, "--json", *rest))
 
     @contextmanager
     def started(self, *words: str) -> Iterator[subprocess.Popen[bytes]]:
-        """Run it beside the test, with pipes."""
+        """Run a command line beside the test, with pipes for its output."""
         with subprocess.Popen(
             [*PROGRAM, *words], env=self.environ, cwd=self.cwd, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         ) as process:
@@ -66,7 +66,7 @@ class CommandLine:
 
     @contextmanager
     def on_terminal(self, *words: str, environ: Mapping[str, str] | None = None) -> Iterator[Terminal]:
-        """Run it on a terminal of its own."""
+        """Run a command line on a pseudo-terminal."""
         ours, its = pty.openpty()
         terminal = {"TERM": "xterm-256color", "COLUMNS": "100", "LINES": "40", **(environ or {})}
         command = ["setsid", "--ctty", *PROGRAM, *words]
@@ -80,7 +80,7 @@ class CommandLine:
 
 
 class Terminal:
-    """A terminal, and what runs on it."""
+    """A pseudo-terminal and the process that runs on it."""
 
     def __init__(self, descriptor: int, process: subprocess.Popen[bytes]) -> None:
         self._descriptor = descriptor
@@ -88,17 +88,17 @@ class Terminal:
         self.shown = b""
 
     def type(self, keys: bytes) -> None:
-        """Press keys."""
+        """Send keys to the process."""
         os.write(self._descriptor, keys)
 
     def wait_for(self, text: bytes) -> None:
-        """Wait until it shows a text."""
+        """Wait until the terminal shows a text."""
         deadline = time.monotonic() + WAIT_S
         while text not in self.shown:
             assert self._read(deadline), f"{text!r} did not come: {self.shown!r}"
 
     def end(self) -> int:
-        """Wait for its end; returns the exit code."""
+        """Wait for the end of the process; return its exit code."""
         deadline = time.monotonic() + WAIT_S
         while self._read(deadline):
             pass
@@ -106,7 +106,7 @@ class Terminal:
 
     @property
     def text(self) -> str:
-        """What it shows, without colours."""
+        """The text on the terminal, without control sequences."""
         return CODES.sub(b"", self.shown).decode().replace("\r\n", "\n")
 
     def _read(self, deadline: float) -> bool:

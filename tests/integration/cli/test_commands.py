@@ -1,4 +1,4 @@
-"""What each command does, on a real service."""
+"""Tests of each command with a real service."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class TestExec:
         assert (done.returncode, done.stdout) == (124, b"before\n")
         assert done.stderr.decode() == (
             "sandbox: the call passed its timeout of 1 s and was killed with its whole tree [timeout]\n"
-            "  `--timeout SECONDS` gives it longer, up to the pool's max_timeout_s\n"
+            "  `--timeout SECONDS` allows more time, up to the pool's max_timeout_s\n"
         )
 
     def test_folder_and_variables(self, sandbox: CommandLine, lease: str) -> None:
@@ -170,7 +170,7 @@ class TestPools:
     def test_a_pool_is_made_changed_verified_and_removed(self, sandbox: CommandLine, tmp_path: Path) -> None:
         (tmp_path / "p.yaml").write_text("slots_per_sandbox: 2\nmin_sandboxes: 1\nmax_sandboxes: 1\non_shutdown: destroy\n")
 
-        assert sandbox.out("pool", "apply", "walk", "p.yaml") == "made pool walk\n"
+        assert sandbox.out("pool", "apply", "walk", "p.yaml") == "created pool walk\n"
         assert sandbox.out("pool", "apply", "walk", "p.yaml", "--set", "acquire_timeout_s=5") == "changed pool walk: acquire_timeout_s 60 → 5\n"
         shown = sandbox.json("pools", "walk")
         assert (shown["spec"]["acquire_timeout_s"], shown["spec"]["slots_per_sandbox"]) == (5, 2)
@@ -180,7 +180,7 @@ class TestPools:
         report = json.loads(sandbox.out("pool", "verify", "--json", "walk"))
         assert report["clean"]
         assert report["slots"][0]["planted"]
-        assert sandbox.out("pool", "delete", "walk", "--force") == "pool walk is going now\n"
+        assert sandbox.out("pool", "delete", "walk", "--force") == "pool walk is being deleted\n"
 
     def test_sandboxes_are_listed_and_drained(self, sandbox: CommandLine) -> None:
         sandbox.out("pool", "apply", "drained", "-s", "slots_per_sandbox=1", "-s", "min_sandboxes=1", "-s", "max_sandboxes=1", "-s", 'on_shutdown="destroy"')
@@ -226,7 +226,7 @@ class TestRun:
         left.write_text(json.dumps({"url": "http://127.0.0.1:9", "pid": os.getpid()}))
         done = alone("run", "--", "true")
 
-        assert (done.returncode, done.stderr.decode()) == (0, f"the service that {left} names is gone; this command runs on one of its own\n")
+        assert (done.returncode, done.stderr.decode()) == (0, f"the service that {left} names does not run any more; this command starts one of its own\n")
 
 
 def test_a_standard_output_that_is_closed_is_no_traceback(sandbox: CommandLine) -> None:

@@ -1,4 +1,4 @@
-"""With `--json`, standard output is one document, whatever happens."""
+"""Tests of `--json`: standard output is one document in every case."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from tests.integration.cli.harness import PROGRAM, WAIT_S, CommandLine
 from tests.support.service import Service, running_service
 
 SECONDS = (f"{31341 + os.getpid()}.{number}" for number in itertools.count(1))
-"""How long commands sleep: each its own time, by which it is found among all processes of the machine."""
+"""The durations for which commands sleep. Each command has its own, so that it can be found among all processes of the machine."""
 
 
 def the_document(done: subprocess.CompletedProcess[bytes]) -> Any:
-    """The one document; anything beside it is no JSON."""
+    """Return the only document on standard output; any other output is not JSON."""
     return json.loads(done.stdout)
 
 
@@ -66,7 +66,7 @@ def test_what_fails_is_one_document(sandbox: CommandLine, words: list[str]) -> N
 
     document = the_document(done)
     assert done.returncode in (125, 126, 127)
-    if "reason" in document:  # of a call that came to a result
+    if "reason" in document:  # the document of a call with a result
         assert document["reason"] in ("exit", "tool_error", "invalid_args")
     else:
         assert document["error"]["detail"]
@@ -111,7 +111,7 @@ class TestSomeOfMany:
         assert [(one["lease_id"], one["code"]) for one in document["refused"]] == [("l-nope", "lease_not_found")]
         assert document["error"]["code"] == "lease_not_found"
 
-    def test_where_all_goes_well_no_error_is_said(self, sandbox: CommandLine, lease: str) -> None:
+    def test_a_successful_document_has_no_error(self, sandbox: CommandLine, lease: str) -> None:
         assert set(sandbox.json("renew", lease)) == {"leases", "lost"}
         assert set(sandbox.json("narrow", "--no-network", lease)) == {"leases", "refused"}
         assert set(sandbox.json("release", lease)) == {"released", "unknown"}
@@ -149,12 +149,12 @@ class TestInterrupted:
 
 
 def sleeping(seconds: str) -> list[str]:
-    """A command that writes something and sleeps."""
+    """Return a command that writes something and sleeps."""
     return ["--", "bash", "-c", f"echo partial; sleep {seconds}"]
 
 
 def wait_for_the_command(seconds: str) -> None:
-    """Wait until it sleeps in its slot."""
+    """Wait until the command sleeps in its slot."""
     deadline = time.monotonic() + WAIT_S
     while not any(process.info["cmdline"] == ["sleep", seconds] for process in psutil.process_iter(["cmdline"])):
         assert time.monotonic() < deadline, "it does not run"
@@ -162,7 +162,7 @@ def wait_for_the_command(seconds: str) -> None:
 
 @pytest.fixture
 def own_service() -> Iterator[Service]:
-    """A service that a test may stop for a while."""
+    """A service that a test can suspend."""
     with running_service() as service:
         yield service
         os.kill(service.process.pid, signal.SIGCONT)
@@ -179,7 +179,7 @@ def test_a_second_ctrl_c_leaves_at_once(own_service: Service, tmp_path: Path, as
             assert process.stdout.readline() == b"partial\n"
         os.kill(own_service.process.pid, signal.SIGSTOP)
         process.send_signal(signal.SIGINT)
-        with pytest.raises(subprocess.TimeoutExpired):  # it waits to give the slot back
+        with pytest.raises(subprocess.TimeoutExpired):  # it waits for the release of the slot
             process.wait(1.0)
         process.send_signal(signal.SIGINT)
         told, _ = process.communicate(timeout=3.0)
@@ -195,4 +195,4 @@ def test_an_output_that_cannot_be_written_is_no_traceback(sandbox: CommandLine) 
             [*PROGRAM, "pools", "--json"], env=sandbox.environ, stdin=subprocess.DEVNULL, stdout=full, stderr=subprocess.PIPE, timeout=WAIT_S, check=False
         )
 
-    assert (done.returncode, done.stderr) == (125, b"sandbox: No space left on device\n  mend that, and try again\n")
+    assert (done.returncode, done.stderr) == (125, b"sandbox: No space left on device\n  correct the cause, and try again\n")

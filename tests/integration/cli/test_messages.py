@@ -1,4 +1,4 @@
-"""What a person reads when something is wrong: one sentence, and what to do next; never a traceback."""
+"""Tests of the messages for failures: one sentence on what is wrong and one on what to do next, never a traceback."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import pytest
 
 from tests.integration.cli.harness import CommandLine
 
-OTHER_LEASE = "  `sandbox leases` lists those you hold, `sandbox acquire` takes a new one\n"
+ACQUIRE_HELP = "`sandbox acquire --help` lists the arguments and options"
+OTHER_LEASE = "  `sandbox leases` lists those you hold, `sandbox acquire` acquires a new one\n"
 
 
 @pytest.mark.parametrize(
@@ -18,30 +19,30 @@ OTHER_LEASE = "  `sandbox leases` lists those you hold, `sandbox acquire` takes 
     [
         (["exec", "l-nope", "--", "ls"], "sandbox: there is no lease 'l-nope', or it is not yours\n" + OTHER_LEASE),
         (["ls", "l-nope"], "sandbox: there is no lease 'l-nope', or it is not yours\n" + OTHER_LEASE),
-        (["release", "l-nope"], "sandbox: not yours, or never known: l-nope\n  `sandbox leases` lists those you hold\n"),
-        (["release"], "sandbox: it is not clear which leases to release\n  name them, or say --run-id RUN, or --all\n"),
-        (["narrow", "l-nope"], "sandbox: there is nothing to take away\n  say --no-network, --no-cache, or both\n"),
-        (["acquire", "--pool", "nope"], "sandbox: there is no pool 'nope'\n  `sandbox pools` lists them, `sandbox pool apply` makes one\n"),
-        (["acquire", "--label", "x"], "sandbox: --label takes NAME=VALUE, not 'x'\n  say for example --label user=me\n"),
-        (["pools", "nope"], "sandbox: there is no pool 'nope'; there is default\n  `sandbox pool apply NAME` makes one\n"),
+        (["release", "l-nope"], "sandbox: these leases do not exist, or are not yours: l-nope\n  `sandbox leases` lists those you hold\n"),
+        (["release"], "sandbox: it is not clear which leases to release\n  name the leases, or give --run-id RUN or --all\n"),
+        (["narrow", "l-nope"], "sandbox: there is nothing to take away\n  give --no-network, --no-cache, or both\n"),
+        (["acquire", "--pool", "nope"], "sandbox: there is no pool 'nope'\n  `sandbox pools` lists them, `sandbox pool apply` creates one\n"),
+        (["acquire", "--label", "x"], "sandbox: --label takes NAME=VALUE, not 'x'\n  for example: --label user=me\n"),
+        (["pools", "nope"], "sandbox: there is no pool 'nope'; there is default\n  `sandbox pool apply NAME` creates one\n"),
         (["drain", "s-nope"], "sandbox: there is no sandbox 's-nope'\n  `sandbox sandboxes` lists them\n"),
         (["cp", "a", "b"], "sandbox: one of SOURCE and TARGET must be LEASE:PATH; neither is in a slot\n  for example: sandbox cp notes.txt LEASE:notes.txt\n"),
-        (["cp", "nope", "l-nope:x"], "sandbox: there is no nope here\n  look at the path; a slot's is written LEASE:PATH\n"),
+        (["cp", "nope", "l-nope:x"], "sandbox: there is no local file or folder nope\n  check the path; a path in a slot is written LEASE:PATH\n"),
         (["pool", "apply", "p", "."], "sandbox: . is a folder, not a file\n  give the path of a spec in YAML or JSON\n"),
         (["pool", "apply", "p", "nope"], "sandbox: there is no file nope\n  give the path of a spec in YAML or JSON, or - for standard input\n"),
-        (["pool", "apply", "p", "--set", "x"], "sandbox: --set takes FIELD=VALUE, not 'x'\n  say for example --set max_sandboxes=2\n"),
+        (["pool", "apply", "p", "--set", "x"], "sandbox: --set takes FIELD=VALUE, not 'x'\n  for example: --set max_sandboxes=2\n"),
         (["exec", "l-nope", "--timeout", "3", "--", "ls"], None),
-        (["exec", "l-nope"], "sandbox: Missing argument '-- CMD'\n  `sandbox exec --help` says what is taken\n"),
+        (["exec", "l-nope"], "sandbox: Missing argument '-- CMD'\n  `sandbox exec --help` lists the arguments and options\n"),
         (["run", "-e", "=x", "--", "ls"], "sandbox: --env takes NAME=VALUE, not '=x'\n  or NAME alone, for a variable that is set here\n"),
-        (["bogus"], "sandbox: No such command 'bogus'\n  `sandbox --help` says what is taken\n"),
-        (["pools", "--bogus"], "sandbox: No such option: --bogus\n  `sandbox pools --help` says what is taken\n"),
+        (["bogus"], "sandbox: No such command 'bogus'\n  `sandbox --help` lists the arguments and options\n"),
+        (["pools", "--bogus"], "sandbox: No such option: --bogus\n  `sandbox pools --help` lists the arguments and options\n"),
         (["acquire", "--count", "many"], None),
         (["acquire", "--count", "9999999"], None),
         (["acquire", "--ttl", "0"], None),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_what_is_wrong_and_what_to_do(sandbox: CommandLine, words: list[str], told: str | None) -> None:
+def test_a_failure_names_the_problem_and_the_next_step(sandbox: CommandLine, words: list[str], told: str | None) -> None:
     done = sandbox(*words)
 
     assert done.returncode == 125
@@ -111,7 +112,7 @@ def test_no_service(alone: CommandLine) -> None:
     assert done.stderr.decode() == (
         "sandbox: no sandbox service is known: set SANDBOX_URL (and SANDBOX_TOKEN), or start one on this machine with "
         f"`python -m sandbox_server serve` (looked for server.json in {alone.environ['SANDBOX_STATE_DIR']})\n"
-        "  `sandbox run -- CMD...` needs none: it starts one for itself\n"
+        "  `sandbox run -- CMD...` needs no service: it starts one for itself\n"
     )
 
 
@@ -163,7 +164,7 @@ def test_with_json_the_error_is_the_one_document(sandbox: CommandLine) -> None:
 
 
 class TestNextSteps:
-    """A step that helps with what is wrong, not one that sends to a help that does not say it."""
+    """The next step corrects the mistake, instead of naming a help text that does not mention it."""
 
     def test_paths_that_files_reach(self, sandbox: CommandLine, lease: str) -> None:
         for words in (["ls", f"{lease}:/etc"], ["cp", f"{lease}:../x", "x"]):
@@ -178,9 +179,17 @@ class TestNextSteps:
                 "count is 1000, and pool 'default' can never hold more than 16 slots",
                 "ask for fewer with `--count`; a pool holds max_sandboxes times slots_per_sandbox: `sandbox pools NAME` shows them",
             ),
-            (["acquire", "--count", "0"], "Invalid value for '--count' / '-c': '0' is not a number of slots", "`sandbox acquire --help` says what is taken"),
+            (
+                ["acquire", "--count", "0"],
+                "Invalid value for '--count' / '-c': '0' is not a number of slots",
+                ACQUIRE_HELP,
+            ),
             (["acquire", "--ttl", "0"], "ttl_s: should be greater than or equal to 1", "correct `--ttl`"),
-            (["acquire", "--wait", "inf"], "Invalid value for '--wait': 'inf' is not a number of seconds", "`sandbox acquire --help` says what is taken"),
+            (
+                ["acquire", "--wait", "inf"],
+                "Invalid value for '--wait': 'inf' is not a number of seconds",
+                ACQUIRE_HELP,
+            ),
             (["acquire", "--run-id", ""], "run_id: should have at least 1 character", "correct `--run-id`"),
             (
                 ["pool", "apply", "Bad Name"],
@@ -190,14 +199,14 @@ class TestNextSteps:
             (
                 ["pool", "apply", "a/b"],
                 "'a/b' cannot name a pool",
-                "`sandbox pools` lists them; a name is of a-z, 0-9, `.`, `_` and `-`, with a letter or digit at both ends",
+                "`sandbox pools` lists them; a name consists of a-z, 0-9, `.`, `_` and `-`, with a letter or digit at both ends",
             ),
-            (["exec", "", "--", "ls"], "the lease is empty", "is the variable set that it comes from? " + OTHER_LEASE.strip()),
-            (["cp", "", "l-1:x"], "SOURCE is empty", "is the variable set that it comes from? `.` is this folder"),
-            (["cp", "l-1:x", ""], "TARGET is empty", "is the variable set that it comes from? `.` is this folder"),
-            (["drain", ""], "the sandbox is empty", "is the variable set that it comes from? `sandbox sandboxes` lists them"),
-            (["--json"], "No such option: --json (Possible options: --version)", "`sandbox --help` says what is taken"),
-            (["exec", "-t"], "Option '-t' requires an argument", "`sandbox exec --help` says what is taken"),
+            (["exec", "", "--", "ls"], "the lease is empty", "check that the variable it comes from is set; " + OTHER_LEASE.strip()),
+            (["cp", "", "l-1:x"], "SOURCE is empty", "check that the variable it comes from is set; `.` is the current folder"),
+            (["cp", "l-1:x", ""], "TARGET is empty", "check that the variable it comes from is set; `.` is the current folder"),
+            (["drain", ""], "the sandbox is empty", "check that the variable it comes from is set; `sandbox sandboxes` lists them"),
+            (["--json"], "No such option: --json (Possible options: --version)", "`sandbox --help` lists the arguments and options"),
+            (["exec", "-t"], "Option '-t' requires an argument", "`sandbox exec --help` lists the arguments and options"),
         ],
         ids=lambda value: " ".join(value) if isinstance(value, list) else "",
     )
@@ -217,14 +226,15 @@ class TestCommandsThatDoNotStart:
 
         assert done.returncode == 126
         assert done.stderr.decode() == (
-            "sandbox: the folder '/nope' cannot be entered: No such file or directory [tool_error]\n  correct `--cwd`: a relative one begins in the workspace\n"
+            "sandbox: the folder '/nope' cannot be entered: No such file or directory [tool_error]\n"
+            "  correct `--cwd`: a relative path begins in the workspace\n"
         )
 
     def test_a_shell_line_as_one_word_is_127_with_a_hint(self, sandbox: CommandLine, lease: str) -> None:
         done = sandbox("exec", lease, "--", "echo hi")
 
         assert (done.returncode, done.stdout) == (127, b"/bin/bash: line 1: echo hi: command not found\n")
-        assert done.stderr.decode() == "the words after `--` are a program and its arguments; for a shell line say: -- bash -c 'echo hi'\n"
+        assert done.stderr.decode() == "the words after `--` are a program and its arguments; for a shell line write: -- bash -c 'echo hi'\n"
 
     def test_a_program_that_is_not_there_is_127_without_one(self, sandbox: CommandLine, lease: str) -> None:
         assert (sandbox("exec", lease, "--", "nope", "x y").returncode, sandbox("exec", lease, "--", "nope").stderr) == (127, b"")
@@ -238,7 +248,7 @@ class TestWhatIsNoText:
         assert sandbox("exec", lease, "--", "printf", "%s", os.fsdecode(b"\xff\xfe")).stdout == b"\xff\xfe"
 
     @pytest.mark.parametrize("words", [["pools", "\udcff"], ["leases", "--run-id", "\udcff"], ["acquire", "--label", "a=\udcff"], ["ls", "\udcff"]])
-    def test_what_cannot_be_asked_for_is_no_traceback(self, sandbox: CommandLine, words: list[str]) -> None:
+    def test_arguments_that_are_not_utf8_give_no_traceback(self, sandbox: CommandLine, words: list[str]) -> None:
         done = sandbox(*words)
 
         assert done.returncode == 125
@@ -256,7 +266,7 @@ class TestWhatIsNoText:
         sandbox.out("cp", f"{lease}:folder", "back")
 
         assert (alone.returncode, back.returncode) == (125, 125)
-        assert alone.stderr.decode().splitlines()[1] == "  copy the folder that holds it: the names in there may be any bytes"
+        assert alone.stderr.decode().splitlines()[1] == "  copy the folder that contains it: names inside a folder may be any bytes"
         assert (tmp_path / "back" / name).read_text() == "content"
 
 

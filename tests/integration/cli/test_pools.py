@@ -1,4 +1,4 @@
-"""Pools made, changed, looked at and taken away by `sandbox`."""
+"""Tests of creating, changing, showing and deleting pools."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ SMALL = ("-s", "slots_per_sandbox=1", "-s", "max_sandboxes=1", "-s", "min_sandbo
 
 @pytest.fixture
 def pool(sandbox: CommandLine) -> Iterator[str]:
-    """A pool without a sandbox, removed afterwards."""
-    assert sandbox.out("pool", "apply", "walk", *SMALL) == "made pool walk\n"
+    """A pool without a sandbox, which is deleted after the test."""
+    assert sandbox.out("pool", "apply", "walk", *SMALL) == "created pool walk\n"
     yield "walk"
     sandbox("pool", "delete", "walk", "--force")
 
@@ -64,18 +64,18 @@ class TestApply:
         done = sandbox("pool", "apply", pool)
 
         assert (done.returncode, done.stdout) == (125, b"")
-        assert done.stderr.decode() == "sandbox: pool 'walk' is there, and nothing says what to change\n  give a FILE, --set FIELD=VALUE, or --defaults\n"
+        assert done.stderr.decode() == "sandbox: pool 'walk' exists, and no change is given\n  give a FILE, --set FIELD=VALUE, or --defaults\n"
         assert sandbox.json("pools", pool)["spec"] == before
 
-    def test_the_defaults_are_asked_for(self, sandbox: CommandLine, pool: str) -> None:
+    def test_the_option_defaults_resets_all_fields(self, sandbox: CommandLine, pool: str) -> None:
         told = sandbox.out("pool", "apply", pool, "--defaults", "-s", "slots_per_sandbox=1", "-s", "min_sandboxes=0")
 
         assert told == 'changed pool walk: max_sandboxes 1 → 5, on_shutdown "destroy" → "keep"\n'
         both = sandbox("pool", "apply", pool, "-", "--defaults")
-        assert (both.returncode, both.stderr.decode()) == (125, "sandbox: FILE and --defaults both say what to begin with\n  give one of them\n")
+        assert (both.returncode, both.stderr.decode()) == (125, "sandbox: FILE and --defaults exclude each other\n  give one of them\n")
 
-    def test_a_new_pool_needs_nothing_said(self, sandbox: CommandLine) -> None:
-        assert sandbox.out("pool", "apply", "plain") == "made pool plain\n"
+    def test_a_new_pool_needs_no_options(self, sandbox: CommandLine) -> None:
+        assert sandbox.out("pool", "apply", "plain") == "created pool plain\n"
         sandbox.out("pool", "delete", "plain", "--force")
 
     @pytest.mark.parametrize(
@@ -85,16 +85,15 @@ class TestApply:
             ("nomad.adress=x", "sandbox: a pool spec has no field 'nomad.adress'\n  did you mean nomad.address?\n"),
             (
                 "idle_timeout_s=1e400",
-                "sandbox: --set idle_timeout_s=1e400: 1e400 is not a finite number\n  give a finite one; null is what some fields take for none\n",
+                "sandbox: --set idle_timeout_s=1e400: 1e400 is not a finite number\n  give a finite number; some fields accept null for no limit\n",
             ),
             (
                 "max_sandboxes=many",
-                "sandbox: max_sandboxes: should be a valid integer\n"
-                "  `sandbox pools NAME` shows every field of a spec; docs/settings.md says what each takes\n",
+                "sandbox: max_sandboxes: should be a valid integer\n  `sandbox pools NAME` shows every field of a spec; docs/settings.md describes them\n",
             ),
         ],
     )
-    def test_a_field_that_is_none_or_wrong(self, sandbox: CommandLine, change: str, told: str) -> None:
+    def test_an_unknown_field_or_a_wrong_value_is_refused(self, sandbox: CommandLine, change: str, told: str) -> None:
         done = sandbox("pool", "apply", "never", "--set", change)
 
         assert (done.returncode, done.stderr.decode()) == (125, told)
@@ -106,7 +105,7 @@ class TestApply:
         assert done.stderr.decode().startswith("sandbox: pool 'default' is of the settings file: change it there, and start the service again\n")
 
 
-def test_a_pool_that_goes_is_seen_to_go(sandbox: CommandLine) -> None:
+def test_a_deleted_pool_is_shown_as_draining(sandbox: CommandLine) -> None:
     sandbox.out("pool", "apply", "going", "-s", "slots_per_sandbox=2", "-s", "max_sandboxes=1", "-s", "on_shutdown=destroy")
     lease = sandbox.out("acquire", "-p", "going", "--wait", "30").strip()
     sandbox.out("pool", "delete", "going")
@@ -126,8 +125,8 @@ def test_a_pool_without_a_sandbox_says_how_to_get_one_to_verify(sandbox: Command
 
     assert (done.returncode, done.stderr.decode()) == (
         125,
-        "sandbox: pool 'walk' has no sandbox now, so no slot to verify\n"
-        "  one is made once a slot is asked for: `sandbox run --pool walk -- true`, and verify then\n",
+        "sandbox: pool 'walk' has no sandbox now, so there is no slot to verify\n"
+        "  an acquire starts one: `sandbox run --pool walk -- true`, then verify again\n",
     )
 
 

@@ -1,4 +1,4 @@
-"""Colours where a terminal is, and nowhere else."""
+"""Tests of colours: they are used on a terminal only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`RemoteToolBackend` on a real service."""
+"""Tests of `RemoteToolBackend` with a real service."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def test_files_are_kept_for_the_run(service: Service) -> None:
         await held.execute(slot, "write_file", {"path": "kept", "content": "x"})
         await held.release(slot, reset_workspace=False)
         async with asyncio.timeout(30):
-            while not (await held.client.pool("default")).slots["kept"]:  # its processes end first; that has no event
+            while not (await held.client.pool("default")).slots["kept"]:  # the slot is kept once its processes have ended; no event reports that
                 await asyncio.sleep(0.02)
         again = await held.acquire("t-2")
 

@@ -1,4 +1,4 @@
-"""A service of one's own ends with its process, also where a child of that holds on to the pipe."""
+"""An embedded service ends with the process that started it, even if a forked child of that process keeps the pipe open."""
 
 from __future__ import annotations
 

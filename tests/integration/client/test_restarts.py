@@ -1,4 +1,4 @@
-"""A service that is stopped, or killed, and started again in the middle of a call: its caller notices nothing. Both clients, a real service."""
+"""Tests of both clients with a real service that is stopped or killed during a call and started again: the call succeeds."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ import pytest
 from env_client import Output, RemoteToolBackend, Result, SandboxClient
 from tests.support.service import SMALL_POOL, Service, clean_environ, end_sandboxes_left, listening_url, short_folder, wait_until_ready
 
-#: Begins, waits until it is let go, and ends; `ran` has a line each time it has run. Its last bytes are no text.
+#: Writes output, waits for the file `go`, and writes again. It appends a line to `ran` each time it runs. Its last byte is not UTF-8.
 COMMAND = r"printf 'begun\n'; echo ran >> ran; while [ ! -e go ]; do sleep 0.05; done; printf 'done\n\377'"
 
 
 class Restarting:
-    """A service on one port and one state folder, in one life after the other."""
+    """A service that can be restarted on the same port and with the same state folder."""
 
     def __init__(self, folder: Path, environ: Mapping[str, str] = MappingProxyType({})) -> None:
         self._folder = folder
@@ -38,12 +38,12 @@ class Restarting:
         self.service = self._start()
 
     def again(self, how: signal.Signals) -> None:
-        """End this life, and begin the next."""
+        """End the service with a signal, and start it again."""
         self.end(how)
         self.service = self._start()
 
     def end(self, how: signal.Signals) -> None:
-        """End this life."""
+        """End the service with a signal."""
         self.service.process.send_signal(how)
         self.service.process.wait(30)
 
@@ -109,7 +109,7 @@ async def test_the_slots_of_an_environment_outlive_their_service(restarting: Res
         running = asyncio.create_task(backend.execute_batch(calls))
         async with asyncio.timeout(30):
             while "ran" not in [entry.path.rpartition("/")[2] for entry in await backend.list_artifacts(slot)]:
-                await asyncio.sleep(0.02)  # what a command writes has no event
+                await asyncio.sleep(0.02)  # no event reports that a command has written a file
         await asyncio.to_thread(restarting.again, signal.SIGTERM)
         await slot.lease.put_file("go", b"")
         async with asyncio.timeout(60):

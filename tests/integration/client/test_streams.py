@@ -1,4 +1,4 @@
-"""Streams through a proxy that cuts connections: nothing is lost, nothing comes twice, nothing runs twice. Both clients, a real service."""
+"""Tests of both clients with a real service and a proxy that cuts connections: nothing is lost or repeated, and no call runs twice."""
 
 from __future__ import annotations
 
@@ -73,14 +73,14 @@ def test_exact_bytes_are_followed(service: Service, kind: str) -> None:
     assert len(output) == result.output_bytes == 3_000_000
 
 
-def test_what_changes_is_told_over_cuts(service: Service) -> None:
+def test_events_are_received_across_cut_connections(service: Service) -> None:
     with CuttingProxy(service.url, [400, 400, 400]).running() as proxy:
         asyncio.run(_follow(service, proxy.url))
     assert proxy.cut_count >= 1
 
 
 async def _follow(service: Service, url: str) -> None:
-    """Two leases come and go while somebody watches from the oldest event that is kept."""
+    """Acquire and release two leases while another client reads the events from the oldest one on."""
     seen: list[Event] = []
     async with AsyncSandboxClient(url, service.token, retry=QUICK) as watching, AsyncSandboxClient(service.url, service.token) as client:
         mine = [(await client.acquire(run_id="r-watched", wait_s=30)).leases[0].lease_id]

@@ -1,4 +1,4 @@
-"""A command's words, as bash takes them and as a program gets them."""
+"""Tests of quoting: a program gets its arguments unchanged through bash."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_shell_line_as_one_word_gets_a_hint(words: list[str], is_line: bool) -
         (["python3", "x.py"], (0, 0), False),
     ],
 )
-def test_a_program_that_reads_its_input_is_told_that_a_terminal_is_none(words: list[str], ended: tuple[int, int], is_told: bool) -> None:
+def test_a_program_that_reads_its_input_gets_a_hint_on_a_terminal(words: list[str], ended: tuple[int, int], is_told: bool) -> None:
     command = CommandLine(words, None, [])
 
     assert ("a terminal is not read" in command.hint(*ended, on_terminal=True)) is is_told

@@ -1,4 +1,4 @@
-"""What `doctor` makes of a pool's capabilities."""
+"""Tests of the findings of `doctor` about a pool's capabilities."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from env_client.cli.diagnosis import Finding, State, draining_for, pool_findings
+from env_client.cli.diagnosis import Finding, State, draining_reason, pool_findings
 from env_client.values import PoolInfo
 
 ALL = {
@@ -32,7 +32,7 @@ def test_where_all_is_well_nothing_is_to_be_mended() -> None:
     ("verdict", "fix"),
     [
         ("bubblewrap (bwrap) is not in PATH", "bubblewrap"),
-        ("bwrap: setting up uid map: Permission denied", "let ordinary users make user namespaces"),
+        ("bwrap: setting up uid map: Permission denied", "let ordinary users create user namespaces"),
         ("bwrap: No permissions to create new namespace: Operation not permitted", "--security-opt seccomp=unconfined"),
     ],
 )
@@ -43,18 +43,18 @@ def test_a_mode_that_does_not_work_says_how_to_get_it(verdict: str, fix: str) ->
     assert fix in finding.fix
 
 
-def test_a_worse_mode_that_does_not_work_harms_nobody() -> None:
+def test_a_weaker_mode_that_does_not_work_is_only_off() -> None:
     finding = found("bwrap", modes={"bwrap": "ok", "uid": "needs root, to give every slot a user of its own"})["mode uid"]
 
     assert (finding.state, finding.fix) == (State.OFF, "run the service as root")
 
 
-def test_no_isolation_is_said_loudly() -> None:
-    assert "NOT kept apart" in found("none")["isolation"].detail
+def test_missing_isolation_is_reported_in_capitals() -> None:
+    assert "NOT isolated" in found("none")["isolation"].detail
 
 
 @pytest.mark.parametrize(("how", "state"), [("cgroup1", State.OK), ("rlimit", State.LIMITED), ("none", State.LIMITED)])
-def test_limits(how: str, state: State) -> None:
+def test_the_state_of_a_limit(how: str, state: State) -> None:
     assert found(limits={"memory": how})["memory limit"].state is state
 
 
@@ -64,7 +64,7 @@ def test_a_pool_that_cannot_start_is_missing_what_slots_need() -> None:
     assert (findings["isolation"].state, findings["last error"].state) == (State.MISSING, State.MISSING)
 
 
-def test_a_network_that_cannot_be_taken_is_said() -> None:
+def test_a_network_that_cannot_be_switched_off_is_reported() -> None:
     assert found("uid", network=["shared"])["network"].state is State.LIMITED
 
 
@@ -79,6 +79,6 @@ def test_a_pool_that_drains_is_no_fault_and_says_why(isolation: str | None) -> N
 
 
 def test_a_service_that_does_not_say_how_a_pool_stands_is_an_older_one() -> None:
-    assert draining_for(PoolInfo(name="p", last_error="no isolation mode works here")) == ""
+    assert draining_reason(PoolInfo(name="p", last_error="no isolation mode works here")) == ""
     assert "state" not in found()
-    assert draining_for(PoolInfo(name="p", state="draining")) == "draining: it gives no new leases, and is gone with its last one"
+    assert draining_reason(PoolInfo(name="p", state="draining")) == "draining: it gives no new leases, and is deleted when its last lease ends"

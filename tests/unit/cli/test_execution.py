@@ -1,4 +1,4 @@
-"""What becomes of a call's output and verdict, with a client that answers as it is told."""
+"""Tests of how a call's output and result are reported, with a client that returns prepared results."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any, cast
 
 import pytest
 
-from env_client.cli import exit_handling
+from env_client.cli import signals
 from env_client.cli.command_line import CommandLine
 from env_client.cli.commands import leases
-from env_client.cli.commands.leases import LEFT, _in_own_slot
-from env_client.cli.execution import conclude, execute, unanswered
+from env_client.cli.commands.leases import SLOT_NOT_RELEASED, _run_in_leased_slot
+from env_client.cli.execution import execute_command, failure_for_lost_result, report_result
 from env_client.cli.failures import Failure
 from env_client.cli.printer import Printer
 from env_client.client import SandboxClient
@@ -33,14 +33,14 @@ def test_output_that_a_slot_could_not_keep_is_counted_and_the_exit_code_is_the_c
         yield a_result(exit_code=3, output_bytes=5_000_005)
 
     printer = Printer()
-    result = execute(cast(SandboxClient, SimpleNamespace(exec_events=events)), "l", COMMAND, {}, printer, forward_input=False, cancel=True)
+    result = execute_command(cast(SandboxClient, SimpleNamespace(exec_events=events)), "l", COMMAND, {}, printer, forward_input=False, cancel=True)
 
-    assert conclude(result, COMMAND, printer) == 3
+    assert report_result(result, COMMAND, printer) == 3
     out, err = capfdbinary.readouterr()
     assert out == b"begin"
     assert err.decode() == (
         "sandbox: 5,000,000 bytes of the output are missing: a slot keeps only so much of what a command writes\n"
-        "  have it write to a file in /workspace, and copy that with `sandbox cp`\n"
+        "  make the command write to a file in /workspace, and copy the file with `sandbox cp`\n"
     )
 
 
@@ -60,22 +60,24 @@ def test_output_that_a_slot_could_not_keep_is_counted_and_the_exit_code_is_the_c
     ],
 )
 def test_how_a_call_ended_is_an_exit_code(reason: str, own_code: int | None, exit_code: int) -> None:
-    assert conclude(a_result(reason, own_code, error="so"), COMMAND, Printer()) == exit_code
+    assert report_result(a_result(reason, own_code, error="so"), COMMAND, Printer()) == exit_code
 
 
 def test_every_reason_has_an_exit_code() -> None:
-    assert all(conclude(a_result(reason, None, error="so"), COMMAND, Printer()) >= 124 for reason in Reason)
+    assert all(report_result(a_result(reason, None, error="so"), COMMAND, Printer()) >= 124 for reason in Reason)
 
 
-@pytest.mark.parametrize(("error", "step"), [("timeout_s: too long", "correct `--timeout`"), ("env: no", "correct `--env`"), ("x: y", "correct that, and try")])
+@pytest.mark.parametrize(
+    ("error", "step"), [("timeout_s: too long", "correct `--timeout`"), ("env: no", "correct `--env`"), ("x: y", "correct the argument, and try")]
+)
 def test_an_argument_that_is_wrong_names_its_option(capsys: pytest.CaptureFixture[str], error: str, step: str) -> None:
-    conclude(a_result("invalid_args", None, error=error), COMMAND, Printer())
+    report_result(a_result("invalid_args", None, error=error), COMMAND, Printer())
 
     assert step in capsys.readouterr().err
 
 
-class Lending:
-    """A client whose slots cannot be given back."""
+class ClientWithoutRelease:
+    """A client whose slots cannot be released."""
 
     @contextmanager
     def lease(self, pool: str | None, **asked: Any) -> Iterator[SimpleNamespace]:
@@ -86,12 +88,12 @@ class Lending:
 
 
 def test_a_slot_that_cannot_be_given_back_costs_no_result(capsys: pytest.CaptureFixture[str]) -> None:
-    client = cast(SandboxClient, Lending())
+    client = cast(SandboxClient, ClientWithoutRelease())
 
-    assert _in_own_slot(client, None, {"run_id": "r"}, lambda lease_id: a_result(exit_code=4), Printer()).exit_code == 4
-    assert "frees itself within five minutes: the service is gone" in capsys.readouterr().err
+    assert _run_in_leased_slot(client, None, {"run_id": "r"}, lambda lease_id: a_result(exit_code=4), Printer()).exit_code == 4
+    assert "becomes free within five minutes: the service is gone" in capsys.readouterr().err
     with pytest.raises(NoCapacity):
-        _in_own_slot(client, "full", {"run_id": "r"}, lambda lease_id: a_result(), Printer())
+        _run_in_leased_slot(client, "full", {"run_id": "r"}, lambda lease_id: a_result(), Printer())
 
 
 def test_what_a_second_signal_says_is_known_while_a_slot_is_held() -> None:
@@ -99,16 +101,16 @@ def test_what_a_second_signal_says_is_known_while_a_slot_is_held() -> None:
     seen: list[str] = []
 
     def work(lease_id: str) -> Result:
-        seen.extend(exit_handling._left_behind)
+        seen.extend(signals._announcements)
         return a_result()
 
-    _in_own_slot(client, None, {"run_id": "r"}, work, Printer())
+    _run_in_leased_slot(client, None, {"run_id": "r"}, work, Printer())
 
-    assert (seen, exit_handling._left_behind) == ([LEFT], [])
+    assert (seen, signals._announcements) == ([SLOT_NOT_RELEASED], [])
 
 
-def test_a_call_whose_end_did_not_come_can_be_asked_for() -> None:
-    failure = unanswered(ConnectionLost("cut"), "l-1", "c-1")
+def test_the_failure_for_a_lost_result_names_the_route_that_has_it() -> None:
+    failure = failure_for_lost_result(ConnectionLost("cut"), "l-1", "c-1")
 
     assert isinstance(failure, Failure)
     assert (failure.sentence, failure.code, failure.document) == ("cut", "connection_lost", {"lease_id": "l-1", "call_id": "c-1"})
@@ -116,17 +118,17 @@ def test_a_call_whose_end_did_not_come_can_be_asked_for() -> None:
 
 
 @pytest.mark.parametrize(("call_id", "extra"), [(None, {}), ("c-1", {"may_have_run": False})])
-def test_a_call_that_never_was_has_nothing_to_ask_for(call_id: str | None, extra: dict[str, bool]) -> None:
+def test_an_error_before_the_call_was_sent_is_not_changed(call_id: str | None, extra: dict[str, bool]) -> None:
     error = ConnectFailed("nobody", extra=extra)
 
-    assert unanswered(error, "l-1", call_id) is error
+    assert failure_for_lost_result(error, "l-1", call_id) is error
 
 
-def test_exec_names_the_call_that_it_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exec_names_the_call_whose_result_was_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     def lost(*args: Any, **options: Any) -> Iterator[Output | Result]:
         raise ConnectionLost(f"cut, call {options['call_id']}")
 
-    monkeypatch.setattr(leases, "connected", lambda: nullcontext(SimpleNamespace(exec_events=lost)))
+    monkeypatch.setattr(leases, "connect_to_service", lambda: nullcontext(SimpleNamespace(exec_events=lost)))
     with pytest.raises(Failure) as caught:
         leases.exec_("l-1", ["true"], no_stdin=True)
 

@@ -1,4 +1,4 @@
-"""Every error of the client has a next step, and what is not installed has one too."""
+"""Tests of failure messages: every error of the client and every missing package has a next step."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import sys
 import pytest
 
 from env_client import errors
-from env_client.cli.failures import NEXT_STEPS, Failure, correction, document_of, failure_of, failure_of_several
+from env_client.cli.failures import NEXT_STEPS, Failure, failure_document, failure_from_error, failure_from_errors, next_step_for_field
 
 RAISED = [found for _, found in inspect.getmembers(errors, inspect.isclass) if issubclass(found, errors.SandboxError) and found is not errors.SandboxError]
 
 
 @pytest.mark.parametrize("kind", RAISED)
 def test_every_error_says_what_to_do_next(kind: type[errors.SandboxError]) -> None:
-    failure = failure_of(kind("it is so"))
+    failure = failure_from_error(kind("it is so"))
 
     assert failure.sentence == "it is so"
     assert failure.next_step
@@ -28,7 +28,7 @@ def test_no_step_is_for_an_error_that_is_none() -> None:
 
 
 def test_what_failed_inside_is_found_by_its_request() -> None:
-    failure = failure_of(errors.InternalError("The service failed.", status=500, request_id="r-1"))
+    failure = failure_from_error(errors.InternalError("The service failed.", status=500, request_id="r-1"))
 
     assert failure.sentence == "The service failed (request r-1)"
 
@@ -36,7 +36,7 @@ def test_what_failed_inside_is_found_by_its_request() -> None:
 def test_as_a_document() -> None:
     error = errors.NoCapacity("none free", status=503, request_id="r-1", extra={"queue_position": 3})
 
-    told = document_of(failure_of(error), error)["error"]
+    told = failure_document(failure_from_error(error), error)["error"]
 
     assert (told["code"], told["detail"], told["status"], told["queue_position"]) == ("no_capacity", "none free", 503, 3)
 
@@ -44,13 +44,13 @@ def test_as_a_document() -> None:
 def test_what_could_be_done_all_the_same_is_in_the_same_document() -> None:
     failure = Failure("so", "do that", "some_code", {"released": ["l-1"]})
 
-    assert document_of(failure) == {"released": ["l-1"], "error": {"code": "some_code", "detail": "so", "next_step": "do that"}}
+    assert failure_document(failure) == {"released": ["l-1"], "error": {"code": "some_code", "detail": "so", "next_step": "do that"}}
 
 
-def test_of_several_each_is_said_and_the_first_says_what_to_do() -> None:
+def test_several_errors_are_combined_with_the_next_step_of_the_first() -> None:
     lost = {"a": errors.LeaseLost("a has ended"), "b": errors.ConnectFailed("nobody answers")}
 
-    failure = failure_of_several(lost, {})
+    failure = failure_from_errors(lost, {})
 
     assert (failure.sentence, failure.next_step, failure.code) == ("a has ended\nnobody answers", NEXT_STEPS[errors.LeaseLost], "lease_lost")
 
@@ -59,14 +59,14 @@ def test_of_several_each_is_said_and_the_first_says_what_to_do() -> None:
     ("field", "step"), [("ttl_s", "correct `--ttl`"), ("labels.a", "correct `--label`"), ("path", "`ls` and `cp` reach /workspace"), ("else", "")]
 )
 def test_a_field_names_its_option(field: str, step: str) -> None:
-    assert correction(field).startswith(step)
-    assert bool(correction(field)) is bool(step)
+    assert next_step_for_field(field).startswith(step)
+    assert bool(next_step_for_field(field)) is bool(step)
 
 
 def test_a_limit_says_itself_what_to_do() -> None:
     error = errors.InvalidRequest("path: too many entries: list the folders below it", extra={"field": "path", "limit": "list_entries"})
 
-    assert failure_of(error).next_step == NEXT_STEPS[errors.InvalidRequest]
+    assert failure_from_error(error).next_step == NEXT_STEPS[errors.InvalidRequest]
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])
@@ -79,7 +79,7 @@ def test_what_is_not_installed_is_named_with_how_to_get_it(missing: str) -> None
 
 
 @pytest.mark.parametrize(("address", "is_why"), [("http://h:1/v1", True), ("http://h:1/v1/", True), ("http://h:1", False), ("http://h:1/xv1", False)])
-def test_an_address_with_the_version_in_it_is_said_to_be_why(monkeypatch: pytest.MonkeyPatch, address: str, is_why: bool) -> None:
+def test_an_address_that_ends_in_v1_gets_its_own_next_step(monkeypatch: pytest.MonkeyPatch, address: str, is_why: bool) -> None:
     monkeypatch.setenv("SANDBOX_URL", address)
 
-    assert (failure_of(errors.RouteNotFound("no route")).next_step == "leave /v1 out of SANDBOX_URL, as in http://h:1") is is_why
+    assert (failure_from_error(errors.RouteNotFound("no route")).next_step == "leave /v1 out of SANDBOX_URL, as in http://h:1") is is_why

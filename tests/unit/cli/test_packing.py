@@ -1,4 +1,4 @@
-"""Folders into archives, and archives of slots that are not to be trusted into folders."""
+"""Tests of packing folders, and of unpacking archives that may be hostile."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from env_client.cli.archives.packing import PackedFolder
-from env_client.cli.archives.unpacking import unpack
+from env_client.cli.archives.unpacking import unpack_archive
 from env_client.cli.failures import Failure
 
 
@@ -48,7 +48,7 @@ def link(name: str, target: str) -> tuple[str, None, dict[str, object]]:
 
 class TestPacked:
     def test_goes_in_and_comes_out(self, tree: Path, tmp_path: Path) -> None:
-        left_out = unpack(iter(PackedFolder(tree)), tmp_path / "out")
+        left_out = unpack_archive(iter(PackedFolder(tree)), tmp_path / "out")
 
         assert left_out == []
         assert (tmp_path / "out" / "a").read_bytes() == (tree / "a").read_bytes()
@@ -84,14 +84,14 @@ class TestUnpack:
     @pytest.mark.parametrize("name", ["../out", "/etc/x", "a/../../x"])
     def test_a_name_that_leads_out_is_refused(self, tmp_path: Path, name: str) -> None:
         with pytest.raises(Failure, match="leads out"):
-            unpack(archive((name, b"x", {})), tmp_path / "out")
+            unpack_archive(archive((name, b"x", {})), tmp_path / "out")
         assert list(tmp_path.iterdir()) == []
 
     def test_nothing_is_written_through_a_link(self, tmp_path: Path) -> None:
         (tmp_path / "outside").mkdir()
         hostile = archive(link("sub", str(tmp_path / "outside")), ("sub/x", b"evil", {}))
 
-        left_out = unpack(hostile, tmp_path / "out")
+        left_out = unpack_archive(hostile, tmp_path / "out")
 
         assert left_out == ["sub"]
         assert list((tmp_path / "outside").iterdir()) == []
@@ -99,7 +99,7 @@ class TestUnpack:
 
     @pytest.mark.parametrize("target", ["/etc/passwd", "../x", "a/../../x"])
     def test_links_that_lead_out_are_left_out(self, tmp_path: Path, target: str) -> None:
-        assert unpack(archive(link("l", target), link("ok", "l2"), ("l2", b"", {})), tmp_path / "out") == ["l"]
+        assert unpack_archive(archive(link("l", target), link("ok", "l2"), ("l2", b"", {})), tmp_path / "out") == ["l"]
         assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["l2", "ok"]
 
     def test_a_link_that_is_there_already_is_not_followed(self, tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ class TestUnpack:
         (tmp_path / "out" / "sub").symlink_to(tmp_path / "outside")
 
         with pytest.raises(Failure, match="is a link here"):
-            unpack(archive(("sub/x", b"evil", {})), tmp_path / "out")
+            unpack_archive(archive(("sub/x", b"evil", {})), tmp_path / "out")
         assert list((tmp_path / "outside").iterdir()) == []
 
     def test_a_link_becomes_no_file_that_is_linked_to(self, tmp_path: Path) -> None:
@@ -116,30 +116,30 @@ class TestUnpack:
         (tmp_path / "out").mkdir()
         (tmp_path / "out" / "f").symlink_to(tmp_path / "mine")
 
-        unpack(archive(("f", b"new", {})), tmp_path / "out")
+        unpack_archive(archive(("f", b"new", {})), tmp_path / "out")
 
         assert (tmp_path / "mine").read_text() == "mine"
         assert (tmp_path / "out" / "f").read_text() == "new"
 
     def test_devices_and_rights_of_others_are_not_taken(self, tmp_path: Path) -> None:
-        left_out = unpack(archive(("null", None, {"type": tarfile.CHRTYPE}), ("f", b"x", {"mode": 0o4755, "uid": 4242})), tmp_path / "out")
+        left_out = unpack_archive(archive(("null", None, {"type": tarfile.CHRTYPE}), ("f", b"x", {"mode": 0o4755, "uid": 4242})), tmp_path / "out")
 
         assert left_out == ["null"]
         assert (tmp_path / "out" / "f").stat().st_mode & 0o7777 == 0o755
         assert (tmp_path / "out" / "f").stat().st_uid == os.getuid()
 
-    def test_what_is_there_is_merged(self, tmp_path: Path) -> None:
+    def test_existing_folders_are_merged(self, tmp_path: Path) -> None:
         (tmp_path / "out" / "sub").mkdir(parents=True)
         (tmp_path / "out" / "sub" / "old").write_text("old")
 
-        unpack(archive(("sub/new", b"new", {}), ("top", b"", {})), tmp_path / "out")
+        unpack_archive(archive(("sub/new", b"new", {}), ("top", b"", {})), tmp_path / "out")
 
         assert sorted(str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*")) == ["sub", "sub/new", "sub/old", "top"]
         assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
 
-    def test_half_an_archive_leaves_nothing(self, tmp_path: Path, tree: Path) -> None:
+    def test_an_incomplete_archive_leaves_nothing(self, tmp_path: Path, tree: Path) -> None:
         whole = b"".join(PackedFolder(tree))
 
-        with pytest.raises(Failure, match="no whole archive"):
-            unpack(iter([whole[: len(whole) // 2]]), tmp_path / "out")
+        with pytest.raises(Failure, match="incomplete or damaged"):
+            unpack_archive(iter([whole[: len(whole) // 2]]), tmp_path / "out")
         assert sorted(path.name for path in tmp_path.iterdir()) == ["tree"]

@@ -1,4 +1,4 @@
-"""Tables that fit, or lists where they do not."""
+"""Tests of printing tables, and lists where a table does not fit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROWS = [("first", "10", "", "ok"), ("second", "2", "", "the backend cannot be re
 def printed(capsys: pytest.CaptureFixture[str], width: int, *, wraps: bool = True) -> list[str]:
     printer = Printer()
     printer._out.width = width
-    printer.table(HEADS, ROWS, empty="nothing", wraps=wraps)
+    printer.print_table(HEADS, ROWS, empty="nothing", wraps=wraps)
     return capsys.readouterr().out.splitlines()
 
 
@@ -53,15 +53,15 @@ def test_what_is_no_prose_is_left_in_one_piece(capsys: pytest.CaptureFixture[str
 
 
 def test_wide_characters_are_as_wide_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
-    Printer().table(("A", "B"), [("日本", "x"), ("abcd", "y")], empty="")
+    Printer().print_table(("A", "B"), [("日本", "x"), ("abcd", "y")], empty="")
 
     assert capsys.readouterr().out.splitlines() == ["A     B", "日本  x", "abcd  y"]
 
 
 @pytest.mark.parametrize("text", ["", "said"])
-def test_a_note_is_said_where_there_is_one(capsys: pytest.CaptureFixture[str], text: str) -> None:
-    Printer().note(text)
-    Printer(as_json=True).note("never")
+def test_an_empty_note_is_not_printed(capsys: pytest.CaptureFixture[str], text: str) -> None:
+    Printer().print_note(text)
+    Printer(as_json=True).print_note("never")
 
     assert capsys.readouterr().err == (f"{text}\n" if text else "")
 
@@ -69,6 +69,6 @@ def test_a_note_is_said_where_there_is_one(capsys: pytest.CaptureFixture[str], t
 def test_a_fact_goes_on_below_and_no_word_of_it_is_broken(capsys: pytest.CaptureFixture[str]) -> None:
     printer = Printer()
     printer._out.width = 30
-    printer.entry("state", "draining: see /a/path/that/is/longer/than/the/line for why", 7)
+    printer.print_entry("state", "draining: see /a/path/that/is/longer/than/the/line for why", 7)
 
     assert capsys.readouterr().out.splitlines() == ["state  draining: see", "       /a/path/that/is/longer/than/the/line", "       for why"]

@@ -1,17 +1,17 @@
-"""Specs as a person gives them, and what of them has changed."""
+"""Tests of pool specs: setting fields, and describing changes."""
 
 from __future__ import annotations
 
 import pytest
 
 from env_client.cli.failures import Failure
-from env_client.cli.specs import changed_by, differences, unknown_field
+from env_client.cli.specs import apply_changes, describe_changes, unknown_field_failure
 
 SPEC = {"max_sandboxes": 2, "idle_timeout_s": 120.0, "env_vars": {}, "nomad": {"address": "a", "driver": "docker"}, "local": {"expose": []}}
 
 
 def test_fields_are_set_and_the_spec_itself_stays() -> None:
-    changed = changed_by(SPEC, ["max_sandboxes=3", "nomad.driver=podman", 'local.expose=["/opt"]', "env_vars.A=b=c"])
+    changed = apply_changes(SPEC, ["max_sandboxes=3", "nomad.driver=podman", 'local.expose=["/opt"]', "env_vars.A=b=c"])
 
     assert changed == {**SPEC, "max_sandboxes": 3, "nomad": {"address": "a", "driver": "podman"}, "local": {"expose": ["/opt"]}, "env_vars": {"A": "b=c"}}
     assert SPEC["nomad"] == {"address": "a", "driver": "docker"}
@@ -29,32 +29,32 @@ def test_fields_are_set_and_the_spec_itself_stays() -> None:
     ],
 )
 def test_a_variable_is_text_whatever_it_looks_like(change: str, variables: dict[str, str]) -> None:
-    assert changed_by(SPEC, [change])["env_vars"] == variables
+    assert apply_changes(SPEC, [change])["env_vars"] == variables
 
 
 @pytest.mark.parametrize("number", ["1e400", "-1e400", "NaN", "Infinity"])
 def test_a_number_that_is_not_finite_says_so(number: str) -> None:
     with pytest.raises(Failure, match=f"--set idle_timeout_s={number}: .* is not a finite number"):
-        changed_by(SPEC, [f"idle_timeout_s={number}"])
+        apply_changes(SPEC, [f"idle_timeout_s={number}"])
 
 
 @pytest.mark.parametrize("change", ["x", "=1", ".a=1", "a.=1", "max_sandboxes.a=1"])
 def test_what_sets_nothing_is_refused(change: str) -> None:
     with pytest.raises(Failure, match="--set"):
-        changed_by(SPEC, [change])
+        apply_changes(SPEC, [change])
 
 
-def test_differences_are_said_and_values_that_may_be_secret_are_not() -> None:
-    after = changed_by(SPEC, ["max_sandboxes=3", "idle_timeout_s=0.5", "nomad.driver=podman", "env_vars.TOKEN=secret", 'local.expose=["/opt"]'])
+def test_changes_are_described_without_values_that_may_be_secret() -> None:
+    after = apply_changes(SPEC, ["max_sandboxes=3", "idle_timeout_s=0.5", "nomad.driver=podman", "env_vars.TOKEN=secret", 'local.expose=["/opt"]'])
 
-    assert differences(SPEC, after) == {
+    assert describe_changes(SPEC, after) == {
         "max_sandboxes": "2 → 3",
         "idle_timeout_s": "120 → 0.5",
         "nomad.driver": '"docker" → "podman"',
         "env_vars": "",
         "local.expose": "",
     }
-    assert differences(SPEC, SPEC) == {}
+    assert describe_changes(SPEC, SPEC) == {}
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_differences_are_said_and_values_that_may_be_secret_are_not() -> None:
     ],
 )
 def test_a_field_that_is_none_has_its_nearest_named(field: str, next_step: str) -> None:
-    failure = unknown_field(field, SPEC)
+    failure = unknown_field_failure(field, SPEC)
 
     assert failure is not None
     assert (failure.sentence, failure.next_step) == (f"a pool spec has no field {field!r}", next_step)
@@ -75,8 +75,8 @@ def test_a_field_that_is_none_has_its_nearest_named(field: str, next_step: str) 
 
 @pytest.mark.parametrize("field", ["max_sandboxes", "nomad.driver", "max_sandboxes.x", "env_vars.N", ""])
 def test_a_field_that_there_is_has_something_else_wrong(field: str) -> None:
-    assert unknown_field(field, SPEC) is None
+    assert unknown_field_failure(field, SPEC) is None
 
 
 def test_where_no_pool_shows_the_fields_none_are_named() -> None:
-    assert unknown_field("zzz", {}) is None
+    assert unknown_field_failure("zzz", {}) is None

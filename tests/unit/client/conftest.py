@@ -1,4 +1,4 @@
-"""Both clients on a service made of prepared answers."""
+"""Fixtures: both clients, connected to a service that sends prepared responses."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def runner() -> Iterator[asyncio.Runner]:
 
 
 @pytest.fixture(params=KINDS)
-def verbs(request: pytest.FixtureRequest, script: Script, fake_time: FakeTime, runner: asyncio.Runner) -> Any:
-    """The verbs of either client, with a clock of the test's own and the longest jitter."""
+def operations(request: pytest.FixtureRequest, script: Script, fake_time: FakeTime, runner: asyncio.Runner) -> Any:
+    """The operations of one of the clients, with a fake clock and the longest jitter."""
     core = RequestCore(Endpoint(URL, "s3cret"), RetryPolicy(), clock=fake_time.clock, jitter=lambda: 1.0)
     if request.param == "sync":
         return Face(Operations(SyncSender(core, ScriptedTransport(script), sleep=fake_time.sleep)), runner)
@@ -45,7 +45,7 @@ def verbs(request: pytest.FixtureRequest, script: Script, fake_time: FakeTime, r
 
 @pytest.fixture(params=KINDS)
 def client(request: pytest.FixtureRequest, script: Script, runner: asyncio.Runner) -> Iterator[Any]:
-    """Either client, on the real clock and without repeats."""
+    """One of the clients, with the real clock and without retries."""
     options: dict[str, Any] = {"transport": ScriptedTransport(script), "retry": RetryPolicy(total_s=0.0)}
     if request.param == "sync":
         with SandboxClient(URL, "s3cret", **options) as made:

@@ -1,4 +1,4 @@
-"""Bodies that break off."""
+"""Response bodies whose connection breaks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import httpx
 
 
 class CutStream(httpx.AsyncByteStream, httpx.SyncByteStream):
-    """A body that ends in a broken connection."""
+    """A body that delivers chunks, and then fails with a broken connection."""
 
     def __init__(self, *chunks: bytes) -> None:
         self._chunks = chunks

@@ -1,4 +1,4 @@
-"""The backend that environments hold, against a service that answers as it was told."""
+"""Tests of `RemoteToolBackend` with a service that sends prepared responses."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ async def test_what_a_model_got_wrong_is_a_result_and_what_the_environment_did_i
     assert [(result.reason, result.fault) for result in results] == [("invalid_args", "policy")] * 2
 
 
-async def test_half_a_character_is_the_models_mistake_and_costs_nobody_elses_call(script: Script) -> None:
+async def test_half_a_surrogate_pair_is_the_models_mistake_and_other_calls_run(script: Script) -> None:
     script.steps = [granted(a_lease("l-1")), ran, RELEASED]
     async with backend(script) as held:
         slot = await held.acquire("t-1")
@@ -202,7 +202,7 @@ async def test_slots_that_come_while_the_backend_ends_are_given_back(script: Scr
     held = backend(script)
 
     def late(request: httpx.Request) -> httpx.Response:
-        held._closed = True  # as `close` does before it releases the run
+        held._closed = True  # what `close` does before it releases the run
         return granted(a_lease("l-1"))
 
     script.steps = [late, RELEASED]

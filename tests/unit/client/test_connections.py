@@ -1,4 +1,4 @@
-"""A connection is lent to one request at a time, and the last one given back is lent first."""
+"""Tests of the connections: one request at a time uses a connection, and the connection returned last is used next."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from env_client.transport.connections import AsyncConnections, Connections, defa
 
 
 class Body(httpx.AsyncByteStream, httpx.SyncByteStream):
-    """A body that is not there before it is read."""
+    """A body that is created when it is read."""
 
     def __iter__(self) -> Iterator[bytes]:
         yield b"hello"
@@ -23,7 +23,7 @@ class Body(httpx.AsyncByteStream, httpx.SyncByteStream):
 
 
 class Carrier(httpx.MockTransport):
-    """A transport that counts."""
+    """A transport that counts its requests."""
 
     def __init__(self) -> None:
         super().__init__(self._answer)
@@ -57,7 +57,7 @@ def a_request(path: str = "/") -> httpx.Request:
     return httpx.Request("GET", f"http://pool.test{path}")
 
 
-def test_one_after_the_other_share_a_connection(made: list[Carrier]) -> None:
+def test_consecutive_requests_share_a_connection(made: list[Carrier]) -> None:
     pool = Connections(lambda: make(made), 10)
     for _ in range(3):
         response = pool.handle_request(a_request())
@@ -67,7 +67,7 @@ def test_one_after_the_other_share_a_connection(made: list[Carrier]) -> None:
     assert [carrier.carried for carrier in made] == [3]
 
 
-def test_side_by_side_do_not(made: list[Carrier]) -> None:
+def test_concurrent_requests_have_connections_of_their_own(made: list[Carrier]) -> None:
     pool = Connections(lambda: make(made), 10)
     responses = [pool.handle_request(a_request()) for _ in range(3)]
     for response in responses:
@@ -78,7 +78,7 @@ def test_side_by_side_do_not(made: list[Carrier]) -> None:
     assert [carrier.carried for carrier in made] == [1, 1, 2]
 
 
-def test_a_request_that_failed_gives_its_turn_back_but_not_its_connection(made: list[Carrier]) -> None:
+def test_a_failed_request_frees_its_place_and_closes_its_connection(made: list[Carrier]) -> None:
     pool = Connections(lambda: make(made), 1)
     with pytest.raises(httpx.ConnectError):
         pool.handle_request(a_request("/fail"))
@@ -87,7 +87,7 @@ def test_a_request_that_failed_gives_its_turn_back_but_not_its_connection(made: 
     assert [(carrier.carried, carrier.closed) for carrier in made] == [(1, True), (1, False)]
 
 
-def test_closing_closes_all(made: list[Carrier]) -> None:
+def test_close_closes_all_idle_connections(made: list[Carrier]) -> None:
     pool = Connections(lambda: make(made), 10)
     for response in [pool.handle_request(a_request()) for _ in range(3)]:
         response.close()
@@ -96,7 +96,7 @@ def test_closing_closes_all(made: list[Carrier]) -> None:
     assert [carrier.closed for carrier in made] == [True] * 3
 
 
-def test_idle_ones_beyond_the_bound_are_closed(made: list[Carrier], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_connections_beyond_the_limit_are_closed(made: list[Carrier], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "MAX_IDLE", 1)
     pool = Connections(lambda: make(made), 10)
     for response in [pool.handle_request(a_request()) for _ in range(3)]:
@@ -105,7 +105,7 @@ def test_idle_ones_beyond_the_bound_are_closed(made: list[Carrier], monkeypatch:
     assert [carrier.closed for carrier in made] == [False, True, True]
 
 
-async def test_the_asynchronous_ones_do_the_same(made: list[Carrier]) -> None:
+async def test_asynchronous_connections_are_reused_and_closed(made: list[Carrier]) -> None:
     pool = AsyncConnections(lambda: make(made), 10)
     responses = [await pool.handle_async_request(a_request()) for _ in range(2)]
     for response in responses:
@@ -120,7 +120,7 @@ async def test_the_asynchronous_ones_do_the_same(made: list[Carrier]) -> None:
     assert all(carrier.closed for carrier in made)
 
 
-async def test_more_than_the_bound_wait_their_turn(made: list[Carrier]) -> None:
+async def test_requests_beyond_the_limit_wait(made: list[Carrier]) -> None:
     pool = AsyncConnections(lambda: make(made), 1)
     first = await pool.handle_async_request(a_request())
     waiting = asyncio.ensure_future(pool.handle_async_request(a_request()))
@@ -132,7 +132,7 @@ async def test_more_than_the_bound_wait_their_turn(made: list[Carrier]) -> None:
     assert [carrier.carried for carrier in made] == [2]
 
 
-async def test_one_who_gives_up_waiting_takes_nobodys_turn(made: list[Carrier]) -> None:
+async def test_a_cancelled_wait_takes_no_connection(made: list[Carrier]) -> None:
     pool = AsyncConnections(lambda: make(made), 1)
     first = await pool.handle_async_request(a_request())
     waiting = asyncio.ensure_future(pool.handle_async_request(a_request()))
@@ -145,7 +145,7 @@ async def test_one_who_gives_up_waiting_takes_nobodys_turn(made: list[Carrier]) 
     assert [carrier.carried for carrier in made] == [2]
 
 
-async def test_a_body_that_breaks_gives_its_connection_back(made: list[Carrier]) -> None:
+async def test_a_broken_body_frees_its_place(made: list[Carrier]) -> None:
     class Broken(httpx.AsyncByteStream):
         async def __aiter__(self) -> AsyncIterator[bytes]:
             yield b"par"
@@ -159,7 +159,7 @@ async def test_a_body_that_breaks_gives_its_connection_back(made: list[Carrier])
         await response.aclose()
 
 
-def test_as_many_as_files_allow() -> None:
+def test_the_default_limit_depends_on_the_open_file_limit() -> None:
     assert 8 <= default_max_connections() <= 1000
 
 

@@ -1,4 +1,4 @@
-"""Finding the service."""
+"""Tests of finding the service."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_service_that_was_killed_is_not_found(tmp_path: Path) -> None:
         find_service(environ={"SANDBOX_STATE_DIR": str(tmp_path)})
 
 
-def test_it_is_known_who_said_where(tmp_path: Path) -> None:
+def test_an_endpoint_names_its_source(tmp_path: Path) -> None:
     here = {"SANDBOX_STATE_DIR": str(a_service(tmp_path))}
 
     assert find_service("http://arg", environ=here).source == "the caller"
@@ -39,7 +39,7 @@ def test_it_is_known_who_said_where(tmp_path: Path) -> None:
     assert find_service(environ=here).source == str(tmp_path / "server.json")
 
 
-def test_what_is_said_outright_goes_first(tmp_path: Path) -> None:
+def test_arguments_take_precedence_over_the_environment(tmp_path: Path) -> None:
     environ = {"SANDBOX_URL": "http://env", "SANDBOX_TOKEN": "env-token", "SANDBOX_STATE_DIR": str(a_service(tmp_path))}
 
     assert find_service("http://arg/", "arg-token", environ=environ) == Endpoint("http://arg", "arg-token")
@@ -70,7 +70,7 @@ def test_a_service_without_a_token_file_has_its_tokens_elsewhere(tmp_path: Path)
 
 
 @pytest.mark.parametrize(("uid", "first"), [(1000, "user"), (0, "root")])
-def test_ones_own_service_goes_before_the_others(tmp_path: Path, uid: int, first: str) -> None:
+def test_the_service_of_the_same_user_takes_precedence(tmp_path: Path, uid: int, first: str) -> None:
     a_service(tmp_path / "state/sandbox-pool", "http://user")
     a_service(tmp_path / "root", "http://root")
 
@@ -79,12 +79,12 @@ def test_ones_own_service_goes_before_the_others(tmp_path: Path, uid: int, first
     assert found.url == f"http://{first}"
 
 
-def test_where_it_is_looked_for(tmp_path: Path) -> None:
+def test_the_state_folders_that_are_searched(tmp_path: Path) -> None:
     assert state_dirs({"HOME": "/home/me"}, 1000) == [Path("/home/me/.local/state/sandbox-pool"), Path("/var/lib/sandbox-pool")]
     assert state_dirs({"HOME": "/home/me", "SANDBOX_STATE_DIR": "/x"}, 0) == [Path("/x")]
 
 
-def test_no_service_is_one_clear_sentence(tmp_path: Path) -> None:
+def test_a_missing_service_is_reported_in_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(ServiceNotFound) as caught:
         find_service(environ={"SANDBOX_STATE_DIR": str(tmp_path)})
 

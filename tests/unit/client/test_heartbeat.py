@@ -1,4 +1,4 @@
-"""Leases are renewed in time, and a lost one is told to whoever holds it."""
+"""Tests of the heartbeat: leases are renewed in time, and their holders are notified of renewals and losses."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from tests.support.scripted_service import URL, FakeTime, Script, a_lease
 
 
 class Holder:
-    """Somebody who holds a lease."""
+    """A lease that records its notifications."""
 
     def __init__(self, lease_id: str = "l-1") -> None:
         self.lease_id = lease_id
-        self.heard: list[Any] = []
+        self.notifications: list[Any] = []
 
     def record_renewal(self, info: LeaseInfo) -> None:
-        self.heard.append(info.lease_id)
+        self.notifications.append(info.lease_id)
 
     def record_loss(self, error: ServiceError) -> None:
-        self.heard.append(error)
+        self.notifications.append(error)
 
     def record_renewal_error(self, error: SandboxError) -> None:
-        self.heard.append(error)
+        self.notifications.append(error)
 
 
 def renewed(*lease_ids: str, **lost: ServiceError) -> Renewed:
@@ -58,7 +58,7 @@ class TestRenewalSchedule:
         schedule.take_due_batches(100)
         schedule.record_outcome(BATCH, renewed("l-1"), now_s=101)
 
-        assert (schedule.next_due_s(), holder.heard) == (201, ["l-1"])
+        assert (schedule.next_due_s(), holder.notifications) == (201, ["l-1"])
 
     def test_those_due_soon_go_with_those_due_now(self) -> None:
         schedule = RenewalSchedule()
@@ -75,12 +75,12 @@ class TestRenewalSchedule:
 
         assert [(len(batch.lease_ids), batch.ttl_s) for batch in schedule.take_due_batches(20)] == [(MAX_BATCH_SIZE, 30), (1, 30), (1, 60)]
 
-    def test_a_lost_lease_is_told_and_not_renewed_again(self) -> None:
+    def test_a_lost_lease_is_notified_and_not_renewed_again(self) -> None:
         schedule, holder, error = RenewalSchedule(), Holder("x"), LeaseLost("expired")
         schedule.add_lease(holder, 300, 0)
         schedule.record_outcome(BATCH, renewed(x=error), 100)
 
-        assert (holder.heard, schedule.next_due_s()) == ([error], None)
+        assert (holder.notifications, schedule.next_due_s()) == ([error], None)
 
     def test_one_that_got_no_answer_is_due_again_soon(self) -> None:
         schedule, holder, error = RenewalSchedule(), Holder(), ConnectFailed()
@@ -88,7 +88,7 @@ class TestRenewalSchedule:
         (batch,) = schedule.take_due_batches(100)
         schedule.record_outcome(batch, error, 100)
 
-        assert (holder.heard, schedule.next_due_s()) == ([error], 105)
+        assert (holder.notifications, schedule.next_due_s()) == ([error], 105)
 
     def test_one_that_the_answer_forgot_is_due_again_soon(self) -> None:
         schedule = RenewalSchedule()
@@ -106,11 +106,11 @@ class TestRenewalSchedule:
         schedule.record_outcome(batch, renewed("l-1"), 101)
         schedule.record_outcome(batch, ConnectFailed(), 101)
 
-        assert (holder.heard, schedule.next_due_s()) == ([], None)
+        assert (holder.notifications, schedule.next_due_s()) == ([], None)
 
 
 @pytest.mark.parametrize(("error", "warnings"), [(ConnectFailed(), 0), (SandboxError("refused"), 2)])
-def test_renewals_that_fail_are_told_once_until_one_succeeds(error: SandboxError, warnings: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_renewals_are_logged_once_until_one_succeeds(error: SandboxError, warnings: int, caplog: pytest.LogCaptureFixture) -> None:
     schedule = RenewalSchedule()
     schedule.add_lease(Holder(), 300, 0)
     for _ in range(2):
@@ -122,9 +122,7 @@ def test_renewals_that_fail_are_told_once_until_one_succeeds(error: SandboxError
     assert [record.levelname for record in caplog.records].count("WARNING") == warnings
 
 
-async def test_a_service_that_is_away_is_told_once_for_all_that_ask(
-    core: RequestCore, script: Script, fake_time: FakeTime, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_an_outage_is_logged_once_for_all_requests(core: RequestCore, script: Script, fake_time: FakeTime, caplog: pytest.LogCaptureFixture) -> None:
     heartbeat = AsyncHeartbeat(AsyncSender(core, httpx.MockTransport(script)), fake_time.clock)
     script.steps = [*[httpx.ConnectError("refused")] * 3, httpx.Response(200, json={"leases": [a_lease()], "lost": []})]
     heartbeat.add_lease(Holder(), 300)
@@ -151,7 +149,7 @@ async def test_the_task_renews_what_is_due_and_ends_with_the_last_lease(core: Re
     await task
 
     assert script.bodies() == [{"lease_ids": ["l-1"], "ttl_s": 300}]
-    assert [type(heard) for heard in holder.heard] == [LeaseLost]
+    assert [type(notification) for notification in holder.notifications] == [LeaseLost]
 
 
 async def test_the_task_starts_again_and_ends_when_closed(core: RequestCore, script: Script, fake_time: FakeTime) -> None:
@@ -176,8 +174,8 @@ async def test_a_renewal_that_fails_is_surfaced_and_tried_again(core: RequestCor
     await heartbeat.renew_due_leases()
     await heartbeat.aclose()
 
-    assert isinstance(holder.heard[0], ConnectFailed)
-    assert holder.heard[1:] == ["l-1"]
+    assert isinstance(holder.notifications[0], ConnectFailed)
+    assert holder.notifications[1:] == ["l-1"]
 
 
 def test_the_thread_renews_what_is_due_and_ends_with_the_last_lease(core: RequestCore, script: Script, fake_time: FakeTime) -> None:
@@ -197,7 +195,7 @@ def test_the_thread_renews_what_is_due_and_ends_with_the_last_lease(core: Reques
     assert not thread.is_alive()
     assert thread.daemon
     assert script.bodies() == [{"lease_ids": ["l-1"], "ttl_s": -1}]
-    assert [type(heard) for heard in holder.heard] == [SandboxLost]
+    assert [type(notification) for notification in holder.notifications] == [SandboxLost]
 
 
 def test_the_thread_ends_when_closed(core: RequestCore, script: Script, fake_time: FakeTime) -> None:

@@ -1,4 +1,4 @@
-"""A lease is kept while its block lasts and given back at its end, and losing it does not go unnoticed."""
+"""Tests of leases: a lease is renewed during its block and released at its end, and its loss is reported."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RELEASED = {"released": ["l-1"], "unknown": []}
 
 
 class Service:
-    """Acquires, runs and releases whatever it is asked to, and remembers what."""
+    """A service that accepts acquires, calls and releases, and records which it received."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
@@ -78,7 +78,7 @@ def test_a_failed_release_does_not_hide_what_went_wrong_before(client: Any, serv
     assert caught.value.__notes__ == ["the leases l-1, l-2 could not be released either: because of internal [500 internal]"]
 
 
-def test_a_failed_release_is_told(client: Any, service: Service) -> None:
+def test_a_failed_release_is_raised(client: Any, service: Service) -> None:
     service.answers["release"] = problem(500, "internal")
 
     with pytest.raises(errors.InternalError), client.gang(2):

@@ -1,4 +1,4 @@
-"""What is asked, and how answers are read."""
+"""Tests of the messages: the requests that are built, and how responses are parsed."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def answer(document: Any, status: int = 200) -> Response:
 
 
 class TestAcquire:
-    def test_leaves_to_the_service_what_was_not_asked(self) -> None:
+    def test_options_that_are_not_given_are_not_sent(self) -> None:
         asked = body(leases.acquire_message(None, 1))
 
         assert asked.pop("request_key").startswith("k-")
         assert asked == {"count": 1}
 
-    def test_sends_what_was_asked(self) -> None:
+    def test_options_are_sent(self) -> None:
         asked: AcquireOptions = {"trajectory_ids": ["a", "b"], "run_id": "r", "ttl_s": 60, "wait_s": 0, "allow_network": False}
         asked |= {"cache": "rw", "priority": 2, "labels": {"x": "y"}}
 
@@ -53,7 +53,7 @@ class TestAcquire:
 
 
 class TestExec:
-    def test_a_call_is_sent_with_its_id_and_what_was_asked(self) -> None:
+    def test_a_call_is_sent_with_its_id_and_options(self) -> None:
         message = calls.exec_batch_message([(Call(lease_id="l-1", tool="bash", args={"command": "ls"}, timeout_s=5, encoding="base64"), "c-1")])
 
         assert body(message) == {
@@ -67,7 +67,7 @@ class TestExec:
 
         assert (message.response_timeout_s, message.read_timeout_s) == (100, 100)
 
-    def test_a_long_call_is_asked_after(self) -> None:
+    def test_the_request_of_a_long_call_is_repeated_to_rejoin_it(self) -> None:
         message = calls.exec_message(Call(lease_id="a", tool="bash", timeout_s=3000))
 
         assert (message.response_timeout_s, message.read_timeout_s) == (3010, calls.REJOIN_INTERVAL_S)
@@ -162,7 +162,7 @@ class TestExec:
         (service.readyz_message("p"), "GET", "/readyz?pool=p", None),
     ],
 )
-def test_what_is_asked(message: Message[Any], method: str, path: str, asked: Any) -> None:
+def test_each_message_has_its_method_path_and_body(message: Message[Any], method: str, path: str, asked: Any) -> None:
     assert (message.method, message.path) == (method, path)
     assert (None if message.body is None else json.loads(message.body)) == asked
 

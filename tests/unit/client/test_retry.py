@@ -1,4 +1,4 @@
-"""Whether and when a request is sent again."""
+"""Tests of the rules that decide whether and when a request is sent again."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ POLICY = RetryPolicy(total_s=60.0, base_s=0.1, cap_s=5.0)
         (errors.ServiceNotFound(), True, False),
     ],
 )
-def test_what_is_sent_again(error: errors.SandboxError, can_resend: bool, expected: bool) -> None:
+def test_which_errors_are_retried(error: errors.SandboxError, can_resend: bool, expected: bool) -> None:
     assert expected is may_retry(error, can_resend=can_resend)
 
 
-def test_a_code_that_is_the_answer_is_final() -> None:
+def test_a_final_code_is_not_retried() -> None:
     assert not may_retry(errors.BackendUnavailable(status=503), can_resend=True, final_codes={"backend_unavailable"})
 
 
@@ -68,7 +68,7 @@ def test_jitter_takes_off_up_to_half() -> None:
     assert pytest.approx(0.075) == delay(0, jitter=0.5)
 
 
-def test_the_service_may_ask_for_more_patience() -> None:
+def test_retry_after_of_the_service_lengthens_the_delay() -> None:
     assert delay(0, error=errors.StorageUnavailable(retry_after_s=7.0)) == 7.0
     assert pytest.approx(0.4) == delay(2, error=errors.StorageUnavailable(retry_after_s=0.0))
 

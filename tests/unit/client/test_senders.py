@@ -1,4 +1,4 @@
-"""Both clients against a service that answers as it was told: repeats, uploads, downloads, streams."""
+"""Tests of both clients with a service that sends prepared responses: retries, uploads, downloads, streams."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ def lines(*results: dict[str, Any]) -> bytes:
 
 
 class TestHeaders:
-    def test_every_request_carries_the_token_and_what_it_accepts(self, verbs: Any, script: Script) -> None:
+    def test_every_request_carries_the_token_and_what_it_accepts(self, operations: Any, script: Script) -> None:
         script.steps = [httpx.Response(200, json=OK_ACQUIRE)]
 
-        verbs.acquire()
+        operations.acquire()
 
         headers = script.requests[0].headers
         assert (headers["authorization"], headers["accept"], headers["content-type"]) == ("Bearer s3cret", "application/json", "application/json")
         assert headers["host"] == "pool.test"
         assert int(headers["content-length"]) == len(script.requests[0].content)
 
-    def test_the_read_timeout_fits_the_call(self, verbs: Any, script: Script) -> None:
+    def test_the_read_timeout_fits_the_call(self, operations: Any, script: Script) -> None:
         script.steps = [httpx.Response(200, json=a_result("c-1"))]
 
-        verbs.exec("l-1", "bash", {"command": "sleep 90"}, timeout_s=100)
+        operations.exec("l-1", "bash", {"command": "sleep 90"}, timeout_s=100)
 
         assert script.requests[0].extensions["timeout"]["read"] == 110
 
 
-class TestRepeats:
+class TestRetries:
     @pytest.mark.parametrize(
         "obstacle",
         [
@@ -57,51 +57,51 @@ class TestRepeats:
         ],
         ids=repr,
     )
-    def test_an_acquire_is_sent_again_with_its_key(self, verbs: Any, script: Script, fake_time: FakeTime, obstacle: Any) -> None:
+    def test_an_acquire_is_sent_again_with_its_key(self, operations: Any, script: Script, fake_time: FakeTime, obstacle: Any) -> None:
         script.steps = [obstacle, httpx.Response(200, json=OK_ACQUIRE)]
 
-        assert verbs.acquire().leases[0].lease_id == "l-1"
+        assert operations.acquire().leases[0].lease_id == "l-1"
         first, second = script.bodies()
         assert first == second
         assert first["request_key"]
         assert fake_time.slept_s == [0.1]
 
-    def test_a_call_is_sent_again_under_its_id(self, verbs: Any, script: Script) -> None:
+    def test_a_call_is_sent_again_under_its_id(self, operations: Any, script: Script) -> None:
         script.steps = [httpx.ReadError("reset"), httpx.Response(200, json={"results": [a_result("x")]})]
 
-        verbs.exec_batch([Call(lease_id="l-1", tool="bash", args={"command": "ls"})])
+        operations.exec_batch([Call(lease_id="l-1", tool="bash", args={"command": "ls"})])
 
         first, second = script.bodies()
         assert first == second
         assert first["calls"][0]["call_id"].startswith("c-")
 
     @pytest.mark.parametrize("answer", [problem(503, "no_capacity"), problem(503, "draining"), problem(503, "backend_unavailable"), problem(500, "internal")])
-    def test_an_answer_is_not_an_obstacle(self, verbs: Any, script: Script, fake_time: FakeTime, answer: httpx.Response) -> None:
+    def test_a_refusal_is_not_retried(self, operations: Any, script: Script, fake_time: FakeTime, answer: httpx.Response) -> None:
         script.steps = [answer]
 
         with pytest.raises(errors.ServiceError):
-            verbs.acquire(wait_s=0)
+            operations.acquire(wait_s=0)
         assert (len(script.requests), fake_time.slept_s) == (1, [])
 
-    def test_gives_up_soon_on_a_service_it_never_met_and_says_why(
-        self, verbs: Any, script: Script, fake_time: FakeTime, caplog: pytest.LogCaptureFixture
+    def test_gives_up_early_if_the_service_was_never_reached(
+        self, operations: Any, script: Script, fake_time: FakeTime, caplog: pytest.LogCaptureFixture
     ) -> None:
         script.steps = [httpx.ConnectError("refused")]
 
         with pytest.raises(errors.ConnectFailed, match="is the service running"):
-            verbs.acquire(wait_s=600)
+            operations.acquire(wait_s=600)
         assert 5 < sum(fake_time.slept_s) < 10
         assert [record.levelname for record in caplog.records] == ["WARNING"]
 
-    def test_gives_up_when_patience_is_spent_and_says_why(self, verbs: Any, script: Script, fake_time: FakeTime) -> None:
+    def test_gives_up_when_the_retry_budget_is_used_and_names_the_cause(self, operations: Any, script: Script, fake_time: FakeTime) -> None:
         script.steps = [httpx.Response(200, json={"pools": []}), httpx.ConnectError("refused")]
-        verbs.pools()
+        operations.pools()
 
         with pytest.raises(errors.ConnectFailed, match=r"no connection for GET http://pool.test/v1/pools; is the service running\?: refused"):
-            verbs.pools()
+            operations.pools()
         assert 50 < sum(fake_time.slept_s) < 60
 
-    def test_the_time_that_an_answer_takes_is_no_patience(self, verbs: Any, script: Script, fake_time: FakeTime) -> None:
+    def test_the_time_of_a_running_call_does_not_count_against_the_retry_budget(self, operations: Any, script: Script, fake_time: FakeTime) -> None:
         def cut(request: httpx.Request) -> httpx.Response:
             fake_time.now_s += 1000
             raise httpx.ReadError("reset")
@@ -109,19 +109,19 @@ class TestRepeats:
         script.steps = [cut, httpx.ConnectError("refused")]
 
         with pytest.raises(errors.ConnectFailed) as caught:
-            verbs.exec("l-1", "bash", {"command": "make world"}, timeout_s=1800, call_id="c-1")
+            operations.exec("l-1", "bash", {"command": "make world"}, timeout_s=1800, call_id="c-1")
         assert 50 < sum(fake_time.slept_s) < 60
         assert caught.value.extra == {"call_id": "c-1", "may_have_run": True}
 
-    def test_a_call_that_was_never_sent_has_not_run(self, verbs: Any, script: Script) -> None:
+    def test_a_call_that_was_never_sent_has_not_run(self, operations: Any, script: Script) -> None:
         script.steps = [httpx.ConnectError("refused")]
 
         with pytest.raises(errors.ConnectFailed) as caught:
-            verbs.exec_batch([Call(lease_id="l-1", tool="bash", call_id="a"), Call(lease_id="l-1", tool="bash", call_id="b")])
+            operations.exec_batch([Call(lease_id="l-1", tool="bash", call_id="a"), Call(lease_id="l-1", tool="bash", call_id="b")])
         assert caught.value.extra == {"call_ids": ["a", "b"], "may_have_run": False}
 
     @pytest.mark.parametrize("took_s", [0.0, 30.0])
-    def test_a_service_that_takes_requests_and_answers_none_is_given_up(self, verbs: Any, script: Script, fake_time: FakeTime, took_s: float) -> None:
+    def test_a_service_that_takes_requests_and_answers_none_is_given_up(self, operations: Any, script: Script, fake_time: FakeTime, took_s: float) -> None:
         def cut(request: httpx.Request) -> httpx.Response:
             fake_time.now_s += took_s
             raise httpx.ReadError("reset")
@@ -130,118 +130,118 @@ class TestRepeats:
         began_s = fake_time.now_s
 
         with pytest.raises(errors.ConnectionLost):
-            verbs.pools()
+            operations.pools()
         assert 50 < fake_time.now_s - began_s < 100
 
-    def test_an_outage_is_told_once_and_once_when_it_is_over(self, verbs: Any, script: Script, caplog: pytest.LogCaptureFixture) -> None:
+    def test_an_outage_is_logged_once_and_its_end_once(self, operations: Any, script: Script, caplog: pytest.LogCaptureFixture) -> None:
         script.steps = [*[httpx.ConnectError("refused")] * 4, httpx.Response(200, json={"pools": []})]
 
-        verbs.pools()
-        verbs.pools()
+        operations.pools()
+        operations.pools()
 
         assert [record.getMessage().partition(",")[0] for record in caplog.records] == [
             "no response from http://pool.test",
             "http://pool.test responds again after 1.5 s",
         ]
 
-    def test_waits_as_long_as_the_service_asks(self, verbs: Any, script: Script, fake_time: FakeTime) -> None:
+    def test_waits_as_long_as_the_service_asks(self, operations: Any, script: Script, fake_time: FakeTime) -> None:
         script.steps = [problem(503, "storage_unavailable", headers={"retry-after": "3"}), httpx.Response(200, json={"pools": []})]
 
-        assert verbs.pools() == ()
+        assert operations.pools() == ()
         assert fake_time.slept_s == [3.0]
 
-    def test_a_proxy_that_cuts_a_long_call_loses_nothing(self, verbs: Any, script: Script, fake_time: FakeTime) -> None:
+    def test_a_proxy_that_cuts_a_long_call_loses_nothing(self, operations: Any, script: Script, fake_time: FakeTime) -> None:
         def cut(request: httpx.Request) -> httpx.Response:
             fake_time.now_s += 60
             return httpx.Response(504, text="gateway time-out")
 
         script.steps = [*[cut] * 20, httpx.Response(200, json=a_result("c-1"))]
 
-        assert verbs.exec("l-1", "bash", {"command": "make world"}, timeout_s=1800).success
+        assert operations.exec("l-1", "bash", {"command": "make world"}, timeout_s=1800).success
         assert len(script.requests) == 21
 
 
 class TestErrors:
-    def test_a_problem_is_the_error_of_its_code(self, verbs: Any, script: Script) -> None:
+    def test_a_problem_is_the_error_of_its_code(self, operations: Any, script: Script) -> None:
         script.steps = [problem(503, "no_capacity", headers={"x-request-id": "r-9", "retry-after": "2"}, queue_position=4, waited_s=0.1)]
 
         with pytest.raises(errors.NoCapacity) as caught:
-            verbs.acquire(wait_s=0)
+            operations.acquire(wait_s=0)
         error = caught.value
         assert (error.status, error.code, error.detail, error.request_id, error.retry_after_s) == (503, "no_capacity", "because of no_capacity", "r-9", 2.0)
         assert error.extra == {"queue_position": 4, "waited_s": 0.1}
         assert str(error) == "because of no_capacity [503 no_capacity, request r-9]"
 
-    def test_a_code_of_a_newer_service_is_a_service_error(self, verbs: Any, script: Script) -> None:
+    def test_a_code_of_a_newer_service_is_a_service_error(self, operations: Any, script: Script) -> None:
         script.steps = [problem(418, "teapot")]
 
         with pytest.raises(errors.ServiceError) as caught:
-            verbs.pools()
+            operations.pools()
         assert (type(caught.value), caught.value.code) == (errors.ServiceError, "teapot")
 
     @pytest.mark.parametrize("body", [b"", b"<html>no</html>", b"[]", b'{"error": "other API"}', b"\xff\xfe"])
-    def test_what_is_no_problem_document_is_a_bad_answer(self, verbs: Any, script: Script, body: bytes) -> None:
+    def test_what_is_no_problem_document_is_a_bad_answer(self, operations: Any, script: Script, body: bytes) -> None:
         script.steps = [httpx.Response(404, content=body)]
 
         with pytest.raises(errors.BadAnswer) as caught:
-            verbs.pools()
+            operations.pools()
         assert caught.value.status == 404
 
 
 class TestUploads:
     @pytest.mark.parametrize("make", [lambda _: b"content", lambda path: path, lambda path: path.open("rb"), lambda _: [b"con", b"tent"]])
-    def test_what_can_be_read_twice_is_sent_again(self, verbs: Any, script: Script, tmp_path: Path, make: Any) -> None:
+    def test_a_source_that_can_be_read_twice_is_sent_again(self, operations: Any, script: Script, tmp_path: Path, make: Any) -> None:
         (tmp_path / "f").write_bytes(b"content")
         source = make(tmp_path / "f")
         script.steps = [_read_then(httpx.ReadError("reset")), httpx.Response(204)]
 
-        verbs.put_file("l-1", "f", source, mode=0o600)
+        operations.put_file("l-1", "f", source, mode=0o600)
 
         assert [request.content for request in script.requests] == [b"content", b"content"]
         assert script.requests[0].headers["content-type"] == "application/octet-stream"
         if hasattr(source, "close"):
             source.close()
 
-    def test_what_can_be_read_once_is_not(self, verbs: Any, script: Script) -> None:
+    def test_a_source_that_can_be_read_once_is_not_sent_again(self, operations: Any, script: Script) -> None:
         script.steps = [_read_then(httpx.ReadError("reset")), httpx.Response(204)]
 
         with pytest.raises(errors.ConnectionLost):
-            verbs.put_archive("l-1", ".", iter([b"con", b"tent"]))
+            operations.put_archive("l-1", ".", iter([b"con", b"tent"]))
         assert [request.content for request in script.requests] == [b"content"]
 
-    def test_but_is_when_nothing_was_read_yet(self, verbs: Any, script: Script) -> None:
+    def test_a_source_that_can_be_read_once_is_sent_again_if_it_was_not_read(self, operations: Any, script: Script) -> None:
         script.steps = [httpx.ConnectError("refused"), _read_then(None)]
 
-        verbs.put_archive("l-1", ".", iter([b"con", b"tent"]))
+        operations.put_archive("l-1", ".", iter([b"con", b"tent"]))
 
         assert script.requests[1].content == b"content"
 
-    def test_a_file_is_sent_from_where_it_stands(self, verbs: Any, script: Script) -> None:
+    def test_a_file_is_sent_from_where_it_stands(self, operations: Any, script: Script) -> None:
         file = io.BytesIO(b"skipped content")
         file.seek(8)
         script.steps = [_read_then(httpx.ReadError("reset")), _read_then(None)]
 
-        verbs.put_file("l-1", "f", file)
+        operations.put_file("l-1", "f", file)
 
         assert [request.content for request in script.requests] == [b"content", b"content"]
 
-    def test_a_size_that_is_known_is_said(self, verbs: Any, script: Script, tmp_path: Path) -> None:
+    def test_a_known_size_is_sent(self, operations: Any, script: Script, tmp_path: Path) -> None:
         (tmp_path / "f").write_bytes(b"content")
         script.steps = [_read_then(None)]
 
-        verbs.put_file("l-1", "f", tmp_path / "f")
-        verbs.put_file("l-1", "f", iter([b"content"]))
+        operations.put_file("l-1", "f", tmp_path / "f")
+        operations.put_file("l-1", "f", iter([b"content"]))
 
         assert [request.headers.get("content-length") for request in script.requests] == ["7", None]
         assert script.requests[1].headers["transfer-encoding"] == "chunked"
 
-    def test_a_string_could_mean_two_things(self, verbs: Any) -> None:
+    def test_a_plain_string_is_refused(self, operations: Any) -> None:
         with pytest.raises(TypeError, match="not a str"):
-            verbs.put_file("l-1", "f", "content")
+            operations.put_file("l-1", "f", "content")
 
 
 def _read_then(error: Exception | None) -> Any:
-    """A step that takes the whole body first."""
+    """Return a step that reads the whole body before it raises or responds."""
 
     def step(request: httpx.Request) -> httpx.Response:
         assert request.content == b"content"
@@ -253,12 +253,12 @@ def _read_then(error: Exception | None) -> Any:
 
 
 class TestDownloads:
-    def test_a_file_is_had_whole(self, verbs: Any, script: Script) -> None:
+    def test_a_file_is_had_whole(self, operations: Any, script: Script) -> None:
         script.steps = [httpx.Response(200, stream=CutStream(b"par")), httpx.Response(200, content=b"\x00whole")]
 
-        assert verbs.get_file("l-1", "f") == b"\x00whole"
+        assert operations.get_file("l-1", "f") == b"\x00whole"
 
-    def test_a_local_file_is_replaced_once_all_is_there(self, verbs: Any, script: Script, tmp_path: Path) -> None:
+    def test_a_local_file_is_replaced_once_all_is_there(self, operations: Any, script: Script, tmp_path: Path) -> None:
         target = tmp_path / "out"
         target.write_bytes(b"old")
 
@@ -268,53 +268,53 @@ class TestDownloads:
 
         script.steps = [httpx.Response(200, stream=CutStream(b"par")), look]
 
-        assert verbs.get_file_to("l-1", "f", target) == 5
+        assert operations.get_file_to("l-1", "f", target) == 5
         assert target.read_bytes() == b"whole"
         assert list(tmp_path.iterdir()) == [target]
 
-    def test_a_download_that_fails_leaves_nothing(self, verbs: Any, script: Script, tmp_path: Path) -> None:
+    def test_a_download_that_fails_leaves_nothing(self, operations: Any, script: Script, tmp_path: Path) -> None:
         script.steps = [problem(404, "file_not_found")]
 
         with pytest.raises(errors.FileNotFound):
-            verbs.get_archive_to("l-1", ".", tmp_path / "out")
+            operations.get_archive_to("l-1", ".", tmp_path / "out")
         assert list(tmp_path.iterdir()) == []
 
-    def test_a_stream_is_asked_for_again_only_until_it_begins(self, verbs: Any, script: Script) -> None:
+    def test_a_stream_is_requested_again_only_until_it_begins(self, operations: Any, script: Script) -> None:
         script.steps = [httpx.ConnectError("refused"), httpx.Response(200, stream=CutStream(b"par"))]
 
         with pytest.raises(errors.ConnectionLost):
-            verbs.stream_archive("l-1", ".")
+            operations.stream_archive("l-1", ".")
         assert len(script.requests) == 2
 
-    def test_an_archive_is_not_unpacked_on_the_way(self, verbs: Any, script: Script) -> None:
+    def test_an_archive_is_not_unpacked_on_the_way(self, operations: Any, script: Script) -> None:
         packed = gzip.compress(b"tar")
         script.steps = [httpx.Response(200, content=packed, headers={"content-type": "application/gzip"})]
 
-        assert verbs.stream_archive("l-1") == [packed]
+        assert operations.stream_archive("l-1") == [packed]
 
 
 class TestStreamedBatch:
     CALLS = (Call(lease_id="l-1", tool="bash", call_id="a"), Call(lease_id="l-2", tool="bash", call_id="b"), Call(lease_id="l-2", tool="bash", call_id="c"))
 
-    def test_results_come_in_the_order_of_finishing(self, verbs: Any, script: Script) -> None:
+    def test_results_come_in_the_order_of_finishing(self, operations: Any, script: Script) -> None:
         script.steps = [httpx.Response(200, content=b"\n" + lines(a_result("b", "l-2"), a_result("a")) + b"\n\n" + lines(a_result("c", "l-2")))]
 
-        assert [(index, result.call_id) for index, result in verbs.exec_stream(self.CALLS)] == [(1, "b"), (0, "a"), (2, "c")]
+        assert [(index, result.call_id) for index, result in operations.exec_stream(self.CALLS)] == [(1, "b"), (0, "a"), (2, "c")]
         assert script.requests[0].headers["accept"] == "application/x-ndjson"
 
     @pytest.mark.parametrize("cut", [lines(a_result("b", "l-2")), lines(a_result("b", "l-2")) + b'{"call_id": "a", "lea'])
-    def test_a_cut_stream_goes_on_with_what_is_missing(self, verbs: Any, script: Script, cut: bytes) -> None:
+    def test_a_cut_stream_goes_on_with_what_is_missing(self, operations: Any, script: Script, cut: bytes) -> None:
         script.steps = [httpx.Response(200, stream=CutStream(cut)), httpx.Response(200, content=lines(a_result("c", "l-2"), a_result("a")))]
 
-        assert [(index, result.call_id) for index, result in verbs.exec_stream(self.CALLS)] == [(1, "b"), (2, "c"), (0, "a")]
+        assert [(index, result.call_id) for index, result in operations.exec_stream(self.CALLS)] == [(1, "b"), (2, "c"), (0, "a")]
         assert [call["call_id"] for call in script.bodies()[1]["calls"]] == ["a", "c"]
 
-    def test_an_answer_that_ends_early_is_no_end(self, verbs: Any, script: Script) -> None:
+    def test_an_answer_that_ends_early_is_no_end(self, operations: Any, script: Script) -> None:
         script.steps = [httpx.Response(200, content=lines(a_result("a"))), httpx.Response(200, content=lines(a_result("b", "l-2"), a_result("c", "l-2")))]
 
-        assert [index for index, _ in verbs.exec_stream(self.CALLS)] == [0, 1, 2]
+        assert [index for index, _ in operations.exec_stream(self.CALLS)] == [0, 1, 2]
 
-    def test_a_line_may_come_in_pieces(self, verbs: Any, script: Script) -> None:
+    def test_a_line_may_come_in_pieces(self, operations: Any, script: Script) -> None:
         whole = lines(a_result("a", output="é\n"), a_result("b", "l-2"), a_result("c", "l-2"))
 
         class Pieces(CutStream):
@@ -327,31 +327,31 @@ class TestStreamedBatch:
 
         script.steps = [httpx.Response(200, stream=Pieces())]
 
-        assert [result.output for _, result in verbs.exec_stream(self.CALLS)] == ["é\n", "", ""]
+        assert [result.output for _, result in operations.exec_stream(self.CALLS)] == ["é\n", "", ""]
 
-    def test_the_same_call_twice_has_two_results(self, verbs: Any, script: Script) -> None:
+    def test_the_same_call_twice_has_two_results(self, operations: Any, script: Script) -> None:
         script.steps = [httpx.Response(200, content=lines(a_result("a"), a_result("a")))]
 
-        assert [index for index, _ in verbs.exec_stream([self.CALLS[0], self.CALLS[0]])] == [0, 1]
+        assert [index for index, _ in operations.exec_stream([self.CALLS[0], self.CALLS[0]])] == [0, 1]
 
-    def test_a_refused_batch_is_an_error(self, verbs: Any, script: Script) -> None:
+    def test_a_refused_batch_is_an_error(self, operations: Any, script: Script) -> None:
         script.steps = [problem(422, "invalid_request")]
 
         with pytest.raises(errors.InvalidRequest):
-            verbs.exec_stream(self.CALLS)
+            operations.exec_stream(self.CALLS)
 
-    def test_a_result_nobody_asked_for_is_a_bad_answer(self, verbs: Any, script: Script) -> None:
+    def test_a_result_of_an_unknown_call_is_a_bad_answer(self, operations: Any, script: Script) -> None:
         script.steps = [httpx.Response(200, content=lines(a_result("z")))]
 
         with pytest.raises(errors.BadAnswer, match="'z'"):
-            verbs.exec_stream(self.CALLS)
+            operations.exec_stream(self.CALLS)
 
 
-def test_leases_are_listed_page_by_page(verbs: Any, script: Script) -> None:
+def test_leases_are_listed_page_by_page(operations: Any, script: Script) -> None:
     script.steps = [
         httpx.Response(200, json={"leases": [a_lease("l-1")], "next_cursor": "n"}),
         httpx.Response(200, json={"leases": [a_lease("l-2")], "next_cursor": None}),
     ]
 
-    assert [info.lease_id for info in verbs.iter_leases(run_id="r-1")] == ["l-1", "l-2"]
+    assert [info.lease_id for info in operations.iter_leases(run_id="r-1")] == ["l-1", "l-2"]
     assert [str(request.url.query, "ascii") for request in script.requests] == ["run_id=r-1", "run_id=r-1&cursor=n"]

@@ -1,4 +1,4 @@
-"""Server-sent events out of pieces."""
+"""Tests of the parser for server-sent events."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_events_are_read() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
-def test_however_they_are_cut(size: int) -> None:
+def test_events_are_parsed_from_chunks_of_any_size(size: int) -> None:
     assert read(*[STREAM[at : at + size] for at in range(0, len(STREAM), size)]) == EVENTS
 
 

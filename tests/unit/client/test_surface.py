@@ -1,4 +1,4 @@
-"""What the client library offers, and what it leans on."""
+"""The public names of the client library, and its dependencies."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ EXPORTED = [
     "Slot", "SlotCheck", "StorageUnavailable", "TimedOut", "TransportError", "Unauthorized", "VerifyReport", "__version__", "embedded", "find_service",
 ]  # fmt: skip
 
-#: The closed set of the HTTP contract.
+#: The closed set of error codes in the HTTP contract.
 CODES = {
     "unauthorized", "forbidden", "not_found", "pool_not_found", "sandbox_not_found", "lease_not_found", "file_not_found", "call_not_found",
     "method_not_allowed", "pool_conflict", "call_conflict", "file_error", "lease_lost", "sandbox_lost", "payload_too_large", "invalid_request",
@@ -60,9 +60,9 @@ def test_every_error_is_a_sandbox_error() -> None:
     assert all(issubclass(error, errors.SandboxError) for error in raised)
 
 
-def test_leans_on_httpx_and_the_standard_library_alone() -> None:
-    for path in PACKAGE.glob("*.py"):
-        if path.name in {"demo.py"}:
+def test_the_library_depends_on_httpx_and_the_standard_library_alone() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        if path.relative_to(PACKAGE).parts[0] in {"cli", "demo.py", "demo_project"}:
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""] if isinstance(node, ast.ImportFrom) else []
@@ -72,12 +72,12 @@ def test_leans_on_httpx_and_the_standard_library_alone() -> None:
 
 
 @pytest.mark.parametrize(("one", "other"), [(AsyncSandboxClient, SandboxClient), (AsyncLease, Lease)])
-def test_both_kinds_have_the_same_verbs_with_the_same_arguments(one: type, other: type) -> None:
-    def verbs(kind: type) -> dict[str, list[str]]:
+def test_both_clients_have_the_same_methods_with_the_same_arguments(one: type, other: type) -> None:
+    def operations(kind: type) -> dict[str, list[str]]:
         found = inspect.getmembers(kind, inspect.isfunction)
         return {name.replace("aclose", "close"): list(inspect.signature(verb).parameters) for name, verb in found if not name.startswith("_")}
 
-    assert verbs(one) == verbs(other)
+    assert operations(one) == operations(other)
 
 
 def test_an_error_survives_being_sent_to_another_process() -> None:
