@@ -100,7 +100,7 @@ async def _tree_of(run: ProcessTree) -> _Tree:
     leaf, leaves = run.leaf, run.body.groups.leaves
     if leaf is None or leaves is None:
         return _ScannedTree(run)
-    move_fd = leaves.leave(leaf)
+    move_fd = leaves.move_init_out_of(leaf)
     if move_fd >= 0:
         try:
             await ask_init(run.body, {"op": "move", "id": run.number, "fds": ["cgroup"]}, [move_fd])

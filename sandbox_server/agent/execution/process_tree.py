@@ -105,7 +105,7 @@ class ProcessTree:
                 passed.append(stdin_fd)
             leaves = self.body.groups.leaves
             if leaves is not None:
-                self.leaf, move_fd = leaves.take()
+                self.leaf, move_fd = leaves.take_leaf()
                 if move_fd >= 0:
                     names.append("cgroup")
                     passed.append(move_fd)

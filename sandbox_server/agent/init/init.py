@@ -15,7 +15,7 @@ import struct
 import sys
 import time
 
-from sandbox_server.agent.init import privileges, tracees
+from sandbox_server.agent.init import privileges, ptrace_detach
 from sandbox_server.agent.init.oom_score import OF_SPAWNED, SLOT_FLOOR
 from sandbox_server.agent.init.priority import take_ordinary_priority
 from sandbox_server.agent.init.spawned_trees import SpawnedTrees
@@ -219,7 +219,7 @@ class Init:
         # Imported before the drop: the slot's user may not be allowed to read where this interpreter lives.
         from sandbox_server.agent.inslot import child
 
-        child.prepare(request["tool"])
+        child.import_operation(request["tool"])
         if self._privileged and not request["tool"].startswith(_LEAVES_PROCESSES):
             privileges.act_as(self._config["uid"], self._config["keeper"])
             privileges.set_capabilities(0)
@@ -233,7 +233,7 @@ class Init:
         os.environ.clear()
         os.environ.update(self._env)
         os.close(failed_w)
-        child.run(request["tool"], request["args"], {"workspace": home, "roots": self._config["roots"], "home": home}, fds["out"], fds.get("in", -1))
+        child.run_operation(request["tool"], request["args"], {"workspace": home, "roots": self._config["roots"], "home": home}, fds["out"], fds.get("in", -1))
         os._exit(0)
 
     # Reaping.
@@ -246,8 +246,8 @@ class Init:
                 return
             if not pid:
                 return
-            if not tracees.has_ended(status):
-                tracees.detach(pid, status)
+            if not ptrace_detach.has_ended(status):
+                ptrace_detach.detach_stopped_process(pid, status)
                 continue
             failed = self._failure(pid)
             used_us = int((usage.ru_utime + usage.ru_stime) * 1e6)

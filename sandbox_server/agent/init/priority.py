@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 
-RAISED = -15  # 28 times the claim of an ordinary session or thread
-ORDINARY = 0
+RAISED_NICE = -15  # 28 times the claim of an ordinary session or thread
+ORDINARY_NICE = 0
 
 
 def raise_priority() -> None:
@@ -19,18 +19,18 @@ def raise_priority() -> None:
 
     A process that was started with a lower claim than an ordinary one keeps it: somebody has decided so.
     """
-    if os.getpriority(os.PRIO_PROCESS, 0) > ORDINARY:
+    if os.getpriority(os.PRIO_PROCESS, 0) > ORDINARY_NICE:
         return
     with suppress(PermissionError):  # no CAP_SYS_NICE
         for thread in os.listdir("/proc/self/task"):
             with suppress(ProcessLookupError):  # it has ended
-                os.setpriority(os.PRIO_PROCESS, int(thread), RAISED)
+                os.setpriority(os.PRIO_PROCESS, int(thread), RAISED_NICE)
         # OSError: the kernel groups no sessions, or not this one (its first session has no group), or /proc is read-only.
         with suppress(OSError), open("/proc/self/autogroup", "w", encoding="ascii") as file:
-            file.write(str(RAISED))
+            file.write(str(RAISED_NICE))
 
 
 def take_ordinary_priority() -> None:
     """Give up a raised claim that was inherited. A new session begins with an ordinary one anyway."""
-    if os.getpriority(os.PRIO_PROCESS, 0) < ORDINARY:
-        os.setpriority(os.PRIO_PROCESS, 0, ORDINARY)
+    if os.getpriority(os.PRIO_PROCESS, 0) < ORDINARY_NICE:
+        os.setpriority(os.PRIO_PROCESS, 0, ORDINARY_NICE)

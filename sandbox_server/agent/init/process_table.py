@@ -18,7 +18,7 @@ _DEAD = (b"Z", b"X")
 _PPID, _SESSION, _STATE, _START = 1, 3, 0, 19  # of what follows the name in /proc/PID/stat
 
 
-def look() -> Table:
+def read_process_table() -> Table:
     """Every process that can be seen."""
     seen = {}
     for name in os.listdir("/proc"):
@@ -33,7 +33,7 @@ def look() -> Table:
     return seen
 
 
-def closure(table: Table, roots: Iterable[int]) -> Set[int]:
+def find_trees(table: Table, roots: Iterable[int]) -> Set[int]:
     """`roots`, the sessions they lead, and every descendant of those."""
     children: Dict[int, List[int]] = {}
     sessions: Dict[int, List[int]] = {}
@@ -51,12 +51,12 @@ def closure(table: Table, roots: Iterable[int]) -> Set[int]:
     return found
 
 
-def alive(table: Table, pids: Iterable[int]) -> Members:
+def select_living(table: Table, pids: Iterable[int]) -> Members:
     """Those of the processes that can still do something."""
     return {pid: table[pid][2] for pid in pids if pid in table and table[pid][3] not in _DEAD}
 
 
-def send(members: Members, which: int) -> None:
+def send_signal(members: Members, which: int) -> None:
     """Signal processes, each only if it is still the one that was seen."""
     for pid, start in members.items():
         _send_one(pid, start, which)

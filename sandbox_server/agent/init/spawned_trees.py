@@ -116,20 +116,20 @@ class SpawnedTrees:
             return _NOT_SENT  # the slot leaves no room for one more process
 
     def _members(self, run: ProcessTree) -> process_table.Members:
-        table = process_table.look()
+        table = process_table.read_process_table()
         table.pop(self._self, None)
-        mine = process_table.closure(table, [] if run.ended else [run.pid])
+        mine = process_table.find_trees(table, [] if run.ended else [run.pid])
         mine |= {pid for pid, entry in table.items() if entry[1] == run.pid}
         leaders = [other.pid for other in self._runs.values() if other is not run and not other.ended]
-        others = process_table.closure(table, leaders)
+        others = process_table.find_trees(table, leaders)
         orphans = [
             pid
             for pid, (parent, session, start, _) in table.items()
             if parent == self._self and pid not in self._pids and session not in self._sessions_over and pid not in others and run.precedes(pid, start)
         ]
-        mine |= process_table.closure(table, orphans)
+        mine |= process_table.find_trees(table, orphans)
         run.members |= mine - others - {run.pid}
-        return process_table.alive(table, mine - others)
+        return process_table.select_living(table, mine - others)
 
     def _kill(self, run: ProcessTree) -> int:
         deadline = time.monotonic() + _SLICE_S
@@ -151,10 +151,10 @@ class SpawnedTrees:
         if not members:
             return
         if not self._privileged:
-            process_table.send(members, which)
+            process_table.send_signal(members, which)
             return
         # As the slot's user: a pid that was reused meanwhile cannot be anybody else's.
-        self._as_slot(lambda: process_table.send(members, which))
+        self._as_slot(lambda: process_table.send_signal(members, which))
 
     def _as_slot(self, work: Callable[[], None]) -> None:
         pid = os.fork()
@@ -178,8 +178,8 @@ class SpawnedTrees:
 
     def _kill_descendants(self) -> None:
         for _ in range(_ROUNDS):
-            table = process_table.look()
-            members = process_table.alive(table, process_table.closure(table, [pid for pid, entry in table.items() if entry[0] == self._self]))
+            table = process_table.read_process_table()
+            members = process_table.select_living(table, process_table.find_trees(table, [pid for pid, entry in table.items() if entry[0] == self._self]))
             if not members:
                 return
             self._send(members, signal.SIGKILL)

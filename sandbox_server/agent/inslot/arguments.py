@@ -96,7 +96,7 @@ OPERATIONS: Dict[str, Spec] = {
     "route_archive_get": {"path": (True, _path)},
     "route_archive_put": {"path": (True, _path)},
     "leftovers_plant": {"name": (True, _path), "shell": (True, _path)},
-    "leftovers_look": {
+    "leftovers_find": {
         "name": (True, _path),
         "inode": (True, _count(0, MAX_SIZE_BYTES)),
         "nice": (True, _count(-20, 19)),

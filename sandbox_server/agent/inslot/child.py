@@ -16,12 +16,12 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, Callable, Mapping
 
-__all__ = ["BROKEN_OFF", "check_args", "prepare", "run"]
+__all__ = ["BROKEN_OFF", "check_args", "import_operation", "run_operation"]
 
 BROKEN_OFF = 2
 
 
-def prepare(op: str) -> Callable[..., None] | None:
+def import_operation(op: str) -> Callable[..., None] | None:
     """Import what the operation needs. A child that is to lose its rights calls this before: afterwards it may not be able to read our files.
 
     Args:
@@ -40,15 +40,15 @@ def prepare(op: str) -> Callable[..., None] | None:
         from sandbox_server.agent.inslot import pack as module  # type: ignore[no-redef]
     elif op == "route_archive_put":
         from sandbox_server.agent.inslot import unpack as module  # type: ignore[no-redef]
-    elif op in ("leftovers_plant", "leftovers_look"):
-        from sandbox_server.agent.inslot import leftovers as module  # type: ignore[no-redef]
+    elif op in ("leftovers_plant", "leftovers_find"):
+        from sandbox_server.agent.inslot import leftover_probe as module  # type: ignore[no-redef]
     else:
         return None
     work: Callable[..., None] = getattr(module, op)
     return work
 
 
-def run(op: str, args: Mapping[str, Any], ctx: Mapping[str, Any], out_fd: int, in_fd: int = -1) -> None:
+def run_operation(op: str, args: Mapping[str, Any], ctx: Mapping[str, Any], out_fd: int, in_fd: int = -1) -> None:
     """Do one operation and write its answer: a header, then, if that says ok, raw content up to the end of the pipe.
 
     Args:
@@ -79,7 +79,7 @@ def run(op: str, args: Mapping[str, Any], ctx: Mapping[str, Any], out_fd: int, i
 def _attempt(op: str, args: Mapping[str, Any], ctx: Mapping[str, Any], reply: Reply, in_fd: int) -> Refusal | None:
     is_route = op.startswith("route_")
     fault = check_args(op, args)
-    work = prepare(op)
+    work = import_operation(op)
     if fault is not None or work is None:
         return Refusal("invalid" if is_route else "invalid_args", fault or f"there is no operation {op!a}")
     try:

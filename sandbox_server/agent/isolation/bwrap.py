@@ -12,7 +12,7 @@ from typing import Any
 from sandbox_server.agent.errors import StartFailed
 from sandbox_server.agent.isolation import base
 from sandbox_server.agent.isolation.bwrap_processes import kill_bwrap_processes
-from sandbox_server.agent.isolation.etc import etc_args, write_accounts, write_etc
+from sandbox_server.agent.isolation.etc_folder import etc_args, write_accounts, write_etc
 from sandbox_server.agent.kernel import procfs
 from sandbox_server.agent.kernel.cgroups import Cgroups, Groups
 from sandbox_server.agent.slots.caches import Cache

@@ -9,7 +9,7 @@ from typing import Any
 
 from sandbox_server.agent.errors import StartFailed
 from sandbox_server.agent.isolation import base
-from sandbox_server.agent.isolation.shared import Starter
+from sandbox_server.agent.isolation.starter import Starter
 from sandbox_server.agent.kernel.cgroups import Cgroups
 from sandbox_server.agent.slots.caches import Cache
 

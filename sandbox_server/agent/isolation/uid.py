@@ -18,8 +18,8 @@ from typing import Any, Collection
 from sandbox_server.agent.errors import StartFailed
 from sandbox_server.agent.init.private_mounts import FAILED as PLACES_FAILED
 from sandbox_server.agent.isolation import base
-from sandbox_server.agent.isolation.leftovers import PLACES, left_bins, remove_owned
-from sandbox_server.agent.isolation.shared import Starter
+from sandbox_server.agent.isolation.shared_places import SHARED_PLACES, list_abandoned_bins, remove_owned
+from sandbox_server.agent.isolation.starter import Starter
 from sandbox_server.agent.isolation.sweep import BIN_PREFIX, Sweep
 from sandbox_server.agent.kernel.cgroups import Cgroups
 from sandbox_server.agent.slots.caches import Cache
@@ -86,7 +86,7 @@ class Uid:
         """What slots and their inits need must not lie in a place that is hidden from them. None, or what does."""
         needed = {"workspace_base": self._top, "the interpreter": base.interpreter(), "its library": os.path.realpath(os.__file__)}
         for name, path in needed.items():
-            for place in PLACES:
+            for place in SHARED_PLACES:
                 if (os.path.realpath(path) + "/").startswith(os.path.realpath(place) + "/"):
                     return "%s lies in %s" % (name, place)
         return None
@@ -98,7 +98,7 @@ class Uid:
             uids = self._uids.lock()
             self._trash.throw(self._lib)
             shutil.copytree(self._context.lib_dir, self._lib)
-            for left in left_bins(self._bins(uids)):
+            for left in list_abandoned_bins(self._bins(uids)):
                 self._trash.throw(left)
             await self._sweep(uids, uids)
             self._range = uids

@@ -12,8 +12,8 @@ from typing import Iterator
 
 from sandbox_server.agent.config import AgentConfig
 from sandbox_server.agent.kernel.memory_groups import SLOT_PREFIX, MemoryGroups, machine_memory_bytes
-from sandbox_server.agent.kernel.slot_limits import SlotLimits, find, open_procs, write
-from sandbox_server.agent.limits.memory_plan import MIB, MemoryPlan
+from sandbox_server.agent.kernel.memory_plan import MIB, MemoryPlan
+from sandbox_server.agent.kernel.slot_limits import SlotLimits, find_number, open_procs, write_control_file
 
 _OWN = re.compile(r"sandbox-pool-(\d+)-[0-9a-f]+\Z")
 _V1 = ("memory", "pids", "cpu")
@@ -49,7 +49,7 @@ def _read(path: str) -> str:
 
 
 def _counter(path: str, name: str) -> int:
-    return find(_read(path).encode(), name.encode())
+    return find_number(_read(path).encode(), name.encode())
 
 
 class Leaf:
@@ -79,7 +79,7 @@ class Leaf:
 
     def freeze(self, frozen: bool) -> None:
         """Stop everything in it, or let it go on."""
-        write(os.path.join(self.path, "cgroup.freeze"), "1" if frozen else "0")
+        write_control_file(os.path.join(self.path, "cgroup.freeze"), "1" if frozen else "0")
 
     def is_frozen(self) -> bool:
         """Whether the stop is complete."""
@@ -87,7 +87,7 @@ class Leaf:
 
     def kill(self) -> None:
         """SIGKILL to everything in it, without a race."""
-        write(os.path.join(self.path, "cgroup.kill"), "1")
+        write_control_file(os.path.join(self.path, "cgroup.kill"), "1")
 
 
 class LeafBook:
@@ -116,7 +116,7 @@ class LeafBook:
         """Where init goes when it starts. The descriptor stays the book's."""
         return self._current.procs_fd
 
-    def take(self) -> tuple[Leaf, int]:
+    def take_leaf(self) -> tuple[Leaf, int]:
         """A leaf for a new call.
 
         Returns:
@@ -136,7 +136,7 @@ class LeafBook:
         self._current = leaf
         return leaf, leaf.procs_fd
 
-    def leave(self, leaf: Leaf) -> int:
+    def move_init_out_of(self, leaf: Leaf) -> int:
         """Make sure init is not in a leaf that is about to be killed.
 
         Returns:
@@ -277,7 +277,7 @@ class Cgroups:
                 self._limit_tops[name] = groups.own
                 self._said(name, "cgroup2")
             if "cpu" in groups.controllers:
-                write(os.path.join(groups.own, "cpu.weight"), str(self._sessions() * _SESSION_WEIGHT_V2))
+                write_control_file(os.path.join(groups.own, "cpu.weight"), str(self._sessions() * _SESSION_WEIGHT_V2))
 
     def _probe_v1(self, controller: str, mount: str, path: str) -> None:
         if controller == "memory":
@@ -286,7 +286,7 @@ class Cgroups:
         else:
             top = self._make_top("1" + controller, mount, path)
         if top is not None and controller == "cpu":
-            write(os.path.join(top, "cpu.shares"), str(self._sessions() * _SESSION_WEIGHT_V1))
+            write_control_file(os.path.join(top, "cpu.shares"), str(self._sessions() * _SESSION_WEIGHT_V1))
         if top is not None:
             self._limit_tops[controller] = top
             self._said(controller, "cgroup1")

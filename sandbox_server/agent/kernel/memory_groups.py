@@ -18,8 +18,8 @@ import re
 import stat
 from typing import Iterator
 
-from sandbox_server.agent.kernel.slot_limits import SOCKETS_USAGE, find, limit_sockets, write
-from sandbox_server.agent.limits.memory_plan import MemoryPlan, Usage, full_at
+from sandbox_server.agent.kernel.memory_plan import MemoryPlan, Usage, full_threshold_bytes
+from sandbox_server.agent.kernel.slot_limits import SOCKETS_USAGE, find_number, limit_sockets, write_control_file
 
 SLOTS_GROUP = "sandbox-pool-slots"
 SLOT_PREFIX = "limits-"
@@ -68,7 +68,7 @@ def read_number(path: str) -> int | None:
 def machine_memory_bytes() -> int:
     """The memory of this machine."""
     with open("/proc/meminfo", "rb") as file:
-        return find(file.read().replace(b":", b" ").replace(b" kB", b""), b"MemTotal") << 10
+        return find_number(file.read().replace(b":", b" ").replace(b" kB", b""), b"MemTotal") << 10
 
 
 def start_ticks(pid: int) -> int | None:
@@ -160,30 +160,32 @@ class MemoryGroups:
             given = file.read().split()
         for name in _NEEDED:
             if name not in given:
-                write(os.path.join(folder, "cgroup.subtree_control"), "+" + name)
+                write_control_file(os.path.join(folder, "cgroup.subtree_control"), "+" + name)
 
     def _give_processor(self) -> bool:
         """Have the groups share out the processor, too. Returns whether they do."""
         try:
             for folder in (self.domain, self.machine, self.own):
-                write(os.path.join(folder, "cgroup.subtree_control"), "+" + _WELCOME)
+                write_control_file(os.path.join(folder, "cgroup.subtree_control"), "+" + _WELCOME)
         except OSError:
             return False
         return True
 
     def _limit(self, folder: str, limit_bytes: int) -> None:
-        write(os.path.join(folder, self._files.limit), str(limit_bytes))
+        write_control_file(os.path.join(folder, self._files.limit), str(limit_bytes))
         if self.version == 1:
             # Who asks for more waits; the agent decides which slot goes. Groups made below begin with this setting, see `slot_limits`.
-            write(os.path.join(folder, "memory.oom_control"), "1")
+            write_control_file(os.path.join(folder, "memory.oom_control"), "1")
             limit_sockets(folder, limit_bytes)
         else:
-            write(os.path.join(folder, "memory.high"), str(full_at(limit_bytes)))  # slows down who asks for more, so that the agent comes first
+            write_control_file(
+                os.path.join(folder, "memory.high"), str(full_threshold_bytes(limit_bytes))
+            )  # slows down who asks for more, so that the agent comes first
 
     def let_kernel_kill(self, folder: str, allowed: bool) -> None:
         """Whether the kernel may kill in a full group (v1; on v2 it always may)."""
         if self.version == 1:
-            write(os.path.join(folder, "memory.oom_control"), "0" if allowed else "1")
+            write_control_file(os.path.join(folder, "memory.oom_control"), "0" if allowed else "1")
 
     # Looking.
 
@@ -204,14 +206,14 @@ class MemoryGroups:
                 lines = file.read(_READ_BYTES)
         except OSError:
             return 0
-        return max(0, used - sum(find(lines, line) for line in self._files.file_lines))
+        return max(0, used - sum(find_number(lines, line) for line in self._files.file_lines))
 
     def is_full(self, folder: str, limit_bytes: int) -> bool:
         """Whether a group uses so much that a slot must go."""
         used = self._charged_bytes(folder)
-        if used is None or used < full_at(limit_bytes):
+        if used is None or used < full_threshold_bytes(limit_bytes):
             return False
-        return self.is_stuck(folder) or self.used_bytes(folder) >= full_at(limit_bytes)
+        return self.is_stuck(folder) or self.used_bytes(folder) >= full_threshold_bytes(limit_bytes)
 
     def is_stuck(self, folder: str) -> bool:
         """Whether something waits for memory in a full group (v1)."""
@@ -219,7 +221,7 @@ class MemoryGroups:
             return False
         try:
             with open(os.path.join(folder, "memory.oom_control"), "rb") as file:
-                return find(file.read(), b"under_oom") != 0
+                return find_number(file.read(), b"under_oom") != 0
         except OSError:
             return False
 
@@ -248,7 +250,7 @@ class MemoryGroups:
         if self.plan is None:
             return []
         agents = [agent for agent in self._agents() if agent[1]]
-        each = full_at(self.plan.machine_limit_bytes) // max(1, sum(slots for _, _, slots, _ in agents))
+        each = full_threshold_bytes(self.plan.machine_limit_bytes) // max(1, sum(slots for _, _, slots, _ in agents))
         found = []
         for path, _, _, most in agents:
             if everybody or path == self.own:
@@ -291,7 +293,7 @@ def mark_ended(folder: str, self_inflicted: bool) -> None:
         os.chmod(folder, stat.S_IMODE(os.stat(folder).st_mode) | stat.S_ISVTX | (stat.S_ISGID if self_inflicted else 0))
 
 
-def was_ended(folder: str) -> bool:
+def was_ended_by_another_agent(folder: str) -> bool:
     """Whether another agent has ended the slot of this group."""
     try:
         return bool(os.stat(folder).st_mode & stat.S_ISVTX)

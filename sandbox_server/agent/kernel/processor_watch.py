@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from sandbox_server.agent.kernel.cgroups import Leaf
 from sandbox_server.agent.kernel.processor_share import ProcessorAccount, ProcessorTimes
-from sandbox_server.agent.kernel.slot_limits import find
+from sandbox_server.agent.kernel.slot_limits import find_number
 
 _FIRST_LOOK_S = 0.01  # most commands end sooner, and never cost a look
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0
@@ -108,7 +108,7 @@ class ProcessorWatch:
 
 
 def _used_s(fd: int) -> float:
-    return find(os.pread(fd, _FILE_BYTES, 0), b"usage_usec") / 1e6
+    return find_number(os.pread(fd, _FILE_BYTES, 0), b"usage_usec") / 1e6
 
 
 def _waited_s(fd: int) -> float:

@@ -16,13 +16,13 @@ _SOCKETS_PART = 1 / 16
 _AT_LIMIT = 0.9  # memory is charged in batches, so a limit that refuses may not quite be reached
 
 
-def write(path: str, text: str) -> None:
+def write_control_file(path: str, text: str) -> None:
     """Set a control file."""
     with open(path, "w", encoding="ascii") as file:
         file.write(text)
 
 
-def find(content: bytes, name: bytes) -> int:
+def find_number(content: bytes, name: bytes) -> int:
     """The number after a name in a control file of lines; 0: it is not there."""
     for line in content.splitlines():
         key, _, value = line.partition(b" ")
@@ -40,7 +40,7 @@ def limit_sockets(folder: str, limit_bytes: int) -> None:
     """Limit the buffers of sockets of a v1 group: from then on the kernel counts them, and at the limit connections slow down and packets are dropped."""
     path = os.path.join(folder, SOCKETS_LIMIT)
     if os.path.exists(path):
-        write(path, str(limit_bytes))
+        write_control_file(path, str(limit_bytes))
 
 
 class _Counter:
@@ -54,7 +54,7 @@ class _Counter:
         if self.fd < 0:
             return 0
         content = os.pread(self.fd, _COUNTER_BYTES, 0)
-        return find(content, self._key) if self._key else int(content)
+        return find_number(content, self._key) if self._key else int(content)
 
 
 class SlotLimits:
@@ -85,7 +85,7 @@ class SlotLimits:
             self._limit_memory(folders["memory"])
         if self.processes:
             folder = folders["pids"]
-            write(os.path.join(folder, "pids.max"), str(processes))
+            write_control_file(os.path.join(folder, "pids.max"), str(processes))
             self._count("processes", folder, "pids.events", b"max")
             self._count("alive", folder, "pids.current")
             self._count("most_alive", folder, "pids.peak")
@@ -95,19 +95,19 @@ class SlotLimits:
 
     def _limit_memory(self, folder: str) -> None:
         if os.path.exists(os.path.join(folder, "memory.max")):
-            write(os.path.join(folder, "memory.max"), str(self._most_bytes))
+            write_control_file(os.path.join(folder, "memory.max"), str(self._most_bytes))
             if os.path.exists(os.path.join(folder, "memory.swap.max")):
-                write(os.path.join(folder, "memory.swap.max"), "0")
-            write(os.path.join(folder, "memory.low"), str(self._share_bytes))
+                write_control_file(os.path.join(folder, "memory.swap.max"), "0")
+            write_control_file(os.path.join(folder, "memory.low"), str(self._share_bytes))
             self._count("oom", folder, "memory.events", b"oom_kill")
             self._count("own_oom", folder, "memory.events", b"oom")
             self._count("used_bytes", folder, "memory.current")
             return
-        write(os.path.join(folder, "memory.limit_in_bytes"), str(self._most_bytes))
-        write(os.path.join(folder, "memory.oom_control"), "0")  # at its own limit the kernel kills; the groups around it let their slots wait
+        write_control_file(os.path.join(folder, "memory.limit_in_bytes"), str(self._most_bytes))
+        write_control_file(os.path.join(folder, "memory.oom_control"), "0")  # at its own limit the kernel kills; the groups around it let their slots wait
         both = os.path.join(folder, "memory.memsw.limit_in_bytes")
         if os.path.exists(both):
-            write(both, str(self._most_bytes))
+            write_control_file(both, str(self._most_bytes))
         limit_sockets(folder, int(_SOCKETS_PART * self._most_bytes))
         self._count("oom", folder, "memory.oom_control", b"oom_kill")
         self._count("used_bytes", folder, "memory.usage_in_bytes")
@@ -121,17 +121,17 @@ class SlotLimits:
         counter = self._counters.get(name)
         return counter.read() if counter is not None else 0
 
-    def start(self, alone: bool) -> dict[str, int]:
+    def read_counters(self, alone: bool) -> dict[str, int]:
         """What `rises` is to be told later. `alone`: nothing else of the slot runs that is measured already."""
         if alone and self._peak_fd >= 0:
             os.pwrite(self._peak_fd, b"0", 0)
         return {name: self._read(name) for name in ("oom", "own_oom", "processes") if name in self._counters}
 
-    def alive(self) -> int:
+    def count_processes(self) -> int:
         """How many processes and threads there are, init among them; 0 where nothing counts."""
         return self._read("alive")
 
-    def short_of_memory(self, before: dict[str, int]) -> bool:
+    def is_short_of_memory(self, before: dict[str, int]) -> bool:
         """Whether the slot's own limit has refused memory since `start`, or its memory is almost used up."""
         if not self.memory:
             return False
@@ -142,7 +142,7 @@ class SlotLimits:
             return int(os.pread(self._peak_fd, _COUNTER_BYTES, 0)) >= _AT_LIMIT * self._most_bytes
         return self._read("own_oom") > before.get("own_oom", 0)
 
-    def rises(self, before: dict[str, int]) -> dict[str, int]:
+    def count_limit_hits(self, before: dict[str, int]) -> dict[str, int]:
         """How often since `start` the slot's own limits were hit: `oom` kills, `processes` refused; and `oom_elsewhere`: kills for want of
         memory while it was within its own limit.
         """

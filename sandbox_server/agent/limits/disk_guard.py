@@ -15,9 +15,9 @@ import time
 from typing import Callable, Sequence
 
 from sandbox_server.agent.isolation.base import SlotRuntime
-from sandbox_server.agent.limits.disk_plan import MIB, Space, largest, reserve_of
+from sandbox_server.agent.limits.disk_plan import MIB, Space, choose_slot_to_end, compute_reserve
 from sandbox_server.agent.limits.disk_usage import DiskUse, measure_disk
-from sandbox_server.agent.limits.limit_end import LimitEnd, end_for_limit
+from sandbox_server.agent.limits.limit_end import LimitEnd, end_slot_for_limit
 
 log = logging.getLogger(__name__)
 
@@ -106,12 +106,12 @@ class DiskGuard:
 
     async def _look(self, device: int, path: str) -> None:
         space = self._space_of(path)
-        reserve = reserve_of(space, self._free_bytes)
+        reserve = compute_reserve(space, self._free_bytes)
         now = self._loop.time()
         if not reserve.is_broken(space) or now < self._not_before.get(device, 0.0) or (now < self._deleted_until and self._is_deleting()):
             return
         uses = await self._measure(device)
-        chosen = largest(((slot, use.size_bytes, use.entries) for slot, use in uses), space, reserve)
+        chosen = choose_slot_to_end(((slot, use.size_bytes, use.entries) for slot, use in uses), space, reserve)
         if chosen is None:
             self._not_before[device] = self._loop.time() + _AGAIN_AFTER_S
             log.warning("less than %d MiB or %d files are free in %s, and no slot here takes much of it", reserve.size_bytes // MIB, reserve.files, path)
@@ -158,7 +158,7 @@ class DiskGuard:
                 await self._end(slot.body, LimitEnd("resource_limit", error, evidence, self_inflicted=True))
 
     async def _end(self, body: SlotRuntime, end: LimitEnd) -> None:
-        await end_for_limit(body, end)
+        await end_slot_for_limit(body, end)
 
 
 def space_of_path(path: str) -> Space:

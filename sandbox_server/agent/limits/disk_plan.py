@@ -54,14 +54,14 @@ class Reserve:
         )
 
 
-def reserve_of(space: Space, told_bytes: int | None) -> Reserve:
+def compute_reserve(space: Space, told_bytes: int | None) -> Reserve:
     """What must stay free: as told, else the larger of 2 GiB and 5 %, but at most a quarter; of files 5 %."""
     if told_bytes is None:
         told_bytes = int(min(max(_FREE_BYTES, _FREE_PART * space.size_bytes), _MOST_FREE_PART * space.size_bytes))
     return Reserve(told_bytes, int(_FREE_PART * space.files))
 
 
-def largest(uses: Iterable[tuple[Key, int, int]], space: Space, reserve: Reserve) -> Key | None:
+def choose_slot_to_end(uses: Iterable[tuple[Key, int, int]], space: Space, reserve: Reserve) -> Key | None:
     """The slot that takes most of what is missing, given (slot, bytes, files); None: to end any would not help."""
     by_files = space.free_bytes >= reserve.size_bytes
     worth = [use for use in uses if reserve.is_worth(use[1], use[2], space)]

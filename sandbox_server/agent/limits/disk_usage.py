@@ -184,5 +184,5 @@ def measure_disk(folders: Sequence[str], init_pid: int, until: float, stopped: C
         except OSError:
             continue  # not made yet, or thrown away
         meter.add_tree(folder)
-    meter.add_deleted_files(sorted(process_table.closure(process_table.look(), [init_pid])), devices)
+    meter.add_deleted_files(sorted(process_table.find_trees(process_table.read_process_table(), [init_pid])), devices)
     return meter.use

@@ -8,10 +8,10 @@ from typing import Any, Callable, Iterable, Mapping, Sequence
 from sandbox_server.agent.config import AgentConfig
 from sandbox_server.agent.isolation.base import SlotRuntime
 from sandbox_server.agent.kernel.cgroups import Cgroups
+from sandbox_server.agent.kernel.memory_plan import MIB
 from sandbox_server.agent.limits.disk_guard import DiskGuard, SlotFolders
 from sandbox_server.agent.limits.memory_accounting import NOT_SEEN, AccountingGuard
 from sandbox_server.agent.limits.memory_guard import MemoryGuard
-from sandbox_server.agent.limits.memory_plan import MIB
 from sandbox_server.agent.slots.runtimes import RuntimePool
 from sandbox_server.agent.slots.slots import Slot
 from sandbox_server.agent.slots.trash import Trash

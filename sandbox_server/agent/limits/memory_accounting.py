@@ -14,9 +14,9 @@ from typing import Callable, Dict, Mapping, Sequence, Tuple
 from sandbox_server.agent.init import process_table
 from sandbox_server.agent.isolation.base import SlotRuntime
 from sandbox_server.agent.kernel.memory_groups import MemoryGroups
-from sandbox_server.agent.kernel.slot_limits import find
-from sandbox_server.agent.limits.limit_end import LimitEnd, end_for_limit
-from sandbox_server.agent.limits.memory_plan import MIB, MemoryPlan, Usage, fills_alone, full_at, furthest_above_share
+from sandbox_server.agent.kernel.memory_plan import MIB, MemoryPlan, Usage, fills_group_alone, find_furthest_above_share, full_threshold_bytes
+from sandbox_server.agent.kernel.slot_limits import find_number
+from sandbox_server.agent.limits.limit_end import LimitEnd, end_slot_for_limit
 
 log = logging.getLogger(__name__)
 
@@ -33,13 +33,13 @@ NOT_SEEN = "memory held only by descriptors in flight on sockets, by detached Sy
 def available_bytes() -> int:
     """What the machine could still give."""
     with open("/proc/meminfo", "rb") as file:
-        return find(file.read().replace(b":", b" ").replace(b" kB", b""), b"MemAvailable") << 10
+        return find_number(file.read().replace(b":", b" ").replace(b" kB", b""), b"MemAvailable") << 10
 
 
 def measure_slots(init_pids: Sequence[int]) -> Dict[int, int]:
     """What the slots of these inits use, in bytes. For a thread: it reads a file or two of each of their processes."""
-    table = process_table.look()
-    return {init_pid: _measure(init_pid, process_table.closure(table, [init_pid])) for init_pid in init_pids}
+    table = process_table.read_process_table()
+    return {init_pid: _measure(init_pid, process_table.find_trees(table, [init_pid])) for init_pid in init_pids}
 
 
 def _measure(init_pid: int, pids: set[int]) -> int:
@@ -61,9 +61,9 @@ def _pages_of(pid: int) -> Tuple[int, int]:
             lines = file.read().replace(b":", b" ").replace(b" kB", b"")
     except OSError:
         return 0, 0  # gone, or a kernel before 4.14
-    whole = find(lines, b"Pss")
-    shared = find(lines, b"Pss_Shmem")
-    anonymous = find(lines, b"Pss_Anon") if b"Pss_Anon" in lines else whole
+    whole = find_number(lines, b"Pss")
+    shared = find_number(lines, b"Pss_Shmem")
+    anonymous = find_number(lines, b"Pss_Anon") if b"Pss_Anon" in lines else whole
     return anonymous << 10, shared << 10
 
 
@@ -157,16 +157,16 @@ class AccountingGuard:
         used = await self._loop.run_in_executor(None, self._measure, list(bodies))
         over = {pid: size for pid, size in used.items() if size > self._plan.ceiling_bytes}
         for pid, size in over.items():
-            await end_for_limit(bodies[pid], self._over_ceiling(size))
+            await end_slot_for_limit(bodies[pid], self._over_ceiling(size))
         kept = {pid: size for pid, size in used.items() if pid not in over and not bodies[pid].link.closed}
-        is_sandbox_full = sum(kept.values()) >= full_at(self._plan.sandbox_limit_bytes)
+        is_sandbox_full = sum(kept.values()) >= full_threshold_bytes(self._plan.sandbox_limit_bytes)
         if over or not (is_sandbox_full or self._is_machine_full()):
             return
         share = self._plan.share_bytes(self._plan.slots)
-        chosen = furthest_above_share((pid, Usage(size, share)) for pid, size in kept.items())
+        chosen = find_furthest_above_share((pid, Usage(size, share)) for pid, size in kept.items())
         if chosen is not None:
             others = [size for pid, size in kept.items() if pid != chosen[0]]
-            await end_for_limit(bodies[chosen[0]], self._above_share(chosen[1], others, "sandbox" if is_sandbox_full else "machine"))
+            await end_slot_for_limit(bodies[chosen[0]], self._above_share(chosen[1], others, "sandbox" if is_sandbox_full else "machine"))
 
     def _over_ceiling(self, size: int) -> LimitEnd:
         used, limit = size // MIB, self._plan.ceiling_bytes // MIB
@@ -178,4 +178,4 @@ class AccountingGuard:
         evidence = {"used_mb": used, "share_mb": share, "group": what, "measured_by": "accounting"}
         text = "the %s's memory for slots was full, and this slot was furthest above its share: %d MiB of %d MiB"
         limit_bytes = self._plan.sandbox_limit_bytes if what == "sandbox" else self._plan.machine_limit_bytes
-        return LimitEnd("oom", text % (what, used, share), evidence, fills_alone(usage.used_bytes, others, limit_bytes))
+        return LimitEnd("oom", text % (what, used, share), evidence, fills_group_alone(usage.used_bytes, others, limit_bytes))

@@ -15,9 +15,9 @@ from typing import Callable, Sequence
 
 from sandbox_server.agent.isolation.base import SlotRuntime
 from sandbox_server.agent.kernel.memory_groups import MemoryGroups, SlotGroup, mark_ended
-from sandbox_server.agent.kernel.slot_limits import write
-from sandbox_server.agent.limits.limit_end import LimitEnd, end_for_limit
-from sandbox_server.agent.limits.memory_plan import MIB, Usage, fills_alone, full_at, furthest_above_share
+from sandbox_server.agent.kernel.memory_plan import MIB, Usage, fills_group_alone, find_furthest_above_share, full_threshold_bytes
+from sandbox_server.agent.kernel.slot_limits import write_control_file
+from sandbox_server.agent.limits.limit_end import LimitEnd, end_slot_for_limit
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class MemoryGuard:
         plan = self._groups.plan
         if plan is not None and self._groups.version == 1:
             for folder, limit in ((self._groups.machine, plan.machine_limit_bytes), (self._groups.own, plan.sandbox_limit_bytes)):
-                self._be_told(folder, "memory.usage_in_bytes", str(full_at(limit)))
+                self._be_told(folder, "memory.usage_in_bytes", str(full_threshold_bytes(limit)))
                 self._be_told(folder, "memory.oom_control", "")
         self._task = self._loop.create_task(self._run())
 
@@ -71,7 +71,7 @@ class MemoryGuard:
         file_fd = os.open(os.path.join(folder, name), os.O_RDONLY | os.O_CLOEXEC)
         self._fds.append(file_fd)
         try:
-            write(os.path.join(folder, "cgroup.event_control"), " ".join(filter(None, (str(event_fd), str(file_fd), argument))))
+            write_control_file(os.path.join(folder, "cgroup.event_control"), " ".join(filter(None, (str(event_fd), str(file_fd), argument))))
         except OSError as error:
             log.info("the kernel does not tell when %s of a group rises: %s", name, error)
             return
@@ -122,7 +122,7 @@ class MemoryGuard:
         if self._is_awaited(now):
             return
         usages = self._groups.usages(everybody)
-        chosen = furthest_above_share((slot, usage) for slot, usage in usages if slot.path not in self._ending)
+        chosen = find_furthest_above_share((slot, usage) for slot, usage in usages if slot.path not in self._ending)
         if chosen is None:
             self._nobody(folder, now)
             return
@@ -130,11 +130,11 @@ class MemoryGuard:
         group_bytes = self._groups.used_bytes(folder)
         others = [other.used_bytes for other_slot, other in usages if other_slot is not slot]
         left_bytes = max(0, group_bytes - usage.used_bytes - sum(others))
-        self_inflicted = fills_alone(usage.used_bytes, [*others, left_bytes], limit)
+        self_inflicted = fills_group_alone(usage.used_bytes, [*others, left_bytes], limit)
         body = self._body_of(slot.path)
         if body is not None:
             self._await_end(slot.path, now)
-            await end_for_limit(body, self._end_of(folder, limit, usage, group_bytes, self_inflicted))
+            await end_slot_for_limit(body, self._end_of(folder, limit, usage, group_bytes, self_inflicted))
         elif not slot.own:
             self._leave_to_others(slot, now, self_inflicted)
 

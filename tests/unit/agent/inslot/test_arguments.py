@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from sandbox_server.agent.inslot.arguments import MAX_CONTENT_BYTES, OPERATIONS
-from sandbox_server.agent.inslot.child import check_args, prepare
+from sandbox_server.agent.inslot.child import check_args, import_operation
 
 FINE: list[tuple[str, dict[str, Any]]] = [
     ("read_file", {"path": "a"}),
@@ -64,5 +64,5 @@ def test_bad_arguments_are_named(op: str, args: Any, sentence: str) -> None:
 
 
 def test_every_operation_is_there() -> None:
-    assert all(callable(prepare(op)) for op in OPERATIONS)
-    assert prepare("rm") is None
+    assert all(callable(import_operation(op)) for op in OPERATIONS)
+    assert import_operation("rm") is None

@@ -26,7 +26,7 @@ def has_ended(status: int) -> bool:
     return os.WIFEXITED(status) or os.WIFSIGNALED(status)
 
 
-def detach(pid: int, status: int) -> None:
+def detach_stopped_process(pid: int, status: int) -> None:
     """Let a process of this one's go that `wait4` has reported as stopped, and deliver to it the signal that stopped it.
 
     Args:

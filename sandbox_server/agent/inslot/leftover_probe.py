@@ -273,7 +273,7 @@ def _pin_init() -> str:
 # Looking.
 
 
-def leftovers_look(args: Mapping[str, Any], ctx: Mapping[str, Any], reply: Reply) -> None:
+def leftovers_find(args: Mapping[str, Any], ctx: Mapping[str, Any], reply: Reply) -> None:
     """What is there of a planting: kind -> what was seen."""
     name = args["name"]
     seen: Kinds = {kind: path for kind, path in paths(name, ctx["home"]).items() if os.path.lexists(path)}
