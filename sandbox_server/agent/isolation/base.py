@@ -244,7 +244,7 @@ async def launch(
             pid = await link.ready(dict(init_config, join=list(join_fds)), START_TIMEOUT_S)
             pidfd = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else -1
             if sets_floor:
-                oom_score.set_floor(pid)
+                oom_score.set_slot_floor(pid)
         except BaseException as error:
             link.close()
             process.kill()

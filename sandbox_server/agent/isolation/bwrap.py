@@ -144,7 +144,7 @@ class Bwrap:
             "uid": uid,
             "gid": uid,
             "groups": cache.groups if cache is not None else [],
-            "places": None,
+            "private_mounts": None,
             "umask": cache.umask if cache is not None else base.UMASK,
             "env": self._context.environment(len(affinity), WORKSPACE, None, CACHE if cache is not None else None),
             "home": WORKSPACE,

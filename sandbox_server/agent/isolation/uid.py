@@ -16,7 +16,7 @@ import stat
 from typing import Any, Collection
 
 from sandbox_server.agent.errors import StartFailed
-from sandbox_server.agent.init.private_mounts import FAILED as PLACES_FAILED
+from sandbox_server.agent.init.private_mounts import FAILURE_PREFIX
 from sandbox_server.agent.isolation import base
 from sandbox_server.agent.isolation.shared_places import SHARED_PLACES, list_abandoned_bins, remove_owned
 from sandbox_server.agent.isolation.starter import Starter
@@ -74,7 +74,7 @@ class Uid:
             try:
                 body = await self._starter.start("uid", slot_id, network, uid, keep, own=True)
             except StartFailed as error:
-                if self._proven or PLACES_FAILED not in str(error):
+                if self._proven or FAILURE_PREFIX not in str(error):
                     raise
                 self.places = "shared: %s" % error  # it is the first one that shows whether it is allowed here
             else:

@@ -76,7 +76,7 @@ class Verification:
         body = self._slot.body
         if body is not None and not body.link.closed:
             args = {"name": self._name, **{key: _number(self._planting.get(key)) for key in ("inode", "nice", "processors")}}
-            answer = (await self._ask(body, "leftovers_find", args)).get("seen")
+            answer = (await self._ask(body, "leftovers_find", args)).get("found")
             if not isinstance(answer, dict):
                 raise NoAnswer("it answered nonsense")
             seen.update((str(kind), str(detail)) for kind, detail in answer.items())
