@@ -12,8 +12,8 @@ from typing import Iterator
 
 from sandbox_server.agent.config import AgentConfig
 from sandbox_server.agent.kernel.memory_groups import SLOT_PREFIX, MemoryGroups, machine_memory_bytes
+from sandbox_server.agent.kernel.memory_plan import MIB, MemoryPlan
 from sandbox_server.agent.kernel.slot_limits import SlotLimits, find, open_procs, write
-from sandbox_server.agent.limits.memory_plan import MIB, MemoryPlan
 
 _OWN = re.compile(r"sandbox-pool-(\d+)-[0-9a-f]+\Z")
 _V1 = ("memory", "pids", "cpu")

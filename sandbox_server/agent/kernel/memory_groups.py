@@ -18,8 +18,8 @@ import re
 import stat
 from typing import Iterator
 
+from sandbox_server.agent.kernel.memory_plan import MemoryPlan, Usage, full_at
 from sandbox_server.agent.kernel.slot_limits import SOCKETS_USAGE, find, limit_sockets, write
-from sandbox_server.agent.limits.memory_plan import MemoryPlan, Usage, full_at
 
 SLOTS_GROUP = "sandbox-pool-slots"
 SLOT_PREFIX = "limits-"

@@ -13,11 +13,11 @@ import os
 import signal
 from typing import Callable, Sequence
 
-from sandbox_server.agent.isolation.base import SlotRuntime
+from sandbox_server.agent.execution.limit_end import end_for_limit
+from sandbox_server.agent.execution.slot_runtime import LimitEnd, SlotRuntime
 from sandbox_server.agent.kernel.memory_groups import MemoryGroups, SlotGroup, mark_ended
+from sandbox_server.agent.kernel.memory_plan import MIB, Usage, fills_alone, full_at, furthest_above_share
 from sandbox_server.agent.kernel.slot_limits import write
-from sandbox_server.agent.limits.limit_end import LimitEnd, end_for_limit
-from sandbox_server.agent.limits.memory_plan import MIB, Usage, fills_alone, full_at, furthest_above_share
 
 log = logging.getLogger(__name__)
 

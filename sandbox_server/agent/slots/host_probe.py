@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
+from sandbox_server.agent.execution.slot_runtime import SlotRuntime
 from sandbox_server.agent.inslot.leftovers import sysv_key
-from sandbox_server.agent.isolation.base import SlotRuntime
 from sandbox_server.agent.isolation.leftovers import PLACES, ipc_of, owned, remove_ipc, remove_queue
 from sandbox_server.agent.kernel import procfs
 

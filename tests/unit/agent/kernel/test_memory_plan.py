@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sandbox_server.agent.limits.memory_plan import MIB, MemoryPlan, Usage, fills_alone, full_at, furthest_above_share, slots_limit
+from sandbox_server.agent.kernel.memory_plan import MIB, MemoryPlan, Usage, fills_alone, full_at, furthest_above_share, slots_limit
 
 GIB = 1024 * MIB
 
