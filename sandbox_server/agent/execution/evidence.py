@@ -8,10 +8,10 @@ import signal
 from typing import Any, Mapping
 
 from sandbox_server.agent.config import Limits
+from sandbox_server.agent.execution.limit_end import find_limit_end
+from sandbox_server.agent.execution.slot_runtime import SlotRuntime
 from sandbox_server.agent.init import process_table
-from sandbox_server.agent.isolation.base import SlotRuntime
 from sandbox_server.agent.kernel import procfs
-from sandbox_server.agent.limits.limit_end import find_limit_end
 
 _SHELL_SIGNALLED = 128
 _NEAR = 0.75  # of a limit that is looked at after the fact

@@ -9,7 +9,7 @@ from typing import Any, Protocol, Sequence
 
 from sandbox_server.agent.execution.drains import Drains
 from sandbox_server.agent.execution.init_client.init_link import memfd
-from sandbox_server.agent.isolation.base import SlotRuntime
+from sandbox_server.agent.execution.slot_runtime import SlotRuntime
 from sandbox_server.agent.kernel.cgroups import Leaf
 
 _READ_BYTES = 64 << 10

@@ -14,10 +14,10 @@ import threading
 import time
 from typing import Callable, Sequence
 
-from sandbox_server.agent.isolation.base import SlotRuntime
+from sandbox_server.agent.execution.limit_end import end_slot_for_limit
+from sandbox_server.agent.execution.slot_runtime import LimitEnd, SlotRuntime
 from sandbox_server.agent.limits.disk_plan import MIB, Space, choose_slot_to_end, compute_reserve
 from sandbox_server.agent.limits.disk_usage import DiskUse, measure_disk
-from sandbox_server.agent.limits.limit_end import LimitEnd, end_slot_for_limit
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ import time
 from typing import Callable, Dict, List, Sequence, Set, Tuple
 
 from sandbox_server.agent.init import process_table
-from sandbox_server.agent.slots.trash import open_dir
+from sandbox_server.agent.kernel.trash import open_dir
 
 MAX_ENTRIES = 2_000_000
 _MOST_DESCRIPTORS = 20_000

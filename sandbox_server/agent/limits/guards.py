@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Callable, Iterable, Mapping, Sequence
+from typing import Any, Callable, Iterable, Sequence
 
 from sandbox_server.agent.config import AgentConfig
-from sandbox_server.agent.isolation.base import SlotRuntime
+from sandbox_server.agent.execution.slot_runtime import SlotRuntime
 from sandbox_server.agent.kernel.cgroups import Cgroups
 from sandbox_server.agent.kernel.memory_plan import MIB
+from sandbox_server.agent.kernel.trash import Trash
 from sandbox_server.agent.limits.disk_guard import DiskGuard, SlotFolders
 from sandbox_server.agent.limits.memory_accounting import NOT_SEEN, AccountingGuard
 from sandbox_server.agent.limits.memory_guard import MemoryGuard
-from sandbox_server.agent.slots.runtimes import RuntimePool
-from sandbox_server.agent.slots.slots import Slot
-from sandbox_server.agent.slots.trash import Trash
 
 
 class Guards:
@@ -32,14 +30,20 @@ class Guards:
         self._cgroups = cgroups
         self._trash = trash
         self._sets_floor = sets_floor
-        self._slots: Mapping[str, Slot] = {}
-        self._bodies: RuntimePool | None = None
+        self._held: Callable[[], Sequence[SlotRuntime]] = tuple
+        self._prepared: Callable[[], Sequence[SlotRuntime]] = tuple
         self._memory: MemoryGuard | AccountingGuard | None = None
         self._disk: DiskGuard | None = None
 
-    def start(self, slots: Mapping[str, Slot], bodies: RuntimePool, on_change: Callable[[], None]) -> None:
-        """Begin to guard these slots. `on_change`: called when `effective` has changed."""
-        self._slots, self._bodies = slots, bodies
+    def start(self, held: Callable[[], Sequence[SlotRuntime]], prepared: Callable[[], Sequence[SlotRuntime]], on_change: Callable[[], None]) -> None:
+        """Begin to guard.
+
+        Args:
+            held: returns the runtimes that slots have now.
+            prepared: returns the runtimes that no slot has yet.
+            on_change: called when the result of `effective` has changed.
+        """
+        self._held, self._prepared = held, prepared
         config, cgroups = self._config, self._cgroups
         if cgroups.memory_groups is not None:
             self._memory = MemoryGuard(cgroups.memory_groups, self._living, on_change)
@@ -58,15 +62,11 @@ class Guards:
                 await guard.close()
 
     def _living(self) -> Sequence[SlotRuntime]:
-        held = [slot.body for slot in self._slots.values() if slot.body is not None]
-        return [*held, *(self._bodies.prepared() if self._bodies is not None else ())]
+        return [*self._held(), *self._prepared()]
 
     def _with_folders(self) -> Sequence[SlotFolders]:
-        found = []
-        for slot in self._slots.values():
-            if slot.body is not None:
-                found.append(SlotFolders(slot.body, (slot.body.dirs.root, os.path.join(self._config.base_dir, "spool", slot.slot_id))))
-        return found
+        spool = os.path.join(self._config.base_dir, "spool")
+        return [SlotFolders(runtime, (runtime.dirs.root, os.path.join(spool, runtime.slot_id))) for runtime in self._held()]
 
     # What is said of it.
 

@@ -11,12 +11,12 @@ import logging
 import os
 from typing import Callable, Dict, Mapping, Sequence, Tuple
 
+from sandbox_server.agent.execution.limit_end import end_slot_for_limit
+from sandbox_server.agent.execution.slot_runtime import LimitEnd, SlotRuntime
 from sandbox_server.agent.init import process_table
-from sandbox_server.agent.isolation.base import SlotRuntime
 from sandbox_server.agent.kernel.memory_groups import MemoryGroups
 from sandbox_server.agent.kernel.memory_plan import MIB, MemoryPlan, Usage, fills_group_alone, find_furthest_above_share, full_threshold_bytes
 from sandbox_server.agent.kernel.slot_limits import find_number
-from sandbox_server.agent.limits.limit_end import LimitEnd, end_slot_for_limit
 
 log = logging.getLogger(__name__)
 

@@ -13,11 +13,11 @@ import os
 import signal
 from typing import Callable, Sequence
 
-from sandbox_server.agent.isolation.base import SlotRuntime
+from sandbox_server.agent.execution.limit_end import end_slot_for_limit
+from sandbox_server.agent.execution.slot_runtime import LimitEnd, SlotRuntime
 from sandbox_server.agent.kernel.memory_groups import MemoryGroups, SlotGroup, mark_ended
 from sandbox_server.agent.kernel.memory_plan import MIB, Usage, fills_group_alone, find_furthest_above_share, full_threshold_bytes
 from sandbox_server.agent.kernel.slot_limits import write_control_file
-from sandbox_server.agent.limits.limit_end import LimitEnd, end_slot_for_limit
 
 log = logging.getLogger(__name__)
 

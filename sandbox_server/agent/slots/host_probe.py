@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 
+from sandbox_server.agent.execution.slot_runtime import SlotRuntime
 from sandbox_server.agent.inslot.leftover_probe import sysv_key
-from sandbox_server.agent.isolation.base import SlotRuntime
 from sandbox_server.agent.isolation.shared_places import SHARED_PLACES, list_ipc_ids, list_owned_names, remove_message_queue, remove_sysv_object
 from sandbox_server.agent.kernel import procfs
 

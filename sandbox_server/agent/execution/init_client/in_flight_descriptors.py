@@ -9,8 +9,8 @@ from typing import Callable, Mapping
 
 from sandbox_server.agent.execution.init_client.descriptors import agent_limit
 from sandbox_server.agent.execution.init_client.init_watchdog import end_slot
+from sandbox_server.agent.execution.slot_runtime import SlotRuntime
 from sandbox_server.agent.init import process_table
-from sandbox_server.agent.isolation.base import SlotRuntime
 
 log = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ import contextlib
 import signal
 from typing import Any, Sequence
 
+from sandbox_server.agent.execution.slot_runtime import SlotRuntime
 from sandbox_server.agent.init import process_table
-from sandbox_server.agent.isolation.base import SlotRuntime
-from sandbox_server.agent.slots.uids import kill_uid
+from sandbox_server.agent.kernel.uids import kill_uid
 
 _ANSWER_WITHIN_S = 1.0
 _ANSWER_FREED_WITHIN_S = 0.5

@@ -2,37 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-from typing import Any, Mapping
 
 from sandbox_server.agent.execution.init_client.init_watchdog import end_slot
-from sandbox_server.agent.isolation.base import SlotRuntime
+from sandbox_server.agent.execution.slot_runtime import LimitEnd, SlotRuntime
 from sandbox_server.agent.kernel.memory_groups import had_filled_alone, was_ended_by_another_agent
 
 log = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class LimitEnd:
-    """Why a slot was ended.
-
-    Args:
-        reason: of the calls that ran in it.
-        error: what happened, as a sentence.
-        evidence: what that rests on.
-        own_work: whether the slot brought it about alone: it was over a limit of its own, or would have filled what all share though the others had
-            used nothing. Else others' use was needed to fill that, so that whose doing it was is ambiguous.
-    """
-
-    reason: str
-    error: str
-    evidence: Mapping[str, Any]
-    self_inflicted: bool
-
-    def metadata(self) -> dict[str, Any]:
-        """The metadata of a call that ended with the slot."""
-        return {"evidence": {**self.evidence, "slot_ended": True, **({"own_work": True} if self.self_inflicted else {"ambiguous": True})}}
 
 
 async def end_slot_for_limit(body: SlotRuntime, end: LimitEnd) -> None:
