@@ -104,7 +104,7 @@ def _unproven(body: SlotRuntime | None, code: int, max_rss_bytes: int, limits: L
     near = []
     if code == _SHELL_SIGNALLED + signal.SIGXFSZ:
         near.append("file_size")
-    counted = body is not None and body.groups.memory
+    counted = body is not None and body.groups.limits_memory
     if limits.memory_mb is not None and not counted and max_rss_bytes >= _NEAR * (limits.memory_mb << 20):
         near.append("memory")
     return near
@@ -141,7 +141,7 @@ def _processes_of(body: SlotRuntime | None) -> int:
     if body is None:
         return 0
     limits = body.groups.limits
-    if limits is not None and limits.processes:
+    if limits is not None and limits.limits_processes:
         return limits.count_processes()
     # Whatever the mode, what loses its parent becomes a child of init.
     return sum(procfs.threads_of(pid) for pid in process_table.find_trees(process_table.read_process_table(), [body.init_pid]))

@@ -6,7 +6,7 @@ import logging
 
 from sandbox_server.agent.execution.init_client.init_watchdog import end_slot
 from sandbox_server.agent.execution.slot_runtime import LimitEnd, SlotRuntime
-from sandbox_server.agent.kernel.memory_groups import had_filled_alone, was_ended_by_another_agent
+from sandbox_server.agent.kernel.memory_groups import had_filled_group_alone, was_ended_by_another_agent
 
 log = logging.getLogger(__name__)
 
@@ -26,5 +26,5 @@ def find_limit_end(body: SlotRuntime | None) -> LimitEnd | None:
     if body.limit_end is None and folder is not None and was_ended_by_another_agent(folder):
         evidence = {"machine_full": True, "ended_by": "another agent of the machine"}
         text = "the machine's memory for slots was full, and this slot was furthest above its share"
-        body.limit_end = LimitEnd("oom", text, evidence, had_filled_alone(folder))
+        body.limit_end = LimitEnd("oom", text, evidence, had_filled_group_alone(folder))
     return body.limit_end

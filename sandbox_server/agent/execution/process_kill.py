@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from sandbox_server.agent.execution.init_client.init_watchdog import Unanswered, ask_init, end_slot
 from sandbox_server.agent.execution.process_tree import ProcessTree
-from sandbox_server.agent.kernel.cgroups import Leaf
+from sandbox_server.agent.kernel.leaf_groups import Leaf
 
 TERM_GRACE_S = 2.0
 KILL_WITHIN_S = 0.8

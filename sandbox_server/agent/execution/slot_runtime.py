@@ -7,7 +7,7 @@ import subprocess
 from typing import Any, Mapping
 
 from sandbox_server.agent.execution.init_client.init_link import InitLink
-from sandbox_server.agent.kernel.cgroups import Groups
+from sandbox_server.agent.kernel.cgroups import SlotGroups
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +95,7 @@ class SlotRuntime:
     init_pid: int
     init_pidfd: int
     uid: int | None
-    groups: Groups
+    groups: SlotGroups
     shell: str
     stderr_fd: int
     cache: CacheFolder | None = None

@@ -16,7 +16,7 @@ from sandbox_server.agent.isolation import base
 from sandbox_server.agent.isolation.bwrap_processes import kill_bwrap_processes
 from sandbox_server.agent.isolation.etc_folder import etc_args, write_accounts, write_etc
 from sandbox_server.agent.kernel import procfs
-from sandbox_server.agent.kernel.cgroups import Cgroups, Groups
+from sandbox_server.agent.kernel.cgroups import Cgroups, SlotGroups
 from sandbox_server.agent.kernel.uids import UidRange
 
 WORKSPACE = "/workspace"
@@ -126,7 +126,7 @@ class Bwrap:
             cache=cache,
         )
 
-    async def _launch(self, network: bool, dirs: Dirs, uid: int | None, groups: Groups, cache: CacheFolder | None) -> base.Launched:
+    async def _launch(self, network: bool, dirs: Dirs, uid: int | None, groups: SlotGroups, cache: CacheFolder | None) -> base.Launched:
         ours, theirs = base.control_pair()
         accounts = write_accounts(dirs.root, uid if uid is not None else _INSIDE_UID, cache.groups if cache is not None else ())
         argv = [self._program, *self._fixed, *accounts]
@@ -150,7 +150,7 @@ class Bwrap:
             "env": self._context.environment(len(affinity), WORKSPACE, None, CACHE if cache is not None else None),
             "home": WORKSPACE,
             "roots": [WORKSPACE, TMP],
-            "limits": self._context.rlimits(groups.memory, groups.processes),
+            "limits": self._context.rlimits(groups.limits_memory, groups.limits_processes),
             "affinity": affinity,
             "lib": LIB,
             "filter": self._context.filter,

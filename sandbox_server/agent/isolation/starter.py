@@ -8,7 +8,7 @@ from typing import Any
 
 from sandbox_server.agent.execution.slot_runtime import Dirs, SlotRuntime
 from sandbox_server.agent.isolation import base
-from sandbox_server.agent.kernel.cgroups import Cgroups, Groups
+from sandbox_server.agent.kernel.cgroups import Cgroups, SlotGroups
 from sandbox_server.agent.kernel.uids import keeper_of
 
 _LOCK_BYTES = 16 << 20
@@ -20,7 +20,7 @@ def library_environment() -> dict[str, str]:
     return {"LD_LIBRARY_PATH": path} if path else {}
 
 
-async def launch_shared(context: base.Context, mode: str, dirs: Dirs, uid: int | None, groups: Groups, turn: int, own: bool = False) -> base.Launched:
+async def launch_shared(context: base.Context, mode: str, dirs: Dirs, uid: int | None, groups: SlotGroups, turn: int, own: bool = False) -> base.Launched:
     """Start an init that shares the machine's view with its slot, but for the places all users share where they are to be its `own`.
 
     Raises:
@@ -39,7 +39,7 @@ async def launch_shared(context: base.Context, mode: str, dirs: Dirs, uid: int |
         "home": dirs.workspace,
         "roots": [dirs.workspace, "/tmp"] if own else [dirs.workspace, dirs.tmp, "/tmp"],
         "private_mounts": own_places(dirs) if own else None,
-        "limits": context.rlimits(groups.memory, groups.processes),
+        "limits": context.rlimits(groups.limits_memory, groups.limits_processes),
         "affinity": affinity,
         "lib": context.lib_dir,
         "filter": context.filter if own else context.shared_filter,
@@ -59,7 +59,7 @@ def own_places(dirs: Dirs) -> dict[str, str]:
     }
 
 
-def shared_body(slot_id: str, dirs: Dirs, network: bool, uid: int | None, groups: Groups, launched: base.Launched, own: bool) -> SlotRuntime:
+def shared_body(slot_id: str, dirs: Dirs, network: bool, uid: int | None, groups: SlotGroups, launched: base.Launched, own: bool) -> SlotRuntime:
     """The body of a slot that sees its folders where they are, but for its own `/tmp`."""
     return SlotRuntime(
         slot_id=slot_id,

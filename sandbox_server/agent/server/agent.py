@@ -84,8 +84,8 @@ class Agent:
             self.config,
             os.path.join(self.config.base_dir, "slots"),
             lib,
-            seccomp.program(machine),
-            seccomp.program(machine, queues=os.path.ismount("/dev/mqueue")),
+            seccomp.build_filter(machine),
+            seccomp.build_filter(machine, allow_message_queues=os.path.ismount("/dev/mqueue")),
             tuple(sorted(os.sched_getaffinity(0))),
             sets_floor,
         )

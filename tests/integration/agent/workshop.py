@@ -87,7 +87,7 @@ async def workshop(wrap: Callable[[Isolation], Isolation] = _pass_on, trash_type
     cgroups = Cgroups(secrets.token_hex(8), config)
     (folder / "slots").mkdir()
     write_slot_lib(str(folder / "lib"))
-    program = seccomp.program(os.uname().machine)
+    program = seccomp.build_filter(os.uname().machine)
     context = Context(config, str(folder / "slots"), str(folder / "lib"), program, program, tuple(sorted(os.sched_getaffinity(0))))
     uids = UidRange()
     isolation = wrap(Bwrap(context, cgroups, uids))

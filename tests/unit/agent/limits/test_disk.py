@@ -34,16 +34,16 @@ def test_a_slot_fills_a_disk_alone_where_it_would_be_full_though_the_others_had_
 ) -> None:
     in_bytes = [(size * MIB, files) for size, files in (use, *others)]
 
-    assert Reserve(75 * MIB, 50).is_broken_by(in_bytes[0], in_bytes[1:], Space(300 * MIB, 20 * MIB, 1000, 900)) is alone
+    assert Reserve(75 * MIB, 50).is_exceeded_by(in_bytes[0], in_bytes[1:], Space(300 * MIB, 20 * MIB, 1000, 900)) is alone
 
 
 @pytest.mark.parametrize(("files", "others_files", "alone"), [(900, 2, True), (900, 100, False), (40, 0, False)])
 def test_a_slot_fills_a_disk_alone_with_files(files: int, others_files: int, alone: bool) -> None:
-    assert Reserve(75 * MIB, 50).is_broken_by((0, files), [(0, others_files)], Space(300 * MIB, 200 * MIB, 1000, 20)) is alone
+    assert Reserve(75 * MIB, 50).is_exceeded_by((0, files), [(0, others_files)], Space(300 * MIB, 200 * MIB, 1000, 20)) is alone
 
 
 def test_a_disk_without_a_limit_of_files_is_not_filled_with_files() -> None:
-    assert not Reserve(75 * MIB, 0).is_broken_by((10, 1000), [], Space(300 * MIB, 20 * MIB, 0, 0))
+    assert not Reserve(75 * MIB, 0).is_exceeded_by((10, 1000), [], Space(300 * MIB, 20 * MIB, 0, 0))
 
 
 @pytest.mark.parametrize(("size", "reserve"), [(1000 * GIB, 50 * GIB), (20 * GIB, 2 * GIB), (64 * MIB, 16 * MIB)])
