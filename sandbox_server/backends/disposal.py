@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from sandbox_server.agent.slots import trash
+from sandbox_server.agent.kernel import trash
 from sandbox_server.backends.processes import ended_within, spawn
 
 DELETING_AT_MOST_S = 3600.0

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO
 import httpx
 import yaml
 
-from sandbox_server.agent.slots.trash import delete_tree
+from sandbox_server.agent.kernel.trash import delete_tree
 from tests.support.users import ME, Runner
 
 TRANSPORT_VARIABLE = "SANDBOX_LOCAL_TRANSPORT"

@@ -304,7 +304,7 @@ class Call:
 
     async def _end_tree(self, reason: str) -> None:
         proof: dict[str, Any] = {"after_s": round(self.loop.time() - self._started, 3)}
-        starved = self._processor.starved() if self._processor is not None else None
+        starved = self._processor.starvation_evidence() if self._processor is not None else None
         if reason != "cancelled":
             # Where others leave no time to a call, its timeout says little of it.
             proof.update(load_1m=round(os.getloadavg()[0], 1), processors=len(os.sched_getaffinity(0)))

@@ -8,10 +8,10 @@ import signal
 from typing import Any, Mapping
 
 from sandbox_server.agent.config import Limits
+from sandbox_server.agent.execution.limit_end import find_limit_end
+from sandbox_server.agent.execution.slot_runtime import SlotRuntime
 from sandbox_server.agent.init import process_table
-from sandbox_server.agent.isolation.base import SlotRuntime
 from sandbox_server.agent.kernel import procfs
-from sandbox_server.agent.limits.limit_end import limit_end_of
 
 _SHELL_SIGNALLED = 128
 _NEAR = 0.75  # of a limit that is looked at after the fact
@@ -23,7 +23,7 @@ def limits_of(body: SlotRuntime, busy: bool) -> tuple[dict[str, int], bool]:
     limits = body.groups.limits
     if limits is None:
         return {}, busy
-    return limits.start(alone=not busy), busy or limits.alive() > 1
+    return limits.read_counters(alone=not busy), busy or limits.count_processes() > 1
 
 
 def of_lost_init(body: SlotRuntime | None, before: dict[str, int], detail: str) -> tuple[str, str, dict[str, Any]]:
@@ -32,7 +32,7 @@ def of_lost_init(body: SlotRuntime | None, before: dict[str, int], detail: str) 
     Returns:
         Reason, sentence, metadata.
     """
-    ended = limit_end_of(body)
+    ended = find_limit_end(body)
     if ended is not None:
         return ended.reason, ended.error, ended.metadata()
     rose = _rises(body, before)
@@ -46,7 +46,7 @@ def of_lost_init(body: SlotRuntime | None, before: dict[str, int], detail: str) 
 
 
 def _rises(body: SlotRuntime | None, before: dict[str, int]) -> dict[str, int]:
-    return body.groups.limits.rises(before) if body is not None and body.groups.limits is not None else {}
+    return body.groups.limits.count_limit_hits(before) if body is not None and body.groups.limits is not None else {}
 
 
 def how_ended(status: int) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def of_exit(
     Returns:
         Reason, sentence, metadata.
     """
-    ended = limit_end_of(body) if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL else None
+    ended = find_limit_end(body) if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL else None
     if ended is not None:
         return ended.reason, ended.error, ended.metadata()
     rose = _rises(body, before)
@@ -104,7 +104,7 @@ def _unproven(body: SlotRuntime | None, code: int, max_rss_bytes: int, limits: L
     near = []
     if code == _SHELL_SIGNALLED + signal.SIGXFSZ:
         near.append("file_size")
-    counted = body is not None and body.groups.memory
+    counted = body is not None and body.groups.limits_memory
     if limits.memory_mb is not None and not counted and max_rss_bytes >= _NEAR * (limits.memory_mb << 20):
         near.append("memory")
     return near
@@ -127,7 +127,7 @@ def of_refusal(
         if "processes" in _rises(body, before) or proof["processes"] >= _NEAR * limits.processes:
             return "resource_limit", "the slot's limit of %d processes was reached, nothing could be started" % limits.processes, {"evidence": proof}
         text += ", though the slot has only %d of its %d processes" % (proof["processes"], limits.processes)
-    if number == errno.ENOMEM and body is not None and body.groups.limits is not None and body.groups.limits.short_of_memory(before):
+    if number == errno.ENOMEM and body is not None and body.groups.limits is not None and body.groups.limits.is_short_of_memory(before):
         return "resource_limit", "the slot has no memory left to start anything", {"evidence": proof}
     if where in ("cwd", "fork") and number in _NO_FOLDER:
         return "tool_error", "the folder %s cannot be entered: %s" % (ascii(args.get("cwd")), text), {"errno": proof["errno"], "evidence": proof}
@@ -141,7 +141,7 @@ def _processes_of(body: SlotRuntime | None) -> int:
     if body is None:
         return 0
     limits = body.groups.limits
-    if limits is not None and limits.processes:
-        return limits.alive()
+    if limits is not None and limits.limits_processes:
+        return limits.count_processes()
     # Whatever the mode, what loses its parent becomes a child of init.
-    return sum(procfs.threads_of(pid) for pid in process_table.closure(process_table.look(), [body.init_pid]))
+    return sum(procfs.threads_of(pid) for pid in process_table.find_trees(process_table.read_process_table(), [body.init_pid]))

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from sandbox_server.agent.execution.init_client.init_watchdog import Unanswered, ask_init, end_slot
 from sandbox_server.agent.execution.process_tree import ProcessTree
-from sandbox_server.agent.kernel.cgroups import Leaf
+from sandbox_server.agent.kernel.leaf_groups import Leaf
 
 TERM_GRACE_S = 2.0
 KILL_WITHIN_S = 0.8
@@ -100,7 +100,7 @@ async def _tree_of(run: ProcessTree) -> _Tree:
     leaf, leaves = run.leaf, run.body.groups.leaves
     if leaf is None or leaves is None:
         return _ScannedTree(run)
-    move_fd = leaves.leave(leaf)
+    move_fd = leaves.move_init_out_of(leaf)
     if move_fd >= 0:
         try:
             await ask_init(run.body, {"op": "move", "id": run.number, "fds": ["cgroup"]}, [move_fd])

@@ -9,8 +9,8 @@ from typing import Any, Protocol, Sequence
 
 from sandbox_server.agent.execution.drains import Drains
 from sandbox_server.agent.execution.init_client.init_link import memfd
-from sandbox_server.agent.isolation.base import SlotRuntime
-from sandbox_server.agent.kernel.cgroups import Leaf
+from sandbox_server.agent.execution.slot_runtime import SlotRuntime
+from sandbox_server.agent.kernel.leaf_groups import Leaf
 
 _READ_BYTES = 64 << 10
 _F_SETPIPE_SZ = 1031  # fcntl has the name from Python 3.10 on
@@ -105,7 +105,7 @@ class ProcessTree:
                 passed.append(stdin_fd)
             leaves = self.body.groups.leaves
             if leaves is not None:
-                self.leaf, move_fd = leaves.take()
+                self.leaf, move_fd = leaves.take_leaf()
                 if move_fd >= 0:
                     names.append("cgroup")
                     passed.append(move_fd)

@@ -1,1 +1,1 @@
-"""PID 1 of a slot, and what it imports. Nothing else may be imported here."""
+"""The first process (PID 1) of a slot, and the modules that it imports. It imports nothing else of the agent."""

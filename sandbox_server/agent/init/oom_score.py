@@ -1,34 +1,43 @@
-"""Whom the kernel kills first when the whole machine is out of memory: what runs in slots, then their inits; the agent and the service last.
+"""Sets `oom_score_adj`, by which the kernel chooses the process to kill when the whole machine is out of memory.
 
-A score can always be raised. To lower one, or to set a floor that the process and its children cannot go below, takes CAP_SYS_RESOURCE: the kernel keeps
-the score that such a process wrote as the floor.
+Processes in slots are killed first, then the inits of slots, and the agent and the service last. Every process may raise its score. Lowering a score, or
+setting a minimum for a process and its children, requires CAP_SYS_RESOURCE: the kernel keeps a score that such a process has written as the minimum.
 """
 
 from __future__ import annotations
 
-SLOT_FLOOR = 300
-OF_SPAWNED = 600
-_OF_AGENT = -900
+SLOT_FLOOR_SCORE = 300
+SPAWNED_SCORE = 600
+_AGENT_SCORE = -900
 
 
-def _write(pid: str, score: int) -> None:
+def _write_score(pid: str, score: int) -> None:
     with open("/proc/%s/oom_score_adj" % pid, "w", encoding="ascii") as file:
         file.write(str(score))
 
 
 def protect_this_process() -> bool:
-    """Have this process killed last; whether that is allowed, and with it to set floors."""
+    """Make this process the last one that the kernel kills.
+
+    Returns:
+        Whether this process is permitted to do so. It is then also permitted to call `set_slot_floor`.
+    """
     try:
-        _write("self", _OF_AGENT)
+        _write_score("self", _AGENT_SCORE)
     except OSError:
-        return False  # no CAP_SYS_RESOURCE, or a read-only /proc
+        return False  # CAP_SYS_RESOURCE is missing, or /proc is read-only.
     return True
 
 
-def set_floor(init_pid: int) -> None:
-    """Set the floor of a slot, on its init, before anything else runs in it. For a process that could protect itself.
+def set_slot_floor(init_pid: int) -> None:
+    """Set the minimum score of all processes of a slot. Call this on its init before anything else runs in the slot.
+
+    Only a process for which `protect_this_process` returned True may call it.
+
+    Args:
+        init_pid: the process id of the slot's init.
 
     Raises:
-        OSError: it could not be set.
+        OSError: the score could not be set.
     """
-    _write(str(init_pid), SLOT_FLOOR)
+    _write_score(str(init_pid), SLOT_FLOOR_SCORE)

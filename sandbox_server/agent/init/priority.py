@@ -1,8 +1,8 @@
-"""The claim of the service and its agents to the processor, beside what runs in slots.
+"""The scheduling priority of the service and its agents relative to the processes in slots.
 
-Linux shares the processor out between sessions where it groups by session (`sched_autogroup_enabled`), and between threads where it does not. Every
-command has a session of its own, so of fifty busy commands and one service, the service would get a fifty-first of the processor, and everybody who waits
-for it would wait for the commands. So service and agent raise their own claim, in both ways. To do so takes CAP_SYS_NICE.
+Linux divides the processor between sessions if it groups processes by session (`sched_autogroup_enabled`), and between threads otherwise. Every command has
+its own session. With fifty busy commands and one service, the service would get one of 51 parts of the processor, and all of its clients would wait for the
+commands. Therefore the service and the agent raise the priority of their threads and of their session. This requires CAP_SYS_NICE.
 """
 
 from __future__ import annotations
@@ -10,27 +10,27 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 
-RAISED = -15  # 28 times the claim of an ordinary session or thread
-ORDINARY = 0
+RAISED_NICE = -15  # The weight of a nice value of -15 is 28 times that of 0.
+ORDINARY_NICE = 0
 
 
 def raise_priority() -> None:
-    """Raise the claim of this process, of the threads it has and will have, and of its session, as far as the kernel allows.
+    """Raise the priority of this process, of its present and future threads, and of its session, as far as the kernel permits it.
 
-    A process that was started with a lower claim than an ordinary one keeps it: somebody has decided so.
+    A process that was started with a lower priority than normal keeps it, because an operator has chosen that priority.
     """
-    if os.getpriority(os.PRIO_PROCESS, 0) > ORDINARY:
+    if os.getpriority(os.PRIO_PROCESS, 0) > ORDINARY_NICE:
         return
-    with suppress(PermissionError):  # no CAP_SYS_NICE
+    with suppress(PermissionError):  # CAP_SYS_NICE is missing.
         for thread in os.listdir("/proc/self/task"):
-            with suppress(ProcessLookupError):  # it has ended
-                os.setpriority(os.PRIO_PROCESS, int(thread), RAISED)
-        # OSError: the kernel groups no sessions, or not this one (its first session has no group), or /proc is read-only.
+            with suppress(ProcessLookupError):  # The thread has ended.
+                os.setpriority(os.PRIO_PROCESS, int(thread), RAISED_NICE)
+        # OSError: the kernel does not group sessions, or not this one (the first session has no group), or /proc is read-only.
         with suppress(OSError), open("/proc/self/autogroup", "w", encoding="ascii") as file:
-            file.write(str(RAISED))
+            file.write(str(RAISED_NICE))
 
 
 def take_ordinary_priority() -> None:
-    """Give up a raised claim that was inherited. A new session begins with an ordinary one anyway."""
-    if os.getpriority(os.PRIO_PROCESS, 0) < ORDINARY:
-        os.setpriority(os.PRIO_PROCESS, 0, ORDINARY)
+    """Return to the normal priority if this process has inherited a raised one. A new session always starts with the normal priority."""
+    if os.getpriority(os.PRIO_PROCESS, 0) < ORDINARY_NICE:
+        os.setpriority(os.PRIO_PROCESS, 0, ORDINARY_NICE)

@@ -1,4 +1,7 @@
-"""The places all users share, made a slot's own: a mount namespace and an IPC namespace, where init may make them. Raw system calls, few imports."""
+"""Gives a slot its own mounts in the folders that all users share, such as /tmp, by a mount namespace and an IPC namespace.
+
+Only an init that is permitted to create namespaces can do this. The module uses raw system calls, so that init needs few imports.
+"""
 
 from __future__ import annotations
 
@@ -10,42 +13,43 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Mapping
 
-FAILED = "own places: "
+FAILURE_PREFIX = "private mounts: "
 _CLONE_NEWNS, _CLONE_NEWIPC = 0x00020000, 0x08000000
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND, _MS_REC, _MS_SLAVE = 2, 4, 8, 0x1000, 0x4000, 0x80000
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def make_own(places: Mapping[str, str], owner: int) -> None:
-    """Leave the machine's mounts and IPC for a copy of one's own, in which other folders stand in these places.
+def mount_private_places(sources: Mapping[str, str], owner_uid: int) -> None:
+    """Move this process into new mount and IPC namespaces and mount other file systems on the shared folders.
 
     Args:
-        places: place -> the folder that is seen there; or the options of a new tmpfs, or `mqueue`. Places that are not there stay so.
-        owner: of these folders. It may have put a link to somewhere else there, or a folder that is not its own.
+        sources: maps each shared folder to what is mounted there: an absolute path of a folder, `mqueue`, or the options of a new tmpfs. A shared folder that
+            does not exist on this machine is skipped.
+        owner_uid: the user that must own the mounted folders. A slot could have replaced a folder by a symlink or by a folder of another user.
 
     Raises:
-        OSError: it is not allowed here; the text begins with `FAILED`. This process is then good for nothing.
+        OSError: the kernel does not permit it; the text begins with `FAILURE_PREFIX`. The process may then be in a partial state and must end.
     """
     _check("unshare", _libc.unshare(_CLONE_NEWNS | _CLONE_NEWIPC))
-    # The machine's own changes are still to be seen here, and none of these there.
+    # Later mounts of the machine appear in this namespace, but the mounts of this namespace do not appear on the machine.
     _mount("none", "/", None, _MS_REC | _MS_SLAVE)
-    for place, what in places.items():
+    for place, source in sources.items():
         if not os.path.isdir(place):
             continue
-        if what.startswith("/"):
-            _bind(what, place, owner)
-        elif what == "mqueue":
-            _mount(what, place, what, _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
+        if source.startswith("/"):
+            _bind(source, place, owner_uid)
+        elif source == "mqueue":
+            _mount("mqueue", place, "mqueue", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
         else:
-            _mount("tmpfs", place, "tmpfs", _MS_NOSUID | _MS_NODEV, what)
+            _mount("tmpfs", place, "tmpfs", _MS_NOSUID | _MS_NODEV, source)
 
 
-def _bind(folder: str, place: str, owner: int) -> None:
+def _bind(folder: str, place: str, owner_uid: int) -> None:
     fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        if os.fstat(fd).st_uid != owner:
-            raise OSError(errno.EPERM, "%s is not the slot's" % folder)
+        if os.fstat(fd).st_uid != owner_uid:
+            raise OSError(errno.EPERM, "%s does not belong to the user of the slot" % folder)
         _mount("/proc/self/fd/%d" % fd, place, None, _MS_BIND)
     finally:
         os.close(fd)
@@ -56,7 +60,7 @@ def _mount(source: str, target: str, kind: str | None, flags: int, options: str 
     _check("mount on " + target, _libc.mount(words[0], words[1], words[2], ctypes.c_ulong(flags), words[3]))
 
 
-def _check(what: str, result: int) -> None:
+def _check(system_call: str, result: int) -> None:
     if result != 0:
         number = ctypes.get_errno()
-        raise OSError(number, "%s%s: %s" % (FAILED, what, os.strerror(number)))
+        raise OSError(number, "%s%s: %s" % (FAILURE_PREFIX, system_call, os.strerror(number)))

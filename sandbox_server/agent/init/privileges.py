@@ -1,4 +1,7 @@
-"""What a slot's first process may do: capabilities, the system call filter, limits, the user it becomes. Raw system calls, few imports."""
+"""Drops the privileges of the first process of a slot: capabilities, the system call filter, resource limits and the user.
+
+The module uses raw system calls, so that init needs few imports.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +28,10 @@ class _Filter(ctypes.Structure):
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def _check(what: str, result: int) -> None:
+def _check(system_call: str, result: int) -> None:
     if result != 0:
         number = ctypes.get_errno()
-        raise OSError(number, "%s: %s" % (what, os.strerror(number)))
+        raise OSError(number, "%s: %s" % (system_call, os.strerror(number)))
 
 
 def _prctl(option: int, argument: int, pointer: int = 0) -> None:
@@ -37,23 +40,30 @@ def _prctl(option: int, argument: int, pointer: int = 0) -> None:
 
 
 def die_with_parent(number: int) -> None:
-    """Get this signal when the parent ends. Changing the uid clears it."""
+    """Request this signal for the time when the parent process ends. A change of the uid cancels the request."""
     _prctl(_PR_SET_PDEATHSIG, number)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every descendant whose own parent ends."""
+    """Become the parent of every descendant whose parent has ended."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def hide() -> None:
-    """Close `/proc/PID/{mem,environ,fd}` and ptrace to everybody without capabilities, the same user included."""
+def make_undumpable() -> None:
+    """Deny access through `/proc/PID/{mem,environ,fd}` and ptrace to every process without capabilities, even to those of the same user."""
     _prctl(_PR_SET_DUMPABLE, 0)
 
 
-def confine(program: bytes) -> None:
-    """What holds for this process and for all that comes from it, for good: hidden, no new privileges, the system call filter."""
-    hide()
+def confine_process(program: bytes) -> None:
+    """Make this process undumpable, forbid new privileges, and install the system call filter. All three are irreversible and apply to its children too.
+
+    Args:
+        program: the filter as BPF instructions, see `kernel.seccomp`.
+
+    Raises:
+        OSError: the kernel has refused one of the calls.
+    """
+    make_undumpable()
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     code = ctypes.create_string_buffer(program, len(program))
     whole = _Filter(len(program) // _INSTRUCTION_BYTES, ctypes.addressof(code))
@@ -61,43 +71,49 @@ def confine(program: bytes) -> None:
 
 
 def set_capabilities(mask: int) -> None:
-    """Hold these capabilities and no others, and leave none to inherit."""
+    """Set the effective and permitted capabilities to this mask, and make none inheritable."""
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     sets = (ctypes.c_uint32 * 6)(mask, mask, 0, 0, 0, 0)
     _check("capset", _libc.capset(header, sets))
 
 
 def empty_bounding_set() -> None:
-    """Nothing executed from here on can gain a capability."""
+    """Empty the capability bounding set, so that no program that is executed later can gain a capability."""
     for number in range(_MOST_CAPABILITIES):
         try:
             _prctl(_PR_CAPBSET_DROP, number)
         except OSError as error:
             if error.errno == errno.EINVAL:
-                return  # the kernel has no more
+                return  # The kernel has no capability with this number.
             raise
 
 
-def become(uid: int, gid: int, groups: Sequence[int] = ()) -> None:
-    """Be this user, really, effectively and saved, with these groups beside its own and without any of the old user's."""
+def change_user(uid: int, gid: int, groups: Sequence[int] = ()) -> None:
+    """Set the real, effective and saved uid and gid, and replace the supplementary groups by `groups`."""
     os.setgroups(list(groups))
     os.setresgid(gid, gid, gid)
     os.setresuid(uid, uid, uid)
 
 
-def act_as(uid: int, keeper: int) -> None:
-    """Do what this user may do, out of its reach: its effective uid is what the kernel asks for, the real and saved ones say who may signal and trace.
+def assume_effective_uid(uid: int, holder_uid: int) -> None:
+    """Get the file permissions of a user whose processes cannot signal or trace this process.
+
+    The kernel checks file permissions by the effective uid, and the right to signal or trace a process by its real and saved uids.
+
+    Args:
+        uid: the effective uid, that of the slot.
+        holder_uid: the real and saved uid. No process of the slot has it.
 
     Raises:
-        OSError: an id could not be changed.
+        OSError: a uid or gid could not be changed.
     """
     os.setgroups([])
     os.setresgid(uid, uid, uid)
-    os.setresuid(keeper, uid, keeper)
+    os.setresuid(holder_uid, uid, holder_uid)
 
 
-def set_limits(limits: Mapping[str, int]) -> None:
-    """Set soft and hard limits, as far as the hard limits of this process allow."""
+def set_resource_limits(limits: Mapping[str, int]) -> None:
+    """Set soft and hard resource limits by name. A value above the present hard limit is reduced to it."""
     import resource
 
     for name, value in limits.items():
@@ -108,25 +124,28 @@ def set_limits(limits: Mapping[str, int]) -> None:
         resource.setrlimit(number, (value, value))
 
 
-def check_powerless(config: Mapping[str, Any]) -> None:
-    """The proof that all this worked; a slot whose init cannot prove it never starts.
+def check_privileges_dropped(config: Mapping[str, Any]) -> None:
+    """Check in /proc/self/status that all privileges have been dropped. A slot whose init fails this check is never started.
+
+    Args:
+        config: the configuration of init, with `uid` and `groups`.
 
     Raises:
-        OSError: naming what is still held.
+        OSError: a privilege is still held; the text names it.
     """
-    status = _status()
+    status = _read_own_status()
     for name in (b"CapEff", b"CapPrm", b"CapInh", b"CapAmb"):
         if int(status[name], 16) != 0:
             raise OSError(errno.EPERM, "init still holds capabilities: %s %s" % (name.decode(), status[name].decode().strip()))
     if status[b"NoNewPrivs"].strip() != b"1" or status[b"Seccomp"].strip() != b"2":
         raise OSError(errno.EPERM, "no_new_privs or the system call filter is not in force")
     if config["uid"] is not None and set(status[b"Uid"].split()) != {b"%d" % config["uid"]}:
-        raise OSError(errno.EPERM, "init did not become uid %d" % config["uid"])
+        raise OSError(errno.EPERM, "init does not run as uid %d" % config["uid"])
     if config["uid"] is not None and {int(word) for word in status[b"Groups"].split()} != set(config["groups"]):
-        raise OSError(errno.EPERM, "init is in other groups than it should be: %s" % status[b"Groups"].decode().strip())
+        raise OSError(errno.EPERM, "init has the wrong supplementary groups: %s" % status[b"Groups"].decode().strip())
 
 
-def _status() -> Dict[bytes, bytes]:
+def _read_own_status() -> Dict[bytes, bytes]:
     found = {}
     with open("/proc/self/status", "rb") as file:
         for line in file:

@@ -1,4 +1,7 @@
-"""Which processes of a slot belong to one run, found by looking: descendants, sessions, orphans. For where there is no cgroup to ask."""
+"""Reads the processes of a slot from /proc and finds the ones that belong together: descendants and sessions.
+
+It is used where no control group lists the processes of a call.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,18 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Dict, Iterable, List, Set, Tuple
 
-    # pid -> parent, session, start, state
-    Table = Dict[int, Tuple[int, int, int, bytes]]
-    # pid -> start: a process, not just a number that somebody else may have by now
+    # Maps a pid to its parent, its session, its start time in clock ticks, and its state.
+    ProcessTable = Dict[int, Tuple[int, int, int, bytes]]
+    # Maps a pid to its start time. Both together identify a process, because the kernel reuses pids.
     Members = Dict[int, int]
 
 _DEAD = (b"Z", b"X")
-_PPID, _SESSION, _STATE, _START = 1, 3, 0, 19  # of what follows the name in /proc/PID/stat
+_PPID, _SESSION, _STATE, _START = 1, 3, 0, 19  # Positions of the fields after the process name in /proc/PID/stat.
 
 
-def look() -> Table:
-    """Every process that can be seen."""
-    seen = {}
+def read_process_table() -> ProcessTable:
+    """Return every visible process."""
+    table = {}
     for name in os.listdir("/proc"):
         if not name.isdigit():
             continue
@@ -28,41 +31,46 @@ def look() -> Table:
             with open("/proc/" + name + "/stat", "rb") as file:
                 fields = file.read().rpartition(b")")[2].split()
         except OSError:
-            continue  # gone since the listing
-        seen[int(name)] = (int(fields[_PPID]), int(fields[_SESSION]), int(fields[_START]), fields[_STATE])
-    return seen
+            continue  # The process has ended since the listing.
+        table[int(name)] = (int(fields[_PPID]), int(fields[_SESSION]), int(fields[_START]), fields[_STATE])
+    return table
 
 
-def closure(table: Table, roots: Iterable[int]) -> Set[int]:
-    """`roots`, the sessions they lead, and every descendant of those."""
+def find_trees(table: ProcessTable, roots: Iterable[int]) -> Set[int]:
+    """Return the processes `roots`, all members of the sessions that they lead, and all descendants of these."""
     children: Dict[int, List[int]] = {}
     sessions: Dict[int, List[int]] = {}
     for pid, (parent, session, _, _) in table.items():
         children.setdefault(parent, []).append(pid)
         sessions.setdefault(session, []).append(pid)
-    found: Set[int] = set()
-    todo = list(roots)
-    while todo:
-        pid = todo.pop()
-        if pid not in found:
-            found.add(pid)
-            todo += children.get(pid, ())
-            todo += sessions.get(pid, ())
-    return found
+    members: Set[int] = set()
+    pending = list(roots)
+    while pending:
+        pid = pending.pop()
+        if pid not in members:
+            members.add(pid)
+            pending += children.get(pid, ())
+            pending += sessions.get(pid, ())
+    return members
 
 
-def alive(table: Table, pids: Iterable[int]) -> Members:
-    """Those of the processes that can still do something."""
+def select_living(table: ProcessTable, pids: Iterable[int]) -> Members:
+    """Return those of the processes that still run, that is, are neither zombies nor dead."""
     return {pid: table[pid][2] for pid in pids if pid in table and table[pid][3] not in _DEAD}
 
 
-def send(members: Members, which: int) -> None:
-    """Signal processes, each only if it is still the one that was seen."""
+def send_signal(members: Members, which: int) -> None:
+    """Send a signal to processes. A process whose pid has been reused since the table was read gets none.
+
+    Args:
+        members: the processes with their start times.
+        which: the number of the signal.
+    """
     for pid, start in members.items():
-        _send_one(pid, start, which)
+        _send_signal_to(pid, start, which)
 
 
-def _send_one(pid: int, start: int, which: int) -> None:
+def _send_signal_to(pid: int, start: int, which: int) -> None:
     fd = -1
     try:
         if hasattr(os, "pidfd_open") and hasattr(signal, "pidfd_send_signal"):
@@ -75,7 +83,7 @@ def _send_one(pid: int, start: int, which: int) -> None:
         else:
             os.kill(pid, which)
     except (ProcessLookupError, FileNotFoundError, PermissionError):
-        return  # it has ended meanwhile
+        return  # The process has ended meanwhile.
     finally:
         if fd >= 0:
             os.close(fd)

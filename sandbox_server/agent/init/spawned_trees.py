@@ -1,4 +1,7 @@
-"""Ending the tree of one run, or of all, where there is no cgroup to do it: stop, look again, kill, until nothing is left."""
+"""Keeps track of the process trees that init has started, and signals or kills them where no control group can do it.
+
+A tree is killed in rounds: its processes are stopped, the process table is read again, and everything found is killed, until nothing is left.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,11 @@ if TYPE_CHECKING:
     from typing import Any, Callable, Dict, Mapping, Set
 
 _ROUNDS = 40
-_SLICE_S = 0.5
+_KILL_WITHIN_S = 0.5
 _HELPER_WITHIN_S = 0.5
 _HELPER_POLL_S = 0.0002
 _NOT_SENT = -1
-_MOST_SESSIONS = 20_000
+_MAX_SESSIONS = 20_000
 
 
 def _read_number(path: str) -> int:
@@ -25,11 +28,16 @@ def _read_number(path: str) -> int:
         return int(file.read())
 
 
-_PIDS = _read_number("/proc/sys/kernel/pid_max")
+_PID_MAX = _read_number("/proc/sys/kernel/pid_max")
 
 
-class ProcessTree:
-    """One thing the agent asked for: its first process, and when it started."""
+class SpawnedTree:
+    """The processes that descend from one process that the agent has requested.
+
+    Args:
+        pid: the first process of the tree.
+        started: when it was started, in clock ticks since boot.
+    """
 
     __slots__ = ("ended", "held", "members", "pid", "started", "used_us")
 
@@ -37,152 +45,184 @@ class ProcessTree:
         self.pid = pid
         self.started = started
         self.ended = False
-        self.held = False  # the agent is killing its tree and still needs it
-        self.members: Set[int] = set()  # what was found of its tree and has not been reaped
-        self.used_us = 0  # the processor time of those of its tree that were reaped
+        self.held = False  # The agent is ending the tree and still asks about it.
+        self.members: Set[int] = set()  # Other processes of the tree that were found and have not been reaped.
+        self.used_us = 0  # The processor time of the reaped processes of the tree.
 
     def precedes(self, pid: int, start: int) -> bool:
-        """Whether this one began before another process. Starts have ticks of 10 ms; within one, the kernel counts pids up (and around)."""
-        return start > self.started or (start == self.started and 0 < (pid - self.pid) % _PIDS < _PIDS // 2)
+        """Return whether this tree was started before another process.
+
+        Start times have a resolution of one clock tick (10 ms). Within one tick the pids decide: the kernel assigns them in ascending order and wraps around.
+
+        Args:
+            pid: the other process.
+            start: when it was started, in clock ticks since boot.
+        """
+        return start > self.started or (start == self.started and 0 < (pid - self.pid) % _PID_MAX < _PID_MAX // 2)
 
 
 class SpawnedTrees:
-    """What init runs, and how to end it.
+    """The process trees of one init.
 
     Args:
-        config: init's.
+        config: the configuration of init.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self._config = config
         self._privileged = config["mode"] == "uid"
         self._self = os.getpid()
-        self._runs: Dict[int, ProcessTree] = {}
+        self._trees: Dict[int, SpawnedTree] = {}
         self._pids: Dict[int, int] = {}
-        self._sessions_over: Set[int] = set()
+        self._ended_sessions: Set[int] = set()
 
-    def began(self, number: int, pid: int, started: int) -> None:
-        """A run has a first process."""
-        self._runs[number] = ProcessTree(pid, started)
+    def add_tree(self, number: int, pid: int, started: int) -> None:
+        """Add a tree.
+
+        Args:
+            number: the number by which the agent refers to the tree.
+            pid: its first process.
+            started: when that process was started, in clock ticks since boot.
+        """
+        self._trees[number] = SpawnedTree(pid, started)
         self._pids[pid] = number
-        self._sessions_over.discard(pid)
+        self._ended_sessions.discard(pid)
 
-    def ended(self, pid: int, used_us: int) -> int | None:
-        """A process was reaped, which with all that it has waited for used so much processor time; the number of the run whose first it was, if any."""
+    def record_reaped(self, pid: int, used_us: int) -> int | None:
+        """Record that a process was reaped.
+
+        Args:
+            pid: the process.
+            used_us: the processor time of the process and of all descendants that it has waited for, in microseconds.
+
+        Returns:
+            The number of the tree whose first process it was; None for any other process.
+        """
         number = self._pids.pop(pid, None)
         if number is None:
-            for killed in self._runs.values():
+            for killed in self._trees.values():
                 if pid in killed.members:
                     killed.members.discard(pid)
                     killed.used_us += used_us
-            return None  # an orphan of the slot
-        run = self._runs[number]
-        run.ended = True
-        run.used_us += used_us
-        if not run.held:
-            del self._runs[number]
-        if len(self._sessions_over) >= _MOST_SESSIONS:
-            self._sessions_over.clear()
-        self._sessions_over.add(pid)
+            return None  # A process whose parent had ended before.
+        tree = self._trees[number]
+        tree.ended = True
+        tree.used_us += used_us
+        if not tree.held:
+            del self._trees[number]
+        if len(self._ended_sessions) >= _MAX_SESSIONS:
+            self._ended_sessions.clear()
+        self._ended_sessions.add(pid)
         return number
 
     def used_us(self, number: int) -> int:
-        """The processor time of what was reaped of a run's tree, in microseconds."""
-        run = self._runs.get(number)
-        return run.used_us if run is not None else 0
+        """Return the processor time of the reaped processes of a tree, in microseconds."""
+        tree = self._trees.get(number)
+        return tree.used_us if tree is not None else 0
 
-    def release(self, number: int) -> None:
-        """The agent has ended the run's tree and asks no more about it."""
-        run = self._runs.get(number)
-        if run is not None:
-            run.held = False
-            if run.ended:
-                del self._runs[number]
+    def release_tree(self, number: int) -> None:
+        """Forget a tree that the agent has ended, as soon as its first process is reaped."""
+        tree = self._trees.get(number)
+        if tree is not None:
+            tree.held = False
+            if tree.ended:
+                del self._trees[number]
 
-    def signal(self, number: int, which: int) -> int:
-        """Signal everything of a run (0: nothing, only look); how many processes that is, or with SIGKILL, how many are left; -1: it cannot be done."""
-        run = self._runs.get(number)
-        if run is None:
+    def signal_tree(self, number: int, which: int) -> int:
+        """Send a signal to all processes of a tree.
+
+        Args:
+            number: the number of the tree.
+            which: the number of the signal; 0 only counts the processes.
+
+        Returns:
+            The number of processes of the tree; with SIGKILL, the number of processes that still run. -1 if the signal could not be sent.
+        """
+        tree = self._trees.get(number)
+        if tree is None:
             return 0
-        run.held = True
+        tree.held = True
         try:
             if which == signal.SIGKILL:
-                return self._kill(run)
-            members = self._members(run)
+                return self._kill_tree(tree)
+            members = self._find_members(tree)
             if which:
-                self._send(members, which)
+                self._send_signal(members, which)
             return len(members)
         except OSError:
-            return _NOT_SENT  # the slot leaves no room for one more process
+            return _NOT_SENT  # A helper process could not be forked, because the slot has reached its limit of processes.
 
-    def _members(self, run: ProcessTree) -> process_table.Members:
-        table = process_table.look()
+    def _find_members(self, tree: SpawnedTree) -> process_table.Members:
+        table = process_table.read_process_table()
         table.pop(self._self, None)
-        mine = process_table.closure(table, [] if run.ended else [run.pid])
-        mine |= {pid for pid, entry in table.items() if entry[1] == run.pid}
-        leaders = [other.pid for other in self._runs.values() if other is not run and not other.ended]
-        others = process_table.closure(table, leaders)
+        own = process_table.find_trees(table, [] if tree.ended else [tree.pid])
+        own |= {pid for pid, entry in table.items() if entry[1] == tree.pid}
+        other_leaders = [other.pid for other in self._trees.values() if other is not tree and not other.ended]
+        others = process_table.find_trees(table, other_leaders)
         orphans = [
             pid
             for pid, (parent, session, start, _) in table.items()
-            if parent == self._self and pid not in self._pids and session not in self._sessions_over and pid not in others and run.precedes(pid, start)
+            if parent == self._self and pid not in self._pids and session not in self._ended_sessions and pid not in others and tree.precedes(pid, start)
         ]
-        mine |= process_table.closure(table, orphans)
-        run.members |= mine - others - {run.pid}
-        return process_table.alive(table, mine - others)
+        own |= process_table.find_trees(table, orphans)
+        tree.members |= own - others - {tree.pid}
+        return process_table.select_living(table, own - others)
 
-    def _kill(self, run: ProcessTree) -> int:
-        deadline = time.monotonic() + _SLICE_S
-        members = self._members(run)
+    def _kill_tree(self, tree: SpawnedTree) -> int:
+        deadline = time.monotonic() + _KILL_WITHIN_S
+        members = self._find_members(tree)
         for _ in range(_ROUNDS):
-            # Stopped first, so that what is being killed cannot fork ahead of the killing.
+            # Stop all processes first, so that none can fork while the others are killed.
             stopped: Set[int] = set()
             while set(members) - stopped and time.monotonic() < deadline:
-                self._send(members, signal.SIGSTOP)
+                self._send_signal(members, signal.SIGSTOP)
                 stopped |= set(members)
-                members = self._members(run)
-            self._send(members, signal.SIGKILL)
-            members = self._members(run)
+                members = self._find_members(tree)
+            self._send_signal(members, signal.SIGKILL)
+            members = self._find_members(tree)
             if not members or time.monotonic() > deadline:
                 break
         return len(members)
 
-    def _send(self, members: process_table.Members, which: int) -> None:
+    def _send_signal(self, members: process_table.Members, which: int) -> None:
         if not members:
             return
         if not self._privileged:
-            process_table.send(members, which)
+            process_table.send_signal(members, which)
             return
-        # As the slot's user: a pid that was reused meanwhile cannot be anybody else's.
-        self._as_slot(lambda: process_table.send(members, which))
+        # Signal as the user of the slot: if a pid was reused meanwhile, a process of another user cannot be hit.
+        self._run_as_slot_user(lambda: process_table.send_signal(members, which))
 
-    def _as_slot(self, work: Callable[[], None]) -> None:
+    def _run_as_slot_user(self, action: Callable[[], None]) -> None:
         pid = os.fork()
         if pid == 0:
             try:
-                privileges.act_as(self._config["uid"], self._config["keeper"])
-                work()
+                privileges.assume_effective_uid(self._config["uid"], self._config["holder_uid"])
+                action()
             finally:
                 os._exit(0)
         deadline = time.monotonic() + _HELPER_WITHIN_S
         while not os.waitpid(pid, os.WNOHANG)[0] and time.monotonic() < deadline:
             time.sleep(_HELPER_POLL_S)
 
-    def end_all(self) -> None:
-        """The agent is gone, so is the slot: everything of it dies with the first process of its namespace, or by its user, or by its tree."""
+    def kill_all(self) -> None:
+        """Kill all processes of the slot, because the agent has ended.
+
+        In the mode `bwrap` nothing needs to be done: the kernel kills all processes of the pid namespace when init ends.
+        """
         if self._privileged:
-            # One `kill(-1)` as the slot's user reaches all of its processes at once: the kernel holds off every fork meanwhile.
-            self._as_slot(lambda: os.kill(-1, signal.SIGKILL))
+            # One `kill(-1)` as the user of the slot reaches all of its processes at once: the kernel blocks every fork meanwhile.
+            self._run_as_slot_user(lambda: os.kill(-1, signal.SIGKILL))
         elif self._config["mode"] == "none":
             self._kill_descendants()
 
     def _kill_descendants(self) -> None:
         for _ in range(_ROUNDS):
-            table = process_table.look()
-            members = process_table.alive(table, process_table.closure(table, [pid for pid, entry in table.items() if entry[0] == self._self]))
+            table = process_table.read_process_table()
+            members = process_table.select_living(table, process_table.find_trees(table, [pid for pid, entry in table.items() if entry[0] == self._self]))
             if not members:
                 return
-            self._send(members, signal.SIGKILL)
+            self._send_signal(members, signal.SIGKILL)
             try:
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass

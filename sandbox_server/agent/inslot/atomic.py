@@ -1,4 +1,4 @@
-"""A file that is either all there or not at all."""
+"""Atomic file writes: after a write the file has either all of the new content or none of it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ _UNSUPPORTED = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT, errn
 
 
 class Replacement:
-    """New content for `name` in the folder `folder_fd`: write, then `commit`; without a commit nothing is left behind.
+    """New content for the file `name` in the folder `folder_fd`.
 
-    The content has no name until then where the file system can do that (O_TMPFILE), so even a writer that is killed leaves nothing.
+    The caller writes the content and then calls `commit`. Without a commit nothing is left behind. Where the file system supports O_TMPFILE, the content
+    has no name before the commit, so even a writer that is killed leaves nothing behind.
 
     Args:
-        folder_fd: the folder; the caller closes it.
-        name: the file's name in it.
-        mode: the permission bits it gets.
+        folder_fd: descriptor of the folder; the caller closes it.
+        name: the name of the file in the folder.
+        mode: the permission bits of the new file.
     """
 
     def __init__(self, folder_fd: int, name: str, mode: int) -> None:
@@ -33,7 +34,7 @@ class Replacement:
         except OSError as error:
             if error.errno not in _UNSUPPORTED:
                 raise
-            self._fd = self._open_named()
+            self._fd = self._open_temporary_file()
 
     def __enter__(self) -> Replacement:
         return self
@@ -44,41 +45,41 @@ class Replacement:
             try:
                 os.unlink(self._temporary, dir_fd=self._folder)
             except FileNotFoundError:
-                pass  # the slot took it away itself; what went wrong before is what counts
+                pass  # The slot has removed the temporary file itself; an exception that is already raised must not be replaced.
 
     @property
     def fd(self) -> int:
-        """The descriptor behind it."""
+        """The descriptor of the new content."""
         return self._fd
 
     def write(self, data: bytes) -> None:
-        """Append all of it."""
+        """Append all bytes of `data` to the new content."""
         view = memoryview(data)
         while view:
             view = view[os.write(self._fd, view) :]
 
     def commit(self) -> None:
-        """Put it in the place of what is there, in one step."""
+        """Replace the file by the new content in one step."""
         os.fchmod(self._fd, self._mode)
         if self._temporary is None:
-            self._give_name()
+            self._link_temporary_name()
         assert self._temporary is not None
         os.rename(self._temporary, self._name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
         self._temporary = None
 
-    def _give_name(self) -> None:
-        name = _fresh_name()
+    def _link_temporary_name(self) -> None:
+        name = _make_temporary_name()
         try:
             os.link(f"/proc/self/fd/{int(self._fd)}", name, dst_dir_fd=self._folder, follow_symlinks=True)
             self._temporary = name
         except OSError:
-            self._copy_to_named()  # no /proc, or a kernel that does not link what has no name
+            self._copy_to_temporary_file()  # /proc is missing, or the kernel cannot link a file without a name.
 
-    def _copy_to_named(self) -> None:
+    def _copy_to_temporary_file(self) -> None:
         nameless, at = self._fd, 0
         info = os.fstat(nameless)
         try:
-            self._fd = self._open_named()
+            self._fd = self._open_temporary_file()
             os.fchmod(self._fd, self._mode)
             while True:
                 data = os.pread(nameless, 1 << 16, at)
@@ -90,12 +91,12 @@ class Replacement:
         finally:
             os.close(nameless)
 
-    def _open_named(self) -> int:
-        name = _fresh_name()
+    def _open_temporary_file(self) -> int:
+        name = _make_temporary_name()
         fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=self._folder)
         self._temporary = name
         return fd
 
 
-def _fresh_name() -> str:
+def _make_temporary_name() -> str:
     return f".put-{os.urandom(8).hex()}"

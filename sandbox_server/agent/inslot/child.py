@@ -1,34 +1,36 @@
-"""One file operation in a child that init forked: inside the slot, with the slot's own rights.
+"""Runs one operation in a child process that init has forked, inside the slot and with the rights of the slot.
 
-Paths are strings with surrogateescape: a byte that is not UTF-8 is U+DC80 to U+DCFF on the way in, as Python has it.
-Sentences show such names quoted, headers never hold lone surrogates (see `reply`), content is raw bytes.
+Paths are strings with the `surrogateescape` error handler: a byte that is not UTF-8 is a code point from U+DC80 to U+DCFF. Error sentences show such names
+quoted. Headers never contain unpaired surrogates (see `reply`). Content is raw bytes.
 """
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]  # `signal` itself costs an import of enum
+import _signal  # type: ignore[import-not-found]  # Importing `signal` would import `enum`, which takes long.
 
 from sandbox_server.agent.inslot.arguments import check_args
-from sandbox_server.agent.inslot.confine import Refusal, refusal_of
-from sandbox_server.agent.inslot.reply import BrokenOff, Reply
+from sandbox_server.agent.inslot.confine import Refusal, refusal_for_os_error
+from sandbox_server.agent.inslot.reply import IncompleteReply, Reply
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, Callable, Mapping
 
-__all__ = ["BROKEN_OFF", "check_args", "prepare", "run"]
+__all__ = ["EXIT_INCOMPLETE_REPLY", "check_args", "import_operation", "run_operation"]
 
-BROKEN_OFF = 2
+EXIT_INCOMPLETE_REPLY = 2
 
 
-def prepare(op: str) -> Callable[..., None] | None:
-    """Import what the operation needs. A child that is to lose its rights calls this before: afterwards it may not be able to read our files.
+def import_operation(op: str) -> Callable[..., None] | None:
+    """Import the module of an operation.
+
+    A child that drops its rights calls this first, because afterwards it may not be able to read the files of the agent.
 
     Args:
         op: the name of the operation.
 
     Returns:
-        What does the operation, or None if there is no such operation.
+        The function that executes the operation, or None if there is no such operation.
     """
     if op in ("read_file", "write_file", "edit_file", "list_files"):
         from sandbox_server.agent.inslot import files as module
@@ -40,63 +42,63 @@ def prepare(op: str) -> Callable[..., None] | None:
         from sandbox_server.agent.inslot import pack as module  # type: ignore[no-redef]
     elif op == "route_archive_put":
         from sandbox_server.agent.inslot import unpack as module  # type: ignore[no-redef]
-    elif op in ("leftovers_plant", "leftovers_look"):
-        from sandbox_server.agent.inslot import leftovers as module  # type: ignore[no-redef]
+    elif op in ("leftovers_plant", "leftovers_find"):
+        from sandbox_server.agent.inslot import leftover_probe as module  # type: ignore[no-redef]
     else:
         return None
-    work: Callable[..., None] = getattr(module, op)
-    return work
+    execute: Callable[..., None] = getattr(module, op)
+    return execute
 
 
-def run(op: str, args: Mapping[str, Any], ctx: Mapping[str, Any], out_fd: int, in_fd: int = -1) -> None:
-    """Do one operation and write its answer: a header, then, if that says ok, raw content up to the end of the pipe.
+def run_operation(op: str, args: Mapping[str, Any], ctx: Mapping[str, Any], out_fd: int, in_fd: int = -1) -> None:
+    """Execute one operation and write its reply: a header and, if the header says ok, raw content until the end of the pipe.
 
     Args:
-        op: one of `arguments.OPERATIONS`.
-        args: its arguments.
-        ctx: `workspace` (where relative paths start), `home`, and `roots`: what a file route may touch.
-        out_fd: where the answer goes.
-        in_fd: where the content of a put comes from, up to its end.
+        op: the name of the operation, one of `arguments.OPERATIONS`.
+        args: the arguments of the operation.
+        ctx: `workspace` (the folder that relative paths start from), `home`, and `roots` (the folders that file routes may access).
+        out_fd: descriptor that the reply is written to.
+        in_fd: descriptor that the content of a put operation is read from, until its end.
 
     Raises:
-        SystemExit: the answer broke off after its header. The child then ends with a status that is not 0, which is how its reader learns of it.
+        SystemExit: the reply could not be completed after its header was written. The exit status of the child, which is not 0, tells this to the reader.
     """
-    # A file over the slot's limit is to be an error with a name, not the child's death.
+    # Without this, a file that exceeds the size limit of the slot would kill the child instead of causing an OSError (EFBIG).
     _signal.signal(_signal.SIGXFSZ, _signal.SIG_IGN)
     reply = Reply(out_fd)
     try:
-        refusal = _attempt(op, args, ctx, reply, in_fd)
+        refusal = _execute(op, args, ctx, reply, in_fd)
         if refusal is None:
             return
         if not reply.started:
-            reply.fail(refusal)
+            reply.send_refusal(refusal)
             return
-    except BrokenOff:
+    except IncompleteReply:
         pass
-    raise SystemExit(BROKEN_OFF)
+    raise SystemExit(EXIT_INCOMPLETE_REPLY)
 
 
-def _attempt(op: str, args: Mapping[str, Any], ctx: Mapping[str, Any], reply: Reply, in_fd: int) -> Refusal | None:
+def _execute(op: str, args: Mapping[str, Any], ctx: Mapping[str, Any], reply: Reply, in_fd: int) -> Refusal | None:
     is_route = op.startswith("route_")
-    fault = check_args(op, args)
-    work = prepare(op)
-    if fault is not None or work is None:
-        return Refusal("invalid" if is_route else "invalid_args", fault or f"there is no operation {op!a}")
+    problem = check_args(op, args)
+    operation = import_operation(op)
+    if problem is not None or operation is None:
+        return Refusal("invalid" if is_route else "invalid_args", problem or f"there is no operation {op!a}")
     try:
         if op in ("route_put", "route_archive_put"):
-            work(args, ctx, reply, in_fd)
+            operation(args, ctx, reply, in_fd)
         else:
-            work(args, ctx, reply)
+            operation(args, ctx, reply)
         return None
     except Refusal as error:
         refusal = error
     except OSError as error:
-        refusal = refusal_of(error, args.get("path") or ctx["workspace"])
+        refusal = refusal_for_os_error(error, args.get("path") or ctx["workspace"])
     except MemoryError:
         refusal = Refusal("file_error", f"{op} needs more memory than this slot has", "ENOMEM")
-    except BrokenOff:
+    except IncompleteReply:
         raise
-    except Exception as error:  # the edge of the process: a defect of ours must not look like a slot that died
+    except Exception as error:  # The outermost frame of the process: a defect in this code must be reported and not look like a lost slot.
         refusal = Refusal("internal", f"{op} failed: {type(error).__name__}: {error}")
     if not is_route and refusal.code not in ("invalid_args", "internal"):
         refusal.code = "tool_error"

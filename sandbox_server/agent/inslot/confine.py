@@ -1,7 +1,7 @@
-"""Paths a slot chose: where they lead, whether a file route may go there, and how to open them without being held up.
+"""Paths that a slot or a caller has chosen: resolving them, checking that a file route may access them, and opening them without blocking.
 
-All of this runs with the slot's own rights inside the slot's own view, so a race can only hurt the slot itself;
-a route is verified again after the open all the same, so that it never delivers what lies outside its roots.
+All of this runs with the rights of the slot and in its view of the file system, so a race can only harm the slot itself. A file route nevertheless checks the
+opened file again, so that it never delivers a file from outside its roots.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ import stat
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, Mapping, Sequence
+    from typing import Any, Callable, Mapping, Sequence
 
-MAX_LINKS = 40  # as the kernel
+MAX_LINKS = 40  # The same limit as the kernel's.
 READ_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 FOLDER_FLAGS = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 CHUNK_BYTES = 64 << 10
 
 
 class Refusal(Exception):
-    """An operation could not be done, and the caller is told why.
+    """An operation was refused or has failed. The caller receives the code and the detail.
 
     Args:
-        code: `invalid_args`, `file_not_found`, `file_error`, `path_outside` or `invalid`.
-        detail: one sentence that names the path and what to do.
-        errno_name: such as EISDIR, where there is one.
+        code: `invalid_args`, `file_not_found`, `file_error`, `path_outside`, `invalid` or `internal`.
+        detail: one sentence that names the path and what the caller can do.
+        errno_name: the name of the error number, such as EISDIR, if there is one.
     """
 
     def __init__(self, code: str, detail: str, errno_name: str | None = None) -> None:
@@ -36,8 +36,8 @@ class Refusal(Exception):
         self.errno_name = errno_name
 
 
-def show(path: str) -> str:
-    """The path for a line of text: as it is where it can be printed, else quoted the way bash reads it back ($'a\\nb')."""
+def quote_path(path: str) -> str:
+    """Return a path for a line of text: unchanged if all of it is printable, else quoted in the syntax of bash ($'a\\nb')."""
     if path.isprintable():
         return path
     return f"$'{''.join(_escape(char) for char in path)}'"
@@ -52,10 +52,15 @@ def _escape(char: str) -> str:
     return named or "".join(f"\\x{byte:02x}" for byte in os.fsencode(char))
 
 
-def refusal_of(error: OSError, path: str) -> Refusal:
-    """What an OSError means for the caller of a file operation."""
+def refusal_for_os_error(error: OSError, path: str) -> Refusal:
+    """Return the refusal that describes an OSError to the caller of a file operation.
+
+    Args:
+        error: the error.
+        path: the path that the operation was called with.
+    """
     number = error.errno or errno.EIO
-    shown = show(path)
+    shown = quote_path(path)
     sentence = {
         errno.ENOENT: "no such file or folder: %s",
         errno.EACCES: "permission denied: %s",
@@ -73,16 +78,21 @@ def refusal_of(error: OSError, path: str) -> Refusal:
     return Refusal(code, sentence % shown, errno.errorcode.get(number, "EIO"))
 
 
-def not_regular(path: str, mode: int) -> Refusal:
-    """The refusal for what is there but is no regular file."""
+def refusal_not_regular(path: str, mode: int) -> Refusal:
+    """Return the refusal for a path that exists but is not a regular file.
+
+    Args:
+        path: the path that the operation was called with.
+        mode: the `st_mode` of the file.
+    """
     if stat.S_ISDIR(mode):
-        return refusal_of(OSError(errno.EISDIR, ""), path)
+        return refusal_for_os_error(OSError(errno.EISDIR, ""), path)
     kind = "a FIFO" if stat.S_ISFIFO(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device" if not stat.S_ISLNK(mode) else "a symlink"
-    return Refusal("file_error", f"{show(path)} is {kind}, not a regular file", "EINVAL")
+    return Refusal("file_error", f"{quote_path(path)} is {kind}, not a regular file", "EINVAL")
 
 
-def tool_path(path: str | None, ctx: Mapping[str, Any]) -> str:
-    """The absolute path a tool's argument means: relative ones start in the workspace, `~` is the home."""
+def resolve_tool_path(path: str | None, ctx: Mapping[str, Any]) -> str:
+    """Return the absolute path for the `path` argument of a tool. A relative path starts in the workspace; `~` is the home folder."""
     if path is None:
         return str(ctx["workspace"])
     if path == "~" or path.startswith("~/"):
@@ -90,14 +100,15 @@ def tool_path(path: str | None, ctx: Mapping[str, Any]) -> str:
     return path if path.startswith("/") else f"{ctx['workspace']}/{path}"
 
 
-def follow(path: str) -> str:
-    """Where an absolute path leads, without symlinks. What is not there yet is taken as it is written.
+def resolve_symlinks(path: str) -> str:
+    """Resolve all symlinks of an absolute path. Components that do not exist yet are kept as they are written.
 
     Raises:
-        OSError: the path goes through a file, a loop, a folder that may not be searched, or `..` of something missing; `filename` is how far it came.
+        OSError: the path goes through a file, a loop of symlinks, a folder that may not be searched, or `..` of a missing folder. The `filename` of the
+            error is the part of the path that was resolved.
     """
     resolved, missing, links = "", False, 0
-    pending = _parts(path)
+    pending = _reversed_components(path)
     while pending:
         name = pending.pop()
         if name == "..":
@@ -117,7 +128,7 @@ def follow(path: str) -> str:
                 raise OSError(errno.ELOOP, "", here)
             target = os.readlink(here)
             resolved = "" if target.startswith("/") else resolved
-            pending += _parts(target)
+            pending += _reversed_components(target)
             continue
         if not stat.S_ISDIR(mode) and (pending or path.endswith("/")):
             raise OSError(errno.ENOTDIR, "", here)
@@ -125,51 +136,60 @@ def follow(path: str) -> str:
     return resolved or "/"
 
 
-def _parts(path: str) -> list[str]:
+def _reversed_components(path: str) -> list[str]:
     return [part for part in reversed(path.split("/")) if part not in ("", ".")]
 
 
-def inside(path: str, roots: Sequence[str]) -> bool:
-    """Whether a resolved path is one of the resolved roots or lies below one."""
+def is_inside(path: str, roots: Sequence[str]) -> bool:
+    """Return whether a resolved path is one of the resolved roots or lies below one of them."""
     return any(path == root or path.startswith(f"{root.rstrip('/')}/") for root in roots)
 
 
-def _outside(path: str, roots: Sequence[str]) -> Refusal:
-    return Refusal("path_outside", f"{show(path)} leads out of {' and '.join(roots)}: file routes stay inside")
+def _refusal_outside(path: str, roots: Sequence[str]) -> Refusal:
+    return Refusal("path_outside", f"{quote_path(path)} leads out of {' and '.join(roots)}: file routes stay inside")
 
 
-class Confined:
-    """A path of a file route, resolved and found to be inside the roots."""
+class ConfinedPath:
+    """A path of a file route that has been resolved and lies inside the roots of the slot.
+
+    Args:
+        path: the path that the caller asked for, absolute or relative to the workspace.
+        ctx: the `workspace` and the `roots` of the slot.
+
+    Raises:
+        Refusal: the path leads out of the roots.
+        OSError: the path cannot be resolved.
+    """
 
     def __init__(self, path: str, ctx: Mapping[str, Any]) -> None:
         self.asked = path
-        self.roots = [follow(root) for root in ctx["roots"]]
+        self.roots = [resolve_symlinks(root) for root in ctx["roots"]]
         self.real = self.resolve(path if path.startswith("/") else f"{ctx['workspace']}/{path}")
 
     def resolve(self, path: str) -> str:
-        """Where the absolute path leads.
+        """Resolve an absolute path.
 
         Raises:
-            Refusal: out of the roots.
-            OSError: it cannot be followed inside them.
+            Refusal: the path leads out of the roots.
+            OSError: the path cannot be resolved, for a reason inside the roots.
         """
         try:
-            real = follow(path)
+            real = resolve_symlinks(path)
         except OSError as error:
-            # What is wrong with a place outside is none of the caller's business.
-            if not inside(str(error.filename), self.roots):
-                raise _outside(self.asked, self.roots) from None
+            # The caller must not learn anything about files outside the roots.
+            if not is_inside(str(error.filename), self.roots):
+                raise _refusal_outside(self.asked, self.roots) from None
             raise
-        if not inside(real, self.roots):
-            raise _outside(self.asked, self.roots)
+        if not is_inside(real, self.roots):
+            raise _refusal_outside(self.asked, self.roots)
         return real
 
     def open(self, flags: int = READ_FLAGS) -> int:
-        """Open it, and make sure that what was opened is still inside.
+        """Open the file or folder and check that the opened one lies inside the roots.
 
         Raises:
-            Refusal: it was led out meanwhile.
-            OSError: it cannot be opened.
+            Refusal: the path has been changed meanwhile and leads out of the roots.
+            OSError: the path cannot be opened.
         """
         fd = os.open(self.real, flags | os.O_NOFOLLOW)
         try:
@@ -180,58 +200,93 @@ class Confined:
         return fd
 
     def verify(self, fd: int) -> None:
-        """Raise the refusal if the open file lies outside the roots; without /proc the resolution before has to do."""
+        """Check that an open file lies inside the roots. Where /proc is missing, only the earlier resolution of the path counts.
+
+        Raises:
+            Refusal: the file lies outside the roots.
+        """
         try:
             where = os.readlink(f"/proc/self/fd/{int(fd)}")
         except OSError:
             return
-        if not inside(where, self.roots):
-            raise _outside(self.asked, self.roots)
+        if not is_inside(where, self.roots):
+            raise _refusal_outside(self.asked, self.roots)
 
     def open_regular(self) -> tuple[int, os.stat_result]:
-        """Open a regular file for reading; anything else is refused without having been opened."""
+        """Open a regular file for reading; see `open_regular`."""
         return open_regular(self.real, self.asked, self.open)
 
     def open_parent(self) -> tuple[int, str]:
-        """The folder to write into, made if it is not there, and the name in it. Raises as `descend`, EISDIR for a root itself."""
+        """Open the parent folder of the path and create it if it is missing.
+
+        Returns:
+            An O_PATH descriptor of the folder, and the last component of the path.
+
+        Raises:
+            OSError: a folder cannot be opened or created; EISDIR if the path is a root or ends in a slash.
+        """
         if self.asked.endswith("/") or self.real in self.roots:
             raise OSError(errno.EISDIR, "")
         folder, _, name = self.real.rpartition("/")
         return self.open_folder(folder), name
 
     def open_folder(self, folder: str) -> int:
-        """A resolved folder inside the roots, made with what leads to it if it is not there."""
-        root = next(root for root in self.roots if inside(folder, [root]))
-        return descend(root, folder[len(root) :])
+        """Open a resolved folder inside the roots and create the missing folders of its path. Returns an O_PATH descriptor."""
+        root = next(root for root in self.roots if is_inside(folder, [root]))
+        return open_folder_below(root, folder[len(root) :])
 
 
-def open_regular(real: str, asked: str, opener: Any = None) -> tuple[int, os.stat_result]:
-    """Open a regular file for reading. Anything else is refused, by its kind, before it is opened: opening a FIFO or a device can do things."""
+def open_regular(real: str, asked: str, opener: Callable[[], int] | None = None) -> tuple[int, os.stat_result]:
+    """Open a regular file for reading.
+
+    Anything else is refused before it is opened, because opening a FIFO or a device can have side effects.
+
+    Args:
+        real: the resolved path.
+        asked: the path that the caller asked for, for error sentences.
+        opener: opens the file; None means `os.open`.
+
+    Raises:
+        Refusal: the path is not a regular file.
+        OSError: the file cannot be opened.
+    """
     mode = os.stat(real).st_mode
     if not stat.S_ISREG(mode):
-        raise not_regular(asked, mode)
+        raise refusal_not_regular(asked, mode)
     fd = opener() if opener is not None else os.open(real, READ_FLAGS)
     info = os.fstat(fd)
     if not stat.S_ISREG(info.st_mode):
         os.close(fd)
-        raise not_regular(asked, info.st_mode)
+        raise refusal_not_regular(asked, info.st_mode)
     return fd, info
 
 
-def descend(top: str, below: str) -> int:
-    """An O_PATH descriptor of the folder `below` the resolved folder `top`, making what is missing, following no symlink."""
+def open_folder_below(top: str, below: str) -> int:
+    """Open the folder `below` inside the resolved folder `top`, create missing folders, and follow no symlink. Returns an O_PATH descriptor."""
     fd = os.open(top, FOLDER_FLAGS)
-    for name in reversed(_parts(below)):
+    for name in reversed(_reversed_components(below)):
         try:
-            deeper = step(fd, name)
+            deeper = open_subfolder(fd, name)
         finally:
             os.close(fd)
         fd = deeper
     return fd
 
 
-def step(fd: int, name: str, make: bool = True) -> int:
-    """The folder `name` in the folder `fd`, by default made if it is not there. A symlink is ENOTDIR."""
+def open_subfolder(fd: int, name: str, make: bool = True) -> int:
+    """Open the folder `name` in the folder `fd`.
+
+    Args:
+        fd: descriptor of the parent folder.
+        name: the name of the folder.
+        make: whether a missing folder is created.
+
+    Returns:
+        An O_PATH descriptor of the folder.
+
+    Raises:
+        OSError: the folder cannot be opened or created; ENOTDIR if `name` is a symlink or a file.
+    """
     try:
         return os.open(name, FOLDER_FLAGS, dir_fd=fd)
     except FileNotFoundError:
@@ -240,5 +295,5 @@ def step(fd: int, name: str, make: bool = True) -> int:
     try:
         os.mkdir(name, 0o755, dir_fd=fd)
     except FileExistsError:
-        pass  # somebody was faster; what it is, the open says
+        pass  # Another process has created it at the same time; the open below fails if it is not a folder.
     return os.open(name, FOLDER_FLAGS, dir_fd=fd)

@@ -1,8 +1,8 @@
-"""route_archive_get: a tree as a gzipped tar, streamed.
+"""The operation `route_archive_get`: a tree as a gzipped tar archive, written as a stream.
 
-Symlinks stay symlinks, further names of one file are hard links, owners and set-id bits are not told. FIFOs, sockets and devices are left out,
-and so is what cannot be read; since the header goes first, a walk ahead of the content finds them: `skipped` names the first of them,
-`skipped_count` counts them. What becomes unreadable after that walk breaks the answer off instead of going missing unsaid.
+Symlinks stay symlinks, and further names of one file become hard links. Owners and set-id bits are not stored. FIFOs, sockets, devices and everything that
+cannot be read are skipped. Because the header is sent first, a separate walk before the content finds them: `skipped` names the first ones, and
+`skipped_count` counts them. If an entry becomes unreadable after that walk, the reply is broken off, so that no entry is missing without notice.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import stat
 import tarfile
 import zlib
 
-from sandbox_server.agent.inslot.confine import CHUNK_BYTES, READ_FLAGS, Confined, not_regular, show
+from sandbox_server.agent.inslot.confine import CHUNK_BYTES, READ_FLAGS, ConfinedPath, quote_path, refusal_not_regular
 from sandbox_server.agent.inslot.files import FOLDER_OPEN_FLAGS
-from sandbox_server.agent.inslot.reply import BrokenOff
+from sandbox_server.agent.inslot.reply import IncompleteReply
 from sandbox_server.agent.inslot.walk import Entry, walk
 
 TYPE_CHECKING = False
@@ -23,48 +23,48 @@ if TYPE_CHECKING:
 
     from sandbox_server.agent.inslot.reply import Reply
 
-GZIP_LEVEL = 3  # twice as fast as the usual 6 and a few per cent larger
+GZIP_LEVEL = 3  # Twice as fast as the default level 6; the archive is a few per cent larger.
 BLOCK_BYTES = 512
 MAX_SKIPPED_NAMED = 20
 
 
 def route_archive_get(args: Mapping[str, Any], ctx: Mapping[str, Any], reply: Reply) -> None:
-    """A tree below a folder, or one file, with names relative to it."""
-    place = Confined(args["path"], ctx)
-    mode = os.lstat(place.real).st_mode
+    """Reply with an archive of a folder or of one file. Names in it are relative to the folder, or to the folder of the file."""
+    confined = ConfinedPath(args["path"], ctx)
+    mode = os.lstat(confined.real).st_mode
     if stat.S_ISDIR(mode):
-        top = place.open(FOLDER_OPEN_FLAGS)
+        top = confined.open(FOLDER_OPEN_FLAGS)
         try:
-            _tree(top, reply)
+            _pack_tree(top, reply)
         finally:
             os.close(top)
         return
     if not stat.S_ISREG(mode):
-        raise not_regular(place.asked, mode)
-    fd, info = place.open_regular()
+        raise refusal_not_regular(confined.asked, mode)
+    fd, info = confined.open_regular()
     try:
-        reply.ok(entries=1, skipped=[], skipped_count=0)
-        pack = _Pack(reply)
-        pack.regular(os.path.basename(place.real), fd, info)
-        pack.finish()
+        reply.send_ok(entries=1, skipped=[], skipped_count=0)
+        archive = _ArchiveWriter(reply)
+        archive.add_regular_file(os.path.basename(confined.real), fd, info)
+        archive.finish()
     finally:
         os.close(fd)
 
 
-def _tree(top: int, reply: Reply) -> None:
-    skipped = _Skipped()
-    count = sum(_packable(entry, skipped) for entry in walk(top, True, skipped.failed))
-    reply.ok(entries=count, skipped=skipped.named, skipped_count=skipped.count)
-    pack, late = _Pack(reply), _Skipped()
-    for entry in walk(top, True, late.failed):
-        if _packable(entry, late):
-            pack.entry(entry)
-    if late.count > skipped.count:
-        raise BrokenOff("something became unreadable while the archive was made")
-    pack.finish()
+def _pack_tree(top: int, reply: Reply) -> None:
+    skipped = _SkippedEntries()
+    count = sum(_can_pack(entry, skipped) for entry in walk(top, True, skipped.add_error))
+    reply.send_ok(entries=count, skipped=skipped.named, skipped_count=skipped.count)
+    archive, skipped_later = _ArchiveWriter(reply), _SkippedEntries()
+    for entry in walk(top, True, skipped_later.add_error):
+        if _can_pack(entry, skipped_later):
+            archive.add_entry(entry)
+    if skipped_later.count > skipped.count:
+        raise IncompleteReply("something became unreadable while the archive was made")
+    archive.finish()
 
 
-class _Skipped:
+class _SkippedEntries:
     def __init__(self) -> None:
         self.named: list[str] = []
         self.count = 0
@@ -72,13 +72,13 @@ class _Skipped:
     def add(self, path: str, why: str) -> None:
         self.count += 1
         if len(self.named) < MAX_SKIPPED_NAMED:
-            self.named.append(f"{show(path):>.1000}: {why}")
+            self.named.append(f"{quote_path(path):>.1000}: {why}")
 
-    def failed(self, path: str, error: OSError) -> None:
+    def add_error(self, path: str, error: OSError) -> None:
         self.add(path, error.strerror or "cannot be read")
 
 
-def _packable(entry: Entry, skipped: _Skipped) -> bool:
+def _can_pack(entry: Entry, skipped: _SkippedEntries) -> bool:
     mode = entry.info.st_mode
     if stat.S_ISREG(mode) and not os.access(entry.name, os.R_OK, dir_fd=entry.folder_fd, effective_ids=True):
         skipped.add(entry.path, "permission denied")
@@ -89,21 +89,21 @@ def _packable(entry: Entry, skipped: _Skipped) -> bool:
     return False
 
 
-class _Pack:
+class _ArchiveWriter:
     def __init__(self, reply: Reply) -> None:
         self._reply = reply
         self._gzip = zlib.compressobj(GZIP_LEVEL, zlib.DEFLATED, 31)
         self._first_name: dict[tuple[int, int], str] = {}
 
-    def entry(self, entry: Entry) -> None:
-        """Add one entry of a walk; what has vanished is left out."""
+    def add_entry(self, entry: Entry) -> None:
+        """Add one entry of a walk. An entry that has been deleted meanwhile is left out."""
         mode = entry.info.st_mode
         if stat.S_ISDIR(mode):
-            self._header(entry.path, entry.info, tarfile.DIRTYPE)
+            self._write_header(entry.path, entry.info, tarfile.DIRTYPE)
             return
         try:
             if stat.S_ISLNK(mode):
-                self._header(entry.path, entry.info, tarfile.SYMTYPE, link=os.readlink(entry.name, dir_fd=entry.folder_fd))
+                self._write_header(entry.path, entry.info, tarfile.SYMTYPE, link=os.readlink(entry.name, dir_fd=entry.folder_fd))
                 return
             fd = os.open(entry.name, READ_FLAGS | os.O_NOFOLLOW, dir_fd=entry.folder_fd)
         except FileNotFoundError:
@@ -111,40 +111,40 @@ class _Pack:
         try:
             info = os.fstat(fd)
             if stat.S_ISREG(info.st_mode):
-                self.regular(entry.path, fd, info)
+                self.add_regular_file(entry.path, fd, info)
         finally:
             os.close(fd)
 
-    def regular(self, path: str, fd: int, info: os.stat_result) -> None:
-        """Add a file, up to the size it had when it was opened."""
+    def add_regular_file(self, path: str, fd: int, info: os.stat_result) -> None:
+        """Add a regular file with the size that it had when it was opened."""
         identity = (info.st_dev, info.st_ino)
         if info.st_nlink > 1 and self._first_name.setdefault(identity, path) != path:
-            self._header(path, info, tarfile.LNKTYPE, link=self._first_name[identity])
+            self._write_header(path, info, tarfile.LNKTYPE, link=self._first_name[identity])
             return
-        self._header(path, info, tarfile.REGTYPE, info.st_size)
+        self._write_header(path, info, tarfile.REGTYPE, info.st_size)
         left = info.st_size
         while left:
             data = os.read(fd, min(CHUNK_BYTES, left))
             if not data:
-                raise BrokenOff(f"{show(path)} shrank while it was read")
+                raise IncompleteReply(f"{quote_path(path)} shrank while it was read")
             self._write(data)
             left -= len(data)
         self._write(b"\0" * (-info.st_size % BLOCK_BYTES))
 
     def finish(self) -> None:
-        """The end-of-archive marker and gzip's check sum."""
+        """Write the end-of-archive marker and the checksum of gzip."""
         self._write(b"\0" * (2 * BLOCK_BYTES))
-        self._reply.write(self._gzip.flush())
+        self._reply.write_content(self._gzip.flush())
 
-    def _header(self, path: str, info: os.stat_result, kind: bytes, size_bytes: int = 0, link: str = "") -> None:
+    def _write_header(self, path: str, info: os.stat_result, kind: bytes, size_bytes: int = 0, link: str = "") -> None:
         member = tarfile.TarInfo(path)
         member.type, member.size, member.linkname = kind, size_bytes, link
         member.mode = stat.S_IMODE(info.st_mode) & 0o777
         member.mtime = int(info.st_mtime)
-        # GNU headers hold names as raw bytes of any length, and every tar reads them.
+        # The GNU format stores names as raw bytes of any length, and every tar program can read it.
         self._write(member.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogateescape"))
 
     def _write(self, data: bytes) -> None:
         packed = self._gzip.compress(data)
         if packed:
-            self._reply.write(packed)
+            self._reply.write_content(packed)

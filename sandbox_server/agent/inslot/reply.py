@@ -1,7 +1,7 @@
-"""How a slot-side operation answers: one header, then raw bytes.
+"""The reply of an operation inside a slot: one header, then raw bytes.
 
-The header is a length (u32, network order) and that much JSON: `{"ok": true, ...}`, or `{"ok": false, "code", "detail", "errno"}`.
-It holds no lone surrogates, so every JSON encoder takes it on: names that are not UTF-8 show U+FFFD, their bytes are beside them in base64.
+The header is a length in bytes (u32, network order) and a JSON object of that length: `{"ok": true, ...}`, or `{"ok": false, "code", "detail", "errno"}`.
+It contains no unpaired surrogates, so that every JSON encoder can encode it again. A name that is not UTF-8 is shown with U+FFFD; its bytes follow in base64.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import struct
 
-# The part of json that is written in C: the whole would double the time a small read takes.
+# The part of `json` that is written in C. Importing the whole module would double the time of a small read.
 from _json import encode_basestring_ascii
 from binascii import b2a_base64
 
@@ -22,67 +22,74 @@ if TYPE_CHECKING:
 LENGTH = struct.Struct(">I")
 
 
-class BrokenOff(Exception):
-    """The answer cannot be brought to its end: nobody reads it any more, or what it was made from changed under it."""
+class IncompleteReply(Exception):
+    """The reply cannot be completed: its reader has closed the pipe, or the file that it is made from has changed."""
 
 
 class Reply:
-    """The answer of one operation on a pipe. `started`: whether the header is out, so that an error can no longer be told in it."""
+    """Writes the reply of one operation to a pipe.
+
+    Args:
+        out_fd: descriptor of the pipe.
+
+    Attributes:
+        started: whether the header has been written. Afterwards an error can no longer be reported in it.
+    """
 
     def __init__(self, out_fd: int) -> None:
         self._fd = out_fd
         self.started = False
 
-    def ok(self, **meta: Any) -> None:
-        """The operation was done, or its content follows."""
+    def send_ok(self, **meta: Any) -> None:
+        """Write the header of a successful operation. Content may follow."""
         self._header(dict(meta, ok=True))
 
-    def fail(self, refusal: Refusal) -> None:
-        """The operation was not done."""
+    def send_refusal(self, refusal: Refusal) -> None:
+        """Write the header of an operation that was refused or has failed."""
         meta = {"ok": False, "code": refusal.code, "detail": refusal.detail}
         if refusal.errno_name is not None:
             meta["errno"] = refusal.errno_name
         self._header(meta)
 
-    def text(self, text: str, **meta: Any) -> None:
-        """A whole answer of text; bytes that are not UTF-8 come out as they went in."""
-        self.ok(**meta)
-        self.write(text.encode("utf-8", "surrogateescape"))
+    def send_text(self, text: str, **meta: Any) -> None:
+        """Write a whole reply that consists of text. Bytes that are not UTF-8 (surrogates in `text`) are written unchanged."""
+        self.send_ok(**meta)
+        self.write_content(text.encode("utf-8", "surrogateescape"))
 
-    def write(self, data: bytes) -> None:
-        """Content, all of it.
+    def write_content(self, data: bytes) -> None:
+        """Write all bytes of `data` as content.
 
         Raises:
-            BrokenOff: the other end is closed.
+            IncompleteReply: the reader has closed the pipe.
         """
         view = memoryview(data)
         try:
             while view:
                 view = view[os.write(self._fd, view) :]
         except OSError as error:
-            raise BrokenOff(str(error)) from None
+            raise IncompleteReply(str(error)) from None
 
     def _header(self, meta: dict[str, Any]) -> None:
-        document = encode(meta).encode()
+        document = encode_json(meta).encode()
         self.started = True
-        self.write(LENGTH.pack(len(document)) + document)
+        self.write_content(LENGTH.pack(len(document)) + document)
 
 
-def encode(value: Any) -> str:
-    """JSON of what headers are made of: objects, lists, strings, finite numbers, booleans, null."""
+def encode_json(value: Any) -> str:
+    """Return a value as JSON: an object, list, string, finite number, boolean or null."""
     if isinstance(value, str):
         return str(encode_basestring_ascii(value))
     if isinstance(value, dict):
-        return "{" + ",".join(f"{encode(key)}:{encode(item)}" for key, item in value.items()) + "}"
+        return "{" + ",".join(f"{encode_json(key)}:{encode_json(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
-        return f"[{','.join(map(encode, value))}]"
+        return f"[{','.join(map(encode_json, value))}]"
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     return repr(value)
 
 
 def name_fields(path: str) -> dict[str, str]:
-    """A path as JSON fields: `path`, and `path_base64` where the path is not UTF-8."""
+    """Return the JSON fields of a path: `path`, and `path_base64` if the path is not UTF-8."""
     raw = path.encode("utf-8", "surrogateescape")
     try:
         return {"path": raw.decode()}

@@ -1,9 +1,9 @@
-"""route_archive_put: a streamed gzipped tar into a folder, never out of the roots.
+"""The operation `route_archive_put`: unpack a gzipped tar archive from a stream into a folder, never outside the roots.
 
-Every folder that is written into is entered by descriptor, name by name; a symlink on the way is followed only where it leads inside.
-A symlink itself may point anywhere, as the slot could make it too (a virtual environment has some): nothing is ever written through it.
-Members are refused by name before anything of them is written: absolute paths, `..`, hard links that lead out, devices, FIFOs.
-Members before a refused one stay. Owners are the slot's, set-id bits are dropped, files that are there are replaced.
+Every folder is entered by descriptor, one path component at a time. A symlink in a path is followed only if it leads to a folder inside the roots. A symlink in
+the archive may have any target, because the slot could create it as well (virtual environments contain such symlinks), but nothing is written through it.
+Absolute paths, `..`, hard links that lead out of the folder, devices and FIFOs are refused before anything of that member is written. Members before a
+refused one stay. The files belong to the user of the slot, set-id bits are dropped, and existing files are replaced.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import stat
 import tarfile
 
-from sandbox_server.agent.inslot.confine import Confined, Refusal, refusal_of, show, step
+from sandbox_server.agent.inslot.confine import ConfinedPath, Refusal, open_subfolder, quote_path, refusal_for_os_error
 from sandbox_server.agent.inslot.tarstream import Member, TarStream
 
 TYPE_CHECKING = False
@@ -27,79 +27,79 @@ _OWNER_ALL = 0o700
 
 
 def route_archive_put(args: Mapping[str, Any], ctx: Mapping[str, Any], reply: Reply, in_fd: int) -> None:
-    """Unpack into the folder, which is made if it is not there."""
-    place = Confined(args["path"], ctx)
-    top = place.open_folder(place.real)
+    """Unpack the archive that is read from `in_fd` into a folder. A missing folder is created."""
+    confined = ConfinedPath(args["path"], ctx)
+    top = confined.open_folder(confined.real)
     count = 0
-    unpack = _Unpack(place, top)
+    reader = _ArchiveReader(confined, top)
     try:
         stream = TarStream(in_fd)
         for member in stream:
             try:
-                unpack.member(member, stream)
+                reader.unpack_member(member, stream)
             except OSError as error:
-                raise refusal_of(error, member.path) from None
+                raise refusal_for_os_error(error, member.path) from None
             count += 1
-        unpack.restrict_folders()
+        reader.restrict_folders()
     finally:
-        unpack.close()
+        reader.close()
         os.close(top)
-    reply.ok(entries=count)
+    reply.send_ok(entries=count)
 
 
-class _Unpack:
-    def __init__(self, place: Confined, top: int) -> None:
-        self._place = place
+class _ArchiveReader:
+    def __init__(self, confined: ConfinedPath, top: int) -> None:
+        self._confined = confined
         self._top = top
-        self._folder: tuple[str, ...] = ()  # the one entered last, which the next member is most likely in
+        self._folder: tuple[str, ...] = ()  # The folder that was entered last; the next member is probably in it, too.
         self._fd = os.dup(top)
         self._modes: list[tuple[tuple[str, ...], int]] = []
 
     def close(self) -> None:
         os.close(self._fd)
 
-    def member(self, member: Member, stream: TarStream) -> None:
-        """Put one member in its place.
+    def unpack_member(self, member: Member, stream: TarStream) -> None:
+        """Create the file, folder or link of one member.
 
         Raises:
-            Refusal: it may not be there, or is of a kind that is not taken.
-            OSError: the file system does not take it.
+            Refusal: the path of the member is not allowed, or members of this type are not supported.
+            OSError: the file system refuses an operation.
         """
-        parts = _names(member.path, member.path)
+        parts = _path_components(member.path, member.path)
         if member.kind == tarfile.DIRTYPE:
             self._make_folder(parts, member.mode)
             return
         if member.kind not in (*_FILES, tarfile.SYMTYPE, tarfile.LNKTYPE):
-            raise Refusal("invalid", f"{show(member.path)} is {_kind(member.kind)}, which is not taken")
+            raise Refusal("invalid", f"{quote_path(member.path)} is {_describe_type(member.kind)}, which is not supported")
         if not parts:
-            raise Refusal("invalid", f"{show(member.path)} has no name")
+            raise Refusal("invalid", f"{quote_path(member.path)} has no name")
         if member.kind == tarfile.SYMTYPE and (not member.target or "\0" in member.target):
-            raise Refusal("invalid", f"{show(member.path)} is a symlink to nothing")
+            raise Refusal("invalid", f"{quote_path(member.path)} is a symlink without a target")
         if member.kind == tarfile.LNKTYPE:
-            self._link(parts, member)
+            self._create_hard_link(parts, member)
             return
         folder_fd, name = self._enter(parts[:-1], member.path), parts[-1]
         if member.kind == tarfile.SYMTYPE:
-            self._make_way(folder_fd, name)
+            self._remove_existing(folder_fd, name)
             os.symlink(member.target, name, dir_fd=folder_fd)
             return
-        self._file(folder_fd, name, member, stream)
+        self._create_file(folder_fd, name, member, stream)
 
     def restrict_folders(self) -> None:
-        """Give folders their modes, the deepest first: one without write permission could not have been filled."""
+        """Set the final modes of the folders, the deepest folder first. Without write permission they could not have been filled."""
         for parts, mode in sorted(self._modes, key=lambda folder: -len(folder[0])):
             os.chmod(".", mode, dir_fd=self._enter(parts, "/".join(parts)))
 
     def _make_folder(self, parts: tuple[str, ...], mode: int) -> None:
         if not parts:
-            return  # the folder it all goes into keeps its own mode
+            return  # The folder that the archive is unpacked into keeps its mode.
         fd = self._enter(parts, "/".join(parts))
         os.chmod(".", mode | _OWNER_ALL, dir_fd=fd)
         if mode & _OWNER_ALL != _OWNER_ALL:
             self._modes.append((parts, mode))
 
-    def _file(self, folder_fd: int, name: str, member: Member, stream: TarStream) -> None:
-        self._make_way(folder_fd, name)
+    def _create_file(self, folder_fd: int, name: str, member: Member, stream: TarStream) -> None:
+        self._remove_existing(folder_fd, name)
         fd = os.open(name, _CREATE_FLAGS, 0o600, dir_fd=folder_fd)
         try:
             for data in iter(stream.read, b""):
@@ -114,65 +114,74 @@ class _Unpack:
         finally:
             os.close(fd)
 
-    def _link(self, parts: tuple[str, ...], member: Member) -> None:
-        source = _names(member.target, member.path)
+    def _create_hard_link(self, parts: tuple[str, ...], member: Member) -> None:
+        source = _path_components(member.target, member.path)
         try:
             source_fd = os.dup(self._enter(source[:-1], member.path, make=False))
         except FileNotFoundError:
-            raise _no_source(member) from None
+            raise _refusal_missing_source(member) from None
         try:
             if not source or not _is_regular(source_fd, source[-1]):
-                raise _no_source(member)
+                raise _refusal_missing_source(member)
             if source == parts:
                 return
             folder_fd = self._enter(parts[:-1], member.path)
-            self._make_way(folder_fd, parts[-1])
+            self._remove_existing(folder_fd, parts[-1])
             os.link(source[-1], parts[-1], src_dir_fd=source_fd, dst_dir_fd=folder_fd, follow_symlinks=False)
         finally:
             os.close(source_fd)
 
     @staticmethod
-    def _make_way(folder_fd: int, name: str) -> None:
+    def _remove_existing(folder_fd: int, name: str) -> None:
         try:
             os.unlink(name, dir_fd=folder_fd)
         except FileNotFoundError:
             pass
 
     def _enter(self, parts: tuple[str, ...], path: str, make: bool = True) -> int:
-        """The folder, by default made where it is not there; belongs to this object until the next call."""
+        """Enter a folder below the top.
+
+        Args:
+            parts: the components of its path.
+            path: the path of the member, for error sentences.
+            make: whether missing folders are created.
+
+        Returns:
+            A descriptor of the folder that stays open until the next call. This object closes it.
+        """
         known = len(self._folder)
         if parts[:known] != self._folder:
             known = 0
-            self._swap(os.dup(self._top), ())
+            self._replace_descriptor(os.dup(self._top), ())
         for at in range(known, len(parts)):
-            self._swap(self._step(parts[at], path, make), parts[: at + 1])
+            self._replace_descriptor(self._enter_subfolder(parts[at], path, make), parts[: at + 1])
         return self._fd
 
-    def _swap(self, fd: int, folder: tuple[str, ...]) -> None:
+    def _replace_descriptor(self, fd: int, folder: tuple[str, ...]) -> None:
         os.close(self._fd)
         self._fd, self._folder = fd, folder
 
-    def _step(self, name: str, path: str, make: bool) -> int:
+    def _enter_subfolder(self, name: str, path: str, make: bool) -> int:
         try:
-            return step(self._fd, name, make)
+            return open_subfolder(self._fd, name, make)
         except NotADirectoryError:
             if not stat.S_ISLNK(os.stat(name, dir_fd=self._fd, follow_symlinks=False).st_mode):
                 raise
         here = os.readlink(f"/proc/self/fd/{int(self._fd)}")
         try:
-            real = self._place.resolve(f"{here}/{name}")
+            real = self._confined.resolve(f"{here}/{name}")
         except Refusal:
-            raise Refusal("path_outside", f"{show(path)} goes through a symlink that leads out of {self._place.real}") from None
-        return self._place.open_folder(real)
+            raise Refusal("path_outside", f"{quote_path(path)} goes through a symlink that leads out of {self._confined.real}") from None
+        return self._confined.open_folder(real)
 
 
-def _names(path: str, member: str) -> tuple[str, ...]:
+def _path_components(path: str, member: str) -> tuple[str, ...]:
     parts = tuple(part for part in path.split("/") if part not in ("", "."))
-    shown = show(path) if path == member else f"{show(member)}, a link to {show(path)},"
+    shown = quote_path(path) if path == member else f"{quote_path(member)}, a link to {quote_path(path)},"
     if path.startswith("/") or ".." in parts:
-        raise Refusal("path_outside", f"{shown} leads out: paths in an archive are relative and without `..`")
+        raise Refusal("path_outside", f"{shown} leads out: paths in an archive must be relative and must not contain `..`")
     if "\0" in path:
-        raise Refusal("invalid", f"{shown} holds a NUL")
+        raise Refusal("invalid", f"{shown} contains a NUL character")
     return parts
 
 
@@ -183,10 +192,10 @@ def _is_regular(folder_fd: int, name: str) -> bool:
         return False
 
 
-def _no_source(member: Member) -> Refusal:
-    return Refusal("invalid", f"{show(member.path)} is a hard link to {show(member.target)}, and no such file came before it")
+def _refusal_missing_source(member: Member) -> Refusal:
+    return Refusal("invalid", f"{quote_path(member.path)} is a hard link to {quote_path(member.target)}, and the archive contains no such file before it")
 
 
-def _kind(kind: bytes) -> str:
+def _describe_type(kind: bytes) -> str:
     named = {tarfile.CHRTYPE: "a device", tarfile.BLKTYPE: "a device", tarfile.FIFOTYPE: "a FIFO"}
-    return named.get(kind, f"of the unknown kind {kind!a}")
+    return named.get(kind, f"of the unknown type {kind!a}")

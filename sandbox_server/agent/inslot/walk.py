@@ -1,4 +1,4 @@
-"""Walking a tree that a slot made: of any depth, with two descriptors, never through a symlink."""
+"""Walks a tree that a slot has created. The tree may have any depth; the walk needs two descriptors and never follows a symlink."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import stat
 from heapq import nsmallest
 
-from sandbox_server.agent.inslot.confine import Refusal, show
+from sandbox_server.agent.inslot.confine import Refusal, quote_path
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -18,13 +18,13 @@ _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK | o
 
 
 class Entry:
-    """One thing in a tree. `folder_fd` and `name` lead to it until the walk goes on.
+    """One file or folder of a tree. `folder_fd` and `name` can be used to open it until the walk continues.
 
     Attributes:
-        path: relative to the top of the walk; may be longer than the kernel takes.
-        name: its name in its folder.
-        folder_fd: its folder.
-        info: what lstat says.
+        path: the path relative to the top of the walk; it may be longer than the kernel accepts.
+        name: the name in its folder.
+        folder_fd: descriptor of its folder.
+        info: the result of lstat.
     """
 
     __slots__ = ("folder_fd", "info", "name", "path")
@@ -43,10 +43,10 @@ class _Level:
         info = os.fstat(fd)
         self.identity = (info.st_dev, info.st_ino)
         self.prefix = prefix
-        self.names = _names(fd, at_most)  # in reverse: the next one is the last
+        self.names = _list_names(fd, at_most)  # In reverse order: the next name is the last element.
 
 
-def _names(fd: int, at_most: int | None) -> list[str]:
+def _list_names(fd: int, at_most: int | None) -> list[str]:
     with os.scandir(fd) as found:
         names = (entry.name for entry in found)
         if at_most is None:
@@ -55,20 +55,20 @@ def _names(fd: int, at_most: int | None) -> list[str]:
 
 
 def walk(top_fd: int, recursive: bool, report: Report, at_most: int | None = None, avoid: frozenset[int] = frozenset()) -> Iterator[Entry]:
-    """Everything below the folder `top_fd`, folders before what is in them, names in order.
+    """Yield the entries below a folder in the order of their names, each folder before its contents.
 
-    What vanishes meanwhile is left out.
+    An entry that is deleted during the walk is left out.
 
     Args:
-        top_fd: the folder, open for reading; the caller closes it.
-        recursive: whether to go into folders.
-        report: told the path and the error of each folder that cannot be read.
-        at_most: how many entries the caller wants at most; keeps a folder with millions of names small in memory.
-        avoid: devices whose folders are not gone into.
+        top_fd: descriptor of the folder, open for reading; the caller closes it.
+        recursive: whether the walk enters folders.
+        report: called with the path and the error of each entry that cannot be read.
+        at_most: the number of entries that the caller needs at most. It limits the memory that a folder with millions of names takes.
+        avoid: devices whose folders are not entered.
 
     Raises:
-        OSError: the top cannot be read.
-        Refusal: a folder was moved away under the walk.
+        OSError: the top folder cannot be read.
+        Refusal: a folder was moved during the walk.
     """
     fd = os.dup(top_fd)
     try:
@@ -79,24 +79,24 @@ def walk(top_fd: int, recursive: bool, report: Report, at_most: int | None = Non
                 levels.pop()
                 if not levels:
                     return
-                fd = _swap(fd, _climb(fd, levels[-1]))
+                fd = _close_and_return(fd, _open_parent(fd, levels[-1]))
                 continue
             name = level.names.pop()
             path = level.prefix + name
-            info = _look(fd, name, path, report)
+            info = _stat_entry(fd, name, path, report)
             if info is None:
                 continue
             yield Entry(path, name, fd, info)
             if recursive and stat.S_ISDIR(info.st_mode) and info.st_dev not in avoid:
-                below = _enter(fd, name, path, report)
+                below = _open_subfolder(fd, name, path, report)
                 if below is not None:
-                    fd = _swap(fd, below)
+                    fd = _close_and_return(fd, below)
                     levels.append(_Level(fd, f"{path}/", at_most))
     finally:
         os.close(fd)
 
 
-def _look(fd: int, name: str, path: str, report: Report) -> os.stat_result | None:
+def _stat_entry(fd: int, name: str, path: str, report: Report) -> os.stat_result | None:
     try:
         return os.stat(name, dir_fd=fd, follow_symlinks=False)
     except FileNotFoundError:
@@ -106,12 +106,12 @@ def _look(fd: int, name: str, path: str, report: Report) -> os.stat_result | Non
         return None
 
 
-def _swap(old: int, new: int) -> int:
+def _close_and_return(old: int, new: int) -> int:
     os.close(old)
     return new
 
 
-def _enter(fd: int, name: str, path: str, report: Report) -> int | None:
+def _open_subfolder(fd: int, name: str, path: str, report: Report) -> int | None:
     try:
         below = os.open(name, _FOLDER_FLAGS, dir_fd=fd)
     except FileNotFoundError:
@@ -120,7 +120,7 @@ def _enter(fd: int, name: str, path: str, report: Report) -> int | None:
         report(path, error)
         return None
     try:
-        os.stat("..", dir_fd=below)  # a folder that may be read but not searched has no way back up
+        os.stat("..", dir_fd=below)  # A folder that may be read but not searched cannot be left through `..`.
     except OSError as error:
         os.close(below)
         report(path, error)
@@ -128,10 +128,10 @@ def _enter(fd: int, name: str, path: str, report: Report) -> int | None:
     return below
 
 
-def _climb(fd: int, level: _Level) -> int:
+def _open_parent(fd: int, level: _Level) -> int:
     above = os.open("..", _FOLDER_FLAGS, dir_fd=fd)
     info = os.fstat(above)
     if (info.st_dev, info.st_ino) != level.identity:
         os.close(above)
-        raise Refusal("file_error", f"the tree was changed while it was read: {show(level.prefix or 'its top')} was moved", "ESTALE")
+        raise Refusal("file_error", f"the tree was changed while it was read: {quote_path(level.prefix or 'its top')} was moved", "ESTALE")
     return above

@@ -10,18 +10,15 @@ import shutil
 import socket
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any, Callable, Mapping, Protocol, Sequence
+from typing import Any, Callable, Mapping, Protocol, Sequence
 
 from sandbox_server.agent.config import AgentConfig
 from sandbox_server.agent.errors import StartFailed
+from sandbox_server.agent.execution.descriptor_waits import wait_readable
 from sandbox_server.agent.execution.init_client.descriptors import TEMPORARY_ERRORS, agent_limit, slot_limit
 from sandbox_server.agent.execution.init_client.init_link import InitLink
+from sandbox_server.agent.execution.slot_runtime import CacheFolder, Dirs, SlotRuntime
 from sandbox_server.agent.init import oom_score
-from sandbox_server.agent.kernel.cgroups import Groups
-from sandbox_server.agent.slots.caches import Cache
-
-if TYPE_CHECKING:
-    from sandbox_server.agent.limits.limit_end import LimitEnd
 
 START_TIMEOUT_S = 15.0
 END_TIMEOUT_S = 10.0
@@ -32,36 +29,6 @@ UMASK = 0o022
 SHM_BYTES = 256 << 20
 SLOT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 INIT_CODE = "import sys; sys.path.insert(0, %r); from sandbox_server.agent.init.init import main; main()"
-
-
-@dataclasses.dataclass
-class Dirs:
-    """The folders of one generation of a slot: what its holder writes, and nothing else."""
-
-    root: str
-    workspace: str
-    tmp: str
-
-
-@dataclasses.dataclass
-class SlotRuntime:
-    """A slot's processes and folders from one reset to the next."""
-
-    slot_id: str
-    dirs: Dirs
-    workspace: str  # as the slot sees it
-    tmp: str  # as the slot sees it
-    network: bool
-    process: subprocess.Popen[bytes]
-    link: InitLink
-    init_pid: int
-    init_pidfd: int
-    uid: int | None
-    groups: Groups
-    shell: str
-    stderr_fd: int
-    cache: Cache | None = None
-    limit_end: LimitEnd | None = None  # why it was ended, if that was for what it took of the machine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +88,7 @@ class Isolation(Protocol):
     places: str  # whether `/tmp`, `/dev/shm` and IPC are the slot's `own`, or `shared` with the machine and why; known when a slot was started
     caches: bool  # whether a slot can be given a shared cache, and be rid of it again
 
-    async def start(self, slot_id: str, network: bool, keep: SlotRuntime | None = None, cache: Cache | None = None) -> SlotRuntime:
+    async def start(self, slot_id: str, network: bool, keep: SlotRuntime | None = None, cache: CacheFolder | None = None) -> SlotRuntime:
         """Start a slot's body; with `keep`, on the folders (and the user) of a body that has ended; with `cache`, where the mode can, with that mounted.
 
         Raises:
@@ -244,7 +211,7 @@ async def launch(
             pid = await link.ready(dict(init_config, join=list(join_fds)), START_TIMEOUT_S)
             pidfd = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else -1
             if sets_floor:
-                oom_score.set_floor(pid)
+                oom_score.set_slot_floor(pid)
         except BaseException as error:
             link.close()
             process.kill()
@@ -281,31 +248,11 @@ async def wait_exit(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
         if hasattr(os, "pidfd_open"):
             fd = os.pidfd_open(process.pid)
             try:
-                await readable(fd, left)
+                await wait_readable(fd, left)
             finally:
                 os.close(fd)
         else:
             await asyncio.sleep(min(_EXIT_POLL_S, left))
-    return True
-
-
-async def readable(fd: int, timeout_s: float) -> bool:
-    """Wait until a descriptor is readable; whether it came in time."""
-    loop = asyncio.get_running_loop()
-    event: asyncio.Future[None] = loop.create_future()
-
-    def happened() -> None:
-        loop.remove_reader(fd)
-        if not event.done():
-            event.set_result(None)
-
-    loop.add_reader(fd, happened)
-    try:
-        await asyncio.wait_for(event, timeout_s)
-    except asyncio.TimeoutError:
-        return False
-    finally:
-        loop.remove_reader(fd)
     return True
 
 

@@ -10,13 +10,14 @@ import sysconfig
 from typing import Any
 
 from sandbox_server.agent.errors import StartFailed
+from sandbox_server.agent.execution.descriptor_waits import wait_readable
+from sandbox_server.agent.execution.slot_runtime import CacheFolder, Dirs, SlotRuntime
 from sandbox_server.agent.isolation import base
 from sandbox_server.agent.isolation.bwrap_processes import kill_bwrap_processes
-from sandbox_server.agent.isolation.etc import etc_args, write_accounts, write_etc
+from sandbox_server.agent.isolation.etc_folder import etc_args, write_accounts, write_etc
 from sandbox_server.agent.kernel import procfs
-from sandbox_server.agent.kernel.cgroups import Cgroups, Groups
-from sandbox_server.agent.slots.caches import Cache
-from sandbox_server.agent.slots.uids import UidRange
+from sandbox_server.agent.kernel.cgroups import Cgroups, SlotGroups
+from sandbox_server.agent.kernel.uids import UidRange
 
 WORKSPACE = "/workspace"
 TMP = "/tmp"
@@ -88,7 +89,7 @@ class Bwrap:
             return [*args, "--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--cap-add", "CAP_SETPCAP"]
         return [*args, "--unshare-user", "--disable-userns", "--uid", str(_INSIDE_UID), "--gid", str(_INSIDE_UID), "--cap-drop", "ALL"]
 
-    async def start(self, slot_id: str, network: bool, keep: base.SlotRuntime | None = None, cache: Cache | None = None) -> base.SlotRuntime:
+    async def start(self, slot_id: str, network: bool, keep: SlotRuntime | None = None, cache: CacheFolder | None = None) -> SlotRuntime:
         """See `Isolation.start`."""
         self._set_up()
         uid = keep.uid if keep is not None else self._uids.take() if self._root else None
@@ -108,7 +109,7 @@ class Bwrap:
             raise
         finally:
             groups.close_join_fds()
-        return base.SlotRuntime(
+        return SlotRuntime(
             slot_id=slot_id,
             dirs=dirs,
             workspace=WORKSPACE,
@@ -125,7 +126,7 @@ class Bwrap:
             cache=cache,
         )
 
-    async def _launch(self, network: bool, dirs: base.Dirs, uid: int | None, groups: Groups, cache: Cache | None) -> base.Launched:
+    async def _launch(self, network: bool, dirs: Dirs, uid: int | None, groups: SlotGroups, cache: CacheFolder | None) -> base.Launched:
         ours, theirs = base.control_pair()
         accounts = write_accounts(dirs.root, uid if uid is not None else _INSIDE_UID, cache.groups if cache is not None else ())
         argv = [self._program, *self._fixed, *accounts]
@@ -144,12 +145,12 @@ class Bwrap:
             "uid": uid,
             "gid": uid,
             "groups": cache.groups if cache is not None else [],
-            "places": None,
+            "private_mounts": None,
             "umask": cache.umask if cache is not None else base.UMASK,
             "env": self._context.environment(len(affinity), WORKSPACE, None, CACHE if cache is not None else None),
             "home": WORKSPACE,
             "roots": [WORKSPACE, TMP],
-            "limits": self._context.rlimits(groups.memory, groups.processes),
+            "limits": self._context.rlimits(groups.limits_memory, groups.limits_processes),
             "affinity": affinity,
             "lib": LIB,
             "filter": self._context.filter,
@@ -157,7 +158,7 @@ class Bwrap:
         kill_rest = functools.partial(kill_bwrap_processes, dirs.root)
         return await base.launch(argv, theirs, ours, config, groups.join_fds, sets_floor=self._context.sets_floor, kill_rest=kill_rest)
 
-    async def end(self, body: base.SlotRuntime) -> dict[str, Any]:
+    async def end(self, body: SlotRuntime) -> dict[str, Any]:
         """See `Isolation.end`. When the first process of a pid namespace has been reaped, the kernel has ended every other one in it."""
         body.link.close()
         if body.init_pidfd >= 0 and hasattr(signal, "pidfd_send_signal"):
@@ -169,7 +170,7 @@ class Bwrap:
             body.process.kill()
         ended = await base.wait_exit(body.process, base.END_TIMEOUT_S)
         if ended and body.init_pidfd >= 0:
-            ended = await base.readable(body.init_pidfd, base.END_TIMEOUT_S)
+            ended = await wait_readable(body.init_pidfd, base.END_TIMEOUT_S)
         proof: dict[str, Any] = {"namespace_ended": ended, "clean": ended}
         if not ended:
             proof["detail"] = "init %d did not end within %g s of SIGKILL" % (body.init_pid, base.END_TIMEOUT_S)
@@ -182,7 +183,7 @@ class Bwrap:
         body.groups.remove()
         return proof
 
-    def forget(self, body: base.SlotRuntime) -> None:
+    def forget(self, body: SlotRuntime) -> None:
         """See `Isolation.forget`."""
         if body.uid is not None:
             self._uids.give_back(body.uid)

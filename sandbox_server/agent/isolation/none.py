@@ -8,10 +8,10 @@ import signal
 from typing import Any
 
 from sandbox_server.agent.errors import StartFailed
+from sandbox_server.agent.execution.slot_runtime import CacheFolder, SlotRuntime
 from sandbox_server.agent.isolation import base
-from sandbox_server.agent.isolation.shared import Starter
+from sandbox_server.agent.isolation.starter import Starter
 from sandbox_server.agent.kernel.cgroups import Cgroups
-from sandbox_server.agent.slots.caches import Cache
 
 
 class Nothing:
@@ -25,7 +25,7 @@ class Nothing:
     def __init__(self, context: base.Context, cgroups: Cgroups) -> None:
         self._starter = Starter(context, cgroups, context.slots_dir)
 
-    async def start(self, slot_id: str, network: bool, keep: base.SlotRuntime | None = None, cache: Cache | None = None) -> base.SlotRuntime:
+    async def start(self, slot_id: str, network: bool, keep: SlotRuntime | None = None, cache: CacheFolder | None = None) -> SlotRuntime:
         """See `Isolation.start`."""
         if os.geteuid() == 0:
             raise StartFailed("a slot never runs as root, and without isolation it would; run the agent as an ordinary user")
@@ -35,7 +35,7 @@ class Nothing:
             raise StartFailed("cannot take a cache away again")
         return await self._starter.start("none", slot_id, network, None, keep)
 
-    async def end(self, body: base.SlotRuntime) -> dict[str, Any]:
+    async def end(self, body: SlotRuntime) -> dict[str, Any]:
         """See `Isolation.end`. Init kills what descends from it; where there are leaves, the kernel kills what is in them."""
         died_before = body.process.poll() is not None
         body.link.close()
@@ -57,7 +57,7 @@ class Nothing:
         return proof
 
     @staticmethod
-    async def _empty(body: base.SlotRuntime) -> int:
+    async def _empty(body: SlotRuntime) -> int:
         leaves = body.groups.leaves
         deadline = asyncio.get_running_loop().time() + base.END_TIMEOUT_S
         while leaves is not None:
@@ -67,7 +67,7 @@ class Nothing:
             await asyncio.sleep(0.005)
         return 0
 
-    def forget(self, body: base.SlotRuntime) -> None:
+    def forget(self, body: SlotRuntime) -> None:
         """See `Isolation.forget`: nothing is occupied."""
 
     def close(self) -> None:

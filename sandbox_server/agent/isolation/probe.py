@@ -7,13 +7,14 @@ from typing import Callable
 
 from sandbox_server.agent.config import ISOLATION_MODES
 from sandbox_server.agent.errors import StartFailed
-from sandbox_server.agent.isolation.base import Context, Isolation, SlotRuntime
+from sandbox_server.agent.execution.slot_runtime import SlotRuntime
+from sandbox_server.agent.isolation.base import Context, Isolation
 from sandbox_server.agent.isolation.bwrap import Bwrap
 from sandbox_server.agent.isolation.none import Nothing
 from sandbox_server.agent.isolation.uid import Uid
 from sandbox_server.agent.kernel.cgroups import Cgroups
-from sandbox_server.agent.slots.trash import Trash
-from sandbox_server.agent.slots.uids import UidRange
+from sandbox_server.agent.kernel.trash import Trash
+from sandbox_server.agent.kernel.uids import UidRange
 
 
 @dataclasses.dataclass

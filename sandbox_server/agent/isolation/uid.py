@@ -16,15 +16,15 @@ import stat
 from typing import Any, Collection
 
 from sandbox_server.agent.errors import StartFailed
-from sandbox_server.agent.init.private_mounts import FAILED as PLACES_FAILED
+from sandbox_server.agent.execution.slot_runtime import CacheFolder, SlotRuntime
+from sandbox_server.agent.init.private_mounts import FAILURE_PREFIX
 from sandbox_server.agent.isolation import base
-from sandbox_server.agent.isolation.leftovers import PLACES, left_bins, remove_owned
-from sandbox_server.agent.isolation.shared import Starter
+from sandbox_server.agent.isolation.shared_places import SHARED_PLACES, list_abandoned_bins, remove_owned
+from sandbox_server.agent.isolation.starter import Starter
 from sandbox_server.agent.isolation.sweep import BIN_PREFIX, Sweep
 from sandbox_server.agent.kernel.cgroups import Cgroups
-from sandbox_server.agent.slots.caches import Cache
-from sandbox_server.agent.slots.trash import Trash
-from sandbox_server.agent.slots.uids import UidRange, keeper_of, kill_uid
+from sandbox_server.agent.kernel.trash import Trash
+from sandbox_server.agent.kernel.uids import UidRange, keeper_of, kill_uid
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class Uid:
         hindrance = self._hindrance()
         self.places = "own" if hindrance is None else "shared: %s" % hindrance
 
-    async def start(self, slot_id: str, network: bool, keep: base.SlotRuntime | None = None, cache: Cache | None = None) -> base.SlotRuntime:
+    async def start(self, slot_id: str, network: bool, keep: SlotRuntime | None = None, cache: CacheFolder | None = None) -> SlotRuntime:
         """See `Isolation.start`."""
         if os.geteuid() != 0:
             raise StartFailed("needs root, to give every slot a user of its own")
@@ -69,12 +69,12 @@ class Uid:
         os.chown(body.dirs.root, uid, uid)
         return body
 
-    async def _start(self, slot_id: str, network: bool, uid: int, keep: base.SlotRuntime | None) -> base.SlotRuntime:
+    async def _start(self, slot_id: str, network: bool, uid: int, keep: SlotRuntime | None) -> SlotRuntime:
         if self.places == "own":
             try:
                 body = await self._starter.start("uid", slot_id, network, uid, keep, own=True)
             except StartFailed as error:
-                if self._proven or PLACES_FAILED not in str(error):
+                if self._proven or FAILURE_PREFIX not in str(error):
                     raise
                 self.places = "shared: %s" % error  # it is the first one that shows whether it is allowed here
             else:
@@ -86,7 +86,7 @@ class Uid:
         """What slots and their inits need must not lie in a place that is hidden from them. None, or what does."""
         needed = {"workspace_base": self._top, "the interpreter": base.interpreter(), "its library": os.path.realpath(os.__file__)}
         for name, path in needed.items():
-            for place in PLACES:
+            for place in SHARED_PLACES:
                 if (os.path.realpath(path) + "/").startswith(os.path.realpath(place) + "/"):
                     return "%s lies in %s" % (name, place)
         return None
@@ -98,7 +98,7 @@ class Uid:
             uids = self._uids.lock()
             self._trash.throw(self._lib)
             shutil.copytree(self._context.lib_dir, self._lib)
-            for left in left_bins(self._bins(uids)):
+            for left in list_abandoned_bins(self._bins(uids)):
                 self._trash.throw(left)
             await self._sweep(uids, uids)
             self._range = uids
@@ -133,7 +133,7 @@ class Uid:
                 return
             path = os.path.dirname(path)
 
-    async def end(self, body: base.SlotRuntime) -> dict[str, Any]:
+    async def end(self, body: SlotRuntime) -> dict[str, Any]:
         """See `Isolation.end`."""
         uid = body.uid
         if uid is None:
@@ -159,7 +159,7 @@ class Uid:
             body.groups.remove()
         return proof
 
-    def forget(self, body: base.SlotRuntime) -> None:
+    def forget(self, body: SlotRuntime) -> None:
         """See `Isolation.forget`."""
         if body.uid is not None:
             self._uids.give_back(body.uid)

@@ -1,1 +1,1 @@
-"""What the kernel gives to bound and watch slots: control groups, seccomp, procfs, resource limits."""
+"""Kernel interfaces that limit and observe slots: control groups, seccomp and /proc."""

@@ -1,11 +1,11 @@
-"""The control groups of memory: one over all slots of the machine, in it one over each agent's slots, in those one for each slot.
+"""The control groups that limit memory: one for all slots of the machine, inside it one for the slots of each agent, and inside those one for each slot.
 
-The machine's group has a fixed name and lies in the closest group around this process that has a limit of memory, else at the top of the hierarchy. So agents
-of several sandboxes and services find it without asking anybody. The name of an agent's group says which process made it and how many slots it has; a group
-whose process is gone counts for nothing and is removed by whoever meets it.
+The group of the machine has a fixed name and lies in the closest group around this process that has a memory limit, else at the top of the hierarchy. So the
+agents of several sandboxes and services find the same group without communicating. The name of an agent's group contains the process that created it and its
+number of slots. A group whose process no longer runs is ignored, and every agent removes such groups.
 
-On cgroup v1 the kernel kills nobody when the group of a machine or an agent is full: what asks for more memory waits, until the agent has ended the slot
-that is furthest above its share. A slot's own group does kill, inside that slot.
+On cgroup v1 the kernel does not kill a process when the group of the machine or of an agent is full. Processes that request more memory wait until the agent
+has ended the slot that exceeds its share by most. When the group of a slot is full, the kernel kills a process of that slot.
 """
 
 from __future__ import annotations
@@ -18,22 +18,27 @@ import re
 import stat
 from typing import Iterator
 
-from sandbox_server.agent.kernel.slot_limits import SOCKETS_USAGE, find, limit_sockets, write
-from sandbox_server.agent.limits.memory_plan import MemoryPlan, Usage, full_at
+from sandbox_server.agent.kernel.memory_plan import MemoryPlan, Usage, full_threshold_bytes
+from sandbox_server.agent.kernel.slot_limits import SOCKETS_USAGE, find_number, limit_sockets, write_control_file
 
 SLOTS_GROUP = "sandbox-pool-slots"
 SLOT_PREFIX = "limits-"
-_AGENT = re.compile(r"sandbox-pool-(\d+)-[0-9a-f]+-(\d+)-(\d+)-(\d+)\Z")
+_AGENT_GROUP = re.compile(r"sandbox-pool-(\d+)-[0-9a-f]+-(\d+)-(\d+)-(\d+)\Z")
 _UNLIMITED_BYTES = 1 << 60
 _MAKE_ROUNDS = 5
 _NEEDED = ("memory", "pids")
-_WELCOME = "cpu"  # a kernel may refuse it, where real-time threads run
+_OPTIONAL = "cpu"  # The kernel can refuse this controller if real-time threads run.
 _READ_BYTES = 16384
 
 
 @dataclasses.dataclass(frozen=True)
-class SlotGroup:
-    """A slot's group, whoever's it is."""
+class SlotMemoryGroup:
+    """The memory group of one slot of this or of another agent.
+
+    Args:
+        path: the folder of the group.
+        own: whether the slot belongs to this agent.
+    """
 
     path: str
     own: bool
@@ -41,11 +46,11 @@ class SlotGroup:
 
 @dataclasses.dataclass(frozen=True)
 class _Files:
-    """What a hierarchy calls things."""
+    """The file names and keys of one cgroup version."""
 
     usage: str
     limit: str
-    file_lines: tuple[bytes, ...]  # of `memory.stat`: pages of files, which the kernel takes back by itself
+    file_lines: tuple[bytes, ...]  # Keys in `memory.stat` of memory that the kernel can reclaim, such as pages of files.
 
 
 _V1 = _Files("memory.usage_in_bytes", "memory.limit_in_bytes", (b"total_inactive_file", b"total_active_file"))
@@ -53,7 +58,7 @@ _V2 = _Files("memory.current", "memory.max", (b"inactive_file", b"active_file", 
 
 
 def read_number(path: str) -> int | None:
-    """The number in a control file; None: there is none, or it means no limit."""
+    """Return the number in a control file; None if the file does not exist, has no number, or the number means that there is no limit."""
     try:
         with open(path, "rb") as file:
             word = file.read(_READ_BYTES).strip()
@@ -66,13 +71,13 @@ def read_number(path: str) -> int | None:
 
 
 def machine_memory_bytes() -> int:
-    """The memory of this machine."""
+    """Return the memory of this machine, in bytes."""
     with open("/proc/meminfo", "rb") as file:
-        return find(file.read().replace(b":", b" ").replace(b" kB", b""), b"MemTotal") << 10
+        return find_number(file.read().replace(b":", b" ").replace(b" kB", b""), b"MemTotal") << 10
 
 
 def start_ticks(pid: int) -> int | None:
-    """When a process started, in clock ticks since boot; None: there is no such process."""
+    """Return when a process was started, in clock ticks since boot; None if there is no such process."""
     try:
         with open("/proc/%d/stat" % pid, "rb") as file:
             return int(file.read().rpartition(b")")[2].split()[19])
@@ -81,12 +86,17 @@ def start_ticks(pid: int) -> int | None:
 
 
 class MemoryGroups:
-    """The groups of one agent.
+    """The memory groups of one agent.
 
     Args:
-        version: 1 or 2, of the hierarchy.
-        domain: the group in which the machine's group lies.
-        domain_bytes: the limit of that group; None: it has none, and the machine's memory is what there is.
+        version: the cgroup version of the hierarchy, 1 or 2.
+        domain: the folder of the group that contains the group of the machine.
+        domain_bytes: the memory limit of that group, in bytes; None if it has none, so that the memory of the machine is the limit.
+
+    Attributes:
+        machine: the folder of the group for all slots of the machine.
+        own: the folder of the group for the slots of this agent.
+        controllers: the controllers that limit slots through these groups. On v1 it is memory alone.
     """
 
     def __init__(self, version: int, domain: str, domain_bytes: int | None) -> None:
@@ -97,27 +107,39 @@ class MemoryGroups:
         self.machine = ""
         self.own = ""
         self.plan: MemoryPlan | None = None
-        #: What the groups of slots limit, on v2; on v1 it is memory alone.
         self.controllers: tuple[str, ...] = ("memory",)
 
     @classmethod
-    def around(cls, version: int, mount: str, own_path: str) -> MemoryGroups:
-        """Find where the machine's group belongs: in the closest group around this process that has a limit, else at the top of the hierarchy."""
+    def find_domain(cls, version: int, mount: str, own_path: str) -> MemoryGroups:
+        """Find the group that contains the group of the machine.
+
+        It is the closest group around this process that has a memory limit, else the top of the hierarchy.
+
+        Args:
+            version: the cgroup version, 1 or 2.
+            mount: where the hierarchy is mounted.
+            own_path: the group of this process, relative to the mount.
+        """
         files = _V1 if version == 1 else _V2
         path = os.path.normpath(mount + own_path)
         if not os.path.isdir(path):
-            path = mount  # a container that does not see its own group
+            path = mount  # The container of this process does not show its own group.
         while True:
             limit = read_number(os.path.join(path, files.limit))
             if limit is not None or os.path.normpath(path) == os.path.normpath(mount):
                 return cls(version, path, limit)
             path = os.path.dirname(path)
 
-    def make(self, plan: MemoryPlan, group: str, boot: str) -> None:
-        """Make the machine's group, where no other agent has, and this agent's own.
+    def create_groups(self, plan: MemoryPlan, group: str, boot: str) -> None:
+        """Create the group of this agent, and the group of the machine if no other agent has created it.
+
+        Args:
+            plan: how memory is divided between slots.
+            group: the name of the group of the machine.
+            boot: the nonce of this agent.
 
         Raises:
-            OSError: it is not allowed here, or the hierarchy has no controller of memory to give.
+            OSError: groups cannot be created here, or the hierarchy does not have the memory controller.
         """
         self.plan = plan
         self.machine = os.path.join(self.domain, group)
@@ -125,77 +147,79 @@ class MemoryGroups:
         self.own = os.path.join(self.machine, name)
         for _ in range(_MAKE_ROUNDS):
             try:
-                self._make_machine(plan)
+                self._create_machine_group(plan)
                 os.mkdir(self.own)
             except FileNotFoundError:
-                continue  # the last agent of before has just removed the machine's group
+                continue  # Another agent has removed the group of the machine at this moment, because it was the last one that used it.
             break
         else:
             raise OSError(errno.ENOENT, "other agents keep removing %s" % self.machine)
         try:
-            self._limit(self.own, plan.sandbox_limit_bytes)
+            self._set_limit(self.own, plan.sandbox_limit_bytes)
             if self.version == 2:
-                self._give_controllers(self.own)
-                self.controllers = (*_NEEDED, _WELCOME) if self._give_processor() else _NEEDED
+                self._enable_controllers(self.own)
+                self.controllers = (*_NEEDED, _OPTIONAL) if self._enable_cpu_controller() else _NEEDED
         except OSError:
             os.rmdir(self.own)
             raise
-        self.sweep()
+        self.remove_abandoned_groups()
 
-    def _make_machine(self, plan: MemoryPlan) -> None:
+    def _create_machine_group(self, plan: MemoryPlan) -> None:
         if self.version == 2:
-            self._give_controllers(self.domain)
+            self._enable_controllers(self.domain)
         if not os.path.isdir(self.machine):
             try:
                 os.mkdir(self.machine)
             except FileExistsError:
-                pass  # another agent was quicker
-        self._limit(self.machine, plan.machine_limit_bytes)
+                pass  # Another agent has created it at the same time.
+        self._set_limit(self.machine, plan.machine_limit_bytes)
         if self.version == 2:
-            self._give_controllers(self.machine)
+            self._enable_controllers(self.machine)
 
     @staticmethod
-    def _give_controllers(folder: str) -> None:
+    def _enable_controllers(folder: str) -> None:
         with open(os.path.join(folder, "cgroup.subtree_control"), encoding="ascii") as file:
             given = file.read().split()
         for name in _NEEDED:
             if name not in given:
-                write(os.path.join(folder, "cgroup.subtree_control"), "+" + name)
+                write_control_file(os.path.join(folder, "cgroup.subtree_control"), "+" + name)
 
-    def _give_processor(self) -> bool:
-        """Have the groups share out the processor, too. Returns whether they do."""
+    def _enable_cpu_controller(self) -> bool:
+        """Enable the cpu controller for the groups. Returns whether the kernel permits it."""
         try:
             for folder in (self.domain, self.machine, self.own):
-                write(os.path.join(folder, "cgroup.subtree_control"), "+" + _WELCOME)
+                write_control_file(os.path.join(folder, "cgroup.subtree_control"), "+" + _OPTIONAL)
         except OSError:
             return False
         return True
 
-    def _limit(self, folder: str, limit_bytes: int) -> None:
-        write(os.path.join(folder, self._files.limit), str(limit_bytes))
+    def _set_limit(self, folder: str, limit_bytes: int) -> None:
+        write_control_file(os.path.join(folder, self._files.limit), str(limit_bytes))
         if self.version == 1:
-            # Who asks for more waits; the agent decides which slot goes. Groups made below begin with this setting, see `slot_limits`.
-            write(os.path.join(folder, "memory.oom_control"), "1")
+            # Processes that request more memory wait, and the agent decides which slot is ended. New groups below inherit this setting, see `slot_limits`.
+            write_control_file(os.path.join(folder, "memory.oom_control"), "1")
             limit_sockets(folder, limit_bytes)
         else:
-            write(os.path.join(folder, "memory.high"), str(full_at(limit_bytes)))  # slows down who asks for more, so that the agent comes first
+            # Above this, the kernel slows down processes that request more memory, so that the agent can act before the limit is reached.
+            write_control_file(os.path.join(folder, "memory.high"), str(full_threshold_bytes(limit_bytes)))
 
-    def let_kernel_kill(self, folder: str, allowed: bool) -> None:
-        """Whether the kernel may kill in a full group (v1; on v2 it always may)."""
+    def allow_kernel_kill(self, folder: str, allowed: bool) -> None:
+        """Set whether the kernel kills processes when a group is full. On v2 it always does."""
         if self.version == 1:
-            write(os.path.join(folder, "memory.oom_control"), "0" if allowed else "1")
-
-    # Looking.
+            write_control_file(os.path.join(folder, "memory.oom_control"), "0" if allowed else "1")
 
     def _charged_bytes(self, folder: str) -> int | None:
-        """What the kernel has counted for a group and all below it; None: the group is gone. On v1 the buffers of sockets have a counter of their own."""
+        """Return the memory that the kernel has charged to a group and all groups below it, in bytes; None if the group no longer exists.
+
+        On v1 the buffers of sockets have a separate counter, which is added.
+        """
         used = read_number(os.path.join(folder, self._files.usage))
         if used is None or self.version != 1:
             return used
         return used + (read_number(os.path.join(folder, SOCKETS_USAGE)) or 0)
 
     def used_bytes(self, folder: str) -> int:
-        """What a group and all below it use that the kernel cannot take back by itself; 0: the group is gone."""
+        """Return how much memory a group and all groups below it use that the kernel cannot reclaim, in bytes; 0 if the group no longer exists."""
         used = self._charged_bytes(folder)
         if used is None:
             return 0
@@ -204,110 +228,112 @@ class MemoryGroups:
                 lines = file.read(_READ_BYTES)
         except OSError:
             return 0
-        return max(0, used - sum(find(lines, line) for line in self._files.file_lines))
+        return max(0, used - sum(find_number(lines, line) for line in self._files.file_lines))
 
     def is_full(self, folder: str, limit_bytes: int) -> bool:
-        """Whether a group uses so much that a slot must go."""
+        """Return whether a group uses so much memory that a slot must be ended."""
         used = self._charged_bytes(folder)
-        if used is None or used < full_at(limit_bytes):
+        if used is None or used < full_threshold_bytes(limit_bytes):
             return False
-        return self.is_stuck(folder) or self.used_bytes(folder) >= full_at(limit_bytes)
+        return self.is_under_oom(folder) or self.used_bytes(folder) >= full_threshold_bytes(limit_bytes)
 
-    def is_stuck(self, folder: str) -> bool:
-        """Whether something waits for memory in a full group (v1)."""
+    def is_under_oom(self, folder: str) -> bool:
+        """Return whether a process waits for memory because the group is full. This is always False on v2, where the kernel kills instead."""
         if self.version != 1:
             return False
         try:
             with open(os.path.join(folder, "memory.oom_control"), "rb") as file:
-                return find(file.read(), b"under_oom") != 0
+                return find_number(file.read(), b"under_oom") != 0
         except OSError:
             return False
 
-    def _agents(self) -> Iterator[tuple[str, bool, int, int]]:
-        """Path, whether its agent lives, slots, and share of slots by its sandbox, of every agent's group."""
+    def _list_agent_groups(self) -> Iterator[tuple[str, bool, int, int]]:
+        """Yield the folder of each agent's group, whether its agent runs, its number of slots, and the share of a slot within its sandbox in bytes."""
         try:
             names = os.listdir(self.machine)
         except OSError:
             return
         for name in names:
-            match = _AGENT.match(name)
+            match = _AGENT_GROUP.match(name)
             if match is not None:
                 pid, started, slots, share = (int(word) for word in match.groups())
                 yield os.path.join(self.machine, name), start_ticks(pid) == started, slots, share
 
     def machine_slots(self) -> int:
-        """How many slots the living agents of this machine have."""
-        return sum(slots for _, lives, slots, _ in self._agents() if lives)
+        """Return how many slots all running agents of this machine have together."""
+        return sum(slots for _, lives, slots, _ in self._list_agent_groups() if lives)
 
     def share_bytes(self) -> int:
-        """The share of each of this agent's slots now."""
+        """Return the present share of each slot of this agent, in bytes."""
         return self.plan.share_bytes(self.machine_slots()) if self.plan is not None else 0
 
-    def usages(self, everybody: bool) -> list[tuple[SlotGroup, Usage]]:
-        """What each slot uses: of this agent, or of all living agents of the machine."""
+    def measure_usages(self, all_agents: bool) -> list[tuple[SlotMemoryGroup, Usage]]:
+        """Measure the memory of each slot.
+
+        Args:
+            all_agents: whether the slots of all running agents of the machine are measured, or only those of this agent.
+        """
         if self.plan is None:
             return []
-        agents = [agent for agent in self._agents() if agent[1]]
-        each = full_at(self.plan.machine_limit_bytes) // max(1, sum(slots for _, _, slots, _ in agents))
+        agents = [agent for agent in self._list_agent_groups() if agent[1]]
+        each = full_threshold_bytes(self.plan.machine_limit_bytes) // max(1, sum(slots for _, _, slots, _ in agents))
         found = []
         for path, _, _, most in agents:
-            if everybody or path == self.own:
+            if all_agents or path == self.own:
                 share = min(each, most)
-                found += [(SlotGroup(slot, path == self.own), Usage(self.used_bytes(slot), share)) for slot in _slots_of(path)]
+                found += [(SlotMemoryGroup(slot, path == self.own), Usage(self.used_bytes(slot), share)) for slot in _list_slot_groups(path)]
         return found
 
-    def processes(self, folder: str) -> list[int]:
-        """Every process in a slot's group and below."""
+    def list_processes(self, folder: str) -> list[int]:
+        """Return all processes in a group and in the groups below it."""
         found: list[int] = []
         for path, _, _ in os.walk(folder):
             try:
                 with open(os.path.join(path, "cgroup.procs"), "rb") as file:
                     found += [int(word) for word in file.read().split()]
             except OSError:
-                continue  # it has ended meanwhile
+                continue  # The group has been removed meanwhile.
         return found
 
-    # The end.
-
-    def sweep(self) -> None:
-        """Remove the groups of agents that were killed, as far as what was in them has ended."""
-        for path, lives, _, _ in self._agents():
+    def remove_abandoned_groups(self) -> None:
+        """Remove the groups of agents that no longer run, if they contain no processes."""
+        for path, lives, _, _ in self._list_agent_groups():
             if not lives:
                 _remove_tree(path)
 
     def close(self) -> None:
-        """Remove this agent's group, and the machine's when no other agent has one."""
+        """Remove the group of this agent, and the group of the machine if no other agent uses it."""
         for path in (self.own, self.machine):
             if path:
-                _remove_tree(path) if path == self.own else _rmdir(path)
+                _remove_tree(path) if path == self.own else _remove_group(path)
 
 
-def mark_ended(folder: str, self_inflicted: bool) -> None:
-    """Leave a mark for its own agent on a slot's group: its slot was ended by another for want of memory. (A file would take memory.)
+def mark_slot_ended(folder: str, self_inflicted: bool) -> None:
+    """Mark the group of a slot of another agent, so that this agent knows that its slot was ended because memory was short.
 
-    That is the sticky bit, and the bit for the group's id too where the slot had filled the memory alone.
+    The mark is the sticky bit of the folder, and also its set-group-ID bit if the slot had filled the memory alone. (A file would need memory.)
     """
     with contextlib.suppress(FileNotFoundError):
         os.chmod(folder, stat.S_IMODE(os.stat(folder).st_mode) | stat.S_ISVTX | (stat.S_ISGID if self_inflicted else 0))
 
 
-def was_ended(folder: str) -> bool:
-    """Whether another agent has ended the slot of this group."""
+def was_ended_by_another_agent(folder: str) -> bool:
+    """Return whether another agent has ended the slot of this group, according to its mark."""
     try:
         return bool(os.stat(folder).st_mode & stat.S_ISVTX)
     except OSError:
         return False
 
 
-def had_filled_alone(folder: str) -> bool:
-    """Whether the slot of this group had filled the memory alone, by the mark of the agent that has ended it."""
+def had_filled_group_alone(folder: str) -> bool:
+    """Return whether the slot of this group had filled the memory alone, according to the mark of the agent that has ended it."""
     try:
         return bool(os.stat(folder).st_mode & stat.S_ISGID)
     except OSError:
         return False
 
 
-def _slots_of(agent: str) -> list[str]:
+def _list_slot_groups(agent: str) -> list[str]:
     try:
         return [os.path.join(agent, name) for name in os.listdir(agent) if name.startswith(SLOT_PREFIX)]
     except OSError:
@@ -316,11 +342,11 @@ def _slots_of(agent: str) -> list[str]:
 
 def _remove_tree(path: str) -> None:
     for folder, _, _ in os.walk(path, topdown=False):
-        _rmdir(folder)
+        _remove_group(folder)
 
 
-def _rmdir(path: str) -> None:
+def _remove_group(path: str) -> None:
     try:
         os.rmdir(path)
     except OSError:
-        return  # gone already, or a process of it has not ended yet: whoever starts next tries again
+        return  # It no longer exists, or a process in it has not ended yet. The next agent that starts tries again.

@@ -1,24 +1,28 @@
-"""Whether a call got the processor time that its slot was promised. Pure: what was measured goes in, what it proves comes out.
+"""Calculates from measurements whether a call got the processor time that its slot is promised. Reads no files.
 
-A slot is promised an equal part of the processors, or what its `cpu` says if that is less. In each stretch of time a call is owed what it asked for (the
-time it ran and the time it was ready and waited), at most its slot's part of the stretch. What all processes of the slot used together counts as given: so
-whatever a slot does to its own calls, others have not done it.
+A slot is promised an equal share of the processors, or its `cpu` limit if that is less. In each interval between two measurements a call is owed the time that
+it wanted (the time that it ran plus the time that it was ready to run and waited), but at most the share of its slot. The processor time of all processes of
+the slot counts as given. So other slots are never blamed for what a slot does to its own calls.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-_LEAST_OWED_S = 0.05  # below it, the ticks of the scheduler decide
-_ENOUGH = 0.8  # of what was owed: shares are kept on average, and the agent and the service need some
-_MATTERS = 0.25  # of the time of the call: what slept most of it was not late for the little that it missed
+_MIN_OWED_S = 0.05  # Below this, the time slices of the scheduler dominate.
+_ENOUGH_PART = 0.8  # Of the owed time. Shares hold on average only, and the agent and the service need some of the processor.
+_RELEVANT_PART = 0.25  # Of the duration of the call. A call that slept most of the time was not delayed much by what it missed.
 
 
 class ProcessorTimes(NamedTuple):
-    """What had been used at one moment, in seconds.
+    """One measurement of the processor time of a call and its slot.
 
-    `at_s` is a monotonic time. `call_waited_s`: how long some process of the call was ready to run and waited. `lowered`: something of the call runs with
-    less than an ordinary claim to the processor, as it asked for (nice, an idle class, fewer processors).
+    Args:
+        at_s: when it was taken, on the monotonic clock, in seconds.
+        call_ran_s: how long the processes of the call have run, in seconds.
+        call_waited_s: how long at least one process of the call was ready to run and waited, in seconds.
+        slot_ran_s: how long all processes of the slot have run, in seconds.
+        lowered: whether a thread of the call runs with less than normal priority by its own request (nice, an idle scheduling class, fewer processors).
     """
 
     at_s: float
@@ -29,23 +33,23 @@ class ProcessorTimes(NamedTuple):
 
 
 def promised_share(processors: int, slots: int, cpu: float | None) -> float:
-    """How many processors a slot is promised.
+    """Return how many processors a slot is promised.
 
     Args:
-        processors: how many all slots have.
-        slots: how many slots there are.
-        cpu: the limit of one slot, None for none.
+        processors: the number of processors of all slots.
+        slots: the number of slots.
+        cpu: the limit of one slot in processors; None if there is no limit.
     """
     share = processors / slots
     return share if cpu is None else min(share, cpu)
 
 
 class ProcessorAccount:
-    """Adds up what a call was owed and what its slot was given.
+    """Adds up the processor time that a call was owed and that its slot was given.
 
     Args:
         share: how many processors the slot is promised.
-        first: what had been used when the looking began.
+        first: the first measurement.
     """
 
     def __init__(self, share: float, first: ProcessorTimes) -> None:
@@ -58,7 +62,7 @@ class ProcessorAccount:
         self._lowered = first.lowered
 
     def add(self, now: ProcessorTimes) -> None:
-        """Take in what has been used by now."""
+        """Add the next measurement."""
         last, self._last = self._last, now
         waited_s = max(0.0, now.call_waited_s - last.call_waited_s)
         wanted_s = max(0.0, now.call_ran_s - last.call_ran_s) + waited_s
@@ -67,11 +71,11 @@ class ProcessorAccount:
         self._given_s += max(0.0, now.slot_ran_s - last.slot_ran_s)
         self._lowered = self._lowered or now.lowered
 
-    def starved(self) -> dict[str, Any] | None:
-        """The proof that others kept the call from its slot's share; None where there is none."""
-        if self._lowered or self._owed_s < _LEAST_OWED_S or self._given_s >= _ENOUGH * self._owed_s:
+    def starvation_evidence(self) -> dict[str, Any] | None:
+        """Return the evidence that other slots or processes kept the call from the share of its slot; None if there is no such evidence."""
+        if self._lowered or self._owed_s < _MIN_OWED_S or self._given_s >= _ENOUGH_PART * self._owed_s:
             return None
         lost_s = min(self._waited_s, (self._owed_s - self._given_s) / self._share)
-        if lost_s < _MATTERS * (self._last.at_s - self._first_at_s):
+        if lost_s < _RELEVANT_PART * (self._last.at_s - self._first_at_s):
             return None
         return {"share_processors": round(self._share, 3), "owed_s": round(self._owed_s, 3), "given_s": round(self._given_s, 3), "lost_s": round(lost_s, 3)}

@@ -1,4 +1,4 @@
-"""What /proc says, seen by the agent."""
+"""Reads processes, mounts and tables of the kernel from /proc."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Iterator
 
 
 def pids() -> Iterator[int]:
-    """Every process that can be seen."""
+    """Yield the id of every visible process."""
     for name in os.listdir("/proc"):
         if name.isdigit():
             yield int(name)
 
 
 def _status_uids(pid: int) -> frozenset[int]:
-    """Real, effective, saved and file system uid of a process; empty when it is gone, or dead and only not yet reaped."""
+    """Return the real, effective, saved and file system uid of a process. The result is empty if it has ended, even if it has not been reaped yet."""
     try:
         with open("/proc/%d/status" % pid, "rb") as file:
             for line in file:
@@ -28,7 +28,7 @@ def _status_uids(pid: int) -> frozenset[int]:
 
 
 def threads_of(pid: int) -> int:
-    """How many threads a process has; 0 when it is gone."""
+    """Return how many threads a process has; 0 if it no longer exists."""
     try:
         return len(os.listdir("/proc/%d/task" % pid))
     except OSError:
@@ -36,7 +36,7 @@ def threads_of(pid: int) -> int:
 
 
 def uids_in_use() -> frozenset[int]:
-    """Every uid that some process has."""
+    """Return all uids of all processes."""
     found: set[int] = set()
     for pid in pids():
         found |= _status_uids(pid)
@@ -44,12 +44,12 @@ def uids_in_use() -> frozenset[int]:
 
 
 def pids_of_uid(*uids: int) -> list[int]:
-    """The processes that have one of these uids as any of theirs."""
+    """Return the processes that have one of these uids as real, effective, saved or file system uid."""
     return [pid for pid in pids() if not _status_uids(pid).isdisjoint(uids)]
 
 
 def pids_in_group(path: str) -> list[int]:
-    """The processes in a control group; none when it is gone."""
+    """Return the processes in a control group; none if the group no longer exists."""
     try:
         with open(os.path.join(path, "cgroup.procs"), encoding="ascii") as file:
             return [int(word) for word in file.read().split()]
@@ -58,7 +58,7 @@ def pids_in_group(path: str) -> list[int]:
 
 
 def has_argument(pid: int, part: str) -> bool:
-    """Whether this is in a process's command line."""
+    """Return whether the command line of a process contains `part`."""
     try:
         with open("/proc/%d/cmdline" % pid, "rb") as file:
             return part.encode() in file.read()
@@ -67,7 +67,7 @@ def has_argument(pid: int, part: str) -> bool:
 
 
 def inode_of(path: str) -> int:
-    """The inode behind a path; 0 when it is gone or not to be seen."""
+    """Return the inode number of a path; 0 if it does not exist or cannot be accessed."""
     try:
         return os.stat(path).st_ino
     except OSError:
@@ -75,13 +75,13 @@ def inode_of(path: str) -> int:
 
 
 def has_line(path: str, column: int, word: bytes) -> bool:
-    """Whether a table of the kernel has this word in this column."""
+    """Return whether a line of a table in /proc has this word in this column. Column -1 is the last one."""
     with open(path, "rb") as file:
         return any(line.split()[column : column + 1 or None] == [word] for line in file)
 
 
 def mounts_under(path: str) -> list[str]:
-    """What is mounted at or below a folder, as this process sees it."""
+    """Return the mount points at and below a folder, as this process sees them."""
     found = []
     with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
         for line in file:
@@ -92,7 +92,7 @@ def mounts_under(path: str) -> list[str]:
 
 
 def pss_bytes(pid: int) -> int:
-    """The memory a process takes, shared pages counted by their share; 0 when it is gone or not to be read."""
+    """Return the proportional set size of a process in bytes: a page that several processes share is counted in parts. 0 if it cannot be read."""
     try:
         with open("/proc/%d/smaps_rollup" % pid, "rb") as file:
             for line in file:

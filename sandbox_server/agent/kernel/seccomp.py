@@ -1,7 +1,7 @@
-"""The system calls no process of a slot may make, as a BPF program. Pure: `program` only builds bytes, `init` installs them.
+"""Builds the BPF program that refuses system calls of the processes of a slot. Init installs it.
 
-What is refused gives no right by itself to a process without capabilities. It is refused because it is where the kernel's privilege bugs are
-(namespaces, mounts, keys, bpf, io_uring), or because it reaches a neighbour of the same user (terminal injection, limits of init).
+Without capabilities, the refused calls give a process no additional rights. They are refused because most privilege escalation bugs of the kernel are in them
+(namespaces, mounts, keys, bpf, io_uring), or because they affect other processes of the same user (terminal injection, resource limits of init).
 """
 
 import errno
@@ -15,29 +15,30 @@ _ERRNO = 0x00050000
 
 _CLONE_NEW = 0x00000080 | 0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
-_FAMILIES = (1, 2, 10, 16)  # unix, the internet's, netlink: what network namespaces keep apart. Others (vsock) reach the machine from every slot.
-_INIT = 1  # where the slot has a namespace; elsewhere init is out of its reach as another user's
+#: Address families that network namespaces isolate: unix, IPv4, IPv6, netlink. Others, such as vsock, can reach the machine from every slot.
+_FAMILIES = (1, 2, 10, 16)
+_INIT = 1  # The pid of init if the slot has a pid namespace. Without one, init has another uid and cannot be affected.
 _PRIO_USER, _IOPRIO_WHO_USER = 2, 3
 
 
 class UnknownMachine(Exception):
-    """There is no filter for this machine's processor."""
+    """There is no system call filter for the processor of this machine."""
 
 
 class _Machine(NamedTuple):
     audit_arch: int
     refused: Tuple[int, ...]
-    namespaces: Tuple[int, ...]  # first argument holds CLONE_NEW* flags
+    namespaces: Tuple[int, ...]  # The first argument contains CLONE_NEW* flags.
     clone3: int
     ioctl: int
     prlimit: int
     mq_open: int
-    io_setup: int  # what it takes is counted for the whole machine (fs.aio-max-nr), and one slot could take it all
-    sockets: Tuple[int, int]  # socket, socketpair
-    schedules: Tuple[int, ...]  # sched_setscheduler, sched_setparam, sched_setaffinity, sched_setattr: first argument is a process
+    io_setup: int  # Its resources are limited for the whole machine (fs.aio-max-nr), and one slot could use all of them.
+    sockets: Tuple[int, int]  # socket and socketpair.
+    schedules: Tuple[int, ...]  # sched_setscheduler, sched_setparam, sched_setaffinity, sched_setattr. The first argument is a process.
     setpriority: int
     ioprio_set: int
-    foreign_from: int  # numbers from here on belong to another calling convention; 0: none do
+    foreign_from: int  # Numbers from here on belong to another calling convention; 0 if there is none.
 
 
 # unshare, setns, mount, umount2, pivot_root, swapon, swapoff, reboot, sethostname, setdomainname, init_module, delete_module, finit_module, kexec_load,
@@ -86,57 +87,68 @@ def _refuse(number: int) -> bytes:
     return _op(_RET, _ERRNO | number)
 
 
-def _only_families(number: int) -> List[bytes]:
+def _allow_only_families(number: int) -> List[bytes]:
     count = len(_FAMILIES)
     known = [_op(_JEQ, family, count - at, 0) for at, family in enumerate(_FAMILIES)]
     return [_op(_JEQ, number, 0, count + 3), _op(_LD_W_ABS, _ARGS), *known, _refuse(errno.EAFNOSUPPORT), _op(_RET, _ALLOW)]
 
 
-def _never_of_init(number: int) -> List[bytes]:
+def _refuse_on_init(number: int) -> List[bytes]:
     return [_op(_JEQ, number, 0, 4), _op(_LD_W_ABS, _ARGS), _op(_JEQ, _INIT, 0, 1), _refuse(errno.EPERM), _op(_RET, _ALLOW)]
 
 
-def _never_of_init_or_user(number: int, user: int) -> List[bytes]:
-    """For calls whose first argument says what kind the second is: a process, a group, or all of a user's, init included."""
+def _refuse_on_init_or_user(number: int, user: int) -> List[bytes]:
+    """Refuse calls that affect init. Their first argument says whether the second is a process, a process group or a user, whose processes include init."""
     which = [_op(_LD_W_ABS, _ARGS), _op(_JEQ, user, 2, 0)]
     who = [_op(_LD_W_ABS, _ARGS + 8), _op(_JEQ, _INIT, 0, 1)]
     return [_op(_JEQ, number, 0, 6), *which, *who, _refuse(errno.EPERM), _op(_RET, _ALLOW)]
 
 
-def program(machine: str, queues: bool = True) -> bytes:
-    """The filter for a machine, as `struct sock_filter` after `struct sock_filter`.
+def build_filter(machine: str, allow_message_queues: bool = True) -> bytes:
+    """Build the filter for a machine.
 
     Args:
-        machine: as `os.uname().machine` says it.
-        queues: whether POSIX message queues may be made. Where slots share them and nobody can list them, none could be found again.
+        machine: the machine type, as in `os.uname().machine`.
+        allow_message_queues: whether POSIX message queues may be created. They must not be if slots share them and /dev/mqueue is not mounted, because then
+            the queues of an ended slot could not be found.
+
+    Returns:
+        An array of `struct sock_filter`.
 
     Raises:
-        UnknownMachine: there is no filter for it.
+        UnknownMachine: there is no filter for this machine type.
     """
     known = _MACHINES.get(machine)
     if known is None:
         raise UnknownMachine("no system call filter for the processor %s, only for %s" % (machine, ", ".join(sorted(_MACHINES))))
     allow = _op(_RET, _ALLOW)
-    ops: List[bytes] = [_op(_LD_W_ABS, _ARCH), _op(_JEQ, known.audit_arch, 1, 0), _refuse(errno.ENOSYS), _op(_LD_W_ABS, _NR)]
+    instructions: List[bytes] = [_op(_LD_W_ABS, _ARCH), _op(_JEQ, known.audit_arch, 1, 0), _refuse(errno.ENOSYS), _op(_LD_W_ABS, _NR)]
     if known.foreign_from:
-        ops += [_op(_JGE, known.foreign_from, 0, 1), _refuse(errno.ENOSYS)]
-    # glibc falls back to clone, whose flags can be seen.
-    ops += [_op(_JEQ, known.clone3, 0, 1), _refuse(errno.ENOSYS)]
+        instructions += [_op(_JGE, known.foreign_from, 0, 1), _refuse(errno.ENOSYS)]
+    # The filter cannot read the flags of clone3. With ENOSYS, glibc uses clone instead, whose flags it can read.
+    instructions += [_op(_JEQ, known.clone3, 0, 1), _refuse(errno.ENOSYS)]
     for number in known.refused:
-        ops += [_op(_JEQ, number, 0, 1), _refuse(errno.EPERM)]
-    ops += [_op(_JEQ, known.io_setup, 0, 1), _refuse(errno.ENOSYS)]  # as on a kernel without it: programs then do without
-    if not queues:
-        ops += [_op(_JEQ, known.mq_open, 0, 1), _refuse(errno.ENOSYS)]
+        instructions += [_op(_JEQ, number, 0, 1), _refuse(errno.EPERM)]
+    instructions += [_op(_JEQ, known.io_setup, 0, 1), _refuse(errno.ENOSYS)]  # As on a kernel without the call: programs then use another method.
+    if not allow_message_queues:
+        instructions += [_op(_JEQ, known.mq_open, 0, 1), _refuse(errno.ENOSYS)]
     for number in known.namespaces:
-        ops += [_op(_JEQ, number, 0, 4), _op(_LD_W_ABS, _ARGS), _op(_JSET, _CLONE_NEW, 0, 1), _refuse(errno.EPERM), allow]
-    ops += [_op(_JEQ, known.ioctl, 0, 5), _op(_LD_W_ABS, _ARGS + 8), _op(_JEQ, _TIOCSTI, 1, 0), _op(_JEQ, _TIOCLINUX, 0, 1), _refuse(errno.EPERM), allow]
-    # prlimit on another process: init has the slot's uid, and its limits are not the slot's to set.
-    ops += [_op(_JEQ, known.prlimit, 0, 4), _op(_LD_W_ABS, _ARGS), _op(_JEQ, 0, 1, 0), _refuse(errno.EPERM), allow]
+        instructions += [_op(_JEQ, number, 0, 4), _op(_LD_W_ABS, _ARGS), _op(_JSET, _CLONE_NEW, 0, 1), _refuse(errno.EPERM), allow]
+    instructions += [
+        _op(_JEQ, known.ioctl, 0, 5),
+        _op(_LD_W_ABS, _ARGS + 8),
+        _op(_JEQ, _TIOCSTI, 1, 0),
+        _op(_JEQ, _TIOCLINUX, 0, 1),
+        _refuse(errno.EPERM),
+        allow,
+    ]
+    # prlimit on another process: init has the uid of the slot, and the slot must not set its limits.
+    instructions += [_op(_JEQ, known.prlimit, 0, 4), _op(_LD_W_ABS, _ARGS), _op(_JEQ, 0, 1, 0), _refuse(errno.EPERM), allow]
     for number in known.sockets:
-        ops += _only_families(number)
-    # Init has the slot's uid, and a slot that slows it down makes its own calls late.
+        instructions += _allow_only_families(number)
+    # Init has the uid of the slot, and a slot that slows down init would delay its own calls.
     for number in known.schedules:
-        ops += _never_of_init(number)
-    ops += _never_of_init_or_user(known.setpriority, _PRIO_USER) + _never_of_init_or_user(known.ioprio_set, _IOPRIO_WHO_USER)
-    ops.append(allow)
-    return b"".join(ops)
+        instructions += _refuse_on_init(number)
+    instructions += _refuse_on_init_or_user(known.setpriority, _PRIO_USER) + _refuse_on_init_or_user(known.ioprio_set, _IOPRIO_WHO_USER)
+    instructions.append(allow)
+    return b"".join(instructions)

@@ -1,7 +1,7 @@
-"""What control groups limit one slot to, and the counters that prove what hit a limit.
+"""The control groups that limit one slot, and the counters that prove that the slot reached a limit.
 
-A counter of kills or refusals rises whoever's limit was reached: the slot's, or one around all of them. So each is believed only with a second one
-that tells of the slot's own limit. Else a slot that fills the sandbox, or the machine, would have its neighbours blamed.
+A counter of kills or refusals increases when the limit of the slot is reached, but also when a limit of a group around the slot is reached. Therefore a second
+counter must show that it was the limit of the slot itself. Otherwise, if one slot fills the sandbox or the machine, its neighbours would be blamed.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from typing import Callable
 
 SOCKETS_LIMIT, SOCKETS_USAGE = "memory.kmem.tcp.limit_in_bytes", "memory.kmem.tcp.usage_in_bytes"
 _COUNTER_BYTES = 4096
-_NEAR = 0.75  # of a limit: what is read after the fact has moved on
+_NEAR_LIMIT_PART = 0.75  # Of the limit. The usage may have fallen between the event and the reading.
 _SOCKETS_PART = 1 / 16
-_AT_LIMIT = 0.9  # memory is charged in batches, so a limit that refuses may not quite be reached
+_AT_LIMIT_PART = 0.9  # Of the limit. Memory is charged in batches, so the kernel can refuse memory slightly below the limit.
 
 
-def write(path: str, text: str) -> None:
-    """Set a control file."""
+def write_control_file(path: str, text: str) -> None:
+    """Write a value to a control file."""
     with open(path, "w", encoding="ascii") as file:
         file.write(text)
 
 
-def find(content: bytes, name: bytes) -> int:
-    """The number after a name in a control file of lines; 0: it is not there."""
+def find_number(content: bytes, name: bytes) -> int:
+    """Return the number after a name in the lines of a control file; 0 if the name does not occur."""
     for line in content.splitlines():
         key, _, value = line.partition(b" ")
         if key == name:
@@ -32,19 +32,27 @@ def find(content: bytes, name: bytes) -> int:
 
 
 def open_procs(folder: str) -> int:
-    """Through what processes join a group."""
+    """Open the file through which processes join a control group. The caller closes the descriptor."""
     return os.open(os.path.join(folder, "cgroup.procs"), os.O_RDWR | os.O_CLOEXEC)
 
 
 def limit_sockets(folder: str, limit_bytes: int) -> None:
-    """Limit the buffers of sockets of a v1 group: from then on the kernel counts them, and at the limit connections slow down and packets are dropped."""
+    """Limit the memory of socket buffers of a v1 group.
+
+    With a limit the kernel counts this memory. At the limit, connections become slower and packets are dropped.
+    """
     path = os.path.join(folder, SOCKETS_LIMIT)
     if os.path.exists(path):
-        write(path, str(limit_bytes))
+        write_control_file(path, str(limit_bytes))
 
 
 class _Counter:
-    """A number in an open control file: the whole of it, or after a name. Missing files count 0."""
+    """A number in a control file that stays open.
+
+    Args:
+        path: the control file. If it does not exist, the number is 0.
+        key: the name before the number; empty if the file contains only the number.
+    """
 
     def __init__(self, path: str, key: bytes = b"") -> None:
         self._key = key
@@ -54,114 +62,126 @@ class _Counter:
         if self.fd < 0:
             return 0
         content = os.pread(self.fd, _COUNTER_BYTES, 0)
-        return find(content, self._key) if self._key else int(content)
+        return find_number(content, self._key) if self._key else int(content)
 
 
 class SlotLimits:
-    """What limits one slot, by which hierarchy, and its counters.
+    """The control groups that limit one slot, and their counters.
 
     Args:
-        folders: hierarchy -> the group to make there.
-        memory_bytes: the limit of memory.
-        share_bytes: what is kept for the slot, where the hierarchy can keep something.
-        processes: the limit of processes and threads.
-        remove: takes a group away again.
+        folders: the group to create for each controller.
+        memory_bytes: the memory limit, in bytes.
+        share_bytes: the memory that the kernel protects for the slot, in bytes, if the cgroup version supports this.
+        processes: the maximum number of processes and threads.
+        remove_group: removes a control group as soon as it is empty.
+
+    Attributes:
+        limits_memory: whether these groups limit memory.
+        limits_processes: whether these groups limit the number of processes.
+        memory_folder: the group that limits memory; None if there is none.
     """
 
-    def __init__(self, folders: dict[str, str], memory_bytes: int, share_bytes: int, processes: int, remove: Callable[[str], None]) -> None:
-        self._remove = remove
+    def __init__(self, folders: dict[str, str], memory_bytes: int, share_bytes: int, processes: int, remove_group: Callable[[str], None]) -> None:
+        self._remove_group = remove_group
         self._folders = folders
-        self.memory = "memory" in folders
-        self.processes = "pids" in folders
+        self.limits_memory = "memory" in folders
+        self.limits_processes = "pids" in folders
         self.memory_folder = folders.get("memory")
-        self._most_bytes = memory_bytes
+        self._memory_limit_bytes = memory_bytes
         self._share_bytes = share_bytes
-        self._most_processes = processes
+        self._process_limit = processes
         self._counters: dict[str, _Counter] = {}
-        self._peak_fd = -1  # where only the highest use is told, and since when is ours to say
+        self._peak_fd = -1  # On v1: the highest usage since this process last reset it.
         for folder in set(folders.values()):
             os.mkdir(folder)
-        if self.memory:
+        if self.limits_memory:
             self._limit_memory(folders["memory"])
-        if self.processes:
+        if self.limits_processes:
             folder = folders["pids"]
-            write(os.path.join(folder, "pids.max"), str(processes))
-            self._count("processes", folder, "pids.events", b"max")
-            self._count("alive", folder, "pids.current")
-            self._count("most_alive", folder, "pids.peak")
+            write_control_file(os.path.join(folder, "pids.max"), str(processes))
+            self._open_counter("processes", folder, "pids.events", b"max")
+            self._open_counter("alive", folder, "pids.current")
+            self._open_counter("most_alive", folder, "pids.peak")
 
-    def _count(self, name: str, folder: str, file: str, key: bytes = b"") -> None:
+    def _open_counter(self, name: str, folder: str, file: str, key: bytes = b"") -> None:
         self._counters[name] = _Counter(os.path.join(folder, file), key)
 
     def _limit_memory(self, folder: str) -> None:
         if os.path.exists(os.path.join(folder, "memory.max")):
-            write(os.path.join(folder, "memory.max"), str(self._most_bytes))
+            write_control_file(os.path.join(folder, "memory.max"), str(self._memory_limit_bytes))
             if os.path.exists(os.path.join(folder, "memory.swap.max")):
-                write(os.path.join(folder, "memory.swap.max"), "0")
-            write(os.path.join(folder, "memory.low"), str(self._share_bytes))
-            self._count("oom", folder, "memory.events", b"oom_kill")
-            self._count("own_oom", folder, "memory.events", b"oom")
-            self._count("used_bytes", folder, "memory.current")
+                write_control_file(os.path.join(folder, "memory.swap.max"), "0")
+            write_control_file(os.path.join(folder, "memory.low"), str(self._share_bytes))
+            self._open_counter("oom", folder, "memory.events", b"oom_kill")
+            self._open_counter("own_oom", folder, "memory.events", b"oom")
+            self._open_counter("used_bytes", folder, "memory.current")
             return
-        write(os.path.join(folder, "memory.limit_in_bytes"), str(self._most_bytes))
-        write(os.path.join(folder, "memory.oom_control"), "0")  # at its own limit the kernel kills; the groups around it let their slots wait
+        write_control_file(os.path.join(folder, "memory.limit_in_bytes"), str(self._memory_limit_bytes))
+        write_control_file(os.path.join(folder, "memory.oom_control"), "0")  # The kernel kills at the slot's limit. In groups around it, processes wait.
         both = os.path.join(folder, "memory.memsw.limit_in_bytes")
         if os.path.exists(both):
-            write(both, str(self._most_bytes))
-        limit_sockets(folder, int(_SOCKETS_PART * self._most_bytes))
-        self._count("oom", folder, "memory.oom_control", b"oom_kill")
-        self._count("used_bytes", folder, "memory.usage_in_bytes")
-        self._peak_fd = os.open(os.path.join(folder, "memory.max_usage_in_bytes"), os.O_RDWR | os.O_CLOEXEC)  # `memory.failcnt` stands still on new kernels
+            write_control_file(both, str(self._memory_limit_bytes))
+        limit_sockets(folder, int(_SOCKETS_PART * self._memory_limit_bytes))
+        self._open_counter("oom", folder, "memory.oom_control", b"oom_kill")
+        self._open_counter("used_bytes", folder, "memory.usage_in_bytes")
+        self._peak_fd = os.open(os.path.join(folder, "memory.max_usage_in_bytes"), os.O_RDWR | os.O_CLOEXEC)  # New kernels do not update `memory.failcnt`.
 
     def procs_fds(self) -> list[int]:
-        """Open descriptors through which init joins; the caller closes them."""
+        """Open the descriptors through which init joins the groups. The caller closes them."""
         return [open_procs(folder) for folder in sorted(set(self._folders.values()))]
 
     def _read(self, name: str) -> int:
         counter = self._counters.get(name)
         return counter.read() if counter is not None else 0
 
-    def start(self, alone: bool) -> dict[str, int]:
-        """What `rises` is to be told later. `alone`: nothing else of the slot runs that is measured already."""
+    def read_counters(self, alone: bool) -> dict[str, int]:
+        """Read the counters, for later calls of `count_limit_hits` and `is_short_of_memory`.
+
+        Args:
+            alone: whether no other call of the slot is being measured, so that the highest usage can be reset.
+        """
         if alone and self._peak_fd >= 0:
             os.pwrite(self._peak_fd, b"0", 0)
         return {name: self._read(name) for name in ("oom", "own_oom", "processes") if name in self._counters}
 
-    def alive(self) -> int:
-        """How many processes and threads there are, init among them; 0 where nothing counts."""
+    def count_processes(self) -> int:
+        """Return the number of processes and threads of the slot, including init; 0 if no control group counts them."""
         return self._read("alive")
 
-    def short_of_memory(self, before: dict[str, int]) -> bool:
-        """Whether the slot's own limit has refused memory since `start`, or its memory is almost used up."""
-        if not self.memory:
+    def is_short_of_memory(self, before: dict[str, int]) -> bool:
+        """Return whether the limit of the slot has refused memory since `before` was read, or whether the slot is now close to its limit."""
+        if not self.limits_memory:
             return False
-        return self._hit_own_memory(before) or self._read("used_bytes") >= _NEAR * self._most_bytes
+        return self._hit_own_memory(before) or self._read("used_bytes") >= _NEAR_LIMIT_PART * self._memory_limit_bytes
 
     def _hit_own_memory(self, before: dict[str, int]) -> bool:
         if self._peak_fd >= 0:
-            return int(os.pread(self._peak_fd, _COUNTER_BYTES, 0)) >= _AT_LIMIT * self._most_bytes
+            return int(os.pread(self._peak_fd, _COUNTER_BYTES, 0)) >= _AT_LIMIT_PART * self._memory_limit_bytes
         return self._read("own_oom") > before.get("own_oom", 0)
 
-    def rises(self, before: dict[str, int]) -> dict[str, int]:
-        """How often since `start` the slot's own limits were hit: `oom` kills, `processes` refused; and `oom_elsewhere`: kills for want of
-        memory while it was within its own limit.
+    def count_limit_hits(self, before: dict[str, int]) -> dict[str, int]:
+        """Count how often the slot has reached its limits since `before` was read.
+
+        Returns:
+            `oom`: the number of processes killed at the memory limit of the slot. `oom_elsewhere`: the number of processes killed because memory was short
+            while the slot was within its limit. `processes`: the number of refused processes. A key is missing if its number is 0.
         """
-        rose = {}
+        hits = {}
         kills = self._read("oom") - before.get("oom", 0)
         if kills > 0:
-            rose["oom" if self._hit_own_memory(before) else "oom_elsewhere"] = kills
+            hits["oom" if self._hit_own_memory(before) else "oom_elsewhere"] = kills
         refused = self._read("processes") - before.get("processes", 0)
-        most_alive = self._read("most_alive")  # 0: this kernel does not say
-        if refused > 0 and (not most_alive or most_alive >= self._most_processes):
-            rose["processes"] = refused
-        return rose
+        most_alive = self._read("most_alive")  # 0 if this kernel does not count it.
+        if refused > 0 and (not most_alive or most_alive >= self._process_limit):
+            hits["processes"] = refused
+        return hits
 
     def remove(self) -> None:
-        """The slot has ended: remove its groups."""
+        """Close the counters and remove the groups of an ended slot."""
         for fd in (*(counter.fd for counter in self._counters.values()), self._peak_fd):
             if fd >= 0:
                 os.close(fd)
         self._counters.clear()
         self._peak_fd = -1
         for folder in set(self._folders.values()):
-            self._remove(folder)
+            self._remove_group(folder)

@@ -1,1 +1,1 @@
-"""What one slot may take of memory and disk: measured, decided, ended."""
+"""Guards that measure how much memory and disk the slots use, and end a slot that uses too much."""

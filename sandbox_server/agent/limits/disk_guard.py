@@ -1,8 +1,8 @@
-"""Keeps room on the file systems that slots and this agent write to, the state folder's among them on the local backend.
+"""Keeps space free on the file systems that slots and this agent write to. On the local backend that includes the file system of the state folder.
 
-Every 250 ms it asks how much is free, which costs nothing. Only when that is too little, it measures the slots, and ends the one that takes most. Agents that
-share a file system need not know each other: the larger an agent's largest slot, the sooner it acts, and it looks again before it does.
-Where slots have a limit of their own (`slot_disk_mb`), they are measured every few seconds.
+Every 250 ms the guard reads how much space is free, which is cheap. Only if that is too little, it measures the slots and ends the one that uses most. Agents
+that share a file system do not communicate: the more space the largest slot of an agent uses, the earlier this agent acts, and each agent checks the free
+space again before it acts. If slots have a limit of their own (`slot_disk_mb`), they are also measured every few seconds.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import threading
 import time
 from typing import Callable, Sequence
 
-from sandbox_server.agent.isolation.base import SlotRuntime
-from sandbox_server.agent.limits.disk_plan import MIB, Space, largest, reserve_of
+from sandbox_server.agent.execution.limit_end import end_slot_for_limit
+from sandbox_server.agent.execution.slot_runtime import LimitEnd, SlotRuntime
+from sandbox_server.agent.limits.disk_plan import MIB, Space, choose_slot_to_end, compute_reserve
 from sandbox_server.agent.limits.disk_usage import DiskUse, measure_disk
-from sandbox_server.agent.limits.limit_end import LimitEnd, end_for_limit
 
 log = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 0.25
+CHECK_EVERY_S = 0.25
 MEASURE_EVERY_S = 2.0
 _REST_FACTOR = 10
 _MEASURE_WITHIN_S = 15.0
@@ -31,23 +31,28 @@ _DELETED_WITHIN_S = 60.0
 
 
 class SlotFolders:
-    """A slot that may be ended, and the agent's folders that it fills."""
+    """A slot that may be ended, and the folders of the agent that it fills.
 
-    def __init__(self, body: SlotRuntime, folders: Sequence[str]) -> None:
-        self.body = body
+    Args:
+        runtime: the runtime of the slot.
+        folders: the paths of the folders.
+    """
+
+    def __init__(self, runtime: SlotRuntime, folders: Sequence[str]) -> None:
+        self.runtime = runtime
         self.folders = folders
 
 
 class DiskGuard:
-    """The guard of one agent.
+    """Ends slots of one agent that use too much disk space.
 
     Args:
-        base_dir: the agent's own folder, whose file system is guarded whether slots lie there or not.
-        slots: gives the slots that live now.
-        slot_bytes: what one slot may take; None: what there is.
-        free_bytes: what must stay free; None: by the rule of `disk_plan`.
-        is_deleting: whether what slots have left is being deleted.
-        space_of: asks a file system.
+        base_dir: the folder of the agent. Its file system is guarded even if no slots are on it.
+        slots: returns the slots that exist now.
+        slot_bytes: how much one slot may use, in bytes; None if there is no limit.
+        free_bytes: how much must stay free, in bytes; None for the default of `disk_plan`.
+        is_deleting: returns whether the remains of slots are being deleted.
+        space_of: returns the space of the file system of a path.
     """
 
     def __init__(
@@ -67,60 +72,60 @@ class DiskGuard:
         self._space_of = space_of if space_of is not None else space_of_path
         self._loop = asyncio.get_event_loop()
         self._task: asyncio.Task[None] | None = None
-        self._over = threading.Event()
-        self._not_before: dict[int, float] = {}  # device -> when its slots are measured again
-        self._deleted_until = 0.0  # until when the reset of a slot that was ended is waited for
+        self._stopped = threading.Event()
+        self._not_before: dict[int, float] = {}  # Maps a device to the time from which its slots may be measured again.
+        self._deleted_until = 0.0  # Until this time no slot is ended while an ended slot is being deleted.
 
     def start(self) -> None:
-        """Begin to look."""
-        self._task = self._loop.create_task(self._run())
+        """Start to check the file systems periodically."""
+        self._task = self._loop.create_task(self._check_periodically())
 
     async def close(self) -> None:
-        """Look no more."""
-        self._over.set()
+        """Stop checking."""
+        self._stopped.set()
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
 
-    async def _run(self) -> None:
+    async def _check_periodically(self) -> None:
         due = self._loop.time() + MEASURE_EVERY_S
         while True:
             try:
                 for device, path in self._file_systems().items():
-                    await self._look(device, path)
+                    await self._check_file_system(device, path)
                 if self._slot_bytes is not None and self._loop.time() >= due:
                     began = self._loop.time()
                     await self._check_limits(self._slot_bytes)
                     due = self._loop.time() + max(MEASURE_EVERY_S, _REST_FACTOR * (self._loop.time() - began))
             except Exception:
-                log.exception("the disk of slots could not be looked at")
-            await asyncio.sleep(LOOK_EVERY_S)
+                log.exception("the disk usage of slots could not be checked")
+            await asyncio.sleep(CHECK_EVERY_S)
 
     def _file_systems(self) -> dict[int, str]:
-        """Device -> a folder of the agent's on it."""
+        """Return one folder of the agent for each device that has one."""
         found = {os.stat(self._base_dir).st_dev: self._base_dir}
         for slot in self._slots():
-            parent = os.path.dirname(slot.body.dirs.root)
+            parent = os.path.dirname(slot.runtime.dirs.root)
             found.setdefault(os.stat(parent).st_dev, parent)
         return found
 
-    async def _look(self, device: int, path: str) -> None:
+    async def _check_file_system(self, device: int, path: str) -> None:
         space = self._space_of(path)
-        reserve = reserve_of(space, self._free_bytes)
+        reserve = compute_reserve(space, self._free_bytes)
         now = self._loop.time()
-        if not reserve.is_broken(space) or now < self._not_before.get(device, 0.0) or (now < self._deleted_until and self._is_deleting()):
+        if not reserve.is_exceeded(space) or now < self._not_before.get(device, 0.0) or (now < self._deleted_until and self._is_deleting()):
             return
         uses = await self._measure(device)
-        chosen = largest(((slot, use.size_bytes, use.entries) for slot, use in uses), space, reserve)
+        chosen = choose_slot_to_end(((slot, use.size_bytes, use.entries) for slot, use in uses), space, reserve)
         if chosen is None:
             self._not_before[device] = self._loop.time() + _AGAIN_AFTER_S
-            log.warning("less than %d MiB or %d files are free in %s, and no slot here takes much of it", reserve.size_bytes // MIB, reserve.files, path)
+            log.warning("less than %d MiB or %d files are free in %s, and no slot of this agent uses much", reserve.size_bytes // MIB, reserve.files, path)
             return
         use = next(use for slot, use in uses if slot is chosen)
         used = max(1, space.size_bytes - space.free_bytes)
         await asyncio.sleep(_OTHERS_FIRST_S * (1 - min(1.0, use.size_bytes / used)))
         space = self._space_of(path)
-        if not reserve.is_broken(space) or chosen.body.link.closed:
+        if not reserve.is_exceeded(space) or chosen.runtime.link.closed:
             return
         evidence = {
             "used_mb": use.size_bytes // MIB,
@@ -129,45 +134,46 @@ class DiskGuard:
             "must_stay_free_mb": reserve.size_bytes // MIB,
             "free_files": space.free_files,
         }
-        text = "the disk was nearly full (%d MiB and %d files free), and this slot took most of it: %d MiB in %d files"
+        text = "the disk was nearly full (%d MiB and %d files free), and this slot used most of it: %d MiB in %d files"
         error = text % (space.free_bytes // MIB, space.free_files, use.size_bytes // MIB, use.entries)
-        self._not_before[device] = self._loop.time() + _AGAIN_AFTER_S  # the slot is reset meanwhile, which deletes what it has
+        self._not_before[device] = self._loop.time() + _AGAIN_AFTER_S  # Meanwhile the slot is reset, which deletes its files.
         self._deleted_until = self._loop.time() + _DELETED_WITHIN_S
         others = [(other.size_bytes, other.entries) for slot, other in uses if slot is not chosen]
-        self_inflicted = reserve.is_broken_by((use.size_bytes, use.entries), others, space)
-        await self._end(chosen.body, LimitEnd("resource_limit", error, evidence, self_inflicted))
+        self_inflicted = reserve.is_exceeded_by((use.size_bytes, use.entries), others, space)
+        await end_slot_for_limit(chosen.runtime, LimitEnd("resource_limit", error, evidence, self_inflicted))
 
     async def _measure(self, device: int | None) -> list[tuple[SlotFolders, DiskUse]]:
-        """What each slot takes of one file system, or of all; one slot after the other, in a thread."""
+        """Measure the disk usage of the slots, one after another in a thread.
+
+        Args:
+            device: the file system that counts; None for all.
+        """
         found = []
         for slot in self._slots():
-            if slot.body.link.closed:
+            if slot.runtime.link.closed:
                 continue
-            folders = [folder for folder in slot.folders if device is None or _device(folder) == device]
+            folders = [folder for folder in slot.folders if device is None or _device_of(folder) == device]
             until = time.monotonic() + _MEASURE_WITHIN_S
-            use = await self._loop.run_in_executor(None, measure_disk, folders, slot.body.init_pid, until, self._over.is_set)
+            use = await self._loop.run_in_executor(None, measure_disk, folders, slot.runtime.init_pid, until, self._stopped.is_set)
             found.append((slot, use))
         return found
 
     async def _check_limits(self, slot_bytes: int) -> None:
         for slot, use in await self._measure(None):
-            if use.size_bytes > slot_bytes and not slot.body.link.closed:
+            if use.size_bytes > slot_bytes and not slot.runtime.link.closed:
                 used, limit = use.size_bytes // MIB, slot_bytes // MIB
-                error = "the slot took %d MiB of disk, and may take %d MiB" % (used, limit)
+                error = "the slot used %d MiB of disk space, and its limit is %d MiB" % (used, limit)
                 evidence = {"used_mb": used, "limit_mb": limit, "entries": use.entries, "measured_by": "accounting"}
-                await self._end(slot.body, LimitEnd("resource_limit", error, evidence, self_inflicted=True))
-
-    async def _end(self, body: SlotRuntime, end: LimitEnd) -> None:
-        await end_for_limit(body, end)
+                await end_slot_for_limit(slot.runtime, LimitEnd("resource_limit", error, evidence, self_inflicted=True))
 
 
 def space_of_path(path: str) -> Space:
-    """The file system that a folder is on."""
+    """Return the space of the file system that a folder is on."""
     figures = os.statvfs(path)
     return Space(figures.f_blocks * figures.f_frsize, figures.f_bavail * figures.f_frsize, figures.f_files, figures.f_favail)
 
 
-def _device(folder: str) -> int:
+def _device_of(folder: str) -> int:
     try:
         return os.lstat(folder).st_dev
     except OSError:

@@ -1,4 +1,4 @@
-"""When a file system counts as full, and which slot goes then: plain arithmetic, no files."""
+"""Decides when a file system counts as full and which slot is ended then. The functions here only calculate; they access no files."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Iterable, Tuple, TypeVar
 MIB = 1 << 20
 _FREE_BYTES = 2 << 30
 _FREE_PART = 0.05
-_MOST_FREE_PART = 0.25  # of a file system so small that 2 GiB would be most of it
-_WORTH_PART = 1 / 16
+_MAX_FREE_PART = 0.25  # Of a file system that is so small that 2 GiB would be most of it.
+_RELEVANT_PART = 1 / 16
 
 Key = TypeVar("Key")
 Use = Tuple[int, int]
-"""What a slot takes: bytes, and files."""
+"""What a slot uses: bytes, and files."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Space:
-    """A file system now, in bytes and in files. `files` 0: it has no limit of files."""
+    """The size and the free space of a file system, in bytes and in files. `files` is 0 if the number of files is not limited."""
 
     size_bytes: int
     free_bytes: int
@@ -28,42 +28,69 @@ class Space:
 
 @dataclasses.dataclass(frozen=True)
 class Reserve:
-    """What of a file system must stay free. `files` 0: it has no limit of files."""
+    """How much of a file system must stay free, in bytes and in files. `files` is 0 if the number of files is not limited."""
 
     size_bytes: int
     files: int
 
-    def is_broken(self, space: Space) -> bool:
-        """Whether less than that is free."""
+    def is_exceeded(self, space: Space) -> bool:
+        """Return whether less than the reserve is free."""
         return space.free_bytes < self.size_bytes or space.free_files < self.files
 
-    def is_worth(self, size_bytes: int, entries: int, space: Space) -> bool:
-        """Whether ending a slot that takes so much would help: it takes a sixteenth, at least, of what must stay free and is not."""
-        if space.free_bytes < self.size_bytes and size_bytes >= _WORTH_PART * self.size_bytes:
-            return True
-        return space.free_files < self.files and entries >= _WORTH_PART * self.files
+    def helps_to_end(self, size_bytes: int, entries: int, space: Space) -> bool:
+        """Return whether it would help to end a slot that uses this much: at least a sixteenth of the reserve of which too little is free.
 
-    def is_broken_by(self, use: Use, others: Iterable[Use], space: Space) -> bool:
-        """Whether one slot broke it alone: it takes at least what must stay free, which would be broken though those others had nothing of which to end one
-        would help. What slots do not take was never free for them.
+        Args:
+            size_bytes: how many bytes the slot uses.
+            entries: how many files the slot has.
+            space: the present state of the file system.
         """
-        others = [other for other in others if self.is_worth(*other, space)]
+        if space.free_bytes < self.size_bytes and size_bytes >= _RELEVANT_PART * self.size_bytes:
+            return True
+        return space.free_files < self.files and entries >= _RELEVANT_PART * self.files
+
+    def is_exceeded_by(self, use: Use, others: Iterable[Use], space: Space) -> bool:
+        """Return whether one slot alone has caused that less than the reserve is free.
+
+        This is so if the slot uses at least as much as the reserve, and too little would be free even without the other slots that it would help to end.
+        Space that no slot uses does not count, because it was never available to slots.
+
+        Args:
+            use: what the slot uses.
+            others: what each other slot uses.
+            space: the present state of the file system.
+        """
+        others = [other for other in others if self.helps_to_end(*other, space)]
         size_bytes, files = sum(other[0] for other in others), sum(other[1] for other in others)
         return (use[0] >= self.size_bytes and space.free_bytes + size_bytes < self.size_bytes) or (
             use[1] >= self.files and space.free_files + files < self.files
         )
 
 
-def reserve_of(space: Space, told_bytes: int | None) -> Reserve:
-    """What must stay free: as told, else the larger of 2 GiB and 5 %, but at most a quarter; of files 5 %."""
-    if told_bytes is None:
-        told_bytes = int(min(max(_FREE_BYTES, _FREE_PART * space.size_bytes), _MOST_FREE_PART * space.size_bytes))
-    return Reserve(told_bytes, int(_FREE_PART * space.files))
+def compute_reserve(space: Space, configured_bytes: int | None) -> Reserve:
+    """Return how much of a file system must stay free.
+
+    Args:
+        space: the file system.
+        configured_bytes: the configured reserve, in bytes; None for the larger of 2 GiB and 5 %, but at most a quarter. The reserve of files is always 5 %.
+    """
+    if configured_bytes is None:
+        configured_bytes = int(min(max(_FREE_BYTES, _FREE_PART * space.size_bytes), _MAX_FREE_PART * space.size_bytes))
+    return Reserve(configured_bytes, int(_FREE_PART * space.files))
 
 
-def largest(uses: Iterable[tuple[Key, int, int]], space: Space, reserve: Reserve) -> Key | None:
-    """The slot that takes most of what is missing, given (slot, bytes, files); None: to end any would not help."""
+def choose_slot_to_end(uses: Iterable[tuple[Key, int, int]], space: Space, reserve: Reserve) -> Key | None:
+    """Choose the slot that uses most of what is short.
+
+    Args:
+        uses: each slot with the number of bytes and of files that it uses.
+        space: the present state of the file system.
+        reserve: how much must stay free.
+
+    Returns:
+        The slot; None if it would not help to end any of them.
+    """
     by_files = space.free_bytes >= reserve.size_bytes
-    worth = [use for use in uses if reserve.is_worth(use[1], use[2], space)]
-    most = max(worth, key=lambda use: use[2] if by_files else use[1], default=None)
+    candidates = [use for use in uses if reserve.helps_to_end(use[1], use[2], space)]
+    most = max(candidates, key=lambda use: use[2] if by_files else use[1], default=None)
     return most[0] if most is not None else None

@@ -1,8 +1,8 @@
-"""What a slot takes of a disk, found by looking: its folders, and the files that are deleted but still open in its processes.
+"""Measures the disk usage of a slot: its folders, and the files that are deleted but still open in its processes.
 
-Symbolic links are not followed, and no path of the slot's is opened: a folder is opened by its name in its open parent, and left by `..` only if that
-is the folder it was entered from. So neither the depth of a tree nor a slot that moves folders meanwhile leads anywhere else. The look pauses often and
-ends in time; what it has not come to then is not counted.
+Symbolic links are not followed, and no path that the slot has chosen is opened. A folder is opened by its name relative to its open parent, and it is left
+through `..` only if that is the folder that it was entered from. So neither the depth of a tree nor a slot that moves folders can lead the measurement
+elsewhere. The measurement pauses often and has a deadline; what it has not reached by then is not counted.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import time
 from typing import Callable, Dict, List, Sequence, Set, Tuple
 
 from sandbox_server.agent.init import process_table
-from sandbox_server.agent.slots.trash import open_dir
+from sandbox_server.agent.kernel.trash import open_dir
 
 MAX_ENTRIES = 2_000_000
-_MOST_DESCRIPTORS = 20_000
-_MOST_LINKED = 100_000
+_MAX_DESCRIPTORS = 20_000
+_MAX_HARD_LINKS = 100_000
 _BLOCK_BYTES = 512
 _BATCH = 500
 _PAUSE_S = 0.005
@@ -28,7 +28,13 @@ _Identity = Tuple[int, int]
 
 @dataclasses.dataclass
 class DiskUse:
-    """What was found. `is_whole`: everything was looked at; else it is at least this."""
+    """The measured disk usage.
+
+    Attributes:
+        size_bytes: the space, in bytes.
+        entries: the number of files and folders.
+        is_whole: whether everything was measured. Otherwise the real usage may be larger.
+    """
 
     size_bytes: int = 0
     entries: int = 0
@@ -39,18 +45,18 @@ class DiskMeter:
     """Measures one slot.
 
     Args:
-        until: the time (monotonic, seconds) at which it ends whatever is left.
-        stopped: says that nobody waits for the answer any more.
+        until_s: the deadline on the monotonic clock, in seconds.
+        is_stopped: returns whether the result is no longer needed.
     """
 
-    def __init__(self, until: float, stopped: Callable[[], bool]) -> None:
-        self._until = until
-        self._stopped = stopped
-        self._linked: Set[_Identity] = set()
+    def __init__(self, until_s: float, is_stopped: Callable[[], bool]) -> None:
+        self._until_s = until_s
+        self._is_stopped = is_stopped
+        self._counted_hard_links: Set[_Identity] = set()
         self.use = DiskUse()
 
     def add_tree(self, path: str) -> None:
-        """Add a folder of the agent's, and all that a slot has put into it. Missing is nothing."""
+        """Add a folder of the agent and everything in it. A missing folder counts as empty."""
         try:
             top = open_dir(path, None)
         except OSError:
@@ -61,88 +67,93 @@ class DiskMeter:
         stack: List[Tuple[_Identity, List[str]]] = []
         current = top
         try:
-            stack.append((_identity(current), self._list(current)))
+            stack.append((_identify(current), self._list_folders(current)))
             while stack:
                 names = stack[-1][1]
-                if names and not self._is_over():
-                    below = self._enter(names.pop(), current)
+                if names and not self._must_stop():
+                    below = self._open_subfolder(names.pop(), current)
                     if below >= 0:
                         os.close(current)
                         current = below
-                        stack.append((_identity(current), self._list(current)))
+                        stack.append((_identify(current), self._list_folders(current)))
                     continue
                 stack.pop()
                 if stack:
-                    current = self._leave(current, stack[-1][0])
+                    current = self._open_parent(current, stack[-1][0])
                     if current < 0:
-                        self.use.is_whole = False  # the slot moved the folder meanwhile
+                        self.use.is_whole = False  # The slot has moved the folder meanwhile.
                         return
         finally:
             if current >= 0:
                 os.close(current)
 
     @staticmethod
-    def _enter(name: str, parent: int) -> int:
+    def _open_subfolder(name: str, parent: int) -> int:
         try:
             return open_dir(name, parent)
         except OSError:
-            return -1  # gone, or exchanged for something else, since it was seen
+            return -1  # Deleted or replaced by something else since it was listed.
 
     @staticmethod
-    def _leave(current: int, expected: _Identity) -> int:
-        """Go to the parent folder, closing this one; -1: it is another than the one we came from."""
+    def _open_parent(current: int, expected: _Identity) -> int:
+        """Close a folder and open its parent. Returns -1 if the parent is not the expected folder."""
         try:
             parent = os.open("..", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=current)
         except OSError:
             parent = -1
         finally:
             os.close(current)
-        if parent >= 0 and _identity(parent) != expected:
+        if parent >= 0 and _identify(parent) != expected:
             os.close(parent)
             return -1
         return parent
 
-    def _list(self, folder: int) -> List[str]:
-        """Count what is in an open folder; the names of the folders in it."""
+    def _list_folders(self, folder: int) -> List[str]:
+        """Count the entries of an open folder. Returns the names of the folders in it."""
         folders: List[str] = []
         try:
             with os.scandir(folder) as entries:
                 for entry in entries:
-                    if self._is_over():
+                    if self._must_stop():
                         break
-                    self._count(entry, folders)
+                    self._count_entry(entry, folders)
         except OSError:
             self.use.is_whole = False
         return folders
 
-    def _count(self, entry: os.DirEntry[str], folders: List[str]) -> None:
+    def _count_entry(self, entry: os.DirEntry[str], folders: List[str]) -> None:
         self.use.entries += 1
         if self.use.entries % _BATCH == 0:
             time.sleep(_PAUSE_S)
         try:
             info = entry.stat(follow_symlinks=False)
         except OSError:
-            return  # gone since the listing
+            return  # Deleted since the folder was listed.
         if stat.S_ISDIR(info.st_mode):
             folders.append(entry.name)
         elif info.st_nlink > 1:
             known = (info.st_dev, info.st_ino)
-            if known in self._linked:
+            if known in self._counted_hard_links:
                 return
-            if len(self._linked) < _MOST_LINKED:
-                self._linked.add(known)
+            if len(self._counted_hard_links) < _MAX_HARD_LINKS:
+                self._counted_hard_links.add(known)
         self.use.size_bytes += info.st_blocks * _BLOCK_BYTES
 
-    def _is_over(self) -> bool:
-        if self.use.entries >= MAX_ENTRIES or time.monotonic() > self._until or self._stopped():
+    def _must_stop(self) -> bool:
+        if self.use.entries >= MAX_ENTRIES or time.monotonic() > self._until_s or self._is_stopped():
             self.use.is_whole = False
             return True
         return False
 
     def add_deleted_files(self, pids: Sequence[int], devices: Set[int]) -> None:
-        """Add the regular files on these file systems that processes have open and that have no name any more."""
+        """Add the deleted regular files that processes still have open.
+
+        Args:
+            pids: the processes.
+            devices: the file systems that count.
+        """
         files: Dict[_Identity, int] = {}
-        left = _MOST_DESCRIPTORS
+        left = _MAX_DESCRIPTORS
         for pid in pids:
             folder = "/proc/%d/fd" % pid
             try:
@@ -151,7 +162,7 @@ class DiskMeter:
                 continue
             for name in names[: max(0, left)]:
                 try:
-                    info = os.stat(os.path.join(folder, name))  # of the open file, whatever it was called
+                    info = os.stat(os.path.join(folder, name))  # Information about the open file, not about a path.
                 except OSError:
                     continue
                 if stat.S_ISREG(info.st_mode) and not info.st_nlink and info.st_dev in devices:
@@ -162,27 +173,27 @@ class DiskMeter:
         self.use.size_bytes += sum(files.values())
 
 
-def _identity(folder: int) -> _Identity:
+def _identify(folder: int) -> _Identity:
     info = os.fstat(folder)
     return info.st_dev, info.st_ino
 
 
-def measure_disk(folders: Sequence[str], init_pid: int, until: float, stopped: Callable[[], bool]) -> DiskUse:
-    """What one slot takes: its folders, and what its processes have open without a name. For a thread.
+def measure_disk(folders: Sequence[str], init_pid: int, until_s: float, is_stopped: Callable[[], bool]) -> DiskUse:
+    """Measure the disk usage of one slot: its folders, and the deleted files that its processes have open. This blocks, so call it in a thread.
 
     Args:
-        folders: the agent's folders that the slot fills.
-        init_pid: its first process.
-        until: the time (monotonic, seconds) at which the answer is due.
-        stopped: says that nobody waits for it any more.
+        folders: the folders of the agent that the slot fills.
+        init_pid: the first process of the slot.
+        until_s: the deadline on the monotonic clock, in seconds.
+        is_stopped: returns whether the result is no longer needed.
     """
-    meter = DiskMeter(until, stopped)
+    meter = DiskMeter(until_s, is_stopped)
     devices = set()
     for folder in folders:
         try:
             devices.add(os.lstat(folder).st_dev)
         except OSError:
-            continue  # not made yet, or thrown away
+            continue  # Not created yet, or already deleted.
         meter.add_tree(folder)
-    meter.add_deleted_files(sorted(process_table.closure(process_table.look(), [init_pid])), devices)
+    meter.add_deleted_files(sorted(process_table.find_trees(process_table.read_process_table(), [init_pid])), devices)
     return meter.use

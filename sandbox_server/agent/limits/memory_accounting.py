@@ -1,7 +1,7 @@
-"""Where no control group counts memory: what each slot uses, found by looking at its processes, and the guard that decides by it.
+"""Measures the memory of slots from their processes where no control group counts it, and ends slots that use too much.
 
-Counted are anonymous pages, mapped shared memory, memory files that are open in a process, and the slot's own `/dev/shm`. Not seen is what no process shows:
-memory files whose only descriptor is in flight on a socket, detached System V segments, and buffers of pipes and sockets.
+Anonymous pages, mapped shared memory, open memory files, and the private `/dev/shm` of a slot are counted. Memory that no process shows is not counted: memory
+files whose only descriptor is in flight on a socket, detached System V segments, and the buffers of pipes and sockets.
 """
 
 from __future__ import annotations
@@ -11,63 +11,70 @@ import logging
 import os
 from typing import Callable, Dict, Mapping, Sequence, Tuple
 
+from sandbox_server.agent.execution.limit_end import end_slot_for_limit
+from sandbox_server.agent.execution.slot_runtime import LimitEnd, SlotRuntime
 from sandbox_server.agent.init import process_table
-from sandbox_server.agent.isolation.base import SlotRuntime
 from sandbox_server.agent.kernel.memory_groups import MemoryGroups
-from sandbox_server.agent.kernel.slot_limits import find
-from sandbox_server.agent.limits.limit_end import LimitEnd, end_for_limit
-from sandbox_server.agent.limits.memory_plan import MIB, MemoryPlan, Usage, fills_alone, full_at, furthest_above_share
+from sandbox_server.agent.kernel.memory_plan import MIB, MemoryPlan, Usage, fills_group_alone, find_furthest_above_share, full_threshold_bytes
+from sandbox_server.agent.kernel.slot_limits import find_number
 
 log = logging.getLogger(__name__)
 
 MEASURE_EVERY_S = 1.0
-LOOK_EVERY_S = 0.1
+CHECK_EVERY_S = 0.1
 _REST_FACTOR = 10
-_MOST_DESCRIPTORS = 20_000
+_MAX_DESCRIPTORS = 20_000
 _BLOCK_BYTES = 512
 _MEMORY_FILES = ("/memfd:", "/SYSV", "/dev/zero", "/dev/shm/")
 
-NOT_SEEN = "memory held only by descriptors in flight on sockets, by detached System V segments, or by buffers of pipes and sockets"
+NOT_COUNTED = "memory held only by descriptors in flight on sockets, by detached System V segments, or by buffers of pipes and sockets"
 
 
 def available_bytes() -> int:
-    """What the machine could still give."""
+    """Return how much memory of the machine is available, in bytes."""
     with open("/proc/meminfo", "rb") as file:
-        return find(file.read().replace(b":", b" ").replace(b" kB", b""), b"MemAvailable") << 10
+        return find_number(file.read().replace(b":", b" ").replace(b" kB", b""), b"MemAvailable") << 10
 
 
 def measure_slots(init_pids: Sequence[int]) -> Dict[int, int]:
-    """What the slots of these inits use, in bytes. For a thread: it reads a file or two of each of their processes."""
-    table = process_table.look()
-    return {init_pid: _measure(init_pid, process_table.closure(table, [init_pid])) for init_pid in init_pids}
+    """Measure the memory of slots. This reads files of all their processes, so call it in a thread.
+
+    Args:
+        init_pids: the first process of each slot.
+
+    Returns:
+        The memory of each slot in bytes, by its first process.
+    """
+    table = process_table.read_process_table()
+    return {init_pid: _measure(init_pid, process_table.find_trees(table, [init_pid])) for init_pid in init_pids}
 
 
 def _measure(init_pid: int, pids: set[int]) -> int:
     anonymous = mapped = 0
     files: Dict[Tuple[int, int], int] = {}
-    left = _MOST_DESCRIPTORS
+    left = _MAX_DESCRIPTORS
     for pid in pids:
-        process_anonymous, process_mapped = _pages_of(pid)
+        process_anonymous, process_mapped = _read_process_memory(pid)
         anonymous += process_anonymous
         mapped += process_mapped
-        left = _memory_files(pid, files, left)
-    return anonymous + max(mapped, sum(files.values()) + _own_shm(init_pid))
+        left = _add_memory_files(pid, files, left)
+    return anonymous + max(mapped, sum(files.values()) + _private_shm_bytes(init_pid))
 
 
-def _pages_of(pid: int) -> Tuple[int, int]:
-    """Anonymous and mapped shared memory of a process, in bytes; pages shared between processes are counted by parts."""
+def _read_process_memory(pid: int) -> Tuple[int, int]:
+    """Return the anonymous and the mapped shared memory of a process, in bytes. A page that several processes share is counted in parts."""
     try:
         with open("/proc/%d/smaps_rollup" % pid, "rb") as file:
             lines = file.read().replace(b":", b" ").replace(b" kB", b"")
     except OSError:
-        return 0, 0  # gone, or a kernel before 4.14
-    whole = find(lines, b"Pss")
-    shared = find(lines, b"Pss_Shmem")
-    anonymous = find(lines, b"Pss_Anon") if b"Pss_Anon" in lines else whole
+        return 0, 0  # The process has ended, or the kernel is older than 4.14.
+    whole = find_number(lines, b"Pss")
+    shared = find_number(lines, b"Pss_Shmem")
+    anonymous = find_number(lines, b"Pss_Anon") if b"Pss_Anon" in lines else whole
     return anonymous << 10, shared << 10
 
 
-def _memory_files(pid: int, files: Dict[Tuple[int, int], int], left: int) -> int:
+def _add_memory_files(pid: int, files: Dict[Tuple[int, int], int], left: int) -> int:
     folder = "/proc/%d/fd" % pid
     try:
         names = os.listdir(folder)
@@ -78,18 +85,18 @@ def _memory_files(pid: int, files: Dict[Tuple[int, int], int], left: int) -> int
         try:
             if not os.readlink(path).startswith(_MEMORY_FILES):
                 continue
-            info = os.stat(path)  # of the open file: nothing is looked up by a name of the slot's
+            info = os.stat(path)  # Information about the open file; no path that the slot has chosen is used.
         except OSError:
             continue
         files[info.st_dev, info.st_ino] = info.st_blocks * _BLOCK_BYTES
     return left - len(names)
 
 
-def _own_shm(init_pid: int) -> int:
+def _private_shm_bytes(init_pid: int) -> int:
     path = "/proc/%d/root/dev/shm" % init_pid
     try:
         if os.stat(path).st_dev == os.stat("/dev/shm").st_dev:
-            return 0  # the machine's, which all slots share
+            return 0  # It is the /dev/shm of the machine, which all slots share.
         figures = os.statvfs(path)
     except OSError:
         return 0
@@ -97,53 +104,53 @@ def _own_shm(init_pid: int) -> int:
 
 
 class AccountingGuard:
-    """Ends slots by what was measured.
+    """Measures slots periodically and ends the ones that use too much memory.
 
     Args:
-        plan: how memory is divided.
-        domain: the group around this process, whose limit counts as the machine's; None: none is seen.
-        bodies: gives what slots run on now.
-        measure: what slots use, by the pids of their inits.
-        available: what the machine could still give, in bytes.
+        plan: how memory is divided between slots.
+        domain: the group around this process, whose limit counts like that of the machine; None if there is none.
+        runtimes: returns the slot runtimes that exist now.
+        measure: returns the memory of slots in bytes, by their first processes.
+        available: returns how much memory of the machine is available, in bytes.
     """
 
     def __init__(
         self,
         plan: MemoryPlan,
         domain: MemoryGroups | None,
-        bodies: Callable[[], Sequence[SlotRuntime]],
+        runtimes: Callable[[], Sequence[SlotRuntime]],
         measure: Callable[[Sequence[int]], Mapping[int, int]] = measure_slots,
         available: Callable[[], int] = available_bytes,
     ) -> None:
         self._plan = plan
         self._domain = domain
-        self._bodies = bodies
+        self._runtimes = runtimes
         self._measure = measure
         self._available = available
         self._loop = asyncio.get_event_loop()
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to look."""
-        self._task = self._loop.create_task(self._run())
+        """Start to measure periodically."""
+        self._task = self._loop.create_task(self._check_periodically())
 
     async def close(self) -> None:
-        """Look no more."""
+        """Stop measuring."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
 
-    async def _run(self) -> None:
+    async def _check_periodically(self) -> None:
         due = 0.0
         while True:
             try:
                 if self._loop.time() >= due or self._is_machine_full():
                     began = self._loop.time()
-                    await self._look()
+                    await self._check_slots()
                     due = self._loop.time() + max(MEASURE_EVERY_S, _REST_FACTOR * (self._loop.time() - began))
             except Exception:
                 log.exception("the memory of slots could not be measured")
-            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.sleep(CHECK_EVERY_S)
 
     def _is_machine_full(self) -> bool:
         reserve = self._plan.machine_bytes - self._plan.machine_limit_bytes
@@ -152,30 +159,30 @@ class AccountingGuard:
         domain = self._domain
         return domain is not None and domain.domain_bytes is not None and domain.domain_bytes - domain.used_bytes(domain.domain) < reserve
 
-    async def _look(self) -> None:
-        bodies = {body.init_pid: body for body in self._bodies() if not body.link.closed}
-        used = await self._loop.run_in_executor(None, self._measure, list(bodies))
+    async def _check_slots(self) -> None:
+        runtimes = {runtime.init_pid: runtime for runtime in self._runtimes() if not runtime.link.closed}
+        used = await self._loop.run_in_executor(None, self._measure, list(runtimes))
         over = {pid: size for pid, size in used.items() if size > self._plan.ceiling_bytes}
         for pid, size in over.items():
-            await end_for_limit(bodies[pid], self._over_ceiling(size))
-        kept = {pid: size for pid, size in used.items() if pid not in over and not bodies[pid].link.closed}
-        is_sandbox_full = sum(kept.values()) >= full_at(self._plan.sandbox_limit_bytes)
+            await end_slot_for_limit(runtimes[pid], self._over_ceiling(size))
+        kept = {pid: size for pid, size in used.items() if pid not in over and not runtimes[pid].link.closed}
+        is_sandbox_full = sum(kept.values()) >= full_threshold_bytes(self._plan.sandbox_limit_bytes)
         if over or not (is_sandbox_full or self._is_machine_full()):
             return
         share = self._plan.share_bytes(self._plan.slots)
-        chosen = furthest_above_share((pid, Usage(size, share)) for pid, size in kept.items())
+        chosen = find_furthest_above_share((pid, Usage(size, share)) for pid, size in kept.items())
         if chosen is not None:
             others = [size for pid, size in kept.items() if pid != chosen[0]]
-            await end_for_limit(bodies[chosen[0]], self._above_share(chosen[1], others, "sandbox" if is_sandbox_full else "machine"))
+            await end_slot_for_limit(runtimes[chosen[0]], self._above_share(chosen[1], others, "sandbox" if is_sandbox_full else "machine"))
 
     def _over_ceiling(self, size: int) -> LimitEnd:
         used, limit = size // MIB, self._plan.ceiling_bytes // MIB
         evidence = {"used_mb": used, "limit_mb": limit, "measured_by": "accounting"}
-        return LimitEnd("oom", "the slot used %d MiB of memory, and may use %d MiB" % (used, limit), evidence, self_inflicted=True)
+        return LimitEnd("oom", "the slot used %d MiB of memory, and its limit is %d MiB" % (used, limit), evidence, self_inflicted=True)
 
     def _above_share(self, usage: Usage, others: Sequence[int], what: str) -> LimitEnd:
         used, share = usage.used_bytes // MIB, usage.share_bytes // MIB
         evidence = {"used_mb": used, "share_mb": share, "group": what, "measured_by": "accounting"}
-        text = "the %s's memory for slots was full, and this slot was furthest above its share: %d MiB of %d MiB"
+        text = "the %s's memory for slots was full, and this slot exceeded its share by most: it used %d MiB, and its share is %d MiB"
         limit_bytes = self._plan.sandbox_limit_bytes if what == "sandbox" else self._plan.machine_limit_bytes
-        return LimitEnd("oom", text % (what, used, share), evidence, fills_alone(usage.used_bytes, others, limit_bytes))
+        return LimitEnd("oom", text % (what, used, share), evidence, fills_group_alone(usage.used_bytes, others, limit_bytes))

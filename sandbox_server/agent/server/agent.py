@@ -11,26 +11,27 @@ from typing import Any, Awaitable, Callable, Mapping
 from sandbox_server.agent import AGENT_VERSION, wire
 from sandbox_server.agent.config import AgentConfig
 from sandbox_server.agent.errors import Refused
-from sandbox_server.agent.execution.file_routes import FILE_OPS, open_file_op
 from sandbox_server.agent.execution.init_client.in_flight_descriptors import InFlightBlame
+from sandbox_server.agent.execution.slot_runtime import CacheFolder, SlotRuntime
 from sandbox_server.agent.execution.tools.tool_registry import TOOLS
 from sandbox_server.agent.init import oom_score
 from sandbox_server.agent.init.priority import raise_priority
-from sandbox_server.agent.isolation.base import Context, SlotRuntime
+from sandbox_server.agent.isolation.base import Context
 from sandbox_server.agent.isolation.probe import Probed, probe
 from sandbox_server.agent.kernel import seccomp
 from sandbox_server.agent.kernel.cgroups import Cgroups
+from sandbox_server.agent.kernel.trash import Trash
+from sandbox_server.agent.kernel.uids import UidRange
 from sandbox_server.agent.limits.guards import Guards
 from sandbox_server.agent.server import operations
 from sandbox_server.agent.server.connections import Connection, Handler, Stream
+from sandbox_server.agent.server.file_operations import FILE_OPS, open_file_op
 from sandbox_server.agent.server.listeners import Listeners
 from sandbox_server.agent.slots.bundle import write_slot_lib
-from sandbox_server.agent.slots.caches import Cache, Caches
+from sandbox_server.agent.slots.caches import Caches
 from sandbox_server.agent.slots.runtimes import RuntimePool
 from sandbox_server.agent.slots.slots import Slot
 from sandbox_server.agent.slots.transitions import SlotTransitions
-from sandbox_server.agent.slots.trash import Trash
-from sandbox_server.agent.slots.uids import UidRange
 
 log = logging.getLogger(__name__)
 
@@ -83,8 +84,8 @@ class Agent:
             self.config,
             os.path.join(self.config.base_dir, "slots"),
             lib,
-            seccomp.program(machine),
-            seccomp.program(machine, queues=os.path.ismount("/dev/mqueue")),
+            seccomp.build_filter(machine),
+            seccomp.build_filter(machine, allow_message_queues=os.path.ismount("/dev/mqueue")),
             tuple(sorted(os.sched_getaffinity(0))),
             sets_floor,
         )
@@ -97,7 +98,7 @@ class Agent:
             self._bodies = RuntimePool(self.config, self._probed.isolation, self._trash, caches)
             self._bodies.on_in_flight_full = InFlightBlame(self._running_bodies).look
             await self._start_slots(self._bodies)
-            self._guards.start(self.slots, self._bodies, self._effective_changed)
+            self._guards.start(self._held_runtimes, self._bodies.prepared, self._effective_changed)
         await self.over.wait()
         await self._end()
 
@@ -133,6 +134,9 @@ class Agent:
         await asyncio.gather(*(slot.start() for slot in rest))
         bodies.refill()
 
+    def _held_runtimes(self) -> list[SlotRuntime]:
+        return [slot.body for slot in self.slots.values() if slot.body is not None]
+
     def _running_bodies(self) -> dict[str, SlotRuntime]:
         return {slot.slot_id: slot.body for slot in self.slots.values() if slot.body is not None and not slot.body.link.closed}
 
@@ -147,7 +151,7 @@ class Agent:
         await asyncio.gather(*(slot.end() for slot in self.slots.values()))
         if self._bodies is not None:
             await self._bodies.close()
-            await self._bodies.caches.close()
+            await self._bodies.caches.close_caches()
             self._bodies.isolation.close()
         if self._cgroups is not None:
             self._cgroups.close()
@@ -265,10 +269,10 @@ class Agent:
 
     async def _cache_drop(self, stream: Stream, key: Any) -> None:
         if self._bodies is not None:
-            self._bodies.caches.drop(key, self._holders)
+            self._bodies.caches.drop_cache(key, self._holders)
         stream.end()
 
-    def _holders(self, cache: Cache) -> list[str]:
+    def _holders(self, cache: CacheFolder) -> list[str]:
         return [slot.slot_id for slot in self.slots.values() if slot.cache is cache]
 
     async def _shutdown(self, stream: Stream) -> None:

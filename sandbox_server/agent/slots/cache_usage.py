@@ -1,4 +1,4 @@
-"""How much a cache takes, found by looking: in a thread of its own, at a pace that leaves the processor to others, never further than its quota."""
+"""Measures the size of a cache by walking its folder. The walk runs in a thread, pauses often, and stops once the quota is exceeded."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import stat
 import time
 from typing import Callable, Iterator
 
-from sandbox_server.agent.slots.trash import open_dir
+from sandbox_server.agent.kernel.trash import open_dir
 
 MAX_ENTRIES = 2_000_000
 MAX_DEPTH = 256
@@ -19,36 +19,38 @@ _PAUSE_S = 0.005
 
 @dataclasses.dataclass
 class Usage:
-    """What was found; `over` is the limit that was passed, as a sentence."""
+    """The result of a measurement. `excess`: which limit is exceeded, as a sentence; None: none is."""
 
     size_bytes: int = 0
     entries: int = 0
-    over: str | None = None
+    excess: str | None = None
 
 
-def measure(path: str, quota_bytes: int, stopped: Callable[[], bool]) -> Usage:
-    """Add up a tree whose owners may change it meanwhile. Symlinks are not followed; a folder closed to its owner is opened.
+def measure_cache(path: str, quota_bytes: int, stopped: Callable[[], bool]) -> Usage:
+    """Add up the sizes of all files below a folder, which slots may change during the walk.
+
+    Symbolic links are not followed. A folder whose mode denies reading is given a mode that allows it.
 
     Args:
-        path: the tree's top.
-        quota_bytes: how much it may take.
-        stopped: says that nobody waits for the answer any more.
+        path: the folder of the cache.
+        quota_bytes: the walk ends once this size is exceeded.
+        stopped: returns True once the result is not needed any more, which ends the walk.
 
     Raises:
-        OSError: the top cannot be read.
+        OSError: the folder cannot be read.
     """
     usage = Usage()
-    stack: list[tuple[int, Iterator[str]]] = [_open(path, None)]
+    stack: list[tuple[int, Iterator[str]]] = [_open_folder(path, None)]
     try:
-        while stack and usage.over is None and not stopped():
+        while stack and usage.excess is None and not stopped():
             fd, names = stack[-1]
             name = next(names, None)
             if name is None:
                 os.close(stack.pop()[0])
                 continue
-            if _count(name, fd, usage):
-                _descend(name, stack, usage)
-            _check(usage, quota_bytes)
+            if _count_entry(name, fd, usage):
+                _enter_folder(name, stack, usage)
+            _check_limits(usage, quota_bytes)
             if usage.entries % _BATCH == 0:
                 time.sleep(_PAUSE_S)
     finally:
@@ -57,7 +59,7 @@ def measure(path: str, quota_bytes: int, stopped: Callable[[], bool]) -> Usage:
     return usage
 
 
-def _open(name: str, parent: int | None) -> tuple[int, Iterator[str]]:
+def _open_folder(name: str, parent: int | None) -> tuple[int, Iterator[str]]:
     fd = open_dir(name, parent)
     try:
         return fd, iter(os.listdir(fd))
@@ -66,29 +68,29 @@ def _open(name: str, parent: int | None) -> tuple[int, Iterator[str]]:
         raise
 
 
-def _count(name: str, fd: int, usage: Usage) -> bool:
-    """Add one entry; whether it is a folder."""
+def _count_entry(name: str, fd: int, usage: Usage) -> bool:
+    """Add one entry to `usage`. Returns True if it is a folder."""
     usage.entries += 1
     try:
         info = os.stat(name, dir_fd=fd, follow_symlinks=False)
     except OSError:
-        return False  # gone since the listing
+        return False  # removed since the folder was listed
     usage.size_bytes += info.st_blocks * _BLOCK_BYTES
     return stat.S_ISDIR(info.st_mode)
 
 
-def _descend(name: str, stack: list[tuple[int, Iterator[str]]], usage: Usage) -> None:
+def _enter_folder(name: str, stack: list[tuple[int, Iterator[str]]], usage: Usage) -> None:
     if len(stack) >= MAX_DEPTH:
-        usage.over = "it is more than %d folders deep" % MAX_DEPTH
+        usage.excess = "it is more than %d folders deep" % MAX_DEPTH
         return
     try:
-        stack.append(_open(name, stack[-1][0]))
+        stack.append(_open_folder(name, stack[-1][0]))
     except OSError:
-        return  # gone, or exchanged for something else, since it was seen
+        return  # removed, or replaced by something else, since the folder was listed
 
 
-def _check(usage: Usage, quota_bytes: int) -> None:
+def _check_limits(usage: Usage, quota_bytes: int) -> None:
     if usage.size_bytes > quota_bytes:
-        usage.over = "it takes more than %d bytes" % quota_bytes
+        usage.excess = "it takes more than %d bytes" % quota_bytes
     elif usage.entries > MAX_ENTRIES:
-        usage.over = "it holds more than %d files" % MAX_ENTRIES
+        usage.excess = "it holds more than %d files" % MAX_ENTRIES

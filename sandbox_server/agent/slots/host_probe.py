@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 
-from sandbox_server.agent.inslot.leftovers import sysv_key
-from sandbox_server.agent.isolation.base import SlotRuntime
-from sandbox_server.agent.isolation.leftovers import PLACES, ipc_of, owned, remove_ipc, remove_queue
+from sandbox_server.agent.execution.slot_runtime import SlotRuntime
+from sandbox_server.agent.inslot.leftover_probe import sysv_key
+from sandbox_server.agent.isolation.shared_places import SHARED_PLACES, list_ipc_ids, list_owned_names, remove_message_queue, remove_sysv_object
 from sandbox_server.agent.kernel import procfs
 
 _SYSV = ("shm", "sem", "msg")
@@ -69,18 +69,18 @@ class Outside:
                 seen["host_namespace"] = "process %d" % pid
 
     def _files(self, seen: dict[str, str]) -> None:
-        for place in PLACES:
+        for place in SHARED_PLACES:
             named = [name for name in _names(place) if self._name in name]
             if named:
                 seen["host_file"] = os.path.join(place, named[0])
         if self._uid is not None:
-            found = owned(self._uid)
+            found = list_owned_names(self._uid)
             if found:
                 seen["host_file"] = "%s and %d more of user %d" % (ascii(found[0]), len(found) - 1, self._uid)
 
     def _ipc(self, seen: dict[str, str]) -> None:
         for kind in _SYSV:
-            if ipc_of(kind, self._uid, sysv_key(self._name, kind)):
+            if list_ipc_ids(kind, self._uid, sysv_key(self._name, kind)):
                 seen["host_ipc"] = "System V %s" % kind
 
     def _sockets(self, seen: dict[str, str]) -> None:
@@ -91,14 +91,14 @@ class Outside:
 
     def tidy(self) -> None:
         """Remove what a reset has left of a planting in the places that all users share. Only names that this process made up are touched."""
-        for place in PLACES:
+        for place in SHARED_PLACES:
             for name in _names(place):
                 if self._name in name and not os.path.isdir(os.path.join(place, name)):
                     os.unlink(os.path.join(place, name))
         for kind in _SYSV:
-            for number in ipc_of(kind, self._uid, sysv_key(self._name, kind)):
-                remove_ipc(kind, number)
-        remove_queue("/" + self._name)
+            for number in list_ipc_ids(kind, self._uid, sysv_key(self._name, kind)):
+                remove_sysv_object(kind, number)
+        remove_message_queue("/" + self._name)
 
 
 def _names(place: str) -> list[str]:

@@ -10,9 +10,10 @@ from typing import Any, Callable, Deque
 from sandbox_server.agent.config import AgentConfig
 from sandbox_server.agent.errors import StartFailed
 from sandbox_server.agent.execution.init_client.descriptors import TEMPORARY_ERRORS, agent_limit, most_drains
-from sandbox_server.agent.isolation.base import Isolation, SlotRuntime
-from sandbox_server.agent.slots.caches import Cache, Caches
-from sandbox_server.agent.slots.trash import Trash
+from sandbox_server.agent.execution.slot_runtime import CacheFolder, SlotRuntime
+from sandbox_server.agent.isolation.base import Isolation
+from sandbox_server.agent.kernel.trash import Trash
+from sandbox_server.agent.slots.caches import Caches
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ class RuntimePool:
             await self.end(body, keep=False)
         return await self._start(slot_id, network)
 
-    async def _start(self, slot_id: str, network: bool, keep: SlotRuntime | None = None, cache: Cache | None = None) -> SlotRuntime:
+    async def _start(self, slot_id: str, network: bool, keep: SlotRuntime | None = None, cache: CacheFolder | None = None) -> SlotRuntime:
         """Start a body; again, after a pause, where the machine was short of something for a moment."""
         for pause_s in _PAUSES_S:
             try:
@@ -74,19 +75,19 @@ class RuntimePool:
         async with self._limit:
             return await self.isolation.start(slot_id, network, keep, cache)
 
-    async def again(self, ended: SlotRuntime, slot_id: str, network: bool, cache: Cache | None = None) -> SlotRuntime:
+    async def again(self, ended: SlotRuntime, slot_id: str, network: bool, cache: CacheFolder | None = None) -> SlotRuntime:
         """A new body on the folders of one that has ended.
 
         Raises:
             StartFailed: with the error it met.
         """
         if cache is not None:
-            self.caches.mounted(cache)
+            self.caches.count_mount(cache)
         try:
             return await self._start(slot_id, network, ended, cache)
         except BaseException:
             if cache is not None:
-                self.caches.unmounted(cache)
+                self.caches.count_unmount(cache)
             self._done_with(ended)
             raise
 
@@ -94,7 +95,7 @@ class RuntimePool:
         """End a body; what it leaves is thrown away, or kept for `again`. Unproven, it stays as it is, out of use."""
         proof = await self.isolation.end(body)
         if proof["clean"] and body.cache is not None:
-            self.caches.unmounted(body.cache)
+            self.caches.count_unmount(body.cache)
         if proof["clean"] and not keep:
             self._done_with(body)
         return proof

@@ -10,7 +10,7 @@ from sandbox_server.agent.execution.drains import Drains
 from sandbox_server.agent.execution.framed import Framed
 from sandbox_server.agent.execution.process_kill import end_tree
 from sandbox_server.agent.execution.process_tree import ProcessTree
-from sandbox_server.agent.isolation.base import SlotRuntime
+from sandbox_server.agent.execution.slot_runtime import SlotRuntime
 
 
 class NoAnswer(Exception):

@@ -15,10 +15,9 @@ from sandbox_server.agent.execution.drains import Drains
 from sandbox_server.agent.execution.evidence import of_lost_init
 from sandbox_server.agent.execution.journal import CallOutcome, Journal, identity
 from sandbox_server.agent.execution.output import Spool
+from sandbox_server.agent.execution.slot_runtime import CacheFolder, SlotRuntime
 from sandbox_server.agent.execution.tools.jobs import Jobs
-from sandbox_server.agent.isolation.base import SlotRuntime
 from sandbox_server.agent.kernel.processor_share import promised_share
-from sandbox_server.agent.slots.caches import Cache
 
 if TYPE_CHECKING:
     from sandbox_server.agent.slots.runtimes import RuntimePool
@@ -48,7 +47,7 @@ class Slot:
         self.spool = self._new_spool()
         self._tasks: set[asyncio.Task[None]] = set()
         self.lost_by: dict[str, Any] = {}  # the evidence of why its init is gone; whose doing that was is said by `own_work` or `ambiguous` in it
-        self.cache: Cache | None = None  # what its holder was given
+        self.cache: CacheFolder | None = None  # what its holder was given
 
     def _new_spool(self) -> Spool:
         return Spool(self._spool_folder(), self._bodies.config.spool_bytes)

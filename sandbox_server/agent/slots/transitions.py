@@ -6,8 +6,8 @@ import asyncio
 from typing import Any, Coroutine
 
 from sandbox_server.agent.errors import Refused, StartFailed
-from sandbox_server.agent.isolation.base import SlotRuntime, prove_dirs
-from sandbox_server.agent.slots.caches import Cache
+from sandbox_server.agent.execution.slot_runtime import CacheFolder, SlotRuntime
+from sandbox_server.agent.isolation.base import prove_dirs
 from sandbox_server.agent.slots.runtimes import RuntimePool
 from sandbox_server.agent.slots.slots import BROKEN, QUARANTINED, READY, RESETTING, STARTING, Slot
 
@@ -105,7 +105,7 @@ class SlotTransitions:
         """Held while a body is exchanged."""
         return self._turn
 
-    async def _exchange(self, network: bool, keep: bool, cache: Cache | None) -> dict[str, Any]:
+    async def _exchange(self, network: bool, keep: bool, cache: CacheFolder | None) -> dict[str, Any]:
         """End the old body; when its end is proven, take a new one."""
         slot = self.slot
         proof: dict[str, Any] = {"clean": True}
@@ -145,7 +145,7 @@ class SlotTransitions:
         if key is not None:
             if not self.bodies.isolation.caches:
                 raise Refused("not_implemented", "slots with a cache need the mode bwrap, not %s" % self.bodies.isolation.name)
-            cache = self.bodies.caches.get(key)
+            cache = self.bodies.caches.get_cache(key)
         await self._change_rights(network, cache)
 
     async def narrow(self, network: bool, key: Any) -> None:
@@ -169,7 +169,7 @@ class SlotTransitions:
         if "none" not in self.bodies.isolation.networks:
             raise Refused("not_implemented", "slots without network need the mode bwrap, not %s" % self.bodies.isolation.name)
 
-    async def _change_rights(self, network: bool, cache: Cache | None) -> None:
+    async def _change_rights(self, network: bool, cache: CacheFolder | None) -> None:
         slot, epoch = self.slot, self.slot.epoch
         slot.abandon_calls()
         slot.cache = cache

@@ -11,7 +11,7 @@ import secrets
 from typing import Any, Mapping
 
 from sandbox_server.agent.errors import Refused
-from sandbox_server.agent.isolation.base import SlotRuntime
+from sandbox_server.agent.execution.slot_runtime import SlotRuntime
 from sandbox_server.agent.slots.host_probe import Outside
 from sandbox_server.agent.slots.slot_probe import NoAnswer, ask_slot
 from sandbox_server.agent.slots.slots import READY
@@ -76,7 +76,7 @@ class Verification:
         body = self._slot.body
         if body is not None and not body.link.closed:
             args = {"name": self._name, **{key: _number(self._planting.get(key)) for key in ("inode", "nice", "processors")}}
-            answer = (await self._ask(body, "leftovers_look", args)).get("seen")
+            answer = (await self._ask(body, "leftovers_find", args)).get("found")
             if not isinstance(answer, dict):
                 raise NoAnswer("it answered nonsense")
             seen.update((str(kind), str(detail)) for kind, detail in answer.items())

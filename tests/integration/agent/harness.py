@@ -18,7 +18,7 @@ import psutil
 
 from sandbox_server.agent import wire
 from sandbox_server.agent.build import build
-from sandbox_server.agent.slots.trash import delete_tree
+from sandbox_server.agent.kernel.trash import delete_tree
 from sandbox_server.link import AgentLink, Endpoint, connect
 from tests.support.users import Runner
 

@@ -14,8 +14,8 @@ import pytest
 
 from sandbox_server.agent import wire
 from sandbox_server.agent.config import AgentConfig, Listen
+from sandbox_server.agent.kernel.trash import delete_tree
 from sandbox_server.agent.server.agent import Agent
-from sandbox_server.agent.slots.trash import delete_tree
 from sandbox_server.link import AgentLink, Endpoint, connect
 from tests.integration.agent.harness import Answer
 

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from sandbox_server.agent.errors import Refused
-from sandbox_server.agent.execution import file_routes
+from sandbox_server.agent.server import file_operations
 from sandbox_server.agent.slots.slots import Slot
 from tests.integration.agent.harness import Harness
 from tests.integration.agent.workshop import workshop
@@ -92,12 +92,12 @@ class _Wire:
 
 
 @contextlib.asynccontextmanager
-async def _putting() -> AsyncIterator[tuple[file_routes.FileOp, _Wire, Slot, psutil.Process]]:
+async def _putting() -> AsyncIterator[tuple[file_operations.FileOp, _Wire, Slot, psutil.Process]]:
     """An upload in the workshop's slot that waits for its content, and the process that does it."""
     async with workshop() as changes:
         wire = _Wire()
-        op = file_routes.open_file_op(wire, changes.slot, {"op": "file_put", "path": "file"})  # type: ignore[arg-type]
-        assert isinstance(op, file_routes.FileOp)
+        op = file_operations.open_file_op(wire, changes.slot, {"op": "file_put", "path": "file"})  # type: ignore[arg-type]
+        assert isinstance(op, file_operations.FileOp)
         op.data(b"x" * 1000)
         init = psutil.Process(changes.slot.current_body().init_pid)
         await _until(lambda: wire.taken == 1000 and bool(init.children()))
@@ -130,7 +130,7 @@ async def test_content_that_breaks_off_is_not_put_in_place_however_late_its_writ
 
 
 async def test_an_upload_whose_writer_stands_still_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_routes, "STALL_S", 0.5)
+    monkeypatch.setattr(file_operations, "STALL_S", 0.5)
     async with _putting() as (op, wire, slot, init):
         (child,) = init.children()
         child.suspend()
@@ -145,7 +145,7 @@ async def test_an_upload_whose_writer_stands_still_is_given_up(monkeypatch: pyte
 
 
 async def test_an_upload_may_wait_for_its_sender(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_routes, "STALL_S", 0.2)
+    monkeypatch.setattr(file_operations, "STALL_S", 0.2)
     async with _putting() as (op, wire, slot, _):
         await asyncio.sleep(0.7)
         op.data(b"y")

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from sandbox_server.agent.kernel.memory_groups import MemoryGroups, was_ended
+from sandbox_server.agent.kernel.memory_groups import MemoryGroups, was_ended_by_another_agent
 from tests.integration.agent.conftest import ROOT, Maker
 from tests.integration.agent.harness import Harness
 
@@ -122,7 +122,7 @@ async def test_the_slot_of_an_agent_that_hangs_is_ended_by_another(two: tuple[Ha
             Path(f"/proc/{pid}/root/workspace/go").touch()
         grown = await second.call("bash", "0", timeout_s=60, args={"command": "exec python3 -", "stdin": GROW.format(mib=60)})
         deadline = time.monotonic() + 30
-        while not any(was_ended(str(slot)) for slot in slots):
+        while not any(was_ended_by_another_agent(str(slot)) for slot in slots):
             assert time.monotonic() < deadline, "nobody ended the slot"
             await asyncio.sleep(0.05)
     finally:

@@ -185,6 +185,6 @@ async def test_the_processor_time_of_what_was_left_behind_counts_while_the_call_
 
 async def test_it_is_said_where_slots_cannot_have_equal_parts(harness: Harness) -> None:
     capabilities = harness.link.hello["capabilities"]
-    told = any(sentence.startswith("the processor is shared between sessions") for sentence in capabilities["not_enforced"])
+    told = any(sentence.startswith("the processor is divided between sessions") for sentence in capabilities["not_enforced"])
 
     assert told == (capabilities["limits"]["cpu"] == "none")

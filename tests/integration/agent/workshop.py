@@ -11,17 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from sandbox_server.agent.config import AgentConfig, Listen
-from sandbox_server.agent.isolation.base import Context, Isolation, SlotRuntime
+from sandbox_server.agent.execution.slot_runtime import CacheFolder, SlotRuntime
+from sandbox_server.agent.isolation.base import Context, Isolation
 from sandbox_server.agent.isolation.bwrap import Bwrap
 from sandbox_server.agent.kernel import seccomp
 from sandbox_server.agent.kernel.cgroups import Cgroups
+from sandbox_server.agent.kernel.trash import Trash, delete_tree
+from sandbox_server.agent.kernel.uids import UidRange
 from sandbox_server.agent.slots.bundle import write_slot_lib
-from sandbox_server.agent.slots.caches import Cache, Caches
+from sandbox_server.agent.slots.caches import Caches
 from sandbox_server.agent.slots.runtimes import RuntimePool
 from sandbox_server.agent.slots.slots import Slot
 from sandbox_server.agent.slots.transitions import SlotTransitions
-from sandbox_server.agent.slots.trash import Trash, delete_tree
-from sandbox_server.agent.slots.uids import UidRange
 
 
 class Careless:
@@ -40,7 +41,7 @@ class Careless:
         self._renews_folders = renews_folders
         self._ended: list[SlotRuntime] = []
 
-    async def start(self, slot_id: str, network: bool, keep: SlotRuntime | None = None, cache: Cache | None = None) -> SlotRuntime:
+    async def start(self, slot_id: str, network: bool, keep: SlotRuntime | None = None, cache: CacheFolder | None = None) -> SlotRuntime:
         if not self._renews_folders and keep is None and self._ended:
             keep = self._ended[-1]
         return await self._real.start(slot_id, network, keep, cache)
@@ -86,7 +87,7 @@ async def workshop(wrap: Callable[[Isolation], Isolation] = _pass_on, trash_type
     cgroups = Cgroups(secrets.token_hex(8), config)
     (folder / "slots").mkdir()
     write_slot_lib(str(folder / "lib"))
-    program = seccomp.program(os.uname().machine)
+    program = seccomp.build_filter(os.uname().machine)
     context = Context(config, str(folder / "slots"), str(folder / "lib"), program, program, tuple(sorted(os.sched_getaffinity(0))))
     uids = UidRange()
     isolation = wrap(Bwrap(context, cgroups, uids))
@@ -101,7 +102,7 @@ async def workshop(wrap: Callable[[Isolation], Isolation] = _pass_on, trash_type
     finally:
         await slot.end()
         await bodies.close()
-        await caches.close()
+        await caches.close_caches()
         if isinstance(isolation, Careless):
             await isolation.really_end()
         cgroups.close()

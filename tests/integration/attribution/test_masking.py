@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from sandbox_server.agent.init.priority import RAISED
+from sandbox_server.agent.init.priority import RAISED_NICE
 from tests.integration.attribution.conftest import Open
 from tests.integration.attribution.station import HOG, TAKE_ALL_PROCESSES, Station, blame, proof
 from tests.support.users import ordinary_user
@@ -282,10 +282,10 @@ def test_service_and_agent_claim_the_processor_before_what_slots_run(station: St
 
     assert set(of_slot) == {"0"}
     assert os.getpriority(os.PRIO_PROCESS, init) == 0
-    assert [os.getpriority(os.PRIO_PROCESS, pid) for pid in (agent, service)] == [RAISED, RAISED]
+    assert [os.getpriority(os.PRIO_PROCESS, pid) for pid in (agent, service)] == [RAISED_NICE, RAISED_NICE]
     threads = [int(thread.name) for thread in Path(f"/proc/{service}/task").iterdir()]
-    assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads} == {RAISED}
+    assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads} == {RAISED_NICE}
     for pid in (agent, service):
         session = Path(f"/proc/{pid}/autogroup")
         claim_of_session = session.read_text(encoding="ascii").split()[-1:] if session.exists() else []
-        assert claim_of_session in ([], [str(RAISED)])  # []: the kernel does not group that session, and its threads' own claims count
+        assert claim_of_session in ([], [str(RAISED_NICE)])  # []: the kernel does not group that session, and its threads' own claims count

@@ -9,8 +9,8 @@ from typing import Callable, Mapping
 
 from sandbox_server.agent.execution.init_client.descriptors import agent_limit
 from sandbox_server.agent.execution.init_client.init_watchdog import end_slot
+from sandbox_server.agent.execution.slot_runtime import SlotRuntime
 from sandbox_server.agent.init import process_table
-from sandbox_server.agent.isolation.base import SlotRuntime
 
 log = logging.getLogger(__name__)
 
@@ -50,11 +50,11 @@ def count_in_flight(inits: Mapping[str, int]) -> dict[str, int]:
     Args:
         inits: slot -> the pid of its first process.
     """
-    table = process_table.look()
+    table = process_table.read_process_table()
     counts = {}
     for slot_id, init_pid in inits.items():
         sockets: dict[str, int] = {}
-        for pid in process_table.closure(table, [init_pid]):
+        for pid in process_table.find_trees(table, [init_pid]):
             sockets.update(waiting_in(pid))
         counts[slot_id] = sum(sockets.values())
     return counts

@@ -11,9 +11,9 @@ import contextlib
 import signal
 from typing import Any, Sequence
 
+from sandbox_server.agent.execution.slot_runtime import SlotRuntime
 from sandbox_server.agent.init import process_table
-from sandbox_server.agent.isolation.base import SlotRuntime
-from sandbox_server.agent.slots.uids import kill_uid
+from sandbox_server.agent.kernel.uids import kill_uid
 
 _ANSWER_WITHIN_S = 1.0
 _ANSWER_FREED_WITHIN_S = 0.5
@@ -51,9 +51,9 @@ async def _ask_again(body: SlotRuntime, request: dict[str, Any], fds: Sequence[i
 def _kill_stopped_starts(init_pid: int) -> int:
     """Kill the children of init that were stopped before they became another program; how many that were."""
     mine = _command_line(init_pid)
-    table = process_table.look()
+    table = process_table.read_process_table()
     starts = [pid for pid, (parent, _, _, state) in table.items() if parent == init_pid and state in _STOPPED and _command_line(pid) == mine]
-    process_table.send(process_table.alive(table, starts), signal.SIGKILL)
+    process_table.send_signal(process_table.select_living(table, starts), signal.SIGKILL)
     return len(starts)
 
 
@@ -91,8 +91,8 @@ async def end_slot(body: SlotRuntime, detail: str, self_inflicted: bool = True) 
 
 def _kill_descendants(init_pid: int) -> None:
     for _ in range(_ROUNDS):
-        table = process_table.look()
-        members = process_table.alive(table, process_table.closure(table, [init_pid]) - {init_pid})
+        table = process_table.read_process_table()
+        members = process_table.select_living(table, process_table.find_trees(table, [init_pid]) - {init_pid})
         if not members:
             return
-        process_table.send(members, signal.SIGKILL)
+        process_table.send_signal(members, signal.SIGKILL)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sandbox_server.agent.init.process_table import alive, closure
+from sandbox_server.agent.init.process_table import find_trees, select_living
 
 # pid -> parent, session, start, state
 TABLE = {
@@ -18,10 +18,10 @@ TABLE = {
 
 
 def test_descendants_their_sessions_and_what_comes_of_those() -> None:
-    assert closure(TABLE, [10]) == {10, 11, 12, 13, 14}
-    assert closure(TABLE, [20]) == {20, 21}
-    assert closure(TABLE, []) == set()
+    assert find_trees(TABLE, [10]) == {10, 11, 12, 13, 14}
+    assert find_trees(TABLE, [20]) == {20, 21}
+    assert find_trees(TABLE, []) == set()
 
 
 def test_the_dead_are_not_counted() -> None:
-    assert alive(TABLE, [13, 14, 99]) == {13: 8}
+    assert select_living(TABLE, [13, 14, 99]) == {13: 8}

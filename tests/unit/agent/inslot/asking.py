@@ -96,7 +96,7 @@ class Slot:
             out_r, out_w, in_r, in_w = pipes
             os.close(out_r)
             os.close(in_w)
-            child.prepare(op)
+            child.import_operation(op)
             if before is not None:
                 before()
             if self.uid is not None:
@@ -104,7 +104,7 @@ class Slot:
                 os.setresgid(self.uid, self.uid, self.uid)
                 os.setresuid(self.uid, self.uid, self.uid)
             try:
-                child.run(op, args, self.ctx, out_w, in_r)
+                child.run_operation(op, args, self.ctx, out_w, in_r)
                 status = 0
             except SystemExit as end:
                 status = int(str(end.code))

@@ -311,7 +311,7 @@ def test_a_tree_that_changes_meanwhile_leaves_out_what_vanished(slot: Slot) -> N
     if pid == 0:
         from sandbox_server.agent.inslot import child
 
-        child.run("route_archive_get", {"path": "."}, slot.ctx, out_w)
+        child.run_operation("route_archive_get", {"path": "."}, slot.ctx, out_w)
         os._exit(0)
     os.close(out_w)
     with open(out_r, "rb") as file:

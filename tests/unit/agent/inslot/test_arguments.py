@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from sandbox_server.agent.inslot.arguments import MAX_CONTENT_BYTES, OPERATIONS
-from sandbox_server.agent.inslot.child import check_args, prepare
+from sandbox_server.agent.inslot.child import check_args, import_operation
 
 FINE: list[tuple[str, dict[str, Any]]] = [
     ("read_file", {"path": "a"}),
@@ -28,9 +28,9 @@ WRONG: list[tuple[str, Any, str]] = [
     ("read_file", {"path": None}, "path must be a string, not null"),
     ("read_file", {"path": 5}, "path must be a string, not a number"),
     ("read_file", {"path": ""}, "path must not be empty"),
-    ("read_file", {"path": "a\0b"}, "path must not hold a NUL"),
-    ("read_file", {"path": "é" * 2048}, "path is 4096 bytes long; at most 4095 are taken"),
-    ("read_file", {"path": "\ud800"}, "path holds half a surrogate pair, which stands for no character"),
+    ("read_file", {"path": "a\0b"}, "path must not contain a NUL character"),
+    ("read_file", {"path": "é" * 2048}, "path is 4096 bytes long; the limit is 4095 bytes"),
+    ("read_file", {"path": "\ud800"}, "path contains an unpaired surrogate, which is not a character"),
     ("read_file", {"path": "a", "lines": 3}, "read_file has no argument 'lines'; it takes path, offset, limit"),
     ("read_file", {"path": "a", 5: 3}, "read_file has no argument 5; it takes path, offset, limit"),
     ("read_file", {"path": "a", "offset": -1}, "offset must be from 0 to 1000000000"),
@@ -39,7 +39,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("read_file", {"path": "a", "limit": 1.0}, "limit must be a whole number, not a number"),
     ("read_file", {"path": "a", "limit": "5"}, "limit must be a whole number, not a string"),
     ("write_file", {"path": "a"}, "write_file needs the argument content"),
-    ("write_file", {"path": "a", "content": "x" * (MAX_CONTENT_BYTES + 1)}, "content is 16777217 bytes long; at most 16777216 are taken"),
+    ("write_file", {"path": "a", "content": "x" * (MAX_CONTENT_BYTES + 1)}, "content is 16777217 bytes long; the limit is 16777216 bytes"),
     ("write_file", {"path": "a", "content": "", "mode": 644}, 'mode must be a string of octal digits up to "0777", such as "0644"'),
     ("write_file", {"path": "a", "content": "", "mode": "4755"}, 'mode must be a string of octal digits up to "0777", such as "0644"'),
     ("write_file", {"path": "a", "content": "", "mode": "rwx"}, 'mode must be a string of octal digits up to "0777", such as "0644"'),
@@ -64,5 +64,5 @@ def test_bad_arguments_are_named(op: str, args: Any, sentence: str) -> None:
 
 
 def test_every_operation_is_there() -> None:
-    assert all(callable(prepare(op)) for op in OPERATIONS)
-    assert prepare("rm") is None
+    assert all(callable(import_operation(op)) for op in OPERATIONS)
+    assert import_operation("rm") is None

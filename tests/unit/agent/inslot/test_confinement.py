@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sandbox_server.agent.inslot.confine import Confined, Refusal, follow, inside, refusal_of, show
+from sandbox_server.agent.inslot.confine import ConfinedPath, Refusal, is_inside, quote_path, refusal_for_os_error, resolve_symlinks
 from sandbox_server.agent.inslot.walk import walk
 from tests.unit.agent.inslot.asking import Slot, names_below
 
@@ -21,13 +21,13 @@ def test_a_path_is_followed_as_the_kernel_does(slot: Slot) -> None:
     (top / "link").symlink_to("a/b")
     (top / "file").touch()
     (top / "abs").symlink_to(top / "link/..")
-    assert follow(f"{top}/link/../b") == f"{top}/a/b"
-    assert follow(f"{top}/abs/b/.//") == f"{top}/a/b"
-    assert follow(f"{top}/new/er") == f"{top}/new/er"
-    assert follow("/..") == "/"
+    assert resolve_symlinks(f"{top}/link/../b") == f"{top}/a/b"
+    assert resolve_symlinks(f"{top}/abs/b/.//") == f"{top}/a/b"
+    assert resolve_symlinks(f"{top}/new/er") == f"{top}/new/er"
+    assert resolve_symlinks("/..") == "/"
     for path, number in (("new/../a", errno.ENOENT), ("file/x", errno.ENOTDIR), ("file/..", errno.ENOTDIR), ("file/", errno.ENOTDIR)):
         with pytest.raises(OSError) as caught:
-            follow(f"{top}/{path}")
+            resolve_symlinks(f"{top}/{path}")
         assert caught.value.errno == number
 
 
@@ -35,25 +35,25 @@ def test_a_chain_of_symlinks_ends_where_the_kernels_does(slot: Slot) -> None:
     (slot.workspace / "0").touch()
     for number in range(41):
         (slot.workspace / str(number + 1)).symlink_to(str(number))
-    assert follow(f"{slot.workspace}/40").endswith("/0")
+    assert resolve_symlinks(f"{slot.workspace}/40").endswith("/0")
     with pytest.raises(OSError) as caught:
-        follow(f"{slot.workspace}/41")
+        resolve_symlinks(f"{slot.workspace}/41")
     assert caught.value.errno == errno.ELOOP
 
 
 def test_inside_goes_by_whole_names() -> None:
-    assert inside("/w", ["/w"])
-    assert inside("/w/a", ["/t", "/w"])
-    assert inside("/anything", ["/"])
-    assert not inside("/wa", ["/w"])
-    assert not inside("/", ["/w"])
+    assert is_inside("/w", ["/w"])
+    assert is_inside("/w/a", ["/t", "/w"])
+    assert is_inside("/anything", ["/"])
+    assert not is_inside("/wa", ["/w"])
+    assert not is_inside("/", ["/w"])
 
 
 def test_a_path_that_is_swapped_after_it_was_resolved_is_still_refused(slot: Slot) -> None:
     (slot.workspace / "a").mkdir()
     (slot.workspace / "a/secret").touch()
     (slot.outside / "secret").touch()
-    place = Confined("a/secret", slot.ctx)
+    place = ConfinedPath("a/secret", slot.ctx)
     (slot.workspace / "a").rename(slot.workspace / "b")
     (slot.workspace / "a").symlink_to(slot.outside)
     with pytest.raises(Refusal) as caught:
@@ -107,13 +107,13 @@ def test_writing_is_atomic_on_lesser_kernels_too(slot: Slot, kernel: Callable[[]
 
 @pytest.mark.parametrize("name", ["plain", "größe", "with space", "100%", "%s%d"])
 def test_printable_names_are_shown_as_they_are(name: str) -> None:
-    assert show(name) == name
+    assert quote_path(name) == name
     for number in (errno.ENOENT, errno.EIO):
-        assert name in refusal_of(OSError(number, ""), name).detail
+        assert name in refusal_for_os_error(OSError(number, ""), name).detail
 
 
 @pytest.mark.parametrize("raw", [b"a\nb", b"\xff", b"it's\t\\", "\u202eevil".encode(), b"\x1b[31m"])
 def test_other_names_are_shown_the_way_bash_reads_them(base: Path, raw: bytes) -> None:
-    shown = show(os.fsdecode(raw))
+    shown = quote_path(os.fsdecode(raw))
     assert shown.isprintable()
     assert subprocess.run(["bash", "-c", f"printf %s {shown}"], capture_output=True, check=True).stdout == raw

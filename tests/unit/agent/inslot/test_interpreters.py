@@ -24,11 +24,11 @@ import sys
 root, op, args, ctx, out, source = eval(sys.stdin.readline())
 sys.path.insert(0, root)
 from sandbox_server.agent.inslot import child
-child.prepare(op)
+child.import_operation(op)
 # From here on the child may no longer be able to read any module.
 sys.meta_path.clear()
 sys.path.clear()
-child.run(op, args, ctx, out, source)
+child.run_operation(op, args, ctx, out, source)
 """
 
 
@@ -91,7 +91,8 @@ def test_the_syntax_is_that_of_python_3_8(name: str) -> None:
 
 
 def test_reading_a_file_imports_little() -> None:
-    code = "import sys; before = set(sys.modules); from sandbox_server.agent.inslot import child; child.prepare('read_file'); print(*set(sys.modules) - before)"
+    imports = "import sys; before = set(sys.modules); from sandbox_server.agent.inslot import child; child.import_operation('read_file')"
+    code = f"{imports}; print(*set(sys.modules) - before)"
     shown = subprocess.run(
         [sys.executable, "-I", "-S", "-c", f"import sys; sys.path.insert(0, {str(REPOSITORY)!r}); {code}"], capture_output=True, text=True, check=True
     )

@@ -129,6 +129,6 @@ def test_a_reader_that_goes_away_ends_the_child_with_a_status(slot: Slot) -> Non
     out_r, out_w = os.pipe()
     os.close(out_r)
     with pytest.raises(SystemExit) as end:
-        child.run("read_file", {"path": "a"}, slot.ctx, out_w)
+        child.run_operation("read_file", {"path": "a"}, slot.ctx, out_w)
     os.close(out_w)
-    assert end.value.code == child.BROKEN_OFF
+    assert end.value.code == child.EXIT_INCOMPLETE_REPLY

@@ -178,7 +178,7 @@ def test_the_largest_file_is_a_file_error(slot: Slot) -> None:
 def test_a_put_whose_child_is_killed_leaves_nothing(slot: Slot) -> None:
     in_r, in_w = os.pipe()
     out_r, out_w = os.pipe()
-    code = f"from sandbox_server.agent.inslot import child; child.run('route_put', {{'path': 'a'}}, {slot.ctx!r}, {out_w}, {in_r})"
+    code = f"from sandbox_server.agent.inslot import child; child.run_operation('route_put', {{'path': 'a'}}, {slot.ctx!r}, {out_w}, {in_r})"
     process = subprocess.Popen([sys.executable, "-c", code], pass_fds=(in_r, out_w))
     os.close(out_w)
     os.write(in_w, b"x" * 60_000)
@@ -240,7 +240,7 @@ def test_a_file_that_shrinks_breaks_the_answer_off(slot: Slot) -> None:
     with open(path, "wb") as file:
         file.truncate(64 << 20)
     out_r, out_w = os.pipe()
-    code = f"from sandbox_server.agent.inslot import child; child.run('route_get', {{'path': 'a'}}, {slot.ctx!r}, {out_w})"
+    code = f"from sandbox_server.agent.inslot import child; child.run_operation('route_get', {{'path': 'a'}}, {slot.ctx!r}, {out_w})"
     process = subprocess.Popen([sys.executable, "-c", code], pass_fds=(out_w,))
     os.close(out_w)
     with open(out_r, "rb") as answer:

@@ -24,7 +24,7 @@ def account(share: float, *looks: ProcessorTimes) -> ProcessorAccount:
 
 
 def test_the_proof_says_what_was_owed_and_what_was_given() -> None:
-    assert account(0.25, after(2.0, 0.1, 1.9)).starved() == {"share_processors": 0.25, "owed_s": 0.5, "given_s": 0.1, "lost_s": 1.6}
+    assert account(0.25, after(2.0, 0.1, 1.9)).starvation_evidence() == {"share_processors": 0.25, "owed_s": 0.5, "given_s": 0.1, "lost_s": 1.6}
 
 
 @pytest.mark.parametrize(
@@ -43,20 +43,25 @@ def test_the_proof_says_what_was_owed_and_what_was_given() -> None:
     ids=lambda value: value.replace(" ", "-") if isinstance(value, str) else "",
 )
 def test_it_is_not_proven(why: str, share: float, look: ProcessorTimes) -> None:
-    assert account(share, look).starved() is None, why
+    assert account(share, look).starvation_evidence() is None, why
 
 
 def test_what_was_given_while_it_slept_is_not_owed() -> None:
     # Two seconds asleep, then one in which it could hardly run: only that second counts.
-    assert account(0.5, after(2.0, 0.0, 0.0), after(3.0, 0.1, 0.9)).starved() == {"share_processors": 0.5, "owed_s": 0.5, "given_s": 0.1, "lost_s": 0.8}
+    assert account(0.5, after(2.0, 0.0, 0.0), after(3.0, 0.1, 0.9)).starvation_evidence() == {
+        "share_processors": 0.5,
+        "owed_s": 0.5,
+        "given_s": 0.1,
+        "lost_s": 0.8,
+    }
 
 
 def test_plenty_before_makes_up_for_little_later() -> None:
-    assert account(0.25, after(5.0, 5.0, 0.0), after(10.0, 5.1, 4.9)).starved() is None
+    assert account(0.25, after(5.0, 5.0, 0.0), after(10.0, 5.1, 4.9)).starvation_evidence() is None
 
 
 def test_once_it_asked_for_less_it_stays_unproven() -> None:
-    assert account(0.25, after(1.0, 0.0, 1.0, lowered=True), after(5.0, 0.1, 4.9)).starved() is None
+    assert account(0.25, after(1.0, 0.0, 1.0, lowered=True), after(5.0, 0.1, 4.9)).starvation_evidence() is None
 
 
 @pytest.mark.parametrize(("processors", "slots", "cpu", "share"), [(2, 8, None, 0.25), (64, 4, 2.0, 2.0), (2, 8, 1.0, 0.25), (1, 1, None, 1.0)])

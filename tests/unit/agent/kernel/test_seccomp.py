@@ -7,7 +7,7 @@ import struct
 
 import pytest
 
-from sandbox_server.agent.kernel.seccomp import UnknownMachine, program
+from sandbox_server.agent.kernel.seccomp import UnknownMachine, build_filter
 
 X86, ARM = 0xC000003E, 0xC00000B7
 ALLOWED = 0
@@ -91,15 +91,15 @@ def _run(code: bytes, arch: int, number: int, *args: int) -> int:
     ],
 )
 def test_what_is_refused(machine: str, arch: int, number: int, args: tuple[int, ...], expected: int) -> None:
-    assert _run(program(machine), arch, number, *args) == expected
+    assert _run(build_filter(machine), arch, number, *args) == expected
 
 
 @pytest.mark.parametrize(("machine", "arch", "number"), [("x86_64", X86, 240), ("aarch64", ARM, 180)])
 def test_message_queues_are_refused_where_nobody_could_list_them(machine: str, arch: int, number: int) -> None:
-    assert _run(program(machine), arch, number) == ALLOWED
-    assert _run(program(machine, queues=False), arch, number) == errno.ENOSYS
+    assert _run(build_filter(machine), arch, number) == ALLOWED
+    assert _run(build_filter(machine, allow_message_queues=False), arch, number) == errno.ENOSYS
 
 
 def test_an_unknown_processor_is_named() -> None:
     with pytest.raises(UnknownMachine, match="m68k"):
-        program("m68k")
+        build_filter("m68k")

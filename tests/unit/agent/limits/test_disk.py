@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from sandbox_server.agent.limits.disk_plan import MIB, Reserve, Space, largest, reserve_of
+from sandbox_server.agent.kernel.trash import delete_tree
+from sandbox_server.agent.limits.disk_plan import MIB, Reserve, Space, choose_slot_to_end, compute_reserve
 from sandbox_server.agent.limits.disk_usage import DiskMeter, DiskUse, measure_disk
-from sandbox_server.agent.slots.trash import delete_tree
 
 GIB = 1024 * MIB
 
@@ -34,34 +34,34 @@ def test_a_slot_fills_a_disk_alone_where_it_would_be_full_though_the_others_had_
 ) -> None:
     in_bytes = [(size * MIB, files) for size, files in (use, *others)]
 
-    assert Reserve(75 * MIB, 50).is_broken_by(in_bytes[0], in_bytes[1:], Space(300 * MIB, 20 * MIB, 1000, 900)) is alone
+    assert Reserve(75 * MIB, 50).is_exceeded_by(in_bytes[0], in_bytes[1:], Space(300 * MIB, 20 * MIB, 1000, 900)) is alone
 
 
 @pytest.mark.parametrize(("files", "others_files", "alone"), [(900, 2, True), (900, 100, False), (40, 0, False)])
 def test_a_slot_fills_a_disk_alone_with_files(files: int, others_files: int, alone: bool) -> None:
-    assert Reserve(75 * MIB, 50).is_broken_by((0, files), [(0, others_files)], Space(300 * MIB, 200 * MIB, 1000, 20)) is alone
+    assert Reserve(75 * MIB, 50).is_exceeded_by((0, files), [(0, others_files)], Space(300 * MIB, 200 * MIB, 1000, 20)) is alone
 
 
 def test_a_disk_without_a_limit_of_files_is_not_filled_with_files() -> None:
-    assert not Reserve(75 * MIB, 0).is_broken_by((10, 1000), [], Space(300 * MIB, 20 * MIB, 0, 0))
+    assert not Reserve(75 * MIB, 0).is_exceeded_by((10, 1000), [], Space(300 * MIB, 20 * MIB, 0, 0))
 
 
 @pytest.mark.parametrize(("size", "reserve"), [(1000 * GIB, 50 * GIB), (20 * GIB, 2 * GIB), (64 * MIB, 16 * MIB)])
 def test_what_must_stay_free(size: int, reserve: int) -> None:
-    assert reserve_of(Space(size, 0, 1000, 0), None) == Reserve(reserve, 50)
-    assert reserve_of(Space(size, 0, 0, 0), 7 * MIB) == Reserve(7 * MIB, 0)
+    assert compute_reserve(Space(size, 0, 1000, 0), None) == Reserve(reserve, 50)
+    assert compute_reserve(Space(size, 0, 0, 0), 7 * MIB) == Reserve(7 * MIB, 0)
 
 
 def test_the_slot_that_takes_most_goes_by_bytes_or_by_files() -> None:
     reserve, uses = Reserve(1600, 160), [("bytes", 500, 5), ("files", 400, 90)]
 
-    assert largest(uses, Space(10_000, 100, 1000, 900), reserve) == "bytes"
-    assert largest(uses, Space(10_000, 9000, 1000, 10), reserve) == "files"
+    assert choose_slot_to_end(uses, Space(10_000, 100, 1000, 900), reserve) == "bytes"
+    assert choose_slot_to_end(uses, Space(10_000, 9000, 1000, 10), reserve) == "files"
 
 
 def test_no_slot_goes_whose_end_would_not_help() -> None:
-    assert largest([("small", 99, 1)], Space(10_000, 0, 0, 0), Reserve(1600, 0)) is None
-    assert largest([("bytes", 9999, 1)], Space(10_000, 9000, 1000, 10), Reserve(1600, 160)) is None
+    assert choose_slot_to_end([("small", 99, 1)], Space(10_000, 0, 0, 0), Reserve(1600, 0)) is None
+    assert choose_slot_to_end([("bytes", 9999, 1)], Space(10_000, 9000, 1000, 10), Reserve(1600, 160)) is None
 
 
 def _measured(folder: Path, *, within_s: float = 20.0) -> DiskUse:

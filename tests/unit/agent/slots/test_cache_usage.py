@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from sandbox_server.agent.errors import Refused
-from sandbox_server.agent.slots.cache_usage import MAX_DEPTH, measure
-from sandbox_server.agent.slots.caches import check_key
+from sandbox_server.agent.slots.cache_usage import MAX_DEPTH, measure_cache
+from sandbox_server.agent.slots.caches import check_cache_key
 
 QUOTA_BYTES = 1 << 20
 
@@ -21,11 +21,11 @@ def _going_on() -> bool:
 def test_a_tree_is_added_up(tmp_path: Path) -> None:
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "a" / "b" / "file").write_bytes(bytes(100_000))
-    usage = measure(str(tmp_path), QUOTA_BYTES, _going_on)
+    usage = measure_cache(str(tmp_path), QUOTA_BYTES, _going_on)
 
     assert usage.entries == 3
     assert 100_000 <= usage.size_bytes < 200_000
-    assert usage.over is None
+    assert usage.excess is None
 
 
 def test_a_hole_takes_nothing_and_a_symlink_leads_nowhere(tmp_path: Path) -> None:
@@ -33,19 +33,19 @@ def test_a_hole_takes_nothing_and_a_symlink_leads_nowhere(tmp_path: Path) -> Non
     os.truncate(tmp_path / "sparse", 1 << 30)
     (tmp_path / "link").symlink_to("/usr")
 
-    assert measure(str(tmp_path), QUOTA_BYTES, _going_on).over is None
+    assert measure_cache(str(tmp_path), QUOTA_BYTES, _going_on).excess is None
 
 
 def test_too_much_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(QUOTA_BYTES + 4096))
 
-    assert measure(str(tmp_path), QUOTA_BYTES, _going_on).over == "it takes more than 1048576 bytes"
+    assert measure_cache(str(tmp_path), QUOTA_BYTES, _going_on).excess == "it takes more than 1048576 bytes"
 
 
 def test_what_is_hidden_deep_down_is_too_much(tmp_path: Path) -> None:
     (tmp_path / "/".join(["d"] * (MAX_DEPTH + 1))).mkdir(parents=True)
 
-    assert "folders deep" in str(measure(str(tmp_path), QUOTA_BYTES, _going_on).over)
+    assert "folders deep" in str(measure_cache(str(tmp_path), QUOTA_BYTES, _going_on).excess)
 
 
 def test_a_closed_folder_is_looked_into(tmp_path: Path) -> None:
@@ -53,20 +53,20 @@ def test_a_closed_folder_is_looked_into(tmp_path: Path) -> None:
     (tmp_path / "closed" / "file").write_bytes(bytes(QUOTA_BYTES + 4096))
     (tmp_path / "closed").chmod(0)
 
-    assert measure(str(tmp_path), QUOTA_BYTES, _going_on).over is not None
+    assert measure_cache(str(tmp_path), QUOTA_BYTES, _going_on).excess is not None
 
 
 def test_it_stops_when_told_to(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
 
-    assert measure(str(tmp_path), QUOTA_BYTES, lambda: True).entries == 0
+    assert measure_cache(str(tmp_path), QUOTA_BYTES, lambda: True).entries == 0
 
 
 @pytest.mark.parametrize("key", ["", "a/b", "..", "a" * 65, "a\n", "é", None, 7])
 def test_what_is_no_key(key: object) -> None:
     with pytest.raises(Refused):
-        check_key(key)
+        check_cache_key(key)
 
 
 def test_what_is_a_key() -> None:
-    assert check_key("aZ0_-") == "aZ0_-"
+    assert check_cache_key("aZ0_-") == "aZ0_-"

@@ -6,7 +6,7 @@ import os
 import threading
 from pathlib import Path
 
-from sandbox_server.agent.slots.trash import Trash, delete_tree
+from sandbox_server.agent.kernel.trash import Trash, delete_tree
 
 
 def test_a_deep_tree_goes(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""Leftovers of every kind, planted in a slot as a rollout could, and looked for: how a reset is put to the test. Both run inside, with the slot's rights.
+"""Leftovers that verify a reset: one operation plants leftovers of every kind in a slot, as a rollout could leave them, and another one searches for them.
 
-Everything carries one name that nothing else has, so that what is found is what was planted.
+Both operations run inside the slot with the rights of the slot. All leftovers carry one unique name, so that the search finds only what was planted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     Kinds = Dict[str, str]
 
 DEPTH = 1000
-OPEN_FILES = 61  # a limit nobody else has
+OPEN_FILES = 61  # A limit that nothing else sets.
 NICE = 7
 _WAIT = "while :; do sleep 3600; done"
 _IPC_CREAT = 0o1000
@@ -33,8 +33,8 @@ _CRON = ("/var/spool/cron/crontabs", "/var/spool/cron", "/var/spool/at", "/var/s
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def paths(name: str, home: str) -> Dict[str, str]:
-    """Where the files are planted, by kind."""
+def leftover_paths(name: str, home: str) -> Dict[str, str]:
+    """Return the path of each planted file by its kind."""
     return {
         "file": os.path.join(home, name),
         "hidden_file": os.path.join(home, "." + name),
@@ -53,41 +53,43 @@ def paths(name: str, home: str) -> Dict[str, str]:
 
 
 def sysv_key(name: str, kind: str) -> int:
-    """The key of a System V object."""
+    """Return the key of a planted System V object.
+
+    Args:
+        name: the name of the leftovers.
+        kind: `shm`, `sem` or `msg`.
+    """
     return zlib.crc32(("%s-%s" % (name, kind)).encode()) & 0x7FFFFFFF or 1
 
 
-# Planting.
-
-
 def leftovers_plant(args: Mapping[str, Any], ctx: Mapping[str, Any], reply: Reply) -> None:
-    """Plant what this slot lets itself be left; the answer says what that was, and what could not be planted and why."""
+    """Plant every kind of leftover that this slot permits. The reply names what was planted, and what could not be planted and why."""
     name = args["name"]
     planted: List[Dict[str, str]] = []
     refused: List[Dict[str, str]] = []
     sockets: List[int] = []
 
-    def attempt(kind: str, work: Callable[[], str]) -> None:
+    def plant(kind: str, create: Callable[[], str]) -> None:
         try:
-            planted.append({"kind": kind, "detail": work()})
+            planted.append({"kind": kind, "detail": create()})
         except OSError as error:
             refused.append({"kind": kind, "detail": error.strerror or str(error)})
 
-    for kind, path in paths(name, ctx["home"]).items():
-        attempt(kind, lambda kind=kind, path=path: _plant_path(kind, path))  # type: ignore[misc]
-    attempt("cron_file", lambda: _plant_cron(name))
-    attempt("tcp_socket", lambda: _listen_tcp(sockets))
-    attempt("abstract_socket", lambda: _listen_abstract(name))
-    attempt("lock", lambda: _lock(name))
+    for kind, path in leftover_paths(name, ctx["home"]).items():
+        plant(kind, lambda kind=kind, path=path: _plant_path(kind, path))  # type: ignore[misc]
+    plant("cron_file", lambda: _plant_cron(name))
+    plant("tcp_socket", lambda: _listen_tcp(sockets))
+    plant("abstract_socket", lambda: _listen_abstract(name))
+    plant("lock", lambda: _hold_lock(name))
     for kind in _SYSV:
-        attempt("sysv_" + kind, lambda kind=kind: _make_sysv(name, kind))  # type: ignore[misc]
-    attempt("mqueue", lambda: _make_queue(name))
-    for kind, start in (("process", _be_plain), ("detached_process", _be_detached), ("deaf_process", _be_deaf), ("environment", _be_changed)):
-        attempt(kind, lambda kind=kind, start=start: _fork("%s-%s" % (name, kind), args["shell"], start))  # type: ignore[misc]
+        plant("sysv_" + kind, lambda kind=kind: _make_sysv(name, kind))  # type: ignore[misc]
+    plant("mqueue", lambda: _make_queue(name))
+    for kind, prepare in (("process", _inherit), ("detached_process", _detach), ("deaf_process", _ignore_signals), ("environment", _change_environment)):
+        plant(kind, lambda kind=kind, prepare=prepare: _plant_process("%s-%s" % (name, kind), args["shell"], prepare))  # type: ignore[misc]
     nice, processors = os.getpriority(os.PRIO_PROCESS, os.getppid()), len(os.sched_getaffinity(os.getppid()))
-    attempt("priority", _renice_init)
-    attempt("affinity", _pin_init)
-    reply.ok(planted=planted, refused=refused, inode=sockets[0] if sockets else 0, nice=nice, processors=processors)
+    plant("priority", _renice_init)
+    plant("affinity", _pin_init)
+    reply.send_ok(planted=planted, refused=refused, inode=sockets[0] if sockets else 0, nice=nice, processors=processors)
 
 
 def _plant_path(kind: str, path: str) -> str:
@@ -98,27 +100,27 @@ def _plant_path(kind: str, path: str) -> str:
         os.symlink("/etc/passwd", path)
     elif kind == "closed_folder":
         os.mkdir(path)
-        _write(os.path.join(path, "inside"))
+        _write_file(os.path.join(path, "inside"))
         os.chmod(path, 0)
     elif kind == "deep_tree":
-        _dig(path)
+        _make_deep_tree(path)
     else:
-        _write(path)
+        _write_file(path)
     return path
 
 
-def _write(path: str) -> None:
-    with open(path, "wb") as file:  # no encoding: this slot may not be able to read where codecs lie
+def _write_file(path: str) -> None:
+    with open(path, "wb") as file:  # Binary mode: this slot may not be able to read the modules of the codecs.
         file.write(b"left behind\n")
 
 
-def _dig(path: str) -> None:
+def _make_deep_tree(path: str) -> None:
     fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         for step in [path, *["d"] * DEPTH]:
             os.mkdir(step)
             os.chdir(step)
-        _write("bottom")
+        _write_file("bottom")
     finally:
         os.fchdir(fd)
         os.close(fd)
@@ -129,7 +131,7 @@ def _plant_cron(name: str) -> str:
     for folder in _CRON:
         path = os.path.join(folder, name)
         try:
-            _write(path)
+            _write_file(path)
         except OSError as error:
             reasons.append("%s: %s" % (folder, error.strerror))
             continue
@@ -143,7 +145,7 @@ def _listen_tcp(inodes: List[int]) -> str:
     sock.listen(1)
     inodes.append(os.fstat(sock.fileno()).st_ino)
     port = sock.getsockname()[1]
-    _pass_on(sock.detach())
+    _keep_for_children(sock.detach())
     return "127.0.0.1:%d" % port
 
 
@@ -151,24 +153,24 @@ def _listen_abstract(name: str) -> str:
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.bind("\0" + name)
     sock.listen(1)
-    _pass_on(sock.detach())
+    _keep_for_children(sock.detach())
     return "@" + name
 
 
-def _lock(name: str) -> str:
+def _hold_lock(name: str) -> str:
     path = "/tmp/%s-lock" % name
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    _pass_on(fd)
+    _keep_for_children(fd)
     return path
 
 
-def _pass_on(fd: int) -> None:
-    """Let the processes that are planted afterwards hold it."""
+def _keep_for_children(fd: int) -> None:
+    """Make a descriptor inheritable, so that the processes that are planted afterwards keep it open."""
     os.set_inheritable(fd, True)
 
 
-def _called(result: int) -> int:
+def _check_result(result: int) -> int:
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number))
@@ -178,11 +180,11 @@ def _called(result: int) -> int:
 def _make_sysv(name: str, kind: str) -> str:
     key = sysv_key(name, kind)
     if kind == "shm":
-        _called(_libc.shmget(key, ctypes.c_size_t(_SHM_BYTES), _IPC_CREAT | 0o600))
+        _check_result(_libc.shmget(key, ctypes.c_size_t(_SHM_BYTES), _IPC_CREAT | 0o600))
     elif kind == "sem":
-        _called(_libc.semget(key, 1, _IPC_CREAT | 0o600))
+        _check_result(_libc.semget(key, 1, _IPC_CREAT | 0o600))
     else:
-        _called(_libc.msgget(key, _IPC_CREAT | 0o600))
+        _check_result(_libc.msgget(key, _IPC_CREAT | 0o600))
     return "key %d" % key
 
 
@@ -198,9 +200,9 @@ def _has_sysv(name: str, kind: str) -> bool:
 def _open_queue(name: str, flags: int) -> int:
     try:
         library = _libc if hasattr(_libc, "mq_open") else ctypes.CDLL("librt.so.1", use_errno=True)
-        return _called(library.mq_open(b"/" + name.encode(), flags, 0o600, None))
+        return _check_result(library.mq_open(b"/" + name.encode(), flags, 0o600, None))
     except AttributeError:
-        raise OSError(errno.ENOSYS, "there is no mq_open here") from None
+        raise OSError(errno.ENOSYS, "this C library has no mq_open") from None
 
 
 def _make_queue(name: str) -> str:
@@ -216,45 +218,42 @@ def _has_queue(name: str) -> bool:
     return True
 
 
-# Processes.
-
-
-def _fork(marker: str, shell: str, be: Callable[[str], Dict[str, str]]) -> str:
+def _plant_process(marker: str, shell: str, prepare: Callable[[str], Dict[str, str]]) -> str:
     pid = os.fork()
     if pid == 0:
-        _become_leftover(marker, shell, be)
+        _become_leftover(marker, shell, prepare)
     return "pid %d" % pid
 
 
-def _become_leftover(marker: str, shell: str, be: Callable[[str], Dict[str, str]]) -> NoReturn:
+def _become_leftover(marker: str, shell: str, prepare: Callable[[str], Dict[str, str]]) -> NoReturn:
     try:
-        environment = be(marker)
+        environment = prepare(marker)
         os.execve(shell, [shell, "-c", _WAIT, marker], environment)
     finally:
         os._exit(1)
 
 
-def _be_plain(marker: str) -> Dict[str, str]:
+def _inherit(marker: str) -> Dict[str, str]:
     return dict(os.environ)
 
 
-def _be_detached(marker: str) -> Dict[str, str]:
+def _detach(marker: str) -> Dict[str, str]:
     os.setsid()
     if os.fork():
         os._exit(0)
     return dict(os.environ)
 
 
-def _be_deaf(marker: str) -> Dict[str, str]:
+def _ignore_signals(marker: str) -> Dict[str, str]:
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
-    return _be_detached(marker)
+    return _detach(marker)
 
 
-def _be_changed(marker: str) -> Dict[str, str]:
+def _change_environment(marker: str) -> Dict[str, str]:
     os.umask(0)
     resource.setrlimit(resource.RLIMIT_NOFILE, (OPEN_FILES, OPEN_FILES))
-    return dict(_be_detached(marker), SANDBOX_LEFT=marker)
+    return dict(_detach(marker), SANDBOX_LEFT=marker)
 
 
 def _renice_init() -> str:
@@ -270,60 +269,57 @@ def _pin_init() -> str:
     return "init runs on processor %d alone" % max(processors)
 
 
-# Looking.
-
-
-def leftovers_look(args: Mapping[str, Any], ctx: Mapping[str, Any], reply: Reply) -> None:
-    """What is there of a planting: kind -> what was seen."""
+def leftovers_find(args: Mapping[str, Any], ctx: Mapping[str, Any], reply: Reply) -> None:
+    """Search for planted leftovers. The reply maps the kind of each one that exists to a description."""
     name = args["name"]
-    seen: Kinds = {kind: path for kind, path in paths(name, ctx["home"]).items() if os.path.lexists(path)}
-    if "file" not in seen:
+    found: Kinds = {kind: path for kind, path in leftover_paths(name, ctx["home"]).items() if os.path.lexists(path)}
+    if "file" not in found:
         names = os.listdir(ctx["home"])
         if names:
-            seen["file"] = "the workspace holds %d files" % len(names)
-    seen.update(("cron_file", folder) for folder in _CRON if os.path.lexists(os.path.join(folder, name)))
-    seen.update(("sysv_" + kind, "key %d" % sysv_key(name, kind)) for kind in _SYSV if _has_sysv(name, kind))
+            found["file"] = "the workspace holds %d files" % len(names)
+    found.update(("cron_file", folder) for folder in _CRON if os.path.lexists(os.path.join(folder, name)))
+    found.update(("sysv_" + kind, "key %d" % sysv_key(name, kind)) for kind in _SYSV if _has_sysv(name, kind))
     if _has_queue(name):
-        seen["mqueue"] = "/" + name
-    _look_at_lock(name, seen)
-    _look_at_sockets(name, args["inode"], seen)
-    _look_at_processes(name, seen)
-    _look_at_self(name, args, seen)
-    reply.ok(seen=seen)
+        found["mqueue"] = "/" + name
+    _find_lock(name, found)
+    _find_sockets(name, args["inode"], found)
+    _find_processes(name, found)
+    _find_inherited(name, args, found)
+    reply.send_ok(found=found)
 
 
-def _look_at_lock(name: str, seen: Kinds) -> None:
+def _find_lock(name: str, found: Kinds) -> None:
     try:
         fd = os.open("/tmp/%s-lock" % name, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
         return
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        seen["tmp_file"] = "the file of the lock"
+        found["tmp_file"] = "the file of the lock"
     except BlockingIOError:
-        seen["lock"] = "held"
+        found["lock"] = "held"
     finally:
         os.close(fd)
 
 
-def _look_at_sockets(name: str, inode: int, seen: Kinds) -> None:
+def _find_sockets(name: str, inode: int, found: Kinds) -> None:
     with open("/proc/net/unix", "rb") as file:
         if any(line.rstrip().endswith(b"@" + name.encode()) for line in file):
-            seen["abstract_socket"] = "@" + name
+            found["abstract_socket"] = "@" + name
     with open("/proc/net/tcp", "rb") as file:
         if inode and any(line.split()[9:10] == [b"%d" % inode] for line in file):
-            seen["tcp_socket"] = "inode %d" % inode
+            found["tcp_socket"] = "inode %d" % inode
 
 
-def _look_at_processes(name: str, seen: Kinds) -> None:
+def _find_processes(name: str, found: Kinds) -> None:
     for pid in filter(str.isdigit, os.listdir("/proc")):
-        marker = _marker(pid, name)
+        marker = _planted_kind(pid, name)
         if marker:
-            seen[marker] = "pid %s" % pid
+            found[marker] = "pid %s" % pid
 
 
-def _marker(pid: str, name: str) -> str:
-    """The kind of a planted process; empty: it is none."""
+def _planted_kind(pid: str, name: str) -> str:
+    """Return the kind of a planted process, or an empty string for any other process."""
     try:
         with open("/proc/%s/cmdline" % pid, "rb") as file:
             words = file.read().split(b"\0")
@@ -335,11 +331,11 @@ def _marker(pid: str, name: str) -> str:
     return ""
 
 
-def _look_at_self(name: str, args: Mapping[str, Any], seen: Kinds) -> None:
-    """What this process has from init, every other one of the slot has as well."""
+def _find_inherited(name: str, args: Mapping[str, Any], found: Kinds) -> None:
+    """Check what this process has inherited from init. Every other process of the slot inherits the same."""
     if os.environ.get("SANDBOX_LEFT", "").startswith(name) or resource.getrlimit(resource.RLIMIT_NOFILE)[0] == OPEN_FILES:
-        seen["environment"] = "a new process has it"
+        found["environment"] = "a new process has it"
     if os.getpriority(os.PRIO_PROCESS, os.getppid()) == NICE != args["nice"]:
-        seen["priority"] = "init has the nice value %d" % NICE
+        found["priority"] = "init has the nice value %d" % NICE
     if len(os.sched_getaffinity(os.getppid())) < args["processors"]:
-        seen["affinity"] = "init runs on %d processors" % len(os.sched_getaffinity(os.getppid()))
+        found["affinity"] = "init runs on %d processors" % len(os.sched_getaffinity(os.getppid()))

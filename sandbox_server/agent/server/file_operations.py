@@ -9,10 +9,10 @@ import signal
 from typing import Any, Mapping
 
 from sandbox_server.agent.errors import Refused
+from sandbox_server.agent.execution.descriptor_waits import wait_readable, wait_writable
 from sandbox_server.agent.execution.framed import Framed
 from sandbox_server.agent.execution.init_client.init_watchdog import Unanswered, ask_init, end_slot
 from sandbox_server.agent.inslot.arguments import check_args
-from sandbox_server.agent.isolation.base import readable
 from sandbox_server.agent.server.connections import Handler, Stream
 from sandbox_server.agent.slots.slots import Slot
 
@@ -147,7 +147,7 @@ class FileOp:
                 view = view[os.write(self._in_fd, view) :]
                 self._moved_at = self._loop.time()
             except BlockingIOError:
-                await _writable(self._in_fd)
+                await wait_writable(self._in_fd)
             except BrokenPipeError:
                 return  # the child has answered already; the rest is taken and dropped
 
@@ -207,7 +207,7 @@ class FileOp:
             left = STALL_S if self._wants_more else self._moved_at + STALL_S - self._loop.time()
             if left <= 0:
                 raise asyncio.TimeoutError
-            if await readable(self._out_fd, left):
+            if await wait_readable(self._out_fd, left):
                 return
 
     def _check_header(self) -> None:
@@ -228,22 +228,6 @@ class FileOp:
             self._stream.end()
         else:
             self._stream.end({key: value for key, value in header.items() if key != "ok"})
-
-
-async def _writable(fd: int) -> None:
-    loop = asyncio.get_event_loop()
-    event: asyncio.Future[None] = loop.create_future()
-
-    def happened() -> None:
-        loop.remove_writer(fd)
-        if not event.done():
-            event.set_result(None)
-
-    loop.add_writer(fd, happened)
-    try:
-        await event
-    finally:
-        loop.remove_writer(fd)
 
 
 def open_file_op(stream: Stream, slot: Slot, meta: Mapping[str, Any]) -> Handler:

@@ -9,7 +9,7 @@ from typing import Callable, Collection, Container, Iterator, Mapping
 
 from sandbox_server.agent.isolation.sweep import BIN_PREFIX, Sweep
 
-PLACES = ("/tmp", "/var/tmp", "/dev/shm", "/dev/mqueue", "/run/lock")
+SHARED_PLACES = ("/tmp", "/var/tmp", "/dev/shm", "/dev/mqueue", "/run/lock")
 _IPC_RMID = 0
 _IDENTS = {"shm": "shmid", "sem": "semid", "msg": "msqid"}
 
@@ -24,16 +24,16 @@ def remove_owned(owners: Container[int], slots: Container[int], bins: str = BIN_
         spared: folders that are left alone.
     """
     sweep = Sweep(owners, slots, bins, [(info.st_dev, info.st_ino) for info in map(os.lstat, filter(os.path.isdir, spared))])
-    for place in PLACES:
+    for place in SHARED_PLACES:
         sweep.through(place)
     _remove_all_ipc(owners, sweep)
     return sweep
 
 
-def left_bins(prefix: str) -> list[str]:
+def list_abandoned_bins(prefix: str) -> list[str]:
     """The bins with this prefix that a process that was killed has not deleted. Only root's: the name is anybody's to use."""
     found = []
-    for place in PLACES:
+    for place in SHARED_PLACES:
         try:
             with os.scandir(place) as entries:
                 found += [entry.path for entry in entries if entry.name.startswith(prefix) and entry.stat(follow_symlinks=False).st_uid == 0]
@@ -42,15 +42,15 @@ def left_bins(prefix: str) -> list[str]:
     return found
 
 
-def owned(uid: int) -> list[str]:
+def list_owned_names(uid: int) -> list[str]:
     """The names of what a user owns in the shared places; nothing is touched."""
     sweep = Sweep((uid,), (uid,), look_only=True)
-    for place in PLACES:
+    for place in SHARED_PLACES:
         sweep.through(place)
     return sweep.found
 
 
-def remove_ipc(kind: str, number: int) -> None:
+def remove_sysv_object(kind: str, number: int) -> None:
     """Remove one System V object.
 
     Raises:
@@ -66,7 +66,7 @@ def remove_ipc(kind: str, number: int) -> None:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-def remove_queue(name: str) -> None:
+def remove_message_queue(name: str) -> None:
     """Remove a POSIX message queue, if there is one of this name."""
     libc = ctypes.CDLL(None, use_errno=True)
     if hasattr(libc, "mq_unlink") and libc.mq_unlink(name.encode()) != 0 and ctypes.get_errno() not in (errno.ENOENT, errno.ENOSYS):
@@ -78,14 +78,14 @@ def _remove_all_ipc(owners: Container[int], sweep: Sweep) -> None:
         for number, _, users in _ipc(kind):
             if any(uid in owners for uid in users):
                 try:
-                    remove_ipc(kind, number)
+                    remove_sysv_object(kind, number)
                 except OSError as error:
                     sweep.errors.append("%s %d: %s" % (kind, number, error.strerror))
                 else:
                     sweep.removed += 1
 
 
-def ipc_of(kind: str, uid: int | None, key: int | None = None) -> list[int]:
+def list_ipc_ids(kind: str, uid: int | None, key: int | None = None) -> list[int]:
     """The ids of the segments, semaphores or queues (`shm`, `sem`, `msg`) of a user, or with a key."""
     return [number for number, its_key, users in _ipc(kind) if its_key == key or (uid is not None and uid in users)]
 

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from sandbox_server.agent.limits.memory_plan import MIB, MemoryPlan, Usage, fills_alone, full_at, furthest_above_share, slots_limit
+from sandbox_server.agent.kernel.memory_plan import (
+    MIB,
+    MemoryPlan,
+    Usage,
+    fills_group_alone,
+    find_furthest_above_share,
+    full_threshold_bytes,
+    machine_slots_limit_bytes,
+)
 
 GIB = 1024 * MIB
 
@@ -14,15 +22,15 @@ GIB = 1024 * MIB
     [(64 * GIB, int(57.6 * GIB)), (24 * GIB, int(21.6 * GIB)), (8 * GIB, 7 * GIB), (4 * GIB, 3 * GIB), (1 * GIB, 768 * MIB)],
 )
 def test_the_slots_leave_a_gibibyte_or_a_tenth_of_the_machine(machine: int, limit: int) -> None:
-    assert slots_limit(machine) == pytest.approx(limit, abs=1)
+    assert machine_slots_limit_bytes(machine) == pytest.approx(limit, abs=1)
 
 
 @pytest.mark.parametrize(
     ("plan", "ceiling_mb"),
     [
         (MemoryPlan(24 * GIB, 11), 4096),
-        (MemoryPlan(64 * GIB, 2), full_at(slots_limit(64 * GIB)) // 2 // MIB),  # the share is above 4,096 MiB
-        (MemoryPlan(2 * GIB, 10), full_at(1536 * MIB) // MIB),  # nothing is above what fills all that slots have
+        (MemoryPlan(64 * GIB, 2), full_threshold_bytes(machine_slots_limit_bytes(64 * GIB)) // 2 // MIB),  # the share is above 4,096 MiB
+        (MemoryPlan(2 * GIB, 10), full_threshold_bytes(1536 * MIB) // MIB),  # nothing is above what fills all that slots have
         (MemoryPlan(24 * GIB, 11, sandbox_bytes=300 * MIB), 285),
         (MemoryPlan(24 * GIB, 11, slot_bytes=9000 * MIB), 9000),
     ],
@@ -38,8 +46,8 @@ def test_all_shares_together_never_fill_a_group(machine: int, sandbox: int | Non
     plan = MemoryPlan(machine, 11, sandbox_bytes=sandbox)
     share = plan.share_bytes(plan.slots + others)
 
-    assert share * (plan.slots + others) <= full_at(plan.machine_limit_bytes)
-    assert share * plan.slots <= full_at(plan.sandbox_limit_bytes)
+    assert share * (plan.slots + others) <= full_threshold_bytes(plan.machine_limit_bytes)
+    assert share * plan.slots <= full_threshold_bytes(plan.sandbox_limit_bytes)
     assert share <= plan.ceiling_bytes
 
 
@@ -50,11 +58,11 @@ def test_a_share_is_no_larger_than_the_slots_own_limit() -> None:
 def test_who_is_furthest_above_its_share_goes_and_not_who_uses_most() -> None:
     usages = [("most", Usage(900, 880)), ("furthest", Usage(500, 100)), ("within", Usage(99, 100))]
 
-    assert furthest_above_share(usages) == ("furthest", Usage(500, 100))
+    assert find_furthest_above_share(usages) == ("furthest", Usage(500, 100))
 
 
 def test_nobody_goes_who_keeps_to_its_share() -> None:
-    assert furthest_above_share([("a", Usage(100, 100)), ("b", Usage(0, 100))]) is None
+    assert find_furthest_above_share([("a", Usage(100, 100)), ("b", Usage(0, 100))]) is None
 
 
 @pytest.mark.parametrize(
@@ -69,4 +77,4 @@ def test_nobody_goes_who_keeps_to_its_share() -> None:
     ],
 )
 def test_a_slot_fills_a_group_alone_where_it_would_be_full_though_nobody_else_had_worked(used_mb: int, others_mb: list[int], alone: bool) -> None:
-    assert fills_alone(used_mb * MIB, [other * MIB for other in others_mb], 400 * MIB) is alone
+    assert fills_group_alone(used_mb * MIB, [other * MIB for other in others_mb], 400 * MIB) is alone

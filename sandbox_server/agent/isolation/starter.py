@@ -6,9 +6,10 @@ import os
 import shutil
 from typing import Any
 
+from sandbox_server.agent.execution.slot_runtime import Dirs, SlotRuntime
 from sandbox_server.agent.isolation import base
-from sandbox_server.agent.kernel.cgroups import Cgroups, Groups
-from sandbox_server.agent.slots.uids import keeper_of
+from sandbox_server.agent.kernel.cgroups import Cgroups, SlotGroups
+from sandbox_server.agent.kernel.uids import keeper_of
 
 _LOCK_BYTES = 16 << 20
 
@@ -19,7 +20,7 @@ def library_environment() -> dict[str, str]:
     return {"LD_LIBRARY_PATH": path} if path else {}
 
 
-async def launch_shared(context: base.Context, mode: str, dirs: base.Dirs, uid: int | None, groups: Groups, turn: int, own: bool = False) -> base.Launched:
+async def launch_shared(context: base.Context, mode: str, dirs: Dirs, uid: int | None, groups: SlotGroups, turn: int, own: bool = False) -> base.Launched:
     """Start an init that shares the machine's view with its slot, but for the places all users share where they are to be its `own`.
 
     Raises:
@@ -31,14 +32,14 @@ async def launch_shared(context: base.Context, mode: str, dirs: base.Dirs, uid: 
         "mode": mode,
         "uid": uid,
         "gid": uid,
-        "keeper": keeper_of(uid) if uid is not None else None,
+        "holder_uid": keeper_of(uid) if uid is not None else None,
         "groups": [],
         "umask": base.UMASK,
         "env": context.environment(len(affinity), dirs.workspace, None if own else dirs.tmp),
         "home": dirs.workspace,
         "roots": [dirs.workspace, "/tmp"] if own else [dirs.workspace, dirs.tmp, "/tmp"],
-        "places": own_places(dirs) if own else None,
-        "limits": context.rlimits(groups.memory, groups.processes),
+        "private_mounts": own_places(dirs) if own else None,
+        "limits": context.rlimits(groups.limits_memory, groups.limits_processes),
         "affinity": affinity,
         "lib": context.lib_dir,
         "filter": context.filter if own else context.shared_filter,
@@ -47,7 +48,7 @@ async def launch_shared(context: base.Context, mode: str, dirs: base.Dirs, uid: 
     return await base.launch(argv, theirs, ours, config, groups.join_fds, library_environment(), context.sets_floor)
 
 
-def own_places(dirs: base.Dirs) -> dict[str, str]:
+def own_places(dirs: Dirs) -> dict[str, str]:
     """What a slot sees in the places all users share, see `slot_places.make_own`."""
     return {
         "/tmp": dirs.tmp,
@@ -58,9 +59,9 @@ def own_places(dirs: base.Dirs) -> dict[str, str]:
     }
 
 
-def shared_body(slot_id: str, dirs: base.Dirs, network: bool, uid: int | None, groups: Groups, launched: base.Launched, own: bool) -> base.SlotRuntime:
+def shared_body(slot_id: str, dirs: Dirs, network: bool, uid: int | None, groups: SlotGroups, launched: base.Launched, own: bool) -> SlotRuntime:
     """The body of a slot that sees its folders where they are, but for its own `/tmp`."""
-    return base.SlotRuntime(
+    return SlotRuntime(
         slot_id=slot_id,
         dirs=dirs,
         workspace=dirs.workspace,
@@ -92,7 +93,7 @@ class Starter:
         self._slots_dir = slots_dir
         self._generation = 0
 
-    async def start(self, mode: str, slot_id: str, network: bool, uid: int | None, keep: base.SlotRuntime | None, own: bool = False) -> base.SlotRuntime:
+    async def start(self, mode: str, slot_id: str, network: bool, uid: int | None, keep: SlotRuntime | None, own: bool = False) -> SlotRuntime:
         """Start a body; with `keep`, on the folders of one that has ended; with `own`, with places of its own."""
         self._generation += 1
         name = "%s-%d" % (mode, self._generation)

@@ -1,0 +1,102 @@
+"""What a slot is made of for one holder: its processes, its folders, its control groups. A reset replaces all of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+from typing import Any, Mapping
+
+from sandbox_server.agent.execution.init_client.init_link import InitLink
+from sandbox_server.agent.kernel.cgroups import SlotGroups
+
+
+@dataclasses.dataclass(frozen=True)
+class Dirs:
+    """The folders that one slot runtime writes to: `workspace` and `tmp`, both below `root`. Nothing else is in `root`."""
+
+    root: str
+    workspace: str
+    tmp: str
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheFolder:
+    """A shared cache as a slot mounts it.
+
+    Args:
+        key: names the cache.
+        path: its folder on the host.
+        gid: the group that owns the folder. None: all slots run as the agent's own user, so no group is needed.
+        umask: the umask of every process of a slot that mounts the cache.
+    """
+
+    key: str
+    path: str
+    gid: int | None
+    umask: int
+
+    @property
+    def groups(self) -> list[int]:
+        """The supplementary groups of a slot that mounts the cache."""
+        return [self.gid] if self.gid is not None else []
+
+
+@dataclasses.dataclass(frozen=True)
+class LimitEnd:
+    """Why the agent ended all processes of a slot: the slot used too much of something that slots share.
+
+    Args:
+        reason: the reason with which the calls of the slot end.
+        error: what happened, as a sentence.
+        evidence: the measurements behind it.
+        self_inflicted: whether the slot alone caused it: it passed a limit of its own, or it would have filled what all slots share even if the other
+            slots had used nothing. If False, the use of other slots was needed as well, so the fault is ambiguous.
+    """
+
+    reason: str
+    error: str
+    evidence: Mapping[str, Any]
+    self_inflicted: bool
+
+    def metadata(self) -> dict[str, Any]:
+        """The metadata of a call that ended because its slot was ended."""
+        return {"evidence": {**self.evidence, "slot_ended": True, **({"own_work": True} if self.self_inflicted else {"ambiguous": True})}}
+
+
+@dataclasses.dataclass
+class SlotRuntime:
+    """A slot's processes, folders and control groups from one reset to the next.
+
+    Args:
+        slot_id: the slot that has this runtime. It changes when a prepared runtime is given to a slot.
+        dirs: the folders on the host.
+        workspace: the path of the workspace as the slot sees it.
+        tmp: the path of the temporary folder as the slot sees it.
+        network: whether the processes can reach the network.
+        process: the child process of the agent that was started: init, or the bubblewrap process that waits for init.
+        link: the control socket to init.
+        init_pid: the process id of init as the agent sees it.
+        init_pidfd: a pidfd of init, -1 where the Python version has none.
+        uid: the user id of the slot's processes; None: the agent's own.
+        groups: the control groups of the slot.
+        shell: the path of bash as the slot sees it.
+        stderr_fd: the read end of init's standard error.
+        cache: the shared cache that is mounted.
+        limit_end: why the agent ended all processes of the slot, if it did so because of a limit.
+    """
+
+    slot_id: str
+    dirs: Dirs
+    workspace: str
+    tmp: str
+    network: bool
+    process: subprocess.Popen[bytes]
+    link: InitLink
+    init_pid: int
+    init_pidfd: int
+    uid: int | None
+    groups: SlotGroups
+    shell: str
+    stderr_fd: int
+    cache: CacheFolder | None = None
+    limit_end: LimitEnd | None = None

@@ -1,0 +1,11 @@
+"""The messages between the agent and init: the layout and the kinds of the reports of init, and the limits of one message."""
+
+from __future__ import annotations
+
+import struct
+
+#: Kind, number of the request or process tree, status, processor time in microseconds, resident memory in KiB. A text may follow.
+REPORT = struct.Struct("<cIiQQ")
+READY, FAILED, EXITED, REFUSED, SIGNALLED, MOVED = b"R", b"F", b"X", b"E", b"S", b"M"
+MESSAGE_BYTES = 160 << 10
+MAX_DESCRIPTORS = 8

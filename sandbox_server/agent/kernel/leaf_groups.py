@@ -1,0 +1,146 @@
+"""The leaf control groups of one slot. Each call runs in a leaf, so that exactly the processes of the call can be listed, stopped and killed."""
+
+from __future__ import annotations
+
+import os
+from typing import Callable
+
+from sandbox_server.agent.kernel.slot_limits import find_number, open_procs, write_control_file
+
+_READ_BYTES = 65536
+
+
+class Leaf:
+    """The control group of the processes of one call.
+
+    Args:
+        path: the folder of the group, which is created.
+
+    Attributes:
+        procs_fd: descriptor of `cgroup.procs`. A process that writes to it joins the group.
+        live: whether a call uses the leaf.
+    """
+
+    __slots__ = ("live", "path", "procs_fd")
+
+    def __init__(self, path: str) -> None:
+        os.mkdir(path)
+        self.path = path
+        self.procs_fd = open_procs(path)
+        self.live = True
+
+    def pids(self) -> list[int]:
+        """Return the processes in the leaf."""
+        os.lseek(self.procs_fd, 0, os.SEEK_SET)
+        chunks: list[bytes] = []
+        while True:
+            chunk = os.read(self.procs_fd, _READ_BYTES)
+            if not chunk:
+                return [int(word) for word in b"".join(chunks).split()]
+            chunks.append(chunk)
+
+    def populated(self) -> bool:
+        """Return whether any process is in the leaf."""
+        return self._read_event(b"populated") != 0
+
+    def freeze(self, frozen: bool) -> None:
+        """Begin to stop all processes in the leaf, or continue them."""
+        write_control_file(os.path.join(self.path, "cgroup.freeze"), "1" if frozen else "0")
+
+    def is_frozen(self) -> bool:
+        """Return whether all processes in the leaf have been stopped."""
+        return self._read_event(b"frozen") != 0
+
+    def kill(self) -> None:
+        """Send SIGKILL to all processes in the leaf. The kernel also kills the ones that are forked at the same time."""
+        write_control_file(os.path.join(self.path, "cgroup.kill"), "1")
+
+    def _read_event(self, name: bytes) -> int:
+        with open(os.path.join(self.path, "cgroup.events"), "rb") as file:
+            return find_number(file.read(), name)
+
+
+class SlotLeaves:
+    """The leaves of one slot.
+
+    Init is a member of the leaf of the process that it started last, because children are created in the group of their parent. Moving init to another leaf
+    takes milliseconds, as the kernel synchronizes all processors. Therefore a leaf that contains only init is used again without a move.
+
+    Args:
+        folder: the folder of the leaves, which is created.
+        remove_group: removes a control group as soon as it is empty.
+    """
+
+    def __init__(self, folder: str, remove_group: Callable[[str], None]) -> None:
+        self._folder = folder
+        self._remove_group = remove_group
+        os.mkdir(folder)
+        self._leaf_count = 0
+        #: Init moves to this leaf before the leaf that it is in is killed.
+        self._home = self._make_leaf()
+        self._home.live = False
+        # Init is started in this leaf, so that the first call needs no move.
+        self._current = self._make_leaf()
+        self._current.live = False
+        self._leaves = [self._current]
+
+    def _make_leaf(self) -> Leaf:
+        self._leaf_count += 1
+        return Leaf(os.path.join(self._folder, str(self._leaf_count)))
+
+    def first_procs_fd(self) -> int:
+        """Return the descriptor through which init joins its first leaf. This object closes it."""
+        return self._current.procs_fd
+
+    def take_leaf(self) -> tuple[Leaf, int]:
+        """Choose or create the leaf of a new call.
+
+        Returns:
+            The leaf, and the descriptor through which init must join it, or -1 if init is already in it.
+        """
+        current = self._current
+        if not current.live and current is not self._home and len(current.pids()) <= 1:
+            current.live = True
+            return current, -1
+        for leaf in self._leaves:
+            if not leaf.live and leaf is not current and not leaf.populated():
+                leaf.live = True
+                break
+        else:
+            leaf = self._make_leaf()
+            self._leaves.append(leaf)
+        self._current = leaf
+        return leaf, leaf.procs_fd
+
+    def move_init_out_of(self, leaf: Leaf) -> int:
+        """Make sure that init is not in a leaf that is about to be killed.
+
+        Returns:
+            The descriptor through which init must leave it, or -1 if init is in another leaf.
+        """
+        if self._current is not leaf:
+            return -1
+        self._current = self._home
+        return self._home.procs_fd
+
+    def paths(self) -> list[str]:
+        """Return the folder of every leaf."""
+        return [leaf.path for leaf in [self._home, *self._leaves]]
+
+    def kill_all(self) -> int:
+        """Send SIGKILL to all processes in all leaves. Returns how many processes still exist."""
+        left = 0
+        for leaf in [self._home, *self._leaves]:
+            if leaf.populated():
+                leaf.kill()
+                left += len(leaf.pids())
+        return left
+
+    def remove(self) -> None:
+        """Remove all leaves of an ended slot."""
+        for leaf in [self._home, *self._leaves]:
+            os.close(leaf.procs_fd)
+            leaf.procs_fd = -1
+            self._remove_group(leaf.path)
+        self._leaves.clear()
+        self._remove_group(self._folder)
