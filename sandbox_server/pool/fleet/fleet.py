@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 from sandbox_server.backends.base import CreateFailed, RateLimited
 from sandbox_server.core.lifecycle import SandboxEvent
 from sandbox_server.core.types import Lease, LeaseState, PoolId, PoolSpec, SandboxState, SlotRef, SlotState
-from sandbox_server.link import AgentLink
+from sandbox_server.link import AgentClient
+from sandbox_server.link.agent_reports import AgentReport, SlotReport
 from sandbox_server.pool.dependencies import PoolDependencies
 from sandbox_server.pool.fleet import plan as planning
 from sandbox_server.pool.fleet.backend_access import BackendAccess
-from sandbox_server.pool.fleet.sandbox import AgentReport, Cache, Sandbox, SlotReport
+from sandbox_server.pool.fleet.sandbox import Cache, Sandbox
 from sandbox_server.pool.fleet.supervisor import SandboxSupervisor
 from sandbox_server.pool.leasing.held_lease import ResetOrder
 from sandbox_server.pool.leasing.lease_book import LeaseBook
@@ -180,11 +181,11 @@ class Fleet:
         """What must be known of it after a crash has changed."""
         self._dependencies.store.put(sandbox.record(self._dependencies.clock))
 
-    def sandbox_connected(self, sandbox: Sandbox, link: AgentLink, hello: AgentReport) -> None:
+    def sandbox_connected(self, sandbox: Sandbox, agent: AgentClient, report: AgentReport) -> None:
         """Its agent answers, for the first time or again."""
-        sandbox.link, sandbox.boot, sandbox.isolation = link, hello.boot, hello.isolation
-        self.shown = hello
-        self._book.order.exclusive = hello.isolation == "none"
+        sandbox.agent, sandbox.boot, sandbox.isolation = agent, report.boot, report.isolation
+        self.shown = report
+        self._book.order.exclusive = report.isolation == "none"
         now = self._dependencies.clock.monotonic()
         if sandbox.state is SandboxState.STARTING:
             sandbox.happen(SandboxEvent.CONNECT)
@@ -256,7 +257,7 @@ class Fleet:
         if self.shown is not None:
             self.shown = replace(self.shown, effective=effective)
 
-    def slots_seen(self, sandbox: Sandbox, slots: list[SlotReport]) -> None:
+    def slots_seen(self, sandbox: Sandbox, slots: Sequence[SlotReport]) -> None:
         """Its agent shows slots."""
         if sandbox.sandbox_id not in self._book.table.slots_by_sandbox:
             return  # retired while the agent spoke
