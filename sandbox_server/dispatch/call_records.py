@@ -26,7 +26,7 @@ from sandbox_server.dispatch.in_flight import InFlightCalls
 from sandbox_server.dispatch.outputs import ResultOutputs, output_bytes, output_pieces
 from sandbox_server.dispatch.results import agent_result, agents_encoding, refusal, waiting_output
 from sandbox_server.dispatch.slot_location import SlotLocation, SlotLocator, slot_meta
-from sandbox_server.link.agent_link import ANSWER_WITHIN_S, AgentStream
+from sandbox_server.link.agent_link import RESPONSE_TIMEOUT_S, AgentStream
 from sandbox_server.link.errors import AgentRefused, AgentSilent, LinkLost
 
 LOST_WAIT_S = 15.0
@@ -289,7 +289,7 @@ class CallRecords:
     @asynccontextmanager
     async def _stream(self, tenant: str, lease_id: str, call_id: str, op: str, **more: Any) -> AsyncIterator[AgentStream]:
         try:
-            async with self._raw_stream(tenant, lease_id, call_id, op, ANSWER_WITHIN_S, **more) as stream:
+            async with self._raw_stream(tenant, lease_id, call_id, op, RESPONSE_TIMEOUT_S, **more) as stream:
                 yield stream
         except AgentSilent as silent:
             raise BackendUnavailable(f"the agent cannot be reached: {silent}") from None
@@ -301,7 +301,7 @@ class CallRecords:
     async def _raw_stream(self, tenant: str, lease_id: str, call_id: str, op: str, silence_s: float | None = None, **more: Any) -> AsyncIterator[AgentStream]:
         route = self._routes.route(tenant, lease_id)
         try:
-            async with route.link.stream(slot_meta(route, op, call_id=call_id, **more), silence_s) as stream:
+            async with route.agent.link.stream(slot_meta(route, op, call_id=call_id, **more), silence_s) as stream:
                 stream.end()
                 yield stream
         except AgentRefused as refused:

@@ -220,7 +220,7 @@ class CallRunner:
         self._job.routes.call_started(self._lease_id)
         sent_at = self._job.clock.monotonic()
         try:
-            async with route.link.stream(slot_meta(route, "calls", fetches_outputs=True)) as stream:
+            async with route.agent.link.stream(slot_meta(route, "calls", fetches_outputs=True)) as stream:
                 self._asked, self._is_conversing = count, True
                 for _, call in itertools.islice(self._pending, count):
                     stream.send_item(_call_meta(call, self._timeout_s(call)))
@@ -268,7 +268,7 @@ class CallRunner:
         try:
             return await self._event_until(deadline + PING_AFTER_S, stream)
         except TimeoutError:
-            if not await route.link.answers_ping(PING_WITHIN_S):
+            if not await route.agent.link.answers_ping(PING_WITHIN_S):
                 raise AgentSilent(PING_WITHIN_S) from None
         # A call that was sent again over another link may have begun only then.
         return await self._event_until(deadline + max(0.0, sent_at - self._since) + REPLY_GRACE_S, stream)

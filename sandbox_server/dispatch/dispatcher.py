@@ -21,7 +21,7 @@ from sandbox_server.dispatch.outputs import ResultOutputs
 from sandbox_server.dispatch.results import identity_of, own_result
 from sandbox_server.dispatch.slot_location import SlotLocation, SlotLocator, slot_meta
 from sandbox_server.dispatch.unknown_outcomes import UnknownOutcomes
-from sandbox_server.link.agent_link import ANSWER_WITHIN_S, AgentStream
+from sandbox_server.link.agent_link import RESPONSE_TIMEOUT_S, AgentStream
 from sandbox_server.link.errors import AgentRefused, AgentSilent, LinkLost
 from sandbox_server.telemetry import Telemetry
 
@@ -299,13 +299,13 @@ class Dispatcher:
             if not await self._cancel_at_agent(route, lease_id, call_id):
                 raise CallNotFound(f"lease {lease_id} has no call {call_id}")
         status_of = slot_meta(route, "call_status", call_id=call_id, fetches_outputs=True)
-        async with route.link.stream(status_of, ANSWER_WITHIN_S) as stream:
+        async with route.agent.link.stream(status_of, RESPONSE_TIMEOUT_S) as stream:
             result, status = await self._result_and_end(stream, route, call_id)
         if result is not None:
             return result
         offset = status.get("output_bytes")
         attach = slot_meta(route, "attach", call_id=call_id, offset=offset if isinstance(offset, int) else 0, fetches_outputs=True)
-        async with route.link.stream(attach, ANSWER_WITHIN_S) as stream:
+        async with route.agent.link.stream(attach, RESPONSE_TIMEOUT_S) as stream:
             result, _ = await self._result_and_end(stream, route, call_id)
         if result is None:
             raise BackendUnavailable("the agent ended the exchange without a result")
@@ -323,7 +323,7 @@ class Dispatcher:
 
     async def _cancel_at_agent(self, route: SlotLocation, lease_id: str, call_id: str) -> bool:
         """Whether the agent knows the call; it ends it then."""
-        answer = await route.link.request(slot_meta(route, "cancel", call_id=call_id), ANSWER_WITHIN_S)
+        answer = await route.agent.link.request(slot_meta(route, "cancel", call_id=call_id), RESPONSE_TIMEOUT_S)
         return answer.get("found") is True
 
     async def _cancel_held(self, tenant: str, call: ToolCall) -> Result:

@@ -18,7 +18,7 @@ from sandbox_server.core.errors import (
     PoolServiceError,
 )
 from sandbox_server.dispatch.slot_location import SlotLocator, slot_meta
-from sandbox_server.link.agent_link import ANSWER_WITHIN_S, AgentStream
+from sandbox_server.link.agent_link import RESPONSE_TIMEOUT_S, AgentStream
 from sandbox_server.link.errors import AgentRefused, AgentSilent, LinkLost
 
 LOST_WAIT_S = 10.0
@@ -89,7 +89,7 @@ class SlotFiles:
     async def _stream(self, tenant: str, lease_id: str, op: str, path: str, **more: Any) -> AsyncIterator[AgentStream]:
         route = self._routes.route(tenant, lease_id)
         try:
-            async with route.link.stream(slot_meta(route, op, path=path, **more), ANSWER_WITHIN_S) as stream:
+            async with route.agent.link.stream(slot_meta(route, op, path=path, **more), RESPONSE_TIMEOUT_S) as stream:
                 yield stream
         except AgentSilent as silent:
             raise BackendUnavailable(f"the agent cannot be reached: {silent}") from None

@@ -16,7 +16,7 @@ from sandbox_server.core.execution import OutputFile, Reason, Result, ToolCall
 from sandbox_server.dispatch.answer_budget import Reservation
 from sandbox_server.dispatch.results import own_result, waiting_output
 from sandbox_server.dispatch.slot_location import SlotLocation, slot_meta
-from sandbox_server.link.agent_link import ANSWER_WITHIN_S
+from sandbox_server.link.agent_link import RESPONSE_TIMEOUT_S
 from sandbox_server.link.errors import AgentRefused, LinkLost
 from sandbox_server.store.output_files import OutputFiles, WrongSize
 
@@ -53,7 +53,7 @@ class ResultOutputs:
 
         Raises:
             LinkLost: the connection ended meanwhile; the output still waits.
-            AgentSilent: nothing was heard of the agent for `ANSWER_WITHIN_S` meanwhile; the output still waits.
+            AgentSilent: nothing was heard of the agent for `RESPONSE_TIMEOUT_S` meanwhile; the output still waits.
         """
         lengths = waiting_output(meta)
         if lengths is None or result.reason is Reason.BACKEND_ERROR:
@@ -112,7 +112,7 @@ class ResultOutputs:
 
     async def _fetch(self, route: SlotLocation, call_id: str, size_bytes: int, stdout_bytes: int | None) -> OutputFile:
         meta = slot_meta(route, "result_output", call_id=call_id)
-        async with self._turn(route.lease.tenant), route.link.stream(meta, ANSWER_WITHIN_S) as stream:
+        async with self._turn(route.lease.tenant), route.agent.link.stream(meta, RESPONSE_TIMEOUT_S) as stream:
             stream.end()
             async with aclosing(_bytes_of(stream)) as chunks:
                 return await self._files.write(route.lease.lease_id, chunks, size_bytes, stdout_bytes)

@@ -6,7 +6,8 @@ from typing import Any, Protocol
 
 from sandbox_server.core.errors import SandboxLost
 from sandbox_server.core.types import Lease, PoolSpec
-from sandbox_server.link.agent_link import AgentLink
+from sandbox_server.link.agent_client import AgentClient
+from sandbox_server.link.slot_client import SlotClient
 
 
 class SlotLocation(Protocol):
@@ -19,7 +20,12 @@ class SlotLocation(Protocol):
     def spec(self) -> PoolSpec: ...
 
     @property
-    def link(self) -> AgentLink: ...
+    def agent(self) -> AgentClient: ...
+
+    @property
+    def slot(self) -> SlotClient:
+        """The client for the calls and files of the slot."""
+        ...
 
     @property
     def slot_id(self) -> str:

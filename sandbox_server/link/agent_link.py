@@ -9,14 +9,14 @@ from types import TracebackType
 from typing import Any, Self, cast
 
 from sandbox_server.agent import wire
-from sandbox_server.link.errors import AgentRefused, AgentSilent, LinkLost
+from sandbox_server.link.errors import AgentSilent, LinkLost, agent_refusal
 
 PING_EVERY_S = 5.0
 HELLO_PARTS = 4
 SILENT_PINGS = 4
 """So many pings in a row that nothing was heard after are the end of a link."""
 SEND_AHEAD_BYTES = 512 << 10
-ANSWER_WITHIN_S = 10.0
+RESPONSE_TIMEOUT_S = 10.0
 """The `silence_s` of what should be answered at once: files, and questions about calls. In seconds."""
 LAST_READ_S = 0.01
 """How long to wait for what has arrived while this process was busy to be read, in seconds."""
@@ -65,7 +65,7 @@ class AgentStream:
             await self._wait_for_agent(self._can_send)
         self._link.check()
         if self._events and isinstance(self._events[-1], wire.Aborted):
-            raise AgentRefused(self._events[-1].meta)
+            raise agent_refusal(self._events[-1].meta)
         if connection.is_open(self._number):
             connection.send_data(self._number, body)
             self._link.flush_soon()
@@ -89,7 +89,7 @@ class AgentStream:
         event = self._events.popleft()
         if isinstance(event, wire.Aborted):
             self._over = True
-            raise AgentRefused(event.meta)
+            raise agent_refusal(event.meta)
         if isinstance(event, wire.Ended):
             self._over = True
         else:

@@ -1,15 +1,25 @@
 """What can go wrong between the service and an agent.
 
 LinkError
-├── LinkLost        the connection ended; what was asked may or may not have been done
-├── AgentSilent     the connection stands, but the agent does not answer; what was asked may or may not have been done, or may be done later
-└── AgentRefused    the agent answered that it will not or cannot; nothing was done beyond what it says
+├── LinkLost                  the connection ended; the request may or may not have been carried out
+├── AgentSilent               the connection stands, but the agent does not respond; the request may or may not have been carried out, or may be later
+├── AgentProtocolError        the agent sent something that does not follow the protocol
+└── AgentRefused              the agent refused the request, or failed to carry it out
+    ├── NotSupportedByAgent   this agent, or its isolation mode, cannot do this; repeating the request does not help
+    ├── RequestInvalid        the arguments are wrong: a path that leads out of the slot, or a right that the slot does not have
+    ├── SlotMovedOn           the slot is unknown, broken or in another epoch; the pool knows what became of the lease
+    ├── CallUnknown           the agent has no call with this id
+    ├── PathNotFound          there is no file at this path
+    ├── FileOperationFailed   the operating system refused the file operation
+    └── AgentFailed           any other failure, inside the agent
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+
+_MAX_DETAIL_CHARS = 2000
 
 
 class LinkError(Exception):
@@ -21,44 +31,91 @@ class LinkLost(LinkError):
 
 
 class AgentSilent(LinkError):
-    """The connection to the agent stands, but nothing was heard of the agent, although it was asked for a sign of life.
+    """The connection to the agent stands, but no data arrived from the agent, not even in response to a ping.
 
     Args:
-        silent_s: for how long nothing was heard, in seconds.
+        silent_s: for how long no data arrived, in seconds.
     """
 
     def __init__(self, silent_s: float) -> None:
         super().__init__(f"the agent has not answered for {silent_s:g} s")
 
 
+class AgentProtocolError(LinkError):
+    """The agent sent something that does not follow the protocol."""
+
+
 class AgentRefused(LinkError):
-    """The agent refused, or failed at, what it was asked.
+    """The agent refused a request, or failed to carry it out. `agent_refusal` picks the subclass by the agent's code.
 
     Args:
-        code: one of the agent's closed set (`stale_epoch`, `unknown_slot`, `slot_unavailable`, `not_implemented`, `invalid`, `path_outside`,
-            `file_not_found`, `file_error`, `call_not_found`, `internal`); anything else is kept as `internal`.
-        detail: the agent's sentence.
-        meta: everything it said.
-    """
+        meta: the agent's message: `code`, `detail`, and whatever else the code comes with.
 
-    CODES = frozenset(
-        {
-            "stale_epoch",
-            "unknown_slot",
-            "slot_unavailable",
-            "not_implemented",
-            "invalid",
-            "path_outside",
-            "file_not_found",
-            "file_error",
-            "call_not_found",
-            "internal",
-        }
-    )
+    Attributes:
+        code: the agent's code; `internal` where the agent sent none or one that is not in the closed set.
+        detail: the agent's explanation, at most 2,000 characters.
+    """
 
     def __init__(self, meta: Mapping[str, Any]) -> None:
         code = meta.get("code")
-        self.code: str = code if isinstance(code, str) and code in self.CODES else "internal"
-        self.detail = str(meta.get("detail") or "the agent gave no reason")[:2000]
+        self.code: str = code if isinstance(code, str) and code in _CLASS_BY_CODE else "internal"
+        self.detail = str(meta.get("detail") or "the agent gave no reason")[:_MAX_DETAIL_CHARS]
         self.meta = dict(meta)
         super().__init__(f"{self.code}: {self.detail}")
+
+
+class NotSupportedByAgent(AgentRefused):
+    """This agent, or its isolation mode, cannot do this. Repeating the request does not help."""
+
+
+class RequestInvalid(AgentRefused):
+    """The arguments of the request are wrong."""
+
+
+class SlotMovedOn(AgentRefused):
+    """The slot is unknown to the agent, broken, or in another epoch."""
+
+
+class CallUnknown(AgentRefused):
+    """The agent has no call with this id."""
+
+
+class PathNotFound(AgentRefused):
+    """There is no file at this path."""
+
+
+class FileOperationFailed(AgentRefused):
+    """The operating system refused the file operation."""
+
+    @property
+    def errno_name(self) -> object:
+        """The name of the system error as the agent sent it, such as `EISDIR`; None where it sent none."""
+        return self.meta.get("errno")
+
+
+class AgentFailed(AgentRefused):
+    """The agent failed in some other way."""
+
+
+_CLASS_BY_CODE: Mapping[str, type[AgentRefused]] = {
+    "stale_epoch": SlotMovedOn,
+    "unknown_slot": SlotMovedOn,
+    "slot_unavailable": SlotMovedOn,
+    "not_implemented": NotSupportedByAgent,
+    "invalid": RequestInvalid,
+    "path_outside": RequestInvalid,
+    "file_not_found": PathNotFound,
+    "file_error": FileOperationFailed,
+    "call_not_found": CallUnknown,
+    "internal": AgentFailed,
+}
+
+
+def agent_refusal(meta: Mapping[str, Any]) -> AgentRefused:
+    """Make the error that stands for an agent's refusal.
+
+    Args:
+        meta: the agent's message.
+    """
+    code = meta.get("code")
+    return _CLASS_BY_CODE.get(code if isinstance(code, str) else "internal", AgentFailed)(meta)

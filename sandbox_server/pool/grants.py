@@ -7,7 +7,8 @@ from typing import Protocol
 
 from sandbox_server.core.errors import InvalidRequest, NoCapacity, PoolServiceError, QuotaExceeded
 from sandbox_server.core.types import Acquired, AcquireRequest, Lease, PoolId, PoolSpec
-from sandbox_server.link import AgentRefused, LinkLost
+from sandbox_server.link import LinkLost
+from sandbox_server.link.errors import NotSupportedByAgent, RequestInvalid
 from sandbox_server.pool.dependencies import PoolDependencies
 from sandbox_server.pool.fleet.fleet import Fleet
 from sandbox_server.pool.fleet.sandbox import Sandbox
@@ -15,6 +16,7 @@ from sandbox_server.pool.leasing import rights
 from sandbox_server.pool.leasing.lease_book import LeaseBook
 from sandbox_server.pool.leasing.request_keys import key_record
 from sandbox_server.pool.leasing.wait_queue import Waiter
+from sandbox_server.pool.slot_rights import prepare_slot_of
 from sandbox_server.store.base import CacheRecord, Forgotten
 
 
@@ -166,10 +168,10 @@ class GrantService:
             return
         waiter.leases = ()
         self.release_all(leases, "its slot could not be prepared")
-        unable = next((e for e in errors if isinstance(e, AgentRefused) and e.code in ("not_implemented", "invalid")), None)
+        unable = next((e for e in errors if isinstance(e, NotSupportedByAgent | RequestInvalid)), None)
         unrecorded = next((e for e in errors if isinstance(e, PoolServiceError)), None)
         if unable is not None:
-            self._answer(waiter, rights.cannot(leases[0], unable))
+            self._answer(waiter, rights.cannot(leases[0], unable.detail))
         elif unrecorded is not None:
             self._answer(waiter, unrecorded)
         elif waiter.seq not in self._answers:
@@ -186,6 +188,6 @@ class GrantService:
         if lease.cache != rights.NO_CACHE and self._pool.cache_used(sandbox, rights.cache_of(lease)):
             # On record before it is there, so that it is never there and unknown.
             await self._dependencies.store.flush()
-        if sandbox.link is None:
+        if sandbox.agent is None:
             raise LinkLost("the link went before the slot was prepared")
-        await sandbox.link.request(rights.preparation(lease))
+        await prepare_slot_of(sandbox.agent, lease)

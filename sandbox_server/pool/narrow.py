@@ -8,10 +8,11 @@ from dataclasses import replace
 from sandbox_server.core.errors import BackendUnavailable, LeaseLost
 from sandbox_server.core.types import Lease
 from sandbox_server.link import AgentRefused, AgentSilent, LinkLost
-from sandbox_server.link.agent_link import ANSWER_WITHIN_S
+from sandbox_server.link.errors import NotSupportedByAgent, RequestInvalid
 from sandbox_server.pool.leasing import rights
 from sandbox_server.pool.leasing.ended_leases import end_error
 from sandbox_server.pool.pool import Pool
+from sandbox_server.pool.slot_rights import narrow_slot_of
 
 WITHIN_S = 30.0
 
@@ -43,10 +44,11 @@ async def narrow(pool: Pool, lease: Lease, allow_network: bool | None, cache: st
         raise BackendUnavailable(f"the agent did not narrow the slot within {WITHIN_S:g} s", lease_id=lease.lease_id) from None
     except AgentSilent as silent:
         raise BackendUnavailable(f"the agent cannot be reached: {silent}", lease_id=lease.lease_id) from None
+    except (NotSupportedByAgent, RequestInvalid) as refused:
+        _check_held(pool, lease.lease_id)
+        raise rights.cannot(lease, refused.detail) from None
     except AgentRefused as refused:
         _check_held(pool, lease.lease_id)
-        if refused.code in ("not_implemented", "invalid"):
-            raise rights.cannot(lease, refused) from None
         raise BackendUnavailable(f"the agent could not narrow the slot: {refused.detail}", lease_id=lease.lease_id) from None
     _check_held(pool, lease.lease_id)
     lease = pool.book.narrowed(lease.lease_id, allow_network=narrowed.allow_network, cache=narrowed.cache)
@@ -59,7 +61,7 @@ async def _ask(pool: Pool, narrowed: Lease) -> None:
     """Ask until it is answered: asking twice is asking once."""
     while True:
         try:
-            await pool.link_of(narrowed).request(rights.narrowing(narrowed), ANSWER_WITHIN_S)
+            await narrow_slot_of(pool.agent_of(narrowed), narrowed, expects_prompt_response=True)
             return
         except (LinkLost, BackendUnavailable):
             lost = await pool.wait_for_reconnect_or_loss(narrowed.lease_id)

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sandbox_server.backends.base import Backend
 from sandbox_server.core.errors import (
     BackendUnavailable,
     Draining,
@@ -24,11 +23,12 @@ from sandbox_server.core.errors import (
     Stopping,
 )
 from sandbox_server.core.types import Acquired, AcquireRequest, Lease, LeaseState, PoolId, PoolSpec, SandboxState, SlotState
-from sandbox_server.link import AgentLink
+from sandbox_server.link import AgentClient
+from sandbox_server.link.slot_client import SlotClient
 from sandbox_server.pool.dependencies import PoolDependencies
 from sandbox_server.pool.fleet import caches
 from sandbox_server.pool.fleet import plan as planning
-from sandbox_server.pool.fleet.creation_budget import CreationBudget
+from sandbox_server.pool.fleet.backend_access import BackendAccess
 from sandbox_server.pool.fleet.fleet import Fleet
 from sandbox_server.pool.fleet.sandbox import Sandbox
 from sandbox_server.pool.fleet.snapshot import capacity, claimant_view, snapshot
@@ -52,9 +52,14 @@ class SlotLocation:
 
     lease: Lease
     spec: PoolSpec
-    link: AgentLink
+    agent: AgentClient
     slot_id: str
     epoch: int
+
+    @property
+    def slot(self) -> SlotClient:
+        """The client for the calls and files of the slot."""
+        return self.agent.slot(self.slot_id, self.epoch)
 
 
 class Pool:
@@ -63,15 +68,12 @@ class Pool:
     Args:
         pool_id: its name, and who owns it.
         spec: what it is made of.
-        backend: where its sandboxes live.
-        budget: how fast sandboxes are made on that backend, shared by its pools.
+        access: the backend, with the budget and the observer that its pools share.
         wiring: clock, store, timers, how to connect.
         ended: where ended leases are remembered, if that outlives the pool.
     """
 
-    def __init__(
-        self, pool_id: PoolId, spec: PoolSpec, backend: Backend, budget: CreationBudget, dependencies: PoolDependencies, ended: EndedLeases | None = None
-    ) -> None:
+    def __init__(self, pool_id: PoolId, spec: PoolSpec, access: BackendAccess, dependencies: PoolDependencies, ended: EndedLeases | None = None) -> None:
         self.pool_id = pool_id
         self.name = pool_id.name
         self.spec = spec
@@ -81,7 +83,7 @@ class Pool:
             admits=dependencies.admits,
             capacity=self._capacity,
         )
-        self.fleet = Fleet(self, self.book, backend, budget, dependencies)
+        self.fleet = Fleet(self, self.book, access, dependencies)
         self.clock = dependencies.clock
         self.closing = False
         self.why_closing = "the service is stopping"
@@ -225,16 +227,16 @@ class Pool:
         self.work()
         return lease_ids
 
-    def link_of(self, lease: Lease) -> AgentLink:
-        """The link to the agent of a held lease.
+    def agent_of(self, lease: Lease) -> AgentClient:
+        """The client of the agent that has the slot of a held lease.
 
         Raises:
             BackendUnavailable: the agent cannot be reached now; whether its sandbox is lost is being found out.
         """
         sandbox = self.fleet.sandboxes[lease.sandbox_id]
-        if sandbox.link is None or not sandbox.reachable:
+        if sandbox.agent is None or not sandbox.reachable:
             raise BackendUnavailable(f"the agent of sandbox {lease.sandbox_id} cannot be reached at the moment", lease_id=lease.lease_id)
-        return sandbox.link
+        return sandbox.agent
 
     def route(self, lease: Lease) -> SlotLocation:
         """Where the work of a held lease goes now.
@@ -242,7 +244,7 @@ class Pool:
         Raises:
             BackendUnavailable: its agent cannot be reached at the moment.
         """
-        return SlotLocation(lease=lease, spec=self.spec, link=self.link_of(lease), slot_id=lease.slot_id, epoch=lease.epoch)
+        return SlotLocation(lease=lease, spec=self.spec, agent=self.agent_of(lease), slot_id=lease.slot_id, epoch=lease.epoch)
 
     async def wait_for_reconnect_or_loss(self, lease_id: str) -> SandboxLost | None:
         """Wait until it is known whether this lease's sandbox is gone. None: it is there and its link is back, or the lease ended otherwise."""

@@ -8,10 +8,11 @@ from typing import Any
 
 from sandbox_server.core.errors import NoCapacity, NotImplementedHere
 from sandbox_server.link import AgentRefused, LinkLost
+from sandbox_server.link.agent_reports import VerifyReport
+from sandbox_server.link.errors import NotSupportedByAgent
 from sandbox_server.pool.leasing.held_lease import ResetOrder
 from sandbox_server.pool.pool import Pool
 
-MAX_LISTED = 1000
 MAX_CHARS = 2000
 
 
@@ -41,31 +42,19 @@ async def _verify(pool: Pool, order: ResetOrder) -> dict[str, Any]:
     where = {"sandbox_id": order.ref.sandbox_id, "slot_id": order.ref.name}
     try:
         report = await pool.fleet.supervisors[order.ref.sandbox_id].verify(order)
+    except NotSupportedByAgent as refused:
+        raise NotImplementedHere(f"the agents of pool {pool.name!r} cannot verify resets: {refused.detail}") from None
     except AgentRefused as refused:
-        if refused.code == "not_implemented":
-            raise NotImplementedHere(f"the agents of pool {pool.name!r} cannot verify resets: {refused.detail}") from None
-        return {**where, **_read({}), "detail": f"its agent refused: {refused.detail}"[:MAX_CHARS], "duration_s": pool.now() - began}
+        return {**where, **_document(VerifyReport()), "detail": f"its agent refused: {refused.detail}"[:MAX_CHARS], "duration_s": pool.now() - began}
     except LinkLost as lost:
-        return {**where, **_read({}), "detail": f"its agent cannot be reached: {lost}"[:MAX_CHARS], "duration_s": pool.now() - began}
-    return {**where, **_read(report), "duration_s": pool.now() - began}
+        return {**where, **_document(VerifyReport()), "detail": f"its agent cannot be reached: {lost}"[:MAX_CHARS], "duration_s": pool.now() - began}
+    return {**where, **_document(report), "duration_s": pool.now() - began}
 
 
-def _read(report: Mapping[str, Any]) -> dict[str, Any]:
-    """What an agent says of a reset, as far as it is what an agent says."""
-    planted = report.get("planted")
-    items = [item for item in planted if isinstance(item, dict)][:MAX_LISTED] if isinstance(planted, list) else []
-    left = _kinds(report.get("left"))
+def _document(report: VerifyReport) -> dict[str, Any]:
     return {
-        "planted": [{"kind": _text(item.get("kind")), "detail": _text(item.get("detail"))} for item in items],
-        "found": _kinds(report.get("found")),
-        "left": left,
-        "clean": report.get("clean") is True and report.get("state") == "ready" and not left,
+        "planted": [{"kind": item.kind, "detail": item.detail} for item in report.planted],
+        "found": list(report.found),
+        "left": list(report.left),
+        "clean": report.is_clean,
     }
-
-
-def _kinds(value: object) -> list[str]:
-    return [_text(kind) for kind in value[:MAX_LISTED]] if isinstance(value, list) else []
-
-
-def _text(value: object) -> str:
-    return str(value if value is not None else "")[:MAX_CHARS]

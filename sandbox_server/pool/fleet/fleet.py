@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from sandbox_server.backends.base import Backend, CreateFailed, RateLimited
+from sandbox_server.backends.base import CreateFailed, RateLimited
 from sandbox_server.core.lifecycle import SandboxEvent
 from sandbox_server.core.types import Lease, LeaseState, PoolId, PoolSpec, SandboxState, SlotRef, SlotState
-from sandbox_server.link import AgentLink
+from sandbox_server.link import AgentClient
+from sandbox_server.link.agent_reports import AgentReport, SlotReport
 from sandbox_server.pool.dependencies import PoolDependencies
 from sandbox_server.pool.fleet import plan as planning
-from sandbox_server.pool.fleet.creation_budget import CreationBudget
-from sandbox_server.pool.fleet.sandbox import AgentReport, Cache, Sandbox, SlotReport
+from sandbox_server.pool.fleet.backend_access import BackendAccess
+from sandbox_server.pool.fleet.sandbox import Cache, Sandbox
 from sandbox_server.pool.fleet.supervisor import SandboxSupervisor
 from sandbox_server.pool.leasing.held_lease import ResetOrder
 from sandbox_server.pool.leasing.lease_book import LeaseBook
@@ -48,12 +49,11 @@ class Fleet:
     Args:
         pool: whose they are.
         book: its leases and slots.
-        backend: where they live.
-        budget: how fast sandboxes are made on that backend, shared by its pools.
+        access: the backend, with the budget and the observer that its pools share.
         wiring: clock, store, timers, how to connect.
     """
 
-    def __init__(self, pool: FleetListener, book: LeaseBook, backend: Backend, budget: CreationBudget, dependencies: PoolDependencies) -> None:
+    def __init__(self, pool: FleetListener, book: LeaseBook, access: BackendAccess, dependencies: PoolDependencies) -> None:
         self.sandboxes: dict[str, Sandbox] = {}
         self.supervisors: dict[str, SandboxSupervisor] = {}
         #: those found on record of which nobody knows yet whether they are there
@@ -66,8 +66,7 @@ class Fleet:
         self.shown: AgentReport | None = None
         self._pool = pool
         self._book = book
-        self._backend = backend
-        self._budget = budget
+        self._access = access
         self._dependencies = dependencies
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._failures = 0
@@ -111,7 +110,7 @@ class Fleet:
 
     def _keep(self, sandbox: Sandbox) -> None:
         self.sandboxes[sandbox.sandbox_id] = sandbox
-        supervisor = self.supervisors[sandbox.sandbox_id] = SandboxSupervisor(sandbox, self, self._backend, self._budget, self._dependencies)
+        supervisor = self.supervisors[sandbox.sandbox_id] = SandboxSupervisor(sandbox, self, self._access, self._dependencies)
         task = self._tasks[sandbox.sandbox_id] = asyncio.create_task(supervisor.run())
         task.add_done_callback(lambda task: self._tasks.pop(sandbox.sandbox_id, None))
 
@@ -182,11 +181,11 @@ class Fleet:
         """What must be known of it after a crash has changed."""
         self._dependencies.store.put(sandbox.record(self._dependencies.clock))
 
-    def sandbox_connected(self, sandbox: Sandbox, link: AgentLink, hello: AgentReport) -> None:
+    def sandbox_connected(self, sandbox: Sandbox, agent: AgentClient, report: AgentReport) -> None:
         """Its agent answers, for the first time or again."""
-        sandbox.link, sandbox.boot, sandbox.isolation = link, hello.boot, hello.isolation
-        self.shown = hello
-        self._book.order.exclusive = hello.isolation == "none"
+        sandbox.agent, sandbox.boot, sandbox.isolation = agent, report.boot, report.isolation
+        self.shown = report
+        self._book.order.exclusive = report.isolation == "none"
         now = self._dependencies.clock.monotonic()
         if sandbox.state is SandboxState.STARTING:
             sandbox.happen(SandboxEvent.CONNECT)
@@ -258,7 +257,7 @@ class Fleet:
         if self.shown is not None:
             self.shown = replace(self.shown, effective=effective)
 
-    def slots_seen(self, sandbox: Sandbox, slots: list[SlotReport]) -> None:
+    def slots_seen(self, sandbox: Sandbox, slots: Sequence[SlotReport]) -> None:
         """Its agent shows slots."""
         if sandbox.sandbox_id not in self._book.table.slots_by_sandbox:
             return  # retired while the agent spoke

@@ -1,30 +1,21 @@
-"""One sandbox as its pool knows it, and what of its agent's words the pool believes."""
+"""One sandbox as its pool knows it, and what the pool demands of its agent."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from sandbox_server.backends.base import CreateFailed
 from sandbox_server.core.clock import Clock, monotonic_at, wall_at
 from sandbox_server.core.lifecycle import SandboxEvent, next_sandbox_state
-from sandbox_server.core.types import Handle, PoolId, PoolSpec, SandboxState, SlotRef
-from sandbox_server.link import AgentLink
+from sandbox_server.core.types import Handle, PoolId, PoolSpec, SandboxState
+from sandbox_server.link import AgentClient
+from sandbox_server.link.agent_reports import AgentReport
 from sandbox_server.store.base import CacheRecord, SandboxRecord
 
-_MOST_EVIDENCE = 16
-_EVIDENCE_CHARS = 500
-
-MODES = frozenset({"bwrap", "uid", "dedicated", "none"})
 #: What a sandbox that is found again has left at least, in seconds.
 GRACE_S = 60.0
-#: What an agent says of the limits that hold for each slot.
-EFFECTIVE = ("slot_memory_mb", "share_memory_mb", "slots_memory_mb", "slot_disk_mb")
-SLOT_STATES = frozenset({"starting", "ready", "resetting", "quarantined", "broken"})
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +37,7 @@ class Sandbox:
     created_wall: float
     state: SandboxState = SandboxState.STARTING
     handle: Handle | None = None
-    link: AgentLink | None = None
+    agent: AgentClient | None = None
     boot: str | None = None
     isolation: str = ""
     ready_at: float | None = None
@@ -84,7 +75,7 @@ class Sandbox:
     @property
     def reachable(self) -> bool:
         """Whether its agent can be spoken to now."""
-        return self.link is not None and not self.link.closed.done()
+        return self.agent is not None and self.agent.is_connected
 
     def ready_wall(self, clock: Clock) -> float | None:
         """When it first was ready, as the wall clock tells it now."""
@@ -127,118 +118,20 @@ class Sandbox:
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SlotReport:
-    """What an agent said of one slot, checked."""
-
-    ref: SlotRef
-    epoch: int
-    state: str
-    workspace: str
-    isolation: str
-    detail: str
-    evidence: Mapping[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AgentReport:
-    """What an agent said of itself, checked."""
-
-    boot: str
-    isolation: str
-    capabilities: Mapping[str, Any]
-    effective: Mapping[str, int | None]
-
-
-class AgentProtocolError(Exception):
-    """An agent said something that no agent of ours says."""
-
-
-def read_hello(hello: Mapping[str, Any], sandbox_id: str, spec: PoolSpec) -> AgentReport:
-    """Check an agent's hello against what the pool asks for.
+def check_agent_report(report: AgentReport, spec: PoolSpec) -> None:
+    """Check that an agent can give its pool what the spec asks for.
 
     Raises:
-        CreateFailed: hopeless, because this machine or image cannot give the pool what its spec asks.
-        AgentProtocolError: the hello is not one.
+        CreateFailed: permanent, because this machine or image cannot.
     """
-    boot, isolation, capabilities = hello.get("boot"), hello.get("isolation"), hello.get("capabilities") or {}
-    if hello.get("sandbox_id") != sandbox_id or not isinstance(boot, str) or not boot or not isinstance(capabilities, dict):
-        raise AgentProtocolError("its hello lacks the boot nonce, the capabilities or the right sandbox id")
-    if isolation is None:
-        raise CreateFailed(f"no isolation mode works here: {str(hello.get('error') or 'the agent gave no reason')[:2000]}", permanent=True)
-    if isolation not in MODES:
-        raise AgentProtocolError(f"it isolates by {isolation!r}, which is no mode")
-    if isolation == "none" and spec.require_sandbox:
+    if not report.isolation:
+        raise CreateFailed(f"no isolation mode works here: {report.error}", permanent=True)
+    if report.isolation == "none" and spec.require_sandbox:
         raise CreateFailed("the pool asks for require_sandbox, and no mode of at least 'uid' works here", permanent=True)
-    if isolation == "none" and not spec.allow_none:
+    if report.isolation == "none" and not spec.allow_none:
         raise CreateFailed("only mode 'none' works here, and the pool does not set allow_none", permanent=True)
-    if not spec.slots_have_network and "none" not in _strings(capabilities, "network"):
-        raise CreateFailed(f"the pool's slots shall have no network, which mode {isolation!r} cannot enforce here", permanent=True)
-    missing = {"bash_stateful", "tmux"} - _strings(capabilities, "tools") if spec.require_stateful_sandbox else set()
+    if not spec.slots_have_network and "none" not in report.capability_names("network"):
+        raise CreateFailed(f"the pool's slots shall have no network, which mode {report.isolation!r} cannot enforce here", permanent=True)
+    missing = {"bash_stateful", "tmux"} - report.capability_names("tools") if spec.require_stateful_sandbox else set()
     if missing:
         raise CreateFailed(f"the pool asks for require_stateful_sandbox, and this agent lacks {', '.join(sorted(missing))}", permanent=True)
-    return AgentReport(boot=boot[:200], isolation=isolation, capabilities=capabilities, effective=read_effective(hello) or {})
-
-
-def read_effective(meta: Mapping[str, Any]) -> Mapping[str, int | None] | None:
-    """Check what an agent says of the limits that hold for each of its slots; None: it says nothing of them."""
-    said = meta.get("effective")
-    if not isinstance(said, dict):
-        return None
-    return {name: value for name in EFFECTIVE if _is_limit(value := said.get(name))}
-
-
-def _is_limit(value: object) -> bool:
-    return value is None or (type(value) is int and 0 <= value < 1 << 53)
-
-
-def _strings(capabilities: Mapping[str, Any], name: str) -> set[str]:
-    values = capabilities.get(name)
-    return {value for value in values if isinstance(value, str)} if isinstance(values, list) else set()
-
-
-def read_slots(meta: Mapping[str, Any], sandbox_id: str) -> list[SlotReport]:
-    """Check what an agent says of its slots.
-
-    Raises:
-        AgentProtocolError: it is not what an agent says.
-    """
-    slots = meta.get("slots")
-    if not isinstance(slots, list):
-        raise AgentProtocolError("it shows no list of slots")
-    return [_read_slot(slot, sandbox_id) for slot in slots]
-
-
-def _read_slot(slot: Any, sandbox_id: str) -> SlotReport:
-    if not isinstance(slot, dict):
-        raise AgentProtocolError("it shows a slot that is no object")
-    slot_id, epoch, state = slot.get("slot_id"), slot.get("epoch"), slot.get("state")
-    if not isinstance(slot_id, str) or not 0 < len(slot_id) <= 64:
-        raise AgentProtocolError("it shows a slot without an id")
-    if not isinstance(epoch, int) or not 0 <= epoch < 1 << 53 or state not in SLOT_STATES:
-        raise AgentProtocolError(f"it shows slot {slot_id!r} in epoch {epoch!r} and state {state!r}")
-    workspace, isolation = slot.get("workspace"), slot.get("isolation")
-    return SlotReport(
-        ref=SlotRef(sandbox_id=sandbox_id, slot_id=slot_id),
-        epoch=epoch,
-        state=state,
-        workspace=workspace if isinstance(workspace, str) else "",
-        isolation=isolation if isinstance(isolation, str) and isolation in MODES else "",
-        detail=str(slot.get("detail") or "")[:2000],
-        evidence=_read_evidence(slot),
-    )
-
-
-def _read_evidence(slot: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What its agent says of why a slot is broken: plain values only, and few, because ended leases are kept with it. Older agents say only `own_work`."""
-    said = slot.get("evidence")
-    if not isinstance(said, dict):
-        return {"own_work": True} if slot.get("own_work") is True else {}
-    plain = {str(name)[:_EVIDENCE_CHARS]: _plain(value) for name, value in said.items() if isinstance(value, bool | int | float | str)}
-    return dict(itertools.islice(plain.items(), _MOST_EVIDENCE))
-
-
-def _plain(value: float | str) -> float | str:
-    if isinstance(value, str):
-        return value[:_EVIDENCE_CHARS]
-    return value if math.isfinite(value) and abs(value) < 1 << 53 else 0

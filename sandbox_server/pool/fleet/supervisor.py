@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 from typing import Any, Protocol
 
-from sandbox_server.agent import wire
-from sandbox_server.backends.base import Backend, CreateFailed, Health, OpensPipes
+from sandbox_server.backends.base import Backend, CreateContext, CreateFailed, Observation, ObservedState, OpensPipes
 from sandbox_server.core.errors import PoolServiceError, StorageUnavailable
 from sandbox_server.core.types import Handle, Lease, SlotRef
-from sandbox_server.link import AgentLink, AgentRefused, Endpoint, LinkLost
+from sandbox_server.link import AgentClient, AgentRefused, Endpoint, LinkLost
+from sandbox_server.link.agent_reports import AgentReport, SlotReport, VerifyReport
+from sandbox_server.link.errors import AgentProtocolError, NotSupportedByAgent
 from sandbox_server.pool.dependencies import PoolDependencies
-from sandbox_server.pool.fleet.creation_budget import CreationBudget
-from sandbox_server.pool.fleet.sandbox import AgentProtocolError, AgentReport, Cache, Sandbox, SlotReport, read_effective, read_hello, read_slots
+from sandbox_server.pool.fleet.backend_access import BackendAccess
+from sandbox_server.pool.fleet.observer import BackendObserver
+from sandbox_server.pool.fleet.sandbox import Cache, Sandbox, check_agent_report
+from sandbox_server.pool.fleet.ticker import Timers
 from sandbox_server.pool.leasing.held_lease import ResetOrder
 
 log = logging.getLogger(__name__)
 
 FIRST_HELLO_S = 60.0
 CONNECT_S = 2.0
-LOST_AFTER_S = 5.0
 RECONNECT_EVERY_S = 0.1
 DESTROY_AGAIN_S = 1.0
+LONGEST_DESTROY_PAUSE_S = 10.0
 
 
 def endpoint_of(handle: Handle, backend: Backend) -> Endpoint:
@@ -45,7 +48,7 @@ class SupervisorListener(Protocol):
     def sandbox_changed(self, sandbox: Sandbox) -> None:
         """There is a new checkpoint to record."""
 
-    def sandbox_connected(self, sandbox: Sandbox, link: AgentLink, hello: AgentReport) -> None:
+    def sandbox_connected(self, sandbox: Sandbox, agent: AgentClient, report: AgentReport) -> None:
         """Its agent answers, for the first time or again."""
 
     def sandbox_unreachable(self, sandbox: Sandbox) -> None:
@@ -60,7 +63,7 @@ class SupervisorListener(Protocol):
     def effective_seen(self, effective: Mapping[str, int | None]) -> None:
         """Its agent says which limits hold for each slot now."""
 
-    def slots_seen(self, sandbox: Sandbox, slots: list[SlotReport]) -> None:
+    def slots_seen(self, sandbox: Sandbox, slots: Sequence[SlotReport]) -> None:
         """Its agent shows slots."""
 
     def reset_done(self, ref: SlotRef, epoch: int, problem: str | None) -> None:
@@ -73,22 +76,67 @@ class SupervisorListener(Protocol):
         """No call runs any more in the slot of this adopted lease; `ran`: one did when its agent was found again."""
 
 
+class _PendingObservation:
+    """The state of one sandbox as its backend reports it, asked for again and again without waiting longer than one reconnect interval.
+
+    Args:
+        observer: whom to ask.
+        handle: the sandbox.
+        timers: how to wait.
+    """
+
+    def __init__(self, observer: BackendObserver, handle: Handle, timers: Timers) -> None:
+        self._observer = observer
+        self._handle = handle
+        self._timers = timers
+        self._pending: asyncio.Future[Observation] | None = None
+
+    def __enter__(self) -> _PendingObservation:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._pending is not None:
+            self._pending.cancel()
+
+    async def _sleep_until_next_attempt(self) -> None:
+        await self._timers.sleep(RECONNECT_EVERY_S)
+
+    async def next_observation(self) -> Observation | None:
+        """Wait for the end of the reconnect interval, or for the news that the sandbox is gone.
+
+        Returns:
+            What the backend has answered; None if it has not answered yet.
+        """
+        pending = self._pending = self._pending or self._observer.request_observation(self._handle)
+        pause = asyncio.create_task(self._sleep_until_next_attempt())
+        try:
+            await asyncio.wait({pending, pause}, return_when=asyncio.FIRST_COMPLETED)
+            if not pending.done() or pending.result().state is not ObservedState.GONE:
+                await pause
+        finally:
+            pause.cancel()
+        if not pending.done():
+            return None
+        self._pending = None
+        return pending.result()
+
+
 class SandboxSupervisor:
     """Keeps one sandbox from its creation to its end. `run` is one task; `end` asks it to finish.
 
     Args:
         sandbox: what is kept.
         pool: is told what is seen.
-        backend: where it lives.
-        budget: how fast sandboxes are made on that backend.
-        wiring: clock, timers and how to connect.
+        access: the backend, with the budget and the observer that its pools share.
+        dependencies: clock, timers and how to connect.
     """
 
-    def __init__(self, sandbox: Sandbox, pool: SupervisorListener, backend: Backend, budget: CreationBudget, dependencies: PoolDependencies) -> None:
+    def __init__(self, sandbox: Sandbox, pool: SupervisorListener, access: BackendAccess, dependencies: PoolDependencies) -> None:
         self._sandbox = sandbox
         self._pool = pool
-        self._backend = backend
-        self._budget = budget
+        self._backend = access.backend
+        self._budget = access.budget
+        self._observer = access.observer
         self._dependencies = dependencies
         self._ending = asyncio.Event()
         self._behind: set[asyncio.Task[None]] = set()
@@ -119,8 +167,8 @@ class SandboxSupervisor:
             for task in (life, ordered, *self._behind):
                 task.cancel()
             await asyncio.gather(life, ordered, *self._behind, return_exceptions=True)
-            if self._sandbox.link is not None:
-                await self._sandbox.link.close()
+            if self._sandbox.agent is not None:
+                await self._sandbox.agent.close()
         if not life.cancelled():
             error = life.exception()
             self._sandbox.destroying = True
@@ -131,17 +179,17 @@ class SandboxSupervisor:
         """Runs until it is cancelled; raises when the sandbox has ended by itself."""
         try:
             if self._sandbox.boot is not None:
-                link, hello = await self._link_again("the service was started again")
+                agent, report = await self._link_again("the service was started again")
             else:
                 async with self._budget.turn():
                     await self._create()
-                    link, hello = await self._first_link()
+                    agent, report = await self._first_link()
             while True:
-                self._pool.sandbox_connected(self._sandbox, link, hello)
-                why = await self._watch(link)
+                self._pool.sandbox_connected(self._sandbox, agent, report)
+                why = await self._watch(agent)
                 self._pool.sandbox_unreachable(self._sandbox)
-                await link.close()
-                link, hello = await self._link_again(why)
+                await agent.close()
+                agent, report = await self._link_again(why)
         except (CreateFailed, SandboxOver, PoolServiceError):
             raise
         except AgentProtocolError as error:
@@ -152,7 +200,8 @@ class SandboxSupervisor:
 
     async def _create(self) -> None:
         sandbox = self._sandbox
-        async with aclosing(self._backend.create(sandbox.pool_id.key, sandbox.spec, sandbox.sandbox_id)) as steps:
+        context = CreateContext(pool_id=sandbox.pool_id, spec=sandbox.spec, sandbox_id=sandbox.sandbox_id)
+        async with aclosing(self._backend.create(context)) as steps:
             async for handle in steps:
                 sandbox.handle = handle
                 self._pool.sandbox_changed(sandbox)
@@ -160,63 +209,70 @@ class SandboxSupervisor:
         if sandbox.handle is None or sandbox.handle.address is None:
             raise CreateFailed("the backend made no agent that can be reached")
 
-    async def _health(self) -> Health:
-        handle = self._sandbox.handle
-        assert handle is not None, "only a created sandbox is checked"
-        return (await self._backend.check([handle])).get(handle.sandbox_id, Health.UNKNOWN)
-
-    async def _connect(self, timeout_s: float) -> tuple[AgentLink, AgentReport]:
+    async def _connect(self, timeout_s: float) -> tuple[AgentClient, AgentReport]:
         handle = self._sandbox.handle
         assert handle is not None, "only a created sandbox is connected to"
-        link = await self._dependencies.connect(endpoint_of(handle, self._backend), timeout_s)
+        agent = AgentClient(await self._dependencies.connect(endpoint_of(handle, self._backend), timeout_s))
         try:
-            return link, read_hello(link.hello, self._sandbox.sandbox_id, self._sandbox.spec)
+            report = agent.report(self._sandbox.sandbox_id)
+            check_agent_report(report, self._sandbox.spec)
         except BaseException:
-            await link.close()
+            await agent.close()
             raise
+        return agent, report
 
-    async def _first_link(self) -> tuple[AgentLink, AgentReport]:
+    async def _first_link(self) -> tuple[AgentClient, AgentReport]:
         clock = self._dependencies.clock
         until = clock.monotonic() + FIRST_HELLO_S
-        while True:
-            try:
-                return await self._connect(max(until - clock.monotonic(), CONNECT_S))
-            except LinkLost as error:
-                if await self._health() is Health.GONE:
-                    raise CreateFailed(f"its agent ended before it said hello: {error}") from error
-                if clock.monotonic() >= until:
-                    raise CreateFailed(f"its agent did not say hello within {FIRST_HELLO_S:g} s: {error}") from error
-            await self._dependencies.timers.sleep(RECONNECT_EVERY_S)
+        with self._observing() as state:
+            while True:
+                try:
+                    return await self._connect(max(until - clock.monotonic(), CONNECT_S))
+                except LinkLost as error:
+                    observation = await state.next_observation()
+                    if observation is not None and observation.state is ObservedState.GONE:
+                        raise CreateFailed(f"its agent ended before it said hello: {error}") from error
+                    if clock.monotonic() >= until:
+                        raise CreateFailed(f"its agent did not say hello within {FIRST_HELLO_S:g} s: {error}") from error
 
-    async def _link_again(self, why: str) -> tuple[AgentLink, AgentReport]:
-        """The link is gone: find out whether the sandbox is."""
+    async def _link_again(self, why: str) -> tuple[AgentClient, AgentReport]:
+        """Connect again after the link was lost, or find out that the sandbox has ended.
+
+        As long as its backend cannot be asked, a sandbox is kept: only the end of its pool's `max_lifetime_s` and `max_lease_s` ends it then.
+        """
         clock = self._dependencies.clock
-        until = clock.monotonic() + LOST_AFTER_S
-        while True:
-            if await self._health() is Health.GONE:
-                raise SandboxOver(f"its agent has ended ({why})")
-            try:
-                link, hello = await self._connect(CONNECT_S)
-            except LinkLost as error:
-                if clock.monotonic() >= until:
-                    raise SandboxOver(f"its agent could not be reached for {LOST_AFTER_S:g} s: {error}") from error
-            else:
-                if hello.boot == self._sandbox.boot:
-                    return link, hello
-                await link.close()
-                raise SandboxOver("another agent answers in its place: its own has ended")
-            await self._dependencies.timers.sleep(RECONNECT_EVERY_S)
+        lost_after_s = self._backend.traits.lost_after_s
+        until = clock.monotonic() + lost_after_s
+        with self._observing() as state:
+            while True:
+                try:
+                    agent, report = await self._connect(CONNECT_S)
+                except LinkLost as error:
+                    observation = await state.next_observation()
+                    if observation is None or observation.state is ObservedState.UNKNOWN:
+                        continue
+                    if observation.state is ObservedState.GONE:
+                        raise SandboxOver(f"its agent has ended ({why})") from error
+                    if clock.monotonic() >= until:
+                        raise SandboxOver(f"its agent could not be reached for {lost_after_s:g} s: {error}") from error
+                else:
+                    if report.boot == self._sandbox.boot:
+                        return agent, report
+                    await agent.close()
+                    raise SandboxOver("another agent answers in its place: its own has ended")
 
-    async def _watch(self, link: AgentLink) -> str:
+    def _observing(self) -> _PendingObservation:
+        assert self._sandbox.handle is not None, "only a created sandbox is observed"
+        return _PendingObservation(self._observer, self._sandbox.handle, self._dependencies.timers)
+
+    async def _watch(self, agent: AgentClient) -> str:
         """Tell the pool what the agent shows, until the link is gone. Returns how it went."""
         try:
-            async with link.stream({"op": "watch"}) as stream:
-                async for event in stream:
-                    if isinstance(event, wire.Item):
-                        effective = read_effective(event.meta)
-                        if effective is not None:
-                            self._pool.effective_seen(effective)
-                        self._pool.slots_seen(self._sandbox, read_slots(event.meta, self._sandbox.sandbox_id))
+            async with aclosing(agent.watch_slots(self._sandbox.sandbox_id)) as updates:
+                async for update in updates:
+                    if update.effective is not None:
+                        self._pool.effective_seen(update.effective)
+                    self._pool.slots_seen(self._sandbox, update.slots)
         except LinkLost as error:
             return str(error)
         except AgentRefused as error:
@@ -229,28 +285,22 @@ class SandboxSupervisor:
             self._task(self._reset(order))
 
     async def _reset(self, order: ResetOrder) -> None:
-        link = self._sandbox.link
-        assert link is not None, "resets are asked of a reachable agent"
+        agent = self._sandbox.agent
+        assert agent is not None, "resets are asked of a reachable agent"
         await self._on_record()
         started = self._dependencies.clock.monotonic()
-        meta: dict[str, object] = {
-            "op": "reset",
-            "slot": order.ref.slot_id,
-            "epoch": order.epoch,
-            "network": self._sandbox.spec.slots_have_network,
-            "keep": order.keep,
-        }
+        has_network = self._sandbox.spec.slots_have_network
         try:
-            answer = await link.request(meta)
+            report = await agent.reset_slot(order.ref.slot_id, order.epoch, has_network=has_network, keeps_files=order.keep)
         except LinkLost:
             return
         except AgentRefused as error:
             self._pool.reset_done(order.ref, order.epoch, f"its agent will not reset it: {error}")
             return
         self._dependencies.meter.observe("sandbox_reset_seconds", self._dependencies.clock.monotonic() - started, **self._sandbox.pool_id.labels)
-        self._pool.reset_done(order.ref, order.epoch, _problem(answer))
+        self._pool.reset_done(order.ref, order.epoch, report.problem)
 
-    async def verify(self, order: ResetOrder) -> Mapping[str, Any]:
+    async def verify(self, order: ResetOrder) -> VerifyReport:
         """Have the agent plant leftovers in a free slot and reset it; what it found. The slot is clean afterwards, or in quarantine.
 
         Raises:
@@ -258,16 +308,15 @@ class SandboxSupervisor:
             AgentRefused: it will not; the slot is reset.
         """
         await self._on_record()
-        link = self._sandbox.link
-        if link is None:
+        agent = self._sandbox.agent
+        if agent is None:
             raise LinkLost("the link went before the slot was verified")
-        meta = {"op": "verify", "slot": order.ref.slot_id, "epoch": order.epoch, "network": self._sandbox.spec.slots_have_network}
         try:
-            report = await link.request(meta)
+            report = await agent.verify_slot(order.ref.slot_id, order.epoch, has_network=self._sandbox.spec.slots_have_network)
         except AgentRefused:
             self.reset(order)
             raise
-        self._pool.reset_done(order.ref, order.epoch, _problem(report))
+        self._pool.reset_done(order.ref, order.epoch, report.problem)
         return report
 
     async def _on_record(self) -> None:
@@ -287,14 +336,15 @@ class SandboxSupervisor:
     async def _drop_cache(self, cache: Cache) -> None:
         gone = False
         try:
-            if self._sandbox.link is not None:
-                await self._sandbox.link.request({"op": "cache_drop", "cache": cache.record.key})
+            if self._sandbox.agent is not None:
+                await self._sandbox.agent.drop_cache(cache.record.key)
                 gone = True
         except LinkLost:
             pass  # asked again when it is back
+        except NotSupportedByAgent:
+            gone = True
         except AgentRefused as error:
-            # While a slot that had it is being reset it cannot go yet, and is asked for again.
-            gone = error.code == "not_implemented"
+            # The cache cannot be deleted before the slots that used it have been reset. The request is repeated.
             log.debug("a cache is not dropped yet: %s", error, extra=self._sandbox.fields)
         self._pool.cache_dropped(self._sandbox, cache, gone=gone)
 
@@ -305,9 +355,8 @@ class SandboxSupervisor:
     async def _await_quiet(self, lease: Lease) -> None:
         ran = True
         try:
-            if self._sandbox.link is not None:
-                answer = await self._sandbox.link.request({"op": "quiet", "slot": lease.slot_id, "epoch": lease.epoch})
-                ran = answer.get("ran") is not False
+            if self._sandbox.agent is not None:
+                ran = await self._sandbox.agent.wait_until_quiet(lease.slot_id, lease.epoch)
         except LinkLost:
             return  # asked again when it is back
         except AgentRefused as error:
@@ -318,19 +367,16 @@ class SandboxSupervisor:
         self._dependencies.meter.count("sandbox_backend_calls_total", backend=self._backend.name, op=op, outcome=outcome)
 
     async def _destroy(self) -> None:
+        pause_s = DESTROY_AGAIN_S
         while self._sandbox.handle is not None:
             try:
                 await self._backend.destroy(self._sandbox.handle)
-            except OSError as error:
-                log.warning("a sandbox is still there: %s", error, extra=self._sandbox.fields)
+            except (OSError, PoolServiceError) as error:
+                log.warning("a sandbox could not be destroyed yet: %s", error, extra=self._sandbox.fields)
                 self._count("destroy", "failed")
-                await self._dependencies.timers.sleep(DESTROY_AGAIN_S)
+                await self._dependencies.timers.sleep(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_DESTROY_PAUSE_S)
             else:
                 self._count("destroy", "ok")
                 break
         self._pool.sandbox_gone(self._sandbox)
-
-
-def _problem(answer: Mapping[str, Any]) -> str | None:
-    """Why the slot is not clean, by the agent's answer to a reset; None: it is."""
-    return None if answer.get("state") == "ready" else str(answer.get("detail") or "its reset was not proven")[:2000]

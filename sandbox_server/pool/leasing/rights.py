@@ -8,7 +8,6 @@ from typing import Any
 
 from sandbox_server.core.errors import InvalidRequest, NotImplementedHere
 from sandbox_server.core.types import AcquireRequest, Lease, PoolSpec
-from sandbox_server.link import AgentRefused
 from sandbox_server.store.base import CacheRecord
 
 NO_CACHE = "none"
@@ -53,19 +52,6 @@ def cache_of(lease: Lease) -> CacheRecord:
     return CacheRecord(key=key, tenant=lease.tenant, run_id=lease.run_id, lease_id=own)
 
 
-def preparation(lease: Lease) -> dict[str, Any]:
-    """What the agent is asked before this grant counts."""
-    if lease.cache == NO_CACHE:
-        return narrowing(lease)
-    return {"op": "equip", "slot": lease.slot_id, "epoch": lease.epoch, "cache": cache_of(lease).key, "network": lease.allow_network}
-
-
-def narrowing(lease: Lease) -> dict[str, Any]:
-    """What the agent is asked so that its slot has no more rights than this lease says."""
-    key = None if lease.cache == NO_CACHE else cache_of(lease).key
-    return {"op": "narrow", "slot": lease.slot_id, "epoch": lease.epoch, "network": lease.allow_network, "cache": key}
-
-
 def check_narrows(lease: Lease, allow_network: bool | None, cache: str | None) -> None:
     """Refuse to give a held lease more than it has.
 
@@ -78,7 +64,7 @@ def check_narrows(lease: Lease, allow_network: bool | None, cache: str | None) -
         raise InvalidRequest("cache: narrow only takes rights away, and this lease has no cache", field="cache")
 
 
-def cannot(lease: Lease, refused: AgentRefused) -> NotImplementedHere:
+def cannot(lease: Lease, reason: str) -> NotImplementedHere:
     """The error of an agent that cannot give a slot the rights of this lease, and no more."""
     field = "cache" if lease.cache != NO_CACHE else "allow_network"
-    return NotImplementedHere(f"a slot of pool {lease.pool!r} cannot be given these rights: {refused.detail}", field=field)
+    return NotImplementedHere(f"a slot of pool {lease.pool!r} cannot be given these rights: {reason}", field=field)

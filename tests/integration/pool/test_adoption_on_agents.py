@@ -70,7 +70,7 @@ async def until(happens):
 
 
 async def result_of(route, call_id):
-    async with route.link.stream({"op": "attach", "slot": route.slot_id, "epoch": route.epoch, "call_id": call_id, "offset": 0}) as stream:
+    async with route.agent.link.stream({"op": "attach", "slot": route.slot_id, "epoch": route.epoch, "call_id": call_id, "offset": 0}) as stream:
         stream.end()
         async for event in stream:
             if isinstance(event, wire.Item):
@@ -92,8 +92,8 @@ async def test_a_command_goes_on_over_the_death_of_the_service_and_its_result_is
     await until(lambda: pools.readiness()["ready"])
     lease = pools.lease("t", said["lease_id"])
     route = pools.route("t", lease.lease_id)
-    assert await route.link.request({"op": "call_status", "slot": route.slot_id, "epoch": route.epoch, "call_id": "c"})
-    async with route.link.stream({"op": "calls", "slot": route.slot_id, "epoch": route.epoch}) as stream:
+    assert await route.agent.link.request({"op": "call_status", "slot": route.slot_id, "epoch": route.epoch, "call_id": "c"})
+    async with route.agent.link.stream({"op": "calls", "slot": route.slot_id, "epoch": route.epoch}) as stream:
         stream.send_item(call("go", "touch go"))
         stream.end()
         async for _ in stream:

@@ -38,7 +38,7 @@ class Place:
             "call_id": "c", "tool": "bash", "args": {"command": command}, "timeout_s": 20, "no_output_timeout_s": None,
             "output_limit_bytes": 10_000, "separate_streams": False,
         }  # fmt: skip
-        async with route.link.stream({"op": "calls", "slot": route.slot_id, "epoch": route.epoch}) as stream:
+        async with route.agent.link.stream({"op": "calls", "slot": route.slot_id, "epoch": route.epoch}) as stream:
             stream.send_item(call)
             stream.end()
             async for event in stream:
@@ -77,7 +77,7 @@ async def test_a_slot_is_clean_for_its_next_holder_and_the_old_epoch_is_refused(
     assert (second.slot, second.epoch) == (first.slot, first.epoch + 1)
     assert await place.run(second, "ls -A; pgrep sleep; true") == ""
     with pytest.raises(Exception, match="stale_epoch"):
-        await old.link.request({"op": "call_status", "slot": old.slot_id, "epoch": old.epoch, "call_id": "c"})
+        await old.agent.link.request({"op": "call_status", "slot": old.slot_id, "epoch": old.epoch, "call_id": "c"})
 
 
 async def test_a_kept_workspace_keeps_its_files_and_none_of_its_processes(make_place):
@@ -99,7 +99,7 @@ async def test_a_killed_agent_is_noticed_and_replaced_within_five_seconds(make_p
     began = time.monotonic()
 
     os.kill(pid, signal.SIGKILL)
-    link = place.pools.route("t", lease.lease_id).link
+    link = place.pools.route("t", lease.lease_id).agent.link
     await asyncio.wait([link.closed])
     recorded_result = await place.pools.wait_for_reconnect_or_loss(lease.lease_id, 5)
     (again,) = await place.acquire(wait_s=10)

@@ -12,7 +12,8 @@ from sandbox_server.core.errors import LeaseNotFound, PoolServiceError, SandboxL
 from sandbox_server.core.execution import ToolCall
 from sandbox_server.core.types import Lease, LeaseState, PoolSpec
 from sandbox_server.dispatch.dispatcher import CallLimits, Dispatcher
-from sandbox_server.link import AgentLink
+from sandbox_server.link import AgentClient, AgentLink
+from sandbox_server.link.slot_client import SlotClient
 from sandbox_server.store.base import MemoryStore
 from sandbox_server.telemetry import Telemetry
 from sandbox_server.testing import FakeClock, FakeLink
@@ -27,9 +28,14 @@ class FakeRoute:
 
     lease: Lease
     spec: PoolSpec
-    link: AgentLink
+    agent: AgentClient
     slot_id: str
     epoch: int
+
+    @property
+    def slot(self) -> SlotClient:
+        """The client for the calls and files of the slot."""
+        return self.agent.slot(self.slot_id, self.epoch)
 
 
 @dataclass
@@ -61,7 +67,7 @@ class FakeRoutes:
     async def wait_for_reconnect_or_loss(self, lease_id: str, wait_s: float) -> SandboxLost | None:
         self.while_waiting()
         if self.lost is None and self.reconnect is not None:
-            self.routes = {name: replace(route, link=self.reconnect) for name, route in self.routes.items()}
+            self.routes = {name: replace(route, agent=AgentClient(self.reconnect)) for name, route in self.routes.items()}
         return self.lost
 
 
@@ -107,7 +113,7 @@ async def world() -> World:
 
 async def make_world(agent: ScriptedAgent) -> World:
     """Leases `a`, `b` and `c` of alice's, on this agent of three slots."""
-    link = await FakeLink.to(agent, agent.token)
-    routes = FakeRoutes({name: FakeRoute(lease=lease(name, str(n)), spec=SPEC, link=link, slot_id=str(n), epoch=1) for n, name in enumerate("abc")})
+    client = AgentClient(await FakeLink.to(agent, agent.token))
+    routes = FakeRoutes({name: FakeRoute(lease=lease(name, str(n)), spec=SPEC, agent=client, slot_id=str(n), epoch=1) for n, name in enumerate("abc")})
     store, telemetry, clock = MemoryStore(), Telemetry(), FakeClock()
     return World(agent, routes, store, telemetry, Dispatcher(routes, store, clock, telemetry, CallLimits(in_flight=200)), clock)

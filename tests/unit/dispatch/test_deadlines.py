@@ -96,7 +96,7 @@ async def test_the_time_until_an_agent_can_be_reached_again_is_the_calls_as_well
 
 async def test_questions_about_calls_and_files_of_a_stopped_agent_are_answered(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (call_records, files):
-        monkeypatch.setattr(module, "ANSWER_WITHIN_S", 0.2)
+        monkeypatch.setattr(module, "RESPONSE_TIMEOUT_S", 0.2)
     world.agent.is_stopped = True
     found = CallRecords(world.routes, world.store, world.dispatcher.in_flight_calls, world.clock, world.dispatcher.outputs)
     slot_files = SlotFiles(world.routes)
@@ -136,7 +136,7 @@ class StopsInTheMiddle(ScriptedAgent):
 
 
 async def test_an_output_that_a_stopped_agent_does_not_give_is_fetched_when_it_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outputs, "ANSWER_WITHIN_S", 0.2)
+    monkeypatch.setattr(outputs, "RESPONSE_TIMEOUT_S", 0.2)
     agent = StopsInTheMiddle("s-1", slots=3)
     world = await make_world(agent)
     big = call("a", "big 100000", "c1", output_limit_bytes=100_000)

@@ -22,7 +22,7 @@ from sandbox_server.core.errors import (
 from sandbox_server.core.execution import Fault, ToolCall
 from sandbox_server.core.types import AcquireRequest
 from sandbox_server.dispatch.results import refusal
-from sandbox_server.pool.fleet.sandbox import read_slots
+from sandbox_server.link.agent_reports import read_slots_update
 from sandbox_server.pool.leasing.wait_queue import none_free
 from sandbox_server.testing import FakeAgent, FakeBackend, settle
 
@@ -439,13 +439,13 @@ async def test_a_route_names_link_slot_and_epoch(make_world):
     route = world.pools.route("t", lease.lease_id)
 
     assert (route.lease, route.slot_id, route.epoch, route.spec) == (lease, lease.slot_id, 1, world.pool.spec)
-    assert route.link.hello["sandbox_id"] == lease.sandbox_id
+    assert route.agent.link.hello["sandbox_id"] == lease.sandbox_id
 
 
 async def test_a_dead_sandbox_ends_its_leases_says_so_and_is_replaced(make_world):
     world = await make_world(max_sandboxes=1)
     (lease,) = (await world.acquire()).leases
-    link = world.pools.route("t", lease.lease_id).link
+    link = world.pools.route("t", lease.lease_id).agent.link
 
     world.backend.kill(lease.sandbox_id)
     await asyncio.wait([link.closed])
@@ -465,13 +465,13 @@ async def test_a_cut_link_is_made_anew_and_the_lease_stays(make_world):
     (lease,) = (await world.acquire()).leases
 
     world.backend.agents[lease.sandbox_id].hang_up()
-    old = world.pools.route("t", lease.lease_id).link
+    old = world.pools.route("t", lease.lease_id).agent
     assert await world.pools.wait_for_reconnect_or_loss(lease.lease_id, 5) is None
     await settle()
 
     route = world.pools.route("t", lease.lease_id)
-    assert route.link is not old
-    assert not route.link.closed.done()
+    assert route.agent is not old
+    assert route.agent.is_connected
     assert (await world.acquire()).leases[0].slot != lease.slot
 
 
@@ -606,7 +606,7 @@ async def test_calls_after_the_end_of_a_slot_have_its_blame_and_its_evidence(mak
     ],
 )
 def test_what_an_agent_says_of_a_broken_slot_is_kept_only_where_it_is_short_and_plain(said, kept):
-    (seen,) = read_slots({"slots": [{"slot_id": "0", "epoch": 1, "state": "broken", **said}]}, "s-1")
+    (seen,) = read_slots_update({"slots": [{"slot_id": "0", "epoch": 1, "state": "broken", **said}]}, "s-1").slots
 
     assert seen.evidence == kept
 

@@ -1,0 +1,42 @@
+"""The requests that give the slot of a lease the rights of the lease, network and cache, and no more."""
+
+from __future__ import annotations
+
+from sandbox_server.core.types import Lease
+from sandbox_server.link import AgentClient
+from sandbox_server.pool.leasing import rights
+
+
+async def prepare_slot_of(agent: AgentClient, lease: Lease) -> None:
+    """Give the slot of a new lease its cache and network, before the grant counts.
+
+    Args:
+        agent: the agent that has the slot.
+        lease: the lease.
+
+    Raises:
+        LinkLost: the connection ended before the response.
+        AgentRefused: the agent did not do it.
+    """
+    if lease.cache == rights.NO_CACHE:
+        await narrow_slot_of(agent, lease)
+    else:
+        await agent.equip_slot(lease.slot_id, lease.epoch, has_network=lease.allow_network, cache_key=rights.cache_of(lease).key)
+
+
+async def narrow_slot_of(agent: AgentClient, lease: Lease, *, expects_prompt_response: bool = False) -> None:
+    """Take away from the slot of a lease the rights that the lease does not have. Doing it twice is doing it once.
+
+    Args:
+        agent: the agent that has the slot.
+        lease: the lease, with the rights that it keeps.
+        expects_prompt_response: see `AgentClient.narrow_slot`.
+
+    Raises:
+        LinkLost: the connection ended before the response.
+        AgentSilent: see `expects_prompt_response`.
+        AgentRefused: the agent did not do it.
+    """
+    cache_key = None if lease.cache == rights.NO_CACHE else rights.cache_of(lease).key
+    has_network = lease.allow_network
+    await agent.narrow_slot(lease.slot_id, lease.epoch, has_network=has_network, cache_key=cache_key, expects_prompt_response=expects_prompt_response)
