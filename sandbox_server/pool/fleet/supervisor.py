@@ -242,15 +242,21 @@ class SandboxSupervisor:
         """
         clock = self._dependencies.clock
         lost_after_s = self._backend.traits.lost_after_s
-        until = clock.monotonic() + lost_after_s
+        until, was_unknown = clock.monotonic() + lost_after_s, False
         with self._observing() as state:
             while True:
                 try:
                     agent, report = await self._connect(CONNECT_S)
                 except LinkLost as error:
                     observation = await state.next_observation()
-                    if observation is None or observation.state is ObservedState.UNKNOWN:
+                    if observation is None:
                         continue
+                    if observation.state is ObservedState.UNKNOWN:
+                        was_unknown = True
+                        continue
+                    if observation.state is ObservedState.RUNNING and was_unknown:
+                        # The attempts that failed while nobody could tell prove nothing: the agent gets all of its time from now on.
+                        was_unknown, until = False, clock.monotonic() + lost_after_s
                     if observation.state is ObservedState.GONE:
                         raise SandboxOver(f"its agent has ended ({why})") from error
                     if clock.monotonic() >= until:
