@@ -199,7 +199,8 @@ class LocalUnderTest(BackendUnderTest):
         sandboxes = self._folder / "sandboxes"
         folders = [str(path) for path in sandboxes.iterdir()] if sandboxes.exists() else []
         groups = [str(group) for parent in group_parents() for group in parent.glob(f"{GROUP_PREFIX}s-{os.getpid()}-*")]
-        return folders + groups + processes_below(self._folder)
+        # What was moved to the trash is out of the way, and is deleted in the background.
+        return folders + groups + [found for found in processes_below(self._folder) if f"{self._folder}/trash/" not in found]
 
 
 def processes_below(folder: Path) -> list[str]:
