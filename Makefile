@@ -1,4 +1,4 @@
-# `make help` lists what there is. Every target sets itself up first; the second time that is quick.
+# `make help` lists the targets. Each target runs the set-up first, which takes no time once it is done.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
@@ -8,60 +8,62 @@ BIN := .venv/bin
 # The service's address for `make serve`.
 HOST ?= 127.0.0.1
 PORT ?= 8700
-# What `make test` passes on to pytest: make test ARGS="-k acquire"
+# Further arguments for the program that a target runs: make test ARGS="-k acquire"
 ARGS ?=
-# How many tests `make test` runs side by side; 0: one after another. Most of them wait most of their time.
-WORKERS ?= 0
+# How many tests `make test` runs side by side; 0 runs them one after another. The default is one per processor core.
+WORKERS ?= $(shell nproc)
+# How many of the slowest tests pytest lists at the end.
+SLOWEST ?= 20
 
 AGENT := sandbox_server/agent
-# Newer than 3.8, and used by the agent only where they are there.
-WHERE_PRESENT := os.pidfd_open signal.pidfd_send_signal
+# Functions newer than Python 3.8. The agent uses them only where the interpreter has them.
+NEWER_FUNCTIONS := os.pidfd_open signal.pidfd_send_signal
 
 .PHONY: help setup demo test check pytest serve bench faults soak matrix format clean
 
-help: ## this list
+help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
 
-setup: ## the virtual environment in .venv, bubblewrap and tmux
+setup: ## create the virtual environment .venv; install bubblewrap and tmux
 	@PYTHON='$(PYTHON)' .ci/setup
 
-demo: setup ## the main job for real: 8 slots, a project with a failing test in each, fixed and tested
+demo: setup ## acquire 8 slots, upload a project with a failing test into each, fix it and run its tests
 	@$(BIN)/python -m env_client.demo
 
-test: check ## every check and every test
-	@$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup $(ARGS)
+test: check ## run the static checks, then every test with one worker per core: make test ARGS="-k acquire" WORKERS=4
+	@$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup --durations $(SLOWEST) $(ARGS)
 
-check: setup ## the static checks: style, types, directions of import, the agent's Python 3.8
+check: setup ## run the static checks: style, types, import directions, Python 3.8 for the agent
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --quiet --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-logo
 	@$(BIN)/python .ci/check_agent_python.py
-	@$(BIN)/vermin --quiet --no-tips --violations --target=3.8- $(addprefix --exclude ,$(WHERE_PRESENT)) $(AGENT)
+	@$(BIN)/vermin --quiet --no-tips --violations --target=3.8- $(addprefix --exclude ,$(NEWER_FUNCTIONS)) $(AGENT)
 
-pytest: setup ## the tests alone: make pytest ARGS=tests/unit
+pytest: setup ## run tests without the static checks, one after another: make pytest ARGS=tests/unit
 	@$(BIN)/python -m pytest $(ARGS)
 
-serve: setup ## the service, until Ctrl-C
+serve: setup ## run the service until Ctrl-C
 	@exec $(BIN)/python -m sandbox_server serve --host $(HOST) --port $(PORT)
 
-bench: setup ## the service beside the bare machine and SWE-ReX; writes the README's speed table
+bench: setup ## compare the service with the bare machine and SWE-ReX; write the speed table of the README
 	@$(BIN)/python -m tests.bench --write
 
-faults: setup ## load and crashes at once, the histories checked: make faults ARGS="--seconds 600 --clients 50"
+faults: setup ## run the crash harness, load and failures at once: make faults ARGS="--seconds 600 --clients 50"
 	@.ci/setup-faults
 	@$(BIN)/python -m tests.faults $(ARGS)
 
-soak: setup ## many leases one after another, and whether the service and its agent stay as small as they were: make soak ARGS="--cycles 12000"
+soak: setup ## check that memory does not grow over many leases: make soak ARGS="--cycles 12000"
 	@$(BIN)/python -m tests.bench.soak $(ARGS)
 
-matrix: setup ## the README's isolation table, from a run of the hostile suite
+matrix: setup ## run the hostile suite and write the isolation table of the README
 	@$(BIN)/python -m pytest tests/hostile --readme=write
 
-format: setup ## let ruff put the code in shape
+format: setup ## format the code with ruff
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-clean: ## away with everything that make made here
+clean: ## delete everything that make created here
 	@rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .schemathesis .import_linter_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,29 +1,93 @@
-"""The seam between a pool and where its sandboxes live: lifecycle only, never a command."""
+"""The interface between a pool and the place where its sandboxes run.
+
+A backend creates, observes, lists and destroys sandboxes. It never runs a command in one: commands go to the agent over a link.
+"""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
 
 from sandbox_server.core.pipe import Pipe
-from sandbox_server.core.types import Handle, PoolSpec
+from sandbox_server.core.types import Handle, PoolId, PoolSpec
 
 
-class Health(enum.StrEnum):
-    """What a backend can see of a sandbox from outside."""
+class ObservedState(enum.StrEnum):
+    """The state of a sandbox as its backend reports it."""
 
+    #: It is being created, and its agent does not run yet.
+    STARTING = "starting"
+    #: Its agent's process, container or virtual machine runs.
     RUNNING = "running"
+    #: It has ended or was never created. A sandbox that is gone never comes back.
     GONE = "gone"
+    #: The backend cannot tell now. Nothing may be concluded from it.
     UNKNOWN = "unknown"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Observation:
+    """What a backend reports about one sandbox.
+
+    Attributes:
+        state: the state of the sandbox.
+        detail: what happened, as part of a sentence; empty if there is nothing to add.
+        evidence: what the state is based on, such as `exit_code` or `oom_killed`. JSON values only.
+        ends_at: when the backend will end the sandbox by itself, in Unix seconds. None if it will not, or if it is not known.
+    """
+
+    state: ObservedState
+    detail: str = ""
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+    ends_at: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BackendTraits:
+    """What the service has to know about a backend in order to use it well.
+
+    Attributes:
+        lost_after_s: how long the agent of a sandbox that the backend reports as running may be unreachable before the sandbox counts as lost,
+            in seconds.
+        observe_interval_s: the shortest time between two calls of `observe`, in seconds.
+        creations_at_once: how many sandboxes may be in creation at the same time.
+        creations_per_s: how many creations may begin in one second.
+        ends_sandboxes: whether the backend ends sandboxes by itself, at the `ends_at` of their observations.
+        evidence: the keys that the `evidence` of its observations may have.
+    """
+
+    lost_after_s: float = 5.0
+    observe_interval_s: float = 0.1
+    creations_at_once: int = 4
+    creations_per_s: float = 10.0
+    ends_sandboxes: bool = False
+    evidence: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CreateContext:
+    """Everything that a backend is given to create one sandbox.
+
+    Attributes:
+        pool_id: the pool that the sandbox is created for. Its `key` differs from that of every other pool, of every tenant, and may contain a slash.
+        spec: the spec of that pool.
+        sandbox_id: the id of the new sandbox.
+    """
+
+    pool_id: PoolId
+    spec: PoolSpec
+    sandbox_id: str
+
+
 class CreateFailed(Exception):
-    """A sandbox could not be made.
+    """A sandbox could not be created.
 
     Args:
-        detail: what happened, to what, and what to do.
-        hopeless: trying again cannot help (the image does not exist, a driver is missing); waiters fail at once.
+        detail: what happened, to which sandbox or resource, and what to do about it.
+        permanent: whether another attempt will fail as well, because the image does not exist or a driver is missing.
+            Acquires that wait for a new sandbox are then refused at once.
     """
 
     def __init__(self, detail: str, *, permanent: bool = False) -> None:
@@ -33,11 +97,11 @@ class CreateFailed(Exception):
 
 
 class RateLimited(CreateFailed):
-    """The backend makes no more at present: a reason to wait, and nobody's error.
+    """The backend creates no more sandboxes at present. Creation is tried again later, and the limit is not reported as an error.
 
     Args:
-        detail: what it said.
-        retry_after_s: how long it asks for; None: it does not say.
+        detail: what the backend answered.
+        retry_after_s: how long it asks its callers to wait, in seconds; None if it does not say.
     """
 
     def __init__(self, detail: str, *, retry_after_s: float | None = None) -> None:
@@ -46,55 +110,96 @@ class RateLimited(CreateFailed):
 
 
 class Backend(Protocol):
-    """How a sandbox comes and goes. One object a backend, shared by its pools; every method may be called concurrently."""
+    """Creates, observes and destroys sandboxes. There is one object per backend, which its pools share; every method may be called concurrently.
+
+    Attributes:
+        name: the name of the backend in a pool's spec.
+        traits: what the service has to know about the backend.
+    """
 
     name: str
+    traits: BackendTraits
 
-    def create(self, pool: str, spec: PoolSpec, sandbox_id: str) -> AsyncGenerator[Handle, None]:
-        """Make one sandbox, yielding a handle after each step that left something behind.
+    def create(self, context: CreateContext) -> AsyncGenerator[Handle, None]:
+        """Create one sandbox, and yield a handle as a checkpoint after each step that left something behind.
 
-        `pool` tells the pool from every other, of whatever tenant; it may hold a slash.
-        The last handle has an `address`. Use it under `contextlib.aclosing`. Whatever was yielded last, `destroy` accepts.
+        Use the generator under `contextlib.aclosing`. The last handle has an `address`. `destroy` accepts the handle that was yielded last,
+        whichever step failed after it.
+
+        Args:
+            context: what to create.
 
         Raises:
-            CreateFailed: it could not be made; what was yielded so far still has to be destroyed.
-            RateLimited: not now; so does what was yielded so far.
+            CreateFailed: the sandbox could not be created. What has been yielded so far still has to be destroyed.
+            RateLimited: no sandbox can be created now. What has been yielded so far still has to be destroyed.
         """
         ...
 
     async def destroy(self, handle: Handle) -> None:
-        """Take away whatever the handle stands for, half-made or whole; returns when it is gone. A no-op where it is gone already.
+        """Destroy everything that the handle stands for, complete or half created, and return when it is gone. Does nothing if it is gone already.
+
+        Args:
+            handle: the last checkpoint of the sandbox.
 
         Raises:
-            OSError: it is still there; try again.
+            OSError, BackendUnavailable: the sandbox may still exist; call again later.
         """
         ...
 
-    async def check(self, handles: Sequence[Handle]) -> Mapping[str, Health]:
-        """What became of these sandboxes, by sandbox id, in one go."""
+    async def observe(self, handles: Sequence[Handle]) -> Mapping[str, Observation]:
+        """Report the state of many sandboxes at once.
+
+        Args:
+            handles: the last checkpoints of the sandboxes.
+
+        Returns:
+            One observation for each sandbox id. A sandbox that is missing counts as `UNKNOWN`.
+
+        Raises:
+            OSError, BackendUnavailable: the backend cannot be asked now. This says nothing about the sandboxes.
+        """
         ...
 
     async def list_owned(self, owner: str) -> Sequence[Handle]:
-        """Every sandbox of this owner that the backend knows, recorded or not.
+        """List every sandbox of an owner that the backend has, whether or not the service has a record of it.
+
+        Args:
+            owner: the name of the service that created the sandboxes.
 
         Raises:
-            OSError, BackendUnavailable: it cannot be asked now; try again.
+            OSError, BackendUnavailable: the backend cannot be asked now; call again later.
         """
         ...
 
     async def close(self) -> None:
-        """Let go of connections and threads; sandboxes are left as they are."""
+        """Close the backend's connections and threads. Sandboxes are left as they are."""
+        ...
+
+
+@runtime_checkable
+class WatchesSandboxes(Protocol):
+    """What a backend offers in addition if its control plane can report changes without being asked."""
+
+    def watch(self) -> AsyncIterator[Mapping[str, Observation]]:
+        """Report changes of this service's sandboxes, by sandbox id, until the iterator is closed.
+
+        Raises:
+            OSError, BackendUnavailable: the stream of changes has broken off; call again later. Changes may have been missed.
+        """
         ...
 
 
 @runtime_checkable
 class OpensPipes(Protocol):
-    """What a backend has, too, whose handles may have a `stdio:` address: it can start a program in its sandboxes."""
+    """What a backend offers in addition if its handles may have a `stdio:` address: it can start a program in its sandboxes."""
 
     async def open_pipe(self, handle: Handle) -> Pipe:
-        """Start the agent's relay, `python AGENT connect SOCKET`, in a sandbox that was created.
+        """Start the agent's relay, `python AGENT connect SOCKET`, in a sandbox that has been created.
+
+        Args:
+            handle: the last checkpoint of the sandbox.
 
         Raises:
-            OSError: it could not be started.
+            OSError: the relay could not be started.
         """
         ...

@@ -17,7 +17,7 @@ from sandbox_server.core.types import PoolId, PoolSpec
 from sandbox_server.pool import access
 from sandbox_server.pool.access import Actor
 from sandbox_server.pool.dependencies import PoolDependencies
-from sandbox_server.pool.fleet.creation_budget import CreationBudget
+from sandbox_server.pool.fleet.backend_access import BackendAccess, access_backend
 from sandbox_server.pool.leasing.ended_leases import EndedLeases
 from sandbox_server.pool.pool import Pool
 from sandbox_server.pool.quotas import Quotas
@@ -65,7 +65,7 @@ class Catalog:
         self.ended_leases = EndedLeases(dependencies.store.put, dependencies.store.lease)
         self._load_backend = load_backend
         self._dependencies = dependencies
-        self._budgets: dict[str, CreationBudget] = {}
+        self._accesses: dict[str, BackendAccess] = {}
         self._watches: set[asyncio.Task[None]] = set()
         self._changing = asyncio.Lock()
 
@@ -77,12 +77,9 @@ class Catalog:
         """
         if spec.backend not in self.backends:
             self.backends[spec.backend] = self._load_backend(spec.backend)
-        budget = self._budgets.get(spec.backend)
-        if budget is None:
-            limits, clock, timers = self._dependencies.limits, self._dependencies.clock, self._dependencies.timers
-            budget = CreationBudget(spec.backend, at_once=limits.creations_at_once, per_s=limits.creations_per_s, clock=clock, timers=timers)
-            self._budgets[spec.backend] = budget
-        pool = self.pools[pool_id] = Pool(pool_id, spec, self.backends[spec.backend], budget, self._dependencies, self.ended_leases)
+        if spec.backend not in self._accesses:
+            self._accesses[spec.backend] = access_backend(self.backends[spec.backend], self._dependencies)
+        pool = self.pools[pool_id] = Pool(pool_id, spec, self._accesses[spec.backend], self._dependencies, self.ended_leases)
         self.origins[pool_id] = origin
         return pool
 
@@ -240,7 +237,10 @@ class Catalog:
         for watch in list(self._watches):
             watch.cancel()
         await asyncio.gather(*self._watches, return_exceptions=True)
-        await asyncio.gather(*(pool.stop(destroy=destroys(pool.spec)) for pool in list(self.pools.values())))
+        try:
+            await asyncio.gather(*(pool.stop(destroy=destroys(pool.spec)) for pool in list(self.pools.values())))
+        finally:
+            await asyncio.gather(*(access.observer.close() for access in self._accesses.values()))
 
 
 def _did(pool_id: PoolId, by: str | None) -> dict[str, Any]:

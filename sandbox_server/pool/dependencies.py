@@ -78,12 +78,19 @@ def admit_all(request: AcquireRequest) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolLimits:
-    """What the pools refuse to exceed, by name; `creations_*`: of sandboxes on one backend."""
+    """The limits of all pools together.
+
+    Attributes:
+        max_waiters: how many acquires may wait in one pool.
+        max_pools: how many pools there may be.
+        creations_at_once: how many sandboxes may be in creation on one backend at the same time; None: as many as the backend's traits say.
+        creations_per_s: how many creations may begin on one backend in one second; None: as many as the backend's traits say.
+    """
 
     max_waiters: int = 10_000
     max_pools: int = 1000
-    creations_at_once: int = 4
-    creations_per_s: float = 10.0
+    creations_at_once: int | None = None
+    creations_per_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

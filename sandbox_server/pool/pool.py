@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sandbox_server.backends.base import Backend
 from sandbox_server.core.errors import (
     BackendUnavailable,
     Draining,
@@ -29,7 +28,7 @@ from sandbox_server.link.slot_client import SlotClient
 from sandbox_server.pool.dependencies import PoolDependencies
 from sandbox_server.pool.fleet import caches
 from sandbox_server.pool.fleet import plan as planning
-from sandbox_server.pool.fleet.creation_budget import CreationBudget
+from sandbox_server.pool.fleet.backend_access import BackendAccess
 from sandbox_server.pool.fleet.fleet import Fleet
 from sandbox_server.pool.fleet.sandbox import Sandbox
 from sandbox_server.pool.fleet.snapshot import capacity, claimant_view, snapshot
@@ -69,15 +68,12 @@ class Pool:
     Args:
         pool_id: its name, and who owns it.
         spec: what it is made of.
-        backend: where its sandboxes live.
-        budget: how fast sandboxes are made on that backend, shared by its pools.
+        access: the backend, with the budget and the observer that its pools share.
         wiring: clock, store, timers, how to connect.
         ended: where ended leases are remembered, if that outlives the pool.
     """
 
-    def __init__(
-        self, pool_id: PoolId, spec: PoolSpec, backend: Backend, budget: CreationBudget, dependencies: PoolDependencies, ended: EndedLeases | None = None
-    ) -> None:
+    def __init__(self, pool_id: PoolId, spec: PoolSpec, access: BackendAccess, dependencies: PoolDependencies, ended: EndedLeases | None = None) -> None:
         self.pool_id = pool_id
         self.name = pool_id.name
         self.spec = spec
@@ -87,7 +83,7 @@ class Pool:
             admits=dependencies.admits,
             capacity=self._capacity,
         )
-        self.fleet = Fleet(self, self.book, backend, budget, dependencies)
+        self.fleet = Fleet(self, self.book, access, dependencies)
         self.clock = dependencies.clock
         self.closing = False
         self.why_closing = "the service is stopping"

@@ -1,1 +1,1 @@
-"""The service beside the bare machine and a peer, in one run: `make bench`. Nothing here is a test; a ratio counts, an absolute time does not."""
+"""The benchmark, `make bench`: the service, the bare machine and a peer, measured in turns. Nothing here is a test."""

@@ -1,55 +1,48 @@
-"""The floor: how fast the bare machine spawns `bash -c true`."""
+"""The floor: how fast the bare machine starts `bash -c true` and waits for it, measured by a small C program."""
 
 from __future__ import annotations
 
 import json
-import statistics
 import subprocess
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("floor.c")
 COMMAND = ("bash", "-c", "true")
+ONE_CALL_LAPS = 60
+RATE_LAPS, RATE_PARALLEL = 400, 4
 
 
-@dataclass
+@dataclass(frozen=True)
 class Floor:
-    """Laps of the bare machine, taken several times over a run, because a machine is not the same from one minute to the next."""
+    """The compiled program that measures the bare machine.
+
+    Args:
+        program: its path.
+    """
 
     program: Path
-    p50s_s: list[float] = field(default_factory=list)
-    rates: list[float] = field(default_factory=list)
 
     @classmethod
-    def built(cls, folder: Path) -> Floor:
-        """Compile the floor into a folder.
+    def compile(cls, folder: Path) -> Floor:
+        """Compile the program into a folder.
 
         Raises:
-            subprocess.CalledProcessError: It does not compile.
+            subprocess.CalledProcessError: it does not compile.
         """
         program = folder / "floor"
         subprocess.run(["cc", "-O2", "-Wall", "-Wextra", "-o", str(program), str(SOURCE)], check=True)
         return cls(program)
 
-    def measure_one(self) -> None:
-        """One command at a time."""
-        self.p50s_s.append(self._run(150, 1)["p50_s"])
+    def measure_one_call_s(self) -> float:
+        """Return the median time of one command, in seconds, with one command at a time."""
+        return self._run(ONE_CALL_LAPS, 1)["p50_s"]
 
-    def measure_rate(self) -> None:
-        """Four commands at a time."""
-        self.rates.append(self._run(1000, 4)["rate"])
+    def measure_rate(self) -> float:
+        """Return the number of commands per second, with four commands at a time."""
+        return self._run(RATE_LAPS, RATE_PARALLEL)["rate"]
 
     def _run(self, count: int, parallel: int) -> dict[str, float]:
         done = subprocess.run([str(self.program), str(count), str(parallel), *COMMAND], check=True, capture_output=True, text=True)
         value: dict[str, float] = json.loads(done.stdout)
         return value
-
-    @property
-    def p50_s(self) -> float:
-        """One command at a time."""
-        return statistics.median(self.p50s_s)
-
-    @property
-    def rate(self) -> float:
-        """Commands a second, four at a time."""
-        return statistics.median(self.rates)

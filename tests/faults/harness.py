@@ -1,4 +1,4 @@
-"""One run: load and faults at once, a quiet time in which every client comes to its end, a stop, a look at what is left, and the verdict."""
+"""One run of the crash harness: load and faults at once, then a quiet time in which every client finishes, the stop of the service, and the checks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import httpx
 
 from tests.faults.checker import Violation, check
 from tests.faults.claims import claims_seen
+from tests.faults.event_follower import follow_events
 from tests.faults.history import Event, History
 from tests.faults.leaks import leaks
 from tests.faults.proxy import Proxy
 from tests.faults.schedule import Fault, schedule
-from tests.faults.stage import Stage, free_port, signal_agent
+from tests.faults.service_under_test import ServiceUnderTest, free_port, signal_agent
 from tests.faults.trainer import READ_TIMEOUT_S, Tenant, Trainer
-from tests.faults.watch import follow_events
 from tests.faults.witness import witness
 
 POOLS: Final[Mapping[str, Any]] = {
@@ -37,20 +37,29 @@ TENANTS: Final[Sequence[Mapping[str, Any]]] = (
     {"name": "turning", "token": "the-token-of-those-who-keep-their-share-turning", "admin": True},
     {"name": "gangs", "token": "the-token-of-the-gangs"},
 )
-"""One tenant that keeps its share turning, and one whose gangs would starve beside it."""
+"""One tenant that acquires and releases all the time, and one whose gangs would get nothing beside it if the service were not fair."""
 GANG = 16
-"""How many slots a gang has, of the 25 that the pool can have."""
+"""How many slots a gang acquires, of the 25 that the pool can have."""
 GANGS = 2
-"""How many clients acquire gangs, beside the others."""
+"""How many clients acquire gangs, in addition to the others."""
 CLAIM_AFTER_S = 2.0
 QUIET_S = 60.0
-"""How long after the last fault every request may take to be answered, in seconds."""
-UP_WITHIN_S = 60.0
+"""How long after the last fault each request may take, in seconds."""
+START_TIMEOUT_S = 60.0
 
 
 @dataclass(kw_only=True)
 class Report:
-    """What a run came to. `left_out`: the kinds of fault, and the checks, that this machine does not allow, each with its reason."""
+    """The outcome of a run.
+
+    Args:
+        seed, seconds: of the run.
+        history: all events.
+        violations: the broken promises.
+        figures: counts for the report.
+        left_out: the kinds of fault and the checks that this machine does not allow, each with its reason.
+        log: what the service wrote.
+    """
 
     seed: int
     seconds: float
@@ -61,53 +70,58 @@ class Report:
     log: str = ""
 
 
-class FaultRun:
-    """One run.
+class CrashHarness:
+    """The real service under load, while faults are injected.
 
     Args:
-        seed: decides what the clients do and what fails.
-        seconds: how long.
-        clients: how many.
+        seed: decides what the clients do and which faults come when.
+        seconds: how long load and faults last.
+        clients: how many clients there are.
+        transport: how the service reaches its agents: `unix`, `tls` or `stdio`.
     """
 
-    def __init__(self, seed: int, seconds: float, clients: int) -> None:
+    def __init__(self, seed: int, seconds: float, clients: int, transport: str = "unix") -> None:
         self._seed = seed
         self._seconds = seconds
         self._clients = clients
         self._history = History()
         settings = {"pools": POOLS, "tenants": list(TENANTS), "claim_after_s": CLAIM_AFTER_S}
-        self._stage = Stage(self._history, settings, free_port(seed * 101 % 10_000))
-        self._proxy = Proxy(self._stage.port)
-        self._behind: set[asyncio.Task[None]] = set()
+        self._service = ServiceUnderTest(self._history, settings, free_port(seed * 101 % 10_000), transport)
+        self._proxy = Proxy(self._service.port)
+        self._temporary_faults: set[asyncio.Task[None]] = set()
         self._fills = 0
 
     async def run(self) -> Report:
-        """Do it all, and take away what belongs to the harness."""
-        stage = self._stage
+        """Run load and faults, check the history, and remove what the harness created.
+
+        Returns:
+            The outcome.
+        """
+        service = self._service
         try:
             async with AsyncExitStack() as stack:
                 witness_port = await stack.enter_async_context(witness(self._history))
                 await stack.enter_async_context(self._proxy.running())
-                keeping = asyncio.create_task(stage.keep_running())
-                watching = asyncio.create_task(follow_events(f"http://127.0.0.1:{stage.port}", headers(TENANTS[0]), self._history))
+                keep_running_task = asyncio.create_task(service.keep_running())
+                follow_task = asyncio.create_task(follow_events(f"http://127.0.0.1:{service.port}", headers(TENANTS[0]), self._history))
                 try:
-                    async with asyncio.timeout(UP_WITHIN_S):
-                        await stage.up.wait()
+                    async with asyncio.timeout(START_TIMEOUT_S):
+                        await service.up.wait()
                     await self._load(witness_port)
                 finally:
-                    await self._calm()
-                    stage.look()
-                    watching.cancel()
-                    await stage.stop(keeping)
-                    await asyncio.wait([watching])
-            for leak in await leaks(stage.state_dir, stage.seen):
+                    await self._wait_for_temporary_faults()
+                    service.read_sandbox_records()
+                    follow_task.cancel()
+                    await service.stop(keep_running_task)
+                    await asyncio.wait([follow_task])
+            for leak in await leaks(service.state_dir, service.sandbox_records):
                 self._history.note("leak", what=leak)
-            log = stage.log_path.read_text(encoding="utf-8", errors="replace")
+            log = service.log_path.read_text(encoding="utf-8", errors="replace")
         finally:
-            stage.close()
+            service.close()
         report = Report(seed=self._seed, seconds=self._seconds, history=self._history, violations=check(self._history.events), log=log)
-        report.figures = figures(self._history.events, report.violations, starts=stage.starts)
-        report.left_out = left_out(self._history.events, stage.impossible())
+        report.figures = figures(self._history.events, report.violations, starts=service.starts)
+        report.left_out = left_out(self._history.events, service.impossible())
         return report
 
     async def _load(self, witness_port: int) -> None:
@@ -120,7 +134,7 @@ class FaultRun:
             trainers += [Trainer(number, self._seed, gangs, self._history, stopping, witness_port, gang=GANG) for number in gang_numbers]
             tasks = {asyncio.create_task(trainer.run()): trainer for trainer in trainers}
             await self._faults()
-            await self._calm()
+            await self._wait_for_temporary_faults()
             stopping.set()
             _, late = await asyncio.wait(tasks, timeout=QUIET_S)
             for task in late:
@@ -138,21 +152,21 @@ class FaultRun:
     async def _faults(self) -> None:
         try:
             async with asyncio.timeout(self._seconds):
-                for fault in schedule(self._seed, self._stage.possible()):
+                for fault in schedule(self._seed, self._service.possible()):
                     if not fault.hasty:
-                        await self._stage.ready()
+                        await self._service.ready()
                     await asyncio.sleep(fault.after_s)
-                    self._do(fault)
+                    self._inject(fault)
         except TimeoutError:
-            pass  # the time of the faults is over
+            pass  # the time for faults is over
 
-    def _do(self, fault: Fault) -> None:
-        agents = self._stage.agents()
+    def _inject(self, fault: Fault) -> None:
+        agents = self._service.agents()
         note = self._history.note
         match fault.what:
             case "service.kill":
-                in_start = not self._stage.up.is_set()
-                if self._stage.kill(fault.lasts_s):
+                in_start = not self._service.up.is_set()
+                if self._service.kill(fault.lasts_s):
                     note("fault", what=fault.what, in_start=in_start)
             case "agent.kill" if agents:
                 sandbox_id, pid = agents[int(fault.share * len(agents))]
@@ -161,26 +175,26 @@ class FaultRun:
             case "agent.stop" if agents:
                 sandbox_id, pid = agents[int(fault.share * len(agents))]
                 note("fault", what=fault.what, sandbox_id=sandbox_id, pid=pid, seconds=fault.lasts_s)
-                self._later(self._hold(pid, fault.lasts_s))
+                self._start_temporary_fault(self._pause_agent(pid, fault.lasts_s))
             case "cut":
                 note("fault", what=fault.what, connections=self._proxy.cut(fault.share))
             case "link.cut":
-                note("fault", what=fault.what, connections=self._stage.cut_links(fault.share))
+                note("fault", what=fault.what, connections=self._service.cut_links(fault.share))
             case "disk.fill":
-                self._later(self._fill(fault.lasts_s))
+                self._start_temporary_fault(self._fill_disk(fault.lasts_s))
             case "state.delete":
-                if self._stage.delete_state():
+                if self._service.delete_state():
                     note("fault", what=fault.what)
             case "clock.jump":
                 note("fault", what=fault.what, offset_s=fault.jump_s)
-                self._stage.set_clock(fault.jump_s)
+                self._service.set_clock(fault.jump_s)
 
-    def _later(self, work: Any) -> None:
+    def _start_temporary_fault(self, work: Any) -> None:
         task = asyncio.create_task(work)
-        self._behind.add(task)
-        task.add_done_callback(self._behind.discard)
+        self._temporary_faults.add(task)
+        task.add_done_callback(self._temporary_faults.discard)
 
-    async def _hold(self, pid: int, seconds: float) -> None:
+    async def _pause_agent(self, pid: int, seconds: float) -> None:
         signal_agent(pid, signal.SIGSTOP)
         try:
             await asyncio.sleep(seconds)
@@ -188,35 +202,35 @@ class FaultRun:
             signal_agent(pid, signal.SIGCONT)
             self._history.note("fault", what="agent.go", pid=pid)
 
-    async def _fill(self, seconds: float) -> None:
+    async def _fill_disk(self, seconds: float) -> None:
         self._fills += 1
         self._history.note("fault", what="disk.full")
         try:
-            await asyncio.to_thread(self._stage.fill_disk)
+            await asyncio.to_thread(self._service.fill_disk)
             await asyncio.sleep(seconds)
         finally:
             self._fills -= 1
             if not self._fills:
-                self._stage.free_disk()
+                self._service.free_disk()
                 self._history.note("fault", what="disk.free")
 
-    async def _calm(self) -> None:
-        """Wait until nothing fails any more."""
-        while self._behind:
-            await asyncio.wait(set(self._behind))
+    async def _wait_for_temporary_faults(self) -> None:
+        """Wait until no fault is in effect any more."""
+        while self._temporary_faults:
+            await asyncio.wait(set(self._temporary_faults))
 
 
 def headers(tenant: Mapping[str, Any]) -> dict[str, str]:
-    """What every request of a tenant carries."""
+    """Return the headers of every request of a tenant."""
     return {"Authorization": f"Bearer {tenant['token']}"}
 
 
 def left_out(events: list[Event], impossible: Mapping[str, str]) -> list[str]:
-    """What a run did not do, and why, one sentence each.
+    """Return what a run did not do and why, one sentence each.
 
     Args:
-        events: its history.
-        impossible: the kinds of fault that could not be injected, and why.
+        events: the history of the run.
+        impossible: the kinds of fault that could not be injected, each with its reason.
     """
     said = [f"{what} was not injected: {why}" for what, why in impossible.items()]
     modes = {lease["isolation"] for event in events if event.kind == "granted" for lease in event["leases"]} - {"bwrap"}
@@ -226,7 +240,7 @@ def left_out(events: list[Event], impossible: Mapping[str, str]) -> list[str]:
 
 
 def figures(events: list[Event], violations: list[Violation], *, starts: int) -> dict[str, int]:
-    """What a run is told by."""
+    """Return the counts that the report of a run shows."""
     kinds = Counter(event.kind for event in events)
     faults = Counter(event["what"] for event in events if event.kind == "fault")
     results = Counter(event["result"]["reason"] for event in events if event.kind == "result")
@@ -257,7 +271,7 @@ def figures(events: list[Event], violations: list[Violation], *, starts: int) ->
         "requests repeated": kinds["again"],
         "acquires refused": kinds["refused"],
         "gangs granted": len({event["key"] for event in gangs}),
-        "longest wait of a gang, in leases granted to others": max((_overtaken(events, gang) for gang in gangs), default=0),
+        "longest wait of a gang, in leases granted to others": max((_granted_to_others(events, gang) for gang in gangs), default=0),
         "claims": len(claims),
         "longest claim, in leases of others that ended": max((claim.ended for claim in claims), default=0),
         "violations": sum(1 for violation in violations if violation.rule != "leak"),
@@ -265,7 +279,7 @@ def figures(events: list[Event], violations: list[Violation], *, starts: int) ->
     }
 
 
-def _overtaken(events: list[Event], gang: Event) -> int:
-    """How many leases others were granted while a gang waited, as far as the clients know."""
+def _granted_to_others(events: list[Event], gang: Event) -> int:
+    """Return how many leases other clients were granted while a gang waited."""
     others = (event for event in events if event.kind == "granted" and event["count"] != GANG and gang["began_at"] < event.at < gang.at)
     return len({lease["lease_id"] for event in others for lease in event["leases"]})

@@ -62,7 +62,7 @@ def about(events: Collection[Event], names: Collection[str], *, always: Collecti
     Args:
         events: the history.
         names: ids of leases, calls, sandboxes, keys.
-        always: kinds that belong to every story.
+        always: kinds that belong to every lease.
     """
     mentions = [event for event in events if any(name in str(event) for name in names)]
     if not mentions:

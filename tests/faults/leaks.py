@@ -10,15 +10,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-WITHIN_S = 10.0
-LOOK_EVERY_S = 0.1
+TIMEOUT_S = 10.0
+POLL_INTERVAL_S = 0.1
 CGROUPS = Path("/sys/fs/cgroup")
 # The agent's own groups in hierarchies where its sandbox has none carry its pid.
 OF_AN_AGENT = re.compile(r"sandbox-pool-(\d+)-[0-9a-f]+")
 
 
 async def leaks(state_dir: Path, seen: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """What is left. Looked for until there is nothing, or `WITHIN_S` are over: deleting goes on behind the end of the service.
+    """What is left. Looked for until there is nothing, or `TIMEOUT_S` are over: deleting goes on behind the end of the service.
 
     Args:
         state_dir: the service's.
@@ -30,11 +30,11 @@ async def leaks(state_dir: Path, seen: Mapping[str, Mapping[str, Any]]) -> list[
         lambda: folders(state_dir, seen),
     )
     left: list[str] = []
-    for _ in range(round(WITHIN_S / LOOK_EVERY_S)):
+    for _ in range(round(TIMEOUT_S / POLL_INTERVAL_S)):
         left = [leak for kind in kinds for leak in kind()]
         if not left:
             break
-        await asyncio.sleep(LOOK_EVERY_S)
+        await asyncio.sleep(POLL_INTERVAL_S)
     return left
 
 

@@ -322,9 +322,9 @@ def test_what_the_harness_caused_is_no_violation() -> None:
 def test_a_story_is_what_mentions_it_and_the_faults_meanwhile() -> None:
     events = good_tale().history.events
 
-    story = list(about(events, {"c-9", "l-9"}))
+    lease = list(about(events, {"c-9", "l-9"}))
 
-    assert [event.kind for event in story] == ["granted", "fault", "result"]
+    assert [event.kind for event in lease] == ["granted", "fault", "result"]
     assert list(about(events, {"no such thing"})) == []
 
 

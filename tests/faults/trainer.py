@@ -17,7 +17,7 @@ from tests.faults.history import History
 
 PASSING = frozenset({"storage_unavailable", "backend_unavailable", "draining", "quota_exceeded"})
 ENDED = frozenset({"lease_lost", "sandbox_lost"})
-AGAIN_AFTER_S = (0.05, 0.3)
+RETRY_AFTER_S = (0.05, 0.3)
 TTL_S = 20.0
 SHORT_TTL_S = 2.0
 RENEW_EVERY_S = 4.0
@@ -46,7 +46,7 @@ class Answer:
 
 
 @dataclass(kw_only=True, slots=True)
-class Round:
+class HeldLeases:
     """What one acquire came to, and what is done with it."""
 
     leases: list[Mapping[str, Any]]
@@ -118,7 +118,7 @@ class Trainer:
                 return answer
             self.last = str(obstacle)
             self._history.note("again", client=self.number, verb=verb, names=list(names), asked_at=asked_at, why=obstacle)
-            await asyncio.sleep(self._jitter.uniform(*AGAIN_AFTER_S))
+            await asyncio.sleep(self._jitter.uniform(*RETRY_AFTER_S))
 
     def _problem(self, verb: str, answer: Answer, lease_ids: Sequence[str]) -> None:
         body = answer.body
@@ -154,21 +154,21 @@ class Trainer:
         if not walks_away:
             await self._end(held)
 
-    async def _acquire(self, body: Mapping[str, Any]) -> Round | None:
+    async def _acquire(self, body: Mapping[str, Any]) -> HeldLeases | None:
         key, ttl_s = body["request_key"], body["ttl_s"]
         answer = await self._ask("acquire", "/v1/acquire", body, [key])
         fields = {"client": self.number, "key": key, "count": body["count"], "asked_at": answer.asked_at, "began_at": answer.began_at, "ttl_s": ttl_s}
         if answer.status == httpx.codes.OK:
             names = ("lease_id", "sandbox_id", "slot_id", "epoch", "isolation")
             self._history.note("granted", **fields, leases=[{name: lease[name] for name in names} for lease in answer.body["leases"]])
-            return Round(leases=list(answer.body["leases"]), ttl_s=ttl_s, run_id=body["run_id"])
+            return HeldLeases(leases=list(answer.body["leases"]), ttl_s=ttl_s, run_id=body["run_id"])
         code = answer.body.get("code")
         self._history.note("refused", **fields, status=answer.status, code=code, detail=answer.body.get("detail"))
         if code not in ENDED | {"no_capacity"}:
             self._problem("acquire", answer, [])
         return None
 
-    async def _act(self, held: Round) -> None:
+    async def _act(self, held: HeldLeases) -> None:
         """One of the things that a holder does."""
         chance = self._chance
         lease_ids = held.held()
@@ -183,7 +183,7 @@ class Trainer:
         else:
             await self._exec(held, [self._call(held, chance.choice(lease_ids))])
 
-    def _call(self, held: Round, lease_id: str, sleep_s: float | None = None) -> dict[str, Any]:
+    def _call(self, held: HeldLeases, lease_id: str, sleep_s: float | None = None) -> dict[str, Any]:
         chance = self._chance
         lease = next(lease for lease in held.leases if lease["lease_id"] == lease_id)
         if sleep_s is None:
@@ -201,7 +201,7 @@ class Trainer:
         held.asked.append(call)
         return call
 
-    async def _exec(self, held: Round, calls: Sequence[Mapping[str, Any]]) -> None:
+    async def _exec(self, held: HeldLeases, calls: Sequence[Mapping[str, Any]]) -> None:
         """Ask until each call has a result that is one."""
         waiting, began_at = list(calls), self._history.now()
         while waiting:
@@ -226,12 +226,12 @@ class Trainer:
                     held.ended.add(call["lease_id"])
             if again:
                 self.last = "backend_error"
-                await asyncio.sleep(self._jitter.uniform(*AGAIN_AFTER_S))
+                await asyncio.sleep(self._jitter.uniform(*RETRY_AFTER_S))
             waiting = again
 
     # Keeping and giving back.
 
-    async def _keep_renewing(self, held: Round) -> None:
+    async def _keep_renewing(self, held: HeldLeases) -> None:
         while True:
             await asyncio.sleep(RENEW_EVERY_S)
             lease_ids = held.held()
@@ -245,7 +245,7 @@ class Trainer:
             self._history.note("renewed", client=self.number, asked_at=answer.asked_at, ttl_s=held.ttl_s, leases=renewed, lost=lost)
             held.ended.update(one["lease_id"] for one in lost)
 
-    async def _end(self, held: Round) -> None:
+    async def _end(self, held: HeldLeases) -> None:
         """Give everything back: at rest, or while a call runs; and look whether a call after it is refused."""
         lease_ids = [lease["lease_id"] for lease in held.leases]
         running = None

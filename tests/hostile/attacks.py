@@ -114,9 +114,9 @@ held()
         "signal what is not its own",
         r"""
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-hit = []
+hit, own = [], {os.getpid(), *ancestors()}
 for pid in range(1, 40000):
-    if pid == os.getpid() or pid in ancestors(): continue
+    if pid in own: continue
     try: uid = os.stat("/proc/%d" % pid).st_uid
     except OSError: continue
     if uid == os.getuid() and os.path.exists("/.sandbox"): continue
@@ -145,13 +145,14 @@ for folder, folders, files in os.walk("/"):
     folders[:] = [f for f in folders if os.path.join(folder, f) not in ("/dev", "/proc", "/sys", "/usr")]
     for name in files:
         path = os.path.join(folder, name)
-        try: mode = os.stat(path).st_mode
+        try: found = os.stat(path)
         except OSError: continue
-        if stat.S_ISSOCK(mode):
+        if stat.S_ISSOCK(found.st_mode):
             try: socket.socket(socket.AF_UNIX).connect(path)
             except OSError: continue
             if path in KNOWN["sockets"]: broke(path)
-        if stat.S_ISREG(mode) and os.stat(path).st_size < 100000:
+        # What was last changed before the token was made cannot hold it. (ctime: nobody can set it.)
+        if stat.S_ISREG(found.st_mode) and found.st_size < 100000 and found.st_ctime >= KNOWN["token_made_at"]:
             try: text = open(path, "rb").read()
             except OSError: continue
             if KNOWN["token"].encode() in text: broke(path)

@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
+import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 import psutil
+
+from tests.support.service import TRANSPORT_VARIABLE, running_service
+from tests.support.users import ME, ordinary_user
+
+POOL = {
+    "backend": "local",
+    "slots_per_sandbox": 3,
+    "min_sandboxes": 1,
+    "max_sandboxes": 1,
+    "require_sandbox": True,
+    "slot_processes": 200,
+    "max_file_mb": 64,
+    "on_shutdown": "destroy",
+}
 
 
 @dataclass
@@ -135,3 +153,24 @@ class Harness:
         assert self.bash(lease, f"sleep {marker} >/dev/null 2>&1 & until grep -q sleep /proc/$!/comm; do :; done")["success"]
         (process,) = [found for found in self.processes(marker) if found.name() == "sleep"]
         return int(process.uids().real)
+
+
+@contextlib.contextmanager
+def open_harness(mode: str, user: str, transport: str | None = None) -> Iterator[Harness]:
+    """Start a service in one isolation mode, and stop it at the end.
+
+    Args:
+        mode: the isolation mode. For `uid`, the PATH of the service is an empty folder, as on a machine without bubblewrap.
+        user: `root` or `user`, whom the service runs as.
+        transport: how the service reaches its agents; None for the default.
+    """
+    assert mode != "bwrap" or shutil.which("bwrap"), "bubblewrap is not installed: `make setup` says how to get it"
+    runner = ME if user == ("root" if os.geteuid() == 0 else "user") else ordinary_user()
+    with tempfile.TemporaryDirectory() as empty:
+        environ = {"PATH": empty} if mode == "uid" else {}
+        if transport is not None:
+            environ[TRANSPORT_VARIABLE] = transport
+        with running_service({"pools": {"default": POOL}}, env=environ, runner=runner) as service:
+            harness = Harness(mode=mode, user=user, url=service.url, token=service.token, state_dir=str(service.state_dir), pid=service.process.pid)
+            yield harness
+            harness.client.close()

@@ -130,13 +130,20 @@ async def open_harness(state_dir: Path, *, store: Store | None = None, real_back
 
 
 class _Server(uvicorn.Server):
+    """A uvicorn that says when it listens, and that stops as soon as it is asked to, where uvicorn itself looks every tenth of a second."""
+
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.listening = asyncio.Event()
+        self.stopping = asyncio.Event()
 
     async def startup(self, sockets: Any = None) -> None:
         await super().startup(sockets=sockets)
         self.listening.set()
+
+    async def main_loop(self) -> None:
+        await self.on_tick(0)
+        await self.stopping.wait()
 
 
 @contextlib.asynccontextmanager
@@ -152,5 +159,5 @@ async def harness_on_a_port(state_dir: Path, **changes: Any) -> AsyncIterator[Ha
         async with httpx.AsyncClient(base_url=url, headers=bearer(ALICE), timeout=30.0, trust_env=False) as http:
             yield Harness(application, http, backend, settings, url)
     finally:
-        server.should_exit = True
+        server.stopping.set()
         await serving

@@ -80,11 +80,8 @@ class Service:
 
 
 def clean_environ(extra: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment without the service's own variables, plus `extra`.
-
-    One of them stays, so that any suite can be run over another transport: `SANDBOX_LOCAL_TRANSPORT=tls make faults`.
-    """
-    kept = {key: value for key, value in os.environ.items() if not key.startswith("SANDBOX_") or key == TRANSPORT_VARIABLE}
+    """Return the environment of this process without the service's own variables, with `extra` added."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("SANDBOX_")}
     return kept | dict(extra)
 
 

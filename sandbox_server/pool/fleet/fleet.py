@@ -8,14 +8,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from sandbox_server.backends.base import Backend, CreateFailed, RateLimited
+from sandbox_server.backends.base import CreateFailed, RateLimited
 from sandbox_server.core.lifecycle import SandboxEvent
 from sandbox_server.core.types import Lease, LeaseState, PoolId, PoolSpec, SandboxState, SlotRef, SlotState
 from sandbox_server.link import AgentClient
 from sandbox_server.link.agent_reports import AgentReport, SlotReport
 from sandbox_server.pool.dependencies import PoolDependencies
 from sandbox_server.pool.fleet import plan as planning
-from sandbox_server.pool.fleet.creation_budget import CreationBudget
+from sandbox_server.pool.fleet.backend_access import BackendAccess
 from sandbox_server.pool.fleet.sandbox import Cache, Sandbox
 from sandbox_server.pool.fleet.supervisor import SandboxSupervisor
 from sandbox_server.pool.leasing.held_lease import ResetOrder
@@ -49,12 +49,11 @@ class Fleet:
     Args:
         pool: whose they are.
         book: its leases and slots.
-        backend: where they live.
-        budget: how fast sandboxes are made on that backend, shared by its pools.
+        access: the backend, with the budget and the observer that its pools share.
         wiring: clock, store, timers, how to connect.
     """
 
-    def __init__(self, pool: FleetListener, book: LeaseBook, backend: Backend, budget: CreationBudget, dependencies: PoolDependencies) -> None:
+    def __init__(self, pool: FleetListener, book: LeaseBook, access: BackendAccess, dependencies: PoolDependencies) -> None:
         self.sandboxes: dict[str, Sandbox] = {}
         self.supervisors: dict[str, SandboxSupervisor] = {}
         #: those found on record of which nobody knows yet whether they are there
@@ -67,8 +66,7 @@ class Fleet:
         self.shown: AgentReport | None = None
         self._pool = pool
         self._book = book
-        self._backend = backend
-        self._budget = budget
+        self._access = access
         self._dependencies = dependencies
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._failures = 0
@@ -112,7 +110,7 @@ class Fleet:
 
     def _keep(self, sandbox: Sandbox) -> None:
         self.sandboxes[sandbox.sandbox_id] = sandbox
-        supervisor = self.supervisors[sandbox.sandbox_id] = SandboxSupervisor(sandbox, self, self._backend, self._budget, self._dependencies)
+        supervisor = self.supervisors[sandbox.sandbox_id] = SandboxSupervisor(sandbox, self, self._access, self._dependencies)
         task = self._tasks[sandbox.sandbox_id] = asyncio.create_task(supervisor.run())
         task.add_done_callback(lambda task: self._tasks.pop(sandbox.sandbox_id, None))
 

@@ -9,24 +9,26 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any, Protocol
 
-from sandbox_server.backends.base import Backend, CreateFailed, Health, OpensPipes
+from sandbox_server.backends.base import Backend, CreateContext, CreateFailed, Observation, ObservedState, OpensPipes
 from sandbox_server.core.errors import PoolServiceError, StorageUnavailable
 from sandbox_server.core.types import Handle, Lease, SlotRef
 from sandbox_server.link import AgentClient, AgentRefused, Endpoint, LinkLost
 from sandbox_server.link.agent_reports import AgentReport, SlotReport, VerifyReport
 from sandbox_server.link.errors import AgentProtocolError, NotSupportedByAgent
 from sandbox_server.pool.dependencies import PoolDependencies
-from sandbox_server.pool.fleet.creation_budget import CreationBudget
+from sandbox_server.pool.fleet.backend_access import BackendAccess
+from sandbox_server.pool.fleet.observer import BackendObserver
 from sandbox_server.pool.fleet.sandbox import Cache, Sandbox, check_agent_report
+from sandbox_server.pool.fleet.ticker import Timers
 from sandbox_server.pool.leasing.held_lease import ResetOrder
 
 log = logging.getLogger(__name__)
 
 FIRST_HELLO_S = 60.0
 CONNECT_S = 2.0
-LOST_AFTER_S = 5.0
 RECONNECT_EVERY_S = 0.1
 DESTROY_AGAIN_S = 1.0
+LONGEST_DESTROY_PAUSE_S = 10.0
 
 
 def endpoint_of(handle: Handle, backend: Backend) -> Endpoint:
@@ -74,22 +76,67 @@ class SupervisorListener(Protocol):
         """No call runs any more in the slot of this adopted lease; `ran`: one did when its agent was found again."""
 
 
+class _PendingObservation:
+    """The state of one sandbox as its backend reports it, asked for again and again without waiting longer than one reconnect interval.
+
+    Args:
+        observer: whom to ask.
+        handle: the sandbox.
+        timers: how to wait.
+    """
+
+    def __init__(self, observer: BackendObserver, handle: Handle, timers: Timers) -> None:
+        self._observer = observer
+        self._handle = handle
+        self._timers = timers
+        self._pending: asyncio.Future[Observation] | None = None
+
+    def __enter__(self) -> _PendingObservation:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._pending is not None:
+            self._pending.cancel()
+
+    async def _sleep_until_next_attempt(self) -> None:
+        await self._timers.sleep(RECONNECT_EVERY_S)
+
+    async def next_observation(self) -> Observation | None:
+        """Wait for the end of the reconnect interval, or for the news that the sandbox is gone.
+
+        Returns:
+            What the backend has answered; None if it has not answered yet.
+        """
+        pending = self._pending = self._pending or self._observer.request_observation(self._handle)
+        pause = asyncio.create_task(self._sleep_until_next_attempt())
+        try:
+            await asyncio.wait({pending, pause}, return_when=asyncio.FIRST_COMPLETED)
+            if not pending.done() or pending.result().state is not ObservedState.GONE:
+                await pause
+        finally:
+            pause.cancel()
+        if not pending.done():
+            return None
+        self._pending = None
+        return pending.result()
+
+
 class SandboxSupervisor:
     """Keeps one sandbox from its creation to its end. `run` is one task; `end` asks it to finish.
 
     Args:
         sandbox: what is kept.
         pool: is told what is seen.
-        backend: where it lives.
-        budget: how fast sandboxes are made on that backend.
-        wiring: clock, timers and how to connect.
+        access: the backend, with the budget and the observer that its pools share.
+        dependencies: clock, timers and how to connect.
     """
 
-    def __init__(self, sandbox: Sandbox, pool: SupervisorListener, backend: Backend, budget: CreationBudget, dependencies: PoolDependencies) -> None:
+    def __init__(self, sandbox: Sandbox, pool: SupervisorListener, access: BackendAccess, dependencies: PoolDependencies) -> None:
         self._sandbox = sandbox
         self._pool = pool
-        self._backend = backend
-        self._budget = budget
+        self._backend = access.backend
+        self._budget = access.budget
+        self._observer = access.observer
         self._dependencies = dependencies
         self._ending = asyncio.Event()
         self._behind: set[asyncio.Task[None]] = set()
@@ -153,18 +200,14 @@ class SandboxSupervisor:
 
     async def _create(self) -> None:
         sandbox = self._sandbox
-        async with aclosing(self._backend.create(sandbox.pool_id.key, sandbox.spec, sandbox.sandbox_id)) as steps:
+        context = CreateContext(pool_id=sandbox.pool_id, spec=sandbox.spec, sandbox_id=sandbox.sandbox_id)
+        async with aclosing(self._backend.create(context)) as steps:
             async for handle in steps:
                 sandbox.handle = handle
                 self._pool.sandbox_changed(sandbox)
                 await self._dependencies.store.flush()
         if sandbox.handle is None or sandbox.handle.address is None:
             raise CreateFailed("the backend made no agent that can be reached")
-
-    async def _health(self) -> Health:
-        handle = self._sandbox.handle
-        assert handle is not None, "only a created sandbox is checked"
-        return (await self._backend.check([handle])).get(handle.sandbox_id, Health.UNKNOWN)
 
     async def _connect(self, timeout_s: float) -> tuple[AgentClient, AgentReport]:
         handle = self._sandbox.handle
@@ -181,34 +224,52 @@ class SandboxSupervisor:
     async def _first_link(self) -> tuple[AgentClient, AgentReport]:
         clock = self._dependencies.clock
         until = clock.monotonic() + FIRST_HELLO_S
-        while True:
-            try:
-                return await self._connect(max(until - clock.monotonic(), CONNECT_S))
-            except LinkLost as error:
-                if await self._health() is Health.GONE:
-                    raise CreateFailed(f"its agent ended before it said hello: {error}") from error
-                if clock.monotonic() >= until:
-                    raise CreateFailed(f"its agent did not say hello within {FIRST_HELLO_S:g} s: {error}") from error
-            await self._dependencies.timers.sleep(RECONNECT_EVERY_S)
+        with self._observing() as state:
+            while True:
+                try:
+                    return await self._connect(max(until - clock.monotonic(), CONNECT_S))
+                except LinkLost as error:
+                    observation = await state.next_observation()
+                    if observation is not None and observation.state is ObservedState.GONE:
+                        raise CreateFailed(f"its agent ended before it said hello: {error}") from error
+                    if clock.monotonic() >= until:
+                        raise CreateFailed(f"its agent did not say hello within {FIRST_HELLO_S:g} s: {error}") from error
 
     async def _link_again(self, why: str) -> tuple[AgentClient, AgentReport]:
-        """The link is gone: find out whether the sandbox is."""
+        """Connect again after the link was lost, or find out that the sandbox has ended.
+
+        As long as its backend cannot be asked, a sandbox is kept: only the end of its pool's `max_lifetime_s` and `max_lease_s` ends it then.
+        """
         clock = self._dependencies.clock
-        until = clock.monotonic() + LOST_AFTER_S
-        while True:
-            if await self._health() is Health.GONE:
-                raise SandboxOver(f"its agent has ended ({why})")
-            try:
-                agent, report = await self._connect(CONNECT_S)
-            except LinkLost as error:
-                if clock.monotonic() >= until:
-                    raise SandboxOver(f"its agent could not be reached for {LOST_AFTER_S:g} s: {error}") from error
-            else:
-                if report.boot == self._sandbox.boot:
-                    return agent, report
-                await agent.close()
-                raise SandboxOver("another agent answers in its place: its own has ended")
-            await self._dependencies.timers.sleep(RECONNECT_EVERY_S)
+        lost_after_s = self._backend.traits.lost_after_s
+        until, was_unknown = clock.monotonic() + lost_after_s, False
+        with self._observing() as state:
+            while True:
+                try:
+                    agent, report = await self._connect(CONNECT_S)
+                except LinkLost as error:
+                    observation = await state.next_observation()
+                    if observation is None:
+                        continue
+                    if observation.state is ObservedState.UNKNOWN:
+                        was_unknown = True
+                        continue
+                    if observation.state is ObservedState.RUNNING and was_unknown:
+                        # The attempts that failed while nobody could tell prove nothing: the agent gets all of its time from now on.
+                        was_unknown, until = False, clock.monotonic() + lost_after_s
+                    if observation.state is ObservedState.GONE:
+                        raise SandboxOver(f"its agent has ended ({why})") from error
+                    if clock.monotonic() >= until:
+                        raise SandboxOver(f"its agent could not be reached for {lost_after_s:g} s: {error}") from error
+                else:
+                    if report.boot == self._sandbox.boot:
+                        return agent, report
+                    await agent.close()
+                    raise SandboxOver("another agent answers in its place: its own has ended")
+
+    def _observing(self) -> _PendingObservation:
+        assert self._sandbox.handle is not None, "only a created sandbox is observed"
+        return _PendingObservation(self._observer, self._sandbox.handle, self._dependencies.timers)
 
     async def _watch(self, agent: AgentClient) -> str:
         """Tell the pool what the agent shows, until the link is gone. Returns how it went."""
@@ -312,13 +373,15 @@ class SandboxSupervisor:
         self._dependencies.meter.count("sandbox_backend_calls_total", backend=self._backend.name, op=op, outcome=outcome)
 
     async def _destroy(self) -> None:
+        pause_s = DESTROY_AGAIN_S
         while self._sandbox.handle is not None:
             try:
                 await self._backend.destroy(self._sandbox.handle)
-            except OSError as error:
-                log.warning("a sandbox is still there: %s", error, extra=self._sandbox.fields)
+            except (OSError, PoolServiceError) as error:
+                log.warning("a sandbox could not be destroyed yet: %s", error, extra=self._sandbox.fields)
                 self._count("destroy", "failed")
-                await self._dependencies.timers.sleep(DESTROY_AGAIN_S)
+                await self._dependencies.timers.sleep(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_DESTROY_PAUSE_S)
             else:
                 self._count("destroy", "ok")
                 break

@@ -16,14 +16,14 @@ import pytest
 
 from sandbox_server.agent.build import content
 from sandbox_server.backends import local
-from sandbox_server.backends.base import CreateFailed, Health
+from sandbox_server.backends.base import CreateContext, CreateFailed, ObservedState
 from sandbox_server.backends.certificate import make_certificate
 from sandbox_server.backends.group import group_parents
 from sandbox_server.backends.local import GROUP_PREFIX, LocalBackend, make_local_backend
 from sandbox_server.backends.processes import end_process, is_running, spawn, start_time
 from sandbox_server.backends.registry import BUILT, NOT_BUILT, load_backend
 from sandbox_server.core.errors import InvalidRequest, NotImplementedHere
-from sandbox_server.core.types import Handle, LocalSpec, PoolSpec
+from sandbox_server.core.types import Handle, LocalSpec, PoolId, PoolSpec
 
 LISTENS = """
 import json, socket, sys, signal, subprocess
@@ -60,7 +60,7 @@ def make_backend(tmp_path):
 async def create(backend, sandbox_id=ONE, steps=99, **spec):
     """Create, stopping after so many checkpoints. Returns the last handle."""
     last = None
-    async with aclosing(backend.create("p", PoolSpec(**spec), sandbox_id)) as checkpoints:
+    async with aclosing(backend.create(CreateContext(pool_id=PoolId("p"), spec=PoolSpec(**spec), sandbox_id=sandbox_id))) as checkpoints:
         async for handle in checkpoints:
             last = handle
             steps -= 1
@@ -172,14 +172,19 @@ async def test_groups_that_a_killed_agent_made_for_itself_go_too(make_backend):
     assert [group for group in made if group.exists()] == []
 
 
-async def test_check_tells_the_running_from_the_gone(make_backend):
+async def states(backend, *handles):
+    """The observed states, by sandbox id."""
+    return {sandbox_id: observation.state for sandbox_id, observation in (await backend.observe(handles)).items()}
+
+
+async def test_observe_tells_running_sandboxes_from_those_that_are_gone(make_backend):
     backend = make_backend()
     one, two = await create(backend, ONE), await create(backend, TWO)
     await backend.destroy(one)
 
-    assert await backend.check([one, two]) == {ONE: Health.GONE, TWO: Health.RUNNING}
+    assert await states(backend, one, two) == {ONE: ObservedState.GONE, TWO: ObservedState.RUNNING}
     recycled = replace(two, data={**two.data, "started": two.data["started"] - 1})
-    assert (await backend.check([recycled]))[TWO] is Health.GONE
+    assert (await states(backend, recycled))[TWO] is ObservedState.GONE
     await backend.destroy(two)
 
 

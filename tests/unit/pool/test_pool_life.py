@@ -11,7 +11,6 @@ import pytest
 from sandbox_server.backends.base import CreateFailed
 from sandbox_server.core.errors import BackendUnavailable, NoCapacity, SandboxLost
 from sandbox_server.core.types import PoolSpec
-from sandbox_server.pool.dependencies import PoolLimits
 from sandbox_server.pool.fleet.supervisor import FIRST_HELLO_S
 from sandbox_server.testing import FakeAgent, FakeBackend, settle
 from tests.unit.pool.conftest import World
@@ -85,7 +84,7 @@ async def test_a_backend_makes_only_so_many_at_once(make_world):
     await settle(200)
     await world.clock.advance(1)
 
-    assert world.backend.most == PoolLimits().creations_at_once
+    assert world.backend.most == FakeBackend().traits.creations_at_once
     assert world.sandboxes() == {"ready": 9}
 
 

@@ -1,4 +1,4 @@
-"""Where the run takes place: the service's folder on a small disk of its own, the service that is started again whenever it ends, its agents."""
+"""The service under test: its state folder on a small disk of its own, its process, which is restarted whenever it ends, and its agents."""
 
 from __future__ import annotations
 
@@ -21,24 +21,28 @@ import yaml
 
 from tests.faults import links
 from tests.faults.history import History
-from tests.faults.needs import clock_problem, fake_clock, faketime_library
+from tests.faults.requirements import clock_problem, fake_clock, faketime_library
 from tests.faults.schedule import WEIGHTS
-from tests.support.service import clean_environ
+from tests.support.service import TRANSPORT_VARIABLE, clean_environ
 
 DISK_MB = 96
-START_WITHIN_S = 30.0
-STOP_WITHIN_S = 20.0
-AGAIN_AFTER_S = 0.3
-READY_WITHIN_S = 8.0
-LOOK_EVERY_S = 0.1
-WORDS = 2000
-"""How much of the service's log a story quotes, in characters."""
-# Below the range from which the kernel takes ports for connections: nobody takes it while the service is down.
+START_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 20.0
+RETRY_AFTER_S = 0.3
+READY_TIMEOUT_S = 8.0
+POLL_INTERVAL_S = 0.1
+LOG_TAIL_CHARACTERS = 2000
+"""How much of the service's log a violation quotes, in characters."""
+# Below the range from which the kernel takes ports for outgoing connections, so that no connection takes the port while the service is down.
 PORTS = range(20_000, 32_000)
 
 
 def free_port(start: int) -> int:
-    """A port on loopback that nobody has."""
+    """Return a port of the loopback device that is not in use.
+
+    Args:
+        start: where in the range the search begins.
+    """
     for offset in range(len(PORTS)):
         port = PORTS[(start + offset) % len(PORTS)]
         with socket.socket() as probe:
@@ -49,18 +53,20 @@ def free_port(start: int) -> int:
     raise OSError(errno.EADDRINUSE, "no port is free")
 
 
-class Stage:
-    """The service and what it runs on.
+class ServiceUnderTest:
+    """The service, its disk, its clock and its agents.
 
     Args:
-        history: takes what happens.
-        settings: what the settings file says.
+        history: what happens is recorded there.
+        settings: the content of the settings file.
         port: where the service listens.
+        transport: how the service reaches its agents.
     """
 
-    def __init__(self, history: History, settings: Mapping[str, Any], port: int) -> None:
+    def __init__(self, history: History, settings: Mapping[str, Any], port: int, transport: str) -> None:
         self.history = history
         self.port = port
+        self._transport = transport
         self.folder = Path(tempfile.mkdtemp(prefix="sp-", dir="/tmp"))
         self.state_dir = self.folder / "state"
         self.state_dir.mkdir(mode=0o711)
@@ -68,7 +74,7 @@ class Stage:
         self.log_path = self.folder / "log"
         self.up = asyncio.Event()
         self.starts = 0
-        self.seen: dict[str, dict[str, Any]] = {}
+        self.sandbox_records: dict[str, dict[str, Any]] = {}
         self._state_file = self.state_dir / "state.db"
         self._config = self.folder / "config.yaml"
         self._config.write_text(yaml.safe_dump(dict(settings)), encoding="utf-8")
@@ -82,38 +88,38 @@ class Stage:
         self._pause_s = 0.0
 
     def impossible(self) -> dict[str, str]:
-        """The kinds of fault that cannot be injected here, and why. The others need what every process has over its own children."""
+        """Return the kinds of fault that cannot be injected on this machine, each with its reason. The others need no privilege."""
         problems = {"link.cut": links.problem(), "disk.fill": self._mount_problem, "clock.jump": self._clock_problem}
         return {what: why for what, why in problems.items() if why is not None}
 
     def possible(self) -> set[str]:
-        """The kinds of fault that can be injected here."""
+        """Return the kinds of fault that can be injected on this machine."""
         return set(WEIGHTS) - set(self.impossible())
 
-    # The service.
+    # The process of the service.
 
     async def keep_running(self) -> None:
-        """Start it, and again whenever it has ended, until it is to stop."""
+        """Start the service, and start it again whenever it has ended, until `stop` is called."""
         while self._wanted:
             began_at = self.history.now()
             self._killed = False
-            status = await self._life()
+            status = await self._run_once()
             self.up.clear()
             self.history.note("service", what="ended", status=status)
-            if not self._ended_rightly():
-                self.history.note("died", status=status, began_at=began_at, words=self.last_words())
+            if not self._end_was_expected():
+                self.history.note("died", status=status, began_at=began_at, words=self.log_tail())
             if self._wanted:
-                await asyncio.sleep(self._pause_s if self._killed else AGAIN_AFTER_S)
+                await asyncio.sleep(self._pause_s if self._killed else RETRY_AFTER_S)
 
-    def _ended_rightly(self) -> bool:
+    def _end_was_expected(self) -> bool:
         return self._killed or not self._wanted
 
-    async def _life(self) -> int:
+    async def _run_once(self) -> int:
         read_end, write_end = os.pipe()
         with self.log_path.open("ab") as log:
             self._process = process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "sandbox_server", "serve", "--port", str(self.port), "--ready-fd", str(write_end)),
-                env=clean_environ({"SANDBOX_CONFIG": str(self._config), "SANDBOX_STATE_DIR": str(self.state_dir), **self._fake_clock()}),
+                env=clean_environ(self._environ()),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -123,7 +129,7 @@ class Stage:
         if not self._wanted:
             process.terminate()
         try:
-            if await _line_came(read_end):
+            if await _wait_for_byte(read_end):
                 self.starts += 1
                 self.history.note("service", what="listens", pid=process.pid)
                 self.up.set()
@@ -131,15 +137,22 @@ class Stage:
             os.close(read_end)
         return await process.wait()
 
+    def _environ(self) -> dict[str, str]:
+        settings = {"SANDBOX_CONFIG": str(self._config), "SANDBOX_STATE_DIR": str(self.state_dir), TRANSPORT_VARIABLE: self._transport}
+        return settings | self._fake_clock()
+
     def _fake_clock(self) -> dict[str, str]:
         if self._faketime is None or self._clock_problem is not None:
             return {}
         return fake_clock(self._faketime, self._clock)
 
     def kill(self, pause_s: float) -> bool:
-        """SIGKILL the service, whatever it is doing; it is started again after a pause. Returns whether it ran.
+        """Kill the service with SIGKILL; it is started again after a pause.
 
-        Not between the deletion of its state file and its writing it anew: then nothing of it would be left.
+        It is not killed between the deletion of its state file and the moment when it has written a new one: both faults together lose everything.
+
+        Returns:
+            Whether the service was running.
         """
         self._pause_s = pause_s
         if self._process is None or self._process.returncode is not None or self._killed or not self._state_file.exists():
@@ -149,7 +162,7 @@ class Stage:
         return True
 
     def delete_state(self) -> bool:
-        """Delete the state file, and what SQLite keeps beside it, under the running service. Returns whether it ran."""
+        """Delete the state file of the running service, and the files that SQLite keeps beside it. Return whether the service was running."""
         if not self.up.is_set() or self._process is None or self._process.returncode is not None or self._killed:
             return False
         for suffix in ("", "-wal", "-shm"):
@@ -157,54 +170,54 @@ class Stage:
         return True
 
     async def ready(self) -> None:
-        """Wait until it has its pools' minimum, or `READY_WITHIN_S` have passed: it may well be kept from it."""
+        """Wait until the service is ready, at most `READY_TIMEOUT_S`: a fault may keep it from becoming ready."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(READY_WITHIN_S), httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.port}", trust_env=False) as http:
+            async with asyncio.timeout(READY_TIMEOUT_S), httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.port}", trust_env=False) as http:
                 while True:
                     await self.up.wait()
                     with suppress(httpx.TransportError):
                         if (await http.get("/readyz")).status_code == httpx.codes.OK:
                             return
-                    await asyncio.sleep(LOOK_EVERY_S)
+                    await asyncio.sleep(POLL_INTERVAL_S)
 
-    async def stop(self, keeping: asyncio.Task[None]) -> None:
-        """Tell it to stop, destroying its sandboxes, and wait until it has."""
+    async def stop(self, keep_running_task: asyncio.Task[None]) -> None:
+        """Stop the service, which destroys its sandboxes, and wait for its end."""
         self._wanted = False
         assert self._process is not None, "it has been started"
         if self._process.returncode is None:
             self._process.terminate()
-        done, _ = await asyncio.wait({keeping}, timeout=STOP_WITHIN_S)
+        done, _ = await asyncio.wait({keep_running_task}, timeout=STOP_TIMEOUT_S)
         if not done:
-            self.history.note("leak", what=f"the service has not ended within {STOP_WITHIN_S:g} s of SIGTERM")
+            self.history.note("leak", what=f"the service has not ended within {STOP_TIMEOUT_S:g} s of SIGTERM")
             self._process.kill()
-        await keeping
+        await keep_running_task
 
     def cut_links(self, share: float) -> int:
-        """Cut a share of its connections to agents. Returns how many."""
+        """Cut a share of the service's connections to its agents. Return how many were cut."""
         if self._process is None or self._process.returncode is not None:
             return 0
         return links.cut(self._process.pid, share, self.state_dir)
 
-    def last_words(self) -> str:
-        """The end of its log."""
-        return self.log_path.read_text(encoding="utf-8", errors="replace")[-WORDS:]
+    def log_tail(self) -> str:
+        """Return the end of the service's log."""
+        return self.log_path.read_text(encoding="utf-8", errors="replace")[-LOG_TAIL_CHARACTERS:]
 
-    # Its sandboxes.
+    # The sandboxes.
 
-    def look(self) -> dict[str, dict[str, Any]]:
-        """The records of the sandboxes that have a folder now, by sandbox id; those ever looked at are in `seen`."""
+    def read_sandbox_records(self) -> dict[str, dict[str, Any]]:
+        """Return the records of the sandboxes that have a folder now, by sandbox id. Records that were ever read stay in `sandbox_records`."""
         found = {}
         for path in self.state_dir.glob("sandboxes/*/handle.json"):
             with suppress(FileNotFoundError):
                 data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["data"]
                 found[path.parent.name] = data
-        self.seen.update(found)
+        self.sandbox_records.update(found)
         return found
 
     def agents(self) -> list[tuple[str, int]]:
-        """The sandbox ids and pids of the agents that run, in an order that does not depend on chance."""
+        """Return the sandbox ids and pids of the running agents, sorted by sandbox id."""
         running = []
-        for sandbox_id, data in sorted(self.look().items()):
+        for sandbox_id, data in sorted(self.read_sandbox_records().items()):
             if "pid" in data and self._is_agent(data["pid"]):
                 running.append((sandbox_id, data["pid"]))
         return running
@@ -214,10 +227,10 @@ class Stage:
             return str(self.state_dir).encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
         return False
 
-    # Its disk and its clock.
+    # The disk and the clock.
 
     def fill_disk(self) -> None:
-        """Leave no room on the service's disk."""
+        """Fill the service's disk."""
         with open(self.state_dir / "filler", "wb", buffering=0) as filler:
             for size in (1 << 20, 1 << 12):
                 with suppress(OSError):
@@ -225,17 +238,17 @@ class Stage:
                         filler.write(bytes(size))
 
     def free_disk(self) -> None:
-        """Give the room back."""
+        """Free the service's disk."""
         (self.state_dir / "filler").unlink(missing_ok=True)
 
     def set_clock(self, offset_s: int) -> None:
-        """From now on the service's wall clock is off by so much."""
+        """Set the wall clock of the service to an offset from the real time, in seconds."""
         partial = self._clock.with_suffix(".new")
         partial.write_text(f"{offset_s:+d}\n", encoding="ascii")
         partial.replace(self._clock)
 
     def close(self) -> None:
-        """Take the disk and the folder away."""
+        """Unmount the disk and delete the folder."""
         if self._mount_problem is None:
             subprocess.run(["umount", "--lazy", str(self.state_dir)], check=True)
         subprocess.run(["rm", "-rf", "--one-file-system", str(self.folder)], check=True)
@@ -248,7 +261,7 @@ def signal_agent(pid: int, number: signal.Signals) -> None:
 
 
 def _mount(path: Path) -> str | None:
-    """Give a folder a small disk of its own. Returns why it cannot have one; None: it has."""
+    """Mount a small disk on a folder. Return the reason why that is not possible, or None where it is mounted."""
     if os.geteuid() != 0:
         return "only root can mount a small disk for the service's state"
     command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m,mode=711", "sandbox-pool-faults", str(path)]
@@ -256,13 +269,13 @@ def _mount(path: Path) -> str | None:
     return None if tried.returncode == 0 else f"a tmpfs cannot be mounted: {tried.stderr.strip()}"
 
 
-async def _line_came(descriptor: int) -> bool:
-    """Whether something is written before the other end closes."""
+async def _wait_for_byte(descriptor: int) -> bool:
+    """Return whether a byte arrives before the other end closes."""
     loop = asyncio.get_running_loop()
     readable = asyncio.Event()
     loop.add_reader(descriptor, readable.set)
     try:
-        async with asyncio.timeout(START_WITHIN_S):
+        async with asyncio.timeout(START_TIMEOUT_S):
             await readable.wait()
         return bool(os.read(descriptor, 1))
     except TimeoutError:

@@ -10,7 +10,7 @@ import httpx
 
 from tests.faults.history import History
 
-AGAIN_AFTER_S = 0.1
+RETRY_AFTER_S = 0.1
 ENDS = frozenset({"lease.released", "lease.expired", "lease.lost"})
 KINDS = {"pool.claimant": "claimant", "lease.acquired": "acquired", "missed": "missed", **dict.fromkeys(ENDS, "lease ended")}
 
@@ -41,4 +41,4 @@ async def follow_events(url: str, headers: Mapping[str, str], history: History) 
                 pass  # the service is down: what it did meanwhile is not seen, and the checker is told so
             if is_seen:
                 history.note("seen", what="missed", lease_id=None, claimant=None)
-            await asyncio.sleep(AGAIN_AFTER_S)
+            await asyncio.sleep(RETRY_AFTER_S)

@@ -1,0 +1,28 @@
+"""One backend, with what all of its pools share: how fast sandboxes are created on it, and who asks it for their state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sandbox_server.backends.base import Backend
+from sandbox_server.pool.dependencies import PoolDependencies
+from sandbox_server.pool.fleet.creation_budget import CreationBudget
+from sandbox_server.pool.fleet.observer import BackendObserver
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BackendAccess:
+    """What the pools of one backend share."""
+
+    backend: Backend
+    budget: CreationBudget
+    observer: BackendObserver
+
+
+def access_backend(backend: Backend, dependencies: PoolDependencies) -> BackendAccess:
+    """Make what the pools of one backend share. The creation budget follows the backend's traits where the service's limits say nothing else."""
+    limits, traits, clock, timers = dependencies.limits, backend.traits, dependencies.clock, dependencies.timers
+    at_once = traits.creations_at_once if limits.creations_at_once is None else limits.creations_at_once
+    per_s = traits.creations_per_s if limits.creations_per_s is None else limits.creations_per_s
+    budget = CreationBudget(backend.name, at_once=at_once, per_s=per_s, clock=clock, timers=timers)
+    return BackendAccess(backend=backend, budget=budget, observer=BackendObserver(backend, clock, timers))

@@ -1,0 +1,144 @@
+"""What a benchmark run measures, in rounds: each round measures the floor, the service and the peer in turns.
+
+A busy machine slows whatever is measured at that moment. What is compared is therefore measured within a second of each other, the ratio is
+taken within a round, and the figure is the median over the rounds: a disturbance that lasts for a few rounds does not move it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import psutil
+
+from tests.bench.floor import Floor
+from tests.bench.peer import Peer
+from tests.bench.service_laps import (
+    BATCH_LEASES,
+    ServiceConnection,
+    acquire_s,
+    batch_rate,
+    idle_bytes,
+    one_call_s,
+    one_client_call_s,
+    release_to_acquire_s,
+)
+from tests.support.service import running_service
+
+ROUNDS = 11
+COLD_STARTS = 3
+COLD_SLOTS = 100
+SLOTS_PER_SANDBOX = 10
+POOL = {"backend": "local", "require_sandbox": True, "on_shutdown": "destroy", "max_lifetime_s": 86400, "slots_per_sandbox": SLOTS_PER_SANDBOX}
+WARM_SANDBOXES = 7
+WARM_POOLS = {
+    "default": {**POOL, "min_sandboxes": WARM_SANDBOXES, "max_sandboxes": WARM_SANDBOXES},
+    "ten": {**POOL, "min_sandboxes": 1, "max_sandboxes": 1},
+}
+COLD_POOLS = {"default": {**POOL, "min_sandboxes": COLD_SLOTS // SLOTS_PER_SANDBOX, "max_sandboxes": COLD_SLOTS // SLOTS_PER_SANDBOX}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """What one round measured. Times are in seconds, rates in calls per second; None where there is no peer."""
+
+    floor_call_s: float
+    service_call_s: float
+    client_call_s: float
+    peer_call_s: float | None
+    floor_rate: float
+    service_rate: float
+    peer_rate: float | None
+    acquire_s: float
+    release_to_acquire_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColdStart:
+    """What one start of a service with a hundred slots took, and what the idle slots and agents hold. None: this user may not read it."""
+
+    took_s: float
+    slot_bytes: float | None
+    agent_bytes: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurements:
+    """A whole run.
+
+    Args:
+        isolation: the isolation mode of the slots.
+        rounds: one after the other.
+        cold_starts: one after the other.
+    """
+
+    isolation: str
+    rounds: Sequence[Round]
+    cold_starts: Sequence[ColdStart]
+
+    def median(self, value: Callable[[Round], float | None]) -> float | None:
+        """Return the median of a value, or of a ratio of two values, over the rounds. None: at least one round has no such value."""
+        values = [value(measured) for measured in self.rounds]
+        return None if None in values else statistics.median(known for known in values if known is not None)
+
+    def as_document(self) -> dict[str, Any]:
+        """Return everything that was measured, as JSON has it."""
+        return asdict(self)
+
+
+def measure_rounds(floor: Floor, peer: Peer | None, report: Callable[[str], None]) -> tuple[str, list[Round]]:
+    """Run the service and measure all rounds.
+
+    Args:
+        floor: the bare machine.
+        peer: SWE-ReX, if it runs.
+        report: called with a line of progress.
+
+    Returns:
+        The isolation mode of the slots, and the rounds.
+    """
+    rounds = []
+    with running_service({"pools": WARM_POOLS}) as service:
+        connection = ServiceConnection(service)
+        isolation: str = connection.get("/v1/pools/default")["isolation"]
+        for number in range(ROUNDS):
+            report(f"round {number + 1} of {ROUNDS}")
+            lease_ids = connection.acquire(BATCH_LEASES)
+            measured = Round(
+                floor_call_s=floor.measure_one_call_s(),
+                service_call_s=one_call_s(connection, lease_ids),
+                client_call_s=one_client_call_s(service),
+                peer_call_s=peer.measure_one_call_s() if peer else None,
+                floor_rate=floor.measure_rate(),
+                service_rate=batch_rate(connection, lease_ids),
+                peer_rate=peer.measure_rate() if peer else None,
+                acquire_s=_after_release(connection, lease_ids),
+                release_to_acquire_s=release_to_acquire_s(connection, "ten", SLOTS_PER_SANDBOX),
+            )
+            connection.wait_until_ready(WARM_SANDBOXES * SLOTS_PER_SANDBOX)
+            rounds.append(measured)
+    return isolation, rounds
+
+
+def _after_release(connection: ServiceConnection, lease_ids: list[str]) -> float:
+    """Release the leases of a round, wait until every slot is ready, and measure acquires of ready slots."""
+    connection.release(lease_ids)
+    connection.wait_until_ready(WARM_SANDBOXES * SLOTS_PER_SANDBOX)
+    return acquire_s(connection)
+
+
+def measure_cold_start(report: Callable[[str], None]) -> ColdStart:
+    """Start a service with no sandboxes, and measure how long it takes until a hundred slots are ready and what they hold while idle."""
+    begin = time.perf_counter()
+    with running_service({"pools": COLD_POOLS}) as service:
+        ServiceConnection(service).wait_until_ready(COLD_SLOTS)
+        took_s = time.perf_counter() - begin
+        try:
+            slot_bytes, agent_bytes = idle_bytes(service, COLD_SLOTS)
+        except psutil.AccessDenied:
+            report("only root can measure the memory of a slot")
+            return ColdStart(took_s=took_s, slot_bytes=None, agent_bytes=None)
+    return ColdStart(took_s=took_s, slot_bytes=slot_bytes, agent_bytes=agent_bytes)
