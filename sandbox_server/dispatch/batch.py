@@ -1,4 +1,4 @@
-"""The results of one request, as they come."""
+"""The results of one request, as they arrive."""
 
 from __future__ import annotations
 
@@ -11,69 +11,74 @@ from sandbox_server.dispatch.answer_budget import Reservation
 
 
 class Batch:
-    """Collects results; read it once, either with `all_results` or with `next_results`, and close it then: until that it holds its reservation.
+    """Collects the results of one request. Read it once, with `all_results` or `next_results`, and close it: until then it holds its reservation.
 
     Args:
         size: how many results there will be.
-        reservation: the memory and files that they may take.
-        ended: called once every call has its result, whether or not anybody reads it.
+        reservation: the memory and files that the results may take.
+        ended: called when every call has its result, whether or not the batch is read.
     """
 
     def __init__(self, size: int, reservation: Reservation, ended: Callable[[], None] = lambda: None) -> None:
         self._ended = ended
         self.reservation = reservation
         self._results: list[Result | None] = [None] * size
-        self._has = bytearray(size)
-        self._fresh: deque[tuple[int, Result]] = deque()
-        self._missing = size
-        self._wake: asyncio.Event = asyncio.Event()
-        self._done: asyncio.Event = asyncio.Event()
+        self._is_delivered = bytearray(size)
+        self._unread: deque[tuple[int, Result]] = deque()
+        self._missing_count = size
+        self._has_unread: asyncio.Event = asyncio.Event()
+        self._is_complete: asyncio.Event = asyncio.Event()
 
     def deliver_result(self, index: int, result: Result) -> None:
-        """Take the result of one call. The first one stays. Once the batch is closed it is only counted."""
-        if self._has[index]:
+        """Add the result of a call. A second result for the same call is ignored. Once the batch is closed, results are only counted.
+
+        Args:
+            index: the place of the call in the request.
+            result: its result.
+        """
+        if self._is_delivered[index]:
             return
-        self._has[index] = True
+        self._is_delivered[index] = True
         if not self.reservation.is_released:
             self._results[index] = result
-            self._fresh.append((index, result))
-        self._missing -= 1
-        self._wake.set()
-        if not self._missing:
-            self._done.set()
+            self._unread.append((index, result))
+        self._missing_count -= 1
+        self._has_unread.set()
+        if not self._missing_count:
+            self._is_complete.set()
             self._ended()
 
     async def all_results(self) -> list[Result]:
-        """Every result, in the order of the calls, once the last is there."""
-        await self._done.wait()
+        """Wait for every result. Returns them in the order of the calls."""
+        await self._is_complete.wait()
         return [result for result in self._results if result is not None]
 
     async def next_results(self, wait_s: float) -> list[tuple[int, Result]] | None:
-        """What has finished since the last time, in the order of finishing.
+        """Wait for the results that have arrived since the last time, in the order of their arrival.
 
         Args:
-            wait_s: wait at most so long for the next one.
+            wait_s: how long to wait for the next result, in seconds.
 
         Returns:
-            The new results with their places in the request; none after `wait_s` seconds without one; None when there will be no more.
+            The results with the places of their calls in the request; an empty list after `wait_s` without a result; None when no more will arrive.
         """
-        if not self._fresh:
-            if not self._missing:
+        if not self._unread:
+            if not self._missing_count:
                 return None
-            self._wake.clear()
+            self._has_unread.clear()
             try:
                 async with asyncio.timeout(wait_s):
-                    await self._wake.wait()
+                    await self._has_unread.wait()
             except TimeoutError:
                 return []
-        fresh = list(self._fresh)
-        self._fresh.clear()
-        for index, _ in fresh:
+        unread = list(self._unread)
+        self._unread.clear()
+        for index, _ in unread:
             self._results[index] = None
-        return fresh
+        return unread
 
     def close(self) -> None:
-        """Nobody reads any more: let go of what there is, and of what is still to come. The calls go on."""
+        """Release the reservation and the results that were not read. Results that arrive later are not kept. The calls go on."""
         self.reservation.release()
         self._results = [None] * len(self._results)
-        self._fresh.clear()
+        self._unread.clear()

@@ -1,7 +1,8 @@
 """How the service talks to one agent: a connection, and a typed client over it. Lifecycle is the backends'."""
 
 from sandbox_server.link.agent_client import AgentClient
-from sandbox_server.link.agent_link import AgentLink, AgentStream
+from sandbox_server.link.agent_link import AgentLink
+from sandbox_server.link.agent_stream import AgentStream
 from sandbox_server.link.connect import connect
 from sandbox_server.link.endpoint import Endpoint
 from sandbox_server.link.errors import AgentRefused, AgentSilent, LinkError, LinkLost

@@ -9,7 +9,8 @@ from typing import Any, Self
 
 from sandbox_server.agent import wire
 from sandbox_server.core.execution import ToolCall
-from sandbox_server.link.agent_link import AgentLink, AgentStream
+from sandbox_server.link.agent_link import AgentLink
+from sandbox_server.link.agent_stream import AgentStream
 from sandbox_server.link.call_messages import (
     OutputHeader,
     ResultMessage,

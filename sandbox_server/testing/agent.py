@@ -69,7 +69,7 @@ class FakeLink(AgentLink):
         transport.lost = lambda: link.connection_lost(None)
         link.connection_made(transport)
         agent.accept(transport, link.data_received, transport.lost)
-        await link.greet(token, HELLO_WITHIN_S)
+        await link.exchange_hellos(token, HELLO_WITHIN_S)
         return link
 
 

@@ -52,7 +52,7 @@ async def until_waiting(harness: Harness, count: int) -> None:
     service = harness.application._edge.service
     assert service is not None
     limiter = service.dispatcher.concurrency_limiter
-    while sum(len(line.waiting) for line in limiter._lines.values()) != count:
+    while sum(len(line.waiting) for line in limiter._calls_by_tenant.values()) != count:
         await asyncio.sleep(0)
 
 

@@ -54,7 +54,7 @@ async def test_a_slot_that_has_moved_on_is_a_lost_lease(world: World) -> None:
 @pytest.mark.parametrize(("lost", "error"), [(SandboxLost("it burnt down"), SandboxLost), (None, BackendUnavailable)])
 async def test_a_lost_link_is_a_lost_sandbox_or_an_unreachable_one(world: World, lost: SandboxLost | None, error: type[PoolServiceError]) -> None:
     world.routes.lost = lost
-    world.routes.routes["a"].agent.link._lose("pulled")
+    world.routes.routes["a"].agent.link._end_connection("pulled")
 
     with pytest.raises(error):
         await whole(SlotFiles(world.routes).read_file("alice", "a", "x"))

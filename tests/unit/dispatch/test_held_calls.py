@@ -216,7 +216,7 @@ async def test_when_the_service_stops_what_waited_cannot_have_run(limited: World
         (Reason.BACKEND_ERROR, False),
         (Reason.BACKEND_ERROR, False),
     ]
-    assert not limited.dispatcher.concurrency_limiter._lines
+    assert not limited.dispatcher.concurrency_limiter._calls_by_tenant
 
 
 async def test_a_call_that_fails_to_end_does_not_keep_its_turn(limited: World) -> None:
@@ -225,7 +225,7 @@ async def test_a_call_that_fails_to_end_does_not_keep_its_turn(limited: World) -
     ).all_results()
 
     assert [result.reason for result in found] == [Reason.BACKEND_ERROR, Reason.BACKEND_ERROR, Reason.EXIT]
-    assert not limited.dispatcher.concurrency_limiter._lines
+    assert not limited.dispatcher.concurrency_limiter._calls_by_tenant
 
 
 async def test_a_bug_does_not_keep_a_turn_either(limited: World, caplog: pytest.LogCaptureFixture) -> None:
@@ -235,4 +235,4 @@ async def test_a_bug_does_not_keep_a_turn_either(limited: World, caplog: pytest.
 
     assert (broken.reason, whole.reason) == (Reason.BACKEND_ERROR, Reason.EXIT)
     assert "calls failed" in caplog.text
-    assert not limited.dispatcher.concurrency_limiter._lines
+    assert not limited.dispatcher.concurrency_limiter._calls_by_tenant

@@ -12,7 +12,8 @@ from sandbox_server.agent import relay, wire
 from sandbox_server.agent.server.tls_listener import make_context
 from sandbox_server.backends.certificate import make_certificate
 from sandbox_server.backends.process_pipe import open_process_pipe
-from sandbox_server.link import AgentLink, AgentRefused, AgentStream, Endpoint, LinkLost, agent_link, connect
+from sandbox_server.link import AgentLink, AgentRefused, AgentStream, Endpoint, LinkLost, connect
+from sandbox_server.link.agent_link import MAX_UNANSWERED_PINGS
 
 RELAY_FILE = Path(relay.__file__)
 Answer = Callable[[wire.Connection, wire.Event], None]
@@ -246,13 +247,12 @@ async def test_an_agent_that_breaks_the_protocol_is_dropped(peer: Peer, link: Ag
         await asked
 
 
-async def test_a_service_that_stood_still_does_not_take_it_for_silence(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent_link, "PING_EVERY_S", 0.05)
+async def test_a_service_that_stood_still_does_not_take_it_for_silence(peer: Peer) -> None:
     peer.answer = lambda connection, event: connection.end(event.stream) if isinstance(event, wire.Opened) else None
-    link = await connect(Endpoint(address=f"unix:{peer.path}", token="secret"), 5)
+    link = await connect(Endpoint(address=f"unix:{peer.path}", token="secret"), 5, ping_interval_s=0.05)
     for _ in range(3):
         # As a loop whose timers come before what was received, uvloop's for one, does after it was held up.
-        time.sleep(0.05 * agent_link.SILENT_PINGS * 2)
+        time.sleep(0.05 * MAX_UNANSWERED_PINGS * 2)
         link._ping()
         await link.request({"op": "stats"})
 
@@ -260,9 +260,8 @@ async def test_a_service_that_stood_still_does_not_take_it_for_silence(peer: Pee
     await link.close()
 
 
-async def test_an_agent_that_answers_no_ping_is_lost(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent_link, "PING_EVERY_S", 0.02)
-    link = await connect(Endpoint(address=f"unix:{peer.path}", token="secret"), 5)
+async def test_an_agent_that_answers_no_ping_is_lost(peer: Peer) -> None:
+    link = await connect(Endpoint(address=f"unix:{peer.path}", token="secret"), 5, ping_interval_s=0.02)
     for agent in peer.connections:
         assert agent.transport is not None
         agent.transport.pause_reading()  # type: ignore[attr-defined]

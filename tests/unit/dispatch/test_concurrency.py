@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sandbox_server.core.errors import QuotaExceeded
-from sandbox_server.dispatch.concurrency import ConcurrencyLimiter, Key
+from sandbox_server.dispatch.concurrency import CallKey, ConcurrencyLimiter
 
 A, B, C, D = (("lease-a", "1"), ("lease-b", "1"), ("lease-c", "1"), ("lease-c", "2"))
 
@@ -22,7 +22,7 @@ class World:
         self.limiter = ConcurrencyLimiter(self.most.get)
         self.waiting: list[asyncio.Task[bool]] = []
 
-    async def queue(self, key: Key, tenant: str = "t") -> asyncio.Task[bool]:
+    async def queue(self, key: CallKey, tenant: str = "t") -> asyncio.Task[bool]:
         """Begin to wait."""
         assert not self.limiter.try_acquire(tenant, key)
         task = asyncio.create_task(self.limiter.acquire(tenant, key))
@@ -37,7 +37,7 @@ class World:
 
     @property
     def is_empty(self) -> bool:
-        return not self.limiter._lines and not self.limiter._waiting_of
+        return not self.limiter._calls_by_tenant and not self.limiter._waiting_by_lease
 
 
 async def test_who_came_first_is_first_and_no_more_run_than_may() -> None:
@@ -164,8 +164,8 @@ async def _any_sequence(steps: list[tuple[str, int]]) -> None:
     keys = [(f"lease-{n % 3}", str(n)) for n in range(6)]
     most = {"t": 2}
     limiter = ConcurrencyLimiter(most.get)
-    running: list[Key] = []
-    waiting: list[tuple[Key, asyncio.Task[bool]]] = []
+    running: list[CallKey] = []
+    waiting: list[tuple[CallKey, asyncio.Task[bool]]] = []
     for what, number in steps:
         key = keys[number % 6]
         if what == "ask":
@@ -186,7 +186,7 @@ async def _any_sequence(steps: list[tuple[str, int]]) -> None:
             await asyncio.sleep(0)
         running += [key for key, task in waiting if task.done() and not task.cancelled() and task.result()]
         waiting = [(key, task) for key, task in waiting if not task.done()]
-        line = limiter._lines.get("t")
+        line = limiter._calls_by_tenant.get("t")
         assert sorted(line.running.elements() if line is not None else ()) == sorted(running)
         assert set(line.waiting if line is not None else ()) == {key for key, _ in waiting}
         assert not waiting or len(set(running)) >= most["t"], "a place is free and somebody waits"
@@ -199,5 +199,5 @@ async def _any_sequence(steps: list[tuple[str, int]]) -> None:
     for key, task in waiting:
         if not task.cancelled():
             limiter.release("t", key)
-    assert not limiter._lines
-    assert not limiter._waiting_of
+    assert not limiter._calls_by_tenant
+    assert not limiter._waiting_by_lease
