@@ -108,9 +108,9 @@ class _PendingObservation:
             What the backend has answered; None if it has not answered yet.
         """
         pending = self._pending = self._pending or self._observer.request_observation(self._handle)
-        pause = asyncio.create_task(self._sleep_until_next_attempt())
+        pause: asyncio.Future[None] = asyncio.create_task(self._sleep_until_next_attempt())
         try:
-            await asyncio.wait({pending, pause}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((pending, pause), return_when=asyncio.FIRST_COMPLETED)
             if not pending.done() or pending.result().state is not ObservedState.GONE:
                 await pause
         finally:
