@@ -141,7 +141,7 @@ class AnswerBudget:
         """Reserve what the response to these calls may need. Waits for room where necessary, behind the other requests of the tenant.
 
         Args:
-            tenant: who asks.
+            tenant: the tenant that sends the request.
             items: the calls, and the results that are known already.
 
         Raises:
@@ -168,7 +168,7 @@ class AnswerBudget:
         It never needs more than a tenant can have, because the output that it reads exists already.
 
         Args:
-            tenant: who asks.
+            tenant: the tenant that sends the request.
             file_bytes: the size of the output that it reads from a file.
 
         Raises:
@@ -188,7 +188,7 @@ class AnswerBudget:
     async def _wait_for_room(self, reservation: Reservation) -> None:
         queue = self._waiting.setdefault(reservation.tenant, deque())
         if len(queue) >= MAX_WAITING:
-            raise self._no_room(reservation, f"{len(queue)} requests of this tenant wait for room already")
+            raise self._no_room(reservation, f"{len(queue)} requests of this tenant wait for room")
         waiter = _Waiter(reservation, asyncio.get_running_loop().create_future())
         queue.append(waiter)
         try:
@@ -260,7 +260,9 @@ class AnswerBudget:
 
     def _no_room(self, wanted: Reservation, why: str) -> QuotaExceeded:
         need = next((need for need in self._needs(wanted) if not need.fits), self._needs(wanted)[0])
-        return QuotaExceeded(f"{need}, and {why}: nothing has run; read the answers that wait, and ask again later", limit=need.name, retry_after_s=2)
+        return QuotaExceeded(
+            f"{need}, and {why}: nothing has run; read the responses that wait, and send the request again later", limit=need.name, retry_after_s=2
+        )
 
 
 class _Need(NamedTuple):
@@ -277,4 +279,4 @@ class _Need(NamedTuple):
         return self.total_bytes + self.wanted_bytes <= self.limit_bytes and self.tenant_bytes + self.wanted_bytes <= self.limit_bytes * TENANT_SHARE
 
     def __str__(self) -> str:
-        return f"the answer may take {self.wanted_bytes} bytes of the {self.limit_bytes} of `limits.{self.name}`, of which one tenant may have half"
+        return f"the response may take {self.wanted_bytes} bytes of the {self.limit_bytes} of `limits.{self.name}`, of which one tenant may have half"
