@@ -151,12 +151,7 @@ class AnswerBudget:
         calls = [item for item in items if isinstance(item, ToolCall)]
         file_bytes = sum(_file_bytes(call) for call in calls)
         reservation = Reservation(self, tenant, CALL_BYTES * len(items) + (self._stream_bytes() if file_bytes else 0), file_bytes)
-        if tenant not in self._waiting and self._fits(reservation):
-            self._admit(reservation)
-        else:
-            self._check_possible(reservation)
-            await self._wait_for_room(reservation)
-        return reservation
+        return await self._obtain(reservation)
 
     def _stream_bytes(self) -> int:
         """`STREAM_BYTES`, or less where the limit is so low that a tenant could not have four such responses."""
@@ -175,15 +170,20 @@ class AnswerBudget:
             QuotaExceeded: there was no room within `limits.answer_wait_s`.
         """
         reservation = Reservation(self, tenant, self._stream_bytes(), min(file_bytes, int(self.limits.file_bytes * TENANT_SHARE)))
-        if tenant not in self._waiting and self._fits(reservation):
-            self._admit(reservation)
-        else:
-            await self._wait_for_room(reservation)
-        return reservation
+        return await self._obtain(reservation)
 
     def nothing_reserved(self, tenant: str) -> Reservation:
         """A reservation of nothing, for calls without an HTTP request: their outputs stay in memory where there is room."""
         return Reservation(self, tenant, 0, 0)
+
+    async def _obtain(self, reservation: Reservation) -> Reservation:
+        """Admit a reservation, at once where there is room and no other request of the tenant waits."""
+        if reservation.tenant not in self._waiting and self._fits(reservation):
+            self._admit(reservation)
+        else:
+            self._check_possible(reservation)
+            await self._wait_for_room(reservation)
+        return reservation
 
     async def _wait_for_room(self, reservation: Reservation) -> None:
         queue = self._waiting.setdefault(reservation.tenant, deque())
