@@ -36,7 +36,7 @@ async def translated_link_errors(slot_locator: SlotLocator, tenant: str, lease_i
 
     Args:
         slot_locator: where the pool says whether the lease holds.
-        tenant: who asks.
+        tenant: the tenant that sends the request.
         lease_id: the lease.
         wait_s: after a lost link: how long to wait for the pool to find out whether the sandbox is lost, in seconds.
         call_id: the call, where the request is about one.

@@ -141,7 +141,7 @@ class AnswerBudget:
         """Reserve what the response to these calls may need. Waits for room where necessary, behind the other requests of the tenant.
 
         Args:
-            tenant: who asks.
+            tenant: the tenant that sends the request.
             items: the calls, and the results that are known already.
 
         Raises:
@@ -151,12 +151,7 @@ class AnswerBudget:
         calls = [item for item in items if isinstance(item, ToolCall)]
         file_bytes = sum(_file_bytes(call) for call in calls)
         reservation = Reservation(self, tenant, CALL_BYTES * len(items) + (self._stream_bytes() if file_bytes else 0), file_bytes)
-        if tenant not in self._waiting and self._fits(reservation):
-            self._admit(reservation)
-        else:
-            self._check_possible(reservation)
-            await self._wait_for_room(reservation)
-        return reservation
+        return await self._obtain(reservation)
 
     def _stream_bytes(self) -> int:
         """`STREAM_BYTES`, or less where the limit is so low that a tenant could not have four such responses."""
@@ -168,27 +163,32 @@ class AnswerBudget:
         It never needs more than a tenant can have, because the output that it reads exists already.
 
         Args:
-            tenant: who asks.
+            tenant: the tenant that sends the request.
             file_bytes: the size of the output that it reads from a file.
 
         Raises:
             QuotaExceeded: there was no room within `limits.answer_wait_s`.
         """
         reservation = Reservation(self, tenant, self._stream_bytes(), min(file_bytes, int(self.limits.file_bytes * TENANT_SHARE)))
-        if tenant not in self._waiting and self._fits(reservation):
-            self._admit(reservation)
-        else:
-            await self._wait_for_room(reservation)
-        return reservation
+        return await self._obtain(reservation)
 
     def nothing_reserved(self, tenant: str) -> Reservation:
         """A reservation of nothing, for calls without an HTTP request: their outputs stay in memory where there is room."""
         return Reservation(self, tenant, 0, 0)
 
+    async def _obtain(self, reservation: Reservation) -> Reservation:
+        """Admit a reservation, at once where there is room and no other request of the tenant waits."""
+        if reservation.tenant not in self._waiting and self._fits(reservation):
+            self._admit(reservation)
+        else:
+            self._check_possible(reservation)
+            await self._wait_for_room(reservation)
+        return reservation
+
     async def _wait_for_room(self, reservation: Reservation) -> None:
         queue = self._waiting.setdefault(reservation.tenant, deque())
         if len(queue) >= MAX_WAITING:
-            raise self._no_room(reservation, f"{len(queue)} requests of this tenant wait for room already")
+            raise self._no_room(reservation, f"{len(queue)} requests of this tenant wait for room")
         waiter = _Waiter(reservation, asyncio.get_running_loop().create_future())
         queue.append(waiter)
         try:
@@ -260,7 +260,9 @@ class AnswerBudget:
 
     def _no_room(self, wanted: Reservation, why: str) -> QuotaExceeded:
         need = next((need for need in self._needs(wanted) if not need.fits), self._needs(wanted)[0])
-        return QuotaExceeded(f"{need}, and {why}: nothing has run; read the answers that wait, and ask again later", limit=need.name, retry_after_s=2)
+        return QuotaExceeded(
+            f"{need}, and {why}: nothing has run; read the responses that wait, and send the request again later", limit=need.name, retry_after_s=2
+        )
 
 
 class _Need(NamedTuple):
@@ -277,4 +279,4 @@ class _Need(NamedTuple):
         return self.total_bytes + self.wanted_bytes <= self.limit_bytes and self.tenant_bytes + self.wanted_bytes <= self.limit_bytes * TENANT_SHARE
 
     def __str__(self) -> str:
-        return f"the answer may take {self.wanted_bytes} bytes of the {self.limit_bytes} of `limits.{self.name}`, of which one tenant may have half"
+        return f"the response may take {self.wanted_bytes} bytes of the {self.limit_bytes} of `limits.{self.name}`, of which one tenant may have half"

@@ -56,7 +56,7 @@ class CallAdmission:
         """Check whether the calls of a request may be in flight.
 
         Args:
-            tenant: who asks.
+            tenant: the tenant that sends the request.
             items: the calls; results among them count for nothing.
 
         Raises:
@@ -105,7 +105,7 @@ class CallAdmission:
 
     def too_many_calls(self) -> str:
         """The sentence for a lease that has had all the calls that it may have."""
-        return f"this lease has had the {self._limits.of_lease} calls of `limits.lease_calls`: acquire a new one"
+        return f"this lease has had the {self._limits.of_lease} calls that `limits.lease_calls` allows: acquire a new lease"
 
     def _check_in_flight_count(self, tenant: str, count: int) -> None:
         of_tenant, most_of_tenant = self._call_tracker.count_of_tenant(tenant), self._limits.in_flight_of_tenant

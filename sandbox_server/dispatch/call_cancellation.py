@@ -83,7 +83,7 @@ class CallCancellation:
             async for part in parts:
                 if isinstance(part, ResultMessage):
                     return await self._lookup.result_of_message(location, call_id, part)
-        raise BackendUnavailable("the agent ended the exchange without a result")
+        raise BackendUnavailable("the agent ended the stream without a result")
 
     async def _cancel_unsent_call(self, tenant: str, call: ToolCall) -> Result:
         """Record that a call was cancelled before it was sent, so that every request for it, now or later, gets this result.
@@ -91,7 +91,7 @@ class CallCancellation:
         Raises:
             StorageUnavailable: the record may not survive a crash of the service, and no agent has it in its journal.
         """
-        result = with_refusal_time(service_result(call, Reason.CANCELLED, "the caller cancelled it before it began"), self._clock)
+        result = with_refusal_time(service_result(call, Reason.CANCELLED, "the call was cancelled before it started"), self._clock)
         put_result(self._result_store, call, result)
         try:
             await self._result_store.flush()

@@ -94,7 +94,7 @@ class CallRecords:
         """Report the progress of a call, or its result.
 
         Args:
-            tenant: who asks.
+            tenant: the tenant that sends the request.
             lease_id: the lease of the call.
             call_id: the call.
             wait_s: how long to wait for the result of a call that has not ended, in seconds.
@@ -118,7 +118,7 @@ class CallRecords:
         """Check that an offset lies within the output of a call, or at its end.
 
         Args:
-            tenant: who asks.
+            tenant: the tenant that sends the request.
             lease_id: the lease of the call.
             call_id: the call.
             offset: the offset, in bytes.
@@ -153,7 +153,7 @@ class CallRecords:
         """Receive the output of a call as it comes, and its result as the last item. A lost link is replaced, without a gap.
 
         Args:
-            tenant: who asks.
+            tenant: the tenant that sends the request.
             lease_id: the lease of the call.
             call_id: the call.
             offset: where in the output to begin, in bytes.
@@ -168,7 +168,7 @@ class CallRecords:
                         if isinstance(event, Result):
                             return
                         offset = event.end
-                raise LinkLost("the agent ended the exchange without a result")
+                raise LinkLost("the agent ended the stream without a result")
             except CallNotFound:
                 await self._wait_for_start(lease_id, call_id)
             except SandboxLost as error:
@@ -187,7 +187,7 @@ class CallRecords:
         """Fetch the whole output of a call from an offset on; of a call that has not ended, the output so far.
 
         Args:
-            tenant: who asks.
+            tenant: the tenant that sends the request.
             lease_id: the lease of the call.
             call_id: the call.
             offset: where in the output to begin, in bytes.
@@ -322,14 +322,14 @@ def _check_available(header: OutputHeader, offset: int, call_id: str) -> None:
         InvalidRequest: the offset lies beyond the end.
     """
     if header.total_bytes and not header.available_bytes and header.is_done:
-        problem = f"the whole output of call {call_id} has made room for newer ones; its result still has both ends"
+        problem = f"the whole output of call {call_id} was deleted and has made room for newer ones; its result still has the start and the end"
         raise CallNotFound(problem, output_bytes=header.total_bytes)
     if offset > header.total_bytes:
         raise _offset_beyond_end(header.total_bytes)
 
 
 def _offset_beyond_end(total_bytes: int, name: str = "offset") -> InvalidRequest:
-    return InvalidRequest(f"{name}: beyond the {total_bytes} bytes that there are", field=name)
+    return InvalidRequest(f"{name}: beyond the {total_bytes} bytes of output", field=name)
 
 
 async def _bytes_of(parts: AsyncGenerator[OutputHeader | bytes, None], first: bytes = b"") -> AsyncGenerator[bytes, None]:

@@ -48,7 +48,7 @@ class ConcurrencyLimiter:
         """Acquire a permit if one is free and no other call waits for it. The caller releases it.
 
         Args:
-            tenant: who asks.
+            tenant: the tenant that sends the request.
             key: the call.
         """
         calls = self._calls_by_tenant.setdefault(tenant, _TenantCalls())
@@ -62,7 +62,7 @@ class ConcurrencyLimiter:
         """Wait for a permit. The caller releases it.
 
         Args:
-            tenant: who asks.
+            tenant: the tenant that sends the request.
             key: the call.
 
         Returns:

@@ -105,7 +105,7 @@ class Dispatcher:
         """Start calls. They run to their ends even if nobody reads the batch.
 
         Args:
-            tenant: who asks.
+            tenant: the tenant that sends the request.
             items: the calls, in order. An item that is a result already is delivered in its place.
             on_sent: called for each lease when its calls have been sent to the agent.
             reservation: what the response may hold; by default nothing is reserved, and outputs stay in memory where there is room.
@@ -137,7 +137,7 @@ class Dispatcher:
         """Run one call under a lease that must hold.
 
         Args:
-            tenant: who asks.
+            tenant: the tenant that sends the request.
             call: the call.
             reservation: what the response may hold, as for `start_calls`.
             ended: called when the call has its result, whether or not anybody waits for it.
@@ -180,7 +180,7 @@ class Dispatcher:
         """End a call and return its result. A call that has ended keeps its result; one that has not started never will.
 
         Args:
-            tenant: who asks.
+            tenant: the tenant that sends the request.
             lease_id: the lease of the call.
             call_id: the call.
 

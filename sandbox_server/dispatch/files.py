@@ -31,7 +31,7 @@ class SlotFiles:
         """Receive the content of a file.
 
         Args:
-            tenant: who asks.
+            tenant: the tenant that sends the request.
             lease_id: the lease that holds the slot.
             path: the file.
         """
@@ -45,7 +45,7 @@ class SlotFiles:
         """Replace a file atomically.
 
         Args:
-            tenant: who asks.
+            tenant: the tenant that sends the request.
             lease_id: the lease that holds the slot.
             path: the file.
             mode: its permission bits; None for the default.
@@ -65,7 +65,7 @@ class SlotFiles:
         """List the entries of a folder.
 
         Args:
-            tenant: who asks.
+            tenant: the tenant that sends the request.
             lease_id: the lease that holds the slot.
             path: the folder.
             recursive: whether to list the folders below it, too.

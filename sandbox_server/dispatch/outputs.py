@@ -132,7 +132,7 @@ class ResultOutputs:
 def _output_not_stored_result(result: Result, problem: str) -> Result:
     """The result of a call whose output could not be stored. The agent still has it, so that the same call may get it later."""
     call = call_reference(result.lease_id, result.call_id, result.encoding)
-    error = f"the call ended, and its output could not be kept: {problem}; ask again with the same call_id"
+    error = f"the call ended, but its output could not be stored: {problem}; send the same call_id again"
     return replace(service_result(call, Reason.BACKEND_ERROR, error, may_have_run=True), started_at=result.started_at, duration_s=result.duration_s)
 
 

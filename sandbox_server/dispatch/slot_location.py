@@ -31,7 +31,7 @@ class SlotLocator(Protocol):
         """Find the slot of a lease that holds.
 
         Args:
-            tenant: who asks.
+            tenant: the tenant that sends the request.
             lease_id: the lease.
 
         Raises:

@@ -48,7 +48,7 @@ class AgentLink(asyncio.Protocol):
         self._writing_is_paused = False
         self._writable_waiters: list[asyncio.Future[None]] = []
         self._unanswered_pings = 0
-        self._reads_count = 0  # how often data has arrived
+        self._read_count = 0  # how often data has arrived
         self._data_waiters: list[asyncio.Future[None]] = []
         self._next_ping: asyncio.TimerHandle | None = None
 
@@ -132,7 +132,7 @@ class AgentLink(asyncio.Protocol):
             LinkLost: the connection has ended.
         """
         self.raise_if_lost()
-        reads_count, has_data = self._reads_count, self.loop.create_future()
+        read_count, has_data = self._read_count, self.loop.create_future()
         self._data_waiters.append(has_data)
         self.connection.ping()
         self.flush_soon()
@@ -142,7 +142,7 @@ class AgentLink(asyncio.Protocol):
         except TimeoutError:
             await asyncio.sleep(LAST_READ_S)
         self.raise_if_lost()
-        return self._reads_count > reads_count
+        return self._read_count > read_count
 
     async def close(self, why: str = "closed by the service") -> None:
         """Close the connection and wait until the transport has closed.
@@ -203,7 +203,7 @@ class AgentLink(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._unanswered_pings = 0
-        self._reads_count += 1
+        self._read_count += 1
         self._wake_data_waiters()
         try:
             events = self.connection.receive(data)

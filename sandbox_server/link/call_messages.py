@@ -5,10 +5,9 @@ Nothing that an agent sends is trusted: types, sizes and closed sets are checked
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -54,9 +53,8 @@ class OutputHeader:
     is_done: bool
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ResultMessage:
-    """An agent's message that a call has ended. `to_result` checks it and makes it a result.
+class ResultMessage(NamedTuple):
+    """An agent's message that a call has ended. `to_result` checks it and makes it a result. A named tuple, because one is made for every call.
 
     Args:
         call_id: the call that the agent names; None where it names none.
@@ -90,7 +88,7 @@ class ResultMessage:
             metadata = _with_evidence(reason, _read_metadata(meta.get("metadata")), error)
             exit_code = _read_exit_code(meta.get("exit_code"))
         except ValueError as problem:
-            raise AgentProtocolError(f"the agent's answer makes no sense: {problem}") from None
+            raise AgentProtocolError(f"the agent's result is not valid: {problem}") from None
         is_separate = len(lengths) == 2
         return Result(
             call_id=call.call_id,
@@ -191,7 +189,7 @@ def _read_metadata(value: object) -> dict[str, Any]:
     try:
         size_bytes = len(orjson.dumps(value))
     except TypeError as error:
-        raise ValueError(f"its metadata is no JSON: {error}") from None
+        raise ValueError(f"its metadata is not JSON: {error}") from None
     if size_bytes > MAX_METADATA_BYTES:
         raise ValueError(f"its metadata has {size_bytes} bytes, and {MAX_METADATA_BYTES} are allowed")
     return value
@@ -216,15 +214,13 @@ def _read_exit_code(value: object) -> int | None:
     return value
 
 
-def _read_number(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or not 0 <= value < _MAX_NUMBER:
-        return 0.0
-    return float(value)
+def _read_number(value: Any) -> float:
+    return float(value) if type(value) in (int, float) and 0 <= value < _MAX_NUMBER else 0.0
 
 
 def _read_count(value: object) -> int:
     return value if type(value) is int and 0 <= value < _MAX_NUMBER else 0
 
 
-def _read_time(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < _MAX_NUMBER else None
+def _read_time(value: Any) -> float | None:
+    return float(value) if type(value) in (int, float) and 0 <= value < _MAX_NUMBER else None

@@ -1,4 +1,4 @@
-"""What must be known of an agent to connect to it."""
+"""What is needed to connect to an agent."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from sandbox_server.core.pipe import Pipe
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Endpoint:
-    """How one agent is reached.
+    """How to connect to one agent.
 
     Args:
-        address: `unix:PATH`, `tls:HOST:PORT` or `stdio:ANYTHING`; what follows `stdio:` is for people.
-        token: proves to the agent that this is its service. It is sent only over a connection that leads to the agent for certain.
-        certificate: for `tls:`, the one certificate that the agent may show, in PEM.
-        open_pipe: for `stdio:`, starts the agent's relay and gives its standard input and output; raises OSError where it cannot.
+        address: `unix:PATH`, `tls:HOST:PORT` or `stdio:DESCRIPTION`; the description is only shown.
+        token: proves to the agent that the service is the one that created it. It is sent only after the transport has made sure that the other end is
+            the agent.
+        certificate: for `tls:`, the only certificate that is accepted from the agent, in PEM.
+        open_pipe: for `stdio:`, starts the agent's relay and returns its standard input and output; raises OSError where that fails.
     """
 
     address: str

@@ -175,7 +175,7 @@ async def test_an_offset_beyond_the_end_is_refused_and_the_end_itself_is_not(por
     at_the_end = await port.http.get(url, params={"offset": "6"})
 
     assert [(answer.status_code, answer.json()["field"], answer.json()["detail"]) for answer in (early, late)] == [
-        (422, "offset", "offset: beyond the 6 bytes that there are")
+        (422, "offset", "offset: beyond the 6 bytes of output")
     ] * 2
     assert at_the_end.status_code == 200
     assert "event: output" not in at_the_end.text

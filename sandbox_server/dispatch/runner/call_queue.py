@@ -66,7 +66,8 @@ class CallQueue:
 
     def pop_calls(self, count: int | None = None) -> list[PoppedCall]:
         """Take the first `count` calls out of the queue, or all of them."""
-        popped = [PoppedCall(*queued, position < self.sent_count) for position, queued in enumerate(itertools.islice(self._calls, count))]
+        leaving = enumerate(itertools.islice(self._calls, count))
+        popped = [PoppedCall(queued.item_index, queued.call, position < self.sent_count) for position, queued in leaving]
         for _ in popped:
             self._calls.popleft()
         self.sent_count = max(0, self.sent_count - len(popped))

@@ -73,7 +73,7 @@ class CallRunner:
 
     Args:
         context: what to work with.
-        tenant: who asks.
+        tenant: the tenant that sends the request.
         lease_id: the lease.
         calls: the calls with their places in the request.
         batch: receives each result, once.
@@ -110,7 +110,7 @@ class CallRunner:
                 await self._carry_out(await self._next_decision())
         except asyncio.CancelledError:
             self._is_stopping = True
-            self._end_calls(EndCalls(problem="the service was told to stop while the call was under way: ask again with the same call_id when it is back"))
+            self._end_calls(EndCalls(problem="the service stopped while the call was in flight: send the same call_id again when the service is back"))
             raise
         except Exception:  # the edge of this task: a bug costs these calls their results, and no other call anything
             log.exception("calls failed", extra={"lease_id": self._lease_id})
@@ -289,7 +289,7 @@ class CallRunner:
         if message.call_id == call.call_id:
             result = agent_result(call, message)
         else:
-            result = service_result(call, Reason.BACKEND_ERROR, "the agent answered another call than the one asked", may_have_run=True)
+            result = service_result(call, Reason.BACKEND_ERROR, "the agent sent the result of another call", may_have_run=True)
         result = await context.outputs.complete_result(with_refusal_time(result, context.clock), message, location)
         result = await context.outputs.limit_memory(result, self._batch.reservation)
         await record_result(context.result_store, call, result)

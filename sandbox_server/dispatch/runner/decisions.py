@@ -114,11 +114,11 @@ def decide_after_error(
         case PoolServiceError():
             return EndCalls(problem=error.detail, error=error)
         case TimeoutError():
-            problem = f"the agent did not say how the call ended within {timings.result_grace_s:g} s of its deadline"
+            problem = f"the agent did not report the result within {timings.result_grace_s:g} s of the deadline of the call"
             return EndCalls(problem=problem, count=max(1, state.sent_count))
         case AgentSilent():
             # The calls behind the first one end, too: what is sent now could overtake the first one inside the agent.
-            return EndCalls(problem=f"how the call ended cannot be had: {error}; ask again with the same call_id")
+            return EndCalls(problem=f"the outcome of the call is unknown: {error}; send the same call_id again")
     raise error
 
 
@@ -135,7 +135,7 @@ def _decide_after_lost_link(problem: str, state: RunnerState, timings: CallTimin
 
 def decide_after_end_of_stream(state: RunnerState) -> Decision:
     """Decide what to do after the agent has ended the stream although results are missing."""
-    return EndCalls(problem="the agent ended the exchange without a result", count=state.sent_count)
+    return EndCalls(problem="the agent ended the stream without a result", count=state.sent_count)
 
 
 def is_stream_blocked(message: ResultMessage, result: Result, sent_count: int) -> bool:

@@ -1,4 +1,4 @@
-"""`tls:HOST:PORT`: TCP with TLS. The agent shows the one certificate that was made for its sandbox, or nothing is said to whoever answers."""
+"""`tls:HOST:PORT`: TCP with TLS. Nothing is sent to a server that does not present the certificate that was made for the agent's sandbox."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from sandbox_server.link.errors import LinkLost
 
 
 async def open_tls(protocol: asyncio.Protocol, endpoint: Endpoint) -> None:
-    """Connect the protocol to the agent's port and see that it is the agent's certificate that was shown.
+    """Connect the protocol to the agent's port and check the certificate.
 
     Raises:
-        OSError: nobody listens there.
-        LinkLost: whoever listens there is not the agent: another program may have taken its port.
+        OSError: nothing listens there.
+        LinkLost: the server there is not the agent: another program may have taken its port.
+        ValueError: the endpoint has no certificate, or its address is not of this form.
     """
     if endpoint.certificate is None:
         raise ValueError(f"{endpoint.address} needs the certificate that the agent shows")
@@ -26,8 +27,8 @@ async def open_tls(protocol: asyncio.Protocol, endpoint: Endpoint) -> None:
         raise LinkLost(f"{_not_the_agent(endpoint)} ({error.verify_message})") from error
     except ssl.SSLError as error:
         raise LinkLost(f"what answers at {endpoint.address} does not speak TLS as an agent does: {error}; no token was sent to it") from error
-    shown = transport.get_extra_info("ssl_object").getpeercert(binary_form=True)
-    if shown != ssl.PEM_cert_to_DER_cert(endpoint.certificate):
+    presented = transport.get_extra_info("ssl_object").getpeercert(binary_form=True)
+    if presented != ssl.PEM_cert_to_DER_cert(endpoint.certificate):
         transport.abort()
         raise LinkLost(_not_the_agent(endpoint))
 
@@ -37,10 +38,10 @@ def _not_the_agent(endpoint: Endpoint) -> str:
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """The parts of `tls:HOST:PORT`; an IPv6 address is in brackets.
+    """Split `tls:HOST:PORT`. An IPv6 address is in brackets.
 
     Raises:
-        ValueError: it is no such address.
+        ValueError: the address is not of this form.
     """
     host, _, port = address.partition(":")[2].rpartition(":")
     if not host or not port.isascii() or not port.isdigit():
@@ -49,7 +50,7 @@ def host_and_port(address: str) -> tuple[str, int]:
 
 
 def pinning_context(certificate: str) -> ssl.SSLContext:
-    """What lets this one certificate pass, whatever the name or address of the machine that shows it."""
+    """A TLS context that accepts only this certificate, whatever the host name. The certificate is in PEM."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.check_hostname = False

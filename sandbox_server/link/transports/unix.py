@@ -1,4 +1,4 @@
-"""`unix:PATH`: the agent is on this machine, and the socket's folder lets only its user in."""
+"""`unix:PATH`: a unix socket on this machine. Only its user can enter the folder of the socket."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ async def open_unix(protocol: asyncio.Protocol, endpoint: Endpoint) -> None:
     """Connect the protocol to the agent's unix socket.
 
     Raises:
-        OSError: nobody listens there.
+        OSError: nothing listens there.
+        ValueError: the address has no path.
     """
     path = endpoint.address.partition(":")[2]
     if not path:

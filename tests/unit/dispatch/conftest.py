@@ -1,4 +1,4 @@
-"""A dispatcher over one scripted agent; the test is the pool."""
+"""A dispatcher over one scripted agent. The tests play the pool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What answers may hold: reserved before, waited for in turn, refused in the open, kept in memory only where there is room."""
+"""The budget of responses: reservations, waiting for room, refusals, and which outputs stay in memory."""
 
 from __future__ import annotations
 

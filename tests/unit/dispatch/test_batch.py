@@ -1,4 +1,4 @@
-"""Results of one request, as they come."""
+"""The results of one request, as they arrive."""
 
 from __future__ import annotations
 

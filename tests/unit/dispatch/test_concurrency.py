@@ -1,4 +1,4 @@
-"""Turns alone: who may begin, who waits, and that nobody is forgotten."""
+"""The concurrency limiter: which calls get a permit, which wait, and that none is forgotten."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ A, B, C, D = (("lease-a", "1"), ("lease-b", "1"), ("lease-c", "1"), ("lease-c", 
 
 
 class World:
-    """Turns, and those who take them."""
+    """A limiter and the calls that wait for it."""
 
     def __init__(self, **most: int | None) -> None:
         self.most = most
@@ -23,7 +23,7 @@ class World:
         self.waiting: list[asyncio.Task[bool]] = []
 
     async def queue(self, key: CallKey, tenant: str = "t") -> asyncio.Task[bool]:
-        """Begin to wait."""
+        """Start to wait for a permit."""
         assert not self.limiter.try_acquire(tenant, key)
         task = asyncio.create_task(self.limiter.acquire(tenant, key))
         self.waiting.append(task)
@@ -31,7 +31,7 @@ class World:
         return task
 
     async def settled(self) -> list[bool | None]:
-        """What became of those who waited: a turn, none, or still waiting."""
+        """What became of the calls that waited: True with a permit, False without one, None while they wait."""
         await asyncio.sleep(0)
         return [task.result() if task.done() else None for task in self.waiting]
 
@@ -40,7 +40,7 @@ class World:
         return not self.limiter._calls_by_tenant and not self.limiter._waiting_by_lease
 
 
-async def test_who_came_first_is_first_and_no_more_run_than_may() -> None:
+async def test_permits_are_given_in_the_order_of_arrival_and_no_more_than_the_limit() -> None:
     world = World(t=1)
     assert world.limiter.try_acquire("t", A)
     for key in (B, C, D):
@@ -55,7 +55,7 @@ async def test_who_came_first_is_first_and_no_more_run_than_may() -> None:
     assert world.is_empty
 
 
-async def test_nobody_overtakes_and_tenants_do_not_meet() -> None:
+async def test_no_call_overtakes_another_and_tenants_do_not_affect_each_other() -> None:
     world = World(t=1, u=1)
     assert world.limiter.try_acquire("t", A)
     await world.queue(B)
@@ -69,7 +69,7 @@ async def test_nobody_overtakes_and_tenants_do_not_meet() -> None:
     assert await world.settled() == [True, None]
 
 
-async def test_a_call_that_is_asked_for_twice_takes_one_turn() -> None:
+async def test_a_call_of_two_requests_takes_one_permit() -> None:
     world = World(t=1)
     assert world.limiter.try_acquire("t", A)
     assert world.limiter.try_acquire("t", A)
@@ -88,7 +88,7 @@ async def test_a_call_that_is_asked_for_twice_takes_one_turn() -> None:
     assert (await world.settled())[-1] is True
 
 
-async def test_who_goes_away_holds_nobody_up() -> None:
+async def test_a_cancelled_wait_delays_no_other_call() -> None:
     world = World(t=1)
     assert world.limiter.try_acquire("t", A)
     gone, granted, last = [await world.queue(key) for key in (B, C, D)]
@@ -96,7 +96,7 @@ async def test_who_goes_away_holds_nobody_up() -> None:
     gone.cancel()
     await asyncio.wait([gone])
     world.limiter.release("t", A)
-    granted.cancel()  # in the very moment in which its turn came
+    granted.cancel()  # after its permit was given and before it ran
     await asyncio.wait([granted])
 
     assert await last
@@ -104,7 +104,7 @@ async def test_who_goes_away_holds_nobody_up() -> None:
     assert world.is_empty
 
 
-async def test_calls_of_a_lease_that_ended_wait_no_more_and_neither_does_one_of_which_something_became() -> None:
+async def test_calls_of_an_ended_lease_and_ended_calls_stop_waiting() -> None:
     world = World(t=1)
     assert world.limiter.try_acquire("t", A)
     for key in (B, C, D):
@@ -120,7 +120,7 @@ async def test_calls_of_a_lease_that_ended_wait_no_more_and_neither_does_one_of_
     assert world.is_empty
 
 
-async def test_a_limit_that_is_raised_counts_at_once() -> None:
+async def test_a_raised_limit_applies_at_once() -> None:
     world = World(t=1)
     assert world.limiter.try_acquire("t", A)
     for key in (B, C, D):
@@ -135,7 +135,7 @@ async def test_a_limit_that_is_raised_counts_at_once() -> None:
     assert (raised, await world.settled()) == ([True, None, None], [True, True, True])
 
 
-async def test_as_many_wait_as_may_run_and_no_more_are_let_in() -> None:
+async def test_as_many_calls_may_wait_as_may_run() -> None:
     world = World(t=2)
     for key in (A, B):
         assert world.limiter.try_acquire("t", key)
@@ -156,7 +156,7 @@ STEPS = st.lists(st.tuples(st.sampled_from(["ask", "end", "leave", "lease_over",
 
 @settings(max_examples=200, deadline=None)
 @given(STEPS)
-def test_whatever_happens_no_place_is_lost_and_none_is_given_twice(steps: list[tuple[str, int]]) -> None:
+def test_no_permit_is_lost_or_given_twice_in_any_sequence(steps: list[tuple[str, int]]) -> None:
     asyncio.run(_any_sequence(steps))
 
 

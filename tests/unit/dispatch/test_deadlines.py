@@ -1,4 +1,4 @@
-"""How long a call is waited for: an agent that stands still is given up soon after the call's deadline, one that is only late is not."""
+"""How long the service waits for a result: an agent that does not respond is given up soon after the deadline of the call, a late one is not."""
 
 from __future__ import annotations
 

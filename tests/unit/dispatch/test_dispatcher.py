@@ -1,4 +1,4 @@
-"""From a lease to a result, whatever the agent does meanwhile."""
+"""The dispatcher: every call gets one result, whatever its agent, its link and its lease do."""
 
 from __future__ import annotations
 

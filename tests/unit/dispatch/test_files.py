@@ -1,4 +1,4 @@
-"""Files of a slot: what the agent refuses becomes the error of the contract."""
+"""The files of a slot: refusals of the agent become the errors of the HTTP contract."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an agent says is checked before it is believed."""
+"""The results that agents report are checked, and every result has its fault and evidence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The link to an agent, against an agent's side of the protocol, over each transport."""
+"""The link to an agent, tested against the agent's side of the protocol over each transport."""
 
 import asyncio
 import sys

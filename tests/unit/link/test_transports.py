@@ -1,4 +1,4 @@
-"""What each transport does when the other end is not the agent, is not there, ends, or takes nothing."""
+"""What each transport does when the other end is another program, is missing, ends, or does not read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of a tenant with `max_running_calls`: those beyond it wait for their turn, and are otherwise calls like any other."""
+"""The calls of a tenant with `max_running_calls`: those beyond the limit wait for a permit, and behave like other calls otherwise."""
 
 from __future__ import annotations
 
