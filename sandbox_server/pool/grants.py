@@ -169,7 +169,7 @@ class GrantService:
         unable = next((e for e in errors if isinstance(e, AgentRefused) and e.code in ("not_implemented", "invalid")), None)
         unrecorded = next((e for e in errors if isinstance(e, PoolServiceError)), None)
         if unable is not None:
-            self._answer(waiter, rights.cannot(leases[0], unable))
+            self._answer(waiter, rights.rights_not_supported(leases[0], unable))
         elif unrecorded is not None:
             self._answer(waiter, unrecorded)
         elif waiter.seq not in self._answers:

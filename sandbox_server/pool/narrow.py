@@ -46,7 +46,7 @@ async def narrow(pool: Pool, lease: Lease, allow_network: bool | None, cache: st
     except AgentRefused as refused:
         _check_held(pool, lease.lease_id)
         if refused.code in ("not_implemented", "invalid"):
-            raise rights.cannot(lease, refused) from None
+            raise rights.rights_not_supported(lease, refused) from None
         raise BackendUnavailable(f"the agent could not narrow the slot: {refused.detail}", lease_id=lease.lease_id) from None
     _check_held(pool, lease.lease_id)
     lease = pool.book.narrow_lease(lease.lease_id, allow_network=narrowed.allow_network, cache=narrowed.cache)
