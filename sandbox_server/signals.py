@@ -1,4 +1,4 @@
-"""Hearing that the process should end while the server still waits for its clients, and ending in time even if they never let go."""
+"""Signal handlers: the service stops on SIGTERM and SIGINT even while clients keep connections open, and within a time limit."""
 
 from __future__ import annotations
 
@@ -14,73 +14,73 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 END_WITHIN_S = 9.0
-"""After so many seconds of being told to stop the process ends, whoever still holds a connection to it."""
+"""The process ends this many seconds after a stop signal at the latest, even if clients still have connections to it."""
 
-LET_GO_WITHIN_S = 1.0
-"""How long the server may wait for its clients after the service has stopped, in seconds."""
+CLOSE_CONNECTIONS_WITHIN_S = 1.0
+"""How long the HTTP server may wait for open connections after the service has stopped, in seconds."""
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-class Signals:
-    """Calls the service back on signals, and whoever handled them before as well.
+class SignalHandlers:
+    """Handles SIGTERM, SIGINT and SIGHUP for the service, and calls the handlers that were installed before.
 
-    A server such as uvicorn first waits until every connection is closed and only then tells the application to stop; an open stream would
-    keep it waiting for ever. So the service listens for the signals itself.
+    An HTTP server such as uvicorn first waits until every connection is closed, and stops the application only after that. An open stream would
+    make it wait for ever. So the service handles the signals itself.
 
     Args:
-        stop: begins to stop.
-        reload: reads again what SIGHUP is for.
+        stop: is called on SIGTERM and SIGINT; starts to stop the service.
+        reload: is called on SIGHUP; loads the tenants again.
     """
 
     def __init__(self, stop: Callable[[], Any], reload: Callable[[], Any]) -> None:
         self._stop = stop
         self._reload = reload
         self._loop = asyncio.get_running_loop()
-        self._before: dict[signal.Signals, Any] = {}
-        self._deadline: threading.Timer | None = None
+        self._previous_handlers: dict[signal.Signals, Any] = {}
+        self._end_timer: threading.Timer | None = None
 
     def install(self) -> None:
-        """Start to listen. Does nothing outside the main thread, where signals never arrive."""
+        """Install the handlers. Does nothing outside the main thread, because Python delivers signals to the main thread only."""
         if threading.current_thread() is not threading.main_thread():
             return
         for number in STOP_SIGNALS:
-            self._before[number] = signal.getsignal(number)
-            signal.signal(number, self._on_stop)
-        self._before[signal.SIGHUP] = signal.getsignal(signal.SIGHUP)
-        signal.signal(signal.SIGHUP, self._on_hang_up)
+            self._previous_handlers[number] = signal.getsignal(number)
+            signal.signal(number, self._on_stop_signal)
+        self._previous_handlers[signal.SIGHUP] = signal.getsignal(signal.SIGHUP)
+        signal.signal(signal.SIGHUP, self._on_reload_signal)
 
     def uninstall(self) -> None:
-        """Stop listening, and call off the forced end."""
-        for number, handler in self._before.items():
+        """Restore the previous handlers, and cancel the timer that ends the process."""
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
-        self._before.clear()
-        if self._deadline is not None:
-            self._deadline.cancel()
+        self._previous_handlers.clear()
+        if self._end_timer is not None:
+            self._end_timer.cancel()
 
-    def stopped(self, _: object = None) -> None:
-        """The service has stopped; the server may take `LET_GO_WITHIN_S` more to see its clients off."""
-        if self._deadline is not None and self._before:
-            self._deadline.cancel()
-            self._end_within(LET_GO_WITHIN_S)
+    def service_stopped(self, _: object = None) -> None:
+        """Note that the service has stopped: the process now ends within `CLOSE_CONNECTIONS_WITHIN_S`. Can be used as a callback of a task."""
+        if self._end_timer is not None and self._previous_handlers:
+            self._end_timer.cancel()
+            self._end_process_within(CLOSE_CONNECTIONS_WITHIN_S)
 
-    def _end_within(self, seconds: float) -> None:
-        self._deadline = threading.Timer(seconds, _end)
-        self._deadline.daemon = True
-        self._deadline.start()
+    def _end_process_within(self, seconds: float) -> None:
+        self._end_timer = threading.Timer(seconds, _end_process)
+        self._end_timer.daemon = True
+        self._end_timer.start()
 
-    def _on_stop(self, number: int, frame: FrameType | None) -> None:
-        if self._deadline is None:
-            self._end_within(END_WITHIN_S)
+    def _on_stop_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._end_timer is None:
+            self._end_process_within(END_WITHIN_S)
         self._loop.call_soon_threadsafe(self._stop)
-        before = self._before.get(signal.Signals(number))
-        if callable(before):
-            before(number, frame)
+        previous = self._previous_handlers.get(signal.Signals(number))
+        if callable(previous):
+            previous(number, frame)
 
-    def _on_hang_up(self, number: int, frame: FrameType | None) -> None:
+    def _on_reload_signal(self, number: int, frame: FrameType | None) -> None:
         self._loop.call_soon_threadsafe(self._reload)
 
 
-def _end() -> None:
-    log.warning("clients held on to their connections: ending all the same")
+def _end_process() -> None:
+    log.warning("clients did not close their connections in time: the process ends now")
     os._exit(128 + signal.SIGTERM)
