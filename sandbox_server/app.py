@@ -38,7 +38,7 @@ from sandbox_server.pool.dependencies import Connect, PoolDependencies, PoolLimi
 from sandbox_server.pool.events import EventLog
 from sandbox_server.pool.service import PoolService
 from sandbox_server.settings import LOCAL_TENANT, Settings, SettingsError, load_settings
-from sandbox_server.signals import Signals
+from sandbox_server.signals import SignalHandlers
 from sandbox_server.state_dir import StateDir, StateDirError
 from sandbox_server.state_monitor import StateMonitor
 from sandbox_server.store.base import Store
@@ -119,7 +119,7 @@ class Application:
         self._running: RunningService | None = None
         self._has_tenants = False
         self._stopping: asyncio.Task[None] | None = None
-        self._signals: Signals | None = None
+        self._signals: SignalHandlers | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -155,7 +155,7 @@ class Application:
             running.service.warnings.append(unprotected)
         self._edge.service = running.service
         self._has_tenants = bool(running.settings.tenants)
-        signals = self._signals = Signals(self._stop, self._reload_tenants)
+        signals = self._signals = SignalHandlers(self._stop, self._reload_tenants)
         signals.install()
         if not self._announced:
             print_example_command(running, running.settings.advertise_url or UNKNOWN_URL)
@@ -172,7 +172,7 @@ class Application:
         if self._stopping is None:
             self._stopping = asyncio.create_task(stop_service(self._running))
             if self._signals is not None:
-                self._stopping.add_done_callback(self._signals.stopped)
+                self._stopping.add_done_callback(self._signals.service_stopped)
         return self._stopping
 
     def _reload_tenants(self) -> None:

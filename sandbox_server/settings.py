@@ -16,7 +16,7 @@ from sandbox_server.api.contract.specs import POOL_NAME, spec_of, spec_problem
 from sandbox_server.api.limits import LIMITS, Limits, most_of
 from sandbox_server.api.tenants import Tenant
 from sandbox_server.core.types import PoolSpec
-from sandbox_server.pool.leasing.claims import CLAIM_AFTER_S
+from sandbox_server.pool.leasing.serving_rules import CLAIM_AFTER_S
 
 PREFIX = "SANDBOX_"
 CLIENTS_OWN = frozenset({"SANDBOX_URL", "SANDBOX_TOKEN"})

@@ -1,4 +1,4 @@
-"""Log lines, counters, histograms. Decides nothing."""
+"""Log formats and Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.metrics_core import Metric
 
 request_fields: ContextVar[Mapping[str, Any]] = ContextVar("request_fields")
-"""The fields that every log line of this request carries: `request_id`, `tenant`."""
+"""The fields that every log line of the current request has: `request_id` and `tenant`."""
 
-_PLAIN_RECORD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
+_STANDARD_ATTRIBUTES: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
     fields = dict(request_fields.get({}))
-    fields.update((name, value) for name, value in vars(record).items() if name not in _PLAIN_RECORD)
+    fields.update((name, value) for name, value in vars(record).items() if name not in _STANDARD_ATTRIBUTES)
     return fields
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time, level, logger, message, the fields of the request, and whatever `extra=` adds."""
+    """Formats a log record as one line of JSON: time, level, logger, message, the fields of the request, and the fields of `extra=`."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
@@ -43,7 +43,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """The same for a person: time, level, message, then the fields as name=value."""
+    """Formats a log record for a person: time, level, message, and the same fields as name=value."""
 
     def format(self, record: logging.LogRecord) -> str:
         clock = time.strftime("%H:%M:%S", time.localtime(record.created))
@@ -53,7 +53,9 @@ class TextFormatter(logging.Formatter):
 
 
 def configure_logging(log_format: str, level: str) -> None:
-    """Send every log line of the process to stderr, in one form; uvicorn's own too, its access log aside (the service logs requests itself).
+    """Send every log line of the process to stderr in one format.
+
+    This includes the log of uvicorn, but not its access log, because the service logs requests itself.
 
     Args:
         log_format: `json` or `text`.
@@ -83,13 +85,13 @@ TOOLS: Final = frozenset(
         "bash", "bash_stateful", "tmux", "process", "read_file", "write_file", "edit_file", "list_files", "search_files", "terminal", "terminal_stateful",
     }
 )  # fmt: skip
-"""The tools of the contract. Any other name is a caller's own text: as a label it would let anyone grow the figures without bound."""
+"""The tools of the contract. Metrics count every other name as `other`: a caller can send any text as a name, and each would add time series."""
 OTHER_TOOL: Final = "other"
 METRICS_CONTENT_TYPE: Final = CONTENT_TYPE_PLAIN_0_0_4
 
 
 class MetricDefinition(NamedTuple):
-    """What is known of a figure before anything was counted."""
+    """The definition of a metric: its type, its help text, the names of its labels, and the buckets of a histogram."""
 
     kind: type[Counter] | type[Gauge] | type[Histogram]
     help: str
@@ -97,59 +99,69 @@ class MetricDefinition(NamedTuple):
     buckets: tuple[float, ...] = BUCKETS_S
 
 
-TENANT: Final = "pool_tenant"
-"""The label that tells same-named pools of two tenants apart."""
+POOL_TENANT: Final = "pool_tenant"
+"""The label for the owner of a pool, which distinguishes pools of the same name."""
 
 METRICS: Final[Mapping[str, MetricDefinition]] = {
-    "sandbox_slots": MetricDefinition(Gauge, "slots by what they are doing", ("pool", TENANT, "state")),
-    "sandbox_sandboxes": MetricDefinition(Gauge, "sandboxes by where they are in their life", ("pool", TENANT, "state")),
-    "sandbox_acquire_queue": MetricDefinition(Gauge, "acquires that wait", ("pool", TENANT)),
-    "sandbox_held_slots": MetricDefinition(Gauge, "free slots that are held for the claimant", ("pool", TENANT)),
-    "sandbox_acquire_seconds": MetricDefinition(Histogram, "how long an acquire that was granted had waited", ("pool", TENANT)),
-    "sandbox_exec_seconds": MetricDefinition(Histogram, "how long tool calls ran, as their agents measured it", ("pool", TENANT, "tool")),
-    "sandbox_exec_total": MetricDefinition(Counter, "tool calls that came to a result", ("pool", TENANT, "tool", "reason", "fault")),
+    "sandbox_slots": MetricDefinition(Gauge, "slots by state", ("pool", POOL_TENANT, "state")),
+    "sandbox_sandboxes": MetricDefinition(Gauge, "sandboxes by state", ("pool", POOL_TENANT, "state")),
+    "sandbox_acquire_queue": MetricDefinition(Gauge, "acquires that wait in the queue", ("pool", POOL_TENANT)),
+    "sandbox_held_slots": MetricDefinition(Gauge, "free slots that are held for the claimant", ("pool", POOL_TENANT)),
+    "sandbox_acquire_seconds": MetricDefinition(Histogram, "how long granted acquires waited", ("pool", POOL_TENANT)),
+    "sandbox_exec_seconds": MetricDefinition(Histogram, "how long tool calls ran, as their agents measured it", ("pool", POOL_TENANT, "tool")),
+    "sandbox_exec_total": MetricDefinition(Counter, "tool calls that came to a result", ("pool", POOL_TENANT, "tool", "reason", "fault")),
     "sandbox_exec_overhead_seconds": MetricDefinition(Histogram, "what the service added to tool calls", (), OVERHEAD_BUCKETS_S),
-    "sandbox_reset_seconds": MetricDefinition(Histogram, "how long resets of slots took", ("pool", TENANT)),
-    "sandbox_slot_dirty_total": MetricDefinition(Counter, "slots whose reset could not be proven", ("pool", TENANT)),
+    "sandbox_reset_seconds": MetricDefinition(Histogram, "how long resets of slots took", ("pool", POOL_TENANT)),
+    "sandbox_slot_dirty_total": MetricDefinition(Counter, "slots whose reset could not be proven clean", ("pool", POOL_TENANT)),
     "sandbox_backend_calls_total": MetricDefinition(Counter, "calls to backends", ("backend", "op", "outcome")),
-    "sandbox_leases_expired_total": MetricDefinition(Counter, "leases that ended because nobody renewed them", ("pool", TENANT)),
+    "sandbox_leases_expired_total": MetricDefinition(Counter, "leases that ended because nobody renewed them", ("pool", POOL_TENANT)),
 }
-"""Every figure at `/metrics`."""
+"""Every metric at `/metrics`."""
 
 
 class Telemetry:
-    """What the service counts and measures, by the names of `METRICS`, in a registry of its own."""
+    """The metrics of one service, in a registry of its own. Methods take the names of `METRICS`."""
 
     def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self.registry = CollectorRegistry()
-        self._figures = {name: self._make(name, figure) for name, figure in METRICS.items()}
+        self._metrics = {name: self._create(name, definition) for name, definition in METRICS.items()}
         self._children: dict[tuple[str, ...], Any] = {}
 
-    def _make(self, name: str, figure: MetricDefinition) -> Counter | Gauge | Histogram:
-        if figure.kind is Histogram:
-            return Histogram(name, figure.help, figure.labels, registry=self.registry, buckets=figure.buckets)
-        return figure.kind(name, figure.help, figure.labels, registry=self.registry)
+    def _create(self, name: str, definition: MetricDefinition) -> Counter | Gauge | Histogram:
+        if definition.kind is Histogram:
+            return Histogram(name, definition.help, definition.labels, registry=self.registry, buckets=definition.buckets)
+        return definition.kind(name, definition.help, definition.labels, registry=self.registry)
 
     def _child(self, name: str, labels: Mapping[str, str]) -> Any:
-        """A figure under its labels. Finding it anew each time costs more than counting."""
+        """Return a metric with its labels. It is cached, because looking it up in the registry costs more than counting."""
         key = (name, *labels.values())
         child = self._children.get(key)
         if child is None:
-            figure = self._figures[name]
-            child = self._children[key] = figure.labels(**labels) if labels else figure
+            metric = self._metrics[name]
+            child = self._children[key] = metric.labels(**labels) if labels else metric
         return child
 
     def count(self, name: str, **labels: str) -> None:
-        """One more of these."""
+        """Increase a counter by 1."""
         self._child(name, labels).inc()
 
     def observe(self, name: str, value: float, **labels: str) -> None:
-        """One measured value."""
+        """Add a measured value to a histogram."""
         self._child(name, labels).observe(value)
 
     def call_ended(self, *, pool: str, tool: str, reason: str, fault: str, duration_s: float, overhead_s: float | None, pool_tenant: str = "") -> None:
-        """A tool call came to a result. `overhead_s`: what the service added; None if the call never reached its agent. `pool_tenant`: who owns the pool."""
+        """Count the result of a tool call.
+
+        Args:
+            pool: the name of the pool.
+            tool: the name of the tool.
+            reason: the reason of the result.
+            fault: the fault of the result.
+            duration_s: how long the call ran, in seconds.
+            overhead_s: how many seconds the service added; None if the call never reached its agent.
+            pool_tenant: the owner of the pool; empty if it belongs to no tenant.
+        """
         tool = tool if tool in TOOLS else OTHER_TOOL
         self.count("sandbox_exec_total", pool=pool, pool_tenant=pool_tenant, tool=tool, reason=reason, fault=fault)
         self.observe("sandbox_exec_seconds", duration_s, pool=pool, pool_tenant=pool_tenant, tool=tool)
@@ -157,26 +169,29 @@ class Telemetry:
             self.observe("sandbox_exec_overhead_seconds", max(0.0, overhead_s))
 
     def text(self, gauges: Iterable[tuple[str, Mapping[str, str], float]]) -> bytes:
-        """Everything, as Prometheus reads it.
+        """Return all metrics in the text format of Prometheus.
 
         Args:
-            gauges: what stands now: name, labels, value. What is not among them has gone.
+            gauges: the current value of every gauge: name, labels, value. A gauge that is not among them is removed.
         """
-        for name, figure in METRICS.items():
-            if figure.kind is Gauge:
-                self._figures[name].clear()
+        for name, definition in METRICS.items():
+            if definition.kind is Gauge:
+                self._metrics[name].clear()
         for name, labels, value in gauges:
-            self._figures[name].labels(**labels).set(value)  # type: ignore[union-attr]
+            self._metrics[name].labels(**labels).set(value)  # type: ignore[union-attr]
         return generate_latest(self)
 
     def collect(self) -> Iterator[Metric]:
-        """Every figure with its samples. A label without a value is left out, which Prometheus takes for the same: a pool that no tenant owns has none."""
+        """Yield every metric with its samples.
+
+        An empty `pool_tenant` label is left out, because Prometheus treats an empty label like a missing one.
+        """
         for metric in self.registry.collect():
             metric.samples = [
-                sample._replace(labels={name: value for name, value in sample.labels.items() if value or name != TENANT}) for sample in metric.samples
+                sample._replace(labels={name: value for name, value in sample.labels.items() if value or name != POOL_TENANT}) for sample in metric.samples
             ]
             yield metric
 
     def value(self, name: str, **labels: str) -> float:
-        """What one sample stands at, for tests; 0 if there is none."""
+        """Return the value of one sample; 0 if there is none. For tests."""
         return next((sample.value for metric in self.collect() for sample in metric.samples if (sample.name, sample.labels) == (name, labels)), 0.0)

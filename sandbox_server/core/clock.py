@@ -1,4 +1,4 @@
-"""Monotonic time for deadlines, wall time for records."""
+"""The clocks: monotonic time for deadlines, wall-clock time for records and clients."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Where the service reads time. `testing.FakeClock` is the other one."""
+    """The clock that the service reads. `SystemClock` is the real one, `testing.FakeClock` the one for tests."""
 
     def monotonic(self) -> float:
-        """Seconds that never jump; for deadlines."""
+        """Return a time in seconds that never jumps; for deadlines."""
         ...
 
     def wall(self) -> float:
-        """Unix seconds, UTC; for what a person or a client reads."""
+        """Return the wall-clock time in Unix seconds, UTC; for times that a person or a client reads."""
         ...
 
 
 def wall_at(clock: Clock, when: float) -> float:
-    """What the wall clock shows at a monotonic time, if it goes on from where it stands now: an earlier jump of it moves nothing."""
+    """Return the wall-clock time of a monotonic time, reckoned from what the wall clock shows now; its earlier jumps have no effect."""
     return clock.wall() + when - clock.monotonic()
 
 
 def monotonic_at(clock: Clock, when: float) -> float:
-    """The monotonic time of a moment in the past that the wall clock's time was noted of; now, where that is still to come."""
+    """Return the monotonic time of a past wall-clock time; the monotonic time of now, if the wall-clock time is in the future."""
     return clock.monotonic() - max(0.0, clock.wall() - when)
 
 
 class SystemClock:
-    """The machine's own clocks."""
+    """The clocks of the machine."""
 
     def monotonic(self) -> float:
         return time.monotonic()

@@ -1,4 +1,6 @@
-"""The one error tree. A class a code of the HTTP contract (`Stopping` has that of `Draining`); the docstring is the default message.
+"""All errors that the service reports to its callers.
+
+Each class has one error code of the HTTP contract (`Stopping` shares the code of `Draining`). The docstring of a class is its default message.
 
     PoolServiceError
     ├── Unauthorized, Forbidden
@@ -13,7 +15,7 @@
     └── Draining
         └── Stopping
 
-Which HTTP status a code has is known to `api/problems.py` alone.
+`api/problems.py` alone maps the codes to HTTP statuses.
 """
 
 from __future__ import annotations
@@ -22,11 +24,11 @@ from typing import Any, ClassVar
 
 
 class PoolServiceError(Exception):
-    """Something went wrong that the caller is told about.
+    """An error that is reported to the caller.
 
     Args:
-        detail: one sentence: what happened, to what, and what to do. Default: the class's docstring.
-        extra: further members of the problem document.
+        detail: one sentence that says what happened, to what, and what to do. The default is the docstring of the class.
+        extra: additional members of the problem document.
     """
 
     code: ClassVar[str] = "internal"

@@ -1,4 +1,4 @@
-"""Tool calls and what they come to."""
+"""Tool calls and their results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Reason(enum.StrEnum):
-    """How a call ended; the closed set of the HTTP contract."""
+    """How a call ended. The HTTP contract defines this closed set."""
 
     EXIT = "exit"
     TIMEOUT = "timeout"
@@ -27,7 +27,7 @@ class Reason(enum.StrEnum):
 
 
 class Fault(enum.StrEnum):
-    """Who is to blame."""
+    """Who is to blame for how a call ended: nobody, the policy (the model), the infrastructure (this service), or unknown."""
 
     NONE = "none"
     POLICY = "policy"
@@ -50,24 +50,25 @@ FAULTS_OF: Mapping[Reason, tuple[Fault, ...]] = {
     Reason.CALL_CONFLICT: (Fault.INFRA,),
     Reason.NOT_IMPLEMENTED: (Fault.INFRA,),
 }
-"""Every fault that a result with this reason may have; the first is the one that needs no further proof."""
+"""The faults that a result with each reason may have. The first is the fault of a result without evidence for another one."""
 FAULT_OF: Mapping[Reason, Fault] = {reason: faults[0] for reason, faults in FAULTS_OF.items()}
+"""The fault of a result without evidence for another one."""
 
 NOT_RECORDED = frozenset({Reason.BACKEND_ERROR, Reason.LEASE_LOST, Reason.CALL_CONFLICT, Reason.NOT_IMPLEMENTED})
-
+"""A result with one of these reasons is not recorded: a repeated call with the same id is executed."""
 
 LARGE_OUTPUT_BYTES = 64 << 10
-"""A result with more output than this keeps it in a file."""
+"""The output of a result is kept in a file if it is larger than this."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, weakref_slot=True)
 class OutputFile:
-    """The output of a result, in a file of the service.
+    """The output of a result in a file of the service.
 
-    Args:
-        path: the file. It is there as long as this value is.
-        size_bytes: how much it holds.
-        stdout_bytes: where standard error is apart: so much from the start is standard output, the rest is standard error.
+    Attributes:
+        path: the path of the file. The file exists at least as long as this object.
+        size_bytes: the size of the file.
+        stdout_bytes: where the file holds standard output and then standard error: the size of standard output. None otherwise.
     """
 
     path: str
@@ -77,9 +78,9 @@ class OutputFile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolCall:
-    """One unit of work in a slot, checked and with every default filled in but the pool's.
+    """One unit of work in a slot. It is validated and has every default, except those that the pool decides.
 
-    `timeout_s` None means the pool's `default_timeout_s`.
+    `timeout_s`: None for the pool's `default_timeout_s`.
     """
 
     call_id: str
@@ -95,7 +96,10 @@ class ToolCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """What a tool call came to. `output` is what the process wrote, bounded, as bytes; the api decodes it. Where it is in `output_file`, it is nowhere else."""
+    """The result of a tool call.
+
+    `output` is the bounded output of the process as bytes, which the api package decodes. An output in `output_file` is not in memory too.
+    """
 
     call_id: str
     lease_id: str
@@ -119,17 +123,17 @@ class Result:
 
     @property
     def is_separate(self) -> bool:
-        """Whether standard output and standard error are apart."""
+        """Whether the result has standard output and standard error separately."""
         if self.output_file is not None:
             return self.output_file.stdout_bytes is not None
         return self.stdout is not None or self.stderr is not None
 
     @property
     def held_bytes(self) -> int:
-        """How much output it holds in memory."""
+        """The size of the outputs in memory, in bytes."""
         return len(self.output) + len(self.stdout or b"") + len(self.stderr or b"")
 
     @property
     def success(self) -> bool:
-        """`exit` with code 0, or a file tool that did its work."""
+        """Whether the process exited with code 0, or a file tool succeeded."""
         return self.reason is Reason.EXIT and (self.exit_code == 0 or self.tool_ok)

@@ -1,7 +1,7 @@
-"""The life of a sandbox and of a slot: states, events, one table each.
+"""The lifecycle of a sandbox and of a slot: their states, the events, and one transition table for each.
 
-Rule 1: every move that a sandbox or a slot can make stands in this file. A pair that is not listed is a mistake in the service,
-so `next_sandbox_state` and `next_slot_state` raise and name both halves.
+Every transition that a sandbox or a slot can make is listed in this file. A pair of state and event that is not listed is an error in the service:
+`next_sandbox_state` and `next_slot_state` raise an exception that names both.
 """
 
 from __future__ import annotations
@@ -13,41 +13,41 @@ from sandbox_server.core.types import SandboxState, SlotState
 
 
 class SandboxEvent(enum.StrEnum):
-    """What can happen to a sandbox."""
+    """The events that change the state of a sandbox."""
 
-    #: its agent answered and may be used
+    #: its agent has answered for the first time
     CONNECT = "connect"
-    #: no new leases; gone when the last one ends
+    #: it gets no new leases, and is destroyed when its last lease ends
     DRAIN = "drain"
-    #: it could not be made, died, vanished or cannot be reached; its leases are over
+    #: it could not be created, died, disappeared or cannot be reached; its leases have ended
     FAIL = "fail"
-    #: the backend says that nothing of it is left
+    #: the backend has confirmed that nothing of it is left
     DESTROY = "destroy"
 
 
 class SlotEvent(enum.StrEnum):
-    """What can happen to a slot."""
+    """The events that change the state of a slot."""
 
-    #: a lease takes it
+    #: it is granted to a lease
     GRANT = "grant"
-    #: its lease ended, however that came
+    #: its lease has ended, for any reason
     RELEASE = "release"
-    #: it was kept for a run, or free with a dead init, and is made clean for anyone
+    #: it was kept for a run or free, and is reset so that any run can use it
     RECLAIM = "reclaim"
-    #: its reset is proven
+    #: its reset has ended and was proven clean
     CLEAN = "clean"
-    #: its processes are gone, its files stay for the run that left them
+    #: its processes have ended, and its files are kept for their run
     KEEP = "keep"
-    #: its reset cannot be proven; never leased again
+    #: its reset could not be proven clean; it is never leased again
     DIRTY = "dirty"
 
 
 class IllegalTransition(AssertionError):
-    """Something happened to a sandbox or slot that cannot happen in its state.
+    """An event occurred in a state in which it cannot occur.
 
     Args:
-        state: where it was.
-        event: what happened.
+        state: the state of the sandbox or slot.
+        event: the event.
     """
 
     def __init__(self, state: SandboxState | SlotState, event: SandboxEvent | SlotEvent) -> None:
@@ -56,7 +56,7 @@ class IllegalTransition(AssertionError):
         super().__init__(f"{type(event).__name__} {event.value!r} cannot happen in {type(state).__name__} {state.value!r}")
 
 
-# A new sandbox is STARTING. FAILED still counts as one of the pool's until the backend has taken away what is left of it.
+# A new sandbox is STARTING. A FAILED sandbox counts as a sandbox of its pool until the backend has destroyed what is left of it.
 SANDBOX_TRANSITIONS: Mapping[tuple[SandboxState, SandboxEvent], SandboxState] = {
     (SandboxState.STARTING, SandboxEvent.CONNECT): SandboxState.READY,
     (SandboxState.STARTING, SandboxEvent.DRAIN): SandboxState.DRAINING,
@@ -68,7 +68,7 @@ SANDBOX_TRANSITIONS: Mapping[tuple[SandboxState, SandboxEvent], SandboxState] = 
     (SandboxState.FAILED, SandboxEvent.DESTROY): SandboxState.GONE,
 }
 
-# A new slot is RESETTING until its agent says that it is clean. A slot goes with its sandbox, whatever its state.
+# A new slot is RESETTING until its agent reports that it is clean. A slot in any state disappears together with its sandbox.
 SLOT_TRANSITIONS: Mapping[tuple[SlotState, SlotEvent], SlotState] = {
     (SlotState.READY, SlotEvent.GRANT): SlotState.LEASED,
     (SlotState.READY, SlotEvent.RECLAIM): SlotState.RESETTING,
@@ -84,10 +84,10 @@ SLOT_TRANSITIONS: Mapping[tuple[SlotState, SlotEvent], SlotState] = {
 
 
 def next_sandbox_state(state: SandboxState, event: SandboxEvent) -> SandboxState:
-    """Where the event leads.
+    """Return the state that follows.
 
     Raises:
-        IllegalTransition: it cannot happen there.
+        IllegalTransition: the event cannot occur in this state.
     """
     try:
         return SANDBOX_TRANSITIONS[state, event]
@@ -96,10 +96,10 @@ def next_sandbox_state(state: SandboxState, event: SandboxEvent) -> SandboxState
 
 
 def next_slot_state(state: SlotState, event: SlotEvent) -> SlotState:
-    """Where the event leads.
+    """Return the state that follows.
 
     Raises:
-        IllegalTransition: it cannot happen there.
+        IllegalTransition: the event cannot occur in this state.
     """
     try:
         return SLOT_TRANSITIONS[state, event]

@@ -1,4 +1,4 @@
-"""The standard input and output of a program inside a sandbox: a backend opens it, the link to an agent speaks through it."""
+"""The standard input and output of a program inside a sandbox. A backend opens the pipe, and the link to the agent uses it."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ class Pipe(Protocol):
     """
 
     async def read(self) -> bytes:
-        """Wait for bytes that the program has written to its standard output.
+        """Wait for output of the program.
 
         Returns:
-            At least one byte, and at most what fits into memory without a thought (some hundred kilobytes); nothing once the output has ended.
+            Bytes that the program has written to its standard output: at least one, and at most some hundred kilobytes. Empty once the output has ended.
 
         Raises:
-            OSError: the program cannot be reached any more.
+            OSError: the connection to the program is lost.
         """
         ...
 
     async def write(self, data: bytes) -> None:
-        """Write bytes to the program's standard input. Returns once it takes more, so that what waits here stays small.
+        """Write bytes to the program's standard input. Returns once the pipe can accept more, so that little data is buffered here.
 
         Raises:
-            OSError: the program has closed its standard input, or cannot be reached any more.
+            OSError: the program has closed its standard input, or the connection to it is lost.
         """
         ...
 
     async def wait_for_exit(self) -> str:
-        """Wait until the program has ended, after its output has.
+        """Wait until the program has ended. To be called after its output has ended.
 
         Returns:
-            Its exit code and the last of what it wrote to its standard error, as part of a sentence; empty if it ended without an error.
+            A clause with its exit code and the end of its standard error; empty if it ended without an error.
         """
         ...
 
     async def close(self) -> None:
-        """Close the program's standard input and see that the program ends, within a few seconds. A pipe that is closed already stays closed."""
+        """Close the program's standard input, and make sure that the program ends within a few seconds. Does nothing if the pipe is closed."""
         ...

@@ -1,4 +1,4 @@
-"""The nouns of the service: pool specs, sandboxes, slots, leases. Frozen values, no behaviour beyond reading themselves."""
+"""The values of the service: pool specs, sandboxes, slots and leases. They are frozen and have no behaviour except properties."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalSpec:
-    """What only the local backend knows. `expose`: absolute paths of this machine that slots see read-only."""
+    """The settings of the local backend. `expose`: absolute paths of this machine that slots can read."""
 
     expose: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NomadSpec:
-    """What only the Nomad backend knows."""
+    """The settings of the Nomad backend."""
 
     address: str = "http://localhost:4646"
     job_id: str = "atropos-sandbox"
@@ -31,7 +31,7 @@ class NomadSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModalSpec:
-    """What only the Modal backend knows."""
+    """The settings of the Modal backend."""
 
     app_name: str = "atropos-sandbox"
     gpu: str | None = None
@@ -40,7 +40,7 @@ class ModalSpec:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolSpec:
-    """What one pool is made of. Field names and defaults are those of the HTTP contract's pool spec."""
+    """The specification of a pool. The names and defaults of the fields are those of the pool spec in the HTTP contract."""
 
     backend: str = "local"
     image: str | None = None
@@ -79,46 +79,49 @@ class PoolSpec:
 
     @property
     def max_slots(self) -> int:
-        """More than this many slots the pool can never hold."""
+        """The largest number of slots that the pool can have."""
         return self.max_sandboxes * self.slots_per_sandbox
 
     @property
     def reserved_slots(self) -> int:
-        """So many slots the pool has whether anybody asks for them or not: its minimum, and its warm slots, in whole sandboxes."""
+        """The number of slots that the pool has even without any acquire: those of `min_sandboxes` and `warm_slots`, in whole sandboxes."""
         warm = -(-self.warm_slots // self.slots_per_sandbox)
         return min(max(self.min_sandboxes, warm), self.max_sandboxes) * self.slots_per_sandbox
 
     @property
     def slots_have_network(self) -> bool:
-        """Whether a slot of this pool starts with the sandbox's network."""
+        """Whether a slot of this pool has network access when it is granted without restrictions."""
         return self.allow_network and self.network != "none"
 
 
 @dataclass(frozen=True, slots=True)
 class PoolId:
-    """Which pool: names are per tenant. `tenant`: who owns it; None: no tenant does, as with those of the settings file."""
+    """Identifies a pool. Names are unique for each tenant.
+
+    `tenant`: the owner; None for a pool that belongs to no tenant, such as those of the settings file.
+    """
 
     name: str
     tenant: str | None = None
 
     @property
     def key(self) -> str:
-        """Both in one text, unlike that of any other pool: no name of a pool holds a slash."""
+        """The owner and the name in one string. It is unique, because the name of a pool cannot contain a slash."""
         return self.name if self.tenant is None else f"{self.tenant}/{self.name}"
 
     @property
     def fields(self) -> dict[str, Any]:
-        """What log lines and events say of it."""
+        """The fields that identify the pool in log lines and events."""
         return {"pool": self.name, "pool_tenant": self.tenant}
 
     @property
     def labels(self) -> dict[str, str]:
-        """What metrics say of it."""
+        """The labels that identify the pool in metrics."""
         return {"pool": self.name, "pool_tenant": self.tenant or ""}
 
 
 class SandboxState(enum.StrEnum):
-    """Where a sandbox is in its life. The allowed moves are in `lifecycle.py`."""
+    """The state of a sandbox. `lifecycle.py` lists the transitions."""
 
     STARTING = "starting"
     READY = "ready"
@@ -128,7 +131,7 @@ class SandboxState(enum.StrEnum):
 
 
 class SlotState(enum.StrEnum):
-    """Where a slot is in its life. The allowed moves are in `lifecycle.py`."""
+    """The state of a slot. `lifecycle.py` lists the transitions."""
 
     READY = "ready"
     LEASED = "leased"
@@ -139,23 +142,30 @@ class SlotState(enum.StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlotRef:
-    """Which slot, of which sandbox."""
+    """Identifies a slot: its sandbox, and its id within the sandbox."""
 
     sandbox_id: str
     slot_id: str
 
     @property
     def name(self) -> str:
-        """What the slot is called outside of its sandbox, where each agent counts its own: `SANDBOX/SLOT`."""
+        """A name that is unique among all sandboxes: `SANDBOX/SLOT`. The slot id alone is unique only within its sandbox."""
         return f"{self.sandbox_id}/{self.slot_id}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Handle:
-    """How a created sandbox is found again: what a backend's `create` yields, step by step.
+    """Everything that is needed to find a sandbox again. A backend's `create` yields a handle after each step of the creation.
 
-    `pool` is the key of its pool's id. `address` is set once an agent can be reached: `unix:PATH`, `tls:HOST:PORT` or `stdio:ANYTHING`.
-    `token` authenticates the service to the agent, `certificate` (PEM, for `tls:`) the agent to the service. `data` is the backend's own, JSON values only.
+    Attributes:
+        backend: the name of the backend.
+        pool: the `PoolId.key` of the pool.
+        owner: the id of the service that created the sandbox.
+        sandbox_id: the id of the sandbox.
+        address: the address of the agent once it can be reached: `unix:PATH`, `tls:HOST:PORT` or `stdio:ANYTHING`.
+        token: authenticates the service to the agent.
+        certificate: authenticates the agent to the service, in PEM; only for `tls:`.
+        data: JSON values that only the backend uses.
     """
 
     backend: str
@@ -170,7 +180,7 @@ class Handle:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AcquireRequest:
-    """One acquire, checked. `wait_s` None means the pool's `acquire_timeout_s`."""
+    """A validated acquire. `wait_s`: None for the pool's `acquire_timeout_s`."""
 
     tenant: str
     pool: str
@@ -187,7 +197,7 @@ class AcquireRequest:
 
 
 class LeaseState(enum.StrEnum):
-    """Whether a lease holds, or how it ended."""
+    """Whether a lease is held, or how it ended."""
 
     HELD = "held"
     RELEASED = "released"
@@ -197,7 +207,7 @@ class LeaseState(enum.StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lease:
-    """The time-bounded right to use one slot. Times are wall-clock Unix seconds; deadlines are the book's, monotonic."""
+    """The time-bounded right to use one slot. Times are wall-clock times in Unix seconds; the monotonic deadlines are in the lease book."""
 
     lease_id: str
     epoch: int
@@ -220,30 +230,30 @@ class Lease:
     labels: Mapping[str, str] = field(default_factory=dict)
     ended_at: float | None = None
     end_detail: str = ""
-    end_evidence: Mapping[str, Any] = field(default_factory=dict)  # what its end rests on, where its slot's agent has said so
-    pool_tenant: str | None = None  # who owns the pool; None: no tenant
+    end_evidence: Mapping[str, Any] = field(default_factory=dict)  # what the agent reported about why it ended
+    pool_tenant: str | None = None  # the owner of the pool; None if it belongs to no tenant
 
     @property
     def pool_id(self) -> PoolId:
-        """Which pool its slot is of."""
+        """The id of the pool that the slot belongs to."""
         return PoolId(self.pool, self.pool_tenant)
 
     @property
     def slot(self) -> SlotRef:
-        """Where the lease's work runs."""
+        """The slot that the lease holds."""
         return SlotRef(sandbox_id=self.sandbox_id, slot_id=self.slot_id)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Acquired:
-    """What an acquire came to."""
+    """The result of an acquire: the leases, and how long it waited for them in seconds."""
 
     leases: tuple[Lease, ...]
     waited_s: float
 
 
 class PoolState(enum.StrEnum):
-    """Whether a pool takes acquires. Whether it can serve them now, its slots and its last error say."""
+    """Whether a pool accepts acquires. Its slot counts and its last error show whether it can serve them now."""
 
     READY = "ready"
     DRAINING = "draining"
@@ -251,7 +261,10 @@ class PoolState(enum.StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClaimantView:
-    """The acquire for which a pool holds what comes free. `held_slots`: how many it holds now; `waited_s`: since the acquire came."""
+    """What a caller can see of the claimant: the acquire for which a pool holds the slots that come free.
+
+    `held_slots`: how many slots are held now. `waited_s`: how long the acquire has waited, in seconds.
+    """
 
     tenant: str
     run_id: str | None
@@ -262,11 +275,13 @@ class ClaimantView:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolView:
-    """What a caller may see of a pool.
+    """What a caller can see of a pool.
 
-    `tenant`: who owns it; None: no tenant does. `shared`: every tenant may use it.
-    `effective`: the limits that hold for each slot, as the agent that spoke last said; empty before the first has.
-    `last_error`: why it cannot make sandboxes, or, where it drains, why it does and when it is gone.
+    Some of its attributes:
+        tenant: the owner; None for a pool that belongs to no tenant.
+        shared: whether every tenant may use it.
+        effective: the limits in effect for each slot, as the agent that reported last says; empty before the first report.
+        last_error: why it cannot create sandboxes; of a draining pool, why it drains and when it is removed.
     """
 
     name: str
@@ -287,7 +302,7 @@ class PoolView:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SandboxView:
-    """What a caller may see of a sandbox."""
+    """What a caller can see of a sandbox."""
 
     sandbox_id: str
     pool: str

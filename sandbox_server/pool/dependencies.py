@@ -13,7 +13,7 @@ from sandbox_server.core.types import AcquireRequest
 from sandbox_server.link import AgentLink, Endpoint
 from sandbox_server.pool.events import EventLog
 from sandbox_server.pool.fleet.ticker import LoopTimers, Timers
-from sandbox_server.pool.leasing.claims import CLAIM_AFTER_S
+from sandbox_server.pool.leasing.serving_rules import CLAIM_AFTER_S
 from sandbox_server.store.base import Store
 
 

@@ -171,7 +171,7 @@ class GrantService:
         unable = next((e for e in errors if isinstance(e, NotSupportedByAgent | RequestInvalid)), None)
         unrecorded = next((e for e in errors if isinstance(e, PoolServiceError)), None)
         if unable is not None:
-            self._answer(waiter, rights.cannot(leases[0], unable.detail))
+            self._answer(waiter, rights.rights_not_supported(leases[0], unable.detail))
         elif unrecorded is not None:
             self._answer(waiter, unrecorded)
         elif waiter.seq not in self._answers:

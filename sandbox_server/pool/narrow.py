@@ -46,7 +46,7 @@ async def narrow(pool: Pool, lease: Lease, allow_network: bool | None, cache: st
         raise BackendUnavailable(f"the agent cannot be reached: {silent}", lease_id=lease.lease_id) from None
     except (NotSupportedByAgent, RequestInvalid) as refused:
         _check_held(pool, lease.lease_id)
-        raise rights.cannot(lease, refused.detail) from None
+        raise rights.rights_not_supported(lease, refused.detail) from None
     except AgentRefused as refused:
         _check_held(pool, lease.lease_id)
         raise BackendUnavailable(f"the agent could not narrow the slot: {refused.detail}", lease_id=lease.lease_id) from None

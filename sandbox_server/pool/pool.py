@@ -36,7 +36,8 @@ from sandbox_server.pool.fleet.ticker import Ticker
 from sandbox_server.pool.grants import GrantService
 from sandbox_server.pool.leasing.ended_leases import EndedLeases, end_error
 from sandbox_server.pool.leasing.lease_book import LeaseBook
-from sandbox_server.pool.leasing.wait_queue import Waiter, crowded_out, held_back, none_free
+from sandbox_server.pool.leasing.no_capacity import crowded_out, held_back, none_free
+from sandbox_server.pool.leasing.wait_queue import Waiter
 from sandbox_server.store.base import CacheRecord, State
 
 log = logging.getLogger(__name__)

@@ -87,7 +87,7 @@ class Quotas:
     def admits(self, request: AcquireRequest) -> bool:
         """Whether an acquire that waits may be served now: its tenant's limit may be lower than when it came."""
         most = self._dependencies.max_leases(request.tenant)
-        return most is None or sum(pool.book.leased_by[request.tenant] for pool in self._pools.values()) + request.count <= most
+        return most is None or sum(pool.book.lease_count_by_tenant[request.tenant] for pool in self._pools.values()) + request.count <= most
 
     def check_waiters(self, tenant: str) -> None:
         """Refuse that one more acquire queues, the one that just joined the line included in those that do.
@@ -106,7 +106,7 @@ class Quotas:
 
 def _leases(pool: Pool, tenant: str) -> int:
     """The leases that a tenant holds and waits for in a pool."""
-    return pool.book.leased_by[tenant] + pool.book.queue.wanted_by[tenant]
+    return pool.book.lease_count_by_tenant[tenant] + pool.book.queue.slots_wanted_by_tenant[tenant]
 
 
 def _too_much(why: str, limit: str) -> QuotaExceeded:

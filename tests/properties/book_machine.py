@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from sandbox_server.core.types import AcquireRequest, Lease, LeaseState, PoolId, PoolSpec, SandboxState, SlotRef, SlotState
-from sandbox_server.pool.leasing.claims import CLAIM_AFTER_S
 from sandbox_server.pool.leasing.lease_book import LeaseBook
-from sandbox_server.pool.leasing.serving_order import KEEPING_S
+from sandbox_server.pool.leasing.serving_order import WAIT_FOR_KEPT_SLOT_S
+from sandbox_server.pool.leasing.serving_rules import CLAIM_AFTER_S
 from sandbox_server.pool.leasing.wait_queue import Waiter
 from sandbox_server.store.base import SandboxRecord
 from sandbox_server.store.memory import MemoryStore
@@ -71,7 +71,7 @@ class BookMachine(RuleBasedStateMachine):
     def _new_book(self) -> LeaseBook:
         book = LeaseBook(
             *(PoolId("p"), PoolSpec(), self.clock, self.store.put, WEIGHTS.__getitem__, lambda: f"l-{next(self.ids)}"),
-            admits=lambda request: self._admits(request, book.leased_by),
+            admits=lambda request: self._admits(request, book.lease_count_by_tenant),
             capacity=lambda: self.capacity,
         )
         self.claims = ClaimModel(CLAIM_AFTER_S, len(TENANTS), self.clock.monotonic, self._may_claim)
@@ -90,13 +90,13 @@ class BookMachine(RuleBasedStateMachine):
         return sum(slot.state is SlotState.READY or (slot.state is SlotState.KEPT and holder[1] is not None and slot.keep == holder) for slot in open_slots)
 
     def _is_open(self, ref: SlotRef) -> bool:
-        return self.book.table.slots_by_sandbox[ref.sandbox_id].open
+        return not self.book.table.slots_by_sandbox[ref.sandbox_id].is_cordoned
 
     # What the pool does after every step.
 
     def _assign(self) -> None:
         while True:
-            leased = Counter(self.book.leased_by)
+            leased = Counter(self.book.lease_count_by_tenant)
             usable = self.book.table.usable()
             self.claims.look(self.waiting, leased, self._has)
             self.claims.begin_assigning(self._has)
@@ -168,7 +168,7 @@ class BookMachine(RuleBasedStateMachine):
     def acquire(self, requests: list[AcquireRequest]) -> None:
         for request in requests:
             self.waiting.append(self.book.enqueue(request, wait_s=150.0))
-            self.claims.look(self.waiting, self.book.leased_by, self._has)
+            self.claims.look(self.waiting, self.book.lease_count_by_tenant, self._has)
             self._assign()
 
     @precondition(lambda self: self.held)
@@ -263,7 +263,7 @@ class BookMachine(RuleBasedStateMachine):
         """The narrowing of a grant failed: it is given back, and the waiter waits again at its old place."""
         waiter = self.book.enqueue(AcquireRequest(tenant=data.draw(st.sampled_from(TENANTS)), pool="p"), wait_s=150.0)
         self.waiting.append(waiter)
-        self.claims.look(self.waiting, self.book.leased_by, self._has)
+        self.claims.look(self.waiting, self.book.lease_count_by_tenant, self._has)
         self._assign()
         if waiter in self.waiting:
             return
@@ -348,11 +348,11 @@ class BookMachine(RuleBasedStateMachine):
         slots = list(table)
         assert {slot.ref for slot in slots} == self.known_slots, "a slot was lost"
         assert Counter(slot.state for slot in slots) == +table.counts
-        assert table.free_count == sum(1 for slot in slots if slot.state is SlotState.READY and table.slots_by_sandbox[slot.ref.sandbox_id].open)
+        assert table.free_count == sum(1 for slot in slots if slot.state is SlotState.READY and not table.slots_by_sandbox[slot.ref.sandbox_id].is_cordoned)
         assert {slot.lease_id for slot in slots if slot.state is SlotState.LEASED} == set(self.book.held) == set(self.held)
         assert all(slot.lease_id is None for slot in slots if slot.state is not SlotState.LEASED)
         assert {slot.ref for slot in slots if slot.state is SlotState.QUARANTINED} == self.dirty & self.known_slots
-        assert +self.book.leased_by == Counter(busy.lease.tenant for busy in self.held.values())
+        assert +self.book.lease_count_by_tenant == Counter(busy.lease.tenant for busy in self.held.values())
         assert self.book.queue.slots_wanted == sum(waiter.request.count for waiter in self.waiting)
 
     @invariant()
@@ -360,12 +360,14 @@ class BookMachine(RuleBasedStateMachine):
         """Whoever is first in the order and fits is served: a lone head never waits beside enough free slots."""
         if not hasattr(self, "book") or not self.waiting:
             return
-        heads = [waiters[0] for waiters in self._turns().values() if self._admits(waiters[0].request, self.book.leased_by)]
+        heads = [waiters[0] for waiters in self._turns().values() if self._admits(waiters[0].request, self.book.lease_count_by_tenant)]
         if not heads:
             return
-        first = min(heads, key=lambda waiter: (self.book.leased_by[waiter.request.tenant] / WEIGHTS[waiter.request.tenant], waiter.seq))
+        first = min(heads, key=lambda waiter: (self.book.lease_count_by_tenant[waiter.request.tenant] / WEIGHTS[waiter.request.tenant], waiter.seq))
         about_to_be_kept = first.request.run_id and any(
-            slot.state is SlotState.RESETTING and slot.keep == (first.request.tenant, first.request.run_id) and slot.since + KEEPING_S > self.clock.monotonic()
+            slot.state is SlotState.RESETTING
+            and slot.keep == (first.request.tenant, first.request.run_id)
+            and slot.since + WAIT_FOR_KEPT_SLOT_S > self.clock.monotonic()
             for slot in self.book.table
         )
         kept = len(self.book.order.kept_for(first.request))

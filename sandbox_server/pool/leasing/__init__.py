@@ -1,1 +1,1 @@
-"""Who has which slot, and who waits: plain data and rules, no I/O."""
+"""Which lease holds which slot, and which acquires wait: plain data structures and rules, without I/O."""

@@ -1,107 +1,94 @@
-"""The claimant of one pool: the waiting acquire for which the pool holds every slot that comes free, so that no head of a tenant starves."""
+"""The choice of the claimant: the waiting acquire for which the pool holds every slot that comes free, so that no acquire waits for ever."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from sandbox_server.core.clock import Clock
-from sandbox_server.core.types import AcquireRequest
+from sandbox_server.pool.leasing.serving_rules import ServingRules
 from sandbox_server.pool.leasing.wait_queue import Waiter, WaitQueue
-
-CLAIM_AFTER_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Rest:
-    """A tenant's claim ended although it was not served, and the tenant does not claim again for as long as that claim lasted.
+class ClaimPause:
+    """The time for which a tenant may not claim after its claim ended without being served. It is as long as that claim was.
 
-    Args:
-        claimed_s: how long it lasted, in seconds.
+    Attributes:
+        claimed_s: how long the claim lasted, in seconds.
         until: when the tenant may claim again, monotonic.
-        spared: who may claim at once all the same: the waiter that was claimant, where it could not be served for a while and is still first.
+        exempt: the waiter that was the claimant, if it is still the first of its tenant and only could not be served for a while: it may claim
+            again at once.
     """
 
     claimed_s: float
     until: float
-    spared: Waiter | None
+    exempt: Waiter | None
 
 
 class Claims:
     """Chooses the claimant.
 
-    The first waiter of each tenant ages from when it became the first. Once it has aged `claim_after_s`, the oldest of them becomes the claimant, and
-    stays it until it is served, leaves the line, is not its tenant's first any more, or could not be served whatever is given back.
-    A tenant's next waiter is younger than all who are first already, so at most one claimant of every other tenant goes before any of them.
-    A tenant whose claimant ends unserved claims again only after as long as that claim lasted: one claim after the other could else hold the slots for
-    ever, and nobody would ever be served by it.
+    The age of a tenant's first waiter counts from the moment at which it became the first. A first waiter whose age has reached `claim_after_s` may
+    claim. The oldest of them becomes the claimant. It stays the claimant until it is served, leaves the queue, is no longer the first of its tenant,
+    or could not be served even if every lease ended.
+
+    The next waiter of the claimant's tenant is younger than every waiter that is already the first of its tenant. So at most one claimant of each
+    other tenant is served before any of them.
+
+    A tenant whose claimant was not served may claim again only after as long as that claim lasted. Otherwise claims of one tenant that end one after
+    the other could hold the free slots for ever, although no acquire is served with them.
 
     Args:
-        line: who waits.
-        clock: its monotonic time is the age.
-        claim_after_s: at what age a tenant's first may claim, in seconds.
-        admits: whether its tenant's own limits let an acquire be served now.
-        capacity: how many slots the pool could give at once when every lease had ended and every sandbox that it may have was there.
-        leased_by: how many leases of the pool each tenant holds; a tenant's own cannot end for what it waits for.
+        queue: the waiting acquires.
+        rules: the parameters.
+        lease_count_by_tenant: how many leases of the pool each tenant holds. A tenant's own leases cannot be expected to end while it waits.
     """
 
-    def __init__(
-        self,
-        line: WaitQueue,
-        clock: Clock,
-        claim_after_s: float,
-        admits: Callable[[AcquireRequest], bool],
-        capacity: Callable[[], float],
-        leased_by: Mapping[str, int],
-    ) -> None:
+    def __init__(self, queue: WaitQueue, rules: ServingRules, lease_count_by_tenant: Mapping[str, int]) -> None:
         self.claimant: Waiter | None = None
-        self._line = line
-        self._clock = clock
-        self._claim_after_s = claim_after_s
-        self._admits = admits
-        self._capacity = capacity
-        self._leased_by = leased_by
+        self._queue = queue
+        self._rules = rules
+        self._lease_count_by_tenant = lease_count_by_tenant
         self._claimed_at = 0.0
-        self._rests: dict[str, Rest] = {}
+        self._pauses: dict[str, ClaimPause] = {}
 
-    def update(self) -> None:
-        """Let the claimant be who it must be now."""
+    def update_claimant(self) -> None:
+        """End the claim if the claimant may not claim any more, and choose a new claimant if there is none."""
         if self.claimant is not None and not (self._is_first(self.claimant) and self._may_claim(self.claimant)):
-            self._end(self.claimant)
+            self._end_claim(self.claimant)
         if self.claimant is None:
-            now = self._clock.monotonic()
-            aged = (head for head in self._line.heads() if self._due(head) <= now)
-            self.claimant = next(filter(self._may_claim, aged), None)
+            now = self._rules.clock.monotonic()
+            old_enough = (head for head in self._queue.heads() if self._may_claim_from(head) <= now)
+            self.claimant = next(filter(self._may_claim, old_enough), None)
             self._claimed_at = now
 
-    def next_due(self) -> float:
-        """When there may be a claimant where there is none, although nothing happens, monotonic."""
+    def next_claim_at(self) -> float:
+        """Return when a waiter becomes old enough to claim, monotonic; infinite while there is a claimant."""
         if self.claimant is not None:
             return float("inf")
-        now = self._clock.monotonic()
-        return min((due for head in self._line.heads() if (due := self._due(head)) > now), default=float("inf"))
+        now = self._rules.clock.monotonic()
+        return min((at for head in self._queue.heads() if (at := self._may_claim_from(head)) > now), default=float("inf"))
 
-    def _end(self, claimant: Waiter) -> None:
-        """It is the claimant no more."""
+    def _end_claim(self, claimant: Waiter) -> None:
         self.claimant = None
-        tenant, now = claimant.request.tenant, self._clock.monotonic()
-        before = self._rests.pop(tenant, None)
+        tenant, now = claimant.request.tenant, self._rules.clock.monotonic()
+        previous = self._pauses.pop(tenant, None)
         if claimant.leases:
             return
         claimed_s = now - self._claimed_at
-        if before is not None and before.spared is claimant:
-            claimed_s += before.claimed_s
-        self._rests[tenant] = Rest(claimed_s, now + claimed_s, claimant if self._is_first(claimant) else None)
+        if previous is not None and previous.exempt is claimant:
+            claimed_s += previous.claimed_s
+        self._pauses[tenant] = ClaimPause(claimed_s, now + claimed_s, claimant if self._is_first(claimant) else None)
 
-    def _due(self, head: Waiter) -> float:
-        """From when on it may claim, monotonic."""
-        aged, rest = head.first_since + self._claim_after_s, self._rests.get(head.request.tenant)
-        return aged if rest is None or rest.spared is head else max(aged, rest.until)
+    def _may_claim_from(self, head: Waiter) -> float:
+        """Return from when on a first waiter is old enough to claim, monotonic."""
+        old_enough_at, pause = head.head_since + self._rules.claim_after_s, self._pauses.get(head.request.tenant)
+        return old_enough_at if pause is None or pause.exempt is head else max(old_enough_at, pause.until)
 
     def _is_first(self, waiter: Waiter) -> bool:
-        return waiter.waiting and self._line.head(waiter.request.tenant) is waiter
+        return waiter.waiting and self._queue.head(waiter.request.tenant) is waiter
 
     def _may_claim(self, waiter: Waiter) -> bool:
-        # It cannot be served before its tenant has given back leases of its own: nothing is held for it until then.
-        own = self._leased_by.get(waiter.request.tenant, 0)
-        return self._admits(waiter.request) and waiter.request.count <= self._capacity() - own
+        # Where its tenant holds so many leases that it cannot be served before some of them end, no slots are held for it until then.
+        own_leases = self._lease_count_by_tenant.get(waiter.request.tenant, 0)
+        return self._rules.admits(waiter.request) and waiter.request.count <= self._rules.capacity() - own_leases

@@ -1,4 +1,7 @@
-"""Heaps whose entries may outlive what they are of: who has ended stays in until its time comes, or until most of the heap is of such."""
+"""Heaps that may contain stale entries.
+
+An entry of an object that has ended stays in its heap until it reaches the top, or until most of the heap consists of such entries.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +11,20 @@ from typing import Any, TypeVar
 
 T = TypeVar("T", bound=tuple[float, Any])
 
-#: So many entries of what has ended are no reason to make a heap anew.
-SLACK = 1024
+#: A heap is not rebuilt for this many stale entries or fewer.
+MAX_STALE_ENTRIES = 1024
 
 
-def tidied(heap: list[T], living: int, entries: Iterable[T]) -> list[T]:
-    """The heap, or a new one where most of it is of what has ended.
+def without_stale_entries(heap: list[T], live_count: int, live_entries: Iterable[T]) -> list[T]:
+    """Return the heap, or a new heap if most entries are stale.
 
     Args:
-        heap: as it is.
-        living: how many things have not ended.
-        entries: theirs; looked at only for a new heap.
+        heap: the heap.
+        live_count: how many objects have not ended.
+        live_entries: the entries of those objects; read only if a new heap is made.
     """
-    if len(heap) <= SLACK + 2 * living:
+    if len(heap) <= MAX_STALE_ENTRIES + 2 * live_count:
         return heap
-    fresh = list(entries)
-    heapq.heapify(fresh)
-    return fresh
+    new_heap = list(live_entries)
+    heapq.heapify(new_heap)
+    return new_heap

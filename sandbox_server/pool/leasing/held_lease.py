@@ -1,4 +1,4 @@
-"""The held leases of a pool, by id, by tenant, by run, and by when they end; and the order to reset a slot once its lease has ended."""
+"""The held leases of a pool: an index by id, by tenant, by run and by expiry; and the order to reset a slot after its lease has ended."""
 
 from __future__ import annotations
 
@@ -8,131 +8,156 @@ from dataclasses import dataclass, replace
 
 from sandbox_server.core.clock import Clock, wall_at
 from sandbox_server.core.types import Lease, SlotRef
-from sandbox_server.pool.leasing.heaps import tidied
-from sandbox_server.pool.leasing.slot_table import Holder
+from sandbox_server.pool.leasing.heaps import without_stale_entries
+from sandbox_server.pool.leasing.slot_table import RunKey
 
-#: How long a lease outlasts its last running call, in seconds.
-STRETCH_S = 60.0
+#: How long a lease is held after its last running call has ended, in seconds.
+EXTENSION_AFTER_CALL_S = 60.0
 
 
 @dataclass(slots=True, eq=False)
 class HeldLease:
-    """The moving side of a held lease. `parked`: its expiry is not in the heap, because a call is running past it.
+    """A held lease and what decides when it expires. Times are monotonic.
 
-    `calls_unknown`: it was held by an earlier life of this service, and whether one of its calls still runs is being found out.
+    Attributes:
+        lease: the lease.
+        deadline: when the lease expires if it is neither renewed nor used.
+        running_call_count: how many calls run in it.
+        calls_unknown: the lease was adopted after a restart, and it is not known yet whether a call still runs in it.
+        last_call_ended_at: when its last call ended; None if there was none.
+        is_out_of_heap: the heap of expiries has no entry for it, because a call was running at its expiry.
     """
 
     lease: Lease
     deadline: float
-    running: int = 0
+    running_call_count: int = 0
     calls_unknown: bool = False
-    quiet_since: float | None = None
-    parked: bool = False
+    last_call_ended_at: float | None = None
+    is_out_of_heap: bool = False
 
     @property
     def is_busy(self) -> bool:
-        """Whether a call runs, as far as is known."""
-        return bool(self.running) or self.calls_unknown
+        """Whether a call runs in it, or may be running."""
+        return bool(self.running_call_count) or self.calls_unknown
 
     @property
     def ends_at(self) -> float:
-        """When it ends by itself, monotonic: the later of its deadline and the end of its last running call + 60 s."""
+        """When it expires: at its deadline, or 60 s after its last call ended if that is later. Infinite while a call runs."""
         if self.is_busy:
             return float("inf")
-        return self.deadline if self.quiet_since is None else max(self.deadline, self.quiet_since + STRETCH_S)
+        if self.last_call_ended_at is None:
+            return self.deadline
+        return max(self.deadline, self.last_call_ended_at + EXTENSION_AFTER_CALL_S)
 
 
 def lease_with_current_expiry(held_lease: HeldLease, clock: Clock) -> Lease:
-    """The lease with the end that it has as things stand: a running call, and 60 s after it, hold it beyond its own."""
+    """Return the lease with the expiry that it has now: a running call, and the 60 s after it, can extend it beyond its deadline."""
     lease, now = held_lease.lease, clock.monotonic()
-    ends_at = now + STRETCH_S if held_lease.running else now if held_lease.calls_unknown else held_lease.ends_at
+    ends_at = held_lease.ends_at
+    if held_lease.running_call_count:
+        ends_at = now + EXTENSION_AFTER_CALL_S
+    elif held_lease.calls_unknown:
+        ends_at = now
     return lease if ends_at <= held_lease.deadline else replace(lease, expires_at=wall_at(clock, ends_at))
 
 
 class LeaseIndex:
-    """The leases that hold."""
+    """The held leases of a pool."""
 
     def __init__(self) -> None:
         self.by_id: dict[str, HeldLease] = {}
-        self.by_tenant: Counter[str] = Counter()
-        self._runs: dict[Holder, dict[str, None]] = {}
-        self._ends: list[tuple[float, str]] = []
+        self.count_by_tenant: Counter[str] = Counter()
+        self._ids_by_run: dict[RunKey, dict[str, None]] = {}
+        self._expiries: list[tuple[float, str]] = []
 
     def add(self, held_lease: HeldLease) -> None:
-        """A lease begins to hold."""
+        """Add a lease that is held from now on."""
         lease = held_lease.lease
         self.by_id[lease.lease_id] = held_lease
-        self.by_tenant[lease.tenant] += 1
-        self._runs.setdefault((lease.tenant, lease.run_id), {})[lease.lease_id] = None
-        heapq.heappush(self._ends, (held_lease.deadline, lease.lease_id))
-        self._ends = tidied(self._ends, len(self.by_id), ((held.deadline, lease_id) for lease_id, held in self.by_id.items() if not held.parked))
+        self.count_by_tenant[lease.tenant] += 1
+        self._ids_by_run.setdefault((lease.tenant, lease.run_id), {})[lease.lease_id] = None
+        heapq.heappush(self._expiries, (held_lease.deadline, lease.lease_id))
+        live = ((held.deadline, lease_id) for lease_id, held in self.by_id.items() if not held.is_out_of_heap)
+        self._expiries = without_stale_entries(self._expiries, len(self.by_id), live)
 
     def remove(self, lease: Lease) -> None:
-        """It holds no more."""
+        """Remove a lease that has ended."""
         del self.by_id[lease.lease_id]
-        self.by_tenant[lease.tenant] -= 1
-        if not self.by_tenant[lease.tenant]:
-            del self.by_tenant[lease.tenant]
-        of_run = self._runs[lease.tenant, lease.run_id]
-        del of_run[lease.lease_id]
-        if not of_run:
-            del self._runs[lease.tenant, lease.run_id]
+        self.count_by_tenant[lease.tenant] -= 1
+        if not self.count_by_tenant[lease.tenant]:
+            del self.count_by_tenant[lease.tenant]
+        ids = self._ids_by_run[lease.tenant, lease.run_id]
+        del ids[lease.lease_id]
+        if not ids:
+            del self._ids_by_run[lease.tenant, lease.run_id]
 
     def of_run(self, tenant: str, run_id: str | None) -> list[str]:
-        """The leases this run holds; for None, those that the tenant holds without a run."""
-        return list(self._runs.get((tenant, run_id), ()))
+        """Return the ids of the leases that a run holds; for `run_id` None, of those that the tenant holds without a run."""
+        return list(self._ids_by_run.get((tenant, run_id), ()))
 
     def call_started(self, lease_id: str) -> None:
-        """A call runs in this lease; it does not expire under it. Nothing happens if it has ended."""
+        """Note that a call runs in a lease, which then does not expire. Does nothing if the lease has ended."""
         held_lease = self.by_id.get(lease_id)
         if held_lease is not None:
-            held_lease.running += 1
+            held_lease.running_call_count += 1
 
     def call_ended(self, lease_id: str, now: float) -> None:
-        """The other end of `call_started`."""
+        """Note that a call has ended for which `call_started` was called. `now`: monotonic."""
         held_lease = self.by_id.get(lease_id)
-        if held_lease is not None and held_lease.running:
-            held_lease.running -= 1
-            held_lease.quiet_since = now
-            self._unpark(held_lease)
+        if held_lease is not None and held_lease.running_call_count:
+            held_lease.running_call_count -= 1
+            held_lease.last_call_ended_at = now
+            self._put_back_into_heap(held_lease)
 
-    def confirm_calls_ended(self, lease_id: str, ended: float | None) -> None:
-        """No call of an earlier life runs any more. `ended`: when the last one did, monotonic; None where there was none."""
+    def confirm_calls_ended(self, lease_id: str, ended_at: float | None) -> None:
+        """Note that no call runs in an adopted lease any more.
+
+        Args:
+            lease_id: the lease.
+            ended_at: when the last call ended, monotonic; None if no call was running when the lease was adopted.
+        """
         held_lease = self.by_id.get(lease_id)
         if held_lease is not None and held_lease.calls_unknown:
             held_lease.calls_unknown = False
-            held_lease.quiet_since = max((at for at in (held_lease.quiet_since, ended) if at is not None), default=None)
-            self._unpark(held_lease)
+            ends = [at for at in (held_lease.last_call_ended_at, ended_at) if at is not None]
+            held_lease.last_call_ended_at = max(ends, default=None)
+            self._put_back_into_heap(held_lease)
 
-    def _unpark(self, held_lease: HeldLease) -> None:
-        if held_lease.parked and not held_lease.is_busy:
-            held_lease.parked = False
-            heapq.heappush(self._ends, (held_lease.ends_at, held_lease.lease.lease_id))
+    def _put_back_into_heap(self, held_lease: HeldLease) -> None:
+        if held_lease.is_out_of_heap and not held_lease.is_busy:
+            held_lease.is_out_of_heap = False
+            heapq.heappush(self._expiries, (held_lease.ends_at, held_lease.lease.lease_id))
 
-    def take_due(self, now: float) -> list[HeldLease]:
-        """Those whose time is over, monotonic; each must be removed."""
-        due: list[HeldLease] = []
-        while self._ends and self._ends[0][0] <= now:
-            lease_id = heapq.heappop(self._ends)[1]
+    def take_expired(self, now: float) -> list[HeldLease]:
+        """Return the leases that have expired. The caller must remove each of them. `now`: monotonic."""
+        expired: list[HeldLease] = []
+        while self._expiries and self._expiries[0][0] <= now:
+            lease_id = heapq.heappop(self._expiries)[1]
             held_lease = self.by_id.get(lease_id)
             if held_lease is None:
                 continue
             if held_lease.is_busy:
-                held_lease.parked = True
+                held_lease.is_out_of_heap = True
             elif held_lease.ends_at > now:
-                heapq.heappush(self._ends, (held_lease.ends_at, lease_id))
+                heapq.heappush(self._expiries, (held_lease.ends_at, lease_id))
             else:
-                due.append(held_lease)
-        return due
+                expired.append(held_lease)
+        return expired
 
-    def next_due(self) -> float:
-        """When `take_due` may have something, monotonic."""
-        return self._ends[0][0] if self._ends else float("inf")
+    def next_expiry(self) -> float:
+        """Return the earliest time at which `take_expired` may return a lease, monotonic."""
+        return self._expiries[0][0] if self._expiries else float("inf")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResetOrder:
-    """A slot that its agent must reset to this epoch before it is anyone's."""
+    """Tells the fleet to have a slot reset by its agent.
+
+    Attributes:
+        ref: the slot.
+        epoch: the epoch that the slot is in after the reset.
+        keep: whether the files in the workspace stay.
+    """
 
     ref: SlotRef
     epoch: int

@@ -1,4 +1,4 @@
-"""The memory of request keys: the same key and body is the same acquire, queued or granted, for an hour."""
+"""Remembers request keys for an hour: a second request with the same key and the same body gets the result of the first one."""
 
 from __future__ import annotations
 
@@ -12,113 +12,129 @@ from sandbox_server.core.errors import CallConflict
 from sandbox_server.core.types import Acquired, AcquireRequest, Lease
 from sandbox_server.store.base import Deletion, KeyRecord, Store
 
-KEPT_S = 3600.0
+REMEMBERED_S = 3600.0
 MAX_KEYS = 100_000
 
-Name = tuple[str, str]
-"""A tenant and its key."""
+TenantKey = tuple[str, str]
+"""A tenant, and a `request_key` that it used."""
 
 
 @dataclass(slots=True, eq=False)
 class _Attempt:
-    """One acquire under a key. `callers` counts those who still want its answer."""
+    """An acquire with a key that has not finished. `caller_count`: how many requests wait for its result."""
 
     request: AcquireRequest
     task: asyncio.Task[Acquired]
-    callers: int = 0
+    caller_count: int = 0
 
 
 class RequestKeys:
-    """Remembers what each key was used for.
+    """The request keys of all tenants.
 
     Args:
-        clock: for the hour.
-        store: where what was granted is recorded.
+        clock: measures how long keys are remembered.
+        store: keeps the records of the keys.
     """
 
     def __init__(self, clock: Clock, store: Store) -> None:
         self._clock = clock
         self._store = store
-        self._attempts: dict[Name, _Attempt] = {}
-        self._granted: dict[Name, KeyRecord] = {}
-        self._order: deque[tuple[float, Name]] = deque()
+        self._attempts: dict[TenantKey, _Attempt] = {}
+        self._granted: dict[TenantKey, KeyRecord] = {}
+        self._keys_by_age: deque[tuple[float, TenantKey]] = deque()
 
     def granted(self, request: AcquireRequest) -> KeyRecord | None:
-        """What this request's key was granted before.
+        """Return the leases that were granted before to a request with the same key; None if none were.
 
         Raises:
             CallConflict: the key was used with another body.
         """
         self.purge()
-        name = _name(request)
-        record = self._granted.get(name)
-        attempt = self._attempts.get(name)
+        tenant_key = _tenant_key(request)
+        record = self._granted.get(tenant_key)
+        attempt = self._attempts.get(tenant_key)
         known = record.request if record is not None else attempt.request if attempt is not None else request
         if known != request:
-            raise CallConflict(f"request_key {name[1]!r} was used before with another body")
+            raise CallConflict(f"request_key {tenant_key[1]!r} was used before with another body")
         return record
 
     async def join(self, request: AcquireRequest, acquire: Callable[[], Awaitable[Acquired]]) -> Acquired:
-        """Acquire under the key, or join who is at it. Whoever is the last to be cancelled takes the attempt along; a failed one is not remembered."""
-        name = _name(request)
-        attempt = self._attempts.get(name)
+        """Start the acquire of a request with a key, or wait for the one that another request with the key has started.
+
+        The acquire is cancelled when the last request that waits for it is cancelled. A failed acquire is not remembered, so the key can be used again.
+
+        Args:
+            request: the acquire; it must have a key.
+            acquire: carries it out.
+
+        Returns:
+            What was granted.
+
+        Raises:
+            PoolServiceError: the acquire failed.
+        """
+        tenant_key = _tenant_key(request)
+        attempt = self._attempts.get(tenant_key)
         if attempt is None:
-            attempt = self._attempts[name] = _Attempt(request, asyncio.create_task(self._run(name, request, acquire)))
-            attempt.task.add_done_callback(_mark_seen)
-        attempt.callers += 1
+            attempt = self._attempts[tenant_key] = _Attempt(request, asyncio.create_task(self._acquire_and_remember(tenant_key, request, acquire)))
+            attempt.task.add_done_callback(_retrieve_exception)
+        attempt.caller_count += 1
         try:
             return await asyncio.shield(attempt.task)
         finally:
-            attempt.callers -= 1
-            if not attempt.callers and not attempt.task.done():
+            attempt.caller_count -= 1
+            if not attempt.caller_count and not attempt.task.done():
                 attempt.task.cancel()
-                # At once, so that a retry that comes before the task has noticed begins anew and does not join a dying one.
-                if self._attempts.get(name) is attempt:
-                    del self._attempts[name]
+                # The attempt is removed here and not when its task ends: a retry that comes in between must start a new one.
+                if self._attempts.get(tenant_key) is attempt:
+                    del self._attempts[tenant_key]
 
-    async def _run(self, name: Name, request: AcquireRequest, acquire: Callable[[], Awaitable[Acquired]]) -> Acquired:
-        here = asyncio.current_task()
+    async def _acquire_and_remember(self, tenant_key: TenantKey, request: AcquireRequest, acquire: Callable[[], Awaitable[Acquired]]) -> Acquired:
+        this_task = asyncio.current_task()
         try:
             acquired = await acquire()
-            self._remember(request, acquired)
+            # The record was put into the store together with the leases, when they were granted.
+            self.restore([key_record(request, acquired.leases, self._clock.wall())])
             return acquired
         finally:
-            attempt = self._attempts.get(name)
-            if attempt is not None and attempt.task is here:
-                del self._attempts[name]
-
-    def _remember(self, request: AcquireRequest, acquired: Acquired) -> None:
-        # On record since the moment it was granted, with its leases.
-        self.restore([key_record(request, acquired.leases, self._clock.wall())])
+            attempt = self._attempts.get(tenant_key)
+            if attempt is not None and attempt.task is this_task:
+                del self._attempts[tenant_key]
 
     def restore(self, records: Iterable[KeyRecord]) -> None:
-        """Remember what is on record already."""
+        """Remember keys whose records are in the store already."""
         for record in sorted(records, key=lambda record: record.granted_at):
-            name = (record.tenant, record.key)
-            self._granted[name] = record
-            self._order.append((monotonic_at(self._clock, record.granted_at), name))
+            tenant_key = (record.tenant, record.key)
+            self._granted[tenant_key] = record
+            self._keys_by_age.append((monotonic_at(self._clock, record.granted_at), tenant_key))
 
     def purge(self) -> None:
-        """Forget what was granted more than an hour ago, and the oldest beyond `MAX_KEYS`."""
+        """Forget the keys whose leases were granted more than an hour ago, and the oldest beyond `MAX_KEYS`."""
         now = self._clock.monotonic()
-        while self._order and (self._order[0][0] + KEPT_S <= now or len(self._order) > MAX_KEYS):
-            name = self._order.popleft()[1]
-            del self._granted[name]
-            self._store.put(Deletion(key=name))
+        while self._keys_by_age and (self._keys_by_age[0][0] + REMEMBERED_S <= now or len(self._keys_by_age) > MAX_KEYS):
+            tenant_key = self._keys_by_age.popleft()[1]
+            del self._granted[tenant_key]
+            self._store.put(Deletion(key=tenant_key))
 
 
-def _mark_seen(task: asyncio.Task[Acquired]) -> None:
-    """Everybody who wanted its answer may have gone, and then its failure is nobody's."""
+def _retrieve_exception(task: asyncio.Task[Acquired]) -> None:
+    """Retrieve the exception of a task, which asyncio would otherwise log as never retrieved if every request that waited was cancelled."""
     if not task.cancelled():
         task.exception()
 
 
 def key_record(request: AcquireRequest, leases: Iterable[Lease], granted_at: float) -> KeyRecord:
-    """What is to be remembered of a request with a key: its leases, and when it was granted them, by the wall clock."""
-    tenant, key = _name(request)
+    """Return the record of a request with a key.
+
+    Args:
+        request: the acquire; it must have a key.
+        leases: the leases that it was granted.
+        granted_at: when they were granted, wall-clock time in Unix seconds.
+    """
+    tenant, key = _tenant_key(request)
     return KeyRecord(tenant=tenant, key=key, request=request, lease_ids=tuple(lease.lease_id for lease in leases), granted_at=granted_at)
 
 
-def _name(request: AcquireRequest) -> Name:
-    assert request.request_key is not None, "only keyed requests are remembered"
+def _tenant_key(request: AcquireRequest) -> TenantKey:
+    assert request.request_key is not None, "only requests with a key are remembered"
     return (request.tenant, request.request_key)

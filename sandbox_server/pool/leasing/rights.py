@@ -1,4 +1,4 @@
-"""What a lease may do beyond running in its slot, network and cache: given before the grant counts, taken away for good by `narrow`. Pure."""
+"""The rights of a lease: network access and a shared cache. They are set up before a lease is granted, and `narrow` can only take them away."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from sandbox_server.core.types import AcquireRequest, Lease, PoolSpec
 from sandbox_server.store.base import CacheRecord
 
 NO_CACHE = "none"
-OWN_CACHE = "rw"
 
 
 def check_possible(request: AcquireRequest, spec: PoolSpec, capabilities: Mapping[str, Any]) -> None:
-    """Refuse what no slot of the pool can be given.
+    """Check that a slot of the pool can have the rights that an acquire asks for.
 
     Args:
-        request: what is asked.
-        spec: the pool's.
-        capabilities: what an agent of the pool said it can do; empty before the first has spoken.
+        request: the acquire.
+        spec: the pool's spec.
+        capabilities: the capabilities that an agent of the pool reported; empty before the first agent has connected.
 
     Raises:
-        InvalidRequest: it would widen what the pool gives.
-        NotImplementedHere: the pool's isolation mode cannot do it.
+        InvalidRequest: the acquire asks for more rights than the pool grants.
+        NotImplementedHere: the isolation mode of the pool cannot enforce them.
     """
     if request.allow_network and not spec.slots_have_network:
         raise InvalidRequest(f"allow_network may only narrow, and the slots of pool {request.pool!r} have no network", field="allow_network")
@@ -40,12 +39,12 @@ def _takes_network(request: AcquireRequest, spec: PoolSpec) -> bool:
 
 
 def needs_preparing(request: AcquireRequest, spec: PoolSpec) -> bool:
-    """Whether a slot must be changed before it is granted for this."""
+    """Return whether the agent must change a slot before it is granted for the acquire."""
     return request.cache != NO_CACHE or _takes_network(request, spec)
 
 
 def cache_of(lease: Lease) -> CacheRecord:
-    """The cache of a lease that has one: its run's in that sandbox; without a run, its own."""
+    """Return the cache of a lease that has one. The leases of a run share a cache in each sandbox; a lease without a run has its own."""
     own = lease.lease_id if lease.run_id is None else None
     name = f"{lease.tenant}\0{lease.lease_id if own else lease.run_id}"
     key = ("l" if own else "r") + "-" + hashlib.sha256(name.encode()).hexdigest()[:40]
@@ -53,10 +52,15 @@ def cache_of(lease: Lease) -> CacheRecord:
 
 
 def check_narrows(lease: Lease, allow_network: bool | None, cache: str | None) -> None:
-    """Refuse to give a held lease more than it has.
+    """Check that a request to narrow a held lease gives it no right that it does not have.
+
+    Args:
+        lease: the lease.
+        allow_network: the requested network access; None: unchanged.
+        cache: the requested cache; None: unchanged.
 
     Raises:
-        InvalidRequest: it would; it names the field.
+        InvalidRequest: it does. The error names the field.
     """
     if allow_network and not lease.allow_network:
         raise InvalidRequest("allow_network: narrow only takes rights away, and this lease has no network", field="allow_network")
@@ -64,7 +68,7 @@ def check_narrows(lease: Lease, allow_network: bool | None, cache: str | None) -
         raise InvalidRequest("cache: narrow only takes rights away, and this lease has no cache", field="cache")
 
 
-def cannot(lease: Lease, reason: str) -> NotImplementedHere:
-    """The error of an agent that cannot give a slot the rights of this lease, and no more."""
+def rights_not_supported(lease: Lease, reason: str) -> NotImplementedHere:
+    """Return the error for a lease whose slot the agent cannot give exactly the rights of the lease."""
     field = "cache" if lease.cache != NO_CACHE else "allow_network"
     return NotImplementedHere(f"a slot of pool {lease.pool!r} cannot be given these rights: {reason}", field=field)

@@ -1,4 +1,4 @@
-"""The slots of one pool: which there are, where each is in its life, which is handed out next. Plain data, no clock, no I/O."""
+"""The slots of one pool: which slots there are, the state of each, and which one is granted next. A plain data structure without clock or I/O."""
 
 from __future__ import annotations
 
@@ -10,15 +10,25 @@ from sandbox_server.core.lifecycle import SlotEvent, next_slot_state
 from sandbox_server.core.types import PoolId, SlotRef, SlotState
 from sandbox_server.store.base import SlotRecord
 
-Holder = tuple[str, str | None]
-"""A tenant and its run."""
+RunKey = tuple[str, str | None]
+"""Identifies a run: its tenant and its run id. With the run id None, it stands for the leases that the tenant holds without a run."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Slot:
-    """One slot as the pool knows it. `state` is moved by `SlotTable.move` alone.
+    """One slot. Only `SlotTable.apply_event` changes its state.
 
-    `keep` is the tenant and run its files stay for, from the release that keeps them to the next lease or reclaim.
+    Attributes:
+        ref: the slot.
+        epoch: its epoch.
+        workspace: the path of the workspace, as commands in the slot see it.
+        isolation: the isolation mode.
+        state: its state.
+        lease_id: the lease that holds it; None if no lease does.
+        keep: the run that its files are kept for, from the release that keeps them until the next lease or reclaim; None: for no run.
+        since: when its last reset began or ended, monotonic.
+        detail: why it is in quarantine; empty otherwise.
+        fresh: it has never been clean yet, so there is nothing to reset.
     """
 
     ref: SlotRef
@@ -27,13 +37,13 @@ class Slot:
     isolation: str
     state: SlotState = SlotState.RESETTING
     lease_id: str | None = None
-    keep: Holder | None = None
+    keep: RunKey | None = None
     since: float = 0.0
     detail: str = ""
     fresh: bool = True
 
     def record(self, pool: PoolId) -> SlotRecord:
-        """What must be known of it after a crash."""
+        """Return the record from which the slot is restored after a crash."""
         return SlotRecord(
             ref=self.ref,
             pool=pool.name,
@@ -48,176 +58,191 @@ class Slot:
 
 @dataclass(slots=True, eq=False)
 class SandboxSlots:
-    """The slots of one sandbox. A closed shelf hands nothing out (its sandbox drains, or cannot be reached now).
+    """The slots of one sandbox.
 
-    `coming` counts those that are being reset and will be anyone's.
+    Attributes:
+        slots: the slots by slot id.
+        ready: those in the state READY, by slot id.
+        counts: how many slots are in each state.
+        becoming_free_count: how many are being reset and will be READY after that.
+        is_cordoned: no slot of the sandbox is granted, because it drains or its agent cannot be reached now.
     """
 
     slots: dict[str, Slot] = field(default_factory=dict)
     ready: dict[str, Slot] = field(default_factory=dict)
     counts: Counter[SlotState] = field(default_factory=Counter)
-    coming: int = 0
-    open: bool = True
+    becoming_free_count: int = 0
+    is_cordoned: bool = False
 
 
 class SlotTable:
-    """Every slot of a pool, indexed by what is asked of it.
+    """Every slot of a pool, with the indexes that granting needs.
 
     Args:
-        on_change: told of each slot that changed, after the change.
+        on_change: is called with each slot after it has changed.
     """
 
     def __init__(self, on_change: Callable[[Slot], None]) -> None:
         self.slots_by_sandbox: dict[str, SandboxSlots] = {}
         self.counts: Counter[SlotState] = Counter()
-        #: slots of open shelves that can be handed out, and those that are being reset and then can be
+        #: how many slots of sandboxes that are not cordoned can be granted, and how many can be once their reset has ended
         self.free_count = 0
-        self.coming = 0
-        self._stocked: dict[str, SandboxSlots] = {}
-        self._kept: dict[Holder, dict[SlotRef, Slot]] = {}
+        self.becoming_free_count = 0
+        self._sandboxes_with_free_slots: dict[str, SandboxSlots] = {}
+        self._kept_by_run: dict[RunKey, dict[SlotRef, Slot]] = {}
         self._kept_in_order: dict[SlotRef, Slot] = {}
-        self._to_be_kept: dict[Holder, dict[SlotRef, Slot]] = {}
+        self._about_to_be_kept_by_run: dict[RunKey, dict[SlotRef, Slot]] = {}
         self._on_change = on_change
 
     def add_sandbox(self, sandbox_id: str) -> None:
-        """A sandbox is there; its slots follow."""
+        """Add a sandbox, whose slots are added one by one."""
         self.slots_by_sandbox[sandbox_id] = SandboxSlots()
 
     def remove_sandbox(self, sandbox_id: str) -> list[Slot]:
-        """A sandbox is not there any more. Returns the slots that went with it."""
+        """Remove a sandbox and its slots. Returns the slots."""
         self.cordon_sandbox(sandbox_id)
         sandbox_slots = self.slots_by_sandbox.pop(sandbox_id)
         for slot in sandbox_slots.slots.values():
             self.counts[slot.state] -= 1
-            self._unkeep(slot, self._kept if slot.state is SlotState.KEPT else self._to_be_kept)
+            self._remove_from_run_index(slot, self._kept_by_run if slot.state is SlotState.KEPT else self._about_to_be_kept_by_run)
         return list(sandbox_slots.slots.values())
 
-    def uncordon_sandbox(self, sandbox_id: str) -> None:
-        """Hand out this sandbox's slots (again)."""
-        sandbox_slots = self.slots_by_sandbox[sandbox_id]
-        if not sandbox_slots.open:
-            sandbox_slots.open = True
-            self.free_count += len(sandbox_slots.ready)
-            self.coming += sandbox_slots.coming
-            if sandbox_slots.ready:
-                self._stocked[sandbox_id] = sandbox_slots
-
     def cordon_sandbox(self, sandbox_id: str) -> None:
-        """Hand out none of this sandbox's slots until it is opened."""
+        """Grant no slot of a sandbox until `uncordon_sandbox` is called. Its leases continue."""
         sandbox_slots = self.slots_by_sandbox[sandbox_id]
-        if sandbox_slots.open:
-            sandbox_slots.open = False
+        if not sandbox_slots.is_cordoned:
+            sandbox_slots.is_cordoned = True
             self.free_count -= len(sandbox_slots.ready)
-            self.coming -= sandbox_slots.coming
-            self._stocked.pop(sandbox_id, None)
+            self.becoming_free_count -= sandbox_slots.becoming_free_count
+            self._sandboxes_with_free_slots.pop(sandbox_id, None)
 
-    def add(self, slot: Slot) -> None:
-        """A slot that was not known."""
+    def uncordon_sandbox(self, sandbox_id: str) -> None:
+        """Grant the slots of a sandbox again."""
+        sandbox_slots = self.slots_by_sandbox[sandbox_id]
+        if sandbox_slots.is_cordoned:
+            sandbox_slots.is_cordoned = False
+            self.free_count += len(sandbox_slots.ready)
+            self.becoming_free_count += sandbox_slots.becoming_free_count
+            if sandbox_slots.ready:
+                self._sandboxes_with_free_slots[sandbox_id] = sandbox_slots
+
+    def add_slot(self, slot: Slot) -> None:
+        """Add a slot to its sandbox, which must be in the table."""
         sandbox_slots = self.slots_by_sandbox[slot.ref.sandbox_id]
         sandbox_slots.slots[slot.ref.slot_id] = slot
-        self._enter(slot, sandbox_slots)
+        self._add_to_indexes(slot, sandbox_slots)
         self._on_change(slot)
 
     def get(self, ref: SlotRef) -> Slot | None:
-        """The slot, if its sandbox is there."""
+        """Return a slot; None if it is not in the table."""
         sandbox_slots = self.slots_by_sandbox.get(ref.sandbox_id)
         return None if sandbox_slots is None else sandbox_slots.slots.get(ref.slot_id)
 
-    def move(self, slot: Slot, event: SlotEvent, keep: Holder | None = None) -> None:
-        """Let something happen to a slot. `keep`: whose its files are, where it is being reset but for them.
+    def apply_event(self, slot: Slot, event: SlotEvent, keep: RunKey | None = None) -> None:
+        """Change the state of a slot as the transition table says.
+
+        Args:
+            slot: the slot.
+            event: what happened to it.
+            keep: where the event starts a reset that keeps the files: the run that they are kept for.
 
         Raises:
-            IllegalTransition: it cannot happen in the slot's state; nothing has changed.
+            IllegalTransition: the event cannot happen in the slot's state. Nothing has changed.
         """
         state = next_slot_state(slot.state, event)
         sandbox_slots = self.slots_by_sandbox[slot.ref.sandbox_id]
-        self._leave(slot, sandbox_slots)
+        self._remove_from_indexes(slot, sandbox_slots)
         slot.state = state
         if state is SlotState.READY:
             slot.fresh = False
         if state is not SlotState.KEPT:
             slot.keep = keep
-        self._enter(slot, sandbox_slots)
+        self._add_to_indexes(slot, sandbox_slots)
         self._on_change(slot)
 
-    def _leave(self, slot: Slot, sandbox_slots: SandboxSlots) -> None:
-        self.counts[slot.state] -= 1
-        sandbox_slots.counts[slot.state] -= 1
-        if slot.state is SlotState.READY:
-            del sandbox_slots.ready[slot.ref.slot_id]
-            if sandbox_slots.open:
-                self.free_count -= 1
-                if not sandbox_slots.ready:
-                    self._stocked.pop(slot.ref.sandbox_id, None)
-        elif slot.state is SlotState.KEPT:
-            self._unkeep(slot, self._kept)
-        elif slot.state is SlotState.RESETTING and slot.keep is not None:
-            self._unkeep(slot, self._to_be_kept)
-        elif slot.state is SlotState.RESETTING:
-            self._count_coming(sandbox_slots, -1)
-
-    def _count_coming(self, sandbox_slots: SandboxSlots, more: int) -> None:
-        sandbox_slots.coming += more
-        if sandbox_slots.open:
-            self.coming += more
-
-    def _enter(self, slot: Slot, sandbox_slots: SandboxSlots) -> None:
-        self.counts[slot.state] += 1
-        sandbox_slots.counts[slot.state] += 1
-        if slot.state is SlotState.READY:
-            sandbox_slots.ready[slot.ref.slot_id] = slot
-            if sandbox_slots.open:
-                self.free_count += 1
-                self._stocked.setdefault(slot.ref.sandbox_id, sandbox_slots)
-        elif slot.state is SlotState.KEPT and slot.keep is not None:
-            self._kept.setdefault(slot.keep, {})[slot.ref] = slot
-            self._kept_in_order[slot.ref] = slot
-        elif slot.state is SlotState.RESETTING and slot.keep is not None:
-            self._to_be_kept.setdefault(slot.keep, {})[slot.ref] = slot
-        elif slot.state is SlotState.RESETTING:
-            self._count_coming(sandbox_slots, 1)
-
-    def _unkeep(self, slot: Slot, index: dict[Holder, dict[SlotRef, Slot]]) -> None:
-        self._kept_in_order.pop(slot.ref, None)
-        if slot.keep is None or slot.keep not in index:
-            return
-        of_run = index[slot.keep]
-        of_run.pop(slot.ref, None)
-        if not of_run:
-            del index[slot.keep]
+    def stop_keeping(self, slot: Slot) -> None:
+        """Note that the files of a slot that is being reset are not kept after all."""
+        if slot.keep is not None:
+            self._remove_from_run_index(slot, self._about_to_be_kept_by_run)
+            slot.keep = None
+            self._change_becoming_free_count(self.slots_by_sandbox[slot.ref.sandbox_id], 1)
+        self._on_change(slot)
 
     def next_free(self) -> Slot:
-        """The slot to hand out next: of the sandbox that has handed out longest, so that the others can go idle."""
-        sandbox_slots = next(iter(self._stocked.values()))
+        """Return the slot to grant next. There must be a free one.
+
+        It is a slot of the sandbox that has had free slots for the longest time, so that the other sandboxes can become idle.
+        """
+        sandbox_slots = next(iter(self._sandboxes_with_free_slots.values()))
         return next(iter(sandbox_slots.ready.values()))
 
-    def kept_for(self, holder: Holder) -> list[Slot]:
-        """Slots whose files stay for this tenant and run, longest kept first, of sandboxes that hand out."""
-        of_run = self._kept.get(holder)
-        if of_run is None:
-            return []
-        return [slot for slot in of_run.values() if self.slots_by_sandbox[slot.ref.sandbox_id].open]
+    def kept_for(self, run: RunKey) -> list[Slot]:
+        """Return the slots that are kept for a run, the one that was kept first first, of sandboxes that are not cordoned."""
+        return self._of_uncordoned_sandboxes(self._kept_by_run.get(run))
 
-    def unkeep(self, slot: Slot) -> None:
-        """A slot that is being reset is not to be kept after all."""
-        if slot.keep is not None:
-            self._unkeep(slot, self._to_be_kept)
-            slot.keep = None
-            self._count_coming(self.slots_by_sandbox[slot.ref.sandbox_id], 1)
-        self._on_change(slot)
-
-    def to_be_kept_for(self, holder: Holder) -> Iterable[Slot]:
-        """Slots that will be kept for this tenant and run as soon as their processes are gone, of sandboxes that hand out."""
-        return (slot for slot in self._to_be_kept.get(holder, {}).values() if self.slots_by_sandbox[slot.ref.sandbox_id].open)
+    def about_to_be_kept_for(self, run: RunKey) -> list[Slot]:
+        """Return the slots that will be kept for a run once their processes have ended, of sandboxes that are not cordoned."""
+        return self._of_uncordoned_sandboxes(self._about_to_be_kept_by_run.get(run))
 
     def kept(self) -> Iterable[Slot]:
-        """All kept slots, longest kept first."""
+        """Return every kept slot, the one that was kept first first."""
         return self._kept_in_order.values()
 
     def usable(self) -> int:
-        """How many slots there are that were, are or will be handed out."""
+        """Return how many slots are granted now or can be granted now or later."""
         return self.counts[SlotState.READY] + self.counts[SlotState.LEASED] + self.counts[SlotState.RESETTING] + self.counts[SlotState.KEPT]
 
     def __iter__(self) -> Iterator[Slot]:
         for sandbox_slots in self.slots_by_sandbox.values():
             yield from sandbox_slots.slots.values()
+
+    def _of_uncordoned_sandboxes(self, slots: dict[SlotRef, Slot] | None) -> list[Slot]:
+        if slots is None:
+            return []
+        return [slot for slot in slots.values() if not self.slots_by_sandbox[slot.ref.sandbox_id].is_cordoned]
+
+    def _add_to_indexes(self, slot: Slot, sandbox_slots: SandboxSlots) -> None:
+        self.counts[slot.state] += 1
+        sandbox_slots.counts[slot.state] += 1
+        if slot.state is SlotState.READY:
+            sandbox_slots.ready[slot.ref.slot_id] = slot
+            if not sandbox_slots.is_cordoned:
+                self.free_count += 1
+                self._sandboxes_with_free_slots.setdefault(slot.ref.sandbox_id, sandbox_slots)
+        elif slot.state is SlotState.KEPT and slot.keep is not None:
+            self._kept_by_run.setdefault(slot.keep, {})[slot.ref] = slot
+            self._kept_in_order[slot.ref] = slot
+        elif slot.state is SlotState.RESETTING and slot.keep is not None:
+            self._about_to_be_kept_by_run.setdefault(slot.keep, {})[slot.ref] = slot
+        elif slot.state is SlotState.RESETTING:
+            self._change_becoming_free_count(sandbox_slots, 1)
+
+    def _remove_from_indexes(self, slot: Slot, sandbox_slots: SandboxSlots) -> None:
+        self.counts[slot.state] -= 1
+        sandbox_slots.counts[slot.state] -= 1
+        if slot.state is SlotState.READY:
+            del sandbox_slots.ready[slot.ref.slot_id]
+            if not sandbox_slots.is_cordoned:
+                self.free_count -= 1
+                if not sandbox_slots.ready:
+                    self._sandboxes_with_free_slots.pop(slot.ref.sandbox_id, None)
+        elif slot.state is SlotState.KEPT:
+            self._remove_from_run_index(slot, self._kept_by_run)
+        elif slot.state is SlotState.RESETTING and slot.keep is not None:
+            self._remove_from_run_index(slot, self._about_to_be_kept_by_run)
+        elif slot.state is SlotState.RESETTING:
+            self._change_becoming_free_count(sandbox_slots, -1)
+
+    def _change_becoming_free_count(self, sandbox_slots: SandboxSlots, difference: int) -> None:
+        sandbox_slots.becoming_free_count += difference
+        if not sandbox_slots.is_cordoned:
+            self.becoming_free_count += difference
+
+    def _remove_from_run_index(self, slot: Slot, index: dict[RunKey, dict[SlotRef, Slot]]) -> None:
+        self._kept_in_order.pop(slot.ref, None)
+        if slot.keep is None or slot.keep not in index:
+            return
+        slots = index[slot.keep]
+        slots.pop(slot.ref, None)
+        if not slots:
+            del index[slot.keep]

@@ -23,7 +23,7 @@ from sandbox_server.core.execution import Fault, ToolCall
 from sandbox_server.core.types import AcquireRequest
 from sandbox_server.dispatch.results import lease_error_result
 from sandbox_server.link.agent_reports import read_slots_update
-from sandbox_server.pool.leasing.wait_queue import none_free
+from sandbox_server.pool.leasing.no_capacity import none_free
 from sandbox_server.testing import FakeAgent, FakeBackend, settle
 
 

@@ -1,8 +1,7 @@
-"""The state folder is one service's, also when somebody deletes the lock file or puts another folder in its place."""
+"""Only one service uses a state folder, even after its lock file was deleted or another folder was put in its place."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from sandbox_server.state_dir import LOCK_FILE, SERVER_FILE, StateDir, StateDirError
+from tests.support.small_disk import fill_disk, mounted_disk
 
 SECOND = "import sys; from pathlib import Path; from sandbox_server.state_dir import StateDir; StateDir.open(Path(sys.argv[1]))"
 
@@ -25,7 +25,7 @@ def state_dir(tmp_path: Path) -> Iterator[StateDir]:
 
 
 def start_second(path: Path) -> str:
-    """What another process says that opens the folder too; empty: it could."""
+    """Open the folder in another process. Returns its standard error, which is empty if it could."""
     return subprocess.run([sys.executable, "-c", SECOND, str(path)], capture_output=True, text=True, check=False).stderr
 
 
@@ -53,7 +53,7 @@ def test_another_folder_in_its_place_is_said(state_dir: StateDir, tmp_path: Path
 
 
 def test_an_older_service_that_has_the_new_lock_file_is_said(state_dir: StateDir) -> None:
-    """It locks the file alone, and knows nothing of the folder's lock."""
+    """An older service locks the file only, and not the folder."""
     (state_dir.path / LOCK_FILE).unlink()
     older = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX); f.write('7'); f.flush(); print(flush=True); sys.stdin.read()"
     command = [sys.executable, "-c", older, str(state_dir.path / LOCK_FILE)]
@@ -76,7 +76,7 @@ def test_a_full_disk_keeps_no_service_from_a_folder_that_it_had(full_disk: Path)
     first = StateDir.open(full_disk / "state")
     token, owner = first.token(), first.owner()
     first.close()
-    fill(full_disk)
+    fill_disk(full_disk)
 
     second = StateDir.open(full_disk / "state")
     try:
@@ -96,7 +96,7 @@ def test_a_full_disk_keeps_no_service_from_a_folder_that_it_had(full_disk: Path)
 def test_a_first_start_on_a_full_disk_says_so(full_disk: Path) -> None:
     (full_disk / "state").mkdir()
     opened = StateDir.open(full_disk / "state")
-    fill(full_disk)
+    fill_disk(full_disk)
     try:
         with pytest.raises(StateDirError, match="No space left"):
             opened.owner()
@@ -106,19 +106,6 @@ def test_a_first_start_on_a_full_disk_says_so(full_disk: Path) -> None:
 
 @pytest.fixture
 def full_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own, that `fill` fills."""
-    if os.geteuid() != 0:
-        pytest.skip("needs root, to mount a small file system")
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, check=False).returncode:
-        pytest.skip("no file system can be mounted here")
-    yield folder
-    subprocess.run(["umount", "-l", folder], check=True)
-
-
-def fill(folder: Path) -> None:
-    """Leave no room at all."""
-    with contextlib.suppress(OSError), open(folder / "fill", "wb", buffering=0) as file:
-        while file.write(b"x" * 4096):
-            pass
+    """A file system of 1 MiB, which `fill_disk` fills."""
+    with mounted_disk(tmp_path / "disk", "1m") as folder:
+        yield folder

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import subprocess
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +11,7 @@ import pytest
 
 from sandbox_server.store.sqlite.options import SqliteOptions
 from sandbox_server.store.sqlite.store import SqliteStore
+from tests.support.small_disk import mounted_disk
 from tests.unit.store.test_store import LEASE
 
 
@@ -42,11 +41,5 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 8 MiB."""
-    if os.geteuid() != 0:
-        pytest.skip("needs root, to mount a small file system")
-    folder = tmp_path / "small"
-    folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", folder], capture_output=True, check=False).returncode:
-        pytest.skip("no file system can be mounted here")
-    yield folder
-    subprocess.run(["umount", "-l", folder], check=True)
+    with mounted_disk(tmp_path / "small", "8m") as folder:
+        yield folder

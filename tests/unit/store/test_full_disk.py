@@ -16,6 +16,7 @@ from sandbox_server.core.types import LeaseState
 from sandbox_server.store.sqlite.options import SqliteOptions
 from sandbox_server.store.sqlite.state_file import RESERVE_FILE
 from sandbox_server.store.sqlite.store import FAILURE_VALID_S, SqliteStore, StoreUnusable
+from tests.support.small_disk import fill_disk
 from tests.unit.store.conftest import opened
 from tests.unit.store.test_store import LEASE, SLOT
 
@@ -53,13 +54,6 @@ async def test_a_full_disk_promises_nothing_loses_nothing_and_is_got_over(small_
         assert [slot.epoch for slot in state.slots] == [9]
 
 
-def fill(folder):
-    """Leave no room at all."""
-    with suppress(OSError), open(folder / "fill", "wb", buffering=0) as file:
-        while file.write(b"x" * 4096):
-            pass
-
-
 def crash(path, folder):
     """Put what a service that was killed now would leave into a folder; the new path."""
     folder.mkdir()
@@ -82,7 +76,7 @@ async def test_a_start_on_a_full_disk_finds_everything_and_writes_when_there_is_
         path.parent.mkdir()
         shutil.copy(tmp_path / "state.db", path)
         shutil.copy(tmp_path / RESERVE_FILE, path.parent)
-    fill(small_disk)
+    fill_disk(small_disk)
 
     store = SqliteStore(path, options=SMALL_RESERVE)
     assert len(store.load().leases) == 500
@@ -108,7 +102,7 @@ async def test_the_room_in_reserve_is_for_records_until_there_is_other_room(smal
     store.put(LEASE)
     await store.flush()
     assert store.problem is None
-    fill(small_disk)
+    fill_disk(small_disk)
 
     for number in range(100):
         store.put(replace(LEASE, state=LeaseState.RELEASED, lease_id=f"l-{number}"))
@@ -129,7 +123,7 @@ async def test_what_was_deleted_on_a_full_disk_is_written_anew_when_there_is_roo
     store = SqliteStore(small_disk / "state.db", options=SMALL_RESERVE)
     store.put(LEASE)
     await store.flush()
-    fill(small_disk)
+    fill_disk(small_disk)
     (small_disk / "state.db").unlink()
 
     await store.check_storage()
@@ -145,7 +139,7 @@ async def test_what_was_deleted_on_a_full_disk_is_written_anew_when_there_is_roo
 
 @pytest.mark.privileged
 async def test_a_disk_that_is_full_at_the_start_is_said(small_disk):
-    fill(small_disk)
+    fill_disk(small_disk)
 
     with pytest.raises(StoreUnusable, match="make room"):
         SqliteStore(small_disk / "state.db")

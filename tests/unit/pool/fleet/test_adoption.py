@@ -276,7 +276,7 @@ async def test_what_moved_on_without_being_recorded_is_reset_and_never_held_by_t
     lives.store.failure = None
     await lives.start()
 
-    with pytest.raises(SandboxLost, match="moved on"):
+    with pytest.raises(SandboxLost, match="newer epoch"):
         lives.pools.lease("t", lease.lease_id)
     assert lives.slots() == {"ready": 2}
     (again, _) = await lives.acquire(count=2)

@@ -8,7 +8,7 @@ import pytest
 
 from sandbox_server.backends.base import CreateFailed
 from sandbox_server.core.errors import NoCapacity
-from sandbox_server.pool.leasing.claims import CLAIM_AFTER_S
+from sandbox_server.pool.leasing.serving_rules import CLAIM_AFTER_S
 from sandbox_server.testing import FakeBackend, settle
 
 

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from sandbox_server.core.errors import LeaseLost, NoCapacity
-from sandbox_server.pool.leasing.heaps import SLACK
+from sandbox_server.pool.leasing.heaps import MAX_STALE_ENTRIES
 
 
 def give_back(world, leases):
@@ -90,15 +90,15 @@ async def test_what_has_ended_is_not_kept_in_mind_for_its_ttl_or_its_wait(make_w
     (held,) = (await world.acquire(ttl_s=500)).leases
     world.pool.book.call_started(held.lease_id)
     labels, ended = {"a": "b"}, []
-    for _ in range(3 * SLACK):
+    for _ in range(3 * MAX_STALE_ENTRIES):
         (lease,) = (await world.acquire(ttl_s=86_400, labels=labels)).leases
         ended.append(lease.lease_id)
         world.pools.release(lease.tenant, [lease.lease_id])
         await world.clock.advance(0)
 
     book = world.pool.book
-    assert len(book.lease_index._ends) <= SLACK + 4
-    assert len(book.queue._deadlines) <= SLACK + 4
+    assert len(book.lease_index._expiries) <= MAX_STALE_ENTRIES + 4
+    assert len(book.queue._deadlines) <= MAX_STALE_ENTRIES + 4
     assert all(not book.ended_leases.get(lease_id).labels for lease_id in ended)
     book.call_ended(held.lease_id)
     await world.clock.advance(501)

@@ -1,10 +1,41 @@
-"""Slots kept for a run, slots prepared for a lease, and the end of a lease that is shown."""
+"""Slots that are kept for a run, slots that are prepared for a lease, and the expiry of a lease as clients see it."""
 
 from __future__ import annotations
 
 import pytest
 
 from sandbox_server.testing import FakeAgent, FakeBackend, settle
+
+
+class DelayingAgent(FakeAgent):
+    """Answers requests of one operation only when `answer_delayed` is called."""
+
+    def __init__(self, sandbox_id, delayed_op):
+        super().__init__(sandbox_id)
+        self._delayed_op = delayed_op
+        self._delayed = []
+
+    def respond(self, meta, say):
+        if meta["op"] == self._delayed_op:
+            self._delayed.append((meta, say))
+        else:
+            super().respond(meta, say)
+
+    def answer_delayed(self):
+        delayed, self._delayed = self._delayed, []
+        for meta, say in delayed:
+            super().respond(meta, say)
+
+
+class DelayingBackend(FakeBackend):
+    """Creates sandboxes with a `DelayingAgent`."""
+
+    def __init__(self, delayed_op):
+        super().__init__()
+        self._delayed_op = delayed_op
+
+    def make_agent(self, pool, spec, sandbox_id):
+        return DelayingAgent(sandbox_id, self._delayed_op)
 
 
 async def test_kept_slots_go_to_their_run_first_and_after_a_minute_to_anyone(make_world):
@@ -27,20 +58,7 @@ async def test_kept_slots_go_to_their_run_first_and_after_a_minute_to_anyone(mak
 
 
 async def test_a_run_waits_a_moment_for_a_slot_that_is_about_to_be_kept_for_it(make_world):
-    class Slow(FakeAgent):
-        say = None
-
-        def respond(self, meta, say):
-            if meta["op"] == "reset":
-                self.say = lambda: super(Slow, self).respond(meta, say)
-            else:
-                super().respond(meta, say)
-
-    class Backend(FakeBackend):
-        def make_agent(self, pool, spec, sandbox_id):
-            return Slow(sandbox_id)
-
-    world = await make_world(Backend(), max_sandboxes=1)
+    world = await make_world(DelayingBackend("reset"), max_sandboxes=1)
     (agent,) = world.backend.agents.values()
     (lease,) = (await world.acquire(run_id="r")).leases
     world.pools.release("t", [lease.lease_id], None, False)
@@ -48,7 +66,7 @@ async def test_a_run_waits_a_moment_for_a_slot_that_is_about_to_be_kept_for_it(m
     assert not waiting.done()
     assert (await world.acquire("u")).leases[0].slot != lease.slot, "others need not wait"
 
-    agent.say()
+    agent.answer_delayed()
 
     (again,) = (await waiting).leases
     assert (again.slot, again.workspace_kept) == (lease.slot, True)
@@ -56,16 +74,7 @@ async def test_a_run_waits_a_moment_for_a_slot_that_is_about_to_be_kept_for_it(m
 
 @pytest.mark.parametrize("wait_s", [0.0, 30.0])
 async def test_a_run_does_not_wait_long_for_a_slot_that_may_be_kept(make_world, wait_s):
-    class Stuck(FakeAgent):
-        def respond(self, meta, say):
-            if meta["op"] != "reset":
-                super().respond(meta, say)
-
-    class Backend(FakeBackend):
-        def make_agent(self, pool, spec, sandbox_id):
-            return Stuck(sandbox_id)
-
-    world = await make_world(Backend(), max_sandboxes=1)
+    world = await make_world(DelayingBackend("reset"), max_sandboxes=1)
     (lease,) = (await world.acquire(run_id="r")).leases
     world.pools.release("t", [lease.lease_id], None, False)
     waiting = await world.queue(run_id="r", wait_s=wait_s)
@@ -91,20 +100,7 @@ async def test_the_end_that_is_shown_is_the_one_that_counts(make_world):
 
 
 async def test_a_slot_that_is_being_prepared_is_released_only_once_it_is(make_world):
-    class Slow(FakeAgent):
-        say = None
-
-        def respond(self, meta, say):
-            if meta["op"] == "narrow":
-                self.say = lambda: super(Slow, self).respond(meta, say)
-            else:
-                super().respond(meta, say)
-
-    class Backend(FakeBackend):
-        def make_agent(self, pool, spec, sandbox_id):
-            return Slow(sandbox_id)
-
-    world = await make_world(Backend(), max_sandboxes=1)
+    world = await make_world(DelayingBackend("narrow"), max_sandboxes=1)
     (agent,) = world.backend.agents.values()
     waiting = await world.queue(allow_network=False)
     waiting.cancel()
@@ -112,7 +108,7 @@ async def test_a_slot_that_is_being_prepared_is_released_only_once_it_is(make_wo
     assert world.slots() == {"leased": 1, "ready": 1}
     assert [request["op"] for request in agent.requests].count("reset") == 0
 
-    agent.say()
+    agent.answer_delayed()
     await settle()
 
     assert world.slots() == {"ready": 2}
