@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,7 +23,9 @@ from sandbox_server.api.websocket import CLOSED_AFTER_ACCEPT, close_reason
 from sandbox_server.core import errors
 from sandbox_server.core.errors import LeaseNotFound, PoolServiceError, Stopping
 from sandbox_server.telemetry import configure_logging
+from tests.support import tables
 from tests.support.harness import ALICE, Harness, bearer
+from tests.support.users import ROOT
 
 TERMINAL = "/v1/leases/l/terminal"
 
@@ -240,6 +243,13 @@ def test_close_codes_are_those_of_the_contract() -> None:
     assert all(4000 <= close_code_of(code) < 5000 for code in STATUS_OF)
     known = {one.code for one in vars(errors).values() if isinstance(one, type) and issubclass(one, PoolServiceError)}
     assert known >= CLOSED_AFTER_ACCEPT
+
+
+def test_the_documentation_has_the_close_codes() -> None:
+    rows = tables.parse((ROOT / "docs" / "http-api.md").read_text(encoding="utf-8").partition("## WebSocket connections")[2].partition("\n## ")[0])[1:]
+    documented = {code: int(row[0]) for row in rows if row[0].isdecimal() for code in re.findall("`([a-z_]+)`", row[1])}
+
+    assert documented == {code: close_code_of(code) for code in CLOSED_AFTER_ACCEPT}
 
 
 def test_a_close_reason_is_cut_between_characters() -> None:
