@@ -191,7 +191,7 @@ def test_the_heartbeat_finds_out_that_a_lease_ended(client: Face) -> None:
         heartbeat = Face(client.inner._heartbeat, client.runner)
         later = heartbeat.inner._clock() + 20
         heartbeat.inner._clock = lambda: later
-        heartbeat.beat()
+        heartbeat.renew_due_leases()
 
         assert lease.lost.code == "lease_lost"
         assert (other.lost, other.renewal_error) == (None, None)
