@@ -107,4 +107,4 @@ def _no_response_failure(endpoint: Endpoint) -> Failure:
         next_step = "start the service there, or correct SANDBOX_URL; without it, the service of this machine is used"
     else:
         next_step = "the service is gone: start it again with `python -m sandbox_server serve`, or set SANDBOX_URL to one that runs"
-    return Failure(f"no service answers at {endpoint.url} (from {endpoint.source})", next_step, ConnectFailed.code)
+    return Failure(f"no service responds at {endpoint.url} (from {endpoint.source})", next_step, ConnectFailed.code)

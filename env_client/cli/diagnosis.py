@@ -118,7 +118,7 @@ def _tmux_finding() -> Finding:
 
 
 def draining_reason(pool: PoolInfo) -> str:
-    """Return that a pool is draining, and why; an empty string if it is not, or if the service is of an older version that does not send the state."""
+    """Describe why a pool is draining; empty if it is not, or if the service is of an older version that does not send the state."""
     if pool.state != "draining":
         return ""
     return f"draining: {pool.last_error or 'it gives no new leases, and is deleted when its last lease ends'}"
@@ -142,8 +142,8 @@ def pool_findings(pool: PoolInfo) -> list[Finding]:
         return findings
     findings.append(_network_finding(_string_list(capabilities.get("network"))))
     limits = capabilities.get("limits")
-    for name, how in limits.items() if isinstance(limits, dict) else ():
-        findings.append(_limit_finding(str(name), str(how)))
+    for name, mechanism in limits.items() if isinstance(limits, dict) else ():
+        findings.append(_limit_finding(str(name), str(mechanism)))
     proves = _string_list(capabilities.get("proves"))
     findings.append(Finding("verdicts", State.OK if proves else State.LIMITED, f"can prove {', '.join(proves) or 'no limit that was hit'}"))
     findings.append(Finding("tools", State.OK, ", ".join(_string_list(capabilities.get("tools")))))
@@ -154,9 +154,8 @@ def _isolation_finding(pool: PoolInfo) -> Finding:
     if pool.isolation in _ISOLATING or pool.isolation == "dedicated":
         return Finding("isolation", State.OK, f"slots are isolated by mode {pool.isolation}")
     if pool.isolation == "none":
-        return Finding(
-            "isolation", State.LIMITED, "slots are NOT isolated from each other (mode none): one tenant and run at a time", "make a better mode work, see below"
-        )
+        detail = "slots are NOT isolated from each other (mode none): one tenant and run at a time"
+        return Finding("isolation", State.LIMITED, detail, "make a better mode work, see below")
     state = State.MISSING if pool.last_error else State.LIMITED
     return Finding("isolation", state, "no sandbox has started yet, so the isolation is not known", "see the pool's last error")
 
@@ -187,16 +186,16 @@ def _network_finding(kinds: list[str]) -> Finding:
     return Finding("network", State.LIMITED, f"{', '.join(kinds) or 'nothing'}: slots without network are not possible", "mode bwrap makes them possible")
 
 
-def _limit_finding(name: str, how: str) -> Finding:
-    if how.startswith("cgroup"):
-        return Finding(f"{name} limit", State.OK, f"by {how}")
-    if how == "none":
+def _limit_finding(name: str, mechanism: str) -> Finding:
+    if mechanism.startswith("cgroup"):
+        return Finding(f"{name} limit", State.OK, f"by {mechanism}")
+    if mechanism == "none":
         fix = "set slot_memory_mb in the pool's spec" if name == "memory" else "run where cgroups are writable"
         return Finding(f"{name} limit", State.LIMITED, "none: one slot can use up what the others need", fix)
-    if how == "accounting":
+    if mechanism == "accounting":
         fix = "run where cgroups are writable" if name == "memory" else ""
         return Finding(f"{name} limit", State.LIMITED if fix else State.OK, "measured every few seconds or sooner, so a slot can exceed it for that time", fix)
-    return Finding(f"{name} limit", State.LIMITED, f"by {how}: per process, not for the slot as a whole", "run where cgroups are writable")
+    return Finding(f"{name} limit", State.LIMITED, f"by {mechanism}: per process, not for the slot as a whole", "run where cgroups are writable")
 
 
 def backend_finding(name: str) -> Finding:

@@ -155,7 +155,7 @@ def _forward_stdin(client: SandboxClient, lease_id: str, printer: Printer) -> tu
         try:
             return head.decode(), None
         except UnicodeDecodeError:
-            pass
+            pass  # small, but not text, so it goes into a file as well
     input_path = f"/tmp/.input-{new_call_id()}"
     client.put_file(lease_id, input_path, chain([head], chunks), mode=0o600)
     return None, input_path

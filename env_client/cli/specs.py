@@ -61,7 +61,7 @@ def _parse_document(text: str, file: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:
-        pass
+        pass  # not JSON, so it must be YAML
     try:
         import yaml
     except ModuleNotFoundError as error:
@@ -69,8 +69,8 @@ def _parse_document(text: str, file: str) -> Any:
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:
-        where = getattr(error, "problem_mark", None)
-        line = f" line {where.line + 1}:" if where is not None else ""
+        mark = getattr(error, "problem_mark", None)
+        line = f" line {mark.line + 1}:" if mark is not None else ""
         raise Failure(f"{file}:{line} {getattr(error, 'problem', None) or 'not YAML'}", "correct that line") from error
 
 
@@ -131,7 +131,7 @@ def _variable_value(text: str) -> str:
 def _variable_values(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
-    return {name: one if isinstance(one, str) else json.dumps(one, ensure_ascii=False) for name, one in value.items()}
+    return {name: item if isinstance(item, str) else json.dumps(item, ensure_ascii=False) for name, item in value.items()}
 
 
 def describe_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, str]:

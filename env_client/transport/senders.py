@@ -34,7 +34,7 @@ class AsyncSender:
 
     def __init__(self, core: RequestCore, transport: httpx.AsyncBaseTransport, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
         self.core = core
-        self._transport = transport
+        self.transport = transport
         self._sleep = sleep
 
     async def send(self, message: Message[T], upload: Upload | None = None) -> T:
@@ -97,7 +97,7 @@ class AsyncSender:
     async def aclose(self) -> None:
         """Close the connections. Every later request raises `ClientClosed`."""
         self.core.state.client_closed = True
-        await self._transport.aclose()
+        await self.transport.aclose()
 
     async def _retry(self, loop: RetryLoop[T], attempt: Callable[[], Awaitable[R]]) -> R:
         while True:
@@ -124,7 +124,7 @@ class AsyncSender:
         """Send a message and give the response, whose body has not been read."""
         request = self.core.build_request(message) if upload is None else self.core.build_request(message, upload.read_async_chunks(), upload.size_bytes)
         try:
-            response = await self._transport.handle_async_request(request)
+            response = await self.transport.handle_async_request(request)
             try:
                 yield response
             finally:
@@ -138,7 +138,7 @@ class SyncSender:
 
     def __init__(self, core: RequestCore, transport: httpx.BaseTransport, sleep: Callable[[float], None] = time.sleep) -> None:
         self.core = core
-        self._transport = transport
+        self.transport = transport
         self._sleep = sleep
 
     def send(self, message: Message[T], upload: Upload | None = None) -> T:
@@ -186,7 +186,7 @@ class SyncSender:
     def close(self) -> None:
         """See `AsyncSender.aclose`."""
         self.core.state.client_closed = True
-        self._transport.close()
+        self.transport.close()
 
     def _retry(self, loop: RetryLoop[T], attempt: Callable[[], R]) -> R:
         while True:
@@ -213,7 +213,7 @@ class SyncSender:
         """See `AsyncSender._exchange`."""
         request = self.core.build_request(message) if upload is None else self.core.build_request(message, upload.read_chunks(), upload.size_bytes)
         try:
-            response = self._transport.handle_request(request)
+            response = self.transport.handle_request(request)
             try:
                 yield response
             finally:

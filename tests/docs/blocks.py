@@ -1,13 +1,13 @@
-"""What the code blocks of the documents are, and how each kind is tried.
+"""The languages of the code blocks in the documents, and how a block of each language is tested.
 
-bash      is run; its variables and functions are there in the next one of the same document, as in a reader's shell
-text      is what the block before it printed, line by line; `…` stands for anything within a line
-json      is what the block before it printed: the same names and kinds of values, and the same words where the words are a closed set
-python    is run; a document is one program
-yaml      is a settings file that the service accepts
-ini       is a unit of systemd that starts the service with settings it knows
-console   is not run: only `make` targets that exist and `pip install` of extras that exist
-mermaid   is a drawing
+bash      is run; its variables and functions are available in the next block of the same document, as in a reader's shell
+text      must equal the output of the previous block, line by line; `…` matches any text within a line
+json      must match the output of the previous block: the same names and types, and the same values for members with a closed set of values
+python    is run; all blocks of a document form one program
+yaml      must be a settings file that the service accepts
+ini       must be a systemd unit that starts the service with known settings
+console   is not run; it may contain only `make` with existing targets and `pip install` with existing extras
+mermaid   is a diagram, which is not tested
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 IDS = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
 KINDS = frozenset({"bash", "text", "json", "python", "yaml", "ini", "console", "mermaid"})
 TIMEOUT_S = 100
-#: The members of a JSON document whose values are words of closed sets, or facts that an example must not get wrong.
+#: The members of a JSON document whose values must be equal: they are from closed sets, or an example must not show a wrong one.
 EXACT = frozenset({"code", "status", "reason", "fault", "success", "exit_code", "state", "truncated", "encoding", "allow_network", "cache", "clean", "origin"})
-#: Members that hold whatever there is: their names are not the page's to say.
+#: Members with varying content, whose names are not compared.
 OPEN = frozenset({"modes", "limits", "evidence", "metadata", "labels", "spec", "capabilities", "data"})
 RESTORE = 'shopt -s expand_aliases; if [ -f "$DOC_STATE" ]; then . "$DOC_STATE"; fi; set -a'
 SAVE = '{ export -p | grep -v "^declare -x DOC_STATE="; declare -f; } > "$DOC_STATE"'
 
 
 class Blocks:
-    """Tries the blocks of one document, in one folder.
+    """Tests the blocks of one document.
 
     Args:
-        folder: where they run.
+        folder: the folder in which the blocks run.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -56,14 +56,14 @@ class Blocks:
         self._groups: list[int] = []
 
     def run(self, path: Path) -> None:
-        """Try every block of a document, in its order."""
+        """Test every block of a document in order."""
         tried = {"bash": self._bash, "text": self._text, "json": self._json, "yaml": self._yaml, "ini": self._ini, "console": self._console}
         parsers = [PythonCodeBlockParser(), *(CodeBlockParser(language=language, evaluator=one) for language, one in tried.items())]
         try:
             for example in Document.parse(str(path), *parsers).examples():
                 example.evaluate()
         finally:
-            for group in self._groups:  # what a block has left running
+            for group in self._groups:  # processes that a block has left running
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(group, signal.SIGTERM)
             end_sandboxes_left(self._folder / "state")
@@ -79,7 +79,7 @@ class Blocks:
             except subprocess.TimeoutExpired:
                 os.killpg(shell.pid, signal.SIGKILL)
                 self._printed, complaint = shell.communicate()
-                complaint += f"not done after {TIMEOUT_S} s"
+                complaint += f"not finished after {TIMEOUT_S} s"
         assert shell.returncode == 0, f"line {example.line}: exit code {shell.returncode}\n{self._printed}{complaint}"
 
     def _text(self, example: Example) -> None:
@@ -118,7 +118,7 @@ class Blocks:
 
 
 def differences(said: Any, printed: Any, where: str) -> list[str]:
-    """Where what was printed is not of the form that a document says."""
+    """Return the paths at which the printed JSON does not match the JSON in the document."""
     name = where.rpartition(".")[2]
     if isinstance(said, dict) and isinstance(printed, dict):
         if name in OPEN or not said:

@@ -1,4 +1,4 @@
-"""The demo does what the README says of it."""
+"""Test that the demonstration does what the README says."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.support.service import clean_environ
 from tests.support.users import ROOT
 
 
-def test_the_demo_does_the_main_job() -> None:
+def test_the_demo_fixes_the_project_in_all_slots() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "env_client.demo"], cwd=ROOT, env=clean_environ({"COLUMNS": "140"}), capture_output=True, text=True, check=False
     )

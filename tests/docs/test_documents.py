@@ -1,4 +1,4 @@
-"""What the documents say is true: their code runs, their links lead somewhere, their make targets exist."""
+"""Tests of the documents: their code runs, their links have targets, their make targets exist."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FENCE = re.compile(r"^( *)```(.*)$", re.MULTILINE)
 
 
 def heading_anchors(path: Path) -> set[str]:
-    """The anchors of a document's headings, as they are made where it is shown."""
+    """Return the anchors of a document's headings, as GitHub generates them."""
     headings = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -38,7 +38,7 @@ def test_every_code_block_runs(path: Path, service: Service, tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=IDS)
-def test_no_code_block_is_of_a_kind_that_is_not_tried(path: Path) -> None:
+def test_every_code_block_has_a_language_that_is_tested(path: Path) -> None:
     fences = [language for _, language in FENCE.findall(path.read_text(encoding="utf-8"))]
 
     assert set(fences[::2]) <= KINDS
@@ -46,7 +46,7 @@ def test_no_code_block_is_of_a_kind_that_is_not_tried(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=IDS)
-def test_every_link_leads_somewhere(path: Path) -> None:
+def test_every_link_has_a_target(path: Path) -> None:
     missing = []
     for link in re.findall(r"\]\(([^)]+)\)", path.read_text(encoding="utf-8")):
         target, _, anchor = link.partition("#")
@@ -84,7 +84,7 @@ def test_the_isolation_table_of_the_readme_has_every_attack() -> None:
     assert [attack.title for attack in ATTACKS if attack.title not in {row[0] for row in rows}] == []
 
 
-def test_the_changelog_knows_the_version() -> None:
+def test_the_changelog_has_the_version() -> None:
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
     assert f"## [{__version__}]" in changelog or "## [Unreleased]" in changelog

@@ -1,4 +1,4 @@
-"""The pages that list something list all of it, and nothing else: settings, limits, errors, reasons, states, routes, figures, tools, commands."""
+"""Tests that the reference pages are complete and list nothing else: settings, limits, errors, reasons, states, routes, metrics, tools, commands."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def page(name: str) -> str:
 
 
 def rows(name: str, table: str) -> list[list[str]]:
-    """The rows of the table that follows a marker, without its head and without the marks of code."""
+    """Return the rows of the table that follows a marker, without its heading and without backticks."""
     text = page(name).partition(f"<!-- {table} -->\n")[2].partition("\n\n")[0]
     return [[cell.replace("`", "") for cell in row] for row in tables.parse(text)[1:]]
 
@@ -51,14 +51,14 @@ def words(row: list[list[str]]) -> list[str]:
 
 
 def default_of(model: type[BaseModel], name: str) -> Any:
-    """A field's default, as JSON has it."""
+    """Return the default of a field as a JSON value."""
     field = model.model_fields[name]
     value = field.get_default(call_default_factory=True)
     return "required" if value is PydanticUndefined else value
 
 
 def spec_defaults() -> dict[str, Any]:
-    """The pool spec's fields, those of its parts by their path."""
+    """Return the fields of a pool spec with their defaults; nested fields have dotted names."""
     found: dict[str, Any] = {}
     for name in PoolSpecBody.model_fields:
         value = default_of(PoolSpecBody, name)
@@ -87,7 +87,7 @@ def test_every_error_that_the_client_raises_on_its_own() -> None:
     assert named == own - {"SandboxError", "TransportError"}
 
 
-def test_every_limit_with_its_default_and_what_it_counts() -> None:
+def test_every_limit_with_its_default_and_meaning() -> None:
     said = [(name, default, counts) for name, default, counts, _ in rows("limits.md", "limits")]
 
     assert said == [(name, f"{getattr(Limits(), name):,}" + (" (at most)" if most_of(name) else ""), text_of(name)) for name in LIMITS]
@@ -113,14 +113,14 @@ def test_every_field_of_a_pool_spec_with_its_default() -> None:
     assert [(field, json.loads(default)) for field, default, _ in rows("settings.md", "spec")] == list(spec_defaults().items())
 
 
-def test_what_is_not_built_yet_is_in_the_readme() -> None:
+def test_the_readme_lists_what_is_not_built_yet() -> None:
     said = (ROOT / "README.md").read_text(encoding="utf-8").partition("### Not built yet")[2].partition("\n#")[0]
     routes = {f"{method} {path.replace('lease_id', 'id')}" for method, path, *_ in PENDING}
 
     assert [name for name in {*TOOLS_NOT_BUILT, *routes} if f"`{name}`" not in said] == []
 
 
-def test_what_only_admins_set_in_a_pool_spec_is_said() -> None:
+def test_the_fields_that_only_admins_may_set_are_listed() -> None:
     assert {f"`{path}`" for path in ADMINS_ONLY} <= set(re.findall(r"`[^`]+`", page("settings.md").partition("Only admins set ")[2]))
 
 
@@ -177,5 +177,5 @@ def test_every_exit_code_of_the_command_line() -> None:
     assert said - {"0 to 123", "128+n"} == {str(code) for code in own}
 
 
-def test_how_long_a_lease_of_the_command_line_holds() -> None:
+def test_the_default_time_to_live_of_the_command_line() -> None:
     assert f"by default for {DEFAULT_TTL_S:g}, an hour" in page("command-line.md")

@@ -1,4 +1,4 @@
-"""A new user's walk: whichever way is taken, the same things come to the same answers."""
+"""Tests that the same operations give the same results through curl, the command line and both Python clients."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def lease(walker: Walker) -> Iterator[str]:
 
 
 @pytest.mark.timeout(180)
-def test_the_whole_walk(walker: Walker) -> None:
+def test_all_operations_in_sequence(walker: Walker) -> None:
     lease = walker.acquire("the-walk")
     assert lease in walker.held("the-walk")
 
@@ -51,16 +51,16 @@ def test_the_whole_walk(walker: Walker) -> None:
         walker.exec(lease, "true")
 
 
-def test_narrowing_takes_the_network_and_leaves_the_files(walker: Walker, lease: str, service: Service) -> None:
+def test_narrowing_takes_the_network_away_and_keeps_the_files(walker: Walker, lease: str, service: Service) -> None:
     with service.http() as http:
         if "none" not in http.get("/v1/pools/default").json()["capabilities"]["network"]:
-            pytest.skip("no mode of this machine can keep a slot from the network")
+            pytest.skip("no isolation mode of this machine can take the network away from a slot")
     walker.exec(lease, "echo kept > file")
 
     assert walker.narrow(lease) is False
     assert walker.exec(lease, "cat file; grep -c : /proc/net/dev") == Outcome("kept\n1\n", 0, "exit")
 
 
-def test_a_lease_that_nobody_knows_is_said_to_be_unknown(walker: Walker) -> None:
+def test_an_unknown_lease_is_refused(walker: Walker) -> None:
     with pytest.raises(Refused, match=r"^lease_not_found$"):
         walker.exec("no-such-lease", "true")

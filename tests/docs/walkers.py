@@ -1,4 +1,4 @@
-"""The ways a new user has to the service: curl, the command line, and the two Python clients, each doing the same things in its own words."""
+"""Four interfaces to the service that do the same operations: curl, the command line, and the two Python clients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TIMEOUT_S = 30
 
 
 class Outcome(NamedTuple):
-    """What a command came to."""
+    """The result of a command."""
 
     output: str
     exit_code: int | None
@@ -28,11 +28,11 @@ class Outcome(NamedTuple):
 
 
 class Refused(Exception):
-    """The service, or the program that asked it, said no; the text is the code."""
+    """The service, or the program that was used, refused the operation; the text is the error code."""
 
 
 class Walker(Protocol):
-    """One way to the service. Every method raises `Refused` where the answer is an error."""
+    """One interface to the service. Every method raises `Refused` if the service responds with an error."""
 
     def acquire(self, run_id: str) -> str: ...
     def held(self, run_id: str) -> list[str]: ...
@@ -59,7 +59,7 @@ def entry_name(path: str) -> str:
 
 
 class Curl:
-    """By curl and nothing else."""
+    """Uses curl only."""
 
     def __init__(self, service: Service, folder: Path) -> None:
         self._service, self._folder = service, folder
@@ -131,7 +131,7 @@ class Curl:
 
 
 class CommandLine:
-    """By `sandbox`."""
+    """Uses the command line `sandbox`."""
 
     def __init__(self, service: Service, folder: Path) -> None:
         self._folder = folder
@@ -187,7 +187,7 @@ class CommandLine:
             running.stdin.close()
             printed = running.stdout.readline().decode()
             assert printed == first_line
-            running.send_signal(signal.SIGINT)  # what Ctrl-C is
+            running.send_signal(signal.SIGINT)  # what Ctrl-C sends
             printed += running.stdout.read().decode()
             running.wait(TIMEOUT_S)
         return Outcome(printed, None, {130: "cancelled"}.get(running.returncode, f"exit code {running.returncode}"))
@@ -202,7 +202,7 @@ class CommandLine:
 
 
 class Threads:
-    """By the client for threads."""
+    """Uses `SandboxClient`."""
 
     def __init__(self, service: Service, folder: Path) -> None:
         self._client, self._folder = SandboxClient(service.url, service.token), folder
@@ -262,7 +262,7 @@ class Threads:
 
 
 class EventLoop:
-    """By the client for an event loop."""
+    """Uses `AsyncSandboxClient`."""
 
     def __init__(self, service: Service, folder: Path) -> None:
         self._folder = folder

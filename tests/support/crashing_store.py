@@ -1,4 +1,4 @@
-"""A store whose service can die: what was flushed is there for the next one, what was not may be lost."""
+"""A store for tests of crashes: flushed records survive, and other records may be lost."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sandbox_server.store.output_files import OutputFiles
 
 
 class CrashingStore:
-    """A durable store in memory. While `failure` is set it cannot be written."""
+    """A durable store in memory. While `failure` is set, writing to it fails."""
 
     durable = True
     failure: StorageUnavailable | None = None
@@ -23,12 +23,12 @@ class CrashingStore:
 
     @property
     def outputs(self) -> OutputFiles:
-        """The files of large outputs, which outlive a crash."""
+        """The files of large outputs, which survive a crash."""
         return self.disk.outputs
 
     @property
     def unflushed(self) -> int:
-        """How many changes would be lost by a crash now."""
+        """The number of changes that a crash would lose now."""
         return len(self._pending)
 
     def put(self, record: Record) -> None:
@@ -37,10 +37,10 @@ class CrashingStore:
         self._pending.append(record)
 
     async def flush(self) -> None:
-        """All that was put is on the disk.
+        """Write all queued records to the simulated disk.
 
         Raises:
-            StorageUnavailable: it shall not be.
+            StorageUnavailable: `failure` is set.
         """
         if self.failure is not None:
             raise self.failure
@@ -55,7 +55,7 @@ class CrashingStore:
                 self.disk.put(item)
 
     def crash(self, also_written: int = 0) -> None:
-        """The process ends; so many of the changes that nobody waited for had been written all the same."""
+        """Simulate a crash of the process, after the first `also_written` queued changes reached the disk."""
         self._write(also_written)
         self._pending.clear()
         self.live = MemoryStore()
@@ -65,34 +65,34 @@ class CrashingStore:
         self.live.results = {lease_id: dict(calls) for lease_id, calls in self.disk.results.items()}
 
     def load(self) -> State:
-        """What is on the disk."""
+        """Return the records on the simulated disk."""
         return self.disk.load()
 
     def lease(self, lease_id: str) -> Lease | None:
-        """The newest record of a lease."""
+        """Return the newest record of a lease."""
         return self.live.lease(lease_id)
 
     def record_result(self, lease_id: str, call_id: str, identity: bytes, result: Result) -> None:
-        """Queue how a call ended."""
+        """Queue the result of a call."""
         self.live.record_result(lease_id, call_id, identity, result)
         self._pending.append((lease_id, call_id, identity, result))
 
     def find_result(self, lease_id: str, call_id: str) -> RecordedResult | None:
-        """What was recorded for this call."""
+        """Return the recorded result of a call."""
         return self.live.find_result(lease_id, call_id)
 
     def result_count(self, lease_id: str) -> int:
-        """How many calls of this lease have a verdict."""
+        """Return how many calls of a lease have a result."""
         return self.live.result_count(lease_id)
 
     @property
     def problem(self) -> str | None:
-        """Why it cannot be written, while it shall not be."""
+        """The reason for which writing fails; None while it succeeds."""
         return None if self.failure is None else self.failure.detail
 
     async def check_storage(self) -> None:
-        """There is nothing to see."""
+        """Do nothing: a store in memory has nothing to check."""
 
     async def close(self) -> None:
-        """Write what is queued."""
+        """Write the queued records."""
         await self.flush()

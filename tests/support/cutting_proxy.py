@@ -1,4 +1,4 @@
-"""A proxy between client and service that cuts connections, as those on the way to a cluster do."""
+"""A proxy between client and service that cuts connections, as proxies in front of a cluster do."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CHUNK_BYTES = 65536
 
 @dataclass
 class CuttingProxy:
-    """Passes bytes on; each connection is cut once the service has sent so many bytes, in turn; None lets one live.
+    """Forwards bytes. Each connection is cut after the service has sent the next number of bytes in the list; None never cuts it.
 
     Args:
         service_url: where to.
@@ -29,7 +29,7 @@ class CuttingProxy:
 
     @contextmanager
     def running(self) -> Iterator[CuttingProxy]:
-        """Listen while the block lasts."""
+        """Listen for the duration of the block."""
         with socket.create_server(("127.0.0.1", 0)) as listener:
             self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
             accepting = threading.Thread(target=self._accept, args=(listener,))
@@ -46,7 +46,7 @@ class CuttingProxy:
         while True:
             try:
                 client, _ = listener.accept()
-            except OSError:  # no longer listening
+            except OSError:  # the proxy was closed
                 return
             allowed = self.cuts.pop(0) if self.cuts else None
             thread = threading.Thread(target=self._serve, args=(client, allowed))
@@ -96,5 +96,5 @@ def _sent(target: socket.socket, chunk: bytes) -> bool:
 
 
 def _shut(end: socket.socket) -> None:
-    with suppress(OSError):  # it may be shut already
+    with suppress(OSError):  # it may be closed already
         end.shutdown(socket.SHUT_RDWR)

@@ -1,4 +1,4 @@
-"""The whole service in this process, on scripted agents: over ASGI alone, or behind a real port."""
+"""The complete service in the test process with scripted agents: over ASGI, or behind a real port."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ POOL = PoolSpec(slots_per_sandbox=4, min_sandboxes=1, max_sandboxes=1, acquire_t
 
 
 def bearer(tenant: Tenant) -> dict[str, str]:
-    """What a tenant's requests carry."""
+    """Return the headers of a tenant's requests."""
     return {"Authorization": f"Bearer {tenant.token}"}
 
 
 @dataclass
 class Harness:
-    """A running service: how to talk to it, and what is behind it."""
+    """A running service: an HTTP client, and the parts of the service."""
 
     application: Application
     http: httpx.AsyncClient
@@ -49,13 +49,13 @@ class Harness:
         return self.backend.agent()
 
     async def acquire(self, count: int = 1, **fields: Any) -> list[str]:
-        """Acquire slots; their lease ids."""
+        """Acquire slots; return their lease ids."""
         answer = await self.http.post("/v1/acquire", json={"count": count, **fields})
         assert answer.status_code == 200, answer.text
         return [lease["lease_id"] for lease in answer.json()["leases"]]
 
     async def batch(self, *calls: dict[str, Any]) -> list[dict[str, Any]]:
-        """Run calls; their results."""
+        """Run calls; return their results."""
         answer = await self.http.post("/v1/exec-batch", json={"calls": list(calls)})
         assert answer.status_code == 200, answer.text
         results: list[dict[str, Any]] = answer.json()["results"]
@@ -63,17 +63,17 @@ class Harness:
 
 
 def bash(lease_id: str, command: str, **fields: Any) -> dict[str, Any]:
-    """One call."""
+    """Return the fields of one call."""
     return {"lease_id": lease_id, "tool": "bash", "args": {"command": command}, **fields}
 
 
 def make_settings(state_dir: Path, **changes: Any) -> Settings:
-    """Settings with two tenants and one small pool."""
+    """Return settings with two tenants and one small pool."""
     return replace(Settings(state_dir=state_dir, tenants=(ALICE, BOB), pools={"default": POOL}), **changes)
 
 
 def make_application(settings: Settings, store: Store | None = None, *, real_backends: bool = False) -> tuple[Application, ScriptedBackend]:
-    """A service that is not running yet, and its backend.
+    """Create a service that does not run yet, and its backend.
 
     Args:
         settings: what the operator decides.
@@ -120,7 +120,7 @@ async def lifespan(application: Application) -> AsyncIterator[None]:
 
 @contextlib.asynccontextmanager
 async def open_harness(state_dir: Path, *, store: Store | None = None, real_backends: bool = False, **changes: Any) -> AsyncIterator[Harness]:
-    """The service over ASGI, as alice."""
+    """Run the service over ASGI; requests are those of the tenant alice."""
     settings = make_settings(state_dir, **changes)
     application, backend = make_application(settings, store, real_backends=real_backends)
     async with lifespan(application):
@@ -148,7 +148,7 @@ class _Server(uvicorn.Server):
 
 @contextlib.asynccontextmanager
 async def harness_on_a_port(state_dir: Path, **changes: Any) -> AsyncIterator[Harness]:
-    """The service behind uvicorn on a free port, as alice."""
+    """Run the service behind uvicorn on a free port; requests are those of the tenant alice."""
     settings = make_settings(state_dir, **changes)
     application, backend = make_application(settings)
     server = _Server(uvicorn.Config(application, host="127.0.0.1", port=0, lifespan="on", log_config=None, access_log=False))

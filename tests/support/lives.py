@@ -1,4 +1,4 @@
-"""The death of a service's pools in a process that lives on."""
+"""Ending a service's pools as a crash does, while the test process goes on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sandbox_server.testing import settle
 
 
 async def kill(pools: PoolService) -> None:
-    """End a service's pools as SIGKILL does: nothing is told to anybody, nothing is written."""
+    """End a service's pools as SIGKILL does: nothing is sent to an agent or a client, and nothing is stored."""
     tasks = [*pools._catalog._watches, *pools._orphans._tasks]
     for pool in pools._pools.values():
         pool._ticker.stop()

@@ -1,4 +1,4 @@
-"""A pytest plugin: the isolation table that the hostile suite leaves in `build/` is the one that stands in the README."""
+"""A pytest plugin that compares the isolation table from a run of the hostile suite with the table in the README."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FOUND = ROOT / "build" / "isolation.md"
 
 
 class MatrixInReadme:
-    """Writes the table of a run that passed, or fails a run whose cells the README tells otherwise. Cells that were not tried are not compared."""
+    """Writes the table after a successful run, or fails a run whose cells differ from the README. Cells that were not tested are not compared."""
 
     def __init__(self, *, write: bool) -> None:
         self.write = write
@@ -41,13 +41,13 @@ class MatrixInReadme:
 
 
 def cells(table: str) -> dict[tuple[str, str], str]:
-    """The cells of a Markdown table by row and column."""
+    """Return the cells of a Markdown table by row and column."""
     head, *rows = tables.parse(table) or [[]]
     return {(row[0], column): cell for row in rows for column, cell in zip(head[1:], row[1:], strict=True)}
 
 
 def differences(written: str, found: str) -> Iterator[str]:
-    """Where the written table says something else than the found one, or nothing."""
+    """Describe the differences between the written table and the one from the run; empty if there are none."""
     said = cells(written)
     for (row, column), cell in cells(found).items():
         if cell != "–" and said.get((row, column)) != cell:

@@ -38,11 +38,11 @@ class _Call:
 
 
 class ScriptedAgent(FakeAgent):
-    """An agent whose slots understand a few commands."""
+    """An agent whose slots execute a few scripted commands."""
 
     def __init__(self, sandbox_id: str, token: str = "token", slots: int = 2, isolation: str | None = "bwrap") -> None:
         super().__init__(sandbox_id, token, slots, isolation)
-        self.is_stopped = False  # hears and says nothing, as a process after SIGSTOP
+        self.is_stopped = False  # does not respond, as a process after SIGSTOP
         self.ran: list[tuple[str, str]] = []
         self.files: dict[tuple[str, str], bytes] = {}
         self.calls: dict[tuple[str, int, str], _Call] = {}
@@ -133,7 +133,7 @@ class ScriptedAgent(FakeAgent):
             peer.wire.end(stream)
 
     def _run(self, peer: Any, stream: int, meta: dict[str, Any], call: _Call) -> bool:
-        """Start a call; False if that was the end of the stream."""
+        """Start a call; return False at the end of the stream."""
         if meta["tool"] not in ("bash", "terminal"):
             call.result = {"reason": "invalid_args", "exit_code": None, "error": f"tool: there is no {meta['tool']}"}
             return True
@@ -168,19 +168,19 @@ class ScriptedAgent(FakeAgent):
             follow()
 
     def live(self, call_id: str) -> _Call:
-        """A call that was begun."""
+        """A call that has started."""
         (call,) = [call for (_, _, name), call in self.calls.items() if name == call_id]
         return call
 
     def write(self, call_id: str, output: bytes) -> None:
-        """A `live` call writes something."""
+        """Write output in a `live` call."""
         call = self.live(call_id)
         call.whole += output
         for follow in call.followers:
             follow()
 
     def finish(self, call_id: str, exit_code: int = 0) -> None:
-        """A `live` call ends."""
+        """End a `live` call."""
         call = self.live(call_id)
         self._finish(call, {"reason": "exit", "exit_code": exit_code}, call.whole)
 
@@ -275,13 +275,13 @@ class ScriptedAgent(FakeAgent):
 
 
 class ScriptedBackend(FakeBackend):
-    """A backend of scripted agents."""
+    """A backend whose sandboxes run scripted agents."""
 
     def make_agent(self, pool: str, spec: PoolSpec, sandbox_id: str) -> ScriptedAgent:
         return ScriptedAgent(sandbox_id, slots=spec.slots_per_sandbox)
 
     def agent(self) -> ScriptedAgent:
-        """The one agent there is."""
+        """The only agent."""
         (agent,) = self.agents.values()
         assert isinstance(agent, ScriptedAgent)
         return agent

@@ -1,4 +1,4 @@
-"""The service on scripted agents, for `uvicorn tests.support.scripted_main:app`: what a process of its own does with signals and sockets."""
+"""The service with scripted agents as an application for uvicorn, for tests of signals and sockets: `uvicorn tests.support.scripted_main:app`."""
 
 from __future__ import annotations
 

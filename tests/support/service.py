@@ -1,4 +1,4 @@
-"""A real service as a process of its own: a real port, a state folder nobody else uses, its log kept for when a test fails."""
+"""A real service in a process of its own, with a real port, a private state folder, and a log that is shown when a test fails."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ TRANSPORT_VARIABLE = "SANDBOX_LOCAL_TRANSPORT"
 START_TIMEOUT_S = 40.0
 STOP_TIMEOUT_S = 20.0
 
-# Small, and gone with the service: what most tests want of a pool.
+# The pool that most tests use: small, and destroyed with the service.
 SMALL_POOL: Mapping[str, Any] = {"backend": "local", "slots_per_sandbox": 8, "min_sandboxes": 1, "max_sandboxes": 2, "on_shutdown": "destroy"}
 
 
 @dataclass(kw_only=True)
 class Service:
-    """One running service: where it is, how to talk to it, what it wrote."""
+    """A running service: its address, its token, and its log."""
 
     url: str
     state_dir: Path
@@ -42,30 +42,30 @@ class Service:
 
     @property
     def token(self) -> str:
-        """The token the service made for itself at its first start."""
+        """The token that the service created at its first start."""
         return (self.state_dir / "token").read_text(encoding="utf-8").strip()
 
     @property
     def headers(self) -> dict[str, str]:
-        """What every request carries."""
+        """The headers of an authenticated request."""
         return {"Authorization": f"Bearer {self.token}"}
 
     @property
     def log(self) -> str:
-        """Everything the service has written so far."""
+        """The log of the service so far."""
         return self.log_path.read_text(encoding="utf-8", errors="replace")
 
     @property
     def environ(self) -> dict[str, str]:
-        """The variables by which a client on this machine finds the service."""
+        """The environment variables with which a client finds the service."""
         return {"SANDBOX_URL": self.url, "SANDBOX_TOKEN": self.token, "SANDBOX_STATE_DIR": str(self.state_dir)}
 
     def http(self, **options: Any) -> httpx.Client:
-        """A plain HTTP client of the service, authenticated."""
+        """Create an authenticated HTTP client of the service."""
         return httpx.Client(base_url=self.url, headers=self.headers, timeout=60.0, trust_env=False, **options)
 
     def stop(self) -> int:
-        """Tell it to stop and wait until it has; returns its exit code."""
+        """Stop the service and wait for its end; return its exit code."""
         if not self.stopped:
             self.stopped = True
             if self.process.poll() is None:
@@ -87,18 +87,18 @@ def clean_environ(extra: Mapping[str, str]) -> dict[str, str]:
 
 @contextlib.contextmanager
 def short_folder(runner: Runner = ME) -> Iterator[Path]:
-    """A new private folder with a short path (unix sockets live below it), owned by the runner, removed afterwards."""
+    """Create a private folder with a short path, because the paths of unix sockets are limited; it is deleted afterwards."""
     path = Path(tempfile.mkdtemp(prefix="sp-", dir="/tmp"))
     try:
         runner.own(path)
         yield path
     finally:
-        with contextlib.suppress(OSError):  # what a service left running may still write there
-            delete_tree(str(path))  # deeper than shutil.rmtree goes
+        with contextlib.suppress(OSError):  # sandboxes that still run may write to the folder
+            delete_tree(str(path))  # shutil.rmtree does not delete trees of this depth
 
 
 def end_sandboxes_left(state_dir: Path) -> None:
-    """End the agents that a service of this folder has left running, as it does for pools that are to outlive it."""
+    """End the agents that a service with this state folder has left running, because their pools outlive it."""
     for record in state_dir.glob("sandboxes/*/handle.json"):
         pid = json.loads(record.read_text(encoding="utf-8"))["data"].get("pid")
         with contextlib.suppress(ProcessLookupError, FileNotFoundError):
@@ -130,7 +130,7 @@ def running_service(
     with short_folder(runner) as folder:
         config = folder / "config.yaml"
         said = dict(settings if settings is not None else {"pools": {"default": dict(SMALL_POOL)}})
-        # Sandboxes outlive a service unless it is told otherwise.
+        # By default, sandboxes outlive the service.
         said["pools"] = {name: {"on_shutdown": "destroy", **(spec or {})} for name, spec in said.get("pools", {"default": {}}).items()}
         config.write_text(yaml.safe_dump(said), encoding="utf-8")
         runner.own(config)
@@ -164,7 +164,7 @@ def running_service(
 
 
 def listening_url(service: Service, ready: BinaryIO) -> str:
-    """Wait until a service that is starting says where it listens.
+    """Wait until a starting service announces its address.
 
     Raises:
         AssertionError: It ended, or said nothing in time.
@@ -180,7 +180,7 @@ def listening_url(service: Service, ready: BinaryIO) -> str:
 
 
 def wait_until_ready(service: Service) -> None:
-    """Wait until every pool of the settings file has its minimum.
+    """Wait until every pool of the settings file has its minimum of sandboxes.
 
     Raises:
         AssertionError: It ended, or was not ready in time.
@@ -190,4 +190,4 @@ def wait_until_ready(service: Service) -> None:
         while (response := http.get("/readyz")).status_code != httpx.codes.OK:
             assert service.process.poll() is None, f"the service ended with {service.process.returncode} while starting:\n{service.log}"
             assert time.monotonic() < deadline, f"not ready {START_TIMEOUT_S:.0f} s after its start: {response.text}\n{service.log}"
-            time.sleep(0.02)  # readiness has no event to wait for
+            time.sleep(0.02)  # no event reports readiness

@@ -1,4 +1,4 @@
-"""Tables of the README that a run makes: each between two marker lines, and never written by hand."""
+"""Tables in the README that a test run or a benchmark writes; each stands between two marker lines."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ def _section(name: str) -> re.Pattern[str]:
 
 
 def render(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
+    """Format a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
 def parse(text: str) -> list[list[str]]:
-    """The cells of a Markdown table, head first, without the line under the head."""
+    """Return the cells of a Markdown table, heading first, without the separator line."""
     lines = [line.strip().strip("|").split("|") for line in text.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line] for line in lines if not all(set(cell.strip()) <= {"-", ":"} for cell in line)]
 
 
 def read(name: str, path: Path = README) -> str:
-    """What stands between the markers of a section.
+    """Return the text between the markers of a section.
 
     Raises:
         LookupError: The file has no such section.
@@ -40,7 +40,7 @@ def read(name: str, path: Path = README) -> str:
 
 
 def write(name: str, text: str, path: Path = README) -> None:
-    """Replace what stands between the markers of a section.
+    """Replace the text between the markers of a section.
 
     Raises:
         LookupError: The file has no such section.

@@ -1,4 +1,4 @@
-"""Running things as somebody else: root's tests start services as an ordinary user, who can read neither root's home nor its virtual environment."""
+"""Running programs as another user: tests that run as root start services as an ordinary user, who cannot read root's home or virtual environment."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ORDINARY_USER = "nobody"
 
 @dataclass(frozen=True, kw_only=True)
 class Runner:
-    """Who runs a process: with which interpreter, from which folder, as which user."""
+    """A user for processes, with an interpreter and a folder that this user can read."""
 
     name: str
     python: str
@@ -36,18 +36,18 @@ class Runner:
 
     @property
     def popen_options(self) -> dict[str, Any]:
-        """What `subprocess.Popen` needs so that the process is this user's."""
+        """The options of `subprocess.Popen` that start a process as this user."""
         if self.uid == os.geteuid():
             return {}
         return {"user": self.uid, "group": self.gid, "extra_groups": []}
 
     def own(self, path: Path) -> None:
-        """Make `path` this user's, if it is not."""
+        """Make this user the owner of `path`."""
         if self.uid != os.geteuid():
             os.chown(path, self.uid, self.gid)
 
     def run(self, *command: str, **options: Any) -> subprocess.CompletedProcess[str]:
-        """Run a command as this user and return what it came to."""
+        """Run a command as this user and return the completed process."""
         environ = {**os.environ, **self.environ, **options.pop("env", {})}
         return subprocess.run(command, cwd=self.cwd, env=environ, text=True, capture_output=True, check=False, **self.popen_options, **options)
 
@@ -57,7 +57,7 @@ ME = Runner(name="root" if os.geteuid() == 0 else "user", python=sys.executable,
 
 @functools.cache
 def ordinary_user() -> Runner:
-    """An ordinary user with an interpreter and a copy of the service that they may read.
+    """Return an ordinary user with an interpreter and a copy of the service that the user can read.
 
     Not root ourselves: that is us. Root: `nobody`, with copies made once per process and removed at its end.
     """
@@ -91,14 +91,14 @@ def _shared_folder() -> Path:
 
 
 def remove_copies() -> None:
-    """Remove what `ordinary_user` copied."""
+    """Delete the copies that `ordinary_user` made."""
     ordinary_user.cache_clear()
     while _folders:
         shutil.rmtree(_folders.pop(), ignore_errors=True)
 
 
 def _readable_python(folder: Path) -> Path:
-    """The interpreter itself if anyone may run it, else the system's of the same version, else a copy with its standard library."""
+    """Return this interpreter if every user may run it, else the system's of the same version, else a copy with its standard library."""
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     own = Path(sys.executable).resolve()
     for interpreter in (own, Path("/usr/bin") / version, Path("/usr/local/bin") / version):
@@ -115,7 +115,7 @@ def _readable_python(folder: Path) -> Path:
 
 
 def _readable_packages(folder: Path) -> Path:
-    """A folder with our packages and everything the service needs, for anyone to import."""
+    """Return a folder with the project's packages and all their dependencies, which every user can import."""
     target = folder / "packages"
     target.mkdir()
     for name in OUR_PACKAGES:
@@ -131,7 +131,7 @@ def _readable_packages(folder: Path) -> Path:
 
 
 def _needed(extras: set[str]) -> list[importlib.metadata.Distribution]:
-    """The installed distributions that ours needs with these extras, and theirs in turn."""
+    """Return the installed distributions that the project needs with these extras, including indirect dependencies."""
     found: dict[str, importlib.metadata.Distribution] = {}
     waiting = [(DISTRIBUTION, frozenset(extras))]
     seen = set(waiting)

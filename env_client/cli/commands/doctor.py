@@ -70,7 +70,7 @@ def _service_sections() -> list[tuple[str, list[Finding]]]:
         with SandboxClient(endpoint.url, endpoint.token) as client:
             readiness, pools = client.readyz(), client.pools()
     except ConnectFailed:
-        return [("service", [Finding("address", State.MISSING, f"no service answers at {where}", "start it, or correct SANDBOX_URL")])]
+        return [("service", [Finding("address", State.MISSING, f"no service responds at {where}", "start it, or correct SANDBOX_URL")])]
     except SandboxError as error:
         return [("service", [Finding("address", State.MISSING, f"{where}: {error.detail}", failure_from_error(error).next_step)])]
     if readiness.ready:

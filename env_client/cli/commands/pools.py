@@ -63,21 +63,22 @@ def pool_apply(
     printer = Printer(as_json)
     if file is not None and defaults:
         raise Failure("FILE and --defaults exclude each other", "give one of them")
-    given: dict[str, Any] | None = read_spec(file, name) if file is not None else {} if defaults else None
-    apply_changes(given or {}, change or [])  # reports mistakes in --set before the service is contacted
+    start: dict[str, Any] | None = read_spec(file, name) if file is not None else {} if defaults else None
+    apply_changes(start or {}, change or [])  # reports mistakes in --set before the service is contacted
     with connect_to_service() as client:
         before = _pool_or_none(client, name, tenant)
-        if given is None and before is not None and not change:
+        if start is None and before is not None and not change:
             raise Failure(f"pool {name!r} exists, and no change is given", "give a FILE, --set FIELD=VALUE, or --defaults")
-        base = given if given is not None else before.spec if before is not None else {}
-        done = _put_pool(client, name, tenant, apply_changes(base, change or []))
+        if start is None:
+            start = dict(before.spec) if before is not None else {}
+        done = _put_pool(client, name, tenant, apply_changes(start, change or []))
     changed = describe_changes(before.spec, done.pool.spec) if before is not None and not done.created else {}
     if as_json:
         printer.print_json({"pool": done.pool, "created": done.created, "changed": list(changed)})
     elif done.created:
         printer.print_line(f"created pool {name}")
     elif changed:
-        printer.print_line(f"changed pool {name}: " + ", ".join(f"{field} {how}".rstrip() for field, how in changed.items()))
+        printer.print_line(f"changed pool {name}: " + ", ".join(f"{field} {difference}".rstrip() for field, difference in changed.items()))
     else:
         printer.print_line(f"unchanged pool {name}")
 

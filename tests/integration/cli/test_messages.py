@@ -122,7 +122,7 @@ def test_a_service_that_does_not_answer(alone: CommandLine, words: list[str]) ->
 
     assert done.returncode == 125
     assert done.stderr.decode() == (
-        "sandbox: no service answers at http://127.0.0.1:9 (from SANDBOX_URL)\n"
+        "sandbox: no service responds at http://127.0.0.1:9 (from SANDBOX_URL)\n"
         "  start the service there, or correct SANDBOX_URL; without it, the service of this machine is used\n"
     )
 
@@ -288,5 +288,5 @@ class TestWhereTheServiceIs:
         address = alone("doctor", environ={"SANDBOX_URL": "http://127.0.0.1:9"})
 
         assert "set SANDBOX_TOKEN to a token of this service" in token.stdout.decode()
-        assert "no service answers at http://127.0.0.1:9 (from SANDBOX_URL)" in address.stdout.decode()
+        assert "no service responds at http://127.0.0.1:9 (from SANDBOX_URL)" in address.stdout.decode()
         assert (token.returncode, address.returncode) == (1, 1)

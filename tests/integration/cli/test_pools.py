@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.integration.cli.harness import CommandLine
+from tests.integration.cli.harness import WAIT_S, CommandLine
 
 SMALL = ("-s", "slots_per_sandbox=1", "-s", "max_sandboxes=1", "-s", "min_sandboxes=0", "-s", "on_shutdown=destroy")
 
@@ -133,6 +134,9 @@ def test_a_pool_without_a_sandbox_says_how_to_get_one_to_verify(sandbox: Command
 def test_a_verification_says_what_was_left_and_what_is_gone(sandbox: CommandLine) -> None:
     sandbox.out("pool", "apply", "tested", "-s", "slots_per_sandbox=1", "-s", "max_sandboxes=1", "-s", "on_shutdown=destroy")
     sandbox.out("release", sandbox.out("acquire", "-p", "tested", "--wait", "30").strip())
+    deadline = time.monotonic() + WAIT_S
+    while not sandbox.json("pools", "tested")["slots"]["ready"]:  # the slot is reset after `release` has returned
+        assert time.monotonic() < deadline, "the slot does not become ready"
 
     heads, row, verdict = sandbox.out("pool", "verify", "tested").splitlines()
 
