@@ -1,9 +1,10 @@
-"""Fixtures that any test may want. Those of one room live beside its tests."""
+"""Fixtures and settings for all tests. Fixtures for the tests of one folder are in that folder."""
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,8 +12,11 @@ import pytest
 
 from tests.support.matrix_in_readme import MatrixInReadme
 from tests.support.service import Service, running_service
+from tests.support.users import ROOT
 
 HOSTILE = Path(__file__).parent / "hostile"
+# Compiled modules of this process and of every process that the tests start. They start hundreds of times, and compiling takes half of each start.
+BYTECODE = ROOT / "build" / "bytecode"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -20,7 +24,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # A test run in the background, or under nohup, is started with these ignored, and so would be every program that it starts.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    os.environ["PYTHONPYCACHEPREFIX"] = str(BYTECODE)
+    sys.dont_write_bytecode, sys.pycache_prefix = False, str(BYTECODE)
+    # A test run in the background, or under nohup, starts with these signals ignored, and so would every program that it starts.
     for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
@@ -29,7 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        # Where several workers share the run: a file keeps its fixtures, and the hostile suite its harnesss, and its table.
+        # With several workers, the tests of a file share one worker and so their fixtures, and the hostile suite shares its services and its table.
         hostile = item.path.is_relative_to(HOSTILE)
         item.add_marker(pytest.mark.xdist_group("hostile" if hostile else str(item.path.relative_to(HOSTILE.parent))))
     if os.geteuid() != 0:
@@ -40,7 +47,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _clean_environ() -> Iterator[None]:
-    """No test sees the settings of whoever runs it."""
+    """Keep the settings and proxies of the person who runs the tests out of them."""
     with pytest.MonkeyPatch.context() as patch:
         for name in list(os.environ):
             if name.startswith("SANDBOX_") or name.lower() in {"http_proxy", "https_proxy", "all_proxy"}:
@@ -50,6 +57,6 @@ def _clean_environ() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def service() -> Iterator[Service]:
-    """A real service on a real port with one small pool, shared by the whole run; `running_service` gives one with settings of a test's own."""
+    """A real service on a real port with one small pool, shared by all tests of a worker. `running_service` starts one with other settings."""
     with running_service() as running:
         yield running

@@ -1,4 +1,4 @@
-"""Claims as the service told of them: while a pool holds what comes free for a gang, nobody else is granted a slot."""
+"""The claims of gangs in the event stream: while a pool reserves free slots for a gang, no other tenant is granted a slot."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class Claim:
     """One claim of a gang.
 
     Args:
-        claimant: as the event said: tenant, run_id, count, held_slots, waited_s.
-        began_at: when that was heard.
-        granted: leases that were granted to the other tenant while it lasted.
-        ended: how many leases of the other tenant ended while it lasted.
+        claimant: the claimant as in the event: tenant, run_id, count, held_slots, waited_s.
+        began_at: when the event came.
+        granted: the leases that were granted to the other tenant during the claim.
+        ended: how many leases of the other tenant ended during the claim.
     """
 
     claimant: dict[str, object]
@@ -26,11 +26,11 @@ class Claim:
 
 
 def claims_seen(events: Sequence[Event], tenant: str = "gangs") -> list[Claim]:
-    """Every claim of a tenant whose beginning was seen, up to its end, or until events were missed.
+    """Return every claim of a tenant whose beginning was seen, up to its end or up to an interruption of the stream.
 
     Args:
-        events: the history; its `seen` events are those of the other tenant's stream, in the service's order.
-        tenant: whose claims.
+        events: the history. Its `seen` events are those of the other tenant's stream, in the order of the service.
+        tenant: the tenant whose claims are returned.
     """
     claims: list[Claim] = []
     claim: Claim | None = None

@@ -1,4 +1,4 @@
-"""What the clients run in their slots: it says outside that it runs, leaves its mark inside, and prints what it found there."""
+"""The command that the clients run in their slots: it reports to the witness, leaves a mark in the slot, and prints the marks that it found."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Command:
     """One command.
 
     Args:
-        call_id: its name.
-        lease_id: its holder's.
-        witness_port: where it says that it runs.
+        call_id: the id of the call.
+        lease_id: the id of the lease.
+        witness_port: the port of the witness.
         sleep_s: how long it takes, in seconds, between its being witnessed and its mark.
         ghost_s: after how many seconds something that it leaves running is witnessed, if the slot is still its holder's; 0: nothing is left.
         private_tmp: whether `/tmp` is the slot's own.
@@ -47,7 +47,7 @@ class Command:
     private_tmp: bool = False
 
     def text(self) -> str:
-        """The command for bash."""
+        """Return the command for bash."""
         names = {"call": self.call_id, "lease": self.lease_id}
         ghost = GHOST.format(seconds=self.ghost_s, **names) if self.ghost_s else ""
         pause = f"sleep {self.sleep_s:g}" if self.sleep_s else ""

@@ -1,4 +1,4 @@
-"""Follows the service's own events as an admin: who claims what comes free, and which leases the tenant of the small acquires is given meanwhile."""
+"""Follows the event stream of the service as an admin, to see the claims of gangs and the leases that are granted to the other tenant meanwhile."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ KINDS = {"pool.claimant": "claimant", "lease.acquired": "acquired", "missed": "m
 
 
 async def follow_events(url: str, headers: Mapping[str, str], history: History) -> None:
-    """Note what is seen, in the order of the service, until this is cancelled; where the stream was cut, that.
+    """Record the events in the order of the service until this is cancelled, and record where the stream was interrupted.
 
     Args:
-        url: the service itself, not the proxy before it.
-        headers: of an admin; of leases it sees only its own tenant's.
-        history: takes `seen` events.
+        url: the address of the service itself, not of the proxy.
+        headers: the headers of an admin, who sees the leases of its own tenant only.
+        history: the events are recorded there, with the kind `seen`.
     """
     timeout = httpx.Timeout(10.0, read=None)
     async with httpx.AsyncClient(base_url=url, headers=dict(headers), timeout=timeout, trust_env=False) as http:
@@ -38,7 +38,7 @@ async def follow_events(url: str, headers: Mapping[str, str], history: History) 
                             data = json.loads(value)
                             history.note("seen", what=KINDS[kind], lease_id=data.get("lease_id"), claimant=data.get("claimant"))
             except httpx.TransportError:
-                pass  # the service is down: what it did meanwhile is not seen, and the checker is told so
+                pass  # the service is down: the event `missed` below says that its events meanwhile are not known
             if is_seen:
                 history.note("seen", what="missed", lease_id=None, claimant=None)
             await asyncio.sleep(RETRY_AFTER_S)

@@ -1,4 +1,4 @@
-"""What happened, in the order in which the harness saw it: the one thing that the checker reads."""
+"""The events of a run, in the order in which the harness saw them. The checker reads nothing else."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One thing that happened.
+    """One event.
 
     Args:
-        at: when, in seconds since the history began.
-        kind: what.
-        fields: the rest of it; values as JSON has them.
+        at: when it happened, in seconds since the history began.
+        kind: the kind of event.
+        fields: its details, as JSON values.
     """
 
     at: float
@@ -32,10 +32,10 @@ class Event:
 
 
 class History:
-    """All events of a run. Everything that notes is in one event loop, so that their order is the order in which they were seen.
+    """All events of a run. They are recorded in one event loop, so that their order is the order in which they were seen.
 
     Args:
-        clock: monotonic seconds.
+        clock: returns monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -44,24 +44,24 @@ class History:
         self._began = clock()
 
     def now(self) -> float:
-        """Seconds since the history began."""
+        """Return the seconds since the history began."""
         return self._clock() - self._began
 
     def note(self, kind: str, **fields: Any) -> None:
-        """Something happened now."""
+        """Record an event that happens now."""
         self.events.append(Event(self.now(), kind, fields))
 
     def write(self, path: Path) -> None:
-        """Keep it, one event a line."""
+        """Write the events to a file, one per line."""
         path.write_text("".join(f"{event}\n" for event in self.events), encoding="utf-8")
 
 
 def about(events: Collection[Event], names: Collection[str], *, always: Collection[str] = ("fault", "service")) -> Iterator[Event]:
-    """The events that mention any of these names, and between the first and the last of them the faults.
+    """Yield the events that mention any of these names, and the faults between the first and the last of them.
 
     Args:
-        events: the history.
-        names: ids of leases, calls, sandboxes, keys.
+        events: all events.
+        names: ids of leases, calls, sandboxes and keys.
         always: kinds that belong to every lease.
     """
     mentions = [event for event in events if any(name in str(event) for name in names)]

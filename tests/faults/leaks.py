@@ -1,4 +1,4 @@
-"""What is left of sandboxes when the service has been stopped and told to destroy them: nothing may be."""
+"""Finds what is left of sandboxes after the service has destroyed them and stopped."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ OF_AN_AGENT = re.compile(r"sandbox-pool-(\d+)-[0-9a-f]+")
 
 
 async def leaks(state_dir: Path, seen: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """What is left. Looked for until there is nothing, or `TIMEOUT_S` are over: deleting goes on behind the end of the service.
+    """Return what is left. It is looked for until nothing is left or `TIMEOUT_S` have passed, because files are deleted in the background.
 
     Args:
-        state_dir: the service's.
-        seen: the records of all sandboxes that were ever seen, by sandbox id.
+        state_dir: the state folder of the service.
+        seen: the records of all sandboxes of the run, by sandbox id.
     """
     kinds: tuple[Callable[[], Iterator[str]], ...] = (
         lambda: processes({str(state_dir), *seen}),
@@ -39,7 +39,7 @@ async def leaks(state_dir: Path, seen: Mapping[str, Mapping[str, Any]]) -> list[
 
 
 def processes(names: Collection[str]) -> Iterator[str]:
-    """Processes that carry one of these names in their arguments, mounts, groups or environment."""
+    """Yield the processes that have one of these names in their arguments, mounts, groups or environment."""
     wanted = [name.encode() for name in names]
     for folder in Path("/proc").glob("[0-9]*"):
         if folder.name == str(os.getpid()):
@@ -52,13 +52,13 @@ def processes(names: Collection[str]) -> Iterator[str]:
 
 
 def _is_ours(name: bytes, text: bytes) -> bool:
-    """Whether the name stands there only because the disk of the harness is mounted, which every process of this machine sees."""
+    """Return whether the name is only found in the mount of the harness's disk, which every process of this machine sees."""
     mentions = [line for line in text.replace(b"\0", b"\n").split(b"\n") if name in line]
     return all(b"sandbox-pool-faults" in line and b" / " + name in line for line in mentions)
 
 
 def groups(sandbox_ids: Collection[str], agent_pids: Collection[int]) -> Iterator[str]:
-    """Control groups of these sandboxes and agents."""
+    """Yield the control groups of these sandboxes and agents."""
     for folder, below, _ in os.walk(CGROUPS):
         for name in below:
             agent = OF_AN_AGENT.fullmatch(name)
@@ -67,7 +67,7 @@ def groups(sandbox_ids: Collection[str], agent_pids: Collection[int]) -> Iterato
 
 
 def folders(state_dir: Path, seen: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Folders of sandboxes, wherever they were made."""
+    """Yield the folders of these sandboxes."""
     for parent in ("sandboxes", "trash"):
         for path in (state_dir / parent).glob("*"):
             yield f"folder {path}"

@@ -1,4 +1,4 @@
-"""Cuts the service's connections to its agents, as a network would: neither end is asked. Over whatever transport: sockets are shut down, relays killed."""
+"""Cuts the service's connections to its agents from outside, as a network would: sockets are shut down, and relay processes are killed."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ DESCENDANTS = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def problem() -> str | None:
-    """Why this process may not look into those it has started; None: it may."""
+def permission_problem() -> str | None:
+    """Return why this process may not read the connections of its children, or None where it may."""
     try:
         scope = int(YAMA.read_text(encoding="ascii"))
     except FileNotFoundError:
@@ -30,28 +30,36 @@ def problem() -> str | None:
 
 
 def cut(pid: int, share: float, below: Path) -> int:
-    """Cut a share of a process's connections to the agents of a state folder. Returns how many.
+    """Cut a share of a process's connections to the agents of a state folder.
+
+    Args:
+        pid: the process of the service.
+        share: which share of the connections, from 0 to 1; at least one.
+        below: the state folder.
+
+    Returns:
+        How many connections were cut.
 
     Raises:
-        PermissionError: this process may not look into that one.
+        PermissionError: this process may not read the connections of that one.
     """
     links = list(_links(pid, below))
     victims = links[: max(1, round(len(links) * share))]
     for link in victims:
-        with suppress(OSError):  # its other end was quicker
+        with suppress(OSError):  # the other end has closed it already
             link.shutdown(socket.SHUT_RDWR)
     for link in links:
         link.close()
     relays = list(_relays(pid, below))
     ended = relays[: max(1, round(len(relays) * share))]
     for relay in ended:
-        with suppress(ProcessLookupError):  # it was quicker
+        with suppress(ProcessLookupError):  # it has ended already
             os.kill(relay, signal.SIGKILL)
     return len(victims) + len(ended)
 
 
 def _relays(pid: int, below: Path) -> Iterator[int]:
-    """The process's children that relay to an agent of this folder."""
+    """Yield the children of a process that relay to an agent of this folder."""
     with suppress(FileNotFoundError, ProcessLookupError):
         for child in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split():
             with suppress(FileNotFoundError, ProcessLookupError):
@@ -61,7 +69,7 @@ def _relays(pid: int, below: Path) -> Iterator[int]:
 
 
 def _ports(below: Path) -> set[int]:
-    """The ports of the folder's agents that are reached over TLS."""
+    """Return the ports of the folder's agents that are reached over TLS."""
     ports = set()
     for record in below.glob("sandboxes/*/handle.json"):
         with suppress(FileNotFoundError):
@@ -109,7 +117,7 @@ def _leads_below(link: socket.socket, below: Path) -> bool:
     try:
         return str(link.getpeername()).startswith(f"{below}/")
     except OSError:
-        return False  # it leads nowhere any more
+        return False  # it is not connected any more
 
 
 def _leads_to(link: socket.socket, ports: set[int]) -> bool:
@@ -118,4 +126,4 @@ def _leads_to(link: socket.socket, ports: set[int]) -> bool:
     try:
         return link.getpeername()[1] in ports
     except OSError:
-        return False  # it listens, or leads nowhere any more
+        return False  # it listens, or is not connected any more

@@ -11,7 +11,7 @@ BACKLOG = 512
 
 
 class Proxy:
-    """Passes bytes on. Where the service cannot be reached, a connection ends at once.
+    """Forwards connections to the service. While the service cannot be reached, a connection ends at once.
 
     Args:
         port: where the service listens on loopback.
@@ -24,7 +24,7 @@ class Proxy:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Proxy]:
-        """Listen while the block lasts."""
+        """Listen for the length of the block."""
         server = await asyncio.start_server(self._serve, "127.0.0.1", 0, backlog=BACKLOG)
         self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         try:
@@ -35,7 +35,7 @@ class Proxy:
             await server.wait_closed()
 
     def cut(self, share: float) -> int:
-        """Cut a share of the open connections, the oldest first; what is on its way is lost. Returns how many."""
+        """Cut a share of the open connections, the oldest first. Bytes that were not delivered are lost. Return how many were cut."""
         victims = list(self._open.items())[: max(1, round(len(self._open) * share))]
         for client, service in victims:
             client.transport.abort()
@@ -53,7 +53,7 @@ class Proxy:
             finally:
                 service.transport.abort()
         except OSError:
-            pass  # the service is not there, or its end or the client's was cut: that is what this is for
+            pass  # the service does not listen now, or one of the two connections was cut
         finally:
             del self._open[writer]
             writer.transport.abort()
@@ -63,7 +63,7 @@ async def _pass_on(source: asyncio.StreamReader, target: asyncio.StreamWriter) -
     while chunk := await source.read(CHUNK_BYTES):
         target.write(chunk)
         await target.drain()
-    # Flushed, then closed both ways: neither side leaves a connection half open.
+    # Closed after everything was sent, so that no connection stays half open.
     with suppress(OSError):
         target.close()
         await target.wait_closed()

@@ -1,4 +1,4 @@
-"""What each kind of fault needs of this machine, tried and not guessed: a program, a privilege. What is missing is named."""
+"""What each kind of fault needs on this machine, such as a program or a privilege. Each is tried, and what is missing is named."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ PROBE_TIMEOUT_S = 20.0
 
 
 def faketime_library(libraries: Path = LIBRARIES) -> Path | None:
-    """The library that gives a process another wall clock, wherever this architecture has it; None: it is not installed."""
+    """Return the path of the library that sets the wall clock of a process, or None where it is not installed."""
     return next(iter(sorted(libraries.glob("*/faketime/libfaketime.so.1"))), None)
 
 
 def fake_clock(library: Path, clock: Path) -> dict[str, str]:
-    """The variables with which a process reads its wall clock's offset from a file, again every second."""
+    """Return the environment variables with which a process reads the offset of its wall clock from a file every second."""
     return {
         "LD_PRELOAD": str(library),
         "FAKETIME_TIMESTAMP_FILE": str(clock),
@@ -32,12 +32,12 @@ def fake_clock(library: Path, clock: Path) -> dict[str, str]:
 
 
 def clock_problem(library: Path | None, folder: Path, environ: Mapping[str, str]) -> str | None:
-    """Why the wall clock of a process cannot be set here; None: it can.
+    """Return why the wall clock of a process cannot be set on this machine, or None where it can.
 
     Args:
-        library: libfaketime, if it is installed.
-        folder: where a file can be written for the try.
-        environ: the variables of the process that tries it.
+        library: the path of libfaketime; None if it is not installed.
+        folder: a folder for the file with the offset.
+        environ: the environment variables of the process with which it is tried.
     """
     if library is None:
         return f"libfaketime is not installed ({INSTALL})"

@@ -1,4 +1,4 @@
-"""Which faults come when: made from the seed alone, before anything runs."""
+"""The schedule of faults, which depends on nothing but the seed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WEIGHTS: Final[Mapping[str, int]] = {
 }
 GAP_S = (0.2, 3.5)
 HASTY = 0.15
-"""How many faults do not wait until the service is ready again, so that its start and its recovery are disturbed too."""
+"""The share of faults that do not wait until the service is ready, so that they disturb its start and its recovery as well."""
 LASTS_S: Final[Mapping[str, tuple[float, float]]] = {
     # Between the death of a service and its next start.
     "service.kill": (0.0, 0.6),
@@ -34,12 +34,12 @@ class Fault:
     """One fault.
 
     Args:
-        what: which kind.
-        after_s: how long after the one before, in seconds.
-        hasty: that time passes while the service may still be starting; else it begins when the service is ready.
-        share: picks its victims, 0 to 1.
-        lasts_s: how long, where it lasts.
-        jump_s: what the wall clock is off by from now on.
+        what: the kind of fault.
+        after_s: the pause before it, in seconds.
+        hasty: whether the pause begins at once. Otherwise it begins when the service is ready.
+        share: which agents or connections it hits, from 0 to 1.
+        lasts_s: how long it lasts, in seconds; 0 for a fault that does not last.
+        jump_s: the offset of the wall clock from now on, in seconds.
     """
 
     what: str
@@ -51,11 +51,11 @@ class Fault:
 
 
 def schedule(seed: int, possible: Collection[str] = tuple(WEIGHTS)) -> Iterator[Fault]:
-    """The faults of a run, without end. What is not possible on this machine is left out, and the rest stays as it is.
+    """Yield the faults of a run, without end. Faults that are not possible on this machine are left out, which does not change the others.
 
     Args:
-        seed: all there is to it.
-        possible: the kinds that can be done here.
+        seed: the seed of the run.
+        possible: the kinds of fault that can be injected on this machine.
     """
     chance = random.Random(f"faults of {seed}")
     while True:

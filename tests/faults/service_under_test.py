@@ -89,7 +89,7 @@ class ServiceUnderTest:
 
     def impossible(self) -> dict[str, str]:
         """Return the kinds of fault that cannot be injected on this machine, each with its reason. The others need no privilege."""
-        problems = {"link.cut": links.problem(), "disk.fill": self._mount_problem, "clock.jump": self._clock_problem}
+        problems = {"link.cut": links.permission_problem(), "disk.fill": self._mount_problem, "clock.jump": self._clock_problem}
         return {what: why for what, why in problems.items() if why is not None}
 
     def possible(self) -> set[str]:

@@ -1,4 +1,4 @@
-"""One client of the load: it acquires, executes, renews and releases as a trainer does, asks again until it has an answer, and notes all it is told."""
+"""One client of the load: it acquires, executes, renews and releases as a trainer does, retries until it has a response, and records everything."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GANG_WAIT_S = 40.0
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Connections to the service, through the proxy, and what a tenant's requests carry."""
+    """A tenant: its connections to the service, through the proxy, and the headers of its requests."""
 
     http: httpx.AsyncClient
     headers: Mapping[str, str]
@@ -37,7 +37,7 @@ class Tenant:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a request came to at last."""
+    """The final response to a request, and when it was asked for."""
 
     asked_at: float
     began_at: float
@@ -47,7 +47,7 @@ class Answer:
 
 @dataclass(kw_only=True, slots=True)
 class HeldLeases:
-    """What one acquire came to, and what is done with it."""
+    """The leases of one acquire, and what was done with them."""
 
     leases: list[Mapping[str, Any]]
     ttl_s: float
@@ -56,7 +56,7 @@ class HeldLeases:
     asked: list[dict[str, Any]] = field(default_factory=list)
 
     def held(self) -> list[str]:
-        """Its leases as far as is known."""
+        """Return the ids of the leases that have not ended as far as the client knows."""
         return [lease["lease_id"] for lease in self.leases if lease["lease_id"] not in self.ended]
 
 
@@ -64,13 +64,13 @@ class Trainer:
     """A client.
 
     Args:
-        number: which one; with the seed it decides what it does.
-        seed: of the run.
-        tenant: who asks.
-        history: takes what it asks and is told.
-        stopping: no new round begins once this is set.
-        witness_port: where its commands say that they run.
-        gang: how many slots it acquires at once, and waits for long; None: a few, and not for long.
+        number: the number of the client. With the seed it decides what the client does.
+        seed: the seed of the run.
+        tenant: the tenant of its requests.
+        history: requests and responses are recorded there.
+        stopping: once it is set, the client acquires no more.
+        witness_port: the port to which its commands report that they run.
+        gang: how many slots it acquires at once, with a long wait; None: a few slots, with a short wait.
     """
 
     def __init__(
@@ -85,12 +85,12 @@ class Trainer:
         self._witness_port = witness_port
         self._gang = gang
         self._chance = random.Random(f"client {number} of {seed}")
-        # Delays between attempts are no decision: how many there are depends on the machine, and must not change what the client does.
+        # Delays come from a generator of their own: how many there are depends on the machine, and must not change what the client does.
         self._jitter = random.Random(f"delays of {number} of {seed}")
         self._made = 0
 
     async def run(self) -> None:
-        """Rounds of acquire, execute, release, until it is to stop."""
+        """Acquire, execute and release, again and again, until `stopping` is set."""
         while not self._stopping.is_set():
             await self._round()
 
@@ -98,10 +98,10 @@ class Trainer:
         self._made += 1
         return f"{what}{self.number}.{self._made}"
 
-    # Asking.
+    # Requests.
 
     async def _ask(self, verb: str, path: str, body: Mapping[str, Any], names: Sequence[str]) -> Answer:
-        """Send a request until it is answered by more than an obstacle that passes."""
+        """Send a request, and repeat it while the response is missing or names an obstacle that passes."""
         began_at = self._history.now()
         ticket = self._name("ask")
         self.waits_for[ticket] = (verb, *names)
@@ -125,7 +125,7 @@ class Trainer:
         said = {"status": answer.status, "code": body.get("code"), "detail": body.get("detail")}
         self._history.note("problem", client=self.number, verb=verb, leases=list(lease_ids), asked_at=answer.asked_at, **said)
 
-    # A round.
+    # Leases and calls.
 
     async def _round(self) -> None:
         chance = self._chance
@@ -169,7 +169,7 @@ class Trainer:
         return None
 
     async def _act(self, held: HeldLeases) -> None:
-        """One of the things that a holder does."""
+        """Do one of the things that a holder of leases does: call, call twice at once, call many, or repeat an earlier call."""
         chance = self._chance
         lease_ids = held.held()
         what = chance.random()
@@ -202,7 +202,7 @@ class Trainer:
         return call
 
     async def _exec(self, held: HeldLeases, calls: Sequence[Mapping[str, Any]]) -> None:
-        """Ask until each call has a result that is one."""
+        """Request calls until each has a final result."""
         waiting, began_at = list(calls), self._history.now()
         while waiting:
             answer = await self._ask("exec", "/v1/exec-batch", {"calls": waiting}, [call["call_id"] for call in waiting])
@@ -229,7 +229,7 @@ class Trainer:
                 await asyncio.sleep(self._jitter.uniform(*RETRY_AFTER_S))
             waiting = again
 
-    # Keeping and giving back.
+    # Renewal and release.
 
     async def _keep_renewing(self, held: HeldLeases) -> None:
         while True:
@@ -246,7 +246,7 @@ class Trainer:
             held.ended.update(one["lease_id"] for one in lost)
 
     async def _end(self, held: HeldLeases) -> None:
-        """Give everything back: at rest, or while a call runs; and look whether a call after it is refused."""
+        """Release everything, sometimes while a call runs, and sometimes try a call afterwards."""
         lease_ids = [lease["lease_id"] for lease in held.leases]
         running = None
         if self._chance.random() < 0.15 and held.held():

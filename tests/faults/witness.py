@@ -1,4 +1,4 @@
-"""The second witness of every call: a listener outside of all slots, to which each command says its name when it runs."""
+"""The witness of the calls: a listener outside of all slots, to which each command reports when it runs."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ BACKLOG = 512
 
 @asynccontextmanager
 async def witness(history: History) -> AsyncIterator[int]:
-    """Listen while the block lasts; every line `WORD CALL_ID LEASE_ID` is noted. Gives the port."""
-    talks: set[asyncio.StreamWriter] = set()
+    """Listen for the length of the block, and record every line `WORD CALL_ID LEASE_ID`. Yields the port."""
+    connections: set[asyncio.StreamWriter] = set()
 
     async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        talks.add(writer)
+        connections.add(writer)
         try:
             while line := await reader.readline():
                 word, call_id, lease_id = line.decode().split()
                 history.note("witness", word=word, call_id=call_id, lease_id=lease_id)
         except ConnectionResetError:
-            pass  # its slot was killed while it held the connection; whole lines were noted
+            pass  # its slot was killed; the lines that arrived whole were recorded
         finally:
-            talks.discard(writer)
+            connections.discard(writer)
             writer.transport.abort()
 
     server = await asyncio.start_server(listen, "127.0.0.1", 0, backlog=BACKLOG)
@@ -33,6 +33,6 @@ async def witness(history: History) -> AsyncIterator[int]:
         yield server.sockets[0].getsockname()[1]
     finally:
         server.close()
-        for writer in list(talks):
+        for writer in list(connections):
             writer.transport.abort()
         await server.wait_closed()

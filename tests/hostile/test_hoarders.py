@@ -10,8 +10,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from tests.hostile.conftest import POOL
-from tests.hostile.harness import Harness
+from tests.hostile.harness import POOL, Harness
 
 # Makes itself the last to be killed, and holds memory that no process has mapped.
 HOARD = """

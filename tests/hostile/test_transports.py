@@ -76,7 +76,7 @@ def test_a_slot_at_the_port_of_its_agent_gets_nothing_and_keeps_the_service_from
 
     assert log["output"] == f"received 0 bytes, holds {IDLE_CONNECTIONS} connections\n"
     assert harness.bash(neighbour, "echo served")["output"] == "served\n"
-    if links.problem() is None:
+    if links.permission_problem() is None:
         assert links.cut(harness.pid, 1.0, Path(harness.state_dir)) == 1
         assert harness.bash(neighbour, "echo served again")["output"] == "served again\n"
     harness.still_sound()

@@ -81,7 +81,7 @@ def test_calls_outputs_and_files_of_any_size_come_through(client: SandboxClient)
     assert many == [f"{number}\n" for number in range(24)]
 
 
-@pytest.mark.skipif(links.problem() is not None, reason=str(links.problem()))
+@pytest.mark.skipif(links.permission_problem() is not None, reason=str(links.permission_problem()))
 def test_a_call_outlives_a_link_that_is_cut(living: Restarting, client: SandboxClient) -> None:
     with client.lease(wait_s=WITHIN_S) as lease, ThreadPoolExecutor(1) as threads:
         running = threads.submit(lease.bash, COMMAND)

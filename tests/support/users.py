@@ -71,7 +71,12 @@ def ordinary_user() -> Runner:
         cwd=folder,
         uid=entry.pw_uid,
         gid=entry.pw_gid,
-        environ={"PYTHONPATH": str(_readable_packages(folder)), "LD_LIBRARY_PATH": str(folder / "python" / "lib"), "HOME": "/nonexistent"},
+        environ={
+            "PYTHONPATH": str(_readable_packages(folder)),
+            "PYTHONPYCACHEPREFIX": "",
+            "LD_LIBRARY_PATH": str(folder / "python" / "lib"),
+            "HOME": "/nonexistent",
+        },
     )
     probe = runner.run(runner.python, "-c", "import sandbox_server, fastapi, uvicorn, httpx")
     assert probe.returncode == 0, f"the copy for {ORDINARY_USER} does not import: {probe.stderr}"
@@ -120,6 +125,8 @@ def _readable_packages(folder: Path) -> Path:
     target.mkdir()
     for name in OUR_PACKAGES:
         shutil.copytree(ROOT / name, target / name)
+        # The user cannot write there, and would compile every module again in every process.
+        subprocess.run([sys.executable, "-m", "compileall", "-q", str(target / name)], check=True, env={**os.environ, "PYTHONPYCACHEPREFIX": ""})
     for distribution in _needed({"server"}):
         for file in distribution.files or ():
             source = Path(str(distribution.locate_file(file)))
