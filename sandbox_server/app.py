@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -89,6 +89,7 @@ class RunningService:
     care: StateCare
     pools: PoolService
     service: Service
+    lease_ends: asyncio.Task[None]
     ephemeral: bool = False
 
 
@@ -215,7 +216,7 @@ async def _start_in(settings: Settings, state_dir: StateDir, parts: Parts, *, ep
     care = StateCare(state_dir, store)
     answers = AnswerBudget(_answer_limits(settings))
     dispatcher = Dispatcher(pools, store, clock, telemetry, limits, UnknownOutcomes(pools.restored), ConcurrencyLimiter(tenants.max_running_calls), answers)
-    pools.when_a_lease_ends(dispatcher.lease_over)
+    lease_ends = asyncio.create_task(_follow_lease_ends(pools.follow_ended_leases(), dispatcher))
     service = Service(
         pools=pools,
         dispatcher=dispatcher,
@@ -231,7 +232,15 @@ async def _start_in(settings: Settings, state_dir: StateDir, parts: Parts, *, ep
         stopping=asyncio.get_running_loop().create_future(),
         storage_trouble=lambda: care.trouble,
     )
-    return RunningService(settings=settings, state_dir=state_dir, store=store, care=care, pools=pools, service=service, ephemeral=ephemeral)
+    return RunningService(
+        settings=settings, state_dir=state_dir, store=store, care=care, pools=pools, service=service, lease_ends=lease_ends, ephemeral=ephemeral
+    )
+
+
+async def _follow_lease_ends(lease_ids: AsyncIterator[str], dispatcher: Dispatcher) -> None:
+    """Pass the end of each lease on to the dispatcher."""
+    async for lease_id in lease_ids:
+        dispatcher.lease_over(lease_id)
 
 
 def _answer_limits(settings: Settings) -> AnswerLimits:
@@ -303,6 +312,7 @@ async def stop(running: RunningService) -> None:
     log.info("stopping", extra={"requests": len(service.requests)})
     await _wait_for_requests(service, GRACE_S)
     await service.dispatcher.stop()
+    running.lease_ends.cancel()
     await _wait_for_requests(service, LAST_WORDS_S)
     for task in list(service.requests):
         task.cancel()

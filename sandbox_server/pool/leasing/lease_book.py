@@ -83,6 +83,10 @@ class LeaseBook:
         """A sandbox whose slots will be shown one by one."""
         self.table.add_shelf(sandbox_id)
 
+    def set_sandbox_end(self, sandbox_id: str, ends_at: float) -> None:
+        """Let no lease that begins or is renewed from now on outlive its sandbox, which its backend ends at `ends_at`, monotonic."""
+        self.table.slots_by_sandbox[sandbox_id].ends_at = ends_at
+
     def remove_sandbox(self, sandbox_id: str, detail: str) -> list[Lease]:
         """A sandbox is over, and so are its leases. Returns them as they ended."""
         lost = [slot.lease_id for slot in self.table.remove_shelf(sandbox_id) if slot.lease_id is not None]
@@ -224,6 +228,8 @@ class LeaseBook:
 
     def _lease_slot(self, slot: Slot, request: AcquireRequest, index: int, mono: float, wall: float) -> Lease:
         was_kept = slot.state is SlotState.KEPT
+        sandbox_ends_at = self.table.slots_by_sandbox[slot.ref.sandbox_id].ends_at
+        deadline = min(mono + request.ttl_s, sandbox_ends_at)
         lease = Lease(
             lease_id=self._new_lease_id(),
             epoch=slot.epoch,
@@ -237,17 +243,18 @@ class LeaseBook:
             state=LeaseState.HELD,
             ttl_s=request.ttl_s,
             acquired_at=wall,
-            expires_at=wall + request.ttl_s,
+            expires_at=min(wall + request.ttl_s, wall + sandbox_ends_at - mono),
             workspace=slot.workspace,
             isolation=slot.isolation,
             allow_network=self.spec.slots_have_network and request.allow_network is not False,
             cache=request.cache,
             workspace_kept=was_kept,
+            sandbox_ends_at=None if sandbox_ends_at == float("inf") else wall + sandbox_ends_at - mono,
             labels=request.labels,
         )
         slot.lease_id = lease.lease_id
         self.table.move(slot, SlotEvent.GRANT)
-        self.lease_index.add(HeldLease(lease, deadline=mono + request.ttl_s))
+        self.lease_index.add(HeldLease(lease, deadline=deadline))
         self._record(lease)
         return lease
 
@@ -307,7 +314,8 @@ class LeaseBook:
     def renew(self, lease_id: str, ttl_s: float) -> Lease:
         """Let a held lease last at least `ttl_s` from now; never shortens."""
         held_lease = self.held[lease_id]
-        held_lease.deadline = max(held_lease.deadline, self._clock.monotonic() + ttl_s)
+        sandbox_ends_at = self.table.slots_by_sandbox[held_lease.lease.sandbox_id].ends_at
+        held_lease.deadline = max(held_lease.deadline, min(self._clock.monotonic() + ttl_s, sandbox_ends_at))
         ttl_s = max(ttl_s, held_lease.deadline - self._clock.monotonic())
         held_lease.lease = replace(held_lease.lease, ttl_s=ttl_s, expires_at=wall_at(self._clock, held_lease.deadline))
         self._record(held_lease.lease)

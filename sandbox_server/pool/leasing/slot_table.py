@@ -58,6 +58,8 @@ class SandboxSlots:
     counts: Counter[SlotState] = field(default_factory=Counter)
     coming: int = 0
     open: bool = True
+    #: when the backend ends the sandbox by itself, monotonic
+    ends_at: float = float("inf")
 
 
 class SlotTable:
