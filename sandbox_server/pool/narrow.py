@@ -12,6 +12,7 @@ from sandbox_server.link.errors import NotSupportedByAgent, RequestInvalid
 from sandbox_server.pool.leasing import rights
 from sandbox_server.pool.leasing.ended_leases import end_error
 from sandbox_server.pool.pool import Pool
+from sandbox_server.pool.slot_location import agent_of, wait_for_reconnect_or_loss
 from sandbox_server.pool.slot_rights import narrow_slot_of
 
 NARROW_WITHIN_S = 30.0
@@ -61,10 +62,10 @@ async def _narrow_slot(pool: Pool, narrowed: Lease) -> None:
     """Send the request until it is answered. Narrowing a slot twice is narrowing it once."""
     while True:
         try:
-            await narrow_slot_of(pool.agent_of(narrowed), narrowed, expects_prompt_response=True)
+            await narrow_slot_of(agent_of(pool, narrowed), narrowed, expects_prompt_response=True)
             return
         except (LinkLost, BackendUnavailable):
-            lost = await pool.wait_for_reconnect_or_loss(narrowed.lease_id)
+            lost = await wait_for_reconnect_or_loss(pool, narrowed.lease_id)
             if lost is not None:
                 raise lost from None
             _check_still_held(pool, narrowed.lease_id)

@@ -15,17 +15,12 @@ from sandbox_server.core.errors import (
     BackendUnavailable,
     Draining,
     InvalidRequest,
-    NoCapacity,
     PoolNotFound,
     PoolServiceError,
     QuotaExceeded,
-    SandboxLost,
     Stopping,
 )
 from sandbox_server.core.types import Acquired, AcquireRequest, Lease, PoolId, PoolSpec, SandboxState, SlotState
-from sandbox_server.link import AgentClient
-from sandbox_server.link.agent_reports import VerifyReport
-from sandbox_server.link.errors import LinkLost
 from sandbox_server.pool import effects as todo
 from sandbox_server.pool.dependencies import PoolDependencies
 from sandbox_server.pool.fleet import caches
@@ -39,12 +34,11 @@ from sandbox_server.pool.fleet.ticker import Ticker
 from sandbox_server.pool.grants import AnswerAbandoned, GrantService, PoolValue, PreparationEnded
 from sandbox_server.pool.inbox import Inbox, confirm
 from sandbox_server.pool.lease_directory import LeaseDirectory
-from sandbox_server.pool.leasing.ended_leases import EndedLeases, end_error
-from sandbox_server.pool.leasing.held_lease import ResetOrder
+from sandbox_server.pool.leasing.ended_leases import EndedLeases
 from sandbox_server.pool.leasing.lease_book import LeaseBook
-from sandbox_server.pool.leasing.wait_queue import Waiter, crowded_out, held_back, none_free
+from sandbox_server.pool.leasing.wait_queue import Waiter
+from sandbox_server.pool.overdue import explain_overdue
 from sandbox_server.pool.pool_events import PoolEvents
-from sandbox_server.pool.slot_location import SlotLocation
 from sandbox_server.store.base import State
 
 log = logging.getLogger(__name__)
@@ -292,57 +286,6 @@ class Pool:
         self._serve_and_plan()
         return lease_ids
 
-    def agent_of(self, lease: Lease) -> AgentClient:
-        """The client of the agent that has the slot of a held lease.
-
-        Raises:
-            BackendUnavailable: the agent cannot be reached now; whether its sandbox is lost is not known yet.
-        """
-        sandbox = self.fleet.sandboxes[lease.sandbox_id]
-        if sandbox.agent is None or not sandbox.reachable:
-            raise BackendUnavailable(f"the agent of sandbox {lease.sandbox_id} cannot be reached at the moment", lease_id=lease.lease_id)
-        return sandbox.agent
-
-    def locate_slot(self, lease: Lease) -> SlotLocation:
-        """Where the calls and files of a held lease go now.
-
-        Raises:
-            BackendUnavailable: the agent cannot be reached now.
-        """
-        return SlotLocation(lease=lease, spec=self.spec, agent=self.agent_of(lease), slot_id=lease.slot_id, epoch=lease.epoch)
-
-    async def wait_for_reconnect_or_loss(self, lease_id: str) -> SandboxLost | None:
-        """Wait until it is known whether the sandbox of a lease is gone.
-
-        Returns:
-            How it was lost; None if its agent can be reached again, or the lease has ended in another way.
-        """
-        while True:
-            held_lease = self.book.held.get(lease_id)
-            if held_lease is None:
-                ended = self.book.ended.get(lease_id)
-                error = end_error(ended) if ended is not None else None
-                return error if isinstance(error, SandboxLost) else None
-            sandbox = self.fleet.sandboxes[held_lease.lease.sandbox_id]
-            if sandbox.reachable:
-                return None
-            await sandbox.changed.wait()
-
-    async def verify_slot(self, order: ResetOrder) -> VerifyReport:
-        """Have an agent test the reset of a free slot.
-
-        Args:
-            order: the slot and its epoch after the reset, as `LeaseBook.reclaim_free` has returned it.
-
-        Raises:
-            LinkLost: the agent cannot be reached now.
-            AgentRefused: the agent has refused the test.
-        """
-        supervisor = self.supervisors.supervisor_of(order.ref.sandbox_id)
-        if supervisor is None:
-            raise LinkLost("its sandbox is gone")
-        return await supervisor.verify_slot(order)
-
     async def flush(self) -> None:
         """Return once everything that was decided so far is on disk.
 
@@ -350,16 +293,6 @@ class Pool:
             StorageUnavailable: it cannot be written.
         """
         await self._dependencies.store.flush()
-
-    def crowded_out(self) -> str | None:
-        """Why no sandbox can be created for the waiters, if leases in draining sandboxes are the reason; None otherwise."""
-        slots_by_sandbox = self.book.table.slots_by_sandbox
-        draining = [sandbox.sandbox_id for sandbox in self.fleet.sandboxes.values() if sandbox.state is SandboxState.DRAINING]
-        leases = [count for count in (slots_by_sandbox[name].counts[SlotState.LEASED] for name in draining if name in slots_by_sandbox) if count]
-        is_empty = len(draining) == len(self.fleet.sandboxes)
-        if not leases or len(self.fleet.sandboxes) < self.spec.max_sandboxes or not (is_empty or len(self.book.line)):
-            return None
-        return crowded_out(self.spec.max_sandboxes, len(leases), sum(leases))
 
     def now(self) -> float:
         """The monotonic time, in seconds."""
@@ -478,19 +411,10 @@ class Pool:
         return min(self.book.next_due(), planning.next_due(self._snapshot() if actions else before, now))
 
     def _refuse_overdue_waiters(self) -> None:
-        claimant = self.book.claims.claimant
-        late = [(waiter, self.book.line.position(waiter, claimant)) for waiter in self.book.overdue()]
-        making = sum(sandbox.state is SandboxState.STARTING for sandbox in self.fleet.sandboxes.values()) if late else 0
-        for waiter, position in late:
-            waited_s = self.now() - waiter.arrived
-            held = None
-            if claimant is not None and waiter is not claimant and self.book.table.free >= waiter.request.count:
-                held = held_back(self.book.table.free, claimant.request.count, self.now() - claimant.arrived)
-            detail = none_free(
-                *(self.name, waiter.request.count, waited_s), making=making, held=held, crowded=self.crowded_out(), last_error=self.fleet.last_error
-            )
-            self._grant_service.refuse_waiter(waiter, NoCapacity(detail, queue_position=position, waited_s=round(waited_s, 3)))
-        if late:
+        overdue = explain_overdue(self.name, self.spec, self.book, self.fleet, self.now())
+        for waiter, error in overdue:
+            self._grant_service.refuse_waiter(waiter, error)
+        if overdue:
             # The slots that were reserved or held for them can be leased to other waiters now.
             self._ticker.request_tick()
 

@@ -23,7 +23,7 @@ from sandbox_server.pool.leasing.held_lease import shown
 from sandbox_server.pool.leasing.request_keys import RequestKeys
 from sandbox_server.pool.narrow import narrow
 from sandbox_server.pool.pool import Pool
-from sandbox_server.pool.slot_location import SlotLocation
+from sandbox_server.pool.slot_location import SlotLocation, locate_slot, wait_for_reconnect_or_loss
 from sandbox_server.pool.verify import verify
 from sandbox_server.pool.views import pool_view, readiness, sandbox_view
 from sandbox_server.store.base import Store
@@ -367,7 +367,7 @@ class PoolService:
             BackendUnavailable: the agent cannot be reached now.
         """
         pool, lease = self._held(tenant, lease_id)
-        return pool.locate_slot(lease)
+        return locate_slot(pool, lease)
 
     def call_started(self, lease_id: str) -> None:
         """Note that a call of a lease begins. The lease expires 60 s after its last call has ended at the earliest."""
@@ -401,7 +401,7 @@ class PoolService:
                 error = end_error(lease)
                 return error if isinstance(error, SandboxLost) else None
             async with asyncio.timeout(wait_s):
-                return await pool.wait_for_reconnect_or_loss(lease_id)
+                return await wait_for_reconnect_or_loss(pool, lease_id)
         except (LeaseNotFound, TimeoutError):
             return None
 

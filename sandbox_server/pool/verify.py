@@ -44,7 +44,10 @@ async def _verify(pool: Pool, order: ResetOrder) -> dict[str, Any]:
     began = pool.now()
     where = {"sandbox_id": order.ref.sandbox_id, "slot_id": order.ref.name}
     try:
-        report = await pool.verify_slot(order)
+        supervisor = pool.supervisors.supervisor_of(order.ref.sandbox_id)
+        if supervisor is None:
+            raise LinkLost("its sandbox is gone")
+        report = await supervisor.verify_slot(order)
     except NotSupportedByAgent as refused:
         raise NotImplementedHere(f"the agents of pool {pool.name!r} cannot verify resets: {refused.detail}") from None
     except AgentRefused as refused:

@@ -110,14 +110,11 @@ class AgentConnector:
         Returns:
             That time in Unix seconds; None if the backend will not end the sandbox.
         """
-        question = _RepeatedQuestion(self._observer, handle, self._dependencies)
-        try:
-            while True:
-                observation = await question.next_answer()
-                if observation is not None and observation.state is not ObservedState.UNKNOWN:
-                    return observation.ends_at
-        finally:
-            question.cancel()
+        while True:
+            # The observer keeps the distance between two questions.
+            observation = await self._observer.request_observation(handle)
+            if observation.state is not ObservedState.UNKNOWN:
+                return observation.ends_at
 
     async def _connect(self, handle: Handle, timeout_s: float) -> tuple[AgentClient, AgentReport]:
         agent = AgentClient(await self._dependencies.connect(_endpoint_of(handle, self._backend), timeout_s))
