@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -97,6 +97,7 @@ class RunningService:
     state_monitor: StateMonitor
     pools: PoolService
     service: Service
+    lease_ends: asyncio.Task[None]
     ephemeral: bool = False
 
 
@@ -232,7 +233,7 @@ async def _start_in(settings: Settings, state_dir: StateDir, parts: Parts, *, ep
     state_monitor = StateMonitor(state_dir, store)
     answers = AnswerBudget(_answer_limits(settings))
     dispatcher = Dispatcher(pools, store, clock, telemetry, limits, CallTracker(pools.restored), ConcurrencyLimiter(tenants.max_running_calls), answers)
-    pools.when_a_lease_ends(dispatcher.handle_lease_end)
+    lease_ends = asyncio.create_task(_follow_lease_ends(pools.follow_ended_leases(), dispatcher))
     service = Service(
         pools=pools,
         dispatcher=dispatcher,
@@ -248,7 +249,22 @@ async def _start_in(settings: Settings, state_dir: StateDir, parts: Parts, *, ep
         stopping=asyncio.get_running_loop().create_future(),
         storage_problem=lambda: state_monitor.problem,
     )
-    return RunningService(settings=settings, state_dir=state_dir, store=store, state_monitor=state_monitor, pools=pools, service=service, ephemeral=ephemeral)
+    return RunningService(
+        settings=settings,
+        state_dir=state_dir,
+        store=store,
+        state_monitor=state_monitor,
+        pools=pools,
+        service=service,
+        lease_ends=lease_ends,
+        ephemeral=ephemeral,
+    )
+
+
+async def _follow_lease_ends(lease_ids: AsyncIterator[str], dispatcher: Dispatcher) -> None:
+    """Pass the end of each lease on to the dispatcher."""
+    async for lease_id in lease_ids:
+        dispatcher.handle_lease_end(lease_id)
 
 
 def _answer_limits(settings: Settings) -> AnswerLimits:
@@ -327,6 +343,7 @@ async def stop_service(running: RunningService) -> None:
     log.info("stopping", extra={"requests": len(service.requests)})
     await _wait_for_requests(service, GRACE_S)
     await service.dispatcher.stop()
+    running.lease_ends.cancel()
     await _wait_for_requests(service, FINAL_RESPONSE_S)
     for task in list(service.requests):
         task.cancel()

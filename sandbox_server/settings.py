@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -42,6 +42,17 @@ class NomadAccess:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DockerAccess:
+    """How the process reaches the Docker daemon.
+
+    Attributes:
+        host: the daemon's address, such as `unix:///var/run/docker.sock`; None: as the Docker command line finds it.
+    """
+
+    host: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
     """Every setting of the process, checked.
 
@@ -57,7 +68,8 @@ class Settings:
         default_pool: the pool of an acquire that names no pool.
         claim_after_s: how long a tenant's first acquire in the queue waits before its pool holds slots for it, in seconds.
         limits: the limits of requests.
-        nomad: the credentials for Nomad.
+        nomad: how the process reaches Nomad.
+        docker: how the process reaches the Docker daemon.
         local_transport: the transport to agents that the local backend starts, for tests and debugging: `unix`, `tls` or `stdio`.
         sources: where each setting comes from, by its dotted name; a setting that is missing here has its default.
     """
@@ -74,6 +86,7 @@ class Settings:
     claim_after_s: float = CLAIM_AFTER_S
     limits: Limits = field(default_factory=Limits)
     nomad: NomadAccess = field(default_factory=NomadAccess)
+    docker: DockerAccess = field(default_factory=DockerAccess)
     local_transport: str = "unix"
     sources: Mapping[str, str] = field(default_factory=dict)
 
@@ -82,8 +95,13 @@ class Settings:
         return self.sources.get(name, "default")
 
     def of_backend(self, name: str) -> Mapping[str, Any]:
-        """The settings of a backend, by the names of the arguments that its constructor takes beside the common ones."""
-        return {"transport": self.local_transport} if name == "local" else {}
+        """The settings that the function which makes a backend gets, by the names of its arguments.
+
+        Args:
+            name: the backend.
+        """
+        settings: dict[str, Mapping[str, Any]] = {"local": {"transport": self.local_transport}, "nomad": asdict(self.nomad), "docker": asdict(self.docker)}
+        return settings.get(name, {})
 
     @property
     def pools_are_built_in(self) -> bool:
@@ -121,6 +139,12 @@ class NomadModel(FileModel):
     client_key: str | None = None
 
 
+class DockerModel(FileModel):
+    """How the process reaches the Docker daemon."""
+
+    host: str | None = Field(default=None, pattern=r"^(unix|tcp|ssh)://.+$")
+
+
 class SettingsFile(FileModel):
     """The settings file."""
 
@@ -130,6 +154,7 @@ class SettingsFile(FileModel):
     tenants: list[TenantModel] = Field(default_factory=list)
     limits: dict[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
     nomad: NomadModel = Field(default_factory=NomadModel)
+    docker: DockerModel = Field(default_factory=DockerModel)
 
 
 class EnvironmentModel(BaseModel):
@@ -190,6 +215,7 @@ def load_settings(environ: Mapping[str, str] | None = None) -> Settings:
         claim_after_s=file.claim_after_s,
         limits=limits,
         nomad=_nomad(file, path),
+        docker=DockerAccess(host=file.docker.host),
         local_transport=environment.LOCAL_TRANSPORT,
         sources=_sources(environment, file, path),
     )
@@ -271,7 +297,7 @@ def read_file(path: Path) -> SettingsFile:
         content = {}
     if not isinstance(content, dict):
         raise SettingsError(f"settings file {path}: must be a mapping with {', '.join(SettingsFile.model_fields)}")
-    content = {name: ({} if value is None else value) if name in ("pools", "limits", "nomad") else value for name, value in content.items()}
+    content = {name: ({} if value is None else value) if name in ("pools", "limits", "nomad", "docker") else value for name, value in content.items()}
     if isinstance(content.get("pools"), dict):
         content["pools"] = {name: {} if spec is None else spec for name, spec in content["pools"].items()}
     try:
@@ -294,7 +320,7 @@ def _sentence(error: ValidationError) -> str:
 
 def _nested_model(model: Any, part: str | int) -> Any:
     """The model of what a key of another model, or an entry of its mapping or list, holds."""
-    nested = {"pools": PoolSpecBody, "tenants": TenantModel, "nomad": NomadModel}
+    nested = {"pools": PoolSpecBody, "tenants": TenantModel, "nomad": NomadModel, "docker": DockerModel}
     if model is SettingsFile:
         return nested[str(part)]
     inner = model.model_fields.get(str(part)) if model is PoolSpecBody else None

@@ -105,7 +105,6 @@ class PoolDependencies:
         admits: whether its tenant's limits let an acquire that waits be served now.
         claim_after_s: how long a tenant's first waits before its pool holds slots for it, in seconds.
         jitter: a random number from 0 to 1.
-        lease_watchers: who hears of each lease that ends, by its id.
     """
 
     store: Store
@@ -121,7 +120,6 @@ class PoolDependencies:
     admits: Callable[[AcquireRequest], bool] = admit_all
     claim_after_s: float = CLAIM_AFTER_S
     jitter: Callable[[], float] = random.random
-    lease_watchers: list[Callable[[str], None]] = field(default_factory=list)
     lease_id: Callable[[], str] = new_lease_id
     sandbox_id: Callable[[], str] = new_sandbox_id
     limits: PoolLimits = PoolLimits()

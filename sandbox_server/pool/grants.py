@@ -1,42 +1,51 @@
-"""From a place in the line to an answer: waking who is served, preparing slots before the grant counts, giving back what nobody took."""
+"""From an acquire that waits to its answer: slots are prepared before a grant counts, and given back if nobody takes the answer."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from sandbox_server.core.errors import InvalidRequest, NoCapacity, PoolServiceError, QuotaExceeded
-from sandbox_server.core.types import Acquired, AcquireRequest, Lease, PoolId, PoolSpec
+from sandbox_server.core.types import Acquired, AcquireRequest, Lease, PoolSpec
 from sandbox_server.link import LinkLost
 from sandbox_server.link.errors import NotSupportedByAgent, RequestInvalid
 from sandbox_server.pool.dependencies import PoolDependencies
+from sandbox_server.pool.effects import AnnounceLeaseBegin, AnnounceLeaseEnd, Effect
+from sandbox_server.pool.fleet.caches import use_cache
 from sandbox_server.pool.fleet.fleet import Fleet
-from sandbox_server.pool.fleet.sandbox import Sandbox
+from sandbox_server.pool.fleet.observed import Observed
+from sandbox_server.pool.inbox import InboxWriter
 from sandbox_server.pool.leasing import rights
 from sandbox_server.pool.leasing.lease_book import LeaseBook
 from sandbox_server.pool.leasing.request_keys import key_record
 from sandbox_server.pool.leasing.wait_queue import Waiter
 from sandbox_server.pool.slot_rights import prepare_slot_of
-from sandbox_server.store.base import CacheRecord, Deletion
+from sandbox_server.store.base import Deletion
 
 
-class GrantListener(Protocol):
-    """Who is told of grants: their pool."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PreparationEnded:
+    """The slots of a waiter's leases have been prepared, or could not be.
 
-    pool_id: PoolId
+    Attributes:
+        waiter: the acquire that was granted the leases.
+        errors: what went wrong; empty if all slots are prepared.
+    """
 
-    def work(self) -> None:
-        """Go on after something was given back."""
+    waiter: Waiter
+    errors: Sequence[BaseException]
 
-    def lease_begins(self, lease: Lease) -> None:
-        """A slot has been assigned."""
 
-    def lease_over(self, lease: Lease) -> None:
-        """A lease has ended."""
+@dataclass(frozen=True, slots=True)
+class AnswerAbandoned:
+    """The caller of an acquire is gone, or could not be answered."""
 
-    def cache_used(self, sandbox: Sandbox, record: CacheRecord) -> bool:
-        """A lease is about to share this cache. Returns whether it is new in this sandbox."""
-        ...
+    waiter: Waiter
+
+
+PoolValue = Observed | PreparationEnded | AnswerAbandoned
+"""What a pool's inbox takes."""
 
 
 class GrantService:
@@ -46,60 +55,63 @@ class GrantService:
         book: the pool's lease book.
         fleet: the pool's sandboxes.
         spec: the pool's spec.
-        pool: is told of leases that begin and end, and goes on after something was given back.
-        wiring: clock and store.
+        inbox: takes the ends of preparations and abandoned answers.
+        dependencies: clock, store and metrics.
+
+    Attributes:
+        spec: the pool's spec; replaced when it changes.
+        tasks: the preparations that are under way.
     """
 
-    def __init__(self, book: LeaseBook, fleet: Fleet, spec: PoolSpec, pool: GrantListener, dependencies: PoolDependencies) -> None:
+    def __init__(self, book: LeaseBook, fleet: Fleet, spec: PoolSpec, inbox: InboxWriter[PoolValue], dependencies: PoolDependencies) -> None:
         self.spec = spec
         self.tasks: set[asyncio.Task[None]] = set()
         self._book = book
         self._fleet = fleet
-        self._pool = pool
+        self._inbox = inbox
         self._dependencies = dependencies
         self._answers: dict[int, asyncio.Future[None]] = {}
-        #: waiters whose slots are being changed for them, and those of them whose caller has gone
+        #: the sequence numbers of waiters whose slots are being prepared, and of those among them whose caller is gone
         self._preparing: set[int] = set()
-        self._unwanted: set[int] = set()
+        self._abandoned: set[int] = set()
 
     def refuse_impossible(self, request: AcquireRequest) -> None:
-        """Refuse at once what waiting cannot help.
+        """Refuse an acquire that the pool could not serve however long it waited, or that it cannot let wait.
 
         Raises:
-            InvalidRequest: the pool can never serve it.
-            NotImplementedHere: it asks for what the pool's isolation mode cannot give.
-            QuotaExceeded: too many wait already.
+            InvalidRequest: the pool can never serve the request.
+            NotImplementedHere: the request asks for rights that the pool's isolation mode cannot give.
+            QuotaExceeded: too many acquires are waiting already.
         """
         if request.count > self.spec.max_slots:
             raise InvalidRequest(f"count is {request.count}, and pool {request.pool!r} can never hold more than {self.spec.max_slots} slots", field="count")
-        shown = self._fleet.shown
-        rights.check_possible(request, self.spec, shown.capabilities if shown is not None else {})
+        report = self._fleet.last_report
+        rights.check_possible(request, self.spec, report.capabilities if report is not None else {})
         most = self._dependencies.limits.max_waiters
         if len(self._book.queue) >= most:
             full = f"{most} acquires wait for pool {request.pool!r} already, and `limits.waiters` is {most}"
             raise QuotaExceeded(f"{full}: ask again later", limit="waiters", retry_after_s=5)
 
-    def serve(self, served: list[Waiter]) -> None:
-        """Answer those whom the book has given slots."""
+    def answer_served(self, served: Sequence[Waiter]) -> list[Effect]:
+        """Answer the waiters that the book has given slots, or begin to prepare their slots first."""
         for waiter in served:
-            for lease in waiter.leases:
-                self._pool.lease_begins(lease)
             if rights.needs_preparing(waiter.request, self.spec):
                 self._preparing.add(waiter.seq)
-                task = asyncio.create_task(self._prepare_first(waiter))
+                task = asyncio.create_task(self._prepare_slots(waiter))
                 self.tasks.add(task)
                 task.add_done_callback(self.tasks.discard)
             else:
-                self._granted(waiter)
+                self._grant(waiter)
+        return [AnnounceLeaseBegin(lease) for waiter in served for lease in waiter.leases]
 
-    def _granted(self, waiter: Waiter) -> None:
-        """What a request key was granted goes on record in one commit with the leases: never one without the other."""
+    def _grant(self, waiter: Waiter) -> None:
+        # The leases and what their request key was granted go to disk in one commit: never one without the other.
         if waiter.request.request_key is not None:
             self._dependencies.store.put(key_record(waiter.request, waiter.leases, self._dependencies.clock.wall()))
         self._answer(waiter, None)
 
-    def refuse(self, waiter: Waiter, error: PoolServiceError) -> None:
-        """It waits no more, and this is why."""
+    def refuse_waiter(self, waiter: Waiter, error: PoolServiceError) -> None:
+        """Take a waiter out of the queue and answer it with an error."""
         self._book.remove_waiter(waiter)
         self._answer(waiter, error)
 
@@ -107,7 +119,7 @@ class GrantService:
         future = self._answers.get(waiter.seq)
         if future is None:
             if error is None:
-                return  # served in the very step that queued it: `answer` finds the leases
+                return  # served in the same step that queued it: `wait_for_answer` finds the leases
             future = self._answers[waiter.seq] = asyncio.get_running_loop().create_future()
         if not future.done():
             if error is None:
@@ -115,11 +127,11 @@ class GrantService:
             else:
                 future.set_exception(error)
 
-    async def answer(self, waiter: Waiter) -> Acquired:
-        """Wait for what becomes of a queued waiter.
+    async def wait_for_answer(self, waiter: Waiter) -> Acquired:
+        """Wait until a queued waiter is granted its leases, and they are on disk.
 
         Raises:
-            PoolServiceError: what it was refused with.
+            PoolServiceError: the error that the waiter was refused with.
         """
         try:
             if not waiter.leases or waiter.seq in self._preparing or waiter.seq in self._answers:
@@ -129,65 +141,66 @@ class GrantService:
                 await future
             await self._dependencies.store.flush()
         except BaseException:
-            self.give_back(waiter)
+            self._inbox.put(AnswerAbandoned(waiter))
             raise
         finally:
             self._answers.pop(waiter.seq, None)
         waited_s = self._dependencies.clock.monotonic() - waiter.arrived
-        self._dependencies.meter.observe("sandbox_acquire_seconds", waited_s, **self._pool.pool_id.labels)
+        self._dependencies.meter.observe("sandbox_acquire_seconds", waited_s, **self._fleet.pool_id.labels)
         return Acquired(leases=waiter.leases, waited_s=waited_s)
 
-    def give_back(self, waiter: Waiter) -> None:
-        """Nobody takes the answer: leave the line, and release what was granted; a slot that is being prepared only once it is."""
+    def give_back(self, waiter: Waiter) -> list[Effect]:
+        """Take a waiter whose caller is gone out of the queue, and release what it was granted; slots that are being prepared only after that."""
         self._book.remove_waiter(waiter)
         if waiter.seq in self._preparing:
-            self._unwanted.add(waiter.seq)
-            return
+            self._abandoned.add(waiter.seq)
+            return []
         if waiter.leases and waiter.request.request_key is not None:
             self._dependencies.store.put(Deletion(key=(waiter.request.tenant, waiter.request.request_key)))
-        self.release_all(waiter.leases, "nobody took the answer to the acquire")
+        return self._release_leases(waiter.leases, "nobody took the answer to the acquire")
 
-    def release_all(self, leases: tuple[Lease, ...], detail: str) -> None:
-        """Release those of these leases that are still held."""
-        for lease in leases:
-            if lease.lease_id in self._book.held:
-                self._pool.lease_over(self._book.release_lease(lease.lease_id, detail=detail))
-        self._pool.work()
+    def _release_leases(self, leases: Sequence[Lease], detail: str) -> list[Effect]:
+        return [AnnounceLeaseEnd(self._book.release_lease(lease.lease_id, detail=detail)) for lease in leases if lease.lease_id in self._book.held]
 
-    async def _prepare_first(self, waiter: Waiter) -> None:
-        leases = waiter.leases
-        results = await asyncio.gather(*(self._prepare(lease) for lease in leases), return_exceptions=True)
+    def finish_preparation(self, ended: PreparationEnded) -> list[Effect]:
+        """Grant the leases of a waiter whose slots are prepared. If they could not be, release the leases, and let it wait again or refuse it."""
+        waiter, errors, leases = ended.waiter, ended.errors, ended.waiter.leases
         self._preparing.discard(waiter.seq)
-        errors = [error for error in results if isinstance(error, BaseException)]
-        if waiter.seq in self._unwanted:
-            self._unwanted.discard(waiter.seq)
-            self.give_back(waiter)
-            return
+        if waiter.seq in self._abandoned:
+            self._abandoned.discard(waiter.seq)
+            return self.give_back(waiter)
         if not errors and all(lease.lease_id in self._book.held for lease in leases):
-            self._granted(waiter)
-            return
+            self._grant(waiter)
+            return []
         waiter.leases = ()
-        self.release_all(leases, "its slot could not be prepared")
-        unable = next((e for e in errors if isinstance(e, NotSupportedByAgent | RequestInvalid)), None)
-        unrecorded = next((e for e in errors if isinstance(e, PoolServiceError)), None)
+        effects = self._release_leases(leases, "its slot could not be prepared")
+        unable = next((error for error in errors if isinstance(error, NotSupportedByAgent | RequestInvalid)), None)
+        unrecorded = next((error for error in errors if isinstance(error, PoolServiceError)), None)
         if unable is not None:
             self._answer(waiter, rights.rights_not_supported(leases[0], unable.detail))
         elif unrecorded is not None:
             self._answer(waiter, unrecorded)
-        elif waiter.seq not in self._answers:
-            return  # nobody waits for it any more
-        elif self._dependencies.clock.monotonic() >= waiter.deadline:
+        elif waiter.seq in self._answers:
+            self._wait_again(waiter)
+        return effects
+
+    def _wait_again(self, waiter: Waiter) -> None:
+        if self._dependencies.clock.monotonic() >= waiter.deadline:
             waited_s = round(waiter.deadline - waiter.arrived, 3)
             self._answer(waiter, NoCapacity("no slot could be prepared in time: ask again", queue_position=1, waited_s=waited_s))
         else:
             self._book.requeue_waiter(waiter)
-            self._pool.work()
 
-    async def _prepare(self, lease: Lease) -> None:
-        sandbox = self._fleet.sandboxes[lease.sandbox_id]
-        if lease.cache != rights.NO_CACHE and self._pool.cache_used(sandbox, rights.cache_of(lease)):
-            # On record before it is there, so that it is never there and unknown.
+    async def _prepare_slots(self, waiter: Waiter) -> None:
+        results = await asyncio.gather(*(self._prepare_slot(lease) for lease in waiter.leases), return_exceptions=True)
+        self._inbox.put(PreparationEnded(waiter=waiter, errors=[result for result in results if result is not None]))
+
+    async def _prepare_slot(self, lease: Lease) -> None:
+        sandbox = self._fleet.sandboxes.get(lease.sandbox_id)
+        if sandbox is not None and lease.cache != rights.NO_CACHE and use_cache(sandbox, rights.cache_of(lease)):
+            self._dependencies.store.put(sandbox.record(self._dependencies.clock))
+            # The cache's record is on disk before the cache exists, so that there is never a cache without a record.
             await self._dependencies.store.flush()
-        if sandbox.agent is None:
+        if sandbox is None or sandbox.agent is None:
             raise LinkLost("the link went before the slot was prepared")
         await prepare_slot_of(sandbox.agent, lease)

@@ -1,404 +1,433 @@
-"""One pool: holds its leases and its sandboxes, asks `plan`, and lets the fleet act.
+"""One pool: its leases, its sandboxes, and the loop in which the one is decided by the state of the other.
 
-Nothing here waits between reading the state and changing it: a method either decides in one step, or only waits for what a step decided.
+What tasks observe arrives in the pool's inbox. The pool applies it to its state, which is one step without awaiting anything, and carries out the
+effects that the step returns.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from sandbox_server.core.errors import (
     BackendUnavailable,
     Draining,
     InvalidRequest,
-    NoCapacity,
     PoolNotFound,
     PoolServiceError,
     QuotaExceeded,
-    SandboxLost,
     Stopping,
 )
-from sandbox_server.core.types import Acquired, AcquireRequest, Lease, LeaseState, PoolId, PoolSpec, SandboxState, SlotState
-from sandbox_server.link import AgentClient
-from sandbox_server.link.slot_client import SlotClient
+from sandbox_server.core.types import Acquired, AcquireRequest, Lease, PoolId, PoolSpec, SandboxState, SlotState
+from sandbox_server.pool import effects as todo
 from sandbox_server.pool.dependencies import PoolDependencies
 from sandbox_server.pool.fleet import caches
 from sandbox_server.pool.fleet import plan as planning
 from sandbox_server.pool.fleet.backend_access import BackendAccess
 from sandbox_server.pool.fleet.fleet import Fleet
-from sandbox_server.pool.fleet.sandbox import Sandbox
+from sandbox_server.pool.fleet.observed import ResetFailed
 from sandbox_server.pool.fleet.snapshot import capacity, claimant_view, snapshot
+from sandbox_server.pool.fleet.supervisor_set import SupervisorSet
 from sandbox_server.pool.fleet.ticker import Ticker
-from sandbox_server.pool.grants import GrantService
-from sandbox_server.pool.leasing.ended_leases import EndedLeases, end_error
+from sandbox_server.pool.grants import AnswerAbandoned, GrantService, PoolValue, PreparationEnded
+from sandbox_server.pool.inbox import Inbox, confirm
+from sandbox_server.pool.lease_directory import LeaseDirectory
+from sandbox_server.pool.leasing.ended_leases import EndedLeases
 from sandbox_server.pool.leasing.lease_book import LeaseBook
-from sandbox_server.pool.leasing.no_capacity import crowded_out, held_back, none_free
 from sandbox_server.pool.leasing.wait_queue import Waiter
-from sandbox_server.store.base import CacheRecord, State
+from sandbox_server.pool.overdue import explain_overdue
+from sandbox_server.pool.pool_events import PoolEvents
+from sandbox_server.store.base import State
 
 log = logging.getLogger(__name__)
 
-#: An agent that has not finished a reset by then never will.
+#: A slot whose reset has not ended by then goes to quarantine.
 RESET_LIMIT_S = 120.0
-EVENT_OF_END = {LeaseState.RELEASED: "lease.released", LeaseState.EXPIRED: "lease.expired", LeaseState.SANDBOX_LOST: "lease.lost"}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SlotLocation:
-    """Where the work of a held lease goes."""
-
-    lease: Lease
-    spec: PoolSpec
-    agent: AgentClient
-    slot_id: str
-    epoch: int
-
-    @property
-    def slot(self) -> SlotClient:
-        """The client for the calls and files of the slot."""
-        return self.agent.slot(self.slot_id, self.epoch)
 
 
 class Pool:
-    """A named set of identical sandboxes.
+    """A named set of identical sandboxes, whose slots are leased.
 
     Args:
-        pool_id: its name, and who owns it.
-        spec: what it is made of.
-        access: the backend, with the budget and the observer that its pools share.
-        wiring: clock, store, timers, how to connect.
-        ended: where ended leases are remembered, if that outlives the pool.
+        pool_id: its name, and the tenant that owns it.
+        spec: what its sandboxes are created from, and its limits.
+        access: the backend, with the creation budget and the observer that its pools share.
+        dependencies: clock, store, timers, how to connect.
+        directory: the index of held leases; default one of the pool's own.
+        ended: the memory of ended leases, if it outlives the pool.
+
+    Attributes:
+        book: the pool's leases and slots, and the acquires that wait.
+        fleet: the pool's sandboxes.
+        supervisors: the supervisors of the sandboxes.
+        events: publishes the pool's events.
+        closing: whether no new lease begins any more.
+        closing_reason: why, as shown to callers.
+        closed_by: the tenant that deleted the pool; None for the service itself.
+        gone: set once a closed pool has no sandbox left.
+        tasks: the tasks of the pool itself.
     """
 
-    def __init__(self, pool_id: PoolId, spec: PoolSpec, access: BackendAccess, dependencies: PoolDependencies, ended: EndedLeases | None = None) -> None:
+    def __init__(
+        self,
+        pool_id: PoolId,
+        spec: PoolSpec,
+        access: BackendAccess,
+        dependencies: PoolDependencies,
+        directory: LeaseDirectory[Pool] | None = None,
+        ended: EndedLeases | None = None,
+    ) -> None:
+        clock = dependencies.clock
         self.pool_id = pool_id
         self.name = pool_id.name
         self.spec = spec
         self.book = LeaseBook(
-            *(pool_id, spec, dependencies.clock, dependencies.store.put, dependencies.weight, dependencies.lease_id, ended),
+            *(pool_id, spec, clock, dependencies.store.put, dependencies.weight, dependencies.lease_id, ended),
             claim_after_s=dependencies.claim_after_s,
             admits=dependencies.admits,
             capacity=self._capacity,
         )
-        self.fleet = Fleet(self, self.book, access, dependencies)
-        self.clock = dependencies.clock
+        self.fleet = Fleet(pool_id, self.book, access.backend.traits, clock, dependencies.jitter)
+        self.clock = clock
+        self.events = PoolEvents(pool_id, dependencies.events)
         self.closing = False
-        self.why_closing = "the service is stopping"
-        #: the tenant that deleted it; None: the service itself
+        self.closing_reason = "the service is stopping"
         self.closed_by: str | None = None
-        #: set once a pool that was closed has no sandbox left
-        self.over = asyncio.Event()
+        self.gone = asyncio.Event()
+        self.tasks: set[asyncio.Task[None]] = set()
         self._dependencies = dependencies
-        self._ticker = Ticker(self._tick, dependencies.clock, dependencies.timers)
-        self._grant_service = GrantService(self.book, self.fleet, spec, self, dependencies)
-        self._used_at = dependencies.clock.monotonic()
-        self._closed = False
-        #: the claimant that those who follow the events know of
-        self._told_claimant: Waiter | None = None
+        self._directory: LeaseDirectory[Pool] = LeaseDirectory() if directory is None else directory
+        self._inbox: Inbox[PoolValue] = Inbox()
+        self.supervisors = SupervisorSet(self._inbox, access, dependencies)
+        self._ticker = Ticker(self._tick, clock, dependencies.timers)
+        self._grant_service = GrantService(self.book, self.fleet, spec, self._inbox, dependencies)
+        self._used_at = clock.monotonic()
+        self._is_closed = False
+        #: the claimant that was published last
+        self._published_claimant: Waiter | None = None
 
-    # For callers.
+    # The life of the pool.
 
     @property
     def shared(self) -> bool:
-        """Whether every tenant may use it. A pool that no tenant owns always is."""
+        """Whether every tenant may use it. A pool that no tenant owns always is shared."""
         return self.pool_id.tenant is None or self.spec.shared
 
     def restore(self, state: State) -> None:
-        """Take over what an earlier life of this service recorded of this pool. Before `start`."""
-        records = [record for record in state.sandboxes if record.pool_id == self.pool_id]
-        self.fleet.adopt(records, self.spec)
+        """Take over what an earlier service has recorded of this pool. Call it before `start`.
+
+        Args:
+            state: the records of all pools.
+        """
+        self.fleet.adopt_sandboxes([record for record in state.sandboxes if record.pool_id == self.pool_id], self.spec)
         slots = [slot for slot in state.slots if slot.pool_id == self.pool_id and slot.ref.sandbox_id in self.book.table.slots_by_sandbox]
         self.book.restore(slots, [lease for lease in state.leases if lease.pool_id == self.pool_id])
+        for lease_id in self.book.held:
+            self._directory.add_lease(lease_id, self)
 
     def start(self) -> None:
-        """Find again what was restored, and begin to fill."""
-        self.fleet.begin()
+        """Find the restored sandboxes again, and begin to create new ones."""
+        task = asyncio.create_task(self._apply_observations())
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+        self.fleet.hold_adopted_leases()
+        for sandbox in list(self.fleet.sandboxes.values()):
+            self.supervisors.start_supervisor(sandbox)
         self._ticker.start()
 
     async def stop(self, *, destroy: bool) -> None:
-        """Refuse and fail whoever waits, then destroy the sandboxes, or leave them to whoever adopts them."""
-        self.closing = True
-        self._refuse_all()
-        self._ticker.stop()
-        await self.fleet.stop(destroy=destroy)
-        await asyncio.gather(*self._grant_service.tasks, return_exceptions=True)
-
-    def close(self, why: str, *, force: bool = False, by: str | None = None) -> None:
-        """Let no new lease begin; `over` is set when the last sandbox has gone, which, unless forced, its leases hold up.
+        """Refuse all waiters. Then destroy the sandboxes, or leave them for another service to adopt.
 
         Args:
-            why: what callers are told.
-            force: its leases end now.
-            by: the tenant that wants it; None: the service itself.
+            destroy: whether to destroy them. Sandboxes whose creation is not finished are destroyed in any case.
         """
-        if not self._closed:
-            self.closing, self._closed, self.why_closing, self.closed_by = True, True, why, by
-            self.pool_event("pool.draining", detail=why, by=by)
-        self._refuse_all()
+        self.closing = True
+        self._refuse_all_waiters()
+        self._ticker.stop()
+        self._apply_pending()
+        for sandbox in list(self.fleet.sandboxes.values()):
+            if destroy or sandbox.state is SandboxState.STARTING:
+                self._carry_out(self.fleet.retire_sandbox(sandbox, "the service was told to stop"))
+        await self.supervisors.stop([sandbox.sandbox_id for sandbox in self.fleet.sandboxes.values() if not sandbox.destroying])
+        await asyncio.gather(*self._grant_service.tasks, return_exceptions=True)
+        self._apply_pending()
+        for task in list(self.tasks):
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+
+    def close(self, reason: str, *, force: bool = False, by: str | None = None) -> None:
+        """Let no new lease begin. `gone` is set when the last sandbox is gone, which is when its last lease has ended, or earlier with `force`.
+
+        Args:
+            reason: why, as shown to callers.
+            force: whether all leases end now.
+            by: the tenant that asked for it; None for the service itself.
+        """
+        if not self._is_closed:
+            self.closing, self._is_closed, self.closing_reason, self.closed_by = True, True, reason, by
+            self.publish_event("pool.draining", detail=reason, by=by)
+        self._refuse_all_waiters()
         if force:
             for sandbox in list(self.fleet.sandboxes.values()):
-                self.fleet.retire(sandbox, why)
-        self.work()
+                self._carry_out(self.fleet.retire_sandbox(sandbox, reason))
+        self._serve_and_plan()
 
-    def _refuse_all(self) -> None:
+    def _refuse_all_waiters(self) -> None:
         for waiter in self.book.queue.all():
-            self._grant_service.refuse(waiter, self._going())
+            self._grant_service.refuse_waiter(waiter, self._closing_error())
 
-    def _going(self) -> Draining:
-        if not self._closed:
+    def _closing_error(self) -> Draining:
+        if not self._is_closed:
             return Stopping(f"pool {self.name!r} gives no new leases: the service is stopping: ask again when it is back")
-        return Draining(f"pool {self.name!r} gives no new leases: {self.why_closing}")
+        return Draining(f"pool {self.name!r} gives no new leases: {self.closing_reason}")
 
-    def change(self, spec: PoolSpec) -> None:
-        """Go by another spec. What is made otherwise than it says drains; new sandboxes come beside, within `max_sandboxes`."""
-        self.spec = self.book.spec = self._grant_service.spec = spec
-        self._used_at = self._dependencies.clock.monotonic()
-        self.fleet.forget_permanent_error()
-        for sandbox in list(self.fleet.sandboxes.values()):
-            if sandbox.state in (SandboxState.STARTING, SandboxState.READY) and planning.is_outdated(sandbox.spec, spec):
-                self.fleet.drain(sandbox, "the pool's spec has changed")
-        for waiter in self.book.queue.all():
-            if not self.shared and waiter.request.tenant != self.pool_id.tenant:
-                self._grant_service.refuse(waiter, PoolNotFound(f"pool {self.name!r} is no longer shared with this tenant"))
-            elif waiter.request.count > spec.max_slots:
-                detail = f"count is {waiter.request.count}, and pool {self.name!r} can no longer hold more than {spec.max_slots} slots"
-                self._grant_service.refuse(waiter, InvalidRequest(detail, field="count"))
-        self.work()
-
-    async def acquire(self, request: AcquireRequest, may_wait: Callable[[str], None]) -> Acquired:
-        """Wait for slots. A caller that is cancelled leaves the queue, or gives back what it had been granted.
+    def change_spec(self, spec: PoolSpec) -> None:
+        """Replace the spec. Sandboxes that were created from other values drain, and new ones are created beside them, within `max_sandboxes`.
 
         Args:
-            request: what is wanted.
-            may_wait: is asked, with the tenant, where it cannot be served at once; raises QuotaExceeded if it may not wait.
+            spec: the new spec.
+        """
+        self.spec = self.book.spec = self._grant_service.spec = spec
+        self._used_at = self.now()
+        self.fleet.forget_creation_errors()
+        for sandbox in list(self.fleet.sandboxes.values()):
+            if sandbox.state in (SandboxState.STARTING, SandboxState.READY) and planning.is_outdated(sandbox.spec, spec):
+                self._carry_out(self.fleet.drain_sandbox(sandbox, "the pool's spec has changed"))
+        for waiter in self.book.queue.all():
+            if not self.shared and waiter.request.tenant != self.pool_id.tenant:
+                self._grant_service.refuse_waiter(waiter, PoolNotFound(f"pool {self.name!r} is no longer shared with this tenant"))
+            elif waiter.request.count > spec.max_slots:
+                detail = f"count is {waiter.request.count}, and pool {self.name!r} can no longer hold more than {spec.max_slots} slots"
+                self._grant_service.refuse_waiter(waiter, InvalidRequest(detail, field="count"))
+        self._serve_and_plan()
+
+    def drain_sandbox(self, sandbox_id: str, reason: str, *, by: str | None) -> None:
+        """Give a sandbox no new leases. It goes when its last lease ends. Nothing changes if it drains already.
+
+        Args:
+            sandbox_id: the sandbox.
+            reason: why, as shown to callers.
+            by: the tenant that asked for it.
+        """
+        sandbox = self.fleet.sandboxes[sandbox_id]
+        if sandbox.state in (SandboxState.STARTING, SandboxState.READY):
+            self._carry_out(self.fleet.drain_sandbox(sandbox, reason, by=by))
+            log.info("a sandbox was drained", extra={**sandbox.fields, "by": by})
+            self._serve_and_plan()
+
+    # Leases.
+
+    async def acquire(self, request: AcquireRequest, check_may_wait: Callable[[str], None]) -> Acquired:
+        """Wait for slots. A caller that is cancelled leaves the queue, or gives back what it was granted.
+
+        Args:
+            request: the acquire.
+            check_may_wait: is called with the tenant if the request cannot be served at once; raises QuotaExceeded if it may not wait.
 
         Raises:
-            QuotaExceeded: too many wait already.
-            NoCapacity: nothing came free in time.
-            BackendUnavailable: there is no hope of more slots, and too few to serve this.
-            Draining: the pool is going away.
-            InvalidRequest: the pool can never serve this.
+            QuotaExceeded: too many acquires are waiting already.
+            NoCapacity: not enough slots came free in time.
+            BackendUnavailable: no sandbox can be created, and the pool has too few slots to serve the request.
+            Draining: the pool gives no new leases.
+            InvalidRequest: the pool can never serve the request.
             NotImplementedHere: the agent cannot give or take these rights.
-            StorageUnavailable: the lease cannot be recorded, so it is not given.
+            StorageUnavailable: the lease cannot be written to disk, so it is not given.
         """
         if self.closing:
-            raise self._going()
+            raise self._closing_error()
         self._grant_service.refuse_impossible(request)
-        # Once it is time to try again there is hope again, until that has failed too.
-        has_permanent_error = self.fleet.permanent_error is not None and self._dependencies.clock.monotonic() < self.fleet.retry_at
+        # Once it is time for another attempt, acquires wait for what becomes of it.
+        has_permanent_error = self.fleet.permanent_error is not None and self.now() < self.fleet.retry_at
         if has_permanent_error and request.count > self.book.table.usable():
             raise self._permanent_error()
         wait_s = self.spec.acquire_timeout_s if request.wait_s is None else min(request.wait_s, self.spec.acquire_timeout_s)
         waiter = self.book.enqueue(request, wait_s)
-        self._used_at = self._dependencies.clock.monotonic()
-        self.work()
+        self._used_at = self.now()
+        self._serve_and_plan()
         if waiter.waiting and wait_s <= 0:
-            # The pool grows all the same: who asks again and again without waiting gets a slot, and one that nobody takes goes as idle.
+            # The pool creates a sandbox all the same, so that a caller which asks repeatedly without waiting gets a slot in the end.
             self._tick()
         elif waiter.waiting:
-            self._check_may_wait(waiter, may_wait)
-        return await self._grant_service.answer(waiter)
+            self._check_may_wait(waiter, check_may_wait)
+        return await self._grant_service.wait_for_answer(waiter)
 
-    def _check_may_wait(self, waiter: Waiter, may_wait: Callable[[str], None]) -> None:
+    def _check_may_wait(self, waiter: Waiter, check_may_wait: Callable[[str], None]) -> None:
         try:
-            may_wait(waiter.request.tenant)
+            check_may_wait(waiter.request.tenant)
         except QuotaExceeded:
-            self.book.remove_waiter(waiter)  # before the plan has seen that it wants something
+            self.book.remove_waiter(waiter)  # before the plan counts its slots as wanted
             raise
 
-    def release(self, lease_id: str, *, keep: bool) -> Lease:
-        """End a held lease; its slot's reset runs behind."""
+    def release_lease(self, lease_id: str, *, keep: bool) -> Lease:
+        """End a held lease. The reset of its slot goes on in the background.
+
+        Args:
+            lease_id: the lease.
+            keep: whether the slot's files stay for the next lease of the same run.
+        """
         lease = self.book.release_lease(lease_id, keep=keep)
-        self.lease_over(lease)
-        self.work()
+        self._carry_out([todo.AnnounceLeaseEnd(lease)])
+        self._serve_and_plan()
         return lease
 
     def release_run(self, tenant: str, run_id: str, *, keep: bool) -> list[str]:
-        """End all leases of a run, and keep nothing for it any more unless `keep`."""
+        """End all leases of a run. Unless `keep` is set, its kept slots and its caches go as well.
+
+        Returns:
+            The ids of the leases.
+        """
         lease_ids = self.book.lease_index.of_run(tenant, run_id)
-        for lease_id in lease_ids:
-            self.lease_over(self.book.release_lease(lease_id, keep=keep))
+        self._carry_out([todo.AnnounceLeaseEnd(self.book.release_lease(lease_id, keep=keep)) for lease_id in lease_ids])
         if not keep:
             self.book.reclaim_kept_slots(tenant, run_id)
-            caches.run_over(self.fleet.sandboxes.values(), tenant, run_id)
-        self.work()
+            caches.end_caches_of_run(self.fleet.sandboxes.values(), tenant, run_id)
+        self._serve_and_plan()
         return lease_ids
 
-    def agent_of(self, lease: Lease) -> AgentClient:
-        """The client of the agent that has the slot of a held lease.
-
-        Raises:
-            BackendUnavailable: the agent cannot be reached now; whether its sandbox is lost is being found out.
-        """
-        sandbox = self.fleet.sandboxes[lease.sandbox_id]
-        if sandbox.agent is None or not sandbox.reachable:
-            raise BackendUnavailable(f"the agent of sandbox {lease.sandbox_id} cannot be reached at the moment", lease_id=lease.lease_id)
-        return sandbox.agent
-
-    def route(self, lease: Lease) -> SlotLocation:
-        """Where the work of a held lease goes now.
-
-        Raises:
-            BackendUnavailable: its agent cannot be reached at the moment.
-        """
-        return SlotLocation(lease=lease, spec=self.spec, agent=self.agent_of(lease), slot_id=lease.slot_id, epoch=lease.epoch)
-
-    async def wait_for_reconnect_or_loss(self, lease_id: str) -> SandboxLost | None:
-        """Wait until it is known whether this lease's sandbox is gone. None: it is there and its link is back, or the lease ended otherwise."""
-        while True:
-            held_lease = self.book.held.get(lease_id)
-            if held_lease is None:
-                ended = self.book.ended_leases.get(lease_id)
-                error = end_error(ended) if ended is not None else None
-                return error if isinstance(error, SandboxLost) else None
-            sandbox = self.fleet.sandboxes[held_lease.lease.sandbox_id]
-            if sandbox.reachable:
-                return None
-            await sandbox.changed.wait()
-
     async def flush(self) -> None:
-        """Return once everything decided so far is on record.
+        """Return once everything that was decided so far is on disk.
 
         Raises:
-            StorageUnavailable: it cannot be recorded.
+            StorageUnavailable: it cannot be written.
         """
         await self._dependencies.store.flush()
 
-    def crowded_out(self) -> str | None:
-        """Why it may make no sandbox for who waits, where that is because of leases in draining ones."""
-        slots_by_sandbox = self.book.table.slots_by_sandbox
-        draining = [sandbox.sandbox_id for sandbox in self.fleet.sandboxes.values() if sandbox.state is SandboxState.DRAINING]
-        leases = [count for count in (slots_by_sandbox[name].counts[SlotState.LEASED] for name in draining if name in slots_by_sandbox) if count]
-        is_empty = len(draining) == len(self.fleet.sandboxes)
-        if not leases or len(self.fleet.sandboxes) < self.spec.max_sandboxes or not (is_empty or len(self.book.queue)):
-            return None
-        return crowded_out(self.spec.max_sandboxes, len(leases), sum(leases))
-
     def now(self) -> float:
-        """Monotonic seconds."""
-        return self._dependencies.clock.monotonic()
+        """The monotonic time, in seconds."""
+        return self.clock.monotonic()
 
-    # What happens.
+    def publish_event(self, kind: str, **data: Any) -> None:
+        """Publish what became of the pool. See `PoolEvents.publish_pool_event`."""
+        self.events.publish_pool_event(kind, is_shared=self.shared, **data)
 
-    def lease_begins(self, lease: Lease) -> None:
-        """A slot has been assigned."""
-        self.lease_event("lease.acquired", lease, expires_at=lease.expires_at)
+    # What was observed, and what follows from it.
 
-    def lease_over(self, lease: Lease) -> None:
-        """A lease has ended."""
-        level = logging.DEBUG if lease.state is LeaseState.RELEASED else logging.INFO
-        fields = {"lease_id": lease.lease_id, **self.pool_id.fields, "tenant": lease.tenant, "run_id": lease.run_id, "sandbox_id": lease.sandbox_id}
-        log.log(level, "lease ended: %s", lease.end_detail, extra=fields)
-        self.lease_event(EVENT_OF_END[lease.state], lease, detail=lease.end_detail)
-        for hear in self._dependencies.lease_watchers:
-            hear(lease.lease_id)
+    async def _apply_observations(self) -> None:
+        while True:
+            await self._inbox.wait_until_filled()
+            self._apply_pending()
 
-    def pool_event(self, kind: str, **more: Any) -> None:
-        """Tell whoever follows, and may see the pool, what became of it."""
-        owner = None if self.shared else self.pool_id.tenant
-        self._dependencies.events.publish(kind, tenant=owner, admins_too=True, **self.pool_id.fields, **more)
+    def _apply_pending(self) -> None:
+        """Apply everything that is in the inbox, then serve the waiters once."""
+        is_changed = False
+        while (taken := self._inbox.take_next()) is not None:
+            value, applied = taken
+            self._apply_value(value)
+            confirm(applied)
+            is_changed = True
+        if is_changed:
+            self._serve_and_plan()
 
-    def lease_event(self, kind: str, lease: Lease, **more: Any) -> None:
-        """Tell whoever follows what became of a lease."""
-        self._dependencies.events.publish(
-            kind,
-            tenant=lease.tenant,
-            lease_id=lease.lease_id,
-            pool=lease.pool,
-            sandbox_id=lease.sandbox_id,
-            slot_id=lease.slot.name,
-            run_id=lease.run_id,
-            trajectory_id=lease.trajectory_id,
-            **more,
-        )
+    def _apply_value(self, value: PoolValue) -> None:
+        try:
+            self._carry_out(self._decide(value))
+        except Exception as error:  # a fault in applying one value must not end the loop that the whole pool depends on
+            log.exception("what was observed of a pool could not be applied", extra=self.pool_id.fields)
+            supervisor = None if isinstance(value, PreparationEnded | AnswerAbandoned) else self.supervisors.supervisor_of(value.sandbox_id)
+            if supervisor is not None:
+                supervisor.abort(f"the service could not keep it: {type(error).__name__}: {error}")
 
-    def on_permanent_error(self, why: str) -> None:
-        """No sandbox can be made; who waits for one need not."""
+    def _decide(self, value: PoolValue) -> list[todo.Effect]:
+        match value:
+            case PreparationEnded():
+                return self._grant_service.finish_preparation(value)
+            case AnswerAbandoned():
+                return self._grant_service.give_back(value.waiter)
+            case _:
+                return self.fleet.apply(value)
+
+    def _carry_out(self, effects: Iterable[todo.Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case todo.RecordSandbox(record):
+                    self._dependencies.store.put(record)
+                case todo.PublishEvent():
+                    self._dependencies.events.publish(effect.kind, admin_only=True, **effect.data)
+                case todo.CountMetric():
+                    self._dependencies.meter.count(effect.name, **effect.labels)
+                case todo.AnnounceLeaseBegin(lease):
+                    self._directory.add_lease(lease.lease_id, self)
+                    self.events.publish_lease_begin(lease)
+                case todo.AnnounceLeaseEnd(lease):
+                    self.events.publish_lease_end(lease)
+                    self._directory.remove_lease(lease.lease_id)
+                case todo.RefuseUnservableWaiters():
+                    self._refuse_unservable_waiters()
+                case todo.DestroySandbox() | todo.DropCache() | todo.WaitUntilQuiet():
+                    self.supervisors.carry_out(effect)
+
+    def _refuse_unservable_waiters(self) -> None:
         for waiter in self.book.queue.all():
             if waiter.request.count > self.book.table.usable():
-                self._grant_service.refuse(waiter, self._permanent_error())
+                self._grant_service.refuse_waiter(waiter, self._permanent_error())
 
-    def cache_used(self, sandbox: Sandbox, record: CacheRecord) -> bool:
-        """A lease is about to share this cache. Returns whether it is new in this sandbox."""
-        is_new = caches.use(sandbox, record)
-        if is_new:
-            self.fleet.sandbox_changed(sandbox)
-        return is_new
+    # Serving the waiters, and planning.
 
-    # Deciding.
+    def _serve_and_plan(self) -> None:
+        """Serve the waiters that can be served, order the resets that are due, and let the plan run soon."""
+        self._serve_waiters()
+        self._ticker.request_tick()
 
-    def work(self) -> None:
-        """Serve whoever can be served, have reset what must be, and let the plan look again."""
-        self._serve()
-        self._ticker.kick()
-
-    def _serve(self) -> None:
+    def _serve_waiters(self) -> None:
         served = self.book.assign_slots()
-        # The end of a claim is told before, and its beginning after what was granted then: what lies between the two was granted under it.
-        if self._told_claimant is not None and self.book.claims.claimant is not self._told_claimant:
-            self._tell_claimant(None)
-        self._grant_service.serve(served)
-        if self.book.claims.claimant is not self._told_claimant:
-            self._tell_claimant(self.book.claims.claimant)
+        # The end of a claim is published before the grants, and the beginning of the next one after them: grants in between were made under it.
+        if self._published_claimant is not None and self.book.claims.claimant is not self._published_claimant:
+            self._publish_claimant(None)
+        self._carry_out(self._grant_service.answer_served(served))
+        if self.book.claims.claimant is not self._published_claimant:
+            self._publish_claimant(self.book.claims.claimant)
         orders, self.book.resets = self.book.resets, []
-        self.fleet.reset(orders)
+        self.fleet.note_resets(orders)
+        self.supervisors.reset_slots(orders)
 
-    def _tell_claimant(self, claimant: Waiter | None) -> None:
-        self._told_claimant = claimant
-        view = None if claimant is None else claimant_view(self.book, self.now())
-        if view is not None:
-            who = {"pool": self.name, "tenant": view.tenant, "run_id": view.run_id}
-            log.info("what comes free is held for an acquire of %d that has waited for %.1f s", view.count, view.waited_s, extra=who)
-        self._dependencies.events.publish("pool.claimant", admin_only=True, **self.pool_id.fields, claimant=None if view is None else asdict(view))
+    def _publish_claimant(self, claimant: Waiter | None) -> None:
+        self._published_claimant = claimant
+        self.events.publish_claimant(None if claimant is None else claimant_view(self.book, self.now()))
 
     def _tick(self) -> float:
-        now = self._dependencies.clock.monotonic()
+        """Do everything that is due.
+
+        Returns:
+            The monotonic time at which something will be due next.
+        """
+        now = self.now()
         for lease in self.book.expire_leases():
-            self._dependencies.meter.count("sandbox_leases_expired_total", **self.pool_id.labels)
-            self.lease_over(lease)
-        self._quarantine_stuck(now)
-        self._serve()
+            self._carry_out([todo.CountMetric(name="sandbox_leases_expired_total", labels=self.pool_id.labels), todo.AnnounceLeaseEnd(lease)])
+        self._quarantine_stuck_slots(now)
+        self._serve_waiters()
         self._close_if_idle(now)
-        caches.drop_idle(self.fleet, self.book, now)
+        self._carry_out(caches.choose_caches_to_drop(self.fleet.sandboxes.values(), self.book, now))
         self.fleet.clear_backoff()
-        seen = self._snapshot()
-        actions = planning.plan(seen, now)
+        before = self._snapshot()
+        actions = planning.plan(before, now)
         for action in actions:
-            self._act(action)
-        # Last, so that what was wanted in vain has been seen by the plan.
-        self._refuse_overdue()
-        if self._closed and not self.fleet.sandboxes:
-            self.over.set()
-        return min(self.book.next_due(), planning.next_due(self._snapshot() if actions else seen, now))
+            self._carry_out_action(action)
+        # After the plan, so that it has counted the slots that these waiters want.
+        self._refuse_overdue_waiters()
+        if self._is_closed and not self.fleet.sandboxes:
+            self.gone.set()
+        return min(self.book.next_due(), planning.next_due(self._snapshot() if actions else before, now))
 
-    def _refuse_overdue(self) -> None:
-        claimant = self.book.claims.claimant
-        late = [(waiter, self.book.queue.position(waiter, claimant)) for waiter in self.book.overdue_waiters()]
-        making = sum(sandbox.state is SandboxState.STARTING for sandbox in self.fleet.sandboxes.values()) if late else 0
-        for waiter, position in late:
-            waited_s = self.now() - waiter.arrived
-            held = None
-            if claimant is not None and waiter is not claimant and self.book.table.free_count >= waiter.request.count:
-                held = held_back(self.book.table.free_count, claimant.request.count, self.now() - claimant.arrived)
-            detail = none_free(
-                *(self.name, waiter.request.count, waited_s), making=making, held=held, crowded=self.crowded_out(), last_error=self.fleet.last_error
-            )
-            self._grant_service.refuse(waiter, NoCapacity(detail, queue_position=position, waited_s=round(waited_s, 3)))
-        if late:
-            # What was reserved or held for them may be somebody else's now.
-            self._ticker.kick()
+    def _refuse_overdue_waiters(self) -> None:
+        overdue = explain_overdue(self.name, self.spec, self.book, self.fleet, self.now())
+        for waiter, error in overdue:
+            self._grant_service.refuse_waiter(waiter, error)
+        if overdue:
+            # The slots that were reserved or held for them can be leased to other waiters now.
+            self._ticker.request_tick()
 
-    def _act(self, action: planning.Action) -> None:
+    def _carry_out_action(self, action: planning.Action) -> None:
         if isinstance(action, planning.Create):
-            self.fleet.create(self.spec)
+            sandbox, effects = self.fleet.add_sandbox(self._dependencies.sandbox_id(), self.spec)
+            self._carry_out(effects)
+            self.supervisors.start_supervisor(sandbox)
         elif isinstance(action, planning.Drain):
-            self.fleet.drain(self.fleet.sandboxes[action.sandbox_id], action.why)
+            self._carry_out(self.fleet.drain_sandbox(self.fleet.sandboxes[action.sandbox_id], action.reason))
+            self._ticker.request_tick()
         else:
-            self.fleet.retire(self.fleet.sandboxes[action.sandbox_id], action.why)
+            self._carry_out(self.fleet.retire_sandbox(self.fleet.sandboxes[action.sandbox_id], action.reason))
 
     def _snapshot(self) -> planning.Snapshot:
         return snapshot(self.spec, self.fleet.sandboxes.values(), self.book, self.fleet.retry_at, closing=self.closing)
@@ -406,11 +435,12 @@ class Pool:
     def _capacity(self) -> int:
         return capacity(self.spec, self.fleet.sandboxes.values(), self.book, can_grow=not self.fleet.creating_fails)
 
-    def _quarantine_stuck(self, now: float) -> None:
+    def _quarantine_stuck_slots(self, now: float) -> None:
         if not self.book.table.counts[SlotState.RESETTING]:
             return
         for slot in [slot for slot in self.book.table if slot.state is SlotState.RESETTING and slot.since <= now - RESET_LIMIT_S]:
-            self.fleet.reset_done(slot.ref, slot.epoch, f"its reset did not end within {RESET_LIMIT_S:g} s")
+            problem = f"its reset did not end within {RESET_LIMIT_S:g} s"
+            self._carry_out(self.fleet.apply(ResetFailed(ref=slot.ref, epoch=slot.epoch, problem=problem)))
 
     def _close_if_idle(self, now: float) -> None:
         limit_s = self.spec.delete_after_idle_s

@@ -1,10 +1,10 @@
-"""All pools of the service behind one face: what the api and the dispatch may ask."""
+"""All pools of the service in one object: what the API and the dispatcher may ask of them."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 from weakref import WeakValueDictionary
@@ -12,17 +12,18 @@ from weakref import WeakValueDictionary
 from sandbox_server.backends.base import Backend
 from sandbox_server.core.clock import Clock
 from sandbox_server.core.errors import LeaseLost, LeaseNotFound, PoolServiceError, SandboxLost, SandboxNotFound
-from sandbox_server.core.types import Acquired, AcquireRequest, Lease, PoolId, PoolSpec, PoolView, SandboxState, SandboxView
+from sandbox_server.core.types import Acquired, AcquireRequest, Lease, PoolId, PoolSpec, PoolView, SandboxView
 from sandbox_server.link import connect as connect_to_agent
 from sandbox_server.pool.access import SERVICE, Actor, find_pool, may_see, seen_pools
-from sandbox_server.pool.catalog import BUILT_IN, OF_THE_FILE, Catalog, Check, LoadBackend, anything, load_nothing
+from sandbox_server.pool.catalog import BUILT_IN, OF_THE_FILE, Catalog, Check, LoadBackend, allow_any_change, load_nothing
 from sandbox_server.pool.dependencies import Connect, PoolDependencies
-from sandbox_server.pool.fleet.orphans import Orphans
+from sandbox_server.pool.fleet.orphans import OrphanCollector
 from sandbox_server.pool.leasing.ended_leases import end_error
 from sandbox_server.pool.leasing.held_lease import lease_with_current_expiry
 from sandbox_server.pool.leasing.request_keys import RequestKeys
 from sandbox_server.pool.narrow import narrow
-from sandbox_server.pool.pool import Pool, SlotLocation
+from sandbox_server.pool.pool import Pool
+from sandbox_server.pool.slot_location import SlotLocation, locate_slot, wait_for_reconnect_or_loss
 from sandbox_server.pool.verify import verify
 from sandbox_server.pool.views import pool_view, readiness, sandbox_view
 from sandbox_server.store.base import Store
@@ -36,15 +37,19 @@ class PoolService:
     """Every pool of one service.
 
     Args:
-        specs: the pools that no tenant owns, by name.
-        backends: every backend the specs name, by name.
-        store: what must outlive a crash.
+        specs: the specs of the pools that no tenant owns, by name.
+        backends: the backends that the specs name, by name.
+        store: keeps what must survive a crash.
         clock: monotonic and wall time.
         connect: how a link to an agent is made.
-        owner: who the sandboxes on the backends belong to: this service, by its state.
-        wiring: everything else, for tests and special cases; its store, clock and connect are the ones used.
+        owner: the owner of this service's sandboxes on the backends.
+        dependencies: everything else; its store, clock and connect replace the arguments.
         origins: where each spec came from, by pool name; default `file`.
         load_backend: makes a backend that no pool has used yet.
+
+    Attributes:
+        events: the log of events of all pools.
+        restored: the ids of the leases that were on record when the service started.
     """
 
     def __init__(
@@ -62,41 +67,41 @@ class PoolService:
     ) -> None:
         dependencies = replace(dependencies or PoolDependencies(store=store, clock=clock, connect=connect), admits=self._admits)
         self.events = dependencies.events
-        #: the leases that were on record when it started
         self.restored: frozenset[str] = frozenset()
         self._dependencies = dependencies
         self._store = dependencies.store
         self._recorded: frozenset[str] = frozenset()
-        self._orphans = Orphans(owner, self._known_sandboxes, dependencies)
+        self._orphans = OrphanCollector(owner, self._known_sandboxes, dependencies)
         self._keys = RequestKeys(dependencies.clock, dependencies.store)
         self._catalog = Catalog(backends, load_backend, dependencies)
         self._pools = self._catalog.pools
+        self._directory = self._catalog.directory
         self._quotas = self._catalog.quotas
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._started = False
         for name, spec in specs.items():
-            self._catalog.add(PoolId(name), spec, (origins or {}).get(name, OF_THE_FILE))
+            self._catalog.add_pool(PoolId(name), spec, (origins or {}).get(name, OF_THE_FILE))
 
-    # Life.
+    # Start and stop.
 
     async def start(self) -> None:
-        """Take over the pools, leases and sandboxes of an earlier life, take away what nobody recorded, and begin to fill."""
+        """Take over the pools, leases and sandboxes that an earlier service has recorded, destroy orphaned sandboxes, and begin to create new ones."""
         state = self._store.load()
         self.restored = frozenset(lease.lease_id for lease in state.leases)
         self._catalog.restore(state)
         self._keys.restore(state.keys)
         self._recorded = frozenset(record.sandbox_id for record in state.sandboxes)
-        await self._orphans.sweep(self._catalog.backends)
+        await self._orphans.collect_from(self._catalog.backends)
         for pool in list(self._pools.values()):
-            self._catalog.start(pool)
+            self._catalog.start_pool(pool)
         self._started = True
 
     async def stop(self, on_shutdown: str | None = None) -> None:
-        """Refuse new work, fail who waits, and leave or destroy the sandboxes; within `STOP_WITHIN_S`. The store stays open.
+        """Refuse all waiters, and leave or destroy the sandboxes, within `STOP_WITHIN_S`. The store stays open.
 
         Args:
-            on_shutdown: `keep` or `destroy`, for all pools; default what each pool's spec says. A store that forgets always destroys:
-                nothing could adopt what it left.
+            on_shutdown: `keep` or `destroy`, for all pools; default the value of each pool's spec. With a store that keeps nothing, sandboxes are
+                always destroyed, because no other service could adopt them.
         """
         await self._orphans.stop()
         try:
@@ -114,72 +119,94 @@ class PoolService:
         return not self._store.durable or (on_shutdown or spec.on_shutdown) == "destroy"
 
     async def flush(self) -> None:
-        """Return once everything decided so far is on record, or raise StorageUnavailable; before an answer that depends on it."""
+        """Return once everything that was decided so far is on disk. Call it before an answer that depends on it.
+
+        Raises:
+            StorageUnavailable: it cannot be written.
+        """
         await self._store.flush()
 
     # Pools.
 
     async def put_pool(
-        self, name: str, spec: PoolSpec, *, actor: Actor = SERVICE, tenant: str | None = None, check: Check = anything, origin: str = "api"
+        self, name: str, spec: PoolSpec, *, actor: Actor = SERVICE, tenant: str | None = None, check: Check = allow_any_change, origin: str = "api"
     ) -> tuple[PoolView, bool]:
-        """Make a pool, or change one: counts and timeouts in place, for anything else the old sandboxes drain and new ones come beside.
+        """Create a pool, or change one. Counts and timeouts change in place; for any other change the old sandboxes drain and new ones are created.
+
+        Args: see `Catalog.put_pool`.
 
         Returns:
-            The pool, and whether it was made.
+            The pool's view, and whether the pool was created.
 
         Raises:
-            PoolServiceError: whatever `Catalog.put` raises.
+            PoolServiceError: as `Catalog.put_pool`.
         """
-        pool, made = await self._catalog.put(name, spec, origin, actor, tenant, check)
+        pool, made = await self._catalog.put_pool(name, spec, origin, actor, tenant, check)
         return self._view(pool), made
 
     async def delete_pool(self, name: str, *, actor: Actor = SERVICE, tenant: str | None = None, force: bool = False) -> None:
-        """Let a pool's leases end, then take it away; `force`: now. Answers when that is on record.
+        """Close a pool. It is removed when its last lease has ended, or now with `force`.
+
+        Args: see `Catalog.delete_pool`.
 
         Raises:
-            PoolServiceError: whatever `Catalog.delete` raises.
+            PoolServiceError: as `Catalog.delete_pool`.
         """
-        await self._catalog.delete(name, actor, tenant, force=force)
+        await self._catalog.delete_pool(name, actor, tenant, force=force)
 
     async def verify(self, name: str, *, actor: Actor = SERVICE, tenant: str | None = None) -> Mapping[str, Any]:
-        """Plant leftovers of every kind in a pool's free slots, reset them, and report what was found. Goes on when nobody waits for it.
+        """Test the resets of a pool's free slots. The test goes on even if the caller is cancelled.
+
+        Args:
+            name: the pool's name.
+            actor: the caller.
+            tenant: the tenant that owns the pool; default the actor's own, else a shared pool.
+
+        Returns:
+            See `verify.verify`.
 
         Raises:
-            PoolNotFound: there is none of that name.
+            PoolNotFound: there is no pool of that name.
             NoCapacity: no slot is free.
-            NotImplementedHere: its agents cannot.
+            NotImplementedHere: the pool's agents have no such test.
         """
         return await verify(find_pool(self._pools, name, actor, tenant))
 
     async def drain_sandbox(self, sandbox_id: str, *, actor: Actor = SERVICE) -> SandboxView:
-        """Give a sandbox no new leases; it goes when its last one ends.
+        """Give a sandbox no new leases. It goes when its last lease ends.
+
+        Args:
+            sandbox_id: the sandbox.
+            actor: the caller.
 
         Raises:
-            SandboxNotFound: there is none with that id.
-            StorageUnavailable: it cannot be recorded.
+            SandboxNotFound: there is no sandbox with that id.
+            StorageUnavailable: it cannot be written to disk.
         """
         for pool in self._pools.values():
             sandbox = pool.fleet.sandboxes.get(sandbox_id)
             if sandbox is not None:
-                if sandbox.state in (SandboxState.STARTING, SandboxState.READY):
-                    pool.fleet.drain(sandbox, "an admin drained it", by=actor.tenant)
-                    log.info("a sandbox was drained", extra={**sandbox.fields, "by": actor.tenant})
+                pool.drain_sandbox(sandbox_id, "an admin drained it", by=actor.tenant)
                 await self._store.flush()
                 return sandbox_view(pool, sandbox)
         raise SandboxNotFound(f"there is no sandbox {sandbox_id!r}")
 
-    # The three verbs.
+    # Acquire and release.
 
     async def acquire(self, request: AcquireRequest) -> Acquired:
         """Wait for `count` slots of a pool, all or nothing.
 
-        Cancelling leaves the queue, or gives back what was granted; with a `request_key` what was granted is kept for a retry.
+        A caller that is cancelled leaves the queue, or gives back what it was granted. With a `request_key`, granted leases are kept for a retry.
+
+        Args:
+            request: the acquire.
 
         Raises:
-            PoolNotFound: there is no such pool; and whatever `Pool.acquire` raises.
-            CallConflict: the key was used with another body.
-            LeaseLost: the key's leases have all ended.
-            QuotaExceeded: its tenant has all the leases it may have, or too many wait, of all or of its tenant's.
+            PoolNotFound: there is no such pool.
+            CallConflict: the request key was used with another request.
+            LeaseLost: all leases of the request key have ended.
+            QuotaExceeded: the tenant has as many leases as it may have, or too many acquires are waiting.
+            PoolServiceError: as `Pool.acquire`.
         """
         pool = find_pool(self._pools, request.pool, Actor(tenant=request.tenant))
         if request.request_key is None:
@@ -203,20 +230,31 @@ class PoolService:
         return await pool.acquire(request, self._quotas.check_waiters)
 
     def undelivered(self, acquired: Acquired, request_key: str | None) -> None:
-        """The caller was gone when its answer came: release what it was granted, or keep it for a retry under its key."""
+        """Release leases whose caller was gone when its answer was sent. With a request key they are kept for a retry.
+
+        Args:
+            acquired: the answer.
+            request_key: the key of the acquire.
+        """
         if request_key is None:
             for lease in acquired.leases:
                 pool, _ = self._find(lease.lease_id)
                 if pool is not None:
-                    pool.release(lease.lease_id, keep=False)
+                    pool.release_lease(lease.lease_id, keep=False)
 
     def release(
         self, tenant: str, lease_ids: Sequence[str] | None = None, run_id: str | None = None, reset_workspace: bool = True
     ) -> tuple[list[str], list[str]]:
-        """End leases, by id or all of a run. Answers at once; the resets run behind.
+        """End leases, by id or all of a run. The resets of their slots go on in the background.
+
+        Args:
+            tenant: the tenant of the leases.
+            lease_ids: the leases.
+            run_id: the run whose leases end, too.
+            reset_workspace: False keeps the slots' files for the next leases of the same run.
 
         Returns:
-            The ids released (those that had ended before too), and those that are not known as this tenant's.
+            The ids of the leases that have ended, now or before, and the ids that the tenant has no lease of.
         """
         keep = not reset_workspace
         released: dict[str, None] = {}
@@ -228,7 +266,7 @@ class PoolService:
                 unknown.append(lease_id)
                 continue
             if pool is not None:
-                pool.release(lease_id, keep=keep)
+                pool.release_lease(lease_id, keep=keep)
             released[lease_id] = None
         if run_id is not None:
             for pool in self._pools.values():
@@ -238,10 +276,15 @@ class PoolService:
     # Leases.
 
     def renew(self, tenant: str, lease_ids: Iterable[str], ttl_s: float) -> tuple[list[Lease], list[PoolServiceError]]:
-        """Let leases last at least `ttl_s` from now.
+        """Let held leases last at least `ttl_s` seconds from now. A lease never becomes shorter.
+
+        Args:
+            tenant: the tenant of the leases.
+            lease_ids: the leases.
+            ttl_s: that time, in seconds.
 
         Returns:
-            The leases renewed, and an error with a `lease_id` for each that could not be.
+            The renewed leases, and an error with a `lease_id` for each that could not be renewed.
         """
         leases: list[Lease] = []
         lost: list[PoolServiceError] = []
@@ -252,36 +295,37 @@ class PoolService:
                 lost.append(error)
             else:
                 lease = pool.book.renew_lease(lease_id, ttl_s)
-                pool.lease_event("lease.renewed", lease, expires_at=lease.expires_at)
+                pool.events.publish_lease_event("lease.renewed", lease, expires_at=lease.expires_at)
                 leases.append(lease)
         return leases, lost
 
     async def narrow(self, tenant: str, lease_id: str, *, allow_network: bool | None = None, cache: str | None = None) -> Lease:
-        """Take rights away from a held lease: its processes end, its files stay. What it has not got to begin with changes nothing.
+        """Take rights away from a held lease. Its processes end, and its files stay. Taking away a right that it does not have changes nothing.
 
         Args:
-            tenant: whose lease it is.
-            lease_id: which lease.
-            allow_network: False takes the network away; None leaves it.
-            cache: `none` takes the cache away; None leaves it.
+            tenant: the tenant of the lease.
+            lease_id: the lease.
+            allow_network: False takes the network away; None leaves it as it is.
+            cache: `none` takes the cache away; None leaves it as it is.
 
         Raises:
             LeaseNotFound, LeaseLost, SandboxLost: there is no such lease, or it has ended.
-            InvalidRequest: it would widen them.
-            NotImplementedHere: the slot's isolation mode cannot.
-            BackendUnavailable: its agent cannot be reached, or could not do it.
+            InvalidRequest: the lease would get a right that it does not have.
+            NotImplementedHere: the slot's isolation mode cannot take this right away.
+            BackendUnavailable: the agent cannot be reached, or has failed.
         """
-        # One after another: what the second asks is told from what the first has left.
+        # One request after another: a second one starts from the rights that the first has left.
         async with self._locks.setdefault(lease_id, asyncio.Lock()):
             pool, lease = self._held(tenant, lease_id)
             return await narrow(pool, lease, allow_network, cache)
 
     def lease(self, tenant: str, lease_id: str) -> Lease:
-        """A held lease.
+        """A held lease, with the expiry that it has now.
 
         Raises:
-            LeaseNotFound: it was never known, or is another tenant's.
-            LeaseLost: it has ended; SandboxLost where that was with its sandbox.
+            LeaseNotFound: the tenant has no such lease.
+            LeaseLost: it has ended.
+            SandboxLost: it has ended with its sandbox.
         """
         pool, lease = self._held(tenant, lease_id)
         return lease_with_current_expiry(pool.book.held[lease.lease_id], self._dependencies.clock)
@@ -289,10 +333,17 @@ class PoolService:
     def leases(
         self, tenant: str, run_id: str | None = None, trajectory_id: str | None = None, limit: int = 100, cursor: str | None = None
     ) -> tuple[list[Lease], str | None]:
-        """The held leases of a tenant, in an order that stands, one page at a time.
+        """The held leases of a tenant, one page at a time, in an order that stays the same from page to page.
+
+        Args:
+            tenant: the tenant.
+            run_id: only the leases of this run.
+            trajectory_id: only the leases of this trajectory.
+            limit: the largest number of leases in a page.
+            cursor: the cursor that the previous page returned.
 
         Returns:
-            The page, and the cursor of the next one if there is more.
+            The page, and the cursor of the next one; None if there is none.
         """
         mine = (
             lease_with_current_expiry(held_lease, self._dependencies.clock)
@@ -307,39 +358,42 @@ class PoolService:
         return page, page[-1].lease_id if len(after) > limit else None
 
     def route(self, tenant: str, lease_id: str) -> SlotLocation:
-        """Where the work of a lease goes now.
+        """Where the calls and files of a held lease go now.
 
         Raises:
-            LeaseNotFound: it was never known, or is another tenant's.
-            LeaseLost: it has ended; SandboxLost where that was with its sandbox.
-            BackendUnavailable: its agent cannot be reached at the moment.
+            LeaseNotFound: the tenant has no such lease.
+            LeaseLost: it has ended.
+            SandboxLost: it has ended with its sandbox.
+            BackendUnavailable: the agent cannot be reached now.
         """
         pool, lease = self._held(tenant, lease_id)
-        return pool.route(lease)
+        return locate_slot(pool, lease)
 
     def call_started(self, lease_id: str) -> None:
-        """A call of this lease begins; the lease does not expire under it, nor within 60 s after its end."""
-        for pool in self._pools.values():
+        """Note that a call of a lease begins. The lease expires 60 s after its last call has ended at the earliest."""
+        pool = self._directory.pool_of(lease_id)
+        if pool is not None:
             pool.book.call_started(lease_id)
 
     def call_ended(self, lease_id: str) -> None:
-        """The call has ended."""
-        for pool in self._pools.values():
+        """Note that a call of a lease has ended."""
+        pool = self._directory.pool_of(lease_id)
+        if pool is not None:
             pool.book.call_ended(lease_id)
 
-    def when_a_lease_ends(self, hear: Callable[[str], None]) -> None:
-        """Have this told the id of every lease that ends from now on, however that comes."""
-        self._dependencies.lease_watchers.append(hear)
+    def follow_ended_leases(self) -> AsyncIterator[str]:
+        """The ids of all leases that end from this call on, in order and without an end."""
+        return self._directory.follow_ended_leases()
 
     async def wait_for_reconnect_or_loss(self, lease_id: str, wait_s: float) -> SandboxLost | None:
-        """After a lost link: wait until it is known whether the sandbox is.
+        """Wait, after a link was lost, until it is known whether the sandbox is lost as well.
 
         Args:
             lease_id: a lease of that sandbox.
-            wait_s: how long to wait, in seconds.
+            wait_s: the longest time to wait, in seconds.
 
         Returns:
-            How it was lost; None if the link is back, the lease ended otherwise, or nothing is known after `wait_s`.
+            How the sandbox was lost; None if its agent can be reached again, the lease has ended in another way, or the time is over.
         """
         try:
             pool, lease = self._find(lease_id)
@@ -347,25 +401,26 @@ class PoolService:
                 error = end_error(lease)
                 return error if isinstance(error, SandboxLost) else None
             async with asyncio.timeout(wait_s):
-                return await pool.wait_for_reconnect_or_loss(lease_id)
+                return await wait_for_reconnect_or_loss(pool, lease_id)
         except (LeaseNotFound, TimeoutError):
             return None
 
-    # Looking.
+    # Views.
 
     def views(self, *, actor: Actor = SERVICE, tenant: str | None = None) -> list[PoolView]:
-        """What an actor may see of its own pools and the shared ones; `tenant`: of that tenant's, `*`: of all, for admins.
+        """The views of an actor's own pools and of the shared ones, or of the pools of one `tenant`, or of all with `*`, for admins.
 
         Raises:
-            Forbidden: somebody who is no admin names another tenant.
+            Forbidden: the actor is no admin and names another tenant.
         """
         return [self._view(pool) for pool in sorted(seen_pools(self._pools, actor, tenant), key=lambda pool: (pool.name, pool.pool_id.tenant or ""))]
 
     def view(self, name: str, *, actor: Actor = SERVICE, tenant: str | None = None) -> PoolView:
-        """What an actor may see of a pool: its own of that name, else the shared one; `tenant`: that tenant's, for admins.
+        """The view of the actor's own pool of a name, else of the shared one, or of one `tenant`'s pool, for admins.
 
         Raises:
-            PoolNotFound, Forbidden: there is none of that name, or somebody who is no admin names another tenant.
+            PoolNotFound: there is no pool of that name.
+            Forbidden: the actor is no admin and names another tenant.
         """
         return self._view(find_pool(self._pools, name, actor, tenant))
 
@@ -373,28 +428,39 @@ class PoolService:
         return pool_view(pool, self._catalog.origins[pool.pool_id])
 
     def sandboxes(self, *, actor: Actor = SERVICE) -> list[SandboxView]:
-        """What an actor may see of the sandboxes: of its own pools and of shared ones, an admin of all."""
+        """The views of the sandboxes in an actor's own pools and in shared ones; for an admin, of all."""
         return [sandbox_view(pool, sandbox) for pool in self._pools.values() if may_see(actor, pool) for sandbox in pool.fleet.sandboxes.values()]
 
     def readiness(self) -> dict[str, Any]:
-        """`{"ready": …, "pools": {name: {"ready", "sandboxes", "min_sandboxes", "last_error"}}}`, of the settings file's pools: others are their owners'."""
+        """Whether the pools of the settings file are ready; other pools are the concern of their owners.
+
+        Returns:
+            `{"ready": …, "pools": {name: {"ready", "sandboxes", "min_sandboxes", "last_error"}}}`.
+        """
         given = [pool for pool_id, pool in self._pools.items() if self._catalog.origins[pool_id] in (OF_THE_FILE, BUILT_IN)]
-        pools = {pool.name: readiness(pool, self._orphans.troubles.get(pool.spec.backend)) for pool in given}
+        pools = {pool.name: readiness(pool, self._orphans.problems.get(pool.spec.backend)) for pool in given}
         return {"ready": self._started and all(pool["ready"] for pool in pools.values()), "pools": pools}
 
-    # Finding.
+    # Finding a lease.
 
     def _find(self, lease_id: str, tenant: str | None = None) -> tuple[Pool | None, Lease]:
-        """The lease, and its pool if it is held."""
-        for pool in self._pools.values():
-            held_lease = pool.book.held.get(lease_id)
-            if held_lease is not None:
-                if tenant in (None, held_lease.lease.tenant):
-                    return pool, held_lease.lease
-                break
-        lease = self._catalog.ended_leases.get(lease_id)
-        if lease is not None and tenant in (None, lease.tenant):
-            return None, lease
+        """Find a lease.
+
+        Returns:
+            The pool of the lease if it is held, else None; and the lease.
+
+        Raises:
+            LeaseNotFound: there is no such lease, or it is another tenant's.
+        """
+        pool = self._directory.pool_of(lease_id)
+        held_lease = None if pool is None else pool.book.held.get(lease_id)
+        if held_lease is not None:
+            if tenant in (None, held_lease.lease.tenant):
+                return pool, held_lease.lease
+        else:
+            lease = self._catalog.ended_leases.get(lease_id)
+            if lease is not None and tenant in (None, lease.tenant):
+                return None, lease
         raise LeaseNotFound(f"there is no lease {lease_id!r}, or it is not yours", lease_id=lease_id)
 
     def _held(self, tenant: str, lease_id: str) -> tuple[Pool, Lease]:

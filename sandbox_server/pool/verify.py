@@ -1,4 +1,4 @@
-"""The self-test of resets: leftovers of every kind are planted in free slots, and the reset must find them all."""
+"""The self-test of resets: an agent puts leftovers of every kind into a free slot, and the reset has to find them all."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ MAX_CHARS = 2000
 
 
 async def verify(pool: Pool) -> Mapping[str, Any]:
-    """Verify every slot that is free now. It goes on when nobody waits for it.
+    """Verify every slot that is free now. The test goes on even if its caller is cancelled.
+
+    Args:
+        pool: the pool.
 
     Returns:
         `{"pool", "slots": [{"sandbox_id", "slot_id", "planted": [{"kind", "detail"}], "found", "left", "clean", "duration_s"}], "clean"}`.
 
     Raises:
-        NoCapacity: none is free.
-        NotImplementedHere: the agents cannot.
+        NoCapacity: no slot is free.
+        NotImplementedHere: the agents have no such test.
     """
     orders = pool.book.reclaim_free_slots()
     if not orders:
@@ -41,7 +44,10 @@ async def _verify(pool: Pool, order: ResetOrder) -> dict[str, Any]:
     began = pool.now()
     where = {"sandbox_id": order.ref.sandbox_id, "slot_id": order.ref.name}
     try:
-        report = await pool.fleet.supervisors[order.ref.sandbox_id].verify(order)
+        supervisor = pool.supervisors.supervisor_of(order.ref.sandbox_id)
+        if supervisor is None:
+            raise LinkLost("its sandbox is gone")
+        report = await supervisor.verify_slot(order)
     except NotSupportedByAgent as refused:
         raise NotImplementedHere(f"the agents of pool {pool.name!r} cannot verify resets: {refused.detail}") from None
     except AgentRefused as refused:

@@ -203,7 +203,11 @@ class FakeAgent:
         if op == "quiet":
             return {"ran": False}
         act = {"reset": self.reset, "verify": self.verify, "equip": self.equip, "narrow": self.narrow}[str(op)]
-        return act(slot, meta)
+        answer = act(slot, meta)
+        if answer.get("state") == "ready":
+            # As a real agent does, it reports the clean slot to those that watch before it answers the request.
+            self._show([slot])
+        return answer
 
     def _hear(self, peer: _Peer, data: bytes) -> None:
         if peer not in self._peers:

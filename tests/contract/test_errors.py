@@ -15,6 +15,7 @@ from sandbox_server.api.problems import STATUS_OF
 from sandbox_server.backends.base import CreateFailed
 from sandbox_server.core.errors import StorageUnavailable
 from sandbox_server.store.memory import MemoryStore
+from sandbox_server.testing import settle
 from tests.contract.contract import CONTRACT
 from tests.support.harness import BOB, POOL, Harness, bash, bearer, open_harness
 
@@ -199,6 +200,7 @@ async def test_a_bug_shows_a_request_id_and_no_insides(harness: Harness, monkeyp
     def broken(*_: object) -> None:
         raise ZeroDivisionError("the secret of the harness")
 
+    await settle()
     monkeypatch.setattr(harness.agent.__class__, "hello", broken)
     service = harness.application._edge.service
     assert service is not None

@@ -27,7 +27,7 @@ from sandbox_server.api.routes.pending import PENDING
 from sandbox_server.core.execution import FAULTS_OF
 from sandbox_server.core.lifecycle import SANDBOX_TRANSITIONS, SLOT_TRANSITIONS
 from sandbox_server.core.types import SandboxState
-from sandbox_server.settings import CLIENTS_OWN, PREFIX, EnvironmentModel, NomadModel, SettingsFile, TenantModel
+from sandbox_server.settings import CLIENTS_OWN, PREFIX, DockerModel, EnvironmentModel, NomadModel, SettingsFile, TenantModel
 from sandbox_server.telemetry import METRICS
 from tests.support import tables
 from tests.support.users import ROOT
@@ -94,7 +94,9 @@ def test_every_limit_with_its_default_and_meaning() -> None:
 
 
 @pytest.mark.parametrize(
-    ("table", "model"), [("file", SettingsFile), ("tenant", TenantModel), ("nomad", NomadModel)], ids=["file", "tenant", "nomad"]
+    ("table", "model"),
+    [("file", SettingsFile), ("tenant", TenantModel), ("nomad", NomadModel), ("docker", DockerModel)],
+    ids=["file", "tenant", "nomad", "docker"],
 )  # fmt: skip
 def test_every_key_of_the_settings_file(table: str, model: type[BaseModel]) -> None:
     assert words(rows("settings.md", table)) == list(model.model_fields)

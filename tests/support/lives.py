@@ -10,10 +10,10 @@ from sandbox_server.testing import settle
 
 async def kill(pools: PoolService) -> None:
     """End a service's pools as SIGKILL does: nothing is sent to an agent or a client, and nothing is stored."""
-    tasks = [*pools._catalog._watches, *pools._orphans._tasks]
+    tasks = [*pools._catalog.tasks, *pools._orphans.tasks]
     for pool in pools._pools.values():
         pool._ticker.stop()
-        tasks += [*pool.fleet._tasks.values(), *pool._grant_service.tasks]
+        tasks += [*pool.supervisors.tasks.values(), *pool._grant_service.tasks, *pool.tasks]
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,319 +1,363 @@
-"""The sandboxes of one pool: making, finding again, draining and retiring them, and what their keepers saw."""
+"""The sandboxes of one pool: their state, and what follows from what their supervisors observe. No I/O: decisions are returned as effects."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
-from sandbox_server.backends.base import CreateFailed, RateLimited
+from sandbox_server.backends.base import BackendTraits, CreateFailed, RateLimited
+from sandbox_server.core.clock import Clock
 from sandbox_server.core.lifecycle import SandboxEvent
-from sandbox_server.core.types import Lease, LeaseState, PoolId, PoolSpec, SandboxState, SlotRef, SlotState
-from sandbox_server.link import AgentClient
+from sandbox_server.core.types import Lease, LeaseState, PoolId, PoolSpec, SandboxState, SlotState
 from sandbox_server.link.agent_reports import AgentReport, SlotReport
-from sandbox_server.pool.dependencies import PoolDependencies
+from sandbox_server.pool.effects import (
+    AnnounceLeaseEnd,
+    CountMetric,
+    DestroySandbox,
+    Effect,
+    PublishEvent,
+    RecordSandbox,
+    RefuseUnservableWaiters,
+    WaitUntilQuiet,
+)
+from sandbox_server.pool.fleet import observed as seen
 from sandbox_server.pool.fleet import plan as planning
-from sandbox_server.pool.fleet.backend_access import BackendAccess
-from sandbox_server.pool.fleet.sandbox import Cache, Sandbox
-from sandbox_server.pool.fleet.supervisor import SandboxSupervisor
+from sandbox_server.pool.fleet.sandbox import Sandbox
 from sandbox_server.pool.leasing.held_lease import ResetOrder
 from sandbox_server.pool.leasing.lease_book import LeaseBook
 from sandbox_server.store.base import SandboxRecord
 
 log = logging.getLogger(__name__)
 
-#: A sandbox that ends sooner than this counts as a failing creation, so that a crash loop backs off too.
+#: A sandbox that ends sooner than this counts as a failed creation, so that a crash loop is slowed down as well.
 SHORT_LIFE_S = 10.0
 
 
-class FleetListener(Protocol):
-    """Who goes by what the fleet sees: its pool."""
-
-    pool_id: PoolId
-
-    def work(self) -> None:
-        """Something has changed: look."""
-
-    def lease_over(self, lease: Lease) -> None:
-        """A lease has ended."""
-
-    def on_permanent_error(self, why: str) -> None:
-        """No sandbox can be made until something changes; who waits for one need not."""
-
-
 class Fleet:
-    """The sandboxes of one pool, in the making, in use and on their way out.
+    """The sandboxes of one pool that are being created, serve leases or are being destroyed.
 
     Args:
-        pool: whose they are.
-        book: its leases and slots.
-        access: the backend, with the budget and the observer that its pools share.
-        wiring: clock, store, timers, how to connect.
+        pool_id: the pool.
+        book: the pool's leases and slots.
+        traits: the traits of the pool's backend.
+        clock: monotonic and wall time.
+        jitter: returns a random number from 0 to 1, which spreads the pauses after failed creations.
+
+    Attributes:
+        sandboxes: every sandbox that the backend may still have, by id.
+        adopting: the ids of adopted sandboxes whose agents have not reported their slots yet.
+        last_error: why the last sandbox failed; None once one has connected.
+        permanent_error: why no sandbox can be created until something is changed; None if one can.
+        creating_fails: whether the last creation failed. A rate limit is not a failure.
+        retry_at: the earliest monotonic time of the next creation.
+        last_report: what the agent that connected last has reported about itself.
     """
 
-    def __init__(self, pool: FleetListener, book: LeaseBook, access: BackendAccess, dependencies: PoolDependencies) -> None:
+    def __init__(self, pool_id: PoolId, book: LeaseBook, traits: BackendTraits, clock: Clock, jitter: Callable[[], float]) -> None:
+        self.pool_id = pool_id
         self.sandboxes: dict[str, Sandbox] = {}
-        self.supervisors: dict[str, SandboxSupervisor] = {}
-        #: those found on record of which nobody knows yet whether they are there
         self.adopting: set[str] = set()
         self.last_error: str | None = None
         self.permanent_error: str | None = None
-        #: whether the last sandbox that was to be made could not be, the backend's requests for patience aside
         self.creating_fails = False
         self.retry_at = 0.0
-        self.shown: AgentReport | None = None
-        self._pool = pool
+        self.last_report: AgentReport | None = None
         self._book = book
-        self._access = access
-        self._dependencies = dependencies
-        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._traits = traits
+        self._clock = clock
+        self._jitter = jitter
         self._failures = 0
-        #: adopted leases under which commands may still run, by sandbox
+        #: adopted leases under which calls of an earlier service may still run, by sandbox id
         self._not_quiet: dict[str, set[str]] = {}
 
-    # Doing.
+    # What the pool asks for.
 
-    def create(self, spec: PoolSpec) -> None:
-        """Make one."""
-        pool, clock = self._pool.pool_id, self._dependencies.clock
-        sandbox = Sandbox(sandbox_id=self._dependencies.sandbox_id(), pool=pool.name, pool_tenant=pool.tenant, spec=spec, created_wall=clock.wall())
-        self.sandbox_changed(sandbox)
-        self._tell("starting", sandbox)
-        self._keep(sandbox)
+    def add_sandbox(self, sandbox_id: str, spec: PoolSpec) -> tuple[Sandbox, list[Effect]]:
+        """Add a sandbox that is to be created.
 
-    def adopt(self, records: Iterable[SandboxRecord], spec: PoolSpec) -> None:
-        """Find again what an earlier life of this service made, as far as it was whole; the rest is destroyed. Before the book is restored."""
+        Args:
+            sandbox_id: its id.
+            spec: the spec that it is created from.
+        """
+        end_is_known = not self._traits.ends_sandboxes
+        pool = self.pool_id
+        sandbox = Sandbox(sandbox_id=sandbox_id, pool=pool.name, pool_tenant=pool.tenant, spec=spec, created_wall=self._clock.wall(), end_is_known=end_is_known)
+        self.sandboxes[sandbox_id] = sandbox
+        return sandbox, [self._record(sandbox), _event("starting", sandbox)]
+
+    def adopt_sandboxes(self, records: Iterable[SandboxRecord], spec: PoolSpec) -> None:
+        """Take over the sandboxes of an earlier service. Those whose creation was not finished will be destroyed.
+
+        Call it before the lease book is restored.
+
+        Args:
+            records: the records of the sandboxes.
+            spec: the pool's spec, for records that have none.
+        """
         for record in records:
-            sandbox = Sandbox.restored(record, spec, self._dependencies.clock)
+            sandbox = Sandbox.restored(record, spec, self._clock)
+            sandbox.end_is_known = not self._traits.ends_sandboxes
             if sandbox.boot is None or sandbox.state is SandboxState.FAILED:
                 sandbox.destroying = True
                 if sandbox.state is SandboxState.STARTING:
-                    sandbox.happen(SandboxEvent.DRAIN)
+                    sandbox.apply_event(SandboxEvent.DRAIN)
             else:
                 self.adopting.add(sandbox.sandbox_id)
                 self._book.add_sandbox(sandbox.sandbox_id)
-                # Nothing is handed out there before its agent has shown its slots.
+                # None of its slots is leased before its agent has reported them.
                 self._book.table.cordon_sandbox(sandbox.sandbox_id)
             self.sandboxes[sandbox.sandbox_id] = sandbox
 
-    def begin(self) -> None:
-        """Go and find those that were adopted. Calls may still run under their leases, so that these do not end before the agents have spoken."""
+    def hold_adopted_leases(self) -> None:
+        """Let no adopted lease expire before its agent has reported whether calls of the earlier service still run."""
         for lease_id, held_lease in self._book.held.items():
             held_lease.calls_unknown = True
             self._not_quiet.setdefault(held_lease.lease.sandbox_id, set()).add(lease_id)
-        for sandbox in list(self.sandboxes.values()):
-            self._keep(sandbox)
-            if sandbox.destroying:
-                self.supervisors[sandbox.sandbox_id].end()
 
-    def _keep(self, sandbox: Sandbox) -> None:
-        self.sandboxes[sandbox.sandbox_id] = sandbox
-        supervisor = self.supervisors[sandbox.sandbox_id] = SandboxSupervisor(sandbox, self, self._access, self._dependencies)
-        task = self._tasks[sandbox.sandbox_id] = asyncio.create_task(supervisor.run())
-        task.add_done_callback(lambda task: self._tasks.pop(sandbox.sandbox_id, None))
+    def drain_sandbox(self, sandbox: Sandbox, reason: str, *, by: str | None = None) -> list[Effect]:
+        """Give a sandbox no new leases. The plan retires it when its last lease ends.
 
-    def drain(self, sandbox: Sandbox, why: str, *, by: str | None = None) -> None:
-        """No new leases there; the plan retires it when the last one ends. `by`: the tenant that wants it; None: the service itself."""
-        sandbox.why = why
-        sandbox.happen(SandboxEvent.DRAIN)
+        Args:
+            sandbox: the sandbox.
+            reason: why, as shown to callers.
+            by: the tenant that asked for it; None for the service itself.
+        """
+        sandbox.reason = reason
+        sandbox.apply_event(SandboxEvent.DRAIN)
         if sandbox.sandbox_id in self._book.table.slots_by_sandbox:
             self._book.table.cordon_sandbox(sandbox.sandbox_id)
-        self.sandbox_changed(sandbox)
-        self._tell("draining", sandbox, detail=why, by=by)
-        self._pool.work()
+        return [self._record(sandbox), _event("draining", sandbox, detail=reason, by=by)]
 
-    def retire(self, sandbox: Sandbox, why: str) -> None:
-        """Take it away now; its leases are lost."""
+    def retire_sandbox(self, sandbox: Sandbox, reason: str) -> list[Effect]:
+        """Destroy a sandbox now. Its leases end as lost.
+
+        Args:
+            sandbox: the sandbox.
+            reason: why, as shown to the holders of its leases.
+        """
         if sandbox.destroying:
-            return
-        if sandbox.state is not SandboxState.DRAINING:
-            self.drain(sandbox, why)
-        self._end_leases(sandbox, why)
-        self.supervisors[sandbox.sandbox_id].end()
+            return []
+        effects = [] if sandbox.state is SandboxState.DRAINING else self.drain_sandbox(sandbox, reason)
+        sandbox.destroying = True
+        return [*effects, *self._end_leases(sandbox, reason), DestroySandbox(sandbox.sandbox_id)]
 
-    def reset(self, orders: Iterable[ResetOrder]) -> None:
-        """Have agents reset slots."""
+    def note_resets(self, orders: Iterable[ResetOrder]) -> None:
+        """Note that slots begin to be reset: from then on their sandboxes may be idle."""
         for order in orders:
-            sandbox = self.sandboxes[order.ref.sandbox_id]
-            sandbox.idle_since = self._dependencies.clock.monotonic()
-            supervisor = self.supervisors.get(sandbox.sandbox_id)
-            if supervisor is not None:
-                supervisor.reset(order)
-
-    async def stop(self, *, destroy: bool) -> None:
-        """Destroy them all, or leave those that are whole to whoever adopts them."""
-        for sandbox in list(self.sandboxes.values()):
-            if destroy or sandbox.state is SandboxState.STARTING:
-                self.retire(sandbox, "the service was told to stop")
-        tasks = dict(self._tasks)
-        for sandbox_id, task in tasks.items():
-            if not self.sandboxes[sandbox_id].destroying:
-                task.cancel()
-        await asyncio.gather(*tasks.values(), return_exceptions=True)
+            self.sandboxes[order.ref.sandbox_id].idle_since = self._clock.monotonic()
 
     def clear_backoff(self) -> None:
-        """What lives long enough shows that creating works."""
-        now = self._dependencies.clock.monotonic()
+        """Forget failed creations once a sandbox has lived long enough to show that creating works."""
+        now = self._clock.monotonic()
         if self._failures and any(s.state is SandboxState.READY and now - (s.ready_at or now) >= SHORT_LIFE_S for s in self.sandboxes.values()):
             self._failures = 0
 
-    def forget_permanent_error(self) -> None:
-        """The spec has changed: what could not be made may be made now."""
+    def forget_creation_errors(self) -> None:
+        """Forget all errors of creations: the spec has changed, and what failed before may work now."""
         self._failures, self.retry_at, self.permanent_error, self.last_error = 0, 0.0, None, None
         self.creating_fails = False
 
-    def _end_leases(self, sandbox: Sandbox, why: str) -> None:
-        self.adopting.discard(sandbox.sandbox_id)
-        self._not_quiet.pop(sandbox.sandbox_id, None)
-        if sandbox.sandbox_id in self._book.table.slots_by_sandbox:
-            for lease in self._book.remove_sandbox(sandbox.sandbox_id, why):
-                self._pool.lease_over(lease)
-        sandbox.wake()
+    # What supervisors have observed.
 
-    def _tell(self, what: str, sandbox: Sandbox, **data: Any) -> None:
-        self._dependencies.events.publish(f"sandbox.{what}", admin_only=True, **sandbox.fields, **data)
+    def apply(self, observed: seen.Observed) -> list[Effect]:
+        """Apply what a supervisor has observed to the state of the fleet.
 
-    # What keepers saw.
+        Args:
+            observed: the observation. One about a sandbox that is no longer known changes nothing.
 
-    def sandbox_changed(self, sandbox: Sandbox) -> None:
-        """What must be known of it after a crash has changed."""
-        self._dependencies.store.put(sandbox.record(self._dependencies.clock))
+        Returns:
+            What the pool has to do about it.
+        """
+        sandbox = self.sandboxes.get(observed.sandbox_id)
+        if sandbox is None:
+            return []
+        match observed:
+            case seen.CheckpointReached():
+                sandbox.handle = observed.handle
+                return [self._record(sandbox)]
+            case seen.SandboxConnected():
+                return [] if sandbox.destroying else self._connect_sandbox(sandbox, observed)
+            case seen.SandboxDisconnected():
+                return self._disconnect_sandbox(sandbox)
+            case seen.SandboxEndLearned():
+                return self._learn_end(sandbox, observed.ends_at)
+            case seen.SandboxFailed():
+                return self._fail_sandbox(sandbox, observed.error)
+            case seen.SandboxDestroyed():
+                return self._remove_sandbox(sandbox)
+            case seen.SlotsObserved():
+                return self._apply_slot_reports(sandbox, observed)
+            case seen.ResetFailed():
+                return self._quarantine_slot(observed)
+            case seen.CacheDropEnded():
+                return self._finish_cache_drop(sandbox, observed)
+            case seen.AdoptedLeaseQuiet():
+                return self._confirm_adopted_lease(sandbox, observed)
 
-    def sandbox_connected(self, sandbox: Sandbox, agent: AgentClient, report: AgentReport) -> None:
-        """Its agent answers, for the first time or again."""
-        sandbox.agent, sandbox.boot, sandbox.isolation = agent, report.boot, report.isolation
-        self.shown = report
+    def _connect_sandbox(self, sandbox: Sandbox, observed: seen.SandboxConnected) -> list[Effect]:
+        report, now = observed.report, self._clock.monotonic()
+        sandbox.agent, sandbox.boot, sandbox.isolation = observed.agent, report.boot, report.isolation
+        self.last_report = report
         self._book.order.exclusive = report.isolation == "none"
-        now = self._dependencies.clock.monotonic()
+        effects: list[Effect] = []
         if sandbox.state is SandboxState.STARTING:
-            sandbox.happen(SandboxEvent.CONNECT)
+            sandbox.apply_event(SandboxEvent.CONNECT)
             sandbox.ready_at = now
             self.last_error = self.permanent_error = None
             self.creating_fails = False
-            self._dependencies.meter.count("sandbox_backend_calls_total", backend=sandbox.spec.backend, op="create", outcome="ok")
-            self._tell("ready", sandbox)
+            effects += [_count_create(sandbox, "ok"), _event("ready", sandbox)]
         if sandbox.idle_since is None:
             sandbox.idle_since = now
         if sandbox.sandbox_id not in self._book.table.slots_by_sandbox:
             self._book.add_sandbox(sandbox.sandbox_id)
-            if sandbox.state is not SandboxState.READY:
+            if sandbox.state is not SandboxState.READY or not sandbox.end_is_known:
                 self._book.table.cordon_sandbox(sandbox.sandbox_id)
-        self._reset_again(sandbox)
-        for lease_id in self._not_quiet.get(sandbox.sandbox_id, ()):
-            if lease_id in self._book.held:
-                self.supervisors[sandbox.sandbox_id].await_quiet(self._book.held[lease_id].lease)
+        self._repeat_resets(sandbox)
+        held = (self._book.held.get(lease_id) for lease_id in self._not_quiet.get(sandbox.sandbox_id, ()))
+        effects += [WaitUntilQuiet(held_lease.lease) for held_lease in held if held_lease is not None]
         for cache in sandbox.caches.values():
             cache.dropping = False
-        self.sandbox_changed(sandbox)
-        sandbox.wake()
-        self._pool.work()
+        sandbox.notify_waiters()
+        return [*effects, self._record(sandbox)]
 
-    def _reset_again(self, sandbox: Sandbox) -> None:
-        """What was being reset when the link went; asking twice for one epoch is asking once."""
+    def _repeat_resets(self, sandbox: Sandbox) -> None:
+        """Order again the resets that were cut off when the link was lost. Resetting a slot to one epoch twice is resetting it once."""
         for slot in self._book.table.slots_by_sandbox[sandbox.sandbox_id].slots.values():
             if slot.state is SlotState.RESETTING and not slot.fresh:
                 self._book.resets.append(ResetOrder(ref=slot.ref, epoch=slot.epoch, keep=slot.keep is not None))
 
-    def sandbox_unreachable(self, sandbox: Sandbox) -> None:
-        """The link is gone; whether the sandbox is, is being found out. Nothing is leased there meanwhile."""
-        self._book.table.cordon_sandbox(sandbox.sandbox_id)
-        sandbox.wake()
+    def _disconnect_sandbox(self, sandbox: Sandbox) -> list[Effect]:
+        if sandbox.sandbox_id in self._book.table.slots_by_sandbox:
+            self._book.table.cordon_sandbox(sandbox.sandbox_id)
+        sandbox.notify_waiters()
+        return []
 
-    def sandbox_failed(self, sandbox: Sandbox, error: Exception) -> None:
-        """It could not be made, or has ended."""
-        now = self._dependencies.clock.monotonic()
-        created, patience = sandbox.ready_at is not None, isinstance(error, RateLimited)
-        self.last_error = sandbox.why = str(error)
+    def _learn_end(self, sandbox: Sandbox, ends_at: float | None) -> list[Effect]:
+        sandbox.end_is_known = True
+        sandbox.ends_at = None if ends_at is None else self._clock.monotonic() + ends_at - self._clock.wall()
+        if sandbox.ends_at is not None and sandbox.sandbox_id in self._book.table.slots_by_sandbox:
+            self._book.set_sandbox_end(sandbox.sandbox_id, sandbox.ends_at)
+        self._open_if_ready(sandbox)
+        now, min_life_s = self._clock.monotonic(), sandbox.spec.min_lease_life_s
+        is_new = sandbox.ready_at is not None and now - sandbox.ready_at < SHORT_LIFE_S
+        if sandbox.ends_at is None or not is_new or sandbox.ends_at - now > min_life_s:
+            return []
+        # The plan drains it. A next one would live no longer, so no other is created before the usual pause is over.
+        life_s = sandbox.ends_at - now
+        self.last_error = self.permanent_error = f"the backend ends its sandboxes after {life_s:.0f} s, and min_lease_life_s is {min_life_s:.10g}: lower it"
+        self.retry_at = now + planning.BACKOFF_MAX_S
+        return [RefuseUnservableWaiters()]
+
+    def _fail_sandbox(self, sandbox: Sandbox, error: Exception) -> list[Effect]:
+        now = self._clock.monotonic()
+        created, is_rate_limited = sandbox.ready_at is not None, isinstance(error, RateLimited)
+        self.last_error = sandbox.reason = str(error)
+        sandbox.destroying = True
+        effects: list[Effect] = []
         if not created:
-            outcome = "limited" if patience else "failed"
-            self._dependencies.meter.count("sandbox_backend_calls_total", backend=sandbox.spec.backend, op="create", outcome=outcome)
-            self.creating_fails = self.creating_fails or not patience
-        if not patience and (not created or now - (sandbox.ready_at or now) < SHORT_LIFE_S) and now >= self.retry_at:
+            effects.append(_count_create(sandbox, "limited" if is_rate_limited else "failed"))
+            self.creating_fails = self.creating_fails or not is_rate_limited
+        is_short_lived = not created or now - (sandbox.ready_at or now) < SHORT_LIFE_S
+        if not is_rate_limited and is_short_lived and now >= self.retry_at:
             self._failures += 1
-            self.retry_at = now + planning.backoff_s(self._failures, self._dependencies.jitter)
-        sandbox.happen(SandboxEvent.FAIL)
-        self._tell("failed", sandbox, detail=str(error))
-        self._end_leases(sandbox, str(error))
+            self.retry_at = now + planning.backoff_s(self._failures, self._jitter)
+        sandbox.apply_event(SandboxEvent.FAIL)
+        effects += [_event("failed", sandbox, detail=str(error)), *self._end_leases(sandbox, str(error))]
         if isinstance(error, CreateFailed) and error.permanent:
             self.permanent_error = error.detail
             self.retry_at = now + planning.BACKOFF_MAX_S
-            self._pool.on_permanent_error(error.detail)
+            effects.append(RefuseUnservableWaiters())
         log.warning("sandbox failed: %s", error, extra=sandbox.fields)
-        self.sandbox_changed(sandbox)
-        self._pool.work()
+        return [*effects, self._record(sandbox)]
 
-    def sandbox_gone(self, sandbox: Sandbox) -> None:
-        """The backend says that nothing of it is left."""
-        sandbox.happen(SandboxEvent.DESTROY)
-        del self.sandboxes[sandbox.sandbox_id], self.supervisors[sandbox.sandbox_id]
-        self.sandbox_changed(sandbox)
-        self._tell("gone", sandbox)
-        self._pool.work()
+    def _remove_sandbox(self, sandbox: Sandbox) -> list[Effect]:
+        sandbox.apply_event(SandboxEvent.DESTROY)
+        del self.sandboxes[sandbox.sandbox_id]
+        return [self._record(sandbox), _event("gone", sandbox)]
 
-    def effective_seen(self, effective: Mapping[str, int | None]) -> None:
-        """An agent says which limits hold for each slot now."""
-        if self.shown is not None:
-            self.shown = replace(self.shown, effective=effective)
-
-    def slots_seen(self, sandbox: Sandbox, slots: Sequence[SlotReport]) -> None:
-        """Its agent shows slots."""
+    def _apply_slot_reports(self, sandbox: Sandbox, observed: seen.SlotsObserved) -> list[Effect]:
+        if observed.effective is not None and self.last_report is not None:
+            self.last_report = replace(self.last_report, effective=observed.effective)
         if sandbox.sandbox_id not in self._book.table.slots_by_sandbox:
-            return  # retired while the agent spoke
-        for seen in slots:
-            self._slot_seen(sandbox, seen)
+            return []  # the sandbox was retired before this report was applied
+        effects = [effect for report in observed.slots for effect in self._apply_slot_report(sandbox, report)]
         self.adopting.discard(sandbox.sandbox_id)
-        if sandbox.state is SandboxState.READY and sandbox.reachable:
+        self._open_if_ready(sandbox)
+        return effects
+
+    def _open_if_ready(self, sandbox: Sandbox) -> None:
+        """Lease the slots of a sandbox from now on if nothing speaks against it."""
+        is_listed = sandbox.sandbox_id in self._book.table.slots_by_sandbox and sandbox.sandbox_id not in self.adopting
+        if is_listed and sandbox.state is SandboxState.READY and sandbox.reachable and sandbox.end_is_known:
             self._book.table.uncordon_sandbox(sandbox.sandbox_id)
-        self._pool.work()
 
-    def _slot_seen(self, sandbox: Sandbox, seen: SlotReport) -> None:
+    def _apply_slot_report(self, sandbox: Sandbox, report: SlotReport) -> Sequence[Effect]:
         sandbox_slots = self._book.table.slots_by_sandbox[sandbox.sandbox_id]
-        if seen.ref.slot_id not in sandbox_slots.slots and len(sandbox_slots.slots) >= sandbox.spec.slots_per_sandbox:
-            log.warning("an agent shows more slots than it was given", extra=sandbox.fields)
-            return
-        slot = self._book.observe_slot(seen.ref, max(seen.epoch, 1), seen.workspace, seen.isolation or sandbox.isolation)
-        detail = seen.detail or f"its agent says that it is {seen.state}"
-        if seen.state == "quarantined" or (seen.state == "broken" and slot.fresh):
-            self.reset_done(seen.ref, slot.epoch, detail)
-        elif seen.epoch > slot.epoch:
-            self._over(self._book.accept_newer_epoch(seen.ref, seen.epoch))
-        elif seen.state == "broken" and seen.epoch == slot.epoch:
-            self._over(self._book.reset_broken_slot(seen.ref, f"the slot's own init died: {detail}", seen.evidence))
-        elif seen.state == "ready":
-            self._book.mark_clean(seen.ref, seen.epoch)
+        if report.ref.slot_id not in sandbox_slots.slots and len(sandbox_slots.slots) >= sandbox.spec.slots_per_sandbox:
+            log.warning("an agent reports more slots than its sandbox has", extra=sandbox.fields)
+            return []
+        slot = self._book.observe_slot(report.ref, max(report.epoch, 1), report.workspace, report.isolation or sandbox.isolation)
+        detail = report.detail or f"its agent says that it is {report.state}"
+        if report.state == "quarantined" or (report.state == "broken" and slot.fresh):
+            return self._quarantine_slot(seen.ResetFailed(ref=report.ref, epoch=slot.epoch, problem=detail))
+        if report.epoch > slot.epoch:
+            return _announce_loss(self._book.accept_newer_epoch(report.ref, report.epoch))
+        if report.state == "broken" and report.epoch == slot.epoch:
+            return _announce_loss(self._book.reset_broken_slot(report.ref, f"the slot's own init died: {detail}", report.evidence))
+        if report.state == "ready":
+            self._book.mark_clean(report.ref, report.epoch)
+        return []
 
-    def reset_done(self, ref: SlotRef, epoch: int, problem: str | None) -> None:
-        """A reset has ended, proven clean unless there is a problem."""
-        slot = self._book.table.get(ref)
-        if slot is None or slot.epoch != epoch or slot.state is SlotState.QUARANTINED:
-            return
-        if problem is None:
-            self._book.mark_clean(ref, epoch)
-        else:
-            self._dependencies.meter.count("sandbox_slot_dirty_total", **self._pool.pool_id.labels)
-            where = {**self._pool.pool_id.fields, "sandbox_id": ref.sandbox_id, "slot_id": ref.name}
-            log.warning("slot in quarantine: %s", problem, extra=where)
-            self._dependencies.events.publish("slot.quarantined", admin_only=True, detail=problem, **where)
-            self._over(self._book.quarantine_slot(ref, problem))
-        self._pool.work()
+    def _quarantine_slot(self, failed: seen.ResetFailed) -> list[Effect]:
+        slot = self._book.table.get(failed.ref)
+        if slot is None or slot.epoch != failed.epoch or slot.state is SlotState.QUARANTINED:
+            return []
+        where = {**self.pool_id.fields, "sandbox_id": failed.ref.sandbox_id, "slot_id": failed.ref.name}
+        log.warning("slot in quarantine: %s", failed.problem, extra=where)
+        return [
+            CountMetric(name="sandbox_slot_dirty_total", labels=self.pool_id.labels),
+            PublishEvent(kind="slot.quarantined", data={"detail": failed.problem, **where}),
+            *_announce_loss(self._book.quarantine_slot(failed.ref, failed.problem)),
+        ]
 
-    def _over(self, lease: Lease | None) -> None:
-        if lease is not None and lease.state is LeaseState.SANDBOX_LOST:
-            self._pool.lease_over(lease)
-
-    def cache_dropped(self, sandbox: Sandbox, cache: Cache, *, gone: bool) -> None:
-        """The agent has deleted a cache, or could not be asked."""
+    def _finish_cache_drop(self, sandbox: Sandbox, observed: seen.CacheDropEnded) -> list[Effect]:
+        cache = observed.cache
         cache.dropping = False
-        # It may have been made anew meanwhile.
-        if gone and sandbox.caches.get(cache.record.key) is cache:
+        # A lease may have asked for the cache again meanwhile; then it is another one.
+        if observed.is_gone and sandbox.caches.get(cache.record.key) is cache:
             del sandbox.caches[cache.record.key]
-            self.sandbox_changed(sandbox)
+            return [self._record(sandbox)]
+        return []
 
-    def lease_quiet(self, sandbox: Sandbox, lease_id: str, *, ran: bool) -> None:
-        """No call runs any more in the slot of this adopted lease; `ran`: one did when its agent was found again."""
+    def _confirm_adopted_lease(self, sandbox: Sandbox, observed: seen.AdoptedLeaseQuiet) -> list[Effect]:
         not_quiet = self._not_quiet.get(sandbox.sandbox_id)
-        if not_quiet is not None and lease_id in not_quiet:
-            not_quiet.discard(lease_id)
-            self._book.lease_index.confirm_calls_ended(lease_id, self._dependencies.clock.monotonic() if ran else None)
+        if not_quiet is not None and observed.lease_id in not_quiet:
+            not_quiet.discard(observed.lease_id)
+            self._book.lease_index.confirm_calls_ended(observed.lease_id, self._clock.monotonic() if observed.calls_ran else None)
+        return []
+
+    def _end_leases(self, sandbox: Sandbox, reason: str) -> list[Effect]:
+        self.adopting.discard(sandbox.sandbox_id)
+        self._not_quiet.pop(sandbox.sandbox_id, None)
+        lost: list[Lease] = []
+        if sandbox.sandbox_id in self._book.table.slots_by_sandbox:
+            lost = self._book.remove_sandbox(sandbox.sandbox_id, reason)
+        sandbox.notify_waiters()
+        return [AnnounceLeaseEnd(lease) for lease in lost]
+
+    def _record(self, sandbox: Sandbox) -> RecordSandbox:
+        return RecordSandbox(sandbox.record(self._clock))
+
+
+def _announce_loss(lease: Lease | None) -> list[Effect]:
+    return [AnnounceLeaseEnd(lease)] if lease is not None and lease.state is LeaseState.SANDBOX_LOST else []
+
+
+def _event(name: str, sandbox: Sandbox, **data: Any) -> PublishEvent:
+    return PublishEvent(kind=f"sandbox.{name}", data={**sandbox.fields, **data})
+
+
+def _count_create(sandbox: Sandbox, outcome: str) -> CountMetric:
+    return CountMetric(name="sandbox_backend_calls_total", labels={"backend": sandbox.spec.backend, "op": "create", "outcome": outcome})

@@ -1,4 +1,4 @@
-"""What a backend has of this service's and no record tells of: made in the moment before a crash. It is destroyed, however long that takes."""
+"""Sandboxes that a backend has and no record names, because the service was killed in the moment of their creation. They are destroyed."""
 
 from __future__ import annotations
 
@@ -17,81 +17,94 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Trouble:
-    """Why a backend may still have orphans. `is_blind`: it could not even be asked."""
+class OrphanProblem:
+    """Why a backend may still have orphaned sandboxes.
 
-    detail: str
-    is_blind: bool
-
-
-class Orphans:
-    """Looks for orphans on each backend until none is left there.
-
-    Args:
-        owner: this service, by its state.
-        known: the ids of the sandboxes that are on record or in the making, as of now.
-        wiring: timers and jitter.
+    Attributes:
+        detail: what failed.
+        is_unreachable: whether the backend could not be asked for its sandboxes at all.
     """
 
-    def __init__(self, owner: str, known: Callable[[], Collection[str]], dependencies: PoolDependencies) -> None:
-        #: the backends that may still have some, by name
-        self.troubles: dict[str, Trouble] = {}
-        self._owner = owner
-        self._known = known
-        self._dependencies = dependencies
-        self._tasks: set[asyncio.Task[None]] = set()
+    detail: str
+    is_unreachable: bool
 
-    async def sweep(self, backends: Mapping[str, Backend]) -> None:
-        """Look on every backend once; what could not be done then is tried again behind."""
-        await asyncio.gather(*(self._first(name, backend) for name, backend in backends.items()))
+
+class OrphanCollector:
+    """Looks for orphaned sandboxes on each backend, and destroys them, until none is left.
+
+    Args:
+        owner: the owner of this service's sandboxes.
+        known_sandbox_ids: returns the ids of the sandboxes that are on record or being created now.
+        dependencies: timers and jitter.
+
+    Attributes:
+        problems: the backends that may still have orphaned sandboxes, by name.
+    """
+
+    def __init__(self, owner: str, known_sandbox_ids: Callable[[], Collection[str]], dependencies: PoolDependencies) -> None:
+        self.problems: dict[str, OrphanProblem] = {}
+        self.tasks: set[asyncio.Task[None]] = set()
+        self._owner = owner
+        self._known_sandbox_ids = known_sandbox_ids
+        self._dependencies = dependencies
+
+    async def collect_from(self, backends: Mapping[str, Backend]) -> None:
+        """Look on every backend once. Where that fails, go on in the background."""
+        await asyncio.gather(*(self._collect_first(name, backend) for name, backend in backends.items()))
 
     async def stop(self) -> None:
-        """Try no more."""
-        for task in self._tasks:
+        """Stop looking."""
+        for task in self.tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self.tasks, return_exceptions=True)
 
-    async def _first(self, name: str, backend: Backend) -> None:
-        await self._look(name, backend)
-        if name in self.troubles:
-            task = asyncio.create_task(self._again(name, backend))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+    async def _collect_first(self, name: str, backend: Backend) -> None:
+        await self._collect(name, backend)
+        if name in self.problems:
+            task = asyncio.create_task(self._collect_until_done(name, backend))
+            self.tasks.add(task)
+            task.add_done_callback(self.tasks.discard)
 
-    async def _again(self, name: str, backend: Backend) -> None:
+    async def _collect_until_done(self, name: str, backend: Backend) -> None:
         failures = 0
-        while name in self.troubles:
+        while name in self.problems:
             failures += 1
             await self._dependencies.timers.sleep(backoff_s(failures, self._dependencies.jitter))
-            await self._look(name, backend)
+            await self._collect(name, backend)
 
-    async def _look(self, name: str, backend: Backend) -> None:
-        known = set(self._known())
+    async def _collect(self, name: str, backend: Backend) -> None:
+        known = set(self._known_sandbox_ids())
         try:
             found = await backend.list_owned(self._owner)
         except (OSError, PoolServiceError) as error:
-            self._note(name, Trouble(detail=f"backend {name!r} could not be asked for orphaned sandboxes: {error}", is_blind=True))
+            detail = f"backend {name!r} could not be asked for orphaned sandboxes: {error}"
+            self._note_problem(name, OrphanProblem(detail=detail, is_unreachable=True))
             return
-        # What this life has made or ended meanwhile is no orphan.
-        known.update(self._known())
-        problems = await asyncio.gather(*(_destroy(backend, handle) for handle in found if handle.sandbox_id not in known))
-        left = [problem for problem in problems if problem is not None]
+        # Sandboxes that were created or destroyed while the backend was asked are no orphans.
+        known.update(self._known_sandbox_ids())
+        failures = await asyncio.gather(*(_destroy_orphan(backend, handle) for handle in found if handle.sandbox_id not in known))
+        left = [failure for failure in failures if failure is not None]
         count = "an orphaned sandbox" if len(left) == 1 else f"{len(left)} orphaned sandboxes"
-        self._note(name, Trouble(detail=f"{count} on backend {name!r} could not be destroyed: {left[0]}", is_blind=False) if left else None)
+        detail = f"{count} on backend {name!r} could not be destroyed: {left[0]}" if left else ""
+        self._note_problem(name, OrphanProblem(detail=detail, is_unreachable=False) if left else None)
 
-    def _note(self, name: str, trouble: Trouble | None) -> None:
-        before = self.troubles.pop(name, None)
-        if trouble is None:
+    def _note_problem(self, name: str, problem: OrphanProblem | None) -> None:
+        before = self.problems.pop(name, None)
+        if problem is None:
             if before is not None:
                 log.info("no orphaned sandboxes are left", extra={"backend": name})
             return
-        self.troubles[name] = trouble
-        if before != trouble:
-            log.error("%s; it is tried again", trouble.detail, extra={"backend": name})
+        self.problems[name] = problem
+        if before != problem:
+            log.error("%s; it is tried again", problem.detail, extra={"backend": name})
 
 
-async def _destroy(backend: Backend, handle: Handle) -> str | None:
-    """Destroy an orphan; why it is still there, if it is."""
+async def _destroy_orphan(backend: Backend, handle: Handle) -> str | None:
+    """Destroy an orphaned sandbox.
+
+    Returns:
+        Why it may still exist; None if it is gone.
+    """
     try:
         await backend.destroy(handle)
     except (OSError, PoolServiceError) as error:

@@ -1,7 +1,7 @@
 """What a pool should do about its sandboxes, decided from a snapshot alone.
 
-`plan` looks and says; the pool acts, and counts what it has begun before it looks again. So creations under way are in the snapshot as STARTING,
-and what is being taken away still counts until the backend says that it is gone: a pool is never larger than `max_sandboxes`.
+`plan` decides, and the pool carries the actions out before it takes the next snapshot. Sandboxes whose creation is under way are in the snapshot as
+STARTING, and those that are being destroyed stay in it until the backend has nothing of them any more. So a pool never exceeds `max_sandboxes`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ BACKOFF_FIRST_S = 0.5
 BACKOFF_MAX_S = 30.0
 #: A sandbox is replaced once this part of its slots is in quarantine.
 QUARANTINED_PART = 0.25
-#: What of a spec the pool alone goes by: counts, timeouts, who may use it. Whatever else changes, changes what its sandboxes are made of.
+#: The fields of a spec that concern the pool alone: counts, timeouts, who may use it. A change of any other field needs new sandboxes.
 IN_PLACE = frozenset(
     {
         "min_sandboxes", "max_sandboxes", "warm_slots", "idle_timeout_s", "max_lifetime_s", "max_lease_s", "min_lease_life_s", "acquire_timeout_s",
@@ -27,16 +27,34 @@ _MADE_OF = tuple(field.name for field in fields(PoolSpec) if field.name not in I
 
 
 def is_outdated(made_with: PoolSpec, spec: PoolSpec) -> bool:
-    """Whether a sandbox made with one spec cannot serve a pool of the other."""
+    """Whether a sandbox that was created from one spec cannot serve a pool with another.
+
+    Args:
+        made_with: the spec of the sandbox.
+        spec: the spec of the pool.
+    """
     return any(getattr(made_with, name) != getattr(spec, name) for name in _MADE_OF)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SandboxSnapshot:
-    """What the plan must know of one sandbox. Times are monotonic; `ready_at` and `idle_since` are None where it is neither.
+    """What the plan has to know about one sandbox. All times are monotonic.
 
-    `coming` counts slots that are being started or reset, `kept` those that a waiter may take over. `destroying`: the backend is at it.
-    `outdated`: it was made with another spec than the pool's. `max_lifetime_s` and `max_lease_s` are those it was made with.
+    Attributes:
+        sandbox_id: its id.
+        state: its state.
+        ready: how many of its slots are ready.
+        leased: how many are leased.
+        coming: how many are being started or reset.
+        kept: how many are kept for a run; a waiter may take them over.
+        quarantined: how many are in quarantine.
+        ready_at: when its agent answered for the first time; None before.
+        idle_since: since when no slot is leased or kept; None while one is.
+        ends_at: when its backend ends it by itself; None if the backend does not.
+        destroying: whether it is being destroyed.
+        outdated: whether it was created from another spec than the pool's.
+        max_lifetime_s: the value of the spec that it was created from.
+        max_lease_s: the value of the spec that it was created from.
     """
 
     sandbox_id: str
@@ -48,6 +66,7 @@ class SandboxSnapshot:
     quarantined: int = 0
     ready_at: float | None = None
     idle_since: float | None = None
+    ends_at: float | None = None
     destroying: bool = False
     outdated: bool = False
     max_lifetime_s: float = float("inf")
@@ -56,7 +75,15 @@ class SandboxSnapshot:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshot:
-    """A pool at one moment. `closing`: it is going away and shall have no sandbox. `retry_at`: creating failed, not before then."""
+    """A pool at one moment.
+
+    Attributes:
+        spec: its spec.
+        sandboxes: its sandboxes.
+        slots_wanted: how many slots its waiters want.
+        retry_at: the earliest monotonic time of the next creation, after failed ones.
+        closing: whether the pool is to have no sandboxes any more.
+    """
 
     spec: PoolSpec
     sandboxes: Sequence[SandboxSnapshot] = ()
@@ -67,23 +94,23 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Create:
-    """Make one sandbox."""
+    """Create one sandbox."""
 
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Give this sandbox no new leases."""
+    """Give a sandbox no new leases."""
 
     sandbox_id: str
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Retire:
-    """Take this sandbox away. It has no leases, unless `ends_leases` says that its time is over whatever runs in it."""
+    """Destroy a sandbox. It has no leases, unless `ends_leases` is set: then its time is over whatever runs in it."""
 
     sandbox_id: str
-    why: str
+    reason: str
     ends_leases: bool = False
 
 
@@ -91,11 +118,11 @@ Action = Create | Drain | Retire
 
 
 def plan(seen: Snapshot, now: float) -> list[Action]:
-    """What to do now, in order.
+    """Decide what to do now, in order.
 
     Args:
         seen: the pool, with everything that is under way.
-        now: monotonic seconds.
+        now: the monotonic time.
     """
     actions: list[Action] = []
     drained: set[str] = set()
@@ -120,7 +147,7 @@ def plan(seen: Snapshot, now: float) -> list[Action]:
 
 
 def next_due(seen: Snapshot, now: float) -> float:
-    """When `plan` may say something new although nothing happens, monotonic."""
+    """The monotonic time at which `plan` may decide something new even if nothing else changes."""
     spec = seen.spec
     due = [seen.retry_at] if seen.retry_at > now else []
     for sandbox in seen.sandboxes:
@@ -128,15 +155,17 @@ def next_due(seen: Snapshot, now: float) -> float:
             due.append(sandbox.ready_at + _lifetime_s(sandbox, spec) + (0.0 if sandbox.state is SandboxState.READY else _lease_s(sandbox, spec)))
         if sandbox.idle_since is not None and sandbox.state is SandboxState.READY:
             due.append(sandbox.idle_since + spec.idle_timeout_s)
+        if sandbox.ends_at is not None:
+            due.append(sandbox.ends_at - (spec.min_lease_life_s if sandbox.state is SandboxState.READY else 0.0))
     return min((at for at in due if at > now), default=float("inf"))
 
 
 def backoff_s(failures: int, jitter: Callable[[], float]) -> float:
-    """How long to wait after this many failing creates in a row: doubling, bounded, and spread by half so that pools do not retry in step.
+    """How long to wait after failed creations, in seconds. The pause doubles with each failure up to a limit, and is spread so that pools do not retry at once.
 
     Args:
-        failures: at least 1.
-        jitter: a random number from 0 to 1.
+        failures: how many creations have failed in a row, at least 1.
+        jitter: returns a random number from 0 to 1.
     """
     return float(min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2.0 ** min(failures - 1, 16)) * (0.75 + 0.5 * jitter()))
 
@@ -148,6 +177,8 @@ def _end_of_life(seen: Snapshot, sandbox: SandboxSnapshot, now: float) -> Action
     age_s = 0.0 if sandbox.ready_at is None else now - sandbox.ready_at
     if age_s >= _lifetime_s(sandbox, spec) + _lease_s(sandbox, spec):
         return Retire(sandbox.sandbox_id, "max_lifetime_s and max_lease_s are over", ends_leases=True)
+    if sandbox.ends_at is not None and now >= sandbox.ends_at:
+        return Retire(sandbox.sandbox_id, "its backend ends it now", ends_leases=True)
     if sandbox.state is SandboxState.DRAINING:
         return Retire(sandbox.sandbox_id, "drained") if sandbox.leased == 0 else None
     if seen.closing:
@@ -158,13 +189,15 @@ def _end_of_life(seen: Snapshot, sandbox: SandboxSnapshot, now: float) -> Action
         return None
     if age_s >= _lifetime_s(sandbox, spec):
         return Drain(sandbox.sandbox_id, "max_lifetime_s is over")
+    if sandbox.ends_at is not None and sandbox.ends_at - now <= spec.min_lease_life_s:
+        return Drain(sandbox.sandbox_id, f"its backend ends it within min_lease_life_s of {spec.min_lease_life_s:.10g} s")
     if sandbox.quarantined >= max(1, ceil(spec.slots_per_sandbox * QUARANTINED_PART)):
         return Drain(sandbox.sandbox_id, f"{sandbox.quarantined} of its slots are in quarantine")
     return None
 
 
 def _lifetime_s(sandbox: SandboxSnapshot, spec: PoolSpec) -> float:
-    """Its agent ends by what it was told when it was made; a pool's new spec can only make that shorter."""
+    """A sandbox's agent ends by the value that it was created with. A new spec of the pool can only shorten that."""
     return min(sandbox.max_lifetime_s, spec.max_lifetime_s)
 
 
@@ -173,11 +206,11 @@ def _lease_s(sandbox: SandboxSnapshot, spec: PoolSpec) -> float:
 
 
 def _lacking(seen: Snapshot, staying: Sequence[SandboxSnapshot]) -> int:
-    """How many sandboxes there are too few; below zero, how many there are beyond the minimum and nobody waits."""
+    """How many sandboxes are missing. A negative number: how many there are above the minimum while no acquire waits."""
     spec = seen.spec
     wanted = seen.slots_wanted + spec.warm_slots
     coming = sum(spec.slots_per_sandbox if s.state is SandboxState.STARTING else s.ready + s.coming for s in staying)
-    # Kept slots are taken over before a new sandbox is made for a waiter, but they are not warm.
+    # A waiter takes over a kept slot before a sandbox is created for it. But a kept slot is not warm.
     coming += min(sum(s.kept for s in staying), seen.slots_wanted)
     lacking = max(spec.min_sandboxes - len(staying), ceil((wanted - coming) / spec.slots_per_sandbox))
     if lacking > 0:
@@ -186,7 +219,7 @@ def _lacking(seen: Snapshot, staying: Sequence[SandboxSnapshot]) -> int:
 
 
 def _surplus(seen: Snapshot, staying: Sequence[SandboxSnapshot], now: float) -> list[Action]:
-    """Idle sandboxes above the minimum, longest idle first, as long as the warm slots stay warm."""
+    """Drain idle sandboxes above the minimum, those that are idle longest first, as long as `warm_slots` ready slots are left."""
     spec = seen.spec
     idle = [s for s in staying if s.state is SandboxState.READY and s.idle_since is not None and now - s.idle_since >= spec.idle_timeout_s]
     idle.sort(key=lambda s: s.idle_since or 0.0)

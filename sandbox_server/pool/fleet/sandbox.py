@@ -14,13 +14,19 @@ from sandbox_server.link import AgentClient
 from sandbox_server.link.agent_reports import AgentReport
 from sandbox_server.store.base import CacheRecord, SandboxRecord
 
-#: What a sandbox that is found again has left at least, in seconds.
+#: How long an adopted sandbox is kept at least, whatever its recorded age, in seconds.
 GRACE_S = 60.0
 
 
 @dataclass(slots=True, eq=False)
 class Cache:
-    """A shared cache in a sandbox. `idle_since`: nobody of its run holds a lease; `dropping`: the agent has been told to delete it."""
+    """A shared cache in a sandbox.
+
+    Attributes:
+        record: its key, tenant and run.
+        idle_since: since when no lease of its run is held, monotonic; None while one is.
+        dropping: whether the agent has been asked to delete it.
+    """
 
     record: CacheRecord
     idle_since: float | None = None
@@ -29,7 +35,23 @@ class Cache:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Sandbox:
-    """One sandbox. `state` is moved by `happen` alone; times without a clock in their name are monotonic."""
+    """One sandbox as its pool knows it.
+
+    Attributes:
+        created_wall: when its creation began, in Unix seconds.
+        state: its state, which `apply_event` alone changes.
+        handle: the last checkpoint of its creation; None before the first.
+        agent: the client of its agent; None before the first connection.
+        boot: the boot nonce of its agent. Another agent that answers in its place has another one.
+        ready_at: when its agent answered for the first time, monotonic.
+        idle_since: since when none of its slots is leased or kept, monotonic, provided that none is now.
+        ends_at: when the backend ends it by itself, monotonic; None if the backend does not.
+        end_is_known: whether `ends_at` has been learned from the backend, or need not be.
+        destroying: whether its supervisor destroys it.
+        reason: why it drains, or how it failed.
+        caches: the shared caches in it, by key.
+        changed: set, and replaced by a new event, whenever a caller that waits for the sandbox has to check again.
+    """
 
     sandbox_id: str
     pool: str
@@ -42,47 +64,49 @@ class Sandbox:
     isolation: str = ""
     ready_at: float | None = None
     idle_since: float | None = None
+    ends_at: float | None = None
+    end_is_known: bool = True
     destroying: bool = False
-    why: str = ""
+    reason: str = ""
     caches: dict[str, Cache] = field(default_factory=dict)
     pool_tenant: str | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def happen(self, event: SandboxEvent) -> None:
-        """Let something happen to it.
+    def apply_event(self, event: SandboxEvent) -> None:
+        """Move the sandbox into the state that an event leads to.
 
         Raises:
-            IllegalTransition: it cannot happen in this state.
+            IllegalTransition: the event cannot happen in the present state.
         """
         self.state = next_sandbox_state(self.state, event)
-        self.wake()
+        self.notify_waiters()
 
-    def wake(self) -> None:
-        """Let those look again who wait for something to change."""
+    def notify_waiters(self) -> None:
+        """Let the callers that wait for a change of the sandbox check again."""
         changed, self.changed = self.changed, asyncio.Event()
         changed.set()
 
     @property
     def pool_id(self) -> PoolId:
-        """Which pool it is of."""
+        """The pool of the sandbox."""
         return PoolId(self.pool, self.pool_tenant)
 
     @property
     def fields(self) -> dict[str, Any]:
-        """What log lines say of it."""
+        """The fields that identify it in log lines and events."""
         return {"sandbox_id": self.sandbox_id, **self.pool_id.fields}
 
     @property
     def reachable(self) -> bool:
-        """Whether its agent can be spoken to now."""
+        """Whether there is a link to its agent now."""
         return self.agent is not None and self.agent.is_connected
 
     def ready_wall(self, clock: Clock) -> float | None:
-        """When it first was ready, as the wall clock tells it now."""
+        """When its agent answered for the first time, in Unix seconds by the present wall clock."""
         return None if self.ready_at is None else wall_at(clock, self.ready_at)
 
     def record(self, clock: Clock) -> SandboxRecord:
-        """What must be known of it after a crash."""
+        """The record from which another service adopts it."""
         return SandboxRecord(
             sandbox_id=self.sandbox_id,
             pool=self.pool,
@@ -93,15 +117,21 @@ class Sandbox:
             spec=self.spec,
             ready_at=self.ready_wall(clock),
             caches=tuple(cache.record for cache in self.caches.values()),
-            why=self.why,
+            why=self.reason,
             pool_tenant=self.pool_tenant,
         )
 
     @classmethod
     def restored(cls, record: SandboxRecord, spec: PoolSpec, clock: Clock) -> Sandbox:
-        """The sandbox of a record. Times of the wall clock become monotonic ones, as far as both can be believed."""
+        """Restore the sandbox of a record. Wall-clock times become monotonic ones.
+
+        Args:
+            record: the record.
+            spec: the pool's spec, for a record that has none.
+            clock: monotonic and wall time.
+        """
         made_with = record.spec or spec
-        # Its agent ends itself by a clock of its own: one that still runs has some time left, whatever the wall clock says.
+        # The agent ends itself by a clock of its own, so an agent that still runs has some time left, whatever the wall clock shows.
         oldest_s = max(0.0, made_with.max_lifetime_s + made_with.max_lease_s - GRACE_S)
         return cls(
             sandbox_id=record.sandbox_id,
@@ -112,7 +142,7 @@ class Sandbox:
             handle=record.handle,
             boot=record.boot,
             ready_at=None if record.ready_at is None else max(monotonic_at(clock, record.ready_at), clock.monotonic() - oldest_s),
-            why=record.why,
+            reason=record.why,
             pool_tenant=record.pool_tenant,
             caches={cache.key: Cache(cache) for cache in record.caches},
         )

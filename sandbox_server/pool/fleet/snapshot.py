@@ -1,4 +1,4 @@
-"""What a pool's plan and its claimant's view must know of it. Reads, changes nothing."""
+"""Reads the state of a pool for its plan and for the view of its claimant. Changes nothing."""
 
 from __future__ import annotations
 
@@ -11,19 +11,27 @@ from sandbox_server.pool.leasing.lease_book import LeaseBook
 
 
 def snapshot(spec: PoolSpec, sandboxes: Iterable[Sandbox], book: LeaseBook, retry_at: float, *, closing: bool) -> Snapshot:
-    """What the plan must know of a pool."""
-    seen = [_seen(sandbox, book, spec) for sandbox in sandboxes]
+    """Take the snapshot that the plan decides from.
+
+    Args:
+        spec: the pool's spec.
+        sandboxes: the pool's sandboxes.
+        book: the pool's slots and waiters.
+        retry_at: the earliest monotonic time of the next creation.
+        closing: whether the pool is to have no sandboxes any more.
+    """
+    seen = [_snapshot_of(sandbox, book, spec) for sandbox in sandboxes]
     return Snapshot(spec=spec, sandboxes=seen, slots_wanted=book.queue.slots_wanted, retry_at=retry_at, closing=closing)
 
 
 def capacity(spec: PoolSpec, sandboxes: Iterable[Sandbox], book: LeaseBook, *, can_grow: bool) -> int:
-    """How many slots a pool could give at once when every lease had ended.
+    """How many slots a pool could lease at once if every lease had ended.
 
     Args:
-        spec: the pool's.
-        sandboxes: those it has.
-        book: knows their slots.
-        can_grow: whether the sandboxes that it may have and does not have can be made; those that go make room for others.
+        spec: the pool's spec.
+        sandboxes: the pool's sandboxes.
+        book: the pool's slots.
+        can_grow: whether new sandboxes can be created, up to `max_sandboxes`, in place of those that go.
     """
     ready = [sandbox for sandbox in sandboxes if sandbox.state is SandboxState.READY]
     quarantined = sum(book.table.slots_by_sandbox[s.sandbox_id].counts[SlotState.QUARANTINED] for s in ready if s.sandbox_id in book.table.slots_by_sandbox)
@@ -32,7 +40,12 @@ def capacity(spec: PoolSpec, sandboxes: Iterable[Sandbox], book: LeaseBook, *, c
 
 
 def claimant_view(book: LeaseBook, now: float) -> ClaimantView | None:
-    """What is shown of the acquire that a pool holds slots for, if there is one. `now`: monotonic."""
+    """The view of the acquire that a pool holds free slots for; None if there is none.
+
+    Args:
+        book: the pool's slots and waiters.
+        now: the monotonic time.
+    """
     claimant = book.claims.claimant
     if claimant is None:
         return None
@@ -42,7 +55,7 @@ def claimant_view(book: LeaseBook, now: float) -> ClaimantView | None:
     )
 
 
-def _seen(sandbox: Sandbox, book: LeaseBook, spec: PoolSpec) -> SandboxSnapshot:
+def _snapshot_of(sandbox: Sandbox, book: LeaseBook, spec: PoolSpec) -> SandboxSnapshot:
     sandbox_slots = book.table.slots_by_sandbox.get(sandbox.sandbox_id)
     outdated = is_outdated(sandbox.spec, spec)
     if sandbox_slots is None:
@@ -60,6 +73,7 @@ def _seen(sandbox: Sandbox, book: LeaseBook, spec: PoolSpec) -> SandboxSnapshot:
         quarantined=counts[SlotState.QUARANTINED],
         ready_at=sandbox.ready_at,
         idle_since=sandbox.idle_since if is_idle else None,
+        ends_at=sandbox.ends_at,
         destroying=sandbox.destroying,
         outdated=outdated,
         max_lifetime_s=sandbox.spec.max_lifetime_s,

@@ -1,4 +1,4 @@
-"""The background loop of a pool: it looks when something happened, and when something is due."""
+"""Timers, and the background loop of a pool: it runs when something has changed, and when something is due."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ MAX_SLEEP_S = 1.0
 
 
 class Cancellable(Protocol):
-    """A callback that is planned."""
+    """A callback that will be called later."""
 
     def cancel(self) -> None:
-        """Forget it."""
+        """Do not call it any more."""
         ...
 
 
 class Timers(Protocol):
-    """How to wait. `testing.FakeClock` is the other one."""
+    """How to wait: `LoopTimers`, or `testing.FakeClock`."""
 
     def call_later(self, delay_s: float, callback: Callable[[], None]) -> Cancellable:
-        """Call back after so many seconds."""
+        """Call a function after `delay_s` seconds."""
         ...
 
     async def sleep(self, delay_s: float) -> None:
-        """Return after so many seconds."""
+        """Return after `delay_s` seconds."""
         ...
 
 
@@ -45,11 +45,11 @@ class LoopTimers:
 
 
 class Ticker:
-    """Calls `tick` soon after each `kick`, when `tick` said that something is due, and at least every `MAX_SLEEP_S`.
+    """Calls a function soon after each `request_tick`, when that function said that something would be due, and at least every `MAX_SLEEP_S`.
 
     Args:
-        tick: does what is due and returns when the next thing is, monotonic seconds.
-        clock: the clock that `tick` speaks of.
+        tick: does everything that is due, and returns the monotonic time at which something will be due next.
+        clock: the clock of that time.
         timers: how to wait.
     """
 
@@ -62,37 +62,37 @@ class Ticker:
         self._running = False
 
     def start(self) -> None:
-        """Begin."""
+        """Begin to call the function."""
         self._running = True
-        self.kick()
+        self.request_tick()
 
     def stop(self) -> None:
-        """End; nothing is called any more."""
+        """Never call the function again."""
         self._running = False
         for planned in (self._timer, self._soon):
             if planned is not None:
                 planned.cancel()
         self._timer = self._soon = None
 
-    def kick(self) -> None:
-        """Something happened: look in the next turn of the loop. Many kicks in one turn are one look."""
+    def request_tick(self) -> None:
+        """Call the function in the next turn of the event loop. Several requests in one turn lead to one call."""
         if self._running and self._soon is None:
-            self._soon = asyncio.get_running_loop().call_soon(self._run)
+            self._soon = asyncio.get_running_loop().call_soon(self._run_tick)
 
-    def _run(self) -> None:
+    def _run_tick(self) -> None:
         self._soon = None
         if self._timer is not None:
             self._timer.cancel()
         due = 0.0
         try:
             due = self._tick()
-        except Exception:  # the edge of the loop: one bad tick must not be the last
+        except Exception:  # a fault in one tick must not end the loop
             log.exception("a tick failed")
             due = self._clock.monotonic() + MAX_SLEEP_S
         if self._running:
             delay_s = min(max(due - self._clock.monotonic(), 0.0), MAX_SLEEP_S)
-            self._timer = self._timers.call_later(delay_s, self._fire)
+            self._timer = self._timers.call_later(delay_s, self._run_timed_tick)
 
-    def _fire(self) -> None:
+    def _run_timed_tick(self) -> None:
         self._timer = None
-        self._run()
+        self._run_tick()

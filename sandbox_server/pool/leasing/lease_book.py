@@ -89,6 +89,10 @@ class LeaseBook:
         """Add a sandbox, whose slots are reported later."""
         self.table.add_sandbox(sandbox_id)
 
+    def set_sandbox_end(self, sandbox_id: str, ends_at: float) -> None:
+        """Let no lease that begins or is renewed from now on outlive its sandbox, which its backend ends at `ends_at`, monotonic."""
+        self.table.slots_by_sandbox[sandbox_id].ends_at = ends_at
+
     def remove_sandbox(self, sandbox_id: str, detail: str) -> list[Lease]:
         """Remove a sandbox that was lost or destroyed, and end its leases. Returns the ended leases."""
         lost = [slot.lease_id for slot in self.table.remove_sandbox(sandbox_id) if slot.lease_id is not None]
@@ -254,10 +258,11 @@ class LeaseBook:
         )
 
     def _lease_slot(self, slot: Slot, request: AcquireRequest, index: int, now: float, wall_s: float) -> Lease:
-        lease = new_lease(self._new_lease_id(), self._pool, self.spec, slot, request, index, wall_s)
+        sandbox_ends_at = self.table.slots_by_sandbox[slot.ref.sandbox_id].ends_at
+        lease = new_lease(self._new_lease_id(), self._pool, self.spec, slot, request, index, wall_s, sandbox_life_s=sandbox_ends_at - now)
         slot.lease_id = lease.lease_id
         self.table.apply_event(slot, SlotEvent.GRANT)
-        self.lease_index.add(HeldLease(lease, deadline=now + request.ttl_s))
+        self.lease_index.add(HeldLease(lease, deadline=min(now + request.ttl_s, sandbox_ends_at)))
         self._record(lease)
         return lease
 
@@ -327,7 +332,8 @@ class LeaseBook:
     def renew_lease(self, lease_id: str, ttl_s: float) -> Lease:
         """Extend a held lease to at least `ttl_s` seconds from now. A renewal never shortens it. Returns the lease."""
         held_lease = self.held[lease_id]
-        held_lease.deadline = max(held_lease.deadline, self._clock.monotonic() + ttl_s)
+        sandbox_ends_at = self.table.slots_by_sandbox[held_lease.lease.sandbox_id].ends_at
+        held_lease.deadline = max(held_lease.deadline, min(self._clock.monotonic() + ttl_s, sandbox_ends_at))
         ttl_s = max(ttl_s, held_lease.deadline - self._clock.monotonic())
         held_lease.lease = replace(held_lease.lease, ttl_s=ttl_s, expires_at=wall_at(self._clock, held_lease.deadline))
         self._record(held_lease.lease)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 from sandbox_server.core.types import AcquireRequest, Lease, LeaseState, PoolId, PoolSpec, SlotState
 from sandbox_server.pool.leasing.slot_table import Slot
 
 
-def new_lease(lease_id: str, pool: PoolId, spec: PoolSpec, slot: Slot, request: AcquireRequest, index: int, wall_s: float) -> Lease:
+def new_lease(
+    lease_id: str, pool: PoolId, spec: PoolSpec, slot: Slot, request: AcquireRequest, index: int, wall_s: float, sandbox_life_s: float = math.inf
+) -> Lease:
     """Return the lease of a slot for an acquire.
 
     Args:
@@ -17,6 +21,7 @@ def new_lease(lease_id: str, pool: PoolId, spec: PoolSpec, slot: Slot, request: 
         request: the acquire.
         index: the position of the lease among the leases of the acquire, from 0.
         wall_s: the wall-clock time, in Unix seconds.
+        sandbox_life_s: how long the sandbox still lives, in seconds, if its backend ends it by itself. The lease does not outlive it.
     """
     return Lease(
         lease_id=lease_id,
@@ -31,11 +36,12 @@ def new_lease(lease_id: str, pool: PoolId, spec: PoolSpec, slot: Slot, request: 
         state=LeaseState.HELD,
         ttl_s=request.ttl_s,
         acquired_at=wall_s,
-        expires_at=wall_s + request.ttl_s,
+        expires_at=wall_s + min(request.ttl_s, sandbox_life_s),
         workspace=slot.workspace,
         isolation=slot.isolation,
         allow_network=spec.slots_have_network and request.allow_network is not False,
         cache=request.cache,
         workspace_kept=slot.state is SlotState.KEPT,
+        sandbox_ends_at=None if sandbox_life_s == math.inf else wall_s + sandbox_life_s,
         labels=request.labels,
     )

@@ -73,6 +73,8 @@ class SandboxSlots:
     counts: Counter[SlotState] = field(default_factory=Counter)
     becoming_free_count: int = 0
     is_cordoned: bool = False
+    #: when the backend ends the sandbox by itself, monotonic
+    ends_at: float = float("inf")
 
 
 class SlotTable:

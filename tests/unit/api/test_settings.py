@@ -12,6 +12,8 @@ from sandbox_server.api.contract.requests import PoolSpecBody
 from sandbox_server.api.contract.specs import spec_of
 from sandbox_server.api.limits import Limits
 from sandbox_server.api.tenants import Tenant
+from sandbox_server.backends.registry import load_backend
+from sandbox_server.core.errors import NotImplementedHere
 from sandbox_server.core.types import LocalSpec, PoolSpec
 from sandbox_server.settings import (
     CLIENTS_OWN,
@@ -231,3 +233,18 @@ def test_the_spec_over_http_and_the_spec_inside_have_the_same_fields_and_default
 def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"Is a directory"):
         load_settings({"SANDBOX_CONFIG": str(tmp_path)})
+
+
+def test_the_settings_of_a_backend_reach_the_place_where_it_is_made(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("secret")
+    path = tmp_path / "config.yaml"
+    path.write_text(f"nomad: {{token_file: {token}}}\ndocker: {{host: 'unix:///run/docker.sock'}}\n")
+    settings = load_settings({"SANDBOX_CONFIG": str(path)})
+
+    assert settings.of_backend("nomad") == {"token_file": token, "ca_cert": None, "client_cert": None, "client_key": None}
+    assert settings.of_backend("docker") == {"host": "unix:///run/docker.sock"}
+    assert settings.of_backend("local") == {"transport": "unix"}
+    for name in ("nomad", "docker"):
+        with pytest.raises(NotImplementedHere, match="is not built yet"):
+            load_backend(name, tmp_path, settings=settings.of_backend(name))
