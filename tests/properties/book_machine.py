@@ -46,7 +46,7 @@ class Busy:
 
 
 class BookMachine(RuleBasedStateMachine):
-    """Drives a `LeaseBook` the way a pool does, crashes included."""
+    """Uses a `LeaseBook` as a pool does, including crashes of the service."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class BookMachine(RuleBasedStateMachine):
         return self._admits(waiter.request, leased) and waiter.request.count <= self.capacity - leased[waiter.request.tenant]
 
     def _has(self, waiter: Waiter) -> int:
-        """How many slots it could be given now: free ones, and those kept for its run."""
+        """Return how many slots a waiter could be granted now: free ones, and those that are kept for its run."""
         holder, open_slots = (waiter.request.tenant, waiter.request.run_id), [slot for slot in self.book.table if self._is_open(slot.ref)]
         return sum(slot.state is SlotState.READY or (slot.state is SlotState.KEPT and holder[1] is not None and slot.keep == holder) for slot in open_slots)
 
@@ -114,14 +114,18 @@ class BookMachine(RuleBasedStateMachine):
                 return
 
     def _turns(self) -> dict[str, list[Waiter]]:
-        """Each tenant's waiters in their order."""
+        """Return the waiters of each tenant in the order in which they are served."""
         turns: dict[str, list[Waiter]] = {}
         for waiter in sorted(self.waiting, key=lambda waiter: (-waiter.request.priority, waiter.seq)):
             turns.setdefault(waiter.request.tenant, []).append(waiter)
         return turns
 
     def _check_turn(self, waiter: Waiter, leased: Counter[str], usable: int, still_waiting: list[Waiter]) -> None:
-        """Within a tenant nobody overtakes; between tenants the claimant goes first, then the least leased per weight, others only up to their share."""
+        """Check the order of serving.
+
+        Within a tenant, waiters are served in order. Among tenants, the claimant comes first, then the tenant with the fewest leases in proportion to
+        its weight, and the others only up to their share.
+        """
         tenant = waiter.request.tenant
         turns = self._turns()
         assert turns[tenant][0] is waiter, "somebody overtook the head of its tenant"
