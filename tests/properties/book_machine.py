@@ -1,4 +1,4 @@
-"""The lease book under anything that may happen to it, and a model that knows only the promises.
+"""A random state machine for the lease book, and a model of what the lease book promises.
 
 The model does not look at how the book decides: it checks, after every step, who holds what, and at every grant, whether it was that waiter's turn.
 """
@@ -30,7 +30,7 @@ MANY = 1000
 
 @dataclass
 class Busy:
-    """What the model knows of a held lease."""
+    """A held lease in the model."""
 
     lease: Lease
     deadline: float
@@ -39,14 +39,14 @@ class Busy:
 
     @property
     def ends(self) -> float:
-        """When it must end by itself."""
+        """When it must expire, monotonic."""
         if self.running:
             return float("inf")
         return max(self.deadline, (self.quiet + 60) if self.quiet is not None else 0)
 
 
 class BookMachine(RuleBasedStateMachine):
-    """Drives a `LeaseBook` the way a pool does, crashes included."""
+    """Uses a `LeaseBook` as a pool does, including crashes of the service."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class BookMachine(RuleBasedStateMachine):
         return self._admits(waiter.request, leased) and waiter.request.count <= self.capacity - leased[waiter.request.tenant]
 
     def _has(self, waiter: Waiter) -> int:
-        """How many slots it could be given now: free ones, and those kept for its run."""
+        """Return how many slots a waiter could be granted now: free ones, and those that are kept for its run."""
         holder, open_slots = (waiter.request.tenant, waiter.request.run_id), [slot for slot in self.book.table if self._is_open(slot.ref)]
         return sum(slot.state is SlotState.READY or (slot.state is SlotState.KEPT and holder[1] is not None and slot.keep == holder) for slot in open_slots)
 
@@ -114,14 +114,18 @@ class BookMachine(RuleBasedStateMachine):
                 return
 
     def _turns(self) -> dict[str, list[Waiter]]:
-        """Each tenant's waiters in their order."""
+        """Return the waiters of each tenant in the order in which they are served."""
         turns: dict[str, list[Waiter]] = {}
         for waiter in sorted(self.waiting, key=lambda waiter: (-waiter.request.priority, waiter.seq)):
             turns.setdefault(waiter.request.tenant, []).append(waiter)
         return turns
 
     def _check_turn(self, waiter: Waiter, leased: Counter[str], usable: int, still_waiting: list[Waiter]) -> None:
-        """Within a tenant nobody overtakes; between tenants the claimant goes first, then the least leased per weight, others only up to their share."""
+        """Check the order of serving.
+
+        Within a tenant, waiters are served in order. Among tenants, the claimant comes first, then the tenant with the fewest leases in proportion to
+        its weight, and the others only up to their share.
+        """
         tenant = waiter.request.tenant
         turns = self._turns()
         assert turns[tenant][0] is waiter, "somebody overtook the head of its tenant"
@@ -148,7 +152,7 @@ class BookMachine(RuleBasedStateMachine):
             self.highest_epoch[lease.slot] = lease.epoch
             self.held[lease.lease_id] = Busy(lease, self.clock.monotonic() + request.ttl_s)
 
-    # What may happen. Few rules with many faces: every rule is as likely as any other, and most of a life shall be work, not disaster.
+    # The rules. Hypothesis chooses each rule with the same probability, so the failures share a few rules: most steps are ordinary use.
 
     @rule(
         requests=st.lists(
@@ -174,7 +178,7 @@ class BookMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.held)
     @rule(data=st.data(), keep=st.booleans(), clean=st.booleans())
     def release(self, data: st.DataObject, keep: bool, clean: bool) -> None:
-        """Some leases end, and most of their slots are reset before anything else happens."""
+        """Release some leases, and end the reset of most of their slots before the next step."""
         for lease_id in data.draw(st.lists(st.sampled_from(sorted(self.held)), unique=True, min_size=1)):
             lease = self.book.release_lease(lease_id, keep=keep)
             assert lease.state is LeaseState.RELEASED
@@ -246,11 +250,11 @@ class BookMachine(RuleBasedStateMachine):
         self._assign()
 
     def _limit(self, data: st.DataObject) -> None:
-        """The settings were read again."""
+        """Change the limits of a tenant, as a reload of the settings does."""
         self.max_leases[data.draw(st.sampled_from(TENANTS))] = data.draw(st.sampled_from((None, None, 1, 3)))
 
     def _shrink(self, data: st.DataObject) -> None:
-        """The pool could give fewer slots at best, or as many as it could before."""
+        """Reduce the capacity of the pool, or restore it."""
         self.capacity = data.draw(st.sampled_from((2, 5, MANY)))
 
     def _hang_up(self, data: st.DataObject) -> None:
@@ -260,7 +264,7 @@ class BookMachine(RuleBasedStateMachine):
             self.book.remove_waiter(waiter)
 
     def _undo(self, data: st.DataObject) -> None:
-        """The narrowing of a grant failed: it is given back, and the waiter waits again at its old place."""
+        """Fail to prepare the slots of a grant: the leases are released, and the waiter returns to its old position."""
         waiter = self.book.enqueue(AcquireRequest(tenant=data.draw(st.sampled_from(TENANTS)), pool="p"), wait_s=150.0)
         self.waiting.append(waiter)
         self.claims.look(self.waiting, self.book.lease_count_by_tenant, self._has)
@@ -274,7 +278,7 @@ class BookMachine(RuleBasedStateMachine):
         self.waiting.append(waiter)
 
     def _init(self, data: st.DataObject) -> None:
-        """The init of a held slot dies."""
+        """End the init process of a held slot."""
         if self.held:
             lease_id = data.draw(st.sampled_from(sorted(self.held)))
             lease = self.book.reset_broken_slot(self.held.pop(lease_id).lease.slot, "killed", {})
@@ -301,12 +305,12 @@ class BookMachine(RuleBasedStateMachine):
             self.book.table.uncordon_sandbox(sandbox_id)
 
     def _close(self, data: st.DataObject) -> None:
-        """A sandbox drains, or cannot be reached."""
+        """Cordon a sandbox, as if it drained or could not be reached."""
         if self.book.table.slots_by_sandbox:
             self.book.table.cordon_sandbox(data.draw(st.sampled_from(sorted(self.book.table.slots_by_sandbox))))
 
     def _lose(self, data: st.DataObject) -> None:
-        """A sandbox dies."""
+        """Remove a sandbox, as if it had died."""
         if not self.book.table.slots_by_sandbox:
             return
         sandbox_id = data.draw(st.sampled_from(sorted(self.book.table.slots_by_sandbox)))
@@ -318,7 +322,7 @@ class BookMachine(RuleBasedStateMachine):
         self.known_slots = {ref for ref in self.known_slots if ref.sandbox_id != sandbox_id}
 
     def _crash(self, data: st.DataObject) -> None:
-        """The service dies, and another starts from what is on record: held leases go on, nobody waits any more."""
+        """Restart the service from its records: held leases continue, and the queue is empty."""
         self.clock.pass_time(data.draw(st.sampled_from((0.0, 3.0, 1000.0))))
         self.waiting.clear()
         self.book = self._new_book()
@@ -338,7 +342,7 @@ class BookMachine(RuleBasedStateMachine):
             assert slot is not None
             assert slot.fresh or ordered.get(ref) == slot.epoch, "a slot between two holders would never be reset"
 
-    # What holds after every step.
+    # The invariants after every step.
 
     @invariant()
     def the_book_agrees_with_itself(self) -> None:
@@ -357,7 +361,7 @@ class BookMachine(RuleBasedStateMachine):
 
     @invariant()
     def nobody_waits_for_what_is_free(self) -> None:
-        """Whoever is first in the order and fits is served: a lone head never waits beside enough free slots."""
+        """Check that the first waiter in the serving order does not wait while enough slots are free for it."""
         if not hasattr(self, "book") or not self.waiting:
             return
         heads = [waiters[0] for waiters in self._turns().values() if self._admits(waiters[0].request, self.book.lease_count_by_tenant)]

@@ -1,4 +1,4 @@
-"""What the promise about claimants says, counted in slots: who must be the claimant, what it must get, and how many go before it."""
+"""A model of the rules for claimants: which waiter must be the claimant, how many slots it must get, and how many claimants come before it."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from sandbox_server.pool.leasing.wait_queue import Waiter
 
 
 class ClaimModel:
-    """Follows who is first in each tenant's queue, and who must be the claimant.
+    """Tracks the first waiter of each tenant, and which waiter must be the claimant.
 
     Args:
-        claim_after_s: at what age a tenant's first may claim, in seconds.
+        claim_after_s: the age at which the first waiter of a tenant may claim, in seconds.
         tenants: how many tenants there are.
-        now: monotonic seconds.
-        may_claim: whether, with so many leases by tenant, slots may be held for a waiter.
+        now: returns the monotonic time in seconds.
+        may_claim: returns whether slots may be held for a waiter, given the number of leases of each tenant.
     """
 
     def __init__(self, claim_after_s: float, tenants: int, now: Callable[[], float], may_claim: Callable[[Waiter, Counter[str]], bool]) -> None:
@@ -26,11 +26,11 @@ class ClaimModel:
         self._may_claim = may_claim
         self._firsts: dict[str, Waiter] = {}
         self._since: dict[int, float] = {}
-        #: the firsts, in the order in which they became that
+        #: the first waiters, in the order in which they became the first
         self._order: list[Waiter] = []
-        #: who has claimed since a tenant's first became that; not kept of those that could not claim themselves meanwhile
+        #: by first waiter: the waiters that have claimed since it became the first; None if it could not claim itself at some time since then
         self._went_before: dict[int, set[int] | None] = {}
-        #: how many slots must come ready until the claimant is served, and what it had when that was last looked at
+        #: how many slots must still come free until the claimant is served, and how many it could have had at the last check
         self._lacks = 0
         self._had = 0
         self._claimed_at = 0.0
@@ -40,7 +40,7 @@ class ClaimModel:
         self._interrupted: dict[str, tuple[Waiter, float]] = {}
 
     def changed(self, waiting: Sequence[Waiter]) -> None:
-        """Somebody has come, gone or been served. `waiting`: all who wait."""
+        """Update the first waiters after a waiter has arrived, left or been served. `waiting`: every waiter."""
         firsts: dict[str, Waiter] = {}
         for waiter in sorted(waiting, key=lambda waiter: (-waiter.request.priority, waiter.seq)):
             firsts.setdefault(waiter.request.tenant, waiter)
@@ -52,12 +52,12 @@ class ClaimModel:
         self._order = [waiter for waiter in self._order if firsts.get(waiter.request.tenant) is waiter]
 
     def look(self, waiting: Sequence[Waiter], leased: Counter[str], has: Callable[[Waiter], int]) -> None:
-        """See who must be the claimant now.
+        """Determine which waiter must be the claimant now.
 
         Args:
-            waiting: all who wait.
-            leased: leases by tenant.
-            has: how many slots a waiter could be given now: free ones, and those kept for its run.
+            waiting: every waiter.
+            leased: the number of leases of each tenant.
+            has: returns how many slots a waiter could be granted now: free ones, and those that are kept for its run.
         """
         self.changed(waiting)
         firsts = self._firsts
@@ -97,19 +97,19 @@ class ClaimModel:
         self._lacks = claimant.request.count - self._had
 
     def begin_assigning(self, has: Callable[[Waiter], int]) -> None:
-        """Slots have come ready, or were lost, since the last look; now they are given out."""
+        """Note how many slots came free or were lost since the last check. To be called before slots are assigned."""
         if self.claimant is not None:
             came_ready = has(self.claimant) - self._had
             self._lacks -= came_ready
             self._had += came_ready
 
     def granted(self, waiter: Waiter) -> None:
-        """Somebody was served while the claimant waited, or is the claimant."""
+        """Check a grant: while there is a claimant, other waiters get only slots that were kept for their own run."""
         if self.claimant is not None and waiter is not self.claimant:
             assert all(lease.workspace_kept for lease in waiter.leases), "a slot that came free went to somebody else while it was held for the claimant"
 
     def end_assigning(self, has: Callable[[Waiter], int]) -> None:
-        """Nobody else can be served."""
+        """Check the claimant after every waiter was served that could be."""
         if self.claimant is not None:
             assert has(self.claimant) == self._had, "slots that were held for the claimant are gone"
             assert self._lacks > 0, "as many slots came ready as the claimant lacked, and it still waits"

@@ -1,4 +1,4 @@
-"""Whole pools over fakes, under anything that may happen to a service, its agents and their links, its own death included.
+"""Random histories of whole pools with fake agents and a fake backend: agents stop answering, links are lost, and the service crashes.
 
 The model knows only what was promised: which leases callers were told of, until when they hold, which sandboxes were killed.
 """
@@ -24,7 +24,7 @@ MAX_SANDBOXES = 3
 
 
 class Moody(FakeAgent):
-    """An agent that may stop answering for a while; what it was asked meanwhile it does when it is well again."""
+    """An agent that can stop answering for a while. It answers the requests of that time afterwards."""
 
     stalled = False
 
@@ -46,7 +46,7 @@ class Moody(FakeAgent):
 
 
 class MoodyBackend(FakeBackend):
-    """Makes moody agents."""
+    """Creates sandboxes with such agents."""
 
     def make_agent(self, pool: str, spec: PoolSpec, sandbox_id: str) -> FakeAgent:
         return Moody(sandbox_id)
@@ -54,7 +54,7 @@ class MoodyBackend(FakeBackend):
 
 @dataclass
 class Promise:
-    """A lease that a caller was told of. `until`: it holds at least so long, monotonic."""
+    """A lease that a caller was granted. `until`: it must be held at least until then, monotonic."""
 
     lease: Lease
     until: float
@@ -105,7 +105,7 @@ class World:
             self.promises[lease.lease_id] = Promise(lease, self.clock.monotonic() + lease.ttl_s)
 
     async def gang_waits(self) -> None:
-        """Another tenant wants many slots at once, and waits for them; its leases end by themselves."""
+        """Start an acquire of many slots for another tenant. Its leases are left to expire."""
         request = AcquireRequest(tenant="gang", pool="mine", count=self.data.draw(st.integers(2, 2 * MAX_SANDBOXES)), ttl_s=5.0)
         self.gangs.append(asyncio.create_task(self.pools.acquire(request)))
         await settle()
@@ -222,7 +222,7 @@ class World:
     # What must hold.
 
     def check(self) -> None:
-        """After every step."""
+        """Check what must hold after every step."""
         held = [*self.pools.leases("t", limit=1000)[0], *self.pools.leases("gang", limit=1000)[0]]
         slots = [(lease.sandbox_id, lease.slot_id) for lease in held]
         assert len(slots) == len(set(slots)), "a slot with two holders"
@@ -236,7 +236,7 @@ class World:
         assert self.backend.most_at_once <= MAX_SANDBOXES, "past max_sandboxes"
 
     async def check_at_rest(self) -> None:
-        """When nothing happens any more."""
+        """Check what must hold at the end, when every operation has finished."""
         await self.agents_recover()
         await self.clock.advance(200)
         await settle()
@@ -260,7 +260,7 @@ class World:
 
 
 async def live(data: st.DataObject, steps: int) -> None:
-    """One random history of so many steps."""
+    """Run one random history with a number of steps."""
     world = World(data)
     await world.start()
     await world.pools.put_pool("mine", world.spec)

@@ -1,4 +1,4 @@
-"""Random lives of the lease book. `BOOK_STEPS=10000` runs that many steps at least; the default is smaller."""
+"""Random sequences of operations on the lease book. `BOOK_STEPS=10000` runs at least that many steps; the default is smaller."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pool driven by the plan alone, against a backend that does anything: what must hold of every decision and every state between."""
+"""A pool that follows the plan alone, with a backend that behaves at random: checks every decision and every state."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SPECS = st.builds(
 
 
 class Simulation:
-    """Sandboxes as the plan sees them, moved by its actions and by what a backend may do."""
+    """Sandboxes as the plan sees them. The actions of the plan and the random behaviour of a backend change them."""
 
     def __init__(self, spec: PoolSpec) -> None:
         self.spec = spec
@@ -59,7 +59,7 @@ class Simulation:
             self.sandboxes[action.sandbox_id] = replace(seen, destroying=True, state=SandboxState.DRAINING, leased=0)
 
     def happen(self, what: str, which: int, amount: float) -> None:
-        """Something happens: to the pool, or to one of its sandboxes."""
+        """Change the pool or one of its sandboxes at random."""
         if what == "time":
             self.now += amount
         elif what == "want":
@@ -77,7 +77,7 @@ class Simulation:
                 self.sandboxes[name] = changed
 
     def change(self, seen: SandboxSnapshot, what: str) -> SandboxSnapshot | None:
-        """What becomes of a sandbox; None: the backend says it is gone."""
+        """Return a possible next state of a sandbox; None if the backend has destroyed it."""
         if what == "gone":
             return None if seen.destroying else seen
         if what == "fail" and not seen.destroying:
@@ -145,7 +145,7 @@ def test_left_alone_with_a_working_backend_it_comes_to_rest_with_what_is_wanted(
 @settings(max_examples=100, deadline=None)
 @given(spec=SPECS, events=st.lists(EVENTS, max_size=40))
 def test_it_says_when_to_look_again(spec, events):
-    """Nothing new is decided before `next_due` unless something happens."""
+    """The plan decides nothing new before `next_due` while the pool does not change."""
     simulation = Simulation(spec)
     for event in events:
         simulation.tick()

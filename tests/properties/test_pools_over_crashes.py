@@ -1,4 +1,4 @@
-"""Random histories of whole pools, deaths of the service in between. `POOL_LIVES=1000` runs that many; the default is smaller."""
+"""Random histories of whole pools with crashes of the service. `POOL_LIVES=1000` runs that many histories; the default is smaller."""
 
 from __future__ import annotations
 

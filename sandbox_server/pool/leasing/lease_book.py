@@ -29,7 +29,7 @@ from sandbox_server.store.base import Record, SlotRecord
 
 #: How long the files of a released slot are kept for its run, in seconds.
 KEPT_S = 60.0
-#: Stands for a run of which only is known that it is none of those that wait.
+#: A run that differs from the run of every acquire. It is used where the run that last used a slot is not known.
 UNKNOWN_RUN: RunKey = ("", None)
 NO_EVIDENCE: Mapping[str, Any] = MappingProxyType({})
 

@@ -1,4 +1,4 @@
-"""The waiting acquire for which a pool holds what comes free: who becomes it, what it gets, and when it stops being it."""
+"""The claimant: which acquire becomes it, which slots it gets, and when its claim ends."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def ended(tasks):
 
 
 async def turn(world, held, waiting, tenant="turning", **fields):
-    """The oldest lease of a tenant ends, and another acquire of it queues: it keeps its share turning."""
+    """Release the oldest lease of a tenant, and queue another acquire of the tenant."""
     give_back(world, held.pop(0).leases)
     waiting.append(await world.queue(tenant, **fields))
     await settle()

@@ -1,4 +1,4 @@
-"""The memory of ended leases: the newest are held, the others are found in the records, over a restart too, and all are forgotten after an hour."""
+"""Ended leases: the newest are in memory, the others are read from the store, also after a restart, and all are deleted after an hour."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def test_older_ended_leases_are_not_in_memory_and_are_found_all_the_same(t
         for number in range(ENDED):
             ended.add(ended_lease(number), float(number))
         await store.flush()
-        await store.check_storage()  # the thread that writes has let go of what it wrote
+        await store.check_storage()  # after this the writer thread refers to no record any more
         assert lease_objects() - before <= MAX_IN_MEMORY
 
         assert [ended.get(f"l-{number}") for number in (0, ENDED - 1)] == [ended_lease(0), ended_lease(ENDED - 1)]

@@ -1,4 +1,4 @@
-"""Who is served first: the order of the queue, seen from outside."""
+"""The order in which waiting acquires are served."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Network and cache of a lease: given before the grant counts, taken away for good; the self-test of resets; drains; events."""
+"""Network and cache of a lease: set up before the grant, and taken away permanently; the self-test of resets; drains; events."""
 
 from __future__ import annotations
 
