@@ -1,7 +1,7 @@
-"""User ids for slots: no two slots on this machine share one, whoever started their agents, and none is used again before its end is proven.
+"""User ids for slots. No two slots on this machine have the same uid, even those of different agents, and a uid is only used again after its end is proven.
 
-Every slot's uid has a keeper: a second uid that nothing has but what acts for us as the slot's user. With the keeper as its real and saved uid and the
-slot's as its effective one, a process of ours may do what the slot may do, and the slot can neither signal nor trace it.
+Every uid of a slot has a *holder uid*, a second uid that only helper processes of the agent have. A helper with the holder uid as its real and saved uid and
+with the uid of the slot as its effective uid has the file permissions of the slot, but the slot can neither signal nor trace it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sandbox_server.agent.errors import StartFailed
 from sandbox_server.agent.kernel.procfs import pids_of_uid, uids_in_use
 
 RANGE_UIDS = 1024
-_SLOT_UIDS = RANGE_UIDS // 2  # the other half are their keepers
+_SLOT_UIDS = RANGE_UIDS // 2  # The other half are their holder uids.
 _RANGES = 1024
 _HIGH_BASE = 1_000_000
 _LOW_BASE = 20_000
@@ -57,8 +57,8 @@ def _lock_dir() -> str:
     raise StartFailed("no folder for the locks of user ids: %s" % "; ".join(errors))
 
 
-def keeper_of(uid: int) -> int:
-    """The uid that acts for a slot's."""
+def holder_uid_of(uid: int) -> int:
+    """Return the holder uid of the uid of a slot."""
     return uid + _SLOT_UIDS
 
 
@@ -123,7 +123,7 @@ class UidRange:
             self._noted = _noted(fd, slots)
             for uid in slots:
                 # The user of a process that no agent ever took belongs to somebody else.
-                if (uid not in living and keeper_of(uid) not in living) or (uid in self._noted and not kill_uid(uid)):
+                if (uid not in living and holder_uid_of(uid) not in living) or (uid in self._noted and not kill_uid(uid)):
                     self._free.append(uid)
             return
         raise StartFailed("all %d ranges of user ids are taken by other agents" % ranges)
@@ -145,7 +145,7 @@ def kill_uid(uid: int) -> list[int]:
     deadline = time.monotonic() + _KILL_WITHIN_S
     while True:
         _kill_all_of(uid)
-        living = pids_of_uid(uid, keeper_of(uid))
+        living = pids_of_uid(uid, holder_uid_of(uid))
         if not living or time.monotonic() > deadline:
             return living
         time.sleep(_KILL_PAUSE_S)
@@ -159,7 +159,7 @@ def _kill_all_of(uid: int) -> None:
             os.setresgid(uid, uid, uid)
             # Really and saved the keeper, so that no process that is to be killed here can stop this one first. The signal goes to all that have
             # either uid, and never would as root.
-            os.setresuid(keeper_of(uid), uid, keeper_of(uid))
+            os.setresuid(holder_uid_of(uid), uid, holder_uid_of(uid))
             os.kill(-1, signal.SIGKILL)
         finally:
             os._exit(0)

@@ -16,8 +16,8 @@ from sandbox_server.agent.execution.slot_runtime import CacheFolder, SlotRuntime
 from sandbox_server.agent.execution.tools.tool_registry import TOOLS
 from sandbox_server.agent.init import oom_score
 from sandbox_server.agent.init.priority import raise_priority
-from sandbox_server.agent.isolation.base import Context
-from sandbox_server.agent.isolation.probe import Probed, probe
+from sandbox_server.agent.isolation.base import IsolationContext
+from sandbox_server.agent.isolation.probe import ProbeResult, probe_isolation_modes
 from sandbox_server.agent.kernel import seccomp
 from sandbox_server.agent.kernel.cgroups import Cgroups
 from sandbox_server.agent.kernel.trash import Trash
@@ -57,7 +57,7 @@ class Agent:
         self.over = asyncio.Event()
         self._loop = asyncio.get_event_loop()
         self._connections: set[Connection] = set()
-        self._probed: Probed | None = None
+        self._probed: ProbeResult | None = None
         self._waiting: list[Callable[[], None]] = []
         self._alone: asyncio.TimerHandle | None = None
         self._listeners = Listeners(self, config.listen, config.base_dir)
@@ -80,7 +80,7 @@ class Agent:
         lib = os.path.join(self.config.base_dir, "lib")
         write_slot_lib(lib)
         machine = os.uname().machine
-        context = Context(
+        context = IsolationContext(
             self.config,
             os.path.join(self.config.base_dir, "slots"),
             lib,
@@ -90,7 +90,7 @@ class Agent:
             sets_floor,
         )
         uids = UidRange()
-        self._probed = await probe(context, self._cgroups, self._trash, uids)
+        self._probed = await probe_isolation_modes(context, self._cgroups, self._trash, uids)
         await self._listeners.start()
         self._watch_life()
         if self._probed.isolation is not None:
@@ -127,7 +127,7 @@ class Agent:
             self.slots[slot.slot_id] = slot
             self._changes[slot.slot_id] = SlotTransitions(slot, bodies)
             self._changed(slot)
-        first = probed.first_body if probed is not None else None
+        first = probed.first_runtime if probed is not None else None
         rest = list(self.slots.values())
         if first is not None:
             rest.pop(0).adopt(first)

@@ -65,7 +65,7 @@ class RuntimePool:
         for pause_s in _PAUSES_S:
             try:
                 async with self._limit:
-                    return await self.isolation.start(slot_id, network, keep, cache)
+                    return await self.isolation.start_runtime(slot_id, network, keep, cache)
             except (StartFailed, OSError) as error:
                 temporary = error.temporary if isinstance(error, StartFailed) else error.errno in TEMPORARY_ERRORS
                 if not temporary:
@@ -73,7 +73,7 @@ class RuntimePool:
                 log.warning("a slot could not be started and is tried again: %s", error, extra={"slot_id": slot_id})
             await asyncio.sleep(pause_s)
         async with self._limit:
-            return await self.isolation.start(slot_id, network, keep, cache)
+            return await self.isolation.start_runtime(slot_id, network, keep, cache)
 
     async def again(self, ended: SlotRuntime, slot_id: str, network: bool, cache: CacheFolder | None = None) -> SlotRuntime:
         """A new body on the folders of one that has ended.
@@ -93,7 +93,7 @@ class RuntimePool:
 
     async def end(self, body: SlotRuntime, keep: bool) -> dict[str, Any]:
         """End a body; what it leaves is thrown away, or kept for `again`. Unproven, it stays as it is, out of use."""
-        proof = await self.isolation.end(body)
+        proof = await self.isolation.end_runtime(body)
         if proof["clean"] and body.cache is not None:
             self.caches.count_unmount(body.cache)
         if proof["clean"] and not keep:
@@ -102,7 +102,7 @@ class RuntimePool:
 
     def _done_with(self, ended: SlotRuntime) -> None:
         self.trash.throw(ended.dirs.root)
-        self.isolation.forget(ended)
+        self.isolation.free_uid(ended)
 
     def prepared(self) -> list[SlotRuntime]:
         """What is on the shelf."""

@@ -7,7 +7,7 @@ from typing import Any, Coroutine
 
 from sandbox_server.agent.errors import Refused, StartFailed
 from sandbox_server.agent.execution.slot_runtime import CacheFolder, SlotRuntime
-from sandbox_server.agent.isolation.base import prove_dirs
+from sandbox_server.agent.isolation.base import find_dirs_problem
 from sandbox_server.agent.slots.runtimes import RuntimePool
 from sandbox_server.agent.slots.slots import BROKEN, QUARANTINED, READY, RESETTING, STARTING, Slot
 
@@ -121,7 +121,7 @@ class SlotTransitions:
             body = await self.bodies.again(old, slot.slot_id, network, cache)
         else:
             body = await self.bodies.new(slot.slot_id, network)
-            wrong = prove_dirs(body.dirs, body.uid)
+            wrong = find_dirs_problem(body.dirs, body.uid)
             proof["workspace_empty"] = wrong is None
             if wrong is not None:
                 proof.update(clean=False, detail=wrong)

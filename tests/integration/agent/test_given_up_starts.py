@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from sandbox_server.agent.isolation import base
+from sandbox_server.agent.isolation import init_start
 from sandbox_server.agent.isolation.bwrap_processes import find_bwrap_processes, kill_bwrap_processes
 from sandbox_server.backends.local import LocalBackend
 from sandbox_server.core.types import Handle
@@ -86,9 +86,11 @@ async def test_what_waits_for_a_killed_process_is_found_by_its_mounts_and_killed
 async def test_a_start_that_is_given_up_kills_what_waits_for_the_process_that_it_has_killed(tmp_path: Path) -> None:
     (tmp_path / "workspace").mkdir()
     with full_pipe() as writer:
-        ours, theirs = base.control_pair()
+        ours, theirs = init_start.control_pair()
         kill_rest = functools.partial(kill_bwrap_processes, str(tmp_path))
-        starting = asyncio.create_task(base.launch(stuck_command(tmp_path, writer), theirs, ours, {}, [writer], dict(os.environ), kill_rest=kill_rest))
+        starting = asyncio.create_task(
+            init_start.start_init(stuck_command(tmp_path, writer), theirs, ours, {}, [writer], dict(os.environ), kill_rest=kill_rest)
+        )
         await both_processes(tmp_path)
 
         starting.cancel()

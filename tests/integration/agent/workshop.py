@@ -12,8 +12,8 @@ from typing import Any
 
 from sandbox_server.agent.config import AgentConfig, Listen
 from sandbox_server.agent.execution.slot_runtime import CacheFolder, SlotRuntime
-from sandbox_server.agent.isolation.base import Context, Isolation
-from sandbox_server.agent.isolation.bwrap import Bwrap
+from sandbox_server.agent.isolation.base import Isolation, IsolationContext
+from sandbox_server.agent.isolation.bwrap import BwrapIsolation
 from sandbox_server.agent.kernel import seccomp
 from sandbox_server.agent.kernel.cgroups import Cgroups
 from sandbox_server.agent.kernel.trash import Trash, delete_tree
@@ -41,16 +41,16 @@ class Careless:
         self._renews_folders = renews_folders
         self._ended: list[SlotRuntime] = []
 
-    async def start(self, slot_id: str, network: bool, keep: SlotRuntime | None = None, cache: CacheFolder | None = None) -> SlotRuntime:
+    async def start_runtime(self, slot_id: str, network: bool, keep: SlotRuntime | None = None, cache: CacheFolder | None = None) -> SlotRuntime:
         if not self._renews_folders and keep is None and self._ended:
             keep = self._ended[-1]
-        return await self._real.start(slot_id, network, keep, cache)
+        return await self._real.start_runtime(slot_id, network, keep, cache)
 
-    async def end(self, body: SlotRuntime) -> dict[str, Any]:
+    async def end_runtime(self, body: SlotRuntime) -> dict[str, Any]:
         self._ended.append(body)
-        return await self._real.end(body) if self._kills else {"clean": True}
+        return await self._real.end_runtime(body) if self._kills else {"clean": True}
 
-    def forget(self, body: SlotRuntime) -> None:
+    def free_uid(self, body: SlotRuntime) -> None:
         """Its user is not given to anybody."""
 
     def close(self) -> None:
@@ -60,7 +60,7 @@ class Careless:
         """After the test: nothing may be left of it."""
         for body in self._ended:
             if not self._kills:
-                await self._real.end(body)
+                await self._real.end_runtime(body)
 
 
 class Hoarder(Trash):
@@ -88,9 +88,9 @@ async def workshop(wrap: Callable[[Isolation], Isolation] = _pass_on, trash_type
     (folder / "slots").mkdir()
     write_slot_lib(str(folder / "lib"))
     program = seccomp.build_filter(os.uname().machine)
-    context = Context(config, str(folder / "slots"), str(folder / "lib"), program, program, tuple(sorted(os.sched_getaffinity(0))))
+    context = IsolationContext(config, str(folder / "slots"), str(folder / "lib"), program, program, tuple(sorted(os.sched_getaffinity(0))))
     uids = UidRange()
-    isolation = wrap(Bwrap(context, cgroups, uids))
+    isolation = wrap(BwrapIsolation(context, cgroups, uids))
     trash = trash_type(str(folder / "trash"), _not_deleted)
     caches = Caches(str(folder / "caches"), config.cache_bytes, trash, uids if os.geteuid() == 0 else None)
     bodies = RuntimePool(config, isolation, trash, caches)
