@@ -14,9 +14,9 @@ from typing import Any, Callable, Mapping, Protocol, Sequence
 
 from sandbox_server.agent.config import AgentConfig
 from sandbox_server.agent.errors import StartFailed
-from sandbox_server.agent.execution.descriptor_waits import wait_readable
 from sandbox_server.agent.execution.init_client.descriptors import TEMPORARY_ERRORS, agent_limit, slot_limit
 from sandbox_server.agent.execution.init_client.init_link import InitLink
+from sandbox_server.agent.execution.processes.descriptor_waits import wait_readable
 from sandbox_server.agent.execution.slot_runtime import CacheFolder, Dirs, SlotRuntime
 from sandbox_server.agent.init import oom_score
 
@@ -208,7 +208,7 @@ async def launch(
             theirs.close()
         link = InitLink(loop, ours)
         try:
-            pid = await link.ready(dict(init_config, join=list(join_fds)), START_TIMEOUT_S)
+            pid = await link.wait_until_ready(dict(init_config, join=list(join_fds)), START_TIMEOUT_S)
             pidfd = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else -1
             if sets_floor:
                 oom_score.set_floor(pid)
