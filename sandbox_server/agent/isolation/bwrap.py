@@ -13,7 +13,7 @@ import sysconfig
 from typing import Any
 
 from sandbox_server.agent.errors import StartFailed
-from sandbox_server.agent.execution.descriptor_waits import wait_readable
+from sandbox_server.agent.execution.processes.descriptor_waits import wait_readable
 from sandbox_server.agent.execution.slot_runtime import CacheFolder, Dirs, SlotRuntime
 from sandbox_server.agent.isolation import base, init_start
 from sandbox_server.agent.isolation.bwrap_processes import kill_bwrap_processes

@@ -10,9 +10,9 @@ import subprocess
 from typing import Any, Callable, Mapping, Sequence
 
 from sandbox_server.agent.errors import StartFailed
-from sandbox_server.agent.execution.descriptor_waits import wait_readable
 from sandbox_server.agent.execution.init_client.descriptors import TEMPORARY_ERRORS
 from sandbox_server.agent.execution.init_client.init_link import InitLink
+from sandbox_server.agent.execution.processes.descriptor_waits import wait_readable
 from sandbox_server.agent.execution.slot_runtime import SlotRuntime
 from sandbox_server.agent.init import oom_score
 from sandbox_server.agent.isolation.base import END_TIMEOUT_S
@@ -90,7 +90,7 @@ async def start_init(
         process = _spawn(argv, theirs, ours, stderr_w, join_fds, env)
         link = InitLink(loop, ours)
         try:
-            pid = await link.ready(dict(init_config, join=list(join_fds)), START_TIMEOUT_S)
+            pid = await link.wait_until_ready(dict(init_config, join=list(join_fds)), START_TIMEOUT_S)
             pidfd = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else -1
             if sets_floor:
                 oom_score.set_slot_floor(pid)

@@ -1,4 +1,4 @@
-"""What slots of one user share with each other and with the agent: descriptors under way on unix sockets. A slot that fills their count ends alone."""
+"""What slots of one user share with each other and with the agent: descriptors in flight on unix sockets. Only the slot that has used them up is ended."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def test_a_slot_that_leaves_none_to_others_is_ended_and_they_are_not(make_
 
     assert ended.reason == "sandbox_lost", ended.meta
     assert ended.metadata["evidence"]["own_work"] is True
-    assert "descriptors under way" in ended.error
+    assert "descriptors in flight" in ended.error
     assert (await harness.bash("touch go; echo fine", "2")).text == "fine\n"
     assert (await waiting).text == "waited\n"
     assert (await harness.bash("echo fine", "1")).text == "fine\n"

@@ -40,7 +40,7 @@ async def link() -> AsyncIterator[AgentLink]:
         isolation="bwrap",
     )
     agent = Agent(config)
-    running = asyncio.create_task(agent.run())
+    running = asyncio.create_task(agent.run_agent())
     while not (folder / "agent.sock").exists():
         await asyncio.sleep(0.01)
     link = await connect(Endpoint(address=f"unix:{folder}/agent.sock", token=TOKEN), 30.0)
@@ -50,7 +50,7 @@ async def link() -> AsyncIterator[AgentLink]:
                 break
     yield link
     await link.close()
-    agent.over.set()
+    agent.stopping.set()
     await running
     delete_tree(str(folder))
 

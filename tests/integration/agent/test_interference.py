@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from sandbox_server.agent.errors import Refused
-from sandbox_server.agent.server import file_operations
+from sandbox_server.agent.server.file_operations import STALL_S, FileOperation, open_file_operation
 from sandbox_server.agent.slots.slots import Slot
 from tests.integration.agent.harness import Harness
 from tests.integration.agent.workshop import workshop
@@ -92,14 +92,14 @@ class _Wire:
 
 
 @contextlib.asynccontextmanager
-async def _putting() -> AsyncIterator[tuple[file_operations.FileOp, _Wire, Slot, psutil.Process]]:
+async def _putting(stall_s: float = STALL_S) -> AsyncIterator[tuple[FileOperation, _Wire, Slot, psutil.Process]]:
     """An upload in the workshop's slot that waits for its content, and the process that does it."""
     async with workshop() as changes:
         wire = _Wire()
-        op = file_operations.open_file_op(wire, changes.slot, {"op": "file_put", "path": "file"})  # type: ignore[arg-type]
-        assert isinstance(op, file_operations.FileOp)
-        op.data(b"x" * 1000)
-        init = psutil.Process(changes.slot.current_body().init_pid)
+        op = open_file_operation(wire, changes.slot, {"op": "file_put", "path": "file"}, stall_s)  # type: ignore[arg-type]
+        assert isinstance(op, FileOperation)
+        op.on_data(b"x" * 1000)
+        init = psutil.Process(changes.slot.current_runtime().init_pid)
         await _until(lambda: wire.taken == 1000 and bool(init.children()))
         yield op, wire, changes.slot, init
 
@@ -112,14 +112,14 @@ async def _until(condition: Callable[[], bool]) -> None:
 
 
 def _workspace(slot: Slot) -> Path:
-    return Path(slot.current_body().dirs.workspace)
+    return Path(slot.current_runtime().dirs.workspace)
 
 
 async def test_content_that_breaks_off_is_not_put_in_place_however_late_its_writer_is_killed() -> None:
     async with _putting() as (op, _, slot, init):
         (child,) = init.children()
         init.suspend()
-        op.aborted()
+        op.on_abort()
         with contextlib.suppress(psutil.TimeoutExpired):
             await asyncio.get_running_loop().run_in_executor(None, child.wait, 0.4)  # long enough to take an end of the input for the end of the content
         assert not (_workspace(slot) / "file").exists()
@@ -129,13 +129,12 @@ async def test_content_that_breaks_off_is_not_put_in_place_however_late_its_writ
         assert os.listdir(_workspace(slot)) == []
 
 
-async def test_an_upload_whose_writer_stands_still_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_operations, "STALL_S", 0.5)
-    async with _putting() as (op, wire, slot, init):
+async def test_an_upload_whose_writer_stands_still_is_given_up() -> None:
+    async with _putting(stall_s=0.5) as (op, wire, slot, init):
         (child,) = init.children()
         child.suspend()
-        op.data(b"x" * 1_000_000)
-        op.ended()
+        op.on_data(b"x" * 1_000_000)
+        op.on_end()
         with pytest.raises(Refused) as refused:
             await asyncio.wait_for(wire.end_meta, 5)
         await _until(lambda: not init.children())
@@ -144,12 +143,11 @@ async def test_an_upload_whose_writer_stands_still_is_given_up(monkeypatch: pyte
         assert slot.state == "ready"
 
 
-async def test_an_upload_may_wait_for_its_sender(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_operations, "STALL_S", 0.2)
-    async with _putting() as (op, wire, slot, _):
+async def test_an_upload_may_wait_for_its_sender() -> None:
+    async with _putting(stall_s=0.2) as (op, wire, slot, _):
         await asyncio.sleep(0.7)
-        op.data(b"y")
-        op.ended()
+        op.on_data(b"y")
+        op.on_end()
         meta = await asyncio.wait_for(wire.end_meta, 5)
 
         assert meta["size_bytes"] == 1001

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sandbox_server.agent.slots.verify import verify
+from sandbox_server.agent.slots.verify import start_verification
 from sandbox_server.link.errors import AgentRefused
 from tests.integration.agent.conftest import Maker
 from tests.integration.agent.harness import Harness
@@ -69,7 +69,7 @@ async def test_what_a_slot_may_not_do_is_said_as_refused(make_harness: Maker) ->
 
 async def test_a_body_that_is_not_ended_is_caught() -> None:
     async with workshop(lambda real: Careless(real, kills=False)) as changes:
-        report = await verify(changes, 2, True)
+        report = await start_verification(changes, 2, True)
 
     assert not report["clean"]
     assert {"host_process", "host_socket"} <= set(report["left"]), report
@@ -79,7 +79,7 @@ async def test_a_body_that_is_not_ended_is_caught() -> None:
 
 async def test_folders_that_are_not_renewed_are_caught() -> None:
     async with workshop(lambda real: Careless(real, renews_folders=False), Hoarder) as changes:
-        report = await verify(changes, 2, True)
+        report = await start_verification(changes, 2, True)
 
     assert {"file", "hidden_file", "closed_folder", "deep_tree", "systemd_unit", "tmp_file", "host_folder"} <= set(report["left"]), report
     assert "process" in report["found"]
@@ -88,7 +88,7 @@ async def test_folders_that_are_not_renewed_are_caught() -> None:
 
 async def test_a_trash_that_keeps_the_folders_is_caught() -> None:
     async with workshop(trash_type=Hoarder) as changes:
-        report = await verify(changes, 2, True)
+        report = await start_verification(changes, 2, True)
 
     assert report["left"] == ["host_folder"], report
     assert report["state"] == "quarantined"
@@ -96,7 +96,7 @@ async def test_a_trash_that_keeps_the_folders_is_caught() -> None:
 
 async def test_the_same_parts_unspoilt_find_nothing() -> None:
     async with workshop() as changes:
-        report = await verify(changes, 2, True)
+        report = await start_verification(changes, 2, True)
 
     assert (report["left"], report["state"]) == ([], "ready"), report
     if os.geteuid() == 0:

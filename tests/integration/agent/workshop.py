@@ -30,7 +30,7 @@ class Careless:
 
     Args:
         real: what does the work.
-        kills: whether bodies are ended at all.
+        kills: whether runtimes are ended at all.
         renews_folders: whether a new body gets folders of its own.
     """
 
@@ -93,15 +93,15 @@ async def workshop(wrap: Callable[[Isolation], Isolation] = _pass_on, trash_type
     isolation = wrap(BwrapIsolation(context, cgroups, uids))
     trash = trash_type(str(folder / "trash"), _not_deleted)
     caches = Caches(str(folder / "caches"), config.cache_bytes, trash, uids if os.geteuid() == 0 else None)
-    bodies = RuntimePool(config, isolation, trash, caches)
-    slot = Slot("0", bodies, lambda _: None)
-    await slot.start()
+    runtimes = RuntimePool(config, isolation, trash, caches)
+    slot = Slot("0", runtimes, lambda _: None)
+    await slot.start_slot()
     assert slot.state == "ready", slot.detail
     try:
-        yield SlotTransitions(slot, bodies)
+        yield SlotTransitions(slot, runtimes)
     finally:
-        await slot.end()
-        await bodies.close()
+        await slot.end_slot()
+        await runtimes.close_pool()
         await caches.close_caches()
         if isinstance(isolation, Careless):
             await isolation.really_end()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sandbox_server.agent.execution.output import IN_MEMORY_TOTAL_BYTES, MEMORY_BYTES, Sink, Spool, marker
+from sandbox_server.agent.execution.output import IN_MEMORY_TOTAL_BYTES, MEMORY_BYTES, Sink, Spool, cut_marker
 
 CHUNKS = st.lists(st.integers(0, 40_000), max_size=12)
 
@@ -36,7 +36,7 @@ def test_the_cut_is_the_ends_of_the_whole_whatever_the_spool_takes(tmp_path: Pat
         assert kept.cut() == whole
     else:
         head, tail = whole[: limit // 2], whole[len(whole) - (limit - limit // 2) :]
-        first, _, last = kept.cut().partition(marker(len(whole) - limit))
+        first, _, last = kept.cut().partition(cut_marker(len(whole) - limit))
         if kept.available >= len(head):
             assert (first, last) == (head, tail)
     assert whole.startswith(kept.read(0, kept.available))
@@ -61,7 +61,7 @@ def test_the_oldest_finished_output_makes_room(tmp_path: Path) -> None:
         kept.append(sink.finish())
 
     assert [entry.evicted for entry in kept] == [True, False, False, False]
-    assert kept[0].cut() == marker(100_000)
+    assert kept[0].cut() == cut_marker(100_000)
     assert len(list(tmp_path.iterdir())) == 3
 
 
@@ -106,7 +106,7 @@ def test_a_disk_without_room_for_a_file_costs_the_middle_alone(tmp_path: Path, m
 
     assert small.finish().cut() == b"s" * 10_000
     assert large.read(0, 2) == b"aa"
-    assert large.finish().cut() == b"a" * 500 + marker(179_000) + b"c" * 500
+    assert large.finish().cut() == b"a" * 500 + cut_marker(179_000) + b"c" * 500
     monkeypatch.undo()
     assert list(tmp_path.iterdir()) == []
 

@@ -35,25 +35,25 @@ class Agent:
     def __init__(self) -> None:
         self.connections: set[Connection] = set()
 
-    def hello(self) -> dict[str, Any]:
+    def make_hello(self) -> dict[str, Any]:
         return {"v": wire.PROTOCOL_VERSION, "boot": "b"}
 
-    def connected(self, connection: Connection) -> None:
+    def add_connection(self, connection: Connection) -> None:
         self.connections.add(connection)
 
-    def disconnected(self, connection: Connection) -> None:
+    def remove_connection(self, connection: Connection) -> None:
         self.connections.discard(connection)
 
-    def open(self, stream: Stream, meta: dict[str, Any]) -> Handler:
+    def open_stream(self, stream: Stream, meta: dict[str, Any]) -> Handler:
         raise NotImplementedError
 
 
 @pytest.fixture
 async def listener(tmp_path: Path) -> AsyncIterator[TlsListener]:
     it = TlsListener(Agent(), TlsListen("127.0.0.1", 0, MADE.certificate, MADE.key), str(tmp_path), max_unauthenticated=4, hello_within_s=1.0)
-    it.start()
+    it.start_listening()
     yield it
-    it.close()
+    it.stop_listening()
 
 
 @pytest.fixture
