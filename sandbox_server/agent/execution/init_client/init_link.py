@@ -12,9 +12,8 @@ from typing import Any, Callable, Protocol, Sequence
 
 from sandbox_server.agent.errors import StartFailed
 from sandbox_server.agent.execution.init_client.init_sender import InitSender
+from sandbox_server.agent.init.reports import EXITED, FAILED, MOVED, READY, REFUSED, REPORT, SIGNALLED
 
-REPORT = struct.Struct("<cIiQQ")
-READY, FAILED, EXITED, REFUSED, SIGNALLED, MOVED = b"R", b"F", b"X", b"E", b"S", b"M"
 _CREDENTIALS = struct.Struct("iII")
 _LARGE_BYTES = 100_000
 _REPORT_BYTES = 4096

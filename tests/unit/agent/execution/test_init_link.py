@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from sandbox_server.agent.execution.init_client.init_link import EXITED, READY, REPORT, InitLink
+from sandbox_server.agent.execution.init_client.init_link import InitLink
+from sandbox_server.agent.init.reports import EXITED, READY, REPORT
 
 
 class RecordingListener:
