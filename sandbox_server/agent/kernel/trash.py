@@ -1,6 +1,7 @@
-"""Throwing folders away: renamed at once, deleted behind, whatever a slot has put into them.
+"""Deletes folders that slots have filled: a folder is renamed at once and deleted in the background.
 
-The deleter never follows a symlink, never recurses (a tree can be thousands deep), opens what was made unreadable, and crosses no mount.
+The deletion never follows a symlink and does not recurse, because a tree can be thousands of folders deep. It makes unreadable folders readable, and it never
+crosses a mount point.
 """
 
 from __future__ import annotations
@@ -20,7 +21,12 @@ _BATCH = 1000
 
 
 def open_dir(name: str, parent: int | None) -> int:
-    """Open a folder though its mode forbids it."""
+    """Open a folder. If its mode forbids that, the mode is changed first.
+
+    Args:
+        name: the name of the folder, or its path.
+        parent: descriptor of the parent folder; None if `name` is a path.
+    """
     try:
         return os.open(name, _DIR_FLAGS, dir_fd=parent)
     except PermissionError:
@@ -33,7 +39,7 @@ def open_dir(name: str, parent: int | None) -> int:
 
 
 def _empty_but_folders(folder: int) -> list[str]:
-    """Unlink everything in an open folder that is not a folder; the names of some that are."""
+    """Delete everything in an open folder except folders. Returns the names of at most 1000 folders in it."""
     folders: list[str] = []
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -63,13 +69,12 @@ def _rmdir(name: str, folder: int) -> None:
 
 
 def delete_tree(path: str) -> None:
-    """Delete a folder and all that is in it.
+    """Delete a folder and everything in it.
 
-    Folders below are moved up beside their parent before they are looked into, so that neither the depth of the tree nor the number of
-    open files nor the length of a path grows.
+    Each subfolder is first moved up to the top folder, so that neither the number of open descriptors nor the length of a path depends on its depth.
 
     Raises:
-        OSError: something could not be deleted.
+        OSError: a file or folder could not be deleted.
     """
     try:
         top = open_dir(path, None)
@@ -89,7 +94,7 @@ def delete_tree(path: str) -> None:
 
 
 def _flatten(name: str, top: int, counter: itertools.count[int]) -> None:
-    """Empty one folder of `top`: files are unlinked, folders moved up into `top` under a name of our own; then remove it."""
+    """Delete one folder in `top`. Its files are deleted, and its subfolders are moved to `top` under new names."""
     folder = open_dir(name, top)
     try:
         while True:
@@ -109,7 +114,7 @@ def _move_up(child: str, folder: int, top: int, counter: itertools.count[int]) -
         try:
             os.rename(child, target, src_dir_fd=folder, dst_dir_fd=top)
         except PermissionError:
-            # Moving a folder rewrites its "..", which needs write permission on it and on its parent.
+            # Moving a folder changes its ".." entry, which needs write permission for the folder and for its parent.
             os.fchmod(folder, 0o700)
             os.close(open_dir(child, folder))
             path_fd = os.open(child, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_DIRECTORY, dir_fd=folder)
@@ -119,18 +124,18 @@ def _move_up(child: str, folder: int, top: int, counter: itertools.count[int]) -
                 os.close(path_fd)
             os.rename(child, target, src_dir_fd=folder, dst_dir_fd=top)
         except OSError as error:
-            if error.errno in (errno.EEXIST, errno.ENOTEMPTY):  # the slot had the same idea for a name
+            if error.errno in (errno.EEXIST, errno.ENOTEMPTY):  # The slot has created a folder with this name.
                 continue
             raise
         return
 
 
 class Trash:
-    """A folder whose content is being deleted by one thread of its own.
+    """A folder whose contents are deleted by a background thread.
 
     Args:
-        path: made when missing. What is thrown from another file system is renamed where it is.
-        on_error: called, from the thread, with the path and the error of what could not be deleted.
+        path: the folder, which is created if it is missing. A folder from another file system is renamed in its place instead of being moved here.
+        on_error: called in the thread with the path and the error if a folder could not be deleted.
     """
 
     def __init__(self, path: str, on_error: Callable[[str, OSError], None]) -> None:
@@ -145,7 +150,7 @@ class Trash:
         self._thread.start()
 
     def throw(self, path: str) -> None:
-        """Take a folder away now and delete it soon. Missing is fine."""
+        """Rename a folder now and delete it in the background. A missing folder is ignored."""
         target = os.path.join(self._path, "%d-%d" % (os.getpid(), next(self._names)))
         with contextlib.suppress(FileNotFoundError):
             try:
@@ -158,15 +163,15 @@ class Trash:
             self._queue.put(target)
 
     def is_busy(self) -> bool:
-        """Whether something is still being deleted."""
+        """Return whether a folder is still being deleted."""
         return self._queue.unfinished_tasks > 0
 
     def close(self) -> None:
-        """Let the thread end after what it has begun."""
+        """Make the thread end after it has deleted all folders."""
         self._queue.put(None)
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the end; whether it came in time."""
+        """Wait until the thread has ended. Returns whether it has ended within `timeout_s` seconds."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
