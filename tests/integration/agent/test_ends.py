@@ -33,7 +33,7 @@ while :; do sleep 7005; done
 """
 
 
-# Of its own folder alone: without a namespace of its own a slot sees everybody's.
+# Only processes in the folder of the slot: without a pid namespace, a slot sees the processes of all users.
 SLEEPERS = r"""
 for p in /proc/[0-9]*; do
     [ "$(readlink $p/cwd)" = "$HOME" ] && tr '\0' ' ' < $p/cmdline && echo

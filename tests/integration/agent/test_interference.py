@@ -81,10 +81,10 @@ class _Wire:
         self.end_meta: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self.taken = 0
 
-    def consumed(self, data: bytes) -> None:
+    def acknowledge(self, data: bytes) -> None:
         self.taken += len(data)
 
-    def end(self, meta: dict[str, Any]) -> None:
+    def end_stream(self, meta: dict[str, Any]) -> None:
         self.end_meta.set_result(meta)
 
     def refuse(self, error: Refused) -> None:
