@@ -1,7 +1,7 @@
-"""Deletes folders that slots have filled: a folder is renamed at once and deleted in the background.
+"""Deletes folders in the background, whatever a slot has put into them: a folder is renamed at once, and its content is deleted by a thread.
 
-The deletion never follows a symlink and does not recurse, because a tree can be thousands of folders deep. It makes unreadable folders readable, and it never
-crosses a mount point.
+The deletion follows no symbolic links and crosses no mounts. It does not recurse, because a tree can be thousands of folders deep, and it also deletes folders
+whose mode denies reading or writing.
 """
 
 from __future__ import annotations
@@ -21,11 +21,17 @@ _BATCH = 1000
 
 
 def open_dir(name: str, parent: int | None) -> int:
-    """Open a folder. If its mode forbids that, the mode is changed first.
+    """Open a folder; if its mode denies that, change the mode first.
 
     Args:
-        name: the name of the folder, or its path.
-        parent: descriptor of the parent folder; None if `name` is a path.
+        name: the folder, relative to `parent`.
+        parent: the descriptor of its parent folder; None: `name` is a path.
+
+    Returns:
+        The descriptor.
+
+    Raises:
+        OSError: there is no folder with this name, or it cannot be opened.
     """
     try:
         return os.open(name, _DIR_FLAGS, dir_fd=parent)
@@ -38,8 +44,8 @@ def open_dir(name: str, parent: int | None) -> int:
         return os.open(name, _DIR_FLAGS, dir_fd=parent)
 
 
-def _empty_but_folders(folder: int) -> list[str]:
-    """Delete everything in an open folder except folders. Returns the names of at most 1000 folders in it."""
+def _delete_all_but_folders(folder: int) -> list[str]:
+    """Delete everything in an open folder except folders. Returns the names of some of those."""
     folders: list[str] = []
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -69,12 +75,16 @@ def _rmdir(name: str, folder: int) -> None:
 
 
 def delete_tree(path: str) -> None:
-    """Delete a folder and everything in it.
+    """Delete a folder with everything in it. A folder that does not exist is no error.
 
-    Each subfolder is first moved up to the top folder, so that neither the number of open descriptors nor the length of a path depends on its depth.
+    Each folder below is moved up beside its parent before it is entered. So the depth of the tree, the number of open files and the length of paths do not
+    grow.
+
+    Args:
+        path: the folder.
 
     Raises:
-        OSError: a file or folder could not be deleted.
+        OSError: something could not be deleted.
     """
     try:
         top = open_dir(path, None)
@@ -83,7 +93,7 @@ def delete_tree(path: str) -> None:
     try:
         counter = itertools.count()
         while True:
-            folders = _empty_but_folders(top)
+            folders = _delete_all_but_folders(top)
             if not folders:
                 break
             for name in folders:
@@ -94,11 +104,11 @@ def delete_tree(path: str) -> None:
 
 
 def _flatten(name: str, top: int, counter: itertools.count[int]) -> None:
-    """Delete one folder in `top`. Its files are deleted, and its subfolders are moved to `top` under new names."""
+    """Delete one folder of `top`: delete its files, move its folders up into `top` under new names, then delete the folder itself."""
     folder = open_dir(name, top)
     try:
         while True:
-            below = _empty_but_folders(folder)
+            below = _delete_all_but_folders(folder)
             if not below:
                 break
             for child in below:
@@ -114,7 +124,7 @@ def _move_up(child: str, folder: int, top: int, counter: itertools.count[int]) -
         try:
             os.rename(child, target, src_dir_fd=folder, dst_dir_fd=top)
         except PermissionError:
-            # Moving a folder changes its ".." entry, which needs write permission for the folder and for its parent.
+            # Moving a folder rewrites its "..", which needs write permission on it and on its parent.
             os.fchmod(folder, 0o700)
             os.close(open_dir(child, folder))
             path_fd = os.open(child, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_DIRECTORY, dir_fd=folder)
@@ -124,18 +134,18 @@ def _move_up(child: str, folder: int, top: int, counter: itertools.count[int]) -
                 os.close(path_fd)
             os.rename(child, target, src_dir_fd=folder, dst_dir_fd=top)
         except OSError as error:
-            if error.errno in (errno.EEXIST, errno.ENOTEMPTY):  # The slot has created a folder with this name.
+            if error.errno in (errno.EEXIST, errno.ENOTEMPTY):  # the slot has made a folder with the same name
                 continue
             raise
         return
 
 
 class Trash:
-    """A folder whose contents are deleted by a background thread.
+    """A folder whose content one thread deletes.
 
     Args:
-        path: the folder, which is created if it is missing. A folder from another file system is renamed in its place instead of being moved here.
-        on_error: called in the thread with the path and the error if a folder could not be deleted.
+        path: the folder; it is made if it does not exist. A folder of another file system is renamed beside itself instead of being moved here.
+        on_error: called in the thread with the path and the error of a folder that could not be deleted.
     """
 
     def __init__(self, path: str, on_error: Callable[[str, OSError], None]) -> None:
@@ -150,7 +160,7 @@ class Trash:
         self._thread.start()
 
     def throw(self, path: str) -> None:
-        """Rename a folder now and delete it in the background. A missing folder is ignored."""
+        """Take a folder away now and delete it soon. Missing is fine."""
         target = os.path.join(self._path, "%d-%d" % (os.getpid(), next(self._names)))
         with contextlib.suppress(FileNotFoundError):
             try:
@@ -163,15 +173,15 @@ class Trash:
             self._queue.put(target)
 
     def is_busy(self) -> bool:
-        """Return whether a folder is still being deleted."""
+        """Whether something is still to be deleted."""
         return self._queue.unfinished_tasks > 0
 
     def close(self) -> None:
-        """Make the thread end after it has deleted all folders."""
+        """Let the thread end once it has deleted what was thrown so far."""
         self._queue.put(None)
 
     def join(self, timeout_s: float) -> bool:
-        """Wait until the thread has ended. Returns whether it has ended within `timeout_s` seconds."""
+        """Wait for the end of the thread. Returns False if it has not ended after `timeout_s` seconds."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 

@@ -298,4 +298,4 @@ class Agent:
 
     async def _accept_shutdown(self, stream: Stream) -> None:
         stream.end_stream()
-        self._loop.call_soon(self._stop, "the service said so")
+        self._loop.call_soon(self._stop, "the service has asked it to")

@@ -1,4 +1,4 @@
-"""The parts of an agent put together in this process, so that a test can pass a part of its own in."""
+"""The parts of an agent in the process of the test, so that a test can replace one of them."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from sandbox_server.agent.slots.slots import Slot
 from sandbox_server.agent.slots.transitions import SlotTransitions
 
 
-class Careless:
-    """An isolation that leaves out one step of ending a body; the rest is the real one's.
+class IncompleteIsolation:
+    """An isolation mode that omits one step of ending a slot runtime, and otherwise does what the real one does.
 
     Args:
-        real: what does the work.
+        real: the real isolation mode.
         kills: whether runtimes are ended at all.
-        renews_folders: whether a new body gets folders of its own.
+        renews_folders: whether a new runtime gets new folders.
     """
 
     def __init__(self, real: Isolation, *, kills: bool = True, renews_folders: bool = True) -> None:
@@ -46,31 +46,31 @@ class Careless:
             keep = self._ended[-1]
         return await self._real.start_runtime(slot_id, network, keep, cache)
 
-    async def end_runtime(self, body: SlotRuntime) -> dict[str, Any]:
-        self._ended.append(body)
-        return await self._real.end_runtime(body) if self._kills else {"clean": True}
+    async def end_runtime(self, runtime: SlotRuntime) -> dict[str, Any]:
+        self._ended.append(runtime)
+        return await self._real.end_runtime(runtime) if self._kills else {"clean": True}
 
-    def free_uid(self, body: SlotRuntime) -> None:
-        """Its user is not given to anybody."""
+    def free_uid(self, runtime: SlotRuntime) -> None:
+        """Do not release the user id."""
 
     def close(self) -> None:
         self._real.close()
 
-    async def really_end(self) -> None:
-        """After the test: nothing may be left of it."""
-        for body in self._ended:
+    async def end_remaining(self) -> None:
+        """End, after the test, the runtimes that were not ended."""
+        for runtime in self._ended:
             if not self._kills:
-                await self._real.end_runtime(body)
+                await self._real.end_runtime(runtime)
 
 
-class Hoarder(Trash):
-    """A trash that leaves everything where it is."""
+class KeepingTrash(Trash):
+    """A trash that deletes nothing."""
 
     def throw(self, path: str) -> None:
-        """Say nothing, do nothing."""
+        """Do not delete the folder."""
 
 
-def _pass_on(isolation: Isolation) -> Isolation:
+def _unchanged(isolation: Isolation) -> Isolation:
     return isolation
 
 
@@ -79,8 +79,8 @@ def _not_deleted(path: str, error: OSError) -> None:
 
 
 @contextlib.asynccontextmanager
-async def workshop(wrap: Callable[[Isolation], Isolation] = _pass_on, trash_type: type[Trash] = Trash) -> AsyncIterator[SlotTransitions]:
-    """The changes of one started slot, in the mode bwrap."""
+async def workshop(wrap: Callable[[Isolation], Isolation] = _unchanged, trash_type: type[Trash] = Trash) -> AsyncIterator[SlotTransitions]:
+    """The transitions of one started slot in the mode bwrap."""
     folder = Path(tempfile.mkdtemp(prefix="workshop-", dir="/tmp"))
     folder.chmod(0o700)
     config = AgentConfig(sandbox_id="s", token="t", listen=Listen(""), base_dir=str(folder), slots=1, isolation="bwrap")
@@ -103,8 +103,8 @@ async def workshop(wrap: Callable[[Isolation], Isolation] = _pass_on, trash_type
         await slot.end_slot()
         await runtimes.close_pool()
         await caches.close_caches()
-        if isinstance(isolation, Careless):
-            await isolation.really_end()
+        if isinstance(isolation, IncompleteIsolation):
+            await isolation.end_remaining()
         cgroups.close()
         trash.close()
         trash.join(10)

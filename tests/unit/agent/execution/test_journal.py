@@ -1,4 +1,4 @@
-"""A call runs at most once: its identity, and what is remembered of it."""
+"""The journal, which makes sure that a call runs at most once, and the identity of calls."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ def test_identity_does_not_depend_on_the_order_of_keys() -> None:
         ("bash", {"command": "\udc80"}),
     ],
 )
-def test_other_calls_have_other_identities(tool: str, args: dict[str, object]) -> None:
+def test_calls_that_differ_have_different_identities(tool: str, args: dict[str, object]) -> None:
     assert call_identity(tool, args) != call_identity("bash", {"command": "x"})
 
 
-def test_identity_is_of_the_value_not_of_the_object() -> None:
+def test_identity_depends_on_the_value_and_not_on_the_object() -> None:
     command = "".join(["ec", "ho"])
 
     assert call_identity("bash", {"command": command}) == call_identity("bash", {"command": "echo"})
 
 
-def test_a_verdict_is_kept_and_what_may_be_asked_again_is_not() -> None:
+def test_an_outcome_is_recorded_unless_the_call_may_be_sent_again() -> None:
     journal = Journal()
     for call_id, reason in (("a", "exit"), ("b", "not_implemented"), ("c", "timeout")):
         journal.record_start(call_id, b"", object())

@@ -8,7 +8,7 @@ from sandbox_server.agent.errors import InvalidArgs, ToolNotBuilt, UnknownTool
 from sandbox_server.agent.execution.tools import process, shell, tool_registry
 
 
-def test_a_short_command_is_an_argument_and_a_long_one_a_file() -> None:
+def test_a_short_command_is_passed_as_an_argument_and_a_long_one_as_a_file() -> None:
     short, long = shell.parse_bash({"command": "echo é"}), shell.parse_bash({"command": "x" * 200_000})
 
     assert short.args == (b"-c", "echo é".encode())
@@ -17,7 +17,7 @@ def test_a_short_command_is_an_argument_and_a_long_one_a_file() -> None:
     assert len(long.args[1]) < 100
 
 
-def test_bytes_that_are_not_utf8_go_through() -> None:
+def test_bytes_that_are_not_utf8_are_passed_on() -> None:
     assert shell.parse_bash({"command": "echo \udcff"}).args[1] == b"echo \xff"
 
 
@@ -51,7 +51,7 @@ def test_what_does_not_fit_is_named(args: dict[str, object], named: str) -> None
         ({"action": "write", "process_id": "p1", "data": 5}, "data"),
     ],
 )
-def test_an_action_takes_what_it_needs(args: dict[str, object], named: str) -> None:
+def test_each_action_checks_its_arguments(args: dict[str, object], named: str) -> None:
     with pytest.raises(InvalidArgs, match=named):
         process.parse_job_action(args)
 
