@@ -1,4 +1,4 @@
-"""`python AGENT.pyz`: reads its configuration from stdin, serves until told to end."""
+"""`python AGENT.pyz`: reads the configuration from standard input, and runs the agent until it is to end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sandbox_server.agent.server.agent import Agent
 
 
 class _JsonLines(logging.Formatter):
-    """One JSON object a line."""
+    """Formats each log record as one line with a JSON object."""
 
     def __init__(self, sandbox_id: str) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ def _set_up_process(config: AgentConfig) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     os.umask(0o077)
     for name in list(os.environ):
-        if name not in ("LD_LIBRARY_PATH", "PATH"):  # the interpreter may need the one; bubblewrap is looked for in the other
+        if name not in ("LD_LIBRARY_PATH", "PATH"):  # the interpreter may need LD_LIBRARY_PATH; bubblewrap is searched for in PATH
             del os.environ[name]
 
 
@@ -50,21 +50,25 @@ async def _run(config: AgentConfig) -> None:
     agent = Agent(config)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, agent.over.set)
-    await agent.run()
+        loop.add_signal_handler(number, agent.stopping.set)
+    await agent.run_agent()
 
 
-def _event_loop() -> asyncio.AbstractEventLoop:
-    """The loop that everything runs in. What `epoll` watches is counted per user, whose slots could use it up; `poll` has no such limit."""
+def _make_event_loop() -> asyncio.AbstractEventLoop:
+    """Make the event loop.
+
+    The kernel limits how many descriptors one user may watch with `epoll`. The slots of an agent that is not root have the same user as the agent and could
+    use that number up, so such an agent uses `poll`, which has no such limit.
+    """
     return asyncio.SelectorEventLoop(selectors.EpollSelector() if os.geteuid() == 0 else selectors.PollSelector())
 
 
-def _run_in_loop(work: Coroutine[Any, Any, None]) -> None:
-    """What `asyncio.run` does, in a loop of our choice; it takes none before Python 3.12."""
-    loop = _event_loop()
+def _run_in_loop(main_coroutine: Coroutine[Any, Any, None]) -> None:
+    """Do what `asyncio.run` does, in the event loop of our choice. `asyncio.run` accepts a loop factory from Python 3.12 on only."""
+    loop = _make_event_loop()
     asyncio.set_event_loop(loop)
     try:
-        loop.run_until_complete(work)
+        loop.run_until_complete(main_coroutine)
     finally:
         left = asyncio.all_tasks(loop)
         for task in left:
@@ -75,7 +79,7 @@ def _run_in_loop(work: Coroutine[Any, Any, None]) -> None:
 
 
 def main() -> int:
-    """Run the agent; the exit code."""
+    """Run the agent. Returns the exit code of the process."""
     try:
         config = parse_config(sys.stdin.buffer.read())
     except ConfigError as error:

@@ -2,8 +2,8 @@
 
 `python TARGET` is the agent, `python TARGET connect SOCKET` a relay to one.
 
-It holds the sources, and beside them what this interpreter compiles them to: the same interpreter starts an agent in half the time, every other one
-passes over it and compiles for itself.
+It contains the sources, and beside them the modules as this interpreter compiles them. With these, the same interpreter starts the agent in half the time;
+any other interpreter ignores them and compiles the sources.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _members() -> dict[str, bytes]:
 
 
 def content() -> bytes:
-    """The zipapp's bytes."""
+    """Return the bytes of the zipapp."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
         for name, data in sorted(_members().items()):
@@ -55,10 +55,10 @@ def content() -> bytes:
 
 
 def build(target: Path) -> None:
-    """Write the zipapp, whole or not at all.
+    """Write the zipapp. A process that reads `target` sees either the old content or all of the new one.
 
     Args:
-        target: where it goes; an older one is replaced.
+        target: the file to write or replace.
     """
     data = content()
     temporary = target.with_name(".%s.%d" % (target.name, os.getpid()))

@@ -1,4 +1,4 @@
-"""Compiled modules whose bytes depend on their source and the interpreter alone."""
+"""Compiles modules to bytes that depend only on their source and on the interpreter."""
 
 from __future__ import annotations
 
@@ -7,10 +7,18 @@ import marshal
 import struct
 
 _UNCHECKED_HASH = struct.pack("<I", 1)
-_NO_REFERENCES = 2  # the last version of the format whose bytes do not depend on who else holds an object
+_NO_REFERENCES = 2  # the last version of the marshal format whose bytes do not depend on the reference counts of objects
 
 
 def compiled(name: str, source: bytes) -> bytes:
-    """A module as a `.pyc` for the running interpreter, which never looks whether the source has changed."""
+    """Compile a module.
+
+    Args:
+        name: the file name that tracebacks show.
+        source: the source of the module.
+
+    Returns:
+        The content of a `.pyc` file for the running interpreter. The interpreter does not compare it with the source file.
+    """
     code = compile(source, name, "exec", dont_inherit=True)
     return importlib.util.MAGIC_NUMBER + _UNCHECKED_HASH + importlib.util.source_hash(source) + marshal.dumps(code, _NO_REFERENCES)

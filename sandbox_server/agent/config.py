@@ -1,4 +1,4 @@
-"""What the agent is told at its start: one JSON document on stdin, so that neither argv nor environment carry the token."""
+"""The configuration of the agent: one JSON document on standard input, so that neither the command line nor the environment contains the token."""
 
 from __future__ import annotations
 
@@ -12,12 +12,20 @@ ISOLATION_MODES = ("bwrap", "uid", "none")
 
 
 class ConfigError(Exception):
-    """The document cannot be used; the text names the field."""
+    """The configuration is not valid. The text names the field."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What one slot may use. None: `memory_mb` by the rule of `memory_plan`; `disk_mb` as long as enough is free, see `disk_plan`; `cpu` without a limit."""
+    """What one slot may use.
+
+    Args:
+        processes: how many processes and threads.
+        memory_mb: memory in MiB; None: see `memory_plan`.
+        disk_mb: disk in MiB; None: as long as the file system has enough free, see `disk_plan`.
+        max_file_mb: the size of one file in MiB.
+        cpu: processors; None: no limit.
+    """
 
     processes: int = 512
     memory_mb: int | None = None
@@ -28,7 +36,14 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class TlsListen:
-    """Where the agent listens for TLS, with the certificate it shows and its key, in PEM. Port 0: any that is free; the agent writes down which."""
+    """Where the agent listens with TLS.
+
+    Args:
+        host: the IP address.
+        port: the TCP port. 0: any free one; the agent writes it to its `listening.json`.
+        certificate: the certificate that the agent presents, in PEM.
+        key: the private key of the certificate, in PEM.
+    """
 
     host: str
     port: int
@@ -38,7 +53,7 @@ class TlsListen:
 
 @dataclasses.dataclass(frozen=True)
 class Listen:
-    """Where the agent listens: the path of its unix socket, and a TCP port beside it or not."""
+    """Where the agent listens: the path of its unix socket, and optionally a TCP port."""
 
     unix: str
     tls: TlsListen | None = None
@@ -46,13 +61,31 @@ class Listen:
 
 @dataclasses.dataclass(frozen=True)
 class AgentConfig:
-    """The agent's whole configuration.
+    """The whole configuration of the agent.
 
-    `base_dir` is a folder of the agent's own (0700). `alone_exit_s`: end after so long without any connection from the service; None: never.
-    `spares`: bodies kept prepared for the next reset. `cache_bytes`: what one shared cache may take before it is emptied.
-    `memory_mb`: what all slots of this agent may use together; None: what the machine has. `machine_memory_mb`: what the machine has; None: as the kernel
-    says. `slots_group`: the name of the control group over all slots of the machine. `disk_free_mb`: how much of a file system must stay free; None: by
-    the rule of `disk_plan`.
+    Args:
+        sandbox_id: the sandbox.
+        token: the secret that the service sends in its first frame.
+        listen: where the agent listens.
+        base_dir: a folder of the agent's own, with mode 0700.
+        slots: how many slots the sandbox has.
+        isolation: the isolation mode, or `auto`: the best one that works.
+        allow_none: whether the mode `none` may be used.
+        local: whether the sandbox is a process group of the service's machine. A container is not supported yet.
+        network: whether slots can have the network.
+        limits: what one slot may use.
+        env_vars: environment variables for all processes of slots.
+        expose: folders of the machine that slots can read.
+        workspace_base: the folder for the workspaces of the mode `uid`.
+        spool_bytes: how much the outputs of one lease may take on disk.
+        alone_exit_s: the agent ends after so many seconds without a connection of the service; None: never.
+        max_life_s: the agent ends so many seconds after its start; None: never.
+        spares: how many slot runtimes are kept prepared for the next resets; None: one if there are several slots.
+        cache_bytes: a shared cache that takes more is emptied.
+        memory_mb: how much memory all slots of this agent may use together, in MiB; None: as much as the machine has for slots.
+        machine_memory_mb: how much memory the machine has, in MiB; None: as the kernel reports.
+        slots_group: the name of the control group over all slots of the machine.
+        disk_free_mb: how much of a file system must stay free, in MiB; None: see `disk_plan`.
     """
 
     sandbox_id: str
@@ -80,7 +113,7 @@ class AgentConfig:
 
     @property
     def wanted_spares(self) -> int:
-        """How many bodies are kept prepared."""
+        """How many slot runtimes are kept prepared."""
         return self.spares if self.spares is not None else (1 if self.slots > 1 else 0)
 
 
@@ -126,10 +159,10 @@ def _check(name: str, value: Any) -> None:
 
 
 def parse_config(document: bytes) -> AgentConfig:
-    """Read the document.
+    """Read the configuration.
 
     Raises:
-        ConfigError: it is not JSON, or a field is missing, unknown or of the wrong kind.
+        ConfigError: the document is not JSON, or a field is missing, unknown or not valid.
     """
     try:
         raw = json.loads(document)

@@ -1,4 +1,4 @@
-"""What the agent refuses, by code."""
+"""The errors of the agent."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import Any
 
 
 class Refused(Exception):
-    """A request of the service that is answered with an ABORT.
+    """The agent refuses a request of the service, and answers it with an ABORT frame.
 
     Args:
-        code: one of the codes the service knows: stale_epoch, unknown_slot, slot_unavailable, not_implemented, invalid, path_outside,
+        code: one of the codes that the service knows: stale_epoch, unknown_slot, slot_unavailable, not_implemented, invalid, path_outside,
             file_not_found, file_error, call_not_found, internal.
-        detail: one sentence for a person.
-        errno: the name of the errno behind it, where there is one.
+        detail: why, as one sentence for a person.
+        errno: the symbolic name of the errno that caused it, for example ENOENT. None: no system call failed.
     """
 
     def __init__(self, code: str, detail: str, errno: str | None = None) -> None:
@@ -22,7 +22,7 @@ class Refused(Exception):
         self.errno = errno
 
     def meta(self) -> dict[str, Any]:
-        """The payload of the ABORT."""
+        """The payload of the ABORT frame."""
         meta = {"code": self.code, "detail": self.detail}
         if self.errno is not None:
             meta["errno"] = self.errno
@@ -30,11 +30,11 @@ class Refused(Exception):
 
 
 class StartFailed(Exception):
-    """A slot's body could not be started; the text is the error it met.
+    """The runtime of a slot could not be started.
 
     Args:
-        detail: the text.
-        temporary: the machine was short of something, and the same may work in a moment.
+        detail: the error that occurred.
+        temporary: whether a retry may succeed, because the machine was short of some resource.
     """
 
     def __init__(self, detail: str, temporary: bool = False) -> None:
@@ -43,8 +43,16 @@ class StartFailed(Exception):
 
 
 class InvalidArgs(Exception):
-    """A call's arguments do not fit its tool; the text names the argument."""
+    """The arguments of a call are not valid for its tool. The text names the argument."""
 
 
 class UnknownTool(InvalidArgs):
-    """There is no such tool."""
+    """No tool has this name."""
+
+
+class ToolNotBuilt(Exception):
+    """The HTTP contract names this tool, or this way to run a process, but this agent does not have it yet."""
+
+
+class ToolError(Exception):
+    """A tool could not do what the call asked for. The text says why."""

@@ -1,7 +1,7 @@
 """`python AGENT connect SOCKET`: copies standard input and output to and from the agent's unix socket.
 
-For a service that can start programs in a sandbox but cannot reach a socket there. The agent outlives the relay: the next one finds it again.
-A relay ends when either side does. So none is left when the service is killed, which closes the relay's standard input.
+A service uses it if it can start programs in a sandbox but cannot connect to a socket there. The agent outlives the relay, so a later relay can connect to it.
+A relay ends when either side closes its connection. If the service is killed, the standard input of its relays is closed, so no relay is left over.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Callable, List, NoReturn
 
 CHUNK_BYTES = 256 << 10
 CONNECT_WITHIN_S = 10.0
-#: An agent that takes nothing for so long is stuck, and the relay must not wait for it when the service is gone, in seconds.
+#: After so many seconds without taking any data, the agent counts as stuck. The relay then ends, so that it does not outlive the service.
 TAKES_NOTHING_S = 30
 STDIN, STDOUT = 0, 1
 
 
 def main(arguments: List[str]) -> NoReturn:
-    """Relay until one side ends.
+    """Relay until one side closes its connection, and then end the process.
 
     Args:
         arguments: what follows `connect`: the path of the agent's socket.
@@ -44,7 +44,7 @@ def main(arguments: List[str]) -> NoReturn:
 
 
 def _copy(read: Callable[[], bytes], write: Callable[[bytes], None]) -> NoReturn:
-    """Copy one direction, then end the relay. What was read is written before more is read: a slow reader slows the writer down."""
+    """Copy one direction to its end, then end the process. All data is written before more is read, so that a slow reader slows the writer down."""
     try:
         while True:
             data = read()
@@ -66,7 +66,7 @@ def _write_output(data: bytes) -> None:
 
 
 def _end(problem: str = "") -> NoReturn:
-    """End the process at once, whatever its other thread waits for."""
+    """End the process at once, even while its other thread waits for data."""
     if problem:
         os.write(2, (problem + "\n").encode(errors="replace"))
     os._exit(1 if problem else 0)

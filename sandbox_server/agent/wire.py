@@ -1,12 +1,12 @@
-"""Frames between the service and one agent: bytes in, events out, no I/O.
+"""The protocol between the service and one agent, without I/O: received bytes become events, and messages become bytes to send.
 
-One connection carries many streams. Every frame is `length, kind, stream` (network order) and a payload.
-The opener of a stream sends OPEN, then ITEM and DATA frames, then END; the other side answers on the same stream the same way.
-ITEM is one message (a JSON object and raw bytes beside it), cut into ITEM_PART frames where it is long; DATA is a raw byte stream.
-Both consume credit: a sender may have at most `WINDOW_BYTES` unacknowledged on a stream, a receiver gives credit back as it consumes.
-ABORT ends a stream at once in both directions and says why. PING is answered with PONG.
+One connection carries many streams. Every frame is `length, kind, stream` in network byte order, followed by a payload.
+The side that opens a stream sends OPEN, then ITEM and DATA frames, then END. The other side answers with ITEM, DATA and END on the same stream.
+An item is one message: a JSON object and raw bytes. A long item is sent as several ITEM_PART frames and a last ITEM frame. DATA frames form a byte stream.
+Items and data use up credit: a sender may have at most `WINDOW_BYTES` unacknowledged on a stream, and a receiver returns credit as it processes them.
+ABORT ends a stream at once in both directions and gives the reason. PING is answered with PONG.
 
-This is the one file that the service and the agent share: standard library only, the syntax of Python 3.8.
+This is the only file that the service and the agent share. It uses the standard library only and the syntax of Python 3.8.
 """
 
 import json
@@ -17,10 +17,8 @@ from typing import Any, Deque, Dict, List, NamedTuple, Tuple, Union
 PROTOCOL_VERSION = 1
 HEADER = struct.Struct(">IBI")
 ITEM_HEAD = struct.Struct(">I")
-
 HELLO, OPEN, DATA, ITEM, ITEM_PART, CREDIT, END, ABORT, PING, PONG = range(1, 11)
 KINDS = frozenset(range(1, 11))
-
 MAX_FRAME_BYTES = 1 << 20
 PART_BYTES = 64 << 10
 WINDOW_BYTES = 256 << 10
@@ -29,24 +27,24 @@ MAX_STREAMS = 20_000
 
 
 class WireError(Exception):
-    """The other side broke the protocol; the connection cannot go on."""
+    """The other side has violated the protocol. The connection must be closed."""
 
 
 class Hello(NamedTuple):
-    """The first frame of either side."""
+    """The first frame of each side."""
 
     meta: Dict[str, Any]
 
 
 class Opened(NamedTuple):
-    """The other side opened a stream."""
+    """The other side has opened a stream."""
 
     stream: int
     meta: Dict[str, Any]
 
 
 class Item(NamedTuple):
-    """One whole message; `size` is the credit to give back once it is consumed."""
+    """One complete message. `size`: the credit to return once it is processed, in bytes."""
 
     stream: int
     meta: Dict[str, Any]
@@ -55,7 +53,7 @@ class Item(NamedTuple):
 
 
 class Data(NamedTuple):
-    """Raw bytes; `size` is the credit to give back once they are consumed."""
+    """Raw bytes. `size`: the credit to return once they are processed, in bytes."""
 
     stream: int
     body: bytes
@@ -63,21 +61,21 @@ class Data(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """The other side has said all it will say on this stream."""
+    """The other side sends nothing more on this stream."""
 
     stream: int
     meta: Dict[str, Any]
 
 
 class Aborted(NamedTuple):
-    """The stream is over, in both directions."""
+    """The other side has ended the stream in both directions."""
 
     stream: int
     meta: Dict[str, Any]
 
 
 class Drained(NamedTuple):
-    """What this side queued on the stream has all been handed to the transport."""
+    """Everything that this side had queued on the stream is now among the bytes to send."""
 
     stream: int
 
@@ -88,7 +86,6 @@ class Pong(NamedTuple):
 
 Event = Union[Hello, Opened, Item, Data, Ended, Aborted, Drained, Pong]
 
-
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
@@ -97,7 +94,7 @@ def _dump(meta: Dict[str, Any]) -> bytes:
 
 
 def cost(payload: bytes) -> int:
-    """The credit that a frame of content takes: its header counts, or empty frames would be free."""
+    """The credit that a frame with this payload uses, in bytes. The header counts, because otherwise empty frames would be free."""
     return HEADER.size + len(payload)
 
 
@@ -112,21 +109,21 @@ def _load(payload: bytes) -> Dict[str, Any]:
 
 
 def frame(kind: int, stream: int, payload: bytes = b"") -> bytes:
-    """One encoded frame."""
+    """Encode one frame."""
     return HEADER.pack(len(payload), kind, stream) + payload
 
 
 def pack_item(meta: Dict[str, Any], body: bytes = b"") -> bytes:
-    """The payload of an ITEM: the length of the JSON, the JSON, the raw bytes."""
+    """Encode the payload of an item: the length of the JSON document, the document, the raw bytes."""
     head = _dump(meta)
     return ITEM_HEAD.pack(len(head)) + head + body
 
 
 def unpack_item(payload: bytes) -> Tuple[Dict[str, Any], bytes]:
-    """The other way round.
+    """Decode the payload of an item.
 
     Raises:
-        WireError: the payload is shorter than it says, or holds no JSON object.
+        WireError: the payload is shorter than the length in it, or has no JSON object.
     """
     if len(payload) < ITEM_HEAD.size:
         raise WireError(f"an item of {len(payload)} bytes is too short")
@@ -138,27 +135,28 @@ def unpack_item(payload: bytes) -> Tuple[Dict[str, Any], bytes]:
 
 
 class _Stream:
+    """The state of one stream. `here` is this side of the connection, `there` the other one."""
+
     __slots__ = ("closed_here", "closed_there", "credit", "held", "owed", "parts", "parts_bytes", "queue", "queued", "received", "unread")
 
     def __init__(self) -> None:
         self.queue: Deque[Tuple[int, bytes]] = deque()
-        self.queued = 0  # the cost of what waits in the queue
+        self.queued = 0  # the cost of what is in the queue, in bytes
         self.credit = WINDOW_BYTES
-        self.received = 0  # bytes the other side sent and this side has not yet acknowledged
-        self.owed = 0  # acknowledged here, not yet announced there
-        self.unread = 0  # items and data handed out here and not yet acknowledged
-        self.held = 0  # the cost of parts whose credit waits until everything before them is read
+        self.received = 0  # the cost of what this side has received and not acknowledged, in bytes
+        self.owed = 0  # credit that was acknowledged and that is still to be returned with a CREDIT frame
+        self.unread = 0  # how many items and pieces of data were returned as events and not acknowledged
+        self.held = 0  # the cost of parts whose credit is returned once everything before them is acknowledged
         self.parts: List[bytes] = []
         self.parts_bytes = 0
-        self.closed_here = False
-        self.closed_there = False
+        self.closed_here = self.closed_there = False
 
 
 class Connection:
-    """The state of one connection. Feed it what arrives, send what `data_to_send` gives.
+    """The state of one connection. Pass received bytes to `receive`, and send the bytes that `data_to_send` returns.
 
     Args:
-        opens_odd: whether the streams this side opens have odd numbers (the service's do, the agent opens none).
+        opens_odd: whether streams that this side opens have odd numbers. Those of the service do; the agent opens none.
     """
 
     def __init__(self, opens_odd: bool) -> None:
@@ -169,20 +167,15 @@ class Connection:
         self._pong_due = False
         self._next = 1 if opens_odd else 2
         self._parity = self._next % 2
-        self._said_hello = False
-        self._heard_hello = False
-
-    # What this side says.
+        self._has_hello = False  # the other side has sent its HELLO
 
     def hello(self, meta: Dict[str, Any]) -> None:
-        """Say who this is; must come before anything else."""
-        self._said_hello = True
+        """Send the HELLO frame. It must be the first frame."""
         self._out.append(frame(HELLO, 0, _dump(meta)))
 
     def open(self, meta: Dict[str, Any]) -> int:
-        """Open a stream and return its number."""
-        stream = self._next
-        self._next += 2
+        """Open a stream. Returns its number."""
+        stream, self._next = self._next, self._next + 2
         self._streams[stream] = _Stream()
         self._out.append(frame(OPEN, stream, _dump(meta)))
         return stream
@@ -195,23 +188,21 @@ class Connection:
             state.credit -= cost(payload)
             self._out.append(frame(ITEM, stream, payload))
             return
-        for start in range(0, len(payload), PART_BYTES):
-            part = payload[start : start + PART_BYTES]
-            state.queue.append((ITEM if start + PART_BYTES >= len(payload) else ITEM_PART, part))
-            state.queued += cost(part)
-        self._pump(stream, state)
+        self._queue_parts(stream, state, payload, ITEM_PART, ITEM)
 
     def send_data(self, stream: int, body: bytes) -> None:
         """Queue raw bytes."""
-        state = self._streams[stream]
-        for start in range(0, len(body), PART_BYTES):
-            part = body[start : start + PART_BYTES]
-            state.queue.append((DATA, part))
+        self._queue_parts(stream, self._streams[stream], body, DATA, DATA)
+
+    def _queue_parts(self, stream: int, state: _Stream, payload: bytes, kind: int, last_kind: int) -> None:
+        for start in range(0, len(payload), PART_BYTES):
+            part = payload[start : start + PART_BYTES]
+            state.queue.append((last_kind if start + PART_BYTES >= len(payload) else kind, part))
             state.queued += cost(part)
-        self._pump(stream, state)
+        self._send_queue(stream, state)
 
     def end(self, stream: int, meta: Union[Dict[str, Any], None] = None) -> None:
-        """Say that nothing more comes from this side on this stream."""
+        """Send END once everything that is queued on the stream was sent."""
         state = self._streams[stream]
         payload = _dump(meta) if meta else b""
         if state.queue:
@@ -220,12 +211,12 @@ class Connection:
             self._close_here(stream, state, payload)
 
     def abort(self, stream: int, meta: Dict[str, Any]) -> None:
-        """End the stream in both directions, dropping what is queued. Does nothing on a stream that is over."""
+        """End the stream in both directions, and discard what is queued on it. Does nothing on a stream that is over."""
         if self._streams.pop(stream, None) is not None:
             self._out.append(frame(ABORT, stream, _dump(meta)))
 
     def acknowledge(self, stream: int, size: int) -> None:
-        """Give back the credit of one item or piece of data that was consumed: its `size`."""
+        """Return the credit of one item or piece of data that was processed: its `size`."""
         state = self._streams.get(stream)
         if state is None or state.closed_there:
             return
@@ -233,9 +224,9 @@ class Connection:
         if not state.unread:
             size += state.held
             state.held = 0
-        self._give_back(stream, state, size)
+        self._return_credit(stream, state, size)
 
-    def _give_back(self, stream: int, state: _Stream, size: int) -> None:
+    def _return_credit(self, stream: int, state: _Stream, size: int) -> None:
         state.received -= size
         state.owed += size
         if state.owed >= WINDOW_BYTES // 4:
@@ -243,7 +234,7 @@ class Connection:
             state.owed = 0
 
     def ping(self) -> None:
-        """Ask whether the other side is there."""
+        """Send PING. The other side answers with PONG."""
         self._out.append(frame(PING, 0))
 
     def is_open(self, stream: int) -> bool:
@@ -252,39 +243,39 @@ class Connection:
         return state is not None and not state.closed_here
 
     def is_over(self, stream: int) -> bool:
-        """Whether nothing more comes or goes on the stream; it is forgotten here."""
+        """Whether both sides have ended the stream, or one has aborted it."""
         return stream not in self._streams
 
     def queued(self, stream: int) -> int:
-        """How much waits on this stream for credit, in bytes of frames."""
+        """How many bytes of frames are queued on the stream because it has no credit left."""
         state = self._streams.get(stream)
         return state.queued if state is not None else 0
 
     def data_to_send(self) -> bytes:
-        """Everything there is to send now; the caller sends all of it."""
+        """Return all bytes that are to be sent now. The caller sends them all."""
         if self._pong_due:
-            # One answer for any number of pings: a flood of them costs the other side, not this one.
+            # Any number of PING frames gets one answer, so that many of them cost the other side more than this one.
             self._pong_due = False
             self._out.append(frame(PONG, 0))
         out, self._out = b"".join(self._out), []
         return out
 
     def has_data_to_send(self) -> bool:
-        """Whether `data_to_send` would give anything."""
+        """Whether `data_to_send` would return any bytes."""
         return self._pong_due or bool(self._out)
 
-    # What this side hears.
-
     def receive(self, data: bytes) -> List[Event]:
-        """What the bytes that arrived mean.
+        """Decode received bytes.
+
+        Returns:
+            The events that they complete.
 
         Raises:
-            WireError: the other side broke the protocol; close the connection.
+            WireError: the other side has violated the protocol.
         """
         self._buffer += data
         events: List[Event] = []
-        at = 0
-        have = len(self._buffer)
+        at, have = 0, len(self._buffer)
         while have - at >= HEADER.size:
             length, kind, stream = HEADER.unpack_from(self._buffer, at)
             if length > MAX_FRAME_BYTES or kind not in KINDS:
@@ -293,7 +284,7 @@ class Connection:
                 break
             start = at + HEADER.size
             at = start + length
-            self._frame(kind, stream, bytes(self._buffer[start:at]), events)
+            self._receive_frame(kind, stream, bytes(self._buffer[start:at]), events)
         if at:
             del self._buffer[:at]
         if self._drained:
@@ -301,27 +292,27 @@ class Connection:
             self._drained.clear()
         return events
 
-    def _frame(self, kind: int, stream: int, payload: bytes, events: List[Event]) -> None:
+    def _receive_frame(self, kind: int, stream: int, payload: bytes, events: List[Event]) -> None:
         if kind == HELLO:
-            if self._heard_hello:
+            if self._has_hello:
                 raise WireError("a second HELLO")
-            self._heard_hello = True
+            self._has_hello = True
             events.append(Hello(_load(payload)))
             return
-        if not self._heard_hello:
+        if not self._has_hello:
             raise WireError(f"frame of kind {kind} before HELLO")
         if kind == PING:
             self._pong_due = True
         elif kind == PONG:
             events.append(Pong())
         elif kind == OPEN:
-            self._opened(stream, payload, events)
+            self._receive_open(stream, payload, events)
         else:
             state = self._streams.get(stream)
-            if state is not None:  # else: late frames of a stream that this side has aborted
-                self._on_stream(kind, stream, state, payload, events)
+            if state is not None:  # None: a late frame of a stream that this side has aborted
+                self._receive_on_stream(kind, stream, state, payload, events)
 
-    def _opened(self, stream: int, payload: bytes, events: List[Event]) -> None:
+    def _receive_open(self, stream: int, payload: bytes, events: List[Event]) -> None:
         if stream % 2 == self._parity or stream == 0 or stream in self._streams:
             raise WireError(f"stream {stream} cannot be opened from there")
         if len(self._streams) >= MAX_STREAMS:
@@ -329,14 +320,14 @@ class Connection:
         self._streams[stream] = _Stream()
         events.append(Opened(stream, _load(payload)))
 
-    def _on_stream(self, kind: int, stream: int, state: _Stream, payload: bytes, events: List[Event]) -> None:
+    def _receive_on_stream(self, kind: int, stream: int, state: _Stream, payload: bytes, events: List[Event]) -> None:
         if kind == CREDIT:
             if len(payload) != ITEM_HEAD.size:
                 raise WireError(f"credit of {len(payload)} bytes")
             state.credit += ITEM_HEAD.unpack(payload)[0]
             if state.credit > WINDOW_BYTES:
                 raise WireError("more credit given back than was taken")
-            self._pump(stream, state)
+            self._send_queue(stream, state)
         elif kind == ABORT:
             del self._streams[stream]
             events.append(Aborted(stream, _load(payload)))
@@ -347,9 +338,9 @@ class Connection:
             self._forget(stream, state)
             events.append(Ended(stream, _load(payload)))
         else:
-            self._content(kind, stream, state, payload, events)
+            self._receive_content(kind, stream, state, payload, events)
 
-    def _content(self, kind: int, stream: int, state: _Stream, payload: bytes, events: List[Event]) -> None:
+    def _receive_content(self, kind: int, stream: int, state: _Stream, payload: bytes, events: List[Event]) -> None:
         state.received += cost(payload)
         if state.received > WINDOW_BYTES:
             raise WireError(f"stream {stream} sent more than its credit")
@@ -367,19 +358,20 @@ class Connection:
         if state.parts_bytes > MAX_ITEM_BYTES:
             raise WireError(f"an item of more than {MAX_ITEM_BYTES} bytes")
         if kind == ITEM_PART:
-            # Holding its own credit would stop a long item for ever. But only one may grow at a time: what is not read yet holds the credit of what follows.
+            # The credit of a part is returned at once, because an item may be longer than the window. But it is returned later while earlier items are unread,
+            # so that only one incomplete item at a time can grow beyond the window.
             if state.unread:
                 state.held += cost(payload)
             else:
-                self._give_back(stream, state, cost(payload))
+                self._return_credit(stream, state, cost(payload))
             return
         meta, body = unpack_item(b"".join(state.parts))
         state.parts, state.parts_bytes = [], 0
         state.unread += 1
         events.append(Item(stream, meta, body, cost(payload)))
 
-    def _pump(self, stream: int, state: _Stream) -> None:
-        waited = bool(state.queue)
+    def _send_queue(self, stream: int, state: _Stream) -> None:
+        had_queue = bool(state.queue)
         while state.queue:
             kind, payload = state.queue[0]
             if kind == END:
@@ -392,7 +384,7 @@ class Connection:
             state.queued -= cost(payload)
             state.credit -= cost(payload)
             self._out.append(frame(kind, stream, payload))
-        if waited:
+        if had_queue:
             self._drained.append(stream)
 
     def _close_here(self, stream: int, state: _Stream, payload: bytes) -> None:

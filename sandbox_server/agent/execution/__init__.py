@@ -1,1 +1,1 @@
-"""One tool call, from what is asked to its result: processes, output, journal, jobs."""
+"""Running tool calls in a slot: the calls and jobs of a lease, their processes and their outputs."""

@@ -1,370 +1,303 @@
-"""One tool call, from its item to its verdict."""
+"""One tool call, from its description to its outcome."""
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import errno
 import os
 import time
-from typing import TYPE_CHECKING, Any, Callable, Mapping
+from typing import Any, Callable, Sequence
 
-from sandbox_server.agent.errors import InvalidArgs, UnknownTool
+from sandbox_server.agent.errors import InvalidArgs, Refused, ToolNotBuilt, UnknownTool
 from sandbox_server.agent.execution import evidence
-from sandbox_server.agent.execution.framed import Framed
-from sandbox_server.agent.execution.journal import CallOutcome
-from sandbox_server.agent.execution.output import Kept, Sink
-from sandbox_server.agent.execution.process_kill import end_tree
-from sandbox_server.agent.execution.process_tree import ProcessTree
-from sandbox_server.agent.execution.tools import tool_registry
-from sandbox_server.agent.execution.tools.shell import Command
+from sandbox_server.agent.execution.call_spec import CallSpec
+from sandbox_server.agent.execution.deadlines import CallDeadlines
+from sandbox_server.agent.execution.journal import CallOutcome, call_identity
+from sandbox_server.agent.execution.lease_state import LeaseState
+from sandbox_server.agent.execution.output import Sink
+from sandbox_server.agent.execution.processes.slot_process import SlotProcess, Writable
+from sandbox_server.agent.execution.processes.spawn_spec import SpawnSpec
+from sandbox_server.agent.execution.slot_runtime import SlotRuntime
+from sandbox_server.agent.execution.tools.tool import ToolHandler
+from sandbox_server.agent.execution.tools.tool_registry import find_tool
 from sandbox_server.agent.kernel.processor_watch import ProcessorWatch
 
-if TYPE_CHECKING:
-    from sandbox_server.agent.slots.slots import Slot
-
-MAX_OUTPUT_LIMIT_BYTES = 10 << 20
-DEFAULT_OUTPUT_LIMIT_BYTES = 50_000
 _REPORT_WITHIN_S = 0.1
-_STOOD_STILL_S = 1.0  # a timer that is so late: this process did not run, and perhaps the slot did not either
-_MOST_GIVEN_BACK_S = 10.0
-MAX_TIMEOUT_S = 365 * 86400.0  # as much as the service takes: what it has let through is not the policy's mistake
-
-
-@dataclasses.dataclass
-class Spec:
-    """What the service asks for, checked as far as the agent must be able to rely on it."""
-
-    call_id: str
-    tool: str
-    args: Mapping[str, Any]
-    timeout_s: float
-    no_output_timeout_s: float | None
-    output_limit_bytes: int
-    separate_streams: bool
-    encoding: str = "utf-8"  # of no use here: whoever asks after the call is told in which one its caller wants it
-
-
-def parse_spec(meta: Mapping[str, Any]) -> Spec:
-    """Read a call item.
-
-    Raises:
-        InvalidArgs: naming the field that does not fit.
-    """
-    call_id, tool, args = meta.get("call_id"), meta.get("tool"), meta.get("args", {})
-    if not isinstance(call_id, str) or not 0 < len(call_id) <= 128:
-        raise InvalidArgs("call_id must be a string of 1 to 128 characters")
-    if not isinstance(tool, str):
-        raise InvalidArgs("tool must be a string")
-    if not isinstance(args, dict):
-        raise InvalidArgs("args must be an object")
-    limit = meta.get("output_limit_bytes", DEFAULT_OUTPUT_LIMIT_BYTES)
-    if isinstance(limit, bool) or not isinstance(limit, int) or not 0 <= limit <= MAX_OUTPUT_LIMIT_BYTES:
-        raise InvalidArgs("output_limit_bytes must be an integer from 0 to %d" % MAX_OUTPUT_LIMIT_BYTES)
-    timeout_s = _seconds("timeout_s", meta.get("timeout_s"))
-    if timeout_s is None:
-        raise InvalidArgs("timeout_s is missing")
-    return Spec(
-        call_id, tool, args, timeout_s, _seconds("no_output_timeout_s", meta.get("no_output_timeout_s")), limit, bool(meta.get("separate_streams", False)),
-        "base64" if meta.get("encoding") == "base64" else "utf-8",
-    )  # fmt: skip
-
-
-def _seconds(name: str, value: Any) -> float | None:
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MAX_TIMEOUT_S:
-        raise InvalidArgs("%s must be a number of seconds above 0, at most %d" % (name, MAX_TIMEOUT_S))
-    return float(value)
 
 
 class Call:
-    """A running call. Everything happens in callbacks of the event loop; only the killing of its tree is a task.
+    """A running call. All methods run in the event loop; only the end of the process tree takes a task of its own.
 
     Args:
-        slot: where it runs.
-        spec: what is asked for.
+        lease: the lease that the call belongs to.
+        runtime: the slot runtime in which it runs.
+        spec: its description.
     """
 
     __slots__ = (
         "_cpu_s",
-        "_deadline",
-        "_done",
-        "_ending",
-        "_framed",
-        "_last_output",
+        "_deadlines",
+        "_ending_reason",
+        "_handler",
         "_limits_before",
+        "_loop",
         "_max_rss_bytes",
-        "_processor",
-        "_silence",
-        "_slot",
+        "_on_done",
+        "_process",
+        "_processor_watch",
         "_started",
-        "_stood_still_s",
-        "concurrent_calls",
-        "loop",
+        "has_concurrent_work",
+        "lease",
         "outcome",
-        "run",
+        "output_watchers",
+        "runtime",
         "sinks",
         "spec",
         "started_at",
-        "watchers",
     )  # fmt: skip
 
-    def __init__(self, slot: Slot, spec: Spec) -> None:
-        self._slot = slot
+    def __init__(self, lease: LeaseState, runtime: SlotRuntime, spec: CallSpec) -> None:
+        self.lease = lease
+        self.runtime = runtime
         self.spec = spec
-        self.loop = slot.loop
+        self._loop = asyncio.get_event_loop()
         self.started_at = time.time()
-        self._started = self.loop.time()
-        self._last_output = self._started
-        self._done: list[Callable[[CallOutcome], None]] = []
-        self.watchers: list[Callable[[], None]] = []
-        self.sinks: list[Sink] = []
-        self.run: ProcessTree | None = None
+        self._started = self._loop.time()
+        self._on_done: list[Callable[[CallOutcome], None]] = []
+        self.output_watchers: list[Callable[[], None]] = []  # called when there is more output, and when the call has ended
+        self.sinks: Sequence[Sink] = [Sink(lease.spool, spec.output_limit_bytes) for _ in range(2 if spec.separate_streams else 1)]
         self.outcome: CallOutcome | None = None
-        self._framed: Framed | None = None
-        self._deadline: asyncio.TimerHandle | None = None
-        self._silence: asyncio.TimerHandle | None = None
-        self._ending: str | None = None
-        self._stood_still_s = 0.0
+        self.has_concurrent_work = False  # another call or a job of the slot had processes at the same time
+        self._handler: ToolHandler | None = None
+        self._process: SlotProcess | None = None
+        self._deadlines: CallDeadlines | None = None
+        self._processor_watch: ProcessorWatch | None = None
+        self._ending_reason: str | None = None  # why the agent ends the process tree
+        self._limits_before: dict[str, int] = {}
         self._cpu_s = 0.0
         self._max_rss_bytes = 0
-        self._processor: ProcessorWatch | None = None
-        self._limits_before: dict[str, int] = {}
-        self.concurrent_calls = False  # something else of the slot ran beside it
 
-    def on_done(self, callback: Callable[[CallOutcome], None]) -> None:
-        """Hear the verdict."""
-        self._done.append(callback)
+    def add_done_callback(self, callback: Callable[[CallOutcome], None]) -> None:
+        """Call `callback` with the outcome once the call has ended."""
+        self._on_done.append(callback)
 
     @property
     def output_bytes(self) -> int:
-        """What it has written so far."""
+        """How much the call has written so far."""
         return sum(sink.total for sink in self.sinks)
 
-    def start(self) -> None:
-        """Check the arguments and set it going."""
-        spec, slot = self.spec, self._slot
-        count = 2 if spec.separate_streams else 1
-        self.sinks = [Sink(slot.spool, spec.output_limit_bytes) for _ in range(count)]
+    def start_call(self) -> None:
+        """Check the arguments, and start the call. A call that cannot be started ends at once."""
         try:
-            plan = tool_registry.plan(spec.tool, spec.args)
+            tool = find_tool(self.spec.tool)
+            self._handler = tool.parse_arguments(self.spec.args)
+            if tool.capabilities.has_process:
+                self._deadlines = CallDeadlines(self.spec, self._started, self._read_reports, self._end_tree_because)
+            self._handler.start_call(self)
         except InvalidArgs as error:
             field = "tool" if isinstance(error, UnknownTool) else "args"
-            self._finish("invalid_args", error=str(error), metadata={"evidence": {"ran": False, "field": field}})
-            return
-        except tool_registry.NotBuilt as error:
-            self._finish("not_implemented", error=str(error), metadata={"evidence": {"ran": False}})
-            return
-        if isinstance(plan, tool_registry.JobAction):
-            self._job(plan)
-            return
-        self._deadline = self.loop.call_at(self._started + spec.timeout_s, self._timed_out, self._started + spec.timeout_s)
-        if spec.no_output_timeout_s is not None:
-            self._silence = self.loop.call_later(spec.no_output_timeout_s, self._look_for_silence)
-        try:
-            self._spawn(plan)
+            self.finish("invalid_args", error=str(error), metadata={"evidence": {"ran": False, "field": field}})
+        except ToolNotBuilt as error:
+            self.finish("not_implemented", error=str(error), metadata={"evidence": {"ran": False}})
         except OSError as error:
-            self._not_set_up(error)
+            facts = {"errno": errno.errorcode.get(error.errno or 0, str(error.errno)), "at": "agent"}
+            self.finish("backend_error", error="the agent could not set the call up: %s" % error, metadata={"may_have_run": False, "evidence": facts})
 
-    def _not_set_up(self, error: OSError) -> None:
-        proof = {"errno": errno.errorcode.get(error.errno or 0, str(error.errno)), "at": "agent"}
-        self._finish("backend_error", error="the agent could not set the call up: %s" % error, metadata={"may_have_run": False, "evidence": proof})
+    # What the tool's handler uses.
 
-    def _spawn(self, plan: Command | tool_registry.FileTool) -> None:
-        body = self._slot.current_body()
-        self._limits_before, self.concurrent_calls = evidence.limits_of(body, self._slot.joined_by(self))
-        if isinstance(plan, Command):
-            run = self.run = ProcessTree(body, self._slot.drains, self.sinks, self)
-            run.start(spawn_request(body.shell, body.workspace, plan), plan.stdin, plan.script)
-        else:
-            self._framed = Framed(self.sinks[0])
-            run = self.run = ProcessTree(body, self._slot.drains, [self._framed], self)
-            run.start({"op": "fork", "tool": plan.tool, "args": dict(plan.args), "env": None}, None)
-        if run.leaf is not None:
-            self._processor = ProcessorWatch(run.leaf, self._slot.processor_share, body.init_pid, self.spec.timeout_s)
+    def start_process(self, spec: SpawnSpec, outputs: Sequence[Writable]) -> None:
+        """See `ToolCall`."""
+        resources = self.lease.resources
+        self._limits_before, self.has_concurrent_work = evidence.read_limit_counters(self.runtime, self.lease.add_live_call(self))
+        process = self._process = SlotProcess(self.runtime, resources.drains, outputs, self)
+        process.start_process(spec)
+        if process.leaf is not None:
+            self._processor_watch = ProcessorWatch(process.leaf, resources.processor_share(), self.runtime.init_pid, self.spec.timeout_s)
 
-    def _job(self, action: tool_registry.JobAction) -> None:
-        try:
-            text, metadata = self._slot.jobs.act(action)
-        except InvalidArgs as error:
-            self._finish("invalid_args", error=str(error), metadata={"evidence": {"ran": False}})
-        except tool_registry.ToolError as error:
-            self._finish("tool_error", error=str(error), metadata={"evidence": {"tool": "process %s" % action.action}})
-        except OSError as error:
-            self._not_set_up(error)
-        else:
-            self.sinks[0].write(text)
-            self._finish("exit", exit_code=0, tool_ok=True, metadata=metadata)
+    def finish_by_status(self, status: int) -> None:
+        """See `ToolCall`."""
+        exit_code = 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+        reason, error, metadata = self.judge_exit(status, exit_code)
+        self.finish(reason, exit_code=exit_code, error=error, metadata=metadata)
 
-    # What the run says.
+    def judge_exit(self, status: int, exit_code: int) -> tuple[str, str, dict[str, Any]]:
+        """See `ToolCall`."""
+        limits = self.lease.resources.limits
+        return evidence.judge_exit(self.runtime, self._limits_before, self.has_concurrent_work, status, exit_code, self._max_rss_bytes, limits)
 
-    def wrote(self) -> None:
-        """See `runs.Owner`."""
-        self._last_output = self.loop.time()
-        for watcher in self.watchers:
+    # The reports of the process.
+
+    def on_output(self) -> None:
+        """See `ProcessListener`."""
+        if self._deadlines is not None:
+            self._deadlines.record_output()
+        for watcher in self.output_watchers:
             watcher()
 
-    def ended(self, status: int, cpu_s: float, max_rss_bytes: int) -> None:
-        """See `runs.Owner`."""
+    def on_process_ended(self, status: int, cpu_s: float, max_rss_bytes: int) -> None:
+        """See `ProcessListener`."""
         self._cpu_s, self._max_rss_bytes = cpu_s, max_rss_bytes
-        if self._ending is not None or self.outcome is not None:
-            return  # its tree is being ended; that decides
-        if self.run is not None:
-            self.run.collect()
-        if self._framed is not None:
-            self._tool_ended(status)
-            return
-        if os.WIFSIGNALED(status):
-            code = 128 + os.WTERMSIG(status)
-        else:
-            code = os.WEXITSTATUS(status)
-        reason, sentence, proof = self._of_exit(status, code)
-        self._finish(reason, exit_code=code, error=sentence, metadata=proof)
+        if self._ending_reason is not None or self.outcome is not None:
+            return  # the agent is ending the tree, or has given the call up: that determines the outcome
+        if self._process is not None:
+            self._process.collect_output()
+        if self._handler is not None:
+            self._handler.on_process_ended(self, status)
 
-    def _of_exit(self, status: int, code: int) -> tuple[str, str, dict[str, Any]]:
-        return evidence.of_exit(self._slot.body, self._limits_before, self.concurrent_calls, status, code, self._max_rss_bytes, self._slot.limits)
-
-    def _tool_ended(self, status: int) -> None:
-        framed = self._framed
-        header = framed.header if framed is not None else None
-        if header is None or (header.get("ok") and status != 0):
-            code = 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else 1
-            reason, sentence, proof = self._of_exit(status, code)
-            if reason == "exit":
-                reason, sentence = "tool_error", "%s broke off before it had finished" % self.spec.tool
-            self._finish(reason, error=sentence, metadata=proof)
-        elif header.get("ok"):
-            self._finish("exit", exit_code=0, tool_ok=True, metadata={key: value for key, value in header.items() if key != "ok"})
-        else:
-            reason = "invalid_args" if header.get("code") == "invalid_args" else "tool_error"
-            said = {"errno": header["errno"]} if "errno" in header else {}
-            self._finish(reason, error=str(header.get("detail", "")), metadata={**said, "evidence": said or {"tool": self.spec.tool}})
-
-    def refused(self, number: int, where: str) -> None:
-        """See `runs.Owner`."""
+    def on_process_refused(self, errno: int, step: str) -> None:
+        """See `ProcessListener`."""
         if self.outcome is not None:
             return
-        if self.run is not None:
-            self.run.collect()
-        self._ending = None
-        reason, sentence, metadata = evidence.of_refusal(number, where, self.spec.args, self._slot.body, self._limits_before, self._slot.limits)
-        self._finish(reason, error=sentence, metadata=metadata)
+        if self._process is not None:
+            self._process.collect_output()
+        self._ending_reason = None
+        limits = self.lease.resources.limits
+        reason, error, metadata = evidence.judge_refusal(errno, step, self.spec.args, self.runtime, self._limits_before, limits)
+        self.finish(reason, error=error, metadata=metadata)
 
-    def init_lost(self, detail: str) -> None:
-        """See `runs.Owner`."""
-        if self.outcome is None and self._ending is None:  # a tree that is being ended decides itself
-            reason, sentence, metadata = evidence.of_lost_init(self._slot.body, self._limits_before, detail)
-            self._finish(reason, error=sentence, metadata=metadata)
+    def on_init_lost(self, detail: str) -> None:
+        """See `ProcessListener`."""
+        if self.outcome is None and self._ending_reason is None:  # if the agent is ending the tree, that determines the outcome
+            reason, error, metadata = evidence.judge_lost_init(self.runtime, self._limits_before, detail)
+            self.finish(reason, error=error, metadata=metadata)
 
-    # Ends from outside.
+    # Ends that the process does not bring about.
 
-    def _timed_out(self, due: float) -> None:
-        self._catch_up()
-        late = self._given_back(due)
-        if late and self.outcome is None:
-            self._deadline = self.loop.call_later(late, self._end, "timeout")
-        else:
-            self._end("timeout")
+    def _read_reports(self) -> None:
+        """Process what init and the pipes hold now, before a deadline counts as passed: if the agent did not run for a while, everything waits there."""
+        if self._process is not None:
+            self.runtime.link.poll_reports()
+            self._process.poll_output()
 
-    def _look_for_silence(self) -> None:
-        limit = self.spec.no_output_timeout_s
-        if limit is None:
-            return
-        if self.loop.time() - self._last_output >= limit:
-            self._catch_up()
-        silent = self.loop.time() - self._last_output
-        if silent >= limit and not self._given_back(self._last_output + limit):
-            self._end("no_output_timeout")
-        elif self.outcome is None:
-            self._silence = self.loop.call_later(max(limit - silent, self._stood_still_s), self._look_for_silence)
+    def cancel_call(self) -> None:
+        """End the process tree, and then the call as `cancelled`."""
+        self._end_tree_because("cancelled")
 
-    def _catch_up(self) -> None:
-        """See what has come before a deadline is held to have passed: one who stood still hears of everything at once, in any order."""
-        if self.run is not None:
-            self.run.body.link.poll()
-            self.run.poll()
-
-    def _given_back(self, due: float) -> float:
-        """How long this process stood still while a deadline passed, as far as the call gets that time again, once; 0: it did not."""
-        late = self.loop.time() - due
-        if late < _STOOD_STILL_S or self._stood_still_s:
-            return 0.0
-        self._stood_still_s = min(late, _MOST_GIVEN_BACK_S)
-        return self._stood_still_s
-
-    def cancel(self) -> None:
-        """End its tree; the verdict is `cancelled`, unless it already has another."""
-        self._end("cancelled")
-
-    def _end(self, reason: str) -> None:
-        if self._ending is None and self.outcome is None:
-            self._ending = reason
-            self._slot.spawn_task(self._end_tree(reason))
+    def _end_tree_because(self, reason: str) -> None:
+        if self._ending_reason is None and self.outcome is None:
+            self._ending_reason = reason
+            self.lease.resources.tasks.start_task(self._end_tree(reason))
 
     async def _end_tree(self, reason: str) -> None:
-        proof: dict[str, Any] = {"after_s": round(self.loop.time() - self._started, 3)}
-        starved = self._processor.starvation_evidence() if self._processor is not None else None
+        facts: dict[str, Any] = {"after_s": round(self._loop.time() - self._started, 3)}
+        starvation = self._processor_watch.starvation_evidence() if self._processor_watch is not None else None
         if reason != "cancelled":
-            # Where others leave no time to a call, its timeout says little of it.
-            proof.update(load_1m=round(os.getloadavg()[0], 1), processors=len(os.sched_getaffinity(0)))
-            if starved is not None:
-                proof["starved"] = starved
-        if self._stood_still_s:
-            proof["agent_stood_still_s"] = round(self._stood_still_s, 3)
-        if self.run is not None:
+            # A call that got too little processor time may have timed out for that reason alone.
+            facts.update(load_1m=round(os.getloadavg()[0], 1), processors=len(os.sched_getaffinity(0)))
+            if starvation is not None:
+                facts["starved"] = starvation
+        if self._deadlines is not None and self._deadlines.stalled_s:
+            facts["agent_stood_still_s"] = round(self._deadlines.stalled_s, 3)
+        if self._process is not None:
             try:
-                proof.update(await end_tree(self.run))
+                facts.update(await self._process.end_tree())
             except (OSError, asyncio.TimeoutError) as error:
-                proof["tree"] = "could not be ended: %s" % (str(error) or "init did not answer")
-            await self.run.reported(_REPORT_WITHIN_S)
-            # The first process knows nothing of those of its tree that it had not waited for when they were killed.
-            self._cpu_s = max(self._cpu_s, self.run.killed_cpu_s)
+                facts["tree"] = "could not be ended: %s" % (str(error) or "init did not answer")
+            await self._process.wait_until_over(_REPORT_WITHIN_S)
+            # The report on the first process leaves out those descendants that it had not waited for when they were killed.
+            self._cpu_s = max(self._cpu_s, self._process.killed_cpu_s)
         if self.outcome is None:
-            self._finish(reason, error=_sentence(reason, self.spec), metadata={"evidence": proof})
+            self.finish(reason, error=_error_sentence(reason, self.spec), metadata={"evidence": facts})
 
     def abandon(self, lost: str | None = None) -> None:
-        """The slot is being reset: the verdict is `cancelled`, now; the reset ends the processes. Or it is `lost` with all the sandbox, and why."""
+        """End the call now; the caller ends its processes.
+
+        Args:
+            lost: why the sandbox is lost; the call ends as `sandbox_lost`. None: the slot is reset or its rights change; the call ends as `cancelled`.
+        """
         if self.outcome is not None:
             return
         if lost is not None:
-            self._finish("sandbox_lost", error="the sandbox has ended: %s" % lost, metadata={"evidence": {"agent": lost}})
+            self.finish("sandbox_lost", error="the sandbox has ended: %s" % lost, metadata={"evidence": {"agent": lost}})
         else:
-            self._finish("cancelled", error=_sentence("cancelled", self.spec), metadata={"evidence": {"slot": "given back, or its rights changed"}})
+            facts = {"slot": "given back, or its rights changed"}
+            self.finish("cancelled", error=_error_sentence("cancelled", self.spec), metadata={"evidence": facts})
 
-    def _finish(self, reason: str, exit_code: int | None = None, error: str = "", metadata: dict[str, Any] | None = None, tool_ok: bool = False) -> None:
-        for timer in (self._deadline, self._silence):
-            if timer is not None:
-                timer.cancel()
-        if self.run is not None:
-            self.run.collect()
-        if self._processor is not None:
-            # The first process knows nothing of those of its tree that it has not waited for.
-            self._cpu_s = max(self._cpu_s, self._processor.used_s())
-            self._processor.close()
-        outputs: list[Kept] = [sink.finish() for sink in self.sinks]
+    def finish(self, reason: str, exit_code: int | None = None, error: str = "", metadata: dict[str, Any] | None = None, tool_ok: bool = False) -> None:
+        """See `ToolCall`."""
+        if self._deadlines is not None:
+            self._deadlines.cancel_timers()
+        if self._process is not None:
+            self._process.collect_output()
+        if self._processor_watch is not None:
+            # The report on the first process leaves out those descendants that it has not waited for.
+            self._cpu_s = max(self._cpu_s, self._processor_watch.used_s())
+            self._processor_watch.close()
         outcome = self.outcome = CallOutcome(
-            self.spec.call_id, reason, exit_code, error, self.started_at, self.loop.time() - self._started, self._cpu_s, self._max_rss_bytes, tool_ok,
-            metadata if metadata is not None else {}, outputs, self.spec.encoding,
-        )  # fmt: skip
-        self._slot.live.discard(self)
-        self._slot.journal.end(self.spec.call_id, outcome)
-        done, self._done = self._done, []
-        for callback in done:
+            call_id=self.spec.call_id,
+            reason=reason,
+            exit_code=exit_code,
+            error=error,
+            started_at=self.started_at,
+            duration_s=self._loop.time() - self._started,
+            cpu_s=self._cpu_s,
+            max_rss_bytes=self._max_rss_bytes,
+            tool_ok=tool_ok,
+            metadata=metadata if metadata is not None else {},
+            outputs=[sink.finish() for sink in self.sinks],
+            encoding=self.spec.encoding,
+        )
+        self.lease.remove_live_call(self)
+        self.lease.journal.record_outcome(self.spec.call_id, outcome)
+        callbacks, self._on_done = self._on_done, []
+        for callback in callbacks:
             callback(outcome)
-        for watcher in self.watchers:
+        for watcher in self.output_watchers:
             watcher()
 
 
-def spawn_request(shell: str, workspace: str, plan: Command) -> dict[str, Any]:
-    """What init is told to start."""
-    cwd = workspace if plan.cwd is None else os.path.join(workspace, plan.cwd)
-    return {"op": "spawn", "argv": [shell, *plan.args], "env": dict(plan.env) if plan.env else None, "cwd": cwd}
-
-
-def _sentence(reason: str, spec: Spec) -> str:
+def _error_sentence(reason: str, spec: CallSpec) -> str:
     if reason == "timeout":
         return "the call passed its timeout of %g s and was killed with its whole tree" % spec.timeout_s
     if reason == "no_output_timeout":
         return "the call wrote nothing for %g s and was killed with its whole tree" % (spec.no_output_timeout_s or 0)
     return "the call was cancelled"
+
+
+def submit_call(lease: LeaseState, runtime: SlotRuntime, spec: CallSpec, on_done: Callable[[CallOutcome], None]) -> None:
+    """Start a call. If it was submitted before, wait for it, or repeat its outcome: no call runs twice.
+
+    Args:
+        lease: the lease that the call belongs to.
+        runtime: the slot runtime in which it runs.
+        spec: its description.
+        on_done: called with the outcome.
+    """
+    identity = call_identity(spec.tool, spec.args)
+    entry = lease.journal.get_entry(spec.call_id)
+    if entry is not None:
+        if entry.identity != identity:
+            on_done(_refused_outcome(spec, "call_conflict", "the call id %s was used with other arguments" % spec.call_id, {}))
+        elif entry.outcome is not None:
+            on_done(entry.outcome)
+        else:
+            entry.call.add_done_callback(on_done)
+        return
+    if lease.journal.is_full:
+        error = "the slot has had as many calls as one lease may have"
+        on_done(_refused_outcome(spec, "backend_error", error, {"may_have_run": False, "limit": "calls"}))
+        return
+    call = Call(lease, runtime, spec)
+    lease.journal.record_start(spec.call_id, identity, call)
+    call.add_done_callback(on_done)
+    call.start_call()
+
+
+def find_call(lease: LeaseState, call_id: Any) -> Call | CallOutcome:
+    """Return a call that runs, or the outcome of one that has ended.
+
+    Raises:
+        Refused: call_not_found.
+    """
+    entry = lease.journal.get_entry(call_id) if isinstance(call_id, str) else None
+    if entry is None:
+        raise Refused("call_not_found", "there is no call %s" % ascii(call_id))
+    if entry.outcome is not None:
+        return entry.outcome
+    call: Call = entry.call
+    return call
+
+
+def _refused_outcome(spec: CallSpec, reason: str, error: str, metadata: dict[str, Any]) -> CallOutcome:
+    metadata = {"evidence": {"ran": False}, **metadata}
+    return CallOutcome(spec.call_id, reason, None, error, time.time(), 0.0, 0.0, 0, False, metadata, ())

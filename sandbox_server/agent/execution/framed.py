@@ -1,4 +1,7 @@
-"""The answer of a forked tool: a length, a JSON header, then raw content. It comes from inside the slot, so nothing in it is believed unchecked."""
+"""The output of a forked tool: the length of a JSON header, the header, then raw content.
+
+It comes from inside the slot, so it may be anything.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,16 @@ import json
 import struct
 from typing import Any
 
-from sandbox_server.agent.execution.process_tree import Writable
+from sandbox_server.agent.execution.processes.slot_process import Writable
 
 _LENGTH = struct.Struct(">I")
 MAX_HEADER_BYTES = 8 << 20
 
 
 class Framed:
-    """Splits the header off and passes the content on.
+    """Parses the header, and writes the content that follows it to `content`.
 
-    `header` stays None until it is complete; `broken` says that what came can never become one.
+    `header` is None until it is complete. `broken`: what was received is not a valid header, whatever follows.
     """
 
     __slots__ = ("_buffer", "_content", "broken", "header")
@@ -28,11 +31,11 @@ class Framed:
 
     @property
     def full(self) -> bool:
-        """See `runs.Writable`."""
+        """See `Writable`."""
         return self._content.full
 
     def write(self, data: bytes) -> None:
-        """Take what arrived."""
+        """Parse some more of the output."""
         if self.header is not None:
             self._content.write(data)
             return
@@ -46,11 +49,11 @@ class Framed:
         if length > MAX_HEADER_BYTES:
             self.broken = True
         elif len(self._buffer) >= end:
-            self._parse(bytes(self._buffer[_LENGTH.size : end]), bytes(self._buffer[end:]))
+            self._parse_header(bytes(self._buffer[_LENGTH.size : end]), bytes(self._buffer[end:]))
         if self.broken:
             self._buffer.clear()
 
-    def _parse(self, document: bytes, rest: bytes) -> None:
+    def _parse_header(self, document: bytes, rest: bytes) -> None:
         try:
             header = json.loads(document)
         except (ValueError, RecursionError):

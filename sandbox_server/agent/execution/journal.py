@@ -1,4 +1,4 @@
-"""What makes a call run at most once: call id -> its identity, and the call while it runs or its verdict once it is over."""
+"""The journal of the calls of one lease. It makes sure that a call runs at most once, however often it is sent."""
 
 from __future__ import annotations
 
@@ -9,15 +9,31 @@ from typing import Any, Callable, Mapping, Sequence
 
 from sandbox_server.agent.execution.output import Kept
 
-LARGE_OUTPUT_BYTES = 64 << 10  # a result with more output than this does not carry it: the service fetches it
-_MARSHAL_PLAIN = 0  # the one version whose bytes depend on the values alone
+LARGE_OUTPUT_BYTES = 64 << 10  # a result with more output is sent without it, and the service fetches the output
+_MARSHAL_VERSION = 0  # the only version whose bytes depend on the values alone
 MAX_CALLS = 100_000
 NOT_RECORDED = frozenset({"backend_error", "call_conflict", "not_implemented"})
 
 
 @dataclasses.dataclass
 class CallOutcome:
-    """How a call ended. `outputs`: one, or standard output and error apart."""
+    """How a call ended.
+
+    Args:
+        call_id: the call.
+        reason: one of the reasons of the HTTP contract.
+        exit_code: of the process, if it exited.
+        error: what went wrong, as a sentence; empty: nothing.
+        started_at: when the call began, in seconds since the epoch of Unix time.
+        duration_s: how long it took, in seconds.
+        cpu_s: the processor time of its processes, in seconds.
+        max_rss_bytes: the largest resident set of one of its processes.
+        tool_ok: whether a tool that is not a shell succeeded.
+        metadata: further facts, such as the evidence for the reason.
+        outputs: the output; or standard output and standard error.
+        encoding: see `CallSpec`.
+        on_fetched: called when the service has fetched the output.
+    """
 
     call_id: str
     reason: str
@@ -35,19 +51,19 @@ class CallOutcome:
 
     @property
     def is_large(self) -> bool:
-        """Whether the output of the result is to be fetched in pieces, by a service that can do so."""
+        """Whether a service that can do so fetches the output of the result in pieces."""
         return sum(kept.cut_bytes for kept in self.outputs) > LARGE_OUTPUT_BYTES
 
-    def item(self) -> tuple[dict[str, Any], bytes]:
-        """The verdict as the service gets it: a JSON object, and the output beside it."""
+    def to_item(self) -> tuple[dict[str, Any], bytes]:
+        """The result as it is sent to the service: a JSON object, and the output."""
         parts = [kept.cut() for kept in self.outputs]
         return self._meta([len(part) for part in parts]), parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def head(self) -> dict[str, Any]:
-        """The verdict without its output, which waits to be fetched."""
+    def to_item_without_output(self) -> dict[str, Any]:
+        """The result without its output, which the service is to fetch."""
         return {**self._meta([kept.cut_bytes for kept in self.outputs]), "output_waits": True}
 
-    def _meta(self, lengths: Sequence[int]) -> dict[str, Any]:
+    def _meta(self, lengths_bytes: Sequence[int]) -> dict[str, Any]:
         metadata = self.metadata
         if any(kept.evicted for kept in self.outputs):
             metadata = dict(metadata, output_evicted=True)
@@ -65,26 +81,26 @@ class CallOutcome:
             "max_rss_bytes": self.max_rss_bytes,
             "tool_ok": self.tool_ok,
             "metadata": metadata,
-            "lens": list(lengths),
+            "lens": list(lengths_bytes),
         }
 
 
 @dataclasses.dataclass
 class Entry:
-    """One line of the journal: `call` while it runs, then `verdict`."""
+    """One call in the journal: `call` while it runs, `outcome` afterwards."""
 
     identity: bytes
     call: Any
     outcome: CallOutcome | None = None
 
 
-def identity(tool: str, args: Mapping[str, Any]) -> bytes:
-    """What makes two calls the same: the tool and its arguments."""
-    return hashlib.sha256(marshal.dumps((tool, _canonical(args)), _MARSHAL_PLAIN)).digest()
+def call_identity(tool: str, args: Mapping[str, Any]) -> bytes:
+    """A digest of the tool and its arguments. Two calls with the same id must have the same digest."""
+    return hashlib.sha256(marshal.dumps((tool, _canonical(args)), _MARSHAL_VERSION)).digest()
 
 
 def _canonical(value: Any) -> Any:
-    """A JSON value with the order of its keys taken out."""
+    """A JSON value in a form that does not depend on the order of its keys."""
     if isinstance(value, dict):
         return ("object", sorted((key, _canonical(item)) for key, item in value.items()))
     if isinstance(value, list):
@@ -93,27 +109,27 @@ def _canonical(value: Any) -> Any:
 
 
 class Journal:
-    """The calls of one slot under one epoch."""
+    """The calls of one lease, by call id."""
 
     def __init__(self) -> None:
         self._entries: dict[str, Entry] = {}
 
-    def get(self, call_id: str) -> Entry | None:
-        """The line of a call, if it was ever begun."""
+    def get_entry(self, call_id: str) -> Entry | None:
+        """The entry of a call, if the call was ever started."""
         return self._entries.get(call_id)
 
     @property
-    def full(self) -> bool:
-        """Whether no more calls are taken."""
+    def is_full(self) -> bool:
+        """Whether the lease has had as many calls as it may have."""
         return len(self._entries) >= MAX_CALLS
 
-    def begin(self, call_id: str, what: bytes, call: Any) -> Entry:
-        """A call begins."""
-        entry = self._entries[call_id] = Entry(what, call)
+    def record_start(self, call_id: str, identity: bytes, call: Any) -> Entry:
+        """Record that a call starts."""
+        entry = self._entries[call_id] = Entry(identity, call)
         return entry
 
-    def end(self, call_id: str, outcome: CallOutcome) -> None:
-        """A call has its verdict. What is not to be recorded is forgotten, so that asking again may fetch the real one."""
+    def record_outcome(self, call_id: str, outcome: CallOutcome) -> None:
+        """Record how a call ended. An outcome of which nothing may have run is forgotten, so that the same call can be sent again."""
         if outcome.reason in NOT_RECORDED:
             del self._entries[call_id]
             return
@@ -121,6 +137,6 @@ class Journal:
         entry.call = None
         entry.outcome = outcome
 
-    def running(self) -> list[Any]:
-        """The calls that have no verdict yet."""
+    def running_calls(self) -> list[Any]:
+        """The calls that have not ended."""
         return [entry.call for entry in self._entries.values() if entry.outcome is None]

@@ -1,7 +1,8 @@
-"""What a call wrote: a bounded part in memory, the whole in a spool file, and the cut that a result carries.
+"""The output of calls: a bounded part in memory, the rest in a spool file, and the part of it that a result carries.
 
-However much a process writes, a sink holds at most `MEMORY_BYTES` of it, and what a result may carry where even the spool, or its disk, was full.
-A disk that cannot take an output costs its middle, never the verdict: a slot that fills the disk must not be able to hide how its calls end.
+However much a process writes, a `Sink` holds at most `MEMORY_BYTES` of it in memory. If the spool or its disk is full, it holds in addition as much as the
+result may carry. A full disk can therefore cost the middle of an output, but never the outcome of the call: a slot that fills the disk must not be able to
+hide how its calls ended.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ _READ_BYTES = 256 << 10
 _PIECE_BYTES = 64 << 10
 
 
-def marker(cut_bytes: int) -> bytes:
-    """The line that says how much went."""
+def cut_marker(cut_bytes: int) -> bytes:
+    """The line that stands in a result where so many bytes of the output were left out."""
     return b"\n[... %d bytes cut ...]\n" % cut_bytes
 
 
 class Spool:
-    """A slot's folder of outputs, with a budget: the oldest finished ones make room for new ones.
+    """The folder for the outputs of one lease. Its total size is limited: the oldest finished outputs are deleted to make room for new ones.
 
     Args:
-        folder: of the agent's own; the slot cannot see it.
-        budget_bytes: what all files together may take.
+        folder: a folder of the agent's own, which the slot cannot see.
+        budget_bytes: how much all files in it may take together.
     """
 
     def __init__(self, folder: str, budget_bytes: int) -> None:
@@ -41,18 +42,21 @@ class Spool:
         self._in_memory_bytes = 0
         self._held: dict[Kept, int] = {}
 
-    def create(self) -> tuple[str, int]:
-        """A new, empty file: its path and a descriptor the caller closes.
+    def create_file(self) -> tuple[str, int]:
+        """Make an empty file.
+
+        Returns:
+            Its path, and a descriptor that the caller closes.
 
         Raises:
-            OSError: the disk has no room for one.
+            OSError: the disk has no room for it.
         """
-        os.makedirs(self._folder, mode=0o700, exist_ok=True)  # not before: a slot must be able to change hands on a full disk
+        os.makedirs(self._folder, mode=0o700, exist_ok=True)  # not earlier, because a slot must be able to get its next holder even when the disk is full
         path = os.path.join(self._folder, str(next(self._names)))
         return path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
-    def grant(self, wanted: int) -> int:
-        """How many of so many more bytes may be written, after making room."""
+    def reserve_bytes(self, wanted: int) -> int:
+        """Make room for so many more bytes, and reserve them. Returns how many bytes may be written, which can be fewer."""
         while self._left < wanted and self._finished:
             kept, _ = self._finished.popitem(last=False)
             self._in_memory_bytes -= self._in_memory.pop(kept, 0)
@@ -61,49 +65,49 @@ class Spool:
         self._left -= granted
         return granted
 
-    def give_back(self, granted: int) -> None:
-        """So many of the bytes granted were not written."""
+    def return_bytes(self, granted: int) -> None:
+        """Return reserved bytes that were not written."""
         self._left += granted
 
-    def hold(self, kept: Kept) -> None:
-        """Do not evict this finished output before `let_go` was called as often as this: it is still to be sent."""
+    def hold_output(self, kept: Kept) -> None:
+        """Keep a finished output until `release_output` was called as often as this, because it is still to be sent."""
         self._held[kept] = self._held.get(kept, 0) + 1
         self._finished.pop(kept, None)
         self._in_memory_bytes -= self._in_memory.pop(kept, 0)
 
-    def let_go(self, kept: Kept) -> None:
-        """The other end of `hold`: the output may be evicted again, as the newest."""
+    def release_output(self, kept: Kept) -> None:
+        """Undo one `hold_output`. After the last, the output may be evicted, and counts as the newest."""
         self._held[kept] -= 1
         if not self._held[kept]:
             del self._held[kept]
-            self.finished(kept)
+            self.add_finished(kept)
 
-    def finished(self, kept: Kept) -> None:
-        """An output is complete and may be evicted when its turn comes."""
+    def add_finished(self, kept: Kept) -> None:
+        """Add an output that is complete. From now on it may be evicted to make room."""
         if kept.path is not None:
             self._finished[kept] = None
         held = len(kept.memory) + len(kept.tail)
         if held:
             self._in_memory[kept] = held
             self._in_memory_bytes += held
-        # The newest stays: its result has not been told yet.
+        # The newest stays: its result has not been sent yet.
         while self._in_memory_bytes > IN_MEMORY_TOTAL_BYTES and len(self._in_memory) > 1:
             oldest, held = self._in_memory.popitem(last=False)
             self._in_memory_bytes -= held
-            if not self._to_file(oldest):
+            if not self._move_to_file(oldest):
                 self._finished.pop(oldest, None)
                 self._left += oldest.evict()
 
-    def _to_file(self, kept: Kept) -> bool:
-        """Put an output that is in memory altogether into a file; whether that could be done."""
+    def _move_to_file(self, kept: Kept) -> bool:
+        """Move an output that is in memory as a whole to a file. Returns False if there is no room for it."""
         size = len(kept.memory)
         if kept.tail:
             return False
-        granted = self.grant(size)
+        granted = self.reserve_bytes(size)
         try:
             if granted < size:
                 raise OSError(errno.ENOSPC, "the spool has no room")
-            kept.path = self._write(kept.memory)
+            kept.path = self._write_file(kept.memory)
         except OSError:
             self._left += granted
             return False
@@ -111,8 +115,8 @@ class Spool:
         self._finished[kept] = None
         return True
 
-    def _write(self, content: bytes) -> str:
-        path, fd = self.create()
+    def _write_file(self, content: bytes) -> str:
+        path, fd = self.create_file()
         try:
             if os.write(fd, content) < len(content):
                 raise OSError(errno.ENOSPC, "the disk is full")
@@ -125,7 +129,16 @@ class Spool:
 
 
 class Kept:
-    """A finished output: where it is, and how the result's part is cut from it."""
+    """A finished output.
+
+    Args:
+        memory: the output, or its beginning, if that is in memory.
+        path: the file that holds it otherwise.
+        on_file: how many bytes of it, from its start, are in the file.
+        tail: its last bytes, if the file does not hold all of it.
+        total: how many bytes were written.
+        limit: how many bytes the result carries at most, not counting the line that marks the cut.
+    """
 
     __slots__ = ("evicted", "limit", "memory", "on_file", "path", "tail", "total")
 
@@ -139,7 +152,7 @@ class Kept:
         self.evicted = False
 
     def evict(self) -> int:
-        """Forget the content; how many bytes of the spool that frees."""
+        """Delete the content. Returns how many bytes of the spool this frees."""
         freed, self.on_file = self.on_file, 0
         self.memory = self.tail = b""
         self.evicted = self.total > 0
@@ -150,16 +163,16 @@ class Kept:
 
     @property
     def available(self) -> int:
-        """How much of the whole, from its start, is still there."""
+        """How many bytes of the output, from its start, can still be read."""
         return self.on_file if self.path is not None else len(self.memory)
 
     @property
     def truncated(self) -> bool:
-        """Whether the result's part is less than the whole."""
+        """Whether the result carries less than the whole output."""
         return self.total > self.limit or self.evicted
 
     def read(self, offset: int, size: int) -> bytes:
-        """Some of the whole."""
+        """Return at most `size` bytes of the output from an offset on."""
         if self.path is None:
             return self.memory[offset : offset + size]
         fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -169,38 +182,38 @@ class Kept:
             os.close(fd)
 
     def _span(self, start: int, end: int) -> bytes:
-        """What is left of a part of the whole: some from the file, some from the tail kept beside it."""
+        """The bytes from `start` to `end`, as far as the file and the tail still hold them."""
         tail_start = self.total - len(self.tail)
         first = self.read(start, min(end, self.available) - start) if start < self.available else b""
         return first + self.tail[max(start - tail_start, 0) : max(end - tail_start, 0)]
 
     def _span_bytes(self, start: int, end: int) -> int:
-        """How many bytes `_span` gives."""
+        """How many bytes `_span` returns."""
         tail_start = self.total - len(self.tail)
         return max(0, min(end, self.available) - start) + max(0, end - max(start, tail_start))
 
     def _spans(self) -> tuple[list[tuple[int, int]], bytes]:
-        """The spans of the whole that the result's part is made of, and the line that stands after the first of them."""
+        """The spans of the output that the result carries, and the line that stands after the first of them."""
         if self.evicted:
-            return [], marker(self.total)
+            return [], cut_marker(self.total)
         if self.total <= self.limit:
             return [(0, self.total)], b""
         head = self.limit // 2
         spans = [(0, head), (self.total - (self.limit - head), self.total)]
-        return spans, marker(self.total - sum(self._span_bytes(*span) for span in spans))
+        return spans, cut_marker(self.total - sum(self._span_bytes(*span) for span in spans))
 
     @property
     def cut_bytes(self) -> int:
-        """The size of the result's part."""
+        """How many bytes the result carries."""
         spans, line = self._spans()
         return len(line) + sum(self._span_bytes(*span) for span in spans)
 
     def cut(self) -> bytes:
-        """The result's part: all of it, or the first and the last half with a line between."""
+        """What the result carries: all of the output, or its beginning and its end with a line between them."""
         return b"".join(self.cut_pieces())
 
     def cut_pieces(self) -> Iterator[bytes]:
-        """The result's part in pieces of at most 64 KiB, so that no more of it need be in memory at a time."""
+        """What the result carries, in pieces of at most 64 KiB, so that not all of it need be in memory at once."""
         spans, line = self._spans()
         for start, end in spans[:1]:
             yield from self._span_pieces(start, end)
@@ -220,8 +233,8 @@ class Sink:
     """One output stream of a running call.
 
     Args:
-        spool: where what does not fit into memory goes.
-        limit: how many bytes the result carries at most, the cut's line aside.
+        spool: stores what does not fit into memory.
+        limit: how many bytes the result carries at most, not counting the line that marks the cut.
     """
 
     __slots__ = ("_fd", "_memory", "_no_file", "_on_file", "_path", "_spool", "_tail", "limit", "total")
@@ -234,17 +247,17 @@ class Sink:
         self._tail = bytearray()
         self._path = ""
         self._fd = -1
-        self._no_file = False  # the disk had no room for one
+        self._no_file = False  # the disk had no room for a file
         self._on_file = 0
 
     def write(self, data: bytes) -> None:
-        """Take what a process wrote."""
+        """Store some output."""
         self.total += len(data)
         if self._fd < 0 and not self._tail and len(self._memory) + len(data) <= MEMORY_BYTES:
             self._memory += data
             return
         if self._fd < 0 and not self._no_file:
-            self._to_file()
+            self._open_file()
         if self._fd >= 0 and not self._tail:
             data = data[self._append(data) :]
         if data:
@@ -253,11 +266,11 @@ class Sink:
             if surplus > 0:
                 del self._tail[:surplus]
 
-    def _to_file(self) -> None:
+    def _open_file(self) -> None:
         try:
-            self._path, self._fd = self._spool.create()
+            self._path, self._fd = self._spool.create_file()
         except OSError:
-            self._no_file = True  # what is in memory stays there as the beginning, and the end is kept as a tail
+            self._no_file = True  # what is in memory stays there as the beginning of the output, and the end of the output is kept as a tail
             return
         memory = bytes(self._memory)
         written = self._append(memory)
@@ -270,45 +283,45 @@ class Sink:
         self._tail += memory[written:]
 
     def _append(self, data: bytes) -> int:
-        """Write to the spool file what it takes; how much that was."""
-        granted = self._spool.grant(len(data))
+        """Write as much to the spool file as the spool and the disk have room for. Returns how many bytes were written."""
+        granted = self._spool.reserve_bytes(len(data))
         done = 0
         try:
             while done < granted:
                 done += os.pwrite(self._fd, data[done:granted], self._on_file + done)
         except OSError:
-            pass  # the disk is full: what is on it stays, the rest is kept as a tail, and the result says how much was cut
-        self._spool.give_back(granted - done)
+            pass  # the disk is full: the file keeps what it has, the rest is kept as a tail, and the result says how much was left out
+        self._spool.return_bytes(granted - done)
         self._on_file += done
         return done
 
     @property
     def full(self) -> bool:
-        """Whether what comes is only counted any more, but for its end."""
+        """Whether all that is written from now on, except for its last bytes, is only counted."""
         return bool(self._tail)
 
     @property
     def available(self) -> int:
-        """How much of the whole, from its start, can be read."""
+        """How many bytes of the output, from its start, can be read."""
         return self._on_file if self._fd >= 0 else len(self._memory)
 
     def read(self, offset: int, size: int) -> bytes:
-        """Some of what there is so far."""
+        """Return at most `size` bytes of the output so far from an offset on."""
         if self._fd < 0:
             return bytes(self._memory[offset : offset + size])
         return _read_at(self._fd, offset, min(size, self._on_file - offset))
 
     def finish(self) -> Kept:
-        """Nothing more comes."""
+        """End the stream. Returns the finished output."""
         if self._fd < 0 and not self._no_file and len(self._memory) > KEPT_IN_MEMORY_BYTES:
-            self._to_file()
+            self._open_file()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
         kept = Kept(bytes(self._memory), self._path or None, self._on_file, bytes(self._tail), self.total, self.limit)
         self._memory.clear()
         self._tail.clear()
-        self._spool.finished(kept)
+        self._spool.add_finished(kept)
         return kept
 
 

@@ -1,1 +1,1 @@
-"""What separates the slots of one sandbox: probe a mode, start a slot's body in it, end it and prove its end."""
+"""The isolation modes: how the processes of a slot are separated from other slots and from the machine."""

@@ -1,50 +1,57 @@
-"""What every isolation mode has in common: a slot's body, how its init is started and how its end is waited for."""
+"""The interface of an isolation mode, and what all modes need to set up a slot: its settings, its folders and its shell."""
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import math
 import os
 import shutil
-import socket
-import subprocess
 import sys
-from typing import Any, Callable, Mapping, Protocol, Sequence
+from typing import Any, Protocol
 
 from sandbox_server.agent.config import AgentConfig
 from sandbox_server.agent.errors import StartFailed
-from sandbox_server.agent.execution.descriptor_waits import wait_readable
-from sandbox_server.agent.execution.init_client.descriptors import TEMPORARY_ERRORS, agent_limit, slot_limit
-from sandbox_server.agent.execution.init_client.init_link import InitLink
+from sandbox_server.agent.execution.init_client.descriptors import agent_limit, slot_limit
 from sandbox_server.agent.execution.slot_runtime import CacheFolder, Dirs, SlotRuntime
-from sandbox_server.agent.init import oom_score
 
-START_TIMEOUT_S = 15.0
 END_TIMEOUT_S = 10.0
-_STDERR_BYTES = 4096
-_BEHIND_CGROUP = 64
-_EXIT_POLL_S = 0.005
+_RLIMIT_MARGIN_PROCESSES = 64  # The control group must refuse first, because it counts what it refuses.
 UMASK = 0o022
 SHM_BYTES = 256 << 20
 SLOT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-INIT_CODE = "import sys; sys.path.insert(0, %r); from sandbox_server.agent.init.init import main; main()"
 
 
 @dataclasses.dataclass(frozen=True)
-class Context:
-    """What all modes need to know about this agent."""
+class IsolationContext:
+    """The settings of this agent that the isolation modes use.
+
+    Args:
+        config: the configuration of the agent.
+        slots_dir: the folder in which the folders of slots are created.
+        lib_dir: the folder with the code of init.
+        filter: the system call filter of slots that have their own message queues.
+        shared_filter: the system call filter of slots that share the message queues of the machine.
+        processors: the processors that the agent may use.
+        sets_floor: whether this process may set the minimum `oom_score_adj` of a slot.
+    """
 
     config: AgentConfig
     slots_dir: str
     lib_dir: str
     filter: bytes
-    shared_filter: bytes  # for modes whose slots share the machine's message queues
+    shared_filter: bytes
     processors: tuple[int, ...]
-    sets_floor: bool = False  # whether this process may set the floor of a slot's `oom_score_adj`
+    sets_floor: bool = False
 
     def affinity(self, turn: int) -> list[int]:
-        """The processors a body is pinned to; empty: not pinned. Bodies take turns, so that they spread."""
+        """Return the processors that a slot runtime is pinned to.
+
+        Args:
+            turn: the number of the runtime. Successive runtimes get different processors, so that they are distributed evenly.
+
+        Returns:
+            The processors; none if the runtime is not pinned.
+        """
         cpu = self.config.limits.cpu
         if cpu is None or math.ceil(cpu) >= len(self.processors):
             return []
@@ -52,7 +59,14 @@ class Context:
         return [self.processors[(turn * count + number) % len(self.processors)] for number in range(count)]
 
     def environment(self, cores: int, workspace: str, tmp: str | None, cache: str | None = None) -> dict[str, str]:
-        """What every process of a slot finds in its environment; `cores` 0: it is not pinned."""
+        """Return the environment variables of all processes of a slot.
+
+        Args:
+            cores: the number of processors that the slot is pinned to; 0 if it is not pinned.
+            workspace: the path of the workspace as the slot sees it.
+            tmp: the path for TMPDIR; None if the slot uses /tmp.
+            cache: the path of the shared cache as the slot sees it; None if it has none.
+        """
         cores = cores or len(self.processors)
         env = {
             "PATH": SLOT_PATH,
@@ -71,9 +85,16 @@ class Context:
         return env
 
     def rlimits(self, memory_by_cgroup: bool, processes_by_cgroup: bool) -> dict[str, int]:
-        """Limits every process of a slot has. Where a cgroup does it better (it counts what it refuses), the rlimit is out of its way."""
+        """Return the resource limits of every process of a slot.
+
+        A control group is better than an rlimit, because it counts what it refuses. Where one applies, the rlimit is omitted or higher than its limit.
+
+        Args:
+            memory_by_cgroup: whether a control group limits the memory.
+            processes_by_cgroup: whether a control group limits the number of processes.
+        """
         limits = self.config.limits
-        processes = limits.processes + (_BEHIND_CGROUP if processes_by_cgroup else 0)
+        processes = limits.processes + (_RLIMIT_MARGIN_PROCESSES if processes_by_cgroup else 0)
         values = {"RLIMIT_CORE": 0, "RLIMIT_FSIZE": limits.max_file_mb << 20, "RLIMIT_NPROC": processes, "RLIMIT_NOFILE": slot_limit(agent_limit())}
         if limits.memory_mb is not None and not memory_by_cgroup:
             values["RLIMIT_DATA"] = limits.memory_mb << 20
@@ -81,36 +102,54 @@ class Context:
 
 
 class Isolation(Protocol):
-    """One isolation mode."""
+    """One isolation mode.
+
+    Attributes:
+        name: the name of the mode.
+        networks: the kinds of network access that the mode can give a slot: `none`, `shared`.
+        places: `own` if a slot has its own `/tmp`, `/dev/shm` and IPC; `shared`, with the reason, if it shares them with the machine. It is final after the
+            first slot was started.
+        caches: whether a shared cache can be given to a slot and be taken away again.
+    """
 
     name: str
     networks: tuple[str, ...]
-    places: str  # whether `/tmp`, `/dev/shm` and IPC are the slot's `own`, or `shared` with the machine and why; known when a slot was started
-    caches: bool  # whether a slot can be given a shared cache, and be rid of it again
+    places: str
+    caches: bool
 
-    async def start(self, slot_id: str, network: bool, keep: SlotRuntime | None = None, cache: CacheFolder | None = None) -> SlotRuntime:
-        """Start a slot's body; with `keep`, on the folders (and the user) of a body that has ended; with `cache`, where the mode can, with that mounted.
+    async def start_runtime(self, slot_id: str, network: bool, keep: SlotRuntime | None = None, cache: CacheFolder | None = None) -> SlotRuntime:
+        """Start the runtime of a slot.
+
+        Args:
+            slot_id: the slot.
+            network: whether the slot can reach the network.
+            keep: an ended runtime whose folders and user are used again; None for new ones.
+            cache: the shared cache that the slot mounts; None for none. Only modes with `caches` accept one.
 
         Raises:
-            StartFailed: with the error it met.
+            StartFailed: the runtime could not be started; the text says why.
         """
 
-    async def end(self, body: SlotRuntime) -> dict[str, Any]:
-        """Kill everything in the body and prove that nothing is left.
+    async def end_runtime(self, runtime: SlotRuntime) -> dict[str, Any]:
+        """Kill all processes of a runtime and check that none is left.
 
         Returns:
-            The proof; `clean` is whether it holds, `detail` what does not.
+            The proof. `clean` says whether nothing is left, and `detail` says what is left.
         """
 
-    def forget(self, body: SlotRuntime) -> None:
-        """The body has ended, proven, and its folders are thrown away: what it occupied may be used again."""
+    def free_uid(self, runtime: SlotRuntime) -> None:
+        """Make the user id of an ended runtime available again. Call it after `end_runtime` has proven its end and its folders have been removed."""
 
     def close(self) -> None:
-        """Every body has ended, and so does the agent."""
+        """Remove what the mode has created. Call it after all runtimes have ended."""
 
 
 def find_shell() -> str:
-    """The shell commands are run with."""
+    """Return the path of bash.
+
+    Raises:
+        StartFailed: there is no bash on this machine.
+    """
     for path in ("/bin/bash", "/usr/bin/bash"):
         if os.path.exists(path):
             return path
@@ -121,7 +160,12 @@ def find_shell() -> str:
 
 
 def make_dirs(folder: str, uid: int | None) -> Dirs:
-    """The empty folders of a new generation, owned by the slot's user."""
+    """Create the empty folders of a new slot runtime.
+
+    Args:
+        folder: the folder that contains them; it must not exist.
+        uid: the owner; None for the user of the agent.
+    """
     os.makedirs(folder, mode=0o700)
     dirs = Dirs(root=folder, workspace=os.path.join(folder, "workspace"), tmp=os.path.join(folder, "tmp"))
     make_writable_dirs(dirs, uid)
@@ -129,15 +173,19 @@ def make_dirs(folder: str, uid: int | None) -> Dirs:
 
 
 def make_writable_dirs(dirs: Dirs, uid: int | None) -> None:
-    """Make the folders that a slot writes, empty, owned by its user."""
+    """Create the workspace and the temporary folder of a slot, owned by `uid`, or by the user of the agent if it is None."""
     for path in (dirs.workspace, dirs.tmp):
         os.mkdir(path, 0o700)
         if uid is not None:
             os.chown(path, uid, uid)
 
 
-def prove_dirs(dirs: Dirs, uid: int | None) -> str | None:
-    """Whether a new generation is what it must be: empty, the slot's own, closed to others. None, or what is wrong."""
+def find_dirs_problem(dirs: Dirs, uid: int | None) -> str | None:
+    """Check that the folders of a new runtime are empty, belong to the user of the slot, and are closed to other users.
+
+    Returns:
+        None if they are correct, else a sentence that says what is wrong.
+    """
     for path in (dirs.workspace, dirs.tmp):
         info = os.lstat(path)
         if os.listdir(path):
@@ -147,123 +195,6 @@ def prove_dirs(dirs: Dirs, uid: int | None) -> str | None:
     return None
 
 
-def init_argv(python: str, lib: str, control_fd: int) -> list[str]:
-    """How init is started: isolated from the environment, from site packages, from user settings."""
-    return [python, "-I", "-S", "-B", "-c", INIT_CODE % lib, str(control_fd)]
-
-
-@dataclasses.dataclass
-class Launched:
-    """An init that serves."""
-
-    process: subprocess.Popen[bytes]
-    link: InitLink
-    pid: int
-    pidfd: int
-    stderr_fd: int
-
-
-def control_pair() -> tuple[socket.socket, socket.socket]:
-    """The agent's and init's end of a control socket."""
-    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-
-
-async def launch(
-    argv: Sequence[str],
-    theirs: socket.socket,
-    ours: socket.socket,
-    init_config: Mapping[str, Any],
-    join_fds: Sequence[int],
-    env: Mapping[str, str] | None = None,
-    sets_floor: bool = False,
-    kill_rest: Callable[[], None] | None = None,
-) -> Launched:
-    """Start an init and wait until it serves. Through `join_fds` it joins its control groups before anything else.
-
-    It inherits them: what is sent over a socket can be refused because of what other slots send.
-    `kill_rest` is called in a thread when the start is given up and the process itself has ended: it kills what that has left.
-
-    Raises:
-        StartFailed: with what it said on its standard error or over the socket.
-    """
-    loop = asyncio.get_running_loop()
-    stderr_r, stderr_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-    try:
-        try:
-            # From the main thread: PDEATHSIG is bound to the thread that forks.
-            process = subprocess.Popen(
-                list(argv),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=stderr_w,
-                pass_fds=(theirs.fileno(), *join_fds),
-                env=dict(env or {}),
-                cwd="/",
-            )
-        except OSError as error:
-            ours.close()
-            raise StartFailed("%s: %s" % (argv[0], error.strerror), temporary=error.errno in TEMPORARY_ERRORS) from None
-        finally:
-            os.close(stderr_w)
-            theirs.close()
-        link = InitLink(loop, ours)
-        try:
-            pid = await link.ready(dict(init_config, join=list(join_fds)), START_TIMEOUT_S)
-            pidfd = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else -1
-            if sets_floor:
-                oom_score.set_slot_floor(pid)
-        except BaseException as error:
-            link.close()
-            process.kill()
-            await wait_exit(process, END_TIMEOUT_S)
-            if kill_rest is not None:
-                await loop.run_in_executor(None, kill_rest)
-            if isinstance(error, (StartFailed, OSError)):
-                raise StartFailed(_with_stderr(str(error), stderr_r)) from None
-            raise
-        result = Launched(process, link, pid, pidfd, stderr_r)
-        stderr_r = -1
-        return result
-    finally:
-        if stderr_r >= 0:
-            os.close(stderr_r)
-
-
-def _with_stderr(text: str, fd: int) -> str:
-    try:
-        said = os.read(fd, _STDERR_BYTES).decode("utf-8", "replace").strip()
-    except BlockingIOError:
-        said = ""
-    return "%s (%s)" % (said.splitlines()[-1], text) if said else text
-
-
-async def wait_exit(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
-    """Wait for the end of a child of ours and reap it; whether it came in time."""
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + timeout_s
-    while process.poll() is None:
-        left = deadline - loop.time()
-        if left <= 0:
-            return False
-        if hasattr(os, "pidfd_open"):
-            fd = os.pidfd_open(process.pid)
-            try:
-                await wait_readable(fd, left)
-            finally:
-                os.close(fd)
-        else:
-            await asyncio.sleep(min(_EXIT_POLL_S, left))
-    return True
-
-
-def close_body_fds(body: SlotRuntime) -> None:
-    """Let go of an ended body's descriptors."""
-    for fd in (body.init_pidfd, body.stderr_fd):
-        if fd >= 0:
-            os.close(fd)
-    body.init_pidfd = body.stderr_fd = -1
-
-
 def interpreter() -> str:
-    """The real path of the interpreter this agent runs on."""
+    """Return the real path of the interpreter that runs this agent."""
     return os.path.realpath(sys.executable)

@@ -1,4 +1,7 @@
-"""Slots in namespaces of their own, by bubblewrap. As root without a user namespace (init drops to the slot's uid), else with one."""
+"""The mode `bwrap`: bubblewrap gives each slot its own namespaces.
+
+If the agent runs as root, there is no user namespace, and init changes to the user of the slot. Otherwise bubblewrap creates a user namespace.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,9 @@ import sysconfig
 from typing import Any
 
 from sandbox_server.agent.errors import StartFailed
-from sandbox_server.agent.execution.descriptor_waits import wait_readable
+from sandbox_server.agent.execution.processes.descriptor_waits import wait_readable
 from sandbox_server.agent.execution.slot_runtime import CacheFolder, Dirs, SlotRuntime
-from sandbox_server.agent.isolation import base
+from sandbox_server.agent.isolation import base, init_start
 from sandbox_server.agent.isolation.bwrap_processes import kill_bwrap_processes
 from sandbox_server.agent.isolation.etc_folder import etc_args, write_accounts, write_etc
 from sandbox_server.agent.kernel import procfs
@@ -28,7 +31,7 @@ _INSIDE_UID = 1000
 _SYSTEM_LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 
 
-class Bwrap:
+class BwrapIsolation:
     """The mode `bwrap`."""
 
     name = "bwrap"
@@ -36,7 +39,7 @@ class Bwrap:
     networks: tuple[str, ...] = ("none", "shared")
     caches = True
 
-    def __init__(self, context: base.Context, cgroups: Cgroups, uids: UidRange) -> None:
+    def __init__(self, context: base.IsolationContext, cgroups: Cgroups, uids: UidRange) -> None:
         self._context = context
         self._cgroups = cgroups
         self._uids = uids
@@ -48,7 +51,7 @@ class Bwrap:
         self._python = ""
 
     def _set_up(self) -> None:
-        """Everything that is the same for every slot, once."""
+        """Prepare the arguments of bubblewrap that are the same for every slot, at the first call."""
         if self._fixed:
             return
         program = shutil.which("bwrap")
@@ -89,8 +92,8 @@ class Bwrap:
             return [*args, "--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--cap-add", "CAP_SETPCAP"]
         return [*args, "--unshare-user", "--disable-userns", "--uid", str(_INSIDE_UID), "--gid", str(_INSIDE_UID), "--cap-drop", "ALL"]
 
-    async def start(self, slot_id: str, network: bool, keep: SlotRuntime | None = None, cache: CacheFolder | None = None) -> SlotRuntime:
-        """See `Isolation.start`."""
+    async def start_runtime(self, slot_id: str, network: bool, keep: SlotRuntime | None = None, cache: CacheFolder | None = None) -> SlotRuntime:
+        """See `Isolation.start_runtime`."""
         self._set_up()
         uid = keep.uid if keep is not None else self._uids.take() if self._root else None
         self._generation += 1
@@ -126,8 +129,8 @@ class Bwrap:
             cache=cache,
         )
 
-    async def _launch(self, network: bool, dirs: Dirs, uid: int | None, groups: SlotGroups, cache: CacheFolder | None) -> base.Launched:
-        ours, theirs = base.control_pair()
+    async def _launch(self, network: bool, dirs: Dirs, uid: int | None, groups: SlotGroups, cache: CacheFolder | None) -> init_start.StartedInit:
+        ours, theirs = init_start.control_pair()
         accounts = write_accounts(dirs.root, uid if uid is not None else _INSIDE_UID, cache.groups if cache is not None else ())
         argv = [self._program, *self._fixed, *accounts]
         if not network:
@@ -138,7 +141,7 @@ class Bwrap:
         argv += ["--remount-ro", "/", "--chdir", "/"]
         if self._python.startswith(PYTHON):
             argv += ["--setenv", "LD_LIBRARY_PATH", PYTHON + "/lib"]
-        argv += ["--", *base.init_argv(self._python, LIB, theirs.fileno())]
+        argv += ["--", *init_start.init_argv(self._python, LIB, theirs.fileno())]
         affinity = self._context.affinity(self._generation)
         config = {
             "mode": "bwrap",
@@ -156,44 +159,44 @@ class Bwrap:
             "filter": self._context.filter,
         }
         kill_rest = functools.partial(kill_bwrap_processes, dirs.root)
-        return await base.launch(argv, theirs, ours, config, groups.join_fds, sets_floor=self._context.sets_floor, kill_rest=kill_rest)
+        return await init_start.start_init(argv, theirs, ours, config, groups.join_fds, sets_floor=self._context.sets_floor, kill_rest=kill_rest)
 
-    async def end(self, body: SlotRuntime) -> dict[str, Any]:
-        """See `Isolation.end`. When the first process of a pid namespace has been reaped, the kernel has ended every other one in it."""
-        body.link.close()
-        if body.init_pidfd >= 0 and hasattr(signal, "pidfd_send_signal"):
+    async def end_runtime(self, runtime: SlotRuntime) -> dict[str, Any]:
+        """See `Isolation.end_runtime`. When the first process of a pid namespace has been reaped, the kernel has killed all others in it."""
+        runtime.link.close()
+        if runtime.init_pidfd >= 0 and hasattr(signal, "pidfd_send_signal"):
             try:
-                signal.pidfd_send_signal(body.init_pidfd, signal.SIGKILL)
+                signal.pidfd_send_signal(runtime.init_pidfd, signal.SIGKILL)
             except ProcessLookupError:
-                pass  # it has ended by itself
+                pass  # It has ended by itself.
         else:
-            body.process.kill()
-        ended = await base.wait_exit(body.process, base.END_TIMEOUT_S)
-        if ended and body.init_pidfd >= 0:
-            ended = await wait_readable(body.init_pidfd, base.END_TIMEOUT_S)
+            runtime.process.kill()
+        ended = await init_start.wait_for_exit(runtime.process, base.END_TIMEOUT_S)
+        if ended and runtime.init_pidfd >= 0:
+            ended = await wait_readable(runtime.init_pidfd, base.END_TIMEOUT_S)
         proof: dict[str, Any] = {"namespace_ended": ended, "clean": ended}
         if not ended:
-            proof["detail"] = "init %d did not end within %g s of SIGKILL" % (body.init_pid, base.END_TIMEOUT_S)
+            proof["detail"] = "init %d did not end within %g s of SIGKILL" % (runtime.init_pid, base.END_TIMEOUT_S)
             return proof
-        mounts = procfs.mounts_under(body.dirs.root)
+        mounts = procfs.mounts_under(runtime.dirs.root)
         proof["mounts"] = len(mounts)
         if mounts:
             proof.update(clean=False, detail="%s is still mounted" % mounts[0])
-        base.close_body_fds(body)
-        body.groups.remove()
+        init_start.close_runtime_fds(runtime)
+        runtime.groups.remove()
         return proof
 
-    def forget(self, body: SlotRuntime) -> None:
-        """See `Isolation.forget`."""
-        if body.uid is not None:
-            self._uids.give_back(body.uid)
+    def free_uid(self, runtime: SlotRuntime) -> None:
+        """See `Isolation.free_uid`."""
+        if runtime.uid is not None:
+            self._uids.give_back(runtime.uid)
 
     def close(self) -> None:
-        """See `Isolation.close`: everything is in the agent's own folder."""
+        """See `Isolation.close`. Everything that the mode creates lies in the folder of the agent."""
 
 
 def _system_args() -> list[str]:
-    """The machine's programs and libraries, read-only, and the kernel's file systems."""
+    """Return the arguments that mount the programs and libraries of the machine read-only, and the file systems of the kernel."""
     args = ["--ro-bind", "/usr", "/usr"]
     for path in _SYSTEM_LINKS:
         if os.path.islink(path):
@@ -205,10 +208,10 @@ def _system_args() -> list[str]:
 
 
 def _python_args() -> tuple[str, list[str]]:
-    """Init's own interpreter at a private path, without anybody's site packages, unless it is part of the system.
+    """Return how the interpreter of init is mounted: at a private path without site packages, unless it is installed below /usr.
 
     Returns:
-        Its path inside the slot, and the arguments that put it there.
+        The path of the interpreter inside the slot, and the arguments of bubblewrap that mount it.
     """
     program = base.interpreter()
     if program.startswith("/usr/"):

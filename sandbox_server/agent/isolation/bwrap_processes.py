@@ -1,7 +1,7 @@
-"""The processes of bubblewrap that set a slot up, found by the folders they were told to mount.
+"""Finds and kills the processes of bubblewrap that set up a slot, by the folders in their command lines.
 
-Bubblewrap's first process creates a second one, which waits on an eventfd until the first one writes to it. If the first one is killed in between, the
-second one waits for ever: it has no parent-death signal yet, and holds the only descriptors of the eventfd itself. So it must be looked for.
+The first process of bubblewrap creates a second one, which waits on an eventfd until the first one writes to it. If the first one is killed before, the second
+one waits for ever: it has no parent-death signal yet, and it holds the only descriptors of the eventfd. So these processes must be searched for.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ import time
 from sandbox_server.agent.kernel import procfs
 
 END_WITHIN_S = 5.0
-_LOOK_EVERY_S = 0.005
+_CHECK_EVERY_S = 0.005
 
 
 def find_bwrap_processes(folder: str) -> list[int]:
-    """The processes that run bubblewrap itself and were told to mount something below `folder`. One that has executed the slot's init is none of them."""
-    return [pid for pid in procfs.pids() if _sets_up(pid, folder)]
+    """Return the processes that run bubblewrap with an argument below `folder`. A process that has already executed the init of its slot is not included."""
+    return [pid for pid in procfs.pids() if _is_bwrap_below(pid, folder)]
 
 
 def kill_bwrap_processes(folder: str, within_s: float = END_WITHIN_S) -> None:
-    """Kill the processes that `find_bwrap_processes` finds, and wait until none is left. Blocks: run it in a thread.
+    """Kill the processes that `find_bwrap_processes` finds, and wait until none is left. This blocks, so call it in a thread.
 
     Args:
-        folder: whatever runs with a mount from below it is killed, so nothing may still be started there.
+        folder: processes that mount something below it are killed, so no slot may be starting there.
         within_s: how long they may take to end, in seconds.
 
     Raises:
-        OSError: one has not ended.
+        OSError: a process has not ended in time.
     """
     until = time.monotonic() + within_s
     while True:
@@ -40,10 +40,10 @@ def kill_bwrap_processes(folder: str, within_s: float = END_WITHIN_S) -> None:
             _kill(pid, folder)
         if time.monotonic() > until:
             raise OSError("process %d, which set up a slot below %s, has not ended within %g s of SIGKILL" % (left[0], folder, within_s))
-        time.sleep(_LOOK_EVERY_S)
+        time.sleep(_CHECK_EVERY_S)
 
 
-def _sets_up(pid: int, folder: str) -> bool:
+def _is_bwrap_below(pid: int, folder: str) -> bool:
     try:
         with open("/proc/%d/cmdline" % pid, "rb") as file:
             program, *arguments = file.read().split(b"\0")
@@ -62,10 +62,10 @@ def _kill(pid: int, folder: str) -> None:
     except ProcessLookupError:
         return
     try:
-        # Looked at again after it was opened: the handle is this process's, whatever becomes of the pid.
-        if _sets_up(pid, folder):
+        # Check the process again after opening the pidfd, because the pid could have been reused before. The pidfd cannot change.
+        if _is_bwrap_below(pid, folder):
             signal.pidfd_send_signal(handle, signal.SIGKILL)
     except ProcessLookupError:
-        pass  # it has ended by itself
+        pass  # It has ended by itself.
     finally:
         os.close(handle)

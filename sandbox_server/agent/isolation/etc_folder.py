@@ -1,4 +1,4 @@
-"""A slot's /etc: what programs need to resolve names, find certificates and know their user. Nothing else of the machine's."""
+"""Creates the /etc of slots. It contains what programs need to resolve names, find certificates and know their user, and nothing else of the machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _folders() -> list[str]:
 
 
 def write_etc(folder: str) -> None:
-    """Make the folder that becomes /etc in every slot: small files copied, so that nothing of the machine's own can be reached through it."""
+    """Create the folder that is mounted as /etc in every slot. Files are copied, so that a slot cannot access the files of the machine through it."""
     os.makedirs(folder, mode=0o755)
     os.chmod(folder, 0o755)
     for name in _FILES:
@@ -37,7 +37,7 @@ def write_etc(folder: str) -> None:
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644))
         else:
             os.mkdir(path, 0o755)
-    # git trusts no repository of another user, and in a cache, or what is exposed, everyone is another user.
+    # git refuses repositories of other users. In a shared cache or an exposed folder, the files belong to another user.
     with open(os.path.join(folder, "gitconfig"), "a", encoding="ascii") as file:
         file.write("\n[safe]\n\tdirectory = *\n")
     os.chmod(os.path.join(folder, "gitconfig"), 0o644)
@@ -47,7 +47,7 @@ def write_etc(folder: str) -> None:
 
 
 def etc_args(folder: str) -> list[str]:
-    """The bubblewrap arguments that mount it."""
+    """Return the arguments of bubblewrap that mount the folder as /etc."""
     args = ["--ro-bind", folder, "/etc"]
     for name in _folders():
         args += ["--ro-bind", "/etc/" + name, "/etc/" + name]
@@ -55,10 +55,15 @@ def etc_args(folder: str) -> list[str]:
 
 
 def write_accounts(folder: str, uid: int, groups: Sequence[int] = ()) -> list[str]:
-    """The accounts of one slot; `groups` are those it is in beside its own.
+    """Write the `passwd` and `group` files of one slot.
+
+    Args:
+        folder: the folder that the files are written to.
+        uid: the user of the slot.
+        groups: the supplementary groups of the slot.
 
     Returns:
-        The bubblewrap arguments that put them into its /etc.
+        The arguments of bubblewrap that mount the files in its /etc.
     """
     passwd = os.path.join(folder, "passwd")
     group = os.path.join(folder, "group")

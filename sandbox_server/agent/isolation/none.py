@@ -1,4 +1,4 @@
-"""No isolation: a slot's processes are the agent's own user's, kept apart only by session and parent. Only where the pool allows it."""
+"""The mode `none`: no isolation. The processes of slots run as the user of the agent. It is only used if the spec of the pool permits it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 from sandbox_server.agent.errors import StartFailed
 from sandbox_server.agent.execution.slot_runtime import CacheFolder, SlotRuntime
-from sandbox_server.agent.isolation import base
-from sandbox_server.agent.isolation.starter import Starter
+from sandbox_server.agent.isolation import base, init_start
+from sandbox_server.agent.isolation.starter import SharedViewStarter
 from sandbox_server.agent.kernel.cgroups import Cgroups
 
 
-class Nothing:
+class NoIsolation:
     """The mode `none`."""
 
     name = "none"
@@ -22,43 +22,44 @@ class Nothing:
     networks: tuple[str, ...] = ("shared",)
     caches = False
 
-    def __init__(self, context: base.Context, cgroups: Cgroups) -> None:
-        self._starter = Starter(context, cgroups, context.slots_dir)
+    def __init__(self, context: base.IsolationContext, cgroups: Cgroups) -> None:
+        self._starter = SharedViewStarter(context, cgroups, context.slots_dir)
 
-    async def start(self, slot_id: str, network: bool, keep: SlotRuntime | None = None, cache: CacheFolder | None = None) -> SlotRuntime:
-        """See `Isolation.start`."""
+    async def start_runtime(self, slot_id: str, network: bool, keep: SlotRuntime | None = None, cache: CacheFolder | None = None) -> SlotRuntime:
+        """See `Isolation.start_runtime`."""
         if os.geteuid() == 0:
-            raise StartFailed("a slot never runs as root, and without isolation it would; run the agent as an ordinary user")
+            raise StartFailed("a slot must not run as root, and without isolation it would; run the agent as an ordinary user")
         if not network:
-            raise StartFailed("cannot keep a slot from the network")
+            raise StartFailed("this mode cannot keep a slot from the network")
         if cache is not None:
-            raise StartFailed("cannot take a cache away again")
-        return await self._starter.start("none", slot_id, network, None, keep)
+            raise StartFailed("this mode cannot take a shared cache away from a slot")
+        return await self._starter.start_runtime("none", slot_id, network, None, keep)
 
-    async def end(self, body: SlotRuntime) -> dict[str, Any]:
-        """See `Isolation.end`. Init kills what descends from it; where there are leaves, the kernel kills what is in them."""
-        died_before = body.process.poll() is not None
-        body.link.close()
-        ended = await base.wait_exit(body.process, base.END_TIMEOUT_S)
+    async def end_runtime(self, runtime: SlotRuntime) -> dict[str, Any]:
+        """See `Isolation.end_runtime`. Init kills its descendants. If there are leaf control groups, the kernel kills all processes in them."""
+        died_before = runtime.process.poll() is not None
+        runtime.link.close()
+        ended = await init_start.wait_for_exit(runtime.process, base.END_TIMEOUT_S)
         if not ended:
-            body.process.send_signal(signal.SIGKILL)
-            ended = await base.wait_exit(body.process, base.END_TIMEOUT_S)
+            runtime.process.send_signal(signal.SIGKILL)
+            ended = await init_start.wait_for_exit(runtime.process, base.END_TIMEOUT_S)
         left = 0
-        if body.groups.leaves is not None:
-            left = await self._empty(body)
-        # What an init leaves that did not end by its own hand can be found by its control groups, or not at all.
-        lost_track = died_before and body.groups.leaves is None
+        if runtime.groups.leaves is not None:
+            left = await self._kill_leaves(runtime)
+        # If init was killed, its processes can only be found through control groups.
+        lost_track = died_before and runtime.groups.leaves is None
         proof: dict[str, Any] = {"init_ended": ended, "processes": left, "clean": ended and not left and not lost_track}
         if not proof["clean"]:
-            proof["detail"] = "its init was killed, and what it had started cannot be found" if lost_track else "%d processes could not be ended" % left
+            lost_detail = "its init was killed, and the processes that it had started cannot be found"
+            proof["detail"] = lost_detail if lost_track else "%d processes could not be ended" % left
         else:
-            base.close_body_fds(body)
-            body.groups.remove()
+            init_start.close_runtime_fds(runtime)
+            runtime.groups.remove()
         return proof
 
     @staticmethod
-    async def _empty(body: SlotRuntime) -> int:
-        leaves = body.groups.leaves
+    async def _kill_leaves(runtime: SlotRuntime) -> int:
+        leaves = runtime.groups.leaves
         deadline = asyncio.get_running_loop().time() + base.END_TIMEOUT_S
         while leaves is not None:
             left = leaves.kill_all()
@@ -67,8 +68,8 @@ class Nothing:
             await asyncio.sleep(0.005)
         return 0
 
-    def forget(self, body: SlotRuntime) -> None:
-        """See `Isolation.forget`: nothing is occupied."""
+    def free_uid(self, runtime: SlotRuntime) -> None:
+        """See `Isolation.free_uid`. The mode uses no user ids."""
 
     def close(self) -> None:
-        """See `Isolation.close`: everything is in the agent's own folder."""
+        """See `Isolation.close`. Everything that the mode creates lies in the folder of the agent."""

@@ -1,4 +1,4 @@
-"""Which isolation modes work here: each is tried by starting a slot in it, and each says what it met."""
+"""Finds out which isolation modes work on this machine by starting a slot in each of them."""
 
 from __future__ import annotations
 
@@ -8,50 +8,56 @@ from typing import Callable
 from sandbox_server.agent.config import ISOLATION_MODES
 from sandbox_server.agent.errors import StartFailed
 from sandbox_server.agent.execution.slot_runtime import SlotRuntime
-from sandbox_server.agent.isolation.base import Context, Isolation
-from sandbox_server.agent.isolation.bwrap import Bwrap
-from sandbox_server.agent.isolation.none import Nothing
-from sandbox_server.agent.isolation.uid import Uid
+from sandbox_server.agent.isolation.base import Isolation, IsolationContext
+from sandbox_server.agent.isolation.bwrap import BwrapIsolation
+from sandbox_server.agent.isolation.none import NoIsolation
+from sandbox_server.agent.isolation.uid import UidIsolation
 from sandbox_server.agent.kernel.cgroups import Cgroups
 from sandbox_server.agent.kernel.trash import Trash
 from sandbox_server.agent.kernel.uids import UidRange
 
 
 @dataclasses.dataclass
-class Probed:
-    """What was found: the mode to use (None: no allowed one works), every mode's verdict, and the body the probe started in that mode."""
+class ProbeResult:
+    """The result of the probe.
+
+    Args:
+        isolation: the mode that is used; None if no permitted mode works.
+        modes: `ok` or the error of each mode.
+        first_runtime: the slot runtime that the probe has started in the mode that is used.
+    """
 
     isolation: Isolation | None
     modes: dict[str, str]
-    first_body: SlotRuntime | None
+    first_runtime: SlotRuntime | None
 
 
-async def probe(context: Context, cgroups: Cgroups, trash: Trash, uids: UidRange) -> Probed:
-    """Try the modes one by one, best first. The first that works and is wanted is used; its probe becomes the first slot."""
+async def probe_isolation_modes(context: IsolationContext, cgroups: Cgroups, trash: Trash, uids: UidRange) -> ProbeResult:
+    """Try all modes, the strongest first. The first one that works and is permitted by the configuration is used, and its slot becomes the first slot."""
     config = context.config
     makers: dict[str, Callable[[], Isolation]] = {
-        "bwrap": lambda: Bwrap(context, cgroups, uids),
-        "uid": lambda: Uid(context, cgroups, uids, trash),
-        "none": lambda: Nothing(context, cgroups),
+        "bwrap": lambda: BwrapIsolation(context, cgroups, uids),
+        "uid": lambda: UidIsolation(context, cgroups, uids, trash),
+        "none": lambda: NoIsolation(context, cgroups),
     }
-    result = Probed(None, {}, None)
+    result = ProbeResult(None, {}, None)
     for name in ISOLATION_MODES:
         if name == "none" and not config.allow_none:
             result.modes[name] = "not allowed"
             continue
         isolation = makers[name]()
         try:
-            body = await isolation.start("0", config.network or "none" not in isolation.networks)
+            runtime = await isolation.start_runtime("0", config.network or "none" not in isolation.networks)
         except (StartFailed, OSError) as error:
             result.modes[name] = str(error)
             isolation.close()
             continue
         result.modes[name] = "ok"
         if result.isolation is None and config.isolation in ("auto", name):
-            result.isolation, result.first_body = isolation, body
+            result.isolation, result.first_runtime = isolation, runtime
         else:
-            await isolation.end(body)
-            trash.throw(body.dirs.root)
-            isolation.forget(body)
+            await isolation.end_runtime(runtime)
+            trash.throw(runtime.dirs.root)
+            isolation.free_uid(runtime)
             isolation.close()
     return result

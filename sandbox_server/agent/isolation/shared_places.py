@@ -1,4 +1,7 @@
-"""What a user left in the places all users share: files, System V IPC, message queues. Removed by owner, never followed, counted."""
+"""Finds and removes what a user has left in the folders that all users share, and its System V IPC objects and message queues.
+
+Everything is found by its owner. Symlinks are never followed.
+"""
 
 from __future__ import annotations
 
@@ -15,46 +18,52 @@ _IDENTS = {"shm": "shmid", "sem": "semid", "msg": "msqid"}
 
 
 def remove_owned(owners: Container[int], slots: Container[int], bins: str = BIN_PREFIX, spared: Collection[str] = ()) -> Sweep:
-    """Remove everything some users own in the shared places. Their processes have ended, so nothing new appears.
+    """Remove everything that some users own in the shared folders, and their System V IPC objects.
+
+    Call it after the processes of the users have ended, so that nothing new appears.
 
     Args:
-        owners: the users.
+        owners: the uids of the users.
         slots: see `Sweep`.
-        bins: see `Sweep`; those that it left are the caller's to delete.
-        spared: folders that are left alone.
+        bins: see `Sweep`. The caller deletes the bins.
+        spared: folders that are not searched.
     """
     sweep = Sweep(owners, slots, bins, [(info.st_dev, info.st_ino) for info in map(os.lstat, filter(os.path.isdir, spared))])
     for place in SHARED_PLACES:
-        sweep.through(place)
+        sweep.search_folder(place)
     _remove_all_ipc(owners, sweep)
     return sweep
 
 
 def list_abandoned_bins(prefix: str) -> list[str]:
-    """The bins with this prefix that a process that was killed has not deleted. Only root's: the name is anybody's to use."""
+    """Return the bins with this prefix that an agent has not deleted because it was killed. Only folders of root count, because every user can use the name."""
     found = []
     for place in SHARED_PLACES:
         try:
             with os.scandir(place) as entries:
                 found += [entry.path for entry in entries if entry.name.startswith(prefix) and entry.stat(follow_symlinks=False).st_uid == 0]
         except OSError:
-            continue  # there is no such place here
+            continue  # The folder does not exist on this machine.
     return found
 
 
 def list_owned_names(uid: int) -> list[str]:
-    """The names of what a user owns in the shared places; nothing is touched."""
-    sweep = Sweep((uid,), (uid,), look_only=True)
+    """Return the names of what a user owns in the shared folders, without changing anything."""
+    sweep = Sweep((uid,), (uid,), list_only=True)
     for place in SHARED_PLACES:
-        sweep.through(place)
+        sweep.search_folder(place)
     return sweep.found
 
 
 def remove_sysv_object(kind: str, number: int) -> None:
-    """Remove one System V object.
+    """Remove one System V IPC object.
+
+    Args:
+        kind: `shm`, `sem` or `msg`.
+        number: the id of the object.
 
     Raises:
-        OSError: it cannot be.
+        OSError: the object cannot be removed.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     removers: Mapping[str, Callable[[], int]] = {
@@ -67,7 +76,11 @@ def remove_sysv_object(kind: str, number: int) -> None:
 
 
 def remove_message_queue(name: str) -> None:
-    """Remove a POSIX message queue, if there is one of this name."""
+    """Remove a POSIX message queue if there is one with this name.
+
+    Raises:
+        OSError: the queue cannot be removed.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     if hasattr(libc, "mq_unlink") and libc.mq_unlink(name.encode()) != 0 and ctypes.get_errno() not in (errno.ENOENT, errno.ENOSYS):
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -75,7 +88,7 @@ def remove_message_queue(name: str) -> None:
 
 def _remove_all_ipc(owners: Container[int], sweep: Sweep) -> None:
     for kind in _IDENTS:
-        for number, _, users in _ipc(kind):
+        for number, _, users in _list_sysv_objects(kind):
             if any(uid in owners for uid in users):
                 try:
                     remove_sysv_object(kind, number)
@@ -86,12 +99,12 @@ def _remove_all_ipc(owners: Container[int], sweep: Sweep) -> None:
 
 
 def list_ipc_ids(kind: str, uid: int | None, key: int | None = None) -> list[int]:
-    """The ids of the segments, semaphores or queues (`shm`, `sem`, `msg`) of a user, or with a key."""
-    return [number for number, its_key, users in _ipc(kind) if its_key == key or (uid is not None and uid in users)]
+    """Return the ids of the System V IPC objects of one kind (`shm`, `sem` or `msg`) that belong to a user or have a key."""
+    return [number for number, its_key, users in _list_sysv_objects(kind) if its_key == key or (uid is not None and uid in users)]
 
 
-def _ipc(kind: str) -> Iterator[tuple[int, int, tuple[int, int]]]:
-    """Id, key, and owner and creator of every object of a kind."""
+def _list_sysv_objects(kind: str) -> Iterator[tuple[int, int, tuple[int, int]]]:
+    """Yield the id, the key, and the owner and creator of every System V IPC object of a kind."""
     try:
         with open("/proc/sysvipc/" + kind, encoding="ascii") as file:
             lines = [line.split() for line in file]

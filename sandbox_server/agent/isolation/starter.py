@@ -1,4 +1,4 @@
-"""What the modes without namespaces of their own have in common: `uid` and `none` differ in who owns a slot's processes, not in how they start."""
+"""Starts slots without namespaces of their own, for the modes `uid` and `none`. They only differ in the user of the processes."""
 
 from __future__ import annotations
 
@@ -7,49 +7,60 @@ import shutil
 from typing import Any
 
 from sandbox_server.agent.execution.slot_runtime import Dirs, SlotRuntime
-from sandbox_server.agent.isolation import base
+from sandbox_server.agent.isolation import base, init_start
 from sandbox_server.agent.kernel.cgroups import Cgroups, SlotGroups
-from sandbox_server.agent.kernel.uids import keeper_of
+from sandbox_server.agent.kernel.uids import holder_uid_of
 
 _LOCK_BYTES = 16 << 20
 
 
 def library_environment() -> dict[str, str]:
-    """What the interpreter needs to find its libraries, where it was started with that; init's only, no slot's."""
+    """Return the library path that the interpreter of this agent was started with. Only init gets it, not the processes of the slot."""
     path = os.environ.get("LD_LIBRARY_PATH")
     return {"LD_LIBRARY_PATH": path} if path else {}
 
 
-async def launch_shared(context: base.Context, mode: str, dirs: Dirs, uid: int | None, groups: SlotGroups, turn: int, own: bool = False) -> base.Launched:
-    """Start an init that shares the machine's view with its slot, but for the places all users share where they are to be its `own`.
+async def _start_shared_init(
+    context: base.IsolationContext, mode: str, dirs: Dirs, uid: int | None, groups: SlotGroups, turn: int, own: bool = False
+) -> init_start.StartedInit:
+    """Start an init that sees the file system of the machine, except for the shared folders if `own` is set.
+
+    Args:
+        context: the settings of the agent.
+        mode: `uid` or `none`.
+        dirs: the folders of the slot.
+        uid: the user of the slot; None for the user of the agent.
+        groups: the control groups of the slot.
+        turn: the number of the runtime, which determines its processors.
+        own: whether the slot gets its own `/tmp`, `/dev/shm` and other shared folders.
 
     Raises:
-        StartFailed: with what it said.
+        StartFailed: init could not be started.
     """
-    ours, theirs = base.control_pair()
+    ours, theirs = init_start.control_pair()
     affinity = context.affinity(turn)
     config: dict[str, Any] = {
         "mode": mode,
         "uid": uid,
         "gid": uid,
-        "holder_uid": keeper_of(uid) if uid is not None else None,
+        "holder_uid": holder_uid_of(uid) if uid is not None else None,
         "groups": [],
         "umask": base.UMASK,
         "env": context.environment(len(affinity), dirs.workspace, None if own else dirs.tmp),
         "home": dirs.workspace,
         "roots": [dirs.workspace, "/tmp"] if own else [dirs.workspace, dirs.tmp, "/tmp"],
-        "private_mounts": own_places(dirs) if own else None,
+        "private_mounts": private_mount_sources(dirs) if own else None,
         "limits": context.rlimits(groups.limits_memory, groups.limits_processes),
         "affinity": affinity,
         "lib": context.lib_dir,
         "filter": context.filter if own else context.shared_filter,
     }
-    argv = base.init_argv(base.interpreter(), context.lib_dir, theirs.fileno())
-    return await base.launch(argv, theirs, ours, config, groups.join_fds, library_environment(), context.sets_floor)
+    argv = init_start.init_argv(base.interpreter(), context.lib_dir, theirs.fileno())
+    return await init_start.start_init(argv, theirs, ours, config, groups.join_fds, library_environment(), context.sets_floor)
 
 
-def own_places(dirs: Dirs) -> dict[str, str]:
-    """What a slot sees in the places all users share, see `slot_places.make_own`."""
+def private_mount_sources(dirs: Dirs) -> dict[str, str]:
+    """Return what is mounted on the shared folders in a slot, see `private_mounts.mount_private_places`."""
     return {
         "/tmp": dirs.tmp,
         "/var/tmp": dirs.tmp,
@@ -59,8 +70,8 @@ def own_places(dirs: Dirs) -> dict[str, str]:
     }
 
 
-def shared_body(slot_id: str, dirs: Dirs, network: bool, uid: int | None, groups: SlotGroups, launched: base.Launched, own: bool) -> SlotRuntime:
-    """The body of a slot that sees its folders where they are, but for its own `/tmp`."""
+def _make_runtime(slot_id: str, dirs: Dirs, network: bool, uid: int | None, groups: SlotGroups, launched: init_start.StartedInit, own: bool) -> SlotRuntime:
+    """Return the runtime of a slot that sees its folders at their paths on the machine, except for its own `/tmp`."""
     return SlotRuntime(
         slot_id=slot_id,
         dirs=dirs,
@@ -78,34 +89,46 @@ def shared_body(slot_id: str, dirs: Dirs, network: bool, uid: int | None, groups
     )
 
 
-class Starter:
-    """Numbers generations and makes their groups.
+class SharedViewStarter:
+    """Starts slot runtimes and creates their control groups and folders.
 
     Args:
-        context: this agent's.
-        cgroups: what control groups it can use.
-        slots_dir: where the folders of generations go.
+        context: the settings of the agent.
+        cgroups: creates control groups.
+        slots_dir: the folder in which the folders of the runtimes are created.
     """
 
-    def __init__(self, context: base.Context, cgroups: Cgroups, slots_dir: str) -> None:
+    def __init__(self, context: base.IsolationContext, cgroups: Cgroups, slots_dir: str) -> None:
         self.context = context
         self._cgroups = cgroups
         self._slots_dir = slots_dir
         self._generation = 0
 
-    async def start(self, mode: str, slot_id: str, network: bool, uid: int | None, keep: SlotRuntime | None, own: bool = False) -> SlotRuntime:
-        """Start a body; with `keep`, on the folders of one that has ended; with `own`, with places of its own."""
+    async def start_runtime(self, mode: str, slot_id: str, network: bool, uid: int | None, keep: SlotRuntime | None, own: bool = False) -> SlotRuntime:
+        """Start a slot runtime.
+
+        Args:
+            mode: `uid` or `none`.
+            slot_id: the slot.
+            network: whether the slot can reach the network.
+            uid: the user of the slot; None for the user of the agent.
+            keep: an ended runtime whose folders are used again; None for new ones.
+            own: whether the slot gets its own `/tmp`, `/dev/shm` and other shared folders.
+
+        Raises:
+            StartFailed: the runtime could not be started.
+        """
         self._generation += 1
         name = "%s-%d" % (mode, self._generation)
         dirs = keep.dirs if keep is not None else base.make_dirs(os.path.join(self._slots_dir, name), uid)
         groups = self._cgroups.make_groups(name)
         try:
-            launched = await launch_shared(self.context, mode, dirs, uid, groups, self._generation, own)
+            launched = await _start_shared_init(self.context, mode, dirs, uid, groups, self._generation, own)
         except BaseException:
             groups.remove()
             if keep is None:
-                shutil.rmtree(dirs.root)  # nobody has been in it
+                shutil.rmtree(dirs.root)  # No process of the slot has used it.
             raise
         finally:
             groups.close_join_fds()
-        return shared_body(slot_id, dirs, network, uid, groups, launched, own)
+        return _make_runtime(slot_id, dirs, network, uid, groups, launched, own)

@@ -1,8 +1,9 @@
-"""Finding what some users own in folders that everybody may write, however deep it lies, and taking it away.
+"""Finds and removes the files and folders of some users in folders that all users may write to, at any depth.
 
-Links are never followed, no other file system is entered, and a tree of any depth takes two open files. What is found is one's own only by its owner: a
-neighbour may have put it into its own folder, or may have put its own things into one's. So a folder that is owned goes as a whole, by one rename into a
-folder of root's, to be deleted behind; and what becomes of a walk through the folders of others is reported, but is nobody's fault but theirs.
+Symlinks are never followed, other file systems are not entered, and a tree of any depth needs two open descriptors. What belongs to a user is decided by the
+owner alone: a user may have put files into a folder of another user, or another user may have put files into a folder of this one. A folder that one of the
+users owns is moved as a whole, by one rename, into a folder of root (a *bin*), which is deleted later. Errors in folders of other users are only reported,
+because these users can cause them.
 """
 
 from __future__ import annotations
@@ -23,24 +24,31 @@ BIN_PREFIX = ".sandbox-pool-"
 
 
 class Sweep:
-    """One search for what some users own.
+    """One search for the files and folders of some users.
 
     Args:
-        owners: whose things are taken.
-        slots: every uid that may be a slot's: their folders are looked into whatever the mode, for they may have been open before.
-        bins: what the names of the folders for what is taken begin with.
-        spared: folders, as device and inode, that are left alone with all that is in them.
-        look_only: nothing is taken, only listed.
+        owners: the uids of the users.
+        slots: all uids that slots may have. Their folders are searched whatever their mode is, because the mode may have been changed.
+        bins: the prefix of the names of the bins.
+        spared: folders, as device and inode, that are not searched.
+        list_only: whether the files are only listed and not removed.
+
+    Attributes:
+        removed: the number of removed files and folders.
+        found: the names that were found, with `list_only`.
+        errors: what belongs to the users and could not be removed.
+        unswept: folders of other users that could not be searched.
+        bins: the bins that the caller must delete.
     """
 
     def __init__(
-        self, owners: Container[int], slots: Container[int], bins: str = BIN_PREFIX, spared: Collection[tuple[int, int]] = (), look_only: bool = False
+        self, owners: Container[int], slots: Container[int], bins: str = BIN_PREFIX, spared: Collection[tuple[int, int]] = (), list_only: bool = False
     ) -> None:
         self._owners = owners
         self._slots = slots
         self._prefix = bins
         self._spared = spared
-        self._look_only = look_only
+        self._list_only = list_only
         self._deadline = time.monotonic() + _WITHIN_S
         self._seen = 0
         self._numbers = itertools.count()
@@ -48,41 +56,41 @@ class Sweep:
         self._top = self._bin = -1
         self._device = 0
         self.removed = 0
-        self.found: list[str] = []  # names, with `look_only`
-        self.errors: list[str] = []  # what is theirs and is still there
-        self.unswept: list[str] = []  # what of others' could not be looked through
-        self.bins: list[str] = []  # to be deleted
+        self.found: list[str] = []
+        self.errors: list[str] = []
+        self.unswept: list[str] = []
+        self.bins: list[str] = []
 
-    def through(self, place: str) -> None:
-        """Search one folder. What lies in it is looked at to the last name; the trees of others in it only as long as that is bearable."""
+    def search_folder(self, place: str) -> None:
+        """Search one folder. All its entries are checked. The trees of other users in it are searched only up to a limit of entries and time."""
         try:
             self._top = os.open(place, _DIR_FLAGS)
         except OSError:
-            return  # there is no such place here
+            return  # The folder does not exist on this machine.
         self._place, self._device = place, os.fstat(self._top).st_dev
         try:
-            for name in self._scan(self._top):
-                self._tree(name)
+            for name in self._search_entries(self._top):
+                self._search_tree(name)
         finally:
             os.close(self._top)
             if self._bin >= 0:
                 os.close(self._bin)
             self._top = self._bin = -1
 
-    def _tree(self, name: str) -> None:
-        current = self._enter(name, self._top)
+    def _search_tree(self, name: str) -> None:
+        current = self._open_subfolder(name, self._top)
         if current < 0:
             return
         try:
-            path = [(os.fstat(current).st_ino, self._scan(current))]
-            while path and not self._tired(name):
+            path = [(os.fstat(current).st_ino, self._search_entries(current))]
+            while path and not self._is_over_limit(name):
                 names = path[-1][1]
                 if names:
-                    below = self._enter(names.pop(), current)
+                    below = self._open_subfolder(names.pop(), current)
                     if below >= 0:
                         os.close(current)
                         current = below
-                        path.append((os.fstat(current).st_ino, self._scan(current)))
+                        path.append((os.fstat(current).st_ino, self._search_entries(current)))
                     continue
                 path.pop()
                 if path:
@@ -90,38 +98,38 @@ class Sweep:
                     os.close(current)
                     current = above
                     if os.fstat(current).st_ino != path[-1][0]:
-                        self._unswept(name, "it was moved meanwhile")
+                        self._report_unswept(name, "it was moved during the search")
                         return
         except OSError as error:
-            self._unswept(name, error.strerror or str(error))
+            self._report_unswept(name, error.strerror or str(error))
         finally:
             os.close(current)
 
-    def _tired(self, name: str) -> bool:
+    def _is_over_limit(self, name: str) -> bool:
         if self._seen <= _MAX_ENTRIES and time.monotonic() < self._deadline:
             return False
-        self._unswept(name, "it holds too much")
+        self._report_unswept(name, "it holds too much")
         return True
 
-    def _unswept(self, name: str, why: str) -> None:
+    def _report_unswept(self, name: str, why: str) -> None:
         if len(self.unswept) < _MAX_REPORTS:
             self.unswept.append("%s/%s: %s" % (self._place, ascii(name)[1:-1], why))
 
-    def _enter(self, name: str, folder: int) -> int:
-        """Open a folder of a folder; -1: it has gone, or is not to be entered."""
+    def _open_subfolder(self, name: str, folder: int) -> int:
+        """Open a folder inside a folder. Returns -1 if it no longer exists or must not be entered."""
         try:
             fd = os.open(name, _DIR_FLAGS, dir_fd=folder)
         except OSError as error:
             if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
-                self._unswept(name, error.strerror or str(error))
+                self._report_unswept(name, error.strerror or str(error))
             return -1
         if os.fstat(fd).st_dev == self._device:
             return fd
         os.close(fd)
         return -1
 
-    def _scan(self, folder: int) -> list[str]:
-        """Take what is owned in an open folder; the names of the folders in it that are to be entered."""
+    def _search_entries(self, folder: int) -> list[str]:
+        """Remove what the users own in an open folder. Returns the names of the folders in it that must be searched."""
         info = os.fstat(folder)
         thorough = info.st_uid in self._slots or bool(info.st_mode & _WRITTEN_BY_OTHERS)
         names = []
@@ -131,31 +139,31 @@ class Sweep:
                     self._seen += 1
                     if self._seen > _MAX_ENTRIES or time.monotonic() > self._deadline:
                         break
-                if (thorough or entry.is_dir(follow_symlinks=False)) and self._visit(entry.name, folder):
+                if (thorough or entry.is_dir(follow_symlinks=False)) and self._check_entry(entry.name, folder):
                     names.append(entry.name)
         return names
 
-    def _visit(self, name: str, folder: int) -> bool:
-        """Take it if it is owned; else whether it is a folder to be entered."""
+    def _check_entry(self, name: str, folder: int) -> bool:
+        """Remove an entry if one of the users owns it. Otherwise return whether it is a folder that must be searched."""
         try:
             info = os.stat(name, dir_fd=folder, follow_symlinks=False)
         except OSError:
-            return False  # it has gone
+            return False  # It no longer exists.
         if (info.st_dev, info.st_ino) in self._spared:
             return False
         is_folder = stat.S_ISDIR(info.st_mode)
         if info.st_uid in self._owners:
-            self._take(name, folder, is_folder)
+            self._remove_entry(name, folder, is_folder)
             return False
         return is_folder and (info.st_uid in self._slots or bool(info.st_mode & _ENTERED_BY_OTHERS))
 
-    def _take(self, name: str, folder: int, is_folder: bool) -> None:
-        if self._look_only:
+    def _remove_entry(self, name: str, folder: int, is_folder: bool) -> None:
+        if self._list_only:
             self.found.append(name)
             return
         try:
             if is_folder:
-                self._move(name, folder)
+                self._move_to_bin(name, folder)
             else:
                 os.unlink(name, dir_fd=folder)
             self.removed += 1
@@ -165,9 +173,9 @@ class Sweep:
             if folder == self._top:
                 self.errors.append("%s/%s: %s" % (self._place, ascii(name)[1:-1], error.strerror))
             else:
-                self._unswept(name, error.strerror or str(error))
+                self._report_unswept(name, error.strerror or str(error))
 
-    def _move(self, name: str, folder: int) -> None:
+    def _move_to_bin(self, name: str, folder: int) -> None:
         if self._bin < 0:
             path = os.path.join(self._place, self._prefix + secrets.token_hex(8))
             os.mkdir(path, 0o700)
@@ -176,4 +184,4 @@ class Sweep:
         target = str(next(self._numbers))
         os.rename(name, target, src_dir_fd=folder, dst_dir_fd=self._bin)
         if os.stat(target, dir_fd=self._bin, follow_symlinks=False).st_uid not in self._owners:
-            os.rename(target, name, src_dir_fd=self._bin, dst_dir_fd=folder)  # whoever owns the folder has exchanged it
+            os.rename(target, name, src_dir_fd=self._bin, dst_dir_fd=folder)  # The owner of the folder has replaced it by something else meanwhile.

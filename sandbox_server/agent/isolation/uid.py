@@ -1,8 +1,9 @@
-"""Slots as users of their own: root starts each slot's init, which stays privileged and out of reach; everything it starts has the slot's uid.
+"""The mode `uid`: each slot has its own user. Root starts the init of each slot. Init stays privileged, and everything that it starts runs as the slot's user.
 
-Other slots' files cannot be read (0700 folders) and their processes not be signalled, but both can be seen. `/tmp`, `/dev/shm` and IPC are the slot's own
-where init may make namespaces. Elsewhere they are shared places: what the uid owns there is removed when the slot ends, and its absence is the proof. There
-are no shared caches: a slot could keep a hard link to what is in one, and with it a way to others that no narrowing takes away.
+A slot cannot read the files of other slots (their folders have the mode 0700) or signal their processes, but it can see that they exist. If init may create
+namespaces, a slot has its own `/tmp`, `/dev/shm` and IPC. Otherwise these are shared, and what the user owns there is removed when the slot ends; the proof of
+a reset is that nothing is left. There are no shared caches in this mode: a slot could keep a hard link to a file in the cache, and exchange data with other
+slots through it after its rights have been narrowed.
 """
 
 from __future__ import annotations
@@ -18,72 +19,72 @@ from typing import Any, Collection
 from sandbox_server.agent.errors import StartFailed
 from sandbox_server.agent.execution.slot_runtime import CacheFolder, SlotRuntime
 from sandbox_server.agent.init.private_mounts import FAILURE_PREFIX
-from sandbox_server.agent.isolation import base
+from sandbox_server.agent.isolation import base, init_start
 from sandbox_server.agent.isolation.shared_places import SHARED_PLACES, list_abandoned_bins, remove_owned
-from sandbox_server.agent.isolation.starter import Starter
+from sandbox_server.agent.isolation.starter import SharedViewStarter
 from sandbox_server.agent.isolation.sweep import BIN_PREFIX, Sweep
 from sandbox_server.agent.kernel.cgroups import Cgroups
 from sandbox_server.agent.kernel.trash import Trash
-from sandbox_server.agent.kernel.uids import UidRange, keeper_of, kill_uid
+from sandbox_server.agent.kernel.uids import UidRange, holder_uid_of, kill_uid
 
 log = logging.getLogger(__name__)
 
 
-class Uid:
+class UidIsolation:
     """The mode `uid`."""
 
     name = "uid"
     networks: tuple[str, ...] = ("shared",)
     caches = False
 
-    def __init__(self, context: base.Context, cgroups: Cgroups, uids: UidRange, trash: Trash) -> None:
+    def __init__(self, context: base.IsolationContext, cgroups: Cgroups, uids: UidRange, trash: Trash) -> None:
         self._context = context
         self._uids = uids
         self._trash = trash
         self._top = os.path.join(context.config.workspace_base, context.config.sandbox_id)
         self._lib = os.path.join(self._top, "lib")
-        # Init's code lies beside the slots' folders: what is in the machine's /tmp is out of the sight of an init that has its own.
-        self._starter = Starter(dataclasses.replace(context, lib_dir=self._lib), cgroups, self._top)
+        # The code of init is copied beside the folders of the slots, because an init with its own /tmp cannot see the /tmp of the machine.
+        self._starter = SharedViewStarter(dataclasses.replace(context, lib_dir=self._lib), cgroups, self._top)
         self._made: list[str] = []
         self._range = range(0)
         self._proven = False
-        hindrance = self._hindrance()
-        self.places = "own" if hindrance is None else "shared: %s" % hindrance
+        hidden = self._find_hidden_path()
+        self.places = "own" if hidden is None else "shared: %s" % hidden
 
-    async def start(self, slot_id: str, network: bool, keep: SlotRuntime | None = None, cache: CacheFolder | None = None) -> SlotRuntime:
-        """See `Isolation.start`."""
+    async def start_runtime(self, slot_id: str, network: bool, keep: SlotRuntime | None = None, cache: CacheFolder | None = None) -> SlotRuntime:
+        """See `Isolation.start_runtime`."""
         if os.geteuid() != 0:
-            raise StartFailed("needs root, to give every slot a user of its own")
+            raise StartFailed("this mode needs root, to give every slot its own user")
         if not network:
-            raise StartFailed("cannot keep a slot from the network")
+            raise StartFailed("this mode cannot keep a slot from the network")
         if cache is not None:
-            raise StartFailed("cannot take a cache away again")
-        await self._set_up()
+            raise StartFailed("this mode cannot take a shared cache away from a slot")
+        await self._prepare_users()
         uid = keep.uid if keep is not None and keep.uid is not None else self._uids.take()
         try:
-            body = await self._start(slot_id, network, uid, keep)
+            runtime = await self._start_with_places(slot_id, network, uid, keep)
         except BaseException:
             if keep is None:
                 self._uids.give_back(uid)
             raise
-        os.chown(body.dirs.root, uid, uid)
-        return body
+        os.chown(runtime.dirs.root, uid, uid)
+        return runtime
 
-    async def _start(self, slot_id: str, network: bool, uid: int, keep: SlotRuntime | None) -> SlotRuntime:
+    async def _start_with_places(self, slot_id: str, network: bool, uid: int, keep: SlotRuntime | None) -> SlotRuntime:
         if self.places == "own":
             try:
-                body = await self._starter.start("uid", slot_id, network, uid, keep, own=True)
+                runtime = await self._starter.start_runtime("uid", slot_id, network, uid, keep, own=True)
             except StartFailed as error:
                 if self._proven or FAILURE_PREFIX not in str(error):
                     raise
-                self.places = "shared: %s" % error  # it is the first one that shows whether it is allowed here
+                self.places = "shared: %s" % error  # The first slot shows whether init may create namespaces here.
             else:
                 self._proven = True
-                return body
-        return await self._starter.start("uid", slot_id, network, uid, keep)
+                return runtime
+        return await self._starter.start_runtime("uid", slot_id, network, uid, keep)
 
-    def _hindrance(self) -> str | None:
-        """What slots and their inits need must not lie in a place that is hidden from them. None, or what does."""
+    def _find_hidden_path(self) -> str | None:
+        """Check that nothing that slots need lies in a folder that private mounts would hide. Returns None, or what lies there."""
         needed = {"workspace_base": self._top, "the interpreter": base.interpreter(), "its library": os.path.realpath(os.__file__)}
         for name, path in needed.items():
             for place in SHARED_PLACES:
@@ -91,9 +92,9 @@ class Uid:
                     return "%s lies in %s" % (name, place)
         return None
 
-    async def _set_up(self) -> None:
-        """Before the first slot: what an agent that was killed has left of these users goes."""
-        self._open_top()
+    async def _prepare_users(self) -> None:
+        """Before the first slot: lock the user ids, and remove what these users have left if an earlier agent was killed."""
+        self._create_top_folder()
         if not self._range:
             uids = self._uids.lock()
             self._trash.throw(self._lib)
@@ -112,11 +113,11 @@ class Uid:
         for folder in sweep.bins:
             self._trash.throw(folder)
         if sweep.unswept:
-            log.warning("folders of others could not be searched for leftovers: %s", "; ".join(sweep.unswept))
+            log.warning("folders of other users could not be searched for leftovers: %s", "; ".join(sweep.unswept))
         return sweep
 
-    def _open_top(self) -> None:
-        """The folders above must let a slot pass, and nothing more. Each must be root's, or a slot could exchange it."""
+    def _create_top_folder(self) -> None:
+        """Create the folder of the slots and check its parents: slots must be able to pass them, and only root may own them, or a slot could replace one."""
         for folder in (self._context.config.workspace_base, self._top):
             if not os.path.isdir(folder):
                 os.makedirs(folder)
@@ -126,43 +127,43 @@ class Uid:
         while True:
             info = os.lstat(path)
             if not stat.S_ISDIR(info.st_mode) or info.st_uid != 0 or (info.st_mode & 0o022 and not info.st_mode & stat.S_ISVTX):
-                raise StartFailed("%s is not a folder of root alone" % path)
+                raise StartFailed("%s is not a folder that only root can change" % path)
             if not info.st_mode & 0o001:
-                raise StartFailed("a slot's user cannot pass %s (mode %o); set workspace_base to a folder it can" % (path, info.st_mode & 0o7777))
+                raise StartFailed("the user of a slot cannot pass %s (mode %o); set workspace_base to a folder it can pass" % (path, info.st_mode & 0o7777))
             if path == "/":
                 return
             path = os.path.dirname(path)
 
-    async def end(self, body: SlotRuntime) -> dict[str, Any]:
-        """See `Isolation.end`."""
-        uid = body.uid
+    async def end_runtime(self, runtime: SlotRuntime) -> dict[str, Any]:
+        """See `Isolation.end_runtime`."""
+        uid = runtime.uid
         if uid is None:
-            raise ValueError("a body of the mode uid has a uid")
-        body.link.close()
+            raise ValueError("a runtime of the mode uid must have a uid")
+        runtime.link.close()
         loop = asyncio.get_running_loop()
-        # Init ends its own when its socket closes; it may be slow, or stopped: this does not rely on it.
-        ended = await base.wait_exit(body.process, base.END_TIMEOUT_S)
+        # Init kills the processes of its slot when its socket is closed. It may be slow or stopped, so the processes are also killed from here.
+        ended = await init_start.wait_for_exit(runtime.process, base.END_TIMEOUT_S)
         if not ended:
-            body.process.kill()
-            ended = await base.wait_exit(body.process, base.END_TIMEOUT_S)
+            runtime.process.kill()
+            ended = await init_start.wait_for_exit(runtime.process, base.END_TIMEOUT_S)
         living = await loop.run_in_executor(None, kill_uid, uid)
         proof: dict[str, Any] = {"init_ended": ended, "processes": len(living), "clean": ended and not living, "places": self.places}
         if not proof["clean"]:
             proof["detail"] = "uid %d still has %d processes" % (uid, len(living))
-        elif self.places != "own":  # its own have gone with its last process
-            left = await self._sweep((uid, keeper_of(uid)), self._range)
+        elif self.places != "own":  # Private mounts have been removed with the last process.
+            left = await self._sweep((uid, holder_uid_of(uid)), self._range)
             proof.update(leftovers_removed=left.removed, unswept=len(left.unswept))
             if left.errors:
-                proof.update(clean=False, detail="what uid %d left could not be removed: %s" % (uid, left.errors[0]))
+                proof.update(clean=False, detail="files of uid %d could not be removed: %s" % (uid, left.errors[0]))
         if proof["clean"]:
-            base.close_body_fds(body)
-            body.groups.remove()
+            init_start.close_runtime_fds(runtime)
+            runtime.groups.remove()
         return proof
 
-    def forget(self, body: SlotRuntime) -> None:
-        """See `Isolation.forget`."""
-        if body.uid is not None:
-            self._uids.give_back(body.uid)
+    def free_uid(self, runtime: SlotRuntime) -> None:
+        """See `Isolation.free_uid`."""
+        if runtime.uid is not None:
+            self._uids.give_back(runtime.uid)
 
     def close(self) -> None:
         """See `Isolation.close`."""
@@ -173,5 +174,5 @@ class Uid:
             try:
                 os.rmdir(folder)
             except OSError as error:
-                log.info("a folder stays: %s", error)  # another agent uses it, or a quarantined slot is in it
+                log.info("a folder is not removed: %s", error)  # Another agent uses it, or it contains a quarantined slot.
                 return

@@ -1,6 +1,7 @@
-"""Throwing folders away: renamed at once, deleted behind, whatever a slot has put into them.
+"""Deletes folders in the background, whatever a slot has put into them: a folder is renamed at once, and its content is deleted by a thread.
 
-The deleter never follows a symlink, never recurses (a tree can be thousands deep), opens what was made unreadable, and crosses no mount.
+The deletion follows no symbolic links and crosses no mounts. It does not recurse, because a tree can be thousands of folders deep, and it also deletes folders
+whose mode denies reading or writing.
 """
 
 from __future__ import annotations
@@ -20,7 +21,18 @@ _BATCH = 1000
 
 
 def open_dir(name: str, parent: int | None) -> int:
-    """Open a folder though its mode forbids it."""
+    """Open a folder; if its mode denies that, change the mode first.
+
+    Args:
+        name: the folder, relative to `parent`.
+        parent: the descriptor of its parent folder; None: `name` is a path.
+
+    Returns:
+        The descriptor.
+
+    Raises:
+        OSError: there is no folder with this name, or it cannot be opened.
+    """
     try:
         return os.open(name, _DIR_FLAGS, dir_fd=parent)
     except PermissionError:
@@ -32,8 +44,8 @@ def open_dir(name: str, parent: int | None) -> int:
         return os.open(name, _DIR_FLAGS, dir_fd=parent)
 
 
-def _empty_but_folders(folder: int) -> list[str]:
-    """Unlink everything in an open folder that is not a folder; the names of some that are."""
+def _delete_all_but_folders(folder: int) -> list[str]:
+    """Delete everything in an open folder except folders. Returns the names of some of those."""
     folders: list[str] = []
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -63,10 +75,13 @@ def _rmdir(name: str, folder: int) -> None:
 
 
 def delete_tree(path: str) -> None:
-    """Delete a folder and all that is in it.
+    """Delete a folder with everything in it. A folder that does not exist is no error.
 
-    Folders below are moved up beside their parent before they are looked into, so that neither the depth of the tree nor the number of
-    open files nor the length of a path grows.
+    Each folder below is moved up beside its parent before it is entered. So the depth of the tree, the number of open files and the length of paths do not
+    grow.
+
+    Args:
+        path: the folder.
 
     Raises:
         OSError: something could not be deleted.
@@ -78,7 +93,7 @@ def delete_tree(path: str) -> None:
     try:
         counter = itertools.count()
         while True:
-            folders = _empty_but_folders(top)
+            folders = _delete_all_but_folders(top)
             if not folders:
                 break
             for name in folders:
@@ -89,11 +104,11 @@ def delete_tree(path: str) -> None:
 
 
 def _flatten(name: str, top: int, counter: itertools.count[int]) -> None:
-    """Empty one folder of `top`: files are unlinked, folders moved up into `top` under a name of our own; then remove it."""
+    """Delete one folder of `top`: delete its files, move its folders up into `top` under new names, then delete the folder itself."""
     folder = open_dir(name, top)
     try:
         while True:
-            below = _empty_but_folders(folder)
+            below = _delete_all_but_folders(folder)
             if not below:
                 break
             for child in below:
@@ -119,18 +134,18 @@ def _move_up(child: str, folder: int, top: int, counter: itertools.count[int]) -
                 os.close(path_fd)
             os.rename(child, target, src_dir_fd=folder, dst_dir_fd=top)
         except OSError as error:
-            if error.errno in (errno.EEXIST, errno.ENOTEMPTY):  # the slot had the same idea for a name
+            if error.errno in (errno.EEXIST, errno.ENOTEMPTY):  # the slot has made a folder with the same name
                 continue
             raise
         return
 
 
 class Trash:
-    """A folder whose content is being deleted by one thread of its own.
+    """A folder whose content one thread deletes.
 
     Args:
-        path: made when missing. What is thrown from another file system is renamed where it is.
-        on_error: called, from the thread, with the path and the error of what could not be deleted.
+        path: the folder; it is made if it does not exist. A folder of another file system is renamed beside itself instead of being moved here.
+        on_error: called in the thread with the path and the error of a folder that could not be deleted.
     """
 
     def __init__(self, path: str, on_error: Callable[[str, OSError], None]) -> None:
@@ -158,15 +173,15 @@ class Trash:
             self._queue.put(target)
 
     def is_busy(self) -> bool:
-        """Whether something is still being deleted."""
+        """Whether something is still to be deleted."""
         return self._queue.unfinished_tasks > 0
 
     def close(self) -> None:
-        """Let the thread end after what it has begun."""
+        """Let the thread end once it has deleted what was thrown so far."""
         self._queue.put(None)
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for the end; whether it came in time."""
+        """Wait for the end of the thread. Returns False if it has not ended after `timeout_s` seconds."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 

@@ -1,7 +1,7 @@
-"""User ids for slots: no two slots on this machine share one, whoever started their agents, and none is used again before its end is proven.
+"""User ids for slots. No two slots on this machine have the same uid, even those of different agents, and a uid is only used again after its end is proven.
 
-Every slot's uid has a keeper: a second uid that nothing has but what acts for us as the slot's user. With the keeper as its real and saved uid and the
-slot's as its effective one, a process of ours may do what the slot may do, and the slot can neither signal nor trace it.
+Every uid of a slot has a *holder uid*, a second uid that only helper processes of the agent have. A helper with the holder uid as its real and saved uid and
+with the uid of the slot as its effective uid has the file permissions of the slot, but the slot can neither signal nor trace it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from sandbox_server.agent.errors import StartFailed
 from sandbox_server.agent.kernel.procfs import pids_of_uid, uids_in_use
 
 RANGE_UIDS = 1024
-_SLOT_UIDS = RANGE_UIDS // 2  # the other half are their keepers
+_SLOT_UIDS = RANGE_UIDS // 2  # The other half are their holder uids.
 _RANGES = 1024
 _HIGH_BASE = 1_000_000
 _LOW_BASE = 20_000
@@ -41,7 +41,7 @@ def _highest_uid() -> int:
     return highest
 
 
-def _lock_dir() -> str:
+def _find_lock_dir() -> str:
     errors = []
     for parent in LOCK_DIRS:
         path = os.path.join(parent, "sandbox-pool-uids")
@@ -57,45 +57,45 @@ def _lock_dir() -> str:
     raise StartFailed("no folder for the locks of user ids: %s" % "; ".join(errors))
 
 
-def keeper_of(uid: int) -> int:
-    """The uid that acts for a slot's."""
+def holder_uid_of(uid: int) -> int:
+    """Return the holder uid of the uid of a slot."""
     return uid + _SLOT_UIDS
 
 
 class UidRange:
-    """One locked range of user ids. The lock goes with the process."""
+    """One range of user ids that this process has locked. The lock ends with the process."""
 
     def __init__(self) -> None:
         self._lock_fd = -1
         self._free: Deque[int] = deque()
         self._all = range(0)
-        self._noted: Set[int] = set()
+        self._recorded_uids: Set[int] = set()
 
     def take(self) -> int:
-        """A uid (and gid) that no process has.
+        """Take a uid, which is also the gid, that no process has.
 
         Raises:
-            StartFailed: every one is in use or in doubt, or no range could be locked.
+            StartFailed: all uids are in use or in quarantine, or no range could be locked.
         """
         if self._lock_fd < 0:
             self._lock()
         if not self._free:
             raise StartFailed("all %d user ids of this agent are in use or in quarantine" % _SLOT_UIDS)
         uid = self._free.popleft()
-        if uid not in self._noted:
-            self._noted.add(uid)
+        if uid not in self._recorded_uids:
+            self._recorded_uids.add(uid)
             os.write(self._lock_fd, b"%d\n" % uid)
         return uid
 
     def give_back(self, uid: int) -> None:
-        """The uid's end is proven. It is used again last, so that what was overlooked has time to show."""
+        """Make a uid available again after its end is proven. It is used again last, so that any process that was overlooked has time to appear."""
         self._free.append(uid)
 
     def lock(self) -> range:
-        """Have a range. What an agent that was killed has left running in it is killed.
+        """Lock a range, and kill the processes that an earlier agent has left in it.
 
         Returns:
-            All its uids, the keepers' too: nobody else has any of them as long as this process lives.
+            All uids of the range, including holder uids. No other agent uses them while this process runs.
 
         Raises:
             StartFailed: no range could be locked.
@@ -105,7 +105,7 @@ class UidRange:
         return self._all
 
     def _lock(self) -> None:
-        folder = _lock_dir()
+        folder = _find_lock_dir()
         high = _highest_uid() >= _HIGH_BASE + _RANGES * RANGE_UIDS
         base, ranges = (_HIGH_BASE, _RANGES) if high else (_LOW_BASE, _LOW_RANGES)
         for number in range(ranges):
@@ -120,53 +120,56 @@ class UidRange:
             self._all = range(start, start + RANGE_UIDS)
             slots = range(start, start + _SLOT_UIDS)
             living = uids_in_use()
-            self._noted = _noted(fd, slots)
+            self._recorded_uids = _read_recorded_uids(fd, slots)
             for uid in slots:
-                # The user of a process that no agent ever took belongs to somebody else.
-                if (uid not in living and keeper_of(uid) not in living) or (uid in self._noted and not kill_uid(uid)):
+                # If no agent has ever taken a uid that a process has, the uid belongs to a user of the machine.
+                if (uid not in living and holder_uid_of(uid) not in living) or (uid in self._recorded_uids and not kill_uid(uid)):
                     self._free.append(uid)
             return
         raise StartFailed("all %d ranges of user ids are taken by other agents" % ranges)
 
 
-def _noted(fd: int, slots: range) -> Set[int]:
-    """What agents have taken of a range since the machine was started, from its lock file."""
+def _read_recorded_uids(fd: int, slots: range) -> Set[int]:
+    """Return the uids of a range that agents have taken since the machine was started. They are recorded in its lock file."""
     words = os.pread(fd, _NOTES_BYTES, 0).split()
     os.lseek(fd, 0, os.SEEK_END)
     return {int(word) for word in words if word.isdigit() and int(word) in slots}
 
 
 def kill_uid(uid: int) -> list[int]:
-    """Kill every process of a slot's user and of its keeper, as these: nobody else can be hit, whatever happens to pids. For a thread: it forks and waits.
+    """Kill all processes that have the uid of a slot or its holder uid.
+
+    A helper process with these uids sends the signals, so that no process of another user can be hit, even if pids are reused. This blocks, so call it in a
+    thread.
 
     Returns:
-        The processes that are still there.
+        The processes that still exist.
     """
     deadline = time.monotonic() + _KILL_WITHIN_S
     while True:
-        _kill_all_of(uid)
-        living = pids_of_uid(uid, keeper_of(uid))
+        _signal_all_processes_of(uid)
+        living = pids_of_uid(uid, holder_uid_of(uid))
         if not living or time.monotonic() > deadline:
             return living
         time.sleep(_KILL_PAUSE_S)
 
 
-def _kill_all_of(uid: int) -> None:
+def _signal_all_processes_of(uid: int) -> None:
     pid = os.fork()
     if pid == 0:
         try:
             os.setgroups([])
             os.setresgid(uid, uid, uid)
-            # Really and saved the keeper, so that no process that is to be killed here can stop this one first. The signal goes to all that have
-            # either uid, and never would as root.
-            os.setresuid(keeper_of(uid), uid, keeper_of(uid))
+            # With the holder uid as its real and saved uid, this process cannot be stopped by the processes that it kills. As root, `kill(-1)` would
+            # reach all processes of the machine.
+            os.setresuid(holder_uid_of(uid), uid, holder_uid_of(uid))
             os.kill(-1, signal.SIGKILL)
         finally:
             os._exit(0)
     deadline = time.monotonic() + _HELPER_WITHIN_S
     while not os.waitpid(pid, os.WNOHANG)[0]:
         if time.monotonic() > deadline:
-            os.kill(pid, signal.SIGKILL)  # it is a child that nobody has reaped: the pid is its own
+            os.kill(pid, signal.SIGKILL)  # The child has not been reaped, so its pid cannot have been reused.
             os.waitpid(pid, 0)
             return
         time.sleep(_HELPER_POLL_S)

@@ -1,4 +1,4 @@
-"""Connections from the service: authentication, streams, flow control. What a stream asks for is done in `streams`."""
+"""Connections from the service: authentication, streams and flow control. The handlers of the streams are in the other modules of this folder."""
 
 from __future__ import annotations
 
@@ -17,23 +17,28 @@ MAX_HELLO_BYTES = 64 << 10
 
 
 class Handler(Protocol):
-    """One stream, from its OPEN to its end."""
+    """Receives the messages of the service on one stream. `on_item`, `on_data` and `on_end` may raise `Refused`, which ends the stream."""
 
-    def item(self, meta: dict[str, Any], body: bytes) -> None:
-        """A message came."""
+    def on_item(self, meta: dict[str, Any], body: bytes) -> None:
+        """A message has arrived."""
 
-    def data(self, body: bytes) -> None:
-        """Raw bytes came; the handler gives their credit back with `Stream.consumed`."""
+    def on_data(self, body: bytes) -> None:
+        """Raw bytes have arrived. Once the handler has processed them, it calls `Stream.acknowledge`."""
 
-    def ended(self) -> None:
-        """The service has said all it will say."""
+    def on_end(self) -> None:
+        """The service sends nothing more on this stream."""
 
-    def aborted(self) -> None:
-        """The stream is over: the service gave it up, or its connection ended."""
+    def on_abort(self) -> None:
+        """The stream is over: the service has aborted it, or its connection has ended."""
 
 
 class Stream:
-    """The agent's side of one stream. Sending on a stream that is over does nothing."""
+    """The agent's side of one stream. Sending on a stream that is over does nothing.
+
+    Args:
+        connection: the connection that carries the stream.
+        number: of the stream on that connection.
+    """
 
     __slots__ = ("_connection", "_drained", "_handler", "_number", "_wire", "on_drained")
 
@@ -43,7 +48,7 @@ class Stream:
         self._number = number
         self._handler: Handler | None = None
         self._drained: asyncio.Future[None] | None = None
-        self.on_drained: Callable[[], None] | None = None
+        self.on_drained: Callable[[], None] | None = None  # called when some of `queued_bytes` was sent, or never will be
 
     def send_item(self, meta: Mapping[str, Any], body: bytes = b"") -> None:
         """Send a message."""
@@ -52,10 +57,10 @@ class Stream:
             self._connection.flush_soon()
 
     async def send_data(self, body: bytes) -> bool:
-        """Send raw bytes and wait until they are on their way.
+        """Send raw bytes, and wait until the flow-control window has admitted them.
 
         Returns:
-            Whether the stream is still open.
+            True if the stream is still open.
         """
         if not self._wire.is_open(self._number):
             return False
@@ -66,36 +71,40 @@ class Stream:
             await self._drained
         return self._wire.is_open(self._number)
 
-    def end(self, meta: Mapping[str, Any] | None = None) -> None:
-        """Say that this was all."""
+    def end_stream(self, meta: Mapping[str, Any] | None = None) -> None:
+        """End the agent's direction of the stream.
+
+        Args:
+            meta: the payload of the END frame.
+        """
         if self._wire.is_open(self._number):
             self._wire.end(self._number, cast("dict[str, Any]", meta))
             self._connection.flush_soon()
-            self._connection.forget_if_over(self._number)
+            self._connection.forget_stream_if_over(self._number)
 
     def refuse(self, error: Refused) -> None:
-        """End the stream with a reason."""
+        """Abort the stream with an error."""
         self._wire.abort(self._number, error.meta())
         self._connection.flush_soon()
-        self._connection.forget_if_over(self._number)
+        self._connection.forget_stream_if_over(self._number)
 
-    def consumed(self, data: bytes) -> None:
-        """Give back the credit of one piece of data that was handled."""
+    def acknowledge(self, data: bytes) -> None:
+        """Return the flow-control credit of one piece of data that was processed."""
         self._wire.acknowledge(self._number, wire.cost(data))
         self._connection.flush_soon()
 
     @property
     def queued_bytes(self) -> int:
-        """How much waits here until the service has taken what was sent before; once it is none, `on_drained` hears of it."""
+        """How many bytes are queued here because the service has not taken what was sent before."""
         return self._wire.queued(self._number)
 
     @property
-    def open(self) -> bool:
+    def is_open(self) -> bool:
         """Whether anything can still be sent."""
         return self._wire.is_open(self._number)
 
-    def drained(self) -> None:
-        """What was queued is on its way, or never will be."""
+    def report_drained(self) -> None:
+        """Called by the connection when queued bytes were sent, or never will be."""
         if self._drained is not None and not self._drained.done():
             self._drained.set_result(None)
         if self.on_drained is not None:
@@ -103,77 +112,80 @@ class Stream:
 
 
 class Server(Protocol):
-    """What a connection needs of the agent."""
+    """What a connection needs from the agent."""
 
     token: str
 
-    def hello(self) -> dict[str, Any]:
-        """The agent's HELLO."""
+    def make_hello(self) -> dict[str, Any]:
+        """Return the payload of the agent's HELLO frame."""
 
-    def connected(self, connection: Connection) -> None:
-        """A connection has authenticated itself."""
+    def add_connection(self, connection: Connection) -> None:
+        """Register a connection that has authenticated itself."""
 
-    def disconnected(self, connection: Connection) -> None:
-        """A connection that had is gone."""
+    def remove_connection(self, connection: Connection) -> None:
+        """Forget an authenticated connection that has ended."""
 
-    def open(self, stream: Stream, meta: dict[str, Any]) -> Handler:
-        """Begin what a stream asks for.
+    def open_stream(self, stream: Stream, meta: dict[str, Any]) -> Handler:
+        """Begin the operation that `meta` describes.
+
+        Returns:
+            The handler of the stream.
 
         Raises:
-            Refused: it cannot be.
+            Refused: the operation cannot begin.
         """
 
 
-class Settled(Protocol):
-    """Hears that a connection has authenticated itself, or is gone."""
+class AuthenticationListener(Protocol):
+    """Is called when a connection has authenticated itself, and when it has ended."""
 
     def __call__(self, *, authenticated: bool) -> None:
-        """One of the two; after the first, the other follows sooner or later."""
+        """The connection has authenticated itself (True), or has ended (False), before or after that."""
 
 
 class Connection(asyncio.Protocol):
     """One connection of the service.
 
     Args:
-        server: what the connection needs of the agent.
-        settled: for a listener that others than the service can reach: it counts those that have not authenticated themselves.
+        server: the agent.
+        on_authentication: see `AuthenticationListener`. Only a listener that others than the service can reach needs it.
     """
 
-    def __init__(self, server: Server, settled: Settled | None = None) -> None:
+    def __init__(self, server: Server, on_authentication: AuthenticationListener | None = None) -> None:
         self.wire = wire.Connection(opens_odd=False)
         self._server = server
         self._transport: asyncio.Transport | None = None
         self._loop = asyncio.get_event_loop()
-        self._settled = settled
+        self._on_authentication = on_authentication
         self._authenticated = False
-        self._heard_bytes = 0
+        self._received_bytes = 0
         self._flushing = False
         self._paused = False
-        self._timer: asyncio.TimerHandle | None = None
+        self._hello_timer: asyncio.TimerHandle | None = None
         self._streams: dict[int, Stream] = {}
         self._handlers: dict[int, Handler] = {}
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See `asyncio.Protocol`."""
         self._transport = cast(asyncio.Transport, transport)
-        self._timer = self._loop.call_later(HELLO_WITHIN_S, self.drop)
+        self._hello_timer = self._loop.call_later(HELLO_WITHIN_S, self.drop_connection)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """See `asyncio.Protocol`."""
-        if self._timer is not None:
-            self._timer.cancel()
+        if self._hello_timer is not None:
+            self._hello_timer.cancel()
         self._transport = None
-        if self._settled is not None:
-            self._settled(authenticated=False)
+        if self._on_authentication is not None:
+            self._on_authentication(authenticated=False)
         streams, self._streams = self._streams, {}
         handlers, self._handlers = self._handlers, {}
         for number, stream in streams.items():
             self.wire.abort(number, {})
-            stream.drained()
+            stream.report_drained()
         for handler in handlers.values():
-            handler.aborted()
+            handler.on_abort()
         if self._authenticated:
-            self._server.disconnected(self)
+            self._server.remove_connection(self)
 
     def pause_writing(self) -> None:
         """See `asyncio.Protocol`."""
@@ -184,25 +196,25 @@ class Connection(asyncio.Protocol):
         self._paused = False
         self._flush()
 
-    def close(self) -> None:
-        """End the connection once everything is sent."""
+    def close_connection(self) -> None:
+        """Close the connection once everything is sent."""
         if self._transport is not None:
             self._transport.close()
 
-    def drop(self) -> None:
-        """End the connection at once. Whoever has not authenticated itself is not waited for, in a TLS shutdown say."""
+    def drop_connection(self) -> None:
+        """Close the connection at once, for example without waiting for a TLS shutdown."""
         if self._transport is not None:
             self._transport.abort()
             self._transport = None
 
     def flush_soon(self) -> None:
-        """Send what is queued once, after everything that this turn of the loop still has to say."""
+        """Send what is queued at the end of this turn of the event loop, so that several messages are sent together."""
         if not self._flushing:
             self._flushing = True
             self._loop.call_soon(self._flush)
 
-    def forget_if_over(self, number: int) -> None:
-        """Let go of a stream that both sides have ended, whichever was the last to do so."""
+    def forget_stream_if_over(self, number: int) -> None:
+        """Forget a stream once both sides have ended it."""
         if self.wire.is_over(number):
             self._streams.pop(number, None)
             self._handlers.pop(number, None)
@@ -216,95 +228,95 @@ class Connection(asyncio.Protocol):
         """See `asyncio.Protocol`."""
         try:
             for event in self.wire.receive(data):
-                self._handle(event)
+                self._handle_event(event)
                 if self._transport is None:
                     return
         except wire.WireError as error:
-            if self._authenticated or self._settled is None:
+            if self._authenticated or self._on_authentication is None:
                 log.warning("a connection broke the protocol: %s", error)
-            self.drop()
-        self._heard_bytes += len(data)
-        if not self._authenticated and self._heard_bytes > MAX_HELLO_BYTES:
-            self.drop()
+            self.drop_connection()
+        self._received_bytes += len(data)
+        if not self._authenticated and self._received_bytes > MAX_HELLO_BYTES:
+            self.drop_connection()
         self._flush()
 
-    def _handle(self, event: wire.Event) -> None:
+    def _handle_event(self, event: wire.Event) -> None:
         kind = type(event)
         if not self._authenticated:
-            if isinstance(event, wire.Hello) and self._check(event.meta):
-                self._welcome()
+            if isinstance(event, wire.Hello) and self._is_authentic(event.meta):
+                self._accept_hello()
             else:
-                self.drop()
+                self.drop_connection()
         elif kind is wire.Opened:
-            self._opened(cast(wire.Opened, event))
+            self._handle_open(cast(wire.Opened, event))
         elif kind is wire.Item:
-            self._item(cast(wire.Item, event))
+            self._handle_item(cast(wire.Item, event))
         elif kind is wire.Data:
             data = cast(wire.Data, event)
             handler = self._handlers.get(data.stream)
             if handler is not None:
-                handler.data(data.body)
+                handler.on_data(data.body)
         else:
-            self._rest(event)
+            self._handle_other(event)
 
-    def _check(self, meta: Mapping[str, Any]) -> bool:
+    def _is_authentic(self, meta: Mapping[str, Any]) -> bool:
         token = meta.get("token")
         if meta.get("v") != wire.PROTOCOL_VERSION or not isinstance(token, str):
             return False
         return hmac.compare_digest(token.encode("utf-8", "replace"), self._server.token.encode())
 
-    def _welcome(self) -> None:
+    def _accept_hello(self) -> None:
         self._authenticated = True
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._settled is not None:
-            self._settled(authenticated=True)
-        self.wire.hello(self._server.hello())
-        self._server.connected(self)
+        if self._hello_timer is not None:
+            self._hello_timer.cancel()
+        if self._on_authentication is not None:
+            self._on_authentication(authenticated=True)
+        self.wire.hello(self._server.make_hello())
+        self._server.add_connection(self)
 
-    def _opened(self, event: wire.Opened) -> None:
+    def _handle_open(self, event: wire.Opened) -> None:
         stream = Stream(self, event.stream)
-        self._guard(stream, lambda: self._begin(stream, event))
+        self._run_for_stream(stream, lambda: self._open_stream(stream, event))
 
-    def _begin(self, stream: Stream, event: wire.Opened) -> None:
-        handler = self._server.open(stream, event.meta)
-        if stream.open:
+    def _open_stream(self, stream: Stream, event: wire.Opened) -> None:
+        handler = self._server.open_stream(stream, event.meta)
+        if stream.is_open:
             self._streams[event.stream] = stream
             self._handlers[event.stream] = handler
 
-    def _item(self, event: wire.Item) -> None:
+    def _handle_item(self, event: wire.Item) -> None:
         handler = self._handlers.get(event.stream)
         self.wire.acknowledge(event.stream, event.size)
         if handler is not None:
-            self._guard(self._streams[event.stream], lambda: handler.item(event.meta, event.body))
+            self._run_for_stream(self._streams[event.stream], lambda: handler.on_item(event.meta, event.body))
 
-    def _guard(self, stream: Stream, work: Callable[[], None]) -> None:
-        """A stream's failure is that stream's answer."""
+    def _run_for_stream(self, stream: Stream, action: Callable[[], None]) -> None:
+        """Run `action`. If it fails, abort its stream with the error; the connection continues."""
         try:
-            work()
+            action()
         except Refused as error:
             stream.refuse(error)
         except Exception as error:
             log.exception("a stream failed")
             stream.refuse(Refused("internal", "%s: %s" % (type(error).__name__, error)))
 
-    def _rest(self, event: wire.Event) -> None:
+    def _handle_other(self, event: wire.Event) -> None:
         if isinstance(event, wire.Ended):
             handler = self._handlers.get(event.stream)
             if handler is not None:
-                self._guard(self._streams[event.stream], handler.ended)
-            self.forget_if_over(event.stream)
+                self._run_for_stream(self._streams[event.stream], handler.on_end)
+            self.forget_stream_if_over(event.stream)
         elif isinstance(event, wire.Aborted):
             handler = self._handlers.pop(event.stream, None)
             stream = self._streams.pop(event.stream, None)
             if stream is not None:
-                stream.drained()
+                stream.report_drained()
             if handler is not None:
-                handler.aborted()
+                handler.on_abort()
         elif isinstance(event, wire.Drained):
             stream = self._streams.get(event.stream)
             if stream is not None:
-                stream.drained()
-            self.forget_if_over(event.stream)
+                stream.report_drained()
+            self.forget_stream_if_over(event.stream)
         elif isinstance(event, wire.Hello):
             raise wire.WireError("a second HELLO")

@@ -1,244 +1,230 @@
-"""File routes: one operation each, done by a forked child of init inside the slot, its bytes streamed through."""
+"""The file operations of the service: reading, writing and listing files, and archives of folders.
+
+A forked child of init does each of them inside the slot, with the rights of the slot. The content streams through the agent.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import errno
+import errno as errno_names
 import os
-import signal
 from typing import Any, Mapping
 
 from sandbox_server.agent.errors import Refused
-from sandbox_server.agent.execution.descriptor_waits import wait_readable, wait_writable
 from sandbox_server.agent.execution.framed import Framed
-from sandbox_server.agent.execution.init_client.init_watchdog import Unanswered, ask_init, end_slot
+from sandbox_server.agent.execution.processes.slot_process import SlotProcess
+from sandbox_server.agent.execution.processes.spawn_spec import forked_tool_spec
+from sandbox_server.agent.execution.processes.stdin_pipe import StdinPipe
 from sandbox_server.agent.inslot.arguments import check_args
 from sandbox_server.agent.server.connections import Handler, Stream
 from sandbox_server.agent.slots.slots import Slot
 
-FILE_OPS = {
+FILE_OPERATIONS = {
     "file_get": "route_get",
     "file_put": "route_put",
     "file_list": "route_list",
     "archive_get": "route_archive_get",
     "archive_put": "route_archive_put",
 }
+"""Operation of the service -> tool of `agent.inslot`."""
 _ARGS = ("path", "mode", "recursive", "max_entries")
-_CHUNK_BYTES = 64 << 10
+_KNOWN_CODES = ("invalid", "path_outside", "file_not_found", "file_error", "internal")
 STALL_S = 60.0
 _END_WITHIN_S = 2.0
 
 
 class _Chunks:
-    """What a child wrote, waiting to be sent on."""
+    """Content that the child has written and that is still to be sent."""
 
     full = False
 
     def __init__(self) -> None:
-        self.waiting: list[bytes] = []
+        self.unsent: list[bytes] = []
 
     def write(self, data: bytes) -> None:
-        self.waiting.append(data)
+        self.unsent.append(data)
 
 
-class FileOp:
-    """One operation. A child that makes no progress for `STALL_S` is ended; so is one nobody waits for."""
+class FileOperation:
+    """One file operation. Its child is killed when it makes no progress for `stall_s` seconds, and when the stream is aborted.
 
-    def __init__(self, stream: Stream, slot: Slot, tool: str, args: Mapping[str, Any]) -> None:
+    Args:
+        stream: the stream of the operation.
+        slot: the slot.
+        tool: the tool of `agent.inslot`.
+        args: its arguments, checked.
+        stall_s: see above.
+    """
+
+    def __init__(self, stream: Stream, slot: Slot, tool: str, args: Mapping[str, Any], stall_s: float) -> None:
         self._stream = stream
         self._slot = slot
         self._tool = tool
+        self._stall_s = stall_s
         self._loop = asyncio.get_event_loop()
         self._chunks = _Chunks()
         self._framed = Framed(self._chunks)
         self._status: asyncio.Future[int] = self._loop.create_future()
         self._incoming: asyncio.Queue[bytes | None] = asyncio.Queue()
-        self._out_fd = -1
-        self._in_fd = -1
-        self._number = 0
-        self._moved_at = self._loop.time()
-        self._wants_more = False  # the child has had all that has come so far
-        self._body = slot.current_body()
-        self._start(args)
-        self._feeding = self._loop.create_task(self._feed()) if self._in_fd >= 0 else None
-        self._task = self._loop.create_task(self._serve())
+        self._progress_at = self._loop.time()
+        self._waits_for_service = False  # the child has read all content that has arrived so far
+        self._process = SlotProcess(slot.current_runtime(), slot.drains, (), self)
+        self._process.start_process(forked_tool_spec(tool, args, has_stdin_pipe=tool.endswith("_put"), has_own_group=False))
+        self._stdin = self._process.stdin
+        self._feeding = self._loop.create_task(self._feed_child(self._stdin)) if self._stdin is not None else None
+        self._serving = self._loop.create_task(self._serve())
 
-    def _start(self, args: Mapping[str, Any]) -> None:
-        out_r, out_w = os.pipe2(os.O_CLOEXEC)
-        theirs = [out_w]
-        names = ["out"]
-        try:
-            os.set_blocking(out_r, False)
-            if self._tool.endswith("_put"):
-                in_r, self._in_fd = os.pipe2(os.O_CLOEXEC)
-                os.set_blocking(self._in_fd, False)
-                theirs.append(in_r)
-                names.append("in")
-            request = {"op": "fork", "tool": self._tool, "args": dict(args), "env": None, "fds": names}
-            self._number = self._body.link.start(request, theirs, self)
-        except BaseException:
-            os.close(out_r)
-            raise
-        finally:
-            for fd in theirs:
-                os.close(fd)
-        self._out_fd = out_r
+    # The reports of the process.
 
-    # What init says.
+    def on_output(self) -> None:
+        """See `ProcessListener`. This object reads the output itself."""
 
-    def exited(self, status: int, cpu_s: float, max_rss_bytes: int) -> None:
-        """See `init_link.Listener`."""
+    def on_process_ended(self, status: int, cpu_s: float, max_rss_bytes: int) -> None:
+        """See `ProcessListener`."""
         if not self._status.done():
             self._status.set_result(status)
 
-    def refused(self, number: int, where: str) -> None:
-        """See `init_link.Listener`."""
-        self._fail(Refused("file_error", "the slot cannot start anything: %s" % os.strerror(number), errno.errorcode.get(number, "EIO")))
+    def on_process_refused(self, errno: int, step: str) -> None:
+        """See `ProcessListener`."""
+        self._fail(Refused("file_error", "the slot cannot start anything: %s" % os.strerror(errno), errno_names.errorcode.get(errno, "EIO")))
 
-    def init_lost(self, detail: str) -> None:
-        """See `init_link.Listener`."""
+    def on_init_lost(self, detail: str) -> None:
+        """See `ProcessListener`."""
         self._fail(Refused("slot_unavailable", "the slot's init has ended: %s" % detail))
 
     def _fail(self, error: Refused) -> None:
         if not self._status.done():
             self._status.set_exception(error)
-            self._status.exception()  # mark as seen: the reading may end on its own
+            self._status.exception()  # retrieved here, because asyncio logs an exception that is never retrieved, and reading the output may fail first
 
-    # What the service says.
+    # The messages of the service.
 
-    def item(self, meta: dict[str, Any], body: bytes) -> None:
-        """Content comes as data."""
+    def on_item(self, meta: dict[str, Any], body: bytes) -> None:
+        """See `Handler`. Content is sent as data."""
         raise Refused("invalid", "a file stream takes no items")
 
-    def data(self, body: bytes) -> None:
-        """Content of a put."""
-        if self._in_fd < 0:
+    def on_data(self, body: bytes) -> None:
+        """See `Handler`. The data is content to write."""
+        if self._stdin is None:
             raise Refused("invalid", "this operation takes no data")
         self._incoming.put_nowait(body)
 
-    def ended(self) -> None:
-        """All content of a put has come."""
+    def on_end(self) -> None:
+        """See `Handler`. All content has arrived."""
         self._incoming.put_nowait(None)
 
-    def aborted(self) -> None:
-        """Nobody waits any more: a put that is not complete must not land."""
-        self._task.cancel()
+    def on_abort(self) -> None:
+        """See `Handler`. Content that is not complete must not be put in place."""
+        self._serving.cancel()
 
-    # The work.
+    # Both directions.
 
-    async def _feed(self) -> None:
+    async def _feed_child(self, stdin: StdinPipe) -> None:
+        stdin.on_progress = self._record_progress
         try:
             while True:
-                self._wants_more = True
+                self._waits_for_service = True
                 data = await self._incoming.get()
-                self._wants_more = False
-                self._moved_at = self._loop.time()
+                self._waits_for_service = False
+                self._record_progress()
                 if data is None:
                     return
-                await self._write(data)
-                self._stream.consumed(data)
+                stdin.write_stdin(data)
+                await stdin.wait_until_written()
+                self._stream.acknowledge(data)
         finally:
-            os.close(self._in_fd)
+            stdin.close_stdin()
 
-    async def _write(self, data: bytes) -> None:
-        view = memoryview(data)
-        while view:
-            try:
-                view = view[os.write(self._in_fd, view) :]
-                self._moved_at = self._loop.time()
-            except BlockingIOError:
-                await wait_writable(self._in_fd)
-            except BrokenPipeError:
-                return  # the child has answered already; the rest is taken and dropped
+    def _record_progress(self) -> None:
+        self._progress_at = self._loop.time()
 
     async def _serve(self) -> None:
         try:
-            await self._send_all()
-            status = await asyncio.wait_for(asyncio.shield(self._status), STALL_S)
-            self._finish(status)
+            await self._send_content()
+            status = await asyncio.wait_for(asyncio.shield(self._status), self._stall_s)
+            self._send_end(status)
         except Refused as error:
             self._stream.refuse(error)
         except asyncio.TimeoutError:
-            self._stream.refuse(Refused("file_error", "nothing moved for %g s" % STALL_S, "ETIMEDOUT"))
+            self._stream.refuse(Refused("file_error", "nothing moved for %g s" % self._stall_s, "ETIMEDOUT"))
         finally:
-            os.close(self._out_fd)
+            self._process.close_output()
             if not self._status.done():
-                self._slot.spawn_task(self._end_child())
+                self._slot.tasks.start_task(self._kill_child())
             elif self._feeding is not None:
                 self._feeding.cancel()
 
-    async def _end_child(self) -> None:
-        """Only when the child has gone may its input be closed: it would take that for the end of the content, and put a part of it in place."""
+    async def _kill_child(self) -> None:
+        """Kill the child, then close its input. In the other order, the child would see the end of its input and put incomplete content in place."""
         try:
-            await ask_init(self._body, {"op": "signal", "id": self._number, "signal": int(signal.SIGKILL)})
-            self._body.link.release(self._number)
-            await asyncio.wait_for(asyncio.shield(self._status), _END_WITHIN_S)
-        except (Unanswered, asyncio.TimeoutError) as error:
-            await end_slot(self._body, str(error) or "a file operation did not end within %g s of SIGKILL" % _END_WITHIN_S)
-        except Refused:
-            pass  # the slot has ended as a whole
+            await self._process.kill_process(_END_WITHIN_S)
         finally:
             if self._feeding is not None:
                 self._feeding.cancel()
 
-    async def _send_all(self) -> None:
+    async def _send_content(self) -> None:
         while True:
-            try:
-                data = os.read(self._out_fd, _CHUNK_BYTES)
-            except BlockingIOError:
-                await self._readable()
+            data = self._process.try_read_output()
+            if data is None:
+                await self._wait_for_output()
                 continue
             if not data:
                 return
-            self._moved_at = self._loop.time()
+            self._record_progress()
             self._framed.write(data)
             self._check_header()
             if self._tool != "route_list":
-                for chunk in self._chunks.waiting:
+                for chunk in self._chunks.unsent:
                     if not await self._stream.send_data(chunk):
                         raise asyncio.CancelledError
-                self._chunks.waiting.clear()
+                self._chunks.unsent.clear()
 
-    async def _readable(self) -> None:
-        """Wait for the child to say something. How long the sender of a put takes is the service's to limit."""
-        if self._in_fd < 0:
-            self._moved_at = self._loop.time()  # before this, it was we who had not read
+    async def _wait_for_output(self) -> None:
+        """Wait until the child has written something, or made no progress for too long. The time that it waits for content of the service does not count."""
+        if self._stdin is None:
+            self._record_progress()  # until now, the child may have waited for the agent to read
         while True:
-            left = STALL_S if self._wants_more else self._moved_at + STALL_S - self._loop.time()
-            if left <= 0:
+            left_s = self._stall_s if self._waits_for_service else self._progress_at + self._stall_s - self._loop.time()
+            if left_s <= 0:
                 raise asyncio.TimeoutError
-            if await wait_readable(self._out_fd, left):
+            if await self._process.wait_for_output(left_s):
                 return
 
     def _check_header(self) -> None:
         header = self._framed.header
         if self._framed.broken:
-            raise Refused("internal", "the file operation answered nonsense")
+            raise Refused("internal", "the answer of the file operation has no valid header")
         if header is not None and not header.get("ok"):
-            code, detail, name = header.get("code"), header.get("detail"), header.get("errno")
-            known = code if code in ("invalid", "path_outside", "file_not_found", "file_error", "internal") else "internal"
-            raise Refused(str(known), str(detail), name if isinstance(name, str) else None)
+            code, detail, errno = header.get("code"), header.get("detail"), header.get("errno")
+            raise Refused(str(code) if code in _KNOWN_CODES else "internal", str(detail), errno if isinstance(errno, str) else None)
 
-    def _finish(self, status: int) -> None:
+    def _send_end(self, status: int) -> None:
         header = self._framed.header
         if header is None or status != 0:
-            raise Refused("file_error", "the operation broke off", "EIO")
+            raise Refused("file_error", "the operation ended before it had finished", "EIO")
+        meta = {key: value for key, value in header.items() if key != "ok"}
         if self._tool == "route_list":
-            self._stream.send_item({key: value for key, value in header.items() if key != "ok"})
-            self._stream.end()
+            self._stream.send_item(meta)
+            self._stream.end_stream()
         else:
-            self._stream.end({key: value for key, value in header.items() if key != "ok"})
+            self._stream.end_stream(meta)
 
 
-def open_file_op(stream: Stream, slot: Slot, meta: Mapping[str, Any]) -> Handler:
+def open_file_operation(stream: Stream, slot: Slot, meta: Mapping[str, Any], stall_s: float = STALL_S) -> Handler:
     """Begin a file operation.
 
+    Args:
+        stream: the stream of the operation.
+        slot: the slot.
+        meta: names the operation as `op`, and its arguments.
+        stall_s: after how many seconds without progress the operation is given up.
+
     Raises:
-        Refused: its arguments do not fit.
+        Refused: its arguments are not valid.
     """
-    tool = FILE_OPS[str(meta["op"])]
+    tool = FILE_OPERATIONS[str(meta["op"])]
     args = {name: meta[name] for name in _ARGS if meta.get(name) is not None}
-    fault = check_args(tool, args)
-    if fault is not None:
-        raise Refused("invalid", fault)
-    return FileOp(stream, slot, tool, args)
+    problem = check_args(tool, args)
+    if problem is not None:
+        raise Refused("invalid", problem)
+    return FileOperation(stream, slot, tool, args, stall_s)

@@ -1,4 +1,4 @@
-"""Where the agent listens: always on a unix socket, and on a TCP port with TLS where it is told to. Relays come in by the unix socket."""
+"""The sockets on which the agent listens: always a unix socket, and a TCP port with TLS if the configuration has one. A relay connects to the unix socket."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from sandbox_server.agent.config import Listen
 from sandbox_server.agent.server.connections import Connection, Server
 from sandbox_server.agent.server.tls_listener import TlsListener
 
-#: In the agent's own folder, for who started it: where it listens, as `{"tls": [ADDRESS, PORT]}`.
+#: A file in the agent's own folder that tells the backend where the agent listens, as `{"tls": [ADDRESS, PORT]}`.
 LISTENING_FILE = "listening.json"
 _BACKLOG = 128
 
 
 class Listeners:
-    """All of the agent's listening sockets.
+    """All listening sockets of the agent.
 
     Args:
-        server: what a connection needs of the agent.
-        listen: where.
-        folder: the agent's own.
+        server: the agent.
+        listen: where to listen.
+        folder: the agent's own folder.
     """
 
     def __init__(self, server: Server, listen: Listen, folder: str) -> None:
@@ -33,27 +33,27 @@ class Listeners:
         self._unix: asyncio.AbstractServer | None = None
         self._tls: TlsListener | None = None
 
-    async def start(self) -> None:
-        """Listen everywhere. The unix socket comes last: once it is there, everything is.
+    async def start_listening(self) -> None:
+        """Listen on all sockets. The unix socket comes last, so that its existence shows that the agent is ready.
 
         Raises:
-            OSError: an address cannot be had, or the certificate and key do not fit.
+            OSError: an address cannot be used, or the certificate and the key do not belong together.
         """
         if self._listen.tls is not None:
             self._tls = TlsListener(self._server, self._listen.tls, self._folder)
-            self._write_down({"tls": self._tls.start()})
+            self._write_addresses({"tls": self._tls.start_listening()})
         await self._start_unix(self._listen.unix)
 
-    def _write_down(self, where: object) -> None:
+    def _write_addresses(self, addresses: object) -> None:
         path = os.path.join(self._folder, LISTENING_FILE)
         with open(path + ".new", "w", encoding="utf-8") as file:
-            json.dump(where, file)
+            json.dump(addresses, file)
         os.rename(path + ".new", path)
 
     async def _start_unix(self, path: str) -> None:
         if os.path.lexists(path) and not stat.S_ISSOCK(os.lstat(path).st_mode):
             raise OSError("%s exists and is no socket" % path)
-        # Renamed into place once it listens: whoever sees the socket can connect to it.
+        # The socket gets its final name after it listens, so that every process that sees it can connect.
         temporary = "%s.%d" % (path, os.getpid())
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.bind(temporary)  # the process's umask leaves it to this user alone
@@ -62,9 +62,9 @@ class Listeners:
         sock.setblocking(False)
         self._unix = await asyncio.get_event_loop().create_unix_server(lambda: Connection(self._server), sock=sock)
 
-    def close(self) -> None:
-        """Listen no more; connections that are there go on."""
+    def stop_listening(self) -> None:
+        """Close the listening sockets. Existing connections continue."""
         if self._unix is not None:
             self._unix.close()
         if self._tls is not None:
-            self._tls.close()
+            self._tls.stop_listening()

@@ -1,7 +1,7 @@
-"""TCP with TLS: the agent shows the certificate that was made for its sandbox, and whoever connects shows the token in the first frame.
+"""Listens on a TCP port with TLS. The agent presents the certificate that was made for its sandbox; a client sends the agent's token in its first frame.
 
-The port can be reached by more than the service, say by slots that share the sandbox's network. So connections that have not shown the token are
-few, have little time and leave nothing in the log but their number.
+Not only the service can reach the port: slots that share the network of the sandbox can, too. So the number of unauthenticated connections and their
+duration are limited, and the log contains nothing about them but their number.
 """
 
 from __future__ import annotations
@@ -38,14 +38,17 @@ _KEEPALIVE = (
 
 
 class TlsListener:
-    """Listens on one port. Call `start` in the loop that serves.
+    """Listens on one port. Make it in the event loop that serves the connections.
 
     Args:
-        server: what a connection needs of the agent.
-        listen: where, and with which certificate and key.
-        folder: the agent's own, for the moment in which the certificate must be a file.
-        max_unauthenticated: how many connections may be without a shown token at once; for one more, the oldest goes.
-        hello_within_s: how long a connection may take to show the token, its handshake included, in seconds.
+        server: the agent.
+        listen: the address and port, the certificate and its key.
+        folder: the agent's own folder, in which the certificate is stored for a moment.
+        max_unauthenticated: how many unauthenticated connections there may be; for a further one, the oldest is dropped.
+        hello_within_s: how long a connection may take to send the token, its TLS handshake included, in seconds.
+
+    Raises:
+        OSError: the certificate and the key do not belong together.
     """
 
     def __init__(
@@ -63,105 +66,113 @@ class TlsListener:
         family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_STREAM)
 
-    def start(self) -> Tuple[str, int]:
-        """Listen; the address and port.
+    def start_listening(self) -> Tuple[str, int]:
+        """Listen.
+
+        Returns:
+            The address and the port.
 
         Raises:
-            OSError: the address or port cannot be had.
+            OSError: the address or the port cannot be used.
         """
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._socket.bind((self._listen.host, self._listen.port))
         self._socket.listen(_BACKLOG)
         self._socket.setblocking(False)
-        self._accept_more()
+        self._resume_accepting()
         return self._listen.host, self._socket.getsockname()[1]
 
-    def close(self) -> None:
-        """Stop listening, and drop whoever has not shown the token."""
+    def stop_listening(self) -> None:
+        """Close the port, and drop all unauthenticated connections."""
         self._is_closed = True
         self._loop.remove_reader(self._socket.fileno())
         self._socket.close()
         for pending in list(self._unauthenticated.values()):
-            pending.drop()
+            pending.drop_unauthenticated()
 
-    def _accept_more(self) -> None:
+    def _resume_accepting(self) -> None:
         if not self._is_closed:
-            self._loop.add_reader(self._socket.fileno(), self._accept)
+            self._loop.add_reader(self._socket.fileno(), self._accept_one)
 
-    def _accept(self) -> None:
-        """One connection a turn of the loop: those that are served go on meanwhile."""
+    def _accept_one(self) -> None:
+        """Accept one connection. Only one is accepted in a turn of the event loop, so that existing connections are served in between."""
         try:
             sock, _ = self._socket.accept()
         except OSError as error:
             if error.errno in _OUT_OF_RESOURCES:
                 log.error("no connection can be accepted for %g s: %s", _ACCEPT_AGAIN_S, error)
                 self._loop.remove_reader(self._socket.fileno())
-                self._loop.call_later(_ACCEPT_AGAIN_S, self._accept_more)
-            return  # else: whoever wanted to connect has gone again
+                self._loop.call_later(_ACCEPT_AGAIN_S, self._resume_accepting)
+            return  # any other error: the client has closed the connection already
         sock.setblocking(False)
         for level, name, value in _KEEPALIVE:
-            with contextlib.suppress(OSError):  # some sandboxes' kernels lack one; without it a vanished service is noticed later
+            with contextlib.suppress(OSError):  # some kernels lack one of these options; then a machine that has vanished is noticed later
                 sock.setsockopt(level, name, value)
         while len(self._unauthenticated) >= self._max_unauthenticated:
-            next(iter(self._unauthenticated.values())).drop()
+            next(iter(self._unauthenticated.values())).drop_unauthenticated()
         pending = self._unauthenticated[sock] = _UnauthenticatedConnection(self, sock)
         pending.task = self._loop.create_task(self._handshake(pending, sock))
 
     async def _handshake(self, pending: _UnauthenticatedConnection, sock: socket.socket) -> None:
         try:
             await self._loop.connect_accepted_socket(lambda: pending.connection, sock, ssl=self._context, ssl_handshake_timeout=self.hello_within_s)
-        except OSError:  # it was no TLS, or the other side went away; asyncio has closed the socket
-            pending.settled(authenticated=False)
+        except OSError:  # the client does not speak TLS, or has closed the connection; asyncio has closed the socket
+            pending.on_authentication(authenticated=False)
 
-    def settled(self, sock: socket.socket, *, authenticated: bool) -> None:
-        """A connection has shown the token, or is gone."""
+    def forget_unauthenticated(self, sock: socket.socket, *, authenticated: bool) -> None:
+        """A connection has authenticated itself, or has ended."""
         if self._unauthenticated.pop(sock, None) is not None and not authenticated:
             if not self._refused_count:
                 self._loop.call_later(_LOG_EVERY_S, self._log_refused)
             self._refused_count += 1
 
     def _log_refused(self) -> None:
-        log.warning("%d connections ended without showing the agent's token, in %g s", self._refused_count, _LOG_EVERY_S)
+        log.warning("%d connections ended without sending the agent's token, in %g s", self._refused_count, _LOG_EVERY_S)
         self._refused_count = 0
 
 
 class _UnauthenticatedConnection:
-    """A connection that has not shown the token yet."""
+    """A connection that has not sent the token yet.
+
+    Args:
+        listener: the listener that has accepted it.
+        sock: its socket.
+    """
 
     def __init__(self, listener: TlsListener, sock: socket.socket) -> None:
         self._listener = listener
         self._sock = sock
-        self.connection = Connection(listener._server, self.settled)
+        self.connection = Connection(listener._server, self.on_authentication)
         self.task: asyncio.Task[None] | None = None
-        self._timer = listener._loop.call_later(listener.hello_within_s, self.drop)
+        self._timer = listener._loop.call_later(listener.hello_within_s, self.drop_unauthenticated)
 
-    def drop(self) -> None:
-        """End it, in the middle of its handshake or after it."""
-        with contextlib.suppress(OSError):  # it may be closed already
+    def drop_unauthenticated(self) -> None:
+        """Close the connection, during its TLS handshake or after it."""
+        with contextlib.suppress(OSError):  # the socket may be closed already
             self._sock.shutdown(socket.SHUT_RDWR)
-        self.connection.drop()
-        self.settled(authenticated=False)
+        self.connection.drop_connection()
+        self.on_authentication(authenticated=False)
 
-    def settled(self, *, authenticated: bool) -> None:
-        """It has shown the token, or is gone."""
+    def on_authentication(self, *, authenticated: bool) -> None:
+        """See `AuthenticationListener`."""
         self._timer.cancel()
-        self._listener.settled(self._sock, authenticated=authenticated)
+        self._listener.forget_unauthenticated(self._sock, authenticated=authenticated)
 
 
 def make_context(certificate: str, key: str, folder: str) -> ssl.SSLContext:
-    """The TLS of the agent's side.
+    """Make the TLS settings of the agent's side.
 
     Args:
         certificate: in PEM.
         key: its private key, in PEM.
-        folder: nobody else may look into it. The library reads files only, so both are in one there for a moment.
+        folder: a folder that only this user can read. Certificate and key are stored there for a moment, because the library reads them from files only.
 
     Raises:
-        OSError: they are no certificate and key, or do not belong together.
+        OSError: they are not a certificate and a key that belong together.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.set_ciphers("ECDHE+AESGCM:ECDHE+CHACHA20")  # for TLS 1.2; 1.3 has no others than good ones
+    context.set_ciphers("ECDHE+AESGCM:ECDHE+CHACHA20")  # for TLS 1.2; all ciphers of TLS 1.3 are good
     context.options |= ssl.OP_NO_COMPRESSION | ssl.OP_NO_RENEGOTIATION | ssl.OP_NO_TICKET
     context.num_tickets = 0
     descriptor, path = tempfile.mkstemp(dir=folder)  # readable by this user alone

@@ -1,1 +1,1 @@
-"""Slots: their states, runtimes, transitions, caches, probes and self-test."""
+"""The slots of a sandbox: their states and transitions, the runtimes they get, shared caches, and the verification of resets."""

@@ -1,4 +1,4 @@
-"""The folder of code that init and its forks import: copied out of this package once per agent, compiled for the interpreter that will run it."""
+"""Writes the folder of modules that init and its forked children import. Each agent writes it once, compiled for the interpreter that runs init."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sandbox_server.agent.bytecode import compiled
 _PACKAGE = "sandbox_server"
 
 
-def _names() -> list[str]:
+def _list_modules() -> list[str]:
     modules = ["__init__"]
     for package in (init, inslot):
         folder = package.__name__.rpartition(".")[2]
@@ -22,7 +22,7 @@ def _names() -> list[str]:
     return ["%s/agent/%s.py" % (_PACKAGE, name) for name in modules]
 
 
-def _data(name: str) -> bytes:
+def _read_module(name: str) -> bytes:
     content = pkgutil.get_data("%s.agent" % _PACKAGE, name.split("/agent/", 1)[1])
     if content is None:
         raise FileNotFoundError(name)
@@ -30,15 +30,22 @@ def _data(name: str) -> bytes:
 
 
 def write_slot_lib(folder: str) -> None:
-    """Fill `folder` with the package as a slot needs it: readable by every slot, compiled, nothing more than slots run."""
+    """Write the modules that run in slots, and no others, to a new folder that every slot can read.
+
+    Args:
+        folder: the folder to make.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
     os.makedirs(folder, mode=0o755)
     os.chmod(folder, 0o755)
-    _put(folder, "%s/__init__.py" % _PACKAGE, b"")
-    for name in _names():
-        _put(folder, name, _data(name))
+    _write_module(folder, "%s/__init__.py" % _PACKAGE, b"")
+    for name in _list_modules():
+        _write_module(folder, name, _read_module(name))
 
 
-def _put(folder: str, name: str, content: bytes) -> None:
+def _write_module(folder: str, name: str, content: bytes) -> None:
     path = os.path.join(folder, name)
     parent = os.path.dirname(path)
     os.makedirs(parent, exist_ok=True)
@@ -56,12 +63,12 @@ def _put(folder: str, name: str, content: bytes) -> None:
 
 
 def _compiled(name: str, content: bytes) -> bytes:
-    """From the zipapp where that was built by this interpreter, else compiled now."""
+    """Return the compiled module: from the zipapp if the same interpreter built that, otherwise compiled now."""
     if name.startswith("%s/agent/" % _PACKAGE):
         try:
-            ready = _data(name + "c")
+            ready = _read_module(name + "c")
         except OSError:
-            ready = b""  # running from a source tree
+            ready = b""  # the agent runs from a source tree, which has no compiled modules
         if ready[: len(importlib.util.MAGIC_NUMBER)] == importlib.util.MAGIC_NUMBER:
             return ready
     return compiled(name, content)

@@ -1,4 +1,4 @@
-"""What of a slot can be seen from outside it: processes by user, name and namespace, control groups, files and IPC by owner, sockets by name."""
+"""Finds from outside of a slot what its processes have left behind: processes, control groups, files, IPC objects, sockets and mounts."""
 
 from __future__ import annotations
 
@@ -12,87 +12,87 @@ from sandbox_server.agent.kernel import procfs
 _SYSV = ("shm", "sem", "msg")
 
 
-class Outside:
-    """A look at one body from the agent's side, as long as it lives and after.
+class HostProbe:
+    """Finds what belongs to one slot runtime, while it runs and after its end.
 
     Args:
-        body: whose leftovers are looked for.
-        name: what everything that was planted carries.
-        inode: of a listening socket that was planted; 0: none.
+        runtime: the slot runtime.
+        name: a random name that everything a verification has planted carries.
+        inode: the inode of a listening socket that the verification has planted; 0: there is none.
     """
 
-    def __init__(self, body: SlotRuntime, name: str, inode: int) -> None:
-        self._uid = body.uid
-        self._root = body.dirs.root
+    def __init__(self, runtime: SlotRuntime, name: str, inode: int) -> None:
+        self._uid = runtime.uid
+        self._root = runtime.dirs.root
         self._name = name
         self._inode = inode
-        self._leaves = body.groups.leaves.paths() if body.groups.leaves is not None else []
+        self._leaves = runtime.groups.leaves.paths() if runtime.groups.leaves is not None else []
         self._namespace = -1
-        path = "/proc/%d/ns/pid" % body.init_pid
+        path = "/proc/%d/ns/pid" % runtime.init_pid
         if procfs.inode_of(path) not in (0, procfs.inode_of("/proc/self/ns/pid")):
-            # Held open, so that no new namespace gets its number.
+            # While it is open, no new namespace can get the same inode number.
             self._namespace = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
-    def close(self) -> None:
-        """Nothing more is looked for."""
+    def close_probe(self) -> None:
+        """Close the descriptor of the namespace."""
         if self._namespace >= 0:
             os.close(self._namespace)
             self._namespace = -1
 
-    def look(self) -> dict[str, str]:
-        """What is there: kind -> what was seen. Reads files of the kernel and walks shared folders: for a thread."""
-        seen: dict[str, str] = {}
-        self._processes(seen)
+    def find_leftovers(self) -> dict[str, str]:
+        """Return what is there: kind -> details. This reads files of the kernel and walks shared folders, so it is meant for a thread."""
+        found: dict[str, str] = {}
+        self._find_processes(found)
         for path in self._leaves:
             pids = procfs.pids_in_group(path)
             if pids:
-                seen["host_cgroup"] = "%s holds %d processes" % (os.path.basename(path), len(pids))
+                found["host_cgroup"] = "%s holds %d processes" % (os.path.basename(path), len(pids))
         if os.path.lexists(self._root):
-            seen["host_folder"] = self._root
-        self._files(seen)
-        self._ipc(seen)
-        self._sockets(seen)
+            found["host_folder"] = self._root
+        self._find_files(found)
+        self._find_ipc(found)
+        self._find_sockets(found)
         mounts = procfs.mounts_under(self._root)
         if mounts:
-            seen["host_mount"] = mounts[0]
-        return seen
+            found["host_mount"] = mounts[0]
+        return found
 
-    def _processes(self, seen: dict[str, str]) -> None:
+    def _find_processes(self, found: dict[str, str]) -> None:
         if self._uid is not None:
             living = procfs.pids_of_uid(self._uid)
             if living:
-                seen["host_process"] = "user %d has %d processes" % (self._uid, len(living))
+                found["host_process"] = "user %d has %d processes" % (self._uid, len(living))
         for pid in procfs.pids():
             if procfs.has_argument(pid, self._name):
-                seen["host_process"] = "process %d" % pid
+                found["host_process"] = "process %d" % pid
             elif self._namespace >= 0 and procfs.inode_of("/proc/%d/ns/pid" % pid) == os.fstat(self._namespace).st_ino:
-                seen["host_namespace"] = "process %d" % pid
+                found["host_namespace"] = "process %d" % pid
 
-    def _files(self, seen: dict[str, str]) -> None:
+    def _find_files(self, found: dict[str, str]) -> None:
         for place in SHARED_PLACES:
-            named = [name for name in _names(place) if self._name in name]
+            named = [name for name in _list_names(place) if self._name in name]
             if named:
-                seen["host_file"] = os.path.join(place, named[0])
+                found["host_file"] = os.path.join(place, named[0])
         if self._uid is not None:
-            found = list_owned_names(self._uid)
-            if found:
-                seen["host_file"] = "%s and %d more of user %d" % (ascii(found[0]), len(found) - 1, self._uid)
+            owned_names = list_owned_names(self._uid)
+            if owned_names:
+                found["host_file"] = "%s and %d more of user %d" % (ascii(owned_names[0]), len(owned_names) - 1, self._uid)
 
-    def _ipc(self, seen: dict[str, str]) -> None:
+    def _find_ipc(self, found: dict[str, str]) -> None:
         for kind in _SYSV:
             if list_ipc_ids(kind, self._uid, sysv_key(self._name, kind)):
-                seen["host_ipc"] = "System V %s" % kind
+                found["host_ipc"] = "System V %s" % kind
 
-    def _sockets(self, seen: dict[str, str]) -> None:
+    def _find_sockets(self, found: dict[str, str]) -> None:
         if procfs.has_line("/proc/net/unix", -1, b"@" + self._name.encode()):
-            seen["host_socket"] = "@" + self._name
+            found["host_socket"] = "@" + self._name
         elif self._inode and procfs.has_line("/proc/net/tcp", 9, b"%d" % self._inode):
-            seen["host_socket"] = "a listening socket"
+            found["host_socket"] = "a listening socket"
 
-    def tidy(self) -> None:
-        """Remove what a reset has left of a planting in the places that all users share. Only names that this process made up are touched."""
+    def remove_leftovers(self) -> None:
+        """Remove from the folders that all users share what a reset has left of the planted objects. Only objects with the random name are removed."""
         for place in SHARED_PLACES:
-            for name in _names(place):
+            for name in _list_names(place):
                 if self._name in name and not os.path.isdir(os.path.join(place, name)):
                     os.unlink(os.path.join(place, name))
         for kind in _SYSV:
@@ -101,8 +101,8 @@ class Outside:
         remove_message_queue("/" + self._name)
 
 
-def _names(place: str) -> list[str]:
+def _list_names(place: str) -> list[str]:
     try:
         return os.listdir(place)
     except OSError:
-        return []  # there is no such place here
+        return []  # this machine has no such folder

@@ -1,4 +1,4 @@
-"""Where slots get their bodies: one shelf with some prepared ahead, so that a reset waits for the old end and not for a new start."""
+"""Starts and ends slot runtimes. Some are started ahead of need, so that a reset waits for the end of the old runtime only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Callable, Deque
 
 from sandbox_server.agent.config import AgentConfig
 from sandbox_server.agent.errors import StartFailed
-from sandbox_server.agent.execution.init_client.descriptors import TEMPORARY_ERRORS, agent_limit, most_drains
+from sandbox_server.agent.execution.init_client.descriptors import TEMPORARY_ERRORS, agent_limit, max_drains
 from sandbox_server.agent.execution.slot_runtime import CacheFolder, SlotRuntime
 from sandbox_server.agent.isolation.base import Isolation
 from sandbox_server.agent.kernel.trash import Trash
@@ -17,18 +17,18 @@ from sandbox_server.agent.slots.caches import Caches
 
 log = logging.getLogger(__name__)
 
-STARTS_AT_ONCE = 4
-_PAUSES_S = (0.1, 0.4, 1.0)
+MAX_CONCURRENT_STARTS = 4
+_RETRY_PAUSES_S = (0.1, 0.4, 1.0)
 
 
 class RuntimePool:
-    """Starts and ends bodies.
+    """Starts and ends the slot runtimes of one agent, and keeps some prepared.
 
     Args:
-        config: the agent's.
-        isolation: the mode all slots of this agent run in.
-        trash: where the folders of ended bodies go.
-        caches: what bodies may share.
+        config: the configuration of the agent.
+        isolation: the isolation mode of all slots of this agent.
+        trash: deletes the folders of ended runtimes.
+        caches: the shared caches that runtimes can mount.
     """
 
     def __init__(self, config: AgentConfig, isolation: Isolation, trash: Trash, caches: Caches) -> None:
@@ -36,50 +36,59 @@ class RuntimePool:
         self.isolation = isolation
         self.trash = trash
         self.caches = caches
-        self._wanted = config.wanted_spares
-        self._sandbox_slots: Deque[SlotRuntime] = deque()
-        self._starting = 0
-        self._names = 0
-        self._limit = asyncio.Semaphore(STARTS_AT_ONCE)
+        self._prepared: Deque[SlotRuntime] = deque()
+        self._starting_count = 0
+        self._names_used = 0
+        self._start_limit = asyncio.Semaphore(MAX_CONCURRENT_STARTS)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._closed = False
-        self.most_drains = most_drains(agent_limit(), config.slots)
-        self.on_in_flight_full: Callable[[], None] | None = None  # too many descriptors are under way for a request to any init
+        self._is_closed = False
+        self.max_drains = max_drains(agent_limit(), config.slots)
+        self.on_in_flight_full: Callable[[], None] | None = None  # called when the kernel refuses to send more descriptors to any init
 
-    async def new(self, slot_id: str, network: bool) -> SlotRuntime:
-        """A fresh body: a prepared one if there is one as wanted.
+    async def new_runtime(self, slot_id: str, network: bool) -> SlotRuntime:
+        """Return a new runtime: a prepared one if one fits, otherwise one that is started now.
+
+        Args:
+            slot_id: the slot that it is for.
+            network: whether its processes can reach the network.
 
         Raises:
-            StartFailed: with the error it met.
+            StartFailed: no runtime could be started.
         """
-        while network == self.config.network and self._sandbox_slots:
-            body = self._sandbox_slots.popleft()
-            self.refill()
-            if not body.link.closed:
-                return body
-            await self.end(body, keep=False)
+        while network == self.config.network and self._prepared:
+            runtime = self._prepared.popleft()
+            self.prepare_runtimes()
+            if not runtime.link.closed:
+                return runtime
+            await self.end_runtime(runtime, keep_folders=False)
         return await self._start(slot_id, network)
 
     async def _start(self, slot_id: str, network: bool, keep: SlotRuntime | None = None, cache: CacheFolder | None = None) -> SlotRuntime:
-        """Start a body; again, after a pause, where the machine was short of something for a moment."""
-        for pause_s in _PAUSES_S:
+        """Start a runtime. If the machine is short of something, wait a little and try again."""
+        for pause_s in _RETRY_PAUSES_S:
             try:
-                async with self._limit:
-                    return await self.isolation.start(slot_id, network, keep, cache)
+                async with self._start_limit:
+                    return await self.isolation.start_runtime(slot_id, network, keep, cache)
             except (StartFailed, OSError) as error:
-                temporary = error.temporary if isinstance(error, StartFailed) else error.errno in TEMPORARY_ERRORS
-                if not temporary:
+                is_temporary = error.temporary if isinstance(error, StartFailed) else error.errno in TEMPORARY_ERRORS
+                if not is_temporary:
                     raise
-                log.warning("a slot could not be started and is tried again: %s", error, extra={"slot_id": slot_id})
+                log.warning("a slot runtime could not be started; it will be tried again: %s", error, extra={"slot_id": slot_id})
             await asyncio.sleep(pause_s)
-        async with self._limit:
-            return await self.isolation.start(slot_id, network, keep, cache)
+        async with self._start_limit:
+            return await self.isolation.start_runtime(slot_id, network, keep, cache)
 
-    async def again(self, ended: SlotRuntime, slot_id: str, network: bool, cache: CacheFolder | None = None) -> SlotRuntime:
-        """A new body on the folders of one that has ended.
+    async def restart_runtime(self, ended: SlotRuntime, slot_id: str, network: bool, cache: CacheFolder | None = None) -> SlotRuntime:
+        """Start a runtime on the folders of one that has ended. If that fails, the folders are deleted.
+
+        Args:
+            ended: the runtime that has ended; its folders were kept.
+            slot_id: the slot that has it.
+            network: whether its processes can reach the network.
+            cache: the shared cache to mount.
 
         Raises:
-            StartFailed: with the error it met.
+            StartFailed: it could not be started.
         """
         if cache is not None:
             self.caches.count_mount(cache)
@@ -88,52 +97,60 @@ class RuntimePool:
         except BaseException:
             if cache is not None:
                 self.caches.count_unmount(cache)
-            self._done_with(ended)
+            self._delete_remains(ended)
             raise
 
-    async def end(self, body: SlotRuntime, keep: bool) -> dict[str, Any]:
-        """End a body; what it leaves is thrown away, or kept for `again`. Unproven, it stays as it is, out of use."""
-        proof = await self.isolation.end(body)
-        if proof["clean"] and body.cache is not None:
-            self.caches.count_unmount(body.cache)
-        if proof["clean"] and not keep:
-            self._done_with(body)
+    async def end_runtime(self, runtime: SlotRuntime, keep_folders: bool) -> dict[str, Any]:
+        """End a runtime, and prove that nothing of it is left. Without that proof, its folders and its user stay out of use.
+
+        Args:
+            runtime: what to end.
+            keep_folders: keep its folders for `restart_runtime`.
+
+        Returns:
+            The proof: `clean` says whether it holds, `detail` what does not.
+        """
+        proof = await self.isolation.end_runtime(runtime)
+        if proof["clean"] and runtime.cache is not None:
+            self.caches.count_unmount(runtime.cache)
+        if proof["clean"] and not keep_folders:
+            self._delete_remains(runtime)
         return proof
 
-    def _done_with(self, ended: SlotRuntime) -> None:
+    def _delete_remains(self, ended: SlotRuntime) -> None:
         self.trash.throw(ended.dirs.root)
-        self.isolation.forget(ended)
+        self.isolation.free_uid(ended)
 
-    def prepared(self) -> list[SlotRuntime]:
-        """What is on the shelf."""
-        return list(self._sandbox_slots)
+    def prepared_runtimes(self) -> list[SlotRuntime]:
+        """The runtimes that no slot has yet."""
+        return list(self._prepared)
 
-    def refill(self) -> None:
-        """Start what is missing on the shelf, behind."""
-        while not self._closed and len(self._sandbox_slots) + self._starting < self._wanted:
-            self._starting += 1
-            task = asyncio.get_event_loop().create_task(self._prepare())
+    def prepare_runtimes(self) -> None:
+        """Start as many runtimes as are to be kept prepared, in the background."""
+        while not self._is_closed and len(self._prepared) + self._starting_count < self.config.wanted_spares:
+            self._starting_count += 1
+            task = asyncio.get_event_loop().create_task(self._prepare_runtime())
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
-    async def _prepare(self) -> None:
-        self._names += 1
+    async def _prepare_runtime(self) -> None:
+        self._names_used += 1
         try:
-            body = await self._start("spare%d" % self._names, self.config.network)
+            runtime = await self._start("spare%d" % self._names_used, self.config.network)
         except (StartFailed, OSError) as error:
-            log.warning("a spare body could not be started: %s", error)
+            log.warning("a slot runtime could not be prepared: %s", error)
             return
         finally:
-            self._starting -= 1
-        if self._closed:
-            await self.end(body, keep=False)
+            self._starting_count -= 1
+        if self._is_closed:
+            await self.end_runtime(runtime, keep_folders=False)
         else:
-            self._sandbox_slots.append(body)
+            self._prepared.append(runtime)
 
-    async def close(self) -> None:
-        """End what is on the shelf."""
-        self._closed = True
+    async def close_pool(self) -> None:
+        """End the prepared runtimes, and prepare no more."""
+        self._is_closed = True
         if self._tasks:
             await asyncio.wait(self._tasks)
-        while self._sandbox_slots:
-            await self.end(self._sandbox_slots.popleft(), keep=False)
+        while self._prepared:
+            await self.end_runtime(self._prepared.popleft(), keep_folders=False)

@@ -1,4 +1,4 @@
-"""One question to a slot: a forked tool of ours runs in it and answers with a header."""
+"""Asks a slot a question: a tool of `agent.inslot` runs inside the slot and answers with a header."""
 
 from __future__ import annotations
 
@@ -6,55 +6,52 @@ import asyncio
 import os
 from typing import Any, Mapping
 
-from sandbox_server.agent.execution.drains import Drains
 from sandbox_server.agent.execution.framed import Framed
-from sandbox_server.agent.execution.process_kill import end_tree
-from sandbox_server.agent.execution.process_tree import ProcessTree
+from sandbox_server.agent.execution.processes.drains import Drains
+from sandbox_server.agent.execution.processes.slot_process import SlotProcess
+from sandbox_server.agent.execution.processes.spawn_spec import forked_tool_spec
 from sandbox_server.agent.execution.slot_runtime import SlotRuntime
 
 
 class NoAnswer(Exception):
-    """The slot did not answer; the text says why."""
+    """The slot did not answer. The text says why."""
 
 
-class _Nowhere:
+class _DiscardedContent:
     full = False
 
     def write(self, data: bytes) -> None:
-        """Only the header is wanted."""
+        """Discard the content: only the header matters."""
 
 
-class _Asking:
-    """Hears how the run goes."""
+class _Question:
+    """Waits for the header of the tool's answer."""
 
-    def __init__(self, framed: Framed) -> None:
-        self._framed = framed
-        self.run: ProcessTree | None = None
+    def __init__(self, runtime: SlotRuntime, drains: Drains) -> None:
+        self._framed = Framed(_DiscardedContent())
+        self.process = SlotProcess(runtime, drains, [self._framed], self)
         self.header: asyncio.Future[dict[str, Any]] = asyncio.get_event_loop().create_future()
 
-    def wrote(self) -> None:
-        """See `runs.Owner`."""
+    def on_output(self) -> None:
+        """See `ProcessListener`."""
 
-    def ended(self, status: int, cpu_s: float, max_rss_bytes: int) -> None:
-        """See `runs.Owner`."""
-        if self.run is not None:
-            self.run.collect()
+    def on_process_ended(self, status: int, cpu_s: float, max_rss_bytes: int) -> None:
+        """See `ProcessListener`."""
+        self.process.collect_output()
         header = self._framed.header
         if header is None or not header.get("ok"):
             self._fail(str(header.get("detail")) if header is not None else "it ended with status %d without an answer" % status)
         elif not self.header.done():
             self.header.set_result(header)
 
-    def refused(self, number: int, where: str) -> None:
-        """See `runs.Owner`."""
-        if self.run is not None:
-            self.run.collect()
-        self._fail("it could not be started (%s): %s" % (where, os.strerror(number)))
+    def on_process_refused(self, errno: int, step: str) -> None:
+        """See `ProcessListener`."""
+        self.process.collect_output()
+        self._fail("it could not be started (%s): %s" % (step, os.strerror(errno)))
 
-    def init_lost(self, detail: str) -> None:
-        """See `runs.Owner`."""
-        if self.run is not None:
-            self.run.collect()
+    def on_init_lost(self, detail: str) -> None:
+        """See `ProcessListener`."""
+        self.process.collect_output()
         self._fail(detail)
 
     def _fail(self, text: str) -> None:
@@ -62,23 +59,28 @@ class _Asking:
             self.header.set_exception(NoAnswer(text))
 
 
-async def ask_slot(body: SlotRuntime, drains: Drains, tool: str, args: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+async def ask_slot(runtime: SlotRuntime, drains: Drains, tool: str, args: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
     """Run a tool in a slot.
 
+    Args:
+        runtime: the slot runtime.
+        drains: of the slot.
+        tool: the name of the tool.
+        args: its arguments.
+        timeout_s: how long it may take, in seconds. After that, its processes are ended.
+
     Returns:
-        Its header. It comes from inside the slot: believe nothing in it unchecked.
+        The header of its answer. It comes from inside the slot, so it may be anything.
 
     Raises:
-        NoAnswer: it could not be run, failed, or took too long; then it is ended.
+        NoAnswer: the tool could not be run, failed, or took too long.
     """
-    framed = Framed(_Nowhere())
-    asking = _Asking(framed)
-    asking.run = ProcessTree(body, drains, [framed], asking)
+    question = _Question(runtime, drains)
     try:
-        asking.run.start({"op": "fork", "tool": tool, "args": dict(args), "env": None}, None)
-        return await asyncio.wait_for(asking.header, timeout_s)
+        question.process.start_process(forked_tool_spec(tool, args))
+        return await asyncio.wait_for(question.header, timeout_s)
     except asyncio.TimeoutError:
-        await end_tree(asking.run)
+        await question.process.end_tree()
         raise NoAnswer("no answer within %g s" % timeout_s) from None
     except OSError as error:
         raise NoAnswer(str(error)) from None

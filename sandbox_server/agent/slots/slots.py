@@ -1,26 +1,23 @@
-"""The slots of a sandbox: who may do what in them (epochs), their journals, their bodies."""
+"""One slot of the sandbox: its state, the slot runtime that it has now, and what belongs to its current lease."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import os
-import time
-from typing import TYPE_CHECKING, Any, Callable, Coroutine
+from typing import Any, Callable
 
-from sandbox_server.agent.config import Limits
 from sandbox_server.agent.errors import Refused, StartFailed
-from sandbox_server.agent.execution.calls import Call, Spec
-from sandbox_server.agent.execution.drains import Drains
-from sandbox_server.agent.execution.evidence import of_lost_init
-from sandbox_server.agent.execution.journal import CallOutcome, Journal, identity
-from sandbox_server.agent.execution.output import Spool
-from sandbox_server.agent.execution.slot_runtime import CacheFolder, SlotRuntime
-from sandbox_server.agent.execution.tools.jobs import Jobs
+from sandbox_server.agent.execution.background_tasks import BackgroundTasks
+from sandbox_server.agent.execution.call_spec import CallSpec
+from sandbox_server.agent.execution.calls import Call, find_call, submit_call
+from sandbox_server.agent.execution.evidence import judge_lost_init
+from sandbox_server.agent.execution.journal import CallOutcome
+from sandbox_server.agent.execution.lease_state import LeaseState, SlotResources
+from sandbox_server.agent.execution.processes.drains import Drains
+from sandbox_server.agent.execution.slot_runtime import SlotRuntime
 from sandbox_server.agent.kernel.processor_share import promised_share
-
-if TYPE_CHECKING:
-    from sandbox_server.agent.slots.runtimes import RuntimePool
+from sandbox_server.agent.slots.runtimes import RuntimePool
 
 log = logging.getLogger(__name__)
 
@@ -29,225 +26,165 @@ FIRST_EPOCH = 1
 
 
 class Slot:
-    """One slot. Anything with another epoch than the slot's is refused: lower has moved on, higher was never announced."""
+    """One slot.
 
-    def __init__(self, slot_id: str, bodies: RuntimePool, on_change: Callable[[Slot], None]) -> None:
+    A request must name the epoch of the current lease. A lower epoch belongs to an earlier lease, a higher one was never announced; both are refused.
+
+    Args:
+        slot_id: names the slot within its sandbox.
+        runtimes: starts and ends slot runtimes.
+        on_change: called with the slot whenever its state has changed.
+    """
+
+    def __init__(self, slot_id: str, runtimes: RuntimePool, on_change: Callable[[Slot], None]) -> None:
         self.slot_id = slot_id
         self.loop = asyncio.get_event_loop()
-        self._bodies = bodies
+        self._runtimes = runtimes
         self._on_change = on_change
-        self.epoch = FIRST_EPOCH
         self.state = STARTING
-        self.detail: str | None = None
-        self.body: SlotRuntime | None = None
-        self.journal = Journal()
-        self.jobs = Jobs(self)
-        self.drains = Drains(self.loop, bodies.most_drains)
-        self.live: set[Call] = set()  # those that have processes
-        self.spool = self._new_spool()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self.lost_by: dict[str, Any] = {}  # the evidence of why its init is gone; whose doing that was is said by `own_work` or `ambiguous` in it
-        self.cache: CacheFolder | None = None  # what its holder was given
+        self.detail: str | None = None  # why the slot is in its state
+        self.runtime: SlotRuntime | None = None
+        self.drains = Drains(self.loop, runtimes.max_drains)
+        self.tasks = BackgroundTasks(slot_id)
+        self._resources = SlotResources(slot_id, runtimes.config.limits, self._processor_share, self.drains, self.tasks)
+        self.lease = self._new_lease(FIRST_EPOCH)
 
-    def _new_spool(self) -> Spool:
-        return Spool(self._spool_folder(), self._bodies.config.spool_bytes)
+    def _new_lease(self, epoch: int) -> LeaseState:
+        config = self._runtimes.config
+        return LeaseState(self._resources, epoch, os.path.join(config.base_dir, "spool", self.slot_id, str(epoch)), config.spool_bytes)
 
-    def _spool_folder(self) -> str:
-        return os.path.join(self._bodies.config.base_dir, "spool", self.slot_id, str(self.epoch))
+    def _processor_share(self) -> float:
+        config = self._runtimes.config
+        return promised_share(len(os.sched_getaffinity(0)), config.slots, config.limits.cpu)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the current lease."""
+        return self.lease.epoch
 
     def view(self) -> dict[str, Any]:
         """The slot as the service sees it."""
-        body = self.body
+        runtime = self.runtime
         view = {
             "slot_id": self.slot_id,
             "epoch": self.epoch,
             "state": self.state,
-            "isolation": self._bodies.isolation.name,
-            "workspace": body.workspace if body is not None else None,
-            "tmp": body.tmp if body is not None else None,
-            "network": body.network if body is not None else None,
+            "isolation": self._runtimes.isolation.name,
+            "workspace": runtime.workspace if runtime is not None else None,
+            "tmp": runtime.tmp if runtime is not None else None,
+            "network": runtime.network if runtime is not None else None,
         }
         if self.detail is not None:
             view["detail"] = self.detail
-        if self.lost_by:
-            view["evidence"] = self.lost_by
+        if self.lease.loss_evidence:
+            view["evidence"] = self.lease.loss_evidence
         return view
 
-    def become(self, state: str, detail: str | None = None) -> None:
-        """Be in another state, and say so."""
+    def set_state(self, state: str, detail: str | None = None) -> None:
+        """Enter a state, and report that."""
         self.state, self.detail = state, detail
         self._on_change(self)
 
-    def spawn_task(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run something behind; the slot keeps it alive."""
-        task = self.loop.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._task_done)
+    # The slot runtime.
 
-    def _task_done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            log.error("a task of a slot failed", extra={"slot_id": self.slot_id}, exc_info=task.exception())
-
-    # Bodies.
-
-    async def start(self) -> None:
-        """Give the slot its first body."""
+    async def start_slot(self) -> None:
+        """Give the slot its first runtime. If none can be started, the slot is broken."""
         try:
-            self.adopt(await self._bodies.new(self.slot_id, self._bodies.config.network))
+            self.adopt_runtime(await self._runtimes.new_runtime(self.slot_id, self._runtimes.config.network))
         except StartFailed as error:
-            self.become(BROKEN, str(error))
+            self.set_state(BROKEN, str(error))
 
-    def adopt(self, body: SlotRuntime) -> None:
-        """Take a body that was started already."""
-        if self.take_body(body):
-            self.become(READY)
+    def adopt_runtime(self, runtime: SlotRuntime) -> None:
+        """Give the slot its first runtime, which was started already."""
+        if self.take_runtime(runtime):
+            self.set_state(READY)
         else:
-            self.become(BROKEN, "init has ended")
+            self.set_state(BROKEN, "init has ended")
 
-    def _init_lost(self, body: SlotRuntime, detail: str) -> None:
-        if self.body is body and self.state == READY:
+    def take_runtime(self, runtime: SlotRuntime) -> bool:
+        """Give the slot a new runtime. Returns False if its init has ended already."""
+        self.runtime = runtime
+        runtime.slot_id = self.slot_id
+        runtime.link.on_lost = lambda detail: self._on_init_lost(runtime, detail)
+        runtime.link.on_in_flight_full = self._runtimes.on_in_flight_full
+        return not runtime.link.closed
+
+    def detach_runtime(self) -> SlotRuntime | None:
+        """Take the runtime away from the slot. Returns it, for the caller to end."""
+        runtime, self.runtime = self.runtime, None
+        if runtime is not None:
+            runtime.link.on_lost = None
+            self.drains.close_pipes()
+        return runtime
+
+    def current_runtime(self) -> SlotRuntime:
+        """Return the runtime in which calls run now.
+
+        Raises:
+            Refused: slot_unavailable, because there is none.
+        """
+        if self.runtime is None:
+            raise Refused("slot_unavailable", "the slot has no runtime")
+        return self.runtime
+
+    def _on_init_lost(self, runtime: SlotRuntime, detail: str) -> None:
+        if self.runtime is runtime and self.state == READY:
             log.warning("the init of a slot has ended", extra={"slot_id": self.slot_id, "detail": detail})
-            _, _, metadata = of_lost_init(body, {}, detail)
-            self.lost_by = metadata["evidence"]
-            self.become(BROKEN, ("its own work ran out of memory: %s" if "oom_kills" in self.lost_by else "%s") % detail)
+            _, _, metadata = judge_lost_init(runtime, {}, detail)
+            evidence = self.lease.loss_evidence = metadata["evidence"]
+            self.set_state(BROKEN, ("its own work ran out of memory: %s" if "oom_kills" in evidence else "%s") % detail)
 
-    @property
-    def limits(self) -> Limits:
-        """What the slot may use."""
-        return self._bodies.config.limits
+    # Requests for the current lease.
 
-    @property
-    def processor_share(self) -> float:
-        """How many processors the slot is promised."""
-        config = self._bodies.config
-        return promised_share(len(os.sched_getaffinity(0)), config.slots, config.limits.cpu)
-
-    def current_body(self) -> SlotRuntime:
-        """The body calls run in."""
-        if self.body is None:
-            raise Refused("slot_unavailable", "the slot has no body")
-        return self.body
-
-    # Who may.
-
-    def admit(self, epoch: Any) -> None:
-        """Let a request through, or say why not.
+    def check_admits(self, epoch: Any) -> None:
+        """Check that a request with this epoch may use the slot now.
 
         Raises:
             Refused: stale_epoch or slot_unavailable.
         """
-        if epoch != self.epoch:
-            raise Refused("stale_epoch", "slot %s is at epoch %d, not %s" % (self.slot_id, self.epoch, ascii(epoch)))
+        self.check_epoch(epoch)
         if self.state != READY:
             raise Refused("slot_unavailable", "slot %s is %s%s" % (self.slot_id, self.state, ": " + self.detail if self.detail else ""))
 
     def check_epoch(self, epoch: Any) -> None:
-        """As `admit`, for what only looks into the journal."""
+        """Check that a request with this epoch may read the journal, whatever the state of the slot is.
+
+        Raises:
+            Refused: stale_epoch.
+        """
         if epoch != self.epoch:
             raise Refused("stale_epoch", "slot %s is at epoch %d, not %s" % (self.slot_id, self.epoch, ascii(epoch)))
 
-    # Calls.
-
-    def submit(self, spec: Spec, on_done: Callable[[CallOutcome], None]) -> None:
-        """Run a call, join it, or repeat its verdict: it never runs twice."""
-        what = identity(spec.tool, spec.args)
-        entry = self.journal.get(spec.call_id)
-        if entry is not None:
-            if entry.identity != what:
-                on_done(_refusal(spec, "call_conflict", "the call id %s was used with other arguments" % spec.call_id))
-            elif entry.outcome is not None:
-                on_done(entry.outcome)
-            else:
-                entry.call.on_done(on_done)
-            return
-        if self.journal.full:
-            on_done(_refusal(spec, "backend_error", "the slot has had as many calls as one lease may have", {"may_have_run": False, "limit": "calls"}))
-            return
-        call = Call(self, spec)
-        self.journal.begin(spec.call_id, what, call)
-        call.on_done(on_done)
-        call.start()
-
-    def joined_by(self, call: Call) -> bool:
-        """A call gets processes; whether it has company by other calls or jobs. They have its company from now on as well."""
-        concurrent_calls = bool(self.live) or self.jobs.running > 0
-        self.keep_company()
-        self.live.add(call)
-        return concurrent_calls
-
-    def keep_company(self) -> None:
-        """Something begins to run beside the calls that do."""
-        for call in self.live:
-            call.concurrent_calls = True
+    def submit_call(self, spec: CallSpec, on_done: Callable[[CallOutcome], None]) -> None:
+        """Run a call of the current lease, see `calls.submit_call`."""
+        submit_call(self.lease, self.current_runtime(), spec, on_done)
 
     def find_call(self, call_id: Any) -> Call | CallOutcome:
-        """A call that runs, or its verdict.
+        """Find a call of the current lease, see `calls.find_call`."""
+        return find_call(self.lease, call_id)
 
-        Raises:
-            Refused: call_not_found.
-        """
-        entry = self.journal.get(call_id) if isinstance(call_id, str) else None
-        if entry is None:
-            raise Refused("call_not_found", "there is no call %s" % ascii(call_id))
-        if entry.outcome is not None:
-            return entry.outcome
-        call: Call = entry.call
-        return call
+    # Changes of the holder, and the end.
 
-    # What `SlotTransitions` does to it.
+    def begin_lease(self, epoch: int) -> str:
+        """End the current lease and begin the next one: what runs is cancelled, what was recorded is forgotten.
 
-    def move_on(self, epoch: int) -> str:
-        """Belong to another holder: what ran is cancelled, what was recorded is forgotten.
+        Args:
+            epoch: of the next lease.
 
         Returns:
-            The folder of the outputs that nobody may read any more.
+            The folder with the outputs of the old lease, for the caller to delete.
         """
-        spool = self._spool_folder()
-        self.abandon_calls()
-        self.cache = None
-        self.lost_by = {}
-        self.live.clear()
-        self.epoch = epoch
-        self.journal = Journal()
-        self.spool = self._new_spool()
-        self.jobs = Jobs(self)
-        return spool
+        old, self.lease = self.lease, self._new_lease(epoch)
+        old.abandon_work()  # after the exchange: when a call ends, the next one of its stream must find that its epoch is over
+        return old.spool_folder
 
-    def abandon_calls(self, lost: str | None = None) -> None:
-        """What runs ends as cancelled, or as lost with the sandbox, and why; its processes are somebody else's to end."""
-        for call in self.journal.running():
-            call.abandon(lost)
-        self.jobs.close()
-
-    def give_up_body(self) -> SlotRuntime | None:
-        """Have no body from now on; the old one is the caller's to end."""
-        body, self.body = self.body, None
-        if body is not None:
-            body.link.on_lost = None
-            self.drains.close()
-        return body
-
-    def take_body(self, body: SlotRuntime) -> bool:
-        """Have a new body; whether it still lives."""
-        self.body = body
-        body.slot_id = self.slot_id
-        body.link.on_lost = lambda detail: self._init_lost(body, detail)
-        body.link.on_in_flight_full = self._bodies.on_in_flight_full
-        return not body.link.closed
-
-    async def end(self) -> None:
-        """The agent is told to end. Nobody has cancelled what still runs."""
-        why = "its agent was told to end"
-        # Told to nobody: the end of the agent says more. But what is asked until then is lost too.
+    async def end_slot(self) -> None:
+        """End the slot because the agent is shutting down. What still runs is lost."""
+        reason = "its agent was told to end"
+        # This change is not reported, because the end of the agent implies it. But requests that still come must be refused.
         if self.state == READY:
-            self.state, self.detail = BROKEN, why
-        self.abandon_calls(why)
-        body = self.give_up_body()
-        if body is not None:
-            await self._bodies.end(body, keep=False)
-
-
-def _refusal(spec: Spec, reason: str, error: str, metadata: dict[str, Any] | None = None) -> CallOutcome:
-    metadata = {"evidence": {"ran": False}, **(metadata or {})}
-    return CallOutcome(spec.call_id, reason, None, error, time.time(), 0.0, 0.0, 0, False, metadata, ())
+            self.state, self.detail = BROKEN, reason
+        self.lease.abandon_work(reason)
+        runtime = self.detach_runtime()
+        if runtime is not None:
+            await self._runtimes.end_runtime(runtime, keep_folders=False)

@@ -1,4 +1,7 @@
-"""How a slot changes hands and rights: reset, equip, narrow. Each ends the slot's body, proves its end and starts another; one at a time."""
+"""The transitions of a slot: `reset` prepares it for its next holder; `equip` and `narrow` change the rights of its current holder.
+
+Each transition ends the runtime of the slot, proves its end and starts another one. Only one runs at a time.
+"""
 
 from __future__ import annotations
 
@@ -7,50 +10,55 @@ from typing import Any, Coroutine
 
 from sandbox_server.agent.errors import Refused, StartFailed
 from sandbox_server.agent.execution.slot_runtime import CacheFolder, SlotRuntime
-from sandbox_server.agent.isolation.base import prove_dirs
+from sandbox_server.agent.isolation.base import find_dirs_problem
 from sandbox_server.agent.slots.runtimes import RuntimePool
 from sandbox_server.agent.slots.slots import BROKEN, QUARANTINED, READY, RESETTING, STARTING, Slot
 
 
 class SlotTransitions:
-    """The changes of one slot.
+    """The transitions of one slot.
 
     Args:
-        slot: whose.
-        bodies: where bodies come from.
+        slot: the slot.
+        runtimes: starts and ends its runtimes.
     """
 
-    def __init__(self, slot: Slot, bodies: RuntimePool) -> None:
+    def __init__(self, slot: Slot, runtimes: RuntimePool) -> None:
         self.slot = slot
-        self.bodies = bodies
-        self._turn = asyncio.Lock()
-        self._answer: asyncio.Task[dict[str, Any]] | None = None
+        self.runtimes = runtimes
+        self.exchange_lock = asyncio.Lock()  # held while the runtime is replaced
+        self._renewal: asyncio.Task[dict[str, Any]] | None = None
         self._unproven: SlotRuntime | None = None
 
-    # A new holder.
+    # The next holder.
 
-    def reset(self, epoch: Any, network: bool, keep: bool) -> asyncio.Task[dict[str, Any]]:
-        """Make the slot clean for its next holder, whose epoch is given; everything older is refused from this moment.
+    def start_reset(self, epoch: Any, network: bool, keep: bool) -> asyncio.Task[dict[str, Any]]:
+        """Begin to clean the slot for its next holder. From now on, requests of earlier holders are refused.
+
+        Args:
+            epoch: the epoch of the next holder.
+            network: whether the next holder has the network.
+            keep: keep the folders of the slot with their content.
 
         Returns:
-            The task; asking again with the same epoch gives the same one.
+            The task, whose result is the answer to the service. A repeated request with the same epoch gets the same task.
 
         Raises:
-            Refused: the epoch is not newer, or the mode has no slots without network.
+            Refused: the epoch is not higher than the current one, or the isolation mode cannot keep the network away.
         """
-        again = self.answer_for(epoch)
-        if again is not None:
-            return again
-        self.check_next(epoch, network)
-        old_spool = self.slot.move_on(epoch)
-        return self.begin(self._reset(epoch, network, keep, old_spool))
+        renewal = self.find_renewal(epoch)
+        if renewal is not None:
+            return renewal
+        self.check_can_renew(epoch, network)
+        old_spool_folder = self.slot.begin_lease(epoch)
+        return self.start_renewal(self._reset(epoch, network, keep, old_spool_folder))
 
-    def answer_for(self, epoch: Any) -> asyncio.Task[dict[str, Any]] | None:
-        """What already makes the slot this epoch's holder's, if it was asked before."""
-        return self._answer if epoch == self.slot.epoch else None
+    def find_renewal(self, epoch: Any) -> asyncio.Task[dict[str, Any]] | None:
+        """Return the task of the reset or verification that began the lease with this epoch, if that is the current lease."""
+        return self._renewal if epoch == self.slot.epoch else None
 
-    def check_next(self, epoch: Any, network: bool) -> None:
-        """Whether the slot can be made the next holder's.
+    def check_can_renew(self, epoch: Any, network: bool) -> None:
+        """Check that the slot can be given to its next holder.
 
         Raises:
             Refused: it cannot.
@@ -65,122 +73,137 @@ class SlotTransitions:
         if not network:
             self._check_can_be_offline()
 
-    def begin(self, work: Coroutine[Any, Any, dict[str, Any]]) -> asyncio.Task[dict[str, Any]]:
-        """Set going what makes the slot the next holder's; `reset` and `verify` of that holder's epoch answer with what comes of it."""
+    def start_renewal(self, renewal: Coroutine[Any, Any, dict[str, Any]]) -> asyncio.Task[dict[str, Any]]:
+        """Run the coroutine that prepares the slot for its next holder. `find_renewal` returns its task from now on."""
         if self.slot.state != QUARANTINED:
-            self.slot.become(RESETTING)
-        self._answer = self.slot.loop.create_task(work)
-        return self._answer
+            self.slot.set_state(RESETTING)
+        self._renewal = self.slot.loop.create_task(renewal)
+        return self._renewal
 
-    async def _reset(self, epoch: int, network: bool, keep: bool, old_spool: str) -> dict[str, Any]:
+    async def _reset(self, epoch: int, network: bool, keep: bool, old_spool_folder: str) -> dict[str, Any]:
         began = self.slot.loop.time()
-        async with self._turn:
-            self.bodies.trash.throw(old_spool)
+        async with self.exchange_lock:
+            self.runtimes.trash.throw(old_spool_folder)
             if self.slot.state == QUARANTINED:
                 return {"state": QUARANTINED, "detail": self.slot.detail, "proof": {}, "duration_s": 0.0}
-            proof = await self.renew(network, keep)
-            return self.conclude(epoch, proof, self.slot.loop.time() - began)
+            proof = await self.replace_runtime(network, keep)
+            return self.apply_proof(epoch, proof, self.slot.loop.time() - began)
 
-    async def renew(self, network: bool, keep: bool) -> dict[str, Any]:
-        """Exchange the body for the next holder's; the proof of the old one's end, `broken` where no new one could be started."""
+    async def replace_runtime(self, network: bool, keep: bool, cache: CacheFolder | None = None) -> dict[str, Any]:
+        """Replace the runtime of the slot by a new one. The caller holds `exchange_lock`.
+
+        Args:
+            network: whether the new runtime has the network.
+            keep: start the new runtime on the folders of the old one.
+            cache: the shared cache to mount.
+
+        Returns:
+            The proof of the old runtime's end; `broken` is True in it if no new runtime could be started.
+        """
         try:
-            return await self._exchange(network, keep, None)
+            return await self._exchange_runtime(network, keep, cache)
         except (StartFailed, OSError) as error:
             return {"clean": False, "broken": True, "detail": str(error)}
 
-    def conclude(self, epoch: int, proof: dict[str, Any], duration_s: float) -> dict[str, Any]:
-        """Put the slot into the state that the proof allows, unless it belongs to yet another holder by now, and say so."""
-        detail = None if proof.get("clean") else str(proof.get("detail", "the end of the slot could not be proven"))
-        if proof.get("clean"):
-            state = READY
-        elif proof.get("broken"):
-            state = BROKEN
-        else:
-            state = QUARANTINED
+    def apply_proof(self, epoch: int, proof: dict[str, Any], duration_s: float) -> dict[str, Any]:
+        """Put the slot into the state that the proof allows, unless the slot has yet another holder by now.
+
+        Args:
+            epoch: the lease for which the runtime was replaced.
+            proof: the result of `replace_runtime`.
+            duration_s: how long it took, in seconds.
+
+        Returns:
+            The answer to the service.
+        """
+        is_clean = bool(proof.get("clean"))
+        detail = None if is_clean else str(proof.get("detail", "the end of the slot could not be proven"))
+        state = READY if is_clean else BROKEN if proof.get("broken") else QUARANTINED
         if epoch == self.slot.epoch or state == QUARANTINED:
-            self.slot.become(state, detail)
+            self.slot.set_state(state, detail)
         return {"state": READY if state == READY else QUARANTINED, "detail": detail, "proof": proof, "duration_s": duration_s}
 
-    def turn(self) -> asyncio.Lock:
-        """Held while a body is exchanged."""
-        return self._turn
-
-    async def _exchange(self, network: bool, keep: bool, cache: CacheFolder | None) -> dict[str, Any]:
-        """End the old body; when its end is proven, take a new one."""
+    async def _exchange_runtime(self, network: bool, keep: bool, cache: CacheFolder | None) -> dict[str, Any]:
+        """End the old runtime; once its end is proven, start a new one."""
         slot = self.slot
         proof: dict[str, Any] = {"clean": True}
-        old = slot.give_up_body() or self._unproven
+        old = slot.detach_runtime() or self._unproven
         if old is not None:
-            # Kept until its end is proven: an exchange that breaks off must not look to the next one as if there had been nothing to end.
+            # Remembered until its end is proven. If this exchange fails, the next one must not find that there is nothing to end.
             self._unproven = old
-            proof = await self.bodies.end(old, keep)
+            proof = await self.runtimes.end_runtime(old, keep)
             if not proof["clean"]:
                 return proof
             self._unproven = None
         if keep and old is not None:
-            body = await self.bodies.again(old, slot.slot_id, network, cache)
+            runtime = await self.runtimes.restart_runtime(old, slot.slot_id, network, cache)
         else:
-            body = await self.bodies.new(slot.slot_id, network)
-            wrong = prove_dirs(body.dirs, body.uid)
-            proof["workspace_empty"] = wrong is None
-            if wrong is not None:
-                proof.update(clean=False, detail=wrong)
-        if not slot.take_body(body):
+            runtime = await self.runtimes.new_runtime(slot.slot_id, network)
+            problem = find_dirs_problem(runtime.dirs, runtime.uid)
+            proof["workspace_empty"] = problem is None
+            if problem is not None:
+                proof.update(clean=False, detail=problem)
+        if not slot.take_runtime(runtime):
             proof.update(clean=False, detail="the new init has ended")
         return proof
 
-    # The same holder, other rights.
+    # The same holder with other rights.
 
-    async def equip(self, network: bool, key: Any) -> None:
-        """Give the holder a cache, and the network or not: processes end, files stay.
+    async def equip_slot(self, network: bool, cache_key: Any) -> None:
+        """Give the holder a shared cache, and the network or not. Its processes end; its files stay.
+
+        Args:
+            network: whether the holder has the network from now on.
+            cache_key: the key of the cache; None: no cache.
 
         Raises:
-            Refused: the mode cannot, or the sandbox has no network to give.
+            Refused: the isolation mode does not support it, or the sandbox has no network.
         """
-        if network and not self.bodies.config.network:
+        if network and not self.runtimes.config.network:
             raise Refused("invalid", "this sandbox gives its slots no network")
         if not network:
             self._check_can_be_offline()
         cache = None
-        if key is not None:
-            if not self.bodies.isolation.caches:
-                raise Refused("not_implemented", "slots with a cache need the mode bwrap, not %s" % self.bodies.isolation.name)
-            cache = self.bodies.caches.get_cache(key)
+        if cache_key is not None:
+            if not self.runtimes.isolation.caches:
+                raise Refused("not_implemented", "slots with a cache need the mode bwrap, not %s" % self.runtimes.isolation.name)
+            cache = self.runtimes.caches.get_cache(cache_key)
         await self._change_rights(network, cache)
 
-    async def narrow(self, network: bool, key: Any) -> None:
-        """Take away the network and the cache, as far as they are not named: processes end, files stay, and neither ever comes back to this holder.
+    async def narrow_slot(self, network: bool, cache_key: Any) -> None:
+        """Take the network, the cache or both away from the holder, which never gets them back. Its processes end; its files stay.
+
+        Args:
+            network: whether the holder keeps the network.
+            cache_key: the key of the cache that the holder keeps; None: it keeps none.
 
         Raises:
-            Refused: what is named is not there, or the mode cannot.
+            Refused: the holder does not have what it is to keep, or the isolation mode does not support it.
         """
-        body, cache = self.slot.current_body(), self.slot.cache
-        if network and not body.network:
+        runtime, cache = self.slot.current_runtime(), self.slot.lease.cache
+        if network and not runtime.network:
             raise Refused("invalid", "narrow only takes rights away, and this slot has no network")
-        if key is not None and (cache is None or cache.key != key):
-            raise Refused("invalid", "narrow only takes rights away, and this slot does not have the cache %s" % ascii(key)[:100])
+        if cache_key is not None and (cache is None or cache.key != cache_key):
+            raise Refused("invalid", "narrow only takes rights away, and this slot does not have the cache %s" % ascii(cache_key)[:100])
         if not network:
             self._check_can_be_offline()
-        if network == body.network and (cache is None or key is not None):
+        if network == runtime.network and (cache is None or cache_key is not None):
             return
-        await self._change_rights(network, cache if key is not None else None)
+        await self._change_rights(network, cache if cache_key is not None else None)
 
     def _check_can_be_offline(self) -> None:
-        if "none" not in self.bodies.isolation.networks:
-            raise Refused("not_implemented", "slots without network need the mode bwrap, not %s" % self.bodies.isolation.name)
+        if "none" not in self.runtimes.isolation.networks:
+            raise Refused("not_implemented", "slots without network need the mode bwrap, not %s" % self.runtimes.isolation.name)
 
     async def _change_rights(self, network: bool, cache: CacheFolder | None) -> None:
         slot, epoch = self.slot, self.slot.epoch
-        slot.abandon_calls()
-        slot.cache = cache
-        slot.become(RESETTING)
-        async with self._turn:
+        slot.lease.cache = cache
+        slot.set_state(RESETTING)
+        slot.lease.abandon_work()  # after the change of state: when a call ends, the next one of its stream must not start in the old runtime
+        async with self.exchange_lock:
             if slot.epoch != epoch:
                 raise Refused("stale_epoch", "slot %s was given back meanwhile" % slot.slot_id)
-            try:
-                proof = await self._exchange(network, True, cache)
-            except (StartFailed, OSError) as error:
-                proof = {"clean": False, "broken": True, "detail": str(error)}
-            done = self.conclude(epoch, proof, 0.0)
-        if done["state"] != READY:
-            raise Refused("slot_unavailable", "the slot could not be started again: %s" % done["detail"])
+            proof = await self.replace_runtime(network, True, cache)
+            answer = self.apply_proof(epoch, proof, 0.0)
+        if answer["state"] != READY:
+            raise Refused("slot_unavailable", "the slot could not be started again: %s" % answer["detail"])

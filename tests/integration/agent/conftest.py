@@ -1,4 +1,4 @@
-"""Agents in every isolation mode that this machine has, as root where we are root, and as an ordinary user."""
+"""Agents in every isolation mode that this machine supports, as root if the tests run as root, and as an ordinary user."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _runner(user: str) -> Runner:
 
 @pytest.fixture
 async def make_harness() -> AsyncIterator[Maker]:
-    """A factory of agents; arguments as the agent's configuration. They end with the test."""
+    """A function that starts an agent and connects to it. Keyword arguments are fields of the agent's configuration. The agents end with the test."""
     async with contextlib.AsyncExitStack() as stack:
 
         async def make(mode: str = "bwrap", user: str = BEST_USER, **settings: Any) -> Harness:
@@ -38,7 +38,7 @@ async def make_harness() -> AsyncIterator[Maker]:
 
 @pytest.fixture(scope="package", params=MODES, ids="-".join)
 def shared_agent(request: pytest.FixtureRequest) -> Iterator[Agent]:
-    """One agent a mode, for every test that leaves it as it was."""
+    """One agent per mode, for all tests that leave it unchanged."""
     mode, user = request.param
     with agent_process(_runner(user), mode) as agent:
         yield agent
@@ -46,7 +46,7 @@ def shared_agent(request: pytest.FixtureRequest) -> Iterator[Agent]:
 
 @pytest.fixture(scope="package")
 def best_agent() -> Iterator[Agent]:
-    """One agent in the best mode, as whoever runs the tests."""
+    """One agent in the best mode, as the user that runs the tests."""
     with agent_process(_runner(BEST_USER), "bwrap") as agent:
         yield agent
 
@@ -61,20 +61,20 @@ async def _clean_harness(agent: Agent) -> AsyncIterator[Harness]:
 
 @pytest.fixture
 async def harness(shared_agent: Agent) -> AsyncIterator[Harness]:
-    """A link to the agent of each mode, its slots clean."""
+    """A link to the agent of each mode, whose slots are reset after each test."""
     async with _clean_harness(shared_agent) as harness:
         yield harness
 
 
 @pytest.fixture
 async def bwrap(best_agent: Agent) -> AsyncIterator[Harness]:
-    """A link to the agent in the best mode, its slots clean."""
+    """A link to the agent in the best mode, whose slots are reset after each test."""
     async with _clean_harness(best_agent) as harness:
         yield harness
 
 
 @pytest.fixture(params=MODES, ids="-".join)
 async def own_harness(request: pytest.FixtureRequest, make_harness: Maker) -> Harness:
-    """An agent of the test's own, in each mode."""
+    """In each mode, an agent that only this test uses."""
     mode, user = request.param
     return await make_harness(mode, user)

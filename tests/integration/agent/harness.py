@@ -1,4 +1,4 @@
-"""A real agent as a process of its own on a real unix socket, and what a test asks of it."""
+"""A real agent in a process of its own on a real unix socket, and functions for the requests of tests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ START_WITHIN_S = 30.0
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """One call's result."""
+    """The result of one call."""
 
     meta: dict[str, Any]
     body: bytes
@@ -58,7 +58,7 @@ class Answer:
 
 @dataclass(kw_only=True)
 class Harness:
-    """A running agent with a link to it."""
+    """A running agent, and a link to it."""
 
     link: AgentLink
     process: subprocess.Popen[bytes]
@@ -108,7 +108,7 @@ class Harness:
         return await self.ask("reset", slot, network=fields.pop("network", True), **fields)
 
     async def data(self, op: str, slot: str = "0", **fields: Any) -> tuple[bytes, dict[str, Any]]:
-        """Everything a stream sends as data, and how it ended."""
+        """All data that a stream sends, and the payload of its end."""
         chunks, meta = [], {}
         async with self.link.stream({"op": op, "slot": slot, "epoch": self.epoch(slot), **fields}) as stream:
             async for event in stream:
@@ -126,7 +126,7 @@ class Harness:
 
 @dataclass(frozen=True, kw_only=True)
 class Agent:
-    """An agent's process and where it listens."""
+    """The process of an agent, and the folder with its socket."""
 
     process: subprocess.Popen[bytes]
     folder: Path
@@ -153,7 +153,7 @@ def agent_process(runner: Runner, mode: str, prefix: Sequence[str] = (), **setti
         "slots": 2,
         "isolation": mode,
         "allow_none": mode == "none",
-        "alone_exit_s": 600.0,  # one agent may wait through the tests of many others
+        "alone_exit_s": 600.0,  # one agent may be idle during the tests of many others
         **settings,
     }
     environ = {"PATH": os.environ["PATH"], **{name: value for name, value in runner.environ.items() if name == "LD_LIBRARY_PATH"}}
@@ -174,7 +174,7 @@ def agent_process(runner: Runner, mode: str, prefix: Sequence[str] = (), **setti
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        with contextlib.suppress(OSError):  # what an agent that was killed left running may still write there
+        with contextlib.suppress(OSError):  # processes that a killed agent has left running may still write there
             delete_tree(str(folder))  # deeper than shutil.rmtree goes
 
 

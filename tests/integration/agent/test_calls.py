@@ -1,4 +1,4 @@
-"""What a call comes to."""
+"""Calls and their results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.integration.agent.conftest import Maker
 from tests.integration.agent.harness import Harness
 
 
-async def test_a_command_runs_as_nobody_special(harness: Harness) -> None:
+async def test_a_command_runs_without_privileges(harness: Harness) -> None:
     answer = await harness.bash("id -u; grep -E 'Cap(Eff|Prm|Inh|Amb)|NoNewPrivs|Seccomp:' /proc/self/status; echo $HOME; pwd; echo oops >&2; exit 7")
 
     assert (answer.reason, answer.code) == ("exit", 7)
@@ -66,19 +66,19 @@ async def test_a_call_never_runs_twice(harness: Harness) -> None:
         ("no_such_tool", {}, "no_such_tool"),
     ],
 )
-async def test_bad_arguments_are_named(bwrap: Harness, tool: str, args: dict[str, object], named: str) -> None:
+async def test_an_invalid_argument_is_named(bwrap: Harness, tool: str, args: dict[str, object], named: str) -> None:
     answer = await bwrap.call(tool, args=args)
 
     assert answer.reason == "invalid_args"
     assert named in answer.error
 
 
-async def test_a_tool_that_is_not_built_says_so_and_is_not_recorded(bwrap: Harness) -> None:
+async def test_a_tool_that_is_not_built_is_refused_and_not_recorded(bwrap: Harness) -> None:
     assert (await bwrap.call("tmux", call_id="t", args={"action": "capture"})).reason == "not_implemented"
     assert (await bwrap.bash("true", call_id="t")).reason == "exit"
 
 
-async def test_a_folder_that_is_not_there_is_said(harness: Harness) -> None:
+async def test_a_missing_working_directory_is_reported(harness: Harness) -> None:
     answer = await harness.bash("true", cwd="nowhere")
 
     assert answer.reason == "tool_error"
@@ -97,19 +97,19 @@ async def test_a_long_command_runs(harness: Harness) -> None:
     assert (answer.reason, answer.text) == ("exit", "900001\n")
 
 
-async def test_stdin_is_what_was_given_or_empty(harness: Harness) -> None:
+async def test_stdin_has_the_given_content_or_is_empty(harness: Harness) -> None:
     assert (await harness.bash("wc -c", stdin="é" * 100_000)).text == "200000\n"
     assert (await harness.bash("cat; echo end")).text == "end\n"
 
 
-async def test_streams_can_be_apart(harness: Harness) -> None:
+async def test_standard_output_and_error_can_be_kept_apart(harness: Harness) -> None:
     answer = await harness.bash("echo out; echo err >&2", separate_streams=True)
 
     assert answer.meta["lens"] == [4, 4]
     assert answer.body == b"out\nerr\n"
 
 
-async def test_output_over_the_limit_keeps_its_ends_and_its_whole(harness: Harness) -> None:
+async def test_output_over_the_limit_is_cut_in_the_result_and_kept_as_a_whole(harness: Harness) -> None:
     answer = await harness.bash("seq 1000000", call_id="seq", output_limit_bytes=1000)
 
     whole = b"".join(b"%d\n" % number for number in range(1, 1_000_001))
@@ -132,13 +132,13 @@ async def test_output_beyond_the_spool_is_bounded_and_keeps_its_end(make_harness
     assert meta["total_bytes"] == 30_000_008
 
 
-async def test_bytes_come_as_they_are(harness: Harness) -> None:
+async def test_output_bytes_are_not_changed(harness: Harness) -> None:
     answer = await harness.bash("printf '\\000\\377\\200'; head -c 10000000 /dev/zero | tr '\\0' y", output_limit_bytes=10 << 20)
 
     assert answer.body == b"\x00\xff\x80" + b"y" * 10_000_000
 
 
-async def test_a_signal_of_its_own_making_is_128_and_more(harness: Harness) -> None:
+async def test_a_process_that_a_signal_ends_has_an_exit_code_above_128(harness: Harness) -> None:
     assert (await harness.bash("kill -USR1 $$")).code == 128 + 10
 
 
@@ -150,7 +150,7 @@ async def test_a_file_over_the_limit_is_a_resource_limit(make_harness: Maker) ->
     assert (answer.reason, answer.code) == ("resource_limit", 128 + 25)
 
 
-async def test_a_background_process_lives_on_and_does_not_hold_the_call(harness: Harness) -> None:
+async def test_a_background_process_outlives_its_call_and_does_not_delay_its_end(harness: Harness) -> None:
     began = time.monotonic()
     answer = await harness.bash("(sleep 0.5; echo late; echo done > marker) & echo now")
 
@@ -159,7 +159,7 @@ async def test_a_background_process_lives_on_and_does_not_hold_the_call(harness:
     await harness.until("grep -q done marker")
 
 
-async def test_a_noisy_background_process_lives_on_and_costs_little(bwrap: Harness) -> None:
+async def test_a_background_process_that_writes_much_outlives_its_call_and_costs_little(bwrap: Harness) -> None:
     await bwrap.bash("yes & echo $! > pid")
     before = _cpu_s(bwrap.process.pid)
     await bwrap.bash("sleep 1; kill -0 $(cat pid)")
@@ -188,7 +188,7 @@ async def test_status_and_attach_follow_a_running_call(harness: Harness) -> None
     assert (await harness.ask("cancel", call_id="unknown")) == {"found": False}
 
 
-async def test_a_process_is_started_now_and_looked_at_later(harness: Harness) -> None:
+async def test_a_job_is_started_and_inspected_later(harness: Harness) -> None:
     started = await harness.call("process", args={"action": "start", "command": "echo hello; read line; echo got $line; exit 3"})
     job = started.metadata["process_id"]
     await harness.call("process", args={"action": "write", "process_id": job, "data": "you\n"})
@@ -208,7 +208,7 @@ async def test_a_process_is_started_now_and_looked_at_later(harness: Harness) ->
     assert (await harness.call("process", args={"action": "poll", "process_id": "p99"})).reason == "tool_error"
 
 
-async def test_a_process_that_is_killed_ends_with_its_tree(harness: Harness) -> None:
+async def test_a_killed_job_ends_with_its_descendants(harness: Harness) -> None:
     started = await harness.call("process", args={"action": "start", "command": "sleep 4321 & echo $! > pid; wait"})
     await harness.until("[ -s pid ]")
     await harness.call("process", args={"action": "kill", "process_id": started.metadata["process_id"]})
@@ -216,7 +216,7 @@ async def test_a_process_that_is_killed_ends_with_its_tree(harness: Harness) -> 
     await harness.until("! kill -0 $(cat pid) 2>/dev/null")
 
 
-async def test_file_tools_work_where_the_slots_paths_are_true(harness: Harness) -> None:
+async def test_file_tools_use_the_paths_that_the_slot_sees(harness: Harness) -> None:
     assert (await harness.call("write_file", args={"path": "a/b.txt", "content": "one\ntwo\n"})).meta["tool_ok"]
     assert (await harness.call("edit_file", args={"path": "a/b.txt", "old": "two", "new": "three"})).meta["tool_ok"]
     assert (await harness.call("read_file", args={"path": "a/b.txt"})).text == "one\nthree\n"

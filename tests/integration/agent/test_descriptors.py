@@ -1,4 +1,4 @@
-"""What slots of one user share with each other and with the agent: descriptors under way on unix sockets. A slot that fills their count ends alone."""
+"""What slots of one user share with each other and with the agent: descriptors in flight on unix sockets. Only the slot that has used them up is ended."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ async def harness_with(make_harness: Maker, mode: str, most_files: int, slots: i
 
 
 async def fill(harness: Harness, slot: str) -> asyncio.Task[Answer]:
-    """A program in the slot that fills the count."""
+    """A program in the slot that uses up the descriptors in flight."""
     return asyncio.create_task(harness.bash("exec python3 -", slot, stdin=FILL, timeout_s=60))
 
 
 @pytest.mark.parametrize("mode", MODES)
-async def test_what_a_slot_can_send_leaves_the_agent_enough(make_harness: Maker, mode: str) -> None:
+async def test_one_slot_cannot_use_up_the_descriptors_in_flight(make_harness: Maker, mode: str) -> None:
     harness = await harness_with(make_harness, mode, 1024)
     filling = await fill(harness, "0")
     await harness.until("test -e full", "0")
@@ -49,15 +49,15 @@ async def test_what_a_slot_can_send_leaves_the_agent_enough(make_harness: Maker,
 
 
 @pytest.mark.parametrize("mode", MODES)
-async def test_a_slot_that_leaves_none_to_others_is_ended_and_they_are_not(make_harness: Maker, mode: str) -> None:
-    harness = await harness_with(make_harness, mode, 256)  # so few that one message passes the agent's limit
+async def test_only_the_slot_that_uses_up_the_descriptors_in_flight_is_ended(make_harness: Maker, mode: str) -> None:
+    harness = await harness_with(make_harness, mode, 256)  # so few that one message exceeds the agent's limit
     waiting = asyncio.create_task(harness.bash("until [ -e go ]; do sleep 0.05; done; echo waited", "2", timeout_s=60))
     filling = await fill(harness, "0")
     ended = await asyncio.wait_for(works_until(harness, filling), 40)
 
     assert ended.reason == "sandbox_lost", ended.meta
     assert ended.metadata["evidence"]["own_work"] is True
-    assert "descriptors under way" in ended.error
+    assert "descriptors in flight" in ended.error
     assert (await harness.bash("touch go; echo fine", "2")).text == "fine\n"
     assert (await waiting).text == "waited\n"
     assert (await harness.bash("echo fine", "1")).text == "fine\n"
@@ -67,7 +67,7 @@ async def test_a_slot_that_leaves_none_to_others_is_ended_and_they_are_not(make_
 
 
 async def works_until(harness: Harness, filling: asyncio.Task[Answer]) -> Answer:
-    """What the program came to; another slot works all the while."""
+    """The result of the program, during which another slot runs calls."""
     while not filling.done():
         answer = await harness.bash("echo fine", "1")
         assert answer.text == "fine\n", answer.meta

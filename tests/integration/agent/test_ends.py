@@ -33,7 +33,7 @@ while :; do sleep 7005; done
 """
 
 
-# Of its own folder alone: without a namespace of its own a slot sees everybody's.
+# Only processes in the folder of the slot: without a pid namespace, a slot sees the processes of all users.
 SLEEPERS = r"""
 for p in /proc/[0-9]*; do
     [ "$(readlink $p/cwd)" = "$HOME" ] && tr '\0' ' ' < $p/cmdline && echo
@@ -42,7 +42,7 @@ done 2>/dev/null | grep -oE '^(sleep|hidden) [67]00[0-9]' | sort
 
 
 async def _sleepers(harness: Harness, slot: str = "0") -> list[str]:
-    """The seconds of every sleep a slot still runs."""
+    """The arguments of every `sleep` that a slot still runs."""
     answer = await harness.bash(SLEEPERS, slot)
     return [line.split()[1] for line in answer.text.splitlines()]
 
@@ -69,7 +69,7 @@ async def test_another_running_call_survives_a_timeout(harness: Harness) -> None
     assert await _sleepers(harness) == ["6003", "6004"]
 
 
-async def test_what_ends_on_sigterm_is_not_waited_for(harness: Harness) -> None:
+async def test_a_process_that_ends_on_sigterm_is_not_waited_for_longer(harness: Harness) -> None:
     began = time.monotonic()
     answer = await harness.bash("trap 'echo tidied; exit' TERM; while :; do sleep 0.01; done", timeout_s=0.3)
 
@@ -78,7 +78,7 @@ async def test_what_ends_on_sigterm_is_not_waited_for(harness: Harness) -> None:
     assert time.monotonic() - began < 2
 
 
-async def test_silence_ends_a_call_and_output_does_not(harness: Harness) -> None:
+async def test_a_call_without_output_is_ended_and_one_with_output_is_not(harness: Harness) -> None:
     talking = await harness.bash("for i in 1 2 3 4 5 6; do echo $i; sleep 0.2; done", no_output_timeout_s=0.6)
     silent = await harness.bash("echo first; sleep 100", no_output_timeout_s=0.4)
 
@@ -105,7 +105,7 @@ async def _known(harness: Harness) -> set[str]:
     return {"c"}
 
 
-async def test_a_reset_ends_everything_and_leaves_nothing(harness: Harness) -> None:
+async def test_a_reset_ends_all_processes_and_deletes_all_files(harness: Harness) -> None:
     shared = [f"{place}/left-{secrets.token_hex(4)}" for place in ("/dev/shm", "/tmp")]
     await harness.bash(f"echo secret > file; mkdir -p deep/er; touch $TMPDIR/t {' '.join(shared)}; (trap '' TERM; setsid sleep 7009 &) & sleep 7010 &")
     await harness.call("process", args={"action": "start", "command": "sleep 7011"})
@@ -172,7 +172,7 @@ async def test_narrow_takes_the_network_and_keeps_the_files(harness: Harness) ->
     assert (await harness.bash("grep -c : /proc/net/dev")).text == "1\n"
 
 
-async def test_a_dead_init_breaks_its_slot_and_a_reset_mends_it_or_says_that_it_cannot(own_harness: Harness) -> None:
+async def test_the_end_of_init_breaks_its_slot_until_a_reset_if_that_can_prove_the_slot_clean(own_harness: Harness) -> None:
     harness, marker = own_harness, f"7015.{secrets.randbelow(10**9)}"
     running = asyncio.create_task(harness.bash(f"exec sleep {marker}", call_id="c"))
     sleeper = await _process(["sleep", marker])
@@ -186,7 +186,7 @@ async def test_a_dead_init_breaks_its_slot_and_a_reset_mends_it_or_says_that_it_
         await harness.bash("true")
     assert refused.value.code == "slot_unavailable"
     if harness.link.hello["isolation"] == "none" and _lives(sleeper):
-        # Nothing says what an init without a namespace had started: the slot is not called clean.
+        # Nothing shows what an init without a pid namespace had started, so the slot does not count as clean.
         answered = await harness.reset()
         assert (answered["state"], "cannot be found" in str(answered["detail"])) == ("quarantined", True)
         sleeper.kill()
@@ -209,7 +209,7 @@ async def _process(command: list[str]) -> psutil.Process:
         await asyncio.sleep(0.02)
 
 
-async def test_a_fork_bomb_hits_its_limit_and_nobody_else(make_harness: Maker) -> None:
+async def test_a_fork_bomb_affects_no_other_slot(make_harness: Maker) -> None:
     harness = await make_harness(limits={"processes": 60})
     bomb = asyncio.create_task(harness.bash("bomb() { bomb | bomb & }; bomb; sleep 100", timeout_s=2))
     other = await harness.bash("echo fine", "1")
@@ -251,7 +251,7 @@ async def test_shutdown_ends_every_process(own_harness: Harness) -> None:
     assert [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE] == []
 
 
-async def test_a_killed_agent_takes_its_slots_along(own_harness: Harness) -> None:
+async def test_the_slots_of_a_killed_agent_end_with_it(own_harness: Harness) -> None:
     await own_harness.bash("setsid sleep 7018 & sleep 7019 &")
     children = psutil.Process(own_harness.process.pid).children(recursive=True)
     assert children
@@ -262,7 +262,7 @@ async def test_a_killed_agent_takes_its_slots_along(own_harness: Harness) -> Non
     assert [child for child in alive if child.status() != psutil.STATUS_ZOMBIE] == []
 
 
-async def test_an_agent_left_alone_ends(make_harness: Maker) -> None:
+async def test_an_agent_without_connections_ends(make_harness: Maker) -> None:
     harness = await make_harness(alone_exit_s=0.5)
     await harness.link.close()
 

@@ -1,4 +1,4 @@
-"""What is proven is said, what is not is not: limits, and who hit them."""
+"""The evidence about limits: a result names what is proven, and nothing else."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ async def _limited(make_harness: Maker) -> Harness:
 
 
 @pytest.mark.privileged
-async def test_a_limit_hit_in_company_is_nobodys(make_harness: Maker) -> None:
+async def test_a_limit_that_is_hit_while_calls_run_at_the_same_time_proves_nothing(make_harness: Maker) -> None:
     harness = await _limited(make_harness)
     beside = asyncio.create_task(harness.bash("touch up; until [ -e go ]; do sleep 0.02; done; exit 3"))
     await harness.until("test -e up")
@@ -36,7 +36,7 @@ async def test_a_limit_hit_in_company_is_nobodys(make_harness: Maker) -> None:
 
 @pytest.mark.privileged
 @pytest.mark.parametrize("concurrent_calls", ["job", "background"])
-async def test_what_was_left_running_is_company_too(make_harness: Maker, concurrent_calls: str) -> None:
+async def test_processes_of_earlier_calls_count_as_concurrent_work(make_harness: Maker, concurrent_calls: str) -> None:
     harness = await _limited(make_harness)
     if concurrent_calls == "job":
         await harness.call("process", args={"action": "start", "command": "sleep 7301"})
@@ -49,7 +49,7 @@ async def test_what_was_left_running_is_company_too(make_harness: Maker, concurr
 
 
 @pytest.mark.privileged
-async def test_alone_again_it_is_proven(make_harness: Maker) -> None:
+async def test_a_call_that_runs_alone_again_is_proven_to_have_hit_the_limit(make_harness: Maker) -> None:
     harness = await _limited(make_harness)
     for _ in range(3):
         await harness.bash("seq 100 | sort | tail -1")

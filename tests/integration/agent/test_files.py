@@ -1,4 +1,4 @@
-"""File routes through the agent: streamed, confined, inside the slot."""
+"""The file operations of the agent: streamed, confined to the slot, done inside the slot."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def _put(harness: Harness, op: str, path: str, content: bytes, piece_bytes
     raise AssertionError("the stream did not end")
 
 
-async def test_a_file_goes_in_and_comes_out(harness: Harness) -> None:
+async def test_a_file_can_be_written_and_read(harness: Harness) -> None:
     content = bytes(range(256)) * 20_000
     await _put(harness, "file_put", "d/file.bin", content)
 
@@ -32,7 +32,7 @@ async def test_a_file_goes_in_and_comes_out(harness: Harness) -> None:
     assert data == content
 
 
-async def test_many_small_pieces_give_all_their_credit_back(harness: Harness) -> None:
+async def test_the_flow_control_credit_of_many_small_pieces_is_returned(harness: Harness) -> None:
     content = bytes(range(250)) * 600
     await _put(harness, "file_put", "file.bin", content, piece_bytes=5)
 
@@ -48,7 +48,7 @@ async def test_a_folder_is_listed(harness: Harness) -> None:
     assert {entry["path"].rsplit("/", 1)[-1]: entry["type"] for entry in items[0]["entries"]} == {"e": "directory", "f": "file", "link": "symlink"}
 
 
-async def test_a_tree_goes_in_and_comes_out(harness: Harness) -> None:
+async def test_an_archive_can_be_written_and_read(harness: Harness) -> None:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
         info = tarfile.TarInfo("project/main.py")
@@ -75,7 +75,7 @@ async def test_a_tree_goes_in_and_comes_out(harness: Harness) -> None:
         ("true", "a\0b", "invalid"),
     ],
 )
-async def test_what_leads_elsewhere_is_refused(bwrap: Harness, make: str, path: str, code: str) -> None:
+async def test_a_path_that_leaves_the_slot_is_refused(bwrap: Harness, make: str, path: str, code: str) -> None:
     await bwrap.bash(make)
     with pytest.raises(AgentRefused) as refused:
         await bwrap.data("file_get", path=path)
@@ -83,7 +83,7 @@ async def test_what_leads_elsewhere_is_refused(bwrap: Harness, make: str, path: 
     assert refused.value.code == code
 
 
-async def test_an_upload_that_breaks_off_does_not_land(harness: Harness) -> None:
+async def test_an_incomplete_upload_is_not_put_in_place(harness: Harness) -> None:
     async with harness.link.stream({"op": "file_put", "slot": "0", "epoch": harness.epoch("0"), "path": "half"}) as stream:
         await stream.send_data(b"x" * 100_000)
 

@@ -1,4 +1,4 @@
-"""Agents that end while they start slots: nothing of bubblewrap stays, whatever moment it was killed at."""
+"""Agents that end while they start slots: no process of bubblewrap is left, at whatever moment it was killed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from sandbox_server.agent.isolation import base
+from sandbox_server.agent.isolation import init_start
 from sandbox_server.agent.isolation.bwrap_processes import find_bwrap_processes, kill_bwrap_processes
 from sandbox_server.backends.local import LocalBackend
 from sandbox_server.core.types import Handle
@@ -28,7 +28,7 @@ SLOTS = 4
 
 @contextmanager
 def full_pipe() -> Iterator[int]:
-    """The end of a pipe at which whoever writes is kept waiting."""
+    """The write end of a full pipe, at which a writer blocks."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     try:
@@ -50,7 +50,7 @@ def stuck_command(folder: Path, writer: int) -> list[str]:
 
 
 async def both_processes(folder: Path) -> set[int]:
-    """Bubblewrap's processes, once there are both."""
+    """The two processes of bubblewrap, once both exist."""
     while len(found := find_bwrap_processes(str(folder))) < 2:
         await asyncio.sleep(0.005)
     return set(found)
@@ -72,7 +72,7 @@ async def stuck_set_up(folder: Path) -> AsyncIterator[int]:
             kill_bwrap_processes(str(folder))
 
 
-async def test_what_waits_for_a_killed_process_is_found_by_its_mounts_and_killed(tmp_path: Path) -> None:
+async def test_a_process_that_waits_for_a_killed_one_is_found_by_its_mounts_and_killed(tmp_path: Path) -> None:
     folder, other = tmp_path / "one", tmp_path / "one-more"
     async with stuck_set_up(folder) as pid, stuck_set_up(other) as spared:
         assert find_bwrap_processes(str(folder)) == [pid]
@@ -83,12 +83,14 @@ async def test_what_waits_for_a_killed_process_is_found_by_its_mounts_and_killed
         assert find_bwrap_processes(str(other)) == [spared]
 
 
-async def test_a_start_that_is_given_up_kills_what_waits_for_the_process_that_it_has_killed(tmp_path: Path) -> None:
+async def test_an_abandoned_start_also_kills_the_process_that_waits_for_the_killed_one(tmp_path: Path) -> None:
     (tmp_path / "workspace").mkdir()
     with full_pipe() as writer:
-        ours, theirs = base.control_pair()
+        ours, theirs = init_start.control_pair()
         kill_rest = functools.partial(kill_bwrap_processes, str(tmp_path))
-        starting = asyncio.create_task(base.launch(stuck_command(tmp_path, writer), theirs, ours, {}, [writer], dict(os.environ), kill_rest=kill_rest))
+        starting = asyncio.create_task(
+            init_start.start_init(stuck_command(tmp_path, writer), theirs, ours, {}, [writer], dict(os.environ), kill_rest=kill_rest)
+        )
         await both_processes(tmp_path)
 
         starting.cancel()
@@ -98,7 +100,7 @@ async def test_a_start_that_is_given_up_kills_what_waits_for_the_process_that_it
         assert find_bwrap_processes(str(tmp_path)) == []
 
 
-async def test_a_sandbox_that_is_destroyed_takes_along_what_its_agent_left_in_the_middle_of_a_start(tmp_path: Path) -> None:
+async def test_destroying_a_sandbox_ends_the_processes_of_an_interrupted_start(tmp_path: Path) -> None:
     backend = LocalBackend(tmp_path / "sandboxes", "me", lambda: tmp_path / "agent.pyz")
     folder = tmp_path / "sandboxes" / "s-1"
     async with stuck_set_up(folder / "base" / "slots" / "bwrap-1"):
@@ -109,14 +111,14 @@ async def test_a_sandbox_that_is_destroyed_takes_along_what_its_agent_left_in_th
 
 
 async def resets(harness: Harness) -> None:
-    """Start the slots of an agent anew, all at once, again and again until it ends."""
+    """Reset all slots of an agent at the same time, repeatedly, until the agent ends."""
     while True:
         await asyncio.gather(*(harness.reset(str(number)) for number in range(SLOTS)))
 
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("user", USERS)
-async def test_an_agent_that_is_told_to_end_while_it_starts_slots_leaves_nothing(make_harness: Maker, user: str) -> None:
+async def test_an_agent_that_shuts_down_while_it_starts_slots_leaves_nothing(make_harness: Maker, user: str) -> None:
     chance = random.Random(7)
     for _ in range(ROUNDS):
         harness = await make_harness(user=user, slots=SLOTS)

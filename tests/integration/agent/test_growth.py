@@ -1,4 +1,4 @@
-"""What an agent keeps of what is over: nothing. A service asks it for years, over one connection."""
+"""Ended requests leave nothing behind in an agent, which a service may use for years over one connection."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def link() -> AsyncIterator[AgentLink]:
         isolation="bwrap",
     )
     agent = Agent(config)
-    running = asyncio.create_task(agent.run())
+    running = asyncio.create_task(agent.run_agent())
     while not (folder / "agent.sock").exists():
         await asyncio.sleep(0.01)
     link = await connect(Endpoint(address=f"unix:{folder}/agent.sock", token=TOKEN), 30.0)
@@ -50,13 +50,13 @@ async def link() -> AsyncIterator[AgentLink]:
                 break
     yield link
     await link.close()
-    agent.over.set()
+    agent.stopping.set()
     await running
     delete_tree(str(folder))
 
 
 async def cycle(link: AgentLink, epoch: int) -> int:
-    """What a lease comes to: a call, many small requests, refused ones too, a reset; the next epoch."""
+    """One lease: a call, many small requests, refused ones among them, and a reset. Returns the next epoch."""
     call_id = secrets.token_hex(4)
     async with link.stream({"op": "calls", "slot": "0", "epoch": epoch}) as stream:
         stream.send_item({"call_id": call_id, "tool": "bash", "args": {"command": "echo fine; sleep 0.02"}, "timeout_s": 30.0})
@@ -74,12 +74,12 @@ async def cycle(link: AgentLink, epoch: int) -> int:
 
 
 def kept() -> Counter[str]:
-    """How many objects of the agent's classes there are."""
+    """How many objects of the agent's classes exist."""
     gc.collect()
     return Counter(type(thing).__qualname__ for thing in gc.get_objects() if str(type(thing).__module__).startswith("sandbox_server.agent"))
 
 
-async def test_nothing_is_kept_of_requests_and_leases_that_are_over(link: AgentLink) -> None:
+async def test_ended_requests_and_leases_leave_no_objects_behind(link: AgentLink) -> None:
     epoch = 1
     for _ in range(3):
         epoch = await cycle(link, epoch)

@@ -1,4 +1,4 @@
-"""What happens when something of a slot stands still, breaks off or ends at once: the agent waits for none of it."""
+"""Processes of a slot that are stopped, end early or end at once do not block the agent."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import psutil
 import pytest
 
 from sandbox_server.agent.errors import Refused
-from sandbox_server.agent.server import file_operations
+from sandbox_server.agent.server.file_operations import STALL_S, FileOperation, open_file_operation
 from sandbox_server.agent.slots.slots import Slot
 from tests.integration.agent.harness import Harness
 from tests.integration.agent.workshop import workshop
 
 
-async def test_a_batch_of_calls_that_end_at_once_is_answered_to_the_last(harness: Harness) -> None:
+async def test_every_call_of_a_batch_that_ends_at_once_gets_a_result(harness: Harness) -> None:
     first = {"call_id": "c0", "tool": "bash", "args": {"command": "sleep 0.5"}, "timeout_s": 20}
     rest = [{"call_id": f"c{number}", "tool": "process", "args": {"action": "list"}, "timeout_s": 20} for number in range(1, 600)]
     answers = await harness.calls([first, *rest])
@@ -36,7 +36,7 @@ async def test_the_output_can_be_opened_by_its_name(harness: Harness) -> None:
     assert answer.text == "out\nerr\nagain"
 
 
-async def test_a_slot_whose_init_stands_still_is_ended_in_time_and_a_reset_mends_it(own_harness: Harness) -> None:
+async def test_a_slot_whose_init_is_stopped_is_ended_in_time_and_a_reset_repairs_it(own_harness: Harness) -> None:
     harness = own_harness
     other = asyncio.create_task(harness.bash("sleep 7055", call_id="other"))
     await harness.until("pgrep -f 'sleep 705[5]' >/dev/null")
@@ -57,7 +57,7 @@ async def test_a_slot_whose_init_stands_still_is_ended_in_time_and_a_reset_mends
             init.send_signal(signal.SIGCONT)
     answered = await harness.reset()
     if lost.reason == "sandbox_lost" and harness.link.hello["isolation"] == "none":
-        assert answered["state"] == "quarantined"  # without a namespace nothing proves that all is gone
+        assert answered["state"] == "quarantined"  # without a pid namespace nothing proves that all processes have ended
         for process in psutil.process_iter(["cmdline"]):
             if process.info["cmdline"] in (["sleep", "7055"], ["sleep", "7056"]):
                 process.kill()
@@ -75,16 +75,16 @@ async def test_a_command_in_a_folder_that_is_not_there_is_an_error_of_the_call(h
 
 
 class _Wire:
-    """What a file operation tells the service."""
+    """Records what a file operation sends to the service."""
 
     def __init__(self) -> None:
         self.end_meta: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self.taken = 0
 
-    def consumed(self, data: bytes) -> None:
+    def acknowledge(self, data: bytes) -> None:
         self.taken += len(data)
 
-    def end(self, meta: dict[str, Any]) -> None:
+    def end_stream(self, meta: dict[str, Any]) -> None:
         self.end_meta.set_result(meta)
 
     def refuse(self, error: Refused) -> None:
@@ -92,16 +92,16 @@ class _Wire:
 
 
 @contextlib.asynccontextmanager
-async def _putting() -> AsyncIterator[tuple[file_operations.FileOp, _Wire, Slot, psutil.Process]]:
-    """An upload in the workshop's slot that waits for its content, and the process that does it."""
-    async with workshop() as changes:
+async def _putting(stall_s: float = STALL_S) -> AsyncIterator[tuple[FileOperation, _Wire, Slot, psutil.Process]]:
+    """An upload to the slot of the workshop that waits for more content, and the init of the slot."""
+    async with workshop() as transitions:
         wire = _Wire()
-        op = file_operations.open_file_op(wire, changes.slot, {"op": "file_put", "path": "file"})  # type: ignore[arg-type]
-        assert isinstance(op, file_operations.FileOp)
-        op.data(b"x" * 1000)
-        init = psutil.Process(changes.slot.current_body().init_pid)
+        op = open_file_operation(wire, transitions.slot, {"op": "file_put", "path": "file"}, stall_s)  # type: ignore[arg-type]
+        assert isinstance(op, FileOperation)
+        op.on_data(b"x" * 1000)
+        init = psutil.Process(transitions.slot.current_runtime().init_pid)
         await _until(lambda: wire.taken == 1000 and bool(init.children()))
-        yield op, wire, changes.slot, init
+        yield op, wire, transitions.slot, init
 
 
 async def _until(condition: Callable[[], bool]) -> None:
@@ -112,16 +112,18 @@ async def _until(condition: Callable[[], bool]) -> None:
 
 
 def _workspace(slot: Slot) -> Path:
-    return Path(slot.current_body().dirs.workspace)
+    return Path(slot.current_runtime().dirs.workspace)
 
 
-async def test_content_that_breaks_off_is_not_put_in_place_however_late_its_writer_is_killed() -> None:
+async def test_incomplete_content_is_not_put_in_place_however_late_its_writer_is_killed() -> None:
     async with _putting() as (op, _, slot, init):
         (child,) = init.children()
         init.suspend()
-        op.aborted()
+        op.on_abort()
         with contextlib.suppress(psutil.TimeoutExpired):
-            await asyncio.get_running_loop().run_in_executor(None, child.wait, 0.4)  # long enough to take an end of the input for the end of the content
+            await asyncio.get_running_loop().run_in_executor(
+                None, child.wait, 0.4
+            )  # long enough for the child to take the end of its input for the end of the content
         assert not (_workspace(slot) / "file").exists()
         init.resume()
         await _until(lambda: not init.children())
@@ -129,13 +131,12 @@ async def test_content_that_breaks_off_is_not_put_in_place_however_late_its_writ
         assert os.listdir(_workspace(slot)) == []
 
 
-async def test_an_upload_whose_writer_stands_still_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_operations, "STALL_S", 0.5)
-    async with _putting() as (op, wire, slot, init):
+async def test_an_upload_whose_writer_makes_no_progress_is_ended() -> None:
+    async with _putting(stall_s=0.5) as (op, wire, slot, init):
         (child,) = init.children()
         child.suspend()
-        op.data(b"x" * 1_000_000)
-        op.ended()
+        op.on_data(b"x" * 1_000_000)
+        op.on_end()
         with pytest.raises(Refused) as refused:
             await asyncio.wait_for(wire.end_meta, 5)
         await _until(lambda: not init.children())
@@ -144,12 +145,11 @@ async def test_an_upload_whose_writer_stands_still_is_given_up(monkeypatch: pyte
         assert slot.state == "ready"
 
 
-async def test_an_upload_may_wait_for_its_sender(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_operations, "STALL_S", 0.2)
-    async with _putting() as (op, wire, slot, _):
+async def test_an_upload_may_wait_for_the_service() -> None:
+    async with _putting(stall_s=0.2) as (op, wire, slot, _):
         await asyncio.sleep(0.7)
-        op.data(b"y")
-        op.ended()
+        op.on_data(b"y")
+        op.on_end()
         meta = await asyncio.wait_for(wire.end_meta, 5)
 
         assert meta["size_bytes"] == 1001

@@ -1,4 +1,4 @@
-"""A slot that takes more memory than its share ends before its neighbours notice, on a machine that is full, in every mode."""
+"""On a machine whose memory is full, a slot above its share is ended before other slots are affected, in every mode."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def groups_of(harness: Harness) -> list[Path]:
 
 @pytest.mark.privileged
 @pytest.mark.parametrize(("mode", "user"), ROOT, ids="-".join)
-async def test_a_hoarder_ends_and_its_neighbour_within_its_share_does_not(make_harness: Maker, mode: str, user: str) -> None:
+async def test_a_slot_that_uses_too_much_memory_is_ended_and_one_within_its_share_is_not(make_harness: Maker, mode: str, user: str) -> None:
     harness = await make_harness(mode, user, slots=3, spares=0, memory_mb=400)
     if not by_cgroup(harness):
         pytest.skip("nothing counts memory here")
     share = harness.link.hello["effective"]["share_memory_mb"]
     assert 0 < 3 * share <= 400
     beside = asyncio.create_task(harness.call("bash", "1", timeout_s=60, **python(HOLD.format(mib=share - 25).replace("time.sleep(60)", WAIT))))
-    await harness.until("test -e up", "1")  # else the other fills everything alone
+    await harness.until("test -e up", "1")  # otherwise the other slot would fill all memory alone
     writer = asyncio.create_task(harness.bash("until [ -e go ]; do sleep 0.02; done; echo fine", "2"))
     started = time.monotonic()
     hoarder = await harness.call("bash", "0", timeout_s=60, **python(HOARD))
@@ -216,7 +216,7 @@ async def test_without_control_groups_memory_that_nobody_has_mapped_is_counted_t
     assert (await writer).text == "fine\n"
 
 
-async def test_what_runs_in_slots_is_killed_first_and_cannot_change_that_where_it_is_said_so(make_harness: Maker) -> None:
+async def test_the_kernel_kills_processes_of_slots_first_and_they_cannot_change_that_unless_reported(make_harness: Maker) -> None:
     harness = await make_harness(spares=0)
     lowered = await harness.bash("echo 0 > /proc/self/oom_score_adj; cat /proc/self/oom_score_adj")
     started = await harness.bash("cat /proc/self/oom_score_adj")

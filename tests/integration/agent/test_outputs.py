@@ -1,4 +1,4 @@
-"""Whole outputs: running and finished, apart and together, from an offset, and floods of them."""
+"""Whole outputs: of running and ended calls, kept apart or together, from an offset, and very large ones."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def _stream(harness: Harness, op: str, **fields: Any) -> tuple[bytes, list
     return body, items
 
 
-async def test_what_an_output_is_comes_before_its_bytes(harness: Harness) -> None:
+async def test_the_description_of_an_output_comes_before_its_bytes(harness: Harness) -> None:
     await harness.bash("seq 100000", call_id="c", output_limit_bytes=100)
     body, items = await _stream(harness, "output", call_id="c", offset=10)
 
@@ -36,7 +36,7 @@ async def test_what_an_output_is_comes_before_its_bytes(harness: Harness) -> Non
     assert body == b"".join(b"%d\n" % number for number in range(1, 100001))[10:]
 
 
-async def test_separate_streams_are_one_run_of_bytes(harness: Harness) -> None:
+async def test_separate_streams_are_sent_one_after_the_other(harness: Harness) -> None:
     await harness.bash(TWO, call_id="c", separate_streams=True)
     for offset, expected in ((0, b"outerr"), (2, b"terr"), (3, b"err"), (5, b"r"), (6, b""), (99, b"")):
         assert (await _stream(harness, "output", call_id="c", offset=offset))[0] == expected
@@ -59,7 +59,7 @@ async def test_a_running_call_shows_both_streams(harness: Harness) -> None:
     assert (await attached)[0] == b"outmoreerr"
 
 
-async def test_a_flood_past_the_spool_leaves_time_for_others(make_harness: Maker) -> None:
+async def test_output_without_end_does_not_delay_other_slots(make_harness: Maker) -> None:
     harness = await make_harness(spool_bytes=1 << 20)
     flood = asyncio.create_task(harness.bash("yes", timeout_s=4))
     await asyncio.sleep(0.5)
@@ -97,7 +97,7 @@ async def _head_and_output(harness: Harness, stream: AgentStream, call_id: str) 
     raise AssertionError("the stream ended")
 
 
-async def test_a_large_output_waits_to_be_fetched_and_the_next_call_with_it(make_harness: Maker) -> None:
+async def test_the_next_call_begins_after_a_large_output_was_fetched(make_harness: Maker) -> None:
     harness = await make_harness(spool_bytes=24 << 20)
     size = 8 << 20
     async with harness.link.stream({"op": "calls", "slot": "0", "epoch": 1, "fetches_outputs": True}) as stream:
@@ -106,7 +106,7 @@ async def test_a_large_output_waits_to_be_fetched_and_the_next_call_with_it(make
             stream.send_item({"call_id": call_id, "tool": "bash", "args": args, "timeout_s": 30.0, "output_limit_bytes": size})
         stream.end()
         await harness.until("test -e one")
-        # Others fill the spool meanwhile: what waits to be fetched is not evicted.
+        # Other outputs fill the spool meanwhile. An output that is to be fetched is not deleted.
         for _ in range(4):
             await harness.bash(f"head -c {size} /dev/zero", output_limit_bytes=10)
         assert (await harness.bash("ls")).text == "one\n"
@@ -116,7 +116,7 @@ async def test_a_large_output_waits_to_be_fetched_and_the_next_call_with_it(make
         assert (second["lens"], output) == ([size], b"t" * size)
 
 
-async def test_results_that_nobody_takes_do_not_pile_up_and_the_memory_comes_back(make_harness: Maker) -> None:
+async def test_results_that_are_not_taken_use_a_bounded_amount_of_memory(make_harness: Maker) -> None:
     harness = await make_harness()
     await harness.bash("true")
     agent = psutil.Process(harness.process.pid)
@@ -136,7 +136,7 @@ async def test_results_that_nobody_takes_do_not_pile_up_and_the_memory_comes_bac
         for n in range(200):
             stream.send_item({"call_id": f"small{n}", "tool": "bash", "args": {"command": "head -c 50000 /dev/zero"}, "timeout_s": 30.0})
         stream.end()
-        # Nobody reads: the window and one result more, then the calls wait.
+        # The client does not read. The flow-control window and one more result are used, then the calls wait.
         for _ in range(50):
             await harness.bash("true")
         with pytest.raises(AgentRefused, match="small199"):

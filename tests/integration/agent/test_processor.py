@@ -1,4 +1,4 @@
-"""The processor: what a killed tree used, and whether a call that passed its deadline had its slot's share."""
+"""Processor time: how much a killed process tree used, and whether a call that timed out had its slot's share."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ time.sleep(60)
 SLOTS = 16
 
 
-async def test_a_killed_tree_is_said_to_have_used_what_it_used(harness: Harness) -> None:
+async def test_the_processor_time_of_a_killed_tree_is_reported(harness: Harness) -> None:
     answer = await harness.bash("exec python3 -", stdin=SPIN_AND_SAY, timeout_s=1.5)
     said = await harness.bash("cat used-0; echo; cat used-1; echo; cat used-2")
     used_s = sum(float(line) for line in said.text.split())
@@ -77,7 +77,7 @@ async def crowd(make_harness: Maker) -> Harness:
 
 
 async def hog(harness: Harness, slot: str, sessions: int = 40, timeout_s: float = 4.0) -> asyncio.Task[Answer]:
-    """A slot whose processes take the machine, until the task is cancelled with the agent."""
+    """A slot whose processes use all processors until the call ends."""
     task = asyncio.create_task(harness.bash(f"exec python3 - {sessions}", slot, stdin=HOGS, timeout_s=timeout_s))
     await harness.until("test -e up", slot)
     return task
@@ -90,7 +90,7 @@ def evidence(answer: Answer) -> dict[str, Any]:
 
 @contextmanager
 def outsiders(count: int) -> Iterator[None]:
-    """Busy sessions of the machine that are of no slot."""
+    """Busy sessions that belong to no slot."""
     process = subprocess.Popen([sys.executable, "-c", OUTSIDERS % count], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None
@@ -101,7 +101,7 @@ def outsiders(count: int) -> Iterator[None]:
 
 
 @pytest.mark.privileged
-async def test_a_call_that_others_kept_from_its_share_is_proven_to_have_been(crowd: Harness) -> None:
+async def test_evidence_shows_that_other_slots_kept_a_call_from_its_share(crowd: Harness) -> None:
     await crowd.bash("printf '%040d' 0 > zeros")
     with outsiders(200):
         starved = await crowd.bash(f"exec python3 -c '{SPIN}'", "0", timeout_s=1.5)
@@ -146,7 +146,7 @@ while True:
 
 
 @pytest.mark.privileged
-async def test_what_asks_for_less_cannot_hide_among_many(crowd: Harness) -> None:
+async def test_a_process_that_has_lowered_its_priority_is_found_among_many(crowd: Harness) -> None:
     with outsiders(200):
         for timeout_s in (3.0, 9.0, 27.0):  # until then others may really have kept it from getting so far
             hidden = await crowd.bash("exec python3 -", stdin=HIDDEN % 300, timeout_s=timeout_s)
@@ -173,7 +173,7 @@ async def test_slots_have_equal_parts_however_many_sessions_they_have(make_harne
         assert end.meta["duration_s"] < 8.0 + 3.0
 
 
-async def test_the_processor_time_of_what_was_left_behind_counts_while_the_call_runs(harness: Harness) -> None:
+async def test_the_processor_time_of_background_processes_counts_while_the_call_runs(harness: Harness) -> None:
     if harness.link.hello["capabilities"]["kill"] != "cgroup2":
         pytest.skip("nothing counts here what a tree uses")
     busy = 'import time\nwhile time.process_time() < 0.5: pass\nopen("done", "w").close()'
@@ -183,7 +183,7 @@ async def test_the_processor_time_of_what_was_left_behind_counts_while_the_call_
     assert answer.meta["cpu_s"] >= 0.4
 
 
-async def test_it_is_said_where_slots_cannot_have_equal_parts(harness: Harness) -> None:
+async def test_the_agent_reports_if_slots_cannot_have_equal_parts(harness: Harness) -> None:
     capabilities = harness.link.hello["capabilities"]
     told = any(sentence.startswith("the processor is divided between sessions") for sentence in capabilities["not_enforced"])
 

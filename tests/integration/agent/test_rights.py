@@ -1,4 +1,4 @@
-"""What a slot is given beyond itself, a shared cache and the network, and how it is taken away for good."""
+"""The rights of a slot (a shared cache, the network), and how they are taken away for good."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ async def _refusal(harness: Harness, op: str, slot: str = "0", **fields: object)
     return str(refused.value.code)
 
 
-async def test_modes_without_a_cache_say_so(harness: Harness) -> None:
+async def test_modes_without_a_cache_refuse_one(harness: Harness) -> None:
     can = harness.link.hello["capabilities"]["cache"]
 
     assert can is (harness.mode == "bwrap")
@@ -66,7 +66,7 @@ async def test_a_repository_in_the_cache_is_trusted_by_every_slot(make_harness: 
     assert cloned.text == "first\n", cloned.text
 
 
-async def test_nobody_else_sees_a_cache(make_harness: Maker) -> None:
+async def test_no_other_slot_sees_a_cache(make_harness: Maker) -> None:
     harness = await _equipped(make_harness, "user", "0")
     await harness.bash("echo secret > /cache/f")
     await harness.ask("equip", "1", cache="run-2", network=True)
@@ -78,7 +78,7 @@ async def test_nobody_else_sees_a_cache(make_harness: Maker) -> None:
     assert without.text.splitlines()[1:] == ["none", "0"]
 
 
-async def test_narrow_takes_what_is_not_named_and_keeps_the_files(make_harness: Maker) -> None:
+async def test_narrow_takes_away_the_rights_that_are_not_named_and_keeps_the_files(make_harness: Maker) -> None:
     harness = await _equipped(make_harness, "user", "0")
     await harness.bash("echo mine > file; echo theirs > /cache/f; sleep 7101 &")
     before = await harness.bash("grep -c : /proc/net/dev")
@@ -96,7 +96,7 @@ async def test_narrow_takes_what_is_not_named_and_keeps_the_files(make_harness: 
     assert (await harness.bash("test -e /cache")).code == 1
 
 
-async def test_narrow_never_gives(make_harness: Maker) -> None:
+async def test_narrow_never_gives_rights(make_harness: Maker) -> None:
     harness = await _equipped(make_harness, "user", "0")
 
     assert await _refusal(harness, "narrow", cache="run-2", network=True) == "invalid"
@@ -138,7 +138,7 @@ async def test_file_routes_do_not_reach_the_cache_and_file_tools_do(make_harness
     assert "shared" in (await harness.call("read_file", args={"path": "/cache/f"})).text
 
 
-async def test_a_cache_over_its_quota_is_emptied_and_that_is_said(make_harness: Maker) -> None:
+async def test_a_cache_over_its_quota_is_emptied_and_that_is_reported(make_harness: Maker) -> None:
     harness = await make_harness("bwrap", cache_bytes=1 << 20)
     await harness.ask("equip", cache="k", network=True)
     await harness.bash("mkdir -p /cache/d; head -c 2M /dev/zero > /cache/d/big; touch /cache/f")
@@ -153,7 +153,7 @@ async def test_a_cache_over_its_quota_is_emptied_and_that_is_said(make_harness: 
 
 
 @pytest.mark.parametrize("change", ["narrow", "equip"])
-async def test_a_reset_during_another_change_wins(make_harness: Maker, change: str) -> None:
+async def test_a_reset_during_another_transition_takes_precedence(make_harness: Maker, change: str) -> None:
     harness = await make_harness("bwrap", spares=0)
     bodies = len(psutil.Process(harness.process.pid).children())
     for delay_s in (0, 0.002, 0.005, 0.01, 0.02, 0.04, 0.08):
@@ -175,7 +175,7 @@ def harness_interfaces() -> int:
     return sum(":" in line for line in Path("/proc/net/dev").read_text().splitlines())
 
 
-async def test_quiet_says_when_nothing_runs(harness: Harness) -> None:
+async def test_quiet_ends_when_no_call_runs(harness: Harness) -> None:
     assert await harness.ask("quiet") == {}
     running = asyncio.create_task(harness.bash("echo up; until [ -e go ]; do sleep 0.02; done", call_id="c"))
     await harness.until("true")

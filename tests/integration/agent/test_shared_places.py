@@ -43,7 +43,7 @@ async def _own(base: str, make_harness: Maker) -> Harness:
     return harness
 
 
-async def test_a_slot_with_places_of_its_own_sees_nothing_of_the_machines(base: str, make_harness: Maker) -> None:
+async def test_a_slot_with_its_own_shared_folders_does_not_see_those_of_the_machine(base: str, make_harness: Maker) -> None:
     harness = await _own(base, make_harness)
     name = secrets.token_hex(8)
     Path("/tmp", name).touch()
@@ -74,7 +74,7 @@ async def test_what_the_machine_mounts_and_a_slot_hides_is_the_slots_alone(base:
     assert Path("/proc/self/mountinfo").read_text() == before
 
 
-async def test_a_link_in_the_place_of_its_folder_leads_a_slot_nowhere(base: str, make_harness: Maker) -> None:
+async def test_a_symbolic_link_in_place_of_a_shared_folder_is_not_followed(base: str, make_harness: Maker) -> None:
     harness = await _own(base, make_harness)
     Path(base, "closed").mkdir(mode=0o700)
     Path(base, "closed", "open").mkdir()
@@ -94,7 +94,7 @@ for _ in range(21000):
 """
 
 
-async def test_a_tree_deeper_than_there_are_descriptors_is_nobodys_quarantine(make_harness: Maker) -> None:
+async def test_a_very_deep_tree_does_not_cause_quarantine(make_harness: Maker) -> None:
     harness = await _shared(make_harness)
     name = f"deep-{secrets.token_hex(8)}"
     dug = await harness.bash("/usr/bin/python3 -I -", stdin=DEEP.format(name=name), timeout_s=60)
@@ -107,7 +107,7 @@ async def test_a_tree_deeper_than_there_are_descriptors_is_nobodys_quarantine(ma
     assert not Path("/tmp", name).exists()
 
 
-async def test_what_lies_in_a_neighbours_open_folder_is_removed_and_nobodys_quarantine(make_harness: Maker) -> None:
+async def test_files_in_a_folder_of_another_slot_are_removed_without_quarantine(make_harness: Maker) -> None:
     harness = await _shared(make_harness)
     name = f"open-{secrets.token_hex(8)}"
     await harness.bash(f"mkdir -p /tmp/{name}/below/more; chmod 777 /tmp/{name}/below; chmod 755 /tmp/{name}")
@@ -121,7 +121,7 @@ async def test_what_lies_in_a_neighbours_open_folder_is_removed_and_nobodys_quar
     assert (await harness.reset("1"))["state"] == "ready"
 
 
-async def test_what_a_killed_agent_left_is_not_there_for_the_next_with_its_users(make_harness: Maker) -> None:
+async def test_files_of_a_killed_agent_are_removed_before_its_user_ids_are_used_again(make_harness: Maker) -> None:
     harness = await _shared(make_harness)
     name = f"left-{secrets.token_hex(8)}"
     segment = "python3 -c 'import ctypes; print(ctypes.CDLL(None).shmget(0x5ea2, 4096, 0o1600))'"
@@ -152,7 +152,7 @@ def _starts(uids: list[int]) -> list[int]:
     return [uid - (uid - 1_000_000) % 1024 for uid in uids]
 
 
-async def test_a_message_queue_cannot_be_made_where_nobody_could_find_it_again(make_harness: Maker) -> None:
+async def test_a_message_queue_cannot_be_created_where_the_agent_could_not_find_it(make_harness: Maker) -> None:
     harness = await _shared(make_harness)
     script = "import ctypes, os; l = ctypes.CDLL('librt.so.1'); print(l.mq_open(b'/q', os.O_CREAT | os.O_RDWR, 0o600, None))"
     answer = await harness.bash("/usr/bin/python3 -I -", stdin=script)

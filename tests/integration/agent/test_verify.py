@@ -1,4 +1,4 @@
-"""A reset put to the test: what was planted is gone, and a reset that leaves something out is caught."""
+"""The verification of resets: planted leftovers are gone, and a reset that omits a step is detected."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from sandbox_server.agent.slots.verify import verify
+from sandbox_server.agent.slots.verify import start_verification
 from sandbox_server.link.errors import AgentRefused
 from tests.integration.agent.conftest import Maker
 from tests.integration.agent.harness import Harness
-from tests.integration.agent.workshop import Careless, Hoarder, workshop
+from tests.integration.agent.workshop import IncompleteIsolation, KeepingTrash, workshop
 
 EVERYWHERE = {
     "file", "hidden_file", "fifo", "symlink", "closed_folder", "deep_tree", "login_file", "shell_file", "systemd_unit", "tmp_file", "var_tmp_file", "shm_file",
@@ -29,7 +29,7 @@ async def _verify(harness: Harness, slot: str = "0") -> dict[str, Any]:
     return await harness.ask("verify", slot, network=True)
 
 
-async def test_nothing_planted_survives_a_reset(own_harness: Harness) -> None:
+async def test_no_planted_leftover_survives_a_reset(own_harness: Harness) -> None:
     report = await _verify(own_harness)
     planted = {item["kind"] for item in report["planted"]}
 
@@ -59,7 +59,7 @@ async def test_a_verified_slot_is_clean_and_belongs_to_its_next_holder(bwrap: Ha
     assert refused.value.code == "stale_epoch"
 
 
-async def test_what_a_slot_may_not_do_is_said_as_refused(make_harness: Maker) -> None:
+async def test_leftovers_that_a_slot_may_not_plant_are_reported_as_refused(make_harness: Maker) -> None:
     harness = await make_harness(limits={"processes": 8})
     report = await _verify(harness)
 
@@ -67,36 +67,36 @@ async def test_what_a_slot_may_not_do_is_said_as_refused(make_harness: Maker) ->
     assert "cron_file" in {item["kind"] for item in report["refused"]}
 
 
-async def test_a_body_that_is_not_ended_is_caught() -> None:
-    async with workshop(lambda real: Careless(real, kills=False)) as changes:
-        report = await verify(changes, 2, True)
+async def test_a_runtime_that_is_not_ended_is_detected() -> None:
+    async with workshop(lambda real: IncompleteIsolation(real, kills=False)) as transitions:
+        report = await start_verification(transitions, 2, True)
 
     assert not report["clean"]
     assert {"host_process", "host_socket"} <= set(report["left"]), report
-    assert report["state"] == changes.slot.state == "quarantined"
+    assert report["state"] == transitions.slot.state == "quarantined"
     assert "host_process" in report["detail"]
 
 
-async def test_folders_that_are_not_renewed_are_caught() -> None:
-    async with workshop(lambda real: Careless(real, renews_folders=False), Hoarder) as changes:
-        report = await verify(changes, 2, True)
+async def test_folders_that_are_not_replaced_are_detected() -> None:
+    async with workshop(lambda real: IncompleteIsolation(real, renews_folders=False), KeepingTrash) as transitions:
+        report = await start_verification(transitions, 2, True)
 
     assert {"file", "hidden_file", "closed_folder", "deep_tree", "systemd_unit", "tmp_file", "host_folder"} <= set(report["left"]), report
     assert "process" in report["found"]
     assert report["state"] == "quarantined"
 
 
-async def test_a_trash_that_keeps_the_folders_is_caught() -> None:
-    async with workshop(trash_type=Hoarder) as changes:
-        report = await verify(changes, 2, True)
+async def test_folders_that_are_not_deleted_are_detected() -> None:
+    async with workshop(trash_type=KeepingTrash) as transitions:
+        report = await start_verification(transitions, 2, True)
 
     assert report["left"] == ["host_folder"], report
     assert report["state"] == "quarantined"
 
 
-async def test_the_same_parts_unspoilt_find_nothing() -> None:
-    async with workshop() as changes:
-        report = await verify(changes, 2, True)
+async def test_an_unchanged_agent_leaves_nothing() -> None:
+    async with workshop() as transitions:
+        report = await start_verification(transitions, 2, True)
 
     assert (report["left"], report["state"]) == ([], "ready"), report
     if os.geteuid() == 0:

@@ -1,4 +1,4 @@
-"""The parts of an agent put together in this process, so that a test can pass a part of its own in."""
+"""The parts of an agent in the process of the test, so that a test can replace one of them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 
 from sandbox_server.agent.config import AgentConfig, Listen
 from sandbox_server.agent.execution.slot_runtime import CacheFolder, SlotRuntime
-from sandbox_server.agent.isolation.base import Context, Isolation
-from sandbox_server.agent.isolation.bwrap import Bwrap
+from sandbox_server.agent.isolation.base import Isolation, IsolationContext
+from sandbox_server.agent.isolation.bwrap import BwrapIsolation
 from sandbox_server.agent.kernel import seccomp
 from sandbox_server.agent.kernel.cgroups import Cgroups
 from sandbox_server.agent.kernel.trash import Trash, delete_tree
@@ -25,13 +25,13 @@ from sandbox_server.agent.slots.slots import Slot
 from sandbox_server.agent.slots.transitions import SlotTransitions
 
 
-class Careless:
-    """An isolation that leaves out one step of ending a body; the rest is the real one's.
+class IncompleteIsolation:
+    """An isolation mode that omits one step of ending a slot runtime, and otherwise does what the real one does.
 
     Args:
-        real: what does the work.
-        kills: whether bodies are ended at all.
-        renews_folders: whether a new body gets folders of its own.
+        real: the real isolation mode.
+        kills: whether runtimes are ended at all.
+        renews_folders: whether a new runtime gets new folders.
     """
 
     def __init__(self, real: Isolation, *, kills: bool = True, renews_folders: bool = True) -> None:
@@ -41,36 +41,36 @@ class Careless:
         self._renews_folders = renews_folders
         self._ended: list[SlotRuntime] = []
 
-    async def start(self, slot_id: str, network: bool, keep: SlotRuntime | None = None, cache: CacheFolder | None = None) -> SlotRuntime:
+    async def start_runtime(self, slot_id: str, network: bool, keep: SlotRuntime | None = None, cache: CacheFolder | None = None) -> SlotRuntime:
         if not self._renews_folders and keep is None and self._ended:
             keep = self._ended[-1]
-        return await self._real.start(slot_id, network, keep, cache)
+        return await self._real.start_runtime(slot_id, network, keep, cache)
 
-    async def end(self, body: SlotRuntime) -> dict[str, Any]:
-        self._ended.append(body)
-        return await self._real.end(body) if self._kills else {"clean": True}
+    async def end_runtime(self, runtime: SlotRuntime) -> dict[str, Any]:
+        self._ended.append(runtime)
+        return await self._real.end_runtime(runtime) if self._kills else {"clean": True}
 
-    def forget(self, body: SlotRuntime) -> None:
-        """Its user is not given to anybody."""
+    def free_uid(self, runtime: SlotRuntime) -> None:
+        """Do not release the user id."""
 
     def close(self) -> None:
         self._real.close()
 
-    async def really_end(self) -> None:
-        """After the test: nothing may be left of it."""
-        for body in self._ended:
+    async def end_remaining(self) -> None:
+        """End, after the test, the runtimes that were not ended."""
+        for runtime in self._ended:
             if not self._kills:
-                await self._real.end(body)
+                await self._real.end_runtime(runtime)
 
 
-class Hoarder(Trash):
-    """A trash that leaves everything where it is."""
+class KeepingTrash(Trash):
+    """A trash that deletes nothing."""
 
     def throw(self, path: str) -> None:
-        """Say nothing, do nothing."""
+        """Do not delete the folder."""
 
 
-def _pass_on(isolation: Isolation) -> Isolation:
+def _unchanged(isolation: Isolation) -> Isolation:
     return isolation
 
 
@@ -79,8 +79,8 @@ def _not_deleted(path: str, error: OSError) -> None:
 
 
 @contextlib.asynccontextmanager
-async def workshop(wrap: Callable[[Isolation], Isolation] = _pass_on, trash_type: type[Trash] = Trash) -> AsyncIterator[SlotTransitions]:
-    """The changes of one started slot, in the mode bwrap."""
+async def workshop(wrap: Callable[[Isolation], Isolation] = _unchanged, trash_type: type[Trash] = Trash) -> AsyncIterator[SlotTransitions]:
+    """The transitions of one started slot in the mode bwrap."""
     folder = Path(tempfile.mkdtemp(prefix="workshop-", dir="/tmp"))
     folder.chmod(0o700)
     config = AgentConfig(sandbox_id="s", token="t", listen=Listen(""), base_dir=str(folder), slots=1, isolation="bwrap")
@@ -88,23 +88,23 @@ async def workshop(wrap: Callable[[Isolation], Isolation] = _pass_on, trash_type
     (folder / "slots").mkdir()
     write_slot_lib(str(folder / "lib"))
     program = seccomp.build_filter(os.uname().machine)
-    context = Context(config, str(folder / "slots"), str(folder / "lib"), program, program, tuple(sorted(os.sched_getaffinity(0))))
+    context = IsolationContext(config, str(folder / "slots"), str(folder / "lib"), program, program, tuple(sorted(os.sched_getaffinity(0))))
     uids = UidRange()
-    isolation = wrap(Bwrap(context, cgroups, uids))
+    isolation = wrap(BwrapIsolation(context, cgroups, uids))
     trash = trash_type(str(folder / "trash"), _not_deleted)
     caches = Caches(str(folder / "caches"), config.cache_bytes, trash, uids if os.geteuid() == 0 else None)
-    bodies = RuntimePool(config, isolation, trash, caches)
-    slot = Slot("0", bodies, lambda _: None)
-    await slot.start()
+    runtimes = RuntimePool(config, isolation, trash, caches)
+    slot = Slot("0", runtimes, lambda _: None)
+    await slot.start_slot()
     assert slot.state == "ready", slot.detail
     try:
-        yield SlotTransitions(slot, bodies)
+        yield SlotTransitions(slot, runtimes)
     finally:
-        await slot.end()
-        await bodies.close()
+        await slot.end_slot()
+        await runtimes.close_pool()
         await caches.close_caches()
-        if isinstance(isolation, Careless):
-            await isolation.really_end()
+        if isinstance(isolation, IncompleteIsolation):
+            await isolation.end_remaining()
         cgroups.close()
         trash.close()
         trash.join(10)

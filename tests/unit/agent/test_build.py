@@ -24,7 +24,7 @@ def test_two_builds_are_the_same_byte_for_byte(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.pyz", "b.pyz"]
 
 
-def test_it_holds_every_module_and_nothing_of_the_service(tmp_path: Path) -> None:
+def test_the_zipapp_has_every_module_of_the_agent_and_none_of_the_service(tmp_path: Path) -> None:
     build(tmp_path / "a.pyz")
     names = zipfile.ZipFile(tmp_path / "a.pyz").namelist()
 
@@ -32,7 +32,7 @@ def test_it_holds_every_module_and_nothing_of_the_service(tmp_path: Path) -> Non
     assert all(name == "__main__.py" or name.startswith(("sandbox_server/agent/", "sandbox_server/__init__.py")) for name in names)
 
 
-def test_it_runs_without_anything_else_and_says_what_is_wrong(tmp_path: Path) -> None:
+def test_the_zipapp_runs_alone_and_reports_a_bad_configuration(tmp_path: Path) -> None:
     build(tmp_path / "a.pyz")
     ran = subprocess.run([sys.executable, "-I", "-S", "-B", str(tmp_path / "a.pyz")], input=b'{"nonsense": 1}', capture_output=True, check=False)
 
@@ -40,7 +40,7 @@ def test_it_runs_without_anything_else_and_says_what_is_wrong(tmp_path: Path) ->
     assert json.loads(ran.stderr)["message"] == "unknown field nonsense"
 
 
-def test_it_is_a_relay_when_it_is_told_to_connect(tmp_path: Path) -> None:
+def test_the_zipapp_is_a_relay_with_the_argument_connect(tmp_path: Path) -> None:
     build(tmp_path / "a.pyz")
     command = [sys.executable, "-I", "-S", "-B", str(tmp_path / "a.pyz"), "connect", str(tmp_path / "none.sock")]
     ran = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
@@ -49,7 +49,7 @@ def test_it_is_a_relay_when_it_is_told_to_connect(tmp_path: Path) -> None:
     assert ran.stderr.startswith(b"cannot connect to the agent at ")
 
 
-def test_the_slots_code_is_what_a_slot_runs_and_no_more(tmp_path: Path) -> None:
+def test_the_folder_of_slot_code_has_only_what_slots_run(tmp_path: Path) -> None:
     bundle.write_slot_lib(str(tmp_path / "lib"))
     agent = tmp_path / "lib" / "sandbox_server" / "agent"
 

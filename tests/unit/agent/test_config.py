@@ -13,7 +13,7 @@ LEAST: dict[str, Any] = {"sandbox_id": "s-1", "token": "t", "listen": {"unix": "
 TLS: dict[str, Any] = {"host": "127.0.0.1", "port": 0, "certificate": "the certificate", "key": "the key"}
 
 
-def test_the_least_there_can_be_has_the_defaults() -> None:
+def test_a_minimal_configuration_has_the_defaults() -> None:
     config = parse_config(json.dumps(LEAST).encode())
 
     assert (config.slots, config.isolation, config.allow_none, config.limits.processes) == (10, "auto", False, 512)
@@ -52,7 +52,7 @@ def test_what_does_not_fit_is_named(change: dict[str, Any], named: str) -> None:
         parse_config(json.dumps({**LEAST, **change}).encode())
 
 
-def test_where_to_listen_for_tls_is_read_and_its_key_not_printed() -> None:
+def test_the_tls_settings_are_read_and_the_key_is_not_printed() -> None:
     config = parse_config(json.dumps({**LEAST, "listen": {"unix": "/run/a.sock", "tls": TLS}}).encode())
 
     assert config.listen == Listen("/run/a.sock", TlsListen(**TLS))
@@ -60,12 +60,12 @@ def test_where_to_listen_for_tls_is_read_and_its_key_not_printed() -> None:
 
 
 @pytest.mark.parametrize("document", [b"", b"[]", b"{", b"null"])
-def test_what_is_no_object_is_refused(document: bytes) -> None:
+def test_a_document_that_is_no_json_object_is_refused(document: bytes) -> None:
     with pytest.raises(ConfigError):
         parse_config(document)
 
 
 @pytest.mark.parametrize("name", sorted(LEAST))
-def test_what_is_missing_is_named(name: str) -> None:
+def test_a_missing_field_is_named(name: str) -> None:
     with pytest.raises(ConfigError, match=name):
         parse_config(json.dumps({key: value for key, value in LEAST.items() if key != name}).encode())

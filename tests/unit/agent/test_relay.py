@@ -60,7 +60,7 @@ def received(agent: socket.socket) -> bytes:
     return whole
 
 
-def test_what_is_said_is_heard_whole_before_the_end(start) -> None:
+def test_all_input_reaches_the_agent_before_the_relay_ends(start) -> None:
     process, agent = start()
     writer = threading.Thread(target=lambda: (process.stdin.write(BIG), process.stdin.close()))
     writer.start()
@@ -70,7 +70,7 @@ def test_what_is_said_is_heard_whole_before_the_end(start) -> None:
     assert process.wait(WITHIN_S) == 0
 
 
-def test_what_the_agent_says_is_heard_whole_before_its_end(start) -> None:
+def test_all_output_of_the_agent_is_passed_on_before_the_relay_ends(start) -> None:
     process, agent = start()
     writer = threading.Thread(target=lambda: (agent.sendall(BIG), agent.close()))
     writer.start()
@@ -81,7 +81,7 @@ def test_what_the_agent_says_is_heard_whole_before_its_end(start) -> None:
     assert process.stderr.read() == b""
 
 
-def test_both_ways_at_once(start) -> None:
+def test_both_directions_are_copied_at_the_same_time(start) -> None:
     process, agent = start()
     heard: list[bytes] = []
 
@@ -108,7 +108,7 @@ def test_both_ways_at_once(start) -> None:
     assert heard == [BIG, BIG]
 
 
-def test_a_reader_that_is_slow_slows_the_writer_down(start) -> None:
+def test_a_slow_reader_slows_the_writer_down(start) -> None:
     """What waits in a relay is a chunk each way, and what the kernel holds in between."""
     process, agent = start()
     os.set_blocking(process.stdin.fileno(), False)
@@ -127,7 +127,7 @@ def _taken(write: Callable[[bytes], int], file: object) -> int:
     return taken
 
 
-def test_it_ends_while_nobody_reads_what_the_agent_says(start) -> None:
+def test_the_relay_ends_although_its_output_is_not_read(start) -> None:
     process, agent = start()
     agent.setblocking(False)
     _taken(agent.send, agent)
@@ -136,7 +136,7 @@ def test_it_ends_while_nobody_reads_what_the_agent_says(start) -> None:
     assert process.wait(WITHIN_S) == 0
 
 
-def test_it_ends_when_its_reader_has(start) -> None:
+def test_the_relay_ends_when_its_reader_has_ended(start) -> None:
     process, agent = start()
     process.stdout.close()
     agent.sendall(b"for nobody")
@@ -144,7 +144,7 @@ def test_it_ends_when_its_reader_has(start) -> None:
     assert process.wait(WITHIN_S) == 0
 
 
-def test_it_ends_when_its_service_is_killed(listener: socket.socket) -> None:
+def test_the_relay_ends_when_the_service_is_killed(listener: socket.socket) -> None:
     parent = subprocess.Popen([sys.executable, "-c", SERVICE, *COMMAND, listener.getsockname()], stdout=subprocess.PIPE)
     assert parent.stdout is not None
     with parent, listener.accept()[0] as agent:
@@ -158,7 +158,7 @@ def test_it_ends_when_its_service_is_killed(listener: socket.socket) -> None:
             assert agent.recv(1) == b""
 
 
-def test_it_waits_without_working(start) -> None:
+def test_an_idle_relay_uses_no_processor_time(start) -> None:
     process, agent = start()
     for _ in range(3):
         agent.sendall(b"x")
@@ -175,7 +175,7 @@ def _cpu_ticks(pid: int) -> int:
 
 
 @pytest.mark.parametrize(("arguments", "problem"), [(["/nowhere/agent.sock"], b"cannot connect to the agent at /nowhere/agent.sock: "), ([], b"usage: ")])
-def test_what_stops_it_is_said(arguments: list[str], problem: bytes) -> None:
+def test_the_relay_reports_why_it_ends(arguments: list[str], problem: bytes) -> None:
     ran = subprocess.run([*COMMAND, *arguments], stdin=subprocess.DEVNULL, capture_output=True, timeout=WITHIN_S, check=False)
 
     assert ran.returncode == 1

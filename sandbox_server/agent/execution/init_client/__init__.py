@@ -1,1 +1,1 @@
-"""The agent's side of the conversation with the init of a slot."""
+"""The agent's side of the control socket to the init of a slot."""

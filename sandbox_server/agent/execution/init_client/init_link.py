@@ -1,4 +1,4 @@
-"""The agent's end of a slot's control socket: requests go out with file descriptors, reports come back as numbers."""
+"""The agent's end of the control socket of a slot. Requests are sent to init together with file descriptors; init sends fixed-size reports back."""
 
 from __future__ import annotations
 
@@ -12,29 +12,39 @@ from typing import Any, Callable, Protocol, Sequence
 
 from sandbox_server.agent.errors import StartFailed
 from sandbox_server.agent.execution.init_client.init_sender import InitSender
+from sandbox_server.agent.init.reports import EXITED, FAILED, MOVED, READY, REFUSED, REPORT, SIGNALLED
 
-REPORT = struct.Struct("<cIiQQ")
-READY, FAILED, EXITED, REFUSED, SIGNALLED, MOVED = b"R", b"F", b"X", b"E", b"S", b"M"
 _CREDENTIALS = struct.Struct("iII")
 _LARGE_BYTES = 100_000
 _REPORT_BYTES = 4096
 
 
-class Listener(Protocol):
-    """Who asked init for a run and hears how it went."""
+class SpawnListener(Protocol):
+    """Receives what happens to one process that init was asked to start. Exactly one of the methods is called, once."""
 
-    def exited(self, status: int, cpu_s: float, max_rss_bytes: int) -> None:
-        """The first process of the run has ended; `status` is as `wait4` gives it."""
+    def on_process_ended(self, status: int, cpu_s: float, max_rss_bytes: int) -> None:
+        """The process has ended.
 
-    def refused(self, number: int, where: str) -> None:
-        """It could not be started: the errno, and at which step (`send`: init was never asked; `cgroup`, `cwd`, `fork`, `spawn`)."""
+        Args:
+            status: as `os.wait4` returns it.
+            cpu_s: the processor time of the process and of the children that it has waited for, in seconds.
+            max_rss_bytes: the largest resident set of one of them, in bytes.
+        """
 
-    def init_lost(self, detail: str) -> None:
-        """Init has gone; nothing more will be heard."""
+    def on_process_refused(self, errno: int, step: str) -> None:
+        """The process could not be started.
+
+        Args:
+            errno: the error.
+            step: where it occurred: `send` (the request did not reach init), `cgroup`, `cwd`, `fork` or `spawn`.
+        """
+
+    def on_init_lost(self, detail: str) -> None:
+        """Init has ended, so no report will come."""
 
 
 def memfd(name: str, content: bytes) -> int:
-    """A file in memory holding `content`, read from its start. The caller closes it."""
+    """Return the descriptor of a file in memory with this content, positioned at its start. The caller closes it."""
     fd = os.memfd_create(name, os.MFD_CLOEXEC)
     try:
         view = memoryview(content)
@@ -48,84 +58,105 @@ def memfd(name: str, content: bytes) -> int:
 
 
 class InitLink:
-    """One control socket. Owned by a slot's body; every callback runs in the event loop."""
+    """The control socket of one slot runtime. All methods and callbacks run in the event loop.
+
+    Args:
+        loop: the event loop.
+        sock: the agent's end of the socket. This object closes it.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:
         self._loop = loop
         self._sock = sock
         self._fd = sock.fileno()
-        self._next = 1
-        self._listeners: dict[int, Listener] = {}
+        self._next_id = 1
+        self._listeners: dict[int, SpawnListener] = {}
         self._answers: dict[int, asyncio.Future[int]] = {}
         self._ready: asyncio.Future[int] = loop.create_future()
         self.closed = False
-        self._used_s: dict[int, float] = {}
-        self._hears = True
-        self.self_inflicted = False  # it is the slot's own doing that init goes
-        self.on_lost: Callable[[str], None] | None = None
-        self.on_in_flight_full: Callable[[], None] | None = None
-        self._sender = InitSender(loop, sock, self.lose, self._in_flight_full)
+        self._killed_cpu_s: dict[int, float] = {}  # the processor time of what init has killed and reaped, by spawn id
+        self._is_reading = True
+        self.self_inflicted = False  # the slot itself has caused the end of init
+        self.on_lost: Callable[[str], None] | None = None  # called when init is lost, before any listener is
+        self.on_in_flight_full: Callable[[], None] | None = None  # called when the kernel refuses to send more descriptors
+        self._sender = InitSender(loop, sock, self.lose, self._report_in_flight_full)
         sock.setblocking(False)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-        loop.add_reader(self._fd, self._receive_first)
+        loop.add_reader(self._fd, self._read_first_report)
 
-    async def ready(self, config: dict[str, Any], timeout_s: float) -> int:
-        """Send init its configuration, and wait until it serves.
+    async def wait_until_ready(self, config: dict[str, Any], timeout_s: float) -> int:
+        """Send init its configuration, and wait until it is ready for requests.
+
+        Args:
+            config: the configuration.
+            timeout_s: how long to wait, in seconds.
 
         Returns:
-            Init's pid as this process sees it.
+            The process id of init as the agent sees it.
 
         Raises:
-            StartFailed: init said why it cannot serve, or said nothing in time.
+            StartFailed: init reported an error, or did not answer in time.
         """
-        self._send(config, [], 0, self._config_refused)
+        self._send_request(config, [], 0, self._on_config_unsent)
         try:
             return await asyncio.wait_for(asyncio.shield(self._ready), timeout_s)
         except asyncio.TimeoutError:
             raise StartFailed("init did not answer within %g s" % timeout_s) from None
 
-    def start(self, request: dict[str, Any], fds: Sequence[int], listener: Listener) -> int:
-        """Ask for a run; `fds` are duplicated by the kernel, the caller keeps and closes its own.
+    def start_process(self, request: dict[str, Any], fds: Sequence[int], listener: SpawnListener) -> int:
+        """Ask init to start a process.
+
+        Args:
+            request: the request, without `id`.
+            fds: descriptors for the process. The kernel duplicates them; the caller still closes its own.
+            listener: receives what happens to the process.
 
         Returns:
-            The run's number on this link.
+            The spawn id: the number of the process on this link.
 
         Raises:
-            OSError: nothing was asked, for want of descriptors; the listener hears nothing.
+            OSError: the request could not be sent for want of descriptors. The listener is not called.
         """
-        number = self._next
-        self._next += 1
+        number = self._next_id
+        self._next_id += 1
         request["id"] = number
         self._listeners[number] = listener
         if self.closed:
-            self._loop.call_soon(self._never_began, number)
+            self._loop.call_soon(self._report_lost_before_start, number)
             return number
         try:
-            self._send(request, fds, number, functools.partial(self._start_refused, number))
+            self._send_request(request, fds, number, functools.partial(self._on_start_unsent, number))
         except OSError:
             del self._listeners[number]
             raise
         return number
 
-    def _never_began(self, number: int) -> None:
-        self._listeners.pop(number).init_lost("init had ended before")
+    def _report_lost_before_start(self, number: int) -> None:
+        self._listeners.pop(number).on_init_lost("init had ended before")
 
-    def _start_refused(self, number: int, errno: int) -> None:
+    def _on_start_unsent(self, number: int, errno: int) -> None:
         listener = self._listeners.pop(number, None)
         if listener is not None:
-            listener.refused(errno, "send")
+            listener.on_process_refused(errno, "send")
 
-    def _config_refused(self, errno: int) -> None:
+    def _on_config_unsent(self, errno: int) -> None:
         self.lose("its configuration could not be sent: %s" % os.strerror(errno))
 
-    def _in_flight_full(self) -> None:
+    def _report_in_flight_full(self) -> None:
         if self.on_in_flight_full is not None:
             self.on_in_flight_full()
 
     def ask(self, request: dict[str, Any], fds: Sequence[int] = ()) -> asyncio.Future[int]:
-        """Ask something about a run (`signal`, `move`); the future gets init's number, or the OSError with which the request could not be sent.
+        """Ask init to act on a process tree.
 
-        A run that init has not been told to start yet never starts.
+        If the request to start the process has not been sent yet, it is withdrawn, and the process never starts.
+
+        Args:
+            request: `signal` or `move`, with the spawn id as `id`.
+            fds: the descriptors that it needs.
+
+        Returns:
+            A future of the number that init answers with. It fails with an OSError if the request could not be sent.
         """
         number = request["id"]
         old = self._answers.pop(number, None)
@@ -133,77 +164,77 @@ class InitLink:
             old.cancel()
         answer: asyncio.Future[int] = self._loop.create_future()
         self._answers[number] = answer
-        if self.closed or self._sender.withdraw(number):
+        if self.closed or self._sender.withdraw_message(number):
             answer.set_result(0)
         else:
-            self._send(request, fds, 0, functools.partial(self._ask_refused, answer))
+            self._send_request(request, fds, 0, functools.partial(self._on_ask_unsent, answer))
         return answer
 
     @staticmethod
-    def _ask_refused(answer: asyncio.Future[int], errno: int) -> None:
+    def _on_ask_unsent(answer: asyncio.Future[int], errno: int) -> None:
         if not answer.done():
             answer.set_exception(OSError(errno, os.strerror(errno)))
 
-    def release(self, number: int) -> float:
-        """Nothing more will be asked about a run that was signalled.
+    def release_spawn(self, number: int) -> float:
+        """Let init forget a process tree that was signalled; `number` is its spawn id.
 
         Returns:
-            The processor time, in seconds, that init has counted for what it signalled and reaped of the run.
+            The processor time that init has counted for the processes of the tree that it killed and reaped, in seconds.
         """
         if not self.closed:
-            self._send({"op": "release", "id": number}, [], 0, lambda _: None)
-        return self._used_s.pop(number, 0.0)
+            self._send_request({"op": "release", "id": number}, [], 0, lambda _: None)
+        return self._killed_cpu_s.pop(number, 0.0)
 
     def close(self, detail: str = "the slot has ended") -> None:
-        """End the link; a living init ends its slot when it notices. Who still waits for a run hears that init has gone."""
+        """Close the socket. Init ends itself and with it the slot when it reads the end of the socket. All listeners get `on_init_lost`."""
         if self.closed:
             return
         self.closed = True
         self._loop.remove_reader(self._fd)
-        self._sender.close()
+        self._sender.close_sender()
         self._sock.close()
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_result(0)
         if not self._ready.done():
             self._ready.set_exception(StartFailed("init ended before it served"))
-            self._ready.exception()  # mark as seen: nobody may be waiting
+            self._ready.exception()  # retrieved here, because asyncio logs an exception that is never retrieved, and nothing may be waiting for this one
         listeners, self._listeners = self._listeners, {}
         for listener in listeners.values():
-            listener.init_lost(detail)
+            listener.on_init_lost(detail)
 
     def lose(self, detail: str) -> None:
-        """Init is gone, or as good as gone."""
+        """Close the link because init has ended, or does not follow the protocol."""
         if self.closed:
             return
         if self.on_lost is not None:
-            self.on_lost(detail)  # first: who hears of the end of a run goes on to the next call at once, and must find the slot broken
+            self.on_lost(detail)  # before the listeners: when a call ends, the next one begins at once, and must find the slot broken
         self.close(detail)
 
-    def stop_hearing(self) -> None:
-        """The slot is being ended: what its processes come to on the way is no end of their own."""
-        self._hears = False
+    def stop_reading(self) -> None:
+        """Ignore further reports. The agent is ending the slot, so the way its processes end now says nothing about them."""
+        self._is_reading = False
         if not self.closed:
             self._loop.remove_reader(self._fd)
 
-    def poll(self) -> None:
-        """Hear now what init has said and this process has not yet come to."""
-        if not self.closed and self._hears:
-            self._receive()
+    def poll_reports(self) -> None:
+        """Process the reports that have arrived and that the event loop has not processed yet."""
+        if not self.closed and self._is_reading:
+            self._read_reports()
 
-    def _send(self, request: dict[str, Any], fds: Sequence[int], number: int, refused: Callable[[int], None]) -> None:
+    def _send_request(self, request: dict[str, Any], fds: Sequence[int], number: int, on_unsent: Callable[[int], None]) -> None:
         data = marshal.dumps(request, 4)
         if len(data) > _LARGE_BYTES:
             fd = memfd("request", data)
             try:
-                self._sender.send(marshal.dumps({"op": "large"}, 4), [fd, *fds], number, refused)
+                self._sender.send_message(marshal.dumps({"op": "large"}, 4), [fd, *fds], number, on_unsent)
             finally:
                 os.close(fd)
         else:
-            self._sender.send(data, fds, number, refused)
+            self._sender.send_message(data, fds, number, on_unsent)
 
-    def _receive_first(self) -> None:
-        """The first report carries the sender's pid, said by the kernel."""
+    def _read_first_report(self) -> None:
+        """Read the first report. The kernel adds the process id of the sender to it."""
         try:
             data, ancillary, _, _ = self._sock.recvmsg(_REPORT_BYTES, socket.CMSG_SPACE(_CREDENTIALS.size))
         except BlockingIOError:
@@ -218,16 +249,16 @@ class InitLink:
         if kind == READY and ancillary:
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 0)
             self._loop.remove_reader(self._fd)
-            self._loop.add_reader(self._fd, self._receive)
+            self._loop.add_reader(self._fd, self._read_reports)
             if not self._ready.done():
                 self._ready.set_result(_CREDENTIALS.unpack(ancillary[0][2][: _CREDENTIALS.size])[0])
         else:
-            text = data[REPORT.size :].decode("utf-8", "replace") if kind == FAILED else "init said something else than that it serves"
+            text = data[REPORT.size :].decode("utf-8", "replace") if kind == FAILED else "the first report of init was not that it is ready"
             if not self._ready.done():
                 self._ready.set_exception(StartFailed(text))
             self.lose(text)
 
-    def _receive(self) -> None:
+    def _read_reports(self) -> None:
         while not self.closed:
             try:
                 data = self._sock.recv(_REPORT_BYTES)
@@ -239,21 +270,21 @@ class InitLink:
             if len(data) < REPORT.size:
                 self.lose("init has ended" if not data else "init broke its protocol")
                 return
-            self._report(data)
+            self._handle_report(data)
 
-    def _report(self, data: bytes) -> None:
+    def _handle_report(self, data: bytes) -> None:
         kind, number, status, cpu_us, rss_kb = REPORT.unpack_from(data)
         if kind == EXITED and (os.WIFEXITED(status) or os.WIFSIGNALED(status)):
             listener = self._listeners.pop(number, None)
             if listener is not None:
-                listener.exited(status, cpu_us / 1e6, rss_kb << 10)
+                listener.on_process_ended(status, cpu_us / 1e6, rss_kb << 10)
         elif kind == REFUSED:
             listener = self._listeners.pop(number, None)
             if listener is not None:
-                listener.refused(status, data[REPORT.size :].decode("ascii", "replace"))
+                listener.on_process_refused(status, data[REPORT.size :].decode("ascii", "replace"))
         elif kind in (SIGNALLED, MOVED):
             if kind == SIGNALLED:
-                self._used_s[number] = cpu_us / 1e6
+                self._killed_cpu_s[number] = cpu_us / 1e6
             answer = self._answers.pop(number, None)
             if answer is not None and not answer.done():
                 answer.set_result(status)

@@ -1,4 +1,4 @@
-"""What the agent says to an init, in order, over a socket that may be full and a system that may be short of what sending needs."""
+"""Sends the agent's messages to init, in order, although the socket may be full and the kernel may be short of what sending needs."""
 
 from __future__ import annotations
 
@@ -21,81 +21,82 @@ class _Message(NamedTuple):
     data: bytes
     fds: list[int]
     number: int
-    refused: Callable[[int], None]
+    on_unsent: Callable[[int], None]
 
 
 class InitSender:
-    """Sends messages with descriptors.
+    """Sends messages with file descriptors to one init.
 
-    A message that the system refuses for now (too many descriptors under way, no memory) is tried again for `RETRY_WITHIN_S`, and then is refused itself:
-    what the system lacks says nothing about init. Messages without descriptors need nothing that can be lacking for long, and go ahead of it.
+    If the kernel refuses a message for a temporary reason (too many descriptors in flight, no memory), the message is sent again for `RETRY_WITHIN_S`
+    seconds. After that only this message fails: a shortage in the kernel is no sign that init is lost. Messages without descriptors need none of what can
+    be short for long, so they are sent before messages that are waiting for a retry.
 
     Args:
         loop: the event loop.
-        sock: non-blocking; stays the caller's.
-        lost: called, later, when the socket is of no use any more, with why.
-        in_flight_full: called whenever a message is refused because too many descriptors are under way.
+        sock: the non-blocking socket. The caller closes it.
+        on_lost: called with the reason, in a later turn of the event loop, when the socket cannot be used any more.
+        on_in_flight_full: called whenever the kernel refuses a message because too many descriptors are in flight.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket, lost: Callable[[str], None], in_flight_full: Callable[[], None]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket, on_lost: Callable[[str], None], on_in_flight_full: Callable[[], None]) -> None:
         self._loop = loop
         self._sock = sock
-        self._lost = lost
-        self._in_flight_full = in_flight_full
-        self._waiting: Deque[_Message] = collections.deque()
-        self._retry: asyncio.TimerHandle | None = None
+        self._on_lost = on_lost
+        self._on_in_flight_full = on_in_flight_full
+        self._queue: Deque[_Message] = collections.deque()
+        self._retry_timer: asyncio.TimerHandle | None = None
         self._pause_s = _FIRST_PAUSE_S
         self._give_up_at = 0.0
-        self._closed = False
+        self._is_closed = False
 
-    def send(self, data: bytes, fds: Sequence[int], number: int, refused: Callable[[int], None]) -> None:
-        """Send a message now or as soon as it can be.
+    def send_message(self, data: bytes, fds: Sequence[int], number: int, on_unsent: Callable[[int], None]) -> None:
+        """Send a message now, or queue it until it can be sent.
 
         Args:
             data: the message.
-            fds: the descriptors that go with it; they stay the caller's.
-            number: of what it asks for, see `withdraw`.
-            refused: called with an errno when it could not be sent.
+            fds: the descriptors to send with it. The caller still closes its own.
+            number: the spawn id, for `withdraw_message`; 0: the message cannot be withdrawn.
+            on_unsent: called with an errno if the message could not be sent.
 
         Raises:
-            OSError: it would have to wait, and there is no descriptor left to keep its descriptors.
+            OSError: the message must be queued, and the agent has no descriptors left to duplicate those of the message.
         """
-        if not self._waiting or (self._retry is not None and not fds):
+        if not self._queue or (self._retry_timer is not None and not fds):
             error = self._transmit(data, fds)
             if error is None:
                 return
             if error.errno not in TEMPORARY_ERRORS:
-                self._loop.call_soon(self._lost, "its control socket failed: %s" % error)
+                self._loop.call_soon(self._on_lost, "its control socket failed: %s" % error)
                 return
         else:
             error = None
-        if len(self._waiting) >= QUEUE_LIMIT:
-            self._loop.call_soon(self._lost, "init has stopped reading")
+        if len(self._queue) >= QUEUE_LIMIT:
+            self._loop.call_soon(self._on_lost, "init has stopped reading")
             return
-        self._waiting.append(_Message(data, _duplicates(fds), number, refused))
-        if error is not None and len(self._waiting) == 1:
+        self._queue.append(_Message(data, _duplicate(fds), number, on_unsent))
+        if error is not None and len(self._queue) == 1:
             self._give_up_at = self._loop.time() + RETRY_WITHIN_S
-            self._wait(error)
+            self._schedule_flush(error)
 
-    def withdraw(self, number: int) -> bool:
-        """Forget what has been asked under this number and has not been sent; whether there was any. Its `refused` is called."""
-        for message in self._waiting:
+    def withdraw_message(self, number: int) -> bool:
+        """Remove a queued message from the queue and call its `on_unsent`. Returns False if no message with this number is queued."""
+        for message in self._queue:
             if message.number == number:
-                first = message is self._waiting[0]
-                self._waiting.remove(message)
+                first = message is self._queue[0]
+                self._queue.remove(message)
                 if first:
-                    self._stop_waiting()
+                    self._cancel_flush()
                     self._loop.call_soon(self._flush)
-                _drop(message, errno.ETIMEDOUT)
+                _fail_message(message, errno.ETIMEDOUT)
                 return True
         return False
 
-    def close(self) -> None:
-        """Nothing more is sent."""
-        self._closed = True
-        self._stop_waiting()
-        while self._waiting:
-            for fd in self._waiting.popleft().fds:
+    def close_sender(self) -> None:
+        """Discard the queue. Nothing is sent after this."""
+        self._is_closed = True
+        self._cancel_flush()
+        while self._queue:
+            for fd in self._queue.popleft().fds:
                 os.close(fd)
 
     def _transmit(self, data: bytes, fds: Sequence[int]) -> OSError | None:
@@ -108,45 +109,45 @@ class InitSender:
             return error
         return None
 
-    def _wait(self, error: OSError) -> None:
-        """Go on when the socket has room again, or in a while."""
-        self._stop_waiting()
+    def _schedule_flush(self, error: OSError) -> None:
+        """Send the queue once the socket has room again, or after a pause."""
+        self._cancel_flush()
         if isinstance(error, BlockingIOError):
             self._loop.add_writer(self._sock.fileno(), self._flush)
             return
         if error.errno == errno.ETOOMANYREFS:
-            self._in_flight_full()
-        self._retry = self._loop.call_later(self._pause_s, self._flush)
+            self._on_in_flight_full()
+        self._retry_timer = self._loop.call_later(self._pause_s, self._flush)
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
 
-    def _stop_waiting(self) -> None:
+    def _cancel_flush(self) -> None:
         self._loop.remove_writer(self._sock.fileno())
-        if self._retry is not None:
-            self._retry.cancel()
-            self._retry = None
+        if self._retry_timer is not None:
+            self._retry_timer.cancel()
+            self._retry_timer = None
 
     def _flush(self) -> None:
-        while self._waiting and not self._closed:
-            message = self._waiting[0]
+        while self._queue and not self._is_closed:
+            message = self._queue[0]
             error = self._transmit(message.data, message.fds)
             if error is not None and error.errno not in TEMPORARY_ERRORS:
-                self._stop_waiting()
-                self._lost("its control socket failed: %s" % error)
+                self._cancel_flush()
+                self._on_lost("its control socket failed: %s" % error)
                 return
             if error is not None and (isinstance(error, BlockingIOError) or self._loop.time() < self._give_up_at):
-                self._wait(error)
+                self._schedule_flush(error)
                 return
-            self._waiting.popleft()
+            self._queue.popleft()
             self._give_up_at = self._loop.time() + RETRY_WITHIN_S
             if error is None:
                 self._pause_s = _FIRST_PAUSE_S
                 _close_all(message.fds)
             else:
-                _drop(message, error.errno or 0)
-        self._stop_waiting()
+                _fail_message(message, error.errno or 0)
+        self._cancel_flush()
 
 
-def _duplicates(fds: Sequence[int]) -> list[int]:
+def _duplicate(fds: Sequence[int]) -> list[int]:
     own: list[int] = []
     try:
         for fd in fds:
@@ -157,9 +158,9 @@ def _duplicates(fds: Sequence[int]) -> list[int]:
     return own
 
 
-def _drop(message: _Message, number: int) -> None:
+def _fail_message(message: _Message, errno_number: int) -> None:
     _close_all(message.fds)
-    message.refused(number)
+    message.on_unsent(errno_number)
 
 
 def _close_all(fds: Sequence[int]) -> None:

@@ -1,1 +1,1 @@
-"""The tools: their arguments, and what each becomes."""
+"""The tools that calls can use: how their arguments are checked, and what a call of each does."""

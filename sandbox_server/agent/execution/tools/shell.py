@@ -1,25 +1,34 @@
-"""The tool `bash`: a fresh shell for every call."""
+"""The tools `bash` and `terminal`: every call runs one command in a new shell."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any, Mapping
 
-from sandbox_server.agent.errors import InvalidArgs
+from sandbox_server.agent.execution.processes.spawn_spec import SpawnSpec, program_spec
+from sandbox_server.agent.execution.tools.argument_checks import check_names, check_text, check_text_without_nul, parse_environment
+from sandbox_server.agent.execution.tools.tool import Tool, ToolCall
 
 MAX_COMMAND_BYTES = 1 << 20
 MAX_STDIN_BYTES = 10 << 20
-MAX_ENV_BYTES = 128 << 10
-MAX_ENV_NAMES = 1000
 MAX_CWD_BYTES = 4095
-# One argument of a program may have 128 KiB; a longer command is read from a file in memory instead.
-_ARGUMENT_BYTES = 100_000
-_FROM_FD = b'eval "exec 3<&-\n$(</dev/fd/3)"'
+# Linux limits one argument of a program to 128 KiB. A longer command is read from a file in memory instead.
+_MAX_ARGUMENT_BYTES = 100_000
+_READ_SCRIPT = b'eval "exec 3<&-\n$(</dev/fd/3)"'
 
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-    """What to spawn: the shell's arguments, and what it reads."""
+    """A shell command.
+
+    Args:
+        args: the arguments of the shell.
+        env: further environment variables.
+        cwd: the working directory, relative to the workspace; None: the workspace.
+        stdin: what the command reads as its standard input.
+        script: the command itself, if it is too long for an argument.
+    """
 
     args: tuple[bytes, bytes]
     env: Mapping[str, str] | None
@@ -27,84 +36,76 @@ class Command:
     stdin: bytes | None
     script: bytes | None
 
+    def text(self) -> str:
+        """The command for a person to read."""
+        return (self.script if self.script is not None else self.args[1]).decode("utf-8", "replace")
 
-def encode(name: str, value: Any, max_bytes: int) -> bytes:
-    """The bytes of a text argument.
+    def to_spawn_spec(self, shell: str, workspace: str, **fields: Any) -> SpawnSpec:
+        """What init is asked to start.
 
-    Raises:
-        InvalidArgs: it is no text, holds a NUL or half a character, or is too long.
-    """
-    if not isinstance(value, str):
-        raise InvalidArgs("%s must be a string" % name)
-    try:
-        data = value.encode("utf-8", "surrogateescape")
-    except UnicodeEncodeError:
-        raise InvalidArgs("%s holds half a surrogate pair, which stands for no character" % name) from None
-    if len(data) > max_bytes:
-        raise InvalidArgs("%s has %d bytes; at most %d are taken" % (name, len(data), max_bytes))
-    return data
+        Args:
+            shell: the path of the shell as the slot sees it.
+            workspace: the path of the workspace as the slot sees it.
+            fields: further fields of the spec.
+        """
+        cwd = workspace if self.cwd is None else os.path.join(workspace, self.cwd)
+        return program_spec([shell, *self.args], self.env, cwd, script=self.script, **fields)
 
 
-def plain(name: str, value: Any, max_bytes: int) -> bytes:
-    """The bytes of an argument that ends up in a C string."""
-    data = encode(name, value, max_bytes)
-    if b"\0" in data:
-        raise InvalidArgs("%s holds a NUL" % name)
-    return data
+def parse_command(text: Any, args: Mapping[str, Any], name: str = "command") -> Command:
+    """Check a shell command and the arguments that go with it.
 
-
-def check_names(tool: str, args: Mapping[str, Any], required: tuple[str, ...], optional: tuple[str, ...]) -> None:
-    """Every required argument is there and no unknown one.
+    Args:
+        text: the command.
+        args: may have `env`, `cwd` and `stdin`.
+        name: what the argument with the command is called.
 
     Raises:
-        InvalidArgs: naming the argument.
+        InvalidArgs: an argument is not valid; the text names it.
     """
-    for name in args:
-        if name not in required and name not in optional:
-            raise InvalidArgs("%s has no argument %s" % (tool, ascii(name)))
-    for name in required:
-        if args.get(name) is None:
-            raise InvalidArgs("%s needs the argument %s" % (tool, name))
-
-
-def _environment(value: Any) -> dict[str, str]:
-    if not isinstance(value, dict):
-        raise InvalidArgs("env must be an object of strings")
-    if len(value) > MAX_ENV_NAMES:
-        raise InvalidArgs("env has %d names; at most %d are taken" % (len(value), MAX_ENV_NAMES))
-    size = 0
-    for name, text in value.items():
-        size += len(plain("env", name, MAX_ENV_BYTES)) + len(plain("env.%s" % ascii(name)[1:-1], text, MAX_ENV_BYTES))
-        if not name or "=" in name:
-            raise InvalidArgs("env has the name %s, which cannot be one" % ascii(name))
-    if size > MAX_ENV_BYTES:
-        raise InvalidArgs("env has %d bytes; at most %d are taken" % (size, MAX_ENV_BYTES))
-    return value
-
-
-def command(text: Any, args: Mapping[str, Any], name: str = "command") -> Command:
-    """A shell command as what to spawn, checked.
-
-    Raises:
-        InvalidArgs: naming the argument that does not fit.
-    """
-    data = plain(name, text, MAX_COMMAND_BYTES)
-    env = args.get("env")
-    cwd = args.get("cwd")
-    stdin = args.get("stdin")
-    long = len(data) > _ARGUMENT_BYTES
+    data = check_text_without_nul(name, text, MAX_COMMAND_BYTES)
+    env, cwd, stdin = args.get("env"), args.get("cwd"), args.get("stdin")
+    is_long = len(data) > _MAX_ARGUMENT_BYTES
     if cwd is not None:
-        plain("cwd", cwd, MAX_CWD_BYTES)
+        check_text_without_nul("cwd", cwd, MAX_CWD_BYTES)
     return Command(
-        args=(b"-c", _FROM_FD if long else data),
-        env=_environment(env) if env is not None else None,
+        args=(b"-c", _READ_SCRIPT if is_long else data),
+        env=parse_environment(env) if env is not None else None,
         cwd=cwd or None,
-        stdin=encode("stdin", stdin, MAX_STDIN_BYTES) if stdin is not None else None,
-        script=data if long else None,
+        stdin=check_text("stdin", stdin, MAX_STDIN_BYTES) if stdin is not None else None,
+        script=data if is_long else None,
     )
 
 
-def bash(args: Mapping[str, Any]) -> Command:
-    """The arguments of `bash`, checked."""
+def parse_bash(args: Mapping[str, Any]) -> Command:
+    """Check the arguments of `bash`.
+
+    Raises:
+        InvalidArgs: an argument is not valid; the text names it.
+    """
     check_names("bash", args, ("command",), ("cwd", "env", "stdin"))
-    return command(args["command"], args)
+    return parse_command(args["command"], args)
+
+
+class BashCall:
+    """One call of `bash`."""
+
+    def __init__(self, command: Command) -> None:
+        self._command = command
+
+    def start_call(self, call: ToolCall) -> None:
+        """See `ToolHandler`."""
+        spec = self._command.to_spawn_spec(call.runtime.shell, call.runtime.workspace, stdin=self._command.stdin)
+        call.start_process(spec, call.sinks)
+
+    def on_process_ended(self, call: ToolCall, status: int) -> None:
+        """See `ToolHandler`."""
+        call.finish_by_status(status)
+
+
+def _parse(args: Mapping[str, Any]) -> BashCall:
+    return BashCall(parse_bash(args))
+
+
+BASH = Tool("bash", _parse)
+TERMINAL = Tool("terminal", _parse)

@@ -1,4 +1,4 @@
-"""A forked tool's answer comes from inside the slot: in any pieces, and perhaps forged."""
+"""The parser for the output of a forked tool. The output comes from inside the slot: in any pieces, and perhaps forged."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Collected:
 
 
 @pytest.mark.parametrize("step", [1, 3, 1000])
-def test_the_header_comes_off_whatever_the_pieces(step: int) -> None:
+def test_the_header_is_split_off_however_the_output_is_cut_into_pieces(step: int) -> None:
     document = b'{"ok":true,"size_bytes":3}'
     stream = struct.pack(">I", len(document)) + document + b"abc"
     content = Collected()
@@ -31,7 +31,7 @@ def test_the_header_comes_off_whatever_the_pieces(step: int) -> None:
 
 
 @pytest.mark.parametrize("forged", [struct.pack(">I", MAX_HEADER_BYTES + 1), struct.pack(">I", 2) + b"[]", struct.pack(">I", 3) + b"{{{", b"\xff" * 100])
-def test_nonsense_is_seen_and_costs_nothing(forged: bytes) -> None:
+def test_an_invalid_header_is_detected_and_not_stored(forged: bytes) -> None:
     content = Collected()
     framed = Framed(content)
     framed.write(forged)

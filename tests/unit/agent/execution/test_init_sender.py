@@ -1,4 +1,4 @@
-"""Sending to an init while the system is short of something: the message waits or is refused, and init is not held to have ended."""
+"""Sending to init while the kernel is short of something: the message waits or fails, and init does not count as lost."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from sandbox_server.agent.execution.in_flight_descriptors import find_slot_to_blame
 from sandbox_server.agent.execution.init_client import init_sender
-from sandbox_server.agent.execution.init_client.descriptors import most_drains, slot_limit
-from sandbox_server.agent.execution.init_client.in_flight_descriptors import who_fills
+from sandbox_server.agent.execution.init_client.descriptors import max_drains, slot_limit
 from sandbox_server.agent.execution.init_client.init_sender import InitSender
 
 
 class ShortSocket(socket.socket):
-    """A socket over which no descriptor can be passed as long as `error` is set."""
+    """A socket that refuses to send descriptors while `error` is set."""
 
     error = 0
 
@@ -28,7 +28,7 @@ class ShortSocket(socket.socket):
 
 
 class Ends:
-    """A sender, what it says of itself, and the other end of its socket."""
+    """A sender, the calls of its callbacks, and the other end of its socket."""
 
     def __init__(self) -> None:
         ours, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -55,7 +55,7 @@ class Ends:
 async def ends() -> AsyncIterator[Ends]:
     ends = Ends()
     yield ends
-    ends.sender.close()
+    ends.sender.close_sender()
     ends.sock.close()
     ends.theirs.close()
 
@@ -65,11 +65,11 @@ def never(number: int) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.ETOOMANYREFS, errno.ENOBUFS, errno.ENOMEM])
-async def test_a_refusal_that_passes_only_delays_and_others_go_ahead(ends: Ends, number: int) -> None:
+async def test_a_temporary_refusal_delays_a_message_and_lets_others_overtake_it(ends: Ends, number: int) -> None:
     ends.sock.error = number
-    ends.sender.send(b"first", [0], 1, never)
-    ends.sender.send(b"second", [0], 2, never)
-    ends.sender.send(b"without", [], 0, never)
+    ends.sender.send_message(b"first", [0], 1, never)
+    ends.sender.send_message(b"second", [0], 2, never)
+    ends.sender.send_message(b"without", [], 0, never)
     await asyncio.sleep(0.05)
     assert ends.heard() == [b"without"]
 
@@ -85,24 +85,24 @@ async def test_a_refusal_that_passes_only_delays_and_others_go_ahead(ends: Ends,
     assert (ends.full > 0) == (number == errno.ETOOMANYREFS)
 
 
-async def test_a_refusal_that_stays_is_the_messages_own(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_lasting_refusal_fails_that_message_only(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(init_sender, "RETRY_WITHIN_S", 0.05)
     ends.sock.error = errno.ETOOMANYREFS
     refused: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-    ends.sender.send(b"first", [0], 1, refused.set_result)
+    ends.sender.send_message(b"first", [0], 1, refused.set_result)
 
     assert await asyncio.wait_for(refused, 5) == errno.ETOOMANYREFS
     assert ends.lost == []
 
 
-async def test_what_waits_can_be_withdrawn(ends: Ends) -> None:
+async def test_a_queued_message_can_be_withdrawn(ends: Ends) -> None:
     ends.sock.error = errno.ETOOMANYREFS
     refused: list[int] = []
-    ends.sender.send(b"first", [0], 1, refused.append)
-    ends.sender.send(b"second", [0], 2, never)
+    ends.sender.send_message(b"first", [0], 1, refused.append)
+    ends.sender.send_message(b"second", [0], 2, never)
 
-    assert ends.sender.withdraw(1)
-    assert not ends.sender.withdraw(1)
+    assert ends.sender.withdraw_message(1)
+    assert not ends.sender.withdraw_message(1)
     ends.sock.error = 0
     heard: list[bytes] = []
     async with asyncio.timeout(5):
@@ -113,9 +113,9 @@ async def test_what_waits_can_be_withdrawn(ends: Ends) -> None:
     assert refused == [errno.ETIMEDOUT]
 
 
-async def test_an_end_of_the_socket_is_the_loss_of_init(ends: Ends) -> None:
+async def test_the_end_of_the_socket_is_reported_as_the_loss_of_init(ends: Ends) -> None:
     ends.theirs.close()
-    ends.sender.send(b"first", [0], 1, never)
+    ends.sender.send_message(b"first", [0], 1, never)
     await asyncio.sleep(0)
 
     assert len(ends.lost) == 1
@@ -127,8 +127,8 @@ def test_a_slot_may_open_a_quarter_of_what_the_agent_may(own: int, slot: int) ->
 
 
 @pytest.mark.parametrize(("own", "slots", "drains"), [(1024, 10, 48), (256, 10, 9), (1 << 20, 10, 256), (100, 50, 4)])
-def test_drained_pipes_leave_the_agent_descriptors_for_calls(own: int, slots: int, drains: int) -> None:
-    assert most_drains(own, slots) == drains
+def test_the_limit_of_drained_pipes_leaves_descriptors_for_calls(own: int, slots: int, drains: int) -> None:
+    assert max_drains(own, slots) == drains
 
 
 @pytest.mark.parametrize(
@@ -141,5 +141,5 @@ def test_drained_pipes_leave_the_agent_descriptors_for_calls(own: int, slots: in
         ({"0": 200, "1": 200}, None),
     ],
 )
-def test_only_a_slot_with_its_part_of_the_limit_under_way_is_to_blame(counts: dict[str, int], culprit: str | None) -> None:
-    assert who_fills(counts, 1024) == culprit
+def test_only_a_slot_with_a_considerable_part_of_the_limit_in_flight_is_blamed(counts: dict[str, int], culprit: str | None) -> None:
+    assert find_slot_to_blame(counts, 1024) == culprit

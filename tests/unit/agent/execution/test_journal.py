@@ -1,10 +1,10 @@
-"""A call runs at most once: its identity, and what is remembered of it."""
+"""The journal, which makes sure that a call runs at most once, and the identity of calls."""
 
 from __future__ import annotations
 
 import pytest
 
-from sandbox_server.agent.execution.journal import CallOutcome, Journal, identity
+from sandbox_server.agent.execution.journal import CallOutcome, Journal, call_identity
 
 
 def _outcome(call_id: str, reason: str) -> CallOutcome:
@@ -12,7 +12,7 @@ def _outcome(call_id: str, reason: str) -> CallOutcome:
 
 
 def test_identity_does_not_depend_on_the_order_of_keys() -> None:
-    assert identity("bash", {"command": "x", "env": {"A": "1", "B": "2"}}) == identity("bash", {"env": {"B": "2", "A": "1"}, "command": "x"})
+    assert call_identity("bash", {"command": "x", "env": {"A": "1", "B": "2"}}) == call_identity("bash", {"env": {"B": "2", "A": "1"}, "command": "x"})
 
 
 @pytest.mark.parametrize(
@@ -26,27 +26,27 @@ def test_identity_does_not_depend_on_the_order_of_keys() -> None:
         ("bash", {"command": "\udc80"}),
     ],
 )
-def test_other_calls_have_other_identities(tool: str, args: dict[str, object]) -> None:
-    assert identity(tool, args) != identity("bash", {"command": "x"})
+def test_calls_that_differ_have_different_identities(tool: str, args: dict[str, object]) -> None:
+    assert call_identity(tool, args) != call_identity("bash", {"command": "x"})
 
 
-def test_identity_is_of_the_value_not_of_the_object() -> None:
+def test_identity_depends_on_the_value_and_not_on_the_object() -> None:
     command = "".join(["ec", "ho"])
 
-    assert identity("bash", {"command": command}) == identity("bash", {"command": "echo"})
+    assert call_identity("bash", {"command": command}) == call_identity("bash", {"command": "echo"})
 
 
-def test_a_verdict_is_kept_and_what_may_be_asked_again_is_not() -> None:
+def test_an_outcome_is_recorded_unless_the_call_may_be_sent_again() -> None:
     journal = Journal()
     for call_id, reason in (("a", "exit"), ("b", "not_implemented"), ("c", "timeout")):
-        journal.begin(call_id, b"", object())
-        journal.end(call_id, _outcome(call_id, reason))
+        journal.record_start(call_id, b"", object())
+        journal.record_outcome(call_id, _outcome(call_id, reason))
     running = object()
-    journal.begin("d", b"", running)
+    journal.record_start("d", b"", running)
 
-    assert journal.running() == [running]
-    assert journal.get("b") is None
-    entry = journal.get("c")
+    assert journal.running_calls() == [running]
+    assert journal.get_entry("b") is None
+    entry = journal.get_entry("c")
     assert entry is not None
     assert entry.outcome is not None
     assert entry.outcome.reason == "timeout"

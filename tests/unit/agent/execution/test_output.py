@@ -1,4 +1,4 @@
-"""What is kept of an output: bounded in memory, whole in the spool, cut for the result."""
+"""What is kept of an output: a bounded part in memory, all of it in the spool, and a cut version for the result."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sandbox_server.agent.execution.output import IN_MEMORY_TOTAL_BYTES, MEMORY_BYTES, Sink, Spool, marker
+from sandbox_server.agent.execution.output import IN_MEMORY_TOTAL_BYTES, MEMORY_BYTES, Sink, Spool, cut_marker
 
 CHUNKS = st.lists(st.integers(0, 40_000), max_size=12)
 
@@ -25,7 +25,7 @@ def _fill(sink: Sink, sizes: list[int]) -> bytes:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
 @given(sizes=CHUNKS, limit=st.integers(0, 100_000), budget=st.integers(0, 200_000))
-def test_the_cut_is_the_ends_of_the_whole_whatever_the_spool_takes(tmp_path: Path, sizes: list[int], limit: int, budget: int) -> None:
+def test_a_cut_output_has_the_beginning_and_the_end_whatever_the_spool_holds(tmp_path: Path, sizes: list[int], limit: int, budget: int) -> None:
     sink = Sink(Spool(str(tmp_path / os.urandom(4).hex()), budget), limit)
     whole = _fill(sink, sizes)
     kept = sink.finish()
@@ -36,13 +36,13 @@ def test_the_cut_is_the_ends_of_the_whole_whatever_the_spool_takes(tmp_path: Pat
         assert kept.cut() == whole
     else:
         head, tail = whole[: limit // 2], whole[len(whole) - (limit - limit // 2) :]
-        first, _, last = kept.cut().partition(marker(len(whole) - limit))
+        first, _, last = kept.cut().partition(cut_marker(len(whole) - limit))
         if kept.available >= len(head):
             assert (first, last) == (head, tail)
     assert whole.startswith(kept.read(0, kept.available))
 
 
-def test_much_output_takes_no_more_memory_than_little(tmp_path: Path) -> None:
+def test_the_memory_for_an_output_does_not_grow_with_the_output(tmp_path: Path) -> None:
     sink = Sink(Spool(str(tmp_path), 1 << 30), 1000)
     for _ in range(100):
         sink.write(b"x" * 100_000)
@@ -52,7 +52,7 @@ def test_much_output_takes_no_more_memory_than_little(tmp_path: Path) -> None:
     assert sink.read(9_999_999, 10) == b"x"
 
 
-def test_the_oldest_finished_output_makes_room(tmp_path: Path) -> None:
+def test_the_oldest_finished_output_is_deleted_to_make_room(tmp_path: Path) -> None:
     spool = Spool(str(tmp_path), 300_000)
     kept = []
     for _ in range(4):
@@ -61,7 +61,7 @@ def test_the_oldest_finished_output_makes_room(tmp_path: Path) -> None:
         kept.append(sink.finish())
 
     assert [entry.evicted for entry in kept] == [True, False, False, False]
-    assert kept[0].cut() == marker(100_000)
+    assert kept[0].cut() == cut_marker(100_000)
     assert len(list(tmp_path.iterdir())) == 3
 
 
@@ -78,7 +78,7 @@ def test_many_small_outputs_leave_memory_and_stay_readable(tmp_path: Path) -> No
     assert kept[-1].memory != b""
 
 
-def test_a_full_disk_cuts_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_cuts_the_output_and_the_result_reports_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(fd: int, data: bytes, offset: int) -> int:
         raise OSError(28, "No space left on device")
 
@@ -93,7 +93,7 @@ def test_a_full_disk_cuts_and_says_so(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("refuses", ["open", "pwrite"])
-def test_a_disk_without_room_for_a_file_costs_the_middle_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuses: str) -> None:
+def test_without_room_for_a_file_only_the_middle_of_an_output_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuses: str) -> None:
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
@@ -106,12 +106,12 @@ def test_a_disk_without_room_for_a_file_costs_the_middle_alone(tmp_path: Path, m
 
     assert small.finish().cut() == b"s" * 10_000
     assert large.read(0, 2) == b"aa"
-    assert large.finish().cut() == b"a" * 500 + marker(179_000) + b"c" * 500
+    assert large.finish().cut() == b"a" * 500 + cut_marker(179_000) + b"c" * 500
     monkeypatch.undo()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_no_disk_takes_is_held_up_to_a_limit_and_the_newest_always(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_disk_outputs_stay_in_memory_up_to_a_limit_and_the_newest_always_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from sandbox_server.agent.errors import InvalidArgs
-from sandbox_server.agent.execution.tools import jobs, shell, tool_registry
+from sandbox_server.agent.errors import InvalidArgs, ToolNotBuilt, UnknownTool
+from sandbox_server.agent.execution.tools import process, shell, tool_registry
 
 
-def test_a_short_command_is_an_argument_and_a_long_one_a_file() -> None:
-    short, long = shell.bash({"command": "echo é"}), shell.bash({"command": "x" * 200_000})
+def test_a_short_command_is_passed_as_an_argument_and_a_long_one_as_a_file() -> None:
+    short, long = shell.parse_bash({"command": "echo é"}), shell.parse_bash({"command": "x" * 200_000})
 
     assert short.args == (b"-c", "echo é".encode())
     assert short.script is None
@@ -17,8 +17,8 @@ def test_a_short_command_is_an_argument_and_a_long_one_a_file() -> None:
     assert len(long.args[1]) < 100
 
 
-def test_bytes_that_are_not_utf8_go_through() -> None:
-    assert shell.bash({"command": "echo \udcff"}).args[1] == b"echo \xff"
+def test_bytes_that_are_not_utf8_are_passed_on() -> None:
+    assert shell.parse_bash({"command": "echo \udcff"}).args[1] == b"echo \xff"
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_bytes_that_are_not_utf8_go_through() -> None:
 )
 def test_what_does_not_fit_is_named(args: dict[str, object], named: str) -> None:
     with pytest.raises(InvalidArgs, match=named):
-        shell.bash(args)
+        shell.parse_bash(args)
 
 
 @pytest.mark.parametrize(
@@ -51,14 +51,14 @@ def test_what_does_not_fit_is_named(args: dict[str, object], named: str) -> None
         ({"action": "write", "process_id": "p1", "data": 5}, "data"),
     ],
 )
-def test_an_action_takes_what_it_needs(args: dict[str, object], named: str) -> None:
+def test_each_action_checks_its_arguments(args: dict[str, object], named: str) -> None:
     with pytest.raises(InvalidArgs, match=named):
-        jobs.parse(args)
+        process.parse_job_action(args)
 
 
 def test_tools_that_are_not_built_are_told_apart_from_those_that_do_not_exist() -> None:
     for tool in tool_registry.NOT_BUILT:
-        with pytest.raises(tool_registry.NotBuilt):
-            tool_registry.plan(tool, {})
-    with pytest.raises(InvalidArgs, match="nonsense"):
-        tool_registry.plan("nonsense", {})
+        with pytest.raises(ToolNotBuilt):
+            tool_registry.find_tool(tool).parse_arguments({})
+    with pytest.raises(UnknownTool, match="nonsense"):
+        tool_registry.find_tool("nonsense")

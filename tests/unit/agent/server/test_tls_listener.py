@@ -1,4 +1,4 @@
-"""The agent's TLS port, to which slots that share the network can connect: who shows no token gets nothing, takes little and goes soon."""
+"""The agent's TLS port, to which slots that share the network can connect. Unauthenticated connections get no answer, use few resources and end soon."""
 
 from __future__ import annotations
 
@@ -28,32 +28,32 @@ WITHIN_S = 10
 
 
 class Agent:
-    """What connections need of an agent."""
+    """What a connection needs from an agent."""
 
     token = TOKEN
 
     def __init__(self) -> None:
         self.connections: set[Connection] = set()
 
-    def hello(self) -> dict[str, Any]:
+    def make_hello(self) -> dict[str, Any]:
         return {"v": wire.PROTOCOL_VERSION, "boot": "b"}
 
-    def connected(self, connection: Connection) -> None:
+    def add_connection(self, connection: Connection) -> None:
         self.connections.add(connection)
 
-    def disconnected(self, connection: Connection) -> None:
+    def remove_connection(self, connection: Connection) -> None:
         self.connections.discard(connection)
 
-    def open(self, stream: Stream, meta: dict[str, Any]) -> Handler:
+    def open_stream(self, stream: Stream, meta: dict[str, Any]) -> Handler:
         raise NotImplementedError
 
 
 @pytest.fixture
 async def listener(tmp_path: Path) -> AsyncIterator[TlsListener]:
     it = TlsListener(Agent(), TlsListen("127.0.0.1", 0, MADE.certificate, MADE.key), str(tmp_path), max_unauthenticated=4, hello_within_s=1.0)
-    it.start()
+    it.start_listening()
     yield it
-    it.close()
+    it.stop_listening()
 
 
 @pytest.fixture
@@ -67,12 +67,12 @@ async def raw(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
 
 
 async def greeted(port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A connection with its handshake done."""
+    """A connection that has completed its TLS handshake."""
     return await asyncio.open_connection("127.0.0.1", port, ssl=pinning_context(MADE.certificate))
 
 
 async def answer(reader: asyncio.StreamReader) -> bytes:
-    """Everything the agent says until it hangs up."""
+    """Everything that the agent sends until it closes the connection."""
     async with asyncio.timeout(WITHIN_S):
         whole = b""
         with suppress(ConnectionError, ssl.SSLError):
@@ -102,7 +102,7 @@ WRONG_TOKEN = HELLO.data_to_send()
         pytest.param(b"GET / HTTP/1.1\r\n\r\n", id="another protocol"),
     ],
 )
-async def test_who_says_anything_but_the_token_hears_nothing(port: int, said: bytes) -> None:
+async def test_a_client_that_sends_anything_but_the_token_gets_no_answer(port: int, said: bytes) -> None:
     reader, writer = await greeted(port)
     writer.write(said)
 
@@ -133,7 +133,7 @@ async def test_idle_connections_make_room_for_the_service(port: int, listener: T
         writer.transport.abort()
 
 
-async def test_who_is_slow_is_dropped_though_they_keep_talking(port: int) -> None:
+async def test_a_client_that_sends_slowly_is_dropped(port: int) -> None:
     reader, writer = await greeted(port)
     ended = asyncio.ensure_future(answer(reader))
     for byte in wire.HEADER.pack(10_000, wire.HELLO, 0) + bytes(10_000):
@@ -146,7 +146,7 @@ async def test_who_is_slow_is_dropped_though_they_keep_talking(port: int) -> Non
     writer.transport.abort()
 
 
-async def test_a_handshake_that_never_goes_on_is_dropped(port: int, listener: TlsListener) -> None:
+async def test_a_connection_that_does_not_complete_its_handshake_is_dropped(port: int, listener: TlsListener) -> None:
     reader, writer = await raw(port)
     writer.write(b"\x16\x03\x01\x02\x00\x01")  # the head of a first message, and no more
 
@@ -168,7 +168,7 @@ async def test_the_service_is_not_counted_among_those_without_a_token(port: int,
         writer.transport.abort()
 
 
-async def test_a_crowd_leaves_no_log_behind(port: int, caplog: pytest.LogCaptureFixture) -> None:
+async def test_many_unauthenticated_connections_are_logged_as_a_number_only(port: int, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         for _ in range(20):
             _, writer = await raw(port)
@@ -182,7 +182,7 @@ async def test_a_crowd_leaves_no_log_behind(port: int, caplog: pytest.LogCapture
     assert caplog.records == []
 
 
-async def test_a_service_whose_machine_vanishes_is_noticed(port: int, listener: TlsListener) -> None:
+async def test_keepalive_notices_a_service_whose_machine_has_vanished(port: int, listener: TlsListener) -> None:
     link = await connect(Endpoint(address=f"tls:127.0.0.1:{port}", token=TOKEN, certificate=MADE.certificate), WITHIN_S)
     (connection,) = listener._server.connections
     accepted = connection._transport.get_extra_info("socket")
@@ -204,7 +204,7 @@ async def test_an_old_tls_is_refused(port: int) -> None:
     assert make_context(MADE.certificate, MADE.key, "/tmp").minimum_version == ssl.TLSVersion.TLSv1_2
 
 
-def test_the_key_is_a_file_for_a_moment_only(tmp_path: Path) -> None:
+def test_the_private_key_does_not_stay_in_a_file(tmp_path: Path) -> None:
     make_context(MADE.certificate, MADE.key, str(tmp_path))
     assert list(tmp_path.iterdir()) == []
 

@@ -1,4 +1,4 @@
-"""How much a cache takes."""
+"""Measuring the size of a cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _going_on() -> bool:
     return False
 
 
-def test_a_tree_is_added_up(tmp_path: Path) -> None:
+def test_the_sizes_of_a_tree_are_added_up(tmp_path: Path) -> None:
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "a" / "b" / "file").write_bytes(bytes(100_000))
     usage = measure_cache(str(tmp_path), QUOTA_BYTES, _going_on)
@@ -28,7 +28,7 @@ def test_a_tree_is_added_up(tmp_path: Path) -> None:
     assert usage.excess is None
 
 
-def test_a_hole_takes_nothing_and_a_symlink_leads_nowhere(tmp_path: Path) -> None:
+def test_holes_do_not_count_and_symbolic_links_are_not_followed(tmp_path: Path) -> None:
     (tmp_path / "sparse").touch()
     os.truncate(tmp_path / "sparse", 1 << 30)
     (tmp_path / "link").symlink_to("/usr")
@@ -36,19 +36,19 @@ def test_a_hole_takes_nothing_and_a_symlink_leads_nowhere(tmp_path: Path) -> Non
     assert measure_cache(str(tmp_path), QUOTA_BYTES, _going_on).excess is None
 
 
-def test_too_much_is_said(tmp_path: Path) -> None:
+def test_an_exceeded_quota_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(QUOTA_BYTES + 4096))
 
     assert measure_cache(str(tmp_path), QUOTA_BYTES, _going_on).excess == "it takes more than 1048576 bytes"
 
 
-def test_what_is_hidden_deep_down_is_too_much(tmp_path: Path) -> None:
+def test_a_tree_that_is_too_deep_is_reported(tmp_path: Path) -> None:
     (tmp_path / "/".join(["d"] * (MAX_DEPTH + 1))).mkdir(parents=True)
 
     assert "folders deep" in str(measure_cache(str(tmp_path), QUOTA_BYTES, _going_on).excess)
 
 
-def test_a_closed_folder_is_looked_into(tmp_path: Path) -> None:
+def test_a_folder_without_read_permission_is_measured(tmp_path: Path) -> None:
     (tmp_path / "closed").mkdir()
     (tmp_path / "closed" / "file").write_bytes(bytes(QUOTA_BYTES + 4096))
     (tmp_path / "closed").chmod(0)
@@ -56,17 +56,17 @@ def test_a_closed_folder_is_looked_into(tmp_path: Path) -> None:
     assert measure_cache(str(tmp_path), QUOTA_BYTES, _going_on).excess is not None
 
 
-def test_it_stops_when_told_to(tmp_path: Path) -> None:
+def test_the_measurement_can_be_stopped(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
 
     assert measure_cache(str(tmp_path), QUOTA_BYTES, lambda: True).entries == 0
 
 
 @pytest.mark.parametrize("key", ["", "a/b", "..", "a" * 65, "a\n", "é", None, 7])
-def test_what_is_no_key(key: object) -> None:
+def test_invalid_keys_are_refused(key: object) -> None:
     with pytest.raises(Refused):
         check_cache_key(key)
 
 
-def test_what_is_a_key() -> None:
+def test_valid_keys_are_accepted() -> None:
     assert check_cache_key("aZ0_-") == "aZ0_-"

@@ -1,0 +1,87 @@
+"""What belongs to one lease of one slot. A reset replaces this object as a whole, so that nothing of it can reach the next holder."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Callable, Protocol
+
+from sandbox_server.agent.config import Limits
+from sandbox_server.agent.execution.background_tasks import BackgroundTasks
+from sandbox_server.agent.execution.jobs import Jobs
+from sandbox_server.agent.execution.journal import Journal
+from sandbox_server.agent.execution.output import Spool
+from sandbox_server.agent.execution.processes.drains import Drains
+from sandbox_server.agent.execution.slot_runtime import CacheFolder
+
+
+class LiveCall(Protocol):
+    """A call that has processes."""
+
+    has_concurrent_work: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class SlotResources:
+    """What all leases of one slot use, one after the other.
+
+    Args:
+        slot_id: the slot.
+        limits: what the slot may use.
+        processor_share: returns how many processors the slot is promised.
+        drains: reads pipes that outlive the call that opened them.
+        tasks: runs background tasks.
+    """
+
+    slot_id: str
+    limits: Limits
+    processor_share: Callable[[], float]
+    drains: Drains
+    tasks: BackgroundTasks
+
+
+class LeaseState:
+    """The calls, jobs, outputs and rights of the current holder of a slot.
+
+    Args:
+        resources: of the slot.
+        epoch: the epoch of the lease.
+        spool_folder: the folder for the outputs of its calls. It is made when the first output needs it.
+        spool_bytes: how much all files in that folder may take together.
+    """
+
+    def __init__(self, resources: SlotResources, epoch: int, spool_folder: str, spool_bytes: int) -> None:
+        self.resources = resources
+        self.epoch = epoch
+        self.spool_folder = spool_folder
+        self.spool = Spool(spool_folder, spool_bytes)
+        self.journal = Journal()
+        self.jobs = Jobs(self.spool, resources.drains, resources.tasks)
+        self.cache: CacheFolder | None = None  # the shared cache that the holder was given
+        self.loss_evidence: dict[str, Any] = {}  # why the slot's init is gone; empty while it is there
+        self._live_calls: set[LiveCall] = set()
+
+    def add_live_call(self, call: LiveCall) -> bool:
+        """Register a call that is about to have processes. Returns True if another call or a job has processes already."""
+        has_concurrent_work = bool(self._live_calls) or self.jobs.count_running() > 0
+        self.mark_live_calls_concurrent()
+        self._live_calls.add(call)
+        return has_concurrent_work
+
+    def remove_live_call(self, call: LiveCall) -> None:
+        """Forget a call that has ended, whether it was registered or not."""
+        self._live_calls.discard(call)
+
+    def mark_live_calls_concurrent(self) -> None:
+        """Record for every live call that something else of the slot has begun to run beside it."""
+        for call in self._live_calls:
+            call.has_concurrent_work = True
+
+    def abandon_work(self, lost: str | None = None) -> None:
+        """End all calls and jobs, without ending their processes: the caller does that.
+
+        Args:
+            lost: why the sandbox is lost, so that the calls end as `sandbox_lost`. None: they end as `cancelled`.
+        """
+        for call in self.journal.running_calls():
+            call.abandon(lost)
+        self.jobs.abandon_jobs()

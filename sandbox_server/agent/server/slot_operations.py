@@ -1,0 +1,124 @@
+"""The operations on a whole slot, and the stream on which the service watches all slots."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any, Awaitable, Callable, Mapping
+
+from sandbox_server.agent.errors import Refused
+from sandbox_server.agent.server.connections import Stream
+from sandbox_server.agent.slots.slots import Slot
+from sandbox_server.agent.slots.transitions import SlotTransitions
+from sandbox_server.agent.slots.verify import start_verification
+
+log = logging.getLogger(__name__)
+
+
+class CoroutineStream:
+    """A stream that one coroutine serves.
+
+    Args:
+        stream: the stream.
+        serve: makes the coroutine.
+        cancel_on_abort: cancel the coroutine when the stream is aborted. Otherwise it runs to its end.
+    """
+
+    def __init__(self, stream: Stream, serve: Callable[[], Awaitable[None]], cancel_on_abort: bool) -> None:
+        self._stream = stream
+        self._cancel_on_abort = cancel_on_abort
+        self._task = asyncio.get_event_loop().create_task(self._serve(serve))
+
+    async def _serve(self, serve: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await serve()
+        except Refused as error:
+            self._stream.refuse(error)
+        except Exception as error:  # the failure of one stream must not end the agent
+            log.exception("a stream failed")
+            self._stream.refuse(Refused("internal", "%s: %s" % (type(error).__name__, error)))
+
+    def on_item(self, meta: dict[str, Any], body: bytes) -> None:
+        """See `Handler`."""
+        raise Refused("invalid", "this stream takes no items")
+
+    def on_data(self, body: bytes) -> None:
+        """See `Handler`."""
+        raise Refused("invalid", "this stream takes no data")
+
+    def on_end(self) -> None:
+        """See `Handler`. The request was complete when the stream was opened."""
+
+    def on_abort(self) -> None:
+        """See `Handler`."""
+        if self._cancel_on_abort:
+            self._task.cancel()
+
+
+class WatchStream:
+    """Sends all slots, and from then on every slot that has changed.
+
+    Args:
+        stream: the stream.
+        slots: all slots.
+        on_closed: called with this object once the stream is over.
+    """
+
+    def __init__(self, stream: Stream, slots: Mapping[str, Slot], on_closed: Callable[[WatchStream], None]) -> None:
+        self._stream = stream
+        self._on_closed = on_closed
+        self._changed_slots: dict[str, Slot] = {}
+        stream.send_item({"slots": [slot.view() for slot in slots.values()]})
+
+    def report_slot(self, slot: Slot) -> None:
+        """Send a slot that has changed. Several changes in one turn of the event loop become one message."""
+        if not self._changed_slots:
+            asyncio.get_event_loop().call_soon(self._send_changes)
+        self._changed_slots[slot.slot_id] = slot
+
+    def report_effective_limits(self, effective: Mapping[str, Any]) -> None:
+        """Send the limits that each slot has from now on."""
+        self._stream.send_item({"slots": [], "effective": effective})
+
+    def _send_changes(self) -> None:
+        slots, self._changed_slots = self._changed_slots, {}
+        self._stream.send_item({"slots": [slot.view() for slot in slots.values()]})
+
+    def on_item(self, meta: dict[str, Any], body: bytes) -> None:
+        """See `Handler`. Items are ignored."""
+
+    def on_data(self, body: bytes) -> None:
+        """See `Handler`. Data is ignored."""
+
+    def on_end(self) -> None:
+        """See `Handler`. The service sends nothing on this stream."""
+
+    def on_abort(self) -> None:
+        """See `Handler`."""
+        self._on_closed(self)
+
+
+async def reset_slot(stream: Stream, transitions: SlotTransitions, meta: Mapping[str, Any]) -> None:
+    """Clean the slot for its next holder. The reset continues when the stream is aborted."""
+    task = transitions.start_reset(meta.get("epoch"), bool(meta.get("network", True)), bool(meta.get("keep", False)))
+    stream.end_stream(await asyncio.shield(task))
+
+
+async def verify_slot(stream: Stream, transitions: SlotTransitions, meta: Mapping[str, Any]) -> None:
+    """Verify the reset of the slot. The verification continues when the stream is aborted."""
+    task = start_verification(transitions, meta.get("epoch"), bool(meta.get("network", True)))
+    stream.end_stream(await asyncio.shield(task))
+
+
+async def equip_slot(stream: Stream, transitions: SlotTransitions, meta: Mapping[str, Any]) -> None:
+    """Give the holder of the slot a cache."""
+    transitions.slot.check_admits(meta.get("epoch"))
+    await transitions.equip_slot(meta.get("network", True) is not False, meta.get("cache"))
+    stream.end_stream()
+
+
+async def narrow_slot(stream: Stream, transitions: SlotTransitions, meta: Mapping[str, Any]) -> None:
+    """Take rights away from the holder of the slot."""
+    transitions.slot.check_admits(meta.get("epoch"))
+    await transitions.narrow_slot(meta.get("network") is True, meta.get("cache"))
+    stream.end_stream()
