@@ -126,10 +126,7 @@ class SlotProcess:
                 os.set_blocking(stdin_fd, False)
                 process_fds.append(read_fd)
                 names.append("in")
-            for name, content in (("in", spec.stdin), ("script", spec.script)):
-                if content is not None:
-                    process_fds.append(memfd(name, content))
-                    names.append(name)
+            _add_memory_files(spec, names, process_fds)
             passed_fds = list(process_fds)
             move_fd = self._take_leaf(spec)
             if move_fd >= 0:
@@ -320,3 +317,11 @@ class SlotProcess:
         """See `init_link.SpawnListener`."""
         self._set_over()
         self._listener.on_init_lost(detail)
+
+
+def _add_memory_files(spec: SpawnSpec, names: list[str], process_fds: list[int]) -> None:
+    """Add what the process reads and what is known beforehand, as files in memory."""
+    for name, content in (("in", spec.stdin), ("script", spec.script)):
+        if content is not None:
+            process_fds.append(memfd(name, content))
+            names.append(name)
