@@ -110,7 +110,8 @@ class _PendingObservation:
         pending = self._pending = self._pending or self._observer.request_observation(self._handle)
         pause = asyncio.create_task(self._sleep_until_next_attempt())
         try:
-            await asyncio.wait({pending, pause}, return_when=asyncio.FIRST_COMPLETED)
+            waited: set[asyncio.Future[Any]] = {pending, pause}
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
             if not pending.done() or pending.result().state is not ObservedState.GONE:
                 await pause
         finally:
