@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.support.prepared_cli import prepared_cli
 from tests.support.service import clean_environ
 
 PROGRAM = (sys.executable, "-m", "env_client.cli")
@@ -37,10 +38,7 @@ class CommandLine:
 
     def __call__(self, *words: str, stdin: bytes | None = None, environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[bytes]:
         """Run a command line and wait for its end."""
-        given: dict[str, Any] = {"input": stdin} if stdin is not None else {"stdin": subprocess.DEVNULL}
-        return subprocess.run(
-            [*PROGRAM, *words], env={**self.environ, **(environ or {})}, cwd=self.cwd, capture_output=True, timeout=WAIT_S, check=False, **given
-        )
+        return prepared_cli().run(words, {**self.environ, **(environ or {})}, self.cwd, stdin, WAIT_S)
 
     def out(self, *words: str, stdin: bytes | None = None) -> str:
         """Run a command line that must succeed; return its standard output."""

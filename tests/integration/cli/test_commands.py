@@ -171,9 +171,9 @@ class TestPools:
         (tmp_path / "p.yaml").write_text("slots_per_sandbox: 2\nmin_sandboxes: 1\nmax_sandboxes: 1\non_shutdown: destroy\n")
 
         assert sandbox.out("pool", "apply", "walk", "p.yaml") == "created pool walk\n"
-        assert sandbox.out("pool", "apply", "walk", "p.yaml", "--set", "acquire_timeout_s=5") == "changed pool walk: acquire_timeout_s 60 → 5\n"
+        assert sandbox.out("pool", "apply", "walk", "p.yaml", "--set", "acquire_timeout_s=55") == "changed pool walk: acquire_timeout_s 60 → 55\n"
         shown = sandbox.json("pools", "walk")
-        assert (shown["spec"]["acquire_timeout_s"], shown["spec"]["slots_per_sandbox"]) == (5, 2)
+        assert (shown["spec"]["acquire_timeout_s"], shown["spec"]["slots_per_sandbox"]) == (55, 2)
         assert "walk" in sandbox.out("pools")
         lease_id = sandbox.out("acquire", "--pool", "walk", "--wait", "30").strip()
         sandbox.out("release", lease_id)
