@@ -1,7 +1,7 @@
-"""Which pool a name means to whom, and who may see, change and delete which. Pure.
+"""Which pool a name stands for, and which pools an actor may see, change and delete. Plain functions without I/O.
 
-Pool names are per tenant: a name means a tenant's own pool, else a shared one. Nobody but admins comes to another tenant's pool, and they by naming
-the tenant.
+Pool names are per tenant: a name stands for the tenant's own pool of that name, else for a shared pool. Only admins can use another tenant's pool,
+by naming the tenant.
 """
 
 from __future__ import annotations
@@ -14,12 +14,17 @@ from sandbox_server.core.errors import Forbidden, PoolConflict, PoolNotFound
 from sandbox_server.core.types import PoolId
 
 ALL_TENANTS: Final = "*"
-"""In the place of a tenant's name: whosever they are."""
+"""In place of a tenant's name: the pools of all tenants."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Actor:
-    """Who looks at pools, or does something to them. `tenant`: whose token it came with; None: the service itself."""
+    """The caller of an operation on pools.
+
+    Attributes:
+        tenant: the tenant of its token; None for the service itself.
+        admin: whether it is an admin.
+    """
 
     tenant: str | None
     admin: bool = False
@@ -29,7 +34,7 @@ SERVICE: Final = Actor(tenant=None, admin=True)
 
 
 class Owned(Protocol):
-    """What is to be known of a pool here."""
+    """What these functions have to know about a pool."""
 
     @property
     def pool_id(self) -> PoolId: ...
@@ -43,28 +48,28 @@ PoolService = Mapping[PoolId, AnyPool]
 
 
 def may_see(actor: Actor, pool: Owned) -> bool:
-    """Whether a pool is this one's business: a shared one, its own, and to an admin every one."""
+    """Whether an actor may see a pool: a shared pool, a pool of its own, and as an admin every pool."""
     return actor.admin or pool.shared or pool.pool_id.tenant == actor.tenant
 
 
 def shared_pool(pools: PoolService[AnyPool], name: str) -> AnyPool | None:
-    """What a name means to whoever has no pool of that name. One that no tenant owns goes first: the settings file may have got it later."""
+    """The shared pool of a name; None if there is none. A pool that no tenant owns comes first, because the settings file may name it later."""
     unowned = pools.get(PoolId(name))
     return unowned if unowned is not None else next((pool for pool in pools.values() if pool.pool_id.name == name and pool.shared), None)
 
 
 def find_pool(pools: PoolService[AnyPool], name: str, actor: Actor, tenant: str | None = None) -> AnyPool:
-    """The pool that a name means.
+    """Find the pool that a name stands for.
 
     Args:
-        pools: every pool there is.
+        pools: all pools.
         name: the name.
-        actor: who says it.
-        tenant: whose pool is meant; default the actor's own, else a shared one.
+        actor: the caller.
+        tenant: the tenant that owns the pool; default the actor's own, else a shared pool.
 
     Raises:
-        PoolNotFound: there is none, or it is not this one's business.
-        Forbidden: somebody who is no admin names another tenant.
+        PoolNotFound: there is no such pool, or the actor may not see it.
+        Forbidden: the actor is no admin and names another tenant.
     """
     if tenant is not None:
         _check_may_name(actor, tenant)
@@ -79,15 +84,15 @@ def find_pool(pools: PoolService[AnyPool], name: str, actor: Actor, tenant: str 
 
 
 def seen_pools(pools: PoolService[AnyPool], actor: Actor, tenant: str | None = None) -> Iterator[AnyPool]:
-    """The pools that an actor's names mean: its own and the shared ones, each name once.
+    """The pools that an actor's names stand for: its own and the shared ones, each name once.
 
     Args:
-        pools: every pool there is.
-        actor: who looks.
-        tenant: instead, those that this tenant owns; `*`: every one.
+        pools: all pools.
+        actor: the caller.
+        tenant: return the pools of this tenant instead; `*` for those of all tenants.
 
     Raises:
-        Forbidden: somebody who is no admin names another tenant.
+        Forbidden: the actor is no admin and names another tenant.
     """
     if tenant is not None:
         _check_may_name(actor, tenant)
@@ -97,14 +102,14 @@ def seen_pools(pools: PoolService[AnyPool], actor: Actor, tenant: str | None = N
 
 
 def find_to_put(pools: PoolService[AnyPool], name: str, actor: Actor, tenant: str | None = None) -> tuple[PoolId, AnyPool | None]:
-    """The pool that a name means to somebody who makes or changes it.
+    """Find the pool that a name stands for when an actor creates or changes it.
 
     Returns:
-        Its id, and the pool itself where there is one.
+        The pool's id, and the pool; None if it does not exist yet.
 
     Raises:
-        PoolConflict: it is a shared pool's name, and that pool is not this one's to change.
-        Forbidden: it is shared and the actor is no admin, or somebody who is no admin names another tenant.
+        PoolConflict: the name is that of a shared pool, which the actor may not change.
+        Forbidden: the pool is shared and the actor is no admin, or the actor is no admin and names another tenant.
     """
     if tenant is not None:
         _check_may_name(actor, tenant)
@@ -121,12 +126,12 @@ def find_to_put(pools: PoolService[AnyPool], name: str, actor: Actor, tenant: st
 
 
 def find_to_delete(pools: PoolService[AnyPool], name: str, actor: Actor, tenant: str | None = None) -> AnyPool:
-    """The pool that a name means to somebody who deletes it.
+    """Find the pool that a name stands for when an actor deletes it.
 
     Raises:
-        PoolNotFound: there is none, or it is not this one's business.
-        PoolConflict: it is another admin's, and that is to be said.
-        Forbidden: it is shared and the actor is no admin, or somebody who is no admin names another tenant.
+        PoolNotFound: there is no such pool, or the actor may not see it.
+        PoolConflict: it belongs to another admin, whose tenant has to be named.
+        Forbidden: the pool is shared and the actor is no admin, or the actor is no admin and names another tenant.
     """
     pool = find_pool(pools, name, actor, tenant)
     check_may_change(pool, actor)
@@ -137,20 +142,20 @@ def find_to_delete(pools: PoolService[AnyPool], name: str, actor: Actor, tenant:
 
 
 def check_may_change(pool: Owned, actor: Actor) -> None:
-    """Refuse that somebody who is no admin changes what every tenant uses, whosever it is.
+    """Check that only admins change shared pools.
 
     Raises:
-        Forbidden: so it is.
+        Forbidden: the pool is shared, and the actor is no admin.
     """
     if pool.shared and not actor.admin:
         raise Forbidden(f"pool {pool.pool_id.name!r} is shared with every tenant: only an admin may change or delete it")
 
 
 def check_may_share(pools: PoolService[AnyPool], pool_id: PoolId) -> None:
-    """Refuse a second shared pool of one name.
+    """Check that no other shared pool has the same name.
 
     Raises:
-        PoolConflict: there is one.
+        PoolConflict: another one has.
     """
     shared = shared_pool(pools, pool_id.name)
     if shared is not None and shared.pool_id != pool_id:

@@ -1,4 +1,4 @@
-"""What every pool is given: the clock, the store, how to connect, how to make ids. Values and functions to inject, no logic."""
+"""What every pool is given: the clock, the store, how to connect, how to make ids. Values and functions to inject, without logic."""
 
 from __future__ import annotations
 
@@ -18,61 +18,61 @@ from sandbox_server.store.base import Store
 
 
 class Connect(Protocol):
-    """How a link to an agent is made: `link.connect`, or a fake's."""
+    """The function that connects to an agent: `link.connect`, or that of a fake."""
 
     async def __call__(self, endpoint: Endpoint, timeout_s: float) -> AgentLink:
         """Connect and exchange hellos.
 
         Raises:
-            LinkLost: nobody answers there as an agent should.
+            LinkLost: no agent answers there.
         """
         ...
 
 
 class Meter(Protocol):
-    """Takes figures; `telemetry` makes metrics of them."""
+    """Takes measurements. `telemetry.Telemetry` exports them as metrics."""
 
     def count(self, name: str, **labels: str) -> None:
-        """One more of these."""
+        """Add one to a counter."""
         ...
 
     def observe(self, name: str, value: float, **labels: str) -> None:
-        """One measured value."""
+        """Add one measured value."""
         ...
 
 
 class NoMeter:
-    """Takes figures and keeps none."""
+    """A meter that discards every measurement."""
 
     def count(self, name: str, **labels: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def observe(self, name: str, value: float, **labels: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def new_lease_id() -> str:
-    """An id that nobody can guess."""
+    """Make an id that cannot be guessed."""
     return "l-" + secrets.token_urlsafe(16)
 
 
 def new_sandbox_id() -> str:
-    """An id that is good as a name on any backend."""
+    """Make an id that every backend accepts as a name."""
     return "s-" + secrets.token_hex(8)
 
 
 def same_weight(tenant: str) -> float:
-    """All tenants weigh the same."""
+    """Give every tenant the same weight."""
     return 1.0
 
 
 def no_maximum(tenant: str) -> int | None:
-    """No tenant is limited."""
+    """Limit no tenant."""
     return None
 
 
 def admit_all(request: AcquireRequest) -> bool:
-    """No acquire is held up."""
+    """Let every acquire be served."""
     return True
 
 
@@ -98,13 +98,22 @@ class PoolDependencies:
     """What every pool is given.
 
     Attributes:
-        weight: a tenant's weight in the queue, more than 0.
-        max_leases: how many leases a tenant may hold, wait for and have slots reserved for; None: no limit.
-        max_slots: how many slots a tenant's pools may have at most, together; None: no limit.
-        max_waiters: how many acquires of a tenant may queue; None: no limit.
-        admits: whether its tenant's limits let an acquire that waits be served now.
-        claim_after_s: how long a tenant's first waits before its pool holds slots for it, in seconds.
-        jitter: a random number from 0 to 1.
+        store: keeps what must survive a crash.
+        clock: monotonic and wall time.
+        connect: connects to an agent.
+        timers: how to wait.
+        meter: takes measurements.
+        events: the log of events of all pools.
+        weight: returns a tenant's weight in the queue, more than 0.
+        max_leases: returns how many leases a tenant may hold, wait for and have slots reserved for; None if there is no limit.
+        max_slots: returns how many slots all pools of a tenant may have together; None if there is no limit.
+        max_waiters: returns how many acquires of a tenant may wait; None if there is no limit.
+        admits: tells whether the limits of its tenant let a waiting acquire be served now.
+        claim_after_s: how long a tenant's first acquire waits before its pool holds free slots for it, in seconds.
+        jitter: returns a random number from 0 to 1.
+        lease_id: makes the id of a lease.
+        sandbox_id: makes the id of a sandbox.
+        limits: the limits of all pools together.
     """
 
     store: Store

@@ -1,4 +1,4 @@
-"""What has changed, in order, for whoever follows along: the last events are kept, each follower has its own place."""
+"""The log of events: the newest ones are kept, and every follower reads them from a position of its own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,17 @@ KEPT = 10_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
-    """One change. `tenant`: whose it is, None for everybody's; `admin_only`: shown to admins alone; `admins_too`: to admins, whosever it is."""
+    """One change.
+
+    Attributes:
+        id: its number, which grows from event to event.
+        at: when it happened, in Unix seconds.
+        kind: what happened, such as `lease.acquired`.
+        tenant: the tenant that it concerns; None if it concerns all.
+        admin_only: whether only admins may see it.
+        admins_too: whether admins may see it even if it concerns another tenant.
+        data: JSON values that describe it.
+    """
 
     id: int
     at: float
@@ -26,13 +36,13 @@ class Event:
 
 
 class EventLog:
-    """The last events. Publishing never waits; who follows too slowly is told that some are missing.
+    """The newest events. Publishing never waits; a follower that is too slow learns that events are missing.
 
-    Ids grow over restarts too: the first is the wall clock's microseconds when the log is made.
+    Ids keep growing over restarts: the first id is the wall-clock time at which the log is created, in microseconds.
 
     Args:
-        kept: how many events are remembered.
-        clock: tells when things happened.
+        kept: how many events are kept.
+        clock: the clock of the events' times.
     """
 
     def __init__(self, kept: int = KEPT, clock: Clock | None = None) -> None:
@@ -44,18 +54,18 @@ class EventLog:
 
     @property
     def last_id(self) -> int:
-        """The id of the newest event; of none, where nothing has happened yet."""
+        """The id of the newest event; before the first event, an id that no event has."""
         return self._next_id - 1
 
     def publish(self, kind: str, tenant: str | None = None, *, admin_only: bool = False, admins_too: bool = False, **data: Any) -> None:
-        """Something has changed.
+        """Add an event.
 
         Args:
-            kind: what, as `lease.acquired`.
-            tenant: whose it is; None: everybody may know.
-            admin_only: only admins may know.
-            admins_too: admins may know, whosever it is.
-            data: what to say of it, JSON values.
+            kind: what happened, such as `lease.acquired`.
+            tenant: the tenant that it concerns; None if every tenant may see it.
+            admin_only: whether only admins may see it.
+            admins_too: whether admins may see it even if it concerns another tenant.
+            data: JSON values that describe it.
         """
         number = self._next_id
         at = self._clock.wall()
@@ -68,13 +78,13 @@ class EventLog:
                 waiter.set_result(None)
 
     def follow(self, after: int | None = None) -> AsyncIterator[Event | None]:
-        """Every event from here on, without end.
+        """Read events in order and without an end.
 
         Args:
-            after: begin with the event after this id; default: with the next one that happens.
+            after: begin with the event after this id; default: with the next one that is published.
 
         Returns:
-            The events in order. None in place of those that are forgotten, or were never of this log's.
+            The events. None stands for events that are not kept any more, or that never were in this log.
         """
         return self._follow(self._next_id if after is None else after + 1)
 

@@ -307,7 +307,10 @@ class Pool:
     async def _apply_observations(self) -> None:
         while True:
             await self._inbox.wait_until_filled()
-            self._apply_pending()
+            try:
+                self._apply_pending()
+            except Exception:  # a fault in serving the waiters must not end the loop that the whole pool depends on
+                log.exception("serving the waiters of a pool failed", extra=self.pool_id.fields)
 
     def _apply_pending(self) -> None:
         """Apply everything that is in the inbox, then serve the waiters once."""

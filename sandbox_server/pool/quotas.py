@@ -1,6 +1,6 @@
-"""What one tenant may have of all pools together: slots of its own pools, leases, and acquires that queue.
+"""The limits of one tenant over all pools: slots of its own pools, leases, and waiting acquires.
 
-Settings that shrink below what a tenant has take nothing away: it gets nothing more until it is below them again.
+A limit that is lowered below what a tenant has takes nothing away. The tenant gets nothing more until it is below the limit again.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from sandbox_server.pool.pool import Pool
 
 
 class Quotas:
-    """Holds tenants to their limits.
+    """Enforces the limits of tenants.
 
     Args:
-        pools: every pool there is. One that is being deleted counts until it is gone.
-        wiring: knows the limits.
+        pools: all pools. A pool that is being deleted counts until it is gone.
+        dependencies: returns the limits of each tenant.
     """
 
     def __init__(self, pools: Mapping[PoolId, Pool], dependencies: PoolDependencies) -> None:
@@ -26,12 +26,12 @@ class Quotas:
         self._dependencies = dependencies
 
     def check_pool(self, pool_id: PoolId, spec: PoolSpec, now: PoolSpec | None) -> None:
-        """Refuse a pool that promises or reserves more slots than its owner may have; one that promises no more than before is never refused.
+        """Check that a pool has and reserves no more slots than its owner may have. A pool that needs no more than before is never refused.
 
         Args:
-            pool_id: which pool; one that no tenant owns is within every limit.
-            spec: what it is to be.
-            now: what it is; None for a new one.
+            pool_id: the pool. For a pool that no tenant owns there are no limits.
+            spec: its spec from now on.
+            now: its spec until now; None for a new pool.
 
         Raises:
             QuotaExceeded: naming `max_slots` or `max_leases`.
@@ -54,14 +54,14 @@ class Quotas:
                 raise _too_much(f"{asked}, the tenant has {has} leases and reserved slots elsewhere, and its max_leases is {most}", "max_leases")
 
     def check_leases(self, request: AcquireRequest, wanted: Pool) -> None:
-        """Refuse an acquire with which its tenant would have more leases than it may: those it waits for count, and slots its own pools reserve.
+        """Check that a tenant gets no more leases than it may have. Leases that it waits for count, and slots that its own pools reserve.
 
         Args:
             request: the acquire.
-            wanted: the pool that it is to be served from. What it reserves for its owner, the owner may have.
+            wanted: the pool that is to serve it. The owner of the pool may have the slots that it reserves.
 
         Raises:
-            InvalidRequest: it could never be served, whatever is released.
+            InvalidRequest: the request asks for more leases than the tenant may ever have.
             QuotaExceeded: naming `max_leases`.
         """
         most, tenant = self._dependencies.max_leases(request.tenant), request.tenant
@@ -80,17 +80,17 @@ class Quotas:
             raise QuotaExceeded(f"{why}: release some, lower min_sandboxes or warm_slots of a pool, or ask again later", limit="max_leases", retry_after_s=2)
 
     def _counted(self, pool: Pool, tenant: str) -> int:
-        """What a pool takes of its owner's, or its user's, `max_leases`."""
+        """How many leases of a tenant's `max_leases` a pool uses up."""
         has = _leases(pool, tenant)
         return max(pool.spec.reserved_slots, has) if pool.pool_id.tenant == tenant else has
 
     def admits(self, request: AcquireRequest) -> bool:
-        """Whether an acquire that waits may be served now: its tenant's limit may be lower than when it came."""
+        """Whether a waiting acquire may be served now. The limit of its tenant may have been lowered since it arrived."""
         most = self._dependencies.max_leases(request.tenant)
         return most is None or sum(pool.book.lease_count_by_tenant[request.tenant] for pool in self._pools.values()) + request.count <= most
 
     def check_waiters(self, tenant: str) -> None:
-        """Refuse that one more acquire queues, the one that just joined the line included in those that do.
+        """Check that a tenant has no more waiting acquires than it may. The acquire that has just been queued counts as well.
 
         Raises:
             QuotaExceeded: naming `max_waiters`.

@@ -1,4 +1,4 @@
-"""How fast sandboxes are made on one backend, whatever the number of pools and clients that want them."""
+"""Limits how fast sandboxes are created on one backend, whatever the number of pools and clients that want them."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ log = logging.getLogger(__name__)
 
 FIRST_PAUSE_S = 1.0
 LONGEST_PAUSE_S = 60.0
-#: What a sum of floats may be off by.
+#: The rounding error that a sum of floats may have.
 ROUNDING_S = 1e-6
 
 
 class CreationBudget:
-    """So many creations at once, so many begun a second, and none while the backend asks for patience.
+    """Limits how many creations are under way at once, how many begin in a second, and lets none begin while the backend limits the rate itself.
 
-    The rate is kept by the generic cell rate algorithm (ITU-T I.371): as many may begin together as may be under way at once, and from then on
-    they begin evenly. Where the backend itself says "too many", nothing begins for as long as it says, or for a pause that doubles each time.
+    The rate follows the generic cell rate algorithm (ITU-T I.371): as many creations may begin together as may be under way at once, and from then
+    on they begin at even intervals. When the backend reports a rate limit, no creation begins for the time that it asks for, or for a pause that
+    doubles each time.
 
     Args:
-        backend: its name, for the log.
-        at_once: how many may be under way.
-        per_s: how many may begin in a second.
-        clock: tells the time.
+        backend: the name of the backend, for the log.
+        at_once: how many creations may be under way.
+        per_s: how many creations may begin in one second.
+        clock: monotonic time.
         timers: how to wait.
     """
 
@@ -46,10 +47,10 @@ class CreationBudget:
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[None]:
-        """Wait until one more may begin; it is under way until the block ends.
+        """Wait until one more creation may begin. It is under way until the block ends.
 
         Raises:
-            RateLimited: what the block raised; the backend is left alone for a while.
+            RateLimited: as raised in the block. No other creation begins for a while.
         """
         async with self._places:
             await self._wait()
@@ -71,8 +72,8 @@ class CreationBudget:
     def _pause(self, retry_after_s: float | None) -> None:
         now = self._clock.monotonic()
         if now < self._not_before:
-            return  # one of those that were under way together; the first has slowed the rest down
+            return  # several creations were under way together, and the first that was limited has begun the pause
         pause_s = min(FIRST_PAUSE_S * 2**self._pauses, LONGEST_PAUSE_S) if retry_after_s is None else min(retry_after_s, LONGEST_PAUSE_S)
         self._pauses = min(self._pauses + 1, 10)
         self._not_before = now + pause_s
-        log.warning("backend %s asks for patience: nothing is made there for %g s", self._backend, pause_s)
+        log.warning("backend %s limits the rate of creations: none begins there for %g s", self._backend, pause_s)
