@@ -20,7 +20,7 @@ from tests.support.service import clean_environ
 
 PROGRAM = (sys.executable, "-m", "env_client.cli")
 ROOT = Path(__file__).parents[3]
-WAIT_S = 30.0
+WAIT_S = 50.0
 CODES = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 
 

@@ -177,6 +177,9 @@ class TestPools:
         assert "walk" in sandbox.out("pools")
         lease_id = sandbox.out("acquire", "--pool", "walk", "--wait", "30").strip()
         sandbox.out("release", lease_id)
+        deadline = time.monotonic() + 30
+        while not sandbox.json("pools", "walk")["slots"]["ready"]:
+            assert time.monotonic() < deadline, "no slot became ready"
         report = json.loads(sandbox.out("pool", "verify", "--json", "walk"))
         assert report["clean"]
         assert report["slots"][0]["planted"]
