@@ -82,7 +82,7 @@ class AgentConnector:
             AgentProtocolError: what answers is no agent, or the agent of another sandbox.
         """
         clock, lost_after_s = self._dependencies.clock, self._backend.traits.lost_after_s
-        deadline = clock.monotonic() + lost_after_s
+        deadline, was_unknown = clock.monotonic() + lost_after_s, False
         question = _RepeatedQuestion(self._observer, handle, self._dependencies)
         try:
             while True:
@@ -91,10 +91,14 @@ class AgentConnector:
                 except LinkLost as error:
                     observation = await question.next_answer()
                     if observation is None or observation.state is ObservedState.UNKNOWN:
+                        was_unknown = was_unknown or observation is not None or clock.monotonic() >= deadline
                         continue
                     if observation.state is ObservedState.GONE:
                         raise SandboxLostError(f"its agent has ended ({reason})") from error
-                    if clock.monotonic() >= deadline:
+                    if was_unknown:
+                        # Failed attempts prove nothing while the backend could not be asked: the network may have been away, too.
+                        was_unknown, deadline = False, clock.monotonic() + lost_after_s
+                    elif clock.monotonic() >= deadline:
                         raise SandboxLostError(f"its agent could not be reached for {lost_after_s:g} s: {error}") from error
                 else:
                     if report.boot == self._sandbox.boot:
