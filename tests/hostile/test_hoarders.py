@@ -102,6 +102,6 @@ def test_a_pool_says_what_holds_for_memory_and_what_does_not(harness: Harness, s
     assert (effective["slot_memory_mb"], effective["slots_memory_mb"]) == (380, 400)
     assert 0 < effective["share_memory_mb"] <= 100
     is_counted = capabilities["limits"]["memory"].startswith("cgroup")
-    assert is_counted == (not any(sentence.startswith("memory of a slot is measured") for sentence in capabilities["not_enforced"]))
+    assert is_counted == (not any(sentence.startswith("the memory of a slot is measured") for sentence in capabilities["not_enforced"]))
     if harness.as_root and os.access("/sys/fs/cgroup/memory", os.W_OK):
         assert is_counted

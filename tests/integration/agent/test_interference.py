@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
 import signal
 import time
 from collections.abc import AsyncIterator, Callable
@@ -38,9 +39,12 @@ async def test_the_output_can_be_opened_by_its_name(harness: Harness) -> None:
 
 async def test_a_slot_whose_init_is_stopped_is_ended_in_time_and_a_reset_repairs_it(own_harness: Harness) -> None:
     harness = own_harness
-    other = asyncio.create_task(harness.bash("sleep 7055", call_id="other"))
-    await harness.until("pgrep -f 'sleep 705[5]' >/dev/null")
-    running = asyncio.create_task(harness.bash("sleep 7056", timeout_s=1))
+    # No other test on this machine sleeps for as long: slots of the mode `uid` see its processes.
+    first_s, second_s = random.sample(range(10**6, 10**7), 2)
+    is_running = f"pgrep -x -f 'sleep ({first_s}|{second_s})'"
+    other = asyncio.create_task(harness.bash(f"sleep {first_s}", call_id="other"))
+    await harness.until(f"{is_running} >/dev/null")
+    running = asyncio.create_task(harness.bash(f"sleep {second_s}", timeout_s=1))
     await asyncio.sleep(0.3)
     for init in harness.inits():
         init.send_signal(signal.SIGSTOP)
@@ -59,11 +63,11 @@ async def test_a_slot_whose_init_is_stopped_is_ended_in_time_and_a_reset_repairs
     if lost.reason == "sandbox_lost" and harness.link.hello["isolation"] == "none":
         assert answered["state"] == "quarantined"  # without a pid namespace nothing proves that all processes have ended
         for process in psutil.process_iter(["cmdline"]):
-            if process.info["cmdline"] in (["sleep", "7055"], ["sleep", "7056"]):
+            if process.info["cmdline"] in (["sleep", str(first_s)], ["sleep", str(second_s)]):
                 process.kill()
         return
     assert answered["state"] == "ready"
-    assert (await harness.bash("pgrep -f 'sleep 705[56]'")).text == ""
+    assert (await harness.bash(is_running)).text == ""
     assert (await harness.bash("echo back")).text == "back\n"
 
 
