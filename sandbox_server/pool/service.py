@@ -229,7 +229,7 @@ class PoolService:
         self._quotas.check_leases(request, pool)
         return await pool.acquire(request, self._quotas.check_waiters)
 
-    def undelivered(self, acquired: Acquired, request_key: str | None) -> None:
+    def release_undelivered_leases(self, acquired: Acquired, request_key: str | None) -> None:
         """Release leases whose caller was gone when its answer was sent. With a request key they are kept for a retry.
 
         Args:
@@ -357,7 +357,7 @@ class PoolService:
         page = after[:limit]
         return page, page[-1].lease_id if len(after) > limit else None
 
-    def route(self, tenant: str, lease_id: str) -> SlotLocation:
+    def locate_slot(self, tenant: str, lease_id: str) -> SlotLocation:
         """Where the calls and files of a held lease go now.
 
         Raises:

@@ -46,7 +46,7 @@ class CreationBudget:
         self._pauses = 0
 
     @asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
+    async def reserve_creation(self) -> AsyncIterator[None]:
         """Wait until one more creation may begin. It is under way until the block ends.
 
         Raises:

@@ -200,8 +200,8 @@ async def test_what_could_not_be_delivered_is_released_and_kept_with_a_key(make_
     plain = await world.acquire()
     keyed = await world.acquire(request_key="k")
 
-    world.pools.undelivered(plain, None)
-    world.pools.undelivered(keyed, "k")
+    world.pools.release_undelivered_leases(plain, None)
+    world.pools.release_undelivered_leases(keyed, "k")
     await settle()
 
     assert world.slots() == {"leased": 1, "ready": 1}
@@ -259,7 +259,7 @@ async def test_a_tenant_sees_and_touches_only_its_own(make_world):
     world = await make_world()
     (lease,) = (await world.acquire("a", run_id="r")).leases
 
-    for forbidden in (world.pools.lease, world.pools.route):
+    for forbidden in (world.pools.lease, world.pools.locate_slot):
         with pytest.raises(LeaseNotFound):
             forbidden("b", lease.lease_id)
     assert world.pools.release("b", [lease.lease_id]) == ([], [lease.lease_id])
@@ -436,16 +436,16 @@ async def test_a_route_names_link_slot_and_epoch(make_world):
     world = await make_world()
     (lease,) = (await world.acquire()).leases
 
-    route = world.pools.route("t", lease.lease_id)
+    location = world.pools.locate_slot("t", lease.lease_id)
 
-    assert (route.lease, route.slot_id, route.epoch, route.spec) == (lease, lease.slot_id, 1, world.pool.spec)
-    assert route.agent.link.hello["sandbox_id"] == lease.sandbox_id
+    assert (location.lease, location.slot_id, location.epoch, location.spec) == (lease, lease.slot_id, 1, world.pool.spec)
+    assert location.agent.link.hello["sandbox_id"] == lease.sandbox_id
 
 
 async def test_a_dead_sandbox_ends_its_leases_says_so_and_is_replaced(make_world):
     world = await make_world(max_sandboxes=1)
     (lease,) = (await world.acquire()).leases
-    link = world.pools.route("t", lease.lease_id).agent.link
+    link = world.pools.locate_slot("t", lease.lease_id).agent.link
 
     world.backend.kill(lease.sandbox_id)
     await asyncio.wait([link.closed])
@@ -453,7 +453,7 @@ async def test_a_dead_sandbox_ends_its_leases_says_so_and_is_replaced(make_world
     assert isinstance(await world.pools.wait_for_reconnect_or_loss(lease.lease_id, 5), SandboxLost)
     await settle()
     with pytest.raises(SandboxLost, match=lease.sandbox_id):
-        world.pools.route("t", lease.lease_id)
+        world.pools.locate_slot("t", lease.lease_id)
     assert world.pools.release("t", [lease.lease_id]) == ([lease.lease_id], [])
     await world.clock.advance(1)
     assert world.slots() == {"ready": 2}
@@ -465,13 +465,13 @@ async def test_a_cut_link_is_made_anew_and_the_lease_stays(make_world):
     (lease,) = (await world.acquire()).leases
 
     world.backend.agents[lease.sandbox_id].hang_up()
-    old = world.pools.route("t", lease.lease_id).agent
+    old = world.pools.locate_slot("t", lease.lease_id).agent
     assert await world.pools.wait_for_reconnect_or_loss(lease.lease_id, 5) is None
     await settle()
 
-    route = world.pools.route("t", lease.lease_id)
-    assert route.agent is not old
-    assert route.agent.is_connected
+    location = world.pools.locate_slot("t", lease.lease_id)
+    assert location.agent is not old
+    assert location.agent.is_connected
     assert (await world.acquire()).leases[0].slot != lease.slot
 
 
@@ -489,13 +489,13 @@ async def test_an_agent_that_cannot_be_reached_for_five_seconds_is_lost(make_wor
     await settle()
 
     with pytest.raises(BackendUnavailable):
-        world.pools.route("t", lease.lease_id)
+        world.pools.locate_slot("t", lease.lease_id)
     await world.clock.advance(4)
     with pytest.raises(BackendUnavailable):
-        world.pools.route("t", lease.lease_id)
+        world.pools.locate_slot("t", lease.lease_id)
     await world.clock.advance(1.2)
     with pytest.raises(SandboxLost, match="could not be reached"):
-        world.pools.route("t", lease.lease_id)
+        world.pools.locate_slot("t", lease.lease_id)
 
 
 async def test_another_agent_under_the_same_name_is_not_taken_for_the_old_one(make_world):

@@ -35,8 +35,8 @@ async def test_leases_keep_their_ids_slots_and_epochs(make_lives):
     await lives.again()
 
     assert lives.pools.lease("t", lease.lease_id) == lease
-    route = lives.pools.route("t", lease.lease_id)
-    assert (route.slot_id, route.epoch, route.spec) == (lease.slot_id, lease.epoch, lives.specs["default"])
+    location = lives.pools.locate_slot("t", lease.lease_id)
+    assert (location.slot_id, location.epoch, location.spec) == (lease.slot_id, lease.epoch, lives.specs["default"])
     assert lives.slots() == {"leased": 1, "ready": 1}
     assert lives.backend.created == [lease.sandbox_id]
     assert [request["op"] for request in agent.requests[asked:]] == ["watch", "quiet"]
@@ -206,14 +206,14 @@ async def test_until_an_agent_is_found_again_its_leases_wait_and_the_service_is_
     await lives.start()
     assert not lives.pools.readiness()["ready"]
     with pytest.raises(BackendUnavailable):
-        lives.pools.route("t", lease.lease_id)
+        lives.pools.locate_slot("t", lease.lease_id)
     waiting = asyncio.create_task(lives.pools.wait_for_reconnect_or_loss(lease.lease_id, 50))
 
     lives.backend.deaf = False
     await lives.clock.advance(1)
 
     assert await waiting is None
-    assert lives.pools.route("t", lease.lease_id).lease == lease
+    assert lives.pools.locate_slot("t", lease.lease_id).lease == lease
     assert lives.pools.readiness()["ready"]
 
 
@@ -370,7 +370,7 @@ async def test_told_to_keep_it_leaves_its_sandboxes_and_told_to_destroy_it_does_
 
     await lives.start()
 
-    assert lives.pools.route("t", lease.lease_id).lease == lease
+    assert lives.pools.locate_slot("t", lease.lease_id).lease == lease
     await lives.pools.stop("destroy")
     assert lives.backend.handles == {}
     await lives.start()
