@@ -20,8 +20,8 @@ from sandbox_server.pool.dependencies import PoolDependencies
 from sandbox_server.pool.fleet.backend_access import BackendAccess, access_backend
 from sandbox_server.pool.lease_directory import LeaseDirectory
 from sandbox_server.pool.leasing.ended_leases import EndedLeases
+from sandbox_server.pool.operations.quotas import Quotas
 from sandbox_server.pool.pool import Pool
-from sandbox_server.pool.quotas import Quotas
 from sandbox_server.store.base import Deletion, PoolRecord, SandboxRecord, State
 
 log = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ from sandbox_server.core.clock import Clock
 from sandbox_server.core.types import AcquireRequest
 from sandbox_server.link import AgentLink, Endpoint
 from sandbox_server.pool.events import EventLog
-from sandbox_server.pool.fleet.ticker import LoopTimers, Timers
 from sandbox_server.pool.leasing.serving_rules import CLAIM_AFTER_S
+from sandbox_server.pool.timers import LoopTimers, Timers
 from sandbox_server.store.base import Store
 
 

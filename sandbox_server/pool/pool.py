@@ -21,9 +21,9 @@ from sandbox_server.core.errors import (
     Stopping,
 )
 from sandbox_server.core.types import Acquired, AcquireRequest, Lease, PoolId, PoolSpec, SandboxState, SlotState
-from sandbox_server.pool import effects as todo
 from sandbox_server.pool.dependencies import PoolDependencies
 from sandbox_server.pool.fleet import caches
+from sandbox_server.pool.fleet import effects as todo
 from sandbox_server.pool.fleet import plan as planning
 from sandbox_server.pool.fleet.backend_access import BackendAccess
 from sandbox_server.pool.fleet.fleet import Fleet
@@ -31,13 +31,13 @@ from sandbox_server.pool.fleet.observed import ResetFailed
 from sandbox_server.pool.fleet.snapshot import capacity, claimant_view, snapshot
 from sandbox_server.pool.fleet.supervisor_set import SupervisorSet
 from sandbox_server.pool.fleet.ticker import Ticker
-from sandbox_server.pool.grants import AnswerAbandoned, GrantService, PoolValue, PreparationEnded
+from sandbox_server.pool.granting.grant_service import AnswerAbandoned, GrantService, PoolValue, PreparationEnded
+from sandbox_server.pool.granting.overdue import explain_overdue
 from sandbox_server.pool.inbox import Inbox, confirm
 from sandbox_server.pool.lease_directory import LeaseDirectory
 from sandbox_server.pool.leasing.ended_leases import EndedLeases
 from sandbox_server.pool.leasing.lease_book import LeaseBook
 from sandbox_server.pool.leasing.wait_queue import Waiter
-from sandbox_server.pool.overdue import explain_overdue
 from sandbox_server.pool.pool_events import PoolEvents
 from sandbox_server.store.base import State
 

@@ -21,11 +21,11 @@ from sandbox_server.pool.fleet.orphans import OrphanCollector
 from sandbox_server.pool.leasing.ended_leases import end_error
 from sandbox_server.pool.leasing.held_lease import lease_with_current_expiry
 from sandbox_server.pool.leasing.request_keys import RequestKeys
-from sandbox_server.pool.narrow import narrow
+from sandbox_server.pool.operations.narrow import narrow
+from sandbox_server.pool.operations.slot_location import SlotLocation, locate_slot, wait_for_reconnect_or_loss
+from sandbox_server.pool.operations.verify import verify
+from sandbox_server.pool.operations.views import pool_view, readiness, sandbox_view
 from sandbox_server.pool.pool import Pool
-from sandbox_server.pool.slot_location import SlotLocation, locate_slot, wait_for_reconnect_or_loss
-from sandbox_server.pool.verify import verify
-from sandbox_server.pool.views import pool_view, readiness, sandbox_view
 from sandbox_server.store.base import Store
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 from sandbox_server.backends.base import RateLimited
 from sandbox_server.core.clock import Clock
-from sandbox_server.pool.fleet.ticker import Timers
+from sandbox_server.pool.timers import Timers
 
 log = logging.getLogger(__name__)
 

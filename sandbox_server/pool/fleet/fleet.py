@@ -12,7 +12,9 @@ from sandbox_server.core.clock import Clock
 from sandbox_server.core.lifecycle import SandboxEvent
 from sandbox_server.core.types import Lease, LeaseState, PoolId, PoolSpec, SandboxState, SlotState
 from sandbox_server.link.agent_reports import AgentReport, SlotReport
-from sandbox_server.pool.effects import (
+from sandbox_server.pool.fleet import observed as seen
+from sandbox_server.pool.fleet import plan as planning
+from sandbox_server.pool.fleet.effects import (
     AnnounceLeaseEnd,
     CountMetric,
     DestroySandbox,
@@ -22,8 +24,6 @@ from sandbox_server.pool.effects import (
     RefuseUnservableWaiters,
     WaitUntilQuiet,
 )
-from sandbox_server.pool.fleet import observed as seen
-from sandbox_server.pool.fleet import plan as planning
 from sandbox_server.pool.fleet.sandbox import Sandbox
 from sandbox_server.pool.leasing.held_lease import ResetOrder
 from sandbox_server.pool.leasing.lease_book import LeaseBook

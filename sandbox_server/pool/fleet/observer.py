@@ -10,7 +10,7 @@ from sandbox_server.backends.base import Backend, Observation, ObservedState, Wa
 from sandbox_server.core.clock import Clock
 from sandbox_server.core.errors import PoolServiceError
 from sandbox_server.core.types import Handle
-from sandbox_server.pool.fleet.ticker import Timers
+from sandbox_server.pool.timers import Timers
 
 log = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Collection, Iterable
 
 from sandbox_server.pool.dependencies import PoolDependencies
-from sandbox_server.pool.effects import DestroySandbox, DropCache, WaitUntilQuiet
 from sandbox_server.pool.fleet.backend_access import BackendAccess
+from sandbox_server.pool.fleet.effects import DestroySandbox, DropCache, WaitUntilQuiet
 from sandbox_server.pool.fleet.observed import Observed
 from sandbox_server.pool.fleet.sandbox import Sandbox
 from sandbox_server.pool.fleet.supervisor import SandboxSupervisor

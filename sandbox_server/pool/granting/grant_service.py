@@ -11,16 +11,16 @@ from sandbox_server.core.types import Acquired, AcquireRequest, Lease, PoolSpec
 from sandbox_server.link import LinkLost
 from sandbox_server.link.errors import NotSupportedByAgent, RequestInvalid
 from sandbox_server.pool.dependencies import PoolDependencies
-from sandbox_server.pool.effects import AnnounceLeaseBegin, AnnounceLeaseEnd, Effect
 from sandbox_server.pool.fleet.caches import use_cache
+from sandbox_server.pool.fleet.effects import AnnounceLeaseBegin, AnnounceLeaseEnd, Effect
 from sandbox_server.pool.fleet.fleet import Fleet
 from sandbox_server.pool.fleet.observed import Observed
+from sandbox_server.pool.granting.slot_rights import prepare_slot_of
 from sandbox_server.pool.inbox import InboxWriter
 from sandbox_server.pool.leasing import rights
 from sandbox_server.pool.leasing.lease_book import LeaseBook
 from sandbox_server.pool.leasing.request_keys import key_record
 from sandbox_server.pool.leasing.wait_queue import Waiter
-from sandbox_server.pool.slot_rights import prepare_slot_of
 from sandbox_server.store.base import Deletion
 
 
