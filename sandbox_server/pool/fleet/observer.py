@@ -62,6 +62,7 @@ class BackendObserver:
         return future
 
     def _start_watching(self) -> None:
+        """Watch the backend, if it can be watched and is not watched yet. At least `LONGEST_PAUSE_S` lies between two starts."""
         is_watching = self._watching is not None and not self._watching.done()
         if isinstance(self._backend, WatchesSandboxes) and not is_watching and self._clock.monotonic() >= self._watch_not_before:
             self._watch_not_before = self._clock.monotonic() + LONGEST_PAUSE_S
@@ -114,13 +115,18 @@ class BackendObserver:
         return Observation(state=ObservedState.UNKNOWN, detail=f"backend {self._backend.name!r} cannot be asked for it: {reason}")
 
     async def _watch(self, backend: WatchesSandboxes) -> None:
-        """Answer questions with what the backend reports by itself, which is earlier than the next batch. The batches go on beside it."""
+        """Answer questions with the changes that the backend reports by itself, which arrive earlier than the next batch. The batches go on meanwhile.
+
+        If this ends, for whatever reason, a later question starts it again: see `_start_watching`.
+        """
         try:
             async for changes in backend.watch():
                 changed = self._questions.keys() & changes.keys()
                 _answer({sandbox_id: self._questions.pop(sandbox_id) for sandbox_id in changed}, changes)
         except (OSError, PoolServiceError) as error:
             log.warning("backend %s reports no changes of its sandboxes now, and is asked instead: %s", self._backend.name, error)
+        except Exception:  # nobody awaits this task, so that a fault of the backend's code would be lost
+            log.exception("watching sandboxes failed; the backend is asked instead", extra={"backend": self._backend.name})
 
 
 def _answer(questions: _Questions, observations: Mapping[str, Observation]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import replace
 
 import pytest
@@ -205,6 +206,45 @@ async def test_a_change_that_the_backend_reports_by_itself_answers_at_once():
     backend.changes.put_nowait({handle.sandbox_id: Observation(state=ObservedState.GONE, detail="stopped")})
     await settle()
 
+    assert answer.result().detail == "stopped"
+    await observer.close()
+
+
+async def test_a_fault_in_watching_is_logged_and_watching_starts_again_after_a_pause(caplog):
+    class FailingOnce(FakeBackend):
+        def __init__(self):
+            super().__init__()
+            self.watch_count = 0
+            self.changes = asyncio.Queue()
+
+        async def watch(self):
+            self.watch_count += 1
+            if self.watch_count == 1:
+                raise KeyError("no such field")
+            while True:
+                yield await self.changes.get()
+
+    clock, backend = FakeClock(), FailingOnce()
+    backend.unreachable = OSError("away")
+    observer = BackendObserver(backend, clock, clock)
+    (handle,) = handles(1)
+    with caplog.at_level(logging.ERROR):
+        assert (await observer.request_observation(handle)).state is ObservedState.UNKNOWN
+        await settle()
+    (record,) = caplog.records
+    assert record.message == "watching sandboxes failed; the backend is asked instead"
+    assert isinstance(record.exc_info[1], KeyError)
+
+    observer.request_observation(handle)
+    await settle()
+    assert backend.watch_count == 1
+    await clock.advance(LONGEST_PAUSE_S)
+    assert (await observer.request_observation(handle)).state is ObservedState.UNKNOWN
+    answer = observer.request_observation(handle)
+    backend.changes.put_nowait({handle.sandbox_id: Observation(state=ObservedState.GONE, detail="stopped")})
+    await settle()
+
+    assert backend.watch_count == 2
     assert answer.result().detail == "stopped"
     await observer.close()
 
