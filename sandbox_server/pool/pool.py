@@ -11,11 +11,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from sandbox_server.core.errors import (
-    Draining,
-    QuotaExceeded,
-    Stopping,
-)
+from sandbox_server.core.errors import Draining, QuotaExceeded, Stopping
 from sandbox_server.core.types import Acquired, AcquireRequest, Lease, PoolId, PoolSpec, SandboxState
 from sandbox_server.pool.dependencies import PoolDependencies
 from sandbox_server.pool.effect_runner import EffectRunner
