@@ -34,7 +34,7 @@ SERVICE: Final = Actor(tenant=None, admin=True)
 
 
 class Owned(Protocol):
-    """What these functions have to know about a pool."""
+    """The attributes of a pool that these functions read."""
 
     @property
     def pool_id(self) -> PoolId: ...

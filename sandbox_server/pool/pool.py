@@ -1,7 +1,7 @@
-"""One pool: its leases, its sandboxes, and the loop in which the one is decided by the state of the other.
+"""One pool: its leases, its sandboxes, and the loop that applies observations to both.
 
-What tasks observe arrives in the pool's inbox. The pool applies it to its state, which is one step without awaiting anything, and carries out the
-effects that the step returns.
+Tasks put what they observe into the pool's inbox. The pool applies each value to its state in one step, in which nothing is awaited, and then carries
+out the effects that the step has returned.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Pool:
 
     Args:
         pool_id: its name, and the tenant that owns it.
-        spec: what its sandboxes are created from, and its limits.
+        spec: how its sandboxes are created, and its limits.
         access: the backend, with the creation budget and the observer that its pools share.
-        dependencies: clock, store, timers, how to connect.
+        dependencies: the clock, the store, the timers, and the function that connects to agents.
         directory: the index of held leases; default one of the pool's own.
         ended: the memory of ended leases, if it outlives the pool.
 
@@ -54,7 +54,7 @@ class Pool:
         closing: whether no new lease begins any more.
         closing_reason: why, as shown to callers.
         closed_by: the tenant that deleted the pool; None for the service itself.
-        gone: set once a closed pool has no sandbox left.
+        gone: is set once a closed pool has no sandbox left.
         tasks: the tasks of the pool itself.
     """
 
@@ -275,10 +275,10 @@ class Pool:
         return self.clock.monotonic()
 
     def publish_event(self, kind: str, **data: Any) -> None:
-        """Publish what became of the pool. See `PoolEvents.publish_pool_event`."""
+        """Publish an event about the pool. See `PoolEvents.publish_pool_event`."""
         self.events.publish_pool_event(kind, is_shared=self.shared, **data)
 
-    # What was observed, and what follows from it.
+    # Applying observations.
 
     async def _apply_observations(self) -> None:
         while True:
@@ -303,7 +303,7 @@ class Pool:
         try:
             self._effect_runner.carry_out(self._decide(value))
         except Exception as error:  # a fault in applying one value must not end the loop that the whole pool depends on
-            log.exception("what was observed of a pool could not be applied", extra=self.pool_id.fields)
+            log.exception("an observation could not be applied to the state of its pool", extra=self.pool_id.fields)
             supervisor = None if isinstance(value, PreparationEnded | AnswerAbandoned) else self.supervisors.supervisor_of(value.sandbox_id)
             if supervisor is not None:
                 supervisor.abort(f"the service could not keep it: {type(error).__name__}: {error}")

@@ -39,9 +39,9 @@ class PoolService(PoolReader):
     Args:
         specs: the specs of the pools that no tenant owns, by name.
         backends: the backends that the specs name, by name.
-        store: keeps what must survive a crash.
+        store: keeps the records that must survive a crash.
         clock: monotonic and wall time.
-        connect: how a link to an agent is made.
+        connect: connects to an agent.
         owner: the owner of this service's sandboxes on the backends.
         dependencies: everything else; its store, clock and connect replace the arguments.
         origins: where each spec came from, by pool name; default `file`.
@@ -250,7 +250,7 @@ class PoolService(PoolReader):
             reset_workspace: False keeps the slots' files for the next leases of the same run.
 
         Returns:
-            The ids of the leases that have ended, now or before, and the ids that the tenant has no lease of.
+            The ids of the leases that have ended, now or before, and the ids that are not leases of the tenant.
         """
         keep = not reset_workspace
         released: dict[str, None] = {}
@@ -316,7 +316,7 @@ class PoolService(PoolReader):
             return await narrow(pool, lease, allow_network, cache)
 
     def locate_slot(self, tenant: str, lease_id: str) -> SlotLocation:
-        """Where the calls and files of a held lease go now.
+        """Find the slot of a held lease, to which its calls and file transfers are sent.
 
         Raises:
             LeaseNotFound: the tenant has no such lease.

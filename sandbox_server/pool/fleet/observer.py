@@ -24,14 +24,14 @@ _Questions = dict[str, tuple[Handle, list[asyncio.Future[Observation]]]]
 
 
 class BackendObserver:
-    """Collects the questions of all sandboxes of one backend and asks them together: one question at a time, and only so often.
+    """Collects the questions of all sandboxes of one backend and asks them together: one batch at a time, at the interval that the traits of the backend set.
 
-    A backend that cannot be asked says nothing about its sandboxes, so that their observations are `UNKNOWN` then.
+    While a backend cannot be asked, the observations of its sandboxes are `UNKNOWN`.
 
     Args:
         backend: the backend. Its traits say how often it may be asked.
         clock: the clock of the pauses.
-        timers: how to wait for the end of a pause.
+        timers: wait for the end of a pause.
     """
 
     def __init__(self, backend: Backend, clock: Clock, timers: Timers) -> None:
@@ -85,7 +85,7 @@ class BackendObserver:
             _answer(questions, await self._observe([handle for handle, _ in questions.values()]))
 
     def _drop_cancelled(self) -> bool:
-        """Drop the questions that nobody waits for any more. Returns whether any are left."""
+        """Drop the questions whose futures were all cancelled. Returns whether any are left."""
         waiting = {sandbox_id: (handle, [one for one in futures if not one.done()]) for sandbox_id, (handle, futures) in self._questions.items()}
         self._questions = {sandbox_id: question for sandbox_id, question in waiting.items() if question[1]}
         return bool(self._questions)

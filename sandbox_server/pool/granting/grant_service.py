@@ -1,4 +1,4 @@
-"""From an acquire that waits to its answer: slots are prepared before a grant counts, and given back if nobody takes the answer."""
+"""Answers waiting acquires. Slots are prepared before the answer, and given back if the caller is gone."""
 
 from __future__ import annotations
 
@@ -253,5 +253,5 @@ class GrantService:
             # The cache's record is on disk before the cache exists, so that there is never a cache without a record.
             await self._dependencies.store.flush()
         if sandbox is None or sandbox.agent is None:
-            raise LinkLost("the link went before the slot was prepared")
+            raise LinkLost("the link was lost before the slot was prepared")
         await prepare_slot_of(sandbox.agent, lease)

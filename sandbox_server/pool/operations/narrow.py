@@ -1,4 +1,4 @@
-"""Takes rights away from a held lease."""
+"""Takes rights away from a held lease: its network or its cache."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def narrow(pool: Pool, lease: Lease, allow_network: bool | None, cache: st
 
 
 async def _narrow_slot(pool: Pool, narrowed: Lease) -> None:
-    """Send the request until it is answered. Narrowing a slot twice is narrowing it once."""
+    """Send the request until it is answered. Repeating the request changes nothing."""
     while True:
         try:
             await narrow_slot_of(agent_of(pool, narrowed), narrowed, expects_prompt_response=True)
