@@ -117,7 +117,7 @@ class Pool:
             self._directory.add_lease(lease_id, self)
 
     def start(self) -> None:
-        """Find the restored sandboxes again, and begin to create new ones."""
+        """Start the supervisors of the restored sandboxes, and begin to create new ones."""
         task = asyncio.create_task(self._apply_observations())
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
@@ -138,7 +138,7 @@ class Pool:
         self._apply_pending()
         for sandbox in list(self.fleet.sandboxes.values()):
             if destroy or sandbox.state is SandboxState.STARTING:
-                self._effect_runner.carry_out(self.fleet.retire_sandbox(sandbox, "the service was told to stop"))
+                self._effect_runner.carry_out(self.fleet.retire_sandbox(sandbox, "the service is stopping"))
         await self.supervisors.stop([sandbox.sandbox_id for sandbox in self.fleet.sandboxes.values() if not sandbox.destroying])
         await asyncio.gather(*self._grant_service.tasks, return_exceptions=True)
         self._apply_pending()

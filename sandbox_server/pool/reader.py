@@ -8,7 +8,7 @@ from typing import Any
 from sandbox_server.core.clock import Clock
 from sandbox_server.core.errors import LeaseNotFound
 from sandbox_server.core.types import Lease, PoolView, SandboxView
-from sandbox_server.pool.access import SERVICE, Actor, find_pool, may_see, seen_pools
+from sandbox_server.pool.access import SERVICE, Actor, find_pool, may_see, visible_pools
 from sandbox_server.pool.catalog import BUILT_IN, OF_THE_FILE, Catalog
 from sandbox_server.pool.fleet.orphans import OrphanProblem
 from sandbox_server.pool.leasing.ended_leases import end_error
@@ -82,7 +82,7 @@ class PoolReader:
         Raises:
             Forbidden: the actor is no admin and names another tenant.
         """
-        return [self._view_of(pool) for pool in sorted(seen_pools(self._pools, actor, tenant), key=lambda pool: (pool.name, pool.pool_id.tenant or ""))]
+        return [self._view_of(pool) for pool in sorted(visible_pools(self._pools, actor, tenant), key=lambda pool: (pool.name, pool.pool_id.tenant or ""))]
 
     def view(self, name: str, *, actor: Actor = SERVICE, tenant: str | None = None) -> PoolView:
         """The view of the actor's own pool of a name, else of the shared one, or of one `tenant`'s pool, for admins.

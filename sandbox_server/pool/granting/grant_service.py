@@ -208,7 +208,7 @@ class GrantService:
             return []
         if waiter.leases and waiter.request.request_key is not None:
             self._dependencies.store.put(Deletion(key=(waiter.request.tenant, waiter.request.request_key)))
-        return self._release_leases(waiter.leases, "nobody took the answer to the acquire")
+        return self._release_leases(waiter.leases, "the caller of the acquire did not receive the response")
 
     def _release_leases(self, leases: Sequence[Lease], detail: str) -> list[Effect]:
         return [AnnounceLeaseEnd(self._book.release_lease(lease.lease_id, detail=detail)) for lease in leases if lease.lease_id in self._book.held]
