@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from sandbox_server.dispatch.call_tracker import CallTracker
 from sandbox_server.dispatch.concurrency import ConcurrencyLimiter
 from sandbox_server.dispatch.dispatcher import Dispatcher
 from sandbox_server.dispatch.files import SlotFiles
+from sandbox_server.dispatch.lease_ends import follow_lease_ends
 from sandbox_server.link import connect
 from sandbox_server.pool.catalog import BUILT_IN, OF_THE_FILE
 from sandbox_server.pool.dependencies import Connect, PoolDependencies, PoolLimits
@@ -233,7 +234,7 @@ async def _start_in(settings: Settings, state_dir: StateDir, parts: Parts, *, ep
     state_monitor = StateMonitor(state_dir, store)
     answers = AnswerBudget(_answer_limits(settings))
     dispatcher = Dispatcher(pools, store, clock, telemetry, limits, CallTracker(pools.restored), ConcurrencyLimiter(tenants.max_running_calls), answers)
-    lease_ends = asyncio.create_task(_follow_lease_ends(pools.follow_ended_leases(), dispatcher))
+    lease_ends = asyncio.create_task(follow_lease_ends(pools.follow_ended_leases(), dispatcher.handle_lease_end))
     service = Service(
         pools=pools,
         dispatcher=dispatcher,
@@ -259,12 +260,6 @@ async def _start_in(settings: Settings, state_dir: StateDir, parts: Parts, *, ep
         lease_ends=lease_ends,
         ephemeral=ephemeral,
     )
-
-
-async def _follow_lease_ends(lease_ids: AsyncIterator[str], dispatcher: Dispatcher) -> None:
-    """Pass the end of each lease on to the dispatcher."""
-    async for lease_id in lease_ids:
-        dispatcher.handle_lease_end(lease_id)
 
 
 def _answer_limits(settings: Settings) -> AnswerLimits:

@@ -23,7 +23,7 @@ class ObservedState(enum.StrEnum):
     RUNNING = "running"
     #: It has ended or was never created. A sandbox that is gone never comes back.
     GONE = "gone"
-    #: The backend cannot tell now. Nothing may be concluded from it.
+    #: The backend does not know the state now. Nothing may be concluded from this.
     UNKNOWN = "unknown"
 
 

@@ -1,4 +1,8 @@
-"""Folders of sandboxes that are gone: moved aside at once, deleted by a process of its own, so that nobody waits for a million files, nor a stop."""
+"""Deletes the folders of sandboxes that are gone.
+
+A folder is moved aside at once and deleted by a separate process, so that neither a caller nor the stop of the service waits until a million files
+are deleted.
+"""
 
 from __future__ import annotations
 
@@ -10,23 +14,24 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from sandbox_server.agent.kernel import trash
-from sandbox_server.backends.processes import ended_within, spawn
+from sandbox_server.backends.processes import spawn, wait_for_end
 
-DELETING_AT_MOST_S = 3600.0
+#: How long the service waits for the end of a deleting process in order to reap it, in seconds.
+REAP_WITHIN_S = 3600.0
 
-_ends: set[asyncio.Task[bool]] = set()
+_waiting_tasks: set[asyncio.Task[bool]] = set()
 
 
-async def dispose(folders: Iterable[str], aside: Path, within_s: float) -> None:
-    """Move folders aside and have them deleted.
+async def delete_folders(folders: Iterable[str], aside: Path, within_s: float) -> None:
+    """Move folders aside, and start a process that deletes them.
 
     Args:
-        folders: what is to go; what is not there is gone already. On another file system than `aside` it is deleted where it is.
-        aside: a folder for what is being deleted; made if it is not there.
-        within_s: how long to wait for the end of the deleting, in seconds. It goes on without us.
+        folders: the folders. Those that do not exist are skipped. A folder on another file system than `aside` is deleted where it is.
+        aside: the folder that they are moved to. It is created if it does not exist.
+        within_s: how long to wait until they are deleted, in seconds. The deleting goes on after that.
 
     Raises:
-        OSError: a folder could not be moved aside.
+        OSError: the deleting process could not be started.
     """
     doomed = _move_all_aside(folders, aside)
     if not doomed:
@@ -36,16 +41,21 @@ async def dispose(folders: Iterable[str], aside: Path, within_s: float) -> None:
         pid, started = spawn([sys.executable, "-I", "-S", "-B", trash.__file__, *doomed], {}, null, null)
     finally:
         os.close(null)
-    # Waited for to its end, so that it is reaped; the caller waits no longer than it likes.
-    end = asyncio.create_task(ended_within(pid, started, DELETING_AT_MOST_S))
-    _ends.add(end)
-    end.add_done_callback(_ends.discard)
+    # A task of its own waits for the end of the process and reaps it. The caller waits for at most `within_s`.
+    end = asyncio.create_task(wait_for_end(pid, started, REAP_WITHIN_S))
+    _waiting_tasks.add(end)
+    end.add_done_callback(_waiting_tasks.discard)
     await asyncio.wait({end}, timeout=within_s)
 
 
-async def sweep(aside: Path, within_s: float) -> None:
-    """Delete what an earlier life moved aside and did not come to delete."""
-    await dispose(_left_in(aside), aside, within_s)
+async def delete_leftovers(aside: Path, within_s: float) -> None:
+    """Delete the folders that an earlier process of the service has moved aside and has not deleted.
+
+    Args:
+        aside: the folder that they were moved to.
+        within_s: how long to wait until they are deleted, in seconds.
+    """
+    await delete_folders(_left_in(aside), aside, within_s)
 
 
 def _left_in(aside: Path) -> list[str]:
@@ -69,5 +79,5 @@ def _move_aside(folder: str, aside: Path) -> str | None:
         aside.mkdir(mode=0o700, exist_ok=True)
         os.rename(folder, target)
     except OSError:
-        return folder  # on another file system, or on a disk too full for a name: deleted where it is
+        return folder  # it is on another file system, or the disk is too full for a new name: it is deleted where it is
     return str(target)

@@ -36,8 +36,8 @@ from sandbox_server.agent.server.listeners import LISTENING_FILE
 from sandbox_server.backends.agent_config import AgentEnvironment, agent_config
 from sandbox_server.backends.base import BackendTraits, CreateContext, CreateFailed, Observation, ObservedState
 from sandbox_server.backends.certificate import make_certificate
-from sandbox_server.backends.disposal import dispose, sweep
-from sandbox_server.backends.group import GROUP_PREFIX, join_group, kill_group, make_group, remove_groups_of, sweep_groups
+from sandbox_server.backends.disposal import delete_folders, delete_leftovers
+from sandbox_server.backends.group import GROUP_PREFIX, join_group, kill_group, make_group, remove_groups_of, remove_stale_groups
 from sandbox_server.backends.process_pipe import open_process_pipe
 from sandbox_server.backends.processes import end_process, is_running, spawn
 from sandbox_server.core.pipe import Pipe
@@ -221,7 +221,7 @@ class LocalBackend:
         if "pid" in data:
             await asyncio.to_thread(remove_groups_of, data["pid"])
         folders = filter(None, (data.get("workspaces"), data.get("socket_dir"), str(self._folder / handle.sandbox_id)))
-        await dispose(folders, self._trash_folder, DELETE_WITHIN_S)
+        await delete_folders(folders, self._trash_folder, DELETE_WITHIN_S)
 
     async def observe(self, handles: Sequence[Handle]) -> Mapping[str, Observation]:
         """Report whether the sandboxes' agents run."""
@@ -232,8 +232,8 @@ class LocalBackend:
 
         Also removes empty control groups, and deletes what an earlier service had moved to the trash.
         """
-        await asyncio.to_thread(sweep_groups, GROUP_PREFIX)
-        await sweep(self._trash_folder, 0.0)
+        await asyncio.to_thread(remove_stale_groups, GROUP_PREFIX)
+        await delete_leftovers(self._trash_folder, 0.0)
         if not self._folder.is_dir():
             return []
         unrecorded = Handle(backend=self.name, pool="", owner=self._owner, sandbox_id="")

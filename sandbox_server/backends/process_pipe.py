@@ -1,4 +1,4 @@
-"""A pipe to the agent's relay for engines that start programs with a command: the relay itself, or `docker exec -i`."""
+"""A pipe to the relay of an agent, for backends that start the relay with a command, such as `docker exec -i`."""
 
 from __future__ import annotations
 
@@ -12,22 +12,27 @@ from contextlib import suppress
 CHUNK_BYTES = 256 << 10
 #: How long the program may take to end once its standard input is closed, before it is killed, in seconds.
 END_S = 0.5
-SAID_BYTES = 2000
+#: How much of the end of the program's standard error is kept for error messages.
+STDERR_BYTES = 2000
 
 
 async def open_process_pipe(argv: Sequence[str], env: Mapping[str, str]) -> ProcessPipe:
-    """Start a program and give its standard input and output.
+    """Start a program, and return a pipe to its standard input and output.
+
+    Args:
+        argv: the path of the program and its arguments.
+        env: its environment.
 
     Raises:
-        OSError: it could not be started.
+        OSError: the program could not be started.
     """
-    # In a session of its own: Ctrl-C on a terminal is for the service, which still needs its agents while it stops.
+    # A session of its own, so that Ctrl-C on a terminal does not end the program: the service still needs its agents while it stops.
     process = await asyncio.create_subprocess_exec(*argv, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=dict(env), start_new_session=True, limit=CHUNK_BYTES)
     return ProcessPipe(process)
 
 
 class ProcessPipe:
-    """See `core.pipe.Pipe`. The program ends with the service, however that ends: its standard input is closed."""
+    """See `core.pipe.Pipe`. However the service ends, the program ends as well, because its standard input is closed."""
 
     def __init__(self, process: Process) -> None:
         assert process.stdin is not None, "the program was started with pipes"
@@ -36,7 +41,7 @@ class ProcessPipe:
         self.pid = process.pid
         self._process = process
         self._stdin, self._stdout = process.stdin, process.stdout
-        self._said = asyncio.create_task(_last_of(process.stderr))
+        self._stderr_end = asyncio.create_task(_read_end_of(process.stderr))
 
     async def read(self) -> bytes:
         """See `Pipe`."""
@@ -50,9 +55,9 @@ class ProcessPipe:
     async def wait_for_exit(self) -> str:
         """See `Pipe`."""
         code = await self._process.wait()
-        said = (await asyncio.shield(self._said)).decode(errors="replace").strip()
+        stderr = (await asyncio.shield(self._stderr_end)).decode(errors="replace").strip()
         how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        return f"the relay {how}: {said or 'it said nothing'}" if code or said else ""
+        return f"the relay {how}: {stderr or 'it wrote nothing to its standard error'}" if code or stderr else ""
 
     async def close(self) -> None:
         """See `Pipe`."""
@@ -62,17 +67,17 @@ class ProcessPipe:
                 await self._process.wait()
         if self._process.returncode is None:
             with suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)  # with what it has started, which would hold its output open
-        # Read to the end, or the descriptors would stay.
+                os.killpg(self.pid, signal.SIGKILL)  # including the processes that it has started, which would keep its output open
+        # The output is read to its end, because the descriptors are not closed before.
         while await self._stdout.read(CHUNK_BYTES):
             pass
-        await asyncio.shield(self._said)
+        await asyncio.shield(self._stderr_end)
         await self._process.wait()
 
 
-async def _last_of(stream: asyncio.StreamReader) -> bytes:
-    """Read a stream to its end and keep the last of it."""
-    said = b""
+async def _read_end_of(stream: asyncio.StreamReader) -> bytes:
+    """Read a stream to its end, and return its last `STDERR_BYTES` bytes."""
+    end = b""
     while data := await stream.read(CHUNK_BYTES):
-        said = (said + data)[-SAID_BYTES:]
-    return said
+        end = (end + data)[-STDERR_BYTES:]
+    return end

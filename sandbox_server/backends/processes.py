@@ -1,4 +1,7 @@
-"""Processes that may not be ours, named by pid and start time, so that a recycled pid is never taken for what it was."""
+"""Starts, checks and ends processes that are identified by pid and start time, because the pid alone may be used again by another process.
+
+The processes need not be children of this one.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from pathlib import Path
 
 
 def start_time(pid: int) -> int | None:
-    """When the process started, in clock ticks since boot; None if there is no such process or it is only waiting to be reaped."""
+    """When a process started, in clock ticks since boot; None if there is no such process, or it has ended and was not reaped yet."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
@@ -21,20 +24,31 @@ def start_time(pid: int) -> int | None:
 
 
 def is_running(pid: int, started: int) -> bool:
-    """Whether this very process runs. Reaps it if it was a child of ours and has ended."""
+    """Whether a process runs. Reaps it if it has ended and is a child of this process.
+
+    Args:
+        pid: its process id.
+        started: its start time, see `start_time`. A process with another start time is another process.
+    """
     with suppress(ChildProcessError):
         os.waitpid(pid, os.WNOHANG)
     return start_time(pid) == started
 
 
 def spawn(argv: list[str], env: Mapping[str, str], stdin: int, output: int) -> tuple[int, int]:
-    """Start a program in a session of its own, with nothing of ours but these descriptors, and with signals as a new login has them.
+    """Start a program in a session of its own, with default signal handlers, no blocked signals, and no other open descriptors.
+
+    Args:
+        argv: the path of the program and its arguments.
+        env: its environment.
+        stdin: the descriptor of its standard input.
+        output: the descriptor of its standard output and standard error.
 
     Returns:
         Its pid and start time.
 
     Raises:
-        OSError: it could not be started.
+        OSError: the program could not be started.
     """
     pid = os.posix_spawn(
         argv[0],
@@ -49,29 +63,29 @@ def spawn(argv: list[str], env: Mapping[str, str], stdin: int, output: int) -> t
 
 
 async def end_process(pid: int, started: int, term_s: float, kill_s: float) -> None:
-    """Ask a process to end, and make it.
+    """Send SIGTERM to a process, and SIGKILL if it does not end.
 
     Args:
-        pid: which.
-        started: its start time; if that is not the process's, nothing is done.
-        term_s: how long it may take over SIGTERM, in seconds.
-        kill_s: how long SIGKILL may take, in seconds.
+        pid: its process id.
+        started: its start time. If the process has another start time, it is another process, and nothing is done.
+        term_s: how long it may take to end after SIGTERM, in seconds.
+        kill_s: how long it may take to end after SIGKILL, in seconds.
 
     Raises:
-        OSError: it is still there.
+        OSError: it has not ended after both.
     """
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:
         return
     try:
-        # Opened first, compared after: from here on the handle is this process's whatever becomes of the pid.
+        # The handle is opened before the start time is compared, so that it cannot refer to a later process that uses the pid again.
         if not is_running(pid, started):
             return
         for number, wait_s in ((signal.SIGTERM, term_s), (signal.SIGKILL, kill_s)):
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(handle, number)
-            if await _readable(handle, wait_s):
+            if await _wait_until_readable(handle, wait_s):
                 is_running(pid, started)  # reaps it
                 return
     finally:
@@ -79,21 +93,30 @@ async def end_process(pid: int, started: int, term_s: float, kill_s: float) -> N
     raise OSError(f"process {pid} has not ended {kill_s:g} s after SIGKILL")
 
 
-async def ended_within(pid: int, started: int, wait_s: float) -> bool:
-    """Whether a process ends, and is reaped if it is our child, within `wait_s` seconds."""
+async def wait_for_end(pid: int, started: int, wait_s: float) -> bool:
+    """Wait for the end of a process, and reap it if it is a child of this process.
+
+    Args:
+        pid: its process id.
+        started: its start time.
+        wait_s: the longest time to wait, in seconds.
+
+    Returns:
+        Whether it has ended.
+    """
     try:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:
         return True
     try:
         if is_running(pid, started):
-            await _readable(handle, wait_s)
+            await _wait_until_readable(handle, wait_s)
         return not is_running(pid, started)
     finally:
         os.close(handle)
 
 
-async def _readable(handle: int, wait_s: float) -> bool:
+async def _wait_until_readable(handle: int, wait_s: float) -> bool:
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
     loop.add_reader(handle, ended.set)

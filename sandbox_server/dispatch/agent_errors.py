@@ -83,7 +83,7 @@ def error_of_refusal(refused: AgentRefused, slot_locator: SlotLocator, tenant: s
 def lease_error(slot_locator: SlotLocator, tenant: str, lease_id: str) -> PoolServiceError | None:
     """Why a lease does not hold; None where it does, or where its agent cannot be reached."""
     try:
-        slot_locator.route(tenant, lease_id)
+        slot_locator.locate_slot(tenant, lease_id)
     except (LeaseNotFound, LeaseLost) as error:
         return error
     except BackendUnavailable:

@@ -51,7 +51,7 @@ class CallCancellation:
     async def cancel_call(self, tenant: str, lease_id: str, call_id: str) -> Result:
         """End a call and return its result. See `Dispatcher.cancel_call`."""
         try:
-            location = self._slot_locator.route(tenant, lease_id)
+            location = self._slot_locator.locate_slot(tenant, lease_id)
         except SandboxLost:
             result = self._lookup.recorded_result(lease_id, call_id)
             if result is None:

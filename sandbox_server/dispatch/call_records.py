@@ -220,14 +220,14 @@ class CallRecords:
         """The recorded result of a call. Raises as every method does where the lease does not hold."""
         result = self._lookup.recorded_result(lease_id, call_id)
         try:
-            self._slot_locator.route(tenant, lease_id)
+            self._slot_locator.locate_slot(tenant, lease_id)
         except (SandboxLost, BackendUnavailable):
             if result is None:
                 raise
         return result
 
     async def _status_from_agent(self, tenant: str, lease_id: str, call_id: str) -> CallStatus | Result:
-        location = self._slot_locator.route(tenant, lease_id)
+        location = self._slot_locator.locate_slot(tenant, lease_id)
         try:
             async with self._translated_errors(tenant, lease_id, call_id):
                 message = await location.slot.call_status(call_id)
@@ -251,7 +251,7 @@ class CallRecords:
 
     async def _follow_over_one_link(self, tenant: str, lease_id: str, call_id: str, offset: int) -> AsyncGenerator[Chunk | Result, None]:
         """Follow a call until its result or until the link is lost. Raises the link's errors, except for refusals."""
-        location = self._slot_locator.route(tenant, lease_id)
+        location = self._slot_locator.locate_slot(tenant, lease_id)
         try:
             async with aclosing(location.slot.follow_output(call_id, offset, may_be_silent=True)) as parts:
                 async for part in parts:
@@ -300,7 +300,7 @@ class CallRecords:
         return lease_error_result(call_reference(lease_id, call_id, encoding), error)
 
     async def _fetch_output_parts(self, tenant: str, lease_id: str, call_id: str, offset: int) -> AsyncGenerator[OutputHeader | bytes, None]:
-        slot = self._slot_locator.route(tenant, lease_id).slot
+        slot = self._slot_locator.locate_slot(tenant, lease_id).slot
         try:
             async with self._translated_errors(tenant, lease_id, call_id), aclosing(slot.fetch_output(call_id, offset)) as parts:
                 async for part in parts:

@@ -165,7 +165,7 @@ class Dispatcher:
             QuotaExceeded: the lease has had all the calls that it may have.
         """
         try:
-            self._slot_locator.route(tenant, call.lease_id)
+            self._slot_locator.locate_slot(tenant, call.lease_id)
         except SandboxLost:
             result = find_result(self._result_store, call)
             if result is None:

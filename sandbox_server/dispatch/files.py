@@ -51,13 +51,13 @@ class SlotFiles:
             mode: its permission bits; None for the default.
             chunks: its content.
         """
-        slot = self._slot_locator.route(tenant, lease_id).slot
+        slot = self._slot_locator.locate_slot(tenant, lease_id).slot
         async with self._translated_errors(tenant, lease_id):
             await slot.write_file(path, mode, chunks)
 
     async def write_archive(self, tenant: str, lease_id: str, path: str, chunks: AsyncIterator[bytes]) -> None:
         """Unpack a gzipped tar into a folder. The arguments are those of `write_file`."""
-        slot = self._slot_locator.route(tenant, lease_id).slot
+        slot = self._slot_locator.locate_slot(tenant, lease_id).slot
         async with self._translated_errors(tenant, lease_id):
             await slot.write_archive(path, chunks)
 
@@ -74,13 +74,13 @@ class SlotFiles:
         Returns:
             The entries, and whether there are more.
         """
-        slot = self._slot_locator.route(tenant, lease_id).slot
+        slot = self._slot_locator.locate_slot(tenant, lease_id).slot
         async with self._translated_errors(tenant, lease_id):
             listing = await slot.list_folder(path, recursive=recursive, max_entries=max_entries)
         return list(listing.entries), listing.is_truncated
 
     async def _receive(self, tenant: str, lease_id: str, read: Callable[[SlotClient], AsyncGenerator[bytes, None]]) -> AsyncGenerator[bytes, None]:
-        slot = self._slot_locator.route(tenant, lease_id).slot
+        slot = self._slot_locator.locate_slot(tenant, lease_id).slot
         async with self._translated_errors(tenant, lease_id), aclosing(read(slot)) as chunks:
             async for chunk in chunks:
                 yield chunk

@@ -27,7 +27,7 @@ class SlotLocation(Protocol):
 class SlotLocator(Protocol):
     """Finds the slots of leases. `pool.service.PoolService` implements it."""
 
-    def route(self, tenant: str, lease_id: str) -> SlotLocation:
+    def locate_slot(self, tenant: str, lease_id: str) -> SlotLocation:
         """Find the slot of a lease that holds.
 
         Args:

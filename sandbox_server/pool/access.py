@@ -34,7 +34,7 @@ SERVICE: Final = Actor(tenant=None, admin=True)
 
 
 class Owned(Protocol):
-    """What these functions have to know about a pool."""
+    """The attributes of a pool that these functions read."""
 
     @property
     def pool_id(self) -> PoolId: ...
@@ -44,7 +44,7 @@ class Owned(Protocol):
 
 
 AnyPool = TypeVar("AnyPool", bound=Owned)
-PoolService = Mapping[PoolId, AnyPool]
+PoolsById = Mapping[PoolId, AnyPool]
 
 
 def may_see(actor: Actor, pool: Owned) -> bool:
@@ -52,13 +52,13 @@ def may_see(actor: Actor, pool: Owned) -> bool:
     return actor.admin or pool.shared or pool.pool_id.tenant == actor.tenant
 
 
-def shared_pool(pools: PoolService[AnyPool], name: str) -> AnyPool | None:
+def shared_pool(pools: PoolsById[AnyPool], name: str) -> AnyPool | None:
     """The shared pool of a name; None if there is none. A pool that no tenant owns comes first, because the settings file may name it later."""
     unowned = pools.get(PoolId(name))
     return unowned if unowned is not None else next((pool for pool in pools.values() if pool.pool_id.name == name and pool.shared), None)
 
 
-def find_pool(pools: PoolService[AnyPool], name: str, actor: Actor, tenant: str | None = None) -> AnyPool:
+def find_pool(pools: PoolsById[AnyPool], name: str, actor: Actor, tenant: str | None = None) -> AnyPool:
     """Find the pool that a name stands for.
 
     Args:
@@ -83,7 +83,7 @@ def find_pool(pools: PoolService[AnyPool], name: str, actor: Actor, tenant: str 
     return pool
 
 
-def seen_pools(pools: PoolService[AnyPool], actor: Actor, tenant: str | None = None) -> Iterator[AnyPool]:
+def visible_pools(pools: PoolsById[AnyPool], actor: Actor, tenant: str | None = None) -> Iterator[AnyPool]:
     """The pools that an actor's names stand for: its own and the shared ones, each name once.
 
     Args:
@@ -101,7 +101,7 @@ def seen_pools(pools: PoolService[AnyPool], actor: Actor, tenant: str | None = N
     return (find_pool(pools, name, actor) for name in names)
 
 
-def find_to_put(pools: PoolService[AnyPool], name: str, actor: Actor, tenant: str | None = None) -> tuple[PoolId, AnyPool | None]:
+def find_to_put(pools: PoolsById[AnyPool], name: str, actor: Actor, tenant: str | None = None) -> tuple[PoolId, AnyPool | None]:
     """Find the pool that a name stands for when an actor creates or changes it.
 
     Returns:
@@ -125,7 +125,7 @@ def find_to_put(pools: PoolService[AnyPool], name: str, actor: Actor, tenant: st
     return pool_id, pool
 
 
-def find_to_delete(pools: PoolService[AnyPool], name: str, actor: Actor, tenant: str | None = None) -> AnyPool:
+def find_to_delete(pools: PoolsById[AnyPool], name: str, actor: Actor, tenant: str | None = None) -> AnyPool:
     """Find the pool that a name stands for when an actor deletes it.
 
     Raises:
@@ -151,7 +151,7 @@ def check_may_change(pool: Owned, actor: Actor) -> None:
         raise Forbidden(f"pool {pool.pool_id.name!r} is shared with every tenant: only an admin may change or delete it")
 
 
-def check_may_share(pools: PoolService[AnyPool], pool_id: PoolId) -> None:
+def check_may_share(pools: PoolsById[AnyPool], pool_id: PoolId) -> None:
     """Check that no other shared pool has the same name.
 
     Raises:

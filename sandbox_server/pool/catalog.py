@@ -20,8 +20,8 @@ from sandbox_server.pool.dependencies import PoolDependencies
 from sandbox_server.pool.fleet.backend_access import BackendAccess, access_backend
 from sandbox_server.pool.lease_directory import LeaseDirectory
 from sandbox_server.pool.leasing.ended_leases import EndedLeases
+from sandbox_server.pool.operations.quotas import Quotas
 from sandbox_server.pool.pool import Pool
-from sandbox_server.pool.quotas import Quotas
 from sandbox_server.store.base import Deletion, PoolRecord, SandboxRecord, State
 
 log = logging.getLogger(__name__)
@@ -55,14 +55,14 @@ class Catalog:
     Args:
         backends: the backends that are in use, by name.
         load_backend: makes a backend that is not in use yet.
-        dependencies: what every pool is given.
+        dependencies: the dependencies of every pool.
 
     Attributes:
         pools: the pools.
         origins: where each pool's spec came from.
         quotas: what each tenant may have of all pools together.
         backends: the backends that are in use, by name.
-        ended: the memory of ended leases, which outlives the pools.
+        ended_leases: the ended leases, which are remembered after their pools are gone.
         directory: the index from held leases to pools.
         tasks: the tasks that wait for closed pools to be gone.
     """
@@ -85,7 +85,7 @@ class Catalog:
 
         Args:
             pool_id: its name and its owner.
-            spec: what its sandboxes are created from, and its limits.
+            spec: how its sandboxes are created, and its limits.
             origin: where the spec came from.
 
         Raises:
@@ -257,7 +257,7 @@ class Catalog:
         """Stop every pool.
 
         Args:
-            destroys: tells, for a pool's spec, whether its sandboxes are destroyed or left for another service to adopt.
+            destroys: returns for a pool's spec whether its sandboxes are destroyed or left for another service to adopt.
         """
         for task in list(self.tasks):
             task.cancel()

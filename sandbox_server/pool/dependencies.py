@@ -1,4 +1,4 @@
-"""What every pool is given: the clock, the store, how to connect, how to make ids. Values and functions to inject, without logic."""
+"""The dependencies of every pool: the clock, the store, the functions that connect to agents and make ids, and limits. No logic."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from sandbox_server.core.clock import Clock
 from sandbox_server.core.types import AcquireRequest
 from sandbox_server.link import AgentLink, Endpoint
 from sandbox_server.pool.events import EventLog
-from sandbox_server.pool.fleet.ticker import LoopTimers, Timers
 from sandbox_server.pool.leasing.serving_rules import CLAIM_AFTER_S
+from sandbox_server.pool.timers import LoopTimers, Timers
 from sandbox_server.store.base import Store
 
 
@@ -95,20 +95,20 @@ class PoolLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolDependencies:
-    """What every pool is given.
+    """The dependencies of every pool.
 
     Attributes:
-        store: keeps what must survive a crash.
+        store: keeps the records that must survive a crash.
         clock: monotonic and wall time.
         connect: connects to an agent.
-        timers: how to wait.
+        timers: waits, and calls functions later.
         meter: takes measurements.
         events: the log of events of all pools.
         weight: returns a tenant's weight in the queue, more than 0.
         max_leases: returns how many leases a tenant may hold, wait for and have slots reserved for; None if there is no limit.
         max_slots: returns how many slots all pools of a tenant may have together; None if there is no limit.
         max_waiters: returns how many acquires of a tenant may wait; None if there is no limit.
-        admits: tells whether the limits of its tenant let a waiting acquire be served now.
+        admits: returns whether the limits of its tenant let a waiting acquire be served now.
         claim_after_s: how long a tenant's first acquire waits before its pool holds free slots for it, in seconds.
         jitter: returns a random number from 0 to 1.
         lease_id: makes the id of a lease.

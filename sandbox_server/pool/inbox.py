@@ -1,4 +1,4 @@
-"""The inbox of a pool: values that its tasks have observed, in order, until the pool applies them to its state."""
+"""The inbox of a pool: the values that its tasks have observed, in order, until the pool applies them to its state."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Put = TypeVar("Put", contravariant=True)
 
 
 class InboxWriter(Protocol[Put]):
-    """The side of an inbox that a task has which observes something."""
+    """The side of an inbox that observing tasks use."""
 
     def put(self, value: Put) -> None:
         """See `Inbox.put`."""
@@ -21,7 +21,7 @@ class InboxWriter(Protocol[Put]):
 
 
 class Inbox(Generic[Value]):
-    """A queue that takes values at any time and hands them out in batches. Putting a value never waits."""
+    """A queue of observed values, which one reader takes out in order. Putting a value never waits."""
 
     def __init__(self) -> None:
         self._values: deque[tuple[Value, asyncio.Future[None] | None]] = deque()

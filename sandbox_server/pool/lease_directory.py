@@ -1,4 +1,4 @@
-"""The pool of every held lease, and the leases that end, for callers outside of the pools."""
+"""An index from held leases to their pools, and a stream of the leases that end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LeaseDirectory(Generic[AnyPool]):
         self._pools[lease_id] = pool
 
     def remove_lease(self, lease_id: str) -> None:
-        """Note that a lease has ended, and pass its id on to everyone who follows the ends of leases."""
+        """Note that a lease has ended, and pass its id on to every caller of `follow_ended_leases`."""
         self._pools.pop(lease_id, None)
         for queue in self._followers:
             queue.put_nowait(lease_id)

@@ -1,50 +1,38 @@
-"""One pool: its leases, its sandboxes, and the loop in which the one is decided by the state of the other.
+"""One pool: its leases, its sandboxes, and the loop that applies observations to both.
 
-What tasks observe arrives in the pool's inbox. The pool applies it to its state, which is one step without awaiting anything, and carries out the
-effects that the step returns.
+Tasks put what they observe into the pool's inbox. The pool applies each value to its state in one step, in which nothing is awaited, and then carries
+out the effects that the step has returned.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
-from sandbox_server.core.errors import (
-    BackendUnavailable,
-    Draining,
-    InvalidRequest,
-    PoolNotFound,
-    PoolServiceError,
-    QuotaExceeded,
-    Stopping,
-)
-from sandbox_server.core.types import Acquired, AcquireRequest, Lease, PoolId, PoolSpec, SandboxState, SlotState
-from sandbox_server.pool import effects as todo
+from sandbox_server.core.errors import Draining, QuotaExceeded, Stopping
+from sandbox_server.core.types import Acquired, AcquireRequest, Lease, PoolId, PoolSpec, SandboxState
 from sandbox_server.pool.dependencies import PoolDependencies
+from sandbox_server.pool.effect_runner import EffectRunner
 from sandbox_server.pool.fleet import caches
 from sandbox_server.pool.fleet import plan as planning
 from sandbox_server.pool.fleet.backend_access import BackendAccess
+from sandbox_server.pool.fleet.effects import AnnounceLeaseEnd, CountMetric, Effect
 from sandbox_server.pool.fleet.fleet import Fleet
-from sandbox_server.pool.fleet.observed import ResetFailed
 from sandbox_server.pool.fleet.snapshot import capacity, claimant_view, snapshot
 from sandbox_server.pool.fleet.supervisor_set import SupervisorSet
 from sandbox_server.pool.fleet.ticker import Ticker
-from sandbox_server.pool.grants import AnswerAbandoned, GrantService, PoolValue, PreparationEnded
+from sandbox_server.pool.granting.grant_service import AnswerAbandoned, GrantService, PoolValue, PreparationEnded
 from sandbox_server.pool.inbox import Inbox, confirm
 from sandbox_server.pool.lease_directory import LeaseDirectory
 from sandbox_server.pool.leasing.ended_leases import EndedLeases
 from sandbox_server.pool.leasing.lease_book import LeaseBook
 from sandbox_server.pool.leasing.wait_queue import Waiter
-from sandbox_server.pool.overdue import explain_overdue
 from sandbox_server.pool.pool_events import PoolEvents
 from sandbox_server.store.base import State
 
 log = logging.getLogger(__name__)
-
-#: A slot whose reset has not ended by then goes to quarantine.
-RESET_LIMIT_S = 120.0
 
 
 class Pool:
@@ -52,9 +40,9 @@ class Pool:
 
     Args:
         pool_id: its name, and the tenant that owns it.
-        spec: what its sandboxes are created from, and its limits.
+        spec: how its sandboxes are created, and its limits.
         access: the backend, with the creation budget and the observer that its pools share.
-        dependencies: clock, store, timers, how to connect.
+        dependencies: the clock, the store, the timers, and the function that connects to agents.
         directory: the index of held leases; default one of the pool's own.
         ended: the memory of ended leases, if it outlives the pool.
 
@@ -66,7 +54,7 @@ class Pool:
         closing: whether no new lease begins any more.
         closing_reason: why, as shown to callers.
         closed_by: the tenant that deleted the pool; None for the service itself.
-        gone: set once a closed pool has no sandbox left.
+        gone: is set once a closed pool has no sandbox left.
         tasks: the tasks of the pool itself.
     """
 
@@ -103,6 +91,7 @@ class Pool:
         self.supervisors = SupervisorSet(self._inbox, access, dependencies)
         self._ticker = Ticker(self._tick, clock, dependencies.timers)
         self._grant_service = GrantService(self.book, self.fleet, spec, self._inbox, dependencies)
+        self._effect_runner = EffectRunner(self, self._directory, self.events, self.supervisors, self._grant_service, dependencies)
         self._used_at = clock.monotonic()
         self._is_closed = False
         #: the claimant that was published last
@@ -128,7 +117,7 @@ class Pool:
             self._directory.add_lease(lease_id, self)
 
     def start(self) -> None:
-        """Find the restored sandboxes again, and begin to create new ones."""
+        """Start the supervisors of the restored sandboxes, and begin to create new ones."""
         task = asyncio.create_task(self._apply_observations())
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
@@ -144,12 +133,12 @@ class Pool:
             destroy: whether to destroy them. Sandboxes whose creation is not finished are destroyed in any case.
         """
         self.closing = True
-        self._refuse_all_waiters()
+        self._grant_service.refuse_all_waiters(self._closing_error)
         self._ticker.stop()
         self._apply_pending()
         for sandbox in list(self.fleet.sandboxes.values()):
             if destroy or sandbox.state is SandboxState.STARTING:
-                self._carry_out(self.fleet.retire_sandbox(sandbox, "the service was told to stop"))
+                self._effect_runner.carry_out(self.fleet.retire_sandbox(sandbox, "the service is stopping"))
         await self.supervisors.stop([sandbox.sandbox_id for sandbox in self.fleet.sandboxes.values() if not sandbox.destroying])
         await asyncio.gather(*self._grant_service.tasks, return_exceptions=True)
         self._apply_pending()
@@ -168,15 +157,11 @@ class Pool:
         if not self._is_closed:
             self.closing, self._is_closed, self.closing_reason, self.closed_by = True, True, reason, by
             self.publish_event("pool.draining", detail=reason, by=by)
-        self._refuse_all_waiters()
+        self._grant_service.refuse_all_waiters(self._closing_error)
         if force:
             for sandbox in list(self.fleet.sandboxes.values()):
-                self._carry_out(self.fleet.retire_sandbox(sandbox, reason))
+                self._effect_runner.carry_out(self.fleet.retire_sandbox(sandbox, reason))
         self._serve_and_plan()
-
-    def _refuse_all_waiters(self) -> None:
-        for waiter in self.book.queue.all():
-            self._grant_service.refuse_waiter(waiter, self._closing_error())
 
     def _closing_error(self) -> Draining:
         if not self._is_closed:
@@ -189,18 +174,13 @@ class Pool:
         Args:
             spec: the new spec.
         """
-        self.spec = self.book.spec = self._grant_service.spec = spec
+        self.spec = self.book.spec = spec
         self._used_at = self.now()
         self.fleet.forget_creation_errors()
         for sandbox in list(self.fleet.sandboxes.values()):
             if sandbox.state in (SandboxState.STARTING, SandboxState.READY) and planning.is_outdated(sandbox.spec, spec):
-                self._carry_out(self.fleet.drain_sandbox(sandbox, "the pool's spec has changed"))
-        for waiter in self.book.queue.all():
-            if not self.shared and waiter.request.tenant != self.pool_id.tenant:
-                self._grant_service.refuse_waiter(waiter, PoolNotFound(f"pool {self.name!r} is no longer shared with this tenant"))
-            elif waiter.request.count > spec.max_slots:
-                detail = f"count is {waiter.request.count}, and pool {self.name!r} can no longer hold more than {spec.max_slots} slots"
-                self._grant_service.refuse_waiter(waiter, InvalidRequest(detail, field="count"))
+                self._effect_runner.carry_out(self.fleet.drain_sandbox(sandbox, "the pool's spec has changed"))
+        self._grant_service.change_spec(spec, is_shared=self.shared)
         self._serve_and_plan()
 
     def drain_sandbox(self, sandbox_id: str, reason: str, *, by: str | None) -> None:
@@ -213,7 +193,7 @@ class Pool:
         """
         sandbox = self.fleet.sandboxes[sandbox_id]
         if sandbox.state in (SandboxState.STARTING, SandboxState.READY):
-            self._carry_out(self.fleet.drain_sandbox(sandbox, reason, by=by))
+            self._effect_runner.carry_out(self.fleet.drain_sandbox(sandbox, reason, by=by))
             log.info("a sandbox was drained", extra={**sandbox.fields, "by": by})
             self._serve_and_plan()
 
@@ -238,10 +218,6 @@ class Pool:
         if self.closing:
             raise self._closing_error()
         self._grant_service.refuse_impossible(request)
-        # Once it is time for another attempt, acquires wait for what becomes of it.
-        has_permanent_error = self.fleet.permanent_error is not None and self.now() < self.fleet.retry_at
-        if has_permanent_error and request.count > self.book.table.usable():
-            raise self._permanent_error()
         wait_s = self.spec.acquire_timeout_s if request.wait_s is None else min(request.wait_s, self.spec.acquire_timeout_s)
         waiter = self.book.enqueue(request, wait_s)
         self._used_at = self.now()
@@ -268,7 +244,7 @@ class Pool:
             keep: whether the slot's files stay for the next lease of the same run.
         """
         lease = self.book.release_lease(lease_id, keep=keep)
-        self._carry_out([todo.AnnounceLeaseEnd(lease)])
+        self._effect_runner.carry_out([AnnounceLeaseEnd(lease)])
         self._serve_and_plan()
         return lease
 
@@ -279,7 +255,7 @@ class Pool:
             The ids of the leases.
         """
         lease_ids = self.book.lease_index.of_run(tenant, run_id)
-        self._carry_out([todo.AnnounceLeaseEnd(self.book.release_lease(lease_id, keep=keep)) for lease_id in lease_ids])
+        self._effect_runner.carry_out([AnnounceLeaseEnd(self.book.release_lease(lease_id, keep=keep)) for lease_id in lease_ids])
         if not keep:
             self.book.reclaim_kept_slots(tenant, run_id)
             caches.end_caches_of_run(self.fleet.sandboxes.values(), tenant, run_id)
@@ -299,10 +275,10 @@ class Pool:
         return self.clock.monotonic()
 
     def publish_event(self, kind: str, **data: Any) -> None:
-        """Publish what became of the pool. See `PoolEvents.publish_pool_event`."""
+        """Publish an event about the pool. See `PoolEvents.publish_pool_event`."""
         self.events.publish_pool_event(kind, is_shared=self.shared, **data)
 
-    # What was observed, and what follows from it.
+    # Applying observations.
 
     async def _apply_observations(self) -> None:
         while True:
@@ -325,14 +301,14 @@ class Pool:
 
     def _apply_value(self, value: PoolValue) -> None:
         try:
-            self._carry_out(self._decide(value))
+            self._effect_runner.carry_out(self._decide(value))
         except Exception as error:  # a fault in applying one value must not end the loop that the whole pool depends on
-            log.exception("what was observed of a pool could not be applied", extra=self.pool_id.fields)
+            log.exception("an observation could not be applied to the state of its pool", extra=self.pool_id.fields)
             supervisor = None if isinstance(value, PreparationEnded | AnswerAbandoned) else self.supervisors.supervisor_of(value.sandbox_id)
             if supervisor is not None:
                 supervisor.abort(f"the service could not keep it: {type(error).__name__}: {error}")
 
-    def _decide(self, value: PoolValue) -> list[todo.Effect]:
+    def _decide(self, value: PoolValue) -> list[Effect]:
         match value:
             case PreparationEnded():
                 return self._grant_service.finish_preparation(value)
@@ -340,31 +316,6 @@ class Pool:
                 return self._grant_service.give_back(value.waiter)
             case _:
                 return self.fleet.apply(value)
-
-    def _carry_out(self, effects: Iterable[todo.Effect]) -> None:
-        for effect in effects:
-            match effect:
-                case todo.RecordSandbox(record):
-                    self._dependencies.store.put(record)
-                case todo.PublishEvent():
-                    self._dependencies.events.publish(effect.kind, admin_only=True, **effect.data)
-                case todo.CountMetric():
-                    self._dependencies.meter.count(effect.name, **effect.labels)
-                case todo.AnnounceLeaseBegin(lease):
-                    self._directory.add_lease(lease.lease_id, self)
-                    self.events.publish_lease_begin(lease)
-                case todo.AnnounceLeaseEnd(lease):
-                    self.events.publish_lease_end(lease)
-                    self._directory.remove_lease(lease.lease_id)
-                case todo.RefuseUnservableWaiters():
-                    self._refuse_unservable_waiters()
-                case todo.DestroySandbox() | todo.DropCache() | todo.WaitUntilQuiet():
-                    self.supervisors.carry_out(effect)
-
-    def _refuse_unservable_waiters(self) -> None:
-        for waiter in self.book.queue.all():
-            if waiter.request.count > self.book.table.usable():
-                self._grant_service.refuse_waiter(waiter, self._permanent_error())
 
     # Serving the waiters, and planning.
 
@@ -378,7 +329,7 @@ class Pool:
         # The end of a claim is published before the grants, and the beginning of the next one after them: grants in between were made under it.
         if self._published_claimant is not None and self.book.claims.claimant is not self._published_claimant:
             self._publish_claimant(None)
-        self._carry_out(self._grant_service.answer_served(served))
+        self._effect_runner.carry_out(self._grant_service.answer_served(served))
         if self.book.claims.claimant is not self._published_claimant:
             self._publish_claimant(self.book.claims.claimant)
         orders, self.book.resets = self.book.resets, []
@@ -397,53 +348,40 @@ class Pool:
         """
         now = self.now()
         for lease in self.book.expire_leases():
-            self._carry_out([todo.CountMetric(name="sandbox_leases_expired_total", labels=self.pool_id.labels), todo.AnnounceLeaseEnd(lease)])
-        self._quarantine_stuck_slots(now)
+            self._effect_runner.carry_out([CountMetric(name="sandbox_leases_expired_total", labels=self.pool_id.labels), AnnounceLeaseEnd(lease)])
+        self._effect_runner.carry_out(self.fleet.quarantine_stuck_slots(now))
         self._serve_waiters()
         self._close_if_idle(now)
-        self._carry_out(caches.choose_caches_to_drop(self.fleet.sandboxes.values(), self.book, now))
+        self._effect_runner.carry_out(caches.choose_caches_to_drop(self.fleet.sandboxes.values(), self.book, now))
         self.fleet.clear_backoff()
         before = self._snapshot()
         actions = planning.plan(before, now)
         for action in actions:
             self._carry_out_action(action)
         # After the plan, so that it has counted the slots that these waiters want.
-        self._refuse_overdue_waiters()
+        if self._grant_service.refuse_overdue_waiters():
+            # The slots that were reserved or held for them can be leased to other waiters now.
+            self._ticker.request_tick()
         if self._is_closed and not self.fleet.sandboxes:
             self.gone.set()
         return min(self.book.next_due(), planning.next_due(self._snapshot() if actions else before, now))
 
-    def _refuse_overdue_waiters(self) -> None:
-        overdue = explain_overdue(self.name, self.spec, self.book, self.fleet, self.now())
-        for waiter, error in overdue:
-            self._grant_service.refuse_waiter(waiter, error)
-        if overdue:
-            # The slots that were reserved or held for them can be leased to other waiters now.
-            self._ticker.request_tick()
-
     def _carry_out_action(self, action: planning.Action) -> None:
         if isinstance(action, planning.Create):
             sandbox, effects = self.fleet.add_sandbox(self._dependencies.sandbox_id(), self.spec)
-            self._carry_out(effects)
+            self._effect_runner.carry_out(effects)
             self.supervisors.start_supervisor(sandbox)
         elif isinstance(action, planning.Drain):
-            self._carry_out(self.fleet.drain_sandbox(self.fleet.sandboxes[action.sandbox_id], action.reason))
+            self._effect_runner.carry_out(self.fleet.drain_sandbox(self.fleet.sandboxes[action.sandbox_id], action.reason))
             self._ticker.request_tick()
         else:
-            self._carry_out(self.fleet.retire_sandbox(self.fleet.sandboxes[action.sandbox_id], action.reason))
+            self._effect_runner.carry_out(self.fleet.retire_sandbox(self.fleet.sandboxes[action.sandbox_id], action.reason))
 
     def _snapshot(self) -> planning.Snapshot:
         return snapshot(self.spec, self.fleet.sandboxes.values(), self.book, self.fleet.retry_at, closing=self.closing)
 
     def _capacity(self) -> int:
         return capacity(self.spec, self.fleet.sandboxes.values(), self.book, can_grow=not self.fleet.creating_fails)
-
-    def _quarantine_stuck_slots(self, now: float) -> None:
-        if not self.book.table.counts[SlotState.RESETTING]:
-            return
-        for slot in [slot for slot in self.book.table if slot.state is SlotState.RESETTING and slot.since <= now - RESET_LIMIT_S]:
-            problem = f"its reset did not end within {RESET_LIMIT_S:g} s"
-            self._carry_out(self.fleet.apply(ResetFailed(ref=slot.ref, epoch=slot.epoch, problem=problem)))
 
     def _close_if_idle(self, now: float) -> None:
         limit_s = self.spec.delete_after_idle_s
@@ -452,6 +390,3 @@ class Pool:
         elif limit_s is not None and not self.closing and now - self._used_at >= limit_s:
             log.info("the pool has been idle for delete_after_idle_s", extra=self.pool_id.fields)
             self.close(f"idle for delete_after_idle_s of {limit_s:.10g} s")
-
-    def _permanent_error(self) -> PoolServiceError:
-        return BackendUnavailable(f"pool {self.name!r} cannot make sandboxes: {self.fleet.permanent_error}")

@@ -1,4 +1,4 @@
-"""What a pool publishes: events about itself, its leases and the acquire that it holds slots for."""
+"""Publishes the events of a pool: about itself, its leases, and the acquire that it holds slots for."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class PoolEvents:
         self._events = events
 
     def publish_pool_event(self, kind: str, *, is_shared: bool, **data: Any) -> None:
-        """Publish what became of the pool to its owner, or to every tenant if the pool is shared, and to admins.
+        """Publish an event about the pool to its owner, or to every tenant if the pool is shared, and to admins.
 
         Args:
             kind: the kind of the event, such as `pool.created`.
@@ -38,7 +38,7 @@ class PoolEvents:
         self._events.publish(kind, tenant=owner, admins_too=True, **self._pool_id.fields, **data)
 
     def publish_lease_event(self, kind: str, lease: Lease, **data: Any) -> None:
-        """Publish what became of a lease to its tenant.
+        """Publish an event about a lease to its tenant.
 
         Args:
             kind: the kind of the event, such as `lease.renewed`.
@@ -69,9 +69,9 @@ class PoolEvents:
         self.publish_lease_event(EVENT_OF_END[lease.state], lease, detail=lease.end_detail)
 
     def publish_claimant(self, claimant: ClaimantView | None) -> None:
-        """Publish to admins which acquire the pool holds free slots for; None: no one any more."""
+        """Publish to admins which acquire the pool holds free slots for; None if it holds them for none any more."""
         if claimant is not None:
             who = {"pool": self._pool_id.name, "tenant": claimant.tenant, "run_id": claimant.run_id}
-            log.info("what comes free is held for an acquire of %d that has waited for %.1f s", claimant.count, claimant.waited_s, extra=who)
+            log.info("slots that come free are held for an acquire of %d slots that has waited for %.1f s", claimant.count, claimant.waited_s, extra=who)
         data = None if claimant is None else asdict(claimant)
         self._events.publish("pool.claimant", admin_only=True, **self._pool_id.fields, claimant=data)

@@ -1,4 +1,4 @@
-"""All pools of the service in one object: what the API and the dispatcher may ask of them."""
+"""All pools of the service in one object, with the operations that the API and the dispatcher call."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from sandbox_server.core.clock import Clock
 from sandbox_server.core.errors import LeaseLost, LeaseNotFound, PoolServiceError, SandboxLost, SandboxNotFound
 from sandbox_server.core.types import Acquired, AcquireRequest, Lease, PoolId, PoolSpec, PoolView, SandboxView
 from sandbox_server.link import connect as connect_to_agent
-from sandbox_server.pool.access import SERVICE, Actor, find_pool, may_see, seen_pools
-from sandbox_server.pool.catalog import BUILT_IN, OF_THE_FILE, Catalog, Check, LoadBackend, allow_any_change, load_nothing
+from sandbox_server.pool.access import SERVICE, Actor, find_pool
+from sandbox_server.pool.catalog import OF_THE_FILE, Catalog, Check, LoadBackend, allow_any_change, load_nothing
 from sandbox_server.pool.dependencies import Connect, PoolDependencies
 from sandbox_server.pool.fleet.orphans import OrphanCollector
 from sandbox_server.pool.leasing.ended_leases import end_error
-from sandbox_server.pool.leasing.held_lease import lease_with_current_expiry
 from sandbox_server.pool.leasing.request_keys import RequestKeys
-from sandbox_server.pool.narrow import narrow
+from sandbox_server.pool.operations.narrow import narrow
+from sandbox_server.pool.operations.slot_location import SlotLocation, locate_slot, wait_for_reconnect_or_loss
+from sandbox_server.pool.operations.verify import verify
+from sandbox_server.pool.operations.views import sandbox_view
 from sandbox_server.pool.pool import Pool
-from sandbox_server.pool.slot_location import SlotLocation, locate_slot, wait_for_reconnect_or_loss
-from sandbox_server.pool.verify import verify
-from sandbox_server.pool.views import pool_view, readiness, sandbox_view
+from sandbox_server.pool.reader import PoolReader
 from sandbox_server.store.base import Store
 
 log = logging.getLogger(__name__)
@@ -33,15 +33,15 @@ log = logging.getLogger(__name__)
 STOP_WITHIN_S = 8.0
 
 
-class PoolService:
+class PoolService(PoolReader):
     """Every pool of one service.
 
     Args:
         specs: the specs of the pools that no tenant owns, by name.
         backends: the backends that the specs name, by name.
-        store: keeps what must survive a crash.
+        store: keeps the records that must survive a crash.
         clock: monotonic and wall time.
-        connect: how a link to an agent is made.
+        connect: connects to an agent.
         owner: the owner of this service's sandboxes on the backends.
         dependencies: everything else; its store, clock and connect replace the arguments.
         origins: where each spec came from, by pool name; default `file`.
@@ -68,17 +68,13 @@ class PoolService:
         dependencies = replace(dependencies or PoolDependencies(store=store, clock=clock, connect=connect), admits=self._admits)
         self.events = dependencies.events
         self.restored: frozenset[str] = frozenset()
-        self._dependencies = dependencies
         self._store = dependencies.store
         self._recorded: frozenset[str] = frozenset()
         self._orphans = OrphanCollector(owner, self._known_sandboxes, dependencies)
+        super().__init__(Catalog(backends, load_backend, dependencies), self._orphans.problems, dependencies.clock)
         self._keys = RequestKeys(dependencies.clock, dependencies.store)
-        self._catalog = Catalog(backends, load_backend, dependencies)
-        self._pools = self._catalog.pools
-        self._directory = self._catalog.directory
         self._quotas = self._catalog.quotas
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._started = False
         for name, spec in specs.items():
             self._catalog.add_pool(PoolId(name), spec, (origins or {}).get(name, OF_THE_FILE))
 
@@ -142,7 +138,7 @@ class PoolService:
             PoolServiceError: as `Catalog.put_pool`.
         """
         pool, made = await self._catalog.put_pool(name, spec, origin, actor, tenant, check)
-        return self._view(pool), made
+        return self._view_of(pool), made
 
     async def delete_pool(self, name: str, *, actor: Actor = SERVICE, tenant: str | None = None, force: bool = False) -> None:
         """Close a pool. It is removed when its last lease has ended, or now with `force`.
@@ -215,7 +211,7 @@ class PoolService:
         if record is None:
             return await self._keys.join(request, lambda: self._acquire(pool, request))
         try:
-            leases = tuple(self._find(lease_id)[1] for lease_id in record.lease_ids)
+            leases = tuple(self._find_lease(lease_id)[1] for lease_id in record.lease_ids)
         except LeaseNotFound:
             raise LeaseLost("the leases of this request_key ended long ago") from None
         if all(lease.ended_at is not None for lease in leases):
@@ -229,7 +225,7 @@ class PoolService:
         self._quotas.check_leases(request, pool)
         return await pool.acquire(request, self._quotas.check_waiters)
 
-    def undelivered(self, acquired: Acquired, request_key: str | None) -> None:
+    def release_undelivered_leases(self, acquired: Acquired, request_key: str | None) -> None:
         """Release leases whose caller was gone when its answer was sent. With a request key they are kept for a retry.
 
         Args:
@@ -238,7 +234,7 @@ class PoolService:
         """
         if request_key is None:
             for lease in acquired.leases:
-                pool, _ = self._find(lease.lease_id)
+                pool, _ = self._find_lease(lease.lease_id)
                 if pool is not None:
                     pool.release_lease(lease.lease_id, keep=False)
 
@@ -254,14 +250,14 @@ class PoolService:
             reset_workspace: False keeps the slots' files for the next leases of the same run.
 
         Returns:
-            The ids of the leases that have ended, now or before, and the ids that the tenant has no lease of.
+            The ids of the leases that have ended, now or before, and the ids that are not leases of the tenant.
         """
         keep = not reset_workspace
         released: dict[str, None] = {}
         unknown: list[str] = []
         for lease_id in dict.fromkeys(lease_ids or ()):
             try:
-                pool, _ = self._find(lease_id, tenant)
+                pool, _ = self._find_lease(lease_id, tenant)
             except LeaseNotFound:
                 unknown.append(lease_id)
                 continue
@@ -290,7 +286,7 @@ class PoolService:
         lost: list[PoolServiceError] = []
         for lease_id in dict.fromkeys(lease_ids):
             try:
-                pool, _ = self._held(tenant, lease_id)
+                pool, _ = self._find_held_lease(tenant, lease_id)
             except PoolServiceError as error:
                 lost.append(error)
             else:
@@ -316,49 +312,11 @@ class PoolService:
         """
         # One request after another: a second one starts from the rights that the first has left.
         async with self._locks.setdefault(lease_id, asyncio.Lock()):
-            pool, lease = self._held(tenant, lease_id)
+            pool, lease = self._find_held_lease(tenant, lease_id)
             return await narrow(pool, lease, allow_network, cache)
 
-    def lease(self, tenant: str, lease_id: str) -> Lease:
-        """A held lease, with the expiry that it has now.
-
-        Raises:
-            LeaseNotFound: the tenant has no such lease.
-            LeaseLost: it has ended.
-            SandboxLost: it has ended with its sandbox.
-        """
-        pool, lease = self._held(tenant, lease_id)
-        return lease_with_current_expiry(pool.book.held[lease.lease_id], self._dependencies.clock)
-
-    def leases(
-        self, tenant: str, run_id: str | None = None, trajectory_id: str | None = None, limit: int = 100, cursor: str | None = None
-    ) -> tuple[list[Lease], str | None]:
-        """The held leases of a tenant, one page at a time, in an order that stays the same from page to page.
-
-        Args:
-            tenant: the tenant.
-            run_id: only the leases of this run.
-            trajectory_id: only the leases of this trajectory.
-            limit: the largest number of leases in a page.
-            cursor: the cursor that the previous page returned.
-
-        Returns:
-            The page, and the cursor of the next one; None if there is none.
-        """
-        mine = (
-            lease_with_current_expiry(held_lease, self._dependencies.clock)
-            for pool in self._pools.values()
-            for held_lease in pool.book.held.values()
-            if held_lease.lease.tenant == tenant
-            and (run_id is None or held_lease.lease.run_id == run_id)
-            and (trajectory_id is None or held_lease.lease.trajectory_id == trajectory_id)
-        )
-        after = sorted((lease for lease in mine if cursor is None or lease.lease_id > cursor), key=lambda lease: lease.lease_id)
-        page = after[:limit]
-        return page, page[-1].lease_id if len(after) > limit else None
-
-    def route(self, tenant: str, lease_id: str) -> SlotLocation:
-        """Where the calls and files of a held lease go now.
+    def locate_slot(self, tenant: str, lease_id: str) -> SlotLocation:
+        """Find the slot of a held lease, to which its calls and file transfers are sent.
 
         Raises:
             LeaseNotFound: the tenant has no such lease.
@@ -366,7 +324,7 @@ class PoolService:
             SandboxLost: it has ended with its sandbox.
             BackendUnavailable: the agent cannot be reached now.
         """
-        pool, lease = self._held(tenant, lease_id)
+        pool, lease = self._find_held_lease(tenant, lease_id)
         return locate_slot(pool, lease)
 
     def call_started(self, lease_id: str) -> None:
@@ -396,7 +354,7 @@ class PoolService:
             How the sandbox was lost; None if its agent can be reached again, the lease has ended in another way, or the time is over.
         """
         try:
-            pool, lease = self._find(lease_id)
+            pool, lease = self._find_lease(lease_id)
             if pool is None:
                 error = end_error(lease)
                 return error if isinstance(error, SandboxLost) else None
@@ -404,67 +362,3 @@ class PoolService:
                 return await wait_for_reconnect_or_loss(pool, lease_id)
         except (LeaseNotFound, TimeoutError):
             return None
-
-    # Views.
-
-    def views(self, *, actor: Actor = SERVICE, tenant: str | None = None) -> list[PoolView]:
-        """The views of an actor's own pools and of the shared ones, or of the pools of one `tenant`, or of all with `*`, for admins.
-
-        Raises:
-            Forbidden: the actor is no admin and names another tenant.
-        """
-        return [self._view(pool) for pool in sorted(seen_pools(self._pools, actor, tenant), key=lambda pool: (pool.name, pool.pool_id.tenant or ""))]
-
-    def view(self, name: str, *, actor: Actor = SERVICE, tenant: str | None = None) -> PoolView:
-        """The view of the actor's own pool of a name, else of the shared one, or of one `tenant`'s pool, for admins.
-
-        Raises:
-            PoolNotFound: there is no pool of that name.
-            Forbidden: the actor is no admin and names another tenant.
-        """
-        return self._view(find_pool(self._pools, name, actor, tenant))
-
-    def _view(self, pool: Pool) -> PoolView:
-        return pool_view(pool, self._catalog.origins[pool.pool_id])
-
-    def sandboxes(self, *, actor: Actor = SERVICE) -> list[SandboxView]:
-        """The views of the sandboxes in an actor's own pools and in shared ones; for an admin, of all."""
-        return [sandbox_view(pool, sandbox) for pool in self._pools.values() if may_see(actor, pool) for sandbox in pool.fleet.sandboxes.values()]
-
-    def readiness(self) -> dict[str, Any]:
-        """Whether the pools of the settings file are ready; other pools are the concern of their owners.
-
-        Returns:
-            `{"ready": …, "pools": {name: {"ready", "sandboxes", "min_sandboxes", "last_error"}}}`.
-        """
-        given = [pool for pool_id, pool in self._pools.items() if self._catalog.origins[pool_id] in (OF_THE_FILE, BUILT_IN)]
-        pools = {pool.name: readiness(pool, self._orphans.problems.get(pool.spec.backend)) for pool in given}
-        return {"ready": self._started and all(pool["ready"] for pool in pools.values()), "pools": pools}
-
-    # Finding a lease.
-
-    def _find(self, lease_id: str, tenant: str | None = None) -> tuple[Pool | None, Lease]:
-        """Find a lease.
-
-        Returns:
-            The pool of the lease if it is held, else None; and the lease.
-
-        Raises:
-            LeaseNotFound: there is no such lease, or it is another tenant's.
-        """
-        pool = self._directory.pool_of(lease_id)
-        held_lease = None if pool is None else pool.book.held.get(lease_id)
-        if held_lease is not None:
-            if tenant in (None, held_lease.lease.tenant):
-                return pool, held_lease.lease
-        else:
-            lease = self._catalog.ended_leases.get(lease_id)
-            if lease is not None and tenant in (None, lease.tenant):
-                return None, lease
-        raise LeaseNotFound(f"there is no lease {lease_id!r}, or it is not yours", lease_id=lease_id)
-
-    def _held(self, tenant: str, lease_id: str) -> tuple[Pool, Lease]:
-        pool, lease = self._find(lease_id, tenant)
-        if pool is None:
-            raise end_error(lease)
-        return pool, lease

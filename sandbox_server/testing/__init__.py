@@ -1,4 +1,4 @@
-"""Fakes that ship with the package: a clock, a backend, an agent. Each stands at a seam; a fault is a subclass of a few lines."""
+"""Fakes that ship with the package: a clock, a backend, an agent. A test makes a fault with a subclass that overrides one method."""
 
 from sandbox_server.testing.agent import FakeAgent, FakeLink, FakeSlot
 from sandbox_server.testing.backend import FakeBackend

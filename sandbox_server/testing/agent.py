@@ -1,6 +1,6 @@
-"""An agent that lives in this process and runs nothing: real frames over a transport in memory, slots that are only states.
+"""An agent for tests, in the process of the test. It sends real frames over a transport in memory, and its slots run no processes.
 
-A fault is a subclass that overrides one method, say `reset` to leave a slot dirty, or `answer` to refuse an op.
+A test makes a fault with a subclass that overrides one method, such as `reset` to leave a slot dirty, or `answer` to refuse an operation.
 """
 
 from __future__ import annotations
@@ -14,12 +14,18 @@ from typing import Any
 from sandbox_server.agent import wire
 from sandbox_server.link import AgentLink
 
-#: How long a fake agent may take to say hello, in seconds.
+#: How long a fake agent may take to send its hello, in seconds.
 HELLO_WITHIN_S = 10.0
 
 
 class MemoryTransport(asyncio.Transport):
-    """One end of a connection in memory: what is written arrives at the other end in the next turn of the loop."""
+    """One end of a connection in memory. Written data arrives at the other end in the next turn of the event loop.
+
+    Attributes:
+        deliver: takes the data at the other end.
+        hang_up: is called at the other end when this end is closed.
+        lost: is called at this end when it is closed.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,8 +67,8 @@ class FakeLink(AgentLink):
         """Connect to a fake agent and exchange hellos.
 
         Raises:
-            LinkLost: the agent hung up instead of saying hello.
-            TimeoutError: it did not say hello in time.
+            LinkLost: the agent closed the connection before its hello.
+            TimeoutError: it sent no hello in time.
         """
         link = cls(asyncio.get_running_loop())
         transport = MemoryTransport()
@@ -75,7 +81,7 @@ class FakeLink(AgentLink):
 
 @dataclass(eq=False)
 class FakeSlot:
-    """A slot that is only a state."""
+    """A slot without processes."""
 
     slot_id: str
     epoch: int = 1
@@ -86,7 +92,7 @@ class FakeSlot:
     evidence: Mapping[str, Any] = field(default_factory=dict)
 
     def meta(self) -> dict[str, Any]:
-        """What `watch` shows of it."""
+        """The slot as the `watch` operation reports it."""
         return {
             "slot_id": self.slot_id, "epoch": self.epoch, "state": self.state, "workspace": "/workspace", "tmp": "/tmp",
             "isolation": "bwrap", "network": self.network, "detail": self.detail, "evidence": self.evidence,
@@ -94,7 +100,7 @@ class FakeSlot:
 
 
 class _Peer:
-    """One connection as the agent sees it."""
+    """The agent's end of one connection."""
 
     def __init__(self, send: Callable[[bytes], object], close: Callable[[], object]) -> None:
         self.wire = wire.Connection(opens_odd=False)
@@ -111,10 +117,10 @@ class FakeAgent:
     """An agent without processes.
 
     Args:
-        sandbox_id: whose agent it is.
-        token: what a service must show.
+        sandbox_id: the id of its sandbox.
+        token: the token that a service must send.
         slots: how many slots it has.
-        isolation: the mode it says it found; None with an `error` for none.
+        isolation: the isolation mode that it reports; None to report an error instead.
     """
 
     def __init__(self, sandbox_id: str, token: str = "token", slots: int = 2, isolation: str | None = "bwrap") -> None:
@@ -129,7 +135,7 @@ class FakeAgent:
         self._peers: list[_Peer] = []
 
     def hello(self) -> dict[str, Any]:
-        """What it says of itself."""
+        """The content of its hello."""
         tools = ["bash", "read_file"]
         return {
             "v": 1, "boot": self.boot, "sandbox_id": self.sandbox_id, "agent_version": "fake", "isolation": self.isolation,
@@ -140,7 +146,13 @@ class FakeAgent:
         }  # fmt: skip
 
     def accept(self, transport: MemoryTransport, send: Callable[[bytes], None], hang_up: Callable[[], None]) -> None:
-        """A service connects. `send` and `hang_up` are what its end of the connection hears."""
+        """Accept a connection of a service.
+
+        Args:
+            transport: the service's end of the connection.
+            send: passes data to the service.
+            hang_up: is called when the agent closes the connection.
+        """
         loop = asyncio.get_running_loop()
 
         def arrive(data: bytes) -> None:
@@ -148,47 +160,47 @@ class FakeAgent:
                 send(data)
 
         peer = _Peer(lambda data: loop.call_soon(arrive, data), lambda: loop.call_soon(hang_up))
-        transport.deliver = lambda data: self._hear(peer, data)
+        transport.deliver = lambda data: self._receive(peer, data)
         transport.hang_up = lambda: self._peers.remove(peer) if peer in self._peers else None
         self._peers.append(peer)
 
     def hang_up(self) -> None:
-        """End every connection, as a network or a death does."""
+        """Close every connection, as happens when the network fails or the agent ends."""
         peers, self._peers = self._peers, []
         for peer in peers:
             peer.close()
 
     def set_slot(self, slot_id: str, state: str, detail: str = "", evidence: Mapping[str, Any] | None = None) -> None:
-        """Something became of a slot: tell whoever watches."""
+        """Change the state of a slot, and report it to every service that watches."""
         slot = self.slots[slot_id]
         slot.state, slot.detail, slot.evidence = state, detail, evidence or {}
-        self._show([slot])
+        self._report_slots([slot])
 
     def reset(self, slot: FakeSlot, meta: dict[str, Any]) -> dict[str, Any]:
-        """Make a slot clean for its next holder; what the END of a reset says."""
+        """Reset a slot. Returns the content of the END frame of the reset."""
         slot.epoch, slot.network, slot.cache, slot.state = meta["epoch"], meta["network"], None, "ready"
         return {"state": "ready", "detail": "", "proof": {}, "duration_s": 0.0}
 
     def verify(self, slot: FakeSlot, meta: dict[str, Any]) -> dict[str, Any]:
-        """Plant something, reset, and find it; what the END of a verify says."""
+        """Verify a slot. Returns the content of the END frame of the test, which found every planted leftover."""
         planted = [{"kind": "file", "detail": "/workspace/left"}, {"kind": "process", "detail": "sleep"}]
         return {"planted": planted, "found": ["file", "process"], "left": [], "clean": True, **self.reset(slot, meta)}
 
     def equip(self, slot: FakeSlot, meta: dict[str, Any]) -> dict[str, Any]:
-        """Give a slot its cache; what the END of an equip says."""
+        """Give a slot its cache. Returns the content of the END frame of the operation."""
         slot.network, slot.cache = meta["network"], meta["cache"]
         self.caches.add(meta["cache"])
         return {}
 
     def narrow(self, slot: FakeSlot, meta: dict[str, Any]) -> dict[str, Any]:
-        """Take rights away from a slot; what the END of a narrow says."""
+        """Take rights away from a slot. Returns the content of the END frame of the operation."""
         if (meta["network"] and not slot.network) or meta.get("cache") not in (None, slot.cache):
             return {"code": "invalid", "detail": "narrow only takes rights away"}
         slot.network, slot.cache = meta["network"], meta.get("cache")
         return {}
 
     def answer(self, meta: dict[str, Any]) -> dict[str, Any]:
-        """What the END of a request says; `{"code", "detail"}` refuses it."""
+        """Carry out a request. Returns the content of its END frame, or `{"code", "detail"}` to refuse the request."""
         op = meta.get("op")
         if op == "cache_drop":
             self.caches.discard(meta["cache"])
@@ -206,10 +218,10 @@ class FakeAgent:
         answer = act(slot, meta)
         if answer.get("state") == "ready":
             # As a real agent does, it reports the clean slot to those that watch before it answers the request.
-            self._show([slot])
+            self._report_slots([slot])
         return answer
 
-    def _hear(self, peer: _Peer, data: bytes) -> None:
+    def _receive(self, peer: _Peer, data: bytes) -> None:
         if peer not in self._peers:
             return
         for event in peer.wire.receive(data):
@@ -220,22 +232,22 @@ class FakeAgent:
                     return
                 peer.wire.hello(self.hello())
             elif isinstance(event, wire.Opened):
-                self._opened(peer, event)
+                self._receive_request(peer, event)
         peer.flush()
 
-    def _opened(self, peer: _Peer, event: wire.Opened) -> None:
+    def _receive_request(self, peer: _Peer, event: wire.Opened) -> None:
         self.requests.append(event.meta)
         if event.meta.get("op") == "watch":
             peer.watches.append(event.stream)
             peer.wire.send_item(event.stream, {"slots": [slot.meta() for slot in self.slots.values()]})
             return
-        self.respond(event.meta, lambda answer: self._respond(peer, event.stream, answer))
+        self.respond(event.meta, lambda answer: self._send_answer(peer, event.stream, answer))
 
-    def respond(self, meta: dict[str, Any], say: Callable[[dict[str, Any]], None]) -> None:
-        """Answer a request; a slow agent keeps `say` for later."""
-        say(self.answer(meta))
+    def respond(self, meta: dict[str, Any], send_answer: Callable[[dict[str, Any]], None]) -> None:
+        """Answer a request. A subclass that answers late keeps `send_answer` and calls it later."""
+        send_answer(self.answer(meta))
 
-    def _respond(self, peer: _Peer, stream: int, answer: dict[str, Any]) -> None:
+    def _send_answer(self, peer: _Peer, stream: int, answer: dict[str, Any]) -> None:
         if not peer.wire.is_open(stream):
             return
         if "code" in answer:
@@ -244,7 +256,7 @@ class FakeAgent:
             peer.wire.end(stream, answer)
         peer.flush()
 
-    def _show(self, slots: list[FakeSlot]) -> None:
+    def _report_slots(self, slots: list[FakeSlot]) -> None:
         for peer in self._peers:
             for stream in peer.watches:
                 if peer.wire.is_open(stream):

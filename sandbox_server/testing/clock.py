@@ -1,4 +1,4 @@
-"""Time that stands still until it is told to move."""
+"""A clock for tests: its time passes only when a test advances it."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from collections.abc import Callable
 
 
 class FakeTimer:
-    """A callback that is planned."""
+    """A planned call of a function."""
 
     def __init__(self, callback: Callable[[], None]) -> None:
         self.callback: Callable[[], None] | None = callback
 
     def cancel(self) -> None:
-        """Forget it."""
+        """Do not call the function any more."""
         self.callback = None
 
 
 class FakeClock:
-    """A clock and the timers that go by it.
+    """A clock, and timers that follow it.
 
     Args:
-        monotonic_s: where the monotonic clock stands at first.
-        wall_s: where the wall clock stands at first.
+        monotonic_s: the first monotonic time, in seconds.
+        wall_s: the first wall-clock time, in Unix seconds.
     """
 
     def __init__(self, monotonic_s: float = 1000.0, wall_s: float = 1_800_000_000.0) -> None:
@@ -34,30 +34,30 @@ class FakeClock:
         self._seq = itertools.count()
 
     def monotonic(self) -> float:
-        """Seconds that never jump."""
+        """The monotonic time, in seconds. `jump_wall` does not change it."""
         return self._monotonic
 
     def wall(self) -> float:
-        """Unix seconds."""
+        """The wall-clock time, in Unix seconds."""
         return self._wall
 
     def jump_wall(self, by_s: float) -> None:
-        """Somebody sets the machine's clock."""
+        """Set the wall clock `by_s` seconds ahead, or back if it is negative."""
         self._wall += by_s
 
     def pass_time(self, by_s: float) -> None:
-        """Both clocks go on; no timer fires. For synchronous code."""
+        """Advance both clocks by `by_s` seconds without calling any timer. For synchronous code."""
         self._monotonic += by_s
         self._wall += by_s
 
     def call_later(self, delay_s: float, callback: Callable[[], None]) -> FakeTimer:
-        """Call back once so many seconds have passed."""
+        """Call a function once `delay_s` seconds have passed."""
         timer = FakeTimer(callback)
         heapq.heappush(self._timers, (self._monotonic + max(0.0, delay_s), next(self._seq), timer))
         return timer
 
     async def sleep(self, delay_s: float) -> None:
-        """Return once so many seconds have passed."""
+        """Return once `delay_s` seconds have passed."""
         woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         timer = self.call_later(delay_s, lambda: None if woken.done() else woken.set_result(None))
         try:
@@ -66,7 +66,7 @@ class FakeClock:
             timer.cancel()
 
     async def advance(self, by_s: float) -> None:
-        """Let time pass, timer by timer, and let everything that they set in motion settle after each."""
+        """Advance both clocks by `by_s` seconds. Timers that are due are called one after another, and `settle` runs after each."""
         await settle()
         until = self._monotonic + by_s
         while self._timers and self._timers[0][0] <= until:
@@ -80,6 +80,10 @@ class FakeClock:
 
 
 async def settle(turns: int = 60) -> None:
-    """Let the event loop turn until what is ready to run has run. Nothing in the fakes waits for anything but the loop."""
+    """Let every task run until it waits for something that a test controls. The fakes need no more than a few turns of the event loop.
+
+    Args:
+        turns: how many turns of the event loop to wait for.
+    """
     for _ in range(turns):
         await asyncio.sleep(0)

@@ -250,8 +250,8 @@ class World:
         assert view.claimant is None, "slots are held for nobody"
         assert not view.slots["resetting"], "a slot that nobody resets"
         for lease in self.pools.leases("t", limit=1000)[0]:
-            route = self.pools.route("t", lease.lease_id)
-            assert self.backend.agents[lease.sandbox_id].slots[route.slot_id].epoch == route.epoch
+            location = self.pools.locate_slot("t", lease.lease_id)
+            assert self.backend.agents[lease.sandbox_id].slots[location.slot_id].epoch == location.epoch
         self.pools.release("t", [lease.lease_id for lease in self.pools.leases("t", limit=1000)[0]])
         await self.clock.advance(200)
         assert all(not agent.caches for agent in self.backend.agents.values()), "a cache outlives its run"

@@ -55,7 +55,7 @@ class ScriptedAgent(FakeAgent):
         self.files = {key: value for key, value in self.files.items() if key[0] != slot.slot_id}
         return super().reset(slot, meta)
 
-    def _hear(self, peer: Any, data: bytes) -> None:
+    def _receive(self, peer: Any, data: bytes) -> None:
         if peer not in self._peers or self.is_stopped:
             return
         for event in peer.wire.receive(data):
@@ -81,7 +81,7 @@ class ScriptedAgent(FakeAgent):
     def _open(self, peer: Any, event: wire.Opened) -> None:
         op = event.meta.get("op")
         if op in ("watch", "reset", "narrow"):
-            self._opened(peer, event)
+            self._receive_request(peer, event)
             return
         self.requests.append(event.meta)
         slot = self.slots.get(str(event.meta.get("slot")))

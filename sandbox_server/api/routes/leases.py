@@ -72,7 +72,7 @@ async def _acquire_unless_gone(service: Service, request: Request, wanted: Acqui
             granting.cancel()
             await asyncio.wait((granting,))
     if not granting.cancelled() and granting.exception() is None:
-        service.pools.undelivered(granting.result(), wanted.request_key)
+        service.pools.release_undelivered_leases(granting.result(), wanted.request_key)
     if hang_up.done() and not hang_up.cancelled():
         raise CallerGone
     raise Stopping

@@ -123,7 +123,7 @@ class CallRunner:
         if not self._is_exchanging or len(self._queue) < 2:
             return
         try:
-            self._context.slot_locator.route(self._tenant, self._lease_id)
+            self._context.slot_locator.locate_slot(self._tenant, self._lease_id)
         except SandboxLost:
             pass  # What became of each call the agent reports, or the pool once the sandbox is known to be lost.
         except LeaseLost as ended:
@@ -166,7 +166,7 @@ class CallRunner:
 
     async def _send_and_receive(self) -> Decision:
         """Send as many calls as may run now, and deliver their results. Returns what to do about the rest of the queue."""
-        location = self._context.slot_locator.route(self._tenant, self._lease_id)
+        location = self._context.slot_locator.locate_slot(self._tenant, self._lease_id)
         self._default_timeout_s = location.spec.default_timeout_s
         self._refuse_long_timeouts(location.spec.max_timeout_s)
         await self._deliver_recorded_results(location, unsent_only=True)

@@ -1,4 +1,4 @@
-"""One backend, with what all of its pools share: how fast sandboxes are created on it, and who asks it for their state."""
+"""One backend, with the creation budget and the observer that all of its pools share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sandbox_server.pool.fleet.observer import BackendObserver
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BackendAccess:
-    """What the pools of one backend share."""
+    """One backend, with the objects that its pools share."""
 
     backend: Backend
     budget: CreationBudget
@@ -20,7 +20,7 @@ class BackendAccess:
 
 
 def access_backend(backend: Backend, dependencies: PoolDependencies) -> BackendAccess:
-    """Make what the pools of one backend share. The creation budget follows the backend's traits where the service's limits say nothing else."""
+    """Make the objects that the pools of one backend share. The creation budget follows the backend's traits where the service's limits say nothing else."""
     limits, traits, clock, timers = dependencies.limits, backend.traits, dependencies.clock, dependencies.timers
     at_once = traits.creations_at_once if limits.creations_at_once is None else limits.creations_at_once
     per_s = traits.creations_per_s if limits.creations_per_s is None else limits.creations_per_s

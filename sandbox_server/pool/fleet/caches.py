@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from sandbox_server.pool.effects import DropCache
+from sandbox_server.pool.fleet.effects import DropCache
 from sandbox_server.pool.fleet.sandbox import Cache, Sandbox
 from sandbox_server.pool.leasing.lease_book import LeaseBook
 from sandbox_server.store.base import CacheRecord

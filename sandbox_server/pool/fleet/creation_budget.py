@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 from sandbox_server.backends.base import RateLimited
 from sandbox_server.core.clock import Clock
-from sandbox_server.pool.fleet.ticker import Timers
+from sandbox_server.pool.timers import Timers
 
 log = logging.getLogger(__name__)
 
@@ -20,7 +20,7 @@ ROUNDING_S = 1e-6
 
 
 class CreationBudget:
-    """Limits how many creations are under way at once, how many begin in a second, and lets none begin while the backend limits the rate itself.
+    """Limits how many creations are under way at once, how many begin in a second, and lets none begin while the backend itself limits the rate.
 
     The rate follows the generic cell rate algorithm (ITU-T I.371): as many creations may begin together as may be under way at once, and from then
     on they begin at even intervals. When the backend reports a rate limit, no creation begins for the time that it asks for, or for a pause that
@@ -31,7 +31,7 @@ class CreationBudget:
         at_once: how many creations may be under way.
         per_s: how many creations may begin in one second.
         clock: monotonic time.
-        timers: how to wait.
+        timers: wait for the next creation.
     """
 
     def __init__(self, backend: str, *, at_once: int, per_s: float, clock: Clock, timers: Timers) -> None:
@@ -46,7 +46,7 @@ class CreationBudget:
         self._pauses = 0
 
     @asynccontextmanager
-    async def turn(self) -> AsyncIterator[None]:
+    async def reserve_creation(self) -> AsyncIterator[None]:
         """Wait until one more creation may begin. It is under way until the block ends.
 
         Raises:

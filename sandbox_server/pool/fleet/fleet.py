@@ -12,7 +12,9 @@ from sandbox_server.core.clock import Clock
 from sandbox_server.core.lifecycle import SandboxEvent
 from sandbox_server.core.types import Lease, LeaseState, PoolId, PoolSpec, SandboxState, SlotState
 from sandbox_server.link.agent_reports import AgentReport, SlotReport
-from sandbox_server.pool.effects import (
+from sandbox_server.pool.fleet import observed as observations
+from sandbox_server.pool.fleet import plan as planning
+from sandbox_server.pool.fleet.effects import (
     AnnounceLeaseEnd,
     CountMetric,
     DestroySandbox,
@@ -22,8 +24,6 @@ from sandbox_server.pool.effects import (
     RefuseUnservableWaiters,
     WaitUntilQuiet,
 )
-from sandbox_server.pool.fleet import observed as seen
-from sandbox_server.pool.fleet import plan as planning
 from sandbox_server.pool.fleet.sandbox import Sandbox
 from sandbox_server.pool.leasing.held_lease import ResetOrder
 from sandbox_server.pool.leasing.lease_book import LeaseBook
@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 
 #: A sandbox that ends sooner than this counts as a failed creation, so that a crash loop is slowed down as well.
 SHORT_LIFE_S = 10.0
+#: A slot whose reset takes longer than this is quarantined.
+RESET_LIMIT_S = 120.0
 
 
 class Fleet:
@@ -161,7 +163,7 @@ class Fleet:
 
     # What supervisors have observed.
 
-    def apply(self, observed: seen.Observed) -> list[Effect]:
+    def apply(self, observed: observations.Observed) -> list[Effect]:
         """Apply what a supervisor has observed to the state of the fleet.
 
         Args:
@@ -174,29 +176,29 @@ class Fleet:
         if sandbox is None:
             return []
         match observed:
-            case seen.CheckpointReached():
+            case observations.CheckpointReached():
                 sandbox.handle = observed.handle
                 return [self._record(sandbox)]
-            case seen.SandboxConnected():
+            case observations.SandboxConnected():
                 return [] if sandbox.destroying else self._connect_sandbox(sandbox, observed)
-            case seen.SandboxDisconnected():
+            case observations.SandboxDisconnected():
                 return self._disconnect_sandbox(sandbox)
-            case seen.SandboxEndLearned():
+            case observations.SandboxEndLearned():
                 return self._learn_end(sandbox, observed.ends_at)
-            case seen.SandboxFailed():
+            case observations.SandboxFailed():
                 return self._fail_sandbox(sandbox, observed.error)
-            case seen.SandboxDestroyed():
+            case observations.SandboxDestroyed():
                 return self._remove_sandbox(sandbox)
-            case seen.SlotsObserved():
+            case observations.SlotsObserved():
                 return self._apply_slot_reports(sandbox, observed)
-            case seen.ResetFailed():
+            case observations.ResetFailed():
                 return self._quarantine_slot(observed)
-            case seen.CacheDropEnded():
+            case observations.CacheDropEnded():
                 return self._finish_cache_drop(sandbox, observed)
-            case seen.AdoptedLeaseQuiet():
+            case observations.AdoptedLeaseQuiet():
                 return self._confirm_adopted_lease(sandbox, observed)
 
-    def _connect_sandbox(self, sandbox: Sandbox, observed: seen.SandboxConnected) -> list[Effect]:
+    def _connect_sandbox(self, sandbox: Sandbox, observed: observations.SandboxConnected) -> list[Effect]:
         report, now = observed.report, self._clock.monotonic()
         sandbox.agent, sandbox.boot, sandbox.isolation = observed.agent, report.boot, report.isolation
         self.last_report = report
@@ -277,7 +279,7 @@ class Fleet:
         del self.sandboxes[sandbox.sandbox_id]
         return [self._record(sandbox), _event("gone", sandbox)]
 
-    def _apply_slot_reports(self, sandbox: Sandbox, observed: seen.SlotsObserved) -> list[Effect]:
+    def _apply_slot_reports(self, sandbox: Sandbox, observed: observations.SlotsObserved) -> list[Effect]:
         if observed.effective is not None and self.last_report is not None:
             self.last_report = replace(self.last_report, effective=observed.effective)
         if sandbox.sandbox_id not in self._book.table.slots_by_sandbox:
@@ -301,7 +303,7 @@ class Fleet:
         slot = self._book.observe_slot(report.ref, max(report.epoch, 1), report.workspace, report.isolation or sandbox.isolation)
         detail = report.detail or f"its agent says that it is {report.state}"
         if report.state == "quarantined" or (report.state == "broken" and slot.fresh):
-            return self._quarantine_slot(seen.ResetFailed(ref=report.ref, epoch=slot.epoch, problem=detail))
+            return self._quarantine_slot(observations.ResetFailed(ref=report.ref, epoch=slot.epoch, problem=detail))
         if report.epoch > slot.epoch:
             return _announce_loss(self._book.accept_newer_epoch(report.ref, report.epoch))
         if report.state == "broken" and report.epoch == slot.epoch:
@@ -310,7 +312,19 @@ class Fleet:
             self._book.mark_clean(report.ref, report.epoch)
         return []
 
-    def _quarantine_slot(self, failed: seen.ResetFailed) -> list[Effect]:
+    def quarantine_stuck_slots(self, now: float) -> list[Effect]:
+        """Quarantine every slot whose reset takes longer than `RESET_LIMIT_S`.
+
+        Args:
+            now: the monotonic time.
+        """
+        if not self._book.table.counts[SlotState.RESETTING]:
+            return []
+        problem = f"its reset did not end within {RESET_LIMIT_S:g} s"
+        stuck = [slot for slot in self._book.table if slot.state is SlotState.RESETTING and slot.since <= now - RESET_LIMIT_S]
+        return [effect for slot in stuck for effect in self.apply(observations.ResetFailed(ref=slot.ref, epoch=slot.epoch, problem=problem))]
+
+    def _quarantine_slot(self, failed: observations.ResetFailed) -> list[Effect]:
         slot = self._book.table.get(failed.ref)
         if slot is None or slot.epoch != failed.epoch or slot.state is SlotState.QUARANTINED:
             return []
@@ -322,7 +336,7 @@ class Fleet:
             *_announce_loss(self._book.quarantine_slot(failed.ref, failed.problem)),
         ]
 
-    def _finish_cache_drop(self, sandbox: Sandbox, observed: seen.CacheDropEnded) -> list[Effect]:
+    def _finish_cache_drop(self, sandbox: Sandbox, observed: observations.CacheDropEnded) -> list[Effect]:
         cache = observed.cache
         cache.dropping = False
         # A lease may have asked for the cache again meanwhile; then it is another one.
@@ -331,7 +345,7 @@ class Fleet:
             return [self._record(sandbox)]
         return []
 
-    def _confirm_adopted_lease(self, sandbox: Sandbox, observed: seen.AdoptedLeaseQuiet) -> list[Effect]:
+    def _confirm_adopted_lease(self, sandbox: Sandbox, observed: observations.AdoptedLeaseQuiet) -> list[Effect]:
         not_quiet = self._not_quiet.get(sandbox.sandbox_id)
         if not_quiet is not None and observed.lease_id in not_quiet:
             not_quiet.discard(observed.lease_id)

@@ -10,7 +10,7 @@ from sandbox_server.backends.base import Backend, Observation, ObservedState, Wa
 from sandbox_server.core.clock import Clock
 from sandbox_server.core.errors import PoolServiceError
 from sandbox_server.core.types import Handle
-from sandbox_server.pool.fleet.ticker import Timers
+from sandbox_server.pool.timers import Timers
 
 log = logging.getLogger(__name__)
 
@@ -24,14 +24,14 @@ _Questions = dict[str, tuple[Handle, list[asyncio.Future[Observation]]]]
 
 
 class BackendObserver:
-    """Collects the questions of all sandboxes of one backend and asks them together: one question at a time, and only so often.
+    """Collects the questions of all sandboxes of one backend and asks them together: one batch at a time, at the interval that the traits of the backend set.
 
-    A backend that cannot be asked says nothing about its sandboxes, so that their observations are `UNKNOWN` then.
+    While a backend cannot be asked, the observations of its sandboxes are `UNKNOWN`.
 
     Args:
         backend: the backend. Its traits say how often it may be asked.
         clock: the clock of the pauses.
-        timers: how to wait for the end of a pause.
+        timers: wait for the end of a pause.
     """
 
     def __init__(self, backend: Backend, clock: Clock, timers: Timers) -> None:
@@ -62,6 +62,7 @@ class BackendObserver:
         return future
 
     def _start_watching(self) -> None:
+        """Watch the backend, if it can be watched and is not watched yet. At least `LONGEST_PAUSE_S` lies between two starts."""
         is_watching = self._watching is not None and not self._watching.done()
         if isinstance(self._backend, WatchesSandboxes) and not is_watching and self._clock.monotonic() >= self._watch_not_before:
             self._watch_not_before = self._clock.monotonic() + LONGEST_PAUSE_S
@@ -84,7 +85,7 @@ class BackendObserver:
             _answer(questions, await self._observe([handle for handle, _ in questions.values()]))
 
     def _drop_cancelled(self) -> bool:
-        """Drop the questions that nobody waits for any more. Returns whether any are left."""
+        """Drop the questions whose futures were all cancelled. Returns whether any are left."""
         waiting = {sandbox_id: (handle, [one for one in futures if not one.done()]) for sandbox_id, (handle, futures) in self._questions.items()}
         self._questions = {sandbox_id: question for sandbox_id, question in waiting.items() if question[1]}
         return bool(self._questions)
@@ -114,13 +115,18 @@ class BackendObserver:
         return Observation(state=ObservedState.UNKNOWN, detail=f"backend {self._backend.name!r} cannot be asked for it: {reason}")
 
     async def _watch(self, backend: WatchesSandboxes) -> None:
-        """Answer questions with what the backend reports by itself, which is earlier than the next batch. The batches go on beside it."""
+        """Answer questions with the changes that the backend reports by itself, which arrive earlier than the next batch. The batches go on meanwhile.
+
+        If this ends, for whatever reason, a later question starts it again: see `_start_watching`.
+        """
         try:
             async for changes in backend.watch():
                 changed = self._questions.keys() & changes.keys()
                 _answer({sandbox_id: self._questions.pop(sandbox_id) for sandbox_id in changed}, changes)
         except (OSError, PoolServiceError) as error:
             log.warning("backend %s reports no changes of its sandboxes now, and is asked instead: %s", self._backend.name, error)
+        except Exception:  # nobody awaits this task, so that a fault of the backend's code would be lost
+            log.exception("watching sandboxes failed; the backend is asked instead", extra={"backend": self._backend.name})
 
 
 def _answer(questions: _Questions, observations: Mapping[str, Observation]) -> None:

@@ -1,4 +1,4 @@
-"""Sandboxes that a backend has and no record names, because the service was killed in the moment of their creation. They are destroyed."""
+"""Destroys orphaned sandboxes: a backend has them, but no record names them, because the service was killed while they were created."""
 
 from __future__ import annotations
 

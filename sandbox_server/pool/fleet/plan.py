@@ -117,40 +117,40 @@ class Retire:
 Action = Create | Drain | Retire
 
 
-def plan(seen: Snapshot, now: float) -> list[Action]:
+def plan(snapshot: Snapshot, now: float) -> list[Action]:
     """Decide what to do now, in order.
 
     Args:
-        seen: the pool, with everything that is under way.
+        snapshot: the pool, with everything that is under way.
         now: the monotonic time.
     """
     actions: list[Action] = []
     drained: set[str] = set()
-    for sandbox in seen.sandboxes:
-        action = _end_of_life(seen, sandbox, now)
+    for sandbox in snapshot.sandboxes:
+        action = _end_of_life(snapshot, sandbox, now)
         if action is not None:
             actions.append(action)
             drained.add(sandbox.sandbox_id)
-    staying = [s for s in seen.sandboxes if s.sandbox_id not in drained and s.state in (SandboxState.STARTING, SandboxState.READY)]
-    too_many = len(staying) - seen.spec.max_sandboxes
+    staying = [s for s in snapshot.sandboxes if s.sandbox_id not in drained and s.state in (SandboxState.STARTING, SandboxState.READY)]
+    too_many = len(staying) - snapshot.spec.max_sandboxes
     if too_many > 0:
         staying.sort(key=lambda s: (s.leased, s.kept, s.state is SandboxState.READY))
-        actions.extend(Drain(s.sandbox_id, f"more than max_sandboxes of {seen.spec.max_sandboxes}") for s in staying[:too_many])
+        actions.extend(Drain(s.sandbox_id, f"more than max_sandboxes of {snapshot.spec.max_sandboxes}") for s in staying[:too_many])
         del staying[:too_many]
-    if not seen.closing:
-        lacking = _lacking(seen, staying)
-        if lacking > 0 and now >= seen.retry_at:
-            actions.extend(Create() for _ in range(min(lacking, seen.spec.max_sandboxes - len(seen.sandboxes))))
+    if not snapshot.closing:
+        lacking = _lacking(snapshot, staying)
+        if lacking > 0 and now >= snapshot.retry_at:
+            actions.extend(Create() for _ in range(min(lacking, snapshot.spec.max_sandboxes - len(snapshot.sandboxes))))
         elif lacking < 0:
-            actions.extend(_surplus(seen, staying, now))
+            actions.extend(_surplus(snapshot, staying, now))
     return actions
 
 
-def next_due(seen: Snapshot, now: float) -> float:
+def next_due(snapshot: Snapshot, now: float) -> float:
     """The monotonic time at which `plan` may decide something new even if nothing else changes."""
-    spec = seen.spec
-    due = [seen.retry_at] if seen.retry_at > now else []
-    for sandbox in seen.sandboxes:
+    spec = snapshot.spec
+    due = [snapshot.retry_at] if snapshot.retry_at > now else []
+    for sandbox in snapshot.sandboxes:
         if sandbox.ready_at is not None:
             due.append(sandbox.ready_at + _lifetime_s(sandbox, spec) + (0.0 if sandbox.state is SandboxState.READY else _lease_s(sandbox, spec)))
         if sandbox.idle_since is not None and sandbox.state is SandboxState.READY:
@@ -170,8 +170,8 @@ def backoff_s(failures: int, jitter: Callable[[], float]) -> float:
     return float(min(BACKOFF_MAX_S, BACKOFF_FIRST_S * 2.0 ** min(failures - 1, 16)) * (0.75 + 0.5 * jitter()))
 
 
-def _end_of_life(seen: Snapshot, sandbox: SandboxSnapshot, now: float) -> Action | None:
-    spec = seen.spec
+def _end_of_life(snapshot: Snapshot, sandbox: SandboxSnapshot, now: float) -> Action | None:
+    spec = snapshot.spec
     if sandbox.destroying or sandbox.state in (SandboxState.FAILED, SandboxState.GONE):
         return None
     age_s = 0.0 if sandbox.ready_at is None else now - sandbox.ready_at
@@ -181,7 +181,7 @@ def _end_of_life(seen: Snapshot, sandbox: SandboxSnapshot, now: float) -> Action
         return Retire(sandbox.sandbox_id, "its backend ends it now", ends_leases=True)
     if sandbox.state is SandboxState.DRAINING:
         return Retire(sandbox.sandbox_id, "drained") if sandbox.leased == 0 else None
-    if seen.closing:
+    if snapshot.closing:
         return Drain(sandbox.sandbox_id, "the pool is going away")
     if sandbox.outdated:
         return Drain(sandbox.sandbox_id, "the pool's spec has changed")
@@ -205,22 +205,22 @@ def _lease_s(sandbox: SandboxSnapshot, spec: PoolSpec) -> float:
     return min(sandbox.max_lease_s, spec.max_lease_s)
 
 
-def _lacking(seen: Snapshot, staying: Sequence[SandboxSnapshot]) -> int:
+def _lacking(snapshot: Snapshot, staying: Sequence[SandboxSnapshot]) -> int:
     """How many sandboxes are missing. A negative number: how many there are above the minimum while no acquire waits."""
-    spec = seen.spec
-    wanted = seen.slots_wanted + spec.warm_slots
+    spec = snapshot.spec
+    wanted = snapshot.slots_wanted + spec.warm_slots
     coming = sum(spec.slots_per_sandbox if s.state is SandboxState.STARTING else s.ready + s.coming for s in staying)
     # A waiter takes over a kept slot before a sandbox is created for it. But a kept slot is not warm.
-    coming += min(sum(s.kept for s in staying), seen.slots_wanted)
+    coming += min(sum(s.kept for s in staying), snapshot.slots_wanted)
     lacking = max(spec.min_sandboxes - len(staying), ceil((wanted - coming) / spec.slots_per_sandbox))
     if lacking > 0:
         return lacking
-    return min(0, spec.min_sandboxes - len(staying)) if not seen.slots_wanted else 0
+    return min(0, spec.min_sandboxes - len(staying)) if not snapshot.slots_wanted else 0
 
 
-def _surplus(seen: Snapshot, staying: Sequence[SandboxSnapshot], now: float) -> list[Action]:
+def _surplus(snapshot: Snapshot, staying: Sequence[SandboxSnapshot], now: float) -> list[Action]:
     """Drain idle sandboxes above the minimum, those that are idle longest first, as long as `warm_slots` ready slots are left."""
-    spec = seen.spec
+    spec = snapshot.spec
     idle = [s for s in staying if s.state is SandboxState.READY and s.idle_since is not None and now - s.idle_since >= spec.idle_timeout_s]
     idle.sort(key=lambda s: s.idle_since or 0.0)
     ready = sum(s.ready for s in staying)

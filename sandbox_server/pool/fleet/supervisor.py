@@ -113,7 +113,7 @@ class SandboxSupervisor:
             if self._sandbox.boot is not None and self._handle is not None:
                 agent, report = await self._connector.reconnect(self._handle, "the service was started again")
             else:
-                async with self._budget.turn():
+                async with self._budget.reserve_creation():
                     agent, report = await self._connector.connect_first(await self._create())
             if self._backend.traits.ends_sandboxes:
                 self._start_request(self._learn_end())

@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Collection, Iterable
 
 from sandbox_server.pool.dependencies import PoolDependencies
-from sandbox_server.pool.effects import DestroySandbox, DropCache, WaitUntilQuiet
 from sandbox_server.pool.fleet.backend_access import BackendAccess
+from sandbox_server.pool.fleet.effects import DestroySandbox, DropCache, WaitUntilQuiet
 from sandbox_server.pool.fleet.observed import Observed
 from sandbox_server.pool.fleet.sandbox import Sandbox
 from sandbox_server.pool.fleet.supervisor import SandboxSupervisor
@@ -21,7 +21,7 @@ class SupervisorSet:
     Args:
         inbox: takes what the supervisors observe.
         access: the pool's backend, with the creation budget and the observer that its pools share.
-        dependencies: clock, timers, store, metrics and how to connect.
+        dependencies: the clock, timers, store, metrics, and the function that connects to agents.
 
     Attributes:
         tasks: the tasks of the supervisors, by sandbox id.
@@ -35,7 +35,7 @@ class SupervisorSet:
         self._supervisors: dict[str, SandboxSupervisor] = {}
 
     def start_supervisor(self, sandbox: Sandbox) -> None:
-        """Start to keep a sandbox. One that is to be destroyed is destroyed."""
+        """Start the supervisor of a sandbox. It destroys the sandbox if that is already decided."""
         supervisor = SandboxSupervisor(sandbox, self._inbox, self._access, self._dependencies)
         if sandbox.destroying:
             supervisor.destroy_sandbox()
@@ -73,7 +73,7 @@ class SupervisorSet:
                 supervisor.wait_until_quiet(effect.lease)
 
     async def stop(self, left_alone: Collection[str]) -> None:
-        """Stop keeping some sandboxes, and wait until the others, which are being destroyed, are gone.
+        """Stop the supervisors of some sandboxes, and wait until the other sandboxes, which are being destroyed, are gone.
 
         Args:
             left_alone: the ids of the sandboxes that are left as they are, for another service to adopt.

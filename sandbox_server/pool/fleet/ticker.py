@@ -1,47 +1,17 @@
-"""Timers, and the background loop of a pool: it runs when something has changed, and when something is due."""
+"""The background loop of a pool: it runs when something has changed, and when something is due."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Protocol
 
 from sandbox_server.core.clock import Clock
+from sandbox_server.pool.timers import Cancellable, Timers
 
 log = logging.getLogger(__name__)
 
 MAX_SLEEP_S = 1.0
-
-
-class Cancellable(Protocol):
-    """A callback that will be called later."""
-
-    def cancel(self) -> None:
-        """Do not call it any more."""
-        ...
-
-
-class Timers(Protocol):
-    """How to wait: `LoopTimers`, or `testing.FakeClock`."""
-
-    def call_later(self, delay_s: float, callback: Callable[[], None]) -> Cancellable:
-        """Call a function after `delay_s` seconds."""
-        ...
-
-    async def sleep(self, delay_s: float) -> None:
-        """Return after `delay_s` seconds."""
-        ...
-
-
-class LoopTimers:
-    """The running event loop's own timers."""
-
-    def call_later(self, delay_s: float, callback: Callable[[], None]) -> Cancellable:
-        return asyncio.get_running_loop().call_later(delay_s, callback)
-
-    async def sleep(self, delay_s: float) -> None:
-        await asyncio.sleep(delay_s)
 
 
 class Ticker:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from sandbox_server.backends.disposal import dispose, sweep
+from sandbox_server.backends.disposal import delete_folders, delete_leftovers
 
 
 async def test_folders_are_gone_at_once_and_deleted_behind(tmp_path: Path) -> None:
@@ -15,7 +15,7 @@ async def test_folders_are_gone_at_once_and_deleted_behind(tmp_path: Path) -> No
     (folder / "locked").mkdir(mode=0o000)
     (folder / "link").symlink_to(tmp_path)
 
-    await dispose([str(folder), str(tmp_path / "never-there")], aside, within_s=30)
+    await delete_folders([str(folder), str(tmp_path / "never-there")], aside, within_s=30)
 
     assert not folder.exists()
     assert list(aside.iterdir()) == []
@@ -28,10 +28,10 @@ async def test_nobody_waits_for_a_long_deletion(tmp_path: Path) -> None:
     for number in range(2000):
         (folder / str(number)).touch()
 
-    await dispose([str(folder)], aside, within_s=0)
+    await delete_folders([str(folder)], aside, within_s=0)
 
     assert not folder.exists()
-    await sweep(aside, within_s=30)
+    await delete_leftovers(aside, within_s=30)
     assert list(aside.iterdir()) == []
 
 
@@ -40,12 +40,12 @@ async def test_what_an_earlier_life_moved_aside_is_swept(tmp_path: Path) -> None
     (aside / "s-old.1234").mkdir(parents=True)
     (aside / "s-old.1234" / "file").write_text("x")
 
-    await sweep(aside, within_s=30)
+    await delete_leftovers(aside, within_s=30)
 
     assert os.listdir(aside) == []
 
 
-async def test_nothing_to_sweep_is_fine(tmp_path: Path) -> None:
-    await sweep(tmp_path / "none", within_s=1)
+async def test_without_leftovers_nothing_is_deleted(tmp_path: Path) -> None:
+    await delete_leftovers(tmp_path / "none", within_s=1)
 
     assert not (tmp_path / "none").exists()

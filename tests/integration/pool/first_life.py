@@ -36,13 +36,13 @@ async def main(folder: Path, command: str) -> None:
     (lease, gone) = (await pools.acquire(AcquireRequest(tenant="t", pool="default", count=2, ttl_s=5, trajectory_ids=(None, None)))).leases
     pools.release("t", [gone.lease_id])
     await pools.flush()
-    route = pools.route("t", lease.lease_id)
-    async with route.agent.link.stream({"op": "calls", "slot": route.slot_id, "epoch": route.epoch}) as stream:
+    location = pools.locate_slot("t", lease.lease_id)
+    async with location.agent.link.stream({"op": "calls", "slot": location.slot_id, "epoch": location.epoch}) as stream:
         stream.send_item(call("c", command))
         stream.end()
         status: dict[str, object] = {}
         while not status.get("output_bytes"):
-            status = dict(await route.agent.link.request({"op": "call_status", "slot": route.slot_id, "epoch": route.epoch, "call_id": "c"}))
+            status = dict(await location.agent.link.request({"op": "call_status", "slot": location.slot_id, "epoch": location.epoch, "call_id": "c"}))
         sys.stdout.write(json.dumps({"lease_id": lease.lease_id, "sandbox_id": lease.sandbox_id}) + "\n")
         sys.stdout.flush()
         await asyncio.Event().wait()

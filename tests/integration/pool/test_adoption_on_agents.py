@@ -70,8 +70,8 @@ async def until(happens):
             await asyncio.sleep(0.01)
 
 
-async def result_of(route, call_id):
-    async with route.agent.link.stream({"op": "attach", "slot": route.slot_id, "epoch": route.epoch, "call_id": call_id, "offset": 0}) as stream:
+async def result_of(location, call_id):
+    async with location.agent.link.stream({"op": "attach", "slot": location.slot_id, "epoch": location.epoch, "call_id": call_id, "offset": 0}) as stream:
         stream.end()
         async for event in stream:
             if isinstance(event, wire.Item):
@@ -92,14 +92,14 @@ async def test_a_command_goes_on_over_the_death_of_the_service_and_its_result_is
     pools = await again()
     await until(lambda: pools.readiness()["ready"])
     lease = pools.lease("t", said["lease_id"])
-    route = pools.route("t", lease.lease_id)
-    assert await route.agent.link.request({"op": "call_status", "slot": route.slot_id, "epoch": route.epoch, "call_id": "c"})
-    async with route.agent.link.stream({"op": "calls", "slot": route.slot_id, "epoch": route.epoch}) as stream:
+    location = pools.locate_slot("t", lease.lease_id)
+    assert await location.agent.link.request({"op": "call_status", "slot": location.slot_id, "epoch": location.epoch, "call_id": "c"})
+    async with location.agent.link.stream({"op": "calls", "slot": location.slot_id, "epoch": location.epoch}) as stream:
         stream.send_item(call("go", "touch go"))
         stream.end()
         async for _ in stream:
             pass
-    meta, body = await result_of(route, "c")
+    meta, body = await result_of(location, "c")
 
     assert (meta["reason"], meta["exit_code"]) == ("exit", 0)
     assert body.startswith(b"began\n")

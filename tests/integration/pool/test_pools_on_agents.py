@@ -33,12 +33,12 @@ class Place:
         return (await self.pools.acquire(AcquireRequest(tenant="t", pool="default", **fields))).leases
 
     async def run(self, lease, command):
-        route = self.pools.route("t", lease.lease_id)
+        location = self.pools.locate_slot("t", lease.lease_id)
         call = {
             "call_id": "c", "tool": "bash", "args": {"command": command}, "timeout_s": 20, "no_output_timeout_s": None,
             "output_limit_bytes": 10_000, "separate_streams": False,
         }  # fmt: skip
-        async with route.agent.link.stream({"op": "calls", "slot": route.slot_id, "epoch": route.epoch}) as stream:
+        async with location.agent.link.stream({"op": "calls", "slot": location.slot_id, "epoch": location.epoch}) as stream:
             stream.send_item(call)
             stream.end()
             async for event in stream:
@@ -69,7 +69,7 @@ async def test_a_slot_is_clean_for_its_next_holder_and_the_old_epoch_is_refused(
     place = await make_place(slots_per_sandbox=1)
     (first,) = await place.acquire()
     await place.run(first, "echo secret > note; sleep 1000 & disown")
-    old = place.pools.route("t", first.lease_id)
+    old = place.pools.locate_slot("t", first.lease_id)
     place.pools.release("t", [first.lease_id])
 
     (second,) = await place.acquire()
@@ -99,7 +99,7 @@ async def test_a_killed_agent_is_noticed_and_replaced_within_five_seconds(make_p
     began = time.monotonic()
 
     os.kill(pid, signal.SIGKILL)
-    link = place.pools.route("t", lease.lease_id).agent.link
+    link = place.pools.locate_slot("t", lease.lease_id).agent.link
     await asyncio.wait([link.closed])
     recorded_result = await place.pools.wait_for_reconnect_or_loss(lease.lease_id, 5)
     (again,) = await place.acquire(wait_s=10)

@@ -42,7 +42,7 @@ class FakePools:
     async def flush(self) -> None:
         """Nothing is kept here."""
 
-    def undelivered(self, acquired: Acquired, request_key: str | None) -> None:
+    def release_undelivered_leases(self, acquired: Acquired, request_key: str | None) -> None:
         self.given_back.append((acquired, request_key))
 
 

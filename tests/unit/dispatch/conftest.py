@@ -26,8 +26,8 @@ SPEC = PoolSpec(default_timeout_s=30.0, max_timeout_s=600.0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class FakeRoute:
-    """The way to a slot of the scripted agent."""
+class FakeSlotLocation:
+    """Where a slot of the scripted agent is."""
 
     lease: Lease
     spec: PoolSpec
@@ -42,10 +42,10 @@ class FakeRoute:
 
 
 @dataclass
-class FakeRoutes:
+class FakeSlotLocator:
     """A pool that is one table of leases."""
 
-    routes: dict[str, FakeRoute] = field(default_factory=dict)
+    locations: dict[str, FakeSlotLocation] = field(default_factory=dict)
     errors: dict[str, PoolServiceError] = field(default_factory=dict)
     running: dict[str, int] = field(default_factory=dict)
     most_running: int = 0
@@ -53,12 +53,12 @@ class FakeRoutes:
     reconnect: AgentLink | None = None
     while_waiting: Callable[[], object] = object
 
-    def route(self, tenant: str, lease_id: str) -> FakeRoute:
+    def locate_slot(self, tenant: str, lease_id: str) -> FakeSlotLocation:
         if lease_id in self.errors:
             raise self.errors[lease_id]
-        if lease_id not in self.routes or self.routes[lease_id].lease.tenant != tenant:
+        if lease_id not in self.locations or self.locations[lease_id].lease.tenant != tenant:
             raise LeaseNotFound(f"there is no lease {lease_id!r}, or it is not yours")
-        return self.routes[lease_id]
+        return self.locations[lease_id]
 
     def call_started(self, lease_id: str) -> None:
         self.running[lease_id] = self.running.get(lease_id, 0) + 1
@@ -70,7 +70,7 @@ class FakeRoutes:
     async def wait_for_reconnect_or_loss(self, lease_id: str, wait_s: float) -> SandboxLost | None:
         self.while_waiting()
         if self.lost is None and self.reconnect is not None:
-            self.routes = {name: replace(route, agent=AgentClient(self.reconnect)) for name, route in self.routes.items()}
+            self.locations = {name: replace(location, agent=AgentClient(self.reconnect)) for name, location in self.locations.items()}
         return self.lost
 
 
@@ -79,7 +79,7 @@ class World:
     """Everything a dispatcher talks to."""
 
     agent: ScriptedAgent
-    routes: FakeRoutes
+    slot_locator: FakeSlotLocator
     store: MemoryStore
     telemetry: Telemetry
     dispatcher: Dispatcher
@@ -117,7 +117,8 @@ async def world() -> World:
 async def make_world(agent: ScriptedAgent, timings: CallTimings | None = None, response_timeout_s: float = RESPONSE_TIMEOUT_S) -> World:
     """Leases `a`, `b` and `c` of alice's, on this agent of three slots."""
     client = AgentClient(await FakeLink.to(agent, agent.token), response_timeout_s)
-    routes = FakeRoutes({name: FakeRoute(lease=lease(name, str(n)), spec=SPEC, agent=client, slot_id=str(n), epoch=1) for n, name in enumerate("abc")})
+    locations = {name: FakeSlotLocation(lease=lease(name, str(n)), spec=SPEC, agent=client, slot_id=str(n), epoch=1) for n, name in enumerate("abc")}
+    slot_locator = FakeSlotLocator(locations)
     store, telemetry, clock = MemoryStore(), Telemetry(), FakeClock()
-    dispatcher = Dispatcher(routes, store, clock, telemetry, CallLimits(in_flight=200), timings=timings)
-    return World(agent, routes, store, telemetry, dispatcher, clock)
+    dispatcher = Dispatcher(slot_locator, store, clock, telemetry, CallLimits(in_flight=200), timings=timings)
+    return World(agent, slot_locator, store, telemetry, dispatcher, clock)

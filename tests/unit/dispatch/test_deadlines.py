@@ -43,7 +43,7 @@ async def test_the_calls_of_a_stopped_agent_may_have_run_and_can_be_asked_for_ag
 
     assert [(result.reason, result.fault, result.metadata["may_have_run"]) for result in (first, second)] == [(Reason.BACKEND_ERROR, Fault.INFRA, True)] * 2
     assert world.store.find_result("a", "c1") is None
-    assert world.routes.running == {"a": 0}
+    assert world.slot_locator.running == {"a": 0}
     world.agent.is_stopped = False
     world.agent.finish("c1")
     (again,) = await world.dispatcher.start_calls("alice", [call("a", "live", "c1", timeout_s=0.1)]).all_results()
@@ -53,7 +53,7 @@ async def test_the_calls_of_a_stopped_agent_may_have_run_and_can_be_asked_for_ag
 
 async def test_a_call_that_was_not_sent_yet_when_its_agent_stopped_has_not_run(world: World) -> None:
     limiter = ConcurrencyLimiter(lambda tenant: 1)
-    limited = Dispatcher(world.routes, world.store, world.clock, world.telemetry, CallLimits(), concurrency_limiter=limiter, timings=SHORT)
+    limited = Dispatcher(world.slot_locator, world.store, world.clock, world.telemetry, CallLimits(), concurrency_limiter=limiter, timings=SHORT)
     world.agent.is_stopped = True
 
     sent, held = await limited.start_calls("alice", [call("a", "true", "c1", timeout_s=0.1), call("a", "true", "c2")]).all_results()
@@ -89,8 +89,8 @@ async def test_a_service_that_was_busy_past_a_deadline_reads_what_came_meanwhile
 
 
 async def test_the_time_until_an_agent_can_be_reached_again_is_the_calls_as_well(world: World) -> None:
-    world.routes.errors["a"] = BackendUnavailable("nobody answers")
-    world.routes.while_waiting = lambda: world.clock.pass_time(1.0)
+    world.slot_locator.errors["a"] = BackendUnavailable("nobody answers")
+    world.slot_locator.while_waiting = lambda: world.clock.pass_time(1.0)
     before = world.clock.monotonic()
 
     (result,) = await world.dispatcher.start_calls("alice", [call("a", "true", timeout_s=2.0)]).all_results()
@@ -102,8 +102,8 @@ async def test_the_time_until_an_agent_can_be_reached_again_is_the_calls_as_well
 async def test_questions_about_calls_and_files_of_a_stopped_agent_are_answered() -> None:
     world = await make_world(ScriptedAgent("s-1", slots=3), response_timeout_s=0.2)
     world.agent.is_stopped = True
-    found = CallRecords(world.routes, world.store, world.dispatcher.call_tracker, world.clock, world.dispatcher.outputs)
-    slot_files = SlotFiles(world.routes)
+    found = CallRecords(world.slot_locator, world.store, world.dispatcher.call_tracker, world.clock, world.dispatcher.outputs)
+    slot_files = SlotFiles(world.slot_locator)
 
     async def endless() -> AsyncGenerator[bytes, None]:
         while True:
@@ -149,7 +149,7 @@ async def test_an_output_that_a_stopped_agent_does_not_give_is_fetched_when_it_i
     assert [(result.reason, result.fault, result.metadata["may_have_run"]) for result in (first, second)] == [(Reason.BACKEND_ERROR, Fault.INFRA, True)] * 2
     assert "has not answered" in first.error
     assert world.store.find_result("a", "c1") is None
-    found = CallRecords(world.routes, world.store, world.dispatcher.call_tracker, world.clock, world.dispatcher.outputs)
+    found = CallRecords(world.slot_locator, world.store, world.dispatcher.call_tracker, world.clock, world.dispatcher.outputs)
     for ask in (
         found.call_status("alice", "a", "c1"),
         found.call_status("alice", "a", "c1", wait_s=1.0),

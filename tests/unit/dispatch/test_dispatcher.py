@@ -40,12 +40,12 @@ async def test_a_slow_lease_holds_nobody_up(world: World) -> None:
 async def test_the_lease_is_told_while_calls_run(world: World) -> None:
     batch = world.dispatcher.start_calls("alice", [call("a", "hang")])
     await world.until_running()
-    assert world.routes.running == {"a": 1}
+    assert world.slot_locator.running == {"a": 1}
 
     await world.dispatcher.cancel_call("alice", "a", "c")
 
     assert (await batch.all_results())[0].reason is Reason.CANCELLED
-    assert world.routes.running == {"a": 0}
+    assert world.slot_locator.running == {"a": 0}
 
 
 async def test_what_is_a_result_already_is_passed_through(world: World) -> None:
@@ -61,7 +61,7 @@ async def test_a_call_that_was_sent_and_lost_says_since_when_and_that_it_may_hav
     batch = world.dispatcher.start_calls("alice", [call("a", "hang")])
     await world.until_running()
     world.clock.pass_time(3.0)
-    world.routes.lost = SandboxLost("it burnt down")
+    world.slot_locator.lost = SandboxLost("it burnt down")
     world.agent.hang_up()
 
     (lost,) = await batch.all_results()
@@ -71,7 +71,7 @@ async def test_a_call_that_was_sent_and_lost_says_since_when_and_that_it_may_hav
 
 
 async def test_what_never_was_sent_cannot_have_run(world: World) -> None:
-    world.routes.errors["a"] = SandboxLost("it burnt down")
+    world.slot_locator.errors["a"] = SandboxLost("it burnt down")
 
     (lost,) = await results(world, call("a", "true"))
 
@@ -79,9 +79,9 @@ async def test_what_never_was_sent_cannot_have_run(world: World) -> None:
 
 
 async def test_a_call_of_an_earlier_life_may_have_run(world: World) -> None:
-    dispatcher = Dispatcher(world.routes, world.store, world.clock, world.telemetry, CallLimits(), CallTracker(["a"]))
+    dispatcher = Dispatcher(world.slot_locator, world.store, world.clock, world.telemetry, CallLimits(), CallTracker(["a"]))
     for lease_id in "ab":
-        world.routes.errors[lease_id] = SandboxLost("it burnt down")
+        world.slot_locator.errors[lease_id] = SandboxLost("it burnt down")
 
     earlier, new = await dispatcher.start_calls("alice", [call("a", "true"), call("b", "true")]).all_results()
 
@@ -90,7 +90,7 @@ async def test_a_call_of_an_earlier_life_may_have_run(world: World) -> None:
 
 async def test_a_call_that_was_sent_and_never_answered_may_have_run_also_when_it_is_asked_for_again(world: World) -> None:
     (unknown,) = await results(world, call("a", "nonsense"))
-    world.routes.errors["a"] = SandboxLost("it burnt down")
+    world.slot_locator.errors["a"] = SandboxLost("it burnt down")
 
     (again,) = await results(world, call("a", "nonsense"))
 
@@ -100,7 +100,7 @@ async def test_a_call_that_was_sent_and_never_answered_may_have_run_also_when_it
 async def test_a_call_that_runs_for_somebody_else_may_have_run(world: World) -> None:
     first = world.dispatcher.start_calls("alice", [call("a", "hang")])
     await world.until_running()
-    world.routes.errors["a"] = SandboxLost("it burnt down")
+    world.slot_locator.errors["a"] = SandboxLost("it burnt down")
 
     (second,) = await results(world, call("a", "hang"))
 
@@ -125,7 +125,7 @@ def test_beyond_its_limit_every_lease_is_uncertain() -> None:
     ],
 )
 async def test_a_lease_without_a_slot_says_why(world: World, error: LeaseLost, reason: Reason, fault: Fault) -> None:
-    world.routes.errors["a"] = error
+    world.slot_locator.errors["a"] = error
 
     lost, kept = await results(world, call("a", "true"), call("b", "true"))
 
@@ -134,7 +134,7 @@ async def test_a_lease_without_a_slot_says_why(world: World, error: LeaseLost, r
 
 
 async def test_a_single_call_under_a_lost_lease_is_an_error(world: World) -> None:
-    world.routes.errors["a"] = LeaseLost("it was released")
+    world.slot_locator.errors["a"] = LeaseLost("it was released")
 
     with pytest.raises(LeaseLost):
         await world.dispatcher.run_call("alice", call("a", "true"))
@@ -167,9 +167,9 @@ async def test_a_refusal_of_the_agents(world: World, code: str, reason: Reason) 
 
 async def test_a_slot_that_has_moved_on_is_a_lost_lease(world: World) -> None:
     world.agent.slots["0"].epoch = 2
-    world.routes.errors["b"] = LeaseLost("b was released")
+    world.slot_locator.errors["b"] = LeaseLost("b was released")
     running = world.dispatcher.start_calls("alice", [call("a", "true")])
-    world.routes.errors["a"] = LeaseLost("a was released meanwhile")
+    world.slot_locator.errors["a"] = LeaseLost("a was released meanwhile")
 
     (result,) = await running.all_results()
 
@@ -180,7 +180,7 @@ async def test_a_slot_that_has_moved_on_is_a_lost_lease(world: World) -> None:
 async def test_a_lost_link_that_comes_back_joins_what_still_runs(world: World) -> None:
     batch = world.dispatcher.start_calls("alice", [call("a", "hang", "c1"), call("a", "echo 2", "c2")])
     await world.until_running()
-    world.routes.reconnect = await world.link()
+    world.slot_locator.reconnect = await world.link()
     world.agent._peers[0].close()
 
     while sum(request["op"] == "calls" for request in world.agent.requests) < 2:
@@ -194,7 +194,7 @@ async def test_a_lost_link_that_comes_back_joins_what_still_runs(world: World) -
 async def test_a_lost_sandbox_ends_its_calls_and_is_recorded(world: World) -> None:
     batch = world.dispatcher.start_calls("alice", [call("a", "hang", "c1"), call("a", "true", "c2")])
     await world.until_running()
-    world.routes.lost = SandboxLost("it burnt down")
+    world.slot_locator.lost = SandboxLost("it burnt down")
     world.agent.hang_up()
 
     found = await batch.all_results()
@@ -206,7 +206,7 @@ async def test_a_lost_sandbox_ends_its_calls_and_is_recorded(world: World) -> No
 
 async def test_a_call_recorded_before_its_sandbox_was_lost_is_served(world: World) -> None:
     (first,) = await results(world, call("a", "echo 1", "c1"))
-    world.routes.errors["a"] = SandboxLost("it burnt down")
+    world.slot_locator.errors["a"] = SandboxLost("it burnt down")
 
     again, other, new = await results(world, call("a", "echo 1", "c1"), call("a", "echo 2", "c1"), call("a", "true", "c2"))
 
@@ -218,8 +218,8 @@ async def test_a_call_recorded_before_its_sandbox_was_lost_is_served(world: Worl
 async def test_an_agent_that_stays_away_is_a_backend_error_that_may_have_run(world: World) -> None:
     batch = world.dispatcher.start_calls("alice", [call("a", "hang")])
     await world.until_running()
-    world.routes.errors["a"] = BackendUnavailable("nobody answers")
-    world.routes.while_waiting = lambda: world.clock.pass_time(60.0)
+    world.slot_locator.errors["a"] = BackendUnavailable("nobody answers")
+    world.slot_locator.while_waiting = lambda: world.clock.pass_time(60.0)
     world.agent.hang_up()
 
     (result,) = await batch.all_results()
@@ -263,7 +263,7 @@ async def test_a_tenant_with_all_its_calls_under_way_leaves_as_many_for_others(w
 async def test_the_calls_that_wait_behind_the_first_of_a_released_lease_end_at_once(world: World) -> None:
     batches = [world.dispatcher.start_calls("alice", [call("a", "hang", f"c{n}-{m}") for m in range(30)]) for n in range(3)]
     await world.until_running()
-    world.routes.errors["a"] = LeaseLost("lease a was released")
+    world.slot_locator.errors["a"] = LeaseLost("lease a was released")
 
     world.dispatcher.handle_lease_end("a")
     while world.dispatcher.call_tracker.count_of_tenant("alice") > 3:  # no word of the agent's is needed: it says nothing
@@ -291,7 +291,7 @@ async def test_a_call_that_nobody_made_cannot_be_cancelled(world: World) -> None
 
 
 async def test_a_bug_costs_its_own_calls_only(world: World, caplog: pytest.LogCaptureFixture) -> None:
-    world.routes.routes["a"] = None  # type: ignore[assignment]
+    world.slot_locator.locations["a"] = None  # type: ignore[assignment]
 
     broken, whole = await results(world, call("a", "true"), call("b", "true"))
 

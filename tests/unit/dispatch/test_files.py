@@ -21,7 +21,7 @@ async def whole(chunks: AsyncIterator[bytes]) -> bytes:
 
 
 async def test_a_file_goes_in_and_comes_out_larger_than_any_window(world: World) -> None:
-    files = SlotFiles(world.routes)
+    files = SlotFiles(world.slot_locator)
     parts = [bytes([n]) * 100_000 for n in range(40)]
 
     await files.write_file("alice", "a", "big", 0o600, pieces(*parts))
@@ -32,32 +32,32 @@ async def test_a_file_goes_in_and_comes_out_larger_than_any_window(world: World)
 @pytest.mark.parametrize(("path", "error"), [("missing", FileNotFound), ("fifo", FileError), ("../out", InvalidRequest)])
 async def test_refusals_are_the_contracts_errors(world: World, path: str, error: type[PoolServiceError]) -> None:
     with pytest.raises(error):
-        await whole(SlotFiles(world.routes).read_file("alice", "a", path))
+        await whole(SlotFiles(world.slot_locator).read_file("alice", "a", path))
 
 
 async def test_a_slot_that_has_moved_on_is_a_lost_lease(world: World) -> None:
     world.agent.slots["0"].epoch = 2
-    stale = world.routes.routes["a"]
-    world.routes.errors["a"] = LeaseLost("a was released")
+    stale = world.slot_locator.locations["a"]
+    world.slot_locator.errors["a"] = LeaseLost("a was released")
 
-    class Late(type(world.routes)):  # type: ignore[misc]
+    class Late(type(world.slot_locator)):  # type: ignore[misc]
         asked = 0
 
-        def route(self, tenant: str, lease_id: str) -> object:
+        def locate_slot(self, tenant: str, lease_id: str) -> object:
             self.asked += 1
-            return stale if self.asked == 1 else super().route(tenant, lease_id)
+            return stale if self.asked == 1 else super().locate_slot(tenant, lease_id)
 
     with pytest.raises(LeaseLost, match="a was released"):
-        await whole(SlotFiles(Late(world.routes.routes, world.routes.errors)).read_file("alice", "a", "x"))
+        await whole(SlotFiles(Late(world.slot_locator.locations, world.slot_locator.errors)).read_file("alice", "a", "x"))
 
 
 @pytest.mark.parametrize(("lost", "error"), [(SandboxLost("it burnt down"), SandboxLost), (None, BackendUnavailable)])
 async def test_a_lost_link_is_a_lost_sandbox_or_an_unreachable_one(world: World, lost: SandboxLost | None, error: type[PoolServiceError]) -> None:
-    world.routes.lost = lost
-    world.routes.routes["a"].agent.link._end_connection("pulled")
+    world.slot_locator.lost = lost
+    world.slot_locator.locations["a"].agent.link._end_connection("pulled")
 
     with pytest.raises(error):
-        await whole(SlotFiles(world.routes).read_file("alice", "a", "x"))
+        await whole(SlotFiles(world.slot_locator).read_file("alice", "a", "x"))
 
 
 async def test_a_caller_that_stops_sending_leaves_nothing(world: World) -> None:
@@ -66,6 +66,6 @@ async def test_a_caller_that_stops_sending_leaves_nothing(world: World) -> None:
         raise ConnectionError("gone")
 
     with pytest.raises(ConnectionError):
-        await SlotFiles(world.routes).write_file("alice", "a", "half", None, half())
+        await SlotFiles(world.slot_locator).write_file("alice", "a", "half", None, half())
 
     assert world.agent.files == {}

@@ -27,7 +27,7 @@ def limit_calls(world: World, timings: CallTimings | None = None) -> World:
     """Let alice run one call at a time."""
     most: Callable[[str], int | None] = {"alice": 1}.get
     limits, limiter = CallLimits(in_flight=100), ConcurrencyLimiter(most)
-    world.dispatcher = Dispatcher(world.routes, world.store, world.clock, world.telemetry, limits, concurrency_limiter=limiter, timings=timings)
+    world.dispatcher = Dispatcher(world.slot_locator, world.store, world.clock, world.telemetry, limits, concurrency_limiter=limiter, timings=timings)
     return world
 
 
@@ -101,12 +101,12 @@ async def test_a_lease_is_held_by_a_call_that_waits_as_by_one_that_runs(limited:
     await hung(limited)
     batch = limited.dispatcher.start_calls("alice", [call("b", "true")])
     await settled()
-    assert limited.routes.running == {"a": 1, "b": 1}
+    assert limited.slot_locator.running == {"a": 1, "b": 1}
 
     await limited.dispatcher.cancel_call("alice", "a", "hung")
     await batch.all_results()
 
-    assert limited.routes.running == {"a": 0, "b": 0}
+    assert limited.slot_locator.running == {"a": 0, "b": 0}
 
 
 async def test_what_only_joins_or_repeats_waits_for_nobody_and_is_let_in(limited: World) -> None:
@@ -180,7 +180,7 @@ async def test_calls_of_a_lease_that_ended_wait_no_longer(limited: World) -> Non
     batch = limited.dispatcher.start_calls("alice", [call("b", "true", "b1"), call("b", "true", "b2")])
     await settled()
 
-    limited.routes.errors["b"] = LeaseLost("it was released")
+    limited.slot_locator.errors["b"] = LeaseLost("it was released")
     limited.dispatcher.concurrency_limiter.wake_waiters_of_lease("b")
 
     assert [(result.reason, result.error) for result in await batch.all_results()] == [(Reason.LEASE_LOST, "it was released")] * 2
@@ -191,7 +191,7 @@ async def test_a_link_that_breaks_takes_nobodys_turn(limited: World) -> None:
     first = await hung(limited)
     second = limited.dispatcher.start_calls("alice", [call("b", "true", "second")])
     await settled()
-    limited.routes.reconnect = await limited.link()
+    limited.slot_locator.reconnect = await limited.link()
     limited.agent._peers[0].close()
     while sum(request["op"] == "calls" for request in limited.agent.requests) < 2:
         await asyncio.sleep(0)
@@ -229,7 +229,7 @@ async def test_a_call_that_fails_to_end_does_not_keep_its_turn(limited: World) -
 
 
 async def test_a_bug_does_not_keep_a_turn_either(limited: World, caplog: pytest.LogCaptureFixture) -> None:
-    limited.routes.routes["a"] = None  # type: ignore[assignment]
+    limited.slot_locator.locations["a"] = None  # type: ignore[assignment]
 
     broken, whole = await limited.dispatcher.start_calls("alice", [call("a", "true"), call("b", "true")]).all_results()
 

@@ -1,4 +1,4 @@
-"""A service's pools on fakes: no sockets, no processes, time that moves when told."""
+"""The pools of a service on fakes: no sockets, no processes, and a clock that the tests advance."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from sandbox_server.pool.pool import Pool
 from sandbox_server.pool.service import PoolService
 from sandbox_server.store.memory import MemoryStore
 from sandbox_server.testing import FakeBackend, FakeClock, settle
+from tests.unit.pool.lives import Lives
 
 
 class FailingStore(MemoryStore):
@@ -28,7 +29,7 @@ class FailingStore(MemoryStore):
 
 
 class World:
-    """Pools, and everything around them that a test may turn."""
+    """A service's pools, and the fakes that they run on."""
 
     def __init__(
         self,
@@ -113,3 +114,17 @@ async def make_world() -> AsyncIterator[Callable[..., Any]]:
     yield make
     for world in worlds:
         await world.pools.stop()
+
+
+@pytest.fixture
+async def make_lives() -> AsyncIterator[Callable[..., Any]]:
+    """Makes a started service that can be killed and started again: `await make_lives(backend=None, **spec)`. Stops it with its sandboxes at the end."""
+    made: list[Lives] = []
+
+    async def make(backend: FakeBackend | None = None, **spec: Any) -> Lives:
+        made.append(Lives(backend, **spec))
+        return await made[0].start()
+
+    yield make
+    await made[0].pools.stop("destroy")
+    assert made[0].backend.handles == {}

@@ -28,7 +28,7 @@ class Making:
         await settle()
 
     async def one(self):
-        async with self.budget.turn():
+        async with self.budget.reserve_creation():
             self.began.append(self.clock.monotonic() - 1000.0)
             self.under_way.append(asyncio.get_running_loop().create_future())
             await self.under_way[-1]

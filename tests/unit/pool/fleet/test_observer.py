@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import replace
 
 import pytest
@@ -43,11 +44,11 @@ async def test_a_control_plane_that_is_away_for_a_minute_kills_nothing(make_worl
     await world.clock.advance(60)
     assert world.sandboxes() == {"ready": 2}
     with pytest.raises(BackendUnavailable):
-        world.pools.route("t", leases[0].lease_id)
+        world.pools.locate_slot("t", leases[0].lease_id)
     world.backend.partitioned, world.backend.unreachable = False, None
     await world.clock.advance(1)
 
-    assert [world.pools.route("t", lease.lease_id).lease.lease_id for lease in leases] == [lease.lease_id for lease in leases]
+    assert [world.pools.locate_slot("t", lease.lease_id).lease.lease_id for lease in leases] == [lease.lease_id for lease in leases]
     assert world.backend.destroyed == []
     assert len(world.backend.created) == 2
 
@@ -60,7 +61,7 @@ async def test_a_sandbox_that_answers_is_kept_although_its_backend_cannot_be_ask
     world.backend.agents[lease.sandbox_id].hang_up()
     await settle()
 
-    assert world.pools.route("t", lease.lease_id).lease.lease_id == lease.lease_id
+    assert world.pools.locate_slot("t", lease.lease_id).lease.lease_id == lease.lease_id
 
 
 async def test_an_unreachable_sandbox_is_lost_once_its_backend_says_that_it_is_gone(make_world):
@@ -75,7 +76,7 @@ async def test_an_unreachable_sandbox_is_lost_once_its_backend_says_that_it_is_g
     await world.clock.advance(LONGEST_PAUSE_S + 1)
 
     with pytest.raises(SandboxLost, match="its agent has ended"):
-        world.pools.route("t", lease.lease_id)
+        world.pools.locate_slot("t", lease.lease_id)
 
 
 async def test_an_unreachable_sandbox_is_lost_when_its_backend_says_that_it_runs_and_the_time_is_over(make_world):
@@ -89,7 +90,7 @@ async def test_an_unreachable_sandbox_is_lost_when_its_backend_says_that_it_runs
     await world.clock.advance(LONGEST_PAUSE_S + 1)
 
     with pytest.raises(SandboxLost, match="could not be reached for 5 s"):
-        world.pools.route("t", lease.lease_id)
+        world.pools.locate_slot("t", lease.lease_id)
 
 
 async def test_how_long_a_silent_sandbox_is_given_is_a_trait_of_its_backend(make_world):
@@ -101,11 +102,11 @@ async def test_how_long_a_silent_sandbox_is_given_is_a_trait_of_its_backend(make
 
     await world.clock.advance(59)
     with pytest.raises(BackendUnavailable):
-        world.pools.route("t", lease.lease_id)
+        world.pools.locate_slot("t", lease.lease_id)
     await world.clock.advance(2)
 
     with pytest.raises(SandboxLost, match="for 60 s"):
-        world.pools.route("t", lease.lease_id)
+        world.pools.locate_slot("t", lease.lease_id)
 
 
 async def test_a_backend_that_cannot_destroy_now_is_asked_again(make_world):
@@ -205,6 +206,45 @@ async def test_a_change_that_the_backend_reports_by_itself_answers_at_once():
     backend.changes.put_nowait({handle.sandbox_id: Observation(state=ObservedState.GONE, detail="stopped")})
     await settle()
 
+    assert answer.result().detail == "stopped"
+    await observer.close()
+
+
+async def test_a_fault_in_watching_is_logged_and_watching_starts_again_after_a_pause(caplog):
+    class FailingOnce(FakeBackend):
+        def __init__(self):
+            super().__init__()
+            self.watch_count = 0
+            self.changes = asyncio.Queue()
+
+        async def watch(self):
+            self.watch_count += 1
+            if self.watch_count == 1:
+                raise KeyError("no such field")
+            while True:
+                yield await self.changes.get()
+
+    clock, backend = FakeClock(), FailingOnce()
+    backend.unreachable = OSError("away")
+    observer = BackendObserver(backend, clock, clock)
+    (handle,) = handles(1)
+    with caplog.at_level(logging.ERROR):
+        assert (await observer.request_observation(handle)).state is ObservedState.UNKNOWN
+        await settle()
+    (record,) = caplog.records
+    assert record.message == "watching sandboxes failed; the backend is asked instead"
+    assert isinstance(record.exc_info[1], KeyError)
+
+    observer.request_observation(handle)
+    await settle()
+    assert backend.watch_count == 1
+    await clock.advance(LONGEST_PAUSE_S)
+    assert (await observer.request_observation(handle)).state is ObservedState.UNKNOWN
+    answer = observer.request_observation(handle)
+    backend.changes.put_nowait({handle.sandbox_id: Observation(state=ObservedState.GONE, detail="stopped")})
+    await settle()
+
+    assert backend.watch_count == 2
     assert answer.result().detail == "stopped"
     await observer.close()
 

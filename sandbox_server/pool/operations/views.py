@@ -9,7 +9,7 @@ from sandbox_server.core.types import PoolState, PoolView, SandboxState, Sandbox
 from sandbox_server.pool.fleet.orphans import OrphanProblem
 from sandbox_server.pool.fleet.sandbox import Sandbox
 from sandbox_server.pool.fleet.snapshot import claimant_view
-from sandbox_server.pool.overdue import explain_crowding
+from sandbox_server.pool.granting.overdue import explain_crowding
 from sandbox_server.pool.pool import Pool
 
 

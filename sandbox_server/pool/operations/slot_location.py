@@ -1,4 +1,4 @@
-"""Where the calls and files of a held lease go, and what became of its sandbox if they cannot go there."""
+"""Finds the slot and the agent of a held lease, and waits until it is known whether an unreachable sandbox is lost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sandbox_server.pool.pool import Pool
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlotLocation:
-    """The slot of a held lease, and the client of the agent that has it."""
+    """The slot of a held lease, and the client of its agent."""
 
     lease: Lease
     spec: PoolSpec
@@ -29,7 +29,7 @@ class SlotLocation:
 
 
 def agent_of(pool: Pool, lease: Lease) -> AgentClient:
-    """The client of the agent that has the slot of a held lease.
+    """The client of the agent of a held lease.
 
     Args:
         pool: the lease's pool.
@@ -45,7 +45,7 @@ def agent_of(pool: Pool, lease: Lease) -> AgentClient:
 
 
 def locate_slot(pool: Pool, lease: Lease) -> SlotLocation:
-    """Where the calls and files of a held lease go now.
+    """Find the slot of a held lease, to which its calls and file transfers are sent.
 
     Args:
         pool: the lease's pool.

@@ -1,4 +1,4 @@
-"""Why acquires that have waited as long as they would could not be served."""
+"""Finds the acquires that have waited as long as they may, and explains why they were not served."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sandbox_server.pool.leasing.wait_queue import Waiter
 
 
 def explain_overdue(pool_name: str, spec: PoolSpec, book: LeaseBook, fleet: Fleet, now: float) -> list[tuple[Waiter, NoCapacity]]:
-    """Find the waiters whose time is over. They are still in the queue.
+    """Find the waiters that have waited as long as they may. They stay in the queue.
 
     Args:
         pool_name: the name of the pool.

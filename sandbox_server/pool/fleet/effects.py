@@ -1,4 +1,4 @@
-"""What follows from a decision of the pool. Deciding returns these values; `Pool` carries them out."""
+"""What follows from a decision of the pool. Deciding returns these values; `EffectRunner` carries them out."""
 
 from __future__ import annotations
 

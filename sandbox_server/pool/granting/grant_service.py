@@ -1,26 +1,27 @@
-"""From an acquire that waits to its answer: slots are prepared before a grant counts, and given back if nobody takes the answer."""
+"""Answers waiting acquires. Slots are prepared before the answer, and given back if the caller is gone."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from sandbox_server.core.errors import InvalidRequest, NoCapacity, PoolServiceError, QuotaExceeded
+from sandbox_server.core.errors import BackendUnavailable, InvalidRequest, NoCapacity, PoolNotFound, PoolServiceError, QuotaExceeded
 from sandbox_server.core.types import Acquired, AcquireRequest, Lease, PoolSpec
 from sandbox_server.link import LinkLost
 from sandbox_server.link.errors import NotSupportedByAgent, RequestInvalid
 from sandbox_server.pool.dependencies import PoolDependencies
-from sandbox_server.pool.effects import AnnounceLeaseBegin, AnnounceLeaseEnd, Effect
 from sandbox_server.pool.fleet.caches import use_cache
+from sandbox_server.pool.fleet.effects import AnnounceLeaseBegin, AnnounceLeaseEnd, Effect
 from sandbox_server.pool.fleet.fleet import Fleet
 from sandbox_server.pool.fleet.observed import Observed
+from sandbox_server.pool.granting.overdue import explain_overdue
+from sandbox_server.pool.granting.slot_rights import prepare_slot_of
 from sandbox_server.pool.inbox import InboxWriter
 from sandbox_server.pool.leasing import rights
 from sandbox_server.pool.leasing.lease_book import LeaseBook
 from sandbox_server.pool.leasing.request_keys import key_record
 from sandbox_server.pool.leasing.wait_queue import Waiter
-from sandbox_server.pool.slot_rights import prepare_slot_of
 from sandbox_server.store.base import Deletion
 
 
@@ -59,7 +60,7 @@ class GrantService:
         dependencies: clock, store and metrics.
 
     Attributes:
-        spec: the pool's spec; replaced when it changes.
+        spec: the pool's spec; see `change_spec`.
         tasks: the preparations that are under way.
     """
 
@@ -82,6 +83,7 @@ class GrantService:
             InvalidRequest: the pool can never serve the request.
             NotImplementedHere: the request asks for rights that the pool's isolation mode cannot give.
             QuotaExceeded: too many acquires are waiting already.
+            BackendUnavailable: no sandbox can be created, and the pool has too few slots to serve the request.
         """
         if request.count > self.spec.max_slots:
             raise InvalidRequest(f"count is {request.count}, and pool {request.pool!r} can never hold more than {self.spec.max_slots} slots", field="count")
@@ -91,6 +93,10 @@ class GrantService:
         if len(self._book.queue) >= most:
             full = f"{most} acquires wait for pool {request.pool!r} already, and `limits.waiters` is {most}"
             raise QuotaExceeded(f"{full}: ask again later", limit="waiters", retry_after_s=5)
+        # Once it is time for another attempt to create a sandbox, acquires wait for its outcome.
+        has_permanent_error = self._fleet.permanent_error is not None and self._dependencies.clock.monotonic() < self._fleet.retry_at
+        if has_permanent_error and request.count > self._book.table.usable():
+            raise self._permanent_error()
 
     def answer_served(self, served: Sequence[Waiter]) -> list[Effect]:
         """Answer the waiters that the book has given slots, or begin to prepare their slots first."""
@@ -114,6 +120,51 @@ class GrantService:
         """Take a waiter out of the queue and answer it with an error."""
         self._book.remove_waiter(waiter)
         self._answer(waiter, error)
+
+    def refuse_all_waiters(self, make_error: Callable[[], PoolServiceError]) -> None:
+        """Take all waiters out of the queue and answer each with an error.
+
+        Args:
+            make_error: makes one error. Each waiter gets its own, because raising an error adds to its traceback.
+        """
+        for waiter in self._book.queue.all():
+            self.refuse_waiter(waiter, make_error())
+
+    def refuse_unservable_waiters(self) -> None:
+        """Refuse every acquire that could only be served by a sandbox which cannot be created."""
+        for waiter in self._book.queue.all():
+            if waiter.request.count > self._book.table.usable():
+                self.refuse_waiter(waiter, self._permanent_error())
+
+    def _permanent_error(self) -> PoolServiceError:
+        return BackendUnavailable(f"pool {self._fleet.pool_id.name!r} cannot make sandboxes: {self._fleet.permanent_error}")
+
+    def refuse_overdue_waiters(self) -> bool:
+        """Refuse every acquire that has waited as long as it may.
+
+        Returns:
+            Whether there was one.
+        """
+        overdue = explain_overdue(self._fleet.pool_id.name, self.spec, self._book, self._fleet, self._dependencies.clock.monotonic())
+        for waiter, error in overdue:
+            self.refuse_waiter(waiter, error)
+        return bool(overdue)
+
+    def change_spec(self, spec: PoolSpec, *, is_shared: bool) -> None:
+        """Replace the pool's spec, and refuse every acquire that the pool may not or cannot serve any more.
+
+        Args:
+            spec: the new spec.
+            is_shared: whether every tenant may use the pool from now on.
+        """
+        self.spec = spec
+        pool_id = self._fleet.pool_id
+        for waiter in self._book.queue.all():
+            if not is_shared and waiter.request.tenant != pool_id.tenant:
+                self.refuse_waiter(waiter, PoolNotFound(f"pool {pool_id.name!r} is no longer shared with this tenant"))
+            elif waiter.request.count > spec.max_slots:
+                detail = f"count is {waiter.request.count}, and pool {pool_id.name!r} can no longer hold more than {spec.max_slots} slots"
+                self.refuse_waiter(waiter, InvalidRequest(detail, field="count"))
 
     def _answer(self, waiter: Waiter, error: PoolServiceError | None) -> None:
         future = self._answers.get(waiter.seq)
@@ -157,7 +208,7 @@ class GrantService:
             return []
         if waiter.leases and waiter.request.request_key is not None:
             self._dependencies.store.put(Deletion(key=(waiter.request.tenant, waiter.request.request_key)))
-        return self._release_leases(waiter.leases, "nobody took the answer to the acquire")
+        return self._release_leases(waiter.leases, "the caller of the acquire did not receive the response")
 
     def _release_leases(self, leases: Sequence[Lease], detail: str) -> list[Effect]:
         return [AnnounceLeaseEnd(self._book.release_lease(lease.lease_id, detail=detail)) for lease in leases if lease.lease_id in self._book.held]
@@ -202,5 +253,5 @@ class GrantService:
             # The cache's record is on disk before the cache exists, so that there is never a cache without a record.
             await self._dependencies.store.flush()
         if sandbox is None or sandbox.agent is None:
-            raise LinkLost("the link went before the slot was prepared")
+            raise LinkLost("the link was lost before the slot was prepared")
         await prepare_slot_of(sandbox.agent, lease)

@@ -1,4 +1,4 @@
-"""The requests that give the slot of a lease the rights of the lease, network and cache, and no more."""
+"""The requests to an agent that give a slot exactly the rights of its lease: network and cache."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from sandbox_server.pool.leasing import rights
 
 
 async def prepare_slot_of(agent: AgentClient, lease: Lease) -> None:
-    """Give the slot of a new lease its cache and network, before the grant counts.
+    """Give the slot of a new lease its cache and network, before the acquire is answered.
 
     Args:
-        agent: the agent that has the slot.
+        agent: the agent of the slot.
         lease: the lease.
 
     Raises:
         LinkLost: the connection ended before the response.
-        AgentRefused: the agent did not do it.
+        AgentRefused: the agent refused the request.
     """
     if lease.cache == rights.NO_CACHE:
         await narrow_slot_of(agent, lease)
@@ -25,17 +25,17 @@ async def prepare_slot_of(agent: AgentClient, lease: Lease) -> None:
 
 
 async def narrow_slot_of(agent: AgentClient, lease: Lease, *, expects_prompt_response: bool = False) -> None:
-    """Take away from the slot of a lease the rights that the lease does not have. Doing it twice is doing it once.
+    """Take away from the slot of a lease the rights that the lease does not have. Repeating the request changes nothing.
 
     Args:
-        agent: the agent that has the slot.
+        agent: the agent of the slot.
         lease: the lease, with the rights that it keeps.
         expects_prompt_response: see `AgentClient.narrow_slot`.
 
     Raises:
         LinkLost: the connection ended before the response.
         AgentSilent: see `expects_prompt_response`.
-        AgentRefused: the agent did not do it.
+        AgentRefused: the agent refused the request.
     """
     cache_key = None if lease.cache == rights.NO_CACHE else rights.cache_of(lease).key
     has_network = lease.allow_network

@@ -1,4 +1,4 @@
-"""Takes rights away from a held lease."""
+"""Takes rights away from a held lease: its network or its cache."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from sandbox_server.core.errors import BackendUnavailable, LeaseLost
 from sandbox_server.core.types import Lease
 from sandbox_server.link import AgentRefused, AgentSilent, LinkLost
 from sandbox_server.link.errors import NotSupportedByAgent, RequestInvalid
+from sandbox_server.pool.granting.slot_rights import narrow_slot_of
 from sandbox_server.pool.leasing import rights
 from sandbox_server.pool.leasing.ended_leases import end_error
+from sandbox_server.pool.operations.slot_location import agent_of, wait_for_reconnect_or_loss
 from sandbox_server.pool.pool import Pool
-from sandbox_server.pool.slot_location import agent_of, wait_for_reconnect_or_loss
-from sandbox_server.pool.slot_rights import narrow_slot_of
 
 NARROW_WITHIN_S = 30.0
 
@@ -59,7 +59,7 @@ async def narrow(pool: Pool, lease: Lease, allow_network: bool | None, cache: st
 
 
 async def _narrow_slot(pool: Pool, narrowed: Lease) -> None:
-    """Send the request until it is answered. Narrowing a slot twice is narrowing it once."""
+    """Send the request until it is answered. Repeating the request changes nothing."""
     while True:
         try:
             await narrow_slot_of(agent_of(pool, narrowed), narrowed, expects_prompt_response=True)

@@ -1,4 +1,4 @@
-"""The self-test of resets: an agent puts leftovers of every kind into a free slot, and the reset has to find them all."""
+"""The test of resets: an agent plants leftovers of every kind in a free slot, and the reset must remove them all."""
 
 from __future__ import annotations
 
