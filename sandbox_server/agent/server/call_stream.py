@@ -34,9 +34,7 @@ class CallStream:
     """
 
     def __init__(self, stream: Stream, slot: Slot, epoch: Any, fetches_outputs: bool) -> None:
-        if slot.state != BROKEN or slot.epoch != epoch:
-            slot.check_admits(epoch)
-        # Calls for a slot that has just broken, or whose agent shuts down, are not refused: each gets the result that says so.
+        slot.check_admits(epoch)
         self._stream = stream
         self._slot = slot
         self._epoch = epoch

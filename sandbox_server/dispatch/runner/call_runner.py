@@ -316,7 +316,7 @@ class CallRunner:
         """Wait until the sandbox can be reached again; end the calls where it is lost."""
         if self._link_lost_at is None:
             self._link_lost_at = self._context.clock.monotonic()
-            log.warning("the agent of a call cannot be reached", extra={"lease_id": self._lease_id, "detail": decision.problem})
+            log.warning("a call cannot be sent to its agent now", extra={"lease_id": self._lease_id, "detail": decision.problem})
         await asyncio.sleep(decision.delay_s)
         sandbox_lost = await self._context.slot_locator.wait_for_reconnect_or_loss(self._lease_id, decision.wait_s)
         if sandbox_lost is not None:

@@ -8,7 +8,7 @@ from sandbox_server.core.errors import BackendUnavailable, PoolServiceError
 from sandbox_server.core.execution import Reason, Result, ToolCall
 from sandbox_server.dispatch.results import lease_error_result, service_result
 from sandbox_server.link.call_messages import ResultMessage
-from sandbox_server.link.errors import AgentRefused, AgentSilent, LinkError, LinkLost, NotSupportedByAgent
+from sandbox_server.link.errors import AgentRefused, AgentSilent, LinkError, LinkLost, NotSupportedByAgent, SlotMovedOn
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,7 +20,9 @@ class CallTimings:
         ping_within_s: how long the agent may take to respond to the ping.
         result_grace_s: how long after the deadline of a call an agent that responds to pings may take to report the result.
         lost_wait_s: how long to wait for the pool to find out what became of a sandbox whose link was lost.
-        retry_delay_s: how long to wait before an agent that could not be reached twice is tried again.
+        retry_delay_s: how long to wait before an agent that could not be reached twice, or that refused a slot, is tried again.
+        refused_slot_wait_s: how long to wait for the pool to find out why an agent refuses the slot of a held lease: the slot has broken, or the
+            agent ends, and the pool has not heard of it yet.
     """
 
     ping_after_s: float = 2.5
@@ -28,6 +30,7 @@ class CallTimings:
     result_grace_s: float = 20.0
     lost_wait_s: float = 15.0
     retry_delay_s: float = 0.1
+    refused_slot_wait_s: float = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,6 +112,8 @@ def decide_after_error(
             return _decide_after_lost_link(str(error), state, timings)
         case NotSupportedByAgent():
             return EndCalls(reason=Reason.NOT_IMPLEMENTED, problem=error.detail, is_refused=True)
+        case SlotMovedOn() if lease_error is None:
+            return _decide_after_refused_slot(f"the agent refused: {error.detail}", state, timings)
         case AgentRefused():
             return EndCalls(problem=f"the agent refused: {error.detail}", error=lease_error)
         case PoolServiceError():
@@ -131,6 +136,14 @@ def _decide_after_lost_link(problem: str, state: RunnerState, timings: CallTimin
     if wait_s <= 0:
         return EndCalls(problem=f"the agent cannot be reached: {problem}")
     return WaitForLink(delay_s=delay_s, wait_s=wait_s, problem=problem)
+
+
+def _decide_after_refused_slot(problem: str, state: RunnerState, timings: CallTimings) -> Decision:
+    refused_at = state.now if state.link_lost_at is None else state.link_lost_at
+    wait_s = refused_at + timings.refused_slot_wait_s - state.now
+    if wait_s <= 0:
+        return EndCalls(problem=problem)
+    return WaitForLink(delay_s=timings.retry_delay_s, wait_s=wait_s, problem=problem)
 
 
 def decide_after_end_of_stream(state: RunnerState) -> Decision:

@@ -62,10 +62,24 @@ def test_what_the_agent_does_not_support_has_not_run() -> None:
 def test_a_refusal_ends_the_calls_with_the_end_of_the_lease_where_there_is_one(code: str) -> None:
     refused, ended = agent_refusal({"code": code, "detail": "no"}), LeaseLost("it was released")
 
-    assert decide_after_error(refused, state(), None, TIMINGS) == EndCalls(problem="the agent refused: no")
     decision = decide_after_error(refused, state(), ended, TIMINGS)
     assert isinstance(decision, EndCalls)
     assert decision.result_for(call("a", "true")).reason is Reason.LEASE_LOST
+
+
+@pytest.mark.parametrize("code", ["invalid", "internal", "something else"])
+def test_a_refusal_ends_the_calls_of_a_held_lease(code: str) -> None:
+    refused = agent_refusal({"code": code, "detail": "no"})
+
+    assert decide_after_error(refused, state(), None, TIMINGS) == EndCalls(problem="the agent refused: no")
+
+
+@pytest.mark.parametrize("code", ["stale_epoch", "unknown_slot", "slot_unavailable"])
+def test_where_the_slot_of_a_held_lease_is_refused_the_pool_gets_time_to_find_out_why(code: str) -> None:
+    refused = agent_refusal({"code": code, "detail": "no"})
+
+    assert decide_after_error(refused, state(now=100.0), None, TIMINGS) == WaitForLink(delay_s=0.1, wait_s=5.0, problem="the agent refused: no")
+    assert decide_after_error(refused, state(now=105.0, link_lost_at=100.0), None, TIMINGS) == EndCalls(problem="the agent refused: no")
 
 
 @pytest.mark.parametrize(("error", "reason"), [(SandboxLost("gone"), Reason.SANDBOX_LOST), (StorageUnavailable("full"), Reason.BACKEND_ERROR)])
