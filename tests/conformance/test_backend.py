@@ -152,11 +152,11 @@ async def test_a_sandbox_that_never_was_does_not_run_and_is_destroyed_by_doing_n
     assert await under_test.leftovers() == []
 
 
-async def test_a_hopeless_start_says_that_it_is_and_leaves_nothing(under_test: BackendUnderTest) -> None:
+async def test_an_impossible_start_is_a_permanent_error_and_leaves_nothing(under_test: BackendUnderTest) -> None:
     backend = under_test.make_bare_backend()
 
     with pytest.raises(CreateFailed) as raised:
-        await create(backend, under_test.hopeless_spec())
+        await create(backend, under_test.impossible_spec())
 
     assert raised.value.permanent
     assert raised.value.detail

@@ -49,7 +49,7 @@ async def test_a_slot_is_leased_reset_and_leased_again(under_test: BackendUnderT
 
 
 async def test_acquires_fail_at_once_where_no_sandbox_can_ever_start(under_test: BackendUnderTest, make_world: MakeWorld) -> None:
-    world = await make_world(replace(under_test.hopeless_spec(), min_sandboxes=0))
+    world = await make_world(replace(under_test.impossible_spec(), min_sandboxes=0))
 
     with pytest.raises(BackendUnavailable):
         await world.acquire()

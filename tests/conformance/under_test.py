@@ -53,7 +53,7 @@ class BackendUnderTest(abc.ABC):
         """Make a backend of an owner. All backends of one `BackendUnderTest` share one control plane: each sees the sandboxes of the others."""
 
     @abc.abstractmethod
-    def hopeless_spec(self) -> PoolSpec:
+    def impossible_spec(self) -> PoolSpec:
         """Return a spec with which `create` raises `CreateFailed` with `permanent`, whenever it is tried."""
 
     @abc.abstractmethod
@@ -139,7 +139,7 @@ class FakeUnderTest(BackendUnderTest):
         backend.handles, backend.agents = self._first.handles, self._first.agents
         return backend
 
-    def hopeless_spec(self) -> PoolSpec:
+    def impossible_spec(self) -> PoolSpec:
         return PoolSpec(slots_per_sandbox=1, local=LocalSpec(expose=("/does/not/exist",)))
 
     async def kill(self, handle: Handle) -> None:
@@ -188,7 +188,7 @@ class LocalUnderTest(BackendUnderTest):
         agent.write_text(LISTENER, encoding="utf-8")
         return LocalBackend(self._folder / "sandboxes", owner, lambda: agent, transport=self._transport)
 
-    def hopeless_spec(self) -> PoolSpec:
+    def impossible_spec(self) -> PoolSpec:
         return PoolSpec(slots_per_sandbox=1, local=LocalSpec(expose=("/does/not/exist",)))
 
     async def kill(self, handle: Handle) -> None:

@@ -359,7 +359,7 @@ broke(bad) if bad else held()
     ),
     Attack(
         "forge-verdict",
-        "forge the verdict of its own call",
+        "forge the result of its own call",
         r"""
 import struct, array
 frame = json.dumps({"id": 1, "call_id": "x", "status": 0, "exit_code": 0, "reason": "exit"}).encode()

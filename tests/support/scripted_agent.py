@@ -18,7 +18,7 @@ from sandbox_server.testing import FakeAgent, FakeBackend
 
 
 @dataclass
-class _Exchange:
+class _OpenStream:
     meta: dict[str, Any]
     items: deque[dict[str, Any]] = field(default_factory=deque)
     body: bytearray = field(default_factory=bytearray)
@@ -46,7 +46,7 @@ class ScriptedAgent(FakeAgent):
         self.ran: list[tuple[str, str]] = []
         self.files: dict[tuple[str, str], bytes] = {}
         self.calls: dict[tuple[str, int, str], _Call] = {}
-        self._exchanges: dict[tuple[int, int], _Exchange] = {}
+        self._exchanges: dict[tuple[int, int], _OpenStream] = {}
 
     def reset(self, slot: Any, meta: dict[str, Any]) -> dict[str, Any]:
         for (slot_id, _, _), call in list(self.calls.items()):
@@ -88,7 +88,7 @@ class ScriptedAgent(FakeAgent):
         if slot is None or slot.epoch != event.meta.get("epoch"):
             peer.wire.abort(event.stream, {"code": "unknown_slot" if slot is None else "stale_epoch", "detail": "the slot has moved on"})
             return
-        self._exchanges[id(peer), event.stream] = _Exchange(event.meta)
+        self._exchanges[id(peer), event.stream] = _OpenStream(event.meta)
 
     def _advance(self, peer: Any, stream: int) -> None:
         exchange = self._exchanges.get((id(peer), stream))
@@ -102,7 +102,7 @@ class ScriptedAgent(FakeAgent):
 
     # Calls.
 
-    def _next_call(self, peer: Any, stream: int, exchange: _Exchange) -> None:
+    def _next_call(self, peer: Any, stream: int, exchange: _OpenStream) -> None:
         while exchange.items:
             meta = exchange.items.popleft()
             key = (exchange.meta["slot"], exchange.meta["epoch"], meta["call_id"])
@@ -191,7 +191,7 @@ class ScriptedAgent(FakeAgent):
 
     # The rest.
 
-    def _about_calls_or_files(self, peer: Any, stream: int, exchange: _Exchange) -> None:
+    def _about_calls_or_files(self, peer: Any, stream: int, exchange: _OpenStream) -> None:
         op = exchange.meta["op"]
         if op in ("cancel", "call_status", "attach", "output"):
             self._about_call(peer, stream, exchange.meta)
@@ -249,7 +249,7 @@ class ScriptedAgent(FakeAgent):
             peer.wire.send_data(stream, kept[meta["offset"] :])
         peer.wire.end(stream, {"total_bytes": len(call.whole), "from": meta["offset"]})
 
-    def _file(self, peer: Any, stream: int, exchange: _Exchange) -> None:
+    def _file(self, peer: Any, stream: int, exchange: _OpenStream) -> None:
         meta = exchange.meta
         key = (meta["slot"], meta["path"])
         if meta["path"].startswith(".."):

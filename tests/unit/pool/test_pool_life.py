@@ -182,7 +182,7 @@ async def test_waiters_hear_the_reason_when_time_is_up(make_world):
         await waiting
 
 
-async def test_where_there_is_no_hope_waiters_fail_fast(make_world):
+async def test_after_a_permanent_error_waiters_fail_fast(make_world):
     backend = Failing()
     backend.permanent = True
     world = await make_world(backend, min_sandboxes=0)
@@ -194,7 +194,7 @@ async def test_where_there_is_no_hope_waiters_fail_fast(make_world):
     assert world.pools.readiness()["ready"], "a permanent error that is shown does not hold up the service"
 
 
-async def test_hope_comes_back_when_it_is_time_to_try_again(make_world):
+async def test_a_permanent_error_is_forgotten_when_it_is_time_to_try_again(make_world):
     backend = Failing()
     backend.permanent = True
     world = await make_world(backend, min_sandboxes=0)
@@ -209,7 +209,7 @@ async def test_hope_comes_back_when_it_is_time_to_try_again(make_world):
     assert len((await world.acquire(wait_s=50)).leases) == 1
 
 
-async def test_a_pool_with_a_minimum_tries_again_even_without_hope(make_world):
+async def test_a_pool_with_a_minimum_tries_again_after_a_permanent_error(make_world):
     backend = Failing()
     backend.permanent = True
     world = await make_world(backend, min_sandboxes=1)
@@ -229,7 +229,7 @@ async def test_a_pool_with_a_minimum_tries_again_even_without_hope(make_world):
         ("bwrap", {"require_stateful_sandbox": True}, "bash_stateful, tmux"),
     ],
 )
-async def test_what_a_spec_asks_and_the_machine_lacks_is_said_and_hopeless(make_world, isolation, spec, why):
+async def test_what_a_spec_asks_and_the_machine_lacks_is_a_permanent_error(make_world, isolation, spec, why):
     class Backend(FakeBackend):
         def make_agent(self, pool, spec, sandbox_id):
             return FakeAgent(sandbox_id, isolation=isolation)

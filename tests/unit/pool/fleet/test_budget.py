@@ -79,7 +79,7 @@ async def test_a_rest_is_saved_up_only_as_far_as_may_be_under_way(making):
     assert making.began == [0.0, 1000.0, 1000.0, 1000.25]
 
 
-async def test_nothing_begins_as_long_as_the_backend_asks_for_patience(making):
+async def test_nothing_begins_as_long_as_the_backend_limits_the_rate(making):
     await making.begin(4)
     await making.end(0, RateLimited("slowly", retry_after_s=7))
     await making.end(1)
@@ -152,7 +152,7 @@ class Busy(FakeBackend):
             raise RateLimited("429: slowly", retry_after_s=5)
 
 
-async def test_a_backend_that_asks_for_patience_is_no_error_to_who_waits():
+async def test_a_backend_that_limits_the_rate_is_no_error_to_waiters():
     backend = Busy(2)
     world = World({"default": PoolSpec(min_sandboxes=0, max_sandboxes=1, acquire_timeout_s=60)}, backend)
     await world.start()
