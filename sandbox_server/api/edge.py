@@ -1,6 +1,6 @@
 """What every request and every WebSocket handshake passes before its route: request id, authentication, limits of its head, errors, a log line.
 
-This is the one place where errors become answers. Routes raise the errors of `core.errors`; `problems` has the table that renders them.
+Only this module converts errors into responses. Routes raise the errors of `core.errors`; `problems` has the table that renders them.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class EdgeMiddleware:
                 log.info("request", extra={**_request_line(scope), "status": response.status, "duration_s": duration_s})
 
     async def _answer(self, service: Service, scope: Scope, response: ResponseTracker, authorization: bytes | None, header_bytes: int) -> None:
-        """Let the route answer, or answer with the error that this comes to."""
+        """Admit the request and call its route. If one of them raises an error, respond with that error."""
         try:
             _admit(service, scope, response, authorization, header_bytes)
             await self._app(scope, response.receive, response.send)

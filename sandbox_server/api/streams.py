@@ -30,7 +30,7 @@ def body_part(chunk: bytes, *, more: bool = True) -> Message:
 
 
 async def wait_for_hang_up(receive: Receive) -> None:
-    """Return once the caller has closed the connection. What it sends until then is thrown away."""
+    """Wait until the client has closed the connection. Discard everything that it sends until then."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

@@ -1,4 +1,4 @@
-"""The response to one WebSocket handshake: authentication by header or subprotocol, and errors as problem documents or close codes."""
+"""The response to one WebSocket handshake: reads the token from its subprotocol, and sends errors as problem documents or close codes. `edge` authenticates."""
 
 from __future__ import annotations
 

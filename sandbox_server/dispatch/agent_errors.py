@@ -1,4 +1,4 @@
-"""What a link error means to a client that asked about the calls or files of a lease: the errors of the HTTP contract."""
+"""Converts link errors into the errors of the HTTP contract, for requests about the calls or files of a lease."""
 
 from __future__ import annotations
 

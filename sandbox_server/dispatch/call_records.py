@@ -1,4 +1,4 @@
-"""What can be asked about a call after it was sent: its status, its output as it comes, and its whole output."""
+"""Reports the status and the output of calls, from the recorded results or from their agents."""
 
 from __future__ import annotations
 

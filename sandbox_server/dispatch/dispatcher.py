@@ -1,4 +1,7 @@
-"""From a lease to a result: the calls of each lease go to its agent in order, the leases side by side, whether or not the client still listens."""
+"""Sends tool calls to agents and delivers their results.
+
+The calls of one lease run in order; calls of different leases run concurrently. Calls run to their end even if the client disconnects.
+"""
 
 from __future__ import annotations
 
@@ -239,7 +242,7 @@ class Dispatcher:
 
 
 async def _end_calls_behind_first(runners: list[CallRunner]) -> None:
-    """End the calls of one request after the other's, so that the event loop is not blocked for all of them at once."""
+    """End the waiting calls of one runner at a time, and let the event loop run in between."""
     for runner in runners:
         runner.end_calls_behind_first()
         await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""The files of slots: bytes on their way between a client and an agent. They are streamed, never held as a whole."""
+"""Reads and writes files of slots for clients. The content is streamed between client and agent and never held in memory as a whole."""
 
 from __future__ import annotations
 

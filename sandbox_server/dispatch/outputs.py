@@ -63,7 +63,7 @@ class ResultOutputs:
         try:
             file = await self._fetch_output(location, result.call_id, sum(sizes_bytes), sizes_bytes[0] if len(sizes_bytes) == 2 else None)
         except AgentRefused as refused:
-            # The slot has moved on, and the output went with it. How the call ended is still known.
+            # The slot was reset for another lease, which deleted the output. The rest of the result is known.
             metadata = {**result.metadata, "output_evicted": True, "output_lost": refused.detail}
             return replace(result, truncated=True, metadata=metadata)
         except (StorageUnavailable, WrongSize) as error:

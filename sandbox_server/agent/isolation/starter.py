@@ -1,4 +1,7 @@
-"""Starts slots without namespaces of their own, for the modes `uid` and `none`. They only differ in the user of the processes."""
+"""Starts slot runtimes that see the file system of the machine, for the modes `uid` and `none`.
+
+In `uid`, a slot has its own user, and its own `/tmp`, `/dev/shm` and IPC where init may create namespaces.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What follows from a decision of the pool. Deciding returns these values; `EffectRunner` carries them out."""
+"""The actions that a pool must carry out after a change of its state. `Fleet` and `GrantService` return them; `EffectRunner` carries them out."""
 
 from __future__ import annotations
 

@@ -290,7 +290,7 @@ class Fleet:
         return effects
 
     def _open_if_ready(self, sandbox: Sandbox) -> None:
-        """Lease the slots of a sandbox from now on if nothing speaks against it."""
+        """Uncordon a sandbox that is READY and reachable, whose agent has reported its slots, and whose end is known."""
         is_listed = sandbox.sandbox_id in self._book.table.slots_by_sandbox and sandbox.sandbox_id not in self.adopting
         if is_listed and sandbox.state is SandboxState.READY and sandbox.reachable and sandbox.end_is_known:
             self._book.table.uncordon_sandbox(sandbox.sandbox_id)

@@ -41,7 +41,7 @@ LONGEST_DESTROY_PAUSE_S = 10.0
 
 
 class SandboxSupervisor:
-    """Keeps one sandbox. `run` is its task, and `destroy_sandbox` makes that task destroy the sandbox and return.
+    """Creates one sandbox, holds the link to its agent, and destroys it. `run` does this; `destroy_sandbox` makes it destroy the sandbox and return.
 
     The supervisor only reads the sandbox. What it observes goes into the inbox.
 
@@ -128,7 +128,7 @@ class SandboxSupervisor:
         except (CreateFailed, SandboxLostError, PoolServiceError):
             raise
         except AgentProtocolError as error:
-            raise SandboxLostError(f"its agent is not to be trusted: {error}") from error
+            raise SandboxLostError(f"its agent violated the protocol: {error}") from error
         except Exception as error:  # a fault in keeping one sandbox must not end the pool
             log.exception("keeping a sandbox failed", extra=self._sandbox.fields)
             raise SandboxLostError(f"the service could not keep it: {type(error).__name__}: {error}") from error
@@ -159,8 +159,8 @@ class SandboxSupervisor:
         except LinkLost as error:
             return str(error)
         except AgentRefused as error:
-            return f"its agent shows its slots no more: {error}"
-        return "its agent ended its watch"
+            return f"its agent refused to report its slots: {error}"
+        return "its agent ended the stream of slot reports"
 
     # Requests to the agent.
 
@@ -185,7 +185,7 @@ class SandboxSupervisor:
         except LinkLost:
             return
         except AgentRefused as error:
-            self._inbox.put(ResetFailed(ref=order.ref, epoch=order.epoch, problem=f"its agent will not reset it: {error}"))
+            self._inbox.put(ResetFailed(ref=order.ref, epoch=order.epoch, problem=f"its agent refused to reset it: {error}"))
             return
         self._dependencies.meter.observe("sandbox_reset_seconds", clock.monotonic() - started, **self._sandbox.pool_id.labels)
         if report.problem is not None:

@@ -1,4 +1,4 @@
-"""Answers waiting acquires. Slots are prepared before the answer, and given back if the caller is gone."""
+"""Grants or refuses waiting acquires. Slots are prepared before the response, and released if the caller has disconnected."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ class GrantService:
         return Acquired(leases=waiter.leases, waited_s=waited_s)
 
     def give_back(self, waiter: Waiter) -> list[Effect]:
-        """Take a waiter whose caller is gone out of the queue, and release what it was granted; slots that are being prepared only after that."""
+        """Remove a waiter whose caller has disconnected from the queue, and release its leases: those whose slots are being prepared after the preparation."""
         self._book.remove_waiter(waiter)
         if waiter.seq in self._preparing:
             self._abandoned.add(waiter.seq)
