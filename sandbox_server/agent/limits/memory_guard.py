@@ -16,7 +16,7 @@ from typing import Callable, Sequence
 
 from sandbox_server.agent.execution.limit_end import end_slot_for_limit
 from sandbox_server.agent.execution.slot_runtime import LimitEnd, SlotRuntime
-from sandbox_server.agent.kernel.memory_groups import MemoryGroups, SlotMemoryGroup, mark_slot_ended
+from sandbox_server.agent.kernel.memory_groups import MemoryGroups, SlotMemoryGroup, mark_slot_ended, was_ended_by_another_agent
 from sandbox_server.agent.kernel.memory_plan import MIB, Usage, fills_group_alone, find_furthest_above_share, full_threshold_bytes
 from sandbox_server.agent.kernel.slot_limits import write_control_file
 
@@ -129,7 +129,9 @@ class MemoryGuard:
         if self._is_freeing_memory(now):
             return
         usages = self._groups.measure_usages(all_agents)
-        chosen = find_furthest_above_share((slot, usage) for slot, usage in usages if slot.path not in self._ending)
+        # A marked slot is being ended by the agent that marked it: ending it here, too, would overwrite what its calls report.
+        remaining = [(slot, usage) for slot, usage in usages if slot.path not in self._ending and not was_ended_by_another_agent(slot.path)]
+        chosen = find_furthest_above_share(remaining)
         if chosen is None:
             self._allow_kernel_if_stuck(folder, now)
             return
