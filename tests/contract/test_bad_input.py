@@ -226,6 +226,8 @@ async def test_shared_caches_say_that_they_are_not_built(harness: Harness) -> No
 
 async def test_a_wait_longer_than_the_pools_is_the_pools(tmp_path: Path) -> None:
     async with open_harness(tmp_path / "state", pools={"default": replace(POOL, acquire_timeout_s=0.05)}) as harness:
+        while (await harness.http.get("/v1/pools/default")).json()["slots"]["ready"] < 4:
+            await asyncio.sleep(0.01)
         await harness.acquire(4)
 
         answer = await harness.http.post("/v1/acquire", json={"wait_s": 5000})

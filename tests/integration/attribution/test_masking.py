@@ -100,6 +100,7 @@ SLOT_FILLS = {
 
 
 @pytest.mark.privileged
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize("fill", SLOT_FILLS)
 def test_a_slot_that_fills_the_disk_of_the_state_folder_is_ended_and_nobody_else(open_one: Open, fill: str) -> None:
     options, command = SLOT_FILLS[fill]
@@ -107,7 +108,7 @@ def test_a_slot_that_fills_the_disk_of_the_state_folder_is_ended_and_nobody_else
         station = open_one({"env": {"SANDBOX_STATE_DIR": str(disk)}}, max_sandboxes=1, slot_memory_mb=None)  # this disk is memory, too
         station.service.state_dir = disk
         filler, neighbour = station.acquire(2)
-        beside = station.begin_bash(neighbour, "until [ -e go ]; do sleep 0.02; done; echo fine")
+        beside = station.begin_bash(neighbour, "until [ -e go ]; do sleep 0.02; done; echo fine", timeout_s=150)
         result = station.bash(filler, command, timeout_s=60)
 
         assert blame(result) == ("resource_limit", "policy", None)
