@@ -20,8 +20,6 @@ from sandbox_server.pool.leasing.serving_rules import CLAIM_AFTER_S
 
 PREFIX = "SANDBOX_"
 CLIENTS_OWN = frozenset({"SANDBOX_URL", "SANDBOX_TOKEN"})
-LOG_FORMATS = ("json", "text")
-LOG_LEVELS = ("debug", "info", "warning", "error")
 LOCAL_TENANT = "local"
 MIN_TOKEN_CHARS = 1
 MAX_CLAIM_AFTER_S = 86_400.0

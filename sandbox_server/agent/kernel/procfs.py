@@ -89,15 +89,3 @@ def mounts_under(path: str) -> list[str]:
             if target == path or target.startswith(path + "/"):
                 found.append(target)
     return found
-
-
-def pss_bytes(pid: int) -> int:
-    """Return the proportional set size of a process in bytes: a page that several processes share is counted in parts. 0 if it cannot be read."""
-    try:
-        with open("/proc/%d/smaps_rollup" % pid, "rb") as file:
-            for line in file:
-                if line.startswith(b"Pss:"):
-                    return int(line.split()[1]) << 10
-    except OSError:
-        return 0
-    return 0

@@ -16,7 +16,7 @@ from sandbox_server.dispatch.dispatcher import Dispatcher
 from sandbox_server.dispatch.runner.decisions import CallTimings
 from sandbox_server.link import AgentClient, AgentLink
 from sandbox_server.link.agent_link import RESPONSE_TIMEOUT_S
-from sandbox_server.link.slot_client import SlotClient
+from sandbox_server.pool.operations.slot_location import SlotLocation
 from sandbox_server.store.memory import MemoryStore
 from sandbox_server.telemetry import Telemetry
 from sandbox_server.testing import FakeClock, FakeLink
@@ -25,27 +25,11 @@ from tests.support.scripted_agent import ScriptedAgent
 SPEC = PoolSpec(default_timeout_s=30.0, max_timeout_s=600.0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class FakeSlotLocation:
-    """Where a slot of the scripted agent is."""
-
-    lease: Lease
-    spec: PoolSpec
-    agent: AgentClient
-    slot_id: str
-    epoch: int
-
-    @property
-    def slot(self) -> SlotClient:
-        """The client for the calls and files of the slot."""
-        return self.agent.slot(self.slot_id, self.epoch)
-
-
 @dataclass
 class FakeSlotLocator:
     """A pool that is one table of leases."""
 
-    locations: dict[str, FakeSlotLocation] = field(default_factory=dict)
+    locations: dict[str, SlotLocation] = field(default_factory=dict)
     errors: dict[str, PoolServiceError] = field(default_factory=dict)
     running: dict[str, int] = field(default_factory=dict)
     most_running: int = 0
@@ -53,7 +37,7 @@ class FakeSlotLocator:
     reconnect: AgentLink | None = None
     while_waiting: Callable[[], object] = object
 
-    def locate_slot(self, tenant: str, lease_id: str) -> FakeSlotLocation:
+    def locate_slot(self, tenant: str, lease_id: str) -> SlotLocation:
         if lease_id in self.errors:
             raise self.errors[lease_id]
         if lease_id not in self.locations or self.locations[lease_id].lease.tenant != tenant:
@@ -117,7 +101,7 @@ async def world() -> World:
 async def make_world(agent: ScriptedAgent, timings: CallTimings | None = None, response_timeout_s: float = RESPONSE_TIMEOUT_S) -> World:
     """Leases `a`, `b` and `c` of alice's, on this agent of three slots."""
     client = AgentClient(await FakeLink.to(agent, agent.token), response_timeout_s)
-    locations = {name: FakeSlotLocation(lease=lease(name, str(n)), spec=SPEC, agent=client, slot_id=str(n), epoch=1) for n, name in enumerate("abc")}
+    locations = {name: SlotLocation(lease=lease(name, str(n)), spec=SPEC, agent=client, slot_id=str(n), epoch=1) for n, name in enumerate("abc")}
     slot_locator = FakeSlotLocator(locations)
     store, telemetry, clock = MemoryStore(), Telemetry(), FakeClock()
     dispatcher = Dispatcher(slot_locator, store, clock, telemetry, CallLimits(in_flight=200), timings=timings)
