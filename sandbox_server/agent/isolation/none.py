@@ -36,8 +36,7 @@ class NoIsolation:
         return await self._starter.start_runtime("none", slot_id, network, None, keep)
 
     async def end_runtime(self, runtime: SlotRuntime) -> dict[str, Any]:
-        """See `Isolation.end_runtime`. Init kills its descendants. If there are leaf control groups, the kernel kills all processes in them."""
-        died_before = runtime.process.poll() is not None
+        """See `Isolation.end_runtime`. Init kills its descendants and exits with status 0. If there are leaf groups, the kernel kills all processes in them."""
         runtime.link.close()
         ended = await init_start.wait_for_exit(runtime.process, base.END_TIMEOUT_S)
         if not ended:
@@ -46,8 +45,8 @@ class NoIsolation:
         left = 0
         if runtime.groups.leaves is not None:
             left = await self._kill_leaves(runtime)
-        # If init was killed, its processes can only be found through control groups.
-        lost_track = died_before and runtime.groups.leaves is None
+        # An init that was killed, at whatever time, has not killed its descendants, which can then only be found through control groups.
+        lost_track = ended and runtime.process.poll() != 0 and runtime.groups.leaves is None
         proof: dict[str, Any] = {"init_ended": ended, "processes": left, "clean": ended and not left and not lost_track}
         if not proof["clean"]:
             lost_detail = "its init was killed, and the processes that it had started cannot be found"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -68,12 +68,23 @@ async def test_the_processor_time_of_a_killed_tree_is_reported(harness: Harness)
     assert 0.8 * used_s <= answer.meta["cpu_s"] <= used_s + 4 * 2  # what they used until the kill, at most on every processor
 
 
+Crowd = Callable[[int], Awaitable[Harness]]
+
+
 @pytest.fixture
-async def crowd(make_harness: Maker) -> Harness:
-    harness = await make_harness(slots=SLOTS)
-    if harness.link.hello["capabilities"]["kill"] != "cgroup2":
-        pytest.skip("nothing counts here what a tree uses and waits for")
-    return harness
+def make_crowd(make_harness: Maker) -> Crowd:
+    async def make(slots: int) -> Harness:
+        harness = await make_harness(slots=slots)
+        if harness.link.hello["capabilities"]["kill"] != "cgroup2":
+            pytest.skip("nothing counts here what a tree uses and waits for")
+        return harness
+
+    return make
+
+
+@pytest.fixture
+async def crowd(make_crowd: Crowd) -> Harness:
+    return await make_crowd(SLOTS)
 
 
 async def hog(harness: Harness, slot: str, sessions: int = 40, timeout_s: float = 4.0) -> asyncio.Task[Answer]:
@@ -101,12 +112,13 @@ def outsiders(count: int) -> Iterator[None]:
 
 
 @pytest.mark.privileged
-async def test_evidence_shows_that_other_slots_kept_a_call_from_its_share(crowd: Harness) -> None:
-    await crowd.bash("printf '%040d' 0 > zeros")
+async def test_evidence_shows_that_others_kept_a_call_from_its_share(make_crowd: Crowd) -> None:
+    harness = await make_crowd(4)  # The share of one of them is far above what a call gets while it starts.
+    await harness.bash("printf '%040d' 0 > zeros")
     with outsiders(200):
-        starved = await crowd.bash(f"exec python3 -c '{SPIN}'", "0", timeout_s=1.5)
-        tool = await crowd.call("search_files", args={"pattern": "(0+0+)+1"}, timeout_s=1.5)
-        meek = await crowd.bash(f"exec nice -n 19 python3 -c '{SPIN}'", "0", timeout_s=1.0)
+        starved = await harness.bash(f"exec python3 -c '{SPIN}'", "0", timeout_s=1.5)
+        tool = await harness.call("search_files", args={"pattern": "(0+0+)+1"}, timeout_s=1.5)
+        meek = await harness.bash(f"exec nice -n 19 python3 -c '{SPIN}'", "0", timeout_s=1.0)
 
     assert (starved.reason, tool.reason, meek.reason) == ("timeout", "timeout", "timeout")
     assert "starved" in evidence(tool)
