@@ -19,7 +19,7 @@ from env_client.retry import RetryPolicy
 from env_client.values import AcquireOptions, Call, Fault, FileEntry, LeaseInfo, Reason, Result
 
 #: The most calls that the service accepts in one request.
-MAX_BATCH_SIZE = 1000
+MAX_CALLS_OF_REQUEST = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,8 +193,8 @@ class RemoteToolBackend:
         problems = [describe_invalid_text({"tool": call.tool, "args": call.args}) for call in calls]
         valid_calls = [call for call, problem in zip(calls, problems, strict=True) if problem is None]
         results: list[ExecutionResult] = []
-        for first in range(0, len(valid_calls), MAX_BATCH_SIZE):
-            results += await self._execute_one_request(valid_calls[first : first + MAX_BATCH_SIZE])
+        for first in range(0, len(valid_calls), MAX_CALLS_OF_REQUEST):
+            results += await self._execute_one_request(valid_calls[first : first + MAX_CALLS_OF_REQUEST])
         remaining = iter(results)
         return [next(remaining) if problem is None else invalid_text_result(call, problem) for call, problem in zip(calls, problems, strict=True)]
 

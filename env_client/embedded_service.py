@@ -34,7 +34,7 @@ class ClientOptions(TypedDict, total=False):
 
 
 def embedded(pools: Mapping[str, Mapping[str, Any]] | None = None, *, default_pool: str | None = None, start_s: float = START_TIMEOUT_S) -> EmbeddedService:
-    """Start a service of the caller's own on this machine: `with embedded() as service, service.client() as client: …`.
+    """Start a service on this machine, for this program alone: `with embedded() as service, service.client() as client: …`.
 
     Args:
         pools: pool specs by name, as in the settings file; default one pool named `default`. Their sandboxes end with the service.

@@ -238,7 +238,7 @@ class PoolInfo:
     slots: Mapping[str, int] = field(default_factory=dict)
     sandboxes: Mapping[str, int] = field(default_factory=dict)
     queue: int = 0
-    #: The acquire for which the pool holds every slot that becomes free: `count`, `held_slots`, `waited_s`, and its tenant if the caller may see it.
+    #: The acquire for which the pool holds every slot that becomes free: `count`, `held_slots`, `waited_s`, and its tenant if this tenant may see it.
     claimant: Mapping[str, Any] | None = None
     last_error: str | None = None
 

@@ -25,11 +25,11 @@ from sandbox_server.connection_limits import limit_connections
 from sandbox_server.core.clock import Clock, SystemClock
 from sandbox_server.core.errors import InvalidRequest, NotImplementedHere, StorageUnavailable
 from sandbox_server.core.threads import start_thread_pool
-from sandbox_server.dispatch.answer_budget import AnswerBudget, AnswerLimits
-from sandbox_server.dispatch.call_admission import CallLimits
-from sandbox_server.dispatch.call_records import CallRecords
+from sandbox_server.dispatch.admission.call_admission import CallLimits
+from sandbox_server.dispatch.admission.concurrency import ConcurrencyLimiter
+from sandbox_server.dispatch.admission.response_budget import ResponseBudget, ResponseLimits
+from sandbox_server.dispatch.call_queries import CallQueries
 from sandbox_server.dispatch.call_tracker import CallTracker
-from sandbox_server.dispatch.concurrency import ConcurrencyLimiter
 from sandbox_server.dispatch.dispatcher import Dispatcher
 from sandbox_server.dispatch.files import SlotFiles
 from sandbox_server.dispatch.lease_ends import follow_lease_ends
@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 UNKNOWN_URL = "http://ADDRESS"
 """Printed in place of the address of a server that does not report it, if `SANDBOX_ADVERTISE_URL` is not set."""
-GRACE_S = 2.0
+REQUESTS_GRACE_S = 2.0
 """How long requests may continue after the service began to stop, in seconds."""
 FINAL_RESPONSE_S = 0.5
 """How long requests may take to send their responses after their calls were ended, in seconds."""
@@ -232,14 +232,14 @@ async def _start_in(settings: Settings, state_dir: StateDir, parts: Parts, *, ep
         raise
     limits = CallLimits(in_flight=settings.limits.calls_in_flight, of_lease=settings.limits.lease_calls)
     state_monitor = StateMonitor(state_dir, store)
-    answers = AnswerBudget(_answer_limits(settings))
+    answers = ResponseBudget(_answer_limits(settings))
     dispatcher = Dispatcher(pools, store, clock, telemetry, limits, CallTracker(pools.restored), ConcurrencyLimiter(tenants.max_running_calls), answers)
     lease_ends = asyncio.create_task(follow_lease_ends(pools.follow_ended_leases(), dispatcher.handle_lease_end))
     service = Service(
         pools=pools,
         dispatcher=dispatcher,
         files=SlotFiles(pools),
-        records=CallRecords(pools, store, dispatcher.call_tracker, clock, dispatcher.outputs),
+        call_queries=CallQueries(pools, store, dispatcher.call_tracker, clock, dispatcher.outputs),
         events=pools.events,
         telemetry=telemetry,
         flush=pools.flush,
@@ -262,9 +262,9 @@ async def _start_in(settings: Settings, state_dir: StateDir, parts: Parts, *, ep
     )
 
 
-def _answer_limits(settings: Settings) -> AnswerLimits:
+def _answer_limits(settings: Settings) -> ResponseLimits:
     named = settings.limits
-    return AnswerLimits(memory_bytes=named.answer_memory_bytes, file_bytes=named.answer_file_bytes, wait_s=named.answer_wait_s)
+    return ResponseLimits(memory_bytes=named.answer_memory_bytes, file_bytes=named.answer_file_bytes, wait_s=named.answer_wait_s)
 
 
 async def _start_pools(
@@ -295,7 +295,7 @@ async def _start_pools(
 
 
 def _open_store(state_dir: StateDir, parts: Parts, *, ephemeral: bool) -> Store:
-    """Open the store of the state folder. An ephemeral service keeps its records in memory."""
+    """Open the store of the state folder. An ephemeral service keeps its CallQueries=call_queries=CallQueries in memory."""
     if ephemeral:
         return MemoryStore(outputs=OutputFiles(state_dir.path / OUTPUT_FOLDER))
     try:
@@ -336,7 +336,7 @@ async def stop_service(running: RunningService) -> None:
         service.stopping.set_result(None)
     running.state_dir.remove_server_file()
     log.info("stopping", extra={"requests": len(service.requests)})
-    await _wait_for_requests(service, GRACE_S)
+    await _wait_for_requests(service, REQUESTS_GRACE_S)
     await service.dispatcher.stop()
     running.lease_ends.cancel()
     await _wait_for_requests(service, FINAL_RESPONSE_S)

@@ -85,7 +85,7 @@ TOOLS: Final = frozenset(
         "bash", "bash_stateful", "tmux", "process", "read_file", "write_file", "edit_file", "list_files", "search_files", "terminal", "terminal_stateful",
     }
 )  # fmt: skip
-"""The tools of the contract. Metrics count every other name as `other`: a caller can send any text as a name, and each would add time series."""
+"""The tools of the contract. Metrics count every other name as `other`: a client can send any text as a name, and each would add time series."""
 OTHER_TOOL: Final = "other"
 METRICS_CONTENT_TYPE: Final = CONTENT_TYPE_PLAIN_0_0_4
 

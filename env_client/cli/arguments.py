@@ -12,7 +12,7 @@ import typer
 from env_client.cli.failures import Failure
 
 #: The default time to live of a lease that the command line acquires, in seconds. It is long because nothing renews such a lease.
-DEFAULT_TTL_S = 3600.0
+COMMAND_TTL_S = 3600.0
 _COPY_OTHER_BYTES = "it is sent as text; send other bytes in a file: `sandbox cp`"
 _LEASES_HELP = "`sandbox leases` lists those you hold, `sandbox acquire` acquires a new one"
 
@@ -103,7 +103,7 @@ TtlOption = Annotated[
         metavar="SECONDS",
         parser=read_seconds,
         show_default=False,
-        help=f"How long the lease lasts from now.  [default: {DEFAULT_TTL_S:g}, an hour]",
+        help=f"How long the lease lasts from now.  [default: {COMMAND_TTL_S:g}, an hour]",
     ),
 ]
 WaitOption = Annotated[

@@ -9,6 +9,7 @@ from typing import Any, Unpack
 from env_client.errors import BadAnswer, InvalidRequest
 from env_client.messages.message import (
     BYTES,
+    DEADLINE_MARGIN_S,
     DEFAULT_TIMEOUT_S,
     EVENT_STREAM,
     JSON,
@@ -29,8 +30,6 @@ from env_client.values import Call, CallOptions, CallStatus, Fault, Reason, Resu
 
 #: The contract's default `max_timeout_s`: how long a call without a timeout of its own may take, in seconds.
 MAX_CALL_S = 3600.0
-#: Time beyond the deadline of a call, in seconds: for ending its processes, for the report, and for the network.
-DEADLINE_MARGIN_S = 10.0
 #: A request for a long call is repeated at least this often, in seconds. The repeated request joins the running call, and a connection that has
 #: failed silently is noticed.
 REJOIN_INTERVAL_S = 240.0

@@ -8,6 +8,7 @@ from typing import Any, Unpack
 
 from env_client.errors import BadAnswer, service_error
 from env_client.messages.message import (
+    DEADLINE_MARGIN_S,
     Message,
     Response,
     duration_or_default,
@@ -24,8 +25,6 @@ from env_client.values import Acquired, AcquireOptions, LeaseInfo, LeasePage, Re
 MAX_LEASE_S = 86_400.0
 #: How long an acquire without `wait_s` may be queued, in seconds: the actual limit is in the pool's spec, which the client does not know.
 MAX_QUEUE_S = 600.0
-#: Time beyond the deadline of an acquire, in seconds, for the network.
-DEADLINE_MARGIN_S = 10.0
 #: How long a release or a renewal may take, in seconds.
 QUICK_TIMEOUT_S = 5.0
 

@@ -24,6 +24,9 @@ DEFAULT_TIMEOUT_S = 30.0
 TRANSFER_TIMEOUT_S = 300.0
 #: How long a stream may be silent, in seconds. The service sends a keep-alive on its streams every 15 s.
 STREAM_READ_TIMEOUT_S = 45.0
+#: How long the response to a call or an acquire may arrive after the deadline that the service was given, in seconds: time to end the processes of a
+#: call, to report its result, and for the network.
+DEADLINE_MARGIN_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)

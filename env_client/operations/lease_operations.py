@@ -146,7 +146,7 @@ class AsyncOperations(AsyncServiceOperations):
         return await self._sender.send(lease_messages.get_lease_message(lease_id))
 
     async def leases(self, *, run_id: str | None = None, trajectory_id: str | None = None, limit: int | None = None, cursor: str | None = None) -> LeasePage:
-        """Return one page of the caller's leases: all of them, or those of a run or a trajectory."""
+        """Return one page of the tenant's leases: all of them, or those of a run or a trajectory."""
         return await self._sender.send(lease_messages.list_leases_message(run_id, trajectory_id, limit, cursor))
 
     async def iter_leases(self, *, run_id: str | None = None, trajectory_id: str | None = None) -> AsyncIterator[LeaseInfo]:

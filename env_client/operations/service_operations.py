@@ -20,7 +20,7 @@ class AsyncServiceOperations:
         self._sender = sender
 
     async def pools(self, *, tenant: str | None = None) -> tuple[PoolInfo, ...]:
-        """List the pools that the caller can use: its own, and the shared ones whose names it does not use itself.
+        """List the pools that the tenant can use: its own, and the shared ones whose names it does not use itself.
 
         Args:
             tenant: list the pools that this tenant owns instead, or all pools with `*`. For admins.
@@ -33,11 +33,11 @@ class AsyncServiceOperations:
         return found
 
     async def pool(self, name: str, *, tenant: str | None = None) -> PoolInfo:
-        """Return one pool: the caller's own pool of that name, else the shared one.
+        """Return one pool: the tenant's own pool of that name, else the shared one.
 
         Args:
             name: the name of the pool.
-            tenant: the owner of the pool, if it is not the caller. For admins.
+            tenant: the owner of the pool, if it is another tenant. For admins.
         """
         return await self._sender.send(messages.get_pool_message(name, tenant))
 
@@ -47,7 +47,7 @@ class AsyncServiceOperations:
         Args:
             name: the name of the pool.
             spec: the complete spec; a missing field has its default.
-            tenant: the owner of the pool, if it is not the caller. For admins.
+            tenant: the owner of the pool, if it is another tenant. For admins.
 
         Raises:
             PoolConflict: the backend would change, or a shared pool has the name.
@@ -61,7 +61,7 @@ class AsyncServiceOperations:
 
         Args:
             name: the name of the pool.
-            tenant: the owner of the pool, if it is not the caller. For admins.
+            tenant: the owner of the pool, if it is another tenant. For admins.
             force: end the leases of the pool at once.
         """
         await self._sender.send(messages.delete_pool_message(name, force, tenant))
@@ -71,7 +71,7 @@ class AsyncServiceOperations:
 
         Args:
             name: the name of the pool.
-            tenant: the owner of the pool, if it is not the caller. For admins.
+            tenant: the owner of the pool, if it is another tenant. For admins.
 
         Raises:
             NoCapacity: no slot is free.

@@ -18,7 +18,7 @@ from env_client.values import LeaseInfo, Renewed
 log = logging.getLogger("env_client")
 
 #: The most leases that one request renews.
-MAX_BATCH_SIZE = 200
+MAX_LEASES_OF_RENEWAL = 200
 
 
 class RenewableLease(Protocol):
@@ -93,9 +93,9 @@ class RenewalSchedule:
                 scheduled.due_s = now_s + min(5.0, soon_s)
                 ids_by_ttl.setdefault(scheduled.ttl_s, []).append(lease_id)
         return [
-            RenewalBatch(tuple(lease_ids[first : first + MAX_BATCH_SIZE]), ttl_s)
+            RenewalBatch(tuple(lease_ids[first : first + MAX_LEASES_OF_RENEWAL]), ttl_s)
             for ttl_s, lease_ids in ids_by_ttl.items()
-            for first in range(0, len(lease_ids), MAX_BATCH_SIZE)
+            for first in range(0, len(lease_ids), MAX_LEASES_OF_RENEWAL)
         ]
 
     def record_outcome(self, batch: RenewalBatch, outcome: Renewed | SandboxError, now_s: float) -> None:

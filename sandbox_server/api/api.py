@@ -18,13 +18,13 @@ from sandbox_server.api.contract import requests, responses
 from sandbox_server.api.contract.describe import REF, RawRoute
 from sandbox_server.api.contract.render import json_response
 from sandbox_server.api.edge import OPEN_PATHS, EdgeMiddleware
-from sandbox_server.api.routes import calls, docs, events, files, leases, metrics, pending, pools, records, sandboxes, system
+from sandbox_server.api.routes import call_queries, calls, docs, events, files, leases, metrics, pending, pools, sandboxes, system
 from sandbox_server.core.errors import InvalidRequest, MethodNotAllowed, RouteNotFound
 
 ROUTERS = (
     calls.router,
     leases.router,
-    records.router,
+    call_queries.router,
     files.router,
     pools.router,
     sandboxes.router,

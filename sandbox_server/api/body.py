@@ -18,12 +18,12 @@ from sandbox_server.api.service import service_of, tenant_of
 from sandbox_server.core.errors import InvalidRequest
 
 
-class CallerGone(Exception):
-    """The caller has closed the connection, so there is no one to answer."""
+class ClientDisconnected(Exception):
+    """The client has closed the connection, so no response can be sent."""
 
 
-class CallerStalled(CallerGone):
-    """The caller does not read its response, so its connection is to be closed."""
+class ClientStalled(ClientDisconnected):
+    """The client does not read its response, so its connection is to be closed."""
 
 
 def _check_length(request: Request, limits: Limits, name: str) -> None:
@@ -42,7 +42,7 @@ async def read_chunks(request: Request, limits: Limits, name: str) -> AsyncItera
 
     Raises:
         PayloadTooLarge: the body is larger than the limit.
-        CallerGone: the caller hung up before the end of the body.
+        ClientDisconnected: the client disconnected before the end of the body.
     """
     _check_length(request, limits, name)
     limit_bytes = getattr(limits, name)
@@ -52,7 +52,7 @@ async def read_chunks(request: Request, limits: Limits, name: str) -> AsyncItera
     while more:
         message = await receive()
         if message["type"] != "http.request":
-            raise CallerGone
+            raise ClientDisconnected
         chunk: bytes = message.get("body", b"")
         more = message.get("more_body", False)
         received_bytes += len(chunk)
@@ -67,7 +67,7 @@ async def _receive(request: Request, stall_s: float) -> tuple[bytes, bool]:
 
     Raises:
         InvalidRequest: nothing arrived for `stall_s` seconds.
-        CallerGone: the caller hung up before the end of the body.
+        ClientDisconnected: the client disconnected before the end of the body.
     """
     try:
         async with asyncio.timeout(stall_s):
@@ -76,7 +76,7 @@ async def _receive(request: Request, stall_s: float) -> tuple[bytes, bool]:
         why = f"body: no more of it arrived within the {stall_s:g} s of `limits.body_stall_s`"
         raise InvalidRequest(f"{why}: send it again", field="body", limit="body_stall_s") from None
     if message["type"] != "http.request":
-        raise CallerGone
+        raise ClientDisconnected
     return message.get("body", b""), message.get("more_body", False)
 
 
@@ -87,7 +87,7 @@ async def _read_body(request: Request, limits: Limits) -> tuple[bytes, BodyReser
     had memory for a part would wait for each other for ever. A body without `Content-Length` reserves as much as a body may have.
 
     Raises:
-        PayloadTooLarge, InvalidRequest, CallerGone, QuotaExceeded: as `read_json`.
+        PayloadTooLarge, InvalidRequest, ClientDisconnected, QuotaExceeded: as `read_json`.
     """
     _check_length(request, limits, "body_bytes")
     body, more = await _receive(request, limits.body_stall_s)
@@ -131,7 +131,7 @@ async def read_json(request: Request, limits: Limits, *, with_lone_surrogates: b
         PayloadTooLarge: it is longer than `limits.body_bytes`.
         InvalidRequest: nothing arrived for `limits.body_stall_s`, or the body is not JSON, has more values than `limits.json_values`, is nested
             deeper than `limits.json_depth`, or has a key twice in one object.
-        CallerGone: the caller hung up before the end of the body.
+        ClientDisconnected: the client disconnected before the end of the body.
     """
     body, reservation = await _read_body(request, limits)
     try:

@@ -10,14 +10,13 @@ from contextlib import aclosing
 
 from sandbox_server.api.result_pieces import enclosed
 from sandbox_server.api.service import Service
-from sandbox_server.api.streams import EVENT_END, event_block
+from sandbox_server.api.streams import EVENT_END, MISSED_EVENT, event_block
 from sandbox_server.core.errors import BackendUnavailable, CallNotFound, LeaseLost
 from sandbox_server.core.execution import NOT_RECORDED, Result, ToolCall
-from sandbox_server.dispatch.call_records import CallRecords, Chunk
+from sandbox_server.dispatch.call_queries import CallQueries, Chunk
 
 OUTPUT = "output"
 RESULT = "result"
-MISSED = "missed"
 EVENT_BYTES = 4 << 10
 """The most output that one event carries. As JSON, one byte of it can take six."""
 LAST_OUTPUT_S = 5.0
@@ -27,7 +26,7 @@ LAST_OUTPUT_S = 5.0
 class OutputEncoder:
     """Turns the output of a call into events, whose ids are offsets in the output.
 
-    In UTF-8, an incomplete character is kept back until the rest of it arrives. So a caller that continues from the id of an event begins with a
+    In UTF-8, an incomplete character is kept back until the rest of it arrives. So a client that continues from the id of an event begins with a
     whole character.
 
     Args:
@@ -54,7 +53,7 @@ class OutputEncoder:
         text = "" if self._base64 else self._decoder.decode(b"", final=True)
         rest = _block(text, self._end) if text else b""
         missing_bytes = result.output_bytes - self._end if not result.is_separate else 0
-        missed = event_block({"bytes": missing_bytes}, event=MISSED) if missing_bytes > 0 else b""
+        missed = event_block({"bytes": missing_bytes}, event=MISSED_EVENT) if missing_bytes > 0 else b""
         return rest + missed
 
 
@@ -76,18 +75,18 @@ async def result_event(result: Result) -> AsyncGenerator[bytes, None]:
         yield piece
 
 
-async def call_events(records: CallRecords, tenant: str, lease_id: str, call_id: str, offset: int) -> AsyncGenerator[bytes, None]:
+async def call_events(call_queries: CallQueries, tenant: str, lease_id: str, call_id: str, offset: int) -> AsyncGenerator[bytes, None]:
     """The events of a call that has been started before.
 
     Args:
-        records: where calls are found.
+        call_queries: where calls are found.
         tenant: the tenant that holds the lease.
         lease_id: the lease.
         call_id: the call.
         offset: the offset in its output from which events are wanted, in bytes.
     """
-    encoder = OutputEncoder(await records.call_encoding(tenant, lease_id, call_id), offset)
-    async with aclosing(records.follow_call(tenant, lease_id, call_id, offset)) as events:
+    encoder = OutputEncoder(await call_queries.call_encoding(tenant, lease_id, call_id), offset)
+    async with aclosing(call_queries.follow_call(tenant, lease_id, call_id, offset)) as events:
         async for event in events:
             if isinstance(event, Chunk):
                 for block in filter(None, map(encoder.encode, _split(event))):
@@ -124,15 +123,15 @@ async def run_call_as_events(
     batch = await service.dispatcher.start_when_there_is_room(tenant, [call], on_sent=sent_to_agent.set, ended=on_result)
     results = asyncio.create_task(batch.all_results())
     results.add_done_callback(lambda _: sent_to_agent.set())
-    return _events_of_running_call(service.records, tenant, call, offset, sent_to_agent, results), batch.close
+    return _events_of_running_call(service.call_queries, tenant, call, offset, sent_to_agent, results), batch.close
 
 
 async def _events_of_running_call(
-    records: CallRecords, tenant: str, call: ToolCall, offset: int, sent_to_agent: asyncio.Event, results: asyncio.Task[list[Result]]
+    call_queries: CallQueries, tenant: str, call: ToolCall, offset: int, sent_to_agent: asyncio.Event, results: asyncio.Task[list[Result]]
 ) -> AsyncGenerator[bytes, None]:
     await sent_to_agent.wait()
     encoder = OutputEncoder(call.encoding, offset)
-    async with aclosing(records.follow_call(tenant, call.lease_id, call.call_id, offset)) as output:
+    async with aclosing(call_queries.follow_call(tenant, call.lease_id, call.call_id, offset)) as output:
         while (chunk := await _next_chunk(output, results)) is not None:
             for block in filter(None, map(encoder.encode, _split(chunk))):
                 yield block

@@ -14,10 +14,10 @@ import time
 from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocketDisconnect
 
-from sandbox_server.api.body import CallerGone, CallerStalled
+from sandbox_server.api.body import ClientDisconnected, ClientStalled
 from sandbox_server.api.limits import Limits, too_many
 from sandbox_server.api.response_tracker import HttpResponseTracker, ResponseTracker
-from sandbox_server.api.service import CALLER_KEY, SERVICE_KEY, Caller, Service
+from sandbox_server.api.service import REQUEST_CONTEXT_KEY, SERVICE_KEY, RequestContext, Service
 from sandbox_server.api.tenants import Tenant
 from sandbox_server.api.websocket import WebSocketTracker, authorization_of_subprotocol, bearer_subprotocol
 from sandbox_server.core.errors import Internal, PoolServiceError, Stopping, Unauthorized
@@ -62,7 +62,7 @@ class EdgeMiddleware:
         started = time.perf_counter()
         self.service.requests.add(task)
         try:
-            await self._answer(self.service, scope, response, authorization, header_bytes)
+            await self._respond(self.service, scope, response, authorization, header_bytes)
         except asyncio.CancelledError:
             if not self.service.stopping.done():
                 raise
@@ -74,25 +74,25 @@ class EdgeMiddleware:
                 duration_s = round(time.perf_counter() - started, 6)
                 log.info("request", extra={**_request_line(scope), "status": response.status, "duration_s": duration_s})
 
-    async def _answer(self, service: Service, scope: Scope, response: ResponseTracker, authorization: bytes | None, header_bytes: int) -> None:
+    async def _respond(self, service: Service, scope: Scope, response: ResponseTracker, authorization: bytes | None, header_bytes: int) -> None:
         """Admit the request and call its route. If one of them raises an error, respond with that error."""
         try:
             _admit(service, scope, response, authorization, header_bytes)
             await self._app(scope, response.receive, response.send)
         except PoolServiceError as error:
             await _send_error(response, scope, error)
-        except CallerStalled as stalled:
+        except ClientStalled as stalled:
             log.warning("a connection is closed", extra={"path": scope["path"], "detail": str(stalled)})
             response.abort()
-        except (CallerGone, WebSocketDisconnect):
-            _log_hang_up(scope)
+        except (ClientDisconnected, WebSocketDisconnect):
+            _log_disconnect(scope)
         except Exception:  # the edge of a request: a bug ends this one request, and no other
             log.exception("a request failed", extra=_request_line(scope))
             await _send_error(response, scope, Internal())
 
 
 def _admit(service: Service, scope: Scope, response: ResponseTracker, authorization: bytes | None, header_bytes: int) -> None:
-    """Authenticate a request, check its head, and put the service and the caller into its scope.
+    """Authenticate a request, check its head, and put the service and the context of the request into its scope.
 
     Raises:
         Unauthorized: it carries no valid token, and its path requires one.
@@ -100,27 +100,27 @@ def _admit(service: Service, scope: Scope, response: ResponseTracker, authorizat
     """
     request_fields.set({"request_id": response.request_id})
     tenant, refusal = _authenticate(service, authorization)
-    # A connection without a valid token gets one answer: many requests on each of many such connections would delay all other callers.
+    # A connection without a valid token gets one response: many requests on each of many such connections would delay all other clients.
     response.closes_connection = refusal is not None
     _check_head(service.limits, scope, header_bytes)
     is_open = scope["path"] in OPEN_PATHS
     if refusal is not None and not is_open:
         raise refusal
-    caller = Caller(tenant=NO_TENANT if is_open else tenant, request_id=response.request_id)
+    context = RequestContext(tenant=NO_TENANT if is_open else tenant, request_id=response.request_id)
     scope[SERVICE_KEY] = service
-    scope[CALLER_KEY] = caller
-    request_fields.set({"request_id": caller.request_id, "tenant": caller.tenant.name})
+    scope[REQUEST_CONTEXT_KEY] = context
+    request_fields.set({"request_id": context.request_id, "tenant": context.tenant.name})
 
 
 async def _send_error(response: ResponseTracker, scope: Scope, error: PoolServiceError) -> None:
     try:
         await response.send_error(error)
-    except CallerGone:
-        _log_hang_up(scope)
+    except ClientDisconnected:
+        _log_disconnect(scope)
 
 
-def _log_hang_up(scope: Scope) -> None:
-    log.info("the caller hung up", extra={"path": scope["path"]})
+def _log_disconnect(scope: Scope) -> None:
+    log.info("the client disconnected", extra={"path": scope["path"]})
 
 
 def _request_line(scope: Scope) -> dict[str, str]:
@@ -157,7 +157,7 @@ def _check_head(limits: Limits, scope: Scope, header_bytes: int) -> None:
 
 
 def _request_id(given_id: bytes | None) -> str:
-    """The caller's request id, where it is a valid one, else a new one."""
+    """The request id that the client sent, if it is a valid one; otherwise a new one."""
     if given_id is not None and REQUEST_ID.fullmatch(given_id):
         return given_id.decode("ascii")
     return secrets.token_hex(8)

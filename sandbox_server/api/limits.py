@@ -21,7 +21,7 @@ class Limits:
     body_bytes: int = _limit(32 << 20, "bytes in one JSON body")
     body_memory_bytes: int = _limit(512 << 20, "bytes of JSON bodies held in memory at once")
     body_wait_s: int = _limit(10, "seconds of waiting for memory for a JSON body")
-    body_stall_s: int = _limit(60, "seconds in which a caller sends nothing of its JSON body")
+    body_stall_s: int = _limit(60, "seconds in which a client sends nothing of its JSON body")
     json_depth: int = _limit(64, "levels in one JSON body")
     json_values: int = _limit(200_000, "objects, lists and members in one JSON body")
     query_bytes: int = _limit(16 << 10, "bytes in the path and query of one request")
@@ -46,7 +46,7 @@ class Limits:
     answer_memory_bytes: int = _limit(256 << 20, "bytes of memory for responses that are not sent yet")
     answer_file_bytes: int = _limit(2 << 30, "bytes of large outputs of responses that are not sent yet")
     answer_wait_s: int = _limit(10, "seconds of waiting for memory or files for a response")
-    answer_stall_s: int = _limit(60, "seconds in which a caller reads nothing of its response")
+    answer_stall_s: int = _limit(60, "seconds in which a client reads nothing of its response")
 
 
 MAX_OUTPUT_LIMIT_BYTES = 10 << 20

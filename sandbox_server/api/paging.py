@@ -63,7 +63,7 @@ class Page:
 
 
 def next_cursor(key: str) -> str:
-    """The cursor of the page that follows the item with this key. Its form may change; callers only send it back."""
+    """The cursor of the page that follows the item with this key. Its form may change; clients only send it back."""
     return base64.urlsafe_b64encode(key.encode("utf-8", "surrogatepass")).decode("ascii").rstrip("=")
 
 

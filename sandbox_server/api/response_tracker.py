@@ -31,13 +31,13 @@ class ResponseTracker(Protocol):
     """Whether the connection is to be closed after the response; further requests on it are not read."""
 
     async def receive(self) -> Message:
-        """Receive the next message of the caller."""
+        """Receive the next message of the client."""
 
     async def send(self, message: Message) -> None:
         """Send a message of the application, with the request id among the headers of a response."""
 
     async def send_error(self, error: PoolServiceError) -> None:
-        """Answer with an error. Where the response has begun already, end it in a way that the caller recognises as an error."""
+        """Answer with an error. Where the response has begun already, end it in a way that the client recognises as an error."""
 
     def abort(self) -> None:
         """Close the connection at once, without sending what is still buffered for it."""
@@ -96,7 +96,7 @@ class HttpResponseTracker:
         await self.send({"type": "http.response.start", "status": problem.status, "headers": headers_of(problem)})
         await self.send({"type": "http.response.body", "body": problem.body, "more_body": closes})
         if closes:
-            # Closing while the caller still sends its body would reset the connection, and the caller might never read the answer.
+            # Closing while the client still sends its body would reset the connection, and the client might never read the response.
             await self._discard_body()
             await self.send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -114,4 +114,4 @@ class HttpResponseTracker:
                     if message["type"] != "http.request" or not message.get("more_body"):
                         return
         except TimeoutError:
-            log.info("the caller kept sending the body of a refused request")
+            log.info("the client kept sending the body of a refused request")

@@ -34,7 +34,7 @@ def results_response(results: list[Result], stall_s: float, on_end: Callable[[],
 
     Args:
         results: the results, in the order of the calls.
-        stall_s: for how long the caller may read nothing, in seconds.
+        stall_s: for how long the client may read nothing, in seconds.
         on_end: called once the results are needed no more.
     """
     if are_small(results):

@@ -1,4 +1,4 @@
-"""What the routes work with: the parts of the service that they call, and the caller of a request."""
+"""What the routes work with: the parts of the service that they call, and what is known about each request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sandbox_server.api.limits import Limits
 from sandbox_server.api.tenants import Tenant, Tenants
 from sandbox_server.core.errors import Forbidden, PoolServiceError, Stopping, StorageUnavailable
 from sandbox_server.core.types import Acquired, AcquireRequest, Lease, PoolSpec, PoolView, SandboxView
-from sandbox_server.dispatch.call_records import CallRecords
+from sandbox_server.dispatch.call_queries import CallQueries
 from sandbox_server.dispatch.dispatcher import Dispatcher
 from sandbox_server.dispatch.files import SlotFiles
 from sandbox_server.pool.access import Actor
@@ -23,7 +23,7 @@ from sandbox_server.pool.events import Event
 from sandbox_server.telemetry import Telemetry
 
 SERVICE_KEY = "sandbox.service"
-CALLER_KEY = "sandbox.caller"
+REQUEST_CONTEXT_KEY = "sandbox.request_context"
 
 
 class PoolOperations(Protocol):
@@ -84,7 +84,7 @@ class Service:
     body_budget: BodyBudget
     """The memory that the bodies of requests may take."""
     default_pool: str
-    records: CallRecords
+    call_queries: CallQueries
     events: EventSource
     telemetry: Telemetry
     flush: Callable[[], Awaitable[None]]
@@ -124,8 +124,8 @@ class Service:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Caller:
-    """The caller of a request: its tenant, and the id of the request."""
+class RequestContext:
+    """What is known about a request before its route runs: the tenant whose token it carries, and its id."""
 
     tenant: Tenant
     request_id: str
@@ -139,14 +139,14 @@ def service_of(request: Request) -> Service:
 
 def tenant_of_scope(scope: Mapping[str, Any]) -> str | None:
     """The name of the tenant whose token authenticated the request of this scope; None: it carried no valid token, or needed none."""
-    caller: Caller | None = scope.get(CALLER_KEY)
-    return caller.tenant.name or None if caller is not None else None
+    context: RequestContext | None = scope.get(REQUEST_CONTEXT_KEY)
+    return context.tenant.name or None if context is not None else None
 
 
 def tenant_of(request: Request) -> Tenant:
     """The tenant whose token authenticated a request."""
-    caller: Caller = request.scope[CALLER_KEY]
-    return caller.tenant
+    context: RequestContext = request.scope[REQUEST_CONTEXT_KEY]
+    return context.tenant
 
 
 def actor_of(request: Request) -> Actor:

@@ -1,4 +1,4 @@
-"""Responses that are sent in parts at the pace of the caller: bytes, and server-sent events."""
+"""Responses that are sent in parts at the pace of the client: bytes, and server-sent events."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from sandbox_server.api.body import CallerGone, CallerStalled
+from sandbox_server.api.body import ClientDisconnected, ClientStalled
 from sandbox_server.api.contract.render import dumps
 from sandbox_server.api.limits import too_many_at_once
 from sandbox_server.api.service import Service
@@ -20,6 +20,8 @@ EVENT_STREAM_TYPE = "text/event-stream"
 HEARTBEAT_S = 15.0
 COMMENT = b":\n\n"
 EVENT_END = b"\n\n"
+MISSED_EVENT = "missed"
+"""The name of an event that reports what the stream has left out."""
 PART_BYTES = 16 << 10
 """Smaller chunks are collected to parts of at least this size, unless no more follows at once."""
 
@@ -29,34 +31,34 @@ def body_part(chunk: bytes, *, more: bool = True) -> Message:
     return {"type": "http.response.body", "body": chunk, "more_body": more}
 
 
-async def wait_for_hang_up(receive: Receive) -> None:
+async def wait_for_disconnect(receive: Receive) -> None:
     """Wait until the client has closed the connection. Discard everything that it sends until then."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
 async def send_part(send: Send, chunk: bytes, stall_s: float) -> None:
-    """Send one part of a body at the pace of the caller.
+    """Send one part of a body at the pace of the client.
 
     Args:
         send: the send function of the ASGI application.
-        chunk: the part. It is held in memory until the caller has read most of it, so it should be small.
-        stall_s: for how long the caller may read nothing of what was sent before, in seconds.
+        chunk: the part. It is held in memory until the client has read most of it, so it should be small.
+        stall_s: for how long the client may read nothing of what was sent before, in seconds.
 
     Raises:
-        CallerStalled: the caller has read nothing for that long.
+        ClientStalled: the client has read nothing for that long.
     """
     try:
         async with asyncio.timeout(stall_s):
             await send(body_part(chunk))
     except TimeoutError:
-        raise CallerStalled(f"the caller has not read a part of its response within the {stall_s:g} s of `limits.answer_stall_s`") from None
-    # Sending to a caller that reads fast enough never waits, and without this no other request would run until the whole body is sent.
+        raise ClientStalled(f"the client has not read a part of its response within the {stall_s:g} s of `limits.answer_stall_s`") from None
+    # Sending to a client that reads fast enough never waits, and without this no other request would run until the whole body is sent.
     await asyncio.sleep(0)
 
 
 class StreamResponse(Response):
-    """A response whose body is sent as it comes, at the pace of the caller.
+    """A response whose body is sent as it comes, at the pace of the client.
 
     The head is sent with the first chunk: an error before that can still be answered with a problem document.
 
@@ -64,7 +66,7 @@ class StreamResponse(Response):
         chunks: the body.
         media_type: the media type of the body.
         headers: further headers.
-        stall_s: for how long the caller may read nothing, in seconds.
+        stall_s: for how long the client may read nothing, in seconds.
         on_end: called once the chunks are needed no more, however the response ended.
     """
 
@@ -84,25 +86,25 @@ class StreamResponse(Response):
         self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        hang_up = asyncio.create_task(wait_for_hang_up(receive))
+        disconnected = asyncio.create_task(wait_for_disconnect(receive))
         try:
             async with aclosing(self._chunks) as chunks:
                 part = await anext(chunks, b"")
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
                 async for chunk in chunks:
                     if len(part) >= PART_BYTES:
-                        await self._send(send, part, hang_up)
+                        await self._send(send, part, disconnected)
                         part = b""
                     part += chunk
-            await self._send(send, part, hang_up)
+            await self._send(send, part, disconnected)
             await send(body_part(b"", more=False))
         finally:
-            hang_up.cancel()
+            disconnected.cancel()
             self._on_end()
 
-    async def _send(self, send: Send, part: bytes, hang_up: asyncio.Task[None]) -> None:
-        if hang_up.done():
-            raise CallerGone
+    async def _send(self, send: Send, part: bytes, disconnected: asyncio.Task[None]) -> None:
+        if disconnected.done():
+            raise ClientDisconnected
         await send_part(send, part, self._stall_s)
 
 
@@ -170,27 +172,27 @@ class EventStreamResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._service.stream_counts[self._tenant] += 1
-        hang_up = asyncio.create_task(wait_for_hang_up(receive))
+        disconnected = asyncio.create_task(wait_for_disconnect(receive))
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             await send(body_part(COMMENT))
-            await self._send_events(send, hang_up, self._service.limits.answer_stall_s)
+            await self._send_events(send, disconnected, self._service.limits.answer_stall_s)
             await send(body_part(b"", more=False))
         finally:
             self._service.stream_counts[self._tenant] -= 1
-            hang_up.cancel()
+            disconnected.cancel()
             self._on_end()
             await self._events.aclose()
 
-    async def _send_events(self, send: Send, hang_up: asyncio.Task[None], stall_s: float) -> None:
-        ends: set[asyncio.Future[Any]] = {hang_up} if self._stopping is None else {hang_up, self._stopping}
+    async def _send_events(self, send: Send, disconnected: asyncio.Task[None], stall_s: float) -> None:
+        ends: set[asyncio.Future[Any]] = {disconnected} if self._stopping is None else {disconnected, self._stopping}
         next_piece: asyncio.Future[Any] = asyncio.ensure_future(anext(self._events, None))
         is_event_complete = True  # a heartbeat must not be sent between two pieces of one event
         try:
             while True:
                 await asyncio.wait({next_piece, *ends}, timeout=self._heartbeat_s, return_when=asyncio.FIRST_COMPLETED)
-                if hang_up.done():
-                    raise CallerGone
+                if disconnected.done():
+                    raise ClientDisconnected
                 if next_piece.done():
                     piece = next_piece.result()
                     if piece is None:

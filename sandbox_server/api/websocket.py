@@ -7,7 +7,7 @@ from typing import Any
 
 from starlette.types import Message, Receive, Scope, Send
 
-from sandbox_server.api.body import CallerGone
+from sandbox_server.api.body import ClientDisconnected
 from sandbox_server.api.problems import close_code_of, problem_of
 from sandbox_server.api.response_tracker import abort_connection, headers_of
 from sandbox_server.core.errors import PoolServiceError
@@ -44,8 +44,8 @@ class WebSocketTracker:
 
     Args:
         scope: the handshake's.
-        receive: the server's; gives the handshake, then the caller's messages.
-        send: the server's; takes the answer to the handshake, then messages to the caller.
+        receive: the server's; gives the handshake, then the client's messages.
+        send: the server's; takes the response to the handshake, then messages to the client.
         request_id: the id of the handshake's request.
     """
 
@@ -61,20 +61,20 @@ class WebSocketTracker:
         self.closes_connection = False
 
     async def receive(self) -> Message:
-        """Receive the handshake, or the next message of the caller."""
+        """Receive the handshake, or the next message of the client."""
         message = await self._receive()
         self._is_handshake_received = True
         self._is_ended = self._is_ended or message["type"] == "websocket.disconnect"
         return message
 
     async def send(self, message: Message) -> None:
-        """Send the answer to the handshake, or a message to the caller.
+        """Send the response to the handshake, or a message to the client.
 
         An accepted handshake is answered with the subprotocol that carried the token, if the route chose no other: browsers give up a
         connection whose server chose none of the subprotocols that they offered.
 
         Raises:
-            CallerGone: the connection is closed already.
+            ClientDisconnected: the connection is closed already.
         """
         kind = message["type"]
         if kind in ("websocket.accept", "websocket.http.response.start"):
@@ -88,7 +88,7 @@ class WebSocketTracker:
             await self._send(message)
         except OSError:  # how an ASGI server says that the connection is closed
             self._is_ended = True
-            raise CallerGone from None
+            raise ClientDisconnected from None
 
     async def send_error(self, error: PoolServiceError) -> None:
         """Refuse the handshake with a problem document, or close the connection with the close code of the error.
@@ -96,7 +96,7 @@ class WebSocketTracker:
         A handshake is refused where the server can send a response for it, except for the errors that the contract answers with a close code.
 
         Raises:
-            CallerGone: the connection is closed already.
+            ClientDisconnected: the connection is closed already.
         """
         if self._is_ended or self.status not in (0, SWITCHING_PROTOCOLS):
             log.warning("an error could not be sent: the WebSocket connection has ended", extra={"code": error.code, "detail": error.detail})

@@ -100,8 +100,8 @@ class RateLimited(CreateFailed):
     """The backend creates no more sandboxes at present. Creation is tried again later, and the limit is not reported as an error.
 
     Args:
-        detail: what the backend answered.
-        retry_after_s: how long it asks its callers to wait, in seconds; None if it does not say.
+        detail: what the backend responded.
+        retry_after_s: how long it asks the service to wait, in seconds; None if it does not say.
     """
 
     def __init__(self, detail: str, *, retry_after_s: float | None = None) -> None:

@@ -1,4 +1,4 @@
-"""All errors that the service reports to its callers.
+"""All errors that the service reports to its clients.
 
 Each class has one error code of the HTTP contract (`Stopping` shares the code of `Draining`). The docstring of a class is its default message.
 
@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 
 
 class PoolServiceError(Exception):
-    """An error that is reported to the caller.
+    """An error that is reported to the client.
 
     Args:
         detail: one sentence that says what happened, to what, and what to do. The default is the docstring of the class.

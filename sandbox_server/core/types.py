@@ -261,7 +261,7 @@ class PoolState(enum.StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClaimantView:
-    """What a caller can see of the claimant: the acquire for which a pool holds the slots that come free.
+    """What a client can see of the claimant: the acquire for which a pool holds the slots that come free.
 
     `held_slots`: how many slots are held now. `waited_s`: how long the acquire has waited, in seconds.
     """
@@ -275,7 +275,7 @@ class ClaimantView:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolView:
-    """What a caller can see of a pool.
+    """What a client can see of a pool.
 
     Some of its attributes:
         tenant: the owner; None for a pool that belongs to no tenant.
@@ -302,7 +302,7 @@ class PoolView:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SandboxView:
-    """What a caller can see of a sandbox."""
+    """What a client can see of a sandbox."""
 
     sandbox_id: str
     pool: str

@@ -29,6 +29,9 @@ from sandbox_server.link.errors import (
     RequestInvalid,
 )
 
+LOST_LINK_WAIT_S = 15.0
+"""After a lost link: how long a request about a call waits for the pool to find out whether the sandbox is lost, in seconds."""
+
 
 @asynccontextmanager
 async def translated_link_errors(slot_locator: SlotLocator, tenant: str, lease_id: str, *, wait_s: float, call_id: str | None = None) -> AsyncIterator[None]:

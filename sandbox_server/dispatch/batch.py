@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 
 from sandbox_server.core.execution import Result
-from sandbox_server.dispatch.answer_budget import Reservation
+from sandbox_server.dispatch.admission.response_budget import ResponseReservation
 
 
 class Batch:
@@ -19,7 +19,7 @@ class Batch:
         ended: called when every call has its result, whether or not the batch is read.
     """
 
-    def __init__(self, size: int, reservation: Reservation, ended: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, size: int, reservation: ResponseReservation, ended: Callable[[], None] = lambda: None) -> None:
         self._ended = ended
         self.reservation = reservation
         self._results: list[Result | None] = [None] * size

@@ -12,12 +12,12 @@ from sandbox_server.core.clock import Clock
 from sandbox_server.core.errors import BackendUnavailable, SandboxLost
 from sandbox_server.core.execution import Reason, Result, ToolCall
 from sandbox_server.dispatch import results
-from sandbox_server.dispatch.answer_budget import AnswerBudget, Reservation
+from sandbox_server.dispatch.admission.call_admission import CallAdmission, CallLimits
+from sandbox_server.dispatch.admission.concurrency import ConcurrencyLimiter
+from sandbox_server.dispatch.admission.response_budget import ResponseBudget, ResponseReservation
 from sandbox_server.dispatch.batch import Batch
-from sandbox_server.dispatch.call_admission import CallAdmission, CallLimits
 from sandbox_server.dispatch.call_cancellation import CallCancellation
 from sandbox_server.dispatch.call_tracker import CallTracker
-from sandbox_server.dispatch.concurrency import ConcurrencyLimiter
 from sandbox_server.dispatch.outputs import ResultOutputs
 from sandbox_server.dispatch.result_records import ResultLookup, ResultStore, find_result
 from sandbox_server.dispatch.runner.call_queue import QueuedCall
@@ -38,7 +38,7 @@ class Dispatcher:
         limits: how many calls there may be.
         call_tracker: the calls in flight, and the leases whose calls may have run in an earlier process of the service.
         concurrency_limiter: how many calls of a tenant may run; by default any number.
-        answer_budget: how much responses may hold.
+        response_budget: how much responses may hold.
         timings: how long agents may take.
     """
 
@@ -51,12 +51,12 @@ class Dispatcher:
         limits: CallLimits,
         call_tracker: CallTracker | None = None,
         concurrency_limiter: ConcurrencyLimiter | None = None,
-        answer_budget: AnswerBudget | None = None,
+        response_budget: ResponseBudget | None = None,
         timings: CallTimings | None = None,
     ) -> None:
         self.call_tracker = call_tracker or CallTracker()
         self.concurrency_limiter = concurrency_limiter or ConcurrencyLimiter(lambda tenant: None)
-        self.answer_budget = answer_budget or AnswerBudget()
+        self.response_budget = response_budget or ResponseBudget()
         self.outputs = ResultOutputs(result_store.outputs)
         self._slot_locator = slot_locator
         self._result_store = result_store
@@ -90,7 +90,7 @@ class Dispatcher:
             InvalidRequest: the response may hold more than a tenant can ever have.
             QuotaExceeded: as `start_calls`, or there was no room for the response in time. Nothing has run.
         """
-        reservation = await self.answer_budget.reserve(tenant, items)
+        reservation = await self.response_budget.reserve(tenant, items)
         try:
             return self.start_calls(tenant, items, on_sent, reservation, ended)
         except BaseException:
@@ -102,7 +102,7 @@ class Dispatcher:
         tenant: str,
         items: Sequence[ToolCall | Result],
         on_sent: Callable[[], None] | None = None,
-        reservation: Reservation | None = None,
+        reservation: ResponseReservation | None = None,
         ended: Callable[[], None] = lambda: None,
     ) -> Batch:
         """Start calls. They run to their ends even if nobody reads the batch.
@@ -118,7 +118,7 @@ class Dispatcher:
             QuotaExceeded: too many calls are in flight, or too many of the tenant's wait.
         """
         self._admission.check_request(tenant, items)
-        batch = Batch(len(items), reservation or self.answer_budget.nothing_reserved(tenant), ended)
+        batch = Batch(len(items), reservation or self.response_budget.nothing_reserved(tenant), ended)
         by_lease: dict[str, list[QueuedCall]] = {}
         for index, item in enumerate(items):
             if isinstance(item, ToolCall):
@@ -136,7 +136,7 @@ class Dispatcher:
                 self._start_runner(lease_id, CallRunner(self._runner_context, tenant, lease_id, accepted, batch, on_sent))
         return batch
 
-    async def run_call(self, tenant: str, call: ToolCall, reservation: Reservation | None = None, ended: Callable[[], None] = lambda: None) -> Result:
+    async def run_call(self, tenant: str, call: ToolCall, reservation: ResponseReservation | None = None, ended: Callable[[], None] = lambda: None) -> Result:
         """Run one call under a lease that must hold.
 
         Args:

@@ -10,8 +10,8 @@ from sandbox_server.dispatch.agent_errors import translated_link_errors
 from sandbox_server.dispatch.slot_location import SlotLocator
 from sandbox_server.link.slot_client import SlotClient
 
-LOST_WAIT_S = 10.0
-"""After a lost link: how long to wait for the pool to find out whether the sandbox is lost, in seconds."""
+FILES_LOST_LINK_WAIT_S = 10.0
+"""After a lost link: how long a request about files waits for the pool to find out whether the sandbox is lost, in seconds."""
 
 
 class SlotFiles:
@@ -86,4 +86,4 @@ class SlotFiles:
                 yield chunk
 
     def _translated_errors(self, tenant: str, lease_id: str) -> AbstractAsyncContextManager[None]:
-        return translated_link_errors(self._slot_locator, tenant, lease_id, wait_s=LOST_WAIT_S)
+        return translated_link_errors(self._slot_locator, tenant, lease_id, wait_s=FILES_LOST_LINK_WAIT_S)

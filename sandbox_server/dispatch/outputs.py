@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from sandbox_server.core.errors import BackendUnavailable, StorageUnavailable
 from sandbox_server.core.execution import OutputFile, Reason, Result
-from sandbox_server.dispatch.answer_budget import Reservation
+from sandbox_server.dispatch.admission.response_budget import ResponseReservation
 from sandbox_server.dispatch.results import call_reference, service_result
 from sandbox_server.dispatch.slot_location import SlotLocation
 from sandbox_server.link.call_messages import ResultMessage
@@ -97,7 +97,7 @@ class ResultOutputs:
             if file is not None:
                 self._fetched_files[key] = file
 
-    async def limit_memory(self, result: Result, reservation: Reservation) -> Result:
+    async def limit_memory(self, result: Result, reservation: ResponseReservation) -> Result:
         """Move the output of a result into a file, if there is no room for it in memory.
 
         Args:

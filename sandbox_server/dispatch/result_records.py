@@ -49,7 +49,7 @@ def put_result(result_store: ResultStore, call: ToolCall, result: Result) -> Non
 async def record_result(result_store: ResultStore, call: ToolCall, result: Result) -> None:
     """Record the result of a call, if its reason is one that is recorded, and wait until it is stored.
 
-    A result that cannot be stored is still given to the caller: the agent's journal has it, so that the same call returns it again.
+    A result that cannot be stored is still given to the client: the agent's journal has it, so that the same call returns it again.
     """
     if result.reason in NOT_RECORDED:
         return

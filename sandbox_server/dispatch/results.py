@@ -38,7 +38,7 @@ def service_result(
     Args:
         call: the call.
         reason: how it ended.
-        error: the explanation for the caller.
+        error: the explanation for the client.
         may_have_run: whether the call may have run; None where the reason already says so.
         evidence: what the reason rests on; None for the explanation alone.
         started_at: when it started, in seconds of the wall clock; 0 where it did not.

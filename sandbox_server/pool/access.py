@@ -19,7 +19,7 @@ ALL_TENANTS: Final = "*"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Actor:
-    """The caller of an operation on pools.
+    """The tenant that asks for an operation on pools, and whether it is an admin.
 
     Attributes:
         tenant: the tenant of its token; None for the service itself.
@@ -64,7 +64,7 @@ def find_pool(pools: PoolsById[AnyPool], name: str, actor: Actor, tenant: str | 
     Args:
         pools: all pools.
         name: the name.
-        actor: the caller.
+        actor: the tenant that sends the request.
         tenant: the tenant that owns the pool; default the actor's own, else a shared pool.
 
     Raises:
@@ -88,7 +88,7 @@ def visible_pools(pools: PoolsById[AnyPool], actor: Actor, tenant: str | None = 
 
     Args:
         pools: all pools.
-        actor: the caller.
+        actor: the tenant that sends the request.
         tenant: return the pools of this tenant instead; `*` for those of all tenants.
 
     Raises:

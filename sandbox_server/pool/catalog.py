@@ -154,7 +154,7 @@ class Catalog:
             name: its name.
             spec: its spec from now on.
             origin: where the spec came from.
-            actor: the caller.
+            actor: the tenant that sends the request.
             tenant: the tenant that owns the pool; default the actor's own, else a shared pool that the actor may change.
             check: raises if the actor may not change the pool as it is.
 
@@ -224,7 +224,7 @@ class Catalog:
 
         Args:
             name: its name.
-            actor: the caller.
+            actor: the tenant that sends the request.
             tenant: the tenant that owns the pool; default the actor's own, else a shared pool.
             force: whether all its leases end now.
 

@@ -17,7 +17,7 @@ from sandbox_server.pool.fleet.effects import (
     PublishEvent,
     RecordSandbox,
     RefuseUnservableWaiters,
-    WaitUntilQuiet,
+    WaitForAdoptedCalls,
 )
 from sandbox_server.pool.fleet.supervisor_set import SupervisorSet
 from sandbox_server.pool.granting.grant_service import GrantService
@@ -74,7 +74,7 @@ class EffectRunner(Generic[AnyPool]):
                 self._announce_lease_end(lease)
             case RefuseUnservableWaiters():
                 self._grant_service.refuse_unservable_waiters()
-            case DestroySandbox() | DropCache() | WaitUntilQuiet():
+            case DestroySandbox() | DropCache() | WaitForAdoptedCalls():
                 self._supervisors.carry_out(effect)
 
     def _announce_lease_begin(self, lease: Lease) -> None:

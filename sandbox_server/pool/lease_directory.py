@@ -11,7 +11,7 @@ AnyPool = TypeVar("AnyPool")
 
 
 class _EndedLeaseQueue(asyncio.Queue[str]):
-    """The ends that one caller has not read yet. Compared by identity, so that it can be kept in a weak set."""
+    """The ends that one reader has not read yet. Compared by identity, so that it can be kept in a weak set."""
 
 
 class LeaseDirectory(Generic[AnyPool]):
@@ -26,7 +26,7 @@ class LeaseDirectory(Generic[AnyPool]):
         self._pools[lease_id] = pool
 
     def remove_lease(self, lease_id: str) -> None:
-        """Note that a lease has ended, and pass its id on to every caller of `follow_ended_leases`."""
+        """Note that a lease has ended, and pass its id on to everything that iterates over `follow_ended_leases`."""
         self._pools.pop(lease_id, None)
         for queue in self._followers:
             queue.put_nowait(lease_id)

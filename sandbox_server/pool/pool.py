@@ -23,7 +23,7 @@ from sandbox_server.pool.fleet.fleet import Fleet
 from sandbox_server.pool.fleet.snapshot import capacity, claimant_view, snapshot
 from sandbox_server.pool.fleet.supervisor_set import SupervisorSet
 from sandbox_server.pool.fleet.ticker import Ticker
-from sandbox_server.pool.granting.grant_service import AnswerAbandoned, GrantService, PoolValue, PreparationEnded
+from sandbox_server.pool.granting.grant_service import AcquireAbandoned, GrantService, PoolValue, PreparationEnded
 from sandbox_server.pool.inbox import Inbox, confirm
 from sandbox_server.pool.lease_directory import LeaseDirectory
 from sandbox_server.pool.leasing.ended_leases import EndedLeases
@@ -52,7 +52,7 @@ class Pool:
         supervisors: the supervisors of the sandboxes.
         events: publishes the pool's events.
         closing: whether no new lease begins any more.
-        closing_reason: why, as shown to callers.
+        closing_reason: why, as shown to clients.
         closed_by: the tenant that deleted the pool; None for the service itself.
         gone: is set once a closed pool has no sandbox left.
         tasks: the tasks of the pool itself.
@@ -150,7 +150,7 @@ class Pool:
         """Let no new lease begin. `gone` is set when the last sandbox is gone, which is when its last lease has ended, or earlier with `force`.
 
         Args:
-            reason: why, as shown to callers.
+            reason: why, as shown to clients.
             force: whether all leases end now.
             by: the tenant that asked for it; None for the service itself.
         """
@@ -188,7 +188,7 @@ class Pool:
 
         Args:
             sandbox_id: the sandbox.
-            reason: why, as shown to callers.
+            reason: why, as shown to clients.
             by: the tenant that asked for it.
         """
         sandbox = self.fleet.sandboxes[sandbox_id]
@@ -200,7 +200,7 @@ class Pool:
     # Leases.
 
     async def acquire(self, request: AcquireRequest, check_may_wait: Callable[[str], None]) -> Acquired:
-        """Wait for slots. A caller that is cancelled leaves the queue, or gives back what it was granted.
+        """Wait for slots. A request that is cancelled leaves the queue, or gives back what it was granted.
 
         Args:
             request: the acquire.
@@ -223,11 +223,11 @@ class Pool:
         self._used_at = self.now()
         self._serve_and_plan()
         if waiter.waiting and wait_s <= 0:
-            # The pool creates a sandbox all the same, so that a caller which asks repeatedly without waiting gets a slot in the end.
+            # The pool creates a sandbox all the same, so that a client which asks repeatedly without waiting gets a slot in the end.
             self._tick()
         elif waiter.waiting:
             self._check_may_wait(waiter, check_may_wait)
-        return await self._grant_service.wait_for_answer(waiter)
+        return await self._grant_service.wait_for_leases(waiter)
 
     def _check_may_wait(self, waiter: Waiter, check_may_wait: Callable[[str], None]) -> None:
         try:
@@ -304,7 +304,7 @@ class Pool:
             self._effect_runner.carry_out(self._decide(value))
         except Exception as error:  # a fault in applying one value must not end the loop that the whole pool depends on
             log.exception("an observation could not be applied to the state of its pool", extra=self.pool_id.fields)
-            supervisor = None if isinstance(value, PreparationEnded | AnswerAbandoned) else self.supervisors.supervisor_of(value.sandbox_id)
+            supervisor = None if isinstance(value, PreparationEnded | AcquireAbandoned) else self.supervisors.supervisor_of(value.sandbox_id)
             if supervisor is not None:
                 supervisor.abort(f"the service could not keep it: {type(error).__name__}: {error}")
 
@@ -312,7 +312,7 @@ class Pool:
         match value:
             case PreparationEnded():
                 return self._grant_service.finish_preparation(value)
-            case AnswerAbandoned():
+            case AcquireAbandoned():
                 return self._grant_service.give_back(value.waiter)
             case _:
                 return self.fleet.apply(value)
@@ -329,7 +329,7 @@ class Pool:
         # The end of a claim is published before the grants, and the beginning of the next one after them: grants in between were made under it.
         if self._published_claimant is not None and self.book.claims.claimant is not self._published_claimant:
             self._publish_claimant(None)
-        self._effect_runner.carry_out(self._grant_service.answer_served(served))
+        self._effect_runner.carry_out(self._grant_service.grant_or_prepare(served))
         if self.book.claims.claimant is not self._published_claimant:
             self._publish_claimant(self.book.claims.claimant)
         orders, self.book.resets = self.book.resets, []

@@ -1,4 +1,4 @@
-"""What callers read of the pools: leases, views of pools and sandboxes, and whether the service is ready. Changes nothing."""
+"""What clients read of the pools: leases, views of pools and sandboxes, and whether the service is ready. Changes nothing."""
 
 from __future__ import annotations
 

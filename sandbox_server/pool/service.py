@@ -115,7 +115,7 @@ class PoolService(PoolReader):
         return not self._store.durable or (on_shutdown or spec.on_shutdown) == "destroy"
 
     async def flush(self) -> None:
-        """Return once everything that was decided so far is on disk. Call it before an answer that depends on it.
+        """Return once everything that was decided so far is on disk. Call it before a response that depends on it.
 
         Raises:
             StorageUnavailable: it cannot be written.
@@ -151,11 +151,11 @@ class PoolService(PoolReader):
         await self._catalog.delete_pool(name, actor, tenant, force=force)
 
     async def verify(self, name: str, *, actor: Actor = SERVICE, tenant: str | None = None) -> Mapping[str, Any]:
-        """Test the resets of a pool's free slots. The test goes on even if the caller is cancelled.
+        """Test the resets of a pool's free slots. The test goes on even if this call is cancelled.
 
         Args:
             name: the pool's name.
-            actor: the caller.
+            actor: the tenant that sends the request.
             tenant: the tenant that owns the pool; default the actor's own, else a shared pool.
 
         Returns:
@@ -173,7 +173,7 @@ class PoolService(PoolReader):
 
         Args:
             sandbox_id: the sandbox.
-            actor: the caller.
+            actor: the tenant that sends the request.
 
         Raises:
             SandboxNotFound: there is no sandbox with that id.
@@ -192,7 +192,7 @@ class PoolService(PoolReader):
     async def acquire(self, request: AcquireRequest) -> Acquired:
         """Wait for `count` slots of a pool, all or nothing.
 
-        A caller that is cancelled leaves the queue, or gives back what it was granted. With a `request_key`, granted leases are kept for a retry.
+        A request that is cancelled leaves the queue, or gives back what it was granted. With a `request_key`, granted leases are kept for a retry.
 
         Args:
             request: the acquire.
@@ -226,10 +226,10 @@ class PoolService(PoolReader):
         return await pool.acquire(request, self._quotas.check_waiters)
 
     def release_undelivered_leases(self, acquired: Acquired, request_key: str | None) -> None:
-        """Release leases whose caller was gone when its answer was sent. With a request key they are kept for a retry.
+        """Release leases that their client did not receive, because it has disconnected. With a request key they are kept for a retry.
 
         Args:
-            acquired: the answer.
+            acquired: the result of the acquire.
             request_key: the key of the acquire.
         """
         if request_key is None:

@@ -201,7 +201,7 @@ async def _answer_files(harness: Harness) -> httpx.Response:
 async def _answer_wait(harness: Harness) -> httpx.Response:
     service = harness.application._edge.service
     assert service is not None
-    service.dispatcher.answer_budget.add_usage("alice", file_bytes=1 << 30)
+    service.dispatcher.response_budget.add_usage("alice", file_bytes=1 << 30)
     answer = await batch(harness, bash("l", "true", output_limit_bytes=100_000))
     assert answer.json()["limit"] == "answer_file_bytes"
     assert answer.headers["retry-after"]

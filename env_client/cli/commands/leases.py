@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from env_client.cli.arguments import (
-    DEFAULT_TTL_S,
+    COMMAND_TTL_S,
     CommandArgument,
     CwdOption,
     EnvOption,
@@ -46,7 +46,7 @@ SLOT_NOT_RELEASED = "a slot of this command was not released; it becomes free wi
 def acquire(
     pool: PoolOption = None,
     count: Annotated[int, typer.Option("--count", "-c", metavar="N", parser=read_count, help="How many slots: all of them or none.")] = 1,
-    ttl: TtlOption = DEFAULT_TTL_S,
+    ttl: TtlOption = COMMAND_TTL_S,
     wait: WaitOption = None,
     run_id: RunOption = None,
     trajectory_id: Annotated[list[str] | None, typer.Option("--trajectory-id", metavar="ID", help="The trajectory of a lease; once for each slot.")] = None,
@@ -96,7 +96,7 @@ def leases(
         printer.print_table(heads, map(_lease_row, found), empty="you hold no leases" + _filter_description(run_id, trajectory_id))
 
 
-def renew(lease: LeasesArgument, ttl: TtlOption = DEFAULT_TTL_S, as_json: JsonFlag = False) -> None:
+def renew(lease: LeasesArgument, ttl: TtlOption = COMMAND_TTL_S, as_json: JsonFlag = False) -> None:
     """Renew leases: each lasts for the given time from now on. A renewal never shortens a lease."""
     printer = Printer(as_json)
     with connect_to_service() as client:

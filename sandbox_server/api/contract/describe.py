@@ -38,7 +38,7 @@ def parameter(name: str, schema: Mapping[str, Any], description: str, *, locatio
     return {"name": name, "in": location, "required": required, "description": description, "schema": dict(schema)}
 
 
-LEASE_ID = parameter("lease_id", {"type": "string", "minLength": 1}, "the id of one of the caller's leases", location="path", required=True)
+LEASE_ID = parameter("lease_id", {"type": "string", "minLength": 1}, "the id of a lease of this tenant", location="path", required=True)
 CALL_ID = parameter("call_id", {"type": "string", "pattern": "^[A-Za-z0-9._:-]{1,128}$"}, "the id of a call of that lease", location="path", required=True)
 LAST_EVENT_ID = parameter("Last-Event-ID", {"type": "string", "pattern": "^[0-9]{0,18}$"}, "the id of the last event that was received", location="header")
 

@@ -16,6 +16,7 @@ from sandbox_server.core.execution import Result
 from sandbox_server.core.types import ClaimantView, Lease, PoolView, SandboxView
 
 JSON_TYPE = "application/json"
+BYTES_TYPE = "application/octet-stream"
 LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -106,14 +107,14 @@ def _text(data: bytes, encoding: str) -> str:
     return base64.b64encode(data).decode("ascii") if encoding == "base64" else data.decode("utf-8", "replace")
 
 
-def pool_document(view: PoolView, caller: Tenant) -> dict[str, Any]:
+def pool_document(view: PoolView, tenant: Tenant) -> dict[str, Any]:
     """The JSON of a pool. Only admins see its `env_vars`, and to which tenant a waiting acquire belongs that is not their own."""
     return {
         "name": view.name,
         "tenant": view.tenant,
         "shared": view.shared,
         "state": view.state.value,
-        "spec": shown_spec(view.spec, admin=caller.admin),
+        "spec": shown_spec(view.spec, admin=tenant.admin),
         "origin": view.origin,
         "isolation": view.isolation,
         "capabilities": dict(view.capabilities),
@@ -121,14 +122,14 @@ def pool_document(view: PoolView, caller: Tenant) -> dict[str, Any]:
         "slots": dict(view.slots),
         "sandboxes": dict(view.sandboxes),
         "queue": view.queue,
-        "claimant": None if view.claimant is None else _claimant_document(view.claimant, caller),
+        "claimant": None if view.claimant is None else _claimant_document(view.claimant, tenant),
         "last_error": view.last_error,
     }
 
 
-def _claimant_document(view: ClaimantView, caller: Tenant) -> dict[str, Any]:
+def _claimant_document(view: ClaimantView, tenant: Tenant) -> dict[str, Any]:
     document: dict[str, Any] = {"count": view.count, "held_slots": view.held_slots, "waited_s": view.waited_s}
-    if caller.admin or caller.name == view.tenant:
+    if tenant.admin or tenant.name == view.tenant:
         document |= {"tenant": view.tenant, "run_id": view.run_id}
     return document
 

@@ -34,7 +34,7 @@ LeaseId = Annotated[str, Field(min_length=1, max_length=256)]
 
 
 class RequestModel(BaseModel):
-    """A JSON object that a caller sends. Unknown fields are refused, and no value is converted to another type."""
+    """A JSON object that a client sends. Unknown fields are refused, and no value is converted to another type."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True)
 

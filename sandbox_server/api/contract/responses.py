@@ -85,7 +85,7 @@ class ExecBatchAnswer(ResponseModel):
 
 
 class ReleaseAnswer(ResponseModel):
-    """The ids of the leases that have ended, and the ids that are not ids of the caller's leases."""
+    """The ids of the leases that have ended, and the ids that are not ids of leases of this tenant."""
 
     released: list[str]
     unknown: list[str]

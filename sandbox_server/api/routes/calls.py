@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from sandbox_server.api.body import CallerGone, read_object, read_reserved_object
+from sandbox_server.api.body import ClientDisconnected, read_object, read_reserved_object
 from sandbox_server.api.call_events import result_event, run_call_as_events
 from sandbox_server.api.contract.describe import LAST_EVENT_ID, LEASE_ID, REF, TEXT, WITH_BODY, WITH_LEASE, WITH_TOKEN, RawRoute, describe_route
 from sandbox_server.api.contract.parse import batch_items, exec_call, last_event_id, parse_body
@@ -29,7 +29,7 @@ from sandbox_server.api.streams import (
     body_part,
     check_stream_limit,
     send_part,
-    wait_for_hang_up,
+    wait_for_disconnect,
 )
 from sandbox_server.core.execution import Result, ToolCall
 from sandbox_server.dispatch.batch import Batch
@@ -44,7 +44,7 @@ class ResultLines(Response):
 
     Args:
         batch: the batch whose results are sent. It is closed at the end, however the response ended.
-        stall_s: for how long the caller may read nothing, in seconds.
+        stall_s: for how long the client may read nothing, in seconds.
         heartbeat_s: for how long nothing is sent at most, in seconds.
     """
 
@@ -58,18 +58,18 @@ class ResultLines(Response):
         self._heartbeat_s = heartbeat_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        hang_up = asyncio.create_task(wait_for_hang_up(receive))
+        disconnected = asyncio.create_task(wait_for_disconnect(receive))
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             while (finished := await self._batch.next_results(self._heartbeat_s)) is not None:
                 async with aclosing(self._lines(deque(result for _, result in finished))) as parts:
                     async for part in parts:
-                        if hang_up.done():
-                            raise CallerGone
+                        if disconnected.done():
+                            raise ClientDisconnected
                         await send_part(send, part, self._stall_s)
             await send(body_part(b"", more=False))
         finally:
-            hang_up.cancel()
+            disconnected.cancel()
             self._batch.close()
 
     async def _lines(self, results: deque[Result]) -> AsyncGenerator[bytes, None]:
@@ -98,7 +98,7 @@ class ResultLines(Response):
     ),
 )
 async def exec_batch(request: Request) -> Response:
-    """Run tool calls and return their results. The calls run to their ends even if the caller closes the connection."""
+    """Run tool calls and return their results. The calls run to their ends even if the client closes the connection."""
     service = service_of(request)
     document, body_reservation = await read_reserved_object(request, service.limits, with_lone_surrogates=True)
     try:
@@ -156,7 +156,7 @@ async def _exec(request: Request, call: ToolCall | Result, on_result: Callable[[
         check_stream_limit(service, tenant)
         events, closed = await run_call_as_events(service, tenant, call, last_event_id(request) or 0, on_result)
         return EventStreamResponse(events, service, tenant, on_end=closed)
-    reservation = await service.dispatcher.answer_budget.reserve(tenant, [call])
+    reservation = await service.dispatcher.response_budget.reserve(tenant, [call])
     try:
         return result_response(await service.dispatcher.run_call(tenant, call, reservation, on_result), service.limits.answer_stall_s, reservation.release)
     except BaseException:
@@ -182,5 +182,5 @@ async def cancel(request: Request) -> Response:
     whole = whole_response(result, result_document)
     if whole is not None:
         return whole
-    reservation = await service.dispatcher.answer_budget.reserve_stream(tenant, service.records.output_file_bytes(body.lease_id, body.call_id, result))
+    reservation = await service.dispatcher.response_budget.reserve_stream(tenant, service.call_queries.output_file_bytes(body.lease_id, body.call_id, result))
     return result_response(result, service.limits.answer_stall_s, reservation.release)

@@ -11,13 +11,11 @@ from starlette.responses import Response
 from sandbox_server.api.contract.describe import LAST_EVENT_ID, TEXT, WITH_TOKEN, RawRoute, describe_route
 from sandbox_server.api.contract.parse import last_event_id, query
 from sandbox_server.api.service import service_of, tenant_of
-from sandbox_server.api.streams import EVENT_STREAM_TYPE, EventStreamResponse, event_block
+from sandbox_server.api.streams import EVENT_STREAM_TYPE, MISSED_EVENT, EventStreamResponse, event_block
 from sandbox_server.api.tenants import Tenant
 from sandbox_server.pool.events import Event
 
 router = APIRouter(route_class=RawRoute, tags=["service"])
-
-MISSED = "missed"
 
 
 @router.get(
@@ -36,14 +34,14 @@ async def events(request: Request) -> Response:
     after = last_event_id(request)
     service.check_not_stopping()
     tenant = tenant_of(request)
-    reservation = await service.dispatcher.answer_budget.reserve_stream(tenant.name)
+    reservation = await service.dispatcher.response_budget.reserve_stream(tenant.name)
     return EventStreamResponse(_event_blocks(service.events.follow(after), tenant), service, tenant.name, ends_with_service=True, on_end=reservation.release)
 
 
 async def _event_blocks(events: AsyncIterator[Event | None], tenant: Tenant) -> AsyncGenerator[bytes, None]:
     async for event in events:
         if event is None:
-            yield event_block({"detail": "events were missed: read the lists again"}, event=MISSED)
+            yield event_block({"detail": "events were missed: read the lists again"}, event=MISSED_EVENT)
         elif may_see(tenant, event):
             yield event_block({"at": event.at, "kind": event.kind, **event.data}, event=event.kind, event_id=event.id)
 

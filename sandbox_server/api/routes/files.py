@@ -9,7 +9,7 @@ from starlette.responses import Response
 from sandbox_server.api.body import read_chunks
 from sandbox_server.api.contract.describe import BINARY, LEASE_ID, WITH_LEASE, WITH_TOKEN, RawRoute, describe_route, parameter
 from sandbox_server.api.contract.parse import flag, query
-from sandbox_server.api.contract.render import json_response
+from sandbox_server.api.contract.render import BYTES_TYPE, json_response
 from sandbox_server.api.contract.responses import FilesAnswer
 from sandbox_server.api.limits import limit_sentence
 from sandbox_server.api.paging import PAGE_NAMES, PAGE_PARAMETERS, Page, page_document
@@ -20,7 +20,6 @@ from sandbox_server.core.errors import InvalidRequest
 router = APIRouter(route_class=RawRoute, tags=["files"])
 
 FILE_CODES = (*WITH_TOKEN, *WITH_LEASE, "file_not_found", "file_error", "invalid_request", "quota_exceeded", "not_implemented", "backend_unavailable")
-BYTES_TYPE = "application/octet-stream"
 GZIP_TYPE = "application/gzip"
 MAX_PATH_CHARS = 4096
 PATH_SCHEMA = {"type": "string", "minLength": 1, "maxLength": MAX_PATH_CHARS}
@@ -55,7 +54,7 @@ async def get_file(request: Request) -> Response:
     """Read one file."""
     path = _path(query(request, ("path",)))
     service, tenant = service_of(request), tenant_of(request).name
-    reservation = await service.dispatcher.answer_budget.reserve_stream(tenant)
+    reservation = await service.dispatcher.response_budget.reserve_stream(tenant)
     return StreamResponse(
         service.files.read_file(tenant, request.path_params["lease_id"], path),
         BYTES_TYPE,
@@ -115,7 +114,7 @@ async def get_archive(request: Request) -> Response:
     """Read a folder and everything in it as a gzipped tar archive."""
     path = _path(query(request, ("path",)))
     service, tenant = service_of(request), tenant_of(request).name
-    reservation = await service.dispatcher.answer_budget.reserve_stream(tenant)
+    reservation = await service.dispatcher.response_budget.reserve_stream(tenant)
     return StreamResponse(
         service.files.read_archive(tenant, request.path_params["lease_id"], path),
         GZIP_TYPE,

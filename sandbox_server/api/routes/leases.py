@@ -9,7 +9,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from sandbox_server.api.body import CallerGone, read_object
+from sandbox_server.api.body import ClientDisconnected, read_object
 from sandbox_server.api.contract.describe import LEASE_ID, WITH_BODY, WITH_LEASE, WITH_TOKEN, RawRoute, describe_route, parameter
 from sandbox_server.api.contract.parse import acquire_request, parse_body, query
 from sandbox_server.api.contract.render import json_response, lease_document
@@ -18,7 +18,7 @@ from sandbox_server.api.contract.responses import AcquireAnswer, LeaseAnswer, Le
 from sandbox_server.api.limits import too_many
 from sandbox_server.api.paging import PAGE_NAMES, PAGE_PARAMETERS, Page, next_cursor, page_document
 from sandbox_server.api.service import Service, service_of, tenant_of
-from sandbox_server.api.streams import wait_for_hang_up
+from sandbox_server.api.streams import wait_for_disconnect
 from sandbox_server.core.errors import InvalidRequest, Stopping, StorageUnavailable
 from sandbox_server.core.types import Acquired, AcquireRequest
 
@@ -43,7 +43,7 @@ ACQUIRE_CODES = (
 
 @router.post("/v1/acquire", **describe_route("Acquire one slot, or a gang of them", codes=ACQUIRE_CODES, body=AcquireBody, answer=AcquireAnswer))
 async def acquire(request: Request) -> Response:
-    """Acquire slots. Waits in the queue until they are granted, `wait_s` has passed, or the caller closes the connection."""
+    """Acquire slots. Waits in the queue until they are granted, `wait_s` has passed, or the client closes the connection."""
     service = service_of(request)
     body = parse_body(AcquireBody, await read_object(request, service.limits))
     wanted = acquire_request(body, tenant_of(request).name, service.default_pool, service.limits)
@@ -54,27 +54,27 @@ async def acquire(request: Request) -> Response:
 
 
 async def _acquire_unless_gone(service: Service, request: Request, wanted: AcquireRequest) -> Acquired:
-    """Acquire slots, but leave the queue when the caller closes the connection or the service stops. Slots granted too late are given back.
+    """Acquire slots, but leave the queue when the client closes the connection or the service stops. Slots granted too late are given back.
 
     Raises:
-        CallerGone: the caller closed the connection.
+        ClientDisconnected: the client closed the connection.
         Stopping: the service is stopping.
     """
     granting = asyncio.create_task(service.pools.acquire(wanted))
-    hang_up = asyncio.create_task(wait_for_hang_up(request.receive))
+    disconnected = asyncio.create_task(wait_for_disconnect(request.receive))
     try:
-        await asyncio.wait((granting, hang_up, service.stopping), return_when=asyncio.FIRST_COMPLETED)
-        if granting.done() and not hang_up.done():
+        await asyncio.wait((granting, disconnected, service.stopping), return_when=asyncio.FIRST_COMPLETED)
+        if granting.done() and not disconnected.done():
             return granting.result()
     finally:
-        hang_up.cancel()
+        disconnected.cancel()
         if not granting.done():
             granting.cancel()
             await asyncio.wait((granting,))
     if not granting.cancelled() and granting.exception() is None:
         service.pools.release_undelivered_leases(granting.result(), wanted.request_key)
-    if hang_up.done() and not hang_up.cancelled():
-        raise CallerGone
+    if disconnected.done() and not disconnected.cancelled():
+        raise ClientDisconnected
     raise Stopping
 
 
@@ -127,7 +127,7 @@ LIST_PARAMETERS = (
     "/v1/leases", **describe_route("List the leases that are held", codes=(*WITH_TOKEN, "invalid_request"), parameters=LIST_PARAMETERS, answer=LeasesAnswer)
 )
 async def list_leases(request: Request) -> Response:
-    """List the caller's leases, one page at a time."""
+    """List the tenant's leases, one page at a time."""
     service = service_of(request)
     asked = query(request, ("run_id", "trajectory_id", *PAGE_NAMES))
     page = Page.of(asked, service.limits)

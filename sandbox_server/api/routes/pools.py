@@ -28,12 +28,12 @@ router = APIRouter(route_class=RawRoute, tags=["pools"])
 NAME = parameter("name", {"type": "string", "pattern": POOL_NAME}, "a pool", location="path", required=True)
 FORCE = parameter("force", {"type": "string", "enum": ["0", "1"]}, "1: end its leases now, instead of waiting until they end")
 TENANT = parameter(
-    "tenant", {"type": "string", "minLength": 1}, "the tenant that owns the pool, for admins; default: the caller's own pool, else the shared one"
+    "tenant", {"type": "string", "minLength": 1}, "the tenant that owns the pool, for admins; default: the tenant's own pool, else the shared one"
 )
 TENANTS = parameter(
     "tenant",
     {"type": "string", "minLength": 1},
-    "the tenant whose pools to list, for admins; `*`: those of all tenants; default: the caller's own and the shared ones",
+    "the tenant whose pools to list, for admins; `*`: those of all tenants; default: its own and the shared ones",
 )
 CHANGE_CODES = (*WITH_TOKEN, "forbidden", "invalid_request", "pool_conflict", "not_implemented", "draining", "backend_unavailable", "storage_unavailable")
 
@@ -41,14 +41,14 @@ CHANGE_CODES = (*WITH_TOKEN, "forbidden", "invalid_request", "pool_conflict", "n
 @router.get(
     "/v1/pools",
     **describe_route(
-        "List the pools that the caller can use",
+        "List the pools that the tenant can use",
         codes=(*WITH_TOKEN, "forbidden", "invalid_request"),
         parameters=(TENANTS, *PAGE_PARAMETERS),
         answer=PoolsAnswer,
     ),
 )
 async def list_pools(request: Request) -> Response:
-    """List the caller's own pools and the shared ones, with their current state."""
+    """List the tenant's own pools and the shared ones, with their current state."""
     service, actor = service_of(request), actor_of(request)
     asked = query(request, ("tenant", *PAGE_NAMES))
     page = Page.of(asked, service.limits)

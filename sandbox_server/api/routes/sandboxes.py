@@ -20,7 +20,7 @@ SANDBOX_ID = parameter("sandbox_id", {"type": "string", "minLength": 1}, "a sand
 
 @router.get("/v1/sandboxes", **describe_route("List sandboxes", codes=(*WITH_TOKEN, "invalid_request"), parameters=PAGE_PARAMETERS, answer=SandboxesAnswer))
 async def list_sandboxes(request: Request) -> Response:
-    """List the sandboxes of the pools that the caller can use, with the states of their slots."""
+    """List the sandboxes of the pools that the tenant can use, with the states of their slots."""
     service = service_of(request)
     page = Page.of(query(request, PAGE_NAMES), service.limits)
     views, cursor = page.cut(service.pools.sandboxes(actor=actor_of(request)), lambda view: view.sandbox_id)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from sandbox_server.core.errors import BackendUnavailable, PoolServiceError
 from sandbox_server.core.execution import Reason, Result, ToolCall
+from sandbox_server.dispatch.agent_errors import LOST_LINK_WAIT_S
 from sandbox_server.dispatch.results import lease_error_result, service_result
 from sandbox_server.link.call_messages import ResultMessage
 from sandbox_server.link.errors import AgentRefused, AgentSilent, LinkError, LinkLost, NotSupportedByAgent, SlotMovedOn
@@ -28,7 +29,7 @@ class CallTimings:
     ping_after_s: float = 2.5
     ping_within_s: float = 2.0
     result_grace_s: float = 20.0
-    lost_wait_s: float = 15.0
+    lost_wait_s: float = LOST_LINK_WAIT_S
     retry_delay_s: float = 0.1
     refused_slot_wait_s: float = 5.0
 

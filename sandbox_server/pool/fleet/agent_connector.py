@@ -108,7 +108,7 @@ class AgentConnector:
         finally:
             question.cancel()
 
-    async def learn_end(self, handle: Handle) -> float | None:
+    async def wait_for_end_time(self, handle: Handle) -> float | None:
         """Ask the backend when it will end the sandbox by itself, until it can say so.
 
         Returns:

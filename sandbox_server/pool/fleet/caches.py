@@ -14,7 +14,7 @@ from sandbox_server.pool.leasing.lease_book import LeaseBook
 from sandbox_server.store.base import CacheRecord
 
 #: How long a cache is kept after its run's last lease has ended, in seconds: as long as a kept slot.
-KEPT_S = 60.0
+KEPT_CACHE_LIMIT_S = 60.0
 
 
 def use_cache(sandbox: Sandbox, record: CacheRecord) -> bool:
@@ -60,7 +60,7 @@ def choose_caches_to_drop(sandboxes: Iterable[Sandbox], book: LeaseBook, now: fl
                 continue
             if cache.idle_since is None:
                 cache.idle_since = now if cache.record.lease_id is None else float("-inf")
-            if not cache.dropping and sandbox.reachable and not sandbox.destroying and cache.idle_since + KEPT_S <= now:
+            if not cache.dropping and sandbox.reachable and not sandbox.destroying and cache.idle_since + KEPT_CACHE_LIMIT_S <= now:
                 cache.dropping = True
                 chosen.append(DropCache(sandbox_id=sandbox.sandbox_id, cache=cache))
     return chosen

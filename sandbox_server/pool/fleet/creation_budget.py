@@ -13,8 +13,8 @@ from sandbox_server.pool.timers import Timers
 
 log = logging.getLogger(__name__)
 
-FIRST_PAUSE_S = 1.0
-LONGEST_PAUSE_S = 60.0
+FIRST_CREATION_PAUSE_S = 1.0
+LONGEST_CREATION_PAUSE_S = 60.0
 #: The rounding error that a sum of floats may have.
 ROUNDING_S = 1e-6
 
@@ -73,7 +73,7 @@ class CreationBudget:
         now = self._clock.monotonic()
         if now < self._not_before:
             return  # several creations were under way together, and the first that was limited has begun the pause
-        pause_s = min(FIRST_PAUSE_S * 2**self._pauses, LONGEST_PAUSE_S) if retry_after_s is None else min(retry_after_s, LONGEST_PAUSE_S)
+        pause_s = min(FIRST_CREATION_PAUSE_S * 2**self._pauses if retry_after_s is None else retry_after_s, LONGEST_CREATION_PAUSE_S)
         self._pauses = min(self._pauses + 1, 10)
         self._not_before = now + pause_s
         log.warning("backend %s limits the rate of creations: none begins there for %g s", self._backend, pause_s)

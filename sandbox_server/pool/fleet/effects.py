@@ -64,7 +64,7 @@ class DropCache:
 
 
 @dataclass(frozen=True, slots=True)
-class WaitUntilQuiet:
+class WaitForAdoptedCalls:
     """Have the agent report when no call runs any more in the slot of an adopted lease."""
 
     lease: Lease
@@ -76,5 +76,13 @@ class RefuseUnservableWaiters:
 
 
 Effect = (
-    RecordSandbox | PublishEvent | CountMetric | AnnounceLeaseBegin | AnnounceLeaseEnd | DestroySandbox | DropCache | WaitUntilQuiet | RefuseUnservableWaiters
+    RecordSandbox
+    | PublishEvent
+    | CountMetric
+    | AnnounceLeaseBegin
+    | AnnounceLeaseEnd
+    | DestroySandbox
+    | DropCache
+    | WaitForAdoptedCalls
+    | RefuseUnservableWaiters
 )

@@ -22,7 +22,7 @@ from sandbox_server.pool.fleet.effects import (
     PublishEvent,
     RecordSandbox,
     RefuseUnservableWaiters,
-    WaitUntilQuiet,
+    WaitForAdoptedCalls,
 )
 from sandbox_server.pool.fleet.sandbox import Sandbox
 from sandbox_server.pool.leasing.held_lease import ResetOrder
@@ -72,7 +72,7 @@ class Fleet:
         self._jitter = jitter
         self._failures = 0
         #: adopted leases under which calls of an earlier service may still run, by sandbox id
-        self._not_quiet: dict[str, set[str]] = {}
+        self._unconfirmed_leases: dict[str, set[str]] = {}
 
     # What the pool asks for.
 
@@ -116,14 +116,14 @@ class Fleet:
         """Let no adopted lease expire before its agent has reported whether calls of the earlier service still run."""
         for lease_id, held_lease in self._book.held.items():
             held_lease.calls_unknown = True
-            self._not_quiet.setdefault(held_lease.lease.sandbox_id, set()).add(lease_id)
+            self._unconfirmed_leases.setdefault(held_lease.lease.sandbox_id, set()).add(lease_id)
 
     def drain_sandbox(self, sandbox: Sandbox, reason: str, *, by: str | None = None) -> list[Effect]:
         """Give a sandbox no new leases. The plan retires it when its last lease ends.
 
         Args:
             sandbox: the sandbox.
-            reason: why, as shown to callers.
+            reason: why, as shown to clients.
             by: the tenant that asked for it; None for the service itself.
         """
         sandbox.reason = reason
@@ -183,8 +183,8 @@ class Fleet:
                 return [] if sandbox.destroying else self._connect_sandbox(sandbox, observed)
             case observations.SandboxDisconnected():
                 return self._disconnect_sandbox(sandbox)
-            case observations.SandboxEndLearned():
-                return self._learn_end(sandbox, observed.ends_at)
+            case observations.SandboxEndTimeObserved():
+                return self._set_end_time(sandbox, observed.ends_at)
             case observations.SandboxFailed():
                 return self._fail_sandbox(sandbox, observed.error)
             case observations.SandboxDestroyed():
@@ -195,7 +195,7 @@ class Fleet:
                 return self._quarantine_slot(observed)
             case observations.CacheDropEnded():
                 return self._finish_cache_drop(sandbox, observed)
-            case observations.AdoptedLeaseQuiet():
+            case observations.AdoptedCallsEnded():
                 return self._confirm_adopted_lease(sandbox, observed)
 
     def _connect_sandbox(self, sandbox: Sandbox, observed: observations.SandboxConnected) -> list[Effect]:
@@ -217,8 +217,8 @@ class Fleet:
             if sandbox.state is not SandboxState.READY or not sandbox.end_is_known:
                 self._book.table.cordon_sandbox(sandbox.sandbox_id)
         self._repeat_resets(sandbox)
-        held = (self._book.held.get(lease_id) for lease_id in self._not_quiet.get(sandbox.sandbox_id, ()))
-        effects += [WaitUntilQuiet(held_lease.lease) for held_lease in held if held_lease is not None]
+        held = (self._book.held.get(lease_id) for lease_id in self._unconfirmed_leases.get(sandbox.sandbox_id, ()))
+        effects += [WaitForAdoptedCalls(held_lease.lease) for held_lease in held if held_lease is not None]
         for cache in sandbox.caches.values():
             cache.dropping = False
         sandbox.notify_waiters()
@@ -236,7 +236,7 @@ class Fleet:
         sandbox.notify_waiters()
         return []
 
-    def _learn_end(self, sandbox: Sandbox, ends_at: float | None) -> list[Effect]:
+    def _set_end_time(self, sandbox: Sandbox, ends_at: float | None) -> list[Effect]:
         sandbox.end_is_known = True
         sandbox.ends_at = None if ends_at is None else self._clock.monotonic() + ends_at - self._clock.wall()
         if sandbox.ends_at is not None and sandbox.sandbox_id in self._book.table.slots_by_sandbox:
@@ -345,16 +345,16 @@ class Fleet:
             return [self._record(sandbox)]
         return []
 
-    def _confirm_adopted_lease(self, sandbox: Sandbox, observed: observations.AdoptedLeaseQuiet) -> list[Effect]:
-        not_quiet = self._not_quiet.get(sandbox.sandbox_id)
-        if not_quiet is not None and observed.lease_id in not_quiet:
-            not_quiet.discard(observed.lease_id)
+    def _confirm_adopted_lease(self, sandbox: Sandbox, observed: observations.AdoptedCallsEnded) -> list[Effect]:
+        unconfirmed = self._unconfirmed_leases.get(sandbox.sandbox_id)
+        if unconfirmed is not None and observed.lease_id in unconfirmed:
+            unconfirmed.discard(observed.lease_id)
             self._book.lease_index.confirm_calls_ended(observed.lease_id, self._clock.monotonic() if observed.calls_ran else None)
         return []
 
     def _end_leases(self, sandbox: Sandbox, reason: str) -> list[Effect]:
         self.adopting.discard(sandbox.sandbox_id)
-        self._not_quiet.pop(sandbox.sandbox_id, None)
+        self._unconfirmed_leases.pop(sandbox.sandbox_id, None)
         lost: list[Lease] = []
         if sandbox.sandbox_id in self._book.table.slots_by_sandbox:
             lost = self._book.remove_sandbox(sandbox.sandbox_id, reason)

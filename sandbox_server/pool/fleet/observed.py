@@ -36,7 +36,7 @@ class SandboxDisconnected:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SandboxEndLearned:
+class SandboxEndTimeObserved:
     """The backend has reported when it will end a sandbox by itself.
 
     Attributes:
@@ -111,7 +111,7 @@ class CacheDropEnded:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AdoptedLeaseQuiet:
+class AdoptedCallsEnded:
     """No call of an earlier service runs any more in the slot of an adopted lease.
 
     Attributes:
@@ -128,11 +128,11 @@ Observed = (
     CheckpointReached
     | SandboxConnected
     | SandboxDisconnected
-    | SandboxEndLearned
+    | SandboxEndTimeObserved
     | SandboxFailed
     | SandboxDestroyed
     | SlotsObserved
     | ResetFailed
     | CacheDropEnded
-    | AdoptedLeaseQuiet
+    | AdoptedCallsEnded
 )

@@ -17,8 +17,8 @@ log = logging.getLogger(__name__)
 #: How long one answer may take before it counts as a failure, in seconds.
 ANSWER_WITHIN_S = 10.0
 #: The pause after a first failure; it doubles with each further one.
-FIRST_PAUSE_S = 0.5
-LONGEST_PAUSE_S = 15.0
+FIRST_OBSERVE_PAUSE_S = 0.5
+LONGEST_OBSERVE_PAUSE_S = 15.0
 
 _Questions = dict[str, tuple[Handle, list[asyncio.Future[Observation]]]]
 
@@ -62,10 +62,10 @@ class BackendObserver:
         return future
 
     def _start_watching(self) -> None:
-        """Watch the backend, if it can be watched and is not watched yet. At least `LONGEST_PAUSE_S` lies between two starts."""
+        """Watch the backend, if it can be watched and is not watched yet. At least `LONGEST_OBSERVE_PAUSE_S` lies between two starts."""
         is_watching = self._watching is not None and not self._watching.done()
         if isinstance(self._backend, WatchesSandboxes) and not is_watching and self._clock.monotonic() >= self._watch_not_before:
-            self._watch_not_before = self._clock.monotonic() + LONGEST_PAUSE_S
+            self._watch_not_before = self._clock.monotonic() + LONGEST_OBSERVE_PAUSE_S
             self._watching = asyncio.create_task(self._watch(self._backend))
 
     async def close(self) -> None:
@@ -107,7 +107,7 @@ class BackendObserver:
         return observations
 
     def _note_failure(self, reason: str) -> Observation:
-        pause_s = min(FIRST_PAUSE_S * 2.0 ** min(self._failures, 16), LONGEST_PAUSE_S)
+        pause_s = min(FIRST_OBSERVE_PAUSE_S * 2.0 ** min(self._failures, 16), LONGEST_OBSERVE_PAUSE_S)
         self._failures += 1
         self._not_before = self._clock.monotonic() + max(pause_s, self._backend.traits.observe_interval_s)
         if self._failures == 1:

@@ -15,7 +15,7 @@ from sandbox_server.link.agent_reports import AgentReport
 from sandbox_server.store.base import CacheRecord, SandboxRecord
 
 #: How long an adopted sandbox is kept at least, whatever its recorded age, in seconds.
-GRACE_S = 60.0
+ADOPTED_SANDBOX_GRACE_S = 60.0
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +50,7 @@ class Sandbox:
         destroying: whether its supervisor destroys it.
         reason: why it drains, or how it failed.
         caches: the shared caches in it, by key.
-        changed: set, and replaced by a new event, whenever a caller that waits for the sandbox has to check again.
+        changed: set, and replaced by a new event, whenever the tasks that wait for the sandbox have to check again.
     """
 
     sandbox_id: str
@@ -82,7 +82,7 @@ class Sandbox:
         self.notify_waiters()
 
     def notify_waiters(self) -> None:
-        """Let the callers that wait for a change of the sandbox check again."""
+        """Let the tasks that wait for a change of the sandbox check again."""
         changed, self.changed = self.changed, asyncio.Event()
         changed.set()
 
@@ -132,7 +132,7 @@ class Sandbox:
         """
         made_with = record.spec or spec
         # The agent ends itself by a clock of its own, so an agent that still runs has some time left, whatever the wall clock shows.
-        oldest_s = max(0.0, made_with.max_lifetime_s + made_with.max_lease_s - GRACE_S)
+        oldest_s = max(0.0, made_with.max_lifetime_s + made_with.max_lease_s - ADOPTED_SANDBOX_GRACE_S)
         return cls(
             sandbox_id=record.sandbox_id,
             pool=record.pool,

@@ -18,7 +18,7 @@ from sandbox_server.pool.dependencies import PoolDependencies
 from sandbox_server.pool.fleet.agent_connector import AgentConnector, SandboxLostError
 from sandbox_server.pool.fleet.backend_access import BackendAccess
 from sandbox_server.pool.fleet.observed import (
-    AdoptedLeaseQuiet,
+    AdoptedCallsEnded,
     CacheDropEnded,
     CheckpointReached,
     Observed,
@@ -26,7 +26,7 @@ from sandbox_server.pool.fleet.observed import (
     SandboxConnected,
     SandboxDestroyed,
     SandboxDisconnected,
-    SandboxEndLearned,
+    SandboxEndTimeObserved,
     SandboxFailed,
     SlotsObserved,
 )
@@ -116,7 +116,7 @@ class SandboxSupervisor:
                 async with self._budget.reserve_creation():
                     agent, report = await self._connector.connect_first(await self._create())
             if self._backend.traits.ends_sandboxes:
-                self._start_request(self._learn_end())
+                self._start_request(self._report_end_time())
             while True:
                 self._agent = agent
                 self._inbox.put(SandboxConnected(sandbox_id=self._sandbox_id, agent=agent, report=report))
@@ -146,9 +146,9 @@ class SandboxSupervisor:
             raise CreateFailed("the backend made no agent that can be reached")
         return self._handle
 
-    async def _learn_end(self) -> None:
+    async def _report_end_time(self) -> None:
         assert self._handle is not None, "a sandbox that was connected to has a handle"
-        self._inbox.put(SandboxEndLearned(sandbox_id=self._sandbox_id, ends_at=await self._connector.learn_end(self._handle)))
+        self._inbox.put(SandboxEndTimeObserved(sandbox_id=self._sandbox_id, ends_at=await self._connector.wait_for_end_time(self._handle)))
 
     async def _watch_slots(self, agent: AgentClient) -> str:
         """Report the state of the agent's slots until the link is lost. Returns how that happened, as part of a sentence."""
@@ -242,11 +242,11 @@ class SandboxSupervisor:
             log.debug("a cache is not dropped yet: %s", error, extra=self._sandbox.fields)
         self._inbox.put(CacheDropEnded(sandbox_id=self._sandbox_id, cache=cache, is_gone=is_gone))
 
-    def wait_until_quiet(self, lease: Lease) -> None:
+    def wait_for_adopted_calls(self, lease: Lease) -> None:
         """Have the agent report when no call runs any more in the slot of an adopted lease."""
-        self._start_request(self._wait_until_quiet(lease))
+        self._start_request(self._wait_for_adopted_calls(lease))
 
-    async def _wait_until_quiet(self, lease: Lease) -> None:
+    async def _wait_for_adopted_calls(self, lease: Lease) -> None:
         calls_ran = True
         try:
             if self._agent is not None:
@@ -256,7 +256,7 @@ class SandboxSupervisor:
         except AgentRefused as error:
             fields = {"lease_id": lease.lease_id, "sandbox_id": lease.sandbox_id}
             log.warning("an agent does not report whether calls of an adopted lease still run: %s", error, extra=fields)
-        self._inbox.put(AdoptedLeaseQuiet(sandbox_id=self._sandbox_id, lease_id=lease.lease_id, calls_ran=calls_ran))
+        self._inbox.put(AdoptedCallsEnded(sandbox_id=self._sandbox_id, lease_id=lease.lease_id, calls_ran=calls_ran))
 
     # The end.
 

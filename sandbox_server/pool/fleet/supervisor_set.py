@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 
 from sandbox_server.pool.dependencies import PoolDependencies
 from sandbox_server.pool.fleet.backend_access import BackendAccess
-from sandbox_server.pool.fleet.effects import DestroySandbox, DropCache, WaitUntilQuiet
+from sandbox_server.pool.fleet.effects import DestroySandbox, DropCache, WaitForAdoptedCalls
 from sandbox_server.pool.fleet.observed import Observed
 from sandbox_server.pool.fleet.sandbox import Sandbox
 from sandbox_server.pool.fleet.supervisor import SandboxSupervisor
@@ -58,9 +58,9 @@ class SupervisorSet:
             if supervisor is not None:
                 supervisor.reset_slot(order)
 
-    def carry_out(self, effect: DestroySandbox | DropCache | WaitUntilQuiet) -> None:
+    def carry_out(self, effect: DestroySandbox | DropCache | WaitForAdoptedCalls) -> None:
         """Pass an effect on to the supervisor that it concerns, if its sandbox is not gone."""
-        sandbox_id = effect.lease.sandbox_id if isinstance(effect, WaitUntilQuiet) else effect.sandbox_id
+        sandbox_id = effect.lease.sandbox_id if isinstance(effect, WaitForAdoptedCalls) else effect.sandbox_id
         supervisor = self._supervisors.get(sandbox_id)
         if supervisor is None:
             return
@@ -69,8 +69,8 @@ class SupervisorSet:
                 supervisor.destroy_sandbox()
             case DropCache():
                 supervisor.drop_cache(effect.cache)
-            case WaitUntilQuiet():
-                supervisor.wait_until_quiet(effect.lease)
+            case WaitForAdoptedCalls():
+                supervisor.wait_for_adopted_calls(effect.lease)
 
     async def stop(self, left_alone: Collection[str]) -> None:
         """Stop the supervisors of some sandboxes, and wait until the other sandboxes, which are being destroyed, are gone.

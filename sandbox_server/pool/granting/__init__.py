@@ -1,1 +1,1 @@
-"""From a waiting acquire to its answer: preparing slots, granting leases, refusing acquires that cannot be served."""
+"""What happens to a waiting acquire: preparing slots, granting leases, refusing acquires that cannot be served."""

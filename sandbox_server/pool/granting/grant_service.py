@@ -1,4 +1,4 @@
-"""Grants or refuses waiting acquires. Slots are prepared before the response, and released if the caller has disconnected."""
+"""Grants or refuses waiting acquires. Slots are prepared before the response, and released if the client has disconnected."""
 
 from __future__ import annotations
 
@@ -39,24 +39,24 @@ class PreparationEnded:
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerAbandoned:
-    """The caller of an acquire is gone, or could not be answered."""
+class AcquireAbandoned:
+    """The client of an acquire has disconnected, or the leases could not be written to the store."""
 
     waiter: Waiter
 
 
-PoolValue = Observed | PreparationEnded | AnswerAbandoned
+PoolValue = Observed | PreparationEnded | AcquireAbandoned
 """What a pool's inbox takes."""
 
 
 class GrantService:
-    """Answers the acquires of one pool.
+    """Grants or refuses the acquires of one pool.
 
     Args:
         book: the pool's lease book.
         fleet: the pool's sandboxes.
         spec: the pool's spec.
-        inbox: takes the ends of preparations and abandoned answers.
+        inbox: takes the ends of preparations and the acquires that are abandoned.
         dependencies: clock, store and metrics.
 
     Attributes:
@@ -71,8 +71,8 @@ class GrantService:
         self._fleet = fleet
         self._inbox = inbox
         self._dependencies = dependencies
-        self._answers: dict[int, asyncio.Future[None]] = {}
-        #: the sequence numbers of waiters whose slots are being prepared, and of those among them whose caller is gone
+        self._outcomes: dict[int, asyncio.Future[None]] = {}
+        #: the sequence numbers of waiters whose slots are being prepared, and of those among them whose client has disconnected
         self._preparing: set[int] = set()
         self._abandoned: set[int] = set()
 
@@ -98,8 +98,8 @@ class GrantService:
         if has_permanent_error and request.count > self._book.table.usable():
             raise self._permanent_error()
 
-    def answer_served(self, served: Sequence[Waiter]) -> list[Effect]:
-        """Answer the waiters that the book has given slots, or begin to prepare their slots first."""
+    def grant_or_prepare(self, served: Sequence[Waiter]) -> list[Effect]:
+        """Grant the leases of the waiters that the book has given slots, or begin to prepare their slots first."""
         for waiter in served:
             if rights.needs_preparing(waiter.request, self.spec):
                 self._preparing.add(waiter.seq)
@@ -114,15 +114,15 @@ class GrantService:
         # The leases and what their request key was granted go to disk in one commit: never one without the other.
         if waiter.request.request_key is not None:
             self._dependencies.store.put(key_record(waiter.request, waiter.leases, self._dependencies.clock.wall()))
-        self._answer(waiter, None)
+        self._end_wait(waiter, None)
 
     def refuse_waiter(self, waiter: Waiter, error: PoolServiceError) -> None:
-        """Take a waiter out of the queue and answer it with an error."""
+        """Take a waiter out of the queue and refuse it with an error."""
         self._book.remove_waiter(waiter)
-        self._answer(waiter, error)
+        self._end_wait(waiter, error)
 
     def refuse_all_waiters(self, make_error: Callable[[], PoolServiceError]) -> None:
-        """Take all waiters out of the queue and answer each with an error.
+        """Take all waiters out of the queue and refuse each with an error.
 
         Args:
             make_error: makes one error. Each waiter gets its own, because raising an error adds to its traceback.
@@ -166,49 +166,49 @@ class GrantService:
                 detail = f"count is {waiter.request.count}, and pool {pool_id.name!r} can no longer hold more than {spec.max_slots} slots"
                 self.refuse_waiter(waiter, InvalidRequest(detail, field="count"))
 
-    def _answer(self, waiter: Waiter, error: PoolServiceError | None) -> None:
-        future = self._answers.get(waiter.seq)
+    def _end_wait(self, waiter: Waiter, error: PoolServiceError | None) -> None:
+        future = self._outcomes.get(waiter.seq)
         if future is None:
             if error is None:
-                return  # served in the same step that queued it: `wait_for_answer` finds the leases
-            future = self._answers[waiter.seq] = asyncio.get_running_loop().create_future()
+                return  # served in the same step that queued it: `wait_for_leases` finds the leases
+            future = self._outcomes[waiter.seq] = asyncio.get_running_loop().create_future()
         if not future.done():
             if error is None:
                 future.set_result(None)
             else:
                 future.set_exception(error)
 
-    async def wait_for_answer(self, waiter: Waiter) -> Acquired:
+    async def wait_for_leases(self, waiter: Waiter) -> Acquired:
         """Wait until a queued waiter is granted its leases, and they are on disk.
 
         Raises:
             PoolServiceError: the error that the waiter was refused with.
         """
         try:
-            if not waiter.leases or waiter.seq in self._preparing or waiter.seq in self._answers:
-                future = self._answers.get(waiter.seq)
+            if not waiter.leases or waiter.seq in self._preparing or waiter.seq in self._outcomes:
+                future = self._outcomes.get(waiter.seq)
                 if future is None:
-                    future = self._answers[waiter.seq] = asyncio.get_running_loop().create_future()
+                    future = self._outcomes[waiter.seq] = asyncio.get_running_loop().create_future()
                 await future
             await self._dependencies.store.flush()
         except BaseException:
-            self._inbox.put(AnswerAbandoned(waiter))
+            self._inbox.put(AcquireAbandoned(waiter))
             raise
         finally:
-            self._answers.pop(waiter.seq, None)
+            self._outcomes.pop(waiter.seq, None)
         waited_s = self._dependencies.clock.monotonic() - waiter.arrived
         self._dependencies.meter.observe("sandbox_acquire_seconds", waited_s, **self._fleet.pool_id.labels)
         return Acquired(leases=waiter.leases, waited_s=waited_s)
 
     def give_back(self, waiter: Waiter) -> list[Effect]:
-        """Remove a waiter whose caller has disconnected from the queue, and release its leases: those whose slots are being prepared after the preparation."""
+        """Remove a waiter whose client has disconnected from the queue, and release its leases: those whose slots are being prepared after the preparation."""
         self._book.remove_waiter(waiter)
         if waiter.seq in self._preparing:
             self._abandoned.add(waiter.seq)
             return []
         if waiter.leases and waiter.request.request_key is not None:
             self._dependencies.store.put(Deletion(key=(waiter.request.tenant, waiter.request.request_key)))
-        return self._release_leases(waiter.leases, "the caller of the acquire did not receive the response")
+        return self._release_leases(waiter.leases, "the client of the acquire did not receive the response")
 
     def _release_leases(self, leases: Sequence[Lease], detail: str) -> list[Effect]:
         return [AnnounceLeaseEnd(self._book.release_lease(lease.lease_id, detail=detail)) for lease in leases if lease.lease_id in self._book.held]
@@ -228,17 +228,17 @@ class GrantService:
         unable = next((error for error in errors if isinstance(error, NotSupportedByAgent | RequestInvalid)), None)
         unrecorded = next((error for error in errors if isinstance(error, PoolServiceError)), None)
         if unable is not None:
-            self._answer(waiter, rights.rights_not_supported(leases[0], unable.detail))
+            self._end_wait(waiter, rights.rights_not_supported(leases[0], unable.detail))
         elif unrecorded is not None:
-            self._answer(waiter, unrecorded)
-        elif waiter.seq in self._answers:
+            self._end_wait(waiter, unrecorded)
+        elif waiter.seq in self._outcomes:
             self._wait_again(waiter)
         return effects
 
     def _wait_again(self, waiter: Waiter) -> None:
         if self._dependencies.clock.monotonic() >= waiter.deadline:
             waited_s = round(waiter.deadline - waiter.arrived, 3)
-            self._answer(waiter, NoCapacity("no slot could be prepared in time: ask again", queue_position=1, waited_s=waited_s))
+            self._end_wait(waiter, NoCapacity("no slot could be prepared in time: ask again", queue_position=1, waited_s=waited_s))
         else:
             self._book.requeue_waiter(waiter)
 

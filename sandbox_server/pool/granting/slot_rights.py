@@ -8,7 +8,7 @@ from sandbox_server.pool.leasing import rights
 
 
 async def prepare_slot_of(agent: AgentClient, lease: Lease) -> None:
-    """Give the slot of a new lease its cache and network, before the acquire is answered.
+    """Give the slot of a new lease its cache and network, before the acquire is granted.
 
     Args:
         agent: the agent of the slot.

@@ -12,7 +12,7 @@ from sandbox_server.core.errors import LeaseLost, SandboxLost
 from sandbox_server.core.types import Lease, LeaseState
 from sandbox_server.store.base import Deletion, Record
 
-REMEMBERED_S = 3600.0
+ENDED_LEASE_REMEMBERED_S = 3600.0
 MAX_REMEMBERED = 200_000
 #: This many of the newest ended leases are kept in memory. The older ones are read from the store when they are needed.
 MAX_IN_MEMORY = 1000
@@ -64,7 +64,7 @@ class EndedLeases:
 
     def purge(self, now: float) -> None:
         """Forget the leases that ended more than an hour ago, and the oldest beyond `MAX_REMEMBERED`. `now`: monotonic."""
-        while self._ids_by_end and (self._ids_by_end[0][0] + REMEMBERED_S <= now or len(self._ids_by_end) > MAX_REMEMBERED):
+        while self._ids_by_end and (self._ids_by_end[0][0] + ENDED_LEASE_REMEMBERED_S <= now or len(self._ids_by_end) > MAX_REMEMBERED):
             lease_id = self._ids_by_end.popleft()[1]
             self._in_memory.pop(lease_id, None)
             self._record(Deletion(lease_id=lease_id))

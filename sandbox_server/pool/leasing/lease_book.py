@@ -28,7 +28,7 @@ from sandbox_server.pool.leasing.wait_queue import Waiter, WaitQueue
 from sandbox_server.store.base import Record, SlotRecord
 
 #: How long the files of a released slot are kept for its run, in seconds.
-KEPT_S = 60.0
+KEPT_SLOT_LIMIT_S = 60.0
 #: A run that differs from the run of every acquire. It is used where the run that last used a slot is not known.
 UNKNOWN_RUN: RunKey = ("", None)
 NO_EVIDENCE: Mapping[str, Any] = MappingProxyType({})
@@ -300,7 +300,7 @@ class LeaseBook:
             self.release_lease(due.lease.lease_id, state=LeaseState.EXPIRED, detail=f"expired: not renewed for its ttl_s of {due.lease.ttl_s:g} s")
             for due in self.lease_index.take_expired(now)
         ]
-        for slot in list(itertools.takewhile(lambda slot: slot.since + KEPT_S <= now, self.table.kept())):
+        for slot in list(itertools.takewhile(lambda slot: slot.since + KEPT_SLOT_LIMIT_S <= now, self.table.kept())):
             self._order_reset(slot, SlotEvent.RECLAIM, keep=None)
         self.ended_leases.purge(now)
         return expired
@@ -308,7 +308,7 @@ class LeaseBook:
     def next_due(self) -> float:
         """Return when `expire_leases`, `overdue_waiters` or `assign_slots` must be called again even if nothing happens, monotonic."""
         due = [self.lease_index.next_expiry(), self.queue.next_deadline(), self.claims.next_claim_at()]
-        due.extend(slot.since + KEPT_S for slot in itertools.islice(self.table.kept(), 1))
+        due.extend(slot.since + KEPT_SLOT_LIMIT_S for slot in itertools.islice(self.table.kept(), 1))
         return min(due)
 
     def _end_lease(self, held_lease: HeldLease, state: LeaseState, detail: str, evidence: Mapping[str, Any] = NO_EVIDENCE) -> Lease:

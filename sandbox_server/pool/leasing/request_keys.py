@@ -12,7 +12,7 @@ from sandbox_server.core.errors import CallConflict
 from sandbox_server.core.types import Acquired, AcquireRequest, Lease
 from sandbox_server.store.base import Deletion, KeyRecord, Store
 
-REMEMBERED_S = 3600.0
+REQUEST_KEY_REMEMBERED_S = 3600.0
 MAX_KEYS = 100_000
 
 TenantKey = tuple[str, str]
@@ -21,11 +21,11 @@ TenantKey = tuple[str, str]
 
 @dataclass(slots=True, eq=False)
 class _Attempt:
-    """An acquire with a key that has not finished. `caller_count`: how many requests wait for its result."""
+    """An acquire with a key that has not finished. `request_count`: how many requests wait for its result."""
 
     request: AcquireRequest
     task: asyncio.Task[Acquired]
-    caller_count: int = 0
+    request_count: int = 0
 
 
 class RequestKeys:
@@ -78,12 +78,12 @@ class RequestKeys:
         if attempt is None:
             attempt = self._attempts[tenant_key] = _Attempt(request, asyncio.create_task(self._acquire_and_remember(tenant_key, request, acquire)))
             attempt.task.add_done_callback(_retrieve_exception)
-        attempt.caller_count += 1
+        attempt.request_count += 1
         try:
             return await asyncio.shield(attempt.task)
         finally:
-            attempt.caller_count -= 1
-            if not attempt.caller_count and not attempt.task.done():
+            attempt.request_count -= 1
+            if not attempt.request_count and not attempt.task.done():
                 attempt.task.cancel()
                 # The attempt is removed here and not when its task ends: a retry that comes in between must start a new one.
                 if self._attempts.get(tenant_key) is attempt:
@@ -111,7 +111,7 @@ class RequestKeys:
     def purge(self) -> None:
         """Forget the keys whose leases were granted more than an hour ago, and the oldest beyond `MAX_KEYS`."""
         now = self._clock.monotonic()
-        while self._keys_by_age and (self._keys_by_age[0][0] + REMEMBERED_S <= now or len(self._keys_by_age) > MAX_KEYS):
+        while self._keys_by_age and (self._keys_by_age[0][0] + REQUEST_KEY_REMEMBERED_S <= now or len(self._keys_by_age) > MAX_KEYS):
             tenant_key = self._keys_by_age.popleft()[1]
             del self._granted[tenant_key]
             self._store.put(Deletion(key=tenant_key))

@@ -10,7 +10,7 @@ from sandbox_server.pool.leasing.slot_table import Slot
 from sandbox_server.store.base import SlotRecord
 
 #: A restored lease is held for at least this many seconds, so that its client has time to renew it.
-GRACE_S = 60.0
+ADOPTED_LEASE_GRACE_S = 60.0
 FIRST_EPOCH = 1
 
 
@@ -30,7 +30,7 @@ def slot_from_record(record: SlotRecord, now: float) -> Slot:
 
 
 def restored_lease(lease: Lease, now: float, wall_s: float) -> HeldLease:
-    """Return a recorded lease as it is held after the restart: at least `GRACE_S` longer, and at most for its `ttl_s`.
+    """Return a recorded lease as it is held after the restart: at least `ADOPTED_LEASE_GRACE_S` longer, and at most for its `ttl_s`.
 
     The upper limit matters if the wall clock was set back meanwhile, because the lease would otherwise be held too long.
 
@@ -39,7 +39,7 @@ def restored_lease(lease: Lease, now: float, wall_s: float) -> HeldLease:
         now: the monotonic time.
         wall_s: the wall-clock time, in Unix seconds.
     """
-    left_s = min(max(lease.expires_at - wall_s, min(lease.ttl_s, GRACE_S)), lease.ttl_s)
+    left_s = min(max(lease.expires_at - wall_s, min(lease.ttl_s, ADOPTED_LEASE_GRACE_S)), lease.ttl_s)
     return HeldLease(replace(lease, expires_at=wall_s + left_s), deadline=now + left_s)
 
 

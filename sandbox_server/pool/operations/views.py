@@ -1,4 +1,4 @@
-"""Views of pools and sandboxes for callers. Changes nothing."""
+"""Views of pools and sandboxes for clients. Changes nothing."""
 
 from __future__ import annotations
 

@@ -20,10 +20,10 @@ from sandbox_server.backends.processes import start_time
 from sandbox_server.core.clock import SystemClock
 from sandbox_server.core.execution import Reason
 from sandbox_server.core.types import AcquireRequest
-from sandbox_server.dispatch.call_admission import CallLimits
-from sandbox_server.dispatch.call_records import CallRecords
+from sandbox_server.dispatch.admission.call_admission import CallLimits
+from sandbox_server.dispatch.admission.concurrency import ConcurrencyLimiter
+from sandbox_server.dispatch.call_queries import CallQueries
 from sandbox_server.dispatch.call_tracker import CallTracker
-from sandbox_server.dispatch.concurrency import ConcurrencyLimiter
 from sandbox_server.dispatch.dispatcher import Dispatcher
 from sandbox_server.telemetry import Telemetry
 from tests.integration.pool.first_life import call, make_pools
@@ -115,7 +115,7 @@ async def test_a_call_of_an_earlier_life_is_told_of_in_the_encoding_that_it_aske
     pools = await again()
     await until(lambda: pools.readiness()["ready"])
     dispatcher = Dispatcher(pools, pools._store, SystemClock(), Telemetry(), CallLimits(), CallTracker(()), ConcurrencyLimiter(lambda tenant: None))
-    records = CallRecords(pools, pools._store, dispatcher.call_tracker, SystemClock(), dispatcher.outputs)
+    records = CallQueries(pools, pools._store, dispatcher.call_tracker, SystemClock(), dispatcher.outputs)
 
     running = await records.call_status("t", lease_id, "c")
     async with aclosing(call_events(records, "t", lease_id, "c", 0)) as found:

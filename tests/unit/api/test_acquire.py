@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from sandbox_server.api.body import CallerGone
+from sandbox_server.api.body import ClientDisconnected
 from sandbox_server.api.body_budget import BodyBudget
 from sandbox_server.api.limits import Limits
 from sandbox_server.api.routes.leases import acquire
-from sandbox_server.api.service import CALLER_KEY, SERVICE_KEY, Caller, Service
+from sandbox_server.api.service import REQUEST_CONTEXT_KEY, SERVICE_KEY, RequestContext, Service
 from sandbox_server.api.tenants import Tenant, Tenants
 from sandbox_server.core.errors import Draining
 from sandbox_server.core.types import Acquired, AcquireRequest
@@ -57,7 +57,7 @@ class World:
             pools=self.pools,  # type: ignore[arg-type]
             dispatcher=None,  # type: ignore[arg-type]
             files=None,  # type: ignore[arg-type]
-            records=None,  # type: ignore[arg-type]
+            call_queries=None,  # type: ignore[arg-type]
             events=None,  # type: ignore[arg-type]
             telemetry=Telemetry(),
             flush=self.pools.flush,
@@ -67,14 +67,14 @@ class World:
             default_pool="default",
             stopping=asyncio.get_running_loop().create_future(),
         )
-        scope = {"type": "http", "headers": [], SERVICE_KEY: self.service, CALLER_KEY: Caller(tenant=Tenant(name="a"), request_id="r")}
+        scope = {"type": "http", "headers": [], SERVICE_KEY: self.service, REQUEST_CONTEXT_KEY: RequestContext(tenant=Tenant(name="a"), request_id="r")}
         self.asking = asyncio.create_task(acquire(Request(scope, self.messages.get)))
 
     async def queued(self) -> None:
         while not self.pools.queued:
             await asyncio.sleep(0)
 
-    def hang_up(self) -> None:
+    def disconnected(self) -> None:
         self.messages.put_nowait({"type": "http.disconnect"})
 
 
@@ -93,28 +93,28 @@ async def test_a_granted_acquire_is_answered(world: World) -> None:
 
 
 async def test_a_caller_that_hangs_up_leaves_the_queue(world: World) -> None:
-    world.hang_up()
+    world.disconnected()
 
-    with pytest.raises(CallerGone):
+    with pytest.raises(ClientDisconnected):
         await world.asking
     assert len(world.pools.left) == 1
     assert world.pools.given_back == []
 
 
 async def test_what_is_granted_to_a_caller_that_is_gone_is_given_back_under_its_key(world: World) -> None:
-    world.hang_up()
+    world.disconnected()
     world.pools.grant.set()
 
-    with pytest.raises(CallerGone):
+    with pytest.raises(ClientDisconnected):
         await world.asking
     assert [key for _, key in world.pools.given_back] == ["k"]
 
 
 async def test_what_is_granted_while_leaving_is_given_back(world: World) -> None:
     world.pools.grants_when_cancelled = True
-    world.hang_up()
+    world.disconnected()
 
-    with pytest.raises(CallerGone):
+    with pytest.raises(ClientDisconnected):
         await world.asking
     assert len(world.pools.given_back) == 1
 

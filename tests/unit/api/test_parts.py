@@ -27,7 +27,7 @@ from sandbox_server.api.tenants import Tenant, Tenants
 from sandbox_server.core import errors
 from sandbox_server.core.errors import InvalidRequest, NoCapacity, PoolServiceError, Unauthorized
 from sandbox_server.core.execution import Fault, Reason, Result
-from sandbox_server.dispatch.answer_budget import AnswerBudget
+from sandbox_server.dispatch.admission.response_budget import ResponseBudget
 from sandbox_server.dispatch.batch import Batch
 from sandbox_server.state_dir import StateDir, StateDirError
 from sandbox_server.telemetry import JsonFormatter, Telemetry, TextFormatter, request_fields
@@ -195,7 +195,7 @@ def test_server_json_is_there_while_the_service_is(tmp_path: Path) -> None:
 
 
 async def test_an_empty_line_says_that_the_service_is_still_there() -> None:
-    batch = Batch(1, AnswerBudget().nothing_reserved("alice"))
+    batch = Batch(1, ResponseBudget().nothing_reserved("alice"))
     sent: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
     sending = asyncio.create_task(ResultLines(batch, 60.0, heartbeat_s=0.01)({}, asyncio.Event().wait, sent.put))  # type: ignore[arg-type]
     assert (await sent.get())["status"] == 200

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sandbox_server.api import result_pieces
-from sandbox_server.api.body import CallerStalled
+from sandbox_server.api.body import ClientStalled
 from sandbox_server.api.contract.render import dumps, result_document
 from sandbox_server.api.streams import StreamResponse
 from sandbox_server.core.execution import Fault, Reason, Result
@@ -67,6 +67,6 @@ async def test_a_caller_that_does_not_read_is_cut_off_and_what_it_held_is_given_
             await asyncio.Event().wait()
 
     stream = StreamResponse(pieces(), "application/json", stall_s=0.01, on_end=ended.set)
-    with pytest.raises(CallerStalled, match="answer_stall_s"):
+    with pytest.raises(ClientStalled, match="answer_stall_s"):
         await stream({}, asyncio.Event().wait, send)  # type: ignore[arg-type]
     assert ended.is_set()

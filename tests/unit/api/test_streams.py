@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sandbox_server.api.body import CallerGone, check_keys, without_escapes
+from sandbox_server.api.body import ClientDisconnected, check_keys, without_escapes
 from sandbox_server.api.call_events import OutputEncoder
 from sandbox_server.api.contract.parse import offset_of, wait_of
 from sandbox_server.api.limits import Limits
@@ -21,7 +21,7 @@ from sandbox_server.api.paging import Page, next_cursor
 from sandbox_server.api.streams import COMMENT, EventStreamResponse, check_stream_limit, event_block
 from sandbox_server.core.errors import InvalidRequest, QuotaExceeded
 from sandbox_server.core.execution import Fault, Reason, Result
-from sandbox_server.dispatch.call_records import Chunk
+from sandbox_server.dispatch.call_queries import Chunk
 from tests.contract.test_recorded import events as parsed
 
 
@@ -82,7 +82,7 @@ async def test_a_hang_up_closes_the_events_and_frees_the_place() -> None:
     with pytest.raises(QuotaExceeded, match=r"limits\.streams"):
         EventStreamResponse(events(), of, "t")
     caller.gone.set()
-    with pytest.raises(CallerGone):
+    with pytest.raises(ClientDisconnected):
         await stream
 
     assert closed.is_set()

@@ -12,7 +12,7 @@ import pytest
 from env_client.discovery import Endpoint
 from env_client.errors import ConnectFailed, LeaseLost, SandboxError, SandboxLost, ServiceError
 from env_client.retry import RetryPolicy
-from env_client.transport.heartbeat import MAX_BATCH_SIZE, AsyncHeartbeat, RenewalBatch, RenewalSchedule, ThreadHeartbeat
+from env_client.transport.heartbeat import MAX_LEASES_OF_RENEWAL, AsyncHeartbeat, RenewalBatch, RenewalSchedule, ThreadHeartbeat
 from env_client.transport.request_core import RequestCore
 from env_client.transport.senders import AsyncSender, SyncSender
 from env_client.values import LeaseInfo, Renewed
@@ -69,11 +69,11 @@ class TestRenewalSchedule:
 
     def test_a_ttl_has_a_request_of_its_own_and_many_leases_have_several(self) -> None:
         schedule = RenewalSchedule()
-        for number in range(MAX_BATCH_SIZE + 1):
+        for number in range(MAX_LEASES_OF_RENEWAL + 1):
             schedule.add_lease(Holder(f"l-{number}"), 30, 0)
         schedule.add_lease(Holder("other"), 60, 0)
 
-        assert [(len(batch.lease_ids), batch.ttl_s) for batch in schedule.take_due_batches(20)] == [(MAX_BATCH_SIZE, 30), (1, 30), (1, 60)]
+        assert [(len(batch.lease_ids), batch.ttl_s) for batch in schedule.take_due_batches(20)] == [(MAX_LEASES_OF_RENEWAL, 30), (1, 30), (1, 60)]
 
     def test_a_lost_lease_is_notified_and_not_renewed_again(self) -> None:
         schedule, holder, error = RenewalSchedule(), Holder("x"), LeaseLost("expired")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from sandbox_server.core.execution import Fault, Reason, Result
-from sandbox_server.dispatch.answer_budget import AnswerBudget
+from sandbox_server.dispatch.admission.response_budget import ResponseBudget
 from sandbox_server.dispatch.batch import Batch
 
 
@@ -14,7 +14,7 @@ def result(call_id: str) -> Result:
 
 
 async def test_all_is_in_the_order_of_the_calls() -> None:
-    batch = Batch(3, AnswerBudget().nothing_reserved("alice"))
+    batch = Batch(3, ResponseBudget().nothing_reserved("alice"))
     for index in (2, 0, 1):
         batch.deliver_result(index, result(str(index)))
 
@@ -22,7 +22,7 @@ async def test_all_is_in_the_order_of_the_calls() -> None:
 
 
 async def test_next_is_in_the_order_of_finishing_and_then_none() -> None:
-    batch = Batch(3, AnswerBudget().nothing_reserved("alice"))
+    batch = Batch(3, ResponseBudget().nothing_reserved("alice"))
     batch.deliver_result(2, result("2"))
     batch.deliver_result(0, result("0"))
 
@@ -36,7 +36,7 @@ async def test_next_is_in_the_order_of_finishing_and_then_none() -> None:
 
 
 async def test_the_first_result_of_a_call_stays() -> None:
-    batch = Batch(1, AnswerBudget().nothing_reserved("alice"))
+    batch = Batch(1, ResponseBudget().nothing_reserved("alice"))
     batch.deliver_result(0, result("first"))
     batch.deliver_result(0, result("second"))
 

@@ -11,9 +11,9 @@ import pytest
 
 from sandbox_server.core.errors import BackendUnavailable
 from sandbox_server.core.execution import Fault, Reason
-from sandbox_server.dispatch.call_admission import CallLimits
-from sandbox_server.dispatch.call_records import CallRecords
-from sandbox_server.dispatch.concurrency import ConcurrencyLimiter
+from sandbox_server.dispatch.admission.call_admission import CallLimits
+from sandbox_server.dispatch.admission.concurrency import ConcurrencyLimiter
+from sandbox_server.dispatch.call_queries import CallQueries
 from sandbox_server.dispatch.dispatcher import Dispatcher
 from sandbox_server.dispatch.files import SlotFiles
 from sandbox_server.dispatch.outputs import output_bytes
@@ -102,7 +102,7 @@ async def test_the_time_until_an_agent_can_be_reached_again_is_the_calls_as_well
 async def test_questions_about_calls_and_files_of_a_stopped_agent_are_answered() -> None:
     world = await make_world(ScriptedAgent("s-1", slots=3), response_timeout_s=0.2)
     world.agent.is_stopped = True
-    found = CallRecords(world.slot_locator, world.store, world.dispatcher.call_tracker, world.clock, world.dispatcher.outputs)
+    found = CallQueries(world.slot_locator, world.store, world.dispatcher.call_tracker, world.clock, world.dispatcher.outputs)
     slot_files = SlotFiles(world.slot_locator)
 
     async def endless() -> AsyncGenerator[bytes, None]:
@@ -149,7 +149,7 @@ async def test_an_output_that_a_stopped_agent_does_not_give_is_fetched_when_it_i
     assert [(result.reason, result.fault, result.metadata["may_have_run"]) for result in (first, second)] == [(Reason.BACKEND_ERROR, Fault.INFRA, True)] * 2
     assert "has not answered" in first.error
     assert world.store.find_result("a", "c1") is None
-    found = CallRecords(world.slot_locator, world.store, world.dispatcher.call_tracker, world.clock, world.dispatcher.outputs)
+    found = CallQueries(world.slot_locator, world.store, world.dispatcher.call_tracker, world.clock, world.dispatcher.outputs)
     for ask in (
         found.call_status("alice", "a", "c1"),
         found.call_status("alice", "a", "c1", wait_s=1.0),

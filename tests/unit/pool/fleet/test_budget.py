@@ -8,7 +8,7 @@ import pytest
 
 from sandbox_server.backends.base import CreateFailed, RateLimited
 from sandbox_server.core.types import AcquireRequest, PoolSpec
-from sandbox_server.pool.fleet.creation_budget import LONGEST_PAUSE_S, CreationBudget
+from sandbox_server.pool.fleet.creation_budget import LONGEST_CREATION_PAUSE_S, CreationBudget
 from sandbox_server.testing import FakeBackend, FakeClock, settle
 from tests.unit.pool.conftest import World
 
@@ -99,7 +99,7 @@ async def test_pauses_double_until_something_is_made_again():
     for number in range(8):
         asked_at = making.clock.monotonic() - 1000.0
         await making.begin(1)
-        await making.clock.advance(LONGEST_PAUSE_S)
+        await making.clock.advance(LONGEST_CREATION_PAUSE_S)
         waits.append(making.began[-1] - asked_at)
         await making.end(number, RateLimited("slowly") if number < 7 else None)
         with pytest.raises(RateLimited) if number < 7 else pytest.MonkeyPatch.context():

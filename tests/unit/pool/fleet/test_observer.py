@@ -11,7 +11,7 @@ import pytest
 from sandbox_server.backends.base import BackendTraits, Observation, ObservedState
 from sandbox_server.core.errors import BackendUnavailable, SandboxLost
 from sandbox_server.core.types import Handle, PoolSpec
-from sandbox_server.pool.fleet.observer import LONGEST_PAUSE_S, BackendObserver
+from sandbox_server.pool.fleet.observer import LONGEST_OBSERVE_PAUSE_S, BackendObserver
 from sandbox_server.testing import FakeBackend, FakeClock, settle
 from tests.unit.pool.conftest import World
 
@@ -73,7 +73,7 @@ async def test_an_unreachable_sandbox_is_lost_once_its_backend_says_that_it_is_g
     world.backend.kill(lease.sandbox_id)
     world.backend.unreachable = None
 
-    await world.clock.advance(LONGEST_PAUSE_S + 1)
+    await world.clock.advance(LONGEST_OBSERVE_PAUSE_S + 1)
 
     with pytest.raises(SandboxLost, match="its agent has ended"):
         world.pools.locate_slot("t", lease.lease_id)
@@ -87,7 +87,7 @@ async def test_an_unreachable_sandbox_is_lost_when_its_backend_says_that_it_runs
     await world.clock.advance(60)
     world.backend.unreachable = None
 
-    await world.clock.advance(LONGEST_PAUSE_S + 1)
+    await world.clock.advance(LONGEST_OBSERVE_PAUSE_S + 1)
 
     with pytest.raises(SandboxLost, match="could not be reached for 5 s"):
         world.pools.locate_slot("t", lease.lease_id)
@@ -238,7 +238,7 @@ async def test_a_fault_in_watching_is_logged_and_watching_starts_again_after_a_p
     observer.request_observation(handle)
     await settle()
     assert backend.watch_count == 1
-    await clock.advance(LONGEST_PAUSE_S)
+    await clock.advance(LONGEST_OBSERVE_PAUSE_S)
     assert (await observer.request_observation(handle)).state is ObservedState.UNKNOWN
     answer = observer.request_observation(handle)
     backend.changes.put_nowait({handle.sandbox_id: Observation(state=ObservedState.GONE, detail="stopped")})

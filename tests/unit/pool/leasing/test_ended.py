@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sandbox_server.core.clock import SystemClock
 from sandbox_server.core.types import Lease, LeaseState
-from sandbox_server.pool.leasing.ended_leases import MAX_IN_MEMORY, REMEMBERED_S, EndedLeases
+from sandbox_server.pool.leasing.ended_leases import ENDED_LEASE_REMEMBERED_S, MAX_IN_MEMORY, EndedLeases
 from sandbox_server.store.sqlite.store import SqliteStore
 from tests.unit.store.test_store import LEASE
 
@@ -58,7 +58,7 @@ async def test_what_ended_more_than_an_hour_ago_is_forgotten_at_once_and_on_reco
         for number in range(2 * MAX_IN_MEMORY):
             ended.add(ended_lease(number), float(number))
         await store.flush()
-        ended.purge(REMEMBERED_S + 0.5)
+        ended.purge(ENDED_LEASE_REMEMBERED_S + 0.5)
         assert (ended.get("l-0"), ended.get("l-1")) == (None, ended_lease(1))
 
     async with opened(tmp_path / "state.db") as (store, ended):

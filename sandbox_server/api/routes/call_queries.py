@@ -11,7 +11,7 @@ from starlette.responses import Response
 from sandbox_server.api.call_events import call_events
 from sandbox_server.api.contract.describe import BINARY, CALL_ID, LAST_EVENT_ID, LEASE_ID, TEXT, WITH_LEASE, WITH_TOKEN, RawRoute, describe_route, parameter
 from sandbox_server.api.contract.parse import last_event_id, offset_of, query, wait_of
-from sandbox_server.api.contract.render import JSON_TYPE, json_response, result_document
+from sandbox_server.api.contract.render import BYTES_TYPE, JSON_TYPE, json_response, result_document
 from sandbox_server.api.contract.requests import CALL_ID_PATTERN
 from sandbox_server.api.contract.responses import CallAnswer
 from sandbox_server.api.result_pieces import enclosed, whole_response
@@ -25,7 +25,6 @@ router = APIRouter(route_class=RawRoute, tags=["calls"])
 CODES = (*WITH_TOKEN, *WITH_LEASE, "call_not_found", "invalid_request", "not_implemented", "backend_unavailable")
 OFFSET = parameter("offset", {"type": "integer", "minimum": 0}, "the offset in the output to start from, in bytes")
 WAIT_S = parameter("wait_s", {"type": "number", "minimum": 0, "maximum": 3600, "default": 0}, "how long to wait for the end of the call, in seconds")
-BYTES_TYPE = "application/octet-stream"
 TOTAL_HEADER = "x-output-bytes"
 
 
@@ -46,12 +45,12 @@ async def get_call(request: Request) -> Response:
     service = service_of(request)
     tenant, lease_id, call_id = _call_of_path(request)
     wait_s = wait_of(query(request, ("wait_s",)).get("wait_s"), service.limits)
-    found = await service.records.call_status(tenant, lease_id, call_id, wait_s)
+    found = await service.call_queries.call_status(tenant, lease_id, call_id, wait_s)
     if isinstance(found, Result):
         whole = whole_response(found, lambda result: {"state": "done", "result": result_document(result)})
         if whole is not None:
             return whole
-        reservation = await service.dispatcher.answer_budget.reserve_stream(tenant, service.records.output_file_bytes(lease_id, call_id, found))
+        reservation = await service.dispatcher.response_budget.reserve_stream(tenant, service.call_queries.output_file_bytes(lease_id, call_id, found))
         pieces = enclosed(b'{"state":"done","result":', found, b"}")
         return StreamResponse(pieces, JSON_TYPE, stall_s=service.limits.answer_stall_s, on_end=reservation.release)
     return json_response({"state": "running", "output_bytes": found.output_bytes, "started_at": found.started_at})
@@ -73,10 +72,10 @@ async def get_events(request: Request) -> Response:
     offset = offset_of(query(request, ("offset",)).get("offset"))
     last = last_event_id(request)
     offset, name = (offset, "offset") if last is None else (last, "Last-Event-ID")
-    found = await service.records.check_offset(tenant, lease_id, call_id, offset, name)
-    reservation = await service.dispatcher.answer_budget.reserve_stream(tenant, service.records.output_file_bytes(lease_id, call_id, found))
+    found = await service.call_queries.check_offset(tenant, lease_id, call_id, offset, name)
+    reservation = await service.dispatcher.response_budget.reserve_stream(tenant, service.call_queries.output_file_bytes(lease_id, call_id, found))
     return EventStreamResponse(
-        call_events(service.records, tenant, lease_id, call_id, offset), service, tenant, ends_with_service=True, on_end=reservation.release
+        call_events(service.call_queries, tenant, lease_id, call_id, offset), service, tenant, ends_with_service=True, on_end=reservation.release
     )
 
 
@@ -94,9 +93,9 @@ async def get_output(request: Request) -> Response:
     service = service_of(request)
     tenant, lease_id, call_id = _call_of_path(request)
     offset = offset_of(query(request, ("offset",)).get("offset"))
-    reservation = await service.dispatcher.answer_budget.reserve_stream(tenant)
+    reservation = await service.dispatcher.response_budget.reserve_stream(tenant)
     try:
-        output = await service.records.fetch_output(tenant, lease_id, call_id, offset)
+        output = await service.call_queries.fetch_output(tenant, lease_id, call_id, offset)
     except BaseException:
         reservation.release()
         raise

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from sandbox_server.core.clock import Clock
 from sandbox_server.core.errors import BackendUnavailable, CallNotFound, InvalidRequest, SandboxLost
 from sandbox_server.core.execution import LARGE_OUTPUT_BYTES, Reason, Result
-from sandbox_server.dispatch.agent_errors import error_of_refusal, translated_link_errors, unreachable
+from sandbox_server.dispatch.agent_errors import LOST_LINK_WAIT_S, error_of_refusal, translated_link_errors, unreachable
 from sandbox_server.dispatch.call_tracker import CallTracker
 from sandbox_server.dispatch.outputs import ResultOutputs, output_bytes, output_pieces
 from sandbox_server.dispatch.result_records import ResultLookup, ResultStore
@@ -19,8 +19,6 @@ from sandbox_server.dispatch.slot_location import SlotLocator
 from sandbox_server.link.call_messages import OutputHeader, RunningCall
 from sandbox_server.link.errors import AgentRefused, AgentSilent, LinkLost
 
-LOST_WAIT_S = 15.0
-"""After a lost link: how long to wait for the pool to find out whether the sandbox is lost, in seconds."""
 RETRY_DELAY_S = 0.1
 """How long to wait before an agent is asked again, in seconds."""
 OFFSET_BEYOND_EVERY_OUTPUT = 1 << 53
@@ -63,7 +61,7 @@ class WholeOutput:
     chunks: AsyncGenerator[bytes, None]
 
 
-class CallRecords:
+class CallQueries:
     """Reports on the calls of leases that hold.
 
     Args:
@@ -282,9 +280,9 @@ class CallRecords:
         """Wait until the agent can be reached again, or until the sandbox is lost.
 
         Raises:
-            BackendUnavailable: neither has happened for `LOST_WAIT_S`.
+            BackendUnavailable: neither has happened for `LOST_LINK_WAIT_S`.
         """
-        left_s = lost_since + LOST_WAIT_S - self._clock.monotonic()
+        left_s = lost_since + LOST_LINK_WAIT_S - self._clock.monotonic()
         if left_s <= 0:
             raise unreachable(problem)
         sandbox_lost = await self._slot_locator.wait_for_reconnect_or_loss(lease_id, left_s)
@@ -311,7 +309,7 @@ class CallRecords:
                 raise
 
     def _translated_errors(self, tenant: str, lease_id: str, call_id: str) -> AbstractAsyncContextManager[None]:
-        return translated_link_errors(self._slot_locator, tenant, lease_id, wait_s=LOST_WAIT_S, call_id=call_id)
+        return translated_link_errors(self._slot_locator, tenant, lease_id, wait_s=LOST_LINK_WAIT_S, call_id=call_id)
 
 
 def _check_available(header: OutputHeader, offset: int, call_id: str) -> None:

@@ -30,7 +30,7 @@ MAX_WAITING = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AnswerLimits:
+class ResponseLimits:
     """How much all responses may hold, by the names of the settings.
 
     Args:
@@ -52,12 +52,12 @@ class _Usage:
 
 @dataclass(slots=True, eq=False)
 class _Waiter:
-    reservation: Reservation
+    reservation: ResponseReservation
     admitted: asyncio.Future[None]
 
 
 @dataclass(slots=True, eq=False)
-class Reservation:
+class ResponseReservation:
     """What one request holds of the budget. The holder releases it when the response has ended, successfully or not.
 
     Args:
@@ -68,7 +68,7 @@ class Reservation:
         is_released: whether everything has been released.
     """
 
-    budget: AnswerBudget
+    budget: ResponseBudget
     tenant: str
     memory_bytes: int
     file_bytes: int
@@ -125,19 +125,19 @@ def _file_bytes(call: ToolCall) -> int:
 
 
 @dataclass(slots=True)
-class AnswerBudget:
+class ResponseBudget:
     """The budget of all responses, of which one tenant may have half.
 
     Args:
         limits: how much all responses may hold.
     """
 
-    limits: AnswerLimits = field(default_factory=AnswerLimits)
+    limits: ResponseLimits = field(default_factory=ResponseLimits)
     _total: _Usage = field(default_factory=_Usage)
     _usage_by_tenant: dict[str, _Usage] = field(default_factory=dict)
     _waiting: dict[str, deque[_Waiter]] = field(default_factory=dict)
 
-    async def reserve(self, tenant: str, items: Sequence[ToolCall | Result]) -> Reservation:
+    async def reserve(self, tenant: str, items: Sequence[ToolCall | Result]) -> ResponseReservation:
         """Reserve what the response to these calls may need. Waits for room where necessary, behind the other requests of the tenant.
 
         Args:
@@ -150,14 +150,14 @@ class AnswerBudget:
         """
         calls = [item for item in items if isinstance(item, ToolCall)]
         file_bytes = sum(_file_bytes(call) for call in calls)
-        reservation = Reservation(self, tenant, CALL_BYTES * len(items) + (self._stream_bytes() if file_bytes else 0), file_bytes)
+        reservation = ResponseReservation(self, tenant, CALL_BYTES * len(items) + (self._stream_bytes() if file_bytes else 0), file_bytes)
         return await self._obtain(reservation)
 
     def _stream_bytes(self) -> int:
         """`STREAM_BYTES`, or less where the limit is so low that a tenant could not have four such responses."""
         return min(STREAM_BYTES, int(self.limits.memory_bytes * TENANT_SHARE / 4))
 
-    async def reserve_stream(self, tenant: str, file_bytes: int = 0) -> Reservation:
+    async def reserve_stream(self, tenant: str, file_bytes: int = 0) -> ResponseReservation:
         """Reserve what a response needs that runs no call and is sent in pieces.
 
         It never needs more than a tenant can have, because the output that it reads exists already.
@@ -169,14 +169,14 @@ class AnswerBudget:
         Raises:
             QuotaExceeded: there was no room within `limits.answer_wait_s`.
         """
-        reservation = Reservation(self, tenant, self._stream_bytes(), min(file_bytes, int(self.limits.file_bytes * TENANT_SHARE)))
+        reservation = ResponseReservation(self, tenant, self._stream_bytes(), min(file_bytes, int(self.limits.file_bytes * TENANT_SHARE)))
         return await self._obtain(reservation)
 
-    def nothing_reserved(self, tenant: str) -> Reservation:
+    def nothing_reserved(self, tenant: str) -> ResponseReservation:
         """A reservation of nothing, for calls without an HTTP request: their outputs stay in memory where there is room."""
-        return Reservation(self, tenant, 0, 0)
+        return ResponseReservation(self, tenant, 0, 0)
 
-    async def _obtain(self, reservation: Reservation) -> Reservation:
+    async def _obtain(self, reservation: ResponseReservation) -> ResponseReservation:
         """Admit a reservation, at once where there is room and no other request of the tenant waits."""
         if reservation.tenant not in self._waiting and self._fits(reservation):
             self._admit(reservation)
@@ -185,7 +185,7 @@ class AnswerBudget:
             await self._wait_for_room(reservation)
         return reservation
 
-    async def _wait_for_room(self, reservation: Reservation) -> None:
+    async def _wait_for_room(self, reservation: ResponseReservation) -> None:
         queue = self._waiting.setdefault(reservation.tenant, deque())
         if len(queue) >= MAX_WAITING:
             raise self._no_room(reservation, f"{len(queue)} requests of this tenant wait for room")
@@ -204,7 +204,7 @@ class AnswerBudget:
                 raise self._no_room(reservation, f"there was no room within the {self.limits.wait_s:g} s of `limits.answer_wait_s`") from None
             raise
 
-    def _fits(self, wanted: Reservation) -> bool:
+    def _fits(self, wanted: ResponseReservation) -> bool:
         return all(need.fits for need in self._needs(wanted))
 
     def has_room_for_output(self, tenant: str, size_bytes: int) -> bool:
@@ -229,7 +229,7 @@ class AnswerBudget:
         if self._waiting:
             self._admit_waiting()
 
-    def _admit(self, reservation: Reservation) -> None:
+    def _admit(self, reservation: ResponseReservation) -> None:
         self.add_usage(reservation.tenant, memory_bytes=reservation.memory_bytes, file_bytes=reservation.file_bytes)
 
     def _admit_waiting(self) -> None:
@@ -246,19 +246,19 @@ class AnswerBudget:
                     del queues[tenant]
         self._waiting = {tenant: queue for tenant, queue in self._waiting.items() if queue}
 
-    def _needs(self, wanted: Reservation) -> tuple[_Need, _Need]:
+    def _needs(self, wanted: ResponseReservation) -> tuple[_Need, _Need]:
         used = self._usage_by_tenant.get(wanted.tenant) or _Usage()
         return (
             _Need("answer_memory_bytes", wanted.memory_bytes, used.memory_bytes, self._total.memory_bytes, self.limits.memory_bytes),
             _Need("answer_file_bytes", wanted.file_bytes, used.file_bytes, self._total.file_bytes, self.limits.file_bytes),
         )
 
-    def _check_possible(self, wanted: Reservation) -> None:
+    def _check_possible(self, wanted: ResponseReservation) -> None:
         for need in self._needs(wanted):
             if need.wanted_bytes > need.limit_bytes * TENANT_SHARE:
                 raise InvalidRequest(f"calls: {need}: send fewer calls, or a lower output_limit_bytes", field="calls", limit=need.name)
 
-    def _no_room(self, wanted: Reservation, why: str) -> QuotaExceeded:
+    def _no_room(self, wanted: ResponseReservation, why: str) -> QuotaExceeded:
         need = next((need for need in self._needs(wanted) if not need.fits), self._needs(wanted)[0])
         return QuotaExceeded(
             f"{need}, and {why}: nothing has run; read the responses that wait, and send the request again later", limit=need.name, retry_after_s=2

@@ -8,7 +8,7 @@ import pytest
 
 from sandbox_server.core.errors import InvalidRequest, QuotaExceeded
 from sandbox_server.core.execution import Fault, OutputFile, Reason, Result, ToolCall
-from sandbox_server.dispatch.answer_budget import CALL_BYTES, STREAM_BYTES, AnswerBudget, AnswerLimits, Reservation
+from sandbox_server.dispatch.admission.response_budget import CALL_BYTES, STREAM_BYTES, ResponseBudget, ResponseLimits, ResponseReservation
 
 MIB = 1 << 20
 
@@ -17,12 +17,12 @@ def calls(count: int, limit: int = 50_000) -> list[ToolCall]:
     return [ToolCall(call_id=f"c{n}", lease_id="l", tool="bash", args={}, output_limit_bytes=limit) for n in range(count)]
 
 
-def budget(memory_calls: int = 1000, file_bytes: int = 100 * MIB, wait_s: float = 30.0) -> AnswerBudget:
-    return AnswerBudget(AnswerLimits(memory_bytes=2 * memory_calls * CALL_BYTES, file_bytes=file_bytes, wait_s=wait_s))
+def budget(memory_calls: int = 1000, file_bytes: int = 100 * MIB, wait_s: float = 30.0) -> ResponseBudget:
+    return ResponseBudget(ResponseLimits(memory_bytes=2 * memory_calls * CALL_BYTES, file_bytes=file_bytes, wait_s=wait_s))
 
 
 async def test_usual_batches_never_wait_for_each_other() -> None:
-    usual = AnswerBudget(AnswerLimits(wait_s=0.0))
+    usual = ResponseBudget(ResponseLimits(wait_s=0.0))
 
     assert len([await usual.reserve("alice", calls(1000)) for _ in range(20)]) == 20
 
@@ -85,7 +85,7 @@ async def test_who_is_let_in_and_cancelled_in_one_turn_gives_it_back() -> None:
 
 async def test_outputs_take_at_most_half_so_that_others_still_come_in() -> None:
     of = budget()
-    unread: Reservation = await of.reserve("alice", calls(1))
+    unread: ResponseReservation = await of.reserve("alice", calls(1))
     kept = 0
     while unread.try_reserve_output(50_000):
         kept += 1
@@ -110,7 +110,7 @@ async def test_what_was_not_written_is_given_back() -> None:
 
 
 async def test_an_answer_that_runs_no_call_takes_room_too_and_never_more_than_there_can_be() -> None:
-    of = AnswerBudget(AnswerLimits(memory_bytes=8 * STREAM_BYTES, file_bytes=2 * MIB, wait_s=0.0))
+    of = ResponseBudget(ResponseLimits(memory_bytes=8 * STREAM_BYTES, file_bytes=2 * MIB, wait_s=0.0))
     held = await of.reserve_stream("a", 100 * MIB)
 
     assert (held.memory_bytes, held.file_bytes) == (STREAM_BYTES, MIB)

@@ -1,0 +1,1 @@
+"""What limits how many calls run, and how much their responses may hold."""
