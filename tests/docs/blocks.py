@@ -27,7 +27,7 @@ from typing import Any
 from sybil import Document, Example
 from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser
 
-from sandbox_server.settings import EnvironmentModel
+from sandbox_server.settings.environment import EnvironmentModel
 from tests.support.service import end_sandboxes_left
 from tests.support.users import ROOT
 

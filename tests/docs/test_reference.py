@@ -27,7 +27,8 @@ from sandbox_server.api.routes.pending import PENDING
 from sandbox_server.core.execution import FAULTS_OF
 from sandbox_server.core.lifecycle import SANDBOX_TRANSITIONS, SLOT_TRANSITIONS
 from sandbox_server.core.types import SandboxState
-from sandbox_server.settings import CLIENTS_OWN, PREFIX, DockerModel, EnvironmentModel, NomadModel, SettingsFile, TenantModel
+from sandbox_server.settings.environment import CLIENTS_OWN, PREFIX, EnvironmentModel
+from sandbox_server.settings.file import DockerModel, NomadModel, SettingsFile, TenantModel
 from sandbox_server.telemetry import METRICS
 from tests.support import tables
 from tests.support.users import ROOT

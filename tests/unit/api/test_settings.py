@@ -15,17 +15,9 @@ from sandbox_server.api.tenants import Tenant
 from sandbox_server.backends.registry import load_backend
 from sandbox_server.core.errors import NotImplementedHere
 from sandbox_server.core.types import LocalSpec, PoolSpec
-from sandbox_server.settings import (
-    CLIENTS_OWN,
-    EnvironmentModel,
-    NomadModel,
-    Settings,
-    SettingsError,
-    SettingsFile,
-    TenantModel,
-    default_state_dir,
-    load_settings,
-)
+from sandbox_server.settings import Settings, SettingsError, load_settings
+from sandbox_server.settings.environment import CLIENTS_OWN, EnvironmentModel, default_state_dir
+from sandbox_server.settings.file import NomadModel, SettingsFile, TenantModel
 from tests.contract.contract import CONTRACT
 
 
