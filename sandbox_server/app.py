@@ -25,14 +25,14 @@ from sandbox_server.connection_limits import limit_connections
 from sandbox_server.core.clock import Clock, SystemClock
 from sandbox_server.core.errors import InvalidRequest, NotImplementedHere, StorageUnavailable
 from sandbox_server.core.threads import start_thread_pool
-from sandbox_server.dispatch.admission.call_admission import CallLimits
-from sandbox_server.dispatch.admission.concurrency import ConcurrencyLimiter
-from sandbox_server.dispatch.admission.response_budget import ResponseBudget, ResponseLimits
+from sandbox_server.dispatch.call_admission import CallLimits
 from sandbox_server.dispatch.call_queries import CallQueries
 from sandbox_server.dispatch.call_tracker import CallTracker
 from sandbox_server.dispatch.dispatcher import Dispatcher
 from sandbox_server.dispatch.files import SlotFiles
 from sandbox_server.dispatch.lease_ends import follow_lease_ends
+from sandbox_server.dispatch.limits.concurrency import ConcurrencyLimiter
+from sandbox_server.dispatch.limits.response_budget import ResponseBudget, ResponseLimits
 from sandbox_server.link import connect
 from sandbox_server.pool.catalog import BUILT_IN, OF_THE_FILE
 from sandbox_server.pool.dependencies import Connect, PoolDependencies, PoolLimits

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass, field
 
 from sandbox_server.api.limits import Limits, limit_sentence, too_large
 from sandbox_server.core.errors import QuotaExceeded
+from sandbox_server.dispatch.limits.room_queue import TENANT_SHARE, QueueFull, RoomQueue
 
 SMALL_BODY_BYTES = 16 << 10
 """A body that is no larger, and was received whole, is not counted: it is parsed before anything else is read, and the number of calls is limited."""
-TENANT_SHARE = 0.5
-"""The share of the memory that one tenant may take."""
-MAX_WAITING = 64
-"""How many bodies of one tenant may wait for memory at once; the server has read the beginning of each already."""
 
 
 @dataclass(slots=True, eq=False)
@@ -38,12 +34,6 @@ class BodyReservation:
             budget.take_back(self)
 
 
-@dataclass(slots=True, eq=False)
-class _Waiter:
-    reservation: BodyReservation
-    admitted: asyncio.Future[None]
-
-
 @dataclass(slots=True)
 class BodyBudget:
     """The memory for the bodies of all tenants. One tenant may take half of it.
@@ -55,7 +45,10 @@ class BodyBudget:
     limits: Limits
     _reserved_by_tenant: Counter[str] = field(default_factory=Counter)
     _reserved_bytes: int = 0
-    _waiters: dict[str, deque[_Waiter]] = field(default_factory=dict)
+    _queue: RoomQueue[BodyReservation] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._queue = RoomQueue(self._fits, self._admit)
 
     async def reserve(self, tenant: str, size_bytes: int) -> BodyReservation:
         """Reserve memory for a body before more of it is read. Where there is none, wait behind the other bodies of the tenant.
@@ -69,12 +62,16 @@ class BodyBudget:
             QuotaExceeded: no memory was free within `limits.body_wait_s`, or too many bodies of the tenant wait already.
         """
         reservation = BodyReservation(self, tenant, size_bytes)
-        if tenant not in self._waiters and self._fits(reservation):
-            self._admit(reservation)
+        if self._queue.try_admit(reservation):
             return reservation
         if size_bytes > self.limits.body_memory_bytes * TENANT_SHARE:
             raise too_large(self.limits, "body_memory_bytes")
-        await self._wait(reservation)
+        try:
+            await self._queue.wait_for_room(reservation, self.limits.body_wait_s)
+        except QueueFull as full:
+            raise self._quota_error(f"{full.waiting_count} bodies of this tenant wait for memory already") from None
+        except TimeoutError:
+            raise self._quota_error(f"no memory was free within the {self.limits.body_wait_s} s of `limits.body_wait_s`") from None
         return reservation
 
     def take_back(self, reservation: BodyReservation) -> None:
@@ -83,26 +80,7 @@ class BodyBudget:
         self._reserved_by_tenant[reservation.tenant] -= reservation.size_bytes
         if not self._reserved_by_tenant[reservation.tenant]:
             del self._reserved_by_tenant[reservation.tenant]
-        self._admit_waiters()
-
-    async def _wait(self, reservation: BodyReservation) -> None:
-        waiters = self._waiters.setdefault(reservation.tenant, deque())
-        if len(waiters) >= MAX_WAITING:
-            raise self._quota_error(f"{len(waiters)} bodies of this tenant wait for memory already")
-        waiter = _Waiter(reservation, asyncio.get_running_loop().create_future())
-        waiters.append(waiter)
-        try:
-            async with asyncio.timeout(self.limits.body_wait_s):
-                await waiter.admitted
-        except BaseException as error:
-            if waiter.admitted.done() and not waiter.admitted.cancelled():
-                reservation.release()
-            elif waiter in waiters:
-                waiters.remove(waiter)
-            self._admit_waiters()
-            if isinstance(error, TimeoutError):
-                raise self._quota_error(f"no memory was free within the {self.limits.body_wait_s} s of `limits.body_wait_s`") from None
-            raise
+        self._queue.admit_waiting()
 
     def _fits(self, reservation: BodyReservation) -> bool:
         most_bytes = self.limits.body_memory_bytes
@@ -112,20 +90,6 @@ class BodyBudget:
     def _admit(self, reservation: BodyReservation) -> None:
         self._reserved_bytes += reservation.size_bytes
         self._reserved_by_tenant[reservation.tenant] += reservation.size_bytes
-
-    def _admit_waiters(self) -> None:
-        """Admit every waiter that fits: within a tenant in order of arrival, and the first of each tenant before the second of any."""
-        waiters_of = dict(self._waiters)
-        while waiters_of:
-            for tenant, waiters in list(waiters_of.items()):
-                if waiters and self._fits(waiters[0].reservation):
-                    waiter = waiters.popleft()
-                    if not waiter.admitted.done():
-                        self._admit(waiter.reservation)
-                        waiter.admitted.set_result(None)
-                else:
-                    del waiters_of[tenant]
-        self._waiters = {tenant: waiters for tenant, waiters in self._waiters.items() if waiters}
 
     def _quota_error(self, why: str) -> QuotaExceeded:
         limit = f"{limit_sentence(self.limits, 'body_memory_bytes')}, of which one tenant may have half"

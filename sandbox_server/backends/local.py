@@ -106,16 +106,8 @@ class LocalBackend:
             data["workspaces"] = os.path.join(spec.workspace_base, sandbox_id)
             handle = replace(handle, data=data | ({"group": str(group)} if group is not None else {}))
             yield self._write_checkpoint(handle)
-            listen: dict[str, Any] = {"unix": str(socket)}
-            handle = await self._prepare_transport(handle, listen, agent)
-            environment = AgentEnvironment(
-                listen=listen,
-                base_dir=str(folder / "base"),
-                shares_machine=True,
-                expose=spec.local.expose,
-                outlives_service=self._outlives_service,
-            )
-            config = agent_config(handle, spec, environment)
+            handle, listen = await self._prepare_transport(handle, socket, agent)
+            config = agent_config(handle, spec, self._agent_environment(listen, folder / "base", spec.local.expose))
             handle, stdin = self._spawn_agent(handle, agent)
             try:
                 yield self._write_checkpoint(handle)
@@ -128,15 +120,23 @@ class LocalBackend:
             raise CreateFailed(f"sandbox {sandbox_id} could not be made: {error}") from error
         yield self._write_checkpoint(replace(handle, address=self._address_of(socket, folder / "base")))
 
-    async def _prepare_transport(self, handle: Handle, listen: dict[str, Any], agent: Path) -> Handle:
-        """Add what the transport needs beside the unix socket to the agent's configuration and to the handle."""
+    async def _prepare_transport(self, handle: Handle, socket: Path, agent: Path) -> tuple[Handle, dict[str, Any]]:
+        """Prepare what the transport needs beside the unix socket.
+
+        Returns:
+            The handle with what is needed to connect, and where the agent is to listen.
+        """
+        listen: dict[str, Any] = {"unix": str(socket)}
         if self._transport == "stdio":
-            return replace(handle, data={**handle.data, "agent": str(agent)})
-        if self._transport == "tls":
+            handle = replace(handle, data={**handle.data, "agent": str(agent)})
+        elif self._transport == "tls":
             certificate = await asyncio.to_thread(make_certificate, handle.sandbox_id)
             listen["tls"] = {"host": LOOPBACK, "port": 0, "certificate": certificate.certificate, "key": certificate.key}
-            return replace(handle, certificate=certificate.certificate)
-        return handle
+            handle = replace(handle, certificate=certificate.certificate)
+        return handle, listen
+
+    def _agent_environment(self, listen: dict[str, Any], base: Path, expose: tuple[str, ...]) -> AgentEnvironment:
+        return AgentEnvironment(listen=listen, base_dir=str(base), shares_machine=True, expose=expose, outlives_service=self._outlives_service)
 
     def _address_of(self, socket: Path, base: Path) -> str:
         if self._transport != "tls":

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 
 from sandbox_server.core.execution import Result
-from sandbox_server.dispatch.admission.response_budget import ResponseReservation
+from sandbox_server.dispatch.limits.response_budget import ResponseReservation
 
 
 class Batch:

@@ -8,9 +8,9 @@ from contextlib import aclosing
 from sandbox_server.core.clock import Clock
 from sandbox_server.core.errors import BackendUnavailable, CallNotFound, SandboxLost
 from sandbox_server.core.execution import Reason, Result, ToolCall
-from sandbox_server.dispatch.admission.concurrency import ConcurrencyLimiter
 from sandbox_server.dispatch.agent_errors import translated_link_errors
 from sandbox_server.dispatch.call_tracker import CallTracker
+from sandbox_server.dispatch.limits.concurrency import ConcurrencyLimiter
 from sandbox_server.dispatch.result_records import ResultLookup, ResultStore, put_result
 from sandbox_server.dispatch.results import service_result, with_refusal_time
 from sandbox_server.dispatch.slot_location import SlotLocation, SlotLocator

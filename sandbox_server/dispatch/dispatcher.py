@@ -12,12 +12,12 @@ from sandbox_server.core.clock import Clock
 from sandbox_server.core.errors import BackendUnavailable, SandboxLost
 from sandbox_server.core.execution import Reason, Result, ToolCall
 from sandbox_server.dispatch import results
-from sandbox_server.dispatch.admission.call_admission import CallAdmission, CallLimits
-from sandbox_server.dispatch.admission.concurrency import ConcurrencyLimiter
-from sandbox_server.dispatch.admission.response_budget import ResponseBudget, ResponseReservation
 from sandbox_server.dispatch.batch import Batch
+from sandbox_server.dispatch.call_admission import CallAdmission, CallLimits
 from sandbox_server.dispatch.call_cancellation import CallCancellation
 from sandbox_server.dispatch.call_tracker import CallTracker
+from sandbox_server.dispatch.limits.concurrency import ConcurrencyLimiter
+from sandbox_server.dispatch.limits.response_budget import ResponseBudget, ResponseReservation
 from sandbox_server.dispatch.outputs import ResultOutputs
 from sandbox_server.dispatch.result_records import ResultLookup, ResultStore, find_result
 from sandbox_server.dispatch.runner.call_queue import QueuedCall

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from sandbox_server.core.errors import BackendUnavailable, StorageUnavailable
 from sandbox_server.core.execution import OutputFile, Reason, Result
-from sandbox_server.dispatch.admission.response_budget import ResponseReservation
+from sandbox_server.dispatch.limits.response_budget import ResponseReservation
 from sandbox_server.dispatch.results import call_reference, service_result
 from sandbox_server.dispatch.slot_location import SlotLocation
 from sandbox_server.link.call_messages import ResultMessage

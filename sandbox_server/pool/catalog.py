@@ -179,15 +179,18 @@ class Catalog:
             self._check_new(pool_id, pool, spec)
             record = PoolRecord(name=name, tenant=pool_id.tenant, spec=spec, origin=origin)
             await self._record(record, replace(record, spec=pool.spec) if pool is not None else Deletion(pool=pool_id.key))
-            made = pool is None
-            if pool is None:
-                pool = self.add_pool(pool_id, spec, origin)
-                self.start_pool(pool)
-            else:
+            if pool is not None:
                 pool.change_spec(spec)
-            pool.publish_event("pool.created" if made else "pool.changed", by=actor.tenant)
-            log.info("a pool was made" if made else "a pool was changed", extra=_log_fields(pool_id, actor.tenant))
-            return pool, made
+                self._report_change(pool, "pool.changed", "a pool was changed", actor)
+                return pool, False
+            created = self.add_pool(pool_id, spec, origin)
+            self.start_pool(created)
+            self._report_change(created, "pool.created", "a pool was made", actor)
+            return created, True
+
+    def _report_change(self, pool: Pool, event: str, sentence: str, actor: Actor) -> None:
+        pool.publish_event(event, by=actor.tenant)
+        log.info(sentence, extra=_log_fields(pool.pool_id, actor.tenant))
 
     def _check_new(self, pool_id: PoolId, pool: Pool | None, spec: PoolSpec) -> None:
         """Check that a spec does not exceed the limits of one tenant or of all pools.

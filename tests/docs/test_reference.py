@@ -14,7 +14,7 @@ from pydantic_core import PydanticUndefined
 
 from env_client import errors as client_errors
 from env_client.cli.app import app as cli_app
-from env_client.cli.arguments import DEFAULT_TTL_S
+from env_client.cli.arguments import COMMAND_TTL_S
 from env_client.cli.exit_codes import CANNOT_START, NOT_CLEAN, NOT_FOUND, OUT_OF_MEMORY, OWN_FAILURE, SOMETHING_MISSING, TIMED_OUT
 from sandbox_server.agent.execution.tools.tool_registry import NOT_BUILT as TOOLS_NOT_BUILT
 from sandbox_server.agent.execution.tools.tool_registry import TOOLS
@@ -181,4 +181,4 @@ def test_every_exit_code_of_the_command_line() -> None:
 
 
 def test_the_default_time_to_live_of_the_command_line() -> None:
-    assert f"by default for {DEFAULT_TTL_S:g}, an hour" in page("command-line.md")
+    assert f"by default for {COMMAND_TTL_S:g}, an hour" in page("command-line.md")

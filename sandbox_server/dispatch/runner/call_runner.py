@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from sandbox_server.core.clock import Clock
 from sandbox_server.core.errors import LeaseLost, PoolServiceError, SandboxLost, StorageUnavailable
 from sandbox_server.core.execution import Reason, Result, ToolCall
-from sandbox_server.dispatch.admission.concurrency import ConcurrencyLimiter
 from sandbox_server.dispatch.agent_errors import lease_error
 from sandbox_server.dispatch.batch import Batch
 from sandbox_server.dispatch.call_tracker import CallTracker
+from sandbox_server.dispatch.limits.concurrency import ConcurrencyLimiter
 from sandbox_server.dispatch.outputs import ResultOutputs
 from sandbox_server.dispatch.result_records import ResultStore, find_result, put_result, record_result
 from sandbox_server.dispatch.results import agent_result, invalid_field_result, lease_error_result, service_result, with_refusal_time

@@ -81,8 +81,8 @@ class AgentConnector:
             CreateFailed: the agent can no longer give the pool what its spec asks for.
             AgentProtocolError: what answers is no agent, or the agent of another sandbox.
         """
-        clock, lost_after_s = self._dependencies.clock, self._backend.traits.lost_after_s
-        deadline, was_unknown = clock.monotonic() + lost_after_s, False
+        clock = self._dependencies.clock
+        deadline = _ReconnectDeadline(self._backend.traits.lost_after_s, clock.monotonic())
         question = _RepeatedQuestion(self._observer, handle, self._dependencies)
         try:
             while True:
@@ -90,16 +90,10 @@ class AgentConnector:
                     agent, report = await self._connect(handle, CONNECT_S)
                 except LinkLost as error:
                     observation = await question.next_answer()
-                    if observation is None or observation.state is ObservedState.UNKNOWN:
-                        was_unknown = was_unknown or observation is not None or clock.monotonic() >= deadline
-                        continue
-                    if observation.state is ObservedState.GONE:
+                    if observation is not None and observation.state is ObservedState.GONE:
                         raise SandboxLostError(f"its agent has ended ({reason})") from error
-                    if was_unknown:
-                        # Failed attempts prove nothing while the backend could not be asked: the network may have been away, too.
-                        was_unknown, deadline = False, clock.monotonic() + lost_after_s
-                    elif clock.monotonic() >= deadline:
-                        raise SandboxLostError(f"its agent could not be reached for {lost_after_s:g} s: {error}") from error
+                    if deadline.has_passed(observation, clock.monotonic()):
+                        raise SandboxLostError(f"its agent could not be reached for {deadline.lost_after_s:g} s: {error}") from error
                 else:
                     if report.boot == self._sandbox.boot:
                         return agent, report
@@ -135,6 +129,36 @@ def _endpoint_of(handle: Handle, backend: Backend) -> Endpoint:
     assert handle.address is not None, "only a sandbox whose creation is finished is connected to"
     open_pipe = partial(backend.open_pipe, handle) if isinstance(backend, OpensPipes) else None
     return Endpoint(address=handle.address, token=handle.token or "", certificate=handle.certificate, open_pipe=open_pipe)
+
+
+class _ReconnectDeadline:
+    """Until when an agent must be reached again, although its backend reports that its sandbox runs. No I/O.
+
+    Args:
+        lost_after_s: how long the agent may be unreachable, in seconds.
+        now: the monotonic time at which the link was lost.
+    """
+
+    def __init__(self, lost_after_s: float, now: float) -> None:
+        self.lost_after_s = lost_after_s
+        self._ends_at = now + lost_after_s
+        self._was_unknown = False
+
+    def has_passed(self, observation: Observation | None, now: float) -> bool:
+        """Whether the sandbox counts as lost after one more failed attempt.
+
+        Args:
+            observation: what the backend has reported after the attempt, other than `GONE`; None if it has not responded yet.
+            now: the monotonic time.
+        """
+        if observation is None or observation.state is ObservedState.UNKNOWN:
+            self._was_unknown = self._was_unknown or observation is not None or now >= self._ends_at
+            return False
+        if self._was_unknown:
+            # Failed attempts prove nothing while the backend could not be asked: the network may have been away, too.
+            self._was_unknown, self._ends_at = False, now + self.lost_after_s
+            return False
+        return now >= self._ends_at
 
 
 class _RepeatedQuestion:

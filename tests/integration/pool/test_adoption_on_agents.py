@@ -20,11 +20,11 @@ from sandbox_server.backends.processes import start_time
 from sandbox_server.core.clock import SystemClock
 from sandbox_server.core.execution import Reason
 from sandbox_server.core.types import AcquireRequest
-from sandbox_server.dispatch.admission.call_admission import CallLimits
-from sandbox_server.dispatch.admission.concurrency import ConcurrencyLimiter
+from sandbox_server.dispatch.call_admission import CallLimits
 from sandbox_server.dispatch.call_queries import CallQueries
 from sandbox_server.dispatch.call_tracker import CallTracker
 from sandbox_server.dispatch.dispatcher import Dispatcher
+from sandbox_server.dispatch.limits.concurrency import ConcurrencyLimiter
 from sandbox_server.telemetry import Telemetry
 from tests.integration.pool.first_life import call, make_pools
 

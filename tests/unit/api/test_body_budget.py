@@ -6,9 +6,10 @@ import asyncio
 
 import pytest
 
-from sandbox_server.api.body_budget import MAX_WAITING, BodyBudget
+from sandbox_server.api.body_budget import BodyBudget
 from sandbox_server.api.limits import Limits
 from sandbox_server.core.errors import PayloadTooLarge, QuotaExceeded
+from sandbox_server.dispatch.limits.room_queue import MAX_WAITING
 
 
 def budget(wait_s: int = 30) -> BodyBudget:

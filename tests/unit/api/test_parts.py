@@ -27,8 +27,8 @@ from sandbox_server.api.tenants import Tenant, Tenants
 from sandbox_server.core import errors
 from sandbox_server.core.errors import InvalidRequest, NoCapacity, PoolServiceError, Unauthorized
 from sandbox_server.core.execution import Fault, Reason, Result
-from sandbox_server.dispatch.admission.response_budget import ResponseBudget
 from sandbox_server.dispatch.batch import Batch
+from sandbox_server.dispatch.limits.response_budget import ResponseBudget
 from sandbox_server.state_dir import StateDir, StateDirError
 from sandbox_server.telemetry import JsonFormatter, Telemetry, TextFormatter, request_fields
 

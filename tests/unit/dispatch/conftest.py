@@ -11,7 +11,7 @@ import pytest
 from sandbox_server.core.errors import LeaseNotFound, PoolServiceError, SandboxLost
 from sandbox_server.core.execution import ToolCall
 from sandbox_server.core.types import Lease, LeaseState, PoolSpec
-from sandbox_server.dispatch.admission.call_admission import CallLimits
+from sandbox_server.dispatch.call_admission import CallLimits
 from sandbox_server.dispatch.dispatcher import Dispatcher
 from sandbox_server.dispatch.runner.decisions import CallTimings
 from sandbox_server.link import AgentClient, AgentLink

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from sandbox_server.core.execution import Fault, Reason, Result
-from sandbox_server.dispatch.admission.response_budget import ResponseBudget
 from sandbox_server.dispatch.batch import Batch
+from sandbox_server.dispatch.limits.response_budget import ResponseBudget
 
 
 def result(call_id: str) -> Result:

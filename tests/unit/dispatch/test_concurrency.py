@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sandbox_server.core.errors import QuotaExceeded
-from sandbox_server.dispatch.admission.concurrency import CallKey, ConcurrencyLimiter
+from sandbox_server.dispatch.limits.concurrency import CallKey, ConcurrencyLimiter
 
 A, B, C, D = (("lease-a", "1"), ("lease-b", "1"), ("lease-c", "1"), ("lease-c", "2"))
 

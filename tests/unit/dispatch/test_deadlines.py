@@ -11,11 +11,11 @@ import pytest
 
 from sandbox_server.core.errors import BackendUnavailable
 from sandbox_server.core.execution import Fault, Reason
-from sandbox_server.dispatch.admission.call_admission import CallLimits
-from sandbox_server.dispatch.admission.concurrency import ConcurrencyLimiter
+from sandbox_server.dispatch.call_admission import CallLimits
 from sandbox_server.dispatch.call_queries import CallQueries
 from sandbox_server.dispatch.dispatcher import Dispatcher
 from sandbox_server.dispatch.files import SlotFiles
+from sandbox_server.dispatch.limits.concurrency import ConcurrencyLimiter
 from sandbox_server.dispatch.outputs import output_bytes
 from sandbox_server.dispatch.runner.decisions import CallTimings
 from tests.support.scripted_agent import ScriptedAgent

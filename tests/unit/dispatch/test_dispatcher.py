@@ -9,7 +9,7 @@ import pytest
 
 from sandbox_server.core.errors import BackendUnavailable, CallNotFound, LeaseLost, LeaseNotFound, QuotaExceeded, SandboxLost
 from sandbox_server.core.execution import Fault, Reason, Result
-from sandbox_server.dispatch.admission.call_admission import CallLimits
+from sandbox_server.dispatch.call_admission import CallLimits
 from sandbox_server.dispatch.call_tracker import CallTracker
 from sandbox_server.dispatch.dispatcher import Dispatcher
 from tests.unit.dispatch.conftest import World, call

@@ -8,7 +8,7 @@ import pytest
 
 from sandbox_server.core.errors import InvalidRequest, QuotaExceeded
 from sandbox_server.core.execution import Fault, OutputFile, Reason, Result, ToolCall
-from sandbox_server.dispatch.admission.response_budget import CALL_BYTES, STREAM_BYTES, ResponseBudget, ResponseLimits, ResponseReservation
+from sandbox_server.dispatch.limits.response_budget import CALL_BYTES, STREAM_BYTES, ResponseBudget, ResponseLimits, ResponseReservation
 
 MIB = 1 << 20
 

@@ -9,10 +9,10 @@ import pytest
 
 from sandbox_server.core.errors import CallNotFound, LeaseLost, QuotaExceeded
 from sandbox_server.core.execution import Fault, Reason, Result
-from sandbox_server.dispatch.admission.call_admission import CallLimits
-from sandbox_server.dispatch.admission.concurrency import ConcurrencyLimiter
 from sandbox_server.dispatch.batch import Batch
+from sandbox_server.dispatch.call_admission import CallLimits
 from sandbox_server.dispatch.dispatcher import Dispatcher
+from sandbox_server.dispatch.limits.concurrency import ConcurrencyLimiter
 from sandbox_server.dispatch.runner.decisions import CallTimings
 from tests.unit.dispatch.conftest import World, call
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from sandbox_server.core.errors import QuotaExceeded
 from sandbox_server.core.execution import Reason, Result, ToolCall
-from sandbox_server.dispatch.admission.concurrency import ConcurrencyLimiter
-from sandbox_server.dispatch.admission.response_budget import TENANT_SHARE
 from sandbox_server.dispatch.call_tracker import CallTracker
+from sandbox_server.dispatch.limits.concurrency import ConcurrencyLimiter
+from sandbox_server.dispatch.limits.room_queue import TENANT_SHARE
 from sandbox_server.dispatch.result_records import ResultStore
 from sandbox_server.dispatch.runner.call_queue import QueuedCall
 

@@ -8,25 +8,20 @@ In files, each call reserves its `output_limit_bytes` if that is more than `LARG
 
 from __future__ import annotations
 
-import asyncio
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from sandbox_server.core.errors import InvalidRequest, QuotaExceeded
 from sandbox_server.core.execution import LARGE_OUTPUT_BYTES, Result, ToolCall
+from sandbox_server.dispatch.limits.room_queue import TENANT_SHARE, QueueFull, RoomQueue
 
 CALL_BYTES = 4096
 """The size of the result of one call without its output."""
 STREAM_BYTES = 128 << 10
 """The memory of a response that is sent in pieces: the pieces in progress, and what the server and the connection buffer."""
-TENANT_SHARE = 0.5
-"""The share of each limit that one tenant may have."""
 OUTPUT_SHARE = 0.5
 """The share of the memory that outputs may take."""
-MAX_WAITING = 64
-"""How many requests of a tenant may wait for room; each holds its body in memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,12 +43,6 @@ class ResponseLimits:
 class _Usage:
     memory_bytes: int = 0
     file_bytes: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _Waiter:
-    reservation: ResponseReservation
-    admitted: asyncio.Future[None]
 
 
 @dataclass(slots=True, eq=False)
@@ -135,7 +124,10 @@ class ResponseBudget:
     limits: ResponseLimits = field(default_factory=ResponseLimits)
     _total: _Usage = field(default_factory=_Usage)
     _usage_by_tenant: dict[str, _Usage] = field(default_factory=dict)
-    _waiting: dict[str, deque[_Waiter]] = field(default_factory=dict)
+    _queue: RoomQueue[ResponseReservation] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._queue = RoomQueue(self._fits, self._admit)
 
     async def reserve(self, tenant: str, items: Sequence[ToolCall | Result]) -> ResponseReservation:
         """Reserve what the response to these calls may need. Waits for room where necessary, behind the other requests of the tenant.
@@ -178,31 +170,16 @@ class ResponseBudget:
 
     async def _obtain(self, reservation: ResponseReservation) -> ResponseReservation:
         """Admit a reservation, at once where there is room and no other request of the tenant waits."""
-        if reservation.tenant not in self._waiting and self._fits(reservation):
-            self._admit(reservation)
-        else:
-            self._check_possible(reservation)
-            await self._wait_for_room(reservation)
-        return reservation
-
-    async def _wait_for_room(self, reservation: ResponseReservation) -> None:
-        queue = self._waiting.setdefault(reservation.tenant, deque())
-        if len(queue) >= MAX_WAITING:
-            raise self._no_room(reservation, f"{len(queue)} requests of this tenant wait for room")
-        waiter = _Waiter(reservation, asyncio.get_running_loop().create_future())
-        queue.append(waiter)
+        if self._queue.try_admit(reservation):
+            return reservation
+        self._check_possible(reservation)
         try:
-            async with asyncio.timeout(self.limits.wait_s):
-                await waiter.admitted
-        except BaseException as error:
-            if waiter.admitted.done() and not waiter.admitted.cancelled():
-                reservation.release()
-            elif waiter in queue:
-                queue.remove(waiter)
-            self._admit_waiting()
-            if isinstance(error, TimeoutError):
-                raise self._no_room(reservation, f"there was no room within the {self.limits.wait_s:g} s of `limits.answer_wait_s`") from None
-            raise
+            await self._queue.wait_for_room(reservation, self.limits.wait_s)
+        except QueueFull as full:
+            raise self._no_room(reservation, f"{full.waiting_count} requests of this tenant wait for room") from None
+        except TimeoutError:
+            raise self._no_room(reservation, f"there was no room within the {self.limits.wait_s:g} s of `limits.answer_wait_s`") from None
+        return reservation
 
     def _fits(self, wanted: ResponseReservation) -> bool:
         return all(need.fits for need in self._needs(wanted))
@@ -226,25 +203,10 @@ class ResponseBudget:
             use.file_bytes -= file_bytes
         if not used.memory_bytes and not used.file_bytes:
             del self._usage_by_tenant[tenant]
-        if self._waiting:
-            self._admit_waiting()
+        self._queue.admit_waiting()
 
     def _admit(self, reservation: ResponseReservation) -> None:
         self.add_usage(reservation.tenant, memory_bytes=reservation.memory_bytes, file_bytes=reservation.file_bytes)
-
-    def _admit_waiting(self) -> None:
-        """Admit the requests that fit: those of one tenant in their order, and the first of each tenant before the second of any."""
-        queues = dict(self._waiting)
-        while queues:
-            for tenant, queue in list(queues.items()):
-                if queue and self._fits(queue[0].reservation):
-                    waiter = queue.popleft()
-                    if not waiter.admitted.done():
-                        self._admit(waiter.reservation)
-                        waiter.admitted.set_result(None)
-                else:
-                    del queues[tenant]
-        self._waiting = {tenant: queue for tenant, queue in self._waiting.items() if queue}
 
     def _needs(self, wanted: ResponseReservation) -> tuple[_Need, _Need]:
         used = self._usage_by_tenant.get(wanted.tenant) or _Usage()
