@@ -75,7 +75,7 @@ class AsyncSandboxClient(AsyncOperations):
         leases = await self.hold(count, pool, **options)
         try:
             yield leases
-        except BaseException as error:
+        except BaseException as error:  # also on cancellation and Ctrl-C: the leases end with the block, however it ends
             self._heartbeat.remove_leases(_lease_ids(leases))
             try:
                 await self._short_retry_operations.release(_lease_ids(leases))
@@ -148,7 +148,7 @@ class SandboxClient(Operations):
         leases = self.hold(count, pool, **options)
         try:
             yield leases
-        except BaseException as error:
+        except BaseException as error:  # also on cancellation and Ctrl-C: the leases end with the block, however it ends
             self._heartbeat.remove_leases(_lease_ids(leases))
             try:
                 self._short_retry_operations.release(_lease_ids(leases))

@@ -73,7 +73,7 @@ class EmbeddedService:
         try:
             self.url = self._wait_for_url(ready_fd, time.monotonic() + start_s)
             self.token = (self.state_dir / "token").read_text().strip()
-        except BaseException:
+        except BaseException:  # also on Ctrl-C: the process that was started must not stay
             self.close()
             raise
         finally:

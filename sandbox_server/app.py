@@ -22,6 +22,7 @@ from sandbox_server.backends.base import Backend
 from sandbox_server.backends.registry import load_backend
 from sandbox_server.connection_limiter import HEAD_WITHIN_S
 from sandbox_server.connection_limits import limit_connections
+from sandbox_server.core.cleanup import cleanup_on_failure
 from sandbox_server.core.clock import Clock, SystemClock
 from sandbox_server.core.errors import InvalidRequest, NotImplementedHere, StorageUnavailable
 from sandbox_server.core.threads import start_thread_pool
@@ -210,11 +211,8 @@ async def start_service(settings: Settings, parts: Parts, *, ephemeral: bool = F
     parts.configure_logging(settings.log_format, settings.log_level)
     asyncio.get_running_loop().set_default_executor(start_thread_pool(WORKER_THREADS, "worker"))
     state_dir = StateDir.open(settings.state_dir)
-    try:
+    with cleanup_on_failure(state_dir.close):
         running = await _start_in(settings, state_dir, parts, ephemeral=ephemeral)
-    except BaseException:
-        state_dir.close()
-        raise
     if settings.advertise_url is not None:
         state_dir.write_server_file(settings.advertise_url)
     running.state_monitor.start()
@@ -227,7 +225,7 @@ async def _start_in(settings: Settings, state_dir: StateDir, parts: Parts, *, ep
     store = _open_store(state_dir, parts, ephemeral=ephemeral)
     try:
         pools = await _start_pools(settings, state_dir, parts, store, tenants, telemetry, survives=store.durable and not ephemeral)
-    except BaseException:
+    except BaseException:  # also if the start is cancelled: the store has a thread and open files
         await store.close()
         raise
     limits = CallLimits(in_flight=settings.limits.calls_in_flight, of_lease=settings.limits.lease_calls)

@@ -123,7 +123,7 @@ class Telemetry:
     """The metrics of one service, in a registry of its own. Methods take the names of `METRICS`."""
 
     def __init__(self) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call]
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # the library has types for everything but this function
         self.registry = CollectorRegistry()
         self._metrics = {name: self._create(name, definition) for name, definition in METRICS.items()}
         self._children: dict[tuple[str, ...], Any] = {}
@@ -178,7 +178,9 @@ class Telemetry:
             if definition.kind is Gauge:
                 self._metrics[name].clear()
         for name, labels, value in gauges:
-            self._metrics[name].labels(**labels).set(value)  # type: ignore[union-attr]
+            gauge = self._metrics[name]
+            assert isinstance(gauge, Gauge), f"{name} is no gauge"
+            gauge.labels(**labels).set(value)
         return generate_latest(self)
 
     def collect(self) -> Iterator[Metric]:

@@ -77,7 +77,7 @@ class AsyncConnections(httpx.AsyncBaseTransport):
             except BaseException:  # the state of a connection after a failed or cancelled request is unknown
                 await transport.aclose()
                 raise
-        except BaseException:
+        except BaseException:  # also of a cancelled request: otherwise its place would stay taken for ever
             self._free_connections.release()
             raise
         response.stream = _AsyncPooledStream(cast(httpx.AsyncByteStream, response.stream), transport, self._return_transport)
@@ -112,10 +112,10 @@ class Connections(httpx.BaseTransport):
             transport = self._take_transport()
             try:
                 response = transport.handle_request(request)
-            except BaseException:
+            except BaseException:  # the state of a connection after a failed or interrupted request is unknown
                 transport.close()
                 raise
-        except BaseException:
+        except BaseException:  # also of a cancelled request: otherwise its place would stay taken for ever
             self._free_connections.release()
             raise
         response.stream = _PooledStream(cast(httpx.SyncByteStream, response.stream), transport, self._return_transport)

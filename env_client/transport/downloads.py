@@ -19,6 +19,6 @@ def replace_when_complete(target: Path) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.replace(partial, target)
-        except BaseException:
+        except BaseException:  # also if the download is cancelled: no incomplete file stays
             os.unlink(partial)
             raise

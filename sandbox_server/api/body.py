@@ -15,6 +15,7 @@ from starlette.requests import Request
 from sandbox_server.api.body_budget import SMALL_BODY_BYTES, BodyReservation
 from sandbox_server.api.limits import Limits, too_large, too_many
 from sandbox_server.api.service import service_of, tenant_of
+from sandbox_server.core.cleanup import cleanup_on_failure
 from sandbox_server.core.errors import InvalidRequest
 
 
@@ -99,7 +100,7 @@ async def _read_body(request: Request, limits: Limits) -> tuple[bytes, BodyReser
     length = request.headers.get("content-length", "")
     size_bytes = len(body) if not more else int(length) if length.isdecimal() else limits.body_bytes
     reservation = await service_of(request).body_budget.reserve(tenant, size_bytes)
-    try:
+    with cleanup_on_failure(reservation.release):
         chunks = [body]
         received_bytes = len(body)
         while more:
@@ -109,9 +110,6 @@ async def _read_body(request: Request, limits: Limits) -> tuple[bytes, BodyReser
                 raise too_large(limits, "body_bytes")
             chunks.append(chunk)
         return b"".join(chunks), reservation
-    except BaseException:
-        reservation.release()
-        raise
 
 
 async def read_json(request: Request, limits: Limits, *, with_lone_surrogates: bool = False) -> tuple[Any, BodyReservation]:
@@ -134,11 +132,8 @@ async def read_json(request: Request, limits: Limits, *, with_lone_surrogates: b
         ClientDisconnected: the client disconnected before the end of the body.
     """
     body, reservation = await _read_body(request, limits)
-    try:
+    with cleanup_on_failure(reservation.release):
         return _parse_json(body, limits, with_lone_surrogates), reservation
-    except BaseException:
-        reservation.release()
-        raise
 
 
 def _parse_json(body: bytes, limits: Limits, with_lone_surrogates: bool) -> Any:

@@ -40,6 +40,7 @@ from sandbox_server.backends.disposal import delete_folders, delete_leftovers
 from sandbox_server.backends.group import GROUP_PREFIX, join_group, kill_group, make_group, remove_groups_of, remove_stale_groups
 from sandbox_server.backends.process_pipe import open_process_pipe
 from sandbox_server.backends.processes import end_process, is_running, spawn
+from sandbox_server.core.cleanup import cleanup_on_failure
 from sandbox_server.core.pipe import Pipe
 from sandbox_server.core.types import Handle
 
@@ -109,11 +110,8 @@ class LocalBackend:
             handle, listen = await self._prepare_transport(handle, socket, agent)
             config = agent_config(handle, spec, self._agent_environment(listen, folder / "base", spec.local.expose))
             handle, stdin = self._spawn_agent(handle, agent)
-            try:
+            with cleanup_on_failure(lambda: os.close(stdin)):
                 yield self._write_checkpoint(handle)
-            except BaseException:
-                os.close(stdin)
-                raise
             await asyncio.to_thread(_send_config, stdin, config, group, handle.data["pid"])
             await self._wait_until_listening(handle, socket)
         except OSError as error:
@@ -165,10 +163,8 @@ class LocalBackend:
         log = os.open(self._folder / handle.sandbox_id / "agent.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         reader, writer = os.pipe()
         try:
-            pid, started = spawn([sys.executable, "-I", str(agent)], _environment(), reader, log)
-        except BaseException:
-            os.close(writer)
-            raise
+            with cleanup_on_failure(lambda: os.close(writer)):
+                pid, started = spawn([sys.executable, "-I", str(agent)], _environment(), reader, log)
         finally:
             os.close(reader)
             os.close(log)
@@ -340,12 +336,9 @@ def _unpack_agent(zipapp: bytes, parent: Path) -> Path:
     if not folder.exists():
         parent.mkdir(mode=0o700, exist_ok=True)
         partial = Path(tempfile.mkdtemp(dir=parent))
-        try:
+        # Without this, each attempt on a full disk would leave one more partial folder, which would fill whatever space is freed.
+        with cleanup_on_failure(lambda: shutil.rmtree(partial, ignore_errors=True)):
             with zipfile.ZipFile(io.BytesIO(zipapp)) as archive:
                 archive.extractall(partial)
             partial.replace(folder)
-        except BaseException:
-            # Otherwise each attempt on a full disk would leave one more partial folder, which would fill whatever space is freed.
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
     return folder

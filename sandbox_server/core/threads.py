@@ -9,6 +9,8 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+from sandbox_server.core.cleanup import cleanup_on_failure
+
 
 def start_thread_pool(thread_count: int, name: str) -> ThreadPoolExecutor:
     """Make a thread pool that never starts another thread.
@@ -25,12 +27,8 @@ def start_thread_pool(thread_count: int, name: str) -> ThreadPoolExecutor:
     """
     pool = ThreadPoolExecutor(thread_count, name)
     all_run = threading.Barrier(thread_count + 1)
-    try:
+    with cleanup_on_failure(lambda: pool.shutdown(wait=False)), cleanup_on_failure(all_run.abort):
         for _ in range(thread_count):  # each waits until all run, so that none takes the work of another
             pool.submit(all_run.wait)
         all_run.wait()
-    except BaseException:
-        all_run.abort()
-        pool.shutdown(wait=False)
-        raise
     return pool

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 
+from sandbox_server.core.cleanup import cleanup_on_failure
 from sandbox_server.core.clock import Clock
 from sandbox_server.core.errors import BackendUnavailable, SandboxLost
 from sandbox_server.core.execution import Reason, Result, ToolCall
@@ -91,11 +92,8 @@ class Dispatcher:
             QuotaExceeded: as `start_calls`, or there was no room for the response in time. Nothing has run.
         """
         reservation = await self.response_budget.reserve(tenant, items)
-        try:
+        with cleanup_on_failure(reservation.release):
             return self.start_calls(tenant, items, on_sent, reservation, ended)
-        except BaseException:
-            reservation.release()
-            raise
 
     def start_calls(
         self,

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from sandbox_server.backends.base import Backend
+from sandbox_server.core.cleanup import cleanup_on_failure
 from sandbox_server.core.errors import InvalidRequest, PoolConflict, PoolServiceError, QuotaExceeded
 from sandbox_server.core.types import PoolId, PoolSpec
 from sandbox_server.pool import access
@@ -250,11 +251,8 @@ class Catalog:
 
     async def _record(self, record: PoolRecord, before: PoolRecord | Deletion) -> None:
         self._dependencies.store.put(record)
-        try:
+        with cleanup_on_failure(lambda: self._dependencies.store.put(before)):
             await self._dependencies.store.flush()
-        except BaseException:
-            self._dependencies.store.put(before)
-            raise
 
     async def stop(self, destroys: Callable[[PoolSpec], bool]) -> None:
         """Stop every pool.

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from sandbox_server.core.cleanup import cleanup_on_failure
 from sandbox_server.core.errors import StorageUnavailable
 from sandbox_server.core.execution import OutputFile
 from sandbox_server.core.threads import start_thread_pool
@@ -86,13 +87,11 @@ class OutputFiles:
         file = OutputFile(path=path, size_bytes=size_bytes, stdout_bytes=stdout_bytes)
         self._paths_by_lease.setdefault(lease_id, set()).add(path)
         self._files_in_use[path] = file
-        try:
-            await self._write_chunks(path, chunks, size_bytes)
-        except BaseException as error:
-            self.delete_when_unused(file)
-            if isinstance(error, OSError):
+        with cleanup_on_failure(lambda: self.delete_when_unused(file)):
+            try:
+                await self._write_chunks(path, chunks, size_bytes)
+            except OSError as error:
                 raise StorageUnavailable(f"the output of a call cannot be written to {path}: {error.strerror}", retry_after_s=5) from error
-            raise
         return file
 
     async def _write_chunks(self, path: str, chunks: AsyncIterator[bytes], size_bytes: int) -> None:

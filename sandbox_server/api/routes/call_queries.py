@@ -17,6 +17,7 @@ from sandbox_server.api.contract.responses import CallAnswer
 from sandbox_server.api.result_pieces import enclosed, whole_response
 from sandbox_server.api.service import service_of, tenant_of
 from sandbox_server.api.streams import EVENT_STREAM_TYPE, EventStreamResponse, StreamResponse
+from sandbox_server.core.cleanup import cleanup_on_failure
 from sandbox_server.core.errors import CallNotFound
 from sandbox_server.core.execution import Result
 
@@ -94,10 +95,7 @@ async def get_output(request: Request) -> Response:
     tenant, lease_id, call_id = _call_of_path(request)
     offset = offset_of(query(request, ("offset",)).get("offset"))
     reservation = await service.dispatcher.response_budget.reserve_stream(tenant)
-    try:
+    with cleanup_on_failure(reservation.release):
         output = await service.call_queries.fetch_output(tenant, lease_id, call_id, offset)
-    except BaseException:
-        reservation.release()
-        raise
     headers = {} if output.total_bytes is None else {TOTAL_HEADER: str(output.total_bytes)}
     return StreamResponse(output.chunks, BYTES_TYPE, headers, stall_s=service.limits.answer_stall_s, on_end=reservation.release)

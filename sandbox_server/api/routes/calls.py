@@ -31,6 +31,7 @@ from sandbox_server.api.streams import (
     send_part,
     wait_for_disconnect,
 )
+from sandbox_server.core.cleanup import cleanup_on_failure
 from sandbox_server.core.execution import Result, ToolCall
 from sandbox_server.dispatch.batch import Batch
 
@@ -101,21 +102,15 @@ async def exec_batch(request: Request) -> Response:
     """Run tool calls and return their results. The calls run to their ends even if the client closes the connection."""
     service = service_of(request)
     document, body_reservation = await read_reserved_object(request, service.limits, with_lone_surrogates=True)
-    try:
+    with cleanup_on_failure(body_reservation.release):
         items = batch_items(document, service.limits)
         service.check_not_stopping()
         batch = await service.dispatcher.start_when_there_is_room(tenant_of(request).name, items, ended=body_reservation.release)
-    except BaseException:
-        body_reservation.release()
-        raise
     del document, items  # so that the memory of each call is freed when it has its result
     if NDJSON_TYPE in request.headers.get("accept", ""):
         return ResultLines(batch, service.limits.answer_stall_s)
-    try:
+    with cleanup_on_failure(batch.close):
         return results_response(await batch.all_results(), service.limits.answer_stall_s, batch.close)
-    except BaseException:
-        batch.close()
-        raise
 
 
 @router.post(
@@ -136,10 +131,9 @@ async def exec_one(request: Request) -> Response:
     try:
         service.check_not_stopping()
         return await _exec(request, exec_call(document, request.path_params["lease_id"], service.limits), body_reservation.release)
-    except BaseException as error:
-        # After a hang-up, a call that has started runs on, and its arguments stay in memory: `_exec` releases them when it has its result.
-        if not isinstance(error, asyncio.CancelledError):
-            body_reservation.release()
+    except Exception:
+        # Not if the request is cancelled: a call that has started runs on with its arguments in memory, and `_exec` releases them when it has its result.
+        body_reservation.release()
         raise
 
 
@@ -157,11 +151,8 @@ async def _exec(request: Request, call: ToolCall | Result, on_result: Callable[[
         events, closed = await run_call_as_events(service, tenant, call, last_event_id(request) or 0, on_result)
         return EventStreamResponse(events, service, tenant, on_end=closed)
     reservation = await service.dispatcher.response_budget.reserve(tenant, [call])
-    try:
+    with cleanup_on_failure(reservation.release):
         return result_response(await service.dispatcher.run_call(tenant, call, reservation, on_result), service.limits.answer_stall_s, reservation.release)
-    except BaseException:
-        reservation.release()
-        raise
 
 
 @router.post(

@@ -119,7 +119,7 @@ class AgentConnector:
         try:
             report = agent.report(self._sandbox.sandbox_id)
             check_agent_report(report, self._sandbox.spec)
-        except BaseException:
+        except BaseException:  # also if the connecting is cancelled: the link has tasks and an open connection
             await agent.close()
             raise
         return agent, report

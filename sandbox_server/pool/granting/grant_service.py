@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from sandbox_server.core.cleanup import cleanup_on_failure
 from sandbox_server.core.errors import BackendUnavailable, InvalidRequest, NoCapacity, PoolNotFound, PoolServiceError, QuotaExceeded
 from sandbox_server.core.types import Acquired, AcquireRequest, Lease, PoolSpec
 from sandbox_server.link import LinkLost
@@ -167,16 +168,20 @@ class GrantService:
                 self.refuse_waiter(waiter, InvalidRequest(detail, field="count"))
 
     def _end_wait(self, waiter: Waiter, error: PoolServiceError | None) -> None:
-        future = self._outcomes.get(waiter.seq)
-        if future is None:
-            if error is None:
-                return  # served in the same step that queued it: `wait_for_leases` finds the leases
-            future = self._outcomes[waiter.seq] = asyncio.get_running_loop().create_future()
+        if error is None and waiter.seq not in self._outcomes:
+            return  # served in the same step that queued it: `wait_for_leases` finds the leases
+        future = self._outcome_of(waiter)
         if not future.done():
             if error is None:
                 future.set_result(None)
             else:
                 future.set_exception(error)
+
+    def _outcome_of(self, waiter: Waiter) -> asyncio.Future[None]:
+        future = self._outcomes.get(waiter.seq)
+        if future is None:
+            future = self._outcomes[waiter.seq] = asyncio.get_running_loop().create_future()
+        return future
 
     async def wait_for_leases(self, waiter: Waiter) -> Acquired:
         """Wait until a queued waiter is granted its leases, and they are on disk.
@@ -185,15 +190,10 @@ class GrantService:
             PoolServiceError: the error that the waiter was refused with.
         """
         try:
-            if not waiter.leases or waiter.seq in self._preparing or waiter.seq in self._outcomes:
-                future = self._outcomes.get(waiter.seq)
-                if future is None:
-                    future = self._outcomes[waiter.seq] = asyncio.get_running_loop().create_future()
-                await future
-            await self._dependencies.store.flush()
-        except BaseException:
-            self._inbox.put(AcquireAbandoned(waiter))
-            raise
+            with cleanup_on_failure(lambda: self._inbox.put(AcquireAbandoned(waiter))):
+                if not waiter.leases or waiter.seq in self._preparing or waiter.seq in self._outcomes:
+                    await self._outcome_of(waiter)
+                await self._dependencies.store.flush()
         finally:
             self._outcomes.pop(waiter.seq, None)
         waited_s = self._dependencies.clock.monotonic() - waiter.arrived

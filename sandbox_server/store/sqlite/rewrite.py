@@ -7,6 +7,7 @@ import os
 import sqlite3
 from pathlib import Path
 
+from sandbox_server.core.cleanup import cleanup_on_failure
 from sandbox_server.store.sqlite.disk_reserve import free_bytes
 from sandbox_server.store.sqlite.file_identity import SIDE_FILES, FileIdentityCheck, side_path
 
@@ -36,12 +37,9 @@ def rewrite_state_file(connection: sqlite3.Connection, path: Path, identity_chec
     if page_count * page_bytes > free_bytes(path.parent):
         raise OSError(errno.ENOSPC, f"it was deleted, and writing it again takes {page_count * page_bytes} bytes: make room")
     os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-    try:
+    with cleanup_on_failure(lambda: partial.unlink(missing_ok=True)):
         connection.execute("VACUUM INTO ?", (str(partial),))
         _fsync(partial)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
     partial.replace(complete)
     identity_check.is_in_place()
     # The side files belong to the deleted file. SQLite would apply them to the new file, and damage it.

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from sandbox_server.core.cleanup import cleanup_on_failure
 from sandbox_server.store.base import RecordedResult
 from sandbox_server.store.codec import RecordId, encode, encode_result
 from sandbox_server.store.sqlite.batch import WriteBatch
@@ -173,7 +174,7 @@ class StateFile:
 
     def _write(self, puts: list[Any], deletions: list[RecordId], results: list[Any]) -> None:
         connection = self._connection
-        try:
+        with cleanup_on_failure(self._roll_back):
             connection.execute("BEGIN IMMEDIATE")
             connection.executemany(PUT_RECORD, puts)
             if deletions:
@@ -181,9 +182,6 @@ class StateFile:
             if results:
                 connection.executemany(PUT_RESULT, results)
             connection.execute("COMMIT")
-        except BaseException:
-            self._roll_back()
-            raise
 
     def _roll_back(self) -> None:
         """Leave no transaction open. Where the rollback fails too, replace the connection by a new one."""

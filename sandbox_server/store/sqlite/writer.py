@@ -101,7 +101,7 @@ class WriterThread:
                 self._file.commit(job.batch)
             else:
                 self._file.check()
-        except Exception as caught:  # the edge of this thread: the caller gets every error, and the thread continues
+        except Exception as caught:  # the edge of this thread: what waits for the job gets every error, and the thread continues
             error = caught
         with suppress(RuntimeError):  # the event loop is closed, and nobody waits for the job
             job.done(error)
