@@ -215,7 +215,7 @@ async def start_service(settings: Settings, parts: Parts, *, ephemeral: bool = F
         running = await _start_in(settings, state_dir, parts, ephemeral=ephemeral)
     if settings.advertise_url is not None:
         state_dir.write_server_file(settings.advertise_url)
-    running.state_monitor.start()
+    running.state_monitor.start_checks()
     return running
 
 
@@ -335,7 +335,7 @@ async def stop_service(running: RunningService) -> None:
     running.state_dir.remove_server_file()
     log.info("stopping", extra={"requests": len(service.requests)})
     await _wait_for_requests(service, REQUESTS_GRACE_S)
-    await service.dispatcher.stop()
+    await service.dispatcher.end_all_calls()
     running.lease_ends.cancel()
     await _wait_for_requests(service, FINAL_RESPONSE_S)
     for task in list(service.requests):
@@ -346,7 +346,7 @@ async def stop_service(running: RunningService) -> None:
             await running.pools.stop("destroy" if running.ephemeral else None)
     except TimeoutError:
         log.error("not every sandbox was gone within %g s", POOLS_STOP_S)
-    await running.state_monitor.stop()
+    await running.state_monitor.stop_checks()
     try:
         async with asyncio.timeout(STORE_CLOSE_S):
             await running.store.close()

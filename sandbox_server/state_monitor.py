@@ -32,11 +32,11 @@ class StateMonitor:
         """One sentence that says why the service must not accept new work, and what to do about it; None if all is well."""
         return self._lock_problem or self._store.problem
 
-    def start(self) -> None:
+    def start_checks(self) -> None:
         """Start the checks in a task."""
         self._task = asyncio.create_task(self._check_periodically())
 
-    async def stop(self) -> None:
+    async def stop_checks(self) -> None:
         """Stop the checks."""
         if self._task is not None:
             self._task.cancel()

@@ -204,7 +204,7 @@ class Dispatcher:
         if runners:
             self._keep_task(asyncio.create_task(_end_calls_behind_first(list(runners))))
 
-    async def stop(self) -> None:
+    async def end_all_calls(self) -> None:
         """End every call that is in flight. Each gets `backend_error` with `stopping`: it may have run, and the next process of the service can join it."""
         tasks = list(self._tasks)
         for task in tasks:

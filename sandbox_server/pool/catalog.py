@@ -100,7 +100,7 @@ class Catalog:
         self.origins[pool_id] = origin
         return pool
 
-    def restore(self, state: State) -> None:
+    def restore_pools(self, state: State) -> None:
         """Restore the pools that an earlier service has recorded, with their sandboxes and leases. Call it before any pool is started."""
         for record in state.pools:
             if record.pool_id in self.pools:
@@ -113,7 +113,7 @@ class Catalog:
         for sandbox in state.sandboxes:
             if sandbox.pool_id not in self.pools:
                 self._restore_pool_of(sandbox)
-        self.ended_leases.restore_all(state.leases, self._dependencies.clock)
+        self.ended_leases.remember_leases(state.leases, self._dependencies.clock)
         for pool in self.pools.values():
             pool.restore(state)
 
@@ -124,7 +124,7 @@ class Catalog:
             log.error("a recorded pool cannot be served: %s", error.detail, extra=pool_id.fields)
             return
         if closing_reason is not None:
-            pool.close(closing_reason)
+            pool.drain_pool(closing_reason)
 
     def _restore_pool_of(self, sandbox: SandboxRecord) -> None:
         """Restore a pool that was removed from the settings file, so that the leases in its sandboxes can end by themselves."""
@@ -246,7 +246,7 @@ class Catalog:
             self._check_changeable(pool)
             record = PoolRecord(name=name, tenant=pool.pool_id.tenant, spec=pool.spec, origin=self.origins[pool.pool_id])
             await self._record(replace(record, closing=True), replace(record, closing=pool.closing))
-            pool.close(DELETED, force=force, by=actor.tenant)
+            pool.drain_pool(DELETED, force=force, by=actor.tenant)
             log.info("a pool was deleted%s", ": its leases end now" if force else "", extra=_log_fields(pool.pool_id, actor.tenant))
 
     async def _record(self, record: PoolRecord, before: PoolRecord | Deletion) -> None:
@@ -254,7 +254,7 @@ class Catalog:
         with cleanup_on_failure(lambda: self._dependencies.store.put(before)):
             await self._dependencies.store.flush()
 
-    async def stop(self, destroys: Callable[[PoolSpec], bool]) -> None:
+    async def stop_pools(self, destroys: Callable[[PoolSpec], bool]) -> None:
         """Stop every pool.
 
         Args:
@@ -266,7 +266,7 @@ class Catalog:
         try:
             await asyncio.gather(*(pool.stop(destroy=destroys(pool.spec)) for pool in list(self.pools.values())))
         finally:
-            await asyncio.gather(*(access.observer.close() for access in self._accesses.values()))
+            await asyncio.gather(*(access.observer.stop_asking() for access in self._accesses.values()))
 
 
 def _log_fields(pool_id: PoolId, by: str | None) -> dict[str, Any]:

@@ -96,13 +96,13 @@ class EventLog:
                 yield None
                 continue
             if at == self._next_id:
-                await self._more()
+                await self._wait_for_next_event()
                 continue
             event = self._ring[at % self._kept]
             at += 1
             yield event
 
-    async def _more(self) -> None:
+    async def _wait_for_next_event(self) -> None:
         waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.add(waiter)
         try:

@@ -47,7 +47,7 @@ class Inbox(Generic[Value]):
         """Take the oldest value out.
 
         Returns:
-            The value, and the future to complete with `confirm` once it is applied, if there is one; None if the inbox is empty.
+            The value, and the future to complete with `confirm_applied` once it is applied, if there is one; None if the inbox is empty.
         """
         if not self._values:
             self._filled.clear()
@@ -55,7 +55,7 @@ class Inbox(Generic[Value]):
         return self._values.popleft()
 
 
-def confirm(applied: asyncio.Future[None] | None) -> None:
+def confirm_applied(applied: asyncio.Future[None] | None) -> None:
     """Let the caller of `put_and_wait`, if there is one, go on."""
     if applied is not None and not applied.done():
         applied.set_result(None)

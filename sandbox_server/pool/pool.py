@@ -20,11 +20,11 @@ from sandbox_server.pool.fleet import plan as planning
 from sandbox_server.pool.fleet.backend_access import BackendAccess
 from sandbox_server.pool.fleet.effects import AnnounceLeaseEnd, CountMetric, Effect
 from sandbox_server.pool.fleet.fleet import Fleet
-from sandbox_server.pool.fleet.snapshot import capacity, claimant_view, snapshot
+from sandbox_server.pool.fleet.snapshot import capacity, claimant_view, take_snapshot
 from sandbox_server.pool.fleet.supervisor_set import SupervisorSet
 from sandbox_server.pool.fleet.ticker import Ticker
 from sandbox_server.pool.granting.grant_service import AcquireAbandoned, GrantService, PoolValue, PreparationEnded
-from sandbox_server.pool.inbox import Inbox, confirm
+from sandbox_server.pool.inbox import Inbox, confirm_applied
 from sandbox_server.pool.lease_directory import LeaseDirectory
 from sandbox_server.pool.leasing.ended_leases import EndedLeases
 from sandbox_server.pool.leasing.lease_book import LeaseBook
@@ -112,7 +112,7 @@ class Pool:
         """
         self.fleet.adopt_sandboxes([record for record in state.sandboxes if record.pool_id == self.pool_id], self.spec)
         slots = [slot for slot in state.slots if slot.pool_id == self.pool_id and slot.ref.sandbox_id in self.book.table.slots_by_sandbox]
-        self.book.restore(slots, [lease for lease in state.leases if lease.pool_id == self.pool_id])
+        self.book.restore_leases(slots, [lease for lease in state.leases if lease.pool_id == self.pool_id])
         for lease_id in self.book.held:
             self._directory.add_lease(lease_id, self)
 
@@ -124,7 +124,7 @@ class Pool:
         self.fleet.hold_adopted_leases()
         for sandbox in list(self.fleet.sandboxes.values()):
             self.supervisors.start_supervisor(sandbox)
-        self._ticker.start()
+        self._ticker.start_ticking()
 
     async def stop(self, *, destroy: bool) -> None:
         """Refuse all waiters. Then destroy the sandboxes, or leave them for another service to adopt.
@@ -134,19 +134,19 @@ class Pool:
         """
         self.closing = True
         self._grant_service.refuse_all_waiters(self._closing_error)
-        self._ticker.stop()
+        self._ticker.stop_ticking()
         self._apply_pending()
         for sandbox in list(self.fleet.sandboxes.values()):
             if destroy or sandbox.state is SandboxState.STARTING:
                 self._effect_runner.carry_out(self.fleet.retire_sandbox(sandbox, "the service is stopping"))
-        await self.supervisors.stop([sandbox.sandbox_id for sandbox in self.fleet.sandboxes.values() if not sandbox.destroying])
+        await self.supervisors.stop_supervisors([sandbox.sandbox_id for sandbox in self.fleet.sandboxes.values() if not sandbox.destroying])
         await asyncio.gather(*self._grant_service.tasks, return_exceptions=True)
         self._apply_pending()
         for task in list(self.tasks):
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
 
-    def close(self, reason: str, *, force: bool = False, by: str | None = None) -> None:
+    def drain_pool(self, reason: str, *, force: bool = False, by: str | None = None) -> None:
         """Let no new lease begin. `gone` is set when the last sandbox is gone, which is when its last lease has ended, or earlier with `force`.
 
         Args:
@@ -294,7 +294,7 @@ class Pool:
         while (taken := self._inbox.take_next()) is not None:
             value, applied = taken
             self._apply_value(value)
-            confirm(applied)
+            confirm_applied(applied)
             is_changed = True
         if is_changed:
             self._serve_and_plan()
@@ -378,7 +378,7 @@ class Pool:
             self._effect_runner.carry_out(self.fleet.retire_sandbox(self.fleet.sandboxes[action.sandbox_id], action.reason))
 
     def _snapshot(self) -> planning.Snapshot:
-        return snapshot(self.spec, self.fleet.sandboxes.values(), self.book, self.fleet.retry_at, closing=self.closing)
+        return take_snapshot(self.spec, self.fleet.sandboxes.values(), self.book, self.fleet.retry_at, closing=self.closing)
 
     def _capacity(self) -> int:
         return capacity(self.spec, self.fleet.sandboxes.values(), self.book, can_grow=not self.fleet.creating_fails)
@@ -389,4 +389,4 @@ class Pool:
             self._used_at = now
         elif limit_s is not None and not self.closing and now - self._used_at >= limit_s:
             log.info("the pool has been idle for delete_after_idle_s", extra=self.pool_id.fields)
-            self.close(f"idle for delete_after_idle_s of {limit_s:.10g} s")
+            self.drain_pool(f"idle for delete_after_idle_s of {limit_s:.10g} s")

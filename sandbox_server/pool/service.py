@@ -84,8 +84,8 @@ class PoolService(PoolReader):
         """Take over the pools, leases and sandboxes that an earlier service has recorded, destroy orphaned sandboxes, and begin to create new ones."""
         state = self._store.load()
         self.restored = frozenset(lease.lease_id for lease in state.leases)
-        self._catalog.restore(state)
-        self._keys.restore(state.keys)
+        self._catalog.restore_pools(state)
+        self._keys.remember_keys(state.keys)
         self._recorded = frozenset(record.sandbox_id for record in state.sandboxes)
         await self._orphans.collect_from(self._catalog.backends)
         for pool in list(self._pools.values()):
@@ -99,10 +99,10 @@ class PoolService(PoolReader):
             on_shutdown: `keep` or `destroy`, for all pools; default the value of each pool's spec. With a store that keeps nothing, sandboxes are
                 always destroyed, because no other service could adopt them.
         """
-        await self._orphans.stop()
+        await self._orphans.stop_collecting()
         try:
             async with asyncio.timeout(STOP_WITHIN_S):
-                await self._catalog.stop(lambda spec: self._destroys(spec, on_shutdown))
+                await self._catalog.stop_pools(lambda spec: self._destroys(spec, on_shutdown))
         except TimeoutError:
             log.error("not every sandbox was gone within %g s", STOP_WITHIN_S)
         for backend in self._catalog.backends.values():

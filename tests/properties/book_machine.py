@@ -329,7 +329,7 @@ class BookMachine(RuleBasedStateMachine):
         state = self.store.load()
         for sandbox in state.sandboxes:
             self.book.add_sandbox(sandbox.sandbox_id)
-        self.book.restore(state.slots, state.leases)
+        self.book.restore_leases(state.slots, state.leases)
         assert set(self.book.held) == set(self.held), "a crash lost or made a lease"
         for lease_id, busy in self.held.items():
             busy.running, busy.quiet = 0, None

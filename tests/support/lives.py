@@ -12,7 +12,7 @@ async def kill(pools: PoolService) -> None:
     """End a service's pools as SIGKILL does: nothing is sent to an agent or a client, and nothing is stored."""
     tasks = [*pools._catalog.tasks, *pools._orphans.tasks]
     for pool in pools._pools.values():
-        pool._ticker.stop()
+        pool._ticker.stop_ticking()
         tasks += [*pool.supervisors.tasks.values(), *pool._grant_service.tasks, *pool.tasks]
     for task in tasks:
         task.cancel()

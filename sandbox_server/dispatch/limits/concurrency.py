@@ -44,7 +44,7 @@ class ConcurrencyLimiter:
             full = f"{len(calls.running)} calls of this tenant run and {len(calls.waiting)} wait for their turn, and its `max_running_calls` is {limit}"
             raise QuotaExceeded(f"{full}: ask again later", limit="max_running_calls", retry_after_s=2)
 
-    def try_acquire(self, tenant: str, key: CallKey) -> bool:
+    def try_acquire_permit(self, tenant: str, key: CallKey) -> bool:
         """Acquire a permit if one is free and no other call waits for it. The caller releases it.
 
         Args:
@@ -58,7 +58,7 @@ class ConcurrencyLimiter:
             return True
         return False
 
-    async def acquire(self, tenant: str, key: CallKey) -> bool:
+    async def acquire_permit(self, tenant: str, key: CallKey) -> bool:
         """Wait for a permit. The caller releases it.
 
         Args:
@@ -75,12 +75,12 @@ class ConcurrencyLimiter:
             return await future
         except asyncio.CancelledError:
             if future.done() and not future.cancelled() and future.result():
-                self.release(tenant, key)
+                self.release_permit(tenant, key)
             else:
                 self._remove_waiter(tenant, key, future)
             raise
 
-    def release(self, tenant: str, key: CallKey) -> None:
+    def release_permit(self, tenant: str, key: CallKey) -> None:
         """Release a permit that was acquired, and give it to the next call that waits."""
         calls = self._calls_by_tenant[tenant]
         calls.running[key] -= 1
@@ -89,7 +89,7 @@ class ConcurrencyLimiter:
         self._give_free_permits(tenant, calls)
 
     def wake_waiters(self, tenant: str, key: CallKey) -> None:
-        """Have every `acquire` of a call return False, because the call has ended while it waited."""
+        """Have every `acquire_permit` of a call return False, because the call has ended while it waited."""
         calls = self._calls_by_tenant.get(tenant)
         if calls is not None and key in calls.waiting:
             for future in self._pop_waiters(tenant, calls, key):
@@ -97,7 +97,7 @@ class ConcurrencyLimiter:
             self._give_free_permits(tenant, calls)
 
     def wake_waiters_of_lease(self, lease_id: str) -> None:
-        """Have every `acquire` of the calls of a lease return False, because the lease has ended."""
+        """Have every `acquire_permit` of the calls of a lease return False, because the lease has ended."""
         for tenant, key in list(self._waiting_by_lease.get(lease_id, ())):
             self.wake_waiters(tenant, key)
 

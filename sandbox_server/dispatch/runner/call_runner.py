@@ -212,7 +212,7 @@ class CallRunner:
         if not self._queue or limiter.limit_of_tenant(self._tenant) is None:
             return len(self._queue)
         call_id = self._queue.first_call.call_id
-        if self._permitted_call_id is None and limiter.try_acquire(self._tenant, (self._lease_id, call_id)):
+        if self._permitted_call_id is None and limiter.try_acquire_permit(self._tenant, (self._lease_id, call_id)):
             self._permitted_call_id = call_id
         return self._queue.sent_count or (1 if self._permitted_call_id is not None else 0)
 
@@ -221,7 +221,7 @@ class CallRunner:
         call_id = self._queue.first_call.call_id
         self._context.slot_locator.call_started(self._lease_id)
         try:
-            if await self._context.concurrency_limiter.acquire(self._tenant, (self._lease_id, call_id)):
+            if await self._context.concurrency_limiter.acquire_permit(self._tenant, (self._lease_id, call_id)):
                 self._permitted_call_id = call_id
         finally:
             self._context.slot_locator.call_ended(self._lease_id)
@@ -230,7 +230,7 @@ class CallRunner:
     def _release_permit(self) -> None:
         if self._permitted_call_id is not None:
             call_id, self._permitted_call_id = self._permitted_call_id, None
-            self._context.concurrency_limiter.release(self._tenant, (self._lease_id, call_id))
+            self._context.concurrency_limiter.release_permit(self._tenant, (self._lease_id, call_id))
 
     async def _exchange(self, location: SlotLocation, count: int) -> Decision:
         """Send the first `count` calls over one stream and deliver their results, which arrive in the order of the calls."""

@@ -68,7 +68,7 @@ class BackendObserver:
             self._watch_not_before = self._clock.monotonic() + LONGEST_OBSERVE_PAUSE_S
             self._watching = asyncio.create_task(self._watch(self._backend))
 
-    async def close(self) -> None:
+    async def stop_asking(self) -> None:
         """Stop asking. Questions that wait for an answer get none."""
         tasks = [task for task in (self._asking, self._watching) if task is not None]
         for task in tasks:

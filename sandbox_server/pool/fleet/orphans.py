@@ -52,7 +52,7 @@ class OrphanCollector:
         """Look on every backend once. Where that fails, go on in the background."""
         await asyncio.gather(*(self._collect_first(name, backend) for name, backend in backends.items()))
 
-    async def stop(self) -> None:
+    async def stop_collecting(self) -> None:
         """Stop looking."""
         for task in self.tasks:
             task.cancel()

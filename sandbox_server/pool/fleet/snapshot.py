@@ -10,7 +10,7 @@ from sandbox_server.pool.fleet.sandbox import Sandbox
 from sandbox_server.pool.leasing.lease_book import LeaseBook
 
 
-def snapshot(spec: PoolSpec, sandboxes: Iterable[Sandbox], book: LeaseBook, retry_at: float, *, closing: bool) -> Snapshot:
+def take_snapshot(spec: PoolSpec, sandboxes: Iterable[Sandbox], book: LeaseBook, retry_at: float, *, closing: bool) -> Snapshot:
     """Take the snapshot that the plan decides from.
 
     Args:

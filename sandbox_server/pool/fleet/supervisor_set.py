@@ -72,7 +72,7 @@ class SupervisorSet:
             case WaitForAdoptedCalls():
                 supervisor.wait_for_adopted_calls(effect.lease)
 
-    async def stop(self, left_alone: Collection[str]) -> None:
+    async def stop_supervisors(self, left_alone: Collection[str]) -> None:
         """Stop the supervisors of some sandboxes, and wait until the other sandboxes, which are being destroyed, are gone.
 
         Args:

@@ -31,12 +31,12 @@ class Ticker:
         self._soon: asyncio.Handle | None = None
         self._running = False
 
-    def start(self) -> None:
+    def start_ticking(self) -> None:
         """Begin to call the function."""
         self._running = True
         self.request_tick()
 
-    def stop(self) -> None:
+    def stop_ticking(self) -> None:
         """Never call the function again."""
         self._running = False
         for planned in (self._timer, self._soon):

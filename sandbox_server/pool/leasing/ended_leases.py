@@ -32,24 +32,24 @@ class EndedLeases:
         self._record = record
         self._read = read
 
-    def add(self, lease: Lease, now: float) -> None:
+    def add_lease(self, lease: Lease, now: float) -> None:
         """Remember and record a lease that has just ended. Its labels are dropped: an ended lease is not listed. `now`: monotonic."""
         lease = replace(lease, labels={})
         self._record(lease)
-        self.restore(lease, now)
+        self.remember_lease(lease, now)
 
-    def restore(self, lease: Lease, ended: float) -> None:
+    def remember_lease(self, lease: Lease, ended: float) -> None:
         """Remember a lease whose end is recorded already. `ended`: when it ended, monotonic."""
         self._in_memory[lease.lease_id] = lease
         self._ids_by_end.append((ended, lease.lease_id))
         if self._read is not None and len(self._in_memory) > MAX_IN_MEMORY:
             self._in_memory.popitem(last=False)
 
-    def restore_all(self, leases: Iterable[Lease], clock: Clock) -> None:
+    def remember_leases(self, leases: Iterable[Lease], clock: Clock) -> None:
         """Remember the ended leases among the recorded ones; each is forgotten an hour after its end. Held leases are ignored."""
         ended = [(lease.ended_at, lease) for lease in leases if lease.ended_at is not None]
         for ended_at, lease in sorted(ended, key=lambda pair: pair[0]):
-            self.restore(lease, monotonic_at(clock, ended_at))
+            self.remember_lease(lease, monotonic_at(clock, ended_at))
 
     def get(self, lease_id: str) -> Lease | None:
         """Return an ended lease; None if there is no such lease, if it has not ended, or if it was forgotten.

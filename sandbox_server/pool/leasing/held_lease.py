@@ -70,7 +70,7 @@ class LeaseIndex:
         self._ids_by_run: dict[RunKey, dict[str, None]] = {}
         self._expiries: list[tuple[float, str]] = []
 
-    def add(self, held_lease: HeldLease) -> None:
+    def add_lease(self, held_lease: HeldLease) -> None:
         """Add a lease that is held from now on."""
         lease = held_lease.lease
         self.by_id[lease.lease_id] = held_lease
@@ -80,7 +80,7 @@ class LeaseIndex:
         live = ((held.deadline, lease_id) for lease_id, held in self.by_id.items() if not held.is_out_of_heap)
         self._expiries = without_stale_entries(self._expiries, len(self.by_id), live)
 
-    def remove(self, lease: Lease) -> None:
+    def remove_lease(self, lease: Lease) -> None:
         """Remove a lease that has ended."""
         del self.by_id[lease.lease_id]
         self.count_by_tenant[lease.tenant] -= 1

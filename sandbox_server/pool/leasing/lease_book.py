@@ -198,18 +198,18 @@ class LeaseBook:
         """Put an acquire into the queue for at most `wait_s` seconds. `assign_slots` may serve it at once."""
         now = self._clock.monotonic()
         waiter = Waiter(request=request, seq=next(self._seq), arrived=now, deadline=now + wait_s, weight=self._weight(request.tenant))
-        self.queue.add(waiter, now)
+        self.queue.add_waiter(waiter, now)
         return waiter
 
     def requeue_waiter(self, waiter: Waiter) -> None:
         """Put a waiter back, at its old position and with its old deadline, because its slots could not be prepared."""
         waiter.leases = ()
-        self.queue.add(waiter, self._clock.monotonic())
+        self.queue.add_waiter(waiter, self._clock.monotonic())
 
     def remove_waiter(self, waiter: Waiter) -> None:
         """Take a waiter out of the queue, if it is in it."""
         if waiter.waiting:
-            self.queue.remove(waiter, self._clock.monotonic())
+            self.queue.remove_waiter(waiter, self._clock.monotonic())
 
     def overdue_waiters(self) -> list[Waiter]:
         """Return the waiters whose deadline has passed since the last call. They stay in the queue."""
@@ -249,7 +249,7 @@ class LeaseBook:
 
     def _grant(self, waiter: Waiter) -> None:
         request = waiter.request
-        self.queue.remove(waiter, self._clock.monotonic())
+        self.queue.remove_waiter(waiter, self._clock.monotonic())
         self.order.last_served = (request.tenant, request.run_id)
         kept = self.order.kept_for(request)
         now, wall_s = self._clock.monotonic(), self._clock.wall()
@@ -262,7 +262,7 @@ class LeaseBook:
         lease = new_lease(self._new_lease_id(), self._pool, self.spec, slot, request, index, wall_s, sandbox_life_s=sandbox_ends_at - now)
         slot.lease_id = lease.lease_id
         self.table.apply_event(slot, SlotEvent.GRANT)
-        self.lease_index.add(HeldLease(lease, deadline=min(now + request.ttl_s, sandbox_ends_at)))
+        self.lease_index.add_lease(HeldLease(lease, deadline=min(now + request.ttl_s, sandbox_ends_at)))
         self._record(lease)
         return lease
 
@@ -313,8 +313,8 @@ class LeaseBook:
 
     def _end_lease(self, held_lease: HeldLease, state: LeaseState, detail: str, evidence: Mapping[str, Any] = NO_EVIDENCE) -> Lease:
         lease = replace(held_lease.lease, state=state, ended_at=self._clock.wall(), end_detail=detail, end_evidence=dict(evidence))
-        self.lease_index.remove(lease)
-        self.ended_leases.add(lease, self._clock.monotonic())
+        self.lease_index.remove_lease(lease)
+        self.ended_leases.add_lease(lease, self._clock.monotonic())
         return lease
 
     def _order_reset(self, slot: Slot, event: SlotEvent, keep: RunKey | None) -> None:
@@ -356,7 +356,7 @@ class LeaseBook:
 
     # After a restart.
 
-    def restore(self, slots: Sequence[SlotRecord], leases: Sequence[Lease]) -> None:
+    def restore_leases(self, slots: Sequence[SlotRecord], leases: Sequence[Lease]) -> None:
         """Fill an empty book from the records. Its sandboxes must have been added.
 
         A held lease is held for a while longer, so that its client can renew it. A reset that was under way is ordered again.
@@ -370,7 +370,7 @@ class LeaseBook:
                 del held[record.ref]
                 slot.lease_id = lease.lease_id
                 held_lease = restored_lease(lease, now, wall_s)
-                self.lease_index.add(held_lease)
+                self.lease_index.add_lease(held_lease)
                 self._record(held_lease.lease)
                 self.order.last_served = (lease.tenant, lease.run_id)
             elif slot.state is not SlotState.READY and self.order.last_served is None:
@@ -379,7 +379,7 @@ class LeaseBook:
             self.table.add_slot(slot)
             self._order_missing_reset(slot)
         for lease in held.values():
-            self.ended_leases.add(lease_without_slot(lease, wall_s), now)
+            self.ended_leases.add_lease(lease_without_slot(lease, wall_s), now)
 
     def _order_missing_reset(self, slot: Slot) -> None:
         if slot.state is SlotState.LEASED and slot.lease_id is None:

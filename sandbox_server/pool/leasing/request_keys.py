@@ -94,14 +94,14 @@ class RequestKeys:
         try:
             acquired = await acquire()
             # The record was put into the store together with the leases, when they were granted.
-            self.restore([key_record(request, acquired.leases, self._clock.wall())])
+            self.remember_keys([key_record(request, acquired.leases, self._clock.wall())])
             return acquired
         finally:
             attempt = self._attempts.get(tenant_key)
             if attempt is not None and attempt.task is this_task:
                 del self._attempts[tenant_key]
 
-    def restore(self, records: Iterable[KeyRecord]) -> None:
+    def remember_keys(self, records: Iterable[KeyRecord]) -> None:
         """Remember keys whose records are in the store already."""
         for record in sorted(records, key=lambda record: record.granted_at):
             tenant_key = (record.tenant, record.key)

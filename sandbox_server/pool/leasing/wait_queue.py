@@ -57,7 +57,7 @@ class WaitQueue:
     def __len__(self) -> int:
         return len(self._waiters)
 
-    def add(self, waiter: Waiter, now: float) -> None:
+    def add_waiter(self, waiter: Waiter, now: float) -> None:
         """Put a waiter into the queue, at the position of its rank. `now`: monotonic."""
         insort(self._ranks_by_tenant.setdefault(waiter.request.tenant, []), waiter.rank)
         self._waiters[waiter.rank] = waiter
@@ -68,7 +68,7 @@ class WaitQueue:
         live_entries = ((one.deadline, one.rank) for one in self._waiters.values())
         self._deadlines = without_stale_entries(self._deadlines, len(self._waiters), live_entries)
 
-    def remove(self, waiter: Waiter, now: float) -> None:
+    def remove_waiter(self, waiter: Waiter, now: float) -> None:
         """Take a waiter out of the queue. `now`: monotonic."""
         tenant, rank = waiter.request.tenant, waiter.rank
         ranks = self._ranks_by_tenant[tenant]

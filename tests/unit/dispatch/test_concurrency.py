@@ -24,8 +24,8 @@ class World:
 
     async def queue(self, key: CallKey, tenant: str = "t") -> asyncio.Task[bool]:
         """Start to wait for a permit."""
-        assert not self.limiter.try_acquire(tenant, key)
-        task = asyncio.create_task(self.limiter.acquire(tenant, key))
+        assert not self.limiter.try_acquire_permit(tenant, key)
+        task = asyncio.create_task(self.limiter.acquire_permit(tenant, key))
         self.waiting.append(task)
         await asyncio.sleep(0)
         return task
@@ -42,14 +42,14 @@ class World:
 
 async def test_permits_are_given_in_the_order_of_arrival_and_no_more_than_the_limit() -> None:
     world = World(t=1)
-    assert world.limiter.try_acquire("t", A)
+    assert world.limiter.try_acquire_permit("t", A)
     for key in (B, C, D):
         await world.queue(key)
 
     seen = []
     for key in (A, B, C, D):
         seen.append(await world.settled())
-        world.limiter.release("t", key)
+        world.limiter.release_permit("t", key)
 
     assert seen == [[None, None, None], [True, None, None], [True, True, None], [True, True, True]]
     assert world.is_empty
@@ -57,13 +57,13 @@ async def test_permits_are_given_in_the_order_of_arrival_and_no_more_than_the_li
 
 async def test_no_call_overtakes_another_and_tenants_do_not_affect_each_other() -> None:
     world = World(t=1, u=1)
-    assert world.limiter.try_acquire("t", A)
+    assert world.limiter.try_acquire_permit("t", A)
     await world.queue(B)
 
-    assert world.limiter.try_acquire("u", A)
-    assert world.limiter.try_acquire("free", C)
-    assert world.limiter.try_acquire("free", D)
-    world.limiter.release("t", A)
+    assert world.limiter.try_acquire_permit("u", A)
+    assert world.limiter.try_acquire_permit("free", C)
+    assert world.limiter.try_acquire_permit("free", D)
+    world.limiter.release_permit("t", A)
     await world.queue(C)
 
     assert await world.settled() == [True, None]
@@ -71,42 +71,42 @@ async def test_no_call_overtakes_another_and_tenants_do_not_affect_each_other() 
 
 async def test_a_call_of_two_requests_takes_one_permit() -> None:
     world = World(t=1)
-    assert world.limiter.try_acquire("t", A)
-    assert world.limiter.try_acquire("t", A)
+    assert world.limiter.try_acquire_permit("t", A)
+    assert world.limiter.try_acquire_permit("t", A)
     await world.queue(B)
     await world.queue(B)
 
-    world.limiter.release("t", A)
+    world.limiter.release_permit("t", A)
     first = await world.settled()
-    world.limiter.release("t", A)
+    world.limiter.release_permit("t", A)
     second = await world.settled()
-    world.limiter.release("t", B)
+    world.limiter.release_permit("t", B)
     await world.queue(C)
 
     assert (first, second) == ([None, None], [True, True])
-    world.limiter.release("t", B)
+    world.limiter.release_permit("t", B)
     assert (await world.settled())[-1] is True
 
 
 async def test_a_cancelled_wait_delays_no_other_call() -> None:
     world = World(t=1)
-    assert world.limiter.try_acquire("t", A)
+    assert world.limiter.try_acquire_permit("t", A)
     gone, granted, last = [await world.queue(key) for key in (B, C, D)]
 
     gone.cancel()
     await asyncio.wait([gone])
-    world.limiter.release("t", A)
+    world.limiter.release_permit("t", A)
     granted.cancel()  # after its permit was given and before it ran
     await asyncio.wait([granted])
 
     assert await last
-    world.limiter.release("t", D)
+    world.limiter.release_permit("t", D)
     assert world.is_empty
 
 
 async def test_calls_of_an_ended_lease_and_ended_calls_stop_waiting() -> None:
     world = World(t=1)
-    assert world.limiter.try_acquire("t", A)
+    assert world.limiter.try_acquire_permit("t", A)
     for key in (B, C, D):
         await world.queue(key)
 
@@ -116,13 +116,13 @@ async def test_calls_of_an_ended_lease_and_ended_calls_stop_waiting() -> None:
     world.limiter.wake_waiters("t", B)
 
     assert await world.settled() == [False, False, False]
-    world.limiter.release("t", A)
+    world.limiter.release_permit("t", A)
     assert world.is_empty
 
 
 async def test_a_raised_limit_applies_at_once() -> None:
     world = World(t=1)
-    assert world.limiter.try_acquire("t", A)
+    assert world.limiter.try_acquire_permit("t", A)
     for key in (B, C, D):
         await world.queue(key)
 
@@ -138,7 +138,7 @@ async def test_a_raised_limit_applies_at_once() -> None:
 async def test_as_many_calls_may_wait_as_may_run() -> None:
     world = World(t=2)
     for key in (A, B):
-        assert world.limiter.try_acquire("t", key)
+        assert world.limiter.try_acquire_permit("t", key)
     await world.queue(C)
     world.limiter.check_queue_room("t")
     await world.queue(D)
@@ -169,12 +169,12 @@ async def _any_sequence(steps: list[tuple[str, int]]) -> None:
     for what, number in steps:
         key = keys[number % 6]
         if what == "ask":
-            if limiter.try_acquire("t", key):
+            if limiter.try_acquire_permit("t", key):
                 running.append(key)
             else:
-                waiting.append((key, asyncio.create_task(limiter.acquire("t", key))))
+                waiting.append((key, asyncio.create_task(limiter.acquire_permit("t", key))))
         elif what == "end" and running:
-            limiter.release("t", running.pop(number % len(running)))
+            limiter.release_permit("t", running.pop(number % len(running)))
         elif what == "leave" and waiting:
             waiting[number % len(waiting)][1].cancel()
         elif what == "lease_over":
@@ -192,12 +192,12 @@ async def _any_sequence(steps: list[tuple[str, int]]) -> None:
         assert not waiting or len(set(running)) >= most["t"], "a place is free and somebody waits"
         assert not set(running) & {key for key, _ in waiting}
     for key in running:
-        limiter.release("t", key)
+        limiter.release_permit("t", key)
     for _, task in waiting:
         task.cancel()
     await asyncio.gather(*(task for _, task in waiting), return_exceptions=True)
     for key, task in waiting:
         if not task.cancelled():
-            limiter.release("t", key)
+            limiter.release_permit("t", key)
     assert not limiter._calls_by_tenant
     assert not limiter._waiting_by_lease

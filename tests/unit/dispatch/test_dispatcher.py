@@ -34,7 +34,7 @@ async def test_a_slow_lease_holds_nobody_up(world: World) -> None:
     assert fresh is not None
     assert [(index, result.call_id) for index, result in fresh] == [(1, "quick")]
     assert await batch.next_results(0.0) == []
-    await world.dispatcher.stop()
+    await world.dispatcher.end_all_calls()
 
 
 async def test_the_lease_is_told_while_calls_run(world: World) -> None:
@@ -105,7 +105,7 @@ async def test_a_call_that_runs_for_somebody_else_may_have_run(world: World) -> 
     (second,) = await results(world, call("a", "hang"))
 
     assert (second.reason, second.metadata["may_have_run"]) == (Reason.SANDBOX_LOST, True)
-    await world.dispatcher.stop()
+    await world.dispatcher.end_all_calls()
     await first.all_results()
 
 
@@ -232,7 +232,7 @@ async def test_stopping_ends_what_runs_and_says_that_it_may_have_run(world: Worl
     batch = world.dispatcher.start_calls("alice", [call("a", "hang"), call("b", "true")])
     ((_, done),) = await batch.next_results(5.0) or ()
 
-    await world.dispatcher.stop()
+    await world.dispatcher.end_all_calls()
 
     ((_, hung),) = await batch.next_results(5.0) or ()
     assert (hung.reason, hung.metadata["may_have_run"], hung.metadata["stopping"]) == (Reason.BACKEND_ERROR, True, True)
@@ -255,7 +255,7 @@ async def test_a_tenant_with_all_its_calls_under_way_leaves_as_many_for_others(w
     (answered,) = await world.dispatcher.start_calls("bob", [call("b", "true", "bobs")]).all_results()
 
     assert answered.reason is Reason.LEASE_LOST  # it was taken; that the lease is alice's is another matter
-    await world.dispatcher.stop()
+    await world.dispatcher.end_all_calls()
     assert len(await hanging.all_results()) == 100
     assert (world.dispatcher.call_tracker.count_of_tenant("alice"), world.dispatcher.call_tracker.call_count) == (0, 0)
 
@@ -272,7 +272,7 @@ async def test_the_calls_that_wait_behind_the_first_of_a_released_lease_end_at_o
     results_of = [await batch.next_results(5.0) or [] for batch in batches]
     assert [[place for place, _ in fresh] for fresh in results_of] == [list(range(1, 30))] * 3
     assert {result.reason for fresh in results_of for _, result in fresh} == {Reason.LEASE_LOST}
-    await world.dispatcher.stop()
+    await world.dispatcher.end_all_calls()
 
 
 async def test_calls_of_a_lease_that_still_holds_are_not_refused(world: World) -> None:
@@ -282,7 +282,7 @@ async def test_calls_of_a_lease_that_still_holds_are_not_refused(world: World) -
     world.dispatcher.handle_lease_end("a")
     assert await batch.next_results(0.05) == []
     assert world.dispatcher.call_tracker.call_count == 2
-    await world.dispatcher.stop()
+    await world.dispatcher.end_all_calls()
 
 
 async def test_a_call_that_nobody_made_cannot_be_cancelled(world: World) -> None:

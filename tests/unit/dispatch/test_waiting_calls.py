@@ -208,7 +208,7 @@ async def test_when_the_service_stops_what_waited_cannot_have_run(limited: World
     second = limited.dispatcher.start_calls("alice", [call("b", "true", "b1"), call("b", "true", "b2")])
     await settled()
 
-    await limited.dispatcher.stop()
+    await limited.dispatcher.end_all_calls()
 
     found: list[Result] = [*await first.all_results(), *await second.all_results()]
     assert [(result.reason, result.metadata["may_have_run"]) for result in found] == [

@@ -159,7 +159,7 @@ async def test_questions_are_batched_and_keep_their_distance():
     await clock.advance(backend.traits.observe_interval_s)
     assert all(future.done() for future in second)
     assert backend.observed == [["s-0", "s-1", "s-2"], ["s-0", "s-1"]]
-    await observer.close()
+    await observer.stop_asking()
 
 
 async def test_a_question_that_nobody_waits_for_is_not_asked():
@@ -207,7 +207,7 @@ async def test_a_change_that_the_backend_reports_by_itself_answers_at_once():
     await settle()
 
     assert answer.result().detail == "stopped"
-    await observer.close()
+    await observer.stop_asking()
 
 
 async def test_a_fault_in_watching_is_logged_and_watching_starts_again_after_a_pause(caplog):
@@ -246,7 +246,7 @@ async def test_a_fault_in_watching_is_logged_and_watching_starts_again_after_a_p
 
     assert backend.watch_count == 2
     assert answer.result().detail == "stopped"
-    await observer.close()
+    await observer.stop_asking()
 
 
 async def ending_world(make_world, life_s, **spec):

@@ -22,7 +22,7 @@ ENDED_AT = 5.0
 async def opened(path: Path) -> AsyncIterator[tuple[SqliteStore, EndedLeases]]:
     store = SqliteStore(path)
     ended = EndedLeases(store.put, store.lease)
-    ended.restore_all(store.load().leases, SystemClock())
+    ended.remember_leases(store.load().leases, SystemClock())
     yield store, ended
     await store.close()
 
@@ -40,7 +40,7 @@ async def test_older_ended_leases_are_not_in_memory_and_are_found_all_the_same(t
     before = lease_objects()
     async with opened(tmp_path / "state.db") as (store, ended):
         for number in range(ENDED):
-            ended.add(ended_lease(number), float(number))
+            ended.add_lease(ended_lease(number), float(number))
         await store.flush()
         await store.check_storage()  # after this the writer thread refers to no record any more
         assert lease_objects() - before <= MAX_IN_MEMORY
@@ -56,7 +56,7 @@ async def test_older_ended_leases_are_not_in_memory_and_are_found_all_the_same(t
 async def test_what_ended_more_than_an_hour_ago_is_forgotten_at_once_and_on_record(tmp_path: Path) -> None:
     async with opened(tmp_path / "state.db") as (store, ended):
         for number in range(2 * MAX_IN_MEMORY):
-            ended.add(ended_lease(number), float(number))
+            ended.add_lease(ended_lease(number), float(number))
         await store.flush()
         ended.purge(ENDED_LEASE_REMEMBERED_S + 0.5)
         assert (ended.get("l-0"), ended.get("l-1")) == (None, ended_lease(1))
