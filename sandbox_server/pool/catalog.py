@@ -18,7 +18,7 @@ from sandbox_server.core.types import PoolId, PoolSpec
 from sandbox_server.pool import access
 from sandbox_server.pool.access import Actor
 from sandbox_server.pool.dependencies import PoolDependencies
-from sandbox_server.pool.fleet.backend_access import BackendAccess, access_backend
+from sandbox_server.pool.fleet.supervision.backend_access import BackendAccess, access_backend
 from sandbox_server.pool.lease_directory import LeaseDirectory
 from sandbox_server.pool.leasing.ended_leases import EndedLeases
 from sandbox_server.pool.operations.quotas import Quotas
@@ -73,7 +73,7 @@ class Catalog:
         self.origins: dict[PoolId, str] = {}
         self.quotas = Quotas(self.pools, dependencies)
         self.backends = dict(backends)
-        self.ended_leases = EndedLeases(dependencies.store.put, dependencies.store.lease)
+        self.ended_leases = EndedLeases(dependencies.store.put, dependencies.store.find_lease)
         self.directory: LeaseDirectory[Pool] = LeaseDirectory()
         self.tasks: set[asyncio.Task[None]] = set()
         self._load_backend = load_backend

@@ -19,7 +19,7 @@ from sandbox_server.pool.fleet.effects import (
     RefuseUnservableWaiters,
     WaitForAdoptedCalls,
 )
-from sandbox_server.pool.fleet.supervisor_set import SupervisorSet
+from sandbox_server.pool.fleet.supervision.supervisor_set import SupervisorSet
 from sandbox_server.pool.granting.grant_service import GrantService
 from sandbox_server.pool.lease_directory import LeaseDirectory
 from sandbox_server.pool.pool_events import PoolEvents

@@ -17,11 +17,11 @@ from sandbox_server.pool.dependencies import PoolDependencies
 from sandbox_server.pool.effect_runner import EffectRunner
 from sandbox_server.pool.fleet import caches
 from sandbox_server.pool.fleet import plan as planning
-from sandbox_server.pool.fleet.backend_access import BackendAccess
 from sandbox_server.pool.fleet.effects import AnnounceLeaseEnd, CountMetric, Effect
 from sandbox_server.pool.fleet.fleet import Fleet
 from sandbox_server.pool.fleet.snapshot import capacity, claimant_view, take_snapshot
-from sandbox_server.pool.fleet.supervisor_set import SupervisorSet
+from sandbox_server.pool.fleet.supervision.backend_access import BackendAccess
+from sandbox_server.pool.fleet.supervision.supervisor_set import SupervisorSet
 from sandbox_server.pool.fleet.ticker import Ticker
 from sandbox_server.pool.granting.grant_service import AcquireAbandoned, GrantService, PoolValue, PreparationEnded
 from sandbox_server.pool.inbox import Inbox, confirm_applied

@@ -231,7 +231,7 @@ class Store(Protocol):
         """Return every record that was in the store when it was opened."""
         ...
 
-    def lease(self, lease_id: str) -> Lease | None:
+    def find_lease(self, lease_id: str) -> Lease | None:
         """Return the newest record of a lease, held or ended; None if there is none, or if it was deleted.
 
         Raises:

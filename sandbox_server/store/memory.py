@@ -87,7 +87,7 @@ class MemoryStore:
             pools=tuple(self.pools.values()),
         )
 
-    def lease(self, lease_id: str) -> Lease | None:
+    def find_lease(self, lease_id: str) -> Lease | None:
         """Return the newest record of a lease; None if there is none."""
         return self.leases.get(lease_id)
 

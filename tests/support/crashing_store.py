@@ -68,9 +68,9 @@ class CrashingStore:
         """Return the records on the simulated disk."""
         return self.disk.load()
 
-    def lease(self, lease_id: str) -> Lease | None:
+    def find_lease(self, lease_id: str) -> Lease | None:
         """Return the newest record of a lease."""
-        return self.live.lease(lease_id)
+        return self.live.find_lease(lease_id)
 
     def record_result(self, lease_id: str, call_id: str, identity: bytes, result: Result) -> None:
         """Queue the result of a call."""

@@ -152,7 +152,7 @@ class SqliteStore:
         state, self._state = self._state, None
         return self._time.from_record(state if state is not None else self._reader.read_state())
 
-    def lease(self, lease_id: str) -> Lease | None:
+    def find_lease(self, lease_id: str) -> Lease | None:
         """Return the newest record of a lease, from a batch that is not committed yet or from the file; None if there is none.
 
         Raises:

@@ -11,7 +11,7 @@ import pytest
 from sandbox_server.backends.base import CreateFailed
 from sandbox_server.core.errors import BackendUnavailable, NoCapacity, SandboxLost
 from sandbox_server.core.types import PoolSpec
-from sandbox_server.pool.fleet.agent_connector import FIRST_HELLO_S
+from sandbox_server.pool.fleet.supervision.agent_connector import FIRST_HELLO_S
 from sandbox_server.testing import FakeAgent, FakeBackend, settle
 from tests.unit.pool.conftest import World
 

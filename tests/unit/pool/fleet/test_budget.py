@@ -8,7 +8,7 @@ import pytest
 
 from sandbox_server.backends.base import CreateFailed, RateLimited
 from sandbox_server.core.types import AcquireRequest, PoolSpec
-from sandbox_server.pool.fleet.creation_budget import LONGEST_CREATION_PAUSE_S, CreationBudget
+from sandbox_server.pool.fleet.supervision.creation_budget import LONGEST_CREATION_PAUSE_S, CreationBudget
 from sandbox_server.testing import FakeBackend, FakeClock, settle
 from tests.unit.pool.conftest import World
 

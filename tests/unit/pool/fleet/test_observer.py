@@ -11,7 +11,7 @@ import pytest
 from sandbox_server.backends.base import BackendTraits, Observation, ObservedState
 from sandbox_server.core.errors import BackendUnavailable, SandboxLost
 from sandbox_server.core.types import Handle, PoolSpec
-from sandbox_server.pool.fleet.observer import LONGEST_OBSERVE_PAUSE_S, BackendObserver
+from sandbox_server.pool.fleet.supervision.observer import LONGEST_OBSERVE_PAUSE_S, BackendObserver
 from sandbox_server.testing import FakeBackend, FakeClock, settle
 from tests.unit.pool.conftest import World
 

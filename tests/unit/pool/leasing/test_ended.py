@@ -21,7 +21,7 @@ ENDED_AT = 5.0
 @asynccontextmanager
 async def opened(path: Path) -> AsyncIterator[tuple[SqliteStore, EndedLeases]]:
     store = SqliteStore(path)
-    ended = EndedLeases(store.put, store.lease)
+    ended = EndedLeases(store.put, store.find_lease)
     ended.remember_leases(store.load().leases, SystemClock())
     yield store, ended
     await store.close()
@@ -69,4 +69,4 @@ async def test_a_lease_that_holds_has_not_ended(tmp_path: Path) -> None:
     async with opened(tmp_path / "state.db") as (store, ended):
         store.put(LEASE)
         await store.flush()
-        assert (store.lease(LEASE.lease_id), ended.get(LEASE.lease_id)) == (LEASE, None)
+        assert (store.find_lease(LEASE.lease_id), ended.get(LEASE.lease_id)) == (LEASE, None)

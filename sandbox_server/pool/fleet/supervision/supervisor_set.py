@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Collection, Iterable
 
 from sandbox_server.pool.dependencies import PoolDependencies
-from sandbox_server.pool.fleet.backend_access import BackendAccess
 from sandbox_server.pool.fleet.effects import DestroySandbox, DropCache, WaitForAdoptedCalls
 from sandbox_server.pool.fleet.observed import Observed
 from sandbox_server.pool.fleet.sandbox import Sandbox
-from sandbox_server.pool.fleet.supervisor import SandboxSupervisor
+from sandbox_server.pool.fleet.supervision.backend_access import BackendAccess
+from sandbox_server.pool.fleet.supervision.supervisor import SandboxSupervisor
 from sandbox_server.pool.inbox import InboxWriter
 from sandbox_server.pool.leasing.held_lease import ResetOrder
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from sandbox_server.backends.base import Backend
 from sandbox_server.pool.dependencies import PoolDependencies
-from sandbox_server.pool.fleet.creation_budget import CreationBudget
-from sandbox_server.pool.fleet.observer import BackendObserver
+from sandbox_server.pool.fleet.supervision.creation_budget import CreationBudget
+from sandbox_server.pool.fleet.supervision.observer import BackendObserver
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,8 +15,6 @@ from sandbox_server.link import AgentClient, AgentRefused, LinkLost
 from sandbox_server.link.agent_reports import VerifyReport
 from sandbox_server.link.errors import AgentProtocolError, NotSupportedByAgent
 from sandbox_server.pool.dependencies import PoolDependencies
-from sandbox_server.pool.fleet.agent_connector import AgentConnector, SandboxLostError
-from sandbox_server.pool.fleet.backend_access import BackendAccess
 from sandbox_server.pool.fleet.observed import (
     AdoptedCallsEnded,
     CacheDropEnded,
@@ -31,6 +29,8 @@ from sandbox_server.pool.fleet.observed import (
     SlotsObserved,
 )
 from sandbox_server.pool.fleet.sandbox import Cache, Sandbox
+from sandbox_server.pool.fleet.supervision.agent_connector import AgentConnector, SandboxLostError
+from sandbox_server.pool.fleet.supervision.backend_access import BackendAccess
 from sandbox_server.pool.inbox import InboxWriter
 from sandbox_server.pool.leasing.held_lease import ResetOrder
 

@@ -10,8 +10,8 @@ from sandbox_server.core.types import Handle
 from sandbox_server.link import AgentClient, Endpoint, LinkLost
 from sandbox_server.link.agent_reports import AgentReport
 from sandbox_server.pool.dependencies import PoolDependencies
-from sandbox_server.pool.fleet.observer import BackendObserver
 from sandbox_server.pool.fleet.sandbox import Sandbox, check_agent_report
+from sandbox_server.pool.fleet.supervision.observer import BackendObserver
 
 #: How long the agent of a new sandbox may take to answer, in seconds.
 FIRST_HELLO_S = 60.0
