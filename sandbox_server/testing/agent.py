@@ -86,7 +86,7 @@ class FakeSlot:
     slot_id: str
     epoch: int = 1
     state: str = "ready"
-    network: bool = True
+    has_network: bool = True
     cache: str | None = None
     detail: str = ""
     evidence: Mapping[str, Any] = field(default_factory=dict)
@@ -95,7 +95,7 @@ class FakeSlot:
         """The slot as the `watch` operation reports it."""
         return {
             "slot_id": self.slot_id, "epoch": self.epoch, "state": self.state, "workspace": "/workspace", "tmp": "/tmp",
-            "isolation": "bwrap", "network": self.network, "detail": self.detail, "evidence": self.evidence,
+            "isolation": "bwrap", "network": self.has_network, "detail": self.detail, "evidence": self.evidence,
         }  # fmt: skip
 
 
@@ -178,7 +178,7 @@ class FakeAgent:
 
     def reset(self, slot: FakeSlot, meta: dict[str, Any]) -> dict[str, Any]:
         """Reset a slot. Returns the content of the END frame of the reset."""
-        slot.epoch, slot.network, slot.cache, slot.state = meta["epoch"], meta["network"], None, "ready"
+        slot.epoch, slot.has_network, slot.cache, slot.state = meta["epoch"], meta["network"], None, "ready"
         return {"state": "ready", "detail": "", "proof": {}, "duration_s": 0.0}
 
     def verify(self, slot: FakeSlot, meta: dict[str, Any]) -> dict[str, Any]:
@@ -188,15 +188,15 @@ class FakeAgent:
 
     def equip(self, slot: FakeSlot, meta: dict[str, Any]) -> dict[str, Any]:
         """Give a slot its cache. Returns the content of the END frame of the operation."""
-        slot.network, slot.cache = meta["network"], meta["cache"]
+        slot.has_network, slot.cache = meta["network"], meta["cache"]
         self.caches.add(meta["cache"])
         return {}
 
     def narrow(self, slot: FakeSlot, meta: dict[str, Any]) -> dict[str, Any]:
         """Take rights away from a slot. Returns the content of the END frame of the operation."""
-        if (meta["network"] and not slot.network) or meta.get("cache") not in (None, slot.cache):
+        if (meta["network"] and not slot.has_network) or meta.get("cache") not in (None, slot.cache):
             return {"code": "invalid", "detail": "narrow only takes rights away"}
-        slot.network, slot.cache = meta["network"], meta.get("cache")
+        slot.has_network, slot.cache = meta["network"], meta.get("cache")
         return {}
 
     def answer(self, meta: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from sandbox_server.agent.execution import evidence
 from sandbox_server.agent.execution.call_spec import CallSpec
 from sandbox_server.agent.execution.deadlines import CallDeadlines
 from sandbox_server.agent.execution.journal import CallOutcome, call_identity
-from sandbox_server.agent.execution.lease_state import LeaseState
+from sandbox_server.agent.execution.lease_context import LeaseContext
 from sandbox_server.agent.execution.output import Sink
 from sandbox_server.agent.execution.processes.slot_process import SlotProcess, Writable
 from sandbox_server.agent.execution.processes.spawn_spec import SpawnSpec
@@ -56,7 +56,7 @@ class Call:
         "started_at",
     )  # fmt: skip
 
-    def __init__(self, lease: LeaseState, runtime: SlotRuntime, spec: CallSpec) -> None:
+    def __init__(self, lease: LeaseContext, runtime: SlotRuntime, spec: CallSpec) -> None:
         self.lease = lease
         self.runtime = runtime
         self.spec = spec
@@ -84,7 +84,7 @@ class Call:
     @property
     def output_bytes(self) -> int:
         """How much the call has written so far."""
-        return sum(sink.total for sink in self.sinks)
+        return sum(sink.total_bytes for sink in self.sinks)
 
     def start_call(self) -> None:
         """Check the arguments, and start the call. A call that cannot be started ends at once."""
@@ -96,12 +96,12 @@ class Call:
             self._handler.start_call(self)
         except InvalidArgs as error:
             field = "tool" if isinstance(error, UnknownTool) else "args"
-            self.finish("invalid_args", error=str(error), metadata={"evidence": {"ran": False, "field": field}})
+            self.finish_call("invalid_args", error=str(error), metadata={"evidence": {"ran": False, "field": field}})
         except ToolNotBuilt as error:
-            self.finish("not_implemented", error=str(error), metadata={"evidence": {"ran": False}})
+            self.finish_call("not_implemented", error=str(error), metadata={"evidence": {"ran": False}})
         except OSError as error:
             facts = {"errno": errno.errorcode.get(error.errno or 0, str(error.errno)), "at": "agent"}
-            self.finish("backend_error", error="the agent could not set the call up: %s" % error, metadata={"may_have_run": False, "evidence": facts})
+            self.finish_call("backend_error", error="the agent could not set the call up: %s" % error, metadata={"may_have_run": False, "evidence": facts})
 
     # What the tool's handler uses.
 
@@ -118,7 +118,7 @@ class Call:
         """See `ToolCall`."""
         exit_code = 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
         reason, error, metadata = self.judge_exit(status, exit_code)
-        self.finish(reason, exit_code=exit_code, error=error, metadata=metadata)
+        self.finish_call(reason, exit_code=exit_code, error=error, metadata=metadata)
 
     def judge_exit(self, status: int, exit_code: int) -> tuple[str, str, dict[str, Any]]:
         """See `ToolCall`."""
@@ -153,13 +153,13 @@ class Call:
         self._ending_reason = None
         limits = self.lease.resources.limits
         reason, error, metadata = evidence.judge_refusal(errno, step, self.spec.args, self.runtime, self._limits_before, limits)
-        self.finish(reason, error=error, metadata=metadata)
+        self.finish_call(reason, error=error, metadata=metadata)
 
     def on_init_lost(self, detail: str) -> None:
         """See `ProcessListener`."""
         if self.outcome is None and self._ending_reason is None:  # if the agent is ending the tree, that determines the outcome
             reason, error, metadata = evidence.judge_lost_init(self.runtime, self._limits_before, detail)
-            self.finish(reason, error=error, metadata=metadata)
+            self.finish_call(reason, error=error, metadata=metadata)
 
     # Ends that the process does not bring about.
 
@@ -197,9 +197,9 @@ class Call:
             # The report on the first process leaves out those descendants that it had not waited for when they were killed.
             self._cpu_s = max(self._cpu_s, self._process.killed_cpu_s)
         if self.outcome is None:
-            self.finish(reason, error=_error_sentence(reason, self.spec), metadata={"evidence": facts})
+            self.finish_call(reason, error=_error_sentence(reason, self.spec), metadata={"evidence": facts})
 
-    def abandon(self, lost: str | None = None) -> None:
+    def finish_without_waiting(self, lost: str | None = None) -> None:
         """End the call now; the caller ends its processes.
 
         Args:
@@ -208,12 +208,12 @@ class Call:
         if self.outcome is not None:
             return
         if lost is not None:
-            self.finish("sandbox_lost", error="the sandbox has ended: %s" % lost, metadata={"evidence": {"agent": lost}})
+            self.finish_call("sandbox_lost", error="the sandbox has ended: %s" % lost, metadata={"evidence": {"agent": lost}})
         else:
             facts = {"slot": "given back, or its rights changed"}
-            self.finish("cancelled", error=_error_sentence("cancelled", self.spec), metadata={"evidence": facts})
+            self.finish_call("cancelled", error=_error_sentence("cancelled", self.spec), metadata={"evidence": facts})
 
-    def finish(self, reason: str, exit_code: int | None = None, error: str = "", metadata: dict[str, Any] | None = None, tool_ok: bool = False) -> None:
+    def finish_call(self, reason: str, exit_code: int | None = None, error: str = "", metadata: dict[str, Any] | None = None, tool_ok: bool = False) -> None:
         """See `ToolCall`."""
         if self._deadlines is not None:
             self._deadlines.cancel_timers()
@@ -222,7 +222,7 @@ class Call:
         if self._processor_watch is not None:
             # The report on the first process leaves out those descendants that it has not waited for.
             self._cpu_s = max(self._cpu_s, self._processor_watch.used_s())
-            self._processor_watch.close()
+            self._processor_watch.stop_watch()
         outcome = self.outcome = CallOutcome(
             call_id=self.spec.call_id,
             reason=reason,
@@ -234,7 +234,7 @@ class Call:
             max_rss_bytes=self._max_rss_bytes,
             tool_ok=tool_ok,
             metadata=metadata if metadata is not None else {},
-            outputs=[sink.finish() for sink in self.sinks],
+            outputs=[sink.finish_output() for sink in self.sinks],
             encoding=self.spec.encoding,
         )
         self.lease.remove_live_call(self)
@@ -254,7 +254,7 @@ def _error_sentence(reason: str, spec: CallSpec) -> str:
     return "the call was cancelled"
 
 
-def submit_call(lease: LeaseState, runtime: SlotRuntime, spec: CallSpec, on_done: Callable[[CallOutcome], None]) -> None:
+def submit_call(lease: LeaseContext, runtime: SlotRuntime, spec: CallSpec, on_done: Callable[[CallOutcome], None]) -> None:
     """Start a call. If it was submitted before, wait for it, or repeat its outcome: no call runs twice.
 
     Args:
@@ -283,7 +283,7 @@ def submit_call(lease: LeaseState, runtime: SlotRuntime, spec: CallSpec, on_done
     call.start_call()
 
 
-def find_call(lease: LeaseState, call_id: Any) -> Call | CallOutcome:
+def find_call(lease: LeaseContext, call_id: Any) -> Call | CallOutcome:
     """Return a call that runs, or the outcome of one that has ended.
 
     Raises:

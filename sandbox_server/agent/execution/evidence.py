@@ -17,7 +17,7 @@ from sandbox_server.agent.init import process_table
 from sandbox_server.agent.kernel import procfs
 
 _SHELL_SIGNALLED = 128
-_NEAR = 0.75  # the part of a limit from which on use counts as near the limit, where nothing counts how often the limit was hit
+_NEAR_LIMIT_FRACTION = 0.75  # the part of a limit from which on use counts as near the limit, where nothing counts how often the limit was hit
 _CANNOT_ENTER_FOLDER = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG)
 
 
@@ -123,7 +123,7 @@ def _find_unproven_limits(runtime: SlotRuntime, exit_code: int, max_rss_bytes: i
     if exit_code == _SHELL_SIGNALLED + signal.SIGXFSZ:
         near.append("file_size")
     counted = runtime.groups.limits_memory
-    if limits.memory_mb is not None and not counted and max_rss_bytes >= _NEAR * (limits.memory_mb << 20):
+    if limits.memory_mb is not None and not counted and max_rss_bytes >= _NEAR_LIMIT_FRACTION * (limits.memory_mb << 20):
         near.append("memory")
     return near
 
@@ -148,7 +148,7 @@ def judge_refusal(
     text = os.strerror(number)
     if number == errno.EAGAIN:
         proof["processes"] = _count_processes(runtime)
-        if "processes" in _count_limit_hits(runtime, before) or proof["processes"] >= _NEAR * limits.processes:
+        if "processes" in _count_limit_hits(runtime, before) or proof["processes"] >= _NEAR_LIMIT_FRACTION * limits.processes:
             return "resource_limit", "the slot's limit of %d processes was reached, nothing could be started" % limits.processes, {"evidence": proof}
         text += ", though the slot has only %d of its %d processes" % (proof["processes"], limits.processes)
     if number == errno.ENOMEM and runtime.groups.limits is not None and runtime.groups.limits.is_short_of_memory(before):

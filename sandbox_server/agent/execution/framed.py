@@ -30,9 +30,9 @@ class Framed:
         self.broken = False
 
     @property
-    def full(self) -> bool:
+    def is_full(self) -> bool:
         """See `Writable`."""
-        return self._content.full
+        return self._content.is_full
 
     def write(self, data: bytes) -> None:
         """Parse some more of the output."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from sandbox_server.agent.errors import ToolError
 from sandbox_server.agent.execution.background_tasks import BackgroundTasks
-from sandbox_server.agent.execution.output import Kept, Sink, Spool
+from sandbox_server.agent.execution.output import FinishedOutput, Sink, Spool
 from sandbox_server.agent.execution.processes.drains import Drains
 from sandbox_server.agent.execution.processes.slot_process import SlotProcess
 from sandbox_server.agent.execution.processes.spawn_spec import SpawnSpec
@@ -39,7 +39,7 @@ class Job:
         self.state = "running"
         self._exit_code: int | None = None
         self._error = ""
-        self._kept: Kept | None = None
+        self._finished_output: FinishedOutput | None = None
         self._process: SlotProcess | None = None
         self._is_being_killed = False
 
@@ -55,20 +55,20 @@ class Job:
 
     def describe(self) -> dict[str, Any]:
         """The state of the job as the tool returns it."""
-        kept = self._kept
+        finished = self._finished_output
         return {
             "process_id": self.job_id,
             "command": self._command[:_MAX_SHOWN_CHARS],
             "state": self.state,
             "exit_code": self._exit_code,
-            "output_bytes": kept.total if kept is not None else self._sink.total,
+            "output_bytes": finished.total_bytes if finished is not None else self._sink.total_bytes,
             **({"error": self._error} if self._error else {}),
         }
 
     def read_log(self, offset_bytes: int) -> bytes:
         """Return at most `LOG_BYTES` of the output, from an offset on."""
-        kept = self._kept
-        return kept.read(offset_bytes, LOG_BYTES) if kept is not None else self._sink.read(offset_bytes, LOG_BYTES)
+        finished = self._finished_output
+        return finished.read(offset_bytes, LOG_BYTES) if finished is not None else self._sink.read(offset_bytes, LOG_BYTES)
 
     def write_input(self, data: bytes) -> None:
         """Write to the standard input of the process, without waiting until the process reads it.
@@ -97,7 +97,7 @@ class Job:
             self._process.collect_output()
             if self._process.stdin is not None:
                 self._process.stdin.close_stdin()
-        self._kept = self._sink.finish()
+        self._finished_output = self._sink.finish_output()
 
     def on_output(self) -> None:
         """See `ProcessListener`. Nothing waits for the output of a job."""
@@ -184,7 +184,7 @@ class Jobs:
         self._jobs[job.job_id] = job
         return job
 
-    def abandon_jobs(self) -> None:
+    def forget_jobs(self) -> None:
         """Forget all jobs. Their processes are ended with the slot runtime."""
         for job in self._jobs.values():
             job.on_init_lost("the slot was reset")

@@ -7,7 +7,7 @@ import hashlib
 import marshal
 from typing import Any, Callable, Mapping, Sequence
 
-from sandbox_server.agent.execution.output import Kept
+from sandbox_server.agent.execution.output import FinishedOutput
 
 LARGE_OUTPUT_BYTES = 64 << 10  # a result with more output is sent without it, and the service fetches the output
 _MARSHAL_VERSION = 0  # the only version whose bytes depend on the values alone
@@ -45,35 +45,35 @@ class CallOutcome:
     max_rss_bytes: int
     tool_ok: bool
     metadata: dict[str, Any]
-    outputs: Sequence[Kept]
+    outputs: Sequence[FinishedOutput]
     encoding: str = "utf-8"
     on_fetched: list[Callable[[], None]] = dataclasses.field(default_factory=list)
 
     @property
     def is_large(self) -> bool:
         """Whether a service that can do so fetches the output of the result in pieces."""
-        return sum(kept.cut_bytes for kept in self.outputs) > LARGE_OUTPUT_BYTES
+        return sum(output.result_size_bytes for output in self.outputs) > LARGE_OUTPUT_BYTES
 
     def to_item(self) -> tuple[dict[str, Any], bytes]:
         """The result as it is sent to the service: a JSON object, and the output."""
-        parts = [kept.cut() for kept in self.outputs]
+        parts = [output.read_for_result() for output in self.outputs]
         return self._meta([len(part) for part in parts]), parts[0] if len(parts) == 1 else b"".join(parts)
 
     def to_item_without_output(self) -> dict[str, Any]:
         """The result without its output, which the service is to fetch."""
-        return {**self._meta([kept.cut_bytes for kept in self.outputs]), "output_waits": True}
+        return {**self._meta([output.result_size_bytes for output in self.outputs]), "output_waits": True}
 
     def _meta(self, lengths_bytes: Sequence[int]) -> dict[str, Any]:
         metadata = self.metadata
-        if any(kept.evicted for kept in self.outputs):
+        if any(output.is_evicted for output in self.outputs):
             metadata = dict(metadata, output_evicted=True)
         return {
             "call_id": self.call_id,
             "reason": self.reason,
             "exit_code": self.exit_code,
             "error": self.error,
-            "output_bytes": sum(kept.total for kept in self.outputs),
-            "truncated": any(kept.truncated for kept in self.outputs),
+            "output_bytes": sum(output.total_bytes for output in self.outputs),
+            "truncated": any(output.is_truncated for output in self.outputs),
             "encoding": self.encoding,
             "started_at": self.started_at,
             "duration_s": self.duration_s,

@@ -72,7 +72,7 @@ class SlotRuntime:
         dirs: the folders on the host.
         workspace: the path of the workspace as the slot sees it.
         tmp: the path of the temporary folder as the slot sees it.
-        network: whether the processes can reach the network.
+        has_network: whether the processes can reach the network.
         process: the child process of the agent that was started: init, or the bubblewrap process that waits for init.
         link: the control socket to init.
         init_pid: the process id of init as the agent sees it.
@@ -89,7 +89,7 @@ class SlotRuntime:
     dirs: Dirs
     workspace: str
     tmp: str
-    network: bool
+    has_network: bool
     process: subprocess.Popen[bytes]
     link: InitLink
     init_pid: int

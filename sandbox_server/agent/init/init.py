@@ -300,7 +300,7 @@ def _apply_config(config: Mapping[str, Any]) -> None:
     if config["private_mounts"] is not None:
         from sandbox_server.agent.init import private_mounts
 
-        private_mounts.mount_private_places(config["private_mounts"], config["uid"])
+        private_mounts.mount_private_folders(config["private_mounts"], config["uid"])
     if mode != "bwrap":
         privileges.adopt_orphans()
     privileges.set_resource_limits(config["limits"])

@@ -20,7 +20,7 @@ _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND, _MS_REC, _MS_SLAVE = 2, 4, 8, 0x100
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def mount_private_places(sources: Mapping[str, str], owner_uid: int) -> None:
+def mount_private_folders(sources: Mapping[str, str], owner_uid: int) -> None:
     """Move this process into new mount and IPC namespaces and mount other file systems on the shared folders.
 
     Args:
@@ -34,23 +34,23 @@ def mount_private_places(sources: Mapping[str, str], owner_uid: int) -> None:
     _check("unshare", _libc.unshare(_CLONE_NEWNS | _CLONE_NEWIPC))
     # Later mounts of the machine appear in this namespace, but the mounts of this namespace do not appear on the machine.
     _mount("none", "/", None, _MS_REC | _MS_SLAVE)
-    for place, source in sources.items():
-        if not os.path.isdir(place):
+    for folder, source in sources.items():
+        if not os.path.isdir(folder):
             continue
         if source.startswith("/"):
-            _bind(source, place, owner_uid)
+            _bind(source, folder, owner_uid)
         elif source == "mqueue":
-            _mount("mqueue", place, "mqueue", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
+            _mount("mqueue", folder, "mqueue", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
         else:
-            _mount("tmpfs", place, "tmpfs", _MS_NOSUID | _MS_NODEV, source)
+            _mount("tmpfs", folder, "tmpfs", _MS_NOSUID | _MS_NODEV, source)
 
 
-def _bind(folder: str, place: str, owner_uid: int) -> None:
-    fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+def _bind(source: str, target: str, owner_uid: int) -> None:
+    fd = os.open(source, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         if os.fstat(fd).st_uid != owner_uid:
-            raise OSError(errno.EPERM, "%s does not belong to the user of the slot" % folder)
-        _mount("/proc/self/fd/%d" % fd, place, None, _MS_BIND)
+            raise OSError(errno.EPERM, "%s does not belong to the user of the slot" % source)
+        _mount("/proc/self/fd/%d" % fd, target, None, _MS_BIND)
     finally:
         os.close(fd)
 

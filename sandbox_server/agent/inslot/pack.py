@@ -46,7 +46,7 @@ def route_archive_get(args: Mapping[str, Any], ctx: Mapping[str, Any], reply: Re
         reply.send_ok(entries=1, skipped=[], skipped_count=0)
         archive = _ArchiveWriter(reply)
         archive.add_regular_file(os.path.basename(confined.real), fd, info)
-        archive.finish()
+        archive.finish_archive()
     finally:
         os.close(fd)
 
@@ -61,7 +61,7 @@ def _pack_tree(top: int, reply: Reply) -> None:
             archive.add_entry(entry)
     if skipped_later.count > skipped.count:
         raise IncompleteReply("something became unreadable while the archive was made")
-    archive.finish()
+    archive.finish_archive()
 
 
 class _SkippedEntries:
@@ -131,7 +131,7 @@ class _ArchiveWriter:
             left -= len(data)
         self._write(b"\0" * (-info.st_size % BLOCK_BYTES))
 
-    def finish(self) -> None:
+    def finish_archive(self) -> None:
         """Write the end-of-archive marker and the checksum of gzip."""
         self._write(b"\0" * (2 * BLOCK_BYTES))
         self._reply.write_content(self._gzip.flush())

@@ -42,7 +42,7 @@ def route_archive_put(args: Mapping[str, Any], ctx: Mapping[str, Any], reply: Re
             count += 1
         reader.restrict_folders()
     finally:
-        reader.close()
+        reader.close_folder()
         os.close(top)
     reply.send_ok(entries=count)
 
@@ -55,7 +55,7 @@ class _ArchiveReader:
         self._fd = os.dup(top)
         self._modes: list[tuple[tuple[str, ...], int]] = []
 
-    def close(self) -> None:
+    def close_folder(self) -> None:
         os.close(self._fd)
 
     def unpack_member(self, member: Member, stream: TarStream) -> None:

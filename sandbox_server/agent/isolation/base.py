@@ -43,11 +43,11 @@ class IsolationContext:
     processors: tuple[int, ...]
     sets_floor: bool = False
 
-    def affinity(self, turn: int) -> list[int]:
+    def affinity(self, runtime_number: int) -> list[int]:
         """Return the processors that a slot runtime is pinned to.
 
         Args:
-            turn: the number of the runtime. Successive runtimes get different processors, so that they are distributed evenly.
+            runtime_number: the number of the runtime. Successive runtimes get different processors, so that they are distributed evenly.
 
         Returns:
             The processors; none if the runtime is not pinned.
@@ -56,7 +56,7 @@ class IsolationContext:
         if cpu is None or math.ceil(cpu) >= len(self.processors):
             return []
         count = math.ceil(cpu)
-        return [self.processors[(turn * count + number) % len(self.processors)] for number in range(count)]
+        return [self.processors[(runtime_number * count + number) % len(self.processors)] for number in range(count)]
 
     def environment(self, cores: int, workspace: str, tmp: str | None, cache: str | None = None) -> dict[str, str]:
         """Return the environment variables of all processes of a slot.
@@ -107,23 +107,23 @@ class Isolation(Protocol):
     Attributes:
         name: the name of the mode.
         networks: the kinds of network access that the mode can give a slot: `none`, `shared`.
-        places: `own` if a slot has its own `/tmp`, `/dev/shm` and IPC; `shared`, with the reason, if it shares them with the machine. It is final after the
-            first slot was started.
+        tmp_isolation: `own` if a slot has its own `/tmp`, `/dev/shm` and IPC; `shared`, with the reason, if it shares them with the machine. It is final after
+            the first slot was started.
         caches: whether a shared cache can be given to a slot and be taken away again.
     """
 
     name: str
     networks: tuple[str, ...]
-    places: str
+    tmp_isolation: str
     caches: bool
 
-    async def start_runtime(self, slot_id: str, network: bool, keep: SlotRuntime | None = None, cache: CacheFolder | None = None) -> SlotRuntime:
+    async def start_runtime(self, slot_id: str, has_network: bool, reused: SlotRuntime | None = None, cache: CacheFolder | None = None) -> SlotRuntime:
         """Start the runtime of a slot.
 
         Args:
             slot_id: the slot.
-            network: whether the slot can reach the network.
-            keep: an ended runtime whose folders and user are used again; None for new ones.
+            has_network: whether the slot can reach the network.
+            reused: an ended runtime whose folders and user are used again; None for new ones.
             cache: the shared cache that the slot mounts; None for none. Only modes with `caches` accept one.
 
         Raises:
@@ -140,7 +140,7 @@ class Isolation(Protocol):
     def free_uid(self, runtime: SlotRuntime) -> None:
         """Make the user id of an ended runtime available again. Call it after `end_runtime` has proven its end and its folders have been removed."""
 
-    def close(self) -> None:
+    def remove_mode_files(self) -> None:
         """Remove what the mode has created. Call it after all runtimes have ended."""
 
 

@@ -35,7 +35,7 @@ class BwrapIsolation:
     """The mode `bwrap`."""
 
     name = "bwrap"
-    places = "own"
+    tmp_isolation = "own"
     networks: tuple[str, ...] = ("none", "shared")
     caches = True
 
@@ -44,7 +44,7 @@ class BwrapIsolation:
         self._cgroups = cgroups
         self._uids = uids
         self._root = os.geteuid() == 0
-        self._generation = 0
+        self._runtime_count = 0
         self._etc = os.path.join(context.config.base_dir, "etc")
         self._program = ""
         self._fixed: list[str] = []
@@ -92,22 +92,22 @@ class BwrapIsolation:
             return [*args, "--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--cap-add", "CAP_SETPCAP"]
         return [*args, "--unshare-user", "--disable-userns", "--uid", str(_INSIDE_UID), "--gid", str(_INSIDE_UID), "--cap-drop", "ALL"]
 
-    async def start_runtime(self, slot_id: str, network: bool, keep: SlotRuntime | None = None, cache: CacheFolder | None = None) -> SlotRuntime:
+    async def start_runtime(self, slot_id: str, has_network: bool, reused: SlotRuntime | None = None, cache: CacheFolder | None = None) -> SlotRuntime:
         """See `Isolation.start_runtime`."""
         self._set_up()
-        uid = keep.uid if keep is not None else self._uids.take() if self._root else None
-        self._generation += 1
-        name = "bwrap-%d" % self._generation
-        if keep is not None:
-            dirs = keep.dirs
+        uid = reused.uid if reused is not None else self._uids.take() if self._root else None
+        self._runtime_count += 1
+        name = "bwrap-%d" % self._runtime_count
+        if reused is not None:
+            dirs = reused.dirs
         else:
             dirs = base.make_dirs(os.path.join(self._context.slots_dir, name), uid)
         groups = self._cgroups.make_groups(name)
         try:
-            launched = await self._launch(network, dirs, uid, groups, cache)
+            started_init = await self._start_init(has_network, dirs, uid, groups, cache)
         except BaseException:
-            groups.remove()
-            if keep is None and uid is not None:
+            groups.remove_groups()
+            if reused is None and uid is not None:
                 self._uids.give_back(uid)
             raise
         finally:
@@ -117,23 +117,23 @@ class BwrapIsolation:
             dirs=dirs,
             workspace=WORKSPACE,
             tmp=TMP,
-            network=network,
-            process=launched.process,
-            link=launched.link,
-            init_pid=launched.pid,
-            init_pidfd=launched.pidfd,
+            has_network=has_network,
+            process=started_init.process,
+            link=started_init.link,
+            init_pid=started_init.pid,
+            init_pidfd=started_init.pidfd,
             uid=uid,
             groups=groups,
             shell=base.find_shell(),
-            stderr_fd=launched.stderr_fd,
+            stderr_fd=started_init.stderr_fd,
             cache=cache,
         )
 
-    async def _launch(self, network: bool, dirs: Dirs, uid: int | None, groups: SlotGroups, cache: CacheFolder | None) -> init_start.StartedInit:
-        ours, theirs = init_start.control_pair()
+    async def _start_init(self, has_network: bool, dirs: Dirs, uid: int | None, groups: SlotGroups, cache: CacheFolder | None) -> init_start.StartedInit:
+        agent_socket, init_socket = init_start.create_control_sockets()
         accounts = write_accounts(dirs.root, uid if uid is not None else _INSIDE_UID, cache.groups if cache is not None else ())
         argv = [self._program, *self._fixed, *accounts]
-        if not network:
+        if not has_network:
             argv.append("--unshare-net")
         argv += ["--bind", dirs.workspace, WORKSPACE, "--bind", dirs.tmp, TMP, "--dir", "/var", "--bind", dirs.tmp, "/var/tmp", "--dir", "/run"]
         if cache is not None:
@@ -141,8 +141,8 @@ class BwrapIsolation:
         argv += ["--remount-ro", "/", "--chdir", "/"]
         if self._python.startswith(PYTHON):
             argv += ["--setenv", "LD_LIBRARY_PATH", PYTHON + "/lib"]
-        argv += ["--", *init_start.init_argv(self._python, LIB, theirs.fileno())]
-        affinity = self._context.affinity(self._generation)
+        argv += ["--", *init_start.init_argv(self._python, LIB, init_socket.fileno())]
+        affinity = self._context.affinity(self._runtime_count)
         config = {
             "mode": "bwrap",
             "uid": uid,
@@ -159,11 +159,11 @@ class BwrapIsolation:
             "filter": self._context.filter,
         }
         kill_rest = functools.partial(kill_bwrap_processes, dirs.root)
-        return await init_start.start_init(argv, theirs, ours, config, groups.join_fds, sets_floor=self._context.sets_floor, kill_rest=kill_rest)
+        return await init_start.start_init(argv, init_socket, agent_socket, config, groups.join_fds, sets_floor=self._context.sets_floor, kill_rest=kill_rest)
 
     async def end_runtime(self, runtime: SlotRuntime) -> dict[str, Any]:
         """See `Isolation.end_runtime`. When the first process of a pid namespace has been reaped, the kernel has killed all others in it."""
-        runtime.link.close()
+        runtime.link.close_link()
         if runtime.init_pidfd >= 0 and hasattr(signal, "pidfd_send_signal"):
             try:
                 signal.pidfd_send_signal(runtime.init_pidfd, signal.SIGKILL)
@@ -183,7 +183,7 @@ class BwrapIsolation:
         if mounts:
             proof.update(clean=False, detail="%s is still mounted" % mounts[0])
         init_start.close_runtime_fds(runtime)
-        runtime.groups.remove()
+        runtime.groups.remove_groups()
         return proof
 
     def free_uid(self, runtime: SlotRuntime) -> None:
@@ -191,8 +191,8 @@ class BwrapIsolation:
         if runtime.uid is not None:
             self._uids.give_back(runtime.uid)
 
-    def close(self) -> None:
-        """See `Isolation.close`. Everything that the mode creates lies in the folder of the agent."""
+    def remove_mode_files(self) -> None:
+        """See `Isolation.remove_mode_files`. Everything that the mode creates lies in the folder of the agent."""
 
 
 def _system_args() -> list[str]:

@@ -53,15 +53,15 @@ class StartedInit:
     stderr_fd: int
 
 
-def control_pair() -> tuple[socket.socket, socket.socket]:
+def create_control_sockets() -> tuple[socket.socket, socket.socket]:
     """Create a control socket. Returns the end of the agent and the end of init."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 async def start_init(
     argv: Sequence[str],
-    theirs: socket.socket,
-    ours: socket.socket,
+    init_socket: socket.socket,
+    agent_socket: socket.socket,
     init_config: Mapping[str, Any],
     join_fds: Sequence[int],
     env: Mapping[str, str] | None = None,
@@ -72,8 +72,8 @@ async def start_init(
 
     Args:
         argv: the command line.
-        theirs: the end of the control socket that init inherits. It is closed here.
-        ours: the end of the control socket that the agent uses.
+        init_socket: the end of the control socket that init inherits. It is closed here.
+        agent_socket: the end of the control socket that the agent uses.
         init_config: the configuration that is sent to init.
         join_fds: descriptors through which init joins its control groups before anything else. Init inherits them, because the kernel can refuse to send
             descriptors over a socket if other slots have many in flight.
@@ -87,15 +87,15 @@ async def start_init(
     loop = asyncio.get_running_loop()
     stderr_r, stderr_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        process = _spawn(argv, theirs, ours, stderr_w, join_fds, env)
-        link = InitLink(loop, ours)
+        process = _spawn(argv, init_socket, agent_socket, stderr_w, join_fds, env)
+        link = InitLink(loop, agent_socket)
         try:
             pid = await link.wait_until_ready(dict(init_config, join=list(join_fds)), START_TIMEOUT_S)
             pidfd = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else -1
             if sets_floor:
                 oom_score.set_slot_floor(pid)
         except BaseException as error:
-            link.close()
+            link.close_link()
             process.kill()
             await wait_for_exit(process, END_TIMEOUT_S)
             if kill_rest is not None:
@@ -112,9 +112,9 @@ async def start_init(
 
 
 def _spawn(
-    argv: Sequence[str], theirs: socket.socket, ours: socket.socket, stderr_w: int, join_fds: Sequence[int], env: Mapping[str, str] | None
+    argv: Sequence[str], init_socket: socket.socket, agent_socket: socket.socket, stderr_w: int, join_fds: Sequence[int], env: Mapping[str, str] | None
 ) -> subprocess.Popen[bytes]:
-    """Start the process, and close the descriptors that only the child needs. If that fails, `ours` is closed as well."""
+    """Start the process, and close the descriptors that only the child needs. If that fails, `agent_socket` is closed as well."""
     try:
         # This runs in the main thread, because the parent-death signal of the child is bound to the thread that forks.
         return subprocess.Popen(
@@ -122,16 +122,16 @@ def _spawn(
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=stderr_w,
-            pass_fds=(theirs.fileno(), *join_fds),
+            pass_fds=(init_socket.fileno(), *join_fds),
             env=dict(env or {}),
             cwd="/",
         )
     except OSError as error:
-        ours.close()
+        agent_socket.close()
         raise StartFailed("%s: %s" % (argv[0], error.strerror), temporary=error.errno in TEMPORARY_ERRORS) from None
     finally:
         os.close(stderr_w)
-        theirs.close()
+        init_socket.close()
 
 
 def _with_stderr(text: str, fd: int) -> str:

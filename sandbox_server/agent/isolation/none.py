@@ -18,26 +18,26 @@ class NoIsolation:
     """The mode `none`."""
 
     name = "none"
-    places = "shared"
+    tmp_isolation = "shared"
     networks: tuple[str, ...] = ("shared",)
     caches = False
 
     def __init__(self, context: base.IsolationContext, cgroups: Cgroups) -> None:
         self._starter = SharedViewStarter(context, cgroups, context.slots_dir)
 
-    async def start_runtime(self, slot_id: str, network: bool, keep: SlotRuntime | None = None, cache: CacheFolder | None = None) -> SlotRuntime:
+    async def start_runtime(self, slot_id: str, has_network: bool, reused: SlotRuntime | None = None, cache: CacheFolder | None = None) -> SlotRuntime:
         """See `Isolation.start_runtime`."""
         if os.geteuid() == 0:
             raise StartFailed("a slot must not run as root, and without isolation it would; run the agent as an ordinary user")
-        if not network:
+        if not has_network:
             raise StartFailed("this mode cannot keep a slot from the network")
         if cache is not None:
             raise StartFailed("this mode cannot take a shared cache away from a slot")
-        return await self._starter.start_runtime("none", slot_id, network, None, keep)
+        return await self._starter.start_runtime("none", slot_id, has_network, None, reused)
 
     async def end_runtime(self, runtime: SlotRuntime) -> dict[str, Any]:
         """See `Isolation.end_runtime`. Init kills its descendants and exits with status 0. If there are leaf groups, the kernel kills all processes in them."""
-        runtime.link.close()
+        runtime.link.close_link()
         ended = await init_start.wait_for_exit(runtime.process, base.END_TIMEOUT_S)
         if not ended:
             runtime.process.send_signal(signal.SIGKILL)
@@ -53,7 +53,7 @@ class NoIsolation:
             proof["detail"] = lost_detail if lost_track else "%d processes could not be ended" % left
         else:
             init_start.close_runtime_fds(runtime)
-            runtime.groups.remove()
+            runtime.groups.remove_groups()
         return proof
 
     @staticmethod
@@ -70,5 +70,5 @@ class NoIsolation:
     def free_uid(self, runtime: SlotRuntime) -> None:
         """See `Isolation.free_uid`. The mode uses no user ids."""
 
-    def close(self) -> None:
-        """See `Isolation.close`. Everything that the mode creates lies in the folder of the agent."""
+    def remove_mode_files(self) -> None:
+        """See `Isolation.remove_mode_files`. Everything that the mode creates lies in the folder of the agent."""

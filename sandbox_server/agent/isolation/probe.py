@@ -50,14 +50,14 @@ async def probe_isolation_modes(context: IsolationContext, cgroups: Cgroups, tra
             runtime = await isolation.start_runtime("0", config.network or "none" not in isolation.networks)
         except (StartFailed, OSError) as error:
             result.modes[name] = str(error)
-            isolation.close()
+            isolation.remove_mode_files()
             continue
         result.modes[name] = "ok"
         if result.isolation is None and config.isolation in ("auto", name):
             result.isolation, result.first_runtime = isolation, runtime
         else:
             await isolation.end_runtime(runtime)
-            trash.throw(runtime.dirs.root)
+            trash.discard_folder(runtime.dirs.root)
             isolation.free_uid(runtime)
-            isolation.close()
+            isolation.remove_mode_files()
     return result

@@ -24,9 +24,9 @@ def library_environment() -> dict[str, str]:
 
 
 async def _start_shared_init(
-    context: base.IsolationContext, mode: str, dirs: Dirs, uid: int | None, groups: SlotGroups, turn: int, own: bool = False
+    context: base.IsolationContext, mode: str, dirs: Dirs, uid: int | None, groups: SlotGroups, runtime_number: int, has_private_mounts: bool = False
 ) -> init_start.StartedInit:
-    """Start an init that sees the file system of the machine, except for the shared folders if `own` is set.
+    """Start an init that sees the file system of the machine, except for the shared folders if `has_private_mounts` is set.
 
     Args:
         context: the settings of the agent.
@@ -34,14 +34,14 @@ async def _start_shared_init(
         dirs: the folders of the slot.
         uid: the user of the slot; None for the user of the agent.
         groups: the control groups of the slot.
-        turn: the number of the runtime, which determines its processors.
-        own: whether the slot gets its own `/tmp`, `/dev/shm` and other shared folders.
+        runtime_number: the number of the runtime, which determines its processors.
+        has_private_mounts: whether the slot gets its own `/tmp`, `/dev/shm` and other shared folders.
 
     Raises:
         StartFailed: init could not be started.
     """
-    ours, theirs = init_start.control_pair()
-    affinity = context.affinity(turn)
+    agent_socket, init_socket = init_start.create_control_sockets()
+    affinity = context.affinity(runtime_number)
     config: dict[str, Any] = {
         "mode": mode,
         "uid": uid,
@@ -49,21 +49,21 @@ async def _start_shared_init(
         "holder_uid": holder_uid_of(uid) if uid is not None else None,
         "groups": [],
         "umask": base.UMASK,
-        "env": context.environment(len(affinity), dirs.workspace, None if own else dirs.tmp),
+        "env": context.environment(len(affinity), dirs.workspace, None if has_private_mounts else dirs.tmp),
         "home": dirs.workspace,
-        "roots": [dirs.workspace, "/tmp"] if own else [dirs.workspace, dirs.tmp, "/tmp"],
-        "private_mounts": private_mount_sources(dirs) if own else None,
+        "roots": [dirs.workspace, "/tmp"] if has_private_mounts else [dirs.workspace, dirs.tmp, "/tmp"],
+        "private_mounts": private_mount_sources(dirs) if has_private_mounts else None,
         "limits": context.rlimits(groups.limits_memory, groups.limits_processes),
         "affinity": affinity,
         "lib": context.lib_dir,
-        "filter": context.filter if own else context.shared_filter,
+        "filter": context.filter if has_private_mounts else context.shared_filter,
     }
-    argv = init_start.init_argv(base.interpreter(), context.lib_dir, theirs.fileno())
-    return await init_start.start_init(argv, theirs, ours, config, groups.join_fds, library_environment(), context.sets_floor)
+    argv = init_start.init_argv(base.interpreter(), context.lib_dir, init_socket.fileno())
+    return await init_start.start_init(argv, init_socket, agent_socket, config, groups.join_fds, library_environment(), context.sets_floor)
 
 
 def private_mount_sources(dirs: Dirs) -> dict[str, str]:
-    """Return what is mounted on the shared folders in a slot, see `private_mounts.mount_private_places`."""
+    """Return what is mounted on the shared folders in a slot, see `private_mounts.mount_private_folders`."""
     return {
         "/tmp": dirs.tmp,
         "/var/tmp": dirs.tmp,
@@ -73,22 +73,24 @@ def private_mount_sources(dirs: Dirs) -> dict[str, str]:
     }
 
 
-def _make_runtime(slot_id: str, dirs: Dirs, network: bool, uid: int | None, groups: SlotGroups, launched: init_start.StartedInit, own: bool) -> SlotRuntime:
+def _make_runtime(
+    slot_id: str, dirs: Dirs, has_network: bool, uid: int | None, groups: SlotGroups, started_init: init_start.StartedInit, has_private_mounts: bool
+) -> SlotRuntime:
     """Return the runtime of a slot that sees its folders at their paths on the machine, except for its own `/tmp`."""
     return SlotRuntime(
         slot_id=slot_id,
         dirs=dirs,
         workspace=dirs.workspace,
-        tmp="/tmp" if own else dirs.tmp,
-        network=network,
-        process=launched.process,
-        link=launched.link,
-        init_pid=launched.pid,
-        init_pidfd=launched.pidfd,
+        tmp="/tmp" if has_private_mounts else dirs.tmp,
+        has_network=has_network,
+        process=started_init.process,
+        link=started_init.link,
+        init_pid=started_init.pid,
+        init_pidfd=started_init.pidfd,
         uid=uid,
         groups=groups,
         shell=base.find_shell(),
-        stderr_fd=launched.stderr_fd,
+        stderr_fd=started_init.stderr_fd,
     )
 
 
@@ -105,33 +107,35 @@ class SharedViewStarter:
         self.context = context
         self._cgroups = cgroups
         self._slots_dir = slots_dir
-        self._generation = 0
+        self._runtime_count = 0
 
-    async def start_runtime(self, mode: str, slot_id: str, network: bool, uid: int | None, keep: SlotRuntime | None, own: bool = False) -> SlotRuntime:
+    async def start_runtime(
+        self, mode: str, slot_id: str, has_network: bool, uid: int | None, reused: SlotRuntime | None, has_private_mounts: bool = False
+    ) -> SlotRuntime:
         """Start a slot runtime.
 
         Args:
             mode: `uid` or `none`.
             slot_id: the slot.
-            network: whether the slot can reach the network.
+            has_network: whether the slot can reach the network.
             uid: the user of the slot; None for the user of the agent.
-            keep: an ended runtime whose folders are used again; None for new ones.
-            own: whether the slot gets its own `/tmp`, `/dev/shm` and other shared folders.
+            reused: an ended runtime whose folders are used again; None for new ones.
+            has_private_mounts: whether the slot gets its own `/tmp`, `/dev/shm` and other shared folders.
 
         Raises:
             StartFailed: the runtime could not be started.
         """
-        self._generation += 1
-        name = "%s-%d" % (mode, self._generation)
-        dirs = keep.dirs if keep is not None else base.make_dirs(os.path.join(self._slots_dir, name), uid)
+        self._runtime_count += 1
+        name = "%s-%d" % (mode, self._runtime_count)
+        dirs = reused.dirs if reused is not None else base.make_dirs(os.path.join(self._slots_dir, name), uid)
         groups = self._cgroups.make_groups(name)
         try:
-            launched = await _start_shared_init(self.context, mode, dirs, uid, groups, self._generation, own)
+            started_init = await _start_shared_init(self.context, mode, dirs, uid, groups, self._runtime_count, has_private_mounts)
         except BaseException:
-            groups.remove()
-            if keep is None:
+            groups.remove_groups()
+            if reused is None:
                 shutil.rmtree(dirs.root)  # No process of the slot has used it.
             raise
         finally:
             groups.close_join_fds()
-        return _make_runtime(slot_id, dirs, network, uid, groups, launched, own)
+        return _make_runtime(slot_id, dirs, has_network, uid, groups, started_init, has_private_mounts)

@@ -20,9 +20,9 @@ from sandbox_server.agent.errors import StartFailed
 from sandbox_server.agent.execution.slot_runtime import CacheFolder, SlotRuntime
 from sandbox_server.agent.init.private_mounts import FAILURE_PREFIX
 from sandbox_server.agent.isolation import base, init_start
-from sandbox_server.agent.isolation.shared_places import SHARED_PLACES, list_abandoned_bins, remove_owned
+from sandbox_server.agent.isolation.shared_folders import SHARED_FOLDERS, list_left_trash_folders, remove_owned
 from sandbox_server.agent.isolation.starter import SharedViewStarter
-from sandbox_server.agent.isolation.sweep import BIN_PREFIX, Sweep
+from sandbox_server.agent.isolation.sweep import TRASH_PREFIX, Sweep
 from sandbox_server.agent.kernel.cgroups import Cgroups
 from sandbox_server.agent.kernel.trash import Trash
 from sandbox_server.agent.kernel.uids import UidRange, holder_uid_of, kill_uid
@@ -49,47 +49,47 @@ class UidIsolation:
         self._range = range(0)
         self._proven = False
         hidden = self._find_hidden_path()
-        self.places = "own" if hidden is None else "shared: %s" % hidden
+        self.tmp_isolation = "own" if hidden is None else "shared: %s" % hidden
 
-    async def start_runtime(self, slot_id: str, network: bool, keep: SlotRuntime | None = None, cache: CacheFolder | None = None) -> SlotRuntime:
+    async def start_runtime(self, slot_id: str, has_network: bool, reused: SlotRuntime | None = None, cache: CacheFolder | None = None) -> SlotRuntime:
         """See `Isolation.start_runtime`."""
         if os.geteuid() != 0:
             raise StartFailed("this mode needs root, to give every slot its own user")
-        if not network:
+        if not has_network:
             raise StartFailed("this mode cannot keep a slot from the network")
         if cache is not None:
             raise StartFailed("this mode cannot take a shared cache away from a slot")
         await self._prepare_users()
-        uid = keep.uid if keep is not None and keep.uid is not None else self._uids.take()
+        uid = reused.uid if reused is not None and reused.uid is not None else self._uids.take()
         try:
-            runtime = await self._start_with_places(slot_id, network, uid, keep)
+            runtime = await self._start_with_best_tmp_isolation(slot_id, has_network, uid, reused)
         except BaseException:
-            if keep is None:
+            if reused is None:
                 self._uids.give_back(uid)
             raise
         os.chown(runtime.dirs.root, uid, uid)
         return runtime
 
-    async def _start_with_places(self, slot_id: str, network: bool, uid: int, keep: SlotRuntime | None) -> SlotRuntime:
-        if self.places == "own":
+    async def _start_with_best_tmp_isolation(self, slot_id: str, has_network: bool, uid: int, reused: SlotRuntime | None) -> SlotRuntime:
+        if self.tmp_isolation == "own":
             try:
-                runtime = await self._starter.start_runtime("uid", slot_id, network, uid, keep, own=True)
+                runtime = await self._starter.start_runtime("uid", slot_id, has_network, uid, reused, has_private_mounts=True)
             except StartFailed as error:
                 if self._proven or FAILURE_PREFIX not in str(error):
                     raise
-                self.places = "shared: %s" % error  # The first slot shows whether init may create namespaces here.
+                self.tmp_isolation = "shared: %s" % error  # The first slot shows whether init may create namespaces here.
             else:
                 self._proven = True
                 return runtime
-        return await self._starter.start_runtime("uid", slot_id, network, uid, keep)
+        return await self._starter.start_runtime("uid", slot_id, has_network, uid, reused)
 
     def _find_hidden_path(self) -> str | None:
         """Check that nothing that slots need lies in a folder that private mounts would hide. Returns None, or what lies there."""
         needed = {"workspace_base": self._top, "the interpreter": base.interpreter(), "its library": os.path.realpath(os.__file__)}
         for name, path in needed.items():
-            for place in SHARED_PLACES:
-                if (os.path.realpath(path) + "/").startswith(os.path.realpath(place) + "/"):
-                    return "%s lies in %s" % (name, place)
+            for folder in SHARED_FOLDERS:
+                if (os.path.realpath(path) + "/").startswith(os.path.realpath(folder) + "/"):
+                    return "%s lies in %s" % (name, folder)
         return None
 
     async def _prepare_users(self) -> None:
@@ -97,23 +97,23 @@ class UidIsolation:
         self._create_top_folder()
         if not self._range:
             uids = self._uids.lock()
-            self._trash.throw(self._lib)
+            self._trash.discard_folder(self._lib)
             shutil.copytree(self._context.lib_dir, self._lib)
-            for left in list_abandoned_bins(self._bins(uids)):
-                self._trash.throw(left)
+            for left in list_left_trash_folders(self._trash_prefix(uids)):
+                self._trash.discard_folder(left)
             await self._sweep(uids, uids)
             self._range = uids
 
     @staticmethod
-    def _bins(uids: range) -> str:
-        return "%s%d-" % (BIN_PREFIX, uids.start)
+    def _trash_prefix(uids: range) -> str:
+        return "%s%d-" % (TRASH_PREFIX, uids.start)
 
-    async def _sweep(self, owners: Collection[int], slots: range) -> Sweep:
-        sweep = await asyncio.get_running_loop().run_in_executor(None, remove_owned, owners, slots, self._bins(slots), (self._top,))
-        for folder in sweep.bins:
-            self._trash.throw(folder)
-        if sweep.unswept:
-            log.warning("folders of other users could not be searched for leftovers: %s", "; ".join(sweep.unswept))
+    async def _sweep(self, owner_uids: Collection[int], slot_uids: range) -> Sweep:
+        sweep = await asyncio.get_running_loop().run_in_executor(None, remove_owned, owner_uids, slot_uids, self._trash_prefix(slot_uids), (self._top,))
+        for folder in sweep.trash_folders:
+            self._trash.discard_folder(folder)
+        if sweep.unsearched:
+            log.warning("folders of other users could not be searched for leftovers: %s", "; ".join(sweep.unsearched))
         return sweep
 
     def _create_top_folder(self) -> None:
@@ -139,7 +139,7 @@ class UidIsolation:
         uid = runtime.uid
         if uid is None:
             raise ValueError("a runtime of the mode uid must have a uid")
-        runtime.link.close()
+        runtime.link.close_link()
         loop = asyncio.get_running_loop()
         # Init kills the processes of its slot when its socket is closed. It may be slow or stopped, so the processes are also killed from here.
         ended = await init_start.wait_for_exit(runtime.process, base.END_TIMEOUT_S)
@@ -147,17 +147,17 @@ class UidIsolation:
             runtime.process.kill()
             ended = await init_start.wait_for_exit(runtime.process, base.END_TIMEOUT_S)
         living = await loop.run_in_executor(None, kill_uid, uid)
-        proof: dict[str, Any] = {"init_ended": ended, "processes": len(living), "clean": ended and not living, "places": self.places}
+        proof: dict[str, Any] = {"init_ended": ended, "processes": len(living), "clean": ended and not living, "places": self.tmp_isolation}
         if not proof["clean"]:
             proof["detail"] = "uid %d still has %d processes" % (uid, len(living))
-        elif self.places != "own":  # Private mounts have been removed with the last process.
+        elif self.tmp_isolation != "own":  # Private mounts have been removed with the last process.
             left = await self._sweep((uid, holder_uid_of(uid)), self._range)
-            proof.update(leftovers_removed=left.removed, unswept=len(left.unswept))
+            proof.update(leftovers_removed=left.removed, unswept=len(left.unsearched))
             if left.errors:
                 proof.update(clean=False, detail="files of uid %d could not be removed: %s" % (uid, left.errors[0]))
         if proof["clean"]:
             init_start.close_runtime_fds(runtime)
-            runtime.groups.remove()
+            runtime.groups.remove_groups()
         return proof
 
     def free_uid(self, runtime: SlotRuntime) -> None:
@@ -165,9 +165,9 @@ class UidIsolation:
         if runtime.uid is not None:
             self._uids.give_back(runtime.uid)
 
-    def close(self) -> None:
-        """See `Isolation.close`."""
-        self._trash.throw(self._lib)
+    def remove_mode_files(self) -> None:
+        """See `Isolation.remove_mode_files`."""
+        self._trash.discard_folder(self._lib)
         self._range = range(0)
         while self._made:
             folder = self._made.pop(0)

@@ -16,7 +16,7 @@ from sandbox_server.agent.kernel.memory_groups import SLOT_PREFIX, MemoryGroups,
 from sandbox_server.agent.kernel.memory_plan import MIB, MemoryPlan
 from sandbox_server.agent.kernel.slot_limits import SlotLimits, write_control_file
 
-_AGENT_GROUP = re.compile(r"sandbox-pool-(\d+)-[0-9a-f]+\Z")
+_AGENT_GROUP_NAME = re.compile(r"sandbox-pool-(\d+)-[0-9a-f]+\Z")
 _V1 = ("memory", "pids", "cpu")
 #: The weight of all slots of a sandbox together is that of as many normal sessions as there are slots, but at most this number. The agent and the service have
 #: the weight of 28 normal sessions, so they always get more of the processor than the slots.
@@ -77,12 +77,12 @@ class SlotGroups:
         while self.join_fds:
             os.close(self.join_fds.pop())
 
-    def remove(self) -> None:
+    def remove_groups(self) -> None:
         """Remove all groups of an ended slot runtime."""
         if self.leaves is not None:
-            self.leaves.remove()
+            self.leaves.remove_leaves()
         if self.limits is not None:
-            self.limits.remove()
+            self.limits.remove_limits()
 
 
 class Cgroups:
@@ -239,16 +239,16 @@ class Cgroups:
         return SlotLeaves(os.path.join(self._tops["2"], "slot-" + name), self.remove_when_empty)
 
     def remove_when_empty(self, path: str) -> None:
-        """Remove a group now if it is empty, or else at a later call of this method or of `close`."""
+        """Remove a group now if it is empty, or else at a later call of this method or of `remove_agent_groups`."""
         self._pending_removals.append(path)
         self._pending_removals = [pending for pending in self._pending_removals if not _remove_group(pending)]
 
-    def close(self) -> None:
+    def remove_agent_groups(self) -> None:
         """Remove all groups that this agent has created. Call it after all slots have ended."""
         for path in [*self._pending_removals, *self._tops.values()]:
             _remove_group(path)
         if self.memory_groups is not None:
-            self.memory_groups.close()
+            self.memory_groups.remove_groups()
 
 
 def _remove_group(path: str) -> bool:
@@ -264,7 +264,7 @@ def _remove_group(path: str) -> bool:
 def _remove_abandoned_groups(parent: str) -> None:
     """Remove the groups of agents that no longer run."""
     for name in os.listdir(parent):
-        match = _AGENT_GROUP.match(name)
+        match = _AGENT_GROUP_NAME.match(name)
         if match is None or os.path.exists("/proc/" + match.group(1)):
             continue
         for folder, _, _ in os.walk(os.path.join(parent, name), topdown=False):

@@ -136,7 +136,7 @@ class SlotLeaves:
                 left += len(leaf.pids())
         return left
 
-    def remove(self) -> None:
+    def remove_leaves(self) -> None:
         """Remove all leaves of an ended slot."""
         for leaf in [self._home, *self._leaves]:
             os.close(leaf.procs_fd)

@@ -23,7 +23,7 @@ from sandbox_server.agent.kernel.slot_limits import SOCKETS_USAGE, find_number, 
 
 SLOTS_GROUP = "sandbox-pool-slots"
 SLOT_PREFIX = "limits-"
-_AGENT_GROUP = re.compile(r"sandbox-pool-(\d+)-[0-9a-f]+-(\d+)-(\d+)-(\d+)\Z")
+_MEMORY_GROUP_NAME = re.compile(r"sandbox-pool-(\d+)-[0-9a-f]+-(\d+)-(\d+)-(\d+)\Z")
 _UNLIMITED_BYTES = 1 << 60
 _MAKE_ROUNDS = 5
 _NEEDED = ("memory", "pids")
@@ -254,7 +254,7 @@ class MemoryGroups:
         except OSError:
             return
         for name in names:
-            match = _AGENT_GROUP.match(name)
+            match = _MEMORY_GROUP_NAME.match(name)
             if match is not None:
                 pid, started, slots, share = (int(word) for word in match.groups())
                 yield os.path.join(self.machine, name), start_ticks(pid) == started, slots, share
@@ -301,7 +301,7 @@ class MemoryGroups:
             if not lives:
                 _remove_tree(path)
 
-    def close(self) -> None:
+    def remove_groups(self) -> None:
         """Remove the group of this agent, and the group of the machine if no other agent uses it."""
         for path in (self.own, self.machine):
             if path:

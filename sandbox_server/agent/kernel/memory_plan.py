@@ -13,9 +13,9 @@ from typing import Iterable, TypeVar
 
 MIB = 1 << 20
 _RESERVE_BYTES = 1 << 30
-_RESERVE_PART = 0.10
-_MAX_RESERVE_PART = 0.25  # A machine with less than 4 GiB of memory reserves less than 1 GiB.
-_MARGIN_PART = 0.05
+_RESERVE_FRACTION = 0.10
+_MAX_RESERVE_FRACTION = 0.25  # A machine with less than 4 GiB of memory reserves less than 1 GiB.
+_MARGIN_FRACTION = 0.05
 _MAX_MARGIN_BYTES = 1 << 30
 _CEILING_BYTES = 4096 * MIB
 _IDLE_BYTES = 16 * MIB  # What an idle slot, or the remains of an ended slot, may use without counting as a cause.
@@ -29,13 +29,13 @@ def machine_slots_limit_bytes(machine_bytes: int) -> int:
     Args:
         machine_bytes: the memory of the machine, in bytes.
     """
-    reserve = min(max(_RESERVE_BYTES, _RESERVE_PART * machine_bytes), _MAX_RESERVE_PART * machine_bytes)
+    reserve = min(max(_RESERVE_BYTES, _RESERVE_FRACTION * machine_bytes), _MAX_RESERVE_FRACTION * machine_bytes)
     return int(machine_bytes - reserve)
 
 
 def full_threshold_bytes(limit_bytes: int) -> int:
     """Return the usage, in bytes, from which a group with this limit counts as full."""
-    return int(limit_bytes - min(_MARGIN_PART * limit_bytes, _MAX_MARGIN_BYTES))
+    return int(limit_bytes - min(_MARGIN_FRACTION * limit_bytes, _MAX_MARGIN_BYTES))
 
 
 @dataclasses.dataclass(frozen=True)

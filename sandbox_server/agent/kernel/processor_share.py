@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 _MIN_OWED_S = 0.05  # Below this, the time slices of the scheduler dominate.
-_ENOUGH_PART = 0.8  # Of the owed time. Shares hold on average only, and the agent and the service need some of the processor.
-_RELEVANT_PART = 0.25  # Of the duration of the call. A call that slept most of the time was not delayed much by what it missed.
+_ENOUGH_FRACTION = 0.8  # Of the owed time. Shares hold on average only, and the agent and the service need some of the processor.
+_RELEVANT_FRACTION = 0.25  # Of the duration of the call. A call that slept most of the time was not delayed much by what it missed.
 
 
 class ProcessorTimes(NamedTuple):
@@ -73,9 +73,9 @@ class ProcessorAccount:
 
     def starvation_evidence(self) -> dict[str, Any] | None:
         """Return the evidence that other slots or processes kept the call from the share of its slot; None if there is no such evidence."""
-        if self._lowered or self._owed_s < _MIN_OWED_S or self._given_s >= _ENOUGH_PART * self._owed_s:
+        if self._lowered or self._owed_s < _MIN_OWED_S or self._given_s >= _ENOUGH_FRACTION * self._owed_s:
             return None
         lost_s = min(self._waited_s, (self._owed_s - self._given_s) / self._share)
-        if lost_s < _RELEVANT_PART * (self._last.at_s - self._first_at_s):
+        if lost_s < _RELEVANT_FRACTION * (self._last.at_s - self._first_at_s):
             return None
         return {"share_processors": round(self._share, 3), "owed_s": round(self._owed_s, 3), "given_s": round(self._given_s, 3), "lost_s": round(lost_s, 3)}

@@ -19,7 +19,7 @@ _NICE, _POLICY = 16, 38  # Positions of the fields after the process name in /pr
 
 
 class ProcessorWatch:
-    """Measures one call periodically, from shortly after its start until `close`.
+    """Measures one call periodically, from shortly after its start until `stop_watch`.
 
     Args:
         leaf: the control group of the call.
@@ -99,7 +99,7 @@ class ProcessorWatch:
         self._add_sample()
         return self._account.starvation_evidence()
 
-    def close(self) -> None:
+    def stop_watch(self) -> None:
         """Stop measuring and close the files."""
         if self._timer is not None:
             self._timer.cancel()

@@ -11,9 +11,9 @@ from typing import Callable
 
 SOCKETS_LIMIT, SOCKETS_USAGE = "memory.kmem.tcp.limit_in_bytes", "memory.kmem.tcp.usage_in_bytes"
 _COUNTER_BYTES = 4096
-_NEAR_LIMIT_PART = 0.75  # Of the limit. The usage may have fallen between the event and the reading.
-_SOCKETS_PART = 1 / 16
-_AT_LIMIT_PART = 0.9  # Of the limit. Memory is charged in batches, so the kernel can refuse memory slightly below the limit.
+_NEAR_LIMIT_FRACTION = 0.75  # Of the limit. The usage may have fallen between the event and the reading.
+_SOCKETS_FRACTION = 1 / 16
+_AT_LIMIT_FRACTION = 0.9  # Of the limit. Memory is charged in batches, so the kernel can refuse memory slightly below the limit.
 
 
 def write_control_file(path: str, text: str) -> None:
@@ -121,7 +121,7 @@ class SlotLimits:
         both = os.path.join(folder, "memory.memsw.limit_in_bytes")
         if os.path.exists(both):
             write_control_file(both, str(self._memory_limit_bytes))
-        limit_sockets(folder, int(_SOCKETS_PART * self._memory_limit_bytes))
+        limit_sockets(folder, int(_SOCKETS_FRACTION * self._memory_limit_bytes))
         self._open_counter("oom", folder, "memory.oom_control", b"oom_kill")
         self._open_counter("used_bytes", folder, "memory.usage_in_bytes")
         self._peak_fd = os.open(os.path.join(folder, "memory.max_usage_in_bytes"), os.O_RDWR | os.O_CLOEXEC)  # New kernels do not update `memory.failcnt`.
@@ -152,11 +152,11 @@ class SlotLimits:
         """Return whether the limit of the slot has refused memory since `before` was read, or whether the slot is now close to its limit."""
         if not self.limits_memory:
             return False
-        return self._hit_own_memory(before) or self._read("used_bytes") >= _NEAR_LIMIT_PART * self._memory_limit_bytes
+        return self._hit_own_memory(before) or self._read("used_bytes") >= _NEAR_LIMIT_FRACTION * self._memory_limit_bytes
 
     def _hit_own_memory(self, before: dict[str, int]) -> bool:
         if self._peak_fd >= 0:
-            return int(os.pread(self._peak_fd, _COUNTER_BYTES, 0)) >= _AT_LIMIT_PART * self._memory_limit_bytes
+            return int(os.pread(self._peak_fd, _COUNTER_BYTES, 0)) >= _AT_LIMIT_FRACTION * self._memory_limit_bytes
         return self._read("own_oom") > before.get("own_oom", 0)
 
     def count_limit_hits(self, before: dict[str, int]) -> dict[str, int]:
@@ -176,7 +176,7 @@ class SlotLimits:
             hits["processes"] = refused
         return hits
 
-    def remove(self) -> None:
+    def remove_limits(self) -> None:
         """Close the counters and remove the groups of an ended slot."""
         for fd in (*(counter.fd for counter in self._counters.values()), self._peak_fd):
             if fd >= 0:

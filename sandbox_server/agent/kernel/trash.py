@@ -159,7 +159,7 @@ class Trash:
         self._thread = threading.Thread(target=self._run, name="trash", daemon=True)
         self._thread.start()
 
-    def throw(self, path: str) -> None:
+    def discard_folder(self, path: str) -> None:
         """Take a folder away now and delete it soon. Missing is fine."""
         target = os.path.join(self._path, "%d-%d" % (os.getpid(), next(self._names)))
         with contextlib.suppress(FileNotFoundError):
@@ -176,11 +176,11 @@ class Trash:
         """Whether something is still to be deleted."""
         return self._queue.unfinished_tasks > 0
 
-    def close(self) -> None:
+    def end_thread(self) -> None:
         """Let the thread end once it has deleted what was thrown so far."""
         self._queue.put(None)
 
-    def join(self, timeout_s: float) -> bool:
+    def wait_for_thread(self, timeout_s: float) -> bool:
         """Wait for the end of the thread. Returns False if it has not ended after `timeout_s` seconds."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()

@@ -50,7 +50,7 @@ class DiskGuard:
         base_dir: the folder of the agent. Its file system is guarded even if no slots are on it.
         slots: returns the slots that exist now.
         slot_bytes: how much one slot may use, in bytes; None if there is no limit.
-        free_bytes: how much must stay free, in bytes; None for the default of `disk_plan`.
+        reserve_bytes: how much must stay free, in bytes; None for the default of `disk_plan`.
         is_deleting: returns whether the remains of slots are being deleted.
         space_of: returns the space of the file system of a path.
     """
@@ -60,14 +60,14 @@ class DiskGuard:
         base_dir: str,
         slots: Callable[[], Sequence[SlotFolders]],
         slot_bytes: int | None,
-        free_bytes: int | None,
+        reserve_bytes: int | None,
         is_deleting: Callable[[], bool],
         space_of: Callable[[str], Space] | None = None,
     ) -> None:
         self._base_dir = base_dir
         self._slots = slots
         self._slot_bytes = slot_bytes
-        self._free_bytes = free_bytes
+        self._reserve_bytes = reserve_bytes
         self._is_deleting = is_deleting
         self._space_of = space_of if space_of is not None else space_of_path
         self._loop = asyncio.get_event_loop()
@@ -76,11 +76,11 @@ class DiskGuard:
         self._not_before: dict[int, float] = {}  # Maps a device to the time from which its slots may be measured again.
         self._deleted_until = 0.0  # Until this time no slot is ended while an ended slot is being deleted.
 
-    def start(self) -> None:
+    def start_checking(self) -> None:
         """Start to check the file systems periodically."""
         self._task = self._loop.create_task(self._check_periodically())
 
-    async def close(self) -> None:
+    async def stop_checking(self) -> None:
         """Stop checking."""
         self._stopped.set()
         if self._task is not None:
@@ -111,7 +111,7 @@ class DiskGuard:
 
     async def _check_file_system(self, device: int, path: str) -> None:
         space = self._space_of(path)
-        reserve = compute_reserve(space, self._free_bytes)
+        reserve = compute_reserve(space, self._reserve_bytes)
         now = self._loop.time()
         if not reserve.is_exceeded(space) or now < self._not_before.get(device, 0.0) or (now < self._deleted_until and self._is_deleting()):
             return

@@ -6,10 +6,10 @@ import dataclasses
 from typing import Iterable, Tuple, TypeVar
 
 MIB = 1 << 20
-_FREE_BYTES = 2 << 30
-_FREE_PART = 0.05
-_MAX_FREE_PART = 0.25  # Of a file system that is so small that 2 GiB would be most of it.
-_RELEVANT_PART = 1 / 16
+_RESERVE_BYTES = 2 << 30
+_RESERVE_FRACTION = 0.05
+_MAX_RESERVE_FRACTION = 0.25  # Of a file system that is so small that 2 GiB would be most of it.
+_RELEVANT_FRACTION = 1 / 16
 
 Key = TypeVar("Key")
 Use = Tuple[int, int]
@@ -45,9 +45,9 @@ class Reserve:
             entries: how many files the slot has.
             space: the present state of the file system.
         """
-        if space.free_bytes < self.size_bytes and size_bytes >= _RELEVANT_PART * self.size_bytes:
+        if space.free_bytes < self.size_bytes and size_bytes >= _RELEVANT_FRACTION * self.size_bytes:
             return True
-        return space.free_files < self.files and entries >= _RELEVANT_PART * self.files
+        return space.free_files < self.files and entries >= _RELEVANT_FRACTION * self.files
 
     def is_exceeded_by(self, use: Use, others: Iterable[Use], space: Space) -> bool:
         """Return whether one slot alone has caused that less than the reserve is free.
@@ -75,8 +75,8 @@ def compute_reserve(space: Space, configured_bytes: int | None) -> Reserve:
         configured_bytes: the configured reserve, in bytes; None for the larger of 2 GiB and 5 %, but at most a quarter. The reserve of files is always 5 %.
     """
     if configured_bytes is None:
-        configured_bytes = int(min(max(_FREE_BYTES, _FREE_PART * space.size_bytes), _MAX_FREE_PART * space.size_bytes))
-    return Reserve(configured_bytes, int(_FREE_PART * space.files))
+        configured_bytes = int(min(max(_RESERVE_BYTES, _RESERVE_FRACTION * space.size_bytes), _MAX_RESERVE_FRACTION * space.size_bytes))
+    return Reserve(configured_bytes, int(_RESERVE_FRACTION * space.files))
 
 
 def choose_slot_to_end(uses: Iterable[tuple[Key, int, int]], space: Space, reserve: Reserve) -> Key | None:

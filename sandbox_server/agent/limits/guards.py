@@ -35,13 +35,13 @@ class Guards:
         self._memory: MemoryGuard | AccountingGuard | None = None
         self._disk: DiskGuard | None = None
 
-    def start(self, held: Callable[[], Sequence[SlotRuntime]], prepared: Callable[[], Sequence[SlotRuntime]], on_change: Callable[[], None]) -> None:
+    def start_guards(self, held: Callable[[], Sequence[SlotRuntime]], prepared: Callable[[], Sequence[SlotRuntime]], on_change: Callable[[], None]) -> None:
         """Start the guards.
 
         Args:
             held: returns the runtimes that slots have now.
             prepared: returns the runtimes that no slot has yet.
-            on_change: called when the result of `effective` has changed.
+            on_change: called when the result of `effective_limits` has changed.
         """
         self._held, self._prepared = held, prepared
         config, cgroups = self._config, self._cgroups
@@ -52,14 +52,14 @@ class Guards:
         limit, free = config.limits.disk_mb, config.disk_free_mb
         to_bytes = (None if limit is None else limit * MIB), (None if free is None else free * MIB)
         self._disk = DiskGuard(config.base_dir, self._held_folders, *to_bytes, is_deleting=self._trash.is_busy)
-        self._memory.start()
-        self._disk.start()
+        self._memory.start_checking()
+        self._disk.start_checking()
 
-    async def close(self) -> None:
+    async def stop_guards(self) -> None:
         """Stop the guards. Call it before the slots are ended."""
         for guard in (self._memory, self._disk):
             if guard is not None:
-                await guard.close()
+                await guard.stop_checking()
 
     def _all_runtimes(self) -> Sequence[SlotRuntime]:
         return [*self._held(), *self._prepared()]
@@ -68,7 +68,7 @@ class Guards:
         spool = os.path.join(self._config.base_dir, "spool")
         return [SlotFolders(runtime, (runtime.dirs.root, os.path.join(spool, runtime.slot_id))) for runtime in self._held()]
 
-    def effective(self) -> dict[str, Any]:
+    def effective_limits(self) -> dict[str, Any]:
         """Return the limits that apply to each slot now, whether the spec of the pool sets them or not."""
         groups, plan = self._cgroups.memory_groups, self._cgroups.plan
         share = groups.share_bytes() if groups is not None else plan.share_bytes(plan.slots)
@@ -79,13 +79,13 @@ class Guards:
             "slot_disk_mb": self._config.limits.disk_mb,
         }
 
-    def memory_by(self) -> str:
+    def memory_limit_enforcer(self) -> str:
         """Return what enforces the memory limit of a slot: `cgroup1`, `cgroup2`, `rlimit` or `accounting`."""
         if self._cgroups.memory != "rlimit":
             return self._cgroups.memory
         return "rlimit" if self._config.limits.memory_mb is not None else "accounting"
 
-    def not_enforced(self) -> list[str]:
+    def limits_not_enforced(self) -> list[str]:
         """Return sentences about the limits that this agent cannot enforce here."""
         return list(_not_enforced(self._cgroups, self._sets_floor))
 

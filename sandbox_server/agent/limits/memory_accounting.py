@@ -130,11 +130,11 @@ class AccountingGuard:
         self._loop = asyncio.get_event_loop()
         self._task: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
+    def start_checking(self) -> None:
         """Start to measure periodically."""
         self._task = self._loop.create_task(self._check_periodically())
 
-    async def close(self) -> None:
+    async def stop_checking(self) -> None:
         """Stop measuring."""
         if self._task is not None:
             self._task.cancel()

@@ -54,7 +54,7 @@ class MemoryGuard:
         self._stuck_since: dict[str, float] = {}
         self._share_bytes = groups.share_bytes()
 
-    def start(self) -> None:
+    def start_checking(self) -> None:
         """Start to check the groups periodically."""
         plan = self._groups.plan
         if plan is not None and self._groups.version == 1:
@@ -88,7 +88,7 @@ class MemoryGuard:
         os.read(event_fd, 8)
         self._wake.set()
 
-    async def close(self) -> None:
+    async def stop_checking(self) -> None:
         """Stop checking."""
         if self._task is not None:
             self._task.cancel()

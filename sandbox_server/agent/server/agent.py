@@ -107,14 +107,14 @@ class Agent:
             runtimes = self._runtimes = RuntimePool(self.config, self._probed.isolation, self._trash, caches)
             runtimes.on_in_flight_full = InFlightGuard(self._running_runtimes).start_search
             await self._start_slots(runtimes)
-            self._guards.start(self._held_runtimes, runtimes.prepared_runtimes, self._report_effective_limits)
+            self._guards.start_guards(self._held_runtimes, runtimes.prepared_runtimes, self._report_effective_limits)
         await self.stopping.wait()
         await self._shut_down()
 
     def _throw_old_folders(self) -> None:
         """Delete what an earlier agent has left in the same folder."""
         for name in ("slots", "spool", "lib", "etc", "caches"):
-            self._trash.throw(os.path.join(self.config.base_dir, name))
+            self._trash.discard_folder(os.path.join(self.config.base_dir, name))
         os.makedirs(os.path.join(self.config.base_dir, "slots"), mode=0o700)
 
     def _make_context(self, sets_floor: bool) -> IsolationContext:
@@ -167,18 +167,18 @@ class Agent:
     async def _shut_down(self) -> None:
         self._listeners.stop_listening()
         if self._guards is not None:
-            await self._guards.close()
+            await self._guards.stop_guards()
         await asyncio.gather(*(slot.end_slot() for slot in self.slots.values()))
         if self._runtimes is not None:
             await self._runtimes.close_pool()
             await self._runtimes.caches.close_caches()
-            self._runtimes.isolation.close()
+            self._runtimes.isolation.remove_mode_files()
         if self._cgroups is not None:
-            self._cgroups.close()
+            self._cgroups.remove_agent_groups()
         for connection in list(self._connections):
             connection.close_connection()
-        self._trash.close()
-        await self._loop.run_in_executor(None, self._trash.join, _EMPTY_TRASH_WITHIN_S)
+        self._trash.end_thread()
+        await self._loop.run_in_executor(None, self._trash.wait_for_thread, _EMPTY_TRASH_WITHIN_S)
 
     # What the service watches.
 
@@ -187,7 +187,7 @@ class Agent:
             watch_stream.report_slot(slot)
 
     def _report_effective_limits(self) -> None:
-        effective = self._guards.effective() if self._guards is not None else {}
+        effective = self._guards.effective_limits() if self._guards is not None else {}
         for watch_stream in self._watch_streams:
             watch_stream.report_effective_limits(effective)
 
@@ -205,16 +205,16 @@ class Agent:
             "sandbox_id": self.config.sandbox_id,
             "agent_version": AGENT_VERSION,
             "isolation": isolation.name if isolation is not None else None,
-            "effective": guards.effective(),
+            "effective": guards.effective_limits(),
             "capabilities": {
                 "modes": probed.modes,
                 "network": list(isolation.networks) if isolation is not None else [],
-                "limits": {"memory": guards.memory_by(), "processes": cgroups.pids, "cpu": cgroups.cpu, "disk": "accounting"},
-                "not_enforced": guards.not_enforced(),
+                "limits": {"memory": guards.memory_limit_enforcer(), "processes": cgroups.pids, "cpu": cgroups.cpu, "disk": "accounting"},
+                "not_enforced": guards.limits_not_enforced(),
                 "kill": cgroups.kill,
                 "proves": ["oom", "resource_limit"],
                 "tools": list(TOOLS),
-                "places": isolation.places if isolation is not None else "none",
+                "places": isolation.tmp_isolation if isolation is not None else "none",
                 "cache": isolation is not None and isolation.caches,
             },
         }

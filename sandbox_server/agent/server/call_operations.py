@@ -8,7 +8,7 @@ from typing import Any, Sequence
 from sandbox_server.agent.errors import Refused
 from sandbox_server.agent.execution.calls import Call
 from sandbox_server.agent.execution.journal import CallOutcome
-from sandbox_server.agent.execution.output import Kept, Sink
+from sandbox_server.agent.execution.output import FinishedOutput, Sink
 from sandbox_server.agent.server.connections import Stream
 from sandbox_server.agent.slots.slots import Slot
 
@@ -51,18 +51,18 @@ async def send_result_output(stream: Stream, slot: Slot, call_id: Any) -> None:
     if isinstance(found, Call):
         raise Refused("invalid", "call %s still runs" % ascii(call_id))
     spool = slot.lease.spool
-    for kept in found.outputs:
-        spool.hold_output(kept)
+    for output in found.outputs:
+        spool.hold_output(output)
     try:
-        for kept in found.outputs:
-            for piece in kept.cut_pieces():
+        for output in found.outputs:
+            for piece in output.iter_for_result():
                 if not await stream.send_data(piece):
                     return
     except OSError as error:
         raise Refused("call_not_found", "the output of call %s cannot be read any more: %s" % (ascii(call_id), error)) from None
     finally:
-        for kept in found.outputs:
-            spool.release_output(kept)
+        for output in found.outputs:
+            spool.release_output(output)
     stream.end_stream()
     for on_fetched in list(found.on_fetched):
         on_fetched()
@@ -80,14 +80,14 @@ async def follow_call(stream: Stream, slot: Slot, call_id: Any, offset: Any, fet
         if found.outcome is not None:
             found = found.outcome
             break
-        chunk = found.sinks[0].read(position, _CHUNK_BYTES) if position < found.sinks[0].available else b""
+        chunk = found.sinks[0].read(position, _CHUNK_BYTES) if position < found.sinks[0].available_bytes else b""
         if not chunk:
             await _wait_for_output_or_end(found)
             continue
         position += len(chunk)
         if not await stream.send_data(chunk):
             return
-    await _send_outputs(stream, found, [kept.available for kept in found.outputs], position)
+    await _send_outputs(stream, found, [output.available_bytes for output in found.outputs], position)
     _send_outcome(stream, found, fetches_outputs)
     stream.end_stream()
 
@@ -114,8 +114,8 @@ async def send_output(stream: Stream, slot: Slot, call_id: Any, offset: Any) -> 
     """
     start = _parse_offset(offset)
     found = slot.find_call(call_id)
-    sizes = [sink.available for sink in found.sinks] if isinstance(found, Call) else [kept.available for kept in found.outputs]
-    total = found.output_bytes if isinstance(found, Call) else sum(kept.total for kept in found.outputs)
+    sizes = [sink.available_bytes for sink in found.sinks] if isinstance(found, Call) else [output.available_bytes for output in found.outputs]
+    total = found.output_bytes if isinstance(found, Call) else sum(output.total_bytes for output in found.outputs)
     summary = {"total_bytes": total, "available_bytes": sum(sizes)}
     stream.send_item({"state": "running" if isinstance(found, Call) else "done", **summary})
     await _send_outputs(stream, found, sizes, start)
@@ -128,7 +128,7 @@ async def _send_outputs(stream: Stream, found: Call | CallOutcome, sizes_bytes: 
     for index, size_bytes in enumerate(sizes_bytes):
         while start <= position < start + size_bytes:
             source = found.outcome if isinstance(found, Call) and found.outcome is not None else found
-            output: Sink | Kept = source.sinks[index] if isinstance(source, Call) else source.outputs[index]
+            output: Sink | FinishedOutput = source.sinks[index] if isinstance(source, Call) else source.outputs[index]
             chunk = output.read(position - start, min(_CHUNK_BYTES, start + size_bytes - position))
             position += len(chunk)
             if not chunk or not await stream.send_data(chunk):

@@ -95,7 +95,7 @@ class CallStream:
 
     def _continue(self) -> None:
         if self._unfetched is not None:
-            self._unfetched.release()
+            self._unfetched.release_output()
             self._unfetched = None
         self._is_busy = False
         if self._queue or self._is_complete:
@@ -143,15 +143,15 @@ class UnfetchedOutput:
         self._spool = spool
         self._outcome = outcome
         self._on_fetched = on_fetched
-        for kept in outcome.outputs:
-            spool.hold_output(kept)
+        for output in outcome.outputs:
+            spool.hold_output(output)
         outcome.on_fetched.append(on_fetched)
 
-    def release(self) -> None:
+    def release_output(self) -> None:
         """Let the spool delete the output when it needs room."""
         self._outcome.on_fetched.remove(self._on_fetched)
-        for kept in self._outcome.outputs:
-            self._spool.release_output(kept)
+        for output in self._outcome.outputs:
+            self._spool.release_output(output)
 
 
 def _result_without_output(meta: Mapping[str, Any], reason: str, error: str, metadata: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ _END_WITHIN_S = 2.0
 class _Chunks:
     """Content that the child has written and that is still to be sent."""
 
-    full = False
+    is_full = False
 
     def __init__(self) -> None:
         self.unsent: list[bytes] = []

@@ -153,7 +153,7 @@ class Caches:
         if not state.is_dropped or state.runtime_count:
             return
         del self._by_path[state.folder.path]
-        self._trash.throw(state.folder.path)
+        self._trash.discard_folder(state.folder.path)
         if self._uids is not None and state.folder.gid is not None:
             self._uids.give_back(state.folder.gid)
 
@@ -211,7 +211,7 @@ class Caches:
         except OSError as error:
             log.warning("a cache could not be emptied: %s", error, extra={"detail": state.folder.key})
         state.emptied_count += 1
-        self._trash.throw(removed)
+        self._trash.discard_folder(removed)
 
 
 def _move_entry(name: str, source: str, target: str) -> None:

@@ -6,7 +6,7 @@ import os
 
 from sandbox_server.agent.execution.slot_runtime import SlotRuntime
 from sandbox_server.agent.inslot.leftover_probe import sysv_key
-from sandbox_server.agent.isolation.shared_places import SHARED_PLACES, list_ipc_ids, list_owned_names, remove_message_queue, remove_sysv_object
+from sandbox_server.agent.isolation.shared_folders import SHARED_FOLDERS, list_ipc_ids, list_owned_names, remove_message_queue, remove_sysv_object
 from sandbox_server.agent.kernel import procfs
 
 _SYSV = ("shm", "sem", "msg")
@@ -69,10 +69,10 @@ class HostProbe:
                 found["host_namespace"] = "process %d" % pid
 
     def _find_files(self, found: dict[str, str]) -> None:
-        for place in SHARED_PLACES:
-            named = [name for name in _list_names(place) if self._name in name]
+        for folder in SHARED_FOLDERS:
+            named = [name for name in _list_names(folder) if self._name in name]
             if named:
-                found["host_file"] = os.path.join(place, named[0])
+                found["host_file"] = os.path.join(folder, named[0])
         if self._uid is not None:
             owned_names = list_owned_names(self._uid)
             if owned_names:
@@ -91,18 +91,18 @@ class HostProbe:
 
     def remove_leftovers(self) -> None:
         """Remove from the folders that all users share what a reset has left of the planted objects. Only objects with the random name are removed."""
-        for place in SHARED_PLACES:
-            for name in _list_names(place):
-                if self._name in name and not os.path.isdir(os.path.join(place, name)):
-                    os.unlink(os.path.join(place, name))
+        for folder in SHARED_FOLDERS:
+            for name in _list_names(folder):
+                if self._name in name and not os.path.isdir(os.path.join(folder, name)):
+                    os.unlink(os.path.join(folder, name))
         for kind in _SYSV:
             for number in list_ipc_ids(kind, self._uid, sysv_key(self._name, kind)):
                 remove_sysv_object(kind, number)
         remove_message_queue("/" + self._name)
 
 
-def _list_names(place: str) -> list[str]:
+def _list_names(folder: str) -> list[str]:
     try:
-        return os.listdir(place)
+        return os.listdir(folder)
     except OSError:
         return []  # this machine has no such folder

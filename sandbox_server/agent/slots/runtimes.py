@@ -45,30 +45,30 @@ class RuntimePool:
         self.max_drains = max_drains(agent_limit(), config.slots)
         self.on_in_flight_full: Callable[[], None] | None = None  # called when the kernel refuses to send more descriptors to any init
 
-    async def new_runtime(self, slot_id: str, network: bool) -> SlotRuntime:
+    async def new_runtime(self, slot_id: str, has_network: bool) -> SlotRuntime:
         """Return a new runtime: a prepared one if one fits, otherwise one that is started now.
 
         Args:
             slot_id: the slot that it is for.
-            network: whether its processes can reach the network.
+            has_network: whether its processes can reach the network.
 
         Raises:
             StartFailed: no runtime could be started.
         """
-        while network == self.config.network and self._prepared:
+        while has_network == self.config.network and self._prepared:
             runtime = self._prepared.popleft()
             self.prepare_runtimes()
             if not runtime.link.closed:
                 return runtime
-            await self.end_runtime(runtime, keep_folders=False)
-        return await self._start(slot_id, network)
+            await self.end_runtime(runtime, keeps_files=False)
+        return await self._start(slot_id, has_network)
 
-    async def _start(self, slot_id: str, network: bool, keep: SlotRuntime | None = None, cache: CacheFolder | None = None) -> SlotRuntime:
+    async def _start(self, slot_id: str, has_network: bool, reused: SlotRuntime | None = None, cache: CacheFolder | None = None) -> SlotRuntime:
         """Start a runtime. If the machine is short of something, wait a little and try again."""
         for pause_s in _RETRY_PAUSES_S:
             try:
                 async with self._start_limit:
-                    return await self.isolation.start_runtime(slot_id, network, keep, cache)
+                    return await self.isolation.start_runtime(slot_id, has_network, reused, cache)
             except (StartFailed, OSError) as error:
                 is_temporary = error.temporary if isinstance(error, StartFailed) else error.errno in TEMPORARY_ERRORS
                 if not is_temporary:
@@ -76,15 +76,15 @@ class RuntimePool:
                 log.warning("a slot runtime could not be started; it will be tried again: %s", error, extra={"slot_id": slot_id})
             await asyncio.sleep(pause_s)
         async with self._start_limit:
-            return await self.isolation.start_runtime(slot_id, network, keep, cache)
+            return await self.isolation.start_runtime(slot_id, has_network, reused, cache)
 
-    async def restart_runtime(self, ended: SlotRuntime, slot_id: str, network: bool, cache: CacheFolder | None = None) -> SlotRuntime:
+    async def restart_runtime(self, ended: SlotRuntime, slot_id: str, has_network: bool, cache: CacheFolder | None = None) -> SlotRuntime:
         """Start a runtime on the folders of one that has ended. If that fails, the folders are deleted.
 
         Args:
             ended: the runtime that has ended; its folders were kept.
             slot_id: the slot that has it.
-            network: whether its processes can reach the network.
+            has_network: whether its processes can reach the network.
             cache: the shared cache to mount.
 
         Raises:
@@ -93,19 +93,19 @@ class RuntimePool:
         if cache is not None:
             self.caches.count_mount(cache)
         try:
-            return await self._start(slot_id, network, ended, cache)
+            return await self._start(slot_id, has_network, ended, cache)
         except BaseException:
             if cache is not None:
                 self.caches.count_unmount(cache)
             self._delete_remains(ended)
             raise
 
-    async def end_runtime(self, runtime: SlotRuntime, keep_folders: bool) -> dict[str, Any]:
+    async def end_runtime(self, runtime: SlotRuntime, keeps_files: bool) -> dict[str, Any]:
         """End a runtime, and prove that nothing of it is left. Without that proof, its folders and its user stay out of use.
 
         Args:
             runtime: what to end.
-            keep_folders: keep its folders for `restart_runtime`.
+            keeps_files: keep its folders for `restart_runtime`.
 
         Returns:
             The proof: `clean` says whether it holds, `detail` what does not.
@@ -113,12 +113,12 @@ class RuntimePool:
         proof = await self.isolation.end_runtime(runtime)
         if proof["clean"] and runtime.cache is not None:
             self.caches.count_unmount(runtime.cache)
-        if proof["clean"] and not keep_folders:
+        if proof["clean"] and not keeps_files:
             self._delete_remains(runtime)
         return proof
 
     def _delete_remains(self, ended: SlotRuntime) -> None:
-        self.trash.throw(ended.dirs.root)
+        self.trash.discard_folder(ended.dirs.root)
         self.isolation.free_uid(ended)
 
     def prepared_runtimes(self) -> list[SlotRuntime]:
@@ -143,7 +143,7 @@ class RuntimePool:
         finally:
             self._starting_count -= 1
         if self._is_closed:
-            await self.end_runtime(runtime, keep_folders=False)
+            await self.end_runtime(runtime, keeps_files=False)
         else:
             self._prepared.append(runtime)
 
@@ -153,4 +153,4 @@ class RuntimePool:
         if self._tasks:
             await asyncio.wait(self._tasks)
         while self._prepared:
-            await self.end_runtime(self._prepared.popleft(), keep_folders=False)
+            await self.end_runtime(self._prepared.popleft(), keeps_files=False)

@@ -18,7 +18,7 @@ class NoAnswer(Exception):
 
 
 class _DiscardedContent:
-    full = False
+    is_full = False
 
     def write(self, data: bytes) -> None:
         """Discard the content: only the header matters."""

@@ -13,7 +13,7 @@ from sandbox_server.agent.execution.call_spec import CallSpec
 from sandbox_server.agent.execution.calls import Call, find_call, submit_call
 from sandbox_server.agent.execution.evidence import judge_lost_init
 from sandbox_server.agent.execution.journal import CallOutcome
-from sandbox_server.agent.execution.lease_state import LeaseState, SlotResources
+from sandbox_server.agent.execution.lease_context import LeaseContext, SlotResources
 from sandbox_server.agent.execution.processes.drains import Drains
 from sandbox_server.agent.execution.slot_runtime import SlotRuntime
 from sandbox_server.agent.kernel.processor_share import promised_share
@@ -49,9 +49,9 @@ class Slot:
         self._resources = SlotResources(slot_id, runtimes.config.limits, self._processor_share, self.drains, self.tasks)
         self.lease = self._new_lease(FIRST_EPOCH)
 
-    def _new_lease(self, epoch: int) -> LeaseState:
+    def _new_lease(self, epoch: int) -> LeaseContext:
         config = self._runtimes.config
-        return LeaseState(self._resources, epoch, os.path.join(config.base_dir, "spool", self.slot_id, str(epoch)), config.spool_bytes)
+        return LeaseContext(self._resources, epoch, os.path.join(config.base_dir, "spool", self.slot_id, str(epoch)), config.spool_bytes)
 
     def _processor_share(self) -> float:
         config = self._runtimes.config
@@ -72,7 +72,7 @@ class Slot:
             "isolation": self._runtimes.isolation.name,
             "workspace": runtime.workspace if runtime is not None else None,
             "tmp": runtime.tmp if runtime is not None else None,
-            "network": runtime.network if runtime is not None else None,
+            "network": runtime.has_network if runtime is not None else None,
         }
         if self.detail is not None:
             view["detail"] = self.detail
@@ -175,7 +175,7 @@ class Slot:
             The folder with the outputs of the old lease, for the caller to delete.
         """
         old, self.lease = self.lease, self._new_lease(epoch)
-        old.abandon_work()  # after the exchange: when a call ends, the next one of its stream must find that its epoch is over
+        old.end_calls_and_jobs()  # after the exchange: when a call ends, the next one of its stream must find that its epoch is over
         return old.spool_folder
 
     async def end_slot(self) -> None:
@@ -184,7 +184,7 @@ class Slot:
         # This change is not reported, because the end of the agent implies it. But requests that still come must be refused.
         if self.state == READY:
             self.state, self.detail = BROKEN, reason
-        self.lease.abandon_work(reason)
+        self.lease.end_calls_and_jobs(reason)
         runtime = self.detach_runtime()
         if runtime is not None:
-            await self._runtimes.end_runtime(runtime, keep_folders=False)
+            await self._runtimes.end_runtime(runtime, keeps_files=False)

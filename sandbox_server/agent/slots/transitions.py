@@ -32,13 +32,13 @@ class SlotTransitions:
 
     # The next holder.
 
-    def start_reset(self, epoch: Any, network: bool, keep: bool) -> asyncio.Task[dict[str, Any]]:
+    def start_reset(self, epoch: Any, has_network: bool, keeps_files: bool) -> asyncio.Task[dict[str, Any]]:
         """Begin to clean the slot for its next holder. From now on, requests of earlier holders are refused.
 
         Args:
             epoch: the epoch of the next holder.
-            network: whether the next holder has the network.
-            keep: keep the folders of the slot with their content.
+            has_network: whether the next holder has the network.
+            keeps_files: keep the folders of the slot with their content.
 
         Returns:
             The task, whose result is the answer to the service. A repeated request with the same epoch gets the same task.
@@ -49,15 +49,15 @@ class SlotTransitions:
         renewal = self.find_renewal(epoch)
         if renewal is not None:
             return renewal
-        self.check_can_renew(epoch, network)
+        self.check_can_renew(epoch, has_network)
         old_spool_folder = self.slot.begin_lease(epoch)
-        return self.start_renewal(self._reset(epoch, network, keep, old_spool_folder))
+        return self.start_renewal(self._reset(epoch, has_network, keeps_files, old_spool_folder))
 
     def find_renewal(self, epoch: Any) -> asyncio.Task[dict[str, Any]] | None:
         """Return the task of the reset or verification that began the lease with this epoch, if that is the current lease."""
         return self._renewal if epoch == self.slot.epoch else None
 
-    def check_can_renew(self, epoch: Any, network: bool) -> None:
+    def check_can_renew(self, epoch: Any, has_network: bool) -> None:
         """Check that the slot can be given to its next holder.
 
         Raises:
@@ -70,7 +70,7 @@ class SlotTransitions:
             raise Refused("slot_unavailable", "slot %s is still starting" % slot.slot_id)
         if epoch <= slot.epoch:
             raise Refused("stale_epoch", "slot %s is at epoch %d, not below %d" % (slot.slot_id, slot.epoch, epoch))
-        if not network:
+        if not has_network:
             self._check_can_be_offline()
 
     def start_renewal(self, renewal: Coroutine[Any, Any, dict[str, Any]]) -> asyncio.Task[dict[str, Any]]:
@@ -80,28 +80,28 @@ class SlotTransitions:
         self._renewal = self.slot.loop.create_task(renewal)
         return self._renewal
 
-    async def _reset(self, epoch: int, network: bool, keep: bool, old_spool_folder: str) -> dict[str, Any]:
+    async def _reset(self, epoch: int, has_network: bool, keeps_files: bool, old_spool_folder: str) -> dict[str, Any]:
         began = self.slot.loop.time()
         async with self.exchange_lock:
-            self.runtimes.trash.throw(old_spool_folder)
+            self.runtimes.trash.discard_folder(old_spool_folder)
             if self.slot.state == QUARANTINED:
                 return {"state": QUARANTINED, "detail": self.slot.detail, "proof": {}, "duration_s": 0.0}
-            proof = await self.replace_runtime(network, keep)
+            proof = await self.replace_runtime(has_network, keeps_files)
             return self.apply_proof(epoch, proof, self.slot.loop.time() - began)
 
-    async def replace_runtime(self, network: bool, keep: bool, cache: CacheFolder | None = None) -> dict[str, Any]:
+    async def replace_runtime(self, has_network: bool, keeps_files: bool, cache: CacheFolder | None = None) -> dict[str, Any]:
         """Replace the runtime of the slot by a new one. The caller holds `exchange_lock`.
 
         Args:
-            network: whether the new runtime has the network.
-            keep: start the new runtime on the folders of the old one.
+            has_network: whether the new runtime has the network.
+            keeps_files: start the new runtime on the folders of the old one.
             cache: the shared cache to mount.
 
         Returns:
             The proof of the old runtime's end; `broken` is True in it if no new runtime could be started.
         """
         try:
-            return await self._exchange_runtime(network, keep, cache)
+            return await self._exchange_runtime(has_network, keeps_files, cache)
         except (StartFailed, OSError) as error:
             return {"clean": False, "broken": True, "detail": str(error)}
 
@@ -123,7 +123,7 @@ class SlotTransitions:
             self.slot.set_state(state, detail)
         return {"state": READY if state == READY else QUARANTINED, "detail": detail, "proof": proof, "duration_s": duration_s}
 
-    async def _exchange_runtime(self, network: bool, keep: bool, cache: CacheFolder | None) -> dict[str, Any]:
+    async def _exchange_runtime(self, has_network: bool, keeps_files: bool, cache: CacheFolder | None) -> dict[str, Any]:
         """End the old runtime; once its end is proven, start a new one."""
         slot = self.slot
         proof: dict[str, Any] = {"clean": True}
@@ -131,14 +131,14 @@ class SlotTransitions:
         if old is not None:
             # Remembered until its end is proven. If this exchange fails, the next one must not find that there is nothing to end.
             self._unproven = old
-            proof = await self.runtimes.end_runtime(old, keep)
+            proof = await self.runtimes.end_runtime(old, keeps_files)
             if not proof["clean"]:
                 return proof
             self._unproven = None
-        if keep and old is not None:
-            runtime = await self.runtimes.restart_runtime(old, slot.slot_id, network, cache)
+        if keeps_files and old is not None:
+            runtime = await self.runtimes.restart_runtime(old, slot.slot_id, has_network, cache)
         else:
-            runtime = await self.runtimes.new_runtime(slot.slot_id, network)
+            runtime = await self.runtimes.new_runtime(slot.slot_id, has_network)
             problem = find_dirs_problem(runtime.dirs, runtime.uid)
             proof["workspace_empty"] = problem is None
             if problem is not None:
@@ -149,61 +149,61 @@ class SlotTransitions:
 
     # The same holder with other rights.
 
-    async def equip_slot(self, network: bool, cache_key: Any) -> None:
+    async def equip_slot(self, has_network: bool, cache_key: Any) -> None:
         """Give the holder a shared cache, and the network or not. Its processes end; its files stay.
 
         Args:
-            network: whether the holder has the network from now on.
+            has_network: whether the holder has the network from now on.
             cache_key: the key of the cache; None: no cache.
 
         Raises:
             Refused: the isolation mode does not support it, or the sandbox has no network.
         """
-        if network and not self.runtimes.config.network:
+        if has_network and not self.runtimes.config.network:
             raise Refused("invalid", "this sandbox gives its slots no network")
-        if not network:
+        if not has_network:
             self._check_can_be_offline()
         cache = None
         if cache_key is not None:
             if not self.runtimes.isolation.caches:
                 raise Refused("not_implemented", "slots with a cache need the mode bwrap, not %s" % self.runtimes.isolation.name)
             cache = self.runtimes.caches.get_cache(cache_key)
-        await self._change_rights(network, cache)
+        await self._change_rights(has_network, cache)
 
-    async def narrow_slot(self, network: bool, cache_key: Any) -> None:
+    async def narrow_slot(self, has_network: bool, cache_key: Any) -> None:
         """Take the network, the cache or both away from the holder, which never gets them back. Its processes end; its files stay.
 
         Args:
-            network: whether the holder keeps the network.
+            has_network: whether the holder keeps the network.
             cache_key: the key of the cache that the holder keeps; None: it keeps none.
 
         Raises:
             Refused: the holder does not have what it is to keep, or the isolation mode does not support it.
         """
         runtime, cache = self.slot.current_runtime(), self.slot.lease.cache
-        if network and not runtime.network:
+        if has_network and not runtime.has_network:
             raise Refused("invalid", "narrow only takes rights away, and this slot has no network")
         if cache_key is not None and (cache is None or cache.key != cache_key):
             raise Refused("invalid", "narrow only takes rights away, and this slot does not have the cache %s" % ascii(cache_key)[:100])
-        if not network:
+        if not has_network:
             self._check_can_be_offline()
-        if network == runtime.network and (cache is None or cache_key is not None):
+        if has_network == runtime.has_network and (cache is None or cache_key is not None):
             return
-        await self._change_rights(network, cache if cache_key is not None else None)
+        await self._change_rights(has_network, cache if cache_key is not None else None)
 
     def _check_can_be_offline(self) -> None:
         if "none" not in self.runtimes.isolation.networks:
             raise Refused("not_implemented", "slots without network need the mode bwrap, not %s" % self.runtimes.isolation.name)
 
-    async def _change_rights(self, network: bool, cache: CacheFolder | None) -> None:
+    async def _change_rights(self, has_network: bool, cache: CacheFolder | None) -> None:
         slot, epoch = self.slot, self.slot.epoch
         slot.lease.cache = cache
         slot.set_state(RESETTING)
-        slot.lease.abandon_work()  # after the change of state: when a call ends, the next one of its stream must not start in the old runtime
+        slot.lease.end_calls_and_jobs()  # after the change of state: when a call ends, the next one of its stream must not start in the old runtime
         async with self.exchange_lock:
             if slot.epoch != epoch:
                 raise Refused("stale_epoch", "slot %s was given back meanwhile" % slot.slot_id)
-            proof = await self.replace_runtime(network, True, cache)
+            proof = await self.replace_runtime(has_network, True, cache)
             answer = self.apply_proof(epoch, proof, 0.0)
         if answer["state"] != READY:
             raise Refused("slot_unavailable", "the slot could not be started again: %s" % answer["detail"])

@@ -40,12 +40,12 @@ class Verification:
         self._planting: dict[str, Any] = {}
         self._host_probe: HostProbe | None = None
 
-    async def verify_reset(self, epoch: int, network: bool, old_spool_folder: str) -> dict[str, Any]:
+    async def verify_reset(self, epoch: int, has_network: bool, old_spool_folder: str) -> dict[str, Any]:
         """Plant leftovers, search for them, reset the slot, and search again.
 
         Args:
             epoch: the epoch of the lease that has the slot afterwards.
-            network: whether that lease has the network.
+            has_network: whether that lease has the network.
             old_spool_folder: the folder with the outputs of the lease before, which is deleted.
 
         Returns:
@@ -53,7 +53,7 @@ class Verification:
         """
         began = self._slot.loop.time()
         async with self._transitions.exchange_lock:
-            self._transitions.runtimes.trash.throw(old_spool_folder)
+            self._transitions.runtimes.trash.discard_folder(old_spool_folder)
             before: dict[str, str] = {}
             problem = None
             try:
@@ -62,7 +62,7 @@ class Verification:
                 problem = "nothing could be planted: %s" % error
             else:
                 before = await self._search_until_all_found()
-            proof = await self._transitions.replace_runtime(network, keep=False)
+            proof = await self._transitions.replace_runtime(has_network, keeps_files=False)
             left: dict[str, str] = {}
             if problem is None:
                 left, problem = await self._search_after_reset()
@@ -150,13 +150,13 @@ def _number(value: Any) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) else 0
 
 
-def start_verification(transitions: SlotTransitions, epoch: Any, network: bool) -> asyncio.Task[dict[str, Any]]:
+def start_verification(transitions: SlotTransitions, epoch: Any, has_network: bool) -> asyncio.Task[dict[str, Any]]:
     """Begin to verify the reset of a slot that no lease holds. Afterwards the slot has the given epoch, or is in quarantine.
 
     Args:
         transitions: of the slot.
         epoch: the epoch of the lease that has the slot afterwards.
-        network: whether that lease has the network.
+        has_network: whether that lease has the network.
 
     Returns:
         The task, whose result is the answer to the service. A repeated request with the same epoch gets the same task.
@@ -167,8 +167,8 @@ def start_verification(transitions: SlotTransitions, epoch: Any, network: bool) 
     renewal = transitions.find_renewal(epoch)
     if renewal is not None:
         return renewal
-    transitions.check_can_renew(epoch, network)
+    transitions.check_can_renew(epoch, has_network)
     if transitions.slot.state != READY:
         raise Refused("slot_unavailable", "slot %s is %s: only a slot that is ready can be verified" % (transitions.slot.slot_id, transitions.slot.state))
     old_spool_folder = transitions.slot.begin_lease(epoch)
-    return transitions.start_renewal(Verification(transitions).verify_reset(epoch, network, old_spool_folder))
+    return transitions.start_renewal(Verification(transitions).verify_reset(epoch, has_network, old_spool_folder))

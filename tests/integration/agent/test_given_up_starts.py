@@ -86,10 +86,10 @@ async def test_a_process_that_waits_for_a_killed_one_is_found_by_its_mounts_and_
 async def test_an_abandoned_start_also_kills_the_process_that_waits_for_the_killed_one(tmp_path: Path) -> None:
     (tmp_path / "workspace").mkdir()
     with full_pipe() as writer:
-        ours, theirs = init_start.control_pair()
+        agent_socket, init_socket = init_start.create_control_sockets()
         kill_rest = functools.partial(kill_bwrap_processes, str(tmp_path))
         starting = asyncio.create_task(
-            init_start.start_init(stuck_command(tmp_path, writer), theirs, ours, {}, [writer], dict(os.environ), kill_rest=kill_rest)
+            init_start.start_init(stuck_command(tmp_path, writer), init_socket, agent_socket, {}, [writer], dict(os.environ), kill_rest=kill_rest)
         )
         await both_processes(tmp_path)
 

@@ -35,16 +35,16 @@ class IncompleteIsolation:
     """
 
     def __init__(self, real: Isolation, *, kills: bool = True, renews_folders: bool = True) -> None:
-        self.name, self.networks, self.caches = real.name, real.networks, real.caches
+        self.name, self.networks, self.tmp_isolation, self.caches = real.name, real.networks, real.tmp_isolation, real.caches
         self._real = real
         self._kills = kills
         self._renews_folders = renews_folders
         self._ended: list[SlotRuntime] = []
 
-    async def start_runtime(self, slot_id: str, network: bool, keep: SlotRuntime | None = None, cache: CacheFolder | None = None) -> SlotRuntime:
-        if not self._renews_folders and keep is None and self._ended:
-            keep = self._ended[-1]
-        return await self._real.start_runtime(slot_id, network, keep, cache)
+    async def start_runtime(self, slot_id: str, has_network: bool, reused: SlotRuntime | None = None, cache: CacheFolder | None = None) -> SlotRuntime:
+        if not self._renews_folders and reused is None and self._ended:
+            reused = self._ended[-1]
+        return await self._real.start_runtime(slot_id, has_network, reused, cache)
 
     async def end_runtime(self, runtime: SlotRuntime) -> dict[str, Any]:
         self._ended.append(runtime)
@@ -53,8 +53,8 @@ class IncompleteIsolation:
     def free_uid(self, runtime: SlotRuntime) -> None:
         """Do not release the user id."""
 
-    def close(self) -> None:
-        self._real.close()
+    def remove_mode_files(self) -> None:
+        self._real.remove_mode_files()
 
     async def end_remaining(self) -> None:
         """End, after the test, the runtimes that were not ended."""
@@ -66,7 +66,7 @@ class IncompleteIsolation:
 class KeepingTrash(Trash):
     """A trash that deletes nothing."""
 
-    def throw(self, path: str) -> None:
+    def discard_folder(self, path: str) -> None:
         """Do not delete the folder."""
 
 
@@ -105,7 +105,7 @@ async def workshop(wrap: Callable[[Isolation], Isolation] = _unchanged, trash_ty
         await caches.close_caches()
         if isinstance(isolation, IncompleteIsolation):
             await isolation.end_remaining()
-        cgroups.close()
-        trash.close()
-        trash.join(10)
+        cgroups.remove_agent_groups()
+        trash.end_thread()
+        trash.wait_for_thread(10)
         delete_tree(str(folder))

@@ -79,7 +79,7 @@ class InitLink:
         self.self_inflicted = False  # the slot itself has caused the end of init
         self.on_lost: Callable[[str], None] | None = None  # called when init is lost, before any listener is
         self.on_in_flight_full: Callable[[], None] | None = None  # called when the kernel refuses to send more descriptors
-        self._sender = InitSender(loop, sock, self.lose, self._report_in_flight_full)
+        self._sender = InitSender(loop, sock, self.close_as_lost, self._report_in_flight_full)
         sock.setblocking(False)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         loop.add_reader(self._fd, self._read_first_report)
@@ -140,7 +140,7 @@ class InitLink:
             listener.on_process_refused(errno, "send")
 
     def _on_config_unsent(self, errno: int) -> None:
-        self.lose("its configuration could not be sent: %s" % os.strerror(errno))
+        self.close_as_lost("its configuration could not be sent: %s" % os.strerror(errno))
 
     def _report_in_flight_full(self) -> None:
         if self.on_in_flight_full is not None:
@@ -185,7 +185,7 @@ class InitLink:
             self._send_request({"op": "release", "id": number}, [], 0, lambda _: None)
         return self._killed_cpu_s.pop(number, 0.0)
 
-    def close(self, detail: str = "the slot has ended") -> None:
+    def close_link(self, detail: str = "the slot has ended") -> None:
         """Close the socket. Init ends itself and with it the slot when it reads the end of the socket. All listeners get `on_init_lost`."""
         if self.closed:
             return
@@ -203,13 +203,13 @@ class InitLink:
         for listener in listeners.values():
             listener.on_init_lost(detail)
 
-    def lose(self, detail: str) -> None:
+    def close_as_lost(self, detail: str) -> None:
         """Close the link because init has ended, or does not follow the protocol."""
         if self.closed:
             return
         if self.on_lost is not None:
             self.on_lost(detail)  # before the listeners: when a call ends, the next one begins at once, and must find the slot broken
-        self.close(detail)
+        self.close_link(detail)
 
     def stop_reading(self) -> None:
         """Ignore further reports. The agent is ending the slot, so the way its processes end now says nothing about them."""
@@ -240,10 +240,10 @@ class InitLink:
         except BlockingIOError:
             return
         except OSError as error:
-            self.lose("its control socket failed: %s" % error)
+            self.close_as_lost("its control socket failed: %s" % error)
             return
         if not data:
-            self.lose("init has ended")
+            self.close_as_lost("init has ended")
             return
         kind = data[:1]
         if kind == READY and ancillary:
@@ -256,7 +256,7 @@ class InitLink:
             text = data[REPORT.size :].decode("utf-8", "replace") if kind == FAILED else "the first report of init was not that it is ready"
             if not self._ready.done():
                 self._ready.set_exception(StartFailed(text))
-            self.lose(text)
+            self.close_as_lost(text)
 
     def _read_reports(self) -> None:
         while not self.closed:
@@ -265,10 +265,10 @@ class InitLink:
             except BlockingIOError:
                 return
             except OSError as error:
-                self.lose("its control socket failed: %s" % error)
+                self.close_as_lost("its control socket failed: %s" % error)
                 return
             if len(data) < REPORT.size:
-                self.lose("init has ended" if not data else "init broke its protocol")
+                self.close_as_lost("init has ended" if not data else "init broke its protocol")
                 return
             self._handle_report(data)
 
@@ -289,4 +289,4 @@ class InitLink:
             if answer is not None and not answer.done():
                 answer.set_result(status)
         else:
-            self.lose("init broke its protocol")
+            self.close_as_lost("init broke its protocol")

@@ -95,7 +95,7 @@ async def end_slot(runtime: SlotRuntime, detail: str, self_inflicted: bool = Tru
         runtime.process.kill()
     if not has_namespace and runtime.uid is not None:
         await loop.run_in_executor(None, kill_uid, runtime.uid)
-    runtime.link.lose("%s, so the slot was ended" % detail)
+    runtime.link.close_as_lost("%s, so the slot was ended" % detail)
 
 
 def _kill_descendants(init_pid: int) -> None:

@@ -26,10 +26,10 @@ _READS_AT_EXIT = 20  # a pipe holds at most 1 MiB, so this many reads empty it
 
 
 class Writable(Protocol):
-    """A receiver of output. `full`: the receiver discards most of what is written from now on, so reading may be slow."""
+    """A receiver of output. `is_full`: the receiver discards most of what is written from now on, so reading may be slow."""
 
     @property
-    def full(self) -> bool: ...
+    def is_full(self) -> bool: ...
 
     def write(self, data: bytes) -> None:
         """Receive some output."""
@@ -180,7 +180,7 @@ class SlotProcess:
         if data:
             self._outputs[index].write(data)
             self._listener.on_output()
-            if self._outputs[index].full:
+            if self._outputs[index].is_full:
                 self._pause_reading(index, fd, len(data))
         else:
             self._close_output(index)

@@ -39,13 +39,13 @@ class FileToolCall:
             reason, error, metadata = call.judge_exit(status, exit_code)
             if reason == "exit":
                 reason, error = "tool_error", "%s ended before it had finished" % self._tool
-            call.finish(reason, error=error, metadata=metadata)
+            call.finish_call(reason, error=error, metadata=metadata)
         elif header.get("ok"):
-            call.finish("exit", exit_code=0, tool_ok=True, metadata={key: value for key, value in header.items() if key != "ok"})
+            call.finish_call("exit", exit_code=0, tool_ok=True, metadata={key: value for key, value in header.items() if key != "ok"})
         else:
             reason = "invalid_args" if header.get("code") == "invalid_args" else "tool_error"
             facts = {"errno": header["errno"]} if "errno" in header else {}
-            call.finish(reason, error=str(header.get("detail", "")), metadata={**facts, "evidence": facts or {"tool": self._tool}})
+            call.finish_call(reason, error=str(header.get("detail", "")), metadata={**facts, "evidence": facts or {"tool": self._tool}})
 
 
 def _parse(tool: str, args: Mapping[str, Any]) -> FileToolCall:

@@ -78,10 +78,10 @@ class ProcessToolCall:
         try:
             text, metadata = self._act(call)
         except ToolError as error:
-            call.finish("tool_error", error=str(error), metadata={"evidence": {"tool": "process %s" % self._action.action}})
+            call.finish_call("tool_error", error=str(error), metadata={"evidence": {"tool": "process %s" % self._action.action}})
             return
         call.sinks[0].write(text)
-        call.finish("exit", exit_code=0, tool_ok=True, metadata=metadata)
+        call.finish_call("exit", exit_code=0, tool_ok=True, metadata=metadata)
 
     def on_process_ended(self, call: ToolCall, status: int) -> None:
         """See `ToolHandler`. A call of this tool has no process."""

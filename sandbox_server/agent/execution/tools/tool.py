@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any, Callable, Mapping, Protocol, Sequence
 
 from sandbox_server.agent.execution.call_spec import CallSpec
-from sandbox_server.agent.execution.lease_state import LeaseState
+from sandbox_server.agent.execution.lease_context import LeaseContext
 from sandbox_server.agent.execution.output import Sink
 from sandbox_server.agent.execution.processes.slot_process import Writable
 from sandbox_server.agent.execution.processes.spawn_spec import SpawnSpec
@@ -17,7 +17,7 @@ class ToolCall(Protocol):
     """What a handler can use of the call that it handles."""
 
     spec: CallSpec
-    lease: LeaseState
+    lease: LeaseContext
     runtime: SlotRuntime
     sinks: Sequence[Sink]
 
@@ -28,7 +28,7 @@ class ToolCall(Protocol):
             OSError: the agent has no descriptors left for it.
         """
 
-    def finish(self, reason: str, exit_code: int | None = None, error: str = "", metadata: dict[str, Any] | None = None, tool_ok: bool = False) -> None:
+    def finish_call(self, reason: str, exit_code: int | None = None, error: str = "", metadata: dict[str, Any] | None = None, tool_ok: bool = False) -> None:
         """End the call with this outcome."""
 
     def finish_by_status(self, status: int) -> None:

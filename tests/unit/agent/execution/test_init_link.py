@@ -36,7 +36,7 @@ async def ends() -> AsyncIterator[tuple[InitLink, socket.socket]]:
     theirs.send(REPORT.pack(READY, 0, 0, 0, 0))
     await link.wait_until_ready({}, 5.0)
     yield link, theirs
-    link.close()
+    link.close_link()
     theirs.close()
 
 
@@ -69,7 +69,7 @@ async def test_the_slot_gets_the_loss_of_init_before_the_listeners_of_processes(
 async def test_a_process_that_is_requested_on_a_closed_link_is_lost_in_the_next_turn_of_the_loop(ends: tuple[InitLink, socket.socket]) -> None:
     link, _ = ends
     story: list[str] = []
-    link.close()
+    link.close_link()
     link.start_process({"op": "spawn"}, [], RecordingListener(story))
     assert story == []
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sandbox_server.agent.execution.output import IN_MEMORY_TOTAL_BYTES, MEMORY_BYTES, Sink, Spool, cut_marker
+from sandbox_server.agent.execution.output import FINISHED_MEMORY_TOTAL_BYTES, SINK_MEMORY_BYTES, Sink, Spool, truncation_marker
 
 CHUNKS = st.lists(st.integers(0, 40_000), max_size=12)
 
@@ -28,18 +28,18 @@ def _fill(sink: Sink, sizes: list[int]) -> bytes:
 def test_a_cut_output_has_the_beginning_and_the_end_whatever_the_spool_holds(tmp_path: Path, sizes: list[int], limit: int, budget: int) -> None:
     sink = Sink(Spool(str(tmp_path / os.urandom(4).hex()), budget), limit)
     whole = _fill(sink, sizes)
-    kept = sink.finish()
+    kept = sink.finish_output()
 
-    assert kept.total == len(whole)
-    assert kept.truncated == (len(whole) > limit)
+    assert kept.total_bytes == len(whole)
+    assert kept.is_truncated == (len(whole) > limit)
     if len(whole) <= limit:
-        assert kept.cut() == whole
+        assert kept.read_for_result() == whole
     else:
         head, tail = whole[: limit // 2], whole[len(whole) - (limit - limit // 2) :]
-        first, _, last = kept.cut().partition(cut_marker(len(whole) - limit))
-        if kept.available >= len(head):
+        first, _, last = kept.read_for_result().partition(truncation_marker(len(whole) - limit))
+        if kept.available_bytes >= len(head):
             assert (first, last) == (head, tail)
-    assert whole.startswith(kept.read(0, kept.available))
+    assert whole.startswith(kept.read(0, kept.available_bytes))
 
 
 def test_the_memory_for_an_output_does_not_grow_with_the_output(tmp_path: Path) -> None:
@@ -47,8 +47,8 @@ def test_the_memory_for_an_output_does_not_grow_with_the_output(tmp_path: Path) 
     for _ in range(100):
         sink.write(b"x" * 100_000)
 
-    assert len(sink._memory) + len(sink._tail) <= MEMORY_BYTES
-    assert sink.available == 10_000_000
+    assert len(sink._memory) + len(sink._tail) <= SINK_MEMORY_BYTES
+    assert sink.available_bytes == 10_000_000
     assert sink.read(9_999_999, 10) == b"x"
 
 
@@ -58,23 +58,23 @@ def test_the_oldest_finished_output_is_deleted_to_make_room(tmp_path: Path) -> N
     for _ in range(4):
         sink = Sink(spool, 100)
         sink.write(b"x" * 100_000)
-        kept.append(sink.finish())
+        kept.append(sink.finish_output())
 
-    assert [entry.evicted for entry in kept] == [True, False, False, False]
-    assert kept[0].cut() == cut_marker(100_000)
+    assert [entry.is_evicted for entry in kept] == [True, False, False, False]
+    assert kept[0].read_for_result() == truncation_marker(100_000)
     assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_many_small_outputs_leave_memory_and_stay_readable(tmp_path: Path) -> None:
     spool = Spool(str(tmp_path), 1 << 30)
     kept = []
-    for number in range(IN_MEMORY_TOTAL_BYTES // 4000 + 10):
+    for number in range(FINISHED_MEMORY_TOTAL_BYTES // 4000 + 10):
         sink = Sink(spool, 50_000)
         sink.write(b"%04d" % number * 1000)
-        kept.append(sink.finish())
+        kept.append(sink.finish_output())
 
     assert kept[0].memory == b""
-    assert kept[0].cut() == b"0000" * 1000
+    assert kept[0].read_for_result() == b"0000" * 1000
     assert kept[-1].memory != b""
 
 
@@ -86,10 +86,10 @@ def test_a_full_disk_cuts_the_output_and_the_result_reports_it(tmp_path: Path, m
     monkeypatch.setattr(os, "pwrite", full)
     sink.write(b"a" * 50_000)
     sink.write(b"b" * 50_000)
-    kept = sink.finish()
+    kept = sink.finish_output()
 
-    assert kept.total == 100_000
-    assert kept.cut().endswith(b"b" * 500)
+    assert kept.total_bytes == 100_000
+    assert kept.read_for_result().endswith(b"b" * 500)
 
 
 @pytest.mark.parametrize("refuses", ["open", "pwrite"])
@@ -104,9 +104,9 @@ def test_without_room_for_a_file_only_the_middle_of_an_output_is_lost(tmp_path: 
     for letter in (b"a", b"b", b"c"):
         large.write(letter * 60_000)
 
-    assert small.finish().cut() == b"s" * 10_000
+    assert small.finish_output().read_for_result() == b"s" * 10_000
     assert large.read(0, 2) == b"aa"
-    assert large.finish().cut() == b"a" * 500 + cut_marker(179_000) + b"c" * 500
+    assert large.finish_output().read_for_result() == b"a" * 500 + truncation_marker(179_000) + b"c" * 500
     monkeypatch.undo()
     assert list(tmp_path.iterdir()) == []
 
@@ -119,9 +119,9 @@ def test_without_a_disk_outputs_stay_in_memory_up_to_a_limit_and_the_newest_alwa
     monkeypatch.setattr(os, "open", full)
     kept = []
     for _ in range(3):
-        sink = Sink(spool, IN_MEMORY_TOTAL_BYTES)
-        sink.write(b"x" * IN_MEMORY_TOTAL_BYTES)
-        kept.append(sink.finish())
+        sink = Sink(spool, FINISHED_MEMORY_TOTAL_BYTES)
+        sink.write(b"x" * FINISHED_MEMORY_TOTAL_BYTES)
+        kept.append(sink.finish_output())
 
-    assert [len(entry.memory) + len(entry.tail) for entry in kept] == [0, 0, IN_MEMORY_TOTAL_BYTES]
-    assert [entry.evicted for entry in kept] == [True, True, False]
+    assert [len(entry.memory) + len(entry.tail) for entry in kept] == [0, 0, FINISHED_MEMORY_TOTAL_BYTES]
+    assert [entry.is_evicted for entry in kept] == [True, True, False]

@@ -18,11 +18,11 @@ class _Link:
     """A control socket at whose end something happens to init."""
 
     def __init__(self, at_close: Any) -> None:
-        self.close = at_close
+        self.close_link = at_close
 
 
 def _runtime(process: subprocess.Popen[bytes], at_close: Any) -> SlotRuntime:
-    groups = SimpleNamespace(leaves=None, remove=lambda: None)
+    groups = SimpleNamespace(leaves=None, remove_groups=lambda: None)
     runtime = SimpleNamespace(process=process, link=_Link(at_close), groups=groups, init_pid=process.pid, init_pidfd=-1, stderr_fd=-1)
     return cast(SlotRuntime, runtime)
 

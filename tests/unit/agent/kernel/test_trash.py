@@ -76,12 +76,12 @@ def test_trash_takes_away_at_once_deletes_behind_and_finishes_what_was_left(tmp_
     (tmp_path / "thing" / "inside").mkdir(parents=True)
     errors: list[str] = []
     trash = Trash(str(tmp_path / "trash"), lambda path, error: errors.append(path))
-    trash.throw(str(tmp_path / "thing"))
-    trash.throw(str(tmp_path / "nowhere"))
+    trash.discard_folder(str(tmp_path / "thing"))
+    trash.discard_folder(str(tmp_path / "nowhere"))
 
     assert not (tmp_path / "thing").exists()
-    trash.close()
-    assert trash.join(10)
+    trash.end_thread()
+    assert trash.wait_for_thread(10)
     assert os.listdir(tmp_path / "trash") == []
     assert errors == []
     assert threading.active_count() >= 1

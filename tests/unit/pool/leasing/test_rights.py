@@ -112,7 +112,7 @@ async def test_leases_of_one_run_share_a_cache_and_others_do_not(make_world):
     slots = [agent.slots[lease.slot_id] for lease in (one, two, other, alone)]
     assert slots[0].cache == slots[1].cache
     assert len({slot.cache for slot in slots}) == 3
-    assert [slot.network for slot in slots] == [True, True, True, False]
+    assert [slot.has_network for slot in slots] == [True, True, True, False]
     assert one.cache == "rw"
 
 
@@ -166,7 +166,7 @@ async def test_the_cache_is_taken_away_by_narrow(make_world):
 
     (agent,) = world.backend.agents.values()
     assert (narrowed.cache, narrowed.allow_network) == ("none", True)
-    assert (agent.slots[lease.slot_id].cache, agent.slots[lease.slot_id].network) == (None, True)
+    assert (agent.slots[lease.slot_id].cache, agent.slots[lease.slot_id].has_network) == (None, True)
 
 
 async def test_where_there_can_be_no_cache_it_is_refused_at_once(make_world):

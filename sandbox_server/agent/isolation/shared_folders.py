@@ -10,37 +10,37 @@ import errno
 import os
 from typing import Callable, Collection, Container, Iterator, Mapping
 
-from sandbox_server.agent.isolation.sweep import BIN_PREFIX, Sweep
+from sandbox_server.agent.isolation.sweep import TRASH_PREFIX, Sweep
 
-SHARED_PLACES = ("/tmp", "/var/tmp", "/dev/shm", "/dev/mqueue", "/run/lock")
+SHARED_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm", "/dev/mqueue", "/run/lock")
 _IPC_RMID = 0
 _IDENTS = {"shm": "shmid", "sem": "semid", "msg": "msqid"}
 
 
-def remove_owned(owners: Container[int], slots: Container[int], bins: str = BIN_PREFIX, spared: Collection[str] = ()) -> Sweep:
+def remove_owned(owner_uids: Container[int], slot_uids: Container[int], trash_prefix: str = TRASH_PREFIX, excluded: Collection[str] = ()) -> Sweep:
     """Remove everything that some users own in the shared folders, and their System V IPC objects.
 
     Call it after the processes of the users have ended, so that nothing new appears.
 
     Args:
-        owners: the uids of the users.
-        slots: see `Sweep`.
-        bins: see `Sweep`. The caller deletes the bins.
-        spared: folders that are not searched.
+        owner_uids: the uids of the users.
+        slot_uids: see `Sweep`.
+        trash_prefix: see `Sweep`. The caller deletes the trash folders.
+        excluded: folders that are not searched.
     """
-    sweep = Sweep(owners, slots, bins, [(info.st_dev, info.st_ino) for info in map(os.lstat, filter(os.path.isdir, spared))])
-    for place in SHARED_PLACES:
-        sweep.search_folder(place)
-    _remove_all_ipc(owners, sweep)
+    sweep = Sweep(owner_uids, slot_uids, trash_prefix, [(info.st_dev, info.st_ino) for info in map(os.lstat, filter(os.path.isdir, excluded))])
+    for folder in SHARED_FOLDERS:
+        sweep.search_folder(folder)
+    _remove_all_ipc(owner_uids, sweep)
     return sweep
 
 
-def list_abandoned_bins(prefix: str) -> list[str]:
-    """Return the bins with this prefix that an agent has not deleted because it was killed. Only folders of root count, because every user can use the name."""
+def list_left_trash_folders(prefix: str) -> list[str]:
+    """Return the trash folders with this prefix that a killed agent has not deleted. Only folders of root count, because every user can use the name."""
     found = []
-    for place in SHARED_PLACES:
+    for folder in SHARED_FOLDERS:
         try:
-            with os.scandir(place) as entries:
+            with os.scandir(folder) as entries:
                 found += [entry.path for entry in entries if entry.name.startswith(prefix) and entry.stat(follow_symlinks=False).st_uid == 0]
         except OSError:
             continue  # The folder does not exist on this machine.
@@ -50,8 +50,8 @@ def list_abandoned_bins(prefix: str) -> list[str]:
 def list_owned_names(uid: int) -> list[str]:
     """Return the names of what a user owns in the shared folders, without changing anything."""
     sweep = Sweep((uid,), (uid,), list_only=True)
-    for place in SHARED_PLACES:
-        sweep.search_folder(place)
+    for folder in SHARED_FOLDERS:
+        sweep.search_folder(folder)
     return sweep.found
 
 
@@ -86,10 +86,10 @@ def remove_message_queue(name: str) -> None:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
-def _remove_all_ipc(owners: Container[int], sweep: Sweep) -> None:
+def _remove_all_ipc(owner_uids: Container[int], sweep: Sweep) -> None:
     for kind in _IDENTS:
         for number, _, users in _list_sysv_objects(kind):
-            if any(uid in owners for uid in users):
+            if any(uid in owner_uids for uid in users):
                 try:
                     remove_sysv_object(kind, number)
                 except OSError as error:

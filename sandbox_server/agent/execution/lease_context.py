@@ -39,7 +39,7 @@ class SlotResources:
     tasks: BackgroundTasks
 
 
-class LeaseState:
+class LeaseContext:
     """The calls, jobs, outputs and rights of the current holder of a slot.
 
     Args:
@@ -76,12 +76,12 @@ class LeaseState:
         for call in self._live_calls:
             call.has_concurrent_work = True
 
-    def abandon_work(self, lost: str | None = None) -> None:
+    def end_calls_and_jobs(self, lost: str | None = None) -> None:
         """End all calls and jobs, without ending their processes: the caller does that.
 
         Args:
             lost: why the sandbox is lost, so that the calls end as `sandbox_lost`. None: they end as `cancelled`.
         """
         for call in self.journal.running_calls():
-            call.abandon(lost)
-        self.jobs.abandon_jobs()
+            call.finish_without_waiting(lost)
+        self.jobs.forget_jobs()
