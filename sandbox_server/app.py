@@ -313,9 +313,10 @@ def load_backends(settings: Settings, make: Callable[[str], Backend]) -> dict[st
         The backends, by name.
 
     Raises:
-        SettingsError: a backend is not available; the error names the pool.
+        SettingsError: backends are not available; the error has a line for each pool that names one of them.
     """
     backends: dict[str, Backend] = {}
+    problems: list[str] = []
     for pool, spec in settings.pools.items():
         if spec.backend in backends:
             continue
@@ -323,7 +324,9 @@ def load_backends(settings: Settings, make: Callable[[str], Backend]) -> dict[st
             backends[spec.backend] = make(spec.backend)
         except (InvalidRequest, NotImplementedHere) as error:
             where = "the built-in pool" if settings.pools_are_built_in else f"settings file {settings.config_path}: pools.{pool}"
-            raise SettingsError(f"{where}.backend: {error.detail}") from None
+            problems.append(f"{where}.backend: {error.detail}")
+    if problems:
+        raise SettingsError("\n".join(problems))
     return backends
 
 

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -198,11 +198,11 @@ def _limit_finding(name: str, mechanism: str) -> Finding:
     return Finding(f"{name} limit", State.LIMITED, f"by {mechanism}: per process, not for the slot as a whole", "run where cgroups are writable")
 
 
-def backend_finding(name: str) -> Finding:
-    """Check whether a service on this machine could have pools on a backend, by running its configuration check."""
+def backend_findings() -> list[Finding]:
+    """Check which backends the pools of a service on this machine could use, by running its configuration check with a pool on each of them."""
     with tempfile.TemporaryDirectory(prefix="sandbox-doctor-") as folder:
         config = Path(folder, "pools.yaml")
-        config.write_text(json.dumps({"pools": {"default": {"backend": name}}}))
+        config.write_text(json.dumps({"pools": {name: {"backend": name} for name in BACKENDS}, "default_pool": BACKENDS[0]}))
         environ = {key: value for key, value in os.environ.items() if not key.startswith("SANDBOX_")}
         environ |= {"SANDBOX_CONFIG": str(config), "SANDBOX_STATE_DIR": str(Path(folder, "state"))}
         try:
@@ -216,11 +216,37 @@ def backend_finding(name: str) -> Finding:
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            return Finding(name, State.LIMITED, f"could not be checked within {_CHECK_S:.0f} s")
+            return [Finding(name, State.LIMITED, f"could not be checked within {_CHECK_S:.0f} s") for name in BACKENDS]
     if done.returncode == 0:
+        return [_backend_finding(name, None) for name in BACKENDS]
+    problems = done.stderr.strip().splitlines() or ["the configuration check printed no reason"]
+    return [_backend_finding(name, reason) for name, reason in reasons_by_backend(problems).items()]
+
+
+def reasons_by_backend(problems: Sequence[str]) -> dict[str, str | None]:
+    """Return for each backend why it is not available, None for one that is.
+
+    Args:
+        problems: the error messages of the configuration check, one a line. If none of them names a pool, the check itself failed, with the last one.
+    """
+    found: dict[str, str | None] = dict.fromkeys(BACKENDS)
+    for name in BACKENDS:
+        for line in problems:
+            _, marker, reason = line.partition(f": pools.{name}.backend: ")
+            if marker:
+                found[name] = reason
+    return found if any(found.values()) else dict.fromkeys(BACKENDS, problems[-1])
+
+
+def _backend_finding(name: str, reason: str | None) -> Finding:
+    """Return the result for one backend.
+
+    Args:
+        name: the backend.
+        reason: why it is not available; None if it is.
+    """
+    if reason is None:
         return Finding(name, State.OK, _BACKEND_NOTES.get(name, "can be used in a pool's spec"))
-    last_line = (done.stderr.strip().splitlines() or ["the configuration check printed no reason"])[-1]
-    reason = last_line.rpartition(".backend: ")[2]
     sentence, _, fix = reason.partition(": in a clone ")
     if fix:
         return Finding(name, State.OFF, sentence, f"in a clone {fix}")

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import configparser
 import contextlib
+import io
 import json
 import os
 import re
@@ -24,10 +25,13 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import pytest
 from sybil import Document, Example
 from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser
 
+from sandbox_server.__main__ import main as check_settings
 from sandbox_server.settings.environment import EnvironmentModel
+from tests.support.prepared_cli import prepared_cli
 from tests.support.service import end_sandboxes_left
 from tests.support.users import ROOT
 
@@ -48,10 +52,12 @@ class Blocks:
 
     Args:
         folder: the folder in which the blocks run.
+        programs: a folder with a program `sandbox` that the prepared process carries out; None: the installed program is run.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, programs: Path | None = None) -> None:
         self._folder = folder
+        self._programs = programs
         self._printed = ""
         self._groups: list[int] = []
 
@@ -72,6 +78,9 @@ class Blocks:
         script = f"{RESTORE}\nset -euo pipefail\n{str(example.parsed).rstrip()}\n{SAVE}"
         environ = os.environ | {"DOC_STATE": str(self._folder / ".doc-state"), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
         options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": True}
+        if self._programs is not None:
+            variables, options["pass_fds"] = prepared_cli().install(self._programs)
+            environ |= {**variables, "PATH": f"{self._programs}:{environ['PATH']}"}
         with subprocess.Popen(["bash", "-c", script], cwd=self._folder, env=environ, text=True, **options) as shell:
             self._groups.append(shell.pid)
             try:
@@ -96,10 +105,16 @@ class Blocks:
     def _yaml(self, example: Example) -> None:
         config = self._folder / "settings.yaml"
         config.write_text(str(example.parsed), encoding="utf-8")
-        environ = {name: value for name, value in os.environ.items() if not name.startswith("SANDBOX_")} | {"SANDBOX_CONFIG": str(config)}
-        command = [sys.executable, "-m", "sandbox_server", "check-config"]
-        done = subprocess.run(command, cwd=self._folder, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-        assert done.returncode == 0, f"line {example.line}: {done.stderr}"
+        with pytest.MonkeyPatch.context() as patch:
+            for name in os.environ:
+                if name.startswith("SANDBOX_"):
+                    patch.delenv(name)
+            patch.setenv("SANDBOX_CONFIG", str(config))
+            patch.chdir(self._folder)
+            complaint = io.StringIO()
+            with contextlib.redirect_stderr(complaint), contextlib.redirect_stdout(io.StringIO()):
+                status = check_settings(["check-config"])
+        assert status == 0, f"line {example.line}: {complaint.getvalue()}"
 
     def _ini(self, example: Example) -> None:
         unit = configparser.ConfigParser(interpolation=None, strict=False)

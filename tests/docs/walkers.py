@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from env_client import AsyncSandboxClient, Call, Result, SandboxClient, SandboxError
+from tests.support.prepared_cli import prepared_cli
 from tests.support.service import Service, clean_environ
 
 T = TypeVar("T")
@@ -137,17 +138,12 @@ class CommandLine:
         self._folder = folder
         self._environ = clean_environ({"SANDBOX_URL": service.url, "SANDBOX_TOKEN": service.token})
 
-    def _start(self, *words: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "env_client.cli", *words]
-        return subprocess.Popen(command, env=self._environ, cwd=self._folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
     def _bytes(self, *words: str, stdin: bytes = b"") -> tuple[bytes, int]:
-        with self._start(*words) as running:
-            printed, complaint = running.communicate(stdin, timeout=TIMEOUT_S)
-        if running.returncode == 125 and "--json" in words:
-            raise Refused(json.loads(printed.splitlines()[-1])["error"]["code"])
-        assert running.returncode != 125, complaint.decode()
-        return printed, running.returncode
+        done = prepared_cli().run(words, self._environ, self._folder, stdin, TIMEOUT_S)
+        if done.returncode == 125 and "--json" in words:
+            raise Refused(json.loads(done.stdout.splitlines()[-1])["error"]["code"])
+        assert done.returncode != 125, done.stderr.decode()
+        return done.stdout, done.returncode
 
     def _json(self, *words: str) -> Any:
         return json.loads(self._bytes(words[0], "--json", *words[1:])[0])
@@ -181,10 +177,11 @@ class CommandLine:
         return float(self._json("renew", lease, "--ttl", str(ttl_s))["leases"][0]["expires_at"])
 
     def interrupt(self, lease: str, command: str, first_line: str) -> Outcome:
-        with self._start("exec", lease, "--", "bash", "-c", command) as running:
+        words = ["exec", lease, "--", "bash", "-c", command]
+        with open(os.devnull, "r+b") as nothing:
+            running = prepared_cli().start(words, self._environ, self._folder, (nothing.fileno(), None, nothing.fileno()))
+        with running:
             assert running.stdout is not None
-            assert running.stdin is not None
-            running.stdin.close()
             printed = running.stdout.readline().decode()
             assert printed == first_line
             running.send_signal(signal.SIGINT)  # what Ctrl-C sends

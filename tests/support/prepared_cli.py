@@ -1,32 +1,127 @@
 """`sandbox` without its imports: a process that has imported the command line forks a child for each command.
 
 A start of `sandbox` costs half a second of processor time, nearly all of it for imports, and the suite starts it hundreds of times.
-The child has the arguments, the environment, the folder and the standard streams of the command, as a new process would have them. What depends
-on the very start of the process, such as signals during the imports or a terminal of its own, is tested on a real process.
+The child has the arguments, the environment, the folder and the standard streams of the command, as a new process would have them, and a terminal of
+its own where the command has one. What depends on the very start of the process, such as signals during the imports, is tested on a real process.
 """
 
 from __future__ import annotations
 
 import array
+import contextlib
+import fcntl
 import functools
 import gc
 import importlib
 import json
 import os
+import selectors
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+import termios
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 PROGRAM = (sys.executable, "-m", "tests.support.prepared_cli")
 ROOT = Path(__file__).parents[2]
 MAX_REQUEST_BYTES = 1 << 18
 # The command line, and what its libraries import when they are first used.
 PRELOADED = ("env_client.cli.app", "anyio", "certifi", "encodings.idna", "h11", "httpcore", "pydantic.type_adapter", "stringprep", "zoneinfo")
+DESCRIPTOR_VARIABLE = "PREPARED_CLI_DESCRIPTOR"
+#: A program that has the prepared process run the command. It needs a twentieth of the processor time of the command line's imports.
+SCRIPT = f"""#!{sys.executable} -IS
+import array, json, os, signal, socket, sys
+requests = socket.socket(fileno=int(os.environ.pop("{DESCRIPTOR_VARIABLE}")))
+ours, theirs = socket.socketpair()
+request = {{"words": sys.argv[1:], "environ": dict(os.environ), "cwd": os.getcwd(), "has_terminal": False}}
+requests.sendmsg([json.dumps(request).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2, theirs.fileno()]))])
+theirs.close()
+reports = ours.makefile()
+pid = int(reports.readline())
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, lambda number, _: os.kill(pid, number))
+status = int(reports.readline())
+os._exit(status if status >= 0 else 128 - status)
+"""
+
+
+class PreparedCommand:
+    """A command that runs in a child of the prepared process. It has those methods of `subprocess.Popen` that the tests need.
+
+    Args:
+        connection: the connection on which the prepared process reports the process id and the exit status.
+        args: the command, for messages.
+        stdout: the reading end of its standard output, if that is a pipe.
+        stderr: the reading end of its standard error, if that is a pipe.
+    """
+
+    def __init__(self, connection: socket.socket, args: Sequence[str], stdout: IO[bytes] | None, stderr: IO[bytes] | None) -> None:
+        self._connection = connection
+        self._reports = connection.makefile("rb", buffering=0)
+        self.args, self.stdout, self.stderr = args, stdout, stderr
+        self.returncode: int | None = None
+        self.pid = int(self._reports.readline())
+
+    def __enter__(self) -> PreparedCommand:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for stream in (self.stdout, self.stderr, self._reports):
+            if stream is not None:
+                stream.close()
+        self._connection.close()  # the prepared process now kills the command if it still runs
+
+    def poll(self) -> int | None:
+        """Return the exit status; None while the command runs."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0.0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end of the command; return its exit status.
+
+        Raises:
+            subprocess.TimeoutExpired: it has not ended within `timeout` seconds.
+        """
+        if self.returncode is None:
+            if not _wait_until_readable([self._connection], timeout):
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+            self.returncode = int(self._reports.readline())
+        return self.returncode
+
+    def communicate(self, timeout: float) -> tuple[bytes, bytes]:
+        """Read standard output and standard error to their ends, and wait for the end of the command.
+
+        Raises:
+            subprocess.TimeoutExpired: nothing more was written for `timeout` seconds, and the command has not ended.
+        """
+        assert self.stdout is not None
+        assert self.stderr is not None
+        written = {self.stdout: b"", self.stderr: b""}
+        is_open = dict.fromkeys(written, True)
+        while any(is_open.values()):
+            readable = _wait_until_readable([stream for stream in written if is_open[stream]], timeout)
+            if not readable:
+                raise subprocess.TimeoutExpired(self.args, timeout, written[self.stdout], written[self.stderr])
+            for stream in readable:
+                chunk = os.read(stream.fileno(), 65536)
+                written[stream] += chunk
+                is_open[stream] = bool(chunk)
+        self.wait(timeout)
+        return written[self.stdout], written[self.stderr]
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send the command a signal if it still runs."""
+        if self.poll() is None:
+            os.kill(self.pid, number)  # until the connection is closed, no other process has this process id
+
+    def kill(self) -> None:
+        """Send the command SIGKILL if it still runs."""
+        self.send_signal(signal.SIGKILL)
 
 
 class PreparedCli:
@@ -41,7 +136,7 @@ class PreparedCli:
         self._process = subprocess.Popen(command, cwd=ROOT, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         theirs.close()
 
-    def run(self, words: tuple[str, ...], environ: Mapping[str, str], cwd: Path, stdin: bytes | None, timeout_s: float) -> subprocess.CompletedProcess[bytes]:
+    def run(self, words: Sequence[str], environ: Mapping[str, str], cwd: Path, stdin: bytes | None, timeout_s: float) -> subprocess.CompletedProcess[bytes]:
         """Run one command to its end.
 
         Args:
@@ -52,21 +147,53 @@ class PreparedCli:
             timeout_s: how long it may take, in seconds.
 
         Raises:
-            TimeoutError: it took longer. It is left running.
+            subprocess.TimeoutExpired: it took longer, and was killed.
         """
-        ours, theirs = socket.socketpair()
-        with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err, ours:
+        with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
             given.write(stdin or b"")
             given.seek(0)
-            request = {"words": words, "environ": dict(environ), "cwd": str(cwd)}
-            streams = [given.fileno(), out.fileno(), err.fileno(), theirs.fileno()]
-            with theirs:
-                self._requests.sendmsg([json.dumps(request).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", streams))])
-            ours.settimeout(timeout_s)
-            status = int(ours.recv(16))
+            with self.start(words, environ, cwd, (given.fileno(), out.fileno(), err.fileno())) as running:
+                status = running.wait(timeout_s)
             out.seek(0)
             err.seek(0)
             return subprocess.CompletedProcess(["sandbox", *words], status, out.read(), err.read())
+
+    def start(
+        self, words: Sequence[str], environ: Mapping[str, str], cwd: Path, streams: tuple[int, int | None, int | None], *, has_terminal: bool = False
+    ) -> PreparedCommand:
+        """Start one command. It is killed if it still runs when the context of the returned command ends.
+
+        Args:
+            words: its arguments.
+            environ: all of its environment variables.
+            cwd: the folder that it runs in.
+            streams: the descriptors of its standard input, output and error; None: a pipe that the test reads.
+            has_terminal: whether standard input is a terminal that becomes the controlling terminal of the command, in a session of its own.
+        """
+        with contextlib.ExitStack() as theirs:
+            pipes = [os.pipe() if given is None else None for given in streams]
+            for pipe in pipes:
+                if pipe is not None:
+                    theirs.callback(os.close, pipe[1])
+            ours, connection = socket.socketpair()
+            theirs.enter_context(connection)
+            request = {"words": list(words), "environ": dict(environ), "cwd": str(cwd), "has_terminal": has_terminal}
+            descriptors = [pipe[1] if pipe is not None else given for pipe, given in zip(pipes, streams, strict=True)]
+            rights = array.array("i", [*descriptors, connection.fileno()])
+            self._requests.sendmsg([json.dumps(request).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+        _, stdout, stderr = (open(pipe[0], "rb", buffering=0) if pipe is not None else None for pipe in pipes)  # noqa: SIM115 - the command closes them
+        return PreparedCommand(ours, ["sandbox", *words], stdout, stderr)
+
+    def install(self, folder: Path) -> tuple[dict[str, str], list[int]]:
+        """Write a program `sandbox` to a folder, which has the prepared process run the command, for shells.
+
+        Returns:
+            The environment variables and the descriptors that the program needs.
+        """
+        script = folder / "sandbox"
+        script.write_text(SCRIPT, encoding="utf-8")
+        script.chmod(0o755)
+        return {DESCRIPTOR_VARIABLE: str(self._requests.fileno())}, [self._requests.fileno()]
 
     def end(self) -> None:
         """End the prepared process."""
@@ -80,8 +207,16 @@ def prepared_cli() -> PreparedCli:
     return PreparedCli()
 
 
+def _wait_until_readable(files: Sequence[Any], timeout_s: float | None) -> list[Any]:
+    """Return those of some files that can be read, as soon as there is one; none if that takes too long."""
+    with selectors.DefaultSelector() as selector:
+        for file in files:
+            selector.register(file, selectors.EVENT_READ)
+        return [key.fileobj for key, _ in selector.select(timeout_s)]
+
+
 def _serve(requests: socket.socket) -> None:
-    """Fork a child for each request. A child in between waits for the command and reports its exit status."""
+    """Fork a child for each request. A child in between waits for the command and reports its process id and its exit status."""
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children in between
     while True:
         data, descriptors, _, _ = socket.recv_fds(requests, MAX_REQUEST_BYTES, 4)
@@ -94,21 +229,37 @@ def _serve(requests: socket.socket) -> None:
             os.close(descriptor)
 
 
-def _run_and_report(request: Mapping[str, Any], descriptors: list[int]) -> None:
-    """Returns in the process that is to run the command, and nowhere else."""
+def _run_and_report(request: Mapping[str, Any], descriptors: list[int]) -> NoReturn:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     pid = os.fork()
     if pid != 0:
-        _, status = os.waitpid(pid, 0)
-        os.write(descriptors[3], str(os.waitstatus_to_exitcode(status)).encode())
-        os._exit(0)
+        for descriptor in descriptors[:3]:
+            os.close(descriptor)
+        _report(pid, socket.socket(fileno=descriptors[3]))
     for number, descriptor in enumerate(descriptors[:3]):
         os.dup2(descriptor, number)
     os.closerange(3, max(descriptors) + 1)
+    if request["has_terminal"]:
+        os.setsid()
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     os.environ.clear()
     os.environ.update(request["environ"])
     os.chdir(request["cwd"])
     _run_command(request["words"])
+
+
+def _report(pid: int, connection: socket.socket) -> NoReturn:
+    """Report the process id of a command, and its exit status when it ends; kill it if nobody waits for that any more."""
+    with contextlib.suppress(OSError):
+        connection.sendall(b"%d\n" % pid)
+        ended = os.pidfd_open(pid)
+        if ended not in _wait_until_readable([ended, connection], None):
+            os.kill(pid, signal.SIGKILL)
+        found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        assert found is not None
+        connection.sendall(b"%d\n" % (found.si_status if found.si_code == os.CLD_EXITED else -found.si_status))
+        connection.recv(1)  # the process id stays that of the command until nobody can send it signals any more
+    os._exit(0)
 
 
 def _run_command(words: list[str]) -> NoReturn:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from concurrent.futures import ThreadPoolExecutor
 
 import typer
 
 from env_client.cli.connection import check_service_responds
-from env_client.cli.diagnosis import BACKENDS, Finding, State, backend_finding, machine_findings, pool_findings
+from env_client.cli.diagnosis import Finding, State, backend_findings, machine_findings, pool_findings
 from env_client.cli.exit_codes import SOMETHING_MISSING
 from env_client.cli.failures import failure_from_error
 from env_client.cli.printer import JsonFlag, Printer
@@ -32,8 +31,7 @@ def doctor(as_json: JsonFlag = False) -> None:
     printer = Printer(as_json)
     sections: list[tuple[str, list[Finding]]] = [("this machine", machine_findings())]
     sections += _service_sections()
-    with ThreadPoolExecutor() as executor:
-        sections.append(("backends", list(executor.map(backend_finding, BACKENDS))))
+    sections.append(("backends", backend_findings()))
     if as_json:
         printer.print_json(dict(sections))
     else:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.support.prepared_cli import prepared_cli
+from tests.support.prepared_cli import PreparedCommand, prepared_cli
 from tests.support.service import clean_environ
 
 PROGRAM = (sys.executable, "-m", "env_client.cli")
@@ -52,35 +52,31 @@ class CommandLine:
         return json.loads(self.out(name, "--json", *rest))
 
     @contextmanager
-    def started(self, *words: str) -> Iterator[subprocess.Popen[bytes]]:
-        """Run a command line beside the test, with pipes for its output."""
-        with subprocess.Popen(
-            [*PROGRAM, *words], env=self.environ, cwd=self.cwd, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        ) as process:
-            try:
-                yield process
-            finally:
-                process.kill()
+    def started(self, *words: str, stdout: int | None = None, stderr: int | None = None) -> Iterator[PreparedCommand]:
+        """Run a command line beside the test, with pipes for its output or with the given descriptors."""
+        with open(os.devnull, "rb") as nothing:
+            command = prepared_cli().start(words, self.environ, self.cwd, (nothing.fileno(), stdout, stderr))
+        with command:
+            yield command
 
     @contextmanager
     def on_terminal(self, *words: str, environ: Mapping[str, str] | None = None) -> Iterator[Terminal]:
         """Run a command line on a pseudo-terminal."""
         ours, its = pty.openpty()
         terminal = {"TERM": "xterm-256color", "COLUMNS": "100", "LINES": "40", **(environ or {})}
-        command = ["setsid", "--ctty", *PROGRAM, *words]
-        with subprocess.Popen(command, env=self.environ | terminal, cwd=self.cwd, stdin=its, stdout=its, stderr=its) as process:
+        try:
+            command = prepared_cli().start(words, self.environ | terminal, self.cwd, (its, its, its), has_terminal=True)
             os.close(its)
-            try:
-                yield Terminal(ours, process)
-            finally:
-                process.kill()
-                os.close(ours)
+            with command:
+                yield Terminal(ours, command)
+        finally:
+            os.close(ours)
 
 
 class Terminal:
     """A pseudo-terminal and the process that runs on it."""
 
-    def __init__(self, descriptor: int, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, descriptor: int, process: PreparedCommand) -> None:
         self._descriptor = descriptor
         self._process = process
         self.shown = b""

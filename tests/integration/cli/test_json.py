@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.integration.cli.harness import PROGRAM, WAIT_S, CommandLine
+from tests.integration.cli.harness import WAIT_S, CommandLine
 from tests.support.service import Service, running_service
 
 SECONDS = (f"{31341 + os.getpid()}.{number}" for number in itertools.count(1))
@@ -190,9 +190,8 @@ def test_a_second_ctrl_c_leaves_at_once(own_service: Service, tmp_path: Path, as
 
 
 def test_an_output_that_cannot_be_written_is_no_traceback(sandbox: CommandLine) -> None:
-    with open("/dev/full", "wb") as full:
-        done = subprocess.run(
-            [*PROGRAM, "pools", "--json"], env=sandbox.environ, stdin=subprocess.DEVNULL, stdout=full, stderr=subprocess.PIPE, timeout=WAIT_S, check=False
-        )
+    with open("/dev/full", "wb") as full, sandbox.started("pools", "--json", stdout=full.fileno()) as process:
+        assert process.stderr is not None
+        complaint, status = process.stderr.read(), process.wait(WAIT_S)
 
-    assert (done.returncode, done.stderr) == (125, b"sandbox: No space left on device\n  correct the cause, and try again\n")
+    assert (status, complaint) == (125, b"sandbox: No space left on device\n  correct the cause, and try again\n")

@@ -48,6 +48,17 @@ def test_a_backend_that_is_not_built_is_refused_by_pool(
     assert told.count("\n") == 1
 
 
+def test_every_pool_whose_backend_is_not_available_has_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "pools.yaml"
+    config.write_text("pools: {far: {backend: nomad}, default: {}, cloud: {backend: modal}}")
+    monkeypatch.setenv("SANDBOX_CONFIG", str(config))
+
+    assert main(["check-config"]) == 2
+
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(": backend ")[0] for line in lines] == [f"settings file {config}: pools.{name}.backend" for name in ("far", "cloud")]
+
+
 def test_print_config_shows_every_setting_and_no_token(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("SANDBOX_TOKENS", "trainer:topsecret")
 

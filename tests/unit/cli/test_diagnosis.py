@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from env_client.cli.diagnosis import Finding, State, draining_reason, pool_findings
+from env_client.cli.diagnosis import Finding, State, draining_reason, pool_findings, reasons_by_backend
 from env_client.values import PoolInfo
 
 ALL = {
@@ -82,3 +82,18 @@ def test_a_service_that_does_not_say_how_a_pool_stands_is_an_older_one() -> None
     assert draining_reason(PoolInfo(name="p", last_error="no isolation mode works here")) == ""
     assert "state" not in found()
     assert draining_reason(PoolInfo(name="p", state="draining")) == "draining: it gives no new leases, and is deleted when its last lease ends"
+
+
+def test_a_backend_is_available_unless_a_line_of_the_check_names_its_pool() -> None:
+    lines = [f"settings file /p: pools.{name}.backend: backend {name!r} is not built yet" for name in ("docker", "modal")]
+
+    reasons = reasons_by_backend(lines)
+
+    assert reasons == {"local": None, "docker": "backend 'docker' is not built yet", "nomad": None, "modal": "backend 'modal' is not built yet"}
+
+
+def test_a_check_that_fails_before_the_backends_is_the_reason_of_all_of_them() -> None:
+    reasons = reasons_by_backend(["Traceback (most recent call last):", "ModuleNotFoundError: No module named 'pydantic'"])
+
+    assert set(reasons) == {"local", "docker", "nomad", "modal"}
+    assert set(reasons.values()) == {"ModuleNotFoundError: No module named 'pydantic'"}
