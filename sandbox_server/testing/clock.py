@@ -66,17 +66,27 @@ class FakeClock:
             timer.cancel()
 
     async def advance(self, by_s: float) -> None:
-        """Advance both clocks by `by_s` seconds. Timers that are due are called one after another, and `settle` runs after each."""
+        """Advance both clocks by `by_s` seconds. Timers that are due at the same time are called together, as an event loop does; then `settle` runs."""
         await settle()
         until = self._monotonic + by_s
         while self._timers and self._timers[0][0] <= until:
-            at, _, timer = heapq.heappop(self._timers)
-            if timer.callback is not None:
-                self.pass_time(max(0.0, at - self._monotonic))
-                timer.callback()
+            self.pass_time(max(0.0, self._timers[0][0] - self._monotonic))
+            if self._call_due_timers():
                 await settle()
         self.pass_time(max(0.0, until - self._monotonic))
         await settle()
+
+    def _call_due_timers(self) -> bool:
+        """Call the functions of the timers whose time has come. Returns whether there were any that had not been cancelled."""
+        due: list[FakeTimer] = []
+        while self._timers and self._timers[0][0] <= self._monotonic:
+            due.append(heapq.heappop(self._timers)[2])
+        has_called = False
+        for timer in due:
+            if timer.callback is not None:  # an earlier one of them may cancel a later one
+                timer.callback()
+                has_called = True
+        return has_called
 
 
 async def settle(turns: int = 60) -> None:

@@ -62,7 +62,8 @@ class Service:
 
     def http(self, **options: Any) -> httpx.Client:
         """Create an authenticated HTTP client of the service."""
-        return httpx.Client(base_url=self.url, headers=self.headers, timeout=60.0, trust_env=False, **options)
+        # There is no TLS to verify. Reading the certificates that httpx would verify with takes 26 ms of processor time for each client.
+        return httpx.Client(base_url=self.url, headers=self.headers, timeout=60.0, trust_env=False, verify=False, **options)
 
     def stop(self) -> int:
         """Stop the service and wait for its end; return its exit code."""
@@ -113,6 +114,7 @@ def running_service(
     env: Mapping[str, str] | None = None,
     runner: Runner = ME,
     arguments: Sequence[str] = (),
+    module: str = "sandbox_server",
     wait_ready: bool = True,
 ) -> Iterator[Service]:
     """Start a service, wait until it is ready, stop it and remove its state folder at the end.
@@ -122,6 +124,7 @@ def running_service(
         env: Further environment variables of the service.
         runner: Whom it runs as.
         arguments: Further arguments of `serve`.
+        module: The module whose `serve` is run.
         wait_ready: Whether to wait for `/readyz`, not just for the port.
 
     Raises:
@@ -137,7 +140,7 @@ def running_service(
         state_dir, log_path = folder / "state", folder / "log"
         environ = clean_environ({"SANDBOX_CONFIG": str(config), "SANDBOX_STATE_DIR": str(state_dir), **runner.environ, **(env or {})})
         read_end, write_end = os.pipe()
-        command = [runner.python, "-m", "sandbox_server", "serve", "--host", "127.0.0.1", "--port", "0", "--ready-fd", str(write_end), *arguments]
+        command = [runner.python, "-m", module, "serve", "--host", "127.0.0.1", "--port", "0", "--ready-fd", str(write_end), *arguments]
         with log_path.open("wb") as log, open(read_end, "rb") as ready:
             process = subprocess.Popen(
                 command,
@@ -186,7 +189,7 @@ def wait_until_ready(service: Service) -> None:
         AssertionError: It ended, or was not ready in time.
     """
     deadline = time.monotonic() + START_TIMEOUT_S
-    with httpx.Client(base_url=service.url, trust_env=False, timeout=10.0) as http:
+    with httpx.Client(base_url=service.url, trust_env=False, verify=False, timeout=10.0) as http:
         while (response := http.get("/readyz")).status_code != httpx.codes.OK:
             assert service.process.poll() is None, f"the service ended with {service.process.returncode} while starting:\n{service.log}"
             assert time.monotonic() < deadline, f"not ready {START_TIMEOUT_S:.0f} s after its start: {response.text}\n{service.log}"

@@ -36,7 +36,7 @@ from sandbox_server.dispatch.runner.decisions import (
 )
 from sandbox_server.dispatch.slot_location import SlotLocation, SlotLocator
 from sandbox_server.link.call_messages import ResultMessage
-from sandbox_server.link.errors import AgentRefused, AgentSilent, LinkLost
+from sandbox_server.link.errors import AgentRefused, AgentSilent, LinkLost, SlotMovedOn
 from sandbox_server.link.slot_client import CallStream
 
 log = logging.getLogger(__name__)
@@ -239,6 +239,7 @@ class CallRunner:
             self._context.call_tracker.mark_sent(call)
         self._context.slot_locator.call_started(self._lease_id)
         sent_at = self._context.clock.monotonic()
+        earlier_sent_count = self._queue.sent_count
         try:
             async with location.slot.open_calls() as stream:
                 self._queue.sent_count, self._is_exchanging = count, True
@@ -254,6 +255,10 @@ class CallRunner:
                     result = await self._handle_message(message, location)
                     if is_stream_blocked(message, result, self._queue.sent_count):
                         return SendCalls()
+        except SlotMovedOn:
+            # An agent refuses a slot before it begins a call, so the rest of this stream has not run. An earlier stream may have carried the same calls.
+            self._queue.sent_count = max(0, earlier_sent_count - (count - self._queue.sent_count))
+            raise
         finally:
             self._is_exchanging = False
             self._context.slot_locator.call_ended(self._lease_id)

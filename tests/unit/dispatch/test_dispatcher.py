@@ -78,6 +78,31 @@ async def test_what_never_was_sent_cannot_have_run(world: World) -> None:
     assert (lost.reason, lost.metadata["may_have_run"]) == (Reason.SANDBOX_LOST, False)
 
 
+async def test_what_an_ending_agent_refused_has_not_run(world: World) -> None:
+    world.slot_locator.lost = SandboxLost("its agent has ended")
+
+    ran, refused, behind = await results(world, call("a", "true", "c1"), call("a", "refuse slot_unavailable", "c2"), call("a", "true", "c3"))
+
+    assert ran.reason is Reason.EXIT
+    for lost in (refused, behind):
+        assert (lost.reason, lost.duration_s, lost.metadata["may_have_run"]) == (Reason.SANDBOX_LOST, 0.0, False)
+
+
+async def test_what_was_sent_over_a_lost_link_may_have_run_although_the_next_link_refuses_it(world: World) -> None:
+    batch = world.dispatcher.start_calls("alice", [call("a", "hang", "c1"), call("a", "true", "c2")])
+    await world.until_running()
+    world.slot_locator.reconnect = await world.link()
+    world.agent.slots["0"].epoch = 2  # so the agent refuses what is sent from now on
+    world.agent._peers[0].close()
+    while sum(request["op"] == "calls" for request in world.agent.requests) < 2:
+        await asyncio.sleep(0)
+    world.slot_locator.lost = SandboxLost("its agent has ended")
+
+    found = await batch.all_results()
+
+    assert [(lost.reason, lost.metadata["may_have_run"]) for lost in found] == [(Reason.SANDBOX_LOST, True)] * 2
+
+
 async def test_a_call_of_an_earlier_life_may_have_run(world: World) -> None:
     dispatcher = Dispatcher(world.slot_locator, world.store, world.clock, world.telemetry, CallLimits(), CallTracker(["a"]))
     for lease_id in "ab":

@@ -62,6 +62,7 @@ async def test_a_sandbox_that_answers_is_kept_although_its_backend_cannot_be_ask
     await settle()
 
     assert world.pools.locate_slot("t", lease.lease_id).lease.lease_id == lease.lease_id
+    world.backend.unreachable = None  # otherwise the end of the pools waits for it
 
 
 async def test_an_unreachable_sandbox_is_lost_once_its_backend_says_that_it_is_gone(make_world):
