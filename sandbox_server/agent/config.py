@@ -82,6 +82,7 @@ class AgentConfig:
         max_life_s: the agent ends so many seconds after its start; None: never.
         spares: how many slot runtimes are kept prepared for the next resets; None: one if there are several slots.
         cache_bytes: a shared cache that takes more is emptied.
+        cache_measure_every_s: how long the agent waits, at least, between two measurements of the shared caches, in seconds.
         memory_mb: how much memory all slots of this agent may use together, in MiB; None: as much as the machine has for slots.
         machine_memory_mb: how much memory the machine has, in MiB; None: as the kernel reports.
         slots_group: the name of the control group over all slots of the machine.
@@ -106,6 +107,7 @@ class AgentConfig:
     max_life_s: float | None = None
     spares: int | None = None
     cache_bytes: int = 10 << 30
+    cache_measure_every_s: float = 10.0
     memory_mb: int | None = None
     machine_memory_mb: int | None = None
     slots_group: str = "sandbox-pool-slots"
@@ -121,6 +123,7 @@ _NUMBERS = {
     "slots": (1, 10_000),
     "spool_bytes": (1 << 20, 1 << 50),
     "cache_bytes": (1 << 20, 1 << 50),
+    "cache_measure_every_s": (0.01, 1e9),
     "spares": (0, 100),
     "alone_exit_s": (0, 1e9),
     "max_life_s": (0, 1e9),

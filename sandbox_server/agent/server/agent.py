@@ -103,7 +103,7 @@ class Agent:
         await self._listeners.start_listening()
         self._limit_life()
         if self._probed.isolation is not None:
-            caches = Caches(os.path.join(self.config.base_dir, "caches"), int(self.config.cache_bytes), self._trash, uids if os.geteuid() == 0 else None)
+            caches = self._make_caches(uids)
             runtimes = self._runtimes = RuntimePool(self.config, self._probed.isolation, self._trash, caches)
             runtimes.on_in_flight_full = InFlightGuard(self._running_runtimes).start_search
             await self._start_slots(runtimes)
@@ -130,6 +130,11 @@ class Agent:
             tuple(sorted(os.sched_getaffinity(0))),
             sets_floor,
         )
+
+    def _make_caches(self, uids: UidRange) -> Caches:
+        folder = os.path.join(self.config.base_dir, "caches")
+        groups = uids if os.geteuid() == 0 else None
+        return Caches(folder, int(self.config.cache_bytes), self.config.cache_measure_every_s, self._trash, groups)
 
     def _limit_life(self) -> None:
         self._start_alone_timer()

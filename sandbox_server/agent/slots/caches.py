@@ -29,7 +29,6 @@ log = logging.getLogger(__name__)
 
 KEY = re.compile(r"[A-Za-z0-9_-]{1,64}\Z")
 MAX_CACHES = 500
-MEASURE_EVERY_S = 10.0
 _REST_FACTOR = 10  # after a measurement that took t seconds, the next one begins at least 10 t seconds later
 _GROUP_UMASK, _OWN_UMASK = 0o002, 0o022
 _ACL_NAME = "system.posix_acl_default"
@@ -80,13 +79,15 @@ class Caches:
     Args:
         folder: a folder of the agent's own. Slots reach the caches in it only through the mounts that are made for them.
         quota_bytes: the size of one cache above which its content is deleted.
+        measure_every_s: how long to wait, at least, between two measurements of the caches, in seconds.
         trash: deletes that content.
         uids: gives each cache a group. None: the agent does not run as root, and its slots need no group.
     """
 
-    def __init__(self, folder: str, quota_bytes: int, trash: Trash, uids: UidRange | None) -> None:
+    def __init__(self, folder: str, quota_bytes: int, measure_every_s: float, trash: Trash, uids: UidRange | None) -> None:
         self._folder = folder
         self._quota_bytes = quota_bytes
+        self._measure_every_s = measure_every_s
         self._trash = trash
         self._uids = uids
         self._by_key: dict[str, _CacheState] = {}
@@ -186,7 +187,7 @@ class Caches:
             for state in list(self._by_key.values()):
                 if state.runtime_count:
                     await self._measure_cache(state)
-            await _wait_at_most(self._is_closed, max(MEASURE_EVERY_S, _REST_FACTOR * (loop.time() - began)))
+            await _wait_at_most(self._is_closed, max(self._measure_every_s, _REST_FACTOR * (loop.time() - began)))
 
     async def _measure_cache(self, state: _CacheState) -> None:
         key = state.folder.key

@@ -21,7 +21,7 @@ from sandbox_server.agent.slots.transitions import SlotTransitions
 log = logging.getLogger(__name__)
 
 ANSWER_WITHIN_S = 20.0
-_SETTLE_WITHIN_S = 3.0
+SETTLE_WITHIN_S = 3.0
 _SEARCH_PAUSE_S = 0.02
 _LINGERING = ("host_cgroup", "host_socket", "host_namespace")
 
@@ -31,10 +31,12 @@ class Verification:
 
     Args:
         transitions: of the slot.
+        settle_within_s: how long to wait, in seconds, until planted leftovers are found, and until the kernel has removed the last of an ended runtime.
     """
 
-    def __init__(self, transitions: SlotTransitions) -> None:
+    def __init__(self, transitions: SlotTransitions, settle_within_s: float) -> None:
         self._transitions = transitions
+        self._settle_within_s = settle_within_s
         self._slot = transitions.slot
         self._name = "sandbox-verify-" + secrets.token_hex(8)
         self._planting: dict[str, Any] = {}
@@ -99,7 +101,7 @@ class Verification:
     async def _search_until_all_found(self) -> dict[str, str]:
         """Search until everything that was planted is found. Planted processes need a moment to reach their final state."""
         planted = {item["kind"] for item in _items(self._planting.get("planted"))}
-        deadline = self._slot.loop.time() + _SETTLE_WITHIN_S
+        deadline = self._slot.loop.time() + self._settle_within_s
         while True:
             try:
                 found = await self._search()
@@ -114,7 +116,7 @@ class Verification:
     async def _search_after_reset(self) -> tuple[dict[str, str], str | None]:
         """Return what is left after the reset, and why the search failed, if it did. The kernel needs a moment to remove the last of an ended runtime."""
         left: dict[str, str] = {}
-        deadline = self._slot.loop.time() + _SETTLE_WITHIN_S
+        deadline = self._slot.loop.time() + self._settle_within_s
         try:
             while True:
                 left = await self._search()
@@ -150,13 +152,14 @@ def _number(value: Any) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) else 0
 
 
-def start_verification(transitions: SlotTransitions, epoch: Any, has_network: bool) -> asyncio.Task[dict[str, Any]]:
+def start_verification(transitions: SlotTransitions, epoch: Any, has_network: bool, settle_within_s: float = SETTLE_WITHIN_S) -> asyncio.Task[dict[str, Any]]:
     """Begin to verify the reset of a slot that no lease holds. Afterwards the slot has the given epoch, or is in quarantine.
 
     Args:
         transitions: of the slot.
         epoch: the epoch of the lease that has the slot afterwards.
         has_network: whether that lease has the network.
+        settle_within_s: see `Verification`.
 
     Returns:
         The task, whose result is the answer to the service. A repeated request with the same epoch gets the same task.
@@ -171,4 +174,4 @@ def start_verification(transitions: SlotTransitions, epoch: Any, has_network: bo
     if transitions.slot.state != READY:
         raise Refused("slot_unavailable", "slot %s is %s: only a slot that is ready can be verified" % (transitions.slot.slot_id, transitions.slot.state))
     old_spool_folder = transitions.slot.begin_lease(epoch)
-    return transitions.start_renewal(Verification(transitions).verify_reset(epoch, has_network, old_spool_folder))
+    return transitions.start_renewal(Verification(transitions, settle_within_s).verify_reset(epoch, has_network, old_spool_folder))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -20,7 +21,8 @@ BEST_USER = "root" if os.geteuid() == 0 else "user"
 Maker = Callable[..., Awaitable[Harness]]
 
 
-def _runner(user: str) -> Runner:
+def runner_of(user: str) -> Runner:
+    """The user of an agent: `root` or `user`."""
     return ME if (user == "root") == (os.geteuid() == 0) else ordinary_user()
 
 
@@ -30,46 +32,71 @@ async def make_harness() -> AsyncIterator[Maker]:
     async with contextlib.AsyncExitStack() as stack:
 
         async def make(mode: str = "bwrap", user: str = BEST_USER, **settings: Any) -> Harness:
-            agent = stack.enter_context(agent_process(_runner(user), mode, **settings))
+            agent = stack.enter_context(agent_process(runner_of(user), mode, **settings))
             return await stack.enter_async_context(connected(agent))
 
         yield make
 
 
-@pytest.fixture(scope="package", params=MODES, ids="-".join)
-def shared_agent(request: pytest.FixtureRequest) -> Iterator[Agent]:
-    """One agent per mode, for all tests that leave it unchanged."""
-    mode, user = request.param
-    with agent_process(_runner(user), mode) as agent:
-        yield agent
+class SharedAgents:
+    """The agents that the tests of this folder share: one per mode and user, started when a test first needs it. It ends with the last test.
+
+    Args:
+        stack: ends the agents.
+    """
+
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        self._stack = stack
+        self._agents: dict[tuple[str, str], Agent] = {}
+
+    def get_agent(self, mode: str, user: str) -> Agent:
+        """Return the agent of a mode and user."""
+        if (mode, user) not in self._agents:
+            self._agents[mode, user] = self._stack.enter_context(agent_process(runner_of(user), mode))
+        return self._agents[mode, user]
 
 
 @pytest.fixture(scope="package")
-def best_agent() -> Iterator[Agent]:
-    """One agent in the best mode, as the user that runs the tests."""
-    with agent_process(_runner(BEST_USER), "bwrap") as agent:
-        yield agent
+def shared_agents() -> Iterator[SharedAgents]:
+    """One agent per mode and user, for all tests that leave it unchanged."""
+    with contextlib.ExitStack() as stack:
+        yield SharedAgents(stack)
 
 
 @contextlib.asynccontextmanager
-async def _clean_harness(agent: Agent) -> AsyncIterator[Harness]:
+async def clean_harness(agent: Agent) -> AsyncIterator[Harness]:
+    """A link to an agent that several tests use. The slots that the test has used are reset at the end."""
     async with connected(agent) as harness:
         yield harness
-        for slot in harness.epochs:
-            assert (await harness.reset(slot))["state"] == "ready"
+        answers = await asyncio.gather(*(harness.reset(slot) for slot in sorted(harness.used)))
+        assert [answer["state"] for answer in answers] == ["ready"] * len(answers), answers
 
 
-@pytest.fixture
-async def harness(shared_agent: Agent) -> AsyncIterator[Harness]:
-    """A link to the agent of each mode, whose slots are reset after each test."""
-    async with _clean_harness(shared_agent) as harness:
+@pytest.fixture(params=MODES, ids="-".join)
+async def harness(request: pytest.FixtureRequest, shared_agents: SharedAgents) -> AsyncIterator[Harness]:
+    """A link to the shared agent of each mode."""
+    async with clean_harness(shared_agents.get_agent(*request.param)) as harness:
         yield harness
 
 
 @pytest.fixture
-async def bwrap(best_agent: Agent) -> AsyncIterator[Harness]:
-    """A link to the agent in the best mode, whose slots are reset after each test."""
-    async with _clean_harness(best_agent) as harness:
+async def harnesses(shared_agents: SharedAgents) -> AsyncIterator[list[Harness]]:
+    """Links to the shared agents of all modes. A test that mostly waits tries all modes at the same time."""
+    async with contextlib.AsyncExitStack() as stack:
+        yield [await stack.enter_async_context(clean_harness(shared_agents.get_agent(mode, user))) for mode, user in MODES]
+
+
+@pytest.fixture
+async def bwrap(shared_agents: SharedAgents) -> AsyncIterator[Harness]:
+    """A link to the shared agent in the best mode, as the user that runs the tests."""
+    async with clean_harness(shared_agents.get_agent("bwrap", BEST_USER)) as harness:
+        yield harness
+
+
+@pytest.fixture
+async def bwrap_user(shared_agents: SharedAgents) -> AsyncIterator[Harness]:
+    """A link to the shared agent of an ordinary user in the mode bwrap."""
+    async with clean_harness(shared_agents.get_agent("bwrap", "user")) as harness:
         yield harness
 
 
@@ -77,4 +104,15 @@ async def bwrap(best_agent: Agent) -> AsyncIterator[Harness]:
 async def own_harness(request: pytest.FixtureRequest, make_harness: Maker) -> Harness:
     """In each mode, an agent that only this test uses."""
     mode, user = request.param
-    return await make_harness(mode, user)
+    return await make_harness(mode, user, slots=1)
+
+
+@pytest.fixture(params=MODES, ids="-".join)
+async def broken_harness(request: pytest.FixtureRequest, shared_agents: SharedAgents, make_harness: Maker) -> AsyncIterator[Harness]:
+    """In each mode, a link to an agent whose slot the test breaks. A reset repairs the slot except in the mode `none`, where only this test uses the agent."""
+    mode, user = request.param
+    if mode == "none":
+        yield await make_harness(mode, user)
+        return
+    async with clean_harness(shared_agents.get_agent(mode, user)) as harness:
+        yield harness

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import secrets
@@ -17,7 +18,7 @@ from typing import Any
 import psutil
 
 from sandbox_server.agent import wire
-from sandbox_server.agent.build import build
+from sandbox_server.agent.build import content
 from sandbox_server.agent.kernel.trash import delete_tree
 from sandbox_server.link import AgentLink, Endpoint, connect
 from tests.support.users import Runner
@@ -65,6 +66,7 @@ class Harness:
     folder: Path
     mode: str
     epochs: dict[str, int] = field(default_factory=dict)
+    used: set[str] = field(default_factory=set)  # the slots that the test has sent requests to
 
     @property
     def log(self) -> str:
@@ -80,6 +82,8 @@ class Harness:
         return found
 
     def epoch(self, slot: str) -> int:
+        """The current epoch of a slot, which every request to it must name."""
+        self.used.add(slot)
         return self.epochs.get(slot, 1)
 
     async def call(self, tool: str, slot: str = "0", call_id: str | None = None, timeout_s: float = 30.0, **fields: Any) -> Answer:
@@ -133,6 +137,12 @@ class Agent:
     mode: str
 
 
+@functools.cache
+def _zipapp() -> bytes:
+    """The agent's zipapp, built once per worker."""
+    return content()
+
+
 @contextlib.contextmanager
 def agent_process(runner: Runner, mode: str, prefix: Sequence[str] = (), **settings: Any) -> Iterator[Agent]:
     """Start an agent, by the command `prefix` if there is one, and wait until it listens; end it afterwards."""
@@ -141,7 +151,7 @@ def agent_process(runner: Runner, mode: str, prefix: Sequence[str] = (), **setti
     base = folder / "base"
     base.mkdir(mode=0o700)
     pyz = folder / "agent.pyz"
-    build(pyz)
+    pyz.write_bytes(_zipapp())
     for path in (folder, base, pyz):
         runner.own(path)
     config = {

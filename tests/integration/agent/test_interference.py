@@ -37,8 +37,8 @@ async def test_the_output_can_be_opened_by_its_name(harness: Harness) -> None:
     assert answer.text == "out\nerr\nagain"
 
 
-async def test_a_slot_whose_init_is_stopped_is_ended_in_time_and_a_reset_repairs_it(own_harness: Harness) -> None:
-    harness = own_harness
+async def test_a_slot_whose_init_is_stopped_is_ended_in_time_and_a_reset_repairs_it(broken_harness: Harness) -> None:
+    harness = broken_harness
     # No other test on this machine sleeps for as long: slots of the mode `uid` see its processes.
     first_s, second_s = random.sample(range(10**6, 10**7), 2)
     is_running = f"pgrep -x -f 'sleep ({first_s}|{second_s})'"

@@ -61,12 +61,12 @@ async def test_a_running_call_shows_both_streams(harness: Harness) -> None:
 
 async def test_output_without_end_does_not_delay_other_slots(make_harness: Maker) -> None:
     harness = await make_harness(spool_bytes=1 << 20)
-    flood = asyncio.create_task(harness.bash("yes", timeout_s=4))
-    await asyncio.sleep(0.5)
+    flood = asyncio.create_task(harness.bash("yes", timeout_s=2.5))
+    await asyncio.sleep(0.3)
     agent = psutil.Process(harness.process.pid)
     used, began = sum(agent.cpu_times()[:2]), time.monotonic()
     took = []
-    while time.monotonic() - began < 2:
+    while time.monotonic() - began < 1.5:
         at = time.monotonic()
         await harness.bash("true", "1")
         took.append(time.monotonic() - at)
@@ -78,15 +78,6 @@ async def test_output_without_end_does_not_delay_other_slots(make_harness: Maker
     assert answer.meta["output_bytes"] > 50 << 20
     assert sorted(took)[len(took) // 2] < 0.2
     assert share < 0.6, f"the agent took {share:.2f} of a processor"
-
-
-async def test_a_gigabyte_still_gets_through(make_harness: Maker) -> None:
-    harness = await make_harness(spool_bytes=1 << 20)
-    answer = await harness.bash("head -c 1G /dev/zero; echo end", timeout_s=50)
-
-    assert answer.reason == "exit"
-    assert answer.meta["output_bytes"] == (1 << 30) + 4
-    assert answer.body.endswith(b"end\n")
 
 
 async def _head_and_output(harness: Harness, stream: AgentStream, call_id: str) -> tuple[dict[str, Any], bytes]:
@@ -123,7 +114,7 @@ async def test_results_that_are_not_taken_use_a_bounded_amount_of_memory(make_ha
     before = agent.memory_info().rss
     metas = [
         {"call_id": f"c{n}", "tool": "bash", "args": {"command": "head -c 10485760 /dev/zero"}, "timeout_s": 30.0, "output_limit_bytes": 10 << 20}
-        for n in range(10)
+        for n in range(4)  # together far more than the agent may use, and each far more than the flow-control window
     ]
     async with harness.link.stream({"op": "calls", "slot": "0", "epoch": 1, "fetches_outputs": True}) as stream:
         for meta in metas:

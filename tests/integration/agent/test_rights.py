@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from pathlib import Path
 
@@ -28,17 +29,18 @@ async def test_modes_without_a_cache_refuse_one(harness: Harness) -> None:
         assert await _refusal(harness, "equip", cache="k", network=True) == "not_implemented"
 
 
-async def _equipped(make_harness: Maker, user: str, slots: str = "01") -> Harness:
-    harness = await make_harness("bwrap", user)
-    for slot in slots:
-        await harness.ask("equip", slot, cache="run-1", network=True)
-    return harness
+@pytest.fixture
+def cache() -> str:
+    """The key of a cache that no other test of the same agent has."""
+    return "run-" + secrets.token_hex(4)
 
 
 @pytest.mark.parametrize("user", ["root", "user"])
 @pytest.mark.privileged
-async def test_slots_of_a_cache_share_it_whatever_their_umask(make_harness: Maker, user: str) -> None:
-    harness = await _equipped(make_harness, user)
+async def test_slots_of_a_cache_share_it_whatever_their_umask(bwrap: Harness, bwrap_user: Harness, user: str, cache: str) -> None:
+    harness = bwrap if user == "root" else bwrap_user
+    for slot in "01":
+        await harness.ask("equip", slot, cache=cache, network=True)
     written = await harness.bash("umask 077; echo one > $SANDBOX_CACHE/f; mkdir -p /cache/d/e; echo two > /cache/d/e/g")
     changed = await harness.bash("cat /cache/f /cache/d/e/g && echo more >> /cache/f && rm -r /cache/d && mkdir /cache/h", "1")
     seen = await harness.bash("cat /cache/f; ls /cache; id -u; id -G")
@@ -55,8 +57,10 @@ async def test_slots_of_a_cache_share_it_whatever_their_umask(make_harness: Make
 
 
 @pytest.mark.privileged
-async def test_a_repository_in_the_cache_is_trusted_by_every_slot(make_harness: Maker) -> None:
-    harness = await _equipped(make_harness, "root")
+async def test_a_repository_in_the_cache_is_trusted_by_every_slot(bwrap: Harness, cache: str) -> None:
+    harness = bwrap
+    for slot in "01":
+        await harness.ask("equip", slot, cache=cache, network=True)
     made = await harness.bash(
         "cd /cache && git init -q r && cd r && git -c user.name=a -c user.email=a@a commit -q --allow-empty -m first && git status --porcelain"
     )
@@ -66,10 +70,11 @@ async def test_a_repository_in_the_cache_is_trusted_by_every_slot(make_harness: 
     assert cloned.text == "first\n", cloned.text
 
 
-async def test_no_other_slot_sees_a_cache(make_harness: Maker) -> None:
-    harness = await _equipped(make_harness, "user", "0")
+async def test_no_other_slot_sees_a_cache(bwrap_user: Harness, cache: str) -> None:
+    harness = bwrap_user
+    await harness.ask("equip", cache=cache, network=True)
     await harness.bash("echo secret > /cache/f")
-    await harness.ask("equip", "1", cache="run-2", network=True)
+    await harness.ask("equip", "1", cache=f"{cache}-other", network=True)
     other = await harness.bash("ls -A /cache", "1")
     await harness.ask("narrow", "1", cache=None, network=True)
     without = await harness.bash("ls /cache; echo ${SANDBOX_CACHE-none}; mount | grep -c cache", "1")
@@ -78,15 +83,16 @@ async def test_no_other_slot_sees_a_cache(make_harness: Maker) -> None:
     assert without.text.splitlines()[1:] == ["none", "0"]
 
 
-async def test_narrow_takes_away_the_rights_that_are_not_named_and_keeps_the_files(make_harness: Maker) -> None:
-    harness = await _equipped(make_harness, "user", "0")
+async def test_narrow_takes_away_the_rights_that_are_not_named_and_keeps_the_files(bwrap_user: Harness, cache: str) -> None:
+    harness = bwrap_user
+    await harness.ask("equip", cache=cache, network=True)
     await harness.bash("echo mine > file; echo theirs > /cache/f; sleep 7101 &")
     before = await harness.bash("grep -c : /proc/net/dev")
-    await harness.ask("narrow", cache="run-1", network=True)
+    await harness.ask("narrow", cache=cache, network=True)
     assert (await harness.bash("cat /cache/f file")).text == "theirs\nmine\n"
     assert (await harness.bash("pgrep -c sleep")).text == "1\n", "nothing was to be taken, so nothing ended"
 
-    await harness.ask("narrow", cache="run-1", network=False)
+    await harness.ask("narrow", cache=cache, network=False)
     offline = await harness.bash("cat /cache/f; grep -c : /proc/net/dev; pgrep -c sleep")
     assert offline.text == "theirs\n1\n0\n"
     assert int(before.text) >= 1
@@ -96,40 +102,43 @@ async def test_narrow_takes_away_the_rights_that_are_not_named_and_keeps_the_fil
     assert (await harness.bash("test -e /cache")).code == 1
 
 
-async def test_narrow_never_gives_rights(make_harness: Maker) -> None:
-    harness = await _equipped(make_harness, "user", "0")
+async def test_narrow_never_gives_rights(bwrap_user: Harness, cache: str) -> None:
+    harness = bwrap_user
+    await harness.ask("equip", cache=cache, network=True)
 
-    assert await _refusal(harness, "narrow", cache="run-2", network=True) == "invalid"
+    assert await _refusal(harness, "narrow", cache=f"{cache}-other", network=True) == "invalid"
     await harness.ask("narrow", cache=None, network=False)
     assert await _refusal(harness, "narrow", cache=None, network=True) == "invalid"
-    assert await _refusal(harness, "narrow", cache="run-1", network=False) == "invalid"
+    assert await _refusal(harness, "narrow", cache=cache, network=False) == "invalid"
     assert await _refusal(harness, "equip", cache="no/key", network=False) == "invalid"
     await harness.ask("narrow", cache=None, network=False)
 
 
-async def test_a_reset_takes_the_cache_and_an_equip_keeps_the_files(make_harness: Maker) -> None:
-    harness = await make_harness("bwrap")
+async def test_a_reset_takes_the_cache_and_an_equip_keeps_the_files(bwrap: Harness, cache: str) -> None:
+    harness = bwrap
     await harness.bash("echo mine > file")
-    await harness.ask("equip", cache="k", network=True)
+    await harness.ask("equip", cache=cache, network=True)
     assert (await harness.bash("cat file; touch /cache/f")).text == "mine\n"
     await harness.reset(keep=True)
     assert (await harness.bash("cat file; test -e /cache || echo none")).text == "mine\nnone\n"
 
 
-async def test_a_held_cache_is_not_dropped_and_a_dropped_one_is_gone(make_harness: Maker) -> None:
-    harness = await _equipped(make_harness, "user", "0")
+async def test_a_held_cache_is_not_dropped_and_a_dropped_one_is_gone(bwrap_user: Harness, cache: str) -> None:
+    harness = bwrap_user
+    await harness.ask("equip", cache=cache, network=True)
     await harness.bash("echo old > /cache/f")
-    assert await _refusal(harness, "cache_drop", cache="run-1") == "invalid"
+    assert await _refusal(harness, "cache_drop", cache=cache) == "invalid"
     await harness.reset()
-    assert dict(await harness.link.request({"op": "cache_drop", "cache": "run-1"})) == {}
-    assert dict(await harness.link.request({"op": "cache_drop", "cache": "run-1"})) == {}
-    await harness.ask("equip", cache="run-1", network=True)
+    assert dict(await harness.link.request({"op": "cache_drop", "cache": cache})) == {}
+    assert dict(await harness.link.request({"op": "cache_drop", "cache": cache})) == {}
+    await harness.ask("equip", cache=cache, network=True)
 
     assert (await harness.bash("ls -A /cache")).text == ""
 
 
-async def test_file_routes_do_not_reach_the_cache_and_file_tools_do(make_harness: Maker) -> None:
-    harness = await _equipped(make_harness, "user", "0")
+async def test_file_routes_do_not_reach_the_cache_and_file_tools_do(bwrap_user: Harness, cache: str) -> None:
+    harness = bwrap_user
+    await harness.ask("equip", cache=cache, network=True)
     await harness.bash("echo shared > /cache/f; ln -s /cache/f link")
     for path in ("/cache/f", "link"):
         with pytest.raises(AgentRefused) as refused:
@@ -139,13 +148,13 @@ async def test_file_routes_do_not_reach_the_cache_and_file_tools_do(make_harness
 
 
 async def test_a_cache_over_its_quota_is_emptied_and_that_is_reported(make_harness: Maker) -> None:
-    harness = await make_harness("bwrap", cache_bytes=1 << 20)
+    harness = await make_harness("bwrap", slots=1, cache_bytes=1 << 20, cache_measure_every_s=0.1)
     await harness.ask("equip", cache="k", network=True)
     await harness.bash("mkdir -p /cache/d; head -c 2M /dev/zero > /cache/d/big; touch /cache/f")
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 50
     while (caches := (await harness.link.request({"op": "stats"}))["caches"])[0]["emptied"] == 0:
         assert time.monotonic() < deadline, caches
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.05)
 
     assert caches[0]["cache"] == "k"
     assert (await harness.bash("ls -A /cache; echo new > /cache/f && cat /cache/f")).text == "new\n"

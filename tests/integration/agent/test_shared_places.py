@@ -8,14 +8,15 @@ import secrets
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.integration.agent.conftest import Maker
-from tests.integration.agent.harness import Harness
+from tests.integration.agent.conftest import Maker, SharedAgents, clean_harness
+from tests.integration.agent.harness import Agent, Harness, agent_process
+from tests.support.users import ME
 
 pytestmark = pytest.mark.privileged
 
@@ -28,6 +29,14 @@ async def _shared(make_harness: Maker) -> Harness:
 
 
 @pytest.fixture
+async def shared(shared_agents: SharedAgents) -> AsyncIterator[Harness]:
+    """A link to the shared agent of the mode `uid`, whose slots share the machine's places."""
+    async with clean_harness(shared_agents.get_agent("uid", "root")) as harness:
+        assert harness.link.hello["capabilities"]["places"].startswith("shared: workspace_base lies in /tmp")
+        yield harness
+
+
+@pytest.fixture(scope="module")
 def base() -> Iterator[str]:
     """A folder for workspaces that is in no shared place."""
     folder = tempfile.mkdtemp(prefix="own-places-", dir="/opt")
@@ -36,15 +45,24 @@ def base() -> Iterator[str]:
     shutil.rmtree(folder)
 
 
-async def _own(base: str, make_harness: Maker) -> Harness:
-    harness = await make_harness("uid", "root", workspace_base=base)
-    if harness.link.hello["capabilities"]["places"] != "own":
-        pytest.skip(f"root may make no namespaces here: {harness.link.hello['capabilities']['places']}")
-    return harness
+@pytest.fixture(scope="module")
+def own_agent(base: str) -> Iterator[Agent]:
+    """An agent whose slots have places of their own, for all tests of this file."""
+    with agent_process(ME, "uid", workspace_base=base) as agent:
+        yield agent
 
 
-async def test_a_slot_with_its_own_shared_folders_does_not_see_those_of_the_machine(base: str, make_harness: Maker) -> None:
-    harness = await _own(base, make_harness)
+@pytest.fixture
+async def own(own_agent: Agent) -> AsyncIterator[Harness]:
+    """A link to that agent."""
+    async with clean_harness(own_agent) as harness:
+        if harness.link.hello["capabilities"]["places"] != "own":
+            pytest.skip(f"root may make no namespaces here: {harness.link.hello['capabilities']['places']}")
+        yield harness
+
+
+async def test_a_slot_with_its_own_shared_folders_does_not_see_those_of_the_machine(own: Harness) -> None:
+    harness = own
     name = secrets.token_hex(8)
     Path("/tmp", name).touch()
     left = await harness.bash(
@@ -65,8 +83,8 @@ async def test_a_slot_with_its_own_shared_folders_does_not_see_those_of_the_mach
     assert (await harness.bash("ls -A /tmp /dev/shm /run/lock | grep -v : ; ipcs -m | grep -c 0x")).text.split() == ["0"]
 
 
-async def test_what_the_machine_mounts_and_a_slot_hides_is_the_slots_alone(base: str, make_harness: Maker) -> None:
-    harness = await _own(base, make_harness)
+async def test_what_the_machine_mounts_and_a_slot_hides_is_the_slots_alone(own: Harness) -> None:
+    harness = own
     before = Path("/proc/self/mountinfo").read_text()
     mounts = await harness.bash("cat /proc/self/mountinfo")
 
@@ -74,8 +92,8 @@ async def test_what_the_machine_mounts_and_a_slot_hides_is_the_slots_alone(base:
     assert Path("/proc/self/mountinfo").read_text() == before
 
 
-async def test_a_symbolic_link_in_place_of_a_shared_folder_is_not_followed(base: str, make_harness: Maker) -> None:
-    harness = await _own(base, make_harness)
+async def test_a_symbolic_link_in_place_of_a_shared_folder_is_not_followed(base: str, own: Harness) -> None:
+    harness = own
     Path(base, "closed").mkdir(mode=0o700)
     Path(base, "closed", "open").mkdir()
     Path(base, "closed", "open", "secret").write_text("secret")
@@ -94,8 +112,8 @@ for _ in range(21000):
 """
 
 
-async def test_a_very_deep_tree_does_not_cause_quarantine(make_harness: Maker) -> None:
-    harness = await _shared(make_harness)
+async def test_a_very_deep_tree_does_not_cause_quarantine(shared: Harness) -> None:
+    harness = shared
     name = f"deep-{secrets.token_hex(8)}"
     dug = await harness.bash("/usr/bin/python3 -I -", stdin=DEEP.format(name=name), timeout_s=60)
     assert dug.code == 0, dug.text
@@ -107,8 +125,8 @@ async def test_a_very_deep_tree_does_not_cause_quarantine(make_harness: Maker) -
     assert not Path("/tmp", name).exists()
 
 
-async def test_files_in_a_folder_of_another_slot_are_removed_without_quarantine(make_harness: Maker) -> None:
-    harness = await _shared(make_harness)
+async def test_files_in_a_folder_of_another_slot_are_removed_without_quarantine(shared: Harness) -> None:
+    harness = shared
     name = f"open-{secrets.token_hex(8)}"
     await harness.bash(f"mkdir -p /tmp/{name}/below/more; chmod 777 /tmp/{name}/below; chmod 755 /tmp/{name}")
     await harness.bash(f"echo mine > /tmp/{name}/below/left; mkdir /tmp/{name}/below/own; echo mine > /tmp/{name}/below/own/left", "1")
@@ -152,9 +170,8 @@ def _starts(uids: list[int]) -> list[int]:
     return [uid - (uid - 1_000_000) % 1024 for uid in uids]
 
 
-async def test_a_message_queue_cannot_be_created_where_the_agent_could_not_find_it(make_harness: Maker) -> None:
-    harness = await _shared(make_harness)
+async def test_a_message_queue_cannot_be_created_where_the_agent_could_not_find_it(shared: Harness) -> None:
     script = "import ctypes, os; l = ctypes.CDLL('librt.so.1'); print(l.mq_open(b'/q', os.O_CREAT | os.O_RDWR, 0o600, None))"
-    answer = await harness.bash("/usr/bin/python3 -I -", stdin=script)
+    answer = await shared.bash("/usr/bin/python3 -I -", stdin=script)
 
     assert answer.text == "-1\n" or os.path.ismount("/dev/mqueue")

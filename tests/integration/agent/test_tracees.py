@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
-
 from tests.integration.agent.harness import Answer, Harness
 
 TRACE_ME = """
@@ -45,11 +43,11 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
-async def test_a_program_that_has_itself_traced_runs_to_its_own_end(harness: Harness, program: str) -> None:
-    answer = await run_traced(harness, PROGRAMS[program])
+async def test_a_program_that_has_itself_traced_runs_to_its_own_end(harness: Harness) -> None:
+    answers = await asyncio.gather(*(run_traced(harness, script) for script in PROGRAMS.values()))
 
-    assert (answer.reason, answer.code, answer.text) == ("exit", 3, "on\n"), answer.meta
+    for program, answer in zip(PROGRAMS, answers, strict=True):
+        assert (answer.reason, answer.code, answer.text) == ("exit", 3, "on\n"), (program, answer.meta)
 
 
 async def test_a_signal_that_kills_a_traced_program_is_its_end(harness: Harness) -> None:
@@ -59,11 +57,13 @@ async def test_a_signal_that_kills_a_traced_program_is_its_end(harness: Harness)
     assert answer.metadata["evidence"]["signal"] == "SIGTERM"
 
 
-async def test_a_traced_program_that_stops_itself_is_still_running_and_dies_at_its_deadline(harness: Harness) -> None:
-    answer = await run_traced(harness, "trace_me(); os.kill(os.getpid(), signal.SIGSTOP); print('no')", timeout_s=1.0)
+async def test_a_traced_program_that_stops_itself_is_still_running_and_dies_at_its_deadline(harnesses: list[Harness]) -> None:
+    script = "trace_me(); os.kill(os.getpid(), signal.SIGSTOP); print('no')"
+    answers = await asyncio.gather(*(run_traced(harness, script, timeout_s=1.0) for harness in harnesses))
 
-    assert (answer.reason, answer.text) == ("timeout", ""), answer.meta
-    assert "processes_left" not in answer.metadata["evidence"]
+    for harness, answer in zip(harnesses, answers, strict=True):
+        assert (answer.reason, answer.text) == ("timeout", ""), (harness.mode, answer.meta)
+        assert "processes_left" not in answer.metadata["evidence"]
 
 
 async def test_an_orphan_that_has_itself_traced_runs_on(harness: Harness) -> None:

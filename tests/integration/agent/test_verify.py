@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from sandbox_server.agent.config import Limits
 from sandbox_server.agent.slots.verify import start_verification
 from sandbox_server.link.errors import AgentRefused
-from tests.integration.agent.conftest import Maker
 from tests.integration.agent.harness import Harness
 from tests.integration.agent.workshop import IncompleteIsolation, KeepingTrash, workshop
 
@@ -29,16 +29,16 @@ async def _verify(harness: Harness, slot: str = "0") -> dict[str, Any]:
     return await harness.ask("verify", slot, network=True)
 
 
-async def test_no_planted_leftover_survives_a_reset(own_harness: Harness) -> None:
-    report = await _verify(own_harness)
+async def test_no_planted_leftover_survives_a_reset(broken_harness: Harness) -> None:
+    report = await _verify(broken_harness)
     planted = {item["kind"] for item in report["planted"]}
 
-    assert planted >= (EVERYWHERE | IN_BWRAP if own_harness.mode == "bwrap" else EVERYWHERE)
+    assert planted >= (EVERYWHERE | IN_BWRAP if broken_harness.mode == "bwrap" else EVERYWHERE)
     assert report["unseen"] == []
-    if own_harness.mode == "bwrap":
+    if broken_harness.mode == "bwrap":
         assert {item["kind"] for item in report["refused"]} >= REFUSED_IN_BWRAP
     assert all(item["detail"] for item in report["planted"])
-    if own_harness.mode == "none":
+    if broken_harness.mode == "none":
         assert set(report["left"]) - {"mqueue"} == SHARED_WITHOUT_ISOLATION
         assert (report["clean"], report["state"]) == (False, "quarantined")
         return
@@ -59,9 +59,10 @@ async def test_a_verified_slot_is_clean_and_belongs_to_its_next_holder(bwrap: Ha
     assert refused.value.code == "stale_epoch"
 
 
-async def test_leftovers_that_a_slot_may_not_plant_are_reported_as_refused(make_harness: Maker) -> None:
-    harness = await make_harness(limits={"processes": 8})
-    report = await _verify(harness)
+async def test_leftovers_that_a_slot_may_not_plant_are_reported_as_refused() -> None:
+    async with workshop(limits=Limits(processes=8)) as transitions:
+        # Not all that is planted can be found in such a slot, so the first search takes all of this time.
+        report = await start_verification(transitions, 2, True, settle_within_s=1.5)
 
     assert report["clean"], report
     assert "cron_file" in {item["kind"] for item in report["refused"]}
@@ -69,7 +70,8 @@ async def test_leftovers_that_a_slot_may_not_plant_are_reported_as_refused(make_
 
 async def test_a_runtime_that_is_not_ended_is_detected() -> None:
     async with workshop(lambda real: IncompleteIsolation(real, kills=False)) as transitions:
-        report = await start_verification(transitions, 2, True)
+        # The runtime never ends, so the search after the reset takes all of this time.
+        report = await start_verification(transitions, 2, True, settle_within_s=0.5)
 
     assert not report["clean"]
     assert {"host_process", "host_socket"} <= set(report["left"]), report

@@ -79,11 +79,13 @@ def _not_deleted(path: str, error: OSError) -> None:
 
 
 @contextlib.asynccontextmanager
-async def workshop(wrap: Callable[[Isolation], Isolation] = _unchanged, trash_type: type[Trash] = Trash) -> AsyncIterator[SlotTransitions]:
-    """The transitions of one started slot in the mode bwrap."""
+async def workshop(
+    wrap: Callable[[Isolation], Isolation] = _unchanged, trash_type: type[Trash] = Trash, **settings: Any
+) -> AsyncIterator[SlotTransitions]:
+    """The transitions of one started slot in the mode bwrap. Keyword arguments are fields of the agent's configuration."""
     folder = Path(tempfile.mkdtemp(prefix="workshop-", dir="/tmp"))
     folder.chmod(0o700)
-    config = AgentConfig(sandbox_id="s", token="t", listen=Listen(""), base_dir=str(folder), slots=1, isolation="bwrap")
+    config = AgentConfig(sandbox_id="s", token="t", listen=Listen(""), base_dir=str(folder), slots=1, isolation="bwrap", **settings)
     cgroups = Cgroups(secrets.token_hex(8), config)
     (folder / "slots").mkdir()
     write_slot_lib(str(folder / "lib"))
@@ -92,7 +94,7 @@ async def workshop(wrap: Callable[[Isolation], Isolation] = _unchanged, trash_ty
     uids = UidRange()
     isolation = wrap(BwrapIsolation(context, cgroups, uids))
     trash = trash_type(str(folder / "trash"), _not_deleted)
-    caches = Caches(str(folder / "caches"), config.cache_bytes, trash, uids if os.geteuid() == 0 else None)
+    caches = Caches(str(folder / "caches"), config.cache_bytes, config.cache_measure_every_s, trash, uids if os.geteuid() == 0 else None)
     runtimes = RuntimePool(config, isolation, trash, caches)
     slot = Slot("0", runtimes, lambda _: None)
     await slot.start_slot()
