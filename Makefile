@@ -31,7 +31,7 @@ demo: setup ## acquire 8 slots, upload a project with a failing test into each, 
 	@$(BIN)/python -m env_client.demo
 
 test: check ## run the static checks, then every test with one worker per core: make test ARGS="-k acquire" WORKERS=4
-	@$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup --durations $(SLOWEST) $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder --durations $(SLOWEST) $(ARGS)
 
 check: setup ## run the static checks: style, types, import directions, Python 3.8 for the agent
 	@$(BIN)/ruff check --quiet .

@@ -34,6 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(MatrixInReadme(write=config.getoption("--readme") == "write"), "matrix-in-readme")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups, without which each worker would start every shared fixture
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         # With several workers, the tests of a file share one worker and so their fixtures, and the hostile suite shares its services and its table.
