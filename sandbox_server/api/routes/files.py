@@ -84,7 +84,7 @@ async def put_file(request: Request) -> Response:
 
 @router.get(
     "/v1/leases/{lease_id}/files/list",
-    **describe_route("List a folder", codes=FILE_CODES, parameters=(LEASE_ID, PATH, RECURSIVE, *PAGE_PARAMETERS), answer=FilesAnswer),
+    **describe_route("List a folder", codes=FILE_CODES, parameters=(LEASE_ID, PATH, RECURSIVE, *PAGE_PARAMETERS), response=FilesAnswer),
 )
 async def list_files(request: Request) -> Response:
     """List a folder: one page of it, or all of it if there is no `limit`."""

@@ -151,7 +151,7 @@ class LeaseIndex:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResetOrder:
-    """Tells the fleet to have a slot reset by its agent.
+    """The order to have a slot reset by its agent.
 
     Attributes:
         ref: the slot.

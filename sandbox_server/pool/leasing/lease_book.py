@@ -156,7 +156,7 @@ class LeaseBook:
         return lease
 
     def accept_newer_epoch(self, ref: SlotRef, epoch: int) -> Lease | None:
-        """Reset a slot whose agent reports a newer epoch than the recorded one: the slot has changed hands, so the recorded lease has lost it.
+        """Reset a slot whose agent reports a newer epoch than the recorded one: the slot belongs to another lease by now, so the recorded lease has lost it.
 
         Returns:
             The lease that this ended, if any.
