@@ -77,7 +77,7 @@ class Server(uvicorn.Server):
         config: uvicorn's configuration.
         application: the application that it serves.
         options: the options of `serve`.
-        early_stop: tells whether SIGTERM was received before the server handled signals; in that case nothing is started.
+        early_stop: reports whether SIGTERM was received before the server handled signals; in that case nothing is started.
     """
 
     def __init__(self, config: uvicorn.Config, application: Application, options: ServeOptions, early_stop: EarlyStopHandler) -> None:

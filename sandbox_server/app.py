@@ -236,9 +236,9 @@ async def _start_in(settings: Settings, state_dir: StateDir, parts: Parts, *, ep
         raise
     limits = CallLimits(in_flight=settings.limits.calls_in_flight, of_lease=settings.limits.lease_calls)
     state_monitor = StateMonitor(state_dir, store)
-    answers = ResponseBudget(_answer_limits(settings))
+    response_budget = ResponseBudget(_response_limits(settings))
     limiter = ConcurrencyLimiter(tenants.max_running_calls)
-    dispatcher = Dispatcher(pools, store, clock, telemetry, limits, CallTracker(pools.restored), limiter, answers, parts.call_timings)
+    dispatcher = Dispatcher(pools, store, clock, telemetry, limits, CallTracker(pools.restored), limiter, response_budget, parts.call_timings)
     lease_ends = asyncio.create_task(follow_lease_ends(pools.follow_ended_leases(), dispatcher.handle_lease_end))
     service = Service(
         pools=pools,
@@ -267,7 +267,7 @@ async def _start_in(settings: Settings, state_dir: StateDir, parts: Parts, *, ep
     )
 
 
-def _answer_limits(settings: Settings) -> ResponseLimits:
+def _response_limits(settings: Settings) -> ResponseLimits:
     named = settings.limits
     return ResponseLimits(memory_bytes=named.answer_memory_bytes, file_bytes=named.answer_file_bytes, wait_s=named.answer_wait_s)
 
@@ -301,7 +301,7 @@ async def _start_pools(
 
 
 def _open_store(state_dir: StateDir, parts: Parts, *, ephemeral: bool) -> Store:
-    """Open the store of the state folder. An ephemeral service keeps its CallQueries=call_queries=CallQueries in memory."""
+    """Open the store of the state folder. An ephemeral service keeps its records in memory."""
     if ephemeral:
         return MemoryStore(outputs=OutputFiles(state_dir.path / OUTPUT_FOLDER))
     try:

@@ -173,7 +173,7 @@ class LimitedConnection(HttpToolsProtocol):
         self._check_authentication_soon()
 
     def handle_websocket_upgrade(self) -> None:
-        """Hand the connection to the WebSocket protocol, and keep its place until that has ended."""
+        """Pass the connection to the WebSocket protocol. It keeps its place until it has ended."""
         super().handle_websocket_upgrade()
         websocket = cast("asyncio.Protocol", self.transport.get_protocol())
         if not getattr(websocket, "handshake_initiated", True) and not self.transport.is_closing():
@@ -202,12 +202,12 @@ class LimitedConnection(HttpToolsProtocol):
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is being answered on it. A WebSocket connection is never idle."""
+        """Whether no request is in progress on it. A WebSocket connection is never idle."""
         cycle = cast("RequestResponseCycle | None", self.cycle)
         return self._websocket is None and (cycle is None or (cycle.response_complete and not self.pipeline))
 
     def send_400_response(self, msg: str) -> None:
-        """Answer with a problem document to bytes that are not an HTTP request."""
+        """Respond with a problem document to bytes that are not an HTTP request."""
         self._stop_head_timer()
         request_id = secrets.token_hex(8)
         problem = problem_of(InvalidRequest(msg), request_id, status=400)

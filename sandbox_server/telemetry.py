@@ -150,7 +150,7 @@ class Telemetry:
         """Add a measured value to a histogram."""
         self._child(name, labels).observe(value)
 
-    def call_ended(self, *, pool: str, tool: str, reason: str, fault: str, duration_s: float, overhead_s: float | None, pool_tenant: str = "") -> None:
+    def count_call(self, *, pool: str, tool: str, reason: str, fault: str, duration_s: float, overhead_s: float | None, pool_tenant: str = "") -> None:
         """Count the result of a tool call.
 
         Args:

@@ -86,7 +86,7 @@ def allowed_methods(path: str) -> list[str]:
 
 
 def build_api() -> EdgeMiddleware:
-    """Build the whole HTTP side of the service. It answers requests once its `service` is set."""
+    """Build the whole HTTP side of the service. It responds to requests once its `service` is set."""
     app = RoutedApplication()
     responses_made: list[Response] = []
 

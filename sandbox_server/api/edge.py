@@ -26,7 +26,7 @@ from sandbox_server.telemetry import request_fields
 log = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/", "/docs", "/healthz", "/readyz", "/v1/agent.pyz"})
-"""The paths that are answered without a token."""
+"""The paths that need no token."""
 NO_TENANT = Tenant(name="")
 REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 

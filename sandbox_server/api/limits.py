@@ -52,8 +52,6 @@ class Limits:
 MAX_OUTPUT_LIMIT_BYTES = 10 << 20
 """The highest `output_limit_bytes` of a call; fixed by the contract."""
 
-DEFAULT_OUTPUT_LIMIT_BYTES = 50_000
-
 LIMITS: Final[Mapping[str, dataclasses.Field[int]]] = {field.name: field for field in dataclasses.fields(Limits)}
 
 

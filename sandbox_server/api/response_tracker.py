@@ -1,4 +1,4 @@
-"""Tracks what of the response to one request has been sent, and answers the request with an error where one can still be sent."""
+"""Tracks what of the response to one request has been sent, and sends an error where one can still be sent."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ResponseTracker(Protocol):
         """Send a message of the application, with the request id among the headers of a response."""
 
     async def send_error(self, error: PoolServiceError) -> None:
-        """Answer with an error. Where the response has begun already, end it in a way that the client recognises as an error."""
+        """Respond with an error. Where the response has begun already, end it in a way that the client recognises as an error."""
 
     def abort(self) -> None:
         """Close the connection at once, without sending what is still buffered for it."""
@@ -87,7 +87,7 @@ class HttpResponseTracker:
         await self._send(message)
 
     async def send_error(self, error: PoolServiceError) -> None:
-        """Answer with a problem document. A response that has begun is left incomplete, which makes the server break the connection."""
+        """Respond with a problem document. A response that has begun is left incomplete, which makes the server break the connection."""
         if self.status:
             log.warning("a response was cut off", extra={"code": error.code, "detail": error.detail})
             return

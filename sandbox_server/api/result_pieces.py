@@ -16,7 +16,7 @@ from sandbox_server.api.streams import StreamResponse
 from sandbox_server.core.execution import Result
 from sandbox_server.dispatch.outputs import output_pieces
 
-WHOLE_ANSWER_BYTES = 48 << 10
+WHOLE_RESPONSE_BYTES = 48 << 10
 """A response that is larger than this is sent in pieces. JSON can make six bytes of one byte of output, so the response itself is measured."""
 TEXT_BYTES = 4 << 10
 """How much of an output is decoded at a time, in bytes. As JSON, a piece is at most six times as large."""
@@ -39,7 +39,7 @@ def results_response(results: list[Result], stall_s: float, on_end: Callable[[],
     """
     if are_small(results):
         response = json_response({"results": [result_document(result) for result in results]})
-        if len(response.body) <= WHOLE_ANSWER_BYTES or not any(result.held_bytes for result in results):
+        if len(response.body) <= WHOLE_RESPONSE_BYTES or not any(result.held_bytes for result in results):
             on_end()
             return response
     return StreamResponse(_results(results), JSON_TYPE, stall_s=stall_s, on_end=on_end)
@@ -64,7 +64,7 @@ def whole_response(result: Result, document_of: Callable[[Result], dict[str, Any
     if not are_small([result]):
         return None
     response = json_response(document_of(result))
-    return response if len(response.body) <= WHOLE_ANSWER_BYTES or not result.held_bytes else None
+    return response if len(response.body) <= WHOLE_RESPONSE_BYTES or not result.held_bytes else None
 
 
 async def _results(results: list[Result]) -> AsyncGenerator[bytes, None]:
@@ -89,7 +89,7 @@ async def result_pieces(result: Result) -> AsyncGenerator[bytes, None]:
     """The JSON of a result in pieces. Together they are what `result_document` gives."""
     if are_small([result]):
         whole = dumps(result_document(result))
-        if len(whole) <= WHOLE_ANSWER_BYTES or not result.held_bytes:
+        if len(whole) <= WHOLE_RESPONSE_BYTES or not result.held_bytes:
             yield whole
             return
         del whole

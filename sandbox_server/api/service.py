@@ -92,7 +92,7 @@ class Service:
     stopping: asyncio.Future[None]
     """Done once the service begins to stop."""
     requests: set[asyncio.Task[Any]] = field(default_factory=set)
-    """The tasks of the requests that are being answered; cancelled when a stop has waited for them long enough."""
+    """The tasks of the requests in progress; cancelled when a stop has waited for them long enough."""
 
     stream_counts: Counter[str] = field(default_factory=Counter)
     """How many event streams are open, by tenant."""

@@ -60,7 +60,7 @@ async def send_part(send: Send, chunk: bytes, stall_s: float) -> None:
 class StreamResponse(Response):
     """A response whose body is sent as it comes, at the pace of the client.
 
-    The head is sent with the first chunk: an error before that can still be answered with a problem document.
+    The head is sent with the first chunk: an error before that can still be reported by a problem document.
 
     Args:
         chunks: the body.

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 BEARER_SUBPROTOCOL = "bearer."
 """A subprotocol with this prefix carries the token: the WebSocket interface of browsers cannot set an `Authorization` header."""
 CLOSED_AFTER_ACCEPT = frozenset({"unauthorized", "lease_not_found", "lease_lost", "sandbox_lost"})
-"""The errors that the contract answers with a close code, which a page in a browser can read, and not with a refused handshake, which it cannot."""
+"""The errors for which the connection is accepted and closed with a close code: a page in a browser can read that, but not why a handshake was refused."""
 HTTP_RESPONSE_EXTENSION = "websocket.http.response"
 MAX_CLOSE_REASON_BYTES = 123
 """The longest reason that a close frame can carry (RFC 6455, section 5.5.1)."""
@@ -70,7 +70,7 @@ class WebSocketTracker:
     async def send(self, message: Message) -> None:
         """Send the response to the handshake, or a message to the client.
 
-        An accepted handshake is answered with the subprotocol that carried the token, if the route chose no other: browsers give up a
+        An accepted handshake gets the subprotocol that carried the token, if the route chose no other: browsers give up a
         connection whose server chose none of the subprotocols that they offered.
 
         Raises:
@@ -93,7 +93,7 @@ class WebSocketTracker:
     async def send_error(self, error: PoolServiceError) -> None:
         """Refuse the handshake with a problem document, or close the connection with the close code of the error.
 
-        A handshake is refused where the server can send a response for it, except for the errors that the contract answers with a close code.
+        A handshake is refused where the server can send a response for it, except for the errors of `CLOSED_AFTER_ACCEPT`.
 
         Raises:
             ClientDisconnected: the connection is closed already.

@@ -14,7 +14,7 @@ ALONE_EXIT_S = 10.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AgentEnvironment:
-    """What a backend knows about the place where an agent will run.
+    """Where an agent will run, as its backend has prepared it.
 
     Attributes:
         listen: where the agent listens: `unix` a path, and `tls` the host, the port, the certificate and its key, as the agent's configuration has them.

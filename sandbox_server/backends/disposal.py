@@ -33,12 +33,12 @@ async def delete_folders(folders: Iterable[str], aside: Path, within_s: float) -
     Raises:
         OSError: the deleting process could not be started.
     """
-    doomed = _move_all_aside(folders, aside)
-    if not doomed:
+    folders_to_delete = _move_all_aside(folders, aside)
+    if not folders_to_delete:
         return
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     try:
-        pid, started = spawn([sys.executable, "-I", "-S", "-B", trash.__file__, *doomed], {}, null, null)
+        pid, started = spawn([sys.executable, "-I", "-S", "-B", trash.__file__, *folders_to_delete], {}, null, null)
     finally:
         os.close(null)
     # A task of its own waits for the end of the process and reaps it. The caller waits for at most `within_s`.

@@ -27,7 +27,7 @@ class Reason(enum.StrEnum):
 
 
 class Fault(enum.StrEnum):
-    """Who is to blame for how a call ended: nobody, the policy (the model), the infrastructure (this service), or unknown."""
+    """What caused the end of a call that did not succeed: nothing, the policy (the model), the infrastructure (this service), or unknown."""
 
     NONE = "none"
     POLICY = "policy"
@@ -56,6 +56,9 @@ FAULT_OF: Mapping[Reason, Fault] = {reason: faults[0] for reason, faults in FAUL
 
 NOT_RECORDED = frozenset({Reason.BACKEND_ERROR, Reason.LEASE_LOST, Reason.CALL_CONFLICT, Reason.NOT_IMPLEMENTED})
 """A result with one of these reasons is not recorded: a repeated call with the same id is executed."""
+
+DEFAULT_OUTPUT_LIMIT_BYTES = 50_000
+"""The `output_limit_bytes` of a call that names none."""
 
 LARGE_OUTPUT_BYTES = 64 << 10
 """The output of a result is kept in a file if it is larger than this."""
@@ -89,7 +92,7 @@ class ToolCall:
     args: Mapping[str, Any]
     timeout_s: float | None = None
     no_output_timeout_s: float | None = None
-    output_limit_bytes: int = 50_000
+    output_limit_bytes: int = DEFAULT_OUTPUT_LIMIT_BYTES
     separate_streams: bool = False
     encoding: str = "utf-8"
 

@@ -228,7 +228,7 @@ class Dispatcher:
 
     def _report_result(self, tenant: str, location: SlotLocation | None, call: ToolCall, result: Result, overhead_s: float) -> None:
         self.call_tracker.remove_call(tenant, call)
-        self._telemetry.call_ended(
+        self._telemetry.count_call(
             pool=location.lease.pool if location is not None else "",
             pool_tenant=location.lease.pool_tenant or "" if location is not None else "",
             tool=call.tool,

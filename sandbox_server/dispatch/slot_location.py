@@ -42,12 +42,12 @@ class SlotLocator(Protocol):
         """
         ...
 
-    def call_started(self, lease_id: str) -> None:
+    def record_call_start(self, lease_id: str) -> None:
         """Record that a call runs under this lease. The lease does not expire while one does."""
         ...
 
-    def call_ended(self, lease_id: str) -> None:
-        """Record that a call of which `call_started` was recorded has ended."""
+    def record_call_end(self, lease_id: str) -> None:
+        """Record that a call of which `record_call_start` was recorded has ended."""
         ...
 
     async def wait_for_reconnect_or_loss(self, lease_id: str, wait_s: float) -> SandboxLost | None:

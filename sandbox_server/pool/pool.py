@@ -306,7 +306,7 @@ class Pool:
             log.exception("an observation could not be applied to the state of its pool", extra=self.pool_id.fields)
             supervisor = None if isinstance(value, PreparationEnded | AcquireAbandoned) else self.supervisors.supervisor_of(value.sandbox_id)
             if supervisor is not None:
-                supervisor.abort(f"the service could not keep it: {type(error).__name__}: {error}")
+                supervisor.abort_sandbox(f"the service could not keep it: {type(error).__name__}: {error}")
 
     def _decide(self, value: PoolValue) -> list[Effect]:
         match value:

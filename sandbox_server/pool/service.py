@@ -327,17 +327,17 @@ class PoolService(PoolReader):
         pool, lease = self._find_held_lease(tenant, lease_id)
         return locate_slot(pool, lease)
 
-    def call_started(self, lease_id: str) -> None:
+    def record_call_start(self, lease_id: str) -> None:
         """Note that a call of a lease begins. The lease expires 60 s after its last call has ended at the earliest."""
         pool = self._directory.pool_of(lease_id)
         if pool is not None:
-            pool.book.call_started(lease_id)
+            pool.book.record_call_start(lease_id)
 
-    def call_ended(self, lease_id: str) -> None:
+    def record_call_end(self, lease_id: str) -> None:
         """Note that a call of a lease has ended."""
         pool = self._directory.pool_of(lease_id)
         if pool is not None:
-            pool.book.call_ended(lease_id)
+            pool.book.record_call_end(lease_id)
 
     def follow_ended_leases(self) -> AsyncIterator[str]:
         """The ids of all leases that end from this call on, in order and without an end."""

@@ -7,6 +7,8 @@ import heapq
 import itertools
 from collections.abc import Callable
 
+from sandbox_server.pool.timers import Timers
+
 
 class FakeTimer:
     """A planned call of a function."""
@@ -58,12 +60,7 @@ class FakeClock:
 
     async def sleep(self, delay_s: float) -> None:
         """Return once `delay_s` seconds have passed."""
-        woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        timer = self.call_later(delay_s, lambda: None if woken.done() else woken.set_result(None))
-        try:
-            await woken
-        finally:
-            timer.cancel()
+        await sleep_with_timer(self, delay_s)
 
     async def advance(self, by_s: float) -> None:
         """Advance both clocks by `by_s` seconds. Timers that are due at the same time are called together, as an event loop does; then `settle` runs."""
@@ -87,6 +84,21 @@ class FakeClock:
                 timer.callback()
                 has_called = True
         return has_called
+
+
+async def sleep_with_timer(timers: Timers, delay_s: float) -> None:
+    """Return once a timer has fired: the `sleep` of a fake clock, whose time its timers follow.
+
+    Args:
+        timers: the timers of the clock.
+        delay_s: when the timer fires, in seconds of the clock.
+    """
+    woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    timer = timers.call_later(delay_s, lambda: None if woken.done() else woken.set_result(None))
+    try:
+        await woken
+    finally:
+        timer.cancel()
 
 
 async def settle(turns: int = 60) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from sandbox_server.core.clock import SystemClock
+from sandbox_server.testing.clock import sleep_with_timer
 
 
 @dataclass(eq=False)
@@ -61,12 +62,7 @@ class SkippingClock(SystemClock):
 
     async def sleep(self, delay_s: float) -> None:
         """Return after so many seconds of this clock."""
-        woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        timer = self.call_later(delay_s, lambda: None if woken.done() else woken.set_result(None))
-        try:
-            await woken
-        finally:
-            timer.cancel()
+        await sleep_with_timer(self, delay_s)
 
     async def skip(self, seconds: int) -> None:
         """Skip so many seconds, one after the other, with a moment of real time for what each of them sets in motion."""

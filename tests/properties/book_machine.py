@@ -220,11 +220,11 @@ class BookMachine(RuleBasedStateMachine):
             assert busy.lease.expires_at >= before - 1e-6, "a renewal shortened a lease"
         elif what == "start":
             busy.running += 1
-            self.book.call_started(lease_id)
+            self.book.record_call_start(lease_id)
         elif busy.running:
             busy.running -= 1
             busy.quiet = self.clock.monotonic()
-            self.book.call_ended(lease_id)
+            self.book.record_call_end(lease_id)
 
     @rule(seconds=st.sampled_from((0.5, 4.0, 6.0, 30.0, 61.0, 200.0)))
     def time_passes(self, seconds: float) -> None:

@@ -52,7 +52,7 @@ def describe_route(
     summary: str,
     *,
     codes: Sequence[str],
-    answer: type[BaseModel] | None = None,
+    response: type[BaseModel] | None = None,
     status: int = 200,
     body: type[BaseModel] | None = None,
     parameters: Sequence[Mapping[str, Any]] = (),
@@ -64,8 +64,8 @@ def describe_route(
 
     Args:
         summary: what the route does, in one line.
-        codes: the error codes that it may answer with.
-        answer: the model of its successful response, if that is JSON.
+        codes: the error codes of its error responses.
+        response: the model of its successful response, if that is JSON.
         status: the HTTP status of its successful response.
         body: the model of the body that it takes, if that is JSON.
         parameters: its path and query parameters, and its headers.
@@ -74,10 +74,10 @@ def describe_route(
         also: further responses, by HTTP status.
     """
     success: dict[str, Any] = {"description": "Success"}
-    answers = {**(json_content(answer) if answer is not None else {}), **(content or {})}
-    if answers:
-        success["content"] = answers
-    responses = {str(status): success, **_problems(codes), **{str(other): dict(answer) for other, answer in (also or {}).items()}}
+    media_types = {**(json_content(response) if response is not None else {}), **(content or {})}
+    if media_types:
+        success["content"] = media_types
+    responses = {str(status): success, **_problems(codes), **{str(other): dict(declared) for other, declared in (also or {}).items()}}
     extra: dict[str, Any] = {"responses": responses, "parameters": [dict(item) for item in parameters]}
     takes = body_content if body_content is not None else json_content(body) if body is not None else None
     if takes is not None:

@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
-from sandbox_server.api.limits import DEFAULT_OUTPUT_LIMIT_BYTES, MAX_OUTPUT_LIMIT_BYTES
+from sandbox_server.api.limits import MAX_OUTPUT_LIMIT_BYTES
+from sandbox_server.core.execution import DEFAULT_OUTPUT_LIMIT_BYTES
 
 CALL_ID_PATTERN = r"^[A-Za-z0-9._:-]{1,128}$"
 

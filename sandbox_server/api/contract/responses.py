@@ -218,7 +218,7 @@ class SandboxesAnswer(ResponseModel):
 
 
 class HealthAnswer(ResponseModel):
-    """The process answers."""
+    """The process responds."""
 
     status: Literal["ok"]
 

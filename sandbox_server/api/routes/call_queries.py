@@ -39,7 +39,7 @@ def _call_of_path(request: Request) -> tuple[str, str, str]:
 
 @router.get(
     "/v1/leases/{lease_id}/calls/{call_id}",
-    **describe_route("Get the state of a call", codes=(*CODES, "quota_exceeded", "draining"), parameters=(LEASE_ID, CALL_ID, WAIT_S), answer=CallAnswer),
+    **describe_route("Get the state of a call", codes=(*CODES, "quota_exceeded", "draining"), parameters=(LEASE_ID, CALL_ID, WAIT_S), response=CallAnswer),
 )
 async def get_call(request: Request) -> Response:
     """Get the state of a call: running, or done with its result. With `wait_s`, wait for its end."""

@@ -94,7 +94,7 @@ class ResultLines(Response):
         "Run tool calls over any number of leases",
         codes=(*WITH_TOKEN, *WITH_BODY, "draining"),
         body=ExecBatchBody,
-        answer=ExecBatchAnswer,
+        response=ExecBatchAnswer,
         content={NDJSON_TYPE: {"schema": {"$ref": REF.format(model=ResultAnswer.__name__)}}},
     ),
 )
@@ -120,7 +120,7 @@ async def exec_batch(request: Request) -> Response:
         codes=(*WITH_TOKEN, *WITH_BODY, *WITH_LEASE, "draining"),
         parameters=(LEASE_ID, LAST_EVENT_ID),
         body=ExecBody,
-        answer=ResultAnswer,
+        response=ResultAnswer,
         content={EVENT_STREAM_TYPE: {"schema": TEXT}},
     ),
 )
@@ -138,7 +138,7 @@ async def exec_one(request: Request) -> Response:
 
 
 async def _exec(request: Request, call: ToolCall | Result, on_result: Callable[[], None]) -> Response:
-    """Run a call, or answer with the result that it has without running. `on_result` is called once it has its result."""
+    """Run a call, or respond with the result that it has without running. `on_result` is called once it has its result."""
     service, tenant = service_of(request), tenant_of(request).name
     wants_events = EVENT_STREAM_TYPE in request.headers.get("accept", "")
     if isinstance(call, Result):
@@ -161,7 +161,7 @@ async def _exec(request: Request, call: ToolCall | Result, on_result: Callable[[
         "End a running call",
         codes=(*WITH_TOKEN, *WITH_BODY, *WITH_LEASE, "call_not_found", "not_implemented", "backend_unavailable"),
         body=CancelBody,
-        answer=ResultAnswer,
+        response=ResultAnswer,
     ),
 )
 async def cancel(request: Request) -> Response:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator, Callable
+
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
@@ -47,20 +49,27 @@ def _mode(asked: dict[str, str]) -> int | None:
     return int(digits, 8)
 
 
+async def _stream_content(request: Request, read: Callable[[str, str, str], AsyncGenerator[bytes, None]], media_type: str) -> Response:
+    """Respond with the content of the path that a request names.
+
+    Args:
+        request: the request.
+        read: reads the content, by tenant, lease id and path.
+        media_type: the media type of the content.
+    """
+    path = _path(query(request, ("path",)))
+    service, tenant = service_of(request), tenant_of(request).name
+    reservation = await service.dispatcher.response_budget.reserve_stream(tenant)
+    content = read(tenant, request.path_params["lease_id"], path)
+    return StreamResponse(content, media_type, stall_s=service.limits.answer_stall_s, on_end=reservation.release)
+
+
 @router.get(
     "/v1/leases/{lease_id}/files", **describe_route("Read a file", codes=FILE_CODES, parameters=(LEASE_ID, PATH), content={BYTES_TYPE: {"schema": BINARY}})
 )
 async def get_file(request: Request) -> Response:
     """Read one file."""
-    path = _path(query(request, ("path",)))
-    service, tenant = service_of(request), tenant_of(request).name
-    reservation = await service.dispatcher.response_budget.reserve_stream(tenant)
-    return StreamResponse(
-        service.files.read_file(tenant, request.path_params["lease_id"], path),
-        BYTES_TYPE,
-        stall_s=service.limits.answer_stall_s,
-        on_end=reservation.release,
-    )
+    return await _stream_content(request, service_of(request).files.read_file, BYTES_TYPE)
 
 
 @router.put(
@@ -84,7 +93,7 @@ async def put_file(request: Request) -> Response:
 
 @router.get(
     "/v1/leases/{lease_id}/files/list",
-    **describe_route("List a folder", codes=FILE_CODES, parameters=(LEASE_ID, PATH, RECURSIVE, *PAGE_PARAMETERS), answer=FilesAnswer),
+    **describe_route("List a folder", codes=FILE_CODES, parameters=(LEASE_ID, PATH, RECURSIVE, *PAGE_PARAMETERS), response=FilesAnswer),
 )
 async def list_files(request: Request) -> Response:
     """List a folder: one page of it, or all of it if there is no `limit`."""
@@ -112,15 +121,7 @@ async def list_files(request: Request) -> Response:
 )
 async def get_archive(request: Request) -> Response:
     """Read a folder and everything in it as a gzipped tar archive."""
-    path = _path(query(request, ("path",)))
-    service, tenant = service_of(request), tenant_of(request).name
-    reservation = await service.dispatcher.response_budget.reserve_stream(tenant)
-    return StreamResponse(
-        service.files.read_archive(tenant, request.path_params["lease_id"], path),
-        GZIP_TYPE,
-        stall_s=service.limits.answer_stall_s,
-        on_end=reservation.release,
-    )
+    return await _stream_content(request, service_of(request).files.read_archive, GZIP_TYPE)
 
 
 @router.put(

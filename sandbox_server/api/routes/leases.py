@@ -41,7 +41,7 @@ ACQUIRE_CODES = (
 )
 
 
-@router.post("/v1/acquire", **describe_route("Acquire one slot, or a gang of them", codes=ACQUIRE_CODES, body=AcquireBody, answer=AcquireAnswer))
+@router.post("/v1/acquire", **describe_route("Acquire one slot, or a gang of them", codes=ACQUIRE_CODES, body=AcquireBody, response=AcquireAnswer))
 async def acquire(request: Request) -> Response:
     """Acquire slots. Waits in the queue until they are granted, `wait_s` has passed, or the client closes the connection."""
     service = service_of(request)
@@ -78,7 +78,7 @@ async def _acquire_unless_gone(service: Service, request: Request, wanted: Acqui
     raise Stopping
 
 
-@router.post("/v1/release", **describe_route("End leases and give their slots back", codes=(*WITH_TOKEN, *WITH_BODY), body=ReleaseBody, answer=ReleaseAnswer))
+@router.post("/v1/release", **describe_route("End leases and give their slots back", codes=(*WITH_TOKEN, *WITH_BODY), body=ReleaseBody, response=ReleaseAnswer))
 async def release(request: Request) -> Response:
     """End leases at once. Their slots are reset afterwards."""
     service = service_of(request)
@@ -95,7 +95,7 @@ async def release(request: Request) -> Response:
     return json_response({"released": list(released), "unknown": list(unknown)})
 
 
-@router.post("/v1/renew", **describe_route("Extend leases", codes=(*WITH_TOKEN, *WITH_BODY, "storage_unavailable"), body=RenewBody, answer=RenewAnswer))
+@router.post("/v1/renew", **describe_route("Extend leases", codes=(*WITH_TOKEN, *WITH_BODY, "storage_unavailable"), body=RenewBody, response=RenewAnswer))
 async def renew(request: Request) -> Response:
     """Extend leases. The end of a lease is never brought forward."""
     service = service_of(request)
@@ -124,7 +124,7 @@ LIST_PARAMETERS = (
 
 
 @router.get(
-    "/v1/leases", **describe_route("List the leases that are held", codes=(*WITH_TOKEN, "invalid_request"), parameters=LIST_PARAMETERS, answer=LeasesAnswer)
+    "/v1/leases", **describe_route("List the leases that are held", codes=(*WITH_TOKEN, "invalid_request"), parameters=LIST_PARAMETERS, response=LeasesAnswer)
 )
 async def list_leases(request: Request) -> Response:
     """List the tenant's leases, one page at a time."""
@@ -138,7 +138,7 @@ async def list_leases(request: Request) -> Response:
     return json_response(page_document("leases", [lease_document(lease) for lease in leases], cursor))
 
 
-@router.get("/v1/leases/{lease_id}", **describe_route("One lease", codes=(*WITH_TOKEN, *WITH_LEASE), parameters=(LEASE_ID,), answer=LeaseAnswer))
+@router.get("/v1/leases/{lease_id}", **describe_route("One lease", codes=(*WITH_TOKEN, *WITH_LEASE), parameters=(LEASE_ID,), response=LeaseAnswer))
 async def get_lease(request: Request) -> Response:
     """Get a lease that is held."""
     return json_response(lease_document(service_of(request).pools.lease(tenant_of(request).name, request.path_params["lease_id"])))
@@ -151,7 +151,7 @@ async def get_lease(request: Request) -> Response:
         codes=(*WITH_TOKEN, *WITH_BODY, *WITH_LEASE, "not_implemented", "draining", "backend_unavailable", "storage_unavailable"),
         parameters=(LEASE_ID,),
         body=NarrowBody,
-        answer=LeaseAnswer,
+        response=LeaseAnswer,
     ),
 )
 async def narrow(request: Request) -> Response:

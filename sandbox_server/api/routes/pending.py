@@ -1,4 +1,4 @@
-"""The routes of the contract that are not built yet. They answer `not_implemented`, over HTTP and over WebSocket."""
+"""The routes of the contract that are not built yet. They respond with `not_implemented`, over HTTP and over WebSocket."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ CHANGE_CODES = (*WITH_TOKEN, "forbidden", "invalid_request", "pool_conflict", "n
         "List the pools that the tenant can use",
         codes=(*WITH_TOKEN, "forbidden", "invalid_request"),
         parameters=(TENANTS, *PAGE_PARAMETERS),
-        answer=PoolsAnswer,
+        response=PoolsAnswer,
     ),
 )
 async def list_pools(request: Request) -> Response:
@@ -58,7 +58,7 @@ async def list_pools(request: Request) -> Response:
 
 @router.get(
     "/v1/pools/{name}",
-    **describe_route("One pool", codes=(*WITH_TOKEN, "forbidden", "invalid_request", "pool_not_found"), parameters=(NAME, TENANT), answer=PoolAnswer),
+    **describe_route("One pool", codes=(*WITH_TOKEN, "forbidden", "invalid_request", "pool_not_found"), parameters=(NAME, TENANT), response=PoolAnswer),
 )
 async def get_pool(request: Request) -> Response:
     """Get one pool with its current state."""
@@ -74,7 +74,7 @@ async def get_pool(request: Request) -> Response:
         codes=(*CHANGE_CODES, *WITH_BODY),
         parameters=(NAME, TENANT),
         body=PoolSpecBody,
-        answer=PoolAnswer,
+        response=PoolAnswer,
         also={201: {"description": "Created", "content": json_content(PoolAnswer)}},
     ),
 )
@@ -134,7 +134,7 @@ async def delete_pool(request: Request) -> Response:
         "Verify the reset of a pool's slots",
         codes=(*CHANGE_CODES, "pool_not_found", "no_capacity"),
         parameters=(NAME, TENANT),
-        answer=VerifyAnswer,
+        response=VerifyAnswer,
     ),
 )
 async def verify_pool(request: Request) -> Response:

@@ -18,7 +18,7 @@ router = APIRouter(route_class=RawRoute, tags=["sandboxes"])
 SANDBOX_ID = parameter("sandbox_id", {"type": "string", "minLength": 1}, "a sandbox", location="path", required=True)
 
 
-@router.get("/v1/sandboxes", **describe_route("List sandboxes", codes=(*WITH_TOKEN, "invalid_request"), parameters=PAGE_PARAMETERS, answer=SandboxesAnswer))
+@router.get("/v1/sandboxes", **describe_route("List sandboxes", codes=(*WITH_TOKEN, "invalid_request"), parameters=PAGE_PARAMETERS, response=SandboxesAnswer))
 async def list_sandboxes(request: Request) -> Response:
     """List the sandboxes of the pools that the tenant can use, with the states of their slots."""
     service = service_of(request)
@@ -34,7 +34,7 @@ async def list_sandboxes(request: Request) -> Response:
         codes=(*WITH_TOKEN, "forbidden", "sandbox_not_found", "storage_unavailable"),
         status=202,
         parameters=(SANDBOX_ID,),
-        answer=SandboxAnswer,
+        response=SandboxAnswer,
     ),
 )
 async def drain_sandbox(request: Request) -> Response:

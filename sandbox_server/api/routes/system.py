@@ -1,4 +1,4 @@
-"""The routes for health checks: whether the process answers, and whether leases can be acquired."""
+"""The routes for health checks: whether the process responds, and whether leases can be acquired."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ router = APIRouter(route_class=RawRoute, tags=["service"])
 POOL = parameter("pool", {"type": "string"}, "report on this pool alone")
 
 
-@router.get("/healthz", **describe_route("Whether the process answers", codes=ALWAYS, answer=HealthAnswer))
+@router.get("/healthz", **describe_route("Whether the process responds", codes=ALWAYS, response=HealthAnswer))
 async def healthz(request: Request) -> Response:
-    """Report that the process answers requests."""
+    """Report that the process responds to requests."""
     return json_response({"status": "ok"})
 
 
@@ -30,7 +30,7 @@ async def healthz(request: Request) -> Response:
         "Whether leases can be acquired",
         codes=(*ALWAYS, "invalid_request", "pool_not_found"),
         parameters=(POOL,),
-        answer=ReadyAnswer,
+        response=ReadyAnswer,
         also={503: {"description": "Not ready", "content": json_content(ReadyAnswer)}},
     ),
 )

@@ -94,6 +94,8 @@ class RoomQueue(Generic[R]):
 
     def admit_waiting(self) -> None:
         """Admit every reservation that fits. To be called whenever room has become free."""
+        if not self._waiters:
+            return
         queues = dict(self._waiters)
         while queues:
             for tenant, queue in list(queues.items()):

@@ -219,12 +219,12 @@ class CallRunner:
     async def _wait_for_permit(self) -> None:
         """Wait until the first call may start, or until the call or its lease has ended otherwise. The lease does not expire meanwhile."""
         call_id = self._queue.first_call.call_id
-        self._context.slot_locator.call_started(self._lease_id)
+        self._context.slot_locator.record_call_start(self._lease_id)
         try:
             if await self._context.concurrency_limiter.acquire_permit(self._tenant, (self._lease_id, call_id)):
                 self._permitted_call_id = call_id
         finally:
-            self._context.slot_locator.call_ended(self._lease_id)
+            self._context.slot_locator.record_call_end(self._lease_id)
         self._reset_call_start()
 
     def _release_permit(self) -> None:
@@ -237,7 +237,7 @@ class CallRunner:
         calls = self._queue.first_calls(count)
         for call in calls:
             self._context.call_tracker.mark_sent(call)
-        self._context.slot_locator.call_started(self._lease_id)
+        self._context.slot_locator.record_call_start(self._lease_id)
         sent_at = self._context.clock.monotonic()
         earlier_sent_count = self._queue.sent_count
         try:
@@ -261,7 +261,7 @@ class CallRunner:
             raise
         finally:
             self._is_exchanging = False
-            self._context.slot_locator.call_ended(self._lease_id)
+            self._context.slot_locator.record_call_end(self._lease_id)
         return SendCalls()
 
     async def _next_message(self, stream: CallStream, location: SlotLocation, sent_at: float) -> ResultMessage | None:

@@ -95,14 +95,14 @@ class LeaseIndex:
         """Return the ids of the leases that a run holds; for `run_id` None, of those that the tenant holds without a run."""
         return list(self._ids_by_run.get((tenant, run_id), ()))
 
-    def call_started(self, lease_id: str) -> None:
+    def record_call_start(self, lease_id: str) -> None:
         """Note that a call runs in a lease, which then does not expire. Does nothing if the lease has ended."""
         held_lease = self.by_id.get(lease_id)
         if held_lease is not None:
             held_lease.running_call_count += 1
 
-    def call_ended(self, lease_id: str, now: float) -> None:
-        """Note that a call has ended for which `call_started` was called. `now`: monotonic."""
+    def record_call_end(self, lease_id: str, now: float) -> None:
+        """Note that a call has ended for which `record_call_start` was called. `now`: monotonic."""
         held_lease = self.by_id.get(lease_id)
         if held_lease is not None and held_lease.running_call_count:
             held_lease.running_call_count -= 1
@@ -151,7 +151,7 @@ class LeaseIndex:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResetOrder:
-    """Tells the fleet to have a slot reset by its agent.
+    """The order to have a slot reset by its agent.
 
     Attributes:
         ref: the slot.

@@ -156,7 +156,7 @@ class LeaseBook:
         return lease
 
     def accept_newer_epoch(self, ref: SlotRef, epoch: int) -> Lease | None:
-        """Reset a slot whose agent reports a newer epoch than the recorded one: the slot has changed hands, so the recorded lease has lost it.
+        """Reset a slot whose agent reports a newer epoch than the recorded one: the slot belongs to another lease by now, so the recorded lease has lost it.
 
         Returns:
             The lease that this ended, if any.
@@ -346,13 +346,13 @@ class LeaseBook:
         self._record(held_lease.lease)
         return held_lease.lease
 
-    def call_started(self, lease_id: str) -> None:
+    def record_call_start(self, lease_id: str) -> None:
         """Note that a call runs in a lease, which then does not expire. Does nothing if the lease has ended."""
-        self.lease_index.call_started(lease_id)
+        self.lease_index.record_call_start(lease_id)
 
-    def call_ended(self, lease_id: str) -> None:
-        """Note that a call has ended for which `call_started` was called."""
-        self.lease_index.call_ended(lease_id, self._clock.monotonic())
+    def record_call_end(self, lease_id: str) -> None:
+        """Note that a call has ended for which `record_call_start` was called."""
+        self.lease_index.record_call_end(lease_id, self._clock.monotonic())
 
     # After a restart.
 

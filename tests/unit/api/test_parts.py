@@ -244,7 +244,7 @@ def test_an_exception_is_in_the_line() -> None:
 def test_an_unknown_tool_is_no_label() -> None:
     telemetry = Telemetry()
     for n in range(100):
-        telemetry.call_ended(pool="p", tool=f"tool-{n}", reason="lease_lost", fault="ambiguous", duration_s=0.0, overhead_s=None)
+        telemetry.count_call(pool="p", tool=f"tool-{n}", reason="lease_lost", fault="ambiguous", duration_s=0.0, overhead_s=None)
 
     assert telemetry.value("sandbox_exec_total", pool="p", tool="other", reason="lease_lost", fault="ambiguous") == 100.0
     assert b"tool-7" not in telemetry.text([])

@@ -44,11 +44,11 @@ class FakeSlotLocator:
             raise LeaseNotFound(f"there is no lease {lease_id!r}, or it is not yours")
         return self.locations[lease_id]
 
-    def call_started(self, lease_id: str) -> None:
+    def record_call_start(self, lease_id: str) -> None:
         self.running[lease_id] = self.running.get(lease_id, 0) + 1
         self.most_running = max(self.most_running, sum(self.running.values()))
 
-    def call_ended(self, lease_id: str) -> None:
+    def record_call_end(self, lease_id: str) -> None:
         self.running[lease_id] -= 1
 
     async def wait_for_reconnect_or_loss(self, lease_id: str, wait_s: float) -> SandboxLost | None:

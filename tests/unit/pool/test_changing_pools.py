@@ -186,7 +186,7 @@ async def test_a_pool_that_drains_says_why_and_when_it_is_gone(make_world):
     assert view.last_error == "the pool was deleted: it is gone when its 2 leases have ended, in 50 s unless they are renewed or used"
     world.pools.release("t", [other.lease_id])
     assert world.pools.view("mine").last_error == "the pool was deleted: it is gone when its lease has ended, in 50 s unless it is renewed or used"
-    world.pools.call_started(lease.lease_id)
+    world.pools.record_call_start(lease.lease_id)
     assert world.pools.view("mine").last_error == "the pool was deleted: it is gone when its lease has ended"
     world.pools.release("t", [lease.lease_id])
     assert world.pools.view("mine").last_error == "the pool was deleted: it is gone as soon as its sandboxes are"

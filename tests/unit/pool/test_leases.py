@@ -73,10 +73,10 @@ async def test_renew_never_shortens(make_world):
 async def test_a_running_call_holds_the_lease_and_sixty_seconds_beyond(make_world):
     world = await make_world()
     (lease,) = (await world.acquire(ttl_s=10)).leases
-    world.pools.call_started(lease.lease_id)
+    world.pools.record_call_start(lease.lease_id)
     await world.clock.advance(500)
     assert world.pools.lease("t", lease.lease_id)
-    world.pools.call_ended(lease.lease_id)
+    world.pools.record_call_end(lease.lease_id)
     await world.clock.advance(59)
     assert world.pools.lease("t", lease.lease_id)
 

@@ -103,7 +103,7 @@ class AgentConnector:
             question.cancel()
 
     async def wait_for_end_time(self, handle: Handle) -> float | None:
-        """Ask the backend when it will end the sandbox by itself, until it can say so.
+        """Ask the backend when it will end the sandbox by itself, until it reports it.
 
         Returns:
             That time in Unix seconds; None if the backend will not end the sandbox.

@@ -70,7 +70,7 @@ class SandboxSupervisor:
         """Destroy the sandbox, whatever it is doing."""
         self._destroy_ordered.set()
 
-    def abort(self, reason: str) -> None:
+    def abort_sandbox(self, reason: str) -> None:
         """Report the sandbox as failed and destroy it, because the service cannot keep it.
 
         Args:

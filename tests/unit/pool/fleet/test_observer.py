@@ -271,7 +271,7 @@ async def test_leases_carry_the_end_of_their_sandbox_and_never_outlive_it(make_w
     assert world.pools.sandboxes()[0].ends_at == pytest.approx(ends_at)
     (renewed,), _ = world.pools.renew("t", [lease.lease_id], 9000)
     assert renewed.expires_at == pytest.approx(ends_at)
-    world.pools.call_started(lease.lease_id)
+    world.pools.record_call_start(lease.lease_id)
     await world.clock.advance(999)
     assert world.pools.lease("t", lease.lease_id)
     await world.clock.advance(2)

@@ -89,7 +89,7 @@ async def test_who_has_nothing_gets_one_slot_beside_a_waiting_gang_however_small
 async def test_what_has_ended_is_not_kept_in_mind_for_its_ttl_or_its_wait(make_world):
     world = await make_world(max_sandboxes=1, slots_per_sandbox=2, acquire_timeout_s=86_400)
     (held,) = (await world.acquire(ttl_s=500)).leases
-    world.pool.book.call_started(held.lease_id)
+    world.pool.book.record_call_start(held.lease_id)
     labels, ended = {"a": "b"}, []
     for _ in range(3 * MAX_STALE_ENTRIES):
         (lease,) = (await world.acquire(ttl_s=86_400, labels=labels)).leases
@@ -101,7 +101,7 @@ async def test_what_has_ended_is_not_kept_in_mind_for_its_ttl_or_its_wait(make_w
     assert len(book.lease_index._expiries) <= MAX_STALE_ENTRIES + 4
     assert len(book.queue._deadlines) <= MAX_STALE_ENTRIES + 4
     assert all(not book.ended_leases.get(lease_id).labels for lease_id in ended)
-    book.call_ended(held.lease_id)
+    book.record_call_end(held.lease_id)
     await world.clock.advance(501)
     with pytest.raises(LeaseLost):
         world.pools.lease("t", held.lease_id)

@@ -87,11 +87,11 @@ async def test_the_end_that_is_shown_is_the_one_that_counts(make_world):
     world = await make_world()
     (lease,) = (await world.acquire(ttl_s=10)).leases
     assert world.pools.lease("t", lease.lease_id).expires_at == lease.expires_at
-    world.pools.call_started(lease.lease_id)
+    world.pools.record_call_start(lease.lease_id)
     await world.clock.advance(100)
     assert world.pools.lease("t", lease.lease_id).expires_at == world.clock.wall() + 60
 
-    world.pools.call_ended(lease.lease_id)
+    world.pools.record_call_end(lease.lease_id)
     ends_at = world.clock.wall() + 60
     await world.clock.advance(20)
 
