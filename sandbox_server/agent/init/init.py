@@ -7,7 +7,6 @@ socket. Requests are marshalled dicts, because both ends run the same interprete
 
 from __future__ import annotations
 
-import _signal as signal  # type: ignore[import-not-found]
 import _socket as socket
 import marshal
 import os
@@ -24,7 +23,10 @@ from sandbox_server.agent.init.spawned_trees import SpawnedTrees
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import signal
     from typing import Any, Dict, List, Mapping, NoReturn, Tuple
+else:
+    import _signal as signal  # `signal` would import `enum`, for which every slot would need memory
 
 _ERRNO = struct.Struct("i")
 

@@ -5,7 +5,6 @@ A tree is killed in rounds: its processes are stopped, the process table is read
 
 from __future__ import annotations
 
-import _signal as signal  # type: ignore[import-not-found]
 import os
 import time
 
@@ -13,9 +12,11 @@ from sandbox_server.agent.init import privileges, process_table
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import signal
     from typing import Any, Callable, Dict, Mapping, Set
+else:
+    import _signal as signal  # `signal` would import `enum`, for which every slot would need memory
 
-_ROUNDS = 40
 _KILL_WITHIN_S = 0.5
 _HELPER_WITHIN_S = 0.5
 _HELPER_POLL_S = 0.0002
@@ -171,7 +172,7 @@ class SpawnedTrees:
     def _kill_tree(self, tree: SpawnedTree) -> int:
         deadline = time.monotonic() + _KILL_WITHIN_S
         members = self._find_members(tree)
-        for _ in range(_ROUNDS):
+        for _ in range(process_table.KILL_ROUNDS):
             # Stop all processes first, so that none can fork while the others are killed.
             stopped: Set[int] = set()
             while set(members) - stopped and time.monotonic() < deadline:
@@ -217,7 +218,7 @@ class SpawnedTrees:
             self._kill_descendants()
 
     def _kill_descendants(self) -> None:
-        for _ in range(_ROUNDS):
+        for _ in range(process_table.KILL_ROUNDS):
             table = process_table.read_process_table()
             members = process_table.select_living(table, process_table.find_trees(table, [pid for pid, entry in table.items() if entry[0] == self._self]))
             if not members:

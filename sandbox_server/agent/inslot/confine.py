@@ -194,7 +194,7 @@ class ConfinedPath:
         fd = os.open(self.real, flags | os.O_NOFOLLOW)
         try:
             self.verify(fd)
-        except BaseException:
+        except Refusal:
             os.close(fd)
             raise
         return fd

@@ -105,29 +105,14 @@ class BwrapIsolation:
         groups = self._cgroups.make_groups(name)
         try:
             started_init = await self._start_init(has_network, dirs, uid, groups, cache)
-        except BaseException:
+        except BaseException:  # also when this task is cancelled
             groups.remove_groups()
             if reused is None and uid is not None:
                 self._uids.give_back(uid)
             raise
         finally:
             groups.close_join_fds()
-        return SlotRuntime(
-            slot_id=slot_id,
-            dirs=dirs,
-            workspace=WORKSPACE,
-            tmp=TMP,
-            has_network=has_network,
-            process=started_init.process,
-            link=started_init.link,
-            init_pid=started_init.pid,
-            init_pidfd=started_init.pidfd,
-            uid=uid,
-            groups=groups,
-            shell=base.find_shell(),
-            stderr_fd=started_init.stderr_fd,
-            cache=cache,
-        )
+        return started_init.to_runtime(slot_id, dirs, WORKSPACE, TMP, has_network=has_network, uid=uid, groups=groups, cache=cache)
 
     async def _start_init(self, has_network: bool, dirs: Dirs, uid: int | None, groups: SlotGroups, cache: CacheFolder | None) -> init_start.StartedInit:
         agent_socket, init_socket = init_start.create_control_sockets()

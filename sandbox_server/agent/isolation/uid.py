@@ -62,15 +62,15 @@ class UidIsolation:
         await self._prepare_users()
         uid = reused.uid if reused is not None and reused.uid is not None else self._uids.take()
         try:
-            runtime = await self._start_with_best_tmp_isolation(slot_id, has_network, uid, reused)
-        except BaseException:
+            runtime = await self._start_with_private_mounts_if_possible(slot_id, has_network, uid, reused)
+        except BaseException:  # also when this task is cancelled
             if reused is None:
                 self._uids.give_back(uid)
             raise
         os.chown(runtime.dirs.root, uid, uid)
         return runtime
 
-    async def _start_with_best_tmp_isolation(self, slot_id: str, has_network: bool, uid: int, reused: SlotRuntime | None) -> SlotRuntime:
+    async def _start_with_private_mounts_if_possible(self, slot_id: str, has_network: bool, uid: int, reused: SlotRuntime | None) -> SlotRuntime:
         if self.tmp_isolation == "own":
             try:
                 runtime = await self._starter.start_runtime("uid", slot_id, has_network, uid, reused, has_private_mounts=True)

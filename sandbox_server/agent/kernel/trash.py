@@ -16,7 +16,7 @@ import sys
 import threading
 from typing import Callable
 
-_DIR_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _BATCH = 1000
 
 
@@ -34,14 +34,14 @@ def open_dir(name: str, parent: int | None) -> int:
         OSError: there is no folder with this name, or it cannot be opened.
     """
     try:
-        return os.open(name, _DIR_FLAGS, dir_fd=parent)
+        return os.open(name, FOLDER_FLAGS, dir_fd=parent)
     except PermissionError:
         path_fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_DIRECTORY, dir_fd=parent)
         try:
             os.chmod("/proc/self/fd/%d" % path_fd, 0o700)
         finally:
             os.close(path_fd)
-        return os.open(name, _DIR_FLAGS, dir_fd=parent)
+        return os.open(name, FOLDER_FLAGS, dir_fd=parent)
 
 
 def _delete_all_but_folders(folder: int) -> list[str]:

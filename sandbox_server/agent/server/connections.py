@@ -296,7 +296,7 @@ class Connection(asyncio.Protocol):
             action()
         except Refused as error:
             stream.refuse(error)
-        except Exception as error:
+        except Exception as error:  # the failure of one stream must not end the connection, which carries all others
             log.exception("a stream failed")
             stream.refuse(Refused("internal", "%s: %s" % (type(error).__name__, error)))
 

@@ -94,7 +94,7 @@ class RuntimePool:
             self.caches.count_mount(cache)
         try:
             return await self._start(slot_id, has_network, ended, cache)
-        except BaseException:
+        except BaseException:  # also when this task is cancelled
             if cache is not None:
                 self.caches.count_unmount(cache)
             self._delete_remains(ended)

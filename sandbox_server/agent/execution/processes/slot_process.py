@@ -122,18 +122,11 @@ class SlotProcess:
             for _ in names:
                 agent_fds.append(self._open_output_pipe(process_fds))
             if spec.has_stdin_pipe:
-                read_fd, stdin_fd = os.pipe2(os.O_CLOEXEC)
-                os.set_blocking(stdin_fd, False)
-                process_fds.append(read_fd)
+                stdin_fd = _open_stdin_pipe(process_fds)
                 names.append("in")
             _add_memory_files(spec, names, process_fds)
-            passed_fds = list(process_fds)
-            move_fd = self._take_leaf(spec)
-            if move_fd >= 0:
-                names.append("cgroup")
-                passed_fds.append(move_fd)
-            self._spawn_id = self.runtime.link.start_process({**spec.request, "fds": names}, passed_fds, self)
-        except BaseException:
+            self._spawn_id = self._send_request(spec, names, process_fds)
+        except BaseException:  # not even a defect may leave descriptors open: the agent runs for a long time
             for fd in agent_fds if stdin_fd < 0 else [*agent_fds, stdin_fd]:
                 os.close(fd)
             raise
@@ -147,7 +140,15 @@ class SlotProcess:
             # Most commands end before this timer expires, and are spared the cost of registering their pipes with the event loop.
             self._watch_timer = self._loop.call_later(_WATCH_OUTPUT_AFTER_S, self._watch_output)
 
+    def _send_request(self, spec: SpawnSpec, names: Sequence[str], process_fds: Sequence[int]) -> int:
+        """Ask init to start the process with these descriptors, each of which has a name. Returns the spawn id."""
+        move_fd = self._take_leaf(spec)
+        if move_fd >= 0:
+            names, process_fds = [*names, "cgroup"], [*process_fds, move_fd]
+        return self.runtime.link.start_process({**spec.request, "fds": list(names)}, process_fds, self)
+
     def _open_output_pipe(self, process_fds: list[int]) -> int:
+        """Open a pipe for output, and add its write end to the descriptors of the process. Returns the read end."""
         read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
         process_fds.append(write_fd)
         os.set_blocking(read_fd, False)
@@ -317,6 +318,14 @@ class SlotProcess:
         """See `init_link.SpawnListener`."""
         self._set_over()
         self._listener.on_init_lost(detail)
+
+
+def _open_stdin_pipe(process_fds: list[int]) -> int:
+    """Open the pipe of the standard input, and add its read end to the descriptors of the process. Returns the write end."""
+    read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
+    process_fds.append(read_fd)
+    os.set_blocking(write_fd, False)
+    return write_fd
 
 
 def _add_memory_files(spec: SpawnSpec, names: list[str], process_fds: list[int]) -> None:
