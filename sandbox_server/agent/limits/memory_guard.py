@@ -22,7 +22,7 @@ from sandbox_server.agent.kernel.slot_limits import write_control_file
 
 log = logging.getLogger(__name__)
 
-CHECK_EVERY_S = 0.1
+CHECK_MEMORY_EVERY_S = 0.1
 OWNER_WITHIN_S = 1.0
 _FREED_WITHIN_S = 2.0
 _STUCK_WITHIN_S = 2.0
@@ -102,10 +102,10 @@ class MemoryGuard:
         while True:
             try:
                 await self._check_groups()
-            except Exception:
+            except Exception:  # the guard must go on: no failure of one check, not even a defect, may leave the slots unguarded
                 log.exception("the memory of slots could not be checked")
             try:
-                await asyncio.wait_for(self._wake.wait(), CHECK_EVERY_S)
+                await asyncio.wait_for(self._wake.wait(), CHECK_MEMORY_EVERY_S)
             except asyncio.TimeoutError:
                 continue
             self._wake.clear()

@@ -5,16 +5,12 @@ from __future__ import annotations
 import dataclasses
 import os
 import stat
-import time
 from typing import Callable, Iterator
 
+from sandbox_server.agent.kernel.measuring import MAX_ENTRIES, STAT_BLOCK_BYTES, pause_between_entries
 from sandbox_server.agent.kernel.trash import open_dir
 
-MAX_ENTRIES = 2_000_000
 MAX_DEPTH = 256
-_BLOCK_BYTES = 512
-_BATCH = 500
-_PAUSE_S = 0.005
 
 
 @dataclasses.dataclass
@@ -51,8 +47,7 @@ def measure_cache(path: str, quota_bytes: int, stopped: Callable[[], bool]) -> U
             if _count_entry(name, fd, usage):
                 _enter_folder(name, stack, usage)
             _check_limits(usage, quota_bytes)
-            if usage.entries % _BATCH == 0:
-                time.sleep(_PAUSE_S)
+            pause_between_entries(usage.entries)
     finally:
         for fd, _ in stack:
             os.close(fd)
@@ -63,7 +58,7 @@ def _open_folder(name: str, parent: int | None) -> tuple[int, Iterator[str]]:
     fd = open_dir(name, parent)
     try:
         return fd, iter(os.listdir(fd))
-    except BaseException:
+    except OSError:
         os.close(fd)
         raise
 
@@ -75,7 +70,7 @@ def _count_entry(name: str, fd: int, usage: Usage) -> bool:
         info = os.stat(name, dir_fd=fd, follow_symlinks=False)
     except OSError:
         return False  # removed since the folder was listed
-    usage.size_bytes += info.st_blocks * _BLOCK_BYTES
+    usage.size_bytes += info.st_blocks * STAT_BLOCK_BYTES
     return stat.S_ISDIR(info.st_mode)
 
 

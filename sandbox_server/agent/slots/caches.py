@@ -21,6 +21,7 @@ from typing import Any, Callable
 
 from sandbox_server.agent.errors import Refused, StartFailed
 from sandbox_server.agent.execution.slot_runtime import CacheFolder
+from sandbox_server.agent.kernel.measuring import pause_after_measurement_s
 from sandbox_server.agent.kernel.trash import Trash
 from sandbox_server.agent.kernel.uids import UidRange
 from sandbox_server.agent.slots.cache_usage import Usage, measure_cache
@@ -29,8 +30,7 @@ log = logging.getLogger(__name__)
 
 KEY = re.compile(r"[A-Za-z0-9_-]{1,64}\Z")
 MAX_CACHES = 500
-MEASURE_EVERY_S = 10.0
-_REST_FACTOR = 10  # after a measurement that took t seconds, the next one begins at least 10 t seconds later
+MEASURE_CACHES_EVERY_S = 10.0
 _GROUP_UMASK, _OWN_UMASK = 0o002, 0o022
 _ACL_NAME = "system.posix_acl_default"
 _ACL_VERSION, _ACL_USER, _ACL_GROUP, _ACL_OTHER = 2, 0x01, 0x04, 0x20
@@ -186,7 +186,7 @@ class Caches:
             for state in list(self._by_key.values()):
                 if state.runtime_count:
                     await self._measure_cache(state)
-            await _wait_at_most(self._is_closed, max(MEASURE_EVERY_S, _REST_FACTOR * (loop.time() - began)))
+            await _wait_at_most(self._is_closed, pause_after_measurement_s(loop.time() - began, MEASURE_CACHES_EVERY_S))
 
     async def _measure_cache(self, state: _CacheState) -> None:
         key = state.folder.key

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from sandbox_server.agent.kernel.memory_plan import MIB
 from sandbox_server.agent.kernel.trash import delete_tree
-from sandbox_server.agent.limits.disk_plan import MIB, Reserve, Space, choose_slot_to_end, compute_reserve
+from sandbox_server.agent.limits.disk_plan import Reserve, Space, choose_slot_to_end, compute_reserve
 from sandbox_server.agent.limits.disk_usage import DiskMeter, DiskUse, measure_disk
 
 GIB = 1024 * MIB
