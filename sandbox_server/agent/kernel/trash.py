@@ -160,7 +160,7 @@ class Trash:
         self._thread.start()
 
     def discard_folder(self, path: str) -> None:
-        """Take a folder away now and delete it soon. Missing is fine."""
+        """Move a folder away now, and let the thread delete it. A folder that does not exist is no error."""
         target = os.path.join(self._path, "%d-%d" % (os.getpid(), next(self._names)))
         with contextlib.suppress(FileNotFoundError):
             try:
@@ -177,7 +177,7 @@ class Trash:
         return self._queue.unfinished_tasks > 0
 
     def end_thread(self) -> None:
-        """Let the thread end once it has deleted what was thrown so far."""
+        """Let the thread end once it has deleted what was discarded so far."""
         self._queue.put(None)
 
     def wait_for_thread(self, timeout_s: float) -> bool:

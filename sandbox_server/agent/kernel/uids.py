@@ -71,14 +71,14 @@ class UidRange:
         self._all = range(0)
         self._recorded_uids: Set[int] = set()
 
-    def take(self) -> int:
+    def take_uid(self) -> int:
         """Take a uid, which is also the gid, that no process has.
 
         Raises:
             StartFailed: all uids are in use or in quarantine, or no range could be locked.
         """
         if self._lock_fd < 0:
-            self._lock()
+            self._lock_first_free_range()
         if not self._free:
             raise StartFailed("all %d user ids of this agent are in use or in quarantine" % _SLOT_UIDS)
         uid = self._free.popleft()
@@ -87,11 +87,11 @@ class UidRange:
             os.write(self._lock_fd, b"%d\n" % uid)
         return uid
 
-    def give_back(self, uid: int) -> None:
+    def give_back_uid(self, uid: int) -> None:
         """Make a uid available again after its end is proven. It is used again last, so that any process that was overlooked has time to appear."""
         self._free.append(uid)
 
-    def lock(self) -> range:
+    def lock_range(self) -> range:
         """Lock a range, and kill the processes that an earlier agent has left in it.
 
         Returns:
@@ -101,10 +101,11 @@ class UidRange:
             StartFailed: no range could be locked.
         """
         if self._lock_fd < 0:
-            self._lock()
+            self._lock_first_free_range()
         return self._all
 
-    def _lock(self) -> None:
+    def _lock_first_free_range(self) -> None:
+        """Lock the first range that no other agent has locked, and find out which of its uids are free."""
         folder = _find_lock_dir()
         high = _highest_uid() >= _HIGH_BASE + _RANGES * RANGE_UIDS
         base, ranges = (_HIGH_BASE, _RANGES) if high else (_LOW_BASE, _LOW_RANGES)

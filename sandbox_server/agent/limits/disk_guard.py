@@ -25,10 +25,10 @@ log = logging.getLogger(__name__)
 
 CHECK_DISK_EVERY_S = 0.25
 MEASURE_DISK_EVERY_S = 2.0
-_MEASURE_WITHIN_S = 15.0
-_OTHERS_FIRST_S = 0.5
-_AGAIN_AFTER_S = 5.0
-_DELETED_WITHIN_S = 60.0
+_MEASURE_WITHIN_S = 15.0  # One slot. What was not reached by then is not counted.
+_OTHERS_FIRST_S = 0.5  # The less of the disk the largest slot of this agent uses, the longer it waits for other agents to act: at most so long.
+_AGAIN_AFTER_S = 5.0  # After a slot was ended, or none used much, the slots of that file system are measured again only after this time.
+_DELETED_WITHIN_S = 60.0  # While the files of an ended slot are being deleted, no other slot is ended, but at most for so long.
 
 
 class SlotFolders:

@@ -23,10 +23,10 @@ from sandbox_server.agent.kernel.slot_limits import write_control_file
 log = logging.getLogger(__name__)
 
 CHECK_MEMORY_EVERY_S = 0.1
-OWNER_WITHIN_S = 1.0
-_FREED_WITHIN_S = 2.0
-_STUCK_WITHIN_S = 2.0
-_SETTLE_S = 0.3
+OWNER_WITHIN_S = 1.0  # After this time another agent than the owner kills the processes of the chosen slot.
+_FREED_WITHIN_S = 2.0  # While the processes of an ended slot still end, no other slot is ended, but at most for so long.
+_STUCK_WITHIN_S = 2.0  # After this time in a full group in which every slot is within its share, the kernel may kill processes.
+_SETTLE_S = 0.3  # The kernel frees the last memory of a slot slightly after its last process.
 _EFD_CLOEXEC, _EFD_NONBLOCK = 0o2000000, 0o4000
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -153,7 +153,7 @@ class MemoryGuard:
             if not self._groups.list_processes(path):
                 del self._ending[path]
             elif now <= until:
-                self._settled_at = now + _SETTLE_S  # The kernel frees its tmpfs slightly after its last process.
+                self._settled_at = now + _SETTLE_S
         return now < self._settled_at
 
     def _record_ended(self, path: str, now: float) -> None:

@@ -93,7 +93,7 @@ class Agent:
         Raises:
             OSError: the agent cannot listen, or cannot use its folder.
         """
-        self._throw_old_folders()
+        self._discard_old_folders()
         self._cgroups = Cgroups(self.boot, self.config)
         sets_floor = oom_score.protect_this_process()
         raise_priority()
@@ -101,7 +101,7 @@ class Agent:
         uids = UidRange()
         self._probed = await probe_isolation_modes(self._make_context(sets_floor), self._cgroups, self._trash, uids)
         await self._listeners.start_listening()
-        self._limit_life()
+        self._start_lifetime_timers()
         if self._probed.isolation is not None:
             caches = Caches(os.path.join(self.config.base_dir, "caches"), int(self.config.cache_bytes), self._trash, uids if os.geteuid() == 0 else None)
             runtimes = self._runtimes = RuntimePool(self.config, self._probed.isolation, self._trash, caches)
@@ -111,7 +111,7 @@ class Agent:
         await self.stopping.wait()
         await self._shut_down()
 
-    def _throw_old_folders(self) -> None:
+    def _discard_old_folders(self) -> None:
         """Delete what an earlier agent has left in the same folder."""
         for name in ("slots", "spool", "lib", "etc", "caches"):
             self._trash.discard_folder(os.path.join(self.config.base_dir, name))
@@ -131,7 +131,7 @@ class Agent:
             sets_floor,
         )
 
-    def _limit_life(self) -> None:
+    def _start_lifetime_timers(self) -> None:
         self._start_alone_timer()
         if self.config.max_life_s is not None:
             self._loop.call_later(self.config.max_life_s, self._stop, "it has reached its maximum lifetime")
@@ -285,15 +285,15 @@ class Agent:
         states: dict[str, int] = {}
         for slot in self.slots.values():
             states[slot.state] = states.get(slot.state, 0) + 1
-        caches = self._runtimes.caches.stats() if self._runtimes is not None else []
+        caches = self._runtimes.caches.describe_caches() if self._runtimes is not None else []
         stream.end_stream({"slots": len(self.slots), "states": states, "connections": len(self._connections), "caches": caches})
 
     async def _drop_cache(self, stream: Stream, cache_key: Any) -> None:
         if self._runtimes is not None:
-            self._runtimes.caches.drop_cache(cache_key, self._find_holders)
+            self._runtimes.caches.drop_cache(cache_key, self._find_cache_holders)
         stream.end_stream()
 
-    def _find_holders(self, cache: CacheFolder) -> list[str]:
+    def _find_cache_holders(self, cache: CacheFolder) -> list[str]:
         return [slot.slot_id for slot in self.slots.values() if slot.lease.cache is cache]
 
     async def _accept_shutdown(self, stream: Stream) -> None:

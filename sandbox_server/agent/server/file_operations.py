@@ -11,10 +11,10 @@ import os
 from typing import Any, Mapping
 
 from sandbox_server.agent.errors import Refused
-from sandbox_server.agent.execution.framed import Framed
 from sandbox_server.agent.execution.processes.slot_process import SlotProcess
 from sandbox_server.agent.execution.processes.spawn_spec import forked_tool_spec
 from sandbox_server.agent.execution.processes.stdin_pipe import StdinPipe
+from sandbox_server.agent.execution.reply_parser import ReplyParser
 from sandbox_server.agent.inslot.arguments import check_args
 from sandbox_server.agent.server.connections import Handler, Stream
 from sandbox_server.agent.slots.slots import Slot
@@ -63,7 +63,7 @@ class FileOperation:
         self._stall_s = stall_s
         self._loop = asyncio.get_event_loop()
         self._chunks = _Chunks()
-        self._framed = Framed(self._chunks)
+        self._reply = ReplyParser(self._chunks)
         self._status: asyncio.Future[int] = self._loop.create_future()
         self._incoming: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._progress_at = self._loop.time()
@@ -171,7 +171,7 @@ class FileOperation:
             if not data:
                 return
             self._record_progress()
-            self._framed.write(data)
+            self._reply.write(data)
             self._check_header()
             if self._tool != "route_list":
                 for chunk in self._chunks.unsent:
@@ -191,15 +191,15 @@ class FileOperation:
                 return
 
     def _check_header(self) -> None:
-        header = self._framed.header
-        if self._framed.broken:
+        header = self._reply.header
+        if self._reply.is_invalid:
             raise Refused("internal", "the answer of the file operation has no valid header")
         if header is not None and not header.get("ok"):
             code, detail, errno = header.get("code"), header.get("detail"), header.get("errno")
             raise Refused(str(code) if code in _KNOWN_CODES else "internal", str(detail), errno if isinstance(errno, str) else None)
 
     def _send_end(self, status: int) -> None:
-        header = self._framed.header
+        header = self._reply.header
         if header is None or status != 0:
             raise Refused("file_error", "the operation ended before it had finished", "EIO")
         meta = {key: value for key, value in header.items() if key != "ok"}

@@ -111,7 +111,7 @@ async def verify_slot(stream: Stream, transitions: SlotTransitions, meta: Mappin
 
 
 async def equip_slot(stream: Stream, transitions: SlotTransitions, meta: Mapping[str, Any]) -> None:
-    """Give the holder of the slot a cache."""
+    """Give the holder of the slot a cache, and the network or not."""
     transitions.slot.check_admits(meta.get("epoch"))
     await transitions.equip_slot(meta.get("network", True) is not False, meta.get("cache"))
     stream.end_stream()

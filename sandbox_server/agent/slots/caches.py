@@ -112,7 +112,7 @@ class Caches:
         if len(self._by_key) >= MAX_CACHES:
             raise Refused("slot_unavailable", "this sandbox has %d caches, which is the most it may have" % MAX_CACHES)
         try:
-            gid = self._uids.take() if self._uids is not None else None
+            gid = self._uids.take_uid() if self._uids is not None else None
         except StartFailed as error:
             raise Refused("slot_unavailable", "there is no group for the cache: %s" % error) from None
         folder = _make_folder(key, os.path.join(self._folder, "%d-%s" % (next(self._names), key)), gid)
@@ -155,9 +155,9 @@ class Caches:
         del self._by_path[state.folder.path]
         self._trash.discard_folder(state.folder.path)
         if self._uids is not None and state.folder.gid is not None:
-            self._uids.give_back(state.folder.gid)
+            self._uids.give_back_uid(state.folder.gid)
 
-    def stats(self) -> list[dict[str, Any]]:
+    def describe_caches(self) -> list[dict[str, Any]]:
         """Describe every cache as it was last measured."""
         return [
             {

@@ -16,7 +16,7 @@ from sandbox_server.agent.init import process_table
 from sandbox_server.agent.kernel.uids import kill_uid
 
 _ANSWER_WITHIN_S = 1.0
-_ANSWER_FREED_WITHIN_S = 0.5
+_ANSWER_FREED_WITHIN_S = 0.5  # After the stopped children of init were killed.
 _STOPPED = (b"T", b"t")
 
 

@@ -73,12 +73,12 @@ class SlotProcess:
     __slots__ = (
         "_drains",
         "_end_waiters",
-        "_fds",
         "_is_pulled",
         "_listener",
         "_loop",
+        "_output_fds",
         "_outputs",
-        "_paused",
+        "_paused_timers",
         "_spawn_id",
         "_watch_timer",
         "is_over",
@@ -95,7 +95,7 @@ class SlotProcess:
         self._is_pulled = not outputs
         self._listener = listener
         self._loop = asyncio.get_event_loop()
-        self._fds: list[int] = []
+        self._output_fds: list[int] = []
         self._spawn_id = 0
         self.stdin: StdinPipe | None = None
         self.leaf: Leaf | None = None
@@ -103,7 +103,7 @@ class SlotProcess:
         self.killed_cpu_s = 0.0  # the processor time that init has counted for the processes that `end_tree` killed, in seconds
         self._end_waiters: list[asyncio.Future[None]] = []
         self._watch_timer: asyncio.TimerHandle | None = None
-        self._paused: dict[int, asyncio.TimerHandle] = {}
+        self._paused_timers: dict[int, asyncio.TimerHandle] = {}
 
     def start_process(self, spec: SpawnSpec) -> None:
         """Ask init to start the process. What becomes of it is reported to the listener.
@@ -133,7 +133,7 @@ class SlotProcess:
         finally:
             for fd in process_fds:
                 os.close(fd)
-        self._fds = agent_fds
+        self._output_fds = agent_fds
         if stdin_fd >= 0:
             self.stdin = StdinPipe(stdin_fd)
         if not self._is_pulled:
@@ -167,13 +167,13 @@ class SlotProcess:
     # Output that the event loop reads.
 
     def _watch_output(self) -> None:
-        for index, fd in enumerate(self._fds):
+        for index, fd in enumerate(self._output_fds):
             if fd >= 0:
                 self._loop.add_reader(fd, self._read_some, index, _READ_BYTES)
         self._watch_timer = None
 
     def _read_some(self, index: int, most_bytes: int) -> None:
-        fd = self._fds[index]
+        fd = self._output_fds[index]
         try:
             data = os.read(fd, most_bytes)
         except BlockingIOError:
@@ -194,21 +194,21 @@ class SlotProcess:
             except OSError:
                 pass  # this user's pipes have reached their total size limit; the pipe stays as small as it is
         self._loop.remove_reader(fd)
-        self._paused[index] = self._loop.call_later(_FLOOD_PAUSE_S, self._resume_reading, index)
+        self._paused_timers[index] = self._loop.call_later(_FLOOD_PAUSE_S, self._resume_reading, index)
 
     def _resume_reading(self, index: int) -> None:
-        del self._paused[index]
-        self._loop.add_reader(self._fds[index], self._read_some, index, _FLOOD_PIPE_BYTES)
+        del self._paused_timers[index]
+        self._loop.add_reader(self._output_fds[index], self._read_some, index, _FLOOD_PIPE_BYTES)
 
     def poll_output(self) -> None:
         """Read some of what has been written so far. A pipe whose reading is paused is skipped: it has just been read."""
-        for index, fd in enumerate(self._fds):
-            if fd >= 0 and index not in self._paused:
+        for index, fd in enumerate(self._output_fds):
+            if fd >= 0 and index not in self._paused_timers:
                 self._read_some(index, _READ_BYTES)
 
     def collect_output(self) -> None:
         """Read what is in the pipes now, then stop reading: a pipe that nobody can write to any more is closed, any other is handed to the drains."""
-        for index, fd in enumerate(self._fds):
+        for index, fd in enumerate(self._output_fds):
             if fd >= 0:
                 self._empty_pipe(index, fd)
         if self._watch_timer is not None:
@@ -230,35 +230,35 @@ class SlotProcess:
         self._drains.add_pipe(fd)
 
     def _close_output(self, index: int) -> None:
-        fd = self._fds[index]
+        fd = self._output_fds[index]
         self._forget_pipe(index)
         os.close(fd)
 
     def _forget_pipe(self, index: int) -> None:
-        timer = self._paused.pop(index, None)
+        timer = self._paused_timers.pop(index, None)
         if timer is not None:
             timer.cancel()
         elif self._watch_timer is None:
-            self._loop.remove_reader(self._fds[index])
-        self._fds[index] = -1
+            self._loop.remove_reader(self._output_fds[index])
+        self._output_fds[index] = -1
 
     # Output that the owner reads.
 
     def try_read_output(self) -> bytes | None:
         """Return some output; empty bytes if all of it has been read; None if there is none now."""
         try:
-            return os.read(self._fds[0], _READ_BYTES)
+            return os.read(self._output_fds[0], _READ_BYTES)
         except BlockingIOError:
             return None
 
     async def wait_for_output(self, timeout_s: float) -> bool:
         """Wait until there is output, or its end. Returns False if that takes more than `timeout_s` seconds."""
-        return await wait_readable(self._fds[0], timeout_s)
+        return await wait_readable(self._output_fds[0], timeout_s)
 
     def close_output(self) -> None:
         """Stop reading. A process that still writes gets SIGPIPE."""
-        os.close(self._fds[0])
-        self._fds[0] = -1
+        os.close(self._output_fds[0])
+        self._output_fds[0] = -1
 
     # The end.
 
