@@ -120,26 +120,38 @@ async def start_init(
         StartFailed: the start failed; the text contains what init has reported over the socket or on its standard error.
     """
     stderr_r, stderr_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    started_init: StartedInit | None = None
     try:
         process = _spawn(argv, init_socket, agent_socket, stderr_w, join_fds, env)
-        link = InitLink(asyncio.get_running_loop(), agent_socket)
-        try:
-            pid = await link.wait_until_ready(dict(init_config, join=list(join_fds)), START_TIMEOUT_S)
-            pidfd = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else -1
-            if sets_floor:
-                oom_score.set_slot_floor(pid)
-        except (StartFailed, OSError) as error:
-            await _kill_failed_start(process, link, kill_rest)
-            raise StartFailed(_with_stderr(str(error), stderr_r)) from None
-        except BaseException:  # also when this task is cancelled: no process may be left of the start
-            await _kill_failed_start(process, link, kill_rest)
-            raise
-        result = StartedInit(process, link, pid, pidfd, stderr_r)
-        stderr_r = -1
-        return result
+        config = dict(init_config, join=list(join_fds))
+        started_init = await _wait_until_ready(process, agent_socket, config, stderr_r, sets_floor, kill_rest)
+        return started_init
     finally:
-        if stderr_r >= 0:
+        if started_init is None:
             os.close(stderr_r)
+
+
+async def _wait_until_ready(
+    process: subprocess.Popen[bytes],
+    agent_socket: socket.socket,
+    init_config: dict[str, Any],
+    stderr_r: int,
+    sets_floor: bool,
+    kill_rest: Callable[[], None] | None,
+) -> StartedInit:
+    link = InitLink(asyncio.get_running_loop(), agent_socket)
+    try:
+        pid = await link.wait_until_ready(init_config, START_TIMEOUT_S)
+        pidfd = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else -1
+        if sets_floor:
+            oom_score.set_slot_floor(pid)
+    except (StartFailed, OSError) as error:
+        await _kill_failed_start(process, link, kill_rest)
+        raise StartFailed(_with_stderr(str(error), stderr_r)) from None
+    except BaseException:  # also when this task is cancelled: no process may be left of the start
+        await _kill_failed_start(process, link, kill_rest)
+        raise
+    return StartedInit(process, link, pid, pidfd, stderr_r)
 
 
 async def _kill_failed_start(process: subprocess.Popen[bytes], link: InitLink, kill_rest: Callable[[], None] | None) -> None:
