@@ -235,7 +235,7 @@ class Init:
 
         child.import_operation(request["tool"])
         if self._privileged and not request["tool"].startswith(_STARTS_PROGRAMS):
-            privileges.assume_effective_uid(self._config["uid"], self._config["holder_uid"])
+            privileges.assume_effective_uid(self._config["uid"], self._config["helper_uid"])
             privileges.set_capabilities(0)
             privileges.make_undumpable()
         else:

@@ -40,13 +40,13 @@ class SpawnedTree:
         started: when it was started, in clock ticks since boot.
     """
 
-    __slots__ = ("ended", "held", "members", "pid", "started", "used_us")
+    __slots__ = ("ended", "is_being_ended", "members", "pid", "started", "used_us")
 
     def __init__(self, pid: int, started: int) -> None:
         self.pid = pid
         self.started = started
         self.ended = False
-        self.held = False  # The agent is ending the tree and still asks about it.
+        self.is_being_ended = False  # The agent is ending the tree and still asks about it.
         self.members: Set[int] = set()  # Other processes of the tree that were found and have not been reaped.
         self.used_us = 0  # The processor time of the reaped processes of the tree.
 
@@ -109,7 +109,7 @@ class SpawnedTrees:
         tree = self._trees[number]
         tree.ended = True
         tree.used_us += used_us
-        if not tree.held:
+        if not tree.is_being_ended:
             del self._trees[number]
         if len(self._ended_sessions) >= _MAX_SESSIONS:
             self._ended_sessions.clear()
@@ -125,7 +125,7 @@ class SpawnedTrees:
         """Forget a tree that the agent has ended, as soon as its first process is reaped."""
         tree = self._trees.get(number)
         if tree is not None:
-            tree.held = False
+            tree.is_being_ended = False
             if tree.ended:
                 del self._trees[number]
 
@@ -142,7 +142,7 @@ class SpawnedTrees:
         tree = self._trees.get(number)
         if tree is None:
             return 0
-        tree.held = True
+        tree.is_being_ended = True
         try:
             if which == signal.SIGKILL:
                 return self._kill_tree(tree)
@@ -198,7 +198,7 @@ class SpawnedTrees:
         pid = os.fork()
         if pid == 0:
             try:
-                privileges.assume_effective_uid(self._config["uid"], self._config["holder_uid"])
+                privileges.assume_effective_uid(self._config["uid"], self._config["helper_uid"])
                 action()
             finally:
                 os._exit(0)

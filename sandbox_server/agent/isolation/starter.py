@@ -12,7 +12,7 @@ from typing import Any
 from sandbox_server.agent.execution.slot_runtime import Dirs, SlotRuntime
 from sandbox_server.agent.isolation import base, init_start
 from sandbox_server.agent.kernel.cgroups import Cgroups, SlotGroups
-from sandbox_server.agent.kernel.uids import holder_uid_of
+from sandbox_server.agent.kernel.uids import helper_uid_of
 
 _LOCK_BYTES = 16 << 20
 
@@ -46,7 +46,7 @@ async def _start_shared_init(
         "mode": mode,
         "uid": uid,
         "gid": uid,
-        "holder_uid": holder_uid_of(uid) if uid is not None else None,
+        "helper_uid": helper_uid_of(uid) if uid is not None else None,
         "groups": [],
         "umask": base.UMASK,
         "env": context.environment(len(affinity), dirs.workspace, None if has_private_mounts else dirs.tmp),

@@ -25,7 +25,7 @@ from sandbox_server.agent.isolation.starter import SharedViewStarter
 from sandbox_server.agent.isolation.sweep import TRASH_PREFIX, Sweep
 from sandbox_server.agent.kernel.cgroups import Cgroups
 from sandbox_server.agent.kernel.trash import Trash
-from sandbox_server.agent.kernel.uids import UidRange, holder_uid_of, kill_uid
+from sandbox_server.agent.kernel.uids import UidRange, helper_uid_of, kill_uid
 
 log = logging.getLogger(__name__)
 
@@ -152,7 +152,7 @@ class UidIsolation:
         if not proof["clean"]:
             proof["detail"] = "uid %d still has %d processes" % (uid, len(living))
         elif self.tmp_isolation != "own":  # Private mounts have been removed with the last process.
-            left = await self._sweep((uid, holder_uid_of(uid)), self._uid_range)
+            left = await self._sweep((uid, helper_uid_of(uid)), self._uid_range)
             proof.update(leftovers_removed=left.removed, unswept=len(left.unsearched))
             if left.errors:
                 proof.update(clean=False, detail="files of uid %d could not be removed: %s" % (uid, left.errors[0]))

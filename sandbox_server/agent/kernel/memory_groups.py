@@ -37,11 +37,11 @@ class SlotMemoryGroup:
 
     Args:
         path: the folder of the group.
-        own: whether the slot belongs to this agent.
+        is_own: whether the slot belongs to this agent.
     """
 
     path: str
-    own: bool
+    is_own: bool
 
 
 @dataclasses.dataclass(frozen=True)

@@ -144,7 +144,7 @@ class MemoryGuard:
         if runtime is not None:
             self._record_ended(slot.path, now)
             await end_slot_for_limit(runtime, self._describe_end(folder, limit, usage, group_bytes, self_inflicted))
-        elif not slot.own:
+        elif not slot.is_own:
             self._end_if_owner_does_not(slot, now, self_inflicted)
 
     def _is_freeing_memory(self, now: float) -> bool:

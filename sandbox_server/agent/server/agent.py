@@ -25,7 +25,7 @@ from sandbox_server.agent.kernel.uids import UidRange
 from sandbox_server.agent.limits.guards import Guards
 from sandbox_server.agent.server import call_operations, slot_operations
 from sandbox_server.agent.server.call_stream import CallStream
-from sandbox_server.agent.server.connections import Connection, Handler, Stream
+from sandbox_server.agent.server.connections import Connection, Stream, StreamHandler
 from sandbox_server.agent.server.file_operations import FILE_OPERATIONS, open_file_operation
 from sandbox_server.agent.server.listeners import Listeners
 from sandbox_server.agent.slots.bundle import write_slot_lib
@@ -235,7 +235,7 @@ class Agent:
         self._connections.discard(connection)
         self._start_alone_timer()
 
-    def open_stream(self, stream: Stream, meta: dict[str, Any]) -> Handler:
+    def open_stream(self, stream: Stream, meta: dict[str, Any]) -> StreamHandler:
         """See `connections.Server`."""
         op = meta.get("op")
         if op == "calls":

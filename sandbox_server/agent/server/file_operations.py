@@ -16,7 +16,7 @@ from sandbox_server.agent.execution.processes.spawn_spec import forked_tool_spec
 from sandbox_server.agent.execution.processes.stdin_pipe import StdinPipe
 from sandbox_server.agent.execution.reply_parser import ReplyParser
 from sandbox_server.agent.inslot.arguments import check_args
-from sandbox_server.agent.server.connections import Handler, Stream
+from sandbox_server.agent.server.connections import Stream, StreamHandler
 from sandbox_server.agent.slots.slots import Slot
 
 FILE_OPERATIONS = {
@@ -100,21 +100,21 @@ class FileOperation:
     # The messages of the service.
 
     def on_item(self, meta: dict[str, Any], body: bytes) -> None:
-        """See `Handler`. Content is sent as data."""
+        """See `StreamHandler`. Content is sent as data."""
         raise Refused("invalid", "a file stream takes no items")
 
     def on_data(self, body: bytes) -> None:
-        """See `Handler`. The data is content to write."""
+        """See `StreamHandler`. The data is content to write."""
         if self._stdin is None:
             raise Refused("invalid", "this operation takes no data")
         self._incoming.put_nowait(body)
 
     def on_end(self) -> None:
-        """See `Handler`. All content has arrived."""
+        """See `StreamHandler`. All content has arrived."""
         self._incoming.put_nowait(None)
 
     def on_abort(self) -> None:
-        """See `Handler`. Content that is not complete must not be put in place."""
+        """See `StreamHandler`. Content that is not complete must not be put in place."""
         self._serving.cancel()
 
     # Both directions.
@@ -210,7 +210,7 @@ class FileOperation:
             self._stream.end_stream(meta)
 
 
-def open_file_operation(stream: Stream, slot: Slot, meta: Mapping[str, Any], stall_s: float = STALL_S) -> Handler:
+def open_file_operation(stream: Stream, slot: Slot, meta: Mapping[str, Any], stall_s: float = STALL_S) -> StreamHandler:
     """Begin a file operation.
 
     Args:

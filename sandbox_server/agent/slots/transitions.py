@@ -16,7 +16,7 @@ from sandbox_server.agent.slots.slots import BROKEN, QUARANTINED, READY, RESETTI
 
 
 class SlotTransitions:
-    """The transitions of one slot.
+    """The transitions of one slot. A *renewal* is the task of a reset or of a verification: it prepares the slot for its next holder.
 
     Args:
         slot: the slot.

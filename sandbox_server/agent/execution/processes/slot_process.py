@@ -214,7 +214,7 @@ class SlotProcess:
         if self._watch_timer is not None:
             self._watch_timer.cancel()
         if self.leaf is not None:
-            self.leaf.live = False
+            self.leaf.is_in_use = False
 
     def _empty_pipe(self, index: int, fd: int) -> None:
         for _ in range(_READS_AT_EXIT):
