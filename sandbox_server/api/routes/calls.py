@@ -104,7 +104,7 @@ async def exec_batch(request: Request) -> Response:
     try:
         items = batch_items(document, service.limits)
         service.check_not_stopping()
-        batch = await service.dispatcher.start_when_there_is_room(tenant_of(request).name, items, ended=body_reservation.release)
+        batch = await service.dispatcher.reserve_and_start_calls(tenant_of(request).name, items, ended=body_reservation.release)
     except BaseException:
         body_reservation.release()
         raise
