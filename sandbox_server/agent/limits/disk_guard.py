@@ -19,7 +19,7 @@ from sandbox_server.agent.execution.slot_runtime import LimitEnd, SlotRuntime
 from sandbox_server.agent.kernel.measuring import pause_after_measurement_s
 from sandbox_server.agent.kernel.memory_plan import MIB
 from sandbox_server.agent.limits.disk_plan import Space, choose_slot_to_end, compute_reserve
-from sandbox_server.agent.limits.disk_usage import DiskUse, measure_disk
+from sandbox_server.agent.limits.disk_usage import DiskUsage, measure_disk
 
 log = logging.getLogger(__name__)
 
@@ -143,7 +143,7 @@ class DiskGuard:
         self_inflicted = reserve.is_exceeded_by((use.size_bytes, use.entries), others, space)
         await end_slot_for_limit(chosen.runtime, LimitEnd("resource_limit", error, evidence, self_inflicted))
 
-    async def _measure(self, device: int | None) -> list[tuple[SlotFolders, DiskUse]]:
+    async def _measure(self, device: int | None) -> list[tuple[SlotFolders, DiskUsage]]:
         """Measure the disk usage of the slots, one after another in a thread.
 
         Args:

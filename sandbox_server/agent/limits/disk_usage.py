@@ -23,7 +23,7 @@ _Identity = Tuple[int, int]
 
 
 @dataclasses.dataclass
-class DiskUse:
+class DiskUsage:
     """The measured disk usage.
 
     Attributes:
@@ -49,7 +49,7 @@ class DiskMeter:
         self._until_s = until_s
         self._is_stopped = is_stopped
         self._counted_hard_links: Set[_Identity] = set()
-        self.use = DiskUse()
+        self.use = DiskUsage()
 
     def add_tree(self, path: str) -> None:
         """Add a folder of the agent and everything in it. A missing folder counts as empty."""
@@ -173,7 +173,7 @@ def _identify(folder: int) -> _Identity:
     return info.st_dev, info.st_ino
 
 
-def measure_disk(folders: Sequence[str], init_pid: int, until_s: float, is_stopped: Callable[[], bool]) -> DiskUse:
+def measure_disk(folders: Sequence[str], init_pid: int, until_s: float, is_stopped: Callable[[], bool]) -> DiskUsage:
     """Measure the disk usage of one slot: its folders, and the deleted files that its processes have open. This blocks, so call it in a thread.
 
     Args:

@@ -16,7 +16,7 @@ from sandbox_server.agent.execution.slot_runtime import LimitEnd, SlotRuntime
 from sandbox_server.agent.init import process_table
 from sandbox_server.agent.kernel.measuring import MAX_DESCRIPTORS, STAT_BLOCK_BYTES, pause_after_measurement_s
 from sandbox_server.agent.kernel.memory_groups import MemoryGroups
-from sandbox_server.agent.kernel.memory_plan import MIB, MemoryPlan, Usage, fills_group_alone, find_furthest_above_share, full_threshold_bytes
+from sandbox_server.agent.kernel.memory_plan import MIB, MemoryPlan, MemoryUsage, fills_group_alone, find_furthest_above_share, full_threshold_bytes
 from sandbox_server.agent.kernel.slot_limits import find_number
 from sandbox_server.agent.limits.memory_guard import CHECK_MEMORY_EVERY_S
 
@@ -168,7 +168,7 @@ class AccountingGuard:
         if over or not (is_sandbox_full or self._is_machine_full()):
             return
         share = self._plan.share_bytes(self._plan.slots)
-        chosen = find_furthest_above_share((pid, Usage(size, share)) for pid, size in kept.items())
+        chosen = find_furthest_above_share((pid, MemoryUsage(size, share)) for pid, size in kept.items())
         if chosen is not None:
             others = [size for pid, size in kept.items() if pid != chosen[0]]
             await end_slot_for_limit(runtimes[chosen[0]], self._above_share(chosen[1], others, "sandbox" if is_sandbox_full else "machine"))
@@ -178,7 +178,7 @@ class AccountingGuard:
         evidence = {"used_mb": used, "limit_mb": limit, "measured_by": "accounting"}
         return LimitEnd("oom", "the slot used %d MiB of memory, and its limit is %d MiB" % (used, limit), evidence, self_inflicted=True)
 
-    def _above_share(self, usage: Usage, others: Sequence[int], what: str) -> LimitEnd:
+    def _above_share(self, usage: MemoryUsage, others: Sequence[int], what: str) -> LimitEnd:
         used, share = usage.used_bytes // MIB, usage.share_bytes // MIB
         evidence = {"used_mb": used, "share_mb": share, "group": what, "measured_by": "accounting"}
         text = "the %s's memory for slots was full, and this slot exceeded its share by most: it used %d MiB, and its share is %d MiB"

@@ -17,7 +17,7 @@ from typing import Callable, Sequence
 from sandbox_server.agent.execution.limit_end import end_slot_for_limit
 from sandbox_server.agent.execution.slot_runtime import LimitEnd, SlotRuntime
 from sandbox_server.agent.kernel.memory_groups import MemoryGroups, SlotMemoryGroup, mark_slot_ended, was_ended_by_another_agent
-from sandbox_server.agent.kernel.memory_plan import MIB, Usage, fills_group_alone, find_furthest_above_share, full_threshold_bytes
+from sandbox_server.agent.kernel.memory_plan import MIB, MemoryUsage, fills_group_alone, find_furthest_above_share, full_threshold_bytes
 from sandbox_server.agent.kernel.slot_limits import write_control_file
 
 log = logging.getLogger(__name__)
@@ -166,7 +166,7 @@ class MemoryGuard:
                 return runtime
         return None
 
-    def _describe_end(self, folder: str, limit: int, usage: Usage, group_bytes: int, self_inflicted: bool) -> LimitEnd:
+    def _describe_end(self, folder: str, limit: int, usage: MemoryUsage, group_bytes: int, self_inflicted: bool) -> LimitEnd:
         whose = "the machine's" if folder == self._groups.machine else "the sandbox's"
         evidence = {
             "used_mb": usage.used_bytes // MIB,

@@ -14,7 +14,7 @@ MAX_DEPTH = 256
 
 
 @dataclasses.dataclass
-class Usage:
+class CacheUsage:
     """The result of a measurement. `excess`: which limit is exceeded, as a sentence; None: none is."""
 
     size_bytes: int = 0
@@ -22,7 +22,7 @@ class Usage:
     excess: str | None = None
 
 
-def measure_cache(path: str, quota_bytes: int, stopped: Callable[[], bool]) -> Usage:
+def measure_cache(path: str, quota_bytes: int, stopped: Callable[[], bool]) -> CacheUsage:
     """Add up the sizes of all files below a folder, which slots may change during the walk.
 
     Symbolic links are not followed. A folder whose mode denies reading is given a mode that allows it.
@@ -35,7 +35,7 @@ def measure_cache(path: str, quota_bytes: int, stopped: Callable[[], bool]) -> U
     Raises:
         OSError: the folder cannot be read.
     """
-    usage = Usage()
+    usage = CacheUsage()
     stack: list[tuple[int, Iterator[str]]] = [_open_folder(path, None)]
     try:
         while stack and usage.excess is None and not stopped():
@@ -63,7 +63,7 @@ def _open_folder(name: str, parent: int | None) -> tuple[int, Iterator[str]]:
         raise
 
 
-def _count_entry(name: str, fd: int, usage: Usage) -> bool:
+def _count_entry(name: str, fd: int, usage: CacheUsage) -> bool:
     """Add one entry to `usage`. Returns True if it is a folder."""
     usage.entries += 1
     try:
@@ -74,7 +74,7 @@ def _count_entry(name: str, fd: int, usage: Usage) -> bool:
     return stat.S_ISDIR(info.st_mode)
 
 
-def _enter_folder(name: str, stack: list[tuple[int, Iterator[str]]], usage: Usage) -> None:
+def _enter_folder(name: str, stack: list[tuple[int, Iterator[str]]], usage: CacheUsage) -> None:
     if len(stack) >= MAX_DEPTH:
         usage.excess = "it is more than %d folders deep" % MAX_DEPTH
         return
@@ -84,7 +84,7 @@ def _enter_folder(name: str, stack: list[tuple[int, Iterator[str]]], usage: Usag
         return  # removed, or replaced by something else, since the folder was listed
 
 
-def _check_limits(usage: Usage, quota_bytes: int) -> None:
+def _check_limits(usage: CacheUsage, quota_bytes: int) -> None:
     if usage.size_bytes > quota_bytes:
         usage.excess = "it takes more than %d bytes" % quota_bytes
     elif usage.entries > MAX_ENTRIES:

@@ -24,7 +24,7 @@ from sandbox_server.agent.execution.slot_runtime import CacheFolder
 from sandbox_server.agent.kernel.measuring import pause_after_measurement_s
 from sandbox_server.agent.kernel.trash import Trash
 from sandbox_server.agent.kernel.uids import UidRange
-from sandbox_server.agent.slots.cache_usage import Usage, measure_cache
+from sandbox_server.agent.slots.cache_usage import CacheUsage, measure_cache
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class _CacheState:
     runtime_count: int = 0
     is_dropped: bool = False
     emptied_count: int = 0
-    usage: Usage = dataclasses.field(default_factory=Usage)
+    usage: CacheUsage = dataclasses.field(default_factory=CacheUsage)
 
 
 def _make_folder(key: str, path: str, gid: int | None) -> CacheFolder:
