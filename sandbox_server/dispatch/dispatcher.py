@@ -79,7 +79,7 @@ class Dispatcher:
             timings=timings or CallTimings(),
         )
 
-    async def start_when_there_is_room(
+    async def reserve_and_start_calls(
         self, tenant: str, items: Sequence[ToolCall | Result], on_sent: Callable[[], None] | None = None, ended: Callable[[], None] = lambda: None
     ) -> Batch:
         """Reserve what the response may hold, wait for it where necessary, and start the calls. The arguments are those of `start_calls`.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sandbox_server.core.types import SlotRef
+from sandbox_server.link.call_messages import MAX_EXACT_NUMBER
 from sandbox_server.link.errors import AgentProtocolError
 
 ISOLATION_MODES = frozenset({"bwrap", "uid", "dedicated", "none"})
@@ -20,7 +21,6 @@ _MAX_EVIDENCE_COUNT = 16
 _MAX_EVIDENCE_CHARS = 500
 _MAX_TEXT_CHARS = 2000
 _MAX_LIST_LENGTH = 1000
-_MAX_NUMBER = 1 << 53
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,7 +183,7 @@ def _read_effective_limits(meta: Mapping[str, Any]) -> Mapping[str, int | None] 
 
 
 def _is_limit(value: object) -> bool:
-    return value is None or (type(value) is int and 0 <= value < _MAX_NUMBER)
+    return value is None or (type(value) is int and 0 <= value < MAX_EXACT_NUMBER)
 
 
 def _read_slot(slot: Any, sandbox_id: str) -> SlotReport:
@@ -192,7 +192,7 @@ def _read_slot(slot: Any, sandbox_id: str) -> SlotReport:
     slot_id, epoch, state = slot.get("slot_id"), slot.get("epoch"), slot.get("state")
     if not isinstance(slot_id, str) or not 0 < len(slot_id) <= 64:
         raise AgentProtocolError("its update has a slot without an id")
-    if not isinstance(epoch, int) or not 0 <= epoch < _MAX_NUMBER or state not in SLOT_STATES:
+    if not isinstance(epoch, int) or not 0 <= epoch < MAX_EXACT_NUMBER or state not in SLOT_STATES:
         raise AgentProtocolError(f"its update has slot {slot_id!r} in epoch {epoch!r} and state {state!r}")
     workspace, isolation = slot.get("workspace"), slot.get("isolation")
     return SlotReport(
@@ -218,4 +218,4 @@ def _read_slot_evidence(slot: Mapping[str, Any]) -> Mapping[str, Any]:
 def _bounded(value: float | str) -> float | str:
     if isinstance(value, str):
         return value[:_MAX_EVIDENCE_CHARS]
-    return value if math.isfinite(value) and abs(value) < _MAX_NUMBER else 0
+    return value if math.isfinite(value) and abs(value) < MAX_EXACT_NUMBER else 0

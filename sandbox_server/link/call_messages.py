@@ -20,7 +20,8 @@ MAX_OUTPUT_BYTES = 32 << 20
 MAX_ERROR_CHARS = 4000
 MAX_METADATA_BYTES = 64 << 10
 MAX_METADATA_DEPTH = 16
-_MAX_NUMBER = 1 << 53
+MAX_EXACT_NUMBER = 1 << 53
+"""Every integer up to this one is exact in JSON, where a number may be read as a float."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -215,12 +216,12 @@ def _read_exit_code(value: object) -> int | None:
 
 
 def _read_number(value: Any) -> float:
-    return float(value) if type(value) in (int, float) and 0 <= value < _MAX_NUMBER else 0.0
+    return float(value) if type(value) in (int, float) and 0 <= value < MAX_EXACT_NUMBER else 0.0
 
 
 def _read_count(value: object) -> int:
-    return value if type(value) is int and 0 <= value < _MAX_NUMBER else 0
+    return value if type(value) is int and 0 <= value < MAX_EXACT_NUMBER else 0
 
 
 def _read_time(value: Any) -> float | None:
-    return float(value) if type(value) in (int, float) and 0 <= value < _MAX_NUMBER else None
+    return float(value) if type(value) in (int, float) and 0 <= value < MAX_EXACT_NUMBER else None

@@ -86,7 +86,7 @@ class CallOutcome:
 
 
 @dataclasses.dataclass
-class Entry:
+class JournalEntry:
     """One call in the journal: `call` while it runs, `outcome` afterwards."""
 
     identity: bytes
@@ -112,9 +112,9 @@ class Journal:
     """The calls of one lease, by call id."""
 
     def __init__(self) -> None:
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, JournalEntry] = {}
 
-    def get_entry(self, call_id: str) -> Entry | None:
+    def get_entry(self, call_id: str) -> JournalEntry | None:
         """The entry of a call, if the call was ever started."""
         return self._entries.get(call_id)
 
@@ -123,9 +123,9 @@ class Journal:
         """Whether the lease has had as many calls as it may have."""
         return len(self._entries) >= MAX_CALLS
 
-    def record_start(self, call_id: str, identity: bytes, call: Any) -> Entry:
+    def record_start(self, call_id: str, identity: bytes, call: Any) -> JournalEntry:
         """Record that a call starts."""
-        entry = self._entries[call_id] = Entry(identity, call)
+        entry = self._entries[call_id] = JournalEntry(identity, call)
         return entry
 
     def record_outcome(self, call_id: str, outcome: CallOutcome) -> None:

@@ -1,4 +1,4 @@
-"""What belongs to one lease of one slot. A reset replaces this object as a whole, so that nothing of it can reach the next holder."""
+"""The context of one lease in its slot: calls, jobs, outputs and rights. A reset replaces the object as a whole, so nothing of it reaches the next holder."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class SlotResources:
 
 
 class LeaseContext:
-    """The calls, jobs, outputs and rights of the current holder of a slot.
+    """The calls, jobs, outputs and rights of one lease.
 
     Args:
         resources: of the slot.

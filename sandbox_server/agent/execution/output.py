@@ -13,9 +13,9 @@ import os
 from collections import OrderedDict
 from typing import Iterator
 
-SINK_MEMORY_BYTES = 64 << 10
-FINISHED_MEMORY_BYTES = 4 << 10
-FINISHED_MEMORY_TOTAL_BYTES = 4 << 20
+SINK_MEMORY_BYTES = 64 << 10  # of the output of a running call
+FINISHED_MEMORY_BYTES = 4 << 10  # a longer finished output is moved to a file
+FINISHED_MEMORY_TOTAL_BYTES = 4 << 20  # all finished outputs of a lease that are in memory
 _READ_BYTES = 256 << 10
 _PIECE_BYTES = 64 << 10
 
@@ -55,19 +55,19 @@ class Spool:
         path = os.path.join(self._folder, str(next(self._file_numbers)))
         return path, os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
-    def reserve_bytes(self, wanted: int) -> int:
+    def reserve_bytes(self, wanted_bytes: int) -> int:
         """Make room for so many more bytes, and reserve them. Returns how many bytes may be written, which can be fewer."""
-        while self._left_bytes < wanted and self._finished:
+        while self._left_bytes < wanted_bytes and self._finished:
             output, _ = self._finished.popitem(last=False)
             self._in_memory_bytes -= self._in_memory.pop(output, 0)
             self._left_bytes += output.evict()
-        granted = max(0, min(wanted, self._left_bytes))
-        self._left_bytes -= granted
-        return granted
+        granted_bytes = max(0, min(wanted_bytes, self._left_bytes))
+        self._left_bytes -= granted_bytes
+        return granted_bytes
 
-    def return_bytes(self, granted: int) -> None:
+    def return_bytes(self, granted_bytes: int) -> None:
         """Return reserved bytes that were not written."""
-        self._left_bytes += granted
+        self._left_bytes += granted_bytes
 
     def hold_output(self, output: FinishedOutput) -> None:
         """Keep a finished output until `release_output` was called as often as this, because it is still to be sent."""
@@ -103,13 +103,13 @@ class Spool:
         size = len(output.memory)
         if output.tail:
             return False
-        granted = self.reserve_bytes(size)
+        granted_bytes = self.reserve_bytes(size)
         try:
-            if granted < size:
+            if granted_bytes < size:
                 raise OSError(errno.ENOSPC, "the spool has no room")
             output.path = self._write_file(output.memory)
         except OSError:
-            self._left_bytes += granted
+            self._left_bytes += granted_bytes
             return False
         output.on_file_bytes, output.memory = size, b""
         self._finished[output] = None
@@ -284,14 +284,14 @@ class Sink:
 
     def _append(self, data: bytes) -> int:
         """Write as much to the spool file as the spool and the disk have room for. Returns how many bytes were written."""
-        granted = self._spool.reserve_bytes(len(data))
+        granted_bytes = self._spool.reserve_bytes(len(data))
         done = 0
         try:
-            while done < granted:
-                done += os.pwrite(self._fd, data[done:granted], self._on_file_bytes + done)
+            while done < granted_bytes:
+                done += os.pwrite(self._fd, data[done:granted_bytes], self._on_file_bytes + done)
         except OSError:
             pass  # the disk is full: the file keeps what it has, the rest is kept as a tail, and the result says how much was left out
-        self._spool.return_bytes(granted - done)
+        self._spool.return_bytes(granted_bytes - done)
         self._on_file_bytes += done
         return done
 

@@ -7,7 +7,6 @@ socket. Requests are marshalled dicts, because both ends run the same interprete
 
 from __future__ import annotations
 
-import _signal as signal  # type: ignore[import-not-found]
 import _socket as socket
 import marshal
 import os
@@ -24,7 +23,10 @@ from sandbox_server.agent.init.spawned_trees import SpawnedTrees
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import signal
     from typing import Any, Dict, List, Mapping, NoReturn, Tuple
+else:
+    import _signal as signal  # `signal` would import `enum`, for which every slot would need memory
 
 _ERRNO = struct.Struct("i")
 
@@ -233,7 +235,7 @@ class Init:
 
         child.import_operation(request["tool"])
         if self._privileged and not request["tool"].startswith(_STARTS_PROGRAMS):
-            privileges.assume_effective_uid(self._config["uid"], self._config["holder_uid"])
+            privileges.assume_effective_uid(self._config["uid"], self._config["helper_uid"])
             privileges.set_capabilities(0)
             privileges.make_undumpable()
         else:

@@ -95,21 +95,21 @@ def change_user(uid: int, gid: int, groups: Sequence[int] = ()) -> None:
     os.setresuid(uid, uid, uid)
 
 
-def assume_effective_uid(uid: int, holder_uid: int) -> None:
+def assume_effective_uid(uid: int, helper_uid: int) -> None:
     """Get the file permissions of a user whose processes cannot signal or trace this process.
 
     The kernel checks file permissions by the effective uid, and the right to signal or trace a process by its real and saved uids.
 
     Args:
         uid: the effective uid, that of the slot.
-        holder_uid: the real and saved uid. No process of the slot has it.
+        helper_uid: the real and saved uid. No process of the slot has it.
 
     Raises:
         OSError: a uid or gid could not be changed.
     """
     os.setgroups([])
     os.setresgid(uid, uid, uid)
-    os.setresuid(holder_uid, uid, holder_uid)
+    os.setresuid(helper_uid, uid, helper_uid)
 
 
 def set_resource_limits(limits: Mapping[str, int]) -> None:

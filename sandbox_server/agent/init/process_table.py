@@ -5,19 +5,23 @@ It is used where no control group lists the processes of a call.
 
 from __future__ import annotations
 
-import _signal as signal  # type: ignore[import-not-found]
 import os
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import signal
     from typing import Dict, Iterable, List, Set, Tuple
 
     # Maps a pid to its parent, its session, its start time in clock ticks, and its state.
     ProcessTable = Dict[int, Tuple[int, int, int, bytes]]
     # Maps a pid to its start time. Both together identify a process, because the kernel reuses pids.
     Members = Dict[int, int]
+else:
+    import _signal as signal  # `signal` would import `enum`, for which every slot would need memory
 
 _DEAD = (b"Z", b"X")
+#: Processes can be forked while others are killed, so a slot without control groups is searched and killed at most so many times.
+KILL_ROUNDS = 40
 _PPID, _SESSION, _STATE, _START = 1, 3, 0, 19  # Positions of the fields after the process name in /proc/PID/stat.
 
 

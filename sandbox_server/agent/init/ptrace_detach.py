@@ -8,10 +8,15 @@ that the program runs as if it had never been traced.
 
 from __future__ import annotations
 
-import _signal as signal  # type: ignore[import-not-found]
 import ctypes
 import os
 import struct
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import signal
+else:
+    import _signal as signal  # `signal` would import `enum`, for which every slot would need memory
 
 _PTRACE_DETACH, _PTRACE_GETSIGINFO = 17, 0x4202
 _SIGINFO_BYTES = 128

@@ -5,7 +5,6 @@ A tree is killed in rounds: its processes are stopped, the process table is read
 
 from __future__ import annotations
 
-import _signal as signal  # type: ignore[import-not-found]
 import os
 import time
 
@@ -13,9 +12,11 @@ from sandbox_server.agent.init import privileges, process_table
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import signal
     from typing import Any, Callable, Dict, Mapping, Set
+else:
+    import _signal as signal  # `signal` would import `enum`, for which every slot would need memory
 
-_ROUNDS = 40
 _KILL_WITHIN_S = 0.5
 _HELPER_WITHIN_S = 0.5
 _HELPER_POLL_S = 0.0002
@@ -39,13 +40,13 @@ class SpawnedTree:
         started: when it was started, in clock ticks since boot.
     """
 
-    __slots__ = ("ended", "held", "members", "pid", "started", "used_us")
+    __slots__ = ("ended", "is_being_ended", "members", "pid", "started", "used_us")
 
     def __init__(self, pid: int, started: int) -> None:
         self.pid = pid
         self.started = started
         self.ended = False
-        self.held = False  # The agent is ending the tree and still asks about it.
+        self.is_being_ended = False  # The agent is ending the tree and still asks about it.
         self.members: Set[int] = set()  # Other processes of the tree that were found and have not been reaped.
         self.used_us = 0  # The processor time of the reaped processes of the tree.
 
@@ -108,7 +109,7 @@ class SpawnedTrees:
         tree = self._trees[number]
         tree.ended = True
         tree.used_us += used_us
-        if not tree.held:
+        if not tree.is_being_ended:
             del self._trees[number]
         if len(self._ended_sessions) >= _MAX_SESSIONS:
             self._ended_sessions.clear()
@@ -124,7 +125,7 @@ class SpawnedTrees:
         """Forget a tree that the agent has ended, as soon as its first process is reaped."""
         tree = self._trees.get(number)
         if tree is not None:
-            tree.held = False
+            tree.is_being_ended = False
             if tree.ended:
                 del self._trees[number]
 
@@ -141,7 +142,7 @@ class SpawnedTrees:
         tree = self._trees.get(number)
         if tree is None:
             return 0
-        tree.held = True
+        tree.is_being_ended = True
         try:
             if which == signal.SIGKILL:
                 return self._kill_tree(tree)
@@ -171,7 +172,7 @@ class SpawnedTrees:
     def _kill_tree(self, tree: SpawnedTree) -> int:
         deadline = time.monotonic() + _KILL_WITHIN_S
         members = self._find_members(tree)
-        for _ in range(_ROUNDS):
+        for _ in range(process_table.KILL_ROUNDS):
             # Stop all processes first, so that none can fork while the others are killed.
             stopped: Set[int] = set()
             while set(members) - stopped and time.monotonic() < deadline:
@@ -197,7 +198,7 @@ class SpawnedTrees:
         pid = os.fork()
         if pid == 0:
             try:
-                privileges.assume_effective_uid(self._config["uid"], self._config["holder_uid"])
+                privileges.assume_effective_uid(self._config["uid"], self._config["helper_uid"])
                 action()
             finally:
                 os._exit(0)
@@ -217,7 +218,7 @@ class SpawnedTrees:
             self._kill_descendants()
 
     def _kill_descendants(self) -> None:
-        for _ in range(_ROUNDS):
+        for _ in range(process_table.KILL_ROUNDS):
             table = process_table.read_process_table()
             members = process_table.select_living(table, process_table.find_trees(table, [pid for pid, entry in table.items() if entry[0] == self._self]))
             if not members:

@@ -6,15 +6,17 @@ quoted. Headers never contain unpaired surrogates (see `reply`). Content is raw 
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]  # Importing `signal` would import `enum`, which takes long.
-
 from sandbox_server.agent.inslot.arguments import check_args
 from sandbox_server.agent.inslot.confine import Refusal, refusal_for_os_error
 from sandbox_server.agent.inslot.reply import IncompleteReply, Reply
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    import signal
+    from types import ModuleType
     from typing import Any, Callable, Mapping
+else:
+    import _signal as signal  # `signal` would import `enum`, which takes long
 
 __all__ = ["EXIT_INCOMPLETE_REPLY", "check_args", "import_operation", "run_operation"]
 
@@ -32,22 +34,40 @@ def import_operation(op: str) -> Callable[..., None] | None:
     Returns:
         The function that executes the operation, or None if there is no such operation.
     """
-    if op in ("read_file", "write_file", "edit_file", "list_files"):
-        from sandbox_server.agent.inslot import files as module
-    elif op == "search_files":
-        from sandbox_server.agent.inslot import search as module  # type: ignore[no-redef]
-    elif op in ("route_get", "route_put", "route_list"):
-        from sandbox_server.agent.inslot import transfer as module  # type: ignore[no-redef]
-    elif op == "route_archive_get":
-        from sandbox_server.agent.inslot import pack as module  # type: ignore[no-redef]
-    elif op == "route_archive_put":
-        from sandbox_server.agent.inslot import unpack as module  # type: ignore[no-redef]
-    elif op in ("leftovers_plant", "leftovers_find"):
-        from sandbox_server.agent.inslot import leftover_probe as module  # type: ignore[no-redef]
-    else:
+    module = _import_module_of(op)
+    if module is None:
         return None
     execute: Callable[..., None] = getattr(module, op)
     return execute
+
+
+def _import_module_of(op: str) -> ModuleType | None:
+    """Import the one module that an operation needs: to import all of them would take several times as long as a small read."""
+    if op in ("read_file", "write_file", "edit_file", "list_files"):
+        from sandbox_server.agent.inslot import files
+
+        return files
+    if op == "search_files":
+        from sandbox_server.agent.inslot import search
+
+        return search
+    if op in ("route_get", "route_put", "route_list"):
+        from sandbox_server.agent.inslot import transfer
+
+        return transfer
+    if op == "route_archive_get":
+        from sandbox_server.agent.inslot import pack
+
+        return pack
+    if op == "route_archive_put":
+        from sandbox_server.agent.inslot import unpack
+
+        return unpack
+    if op in ("leftovers_plant", "leftovers_find"):
+        from sandbox_server.agent.inslot import leftover_probe
+
+        return leftover_probe
+    return None
 
 
 def run_operation(op: str, args: Mapping[str, Any], ctx: Mapping[str, Any], out_fd: int, in_fd: int = -1) -> None:
@@ -64,7 +84,7 @@ def run_operation(op: str, args: Mapping[str, Any], ctx: Mapping[str, Any], out_
         SystemExit: the reply could not be completed after its header was written. The exit status of the child, which is not 0, tells this to the reader.
     """
     # Without this, a file that exceeds the size limit of the slot would kill the child instead of causing an OSError (EFBIG).
-    _signal.signal(_signal.SIGXFSZ, _signal.SIG_IGN)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     reply = Reply(out_fd)
     try:
         refusal = _execute(op, args, ctx, reply, in_fd)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 MAX_LINKS = 40  # The same limit as the kernel's.
 READ_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-FOLDER_FLAGS = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+FOLDER_PATH_FLAGS = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 CHUNK_BYTES = 64 << 10
 
 
@@ -194,7 +194,7 @@ class ConfinedPath:
         fd = os.open(self.real, flags | os.O_NOFOLLOW)
         try:
             self.verify(fd)
-        except BaseException:
+        except Refusal:
             os.close(fd)
             raise
         return fd
@@ -263,7 +263,7 @@ def open_regular(real: str, asked: str, opener: Callable[[], int] | None = None)
 
 def open_folder_below(top: str, below: str) -> int:
     """Open the folder `below` inside the resolved folder `top`, create missing folders, and follow no symlink. Returns an O_PATH descriptor."""
-    fd = os.open(top, FOLDER_FLAGS)
+    fd = os.open(top, FOLDER_PATH_FLAGS)
     for name in reversed(_reversed_components(below)):
         try:
             deeper = open_subfolder(fd, name)
@@ -288,7 +288,7 @@ def open_subfolder(fd: int, name: str, make: bool = True) -> int:
         OSError: the folder cannot be opened or created; ENOTDIR if `name` is a symlink or a file.
     """
     try:
-        return os.open(name, FOLDER_FLAGS, dir_fd=fd)
+        return os.open(name, FOLDER_PATH_FLAGS, dir_fd=fd)
     except FileNotFoundError:
         if not make:
             raise
@@ -296,4 +296,4 @@ def open_subfolder(fd: int, name: str, make: bool = True) -> int:
         os.mkdir(name, 0o755, dir_fd=fd)
     except FileExistsError:
         pass  # Another process has created it at the same time; the open below fails if it is not a folder.
-    return os.open(name, FOLDER_FLAGS, dir_fd=fd)
+    return os.open(name, FOLDER_PATH_FLAGS, dir_fd=fd)

@@ -13,6 +13,7 @@ import resource
 import signal
 import socket
 import zlib
+from functools import partial
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ NICE = 7
 _WAIT = "while :; do sleep 3600; done"
 _IPC_CREAT = 0o1000
 _SHM_BYTES = 4096
-_SYSV = ("shm", "sem", "msg")
+SYSV_KINDS = ("shm", "sem", "msg")
 _CRON = ("/var/spool/cron/crontabs", "/var/spool/cron", "/var/spool/at", "/var/spool/cron/atjobs", "/etc/cron.d")
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -76,16 +77,16 @@ def leftovers_plant(args: Mapping[str, Any], ctx: Mapping[str, Any], reply: Repl
             refused.append({"kind": kind, "detail": error.strerror or str(error)})
 
     for kind, path in leftover_paths(name, ctx["home"]).items():
-        plant(kind, lambda kind=kind, path=path: _plant_path(kind, path))  # type: ignore[misc]
+        plant(kind, partial(_plant_path, kind, path))
     plant("cron_file", lambda: _plant_cron(name))
     plant("tcp_socket", lambda: _listen_tcp(sockets))
     plant("abstract_socket", lambda: _listen_abstract(name))
     plant("lock", lambda: _hold_lock(name))
-    for kind in _SYSV:
-        plant("sysv_" + kind, lambda kind=kind: _make_sysv(name, kind))  # type: ignore[misc]
+    for kind in SYSV_KINDS:
+        plant("sysv_" + kind, partial(_make_sysv, name, kind))
     plant("mqueue", lambda: _make_queue(name))
     for kind, prepare in (("process", _inherit), ("detached_process", _detach), ("deaf_process", _ignore_signals), ("environment", _change_environment)):
-        plant(kind, lambda kind=kind, prepare=prepare: _plant_process("%s-%s" % (name, kind), args["shell"], prepare))  # type: ignore[misc]
+        plant(kind, partial(_plant_process, "%s-%s" % (name, kind), args["shell"], prepare))
     nice, processors = os.getpriority(os.PRIO_PROCESS, os.getppid()), len(os.sched_getaffinity(os.getppid()))
     plant("priority", _renice_init)
     plant("affinity", _pin_init)
@@ -278,7 +279,7 @@ def leftovers_find(args: Mapping[str, Any], ctx: Mapping[str, Any], reply: Reply
         if names:
             found["file"] = "the workspace holds %d files" % len(names)
     found.update(("cron_file", folder) for folder in _CRON if os.path.lexists(os.path.join(folder, name)))
-    found.update(("sysv_" + kind, "key %d" % sysv_key(name, kind)) for kind in _SYSV if _has_sysv(name, kind))
+    found.update(("sysv_" + kind, "key %d" % sysv_key(name, kind)) for kind in SYSV_KINDS if _has_sysv(name, kind))
     if _has_queue(name):
         found["mqueue"] = "/" + name
     _find_lock(name, found)

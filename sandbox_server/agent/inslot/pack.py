@@ -15,7 +15,7 @@ import zlib
 from sandbox_server.agent.inslot.confine import CHUNK_BYTES, READ_FLAGS, ConfinedPath, quote_path, refusal_not_regular
 from sandbox_server.agent.inslot.files import FOLDER_OPEN_FLAGS
 from sandbox_server.agent.inslot.reply import IncompleteReply
-from sandbox_server.agent.inslot.walk import Entry, walk
+from sandbox_server.agent.inslot.walk import WalkEntry, walk
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from sandbox_server.agent.inslot.reply import Reply
 
 GZIP_LEVEL = 3  # Twice as fast as the default level 6; the archive is a few per cent larger.
-BLOCK_BYTES = 512
 MAX_SKIPPED_NAMED = 20
 
 
@@ -78,7 +77,7 @@ class _SkippedEntries:
         self.add(path, error.strerror or "cannot be read")
 
 
-def _can_pack(entry: Entry, skipped: _SkippedEntries) -> bool:
+def _can_pack(entry: WalkEntry, skipped: _SkippedEntries) -> bool:
     mode = entry.info.st_mode
     if stat.S_ISREG(mode) and not os.access(entry.name, os.R_OK, dir_fd=entry.folder_fd, effective_ids=True):
         skipped.add(entry.path, "permission denied")
@@ -95,7 +94,7 @@ class _ArchiveWriter:
         self._gzip = zlib.compressobj(GZIP_LEVEL, zlib.DEFLATED, 31)
         self._first_name: dict[tuple[int, int], str] = {}
 
-    def add_entry(self, entry: Entry) -> None:
+    def add_entry(self, entry: WalkEntry) -> None:
         """Add one entry of a walk. An entry that has been deleted meanwhile is left out."""
         mode = entry.info.st_mode
         if stat.S_ISDIR(mode):
@@ -129,11 +128,11 @@ class _ArchiveWriter:
                 raise IncompleteReply(f"{quote_path(path)} shrank while it was read")
             self._write(data)
             left -= len(data)
-        self._write(b"\0" * (-info.st_size % BLOCK_BYTES))
+        self._write(b"\0" * (-info.st_size % tarfile.BLOCKSIZE))
 
     def finish_archive(self) -> None:
         """Write the end-of-archive marker and the checksum of gzip."""
-        self._write(b"\0" * (2 * BLOCK_BYTES))
+        self._write(b"\0" * (2 * tarfile.BLOCKSIZE))
         self._reply.write_content(self._gzip.flush())
 
     def _write_header(self, path: str, info: os.stat_result, kind: bytes, size_bytes: int = 0, link: str = "") -> None:

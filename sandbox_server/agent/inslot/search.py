@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sandbox_server.agent.inslot.reply import Reply
 
 DEFAULT_MATCHES = 100
-BLOCK_BYTES = 256 << 10
+READ_BLOCK_BYTES = 256 << 10
 BINARY_PROBE_BYTES = 8 << 10
 MAX_PIECE_BYTES = 1 << 20  # A longer line is searched in pieces of this size.
 MAX_SHOWN_CHARS = 400  # Of one line.
@@ -152,7 +152,7 @@ def _read_blocks(fd: int) -> Iterator[tuple[bytes, bool]]:
     """
     rest = b""
     while True:
-        data = os.read(fd, BLOCK_BYTES)
+        data = os.read(fd, READ_BLOCK_BYTES)
         if not data:
             break
         block = rest + data

@@ -15,7 +15,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Iterator
 
-BLOCK_BYTES = 512
 MAX_RECORD_BYTES = 1 << 20  # Of a long name or an extended header.
 MAX_PADDING_BYTES = 16 << 20  # After the end-of-archive marker.
 MAX_NUMBER = 1 << 60
@@ -150,7 +149,7 @@ class TarStream:
         return data
 
     def _begin_content(self, size_bytes: int) -> None:
-        self._content_left_bytes, self._padding_bytes = size_bytes, -size_bytes % BLOCK_BYTES
+        self._content_left_bytes, self._padding_bytes = size_bytes, -size_bytes % tarfile.BLOCKSIZE
 
     def _skip_content(self) -> None:
         while self.read():
@@ -160,13 +159,14 @@ class TarStream:
         self._padding_bytes = 0
 
     def _read_header(self) -> tarfile.TarInfo | None:
-        block = self._gunzip.read_exactly(BLOCK_BYTES)
-        if len(block) < BLOCK_BYTES:
+        """Return the next header; None at the end-of-archive marker, which begins with a block of NULs."""
+        block = self._gunzip.read_exactly(tarfile.BLOCKSIZE)
+        if len(block) < tarfile.BLOCKSIZE:
             raise refusal_invalid_archive("it ends without an end-of-archive marker")
+        if not block.strip(b"\0"):
+            return None
         try:
             return tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
-        except tarfile.EOFHeaderError:  # type: ignore[attr-defined]
-            return None
         except (tarfile.HeaderError, ValueError, OverflowError) as error:
             raise refusal_invalid_archive(f"a header cannot be read ({error})") from None
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from sandbox_server.agent.inslot.reply import Reply
 
-DEFAULT_ENTRIES = 10_000
+DEFAULT_LISTED = 10_000
 MAX_LIST_BYTES = 7 << 20  # Of JSON. It must stay below the longest header that the agent accepts, and deep trees have long paths.
 
 
@@ -75,7 +75,7 @@ def _check_replaceable(confined: ConfinedPath, folder_fd: int, name: str) -> Non
 def route_list(args: Mapping[str, Any], ctx: Mapping[str, Any], reply: Reply) -> None:
     """Reply with the entries of a folder, each with its absolute path."""
     confined = ConfinedPath(args["path"], ctx)
-    max_entries = args.get("max_entries") or DEFAULT_ENTRIES
+    max_entries = args.get("max_entries") or DEFAULT_LISTED
     entries: list[dict[str, Any]] = []
     unreadable: list[str] = []
     truncated, size_bytes = False, 0

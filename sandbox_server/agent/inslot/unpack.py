@@ -108,7 +108,7 @@ class _ArchiveReader:
                     view = view[os.write(fd, view) :]
             os.fchmod(fd, member.mode)
             os.utime(fd, (member.mtime, member.mtime))
-        except BaseException:
+        except BaseException:  # whatever happens, also a lack of memory: the slot must not find half of a file
             os.unlink(name, dir_fd=folder_fd)
             raise
         finally:

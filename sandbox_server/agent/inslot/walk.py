@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
-class Entry:
+class WalkEntry:
     """One file or folder of a tree. `folder_fd` and `name` can be used to open it until the walk continues.
 
     Attributes:
@@ -54,7 +54,7 @@ def _list_names(fd: int, at_most: int | None) -> list[str]:
         return nsmallest(at_most, names)[::-1]
 
 
-def walk(top_fd: int, recursive: bool, report: Report, at_most: int | None = None, avoid: frozenset[int] = frozenset()) -> Iterator[Entry]:
+def walk(top_fd: int, recursive: bool, report: Report, at_most: int | None = None, avoid: frozenset[int] = frozenset()) -> Iterator[WalkEntry]:
     """Yield the entries below a folder in the order of their names, each folder before its contents.
 
     An entry that is deleted during the walk is left out.
@@ -86,7 +86,7 @@ def walk(top_fd: int, recursive: bool, report: Report, at_most: int | None = Non
             info = _stat_entry(fd, name, path, report)
             if info is None:
                 continue
-            yield Entry(path, name, fd, info)
+            yield WalkEntry(path, name, fd, info)
             if recursive and stat.S_ISDIR(info.st_mode) and info.st_dev not in avoid:
                 below = _open_subfolder(fd, name, path, report)
                 if below is not None:

@@ -141,7 +141,7 @@ class Isolation(Protocol):
         """Make the user id of an ended runtime available again. Call it after `end_runtime` has proven its end and its folders have been removed."""
 
     def remove_mode_files(self) -> None:
-        """Remove what the mode has created. Call it after all runtimes have ended."""
+        """Remove the files that the mode itself has created. Call it after all runtimes have ended."""
 
 
 def find_shell() -> str:

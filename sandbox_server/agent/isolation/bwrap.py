@@ -43,16 +43,16 @@ class BwrapIsolation:
         self._context = context
         self._cgroups = cgroups
         self._uids = uids
-        self._root = os.geteuid() == 0
+        self._is_root = os.geteuid() == 0
         self._runtime_count = 0
         self._etc = os.path.join(context.config.base_dir, "etc")
         self._program = ""
-        self._fixed: list[str] = []
+        self._common_args: list[str] = []
         self._python = ""
 
     def _set_up(self) -> None:
         """Prepare the arguments of bubblewrap that are the same for every slot, at the first call."""
-        if self._fixed:
+        if self._common_args:
             return
         program = shutil.which("bwrap")
         if program is None:
@@ -60,7 +60,7 @@ class BwrapIsolation:
         self._program = program
         write_etc(self._etc)
         self._python, python_args = _python_args()
-        self._fixed = [
+        self._common_args = [
             *self._namespace_args(),
             *_system_args(),
             *etc_args(self._etc),
@@ -74,7 +74,7 @@ class BwrapIsolation:
             LIB,
         ]
         for path in self._context.config.expose:
-            self._fixed += ["--ro-bind", path, path]
+            self._common_args += ["--ro-bind", path, path]
 
     def _namespace_args(self) -> list[str]:
         args = [
@@ -88,14 +88,14 @@ class BwrapIsolation:
             "--new-session",
             "--as-pid-1",
         ]
-        if self._root:
+        if self._is_root:
             return [*args, "--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--cap-add", "CAP_SETPCAP"]
         return [*args, "--unshare-user", "--disable-userns", "--uid", str(_INSIDE_UID), "--gid", str(_INSIDE_UID), "--cap-drop", "ALL"]
 
     async def start_runtime(self, slot_id: str, has_network: bool, reused: SlotRuntime | None = None, cache: CacheFolder | None = None) -> SlotRuntime:
         """See `Isolation.start_runtime`."""
         self._set_up()
-        uid = reused.uid if reused is not None else self._uids.take() if self._root else None
+        uid = reused.uid if reused is not None else self._uids.take_uid() if self._is_root else None
         self._runtime_count += 1
         name = "bwrap-%d" % self._runtime_count
         if reused is not None:
@@ -105,34 +105,19 @@ class BwrapIsolation:
         groups = self._cgroups.make_groups(name)
         try:
             started_init = await self._start_init(has_network, dirs, uid, groups, cache)
-        except BaseException:
+        except BaseException:  # also when this task is cancelled
             groups.remove_groups()
             if reused is None and uid is not None:
-                self._uids.give_back(uid)
+                self._uids.give_back_uid(uid)
             raise
         finally:
             groups.close_join_fds()
-        return SlotRuntime(
-            slot_id=slot_id,
-            dirs=dirs,
-            workspace=WORKSPACE,
-            tmp=TMP,
-            has_network=has_network,
-            process=started_init.process,
-            link=started_init.link,
-            init_pid=started_init.pid,
-            init_pidfd=started_init.pidfd,
-            uid=uid,
-            groups=groups,
-            shell=base.find_shell(),
-            stderr_fd=started_init.stderr_fd,
-            cache=cache,
-        )
+        return started_init.to_runtime(slot_id, dirs, WORKSPACE, TMP, has_network=has_network, uid=uid, groups=groups, cache=cache)
 
     async def _start_init(self, has_network: bool, dirs: Dirs, uid: int | None, groups: SlotGroups, cache: CacheFolder | None) -> init_start.StartedInit:
         agent_socket, init_socket = init_start.create_control_sockets()
         accounts = write_accounts(dirs.root, uid if uid is not None else _INSIDE_UID, cache.groups if cache is not None else ())
-        argv = [self._program, *self._fixed, *accounts]
+        argv = [self._program, *self._common_args, *accounts]
         if not has_network:
             argv.append("--unshare-net")
         argv += ["--bind", dirs.workspace, WORKSPACE, "--bind", dirs.tmp, TMP, "--dir", "/var", "--bind", dirs.tmp, "/var/tmp", "--dir", "/run"]
@@ -189,7 +174,7 @@ class BwrapIsolation:
     def free_uid(self, runtime: SlotRuntime) -> None:
         """See `Isolation.free_uid`."""
         if runtime.uid is not None:
-            self._uids.give_back(runtime.uid)
+            self._uids.give_back_uid(runtime.uid)
 
     def remove_mode_files(self) -> None:
         """See `Isolation.remove_mode_files`. Everything that the mode creates lies in the folder of the agent."""

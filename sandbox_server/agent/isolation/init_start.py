@@ -13,9 +13,10 @@ from sandbox_server.agent.errors import StartFailed
 from sandbox_server.agent.execution.init_client.descriptors import TEMPORARY_ERRORS
 from sandbox_server.agent.execution.init_client.init_link import InitLink
 from sandbox_server.agent.execution.processes.descriptor_waits import wait_readable
-from sandbox_server.agent.execution.slot_runtime import SlotRuntime
+from sandbox_server.agent.execution.slot_runtime import CacheFolder, Dirs, SlotRuntime
 from sandbox_server.agent.init import oom_score
-from sandbox_server.agent.isolation.base import END_TIMEOUT_S
+from sandbox_server.agent.isolation.base import END_TIMEOUT_S, find_shell
+from sandbox_server.agent.kernel.cgroups import SlotGroups
 
 START_TIMEOUT_S = 15.0
 _STDERR_BYTES = 4096
@@ -52,6 +53,40 @@ class StartedInit:
     pidfd: int
     stderr_fd: int
 
+    def to_runtime(
+        self,
+        slot_id: str,
+        dirs: Dirs,
+        workspace: str,
+        tmp: str,
+        *,
+        has_network: bool,
+        uid: int | None,
+        groups: SlotGroups,
+        cache: CacheFolder | None = None,
+    ) -> SlotRuntime:
+        """Return the slot runtime of this init. The arguments are described at `SlotRuntime`.
+
+        Raises:
+            StartFailed: there is no bash on this machine.
+        """
+        return SlotRuntime(
+            slot_id=slot_id,
+            dirs=dirs,
+            workspace=workspace,
+            tmp=tmp,
+            has_network=has_network,
+            process=self.process,
+            link=self.link,
+            init_pid=self.pid,
+            init_pidfd=self.pidfd,
+            uid=uid,
+            groups=groups,
+            shell=find_shell(),
+            stderr_fd=self.stderr_fd,
+            cache=cache,
+        )
+
 
 def create_control_sockets() -> tuple[socket.socket, socket.socket]:
     """Create a control socket. Returns the end of the agent and the end of init."""
@@ -84,31 +119,47 @@ async def start_init(
     Raises:
         StartFailed: the start failed; the text contains what init has reported over the socket or on its standard error.
     """
-    loop = asyncio.get_running_loop()
     stderr_r, stderr_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    started_init: StartedInit | None = None
     try:
         process = _spawn(argv, init_socket, agent_socket, stderr_w, join_fds, env)
-        link = InitLink(loop, agent_socket)
-        try:
-            pid = await link.wait_until_ready(dict(init_config, join=list(join_fds)), START_TIMEOUT_S)
-            pidfd = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else -1
-            if sets_floor:
-                oom_score.set_slot_floor(pid)
-        except BaseException as error:
-            link.close_link()
-            process.kill()
-            await wait_for_exit(process, END_TIMEOUT_S)
-            if kill_rest is not None:
-                await loop.run_in_executor(None, kill_rest)
-            if isinstance(error, (StartFailed, OSError)):
-                raise StartFailed(_with_stderr(str(error), stderr_r)) from None
-            raise
-        result = StartedInit(process, link, pid, pidfd, stderr_r)
-        stderr_r = -1
-        return result
+        config = dict(init_config, join=list(join_fds))
+        started_init = await _wait_until_ready(process, agent_socket, config, stderr_r, sets_floor, kill_rest)
+        return started_init
     finally:
-        if stderr_r >= 0:
+        if started_init is None:
             os.close(stderr_r)
+
+
+async def _wait_until_ready(
+    process: subprocess.Popen[bytes],
+    agent_socket: socket.socket,
+    init_config: dict[str, Any],
+    stderr_r: int,
+    sets_floor: bool,
+    kill_rest: Callable[[], None] | None,
+) -> StartedInit:
+    link = InitLink(asyncio.get_running_loop(), agent_socket)
+    try:
+        pid = await link.wait_until_ready(init_config, START_TIMEOUT_S)
+        pidfd = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else -1
+        if sets_floor:
+            oom_score.set_slot_floor(pid)
+    except (StartFailed, OSError) as error:
+        await _kill_failed_start(process, link, kill_rest)
+        raise StartFailed(_with_stderr(str(error), stderr_r)) from None
+    except BaseException:  # also when this task is cancelled: no process may be left of the start
+        await _kill_failed_start(process, link, kill_rest)
+        raise
+    return StartedInit(process, link, pid, pidfd, stderr_r)
+
+
+async def _kill_failed_start(process: subprocess.Popen[bytes], link: InitLink, kill_rest: Callable[[], None] | None) -> None:
+    link.close_link()
+    process.kill()
+    await wait_for_exit(process, END_TIMEOUT_S)
+    if kill_rest is not None:
+        await asyncio.get_running_loop().run_in_executor(None, kill_rest)
 
 
 def _spawn(

@@ -12,7 +12,7 @@ from typing import Any
 from sandbox_server.agent.execution.slot_runtime import Dirs, SlotRuntime
 from sandbox_server.agent.isolation import base, init_start
 from sandbox_server.agent.kernel.cgroups import Cgroups, SlotGroups
-from sandbox_server.agent.kernel.uids import holder_uid_of
+from sandbox_server.agent.kernel.uids import helper_uid_of
 
 _LOCK_BYTES = 16 << 20
 
@@ -46,7 +46,7 @@ async def _start_shared_init(
         "mode": mode,
         "uid": uid,
         "gid": uid,
-        "holder_uid": holder_uid_of(uid) if uid is not None else None,
+        "helper_uid": helper_uid_of(uid) if uid is not None else None,
         "groups": [],
         "umask": base.UMASK,
         "env": context.environment(len(affinity), dirs.workspace, None if has_private_mounts else dirs.tmp),
@@ -71,27 +71,6 @@ def private_mount_sources(dirs: Dirs) -> dict[str, str]:
         "/dev/mqueue": "mqueue",
         "/run/lock": "mode=1777,size=%d" % _LOCK_BYTES,
     }
-
-
-def _make_runtime(
-    slot_id: str, dirs: Dirs, has_network: bool, uid: int | None, groups: SlotGroups, started_init: init_start.StartedInit, has_private_mounts: bool
-) -> SlotRuntime:
-    """Return the runtime of a slot that sees its folders at their paths on the machine, except for its own `/tmp`."""
-    return SlotRuntime(
-        slot_id=slot_id,
-        dirs=dirs,
-        workspace=dirs.workspace,
-        tmp="/tmp" if has_private_mounts else dirs.tmp,
-        has_network=has_network,
-        process=started_init.process,
-        link=started_init.link,
-        init_pid=started_init.pid,
-        init_pidfd=started_init.pidfd,
-        uid=uid,
-        groups=groups,
-        shell=base.find_shell(),
-        stderr_fd=started_init.stderr_fd,
-    )
 
 
 class SharedViewStarter:
@@ -131,11 +110,12 @@ class SharedViewStarter:
         groups = self._cgroups.make_groups(name)
         try:
             started_init = await _start_shared_init(self.context, mode, dirs, uid, groups, self._runtime_count, has_private_mounts)
-        except BaseException:
+        except BaseException:  # also when this task is cancelled
             groups.remove_groups()
             if reused is None:
                 shutil.rmtree(dirs.root)  # No process of the slot has used it.
             raise
         finally:
             groups.close_join_fds()
-        return _make_runtime(slot_id, dirs, has_network, uid, groups, started_init, has_private_mounts)
+        tmp = "/tmp" if has_private_mounts else dirs.tmp
+        return started_init.to_runtime(slot_id, dirs, dirs.workspace, tmp, has_network=has_network, uid=uid, groups=groups)

@@ -15,7 +15,8 @@ import stat
 import time
 from typing import Collection, Container
 
-_DIR_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+from sandbox_server.agent.kernel.trash import FOLDER_FLAGS
+
 _MAX_ENTRIES = 1_000_000
 _WITHIN_S = 5.0
 _MAX_REPORTS = 20
@@ -69,7 +70,7 @@ class Sweep:
     def search_folder(self, path: str) -> None:
         """Search one folder. All its entries are checked. The trees of other users in it are searched only up to a limit of entries and time."""
         try:
-            self._top = os.open(path, _DIR_FLAGS)
+            self._top = os.open(path, FOLDER_FLAGS)
         except OSError:
             return  # The folder does not exist on this machine.
         self._folder, self._device = path, os.fstat(self._top).st_dev
@@ -99,7 +100,7 @@ class Sweep:
                     continue
                 path.pop()
                 if path:
-                    above = os.open("..", _DIR_FLAGS, dir_fd=current)
+                    above = os.open("..", FOLDER_FLAGS, dir_fd=current)
                     os.close(current)
                     current = above
                     if os.fstat(current).st_ino != path[-1][0]:
@@ -123,7 +124,7 @@ class Sweep:
     def _open_subfolder(self, name: str, folder: int) -> int:
         """Open a folder inside a folder. Returns -1 if it no longer exists or must not be entered."""
         try:
-            fd = os.open(name, _DIR_FLAGS, dir_fd=folder)
+            fd = os.open(name, FOLDER_FLAGS, dir_fd=folder)
         except OSError as error:
             if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
                 self._report_unsearched(name, error.strerror or str(error))
@@ -185,7 +186,7 @@ class Sweep:
             path = os.path.join(self._folder, self._trash_prefix + secrets.token_hex(8))
             os.mkdir(path, 0o700)
             self.trash_folders.append(path)
-            self._trash_fd = os.open(path, _DIR_FLAGS)
+            self._trash_fd = os.open(path, FOLDER_FLAGS)
         target = str(next(self._numbers))
         os.rename(name, target, src_dir_fd=folder, dst_dir_fd=self._trash_fd)
         if os.stat(target, dir_fd=self._trash_fd, follow_symlinks=False).st_uid not in self._owner_uids:

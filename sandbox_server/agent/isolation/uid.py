@@ -25,7 +25,7 @@ from sandbox_server.agent.isolation.starter import SharedViewStarter
 from sandbox_server.agent.isolation.sweep import TRASH_PREFIX, Sweep
 from sandbox_server.agent.kernel.cgroups import Cgroups
 from sandbox_server.agent.kernel.trash import Trash
-from sandbox_server.agent.kernel.uids import UidRange, holder_uid_of, kill_uid
+from sandbox_server.agent.kernel.uids import UidRange, helper_uid_of, kill_uid
 
 log = logging.getLogger(__name__)
 
@@ -45,9 +45,9 @@ class UidIsolation:
         self._lib = os.path.join(self._top, "lib")
         # The code of init is copied beside the folders of the slots, because an init with its own /tmp cannot see the /tmp of the machine.
         self._starter = SharedViewStarter(dataclasses.replace(context, lib_dir=self._lib), cgroups, self._top)
-        self._made: list[str] = []
-        self._range = range(0)
-        self._proven = False
+        self._made_folders: list[str] = []
+        self._uid_range = range(0)
+        self._private_mounts_work = False
         hidden = self._find_hidden_path()
         self.tmp_isolation = "own" if hidden is None else "shared: %s" % hidden
 
@@ -60,26 +60,27 @@ class UidIsolation:
         if cache is not None:
             raise StartFailed("this mode cannot take a shared cache away from a slot")
         await self._prepare_users()
-        uid = reused.uid if reused is not None and reused.uid is not None else self._uids.take()
+        uid = reused.uid if reused is not None and reused.uid is not None else self._uids.take_uid()
         try:
-            runtime = await self._start_with_best_tmp_isolation(slot_id, has_network, uid, reused)
-        except BaseException:
+            runtime = await self._start_with_private_mounts_if_possible(slot_id, has_network, uid, reused)
+        except BaseException:  # also when this task is cancelled
             if reused is None:
-                self._uids.give_back(uid)
+                self._uids.give_back_uid(uid)
             raise
         os.chown(runtime.dirs.root, uid, uid)
         return runtime
 
-    async def _start_with_best_tmp_isolation(self, slot_id: str, has_network: bool, uid: int, reused: SlotRuntime | None) -> SlotRuntime:
+    async def _start_with_private_mounts_if_possible(self, slot_id: str, has_network: bool, uid: int, reused: SlotRuntime | None) -> SlotRuntime:
+        """Start a runtime with its own `/tmp`, `/dev/shm` and IPC. If init may not create namespaces here, this and all later runtimes share the machine's."""
         if self.tmp_isolation == "own":
             try:
                 runtime = await self._starter.start_runtime("uid", slot_id, has_network, uid, reused, has_private_mounts=True)
             except StartFailed as error:
-                if self._proven or FAILURE_PREFIX not in str(error):
+                if self._private_mounts_work or FAILURE_PREFIX not in str(error):
                     raise
                 self.tmp_isolation = "shared: %s" % error  # The first slot shows whether init may create namespaces here.
             else:
-                self._proven = True
+                self._private_mounts_work = True
                 return runtime
         return await self._starter.start_runtime("uid", slot_id, has_network, uid, reused)
 
@@ -95,14 +96,14 @@ class UidIsolation:
     async def _prepare_users(self) -> None:
         """Before the first slot: lock the user ids, and remove what these users have left if an earlier agent was killed."""
         self._create_top_folder()
-        if not self._range:
-            uids = self._uids.lock()
+        if not self._uid_range:
+            uids = self._uids.lock_range()
             self._trash.discard_folder(self._lib)
             shutil.copytree(self._context.lib_dir, self._lib)
             for left in list_left_trash_folders(self._trash_prefix(uids)):
                 self._trash.discard_folder(left)
             await self._sweep(uids, uids)
-            self._range = uids
+            self._uid_range = uids
 
     @staticmethod
     def _trash_prefix(uids: range) -> str:
@@ -122,7 +123,7 @@ class UidIsolation:
             if not os.path.isdir(folder):
                 os.makedirs(folder)
                 os.chmod(folder, 0o711)
-                self._made.insert(0, folder)
+                self._made_folders.insert(0, folder)
         path = self._top
         while True:
             info = os.lstat(path)
@@ -151,7 +152,7 @@ class UidIsolation:
         if not proof["clean"]:
             proof["detail"] = "uid %d still has %d processes" % (uid, len(living))
         elif self.tmp_isolation != "own":  # Private mounts have been removed with the last process.
-            left = await self._sweep((uid, holder_uid_of(uid)), self._range)
+            left = await self._sweep((uid, helper_uid_of(uid)), self._uid_range)
             proof.update(leftovers_removed=left.removed, unswept=len(left.unsearched))
             if left.errors:
                 proof.update(clean=False, detail="files of uid %d could not be removed: %s" % (uid, left.errors[0]))
@@ -163,14 +164,14 @@ class UidIsolation:
     def free_uid(self, runtime: SlotRuntime) -> None:
         """See `Isolation.free_uid`."""
         if runtime.uid is not None:
-            self._uids.give_back(runtime.uid)
+            self._uids.give_back_uid(runtime.uid)
 
     def remove_mode_files(self) -> None:
         """See `Isolation.remove_mode_files`."""
         self._trash.discard_folder(self._lib)
-        self._range = range(0)
-        while self._made:
-            folder = self._made.pop(0)
+        self._uid_range = range(0)
+        while self._made_folders:
+            folder = self._made_folders.pop(0)
             try:
                 os.rmdir(folder)
             except OSError as error:

@@ -1,1 +1,1 @@
-"""Kernel interfaces that limit and observe slots: control groups, seccomp and /proc."""
+"""What limits and observes slots through the kernel: control groups, seccomp, user ids and /proc. Also the deletion of folders that slots have filled."""

@@ -18,16 +18,16 @@ class Leaf:
 
     Attributes:
         procs_fd: descriptor of `cgroup.procs`. A process that writes to it joins the group.
-        live: whether a call uses the leaf.
+        is_in_use: whether a call uses the leaf.
     """
 
-    __slots__ = ("live", "path", "procs_fd")
+    __slots__ = ("is_in_use", "path", "procs_fd")
 
     def __init__(self, path: str) -> None:
         os.mkdir(path)
         self.path = path
         self.procs_fd = open_procs(path)
-        self.live = True
+        self.is_in_use = True
 
     def pids(self) -> list[int]:
         """Return the processes in the leaf."""
@@ -78,10 +78,10 @@ class SlotLeaves:
         self._leaf_count = 0
         #: Init moves to this leaf before the leaf that it is in is killed.
         self._home = self._make_leaf()
-        self._home.live = False
+        self._home.is_in_use = False
         # Init is started in this leaf, so that the first call needs no move.
         self._current = self._make_leaf()
-        self._current.live = False
+        self._current.is_in_use = False
         self._leaves = [self._current]
 
     def _make_leaf(self) -> Leaf:
@@ -99,12 +99,12 @@ class SlotLeaves:
             The leaf, and the descriptor through which init must join it, or -1 if init is already in it.
         """
         current = self._current
-        if not current.live and current is not self._home and len(current.pids()) <= 1:
-            current.live = True
+        if not current.is_in_use and current is not self._home and len(current.pids()) <= 1:
+            current.is_in_use = True
             return current, -1
         for leaf in self._leaves:
-            if not leaf.live and leaf is not current and not leaf.populated():
-                leaf.live = True
+            if not leaf.is_in_use and leaf is not current and not leaf.populated():
+                leaf.is_in_use = True
                 break
         else:
             leaf = self._make_leaf()

@@ -18,7 +18,7 @@ import re
 import stat
 from typing import Iterator
 
-from sandbox_server.agent.kernel.memory_plan import MemoryPlan, Usage, full_threshold_bytes
+from sandbox_server.agent.kernel.memory_plan import MemoryPlan, MemoryUsage, full_threshold_bytes
 from sandbox_server.agent.kernel.slot_limits import SOCKETS_USAGE, find_number, limit_sockets, write_control_file
 
 SLOTS_GROUP = "sandbox-pool-slots"
@@ -37,11 +37,11 @@ class SlotMemoryGroup:
 
     Args:
         path: the folder of the group.
-        own: whether the slot belongs to this agent.
+        is_own: whether the slot belongs to this agent.
     """
 
     path: str
-    own: bool
+    is_own: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -267,7 +267,7 @@ class MemoryGroups:
         """Return the present share of each slot of this agent, in bytes."""
         return self.plan.share_bytes(self.machine_slots()) if self.plan is not None else 0
 
-    def measure_usages(self, all_agents: bool) -> list[tuple[SlotMemoryGroup, Usage]]:
+    def measure_usages(self, all_agents: bool) -> list[tuple[SlotMemoryGroup, MemoryUsage]]:
         """Measure the memory of each slot.
 
         Args:
@@ -281,7 +281,7 @@ class MemoryGroups:
         for path, _, _, most in agents:
             if all_agents or path == self.own:
                 share = min(each, most)
-                found += [(SlotMemoryGroup(slot, path == self.own), Usage(self.used_bytes(slot), share)) for slot in _list_slot_groups(path)]
+                found += [(SlotMemoryGroup(slot, path == self.own), MemoryUsage(self.used_bytes(slot), share)) for slot in _list_slot_groups(path)]
         return found
 
     def list_processes(self, folder: str) -> list[int]:

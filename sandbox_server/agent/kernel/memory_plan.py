@@ -87,7 +87,7 @@ class MemoryPlan:
 
 
 @dataclasses.dataclass(frozen=True)
-class Usage:
+class MemoryUsage:
     """The memory of one slot.
 
     Args:
@@ -104,7 +104,7 @@ class Usage:
         return self.used_bytes - self.share_bytes
 
 
-def find_furthest_above_share(usages: Iterable[tuple[Key, Usage]]) -> tuple[Key, Usage] | None:
+def find_furthest_above_share(usages: Iterable[tuple[Key, MemoryUsage]]) -> tuple[Key, MemoryUsage] | None:
     """Return the slot that exceeds its share by most; None if every slot stays within its share."""
     above = [(key, usage) for key, usage in usages if usage.above_share_bytes > 0]
     return max(above, key=lambda item: item[1].above_share_bytes, default=None)

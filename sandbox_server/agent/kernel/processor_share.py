@@ -61,7 +61,7 @@ class ProcessorAccount:
         self._waited_s = 0.0
         self._lowered = first.lowered
 
-    def add(self, now: ProcessorTimes) -> None:
+    def add_measurement(self, now: ProcessorTimes) -> None:
         """Add the next measurement."""
         last, self._last = self._last, now
         waited_s = max(0.0, now.call_waited_s - last.call_waited_s)

@@ -60,7 +60,7 @@ class ProcessorWatch:
 
     def _add_sample(self) -> None:
         if self._account is not None:
-            self._account.add(self._measure())
+            self._account.add_measurement(self._measure())
 
     def _measure(self) -> ProcessorTimes:
         pids = self._leaf.pids()

@@ -121,7 +121,6 @@ def build_filter(machine: str, allow_message_queues: bool = True) -> bytes:
     known = _MACHINES.get(machine)
     if known is None:
         raise UnknownMachine("no system call filter for the processor %s, only for %s" % (machine, ", ".join(sorted(_MACHINES))))
-    allow = _op(_RET, _ALLOW)
     instructions: List[bytes] = [_op(_LD_W_ABS, _ARCH), _op(_JEQ, known.audit_arch, 1, 0), _refuse(errno.ENOSYS), _op(_LD_W_ABS, _NR)]
     if known.foreign_from:
         instructions += [_op(_JGE, known.foreign_from, 0, 1), _refuse(errno.ENOSYS)]
@@ -132,6 +131,15 @@ def build_filter(machine: str, allow_message_queues: bool = True) -> bytes:
     instructions += [_op(_JEQ, known.io_setup, 0, 1), _refuse(errno.ENOSYS)]  # As on a kernel without the call: programs then use another method.
     if not allow_message_queues:
         instructions += [_op(_JEQ, known.mq_open, 0, 1), _refuse(errno.ENOSYS)]
+    instructions += _refuse_by_argument(known)
+    instructions.append(_op(_RET, _ALLOW))
+    return b"".join(instructions)
+
+
+def _refuse_by_argument(known: _Machine) -> List[bytes]:
+    """Refuse the calls that are only refused with certain arguments."""
+    allow = _op(_RET, _ALLOW)
+    instructions: List[bytes] = []
     for number in known.namespaces:
         instructions += [_op(_JEQ, number, 0, 4), _op(_LD_W_ABS, _ARGS), _op(_JSET, _CLONE_NEW, 0, 1), _refuse(errno.EPERM), allow]
     instructions += [
@@ -149,6 +157,4 @@ def build_filter(machine: str, allow_message_queues: bool = True) -> bytes:
     # Init has the uid of the slot, and a slot that slows down init would delay its own calls.
     for number in known.schedules:
         instructions += _refuse_on_init(number)
-    instructions += _refuse_on_init_or_user(known.setpriority, _PRIO_USER) + _refuse_on_init_or_user(known.ioprio_set, _IOPRIO_WHO_USER)
-    instructions.append(allow)
-    return b"".join(instructions)
+    return instructions + _refuse_on_init_or_user(known.setpriority, _PRIO_USER) + _refuse_on_init_or_user(known.ioprio_set, _IOPRIO_WHO_USER)

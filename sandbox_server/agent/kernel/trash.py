@@ -16,7 +16,7 @@ import sys
 import threading
 from typing import Callable
 
-_DIR_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _BATCH = 1000
 
 
@@ -34,14 +34,14 @@ def open_dir(name: str, parent: int | None) -> int:
         OSError: there is no folder with this name, or it cannot be opened.
     """
     try:
-        return os.open(name, _DIR_FLAGS, dir_fd=parent)
+        return os.open(name, FOLDER_FLAGS, dir_fd=parent)
     except PermissionError:
         path_fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_DIRECTORY, dir_fd=parent)
         try:
             os.chmod("/proc/self/fd/%d" % path_fd, 0o700)
         finally:
             os.close(path_fd)
-        return os.open(name, _DIR_FLAGS, dir_fd=parent)
+        return os.open(name, FOLDER_FLAGS, dir_fd=parent)
 
 
 def _delete_all_but_folders(folder: int) -> list[str]:
@@ -160,7 +160,7 @@ class Trash:
         self._thread.start()
 
     def discard_folder(self, path: str) -> None:
-        """Take a folder away now and delete it soon. Missing is fine."""
+        """Move a folder away now, and let the thread delete it. A folder that does not exist is no error."""
         target = os.path.join(self._path, "%d-%d" % (os.getpid(), next(self._names)))
         with contextlib.suppress(FileNotFoundError):
             try:
@@ -177,7 +177,7 @@ class Trash:
         return self._queue.unfinished_tasks > 0
 
     def end_thread(self) -> None:
-        """Let the thread end once it has deleted what was thrown so far."""
+        """Let the thread end once it has deleted what was discarded so far."""
         self._queue.put(None)
 
     def wait_for_thread(self, timeout_s: float) -> bool:

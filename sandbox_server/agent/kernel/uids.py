@@ -1,6 +1,6 @@
 """User ids for slots. No two slots on this machine have the same uid, even those of different agents, and a uid is only used again after its end is proven.
 
-Every uid of a slot has a *holder uid*, a second uid that only helper processes of the agent have. A helper with the holder uid as its real and saved uid and
+Every uid of a slot has a *helper uid*, a second uid that only helper processes of the agent have. A helper with the helper uid as its real and saved uid and
 with the uid of the slot as its effective uid has the file permissions of the slot, but the slot can neither signal nor trace it.
 """
 
@@ -18,7 +18,7 @@ from sandbox_server.agent.errors import StartFailed
 from sandbox_server.agent.kernel.procfs import pids_of_uid, uids_in_use
 
 RANGE_UIDS = 1024
-_SLOT_UIDS = RANGE_UIDS // 2  # The other half are their holder uids.
+_SLOT_UIDS = RANGE_UIDS // 2  # The other half are their helper uids.
 _RANGES = 1024
 _HIGH_BASE = 1_000_000
 _LOW_BASE = 20_000
@@ -57,8 +57,8 @@ def _find_lock_dir() -> str:
     raise StartFailed("no folder for the locks of user ids: %s" % "; ".join(errors))
 
 
-def holder_uid_of(uid: int) -> int:
-    """Return the holder uid of the uid of a slot."""
+def helper_uid_of(uid: int) -> int:
+    """Return the helper uid of the uid of a slot."""
     return uid + _SLOT_UIDS
 
 
@@ -71,14 +71,14 @@ class UidRange:
         self._all = range(0)
         self._recorded_uids: Set[int] = set()
 
-    def take(self) -> int:
+    def take_uid(self) -> int:
         """Take a uid, which is also the gid, that no process has.
 
         Raises:
             StartFailed: all uids are in use or in quarantine, or no range could be locked.
         """
         if self._lock_fd < 0:
-            self._lock()
+            self._lock_first_free_range()
         if not self._free:
             raise StartFailed("all %d user ids of this agent are in use or in quarantine" % _SLOT_UIDS)
         uid = self._free.popleft()
@@ -87,24 +87,25 @@ class UidRange:
             os.write(self._lock_fd, b"%d\n" % uid)
         return uid
 
-    def give_back(self, uid: int) -> None:
+    def give_back_uid(self, uid: int) -> None:
         """Make a uid available again after its end is proven. It is used again last, so that any process that was overlooked has time to appear."""
         self._free.append(uid)
 
-    def lock(self) -> range:
+    def lock_range(self) -> range:
         """Lock a range, and kill the processes that an earlier agent has left in it.
 
         Returns:
-            All uids of the range, including holder uids. No other agent uses them while this process runs.
+            All uids of the range, including helper uids. No other agent uses them while this process runs.
 
         Raises:
             StartFailed: no range could be locked.
         """
         if self._lock_fd < 0:
-            self._lock()
+            self._lock_first_free_range()
         return self._all
 
-    def _lock(self) -> None:
+    def _lock_first_free_range(self) -> None:
+        """Lock the first range that no other agent has locked, and find out which of its uids are free."""
         folder = _find_lock_dir()
         high = _highest_uid() >= _HIGH_BASE + _RANGES * RANGE_UIDS
         base, ranges = (_HIGH_BASE, _RANGES) if high else (_LOW_BASE, _LOW_RANGES)
@@ -123,7 +124,7 @@ class UidRange:
             self._recorded_uids = _read_recorded_uids(fd, slots)
             for uid in slots:
                 # If no agent has ever taken a uid that a process has, the uid belongs to a user of the machine.
-                if (uid not in living and holder_uid_of(uid) not in living) or (uid in self._recorded_uids and not kill_uid(uid)):
+                if (uid not in living and helper_uid_of(uid) not in living) or (uid in self._recorded_uids and not kill_uid(uid)):
                     self._free.append(uid)
             return
         raise StartFailed("all %d ranges of user ids are taken by other agents" % ranges)
@@ -137,7 +138,7 @@ def _read_recorded_uids(fd: int, slots: range) -> Set[int]:
 
 
 def kill_uid(uid: int) -> list[int]:
-    """Kill all processes that have the uid of a slot or its holder uid.
+    """Kill all processes that have the uid of a slot or its helper uid.
 
     A helper process with these uids sends the signals, so that no process of another user can be hit, even if pids are reused. This blocks, so call it in a
     thread.
@@ -148,7 +149,7 @@ def kill_uid(uid: int) -> list[int]:
     deadline = time.monotonic() + _KILL_WITHIN_S
     while True:
         _signal_all_processes_of(uid)
-        living = pids_of_uid(uid, holder_uid_of(uid))
+        living = pids_of_uid(uid, helper_uid_of(uid))
         if not living or time.monotonic() > deadline:
             return living
         time.sleep(_KILL_PAUSE_S)
@@ -160,9 +161,9 @@ def _signal_all_processes_of(uid: int) -> None:
         try:
             os.setgroups([])
             os.setresgid(uid, uid, uid)
-            # With the holder uid as its real and saved uid, this process cannot be stopped by the processes that it kills. As root, `kill(-1)` would
+            # With the helper uid as its real and saved uid, this process cannot be stopped by the processes that it kills. As root, `kill(-1)` would
             # reach all processes of the machine.
-            os.setresuid(holder_uid_of(uid), uid, holder_uid_of(uid))
+            os.setresuid(helper_uid_of(uid), uid, helper_uid_of(uid))
             os.kill(-1, signal.SIGKILL)
         finally:
             os._exit(0)

@@ -16,18 +16,19 @@ from typing import Callable, Sequence
 
 from sandbox_server.agent.execution.limit_end import end_slot_for_limit
 from sandbox_server.agent.execution.slot_runtime import LimitEnd, SlotRuntime
-from sandbox_server.agent.limits.disk_plan import MIB, Space, choose_slot_to_end, compute_reserve
-from sandbox_server.agent.limits.disk_usage import DiskUse, measure_disk
+from sandbox_server.agent.kernel.measuring import pause_after_measurement_s
+from sandbox_server.agent.kernel.memory_plan import MIB
+from sandbox_server.agent.limits.disk_plan import Space, choose_slot_to_end, compute_reserve
+from sandbox_server.agent.limits.disk_usage import DiskUsage, measure_disk
 
 log = logging.getLogger(__name__)
 
-CHECK_EVERY_S = 0.25
-MEASURE_EVERY_S = 2.0
-_REST_FACTOR = 10
-_MEASURE_WITHIN_S = 15.0
-_OTHERS_FIRST_S = 0.5
-_AGAIN_AFTER_S = 5.0
-_DELETED_WITHIN_S = 60.0
+CHECK_DISK_EVERY_S = 0.25
+MEASURE_DISK_EVERY_S = 2.0
+_MEASURE_WITHIN_S = 15.0  # One slot. What was not reached by then is not counted.
+_OTHERS_FIRST_S = 0.5  # The less of the disk the largest slot of this agent uses, the longer it waits for other agents to act: at most so long.
+_AGAIN_AFTER_S = 5.0  # After a slot was ended, or none used much, the slots of that file system are measured again only after this time.
+_DELETED_WITHIN_S = 60.0  # While the files of an ended slot are being deleted, no other slot is ended, but at most for so long.
 
 
 class SlotFolders:
@@ -88,7 +89,7 @@ class DiskGuard:
             await asyncio.wait([self._task])
 
     async def _check_periodically(self) -> None:
-        due = self._loop.time() + MEASURE_EVERY_S
+        due = self._loop.time() + MEASURE_DISK_EVERY_S
         while True:
             try:
                 for device, path in self._file_systems().items():
@@ -96,10 +97,10 @@ class DiskGuard:
                 if self._slot_bytes is not None and self._loop.time() >= due:
                     began = self._loop.time()
                     await self._check_limits(self._slot_bytes)
-                    due = self._loop.time() + max(MEASURE_EVERY_S, _REST_FACTOR * (self._loop.time() - began))
-            except Exception:
+                    due = self._loop.time() + pause_after_measurement_s(self._loop.time() - began, MEASURE_DISK_EVERY_S)
+            except Exception:  # the guard must go on: no failure of one check, not even a defect, may leave the slots unguarded
                 log.exception("the disk usage of slots could not be checked")
-            await asyncio.sleep(CHECK_EVERY_S)
+            await asyncio.sleep(CHECK_DISK_EVERY_S)
 
     def _file_systems(self) -> dict[int, str]:
         """Return one folder of the agent for each device that has one."""
@@ -142,7 +143,7 @@ class DiskGuard:
         self_inflicted = reserve.is_exceeded_by((use.size_bytes, use.entries), others, space)
         await end_slot_for_limit(chosen.runtime, LimitEnd("resource_limit", error, evidence, self_inflicted))
 
-    async def _measure(self, device: int | None) -> list[tuple[SlotFolders, DiskUse]]:
+    async def _measure(self, device: int | None) -> list[tuple[SlotFolders, DiskUsage]]:
         """Measure the disk usage of the slots, one after another in a thread.
 
         Args:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Iterable, Tuple, TypeVar
 
-MIB = 1 << 20
 _RESERVE_BYTES = 2 << 30
 _RESERVE_FRACTION = 0.05
 _MAX_RESERVE_FRACTION = 0.25  # Of a file system that is so small that 2 GiB would be most of it.

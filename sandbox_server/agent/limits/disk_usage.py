@@ -14,20 +14,16 @@ import time
 from typing import Callable, Dict, List, Sequence, Set, Tuple
 
 from sandbox_server.agent.init import process_table
-from sandbox_server.agent.kernel.trash import open_dir
+from sandbox_server.agent.kernel.measuring import MAX_DESCRIPTORS, MAX_ENTRIES, STAT_BLOCK_BYTES, pause_between_entries
+from sandbox_server.agent.kernel.trash import FOLDER_FLAGS, open_dir
 
-MAX_ENTRIES = 2_000_000
-_MAX_DESCRIPTORS = 20_000
 _MAX_HARD_LINKS = 100_000
-_BLOCK_BYTES = 512
-_BATCH = 500
-_PAUSE_S = 0.005
 
 _Identity = Tuple[int, int]
 
 
 @dataclasses.dataclass
-class DiskUse:
+class DiskUsage:
     """The measured disk usage.
 
     Attributes:
@@ -53,7 +49,7 @@ class DiskMeter:
         self._until_s = until_s
         self._is_stopped = is_stopped
         self._counted_hard_links: Set[_Identity] = set()
-        self.use = DiskUse()
+        self.use = DiskUsage()
 
     def add_tree(self, path: str) -> None:
         """Add a folder of the agent and everything in it. A missing folder counts as empty."""
@@ -98,7 +94,7 @@ class DiskMeter:
     def _open_parent(current: int, expected: _Identity) -> int:
         """Close a folder and open its parent. Returns -1 if the parent is not the expected folder."""
         try:
-            parent = os.open("..", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=current)
+            parent = os.open("..", FOLDER_FLAGS, dir_fd=current)
         except OSError:
             parent = -1
         finally:
@@ -123,8 +119,7 @@ class DiskMeter:
 
     def _count_entry(self, entry: os.DirEntry[str], folders: List[str]) -> None:
         self.use.entries += 1
-        if self.use.entries % _BATCH == 0:
-            time.sleep(_PAUSE_S)
+        pause_between_entries(self.use.entries)
         try:
             info = entry.stat(follow_symlinks=False)
         except OSError:
@@ -137,7 +132,7 @@ class DiskMeter:
                 return
             if len(self._counted_hard_links) < _MAX_HARD_LINKS:
                 self._counted_hard_links.add(known)
-        self.use.size_bytes += info.st_blocks * _BLOCK_BYTES
+        self.use.size_bytes += info.st_blocks * STAT_BLOCK_BYTES
 
     def _must_stop(self) -> bool:
         if self.use.entries >= MAX_ENTRIES or time.monotonic() > self._until_s or self._is_stopped():
@@ -153,7 +148,7 @@ class DiskMeter:
             devices: the file systems that count.
         """
         files: Dict[_Identity, int] = {}
-        left = _MAX_DESCRIPTORS
+        left = MAX_DESCRIPTORS
         for pid in pids:
             folder = "/proc/%d/fd" % pid
             try:
@@ -166,7 +161,7 @@ class DiskMeter:
                 except OSError:
                     continue
                 if stat.S_ISREG(info.st_mode) and not info.st_nlink and info.st_dev in devices:
-                    files[info.st_dev, info.st_ino] = info.st_blocks * _BLOCK_BYTES
+                    files[info.st_dev, info.st_ino] = info.st_blocks * STAT_BLOCK_BYTES
             left -= len(names)
         if left < 0:
             self.use.is_whole = False
@@ -178,7 +173,7 @@ def _identify(folder: int) -> _Identity:
     return info.st_dev, info.st_ino
 
 
-def measure_disk(folders: Sequence[str], init_pid: int, until_s: float, is_stopped: Callable[[], bool]) -> DiskUse:
+def measure_disk(folders: Sequence[str], init_pid: int, until_s: float, is_stopped: Callable[[], bool]) -> DiskUsage:
     """Measure the disk usage of one slot: its folders, and the deleted files that its processes have open. This blocks, so call it in a thread.
 
     Args:

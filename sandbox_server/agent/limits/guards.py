@@ -30,28 +30,30 @@ class Guards:
         self._cgroups = cgroups
         self._trash = trash
         self._sets_floor = sets_floor
-        self._held: Callable[[], Sequence[SlotRuntime]] = tuple
-        self._prepared: Callable[[], Sequence[SlotRuntime]] = tuple
+        self._held_runtimes: Callable[[], Sequence[SlotRuntime]] = tuple
+        self._prepared_runtimes: Callable[[], Sequence[SlotRuntime]] = tuple
         self._memory: MemoryGuard | AccountingGuard | None = None
         self._disk: DiskGuard | None = None
 
-    def start_guards(self, held: Callable[[], Sequence[SlotRuntime]], prepared: Callable[[], Sequence[SlotRuntime]], on_change: Callable[[], None]) -> None:
+    def start_guards(
+        self, held_runtimes: Callable[[], Sequence[SlotRuntime]], prepared_runtimes: Callable[[], Sequence[SlotRuntime]], on_change: Callable[[], None]
+    ) -> None:
         """Start the guards.
 
         Args:
-            held: returns the runtimes that slots have now.
-            prepared: returns the runtimes that no slot has yet.
+            held_runtimes: returns the runtimes that slots have now.
+            prepared_runtimes: returns the runtimes that no slot has yet.
             on_change: called when the result of `effective_limits` has changed.
         """
-        self._held, self._prepared = held, prepared
+        self._held_runtimes, self._prepared_runtimes = held_runtimes, prepared_runtimes
         config, cgroups = self._config, self._cgroups
         if cgroups.memory_groups is not None:
             self._memory = MemoryGuard(cgroups.memory_groups, self._all_runtimes, on_change)
         else:
             self._memory = AccountingGuard(cgroups.plan, cgroups.memory_domain, self._all_runtimes)
-        limit, free = config.limits.disk_mb, config.disk_free_mb
-        to_bytes = (None if limit is None else limit * MIB), (None if free is None else free * MIB)
-        self._disk = DiskGuard(config.base_dir, self._held_folders, *to_bytes, is_deleting=self._trash.is_busy)
+        slot_bytes = config.limits.disk_mb * MIB if config.limits.disk_mb is not None else None
+        reserve_bytes = config.disk_free_mb * MIB if config.disk_free_mb is not None else None
+        self._disk = DiskGuard(config.base_dir, self._held_folders, slot_bytes, reserve_bytes, is_deleting=self._trash.is_busy)
         self._memory.start_checking()
         self._disk.start_checking()
 
@@ -62,11 +64,11 @@ class Guards:
                 await guard.stop_checking()
 
     def _all_runtimes(self) -> Sequence[SlotRuntime]:
-        return [*self._held(), *self._prepared()]
+        return [*self._held_runtimes(), *self._prepared_runtimes()]
 
     def _held_folders(self) -> Sequence[SlotFolders]:
         spool = os.path.join(self._config.base_dir, "spool")
-        return [SlotFolders(runtime, (runtime.dirs.root, os.path.join(spool, runtime.slot_id))) for runtime in self._held()]
+        return [SlotFolders(runtime, (runtime.dirs.root, os.path.join(spool, runtime.slot_id))) for runtime in self._held_runtimes()]
 
     def effective_limits(self) -> dict[str, Any]:
         """Return the limits that apply to each slot now, whether the spec of the pool sets them or not."""

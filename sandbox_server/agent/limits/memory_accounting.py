@@ -14,17 +14,15 @@ from typing import Callable, Dict, Mapping, Sequence, Tuple
 from sandbox_server.agent.execution.limit_end import end_slot_for_limit
 from sandbox_server.agent.execution.slot_runtime import LimitEnd, SlotRuntime
 from sandbox_server.agent.init import process_table
+from sandbox_server.agent.kernel.measuring import MAX_DESCRIPTORS, STAT_BLOCK_BYTES, pause_after_measurement_s
 from sandbox_server.agent.kernel.memory_groups import MemoryGroups
-from sandbox_server.agent.kernel.memory_plan import MIB, MemoryPlan, Usage, fills_group_alone, find_furthest_above_share, full_threshold_bytes
+from sandbox_server.agent.kernel.memory_plan import MIB, MemoryPlan, MemoryUsage, fills_group_alone, find_furthest_above_share, full_threshold_bytes
 from sandbox_server.agent.kernel.slot_limits import find_number
+from sandbox_server.agent.limits.memory_guard import CHECK_MEMORY_EVERY_S
 
 log = logging.getLogger(__name__)
 
-MEASURE_EVERY_S = 1.0
-CHECK_EVERY_S = 0.1
-_REST_FACTOR = 10
-_MAX_DESCRIPTORS = 20_000
-_BLOCK_BYTES = 512
+MEASURE_MEMORY_EVERY_S = 1.0
 _MEMORY_FILES = ("/memfd:", "/SYSV", "/dev/zero", "/dev/shm/")
 
 NOT_COUNTED = "memory held only by descriptors in flight on sockets, by detached System V segments, or by buffers of pipes and sockets"
@@ -52,7 +50,7 @@ def measure_slots(init_pids: Sequence[int]) -> Dict[int, int]:
 def _measure(init_pid: int, pids: set[int]) -> int:
     anonymous = mapped = 0
     files: Dict[Tuple[int, int], int] = {}
-    left = _MAX_DESCRIPTORS
+    left = MAX_DESCRIPTORS
     for pid in pids:
         process_anonymous, process_mapped = _read_process_memory(pid)
         anonymous += process_anonymous
@@ -88,7 +86,7 @@ def _add_memory_files(pid: int, files: Dict[Tuple[int, int], int], left: int) ->
             info = os.stat(path)  # Information about the open file; no path that the slot has chosen is used.
         except OSError:
             continue
-        files[info.st_dev, info.st_ino] = info.st_blocks * _BLOCK_BYTES
+        files[info.st_dev, info.st_ino] = info.st_blocks * STAT_BLOCK_BYTES
     return left - len(names)
 
 
@@ -147,10 +145,10 @@ class AccountingGuard:
                 if self._loop.time() >= due or self._is_machine_full():
                     began = self._loop.time()
                     await self._check_slots()
-                    due = self._loop.time() + max(MEASURE_EVERY_S, _REST_FACTOR * (self._loop.time() - began))
-            except Exception:
+                    due = self._loop.time() + pause_after_measurement_s(self._loop.time() - began, MEASURE_MEMORY_EVERY_S)
+            except Exception:  # the guard must go on: no failure of one check, not even a defect, may leave the slots unguarded
                 log.exception("the memory of slots could not be measured")
-            await asyncio.sleep(CHECK_EVERY_S)
+            await asyncio.sleep(CHECK_MEMORY_EVERY_S)
 
     def _is_machine_full(self) -> bool:
         reserve = self._plan.machine_bytes - self._plan.machine_limit_bytes
@@ -170,7 +168,7 @@ class AccountingGuard:
         if over or not (is_sandbox_full or self._is_machine_full()):
             return
         share = self._plan.share_bytes(self._plan.slots)
-        chosen = find_furthest_above_share((pid, Usage(size, share)) for pid, size in kept.items())
+        chosen = find_furthest_above_share((pid, MemoryUsage(size, share)) for pid, size in kept.items())
         if chosen is not None:
             others = [size for pid, size in kept.items() if pid != chosen[0]]
             await end_slot_for_limit(runtimes[chosen[0]], self._above_share(chosen[1], others, "sandbox" if is_sandbox_full else "machine"))
@@ -180,7 +178,7 @@ class AccountingGuard:
         evidence = {"used_mb": used, "limit_mb": limit, "measured_by": "accounting"}
         return LimitEnd("oom", "the slot used %d MiB of memory, and its limit is %d MiB" % (used, limit), evidence, self_inflicted=True)
 
-    def _above_share(self, usage: Usage, others: Sequence[int], what: str) -> LimitEnd:
+    def _above_share(self, usage: MemoryUsage, others: Sequence[int], what: str) -> LimitEnd:
         used, share = usage.used_bytes // MIB, usage.share_bytes // MIB
         evidence = {"used_mb": used, "share_mb": share, "group": what, "measured_by": "accounting"}
         text = "the %s's memory for slots was full, and this slot exceeded its share by most: it used %d MiB, and its share is %d MiB"

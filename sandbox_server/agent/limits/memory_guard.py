@@ -17,16 +17,16 @@ from typing import Callable, Sequence
 from sandbox_server.agent.execution.limit_end import end_slot_for_limit
 from sandbox_server.agent.execution.slot_runtime import LimitEnd, SlotRuntime
 from sandbox_server.agent.kernel.memory_groups import MemoryGroups, SlotMemoryGroup, mark_slot_ended, was_ended_by_another_agent
-from sandbox_server.agent.kernel.memory_plan import MIB, Usage, fills_group_alone, find_furthest_above_share, full_threshold_bytes
+from sandbox_server.agent.kernel.memory_plan import MIB, MemoryUsage, fills_group_alone, find_furthest_above_share, full_threshold_bytes
 from sandbox_server.agent.kernel.slot_limits import write_control_file
 
 log = logging.getLogger(__name__)
 
-CHECK_EVERY_S = 0.1
-OWNER_WITHIN_S = 1.0
-_FREED_WITHIN_S = 2.0
-_STUCK_WITHIN_S = 2.0
-_SETTLE_S = 0.3
+CHECK_MEMORY_EVERY_S = 0.1
+OWNER_WITHIN_S = 1.0  # After this time another agent than the owner kills the processes of the chosen slot.
+_FREED_WITHIN_S = 2.0  # While the processes of an ended slot still end, no other slot is ended, but at most for so long.
+_STUCK_WITHIN_S = 2.0  # After this time in a full group in which every slot is within its share, the kernel may kill processes.
+_SETTLE_S = 0.3  # The kernel frees the last memory of a slot slightly after its last process.
 _EFD_CLOEXEC, _EFD_NONBLOCK = 0o2000000, 0o4000
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -102,10 +102,10 @@ class MemoryGuard:
         while True:
             try:
                 await self._check_groups()
-            except Exception:
+            except Exception:  # the guard must go on: no failure of one check, not even a defect, may leave the slots unguarded
                 log.exception("the memory of slots could not be checked")
             try:
-                await asyncio.wait_for(self._wake.wait(), CHECK_EVERY_S)
+                await asyncio.wait_for(self._wake.wait(), CHECK_MEMORY_EVERY_S)
             except asyncio.TimeoutError:
                 continue
             self._wake.clear()
@@ -144,7 +144,7 @@ class MemoryGuard:
         if runtime is not None:
             self._record_ended(slot.path, now)
             await end_slot_for_limit(runtime, self._describe_end(folder, limit, usage, group_bytes, self_inflicted))
-        elif not slot.own:
+        elif not slot.is_own:
             self._end_if_owner_does_not(slot, now, self_inflicted)
 
     def _is_freeing_memory(self, now: float) -> bool:
@@ -153,7 +153,7 @@ class MemoryGuard:
             if not self._groups.list_processes(path):
                 del self._ending[path]
             elif now <= until:
-                self._settled_at = now + _SETTLE_S  # The kernel frees its tmpfs slightly after its last process.
+                self._settled_at = now + _SETTLE_S
         return now < self._settled_at
 
     def _record_ended(self, path: str, now: float) -> None:
@@ -166,7 +166,7 @@ class MemoryGuard:
                 return runtime
         return None
 
-    def _describe_end(self, folder: str, limit: int, usage: Usage, group_bytes: int, self_inflicted: bool) -> LimitEnd:
+    def _describe_end(self, folder: str, limit: int, usage: MemoryUsage, group_bytes: int, self_inflicted: bool) -> LimitEnd:
         whose = "the machine's" if folder == self._groups.machine else "the sandbox's"
         evidence = {
             "used_mb": usage.used_bytes // MIB,

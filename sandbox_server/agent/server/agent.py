@@ -25,7 +25,7 @@ from sandbox_server.agent.kernel.uids import UidRange
 from sandbox_server.agent.limits.guards import Guards
 from sandbox_server.agent.server import call_operations, slot_operations
 from sandbox_server.agent.server.call_stream import CallStream
-from sandbox_server.agent.server.connections import Connection, Handler, Stream
+from sandbox_server.agent.server.connections import Connection, Stream, StreamHandler
 from sandbox_server.agent.server.file_operations import FILE_OPERATIONS, open_file_operation
 from sandbox_server.agent.server.listeners import Listeners
 from sandbox_server.agent.slots.bundle import write_slot_lib
@@ -93,7 +93,7 @@ class Agent:
         Raises:
             OSError: the agent cannot listen, or cannot use its folder.
         """
-        self._throw_old_folders()
+        self._discard_old_folders()
         self._cgroups = Cgroups(self.boot, self.config)
         sets_floor = oom_score.protect_this_process()
         raise_priority()
@@ -101,7 +101,7 @@ class Agent:
         uids = UidRange()
         self._probed = await probe_isolation_modes(self._make_context(sets_floor), self._cgroups, self._trash, uids)
         await self._listeners.start_listening()
-        self._limit_life()
+        self._start_lifetime_timers()
         if self._probed.isolation is not None:
             caches = self._make_caches(uids)
             runtimes = self._runtimes = RuntimePool(self.config, self._probed.isolation, self._trash, caches)
@@ -111,7 +111,7 @@ class Agent:
         await self.stopping.wait()
         await self._shut_down()
 
-    def _throw_old_folders(self) -> None:
+    def _discard_old_folders(self) -> None:
         """Delete what an earlier agent has left in the same folder."""
         for name in ("slots", "spool", "lib", "etc", "caches"):
             self._trash.discard_folder(os.path.join(self.config.base_dir, name))
@@ -136,7 +136,7 @@ class Agent:
         groups = uids if os.geteuid() == 0 else None
         return Caches(folder, int(self.config.cache_bytes), self.config.cache_measure_every_s, self._trash, groups)
 
-    def _limit_life(self) -> None:
+    def _start_lifetime_timers(self) -> None:
         self._start_alone_timer()
         if self.config.max_life_s is not None:
             self._loop.call_later(self.config.max_life_s, self._stop, "it has reached its maximum lifetime")
@@ -240,7 +240,7 @@ class Agent:
         self._connections.discard(connection)
         self._start_alone_timer()
 
-    def open_stream(self, stream: Stream, meta: dict[str, Any]) -> Handler:
+    def open_stream(self, stream: Stream, meta: dict[str, Any]) -> StreamHandler:
         """See `connections.Server`."""
         op = meta.get("op")
         if op == "calls":
@@ -290,15 +290,15 @@ class Agent:
         states: dict[str, int] = {}
         for slot in self.slots.values():
             states[slot.state] = states.get(slot.state, 0) + 1
-        caches = self._runtimes.caches.stats() if self._runtimes is not None else []
+        caches = self._runtimes.caches.describe_caches() if self._runtimes is not None else []
         stream.end_stream({"slots": len(self.slots), "states": states, "connections": len(self._connections), "caches": caches})
 
     async def _drop_cache(self, stream: Stream, cache_key: Any) -> None:
         if self._runtimes is not None:
-            self._runtimes.caches.drop_cache(cache_key, self._find_holders)
+            self._runtimes.caches.drop_cache(cache_key, self._find_cache_holders)
         stream.end_stream()
 
-    def _find_holders(self, cache: CacheFolder) -> list[str]:
+    def _find_cache_holders(self, cache: CacheFolder) -> list[str]:
         return [slot.slot_id for slot in self.slots.values() if slot.lease.cache is cache]
 
     async def _accept_shutdown(self, stream: Stream) -> None:

@@ -46,7 +46,7 @@ class CallStream:
         self._is_complete = False  # the service sends no more calls
 
     def on_item(self, meta: dict[str, Any], body: bytes) -> None:
-        """See `Handler`. The item describes a call."""
+        """See `StreamHandler`. The item describes a call."""
         if len(self._queue) >= MAX_CALLS_PER_STREAM:
             raise Refused("invalid", "more than %d calls wait on one stream" % MAX_CALLS_PER_STREAM)
         self._queue.append(meta)
@@ -113,17 +113,17 @@ class CallStream:
         self._stream.send_item(_result_without_output(meta, reason, error + " before the call began", metadata))
 
     def on_data(self, body: bytes) -> None:
-        """See `Handler`. Calls are sent as items."""
+        """See `StreamHandler`. Calls are sent as items."""
         raise Refused("invalid", "a stream of calls takes no data")
 
     def on_end(self) -> None:
-        """See `Handler`. The service sends no more calls."""
+        """See `StreamHandler`. The service sends no more calls."""
         self._is_complete = True
         if not self._is_busy and not self._queue:
             self._stream.end_stream()
 
     def on_abort(self) -> None:
-        """See `Handler`. The calls that were sent still run, and their results are recorded in the journal."""
+        """See `StreamHandler`. The calls that were sent still run, and their results are recorded in the journal."""
         self._fetches_outputs = False
         if self._unfetched is not None or self._stream.on_drained is not None:
             self._stream.on_drained = None

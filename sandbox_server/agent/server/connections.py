@@ -16,7 +16,7 @@ HELLO_WITHIN_S = 10.0
 MAX_HELLO_BYTES = 64 << 10
 
 
-class Handler(Protocol):
+class StreamHandler(Protocol):
     """Receives the messages of the service on one stream. `on_item`, `on_data` and `on_end` may raise `Refused`, which ends the stream."""
 
     def on_item(self, meta: dict[str, Any], body: bytes) -> None:
@@ -40,13 +40,12 @@ class Stream:
         number: of the stream on that connection.
     """
 
-    __slots__ = ("_connection", "_drained", "_handler", "_number", "_wire", "on_drained")
+    __slots__ = ("_connection", "_drained", "_number", "_wire", "on_drained")
 
     def __init__(self, connection: Connection, number: int) -> None:
         self._connection = connection
         self._wire = connection.wire
         self._number = number
-        self._handler: Handler | None = None
         self._drained: asyncio.Future[None] | None = None
         self.on_drained: Callable[[], None] | None = None  # called when some of `queued_bytes` was sent, or never will be
 
@@ -125,7 +124,7 @@ class Server(Protocol):
     def remove_connection(self, connection: Connection) -> None:
         """Forget an authenticated connection that has ended."""
 
-    def open_stream(self, stream: Stream, meta: dict[str, Any]) -> Handler:
+    def open_stream(self, stream: Stream, meta: dict[str, Any]) -> StreamHandler:
         """Begin the operation that `meta` describes.
 
         Returns:
@@ -163,7 +162,7 @@ class Connection(asyncio.Protocol):
         self._paused = False
         self._hello_timer: asyncio.TimerHandle | None = None
         self._streams: dict[int, Stream] = {}
-        self._handlers: dict[int, Handler] = {}
+        self._handlers: dict[int, StreamHandler] = {}
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See `asyncio.Protocol`."""
@@ -296,7 +295,7 @@ class Connection(asyncio.Protocol):
             action()
         except Refused as error:
             stream.refuse(error)
-        except Exception as error:
+        except Exception as error:  # the failure of one stream must not end the connection, which carries all others
             log.exception("a stream failed")
             stream.refuse(Refused("internal", "%s: %s" % (type(error).__name__, error)))
 

@@ -11,12 +11,12 @@ import os
 from typing import Any, Mapping
 
 from sandbox_server.agent.errors import Refused
-from sandbox_server.agent.execution.framed import Framed
 from sandbox_server.agent.execution.processes.slot_process import SlotProcess
 from sandbox_server.agent.execution.processes.spawn_spec import forked_tool_spec
 from sandbox_server.agent.execution.processes.stdin_pipe import StdinPipe
+from sandbox_server.agent.execution.reply_parser import ReplyParser
 from sandbox_server.agent.inslot.arguments import check_args
-from sandbox_server.agent.server.connections import Handler, Stream
+from sandbox_server.agent.server.connections import Stream, StreamHandler
 from sandbox_server.agent.slots.slots import Slot
 
 FILE_OPERATIONS = {
@@ -63,7 +63,7 @@ class FileOperation:
         self._stall_s = stall_s
         self._loop = asyncio.get_event_loop()
         self._chunks = _Chunks()
-        self._framed = Framed(self._chunks)
+        self._reply = ReplyParser(self._chunks)
         self._status: asyncio.Future[int] = self._loop.create_future()
         self._incoming: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._progress_at = self._loop.time()
@@ -100,21 +100,21 @@ class FileOperation:
     # The messages of the service.
 
     def on_item(self, meta: dict[str, Any], body: bytes) -> None:
-        """See `Handler`. Content is sent as data."""
+        """See `StreamHandler`. Content is sent as data."""
         raise Refused("invalid", "a file stream takes no items")
 
     def on_data(self, body: bytes) -> None:
-        """See `Handler`. The data is content to write."""
+        """See `StreamHandler`. The data is content to write."""
         if self._stdin is None:
             raise Refused("invalid", "this operation takes no data")
         self._incoming.put_nowait(body)
 
     def on_end(self) -> None:
-        """See `Handler`. All content has arrived."""
+        """See `StreamHandler`. All content has arrived."""
         self._incoming.put_nowait(None)
 
     def on_abort(self) -> None:
-        """See `Handler`. Content that is not complete must not be put in place."""
+        """See `StreamHandler`. Content that is not complete must not be put in place."""
         self._serving.cancel()
 
     # Both directions.
@@ -171,7 +171,7 @@ class FileOperation:
             if not data:
                 return
             self._record_progress()
-            self._framed.write(data)
+            self._reply.write(data)
             self._check_header()
             if self._tool != "route_list":
                 for chunk in self._chunks.unsent:
@@ -191,15 +191,15 @@ class FileOperation:
                 return
 
     def _check_header(self) -> None:
-        header = self._framed.header
-        if self._framed.broken:
+        header = self._reply.header
+        if self._reply.is_invalid:
             raise Refused("internal", "the answer of the file operation has no valid header")
         if header is not None and not header.get("ok"):
             code, detail, errno = header.get("code"), header.get("detail"), header.get("errno")
             raise Refused(str(code) if code in _KNOWN_CODES else "internal", str(detail), errno if isinstance(errno, str) else None)
 
     def _send_end(self, status: int) -> None:
-        header = self._framed.header
+        header = self._reply.header
         if header is None or status != 0:
             raise Refused("file_error", "the operation ended before it had finished", "EIO")
         meta = {key: value for key, value in header.items() if key != "ok"}
@@ -210,7 +210,7 @@ class FileOperation:
             self._stream.end_stream(meta)
 
 
-def open_file_operation(stream: Stream, slot: Slot, meta: Mapping[str, Any], stall_s: float = STALL_S) -> Handler:
+def open_file_operation(stream: Stream, slot: Slot, meta: Mapping[str, Any], stall_s: float = STALL_S) -> StreamHandler:
     """Begin a file operation.
 
     Args:

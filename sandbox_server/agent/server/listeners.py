@@ -10,11 +10,10 @@ import stat
 
 from sandbox_server.agent.config import Listen
 from sandbox_server.agent.server.connections import Connection, Server
-from sandbox_server.agent.server.tls_listener import TlsListener
+from sandbox_server.agent.server.tls_listener import BACKLOG, TlsListener
 
 #: A file in the agent's own folder that tells the backend where the agent listens, as `{"tls": [ADDRESS, PORT]}`.
 LISTENING_FILE = "listening.json"
-_BACKLOG = 128
 
 
 class Listeners:
@@ -57,7 +56,7 @@ class Listeners:
         temporary = "%s.%d" % (path, os.getpid())
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.bind(temporary)  # the process's umask leaves it to this user alone
-        sock.listen(_BACKLOG)
+        sock.listen(BACKLOG)
         os.rename(temporary, path)
         sock.setblocking(False)
         self._unix = await asyncio.get_event_loop().create_unix_server(lambda: Connection(self._server), sock=sock)

@@ -39,18 +39,18 @@ class CoroutineStream:
             self._stream.refuse(Refused("internal", "%s: %s" % (type(error).__name__, error)))
 
     def on_item(self, meta: dict[str, Any], body: bytes) -> None:
-        """See `Handler`."""
+        """See `StreamHandler`."""
         raise Refused("invalid", "this stream takes no items")
 
     def on_data(self, body: bytes) -> None:
-        """See `Handler`."""
+        """See `StreamHandler`."""
         raise Refused("invalid", "this stream takes no data")
 
     def on_end(self) -> None:
-        """See `Handler`. The request was complete when the stream was opened."""
+        """See `StreamHandler`. The request was complete when the stream was opened."""
 
     def on_abort(self) -> None:
-        """See `Handler`."""
+        """See `StreamHandler`."""
         if self._cancel_on_abort:
             self._task.cancel()
 
@@ -85,16 +85,16 @@ class WatchStream:
         self._stream.send_item({"slots": [slot.view() for slot in slots.values()]})
 
     def on_item(self, meta: dict[str, Any], body: bytes) -> None:
-        """See `Handler`. Items are ignored."""
+        """See `StreamHandler`. Items are ignored."""
 
     def on_data(self, body: bytes) -> None:
-        """See `Handler`. Data is ignored."""
+        """See `StreamHandler`. Data is ignored."""
 
     def on_end(self) -> None:
-        """See `Handler`. The service sends nothing on this stream."""
+        """See `StreamHandler`. The service sends nothing on this stream."""
 
     def on_abort(self) -> None:
-        """See `Handler`."""
+        """See `StreamHandler`."""
         self._on_closed(self)
 
 
@@ -111,7 +111,7 @@ async def verify_slot(stream: Stream, transitions: SlotTransitions, meta: Mappin
 
 
 async def equip_slot(stream: Stream, transitions: SlotTransitions, meta: Mapping[str, Any]) -> None:
-    """Give the holder of the slot a cache."""
+    """Give the holder of the slot a cache, and the network or not."""
     transitions.slot.check_admits(meta.get("epoch"))
     await transitions.equip_slot(meta.get("network", True) is not False, meta.get("cache"))
     stream.end_stream()

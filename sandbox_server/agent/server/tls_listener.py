@@ -23,7 +23,7 @@ from sandbox_server.agent.server.connections import HELLO_WITHIN_S, Connection, 
 log = logging.getLogger(__name__)
 
 MAX_UNAUTHENTICATED = 64
-_BACKLOG = 128
+BACKLOG = 128
 _OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _ACCEPT_AGAIN_S = 1.0
 _LOG_EVERY_S = 60.0
@@ -77,7 +77,7 @@ class TlsListener:
         """
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._socket.bind((self._listen.host, self._listen.port))
-        self._socket.listen(_BACKLOG)
+        self._socket.listen(BACKLOG)
         self._socket.setblocking(False)
         self._resume_accepting()
         return self._listen.host, self._socket.getsockname()[1]

@@ -5,20 +5,16 @@ from __future__ import annotations
 import dataclasses
 import os
 import stat
-import time
 from typing import Callable, Iterator
 
+from sandbox_server.agent.kernel.measuring import MAX_ENTRIES, STAT_BLOCK_BYTES, pause_between_entries
 from sandbox_server.agent.kernel.trash import open_dir
 
-MAX_ENTRIES = 2_000_000
 MAX_DEPTH = 256
-_BLOCK_BYTES = 512
-_BATCH = 500
-_PAUSE_S = 0.005
 
 
 @dataclasses.dataclass
-class Usage:
+class CacheUsage:
     """The result of a measurement. `excess`: which limit is exceeded, as a sentence; None: none is."""
 
     size_bytes: int = 0
@@ -26,7 +22,7 @@ class Usage:
     excess: str | None = None
 
 
-def measure_cache(path: str, quota_bytes: int, stopped: Callable[[], bool]) -> Usage:
+def measure_cache(path: str, quota_bytes: int, stopped: Callable[[], bool]) -> CacheUsage:
     """Add up the sizes of all files below a folder, which slots may change during the walk.
 
     Symbolic links are not followed. A folder whose mode denies reading is given a mode that allows it.
@@ -39,7 +35,7 @@ def measure_cache(path: str, quota_bytes: int, stopped: Callable[[], bool]) -> U
     Raises:
         OSError: the folder cannot be read.
     """
-    usage = Usage()
+    usage = CacheUsage()
     stack: list[tuple[int, Iterator[str]]] = [_open_folder(path, None)]
     try:
         while stack and usage.excess is None and not stopped():
@@ -51,8 +47,7 @@ def measure_cache(path: str, quota_bytes: int, stopped: Callable[[], bool]) -> U
             if _count_entry(name, fd, usage):
                 _enter_folder(name, stack, usage)
             _check_limits(usage, quota_bytes)
-            if usage.entries % _BATCH == 0:
-                time.sleep(_PAUSE_S)
+            pause_between_entries(usage.entries)
     finally:
         for fd, _ in stack:
             os.close(fd)
@@ -63,23 +58,23 @@ def _open_folder(name: str, parent: int | None) -> tuple[int, Iterator[str]]:
     fd = open_dir(name, parent)
     try:
         return fd, iter(os.listdir(fd))
-    except BaseException:
+    except OSError:
         os.close(fd)
         raise
 
 
-def _count_entry(name: str, fd: int, usage: Usage) -> bool:
+def _count_entry(name: str, fd: int, usage: CacheUsage) -> bool:
     """Add one entry to `usage`. Returns True if it is a folder."""
     usage.entries += 1
     try:
         info = os.stat(name, dir_fd=fd, follow_symlinks=False)
     except OSError:
         return False  # removed since the folder was listed
-    usage.size_bytes += info.st_blocks * _BLOCK_BYTES
+    usage.size_bytes += info.st_blocks * STAT_BLOCK_BYTES
     return stat.S_ISDIR(info.st_mode)
 
 
-def _enter_folder(name: str, stack: list[tuple[int, Iterator[str]]], usage: Usage) -> None:
+def _enter_folder(name: str, stack: list[tuple[int, Iterator[str]]], usage: CacheUsage) -> None:
     if len(stack) >= MAX_DEPTH:
         usage.excess = "it is more than %d folders deep" % MAX_DEPTH
         return
@@ -89,7 +84,7 @@ def _enter_folder(name: str, stack: list[tuple[int, Iterator[str]]], usage: Usag
         return  # removed, or replaced by something else, since the folder was listed
 
 
-def _check_limits(usage: Usage, quota_bytes: int) -> None:
+def _check_limits(usage: CacheUsage, quota_bytes: int) -> None:
     if usage.size_bytes > quota_bytes:
         usage.excess = "it takes more than %d bytes" % quota_bytes
     elif usage.entries > MAX_ENTRIES:

@@ -21,15 +21,15 @@ from typing import Any, Callable
 
 from sandbox_server.agent.errors import Refused, StartFailed
 from sandbox_server.agent.execution.slot_runtime import CacheFolder
+from sandbox_server.agent.kernel.measuring import pause_after_measurement_s
 from sandbox_server.agent.kernel.trash import Trash
 from sandbox_server.agent.kernel.uids import UidRange
-from sandbox_server.agent.slots.cache_usage import Usage, measure_cache
+from sandbox_server.agent.slots.cache_usage import CacheUsage, measure_cache
 
 log = logging.getLogger(__name__)
 
 KEY = re.compile(r"[A-Za-z0-9_-]{1,64}\Z")
 MAX_CACHES = 500
-_REST_FACTOR = 10  # after a measurement that took t seconds, the next one begins at least 10 t seconds later
 _GROUP_UMASK, _OWN_UMASK = 0o002, 0o022
 _ACL_NAME = "system.posix_acl_default"
 _ACL_VERSION, _ACL_USER, _ACL_GROUP, _ACL_OTHER = 2, 0x01, 0x04, 0x20
@@ -50,7 +50,7 @@ class _CacheState:
     runtime_count: int = 0
     is_dropped: bool = False
     emptied_count: int = 0
-    usage: Usage = dataclasses.field(default_factory=Usage)
+    usage: CacheUsage = dataclasses.field(default_factory=CacheUsage)
 
 
 def _make_folder(key: str, path: str, gid: int | None) -> CacheFolder:
@@ -113,7 +113,7 @@ class Caches:
         if len(self._by_key) >= MAX_CACHES:
             raise Refused("slot_unavailable", "this sandbox has %d caches, which is the most it may have" % MAX_CACHES)
         try:
-            gid = self._uids.take() if self._uids is not None else None
+            gid = self._uids.take_uid() if self._uids is not None else None
         except StartFailed as error:
             raise Refused("slot_unavailable", "there is no group for the cache: %s" % error) from None
         folder = _make_folder(key, os.path.join(self._folder, "%d-%s" % (next(self._names), key)), gid)
@@ -156,9 +156,9 @@ class Caches:
         del self._by_path[state.folder.path]
         self._trash.discard_folder(state.folder.path)
         if self._uids is not None and state.folder.gid is not None:
-            self._uids.give_back(state.folder.gid)
+            self._uids.give_back_uid(state.folder.gid)
 
-    def stats(self) -> list[dict[str, Any]]:
+    def describe_caches(self) -> list[dict[str, Any]]:
         """Describe every cache as it was last measured."""
         return [
             {
@@ -187,7 +187,7 @@ class Caches:
             for state in list(self._by_key.values()):
                 if state.runtime_count:
                     await self._measure_cache(state)
-            await _wait_at_most(self._is_closed, max(self._measure_every_s, _REST_FACTOR * (loop.time() - began)))
+            await _wait_at_most(self._is_closed, pause_after_measurement_s(loop.time() - began, self._measure_every_s))
 
     async def _measure_cache(self, state: _CacheState) -> None:
         key = state.folder.key

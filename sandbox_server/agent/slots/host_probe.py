@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 
 from sandbox_server.agent.execution.slot_runtime import SlotRuntime
-from sandbox_server.agent.inslot.leftover_probe import sysv_key
+from sandbox_server.agent.inslot.leftover_probe import SYSV_KINDS, sysv_key
 from sandbox_server.agent.isolation.shared_folders import SHARED_FOLDERS, list_ipc_ids, list_owned_names, remove_message_queue, remove_sysv_object
 from sandbox_server.agent.kernel import procfs
-
-_SYSV = ("shm", "sem", "msg")
 
 
 class HostProbe:
@@ -79,7 +77,7 @@ class HostProbe:
                 found["host_file"] = "%s and %d more of user %d" % (ascii(owned_names[0]), len(owned_names) - 1, self._uid)
 
     def _find_ipc(self, found: dict[str, str]) -> None:
-        for kind in _SYSV:
+        for kind in SYSV_KINDS:
             if list_ipc_ids(kind, self._uid, sysv_key(self._name, kind)):
                 found["host_ipc"] = "System V %s" % kind
 
@@ -95,7 +93,7 @@ class HostProbe:
             for name in _list_names(folder):
                 if self._name in name and not os.path.isdir(os.path.join(folder, name)):
                     os.unlink(os.path.join(folder, name))
-        for kind in _SYSV:
+        for kind in SYSV_KINDS:
             for number in list_ipc_ids(kind, self._uid, sysv_key(self._name, kind)):
                 remove_sysv_object(kind, number)
         remove_message_queue("/" + self._name)

@@ -38,7 +38,7 @@ class RuntimePool:
         self.caches = caches
         self._prepared: Deque[SlotRuntime] = deque()
         self._starting_count = 0
-        self._names_used = 0
+        self._spare_number = 0
         self._start_limit = asyncio.Semaphore(MAX_CONCURRENT_STARTS)
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
@@ -94,7 +94,7 @@ class RuntimePool:
             self.caches.count_mount(cache)
         try:
             return await self._start(slot_id, has_network, ended, cache)
-        except BaseException:
+        except BaseException:  # also when this task is cancelled
             if cache is not None:
                 self.caches.count_unmount(cache)
             self._delete_remains(ended)
@@ -105,7 +105,7 @@ class RuntimePool:
 
         Args:
             runtime: what to end.
-            keeps_files: keep its folders for `restart_runtime`.
+            keeps_files: whether its folders are kept for `restart_runtime`.
 
         Returns:
             The proof: `clean` says whether it holds, `detail` what does not.
@@ -134,9 +134,9 @@ class RuntimePool:
             task.add_done_callback(self._tasks.discard)
 
     async def _prepare_runtime(self) -> None:
-        self._names_used += 1
+        self._spare_number += 1
         try:
-            runtime = await self._start("spare%d" % self._names_used, self.config.network)
+            runtime = await self._start("spare%d" % self._spare_number, self.config.network)
         except (StartFailed, OSError) as error:
             log.warning("a slot runtime could not be prepared: %s", error)
             return

@@ -6,10 +6,10 @@ import asyncio
 import os
 from typing import Any, Mapping
 
-from sandbox_server.agent.execution.framed import Framed
 from sandbox_server.agent.execution.processes.drains import Drains
 from sandbox_server.agent.execution.processes.slot_process import SlotProcess
 from sandbox_server.agent.execution.processes.spawn_spec import forked_tool_spec
+from sandbox_server.agent.execution.reply_parser import ReplyParser
 from sandbox_server.agent.execution.slot_runtime import SlotRuntime
 
 
@@ -28,8 +28,8 @@ class _Question:
     """Waits for the header of the tool's answer."""
 
     def __init__(self, runtime: SlotRuntime, drains: Drains) -> None:
-        self._framed = Framed(_DiscardedContent())
-        self.process = SlotProcess(runtime, drains, [self._framed], self)
+        self._reply = ReplyParser(_DiscardedContent())
+        self.process = SlotProcess(runtime, drains, [self._reply], self)
         self.header: asyncio.Future[dict[str, Any]] = asyncio.get_event_loop().create_future()
 
     def on_output(self) -> None:
@@ -38,7 +38,7 @@ class _Question:
     def on_process_ended(self, status: int, cpu_s: float, max_rss_bytes: int) -> None:
         """See `ProcessListener`."""
         self.process.collect_output()
-        header = self._framed.header
+        header = self._reply.header
         if header is None or not header.get("ok"):
             self._fail(str(header.get("detail")) if header is not None else "it ended with status %d without an answer" % status)
         elif not self.header.done():

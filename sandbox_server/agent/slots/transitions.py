@@ -16,7 +16,7 @@ from sandbox_server.agent.slots.slots import BROKEN, QUARANTINED, READY, RESETTI
 
 
 class SlotTransitions:
-    """The transitions of one slot.
+    """The transitions of one slot. A *renewal* is the task of a reset or of a verification: it prepares the slot for its next holder.
 
     Args:
         slot: the slot.
@@ -28,7 +28,7 @@ class SlotTransitions:
         self.runtimes = runtimes
         self.exchange_lock = asyncio.Lock()  # held while the runtime is replaced
         self._renewal: asyncio.Task[dict[str, Any]] | None = None
-        self._unproven: SlotRuntime | None = None
+        self._unproven_runtime: SlotRuntime | None = None
 
     # The next holder.
 
@@ -38,7 +38,7 @@ class SlotTransitions:
         Args:
             epoch: the epoch of the next holder.
             has_network: whether the next holder has the network.
-            keeps_files: keep the folders of the slot with their content.
+            keeps_files: whether the folders of the slot stay with their content.
 
         Returns:
             The task, whose result is the answer to the service. A repeated request with the same epoch gets the same task.
@@ -94,7 +94,7 @@ class SlotTransitions:
 
         Args:
             has_network: whether the new runtime has the network.
-            keeps_files: start the new runtime on the folders of the old one.
+            keeps_files: whether the new runtime is started on the folders of the old one.
             cache: the shared cache to mount.
 
         Returns:
@@ -127,14 +127,14 @@ class SlotTransitions:
         """End the old runtime; once its end is proven, start a new one."""
         slot = self.slot
         proof: dict[str, Any] = {"clean": True}
-        old = slot.detach_runtime() or self._unproven
+        old = slot.detach_runtime() or self._unproven_runtime
         if old is not None:
             # Remembered until its end is proven. If this exchange fails, the next one must not find that there is nothing to end.
-            self._unproven = old
+            self._unproven_runtime = old
             proof = await self.runtimes.end_runtime(old, keeps_files)
             if not proof["clean"]:
                 return proof
-            self._unproven = None
+            self._unproven_runtime = None
         if keeps_files and old is not None:
             runtime = await self.runtimes.restart_runtime(old, slot.slot_id, has_network, cache)
         else:

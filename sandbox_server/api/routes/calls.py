@@ -105,7 +105,7 @@ async def exec_batch(request: Request) -> Response:
     with cleanup_on_failure(body_reservation.release):
         items = batch_items(document, service.limits)
         service.check_not_stopping()
-        batch = await service.dispatcher.start_when_there_is_room(tenant_of(request).name, items, ended=body_reservation.release)
+        batch = await service.dispatcher.reserve_and_start_calls(tenant_of(request).name, items, ended=body_reservation.release)
     del document, items  # so that the memory of each call is freed when it has its result
     if NDJSON_TYPE in request.headers.get("accept", ""):
         return ResultLines(batch, service.limits.answer_stall_s)

@@ -6,7 +6,7 @@ from sandbox_server.core.errors import NoCapacity
 from sandbox_server.core.types import PoolSpec, SandboxState, SlotState
 from sandbox_server.pool.fleet.fleet import Fleet
 from sandbox_server.pool.leasing.lease_book import LeaseBook
-from sandbox_server.pool.leasing.no_capacity import crowded_out, held_back, none_free
+from sandbox_server.pool.leasing.no_capacity import describe_draining_sandboxes, describe_held_slots, describe_no_capacity
 from sandbox_server.pool.leasing.wait_queue import Waiter
 
 
@@ -27,20 +27,28 @@ def explain_overdue(pool_name: str, spec: PoolSpec, book: LeaseBook, fleet: Flee
     overdue = [(waiter, book.queue.position(waiter, claimant)) for waiter in book.overdue_waiters()]
     if not overdue:
         return []
-    making = sum(sandbox.state is SandboxState.STARTING for sandbox in fleet.sandboxes.values())
-    crowded = explain_crowding(spec, book, fleet)
+    creating_count = sum(sandbox.state is SandboxState.STARTING for sandbox in fleet.sandboxes.values())
+    draining_sandboxes = explain_blocked_creation(spec, book, fleet)
     explained = []
     for waiter, position in overdue:
         waited_s = now - waiter.arrived
-        held = None
+        held_slots = None
         if claimant is not None and waiter is not claimant and book.table.free_count >= waiter.request.count:
-            held = held_back(book.table.free_count, claimant.request.count, now - claimant.arrived)
-        detail = none_free(pool_name, waiter.request.count, waited_s, making=making, held=held, crowded=crowded, last_error=fleet.last_error)
+            held_slots = describe_held_slots(book.table.free_count, claimant.request.count, now - claimant.arrived)
+        detail = describe_no_capacity(
+            pool_name,
+            waiter.request.count,
+            waited_s,
+            creating_count=creating_count,
+            held_slots=held_slots,
+            draining_sandboxes=draining_sandboxes,
+            last_error=fleet.last_error,
+        )
         explained.append((waiter, NoCapacity(detail, queue_position=position, waited_s=round(waited_s, 3))))
     return explained
 
 
-def explain_crowding(spec: PoolSpec, book: LeaseBook, fleet: Fleet) -> str | None:
+def explain_blocked_creation(spec: PoolSpec, book: LeaseBook, fleet: Fleet) -> str | None:
     """Why no sandbox can be created for the waiters, if leases in draining sandboxes are the reason; None otherwise.
 
     Args:
@@ -54,4 +62,4 @@ def explain_crowding(spec: PoolSpec, book: LeaseBook, fleet: Fleet) -> str | Non
     is_empty = len(draining) == len(fleet.sandboxes)
     if not leases or len(fleet.sandboxes) < spec.max_sandboxes or not (is_empty or len(book.queue)):
         return None
-    return crowded_out(spec.max_sandboxes, len(leases), sum(leases))
+    return describe_draining_sandboxes(spec.max_sandboxes, len(leases), sum(leases))

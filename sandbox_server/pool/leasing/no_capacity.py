@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 
-def crowded_out(max_sandboxes: int, draining: int, leases: int) -> str:
+def describe_draining_sandboxes(max_sandboxes: int, draining: int, leases: int) -> str:
     """Explain that a pool cannot create sandboxes because draining ones count towards its maximum.
 
     Args:
@@ -16,7 +16,7 @@ def crowded_out(max_sandboxes: int, draining: int, leases: int) -> str:
     return f"{old} towards its max_sandboxes of {max_sandboxes} until {held} has ended"
 
 
-def held_back(free: int, count: int, waited_s: float) -> str:
+def describe_held_slots(free: int, count: int, waited_s: float) -> str:
     """Explain that the free slots of a pool are held for its claimant.
 
     Args:
@@ -28,26 +28,28 @@ def held_back(free: int, count: int, waited_s: float) -> str:
     return f"{held} for an acquire of {count} that has waited for {waited_s:.0f} s"
 
 
-def none_free(pool: str, count: int, waited_s: float, *, making: int, held: str | None = None, crowded: str | None = None, last_error: str | None) -> str:
+def describe_no_capacity(
+    pool: str, count: int, waited_s: float, *, creating_count: int, held_slots: str | None = None, draining_sandboxes: str | None = None, last_error: str | None
+) -> str:
     """Return the error sentence for an acquire that was not served in time: what was missing, why, and what to do.
 
     Args:
         pool: the name of the pool.
         count: how many slots it asked for.
         waited_s: how long it waited, in seconds.
-        making: how many sandboxes are being created.
-        held: the text of `held_back`, if free slots are held for the claimant.
-        crowded: the text of `crowded_out`, if draining sandboxes are in the way.
+        creating_count: how many sandboxes are being created.
+        held_slots: the text of `describe_held_slots`, if free slots are held for the claimant.
+        draining_sandboxes: the text of `describe_draining_sandboxes`, if draining sandboxes are in the way.
         last_error: why no sandbox could be created, if that is so.
     """
     slots = "slot free" if count == 1 else f"{count} slots free at once"
     tried = f"had no {slots} within {round(waited_s, 1):g} s" if round(waited_s, 1) else f"has no {slots}"
-    if held:
-        return f"pool {pool!r} {tried}: {held}: release leases, wait for longer, or ask again"
-    if making:
-        todo = "a sandbox is being made" if making == 1 else f"{making} sandboxes are being made"
+    if held_slots:
+        return f"pool {pool!r} {tried}: {held_slots}: release leases, wait for longer, or ask again"
+    if creating_count:
+        todo = "a sandbox is being made" if creating_count == 1 else f"{creating_count} sandboxes are being made"
         return f"pool {pool!r} {tried}: {todo}, ask again in a moment"
-    if crowded:
-        return f"pool {pool!r} {tried}: {crowded}: release leases there, raise its max_sandboxes, or ask again"
+    if draining_sandboxes:
+        return f"pool {pool!r} {tried}: {draining_sandboxes}: release leases there, raise its max_sandboxes, or ask again"
     why = f" (its last error: {last_error})" if last_error else ""
     return f"pool {pool!r} {tried}{why}: release leases, raise its max_sandboxes, or ask again"

@@ -9,7 +9,7 @@ from sandbox_server.core.types import PoolState, PoolView, SandboxState, Sandbox
 from sandbox_server.pool.fleet.orphans import OrphanProblem
 from sandbox_server.pool.fleet.sandbox import Sandbox
 from sandbox_server.pool.fleet.snapshot import claimant_view
-from sandbox_server.pool.granting.overdue import explain_crowding
+from sandbox_server.pool.granting.overdue import explain_blocked_creation
 from sandbox_server.pool.pool import Pool
 
 
@@ -38,7 +38,7 @@ def pool_view(pool: Pool, origin: str) -> PoolView:
         sandboxes={state.value: states.count(state) for state in SandboxState if state is not SandboxState.GONE},
         queue=len(pool.book.queue),
         claimant=claimant_view(pool.book, pool.now()),
-        last_error=_closing_detail(pool) if pool.closing else pool.fleet.last_error or explain_crowding(pool.spec, pool.book, pool.fleet),
+        last_error=_closing_detail(pool) if pool.closing else pool.fleet.last_error or explain_blocked_creation(pool.spec, pool.book, pool.fleet),
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from sandbox_server.core.errors import InvalidRequest, NoCapacity, PoolNotFound
 from sandbox_server.core.types import AcquireRequest
-from sandbox_server.pool.leasing.no_capacity import none_free
+from sandbox_server.pool.leasing.no_capacity import describe_no_capacity
 from sandbox_server.testing import FakeAgent, FakeBackend, settle
 
 
@@ -116,7 +116,7 @@ async def test_who_asks_again_and_again_without_waiting_makes_the_pool_grow_once
 
 
 @pytest.mark.parametrize(
-    ("count", "waited_s", "making", "last_error", "said"),
+    ("count", "waited_s", "creating_count", "last_error", "said"),
     [
         (1, 0.000279, 0, None, "pool 'p' has no slot free: release leases, raise its max_sandboxes, or ask again"),
         (1, 4.0004, 0, "no disk", "pool 'p' had no slot free within 4 s (its last error: no disk): release leases, raise its max_sandboxes, or ask again"),
@@ -124,8 +124,8 @@ async def test_who_asks_again_and_again_without_waiting_makes_the_pool_grow_once
         (8, 0.5, 1, None, "pool 'p' had no 8 slots free at once within 0.5 s: a sandbox is being made, ask again in a moment"),
     ],
 )
-def test_who_waited_in_vain_hears_it_in_words_for_people(count, waited_s, making, last_error, said):
-    assert none_free("p", count, waited_s, making=making, last_error=last_error) == said
+def test_who_waited_in_vain_hears_it_in_words_for_people(count, waited_s, creating_count, last_error, said):
+    assert describe_no_capacity("p", count, waited_s, creating_count=creating_count, last_error=last_error) == said
 
 
 async def test_the_place_in_the_queue_counts_the_own_tenants_and_as_many_of_each_other(make_world):

@@ -51,7 +51,7 @@ def memfd(name: str, content: bytes) -> int:
         while view:
             view = view[os.write(fd, view) :]
         os.lseek(fd, 0, os.SEEK_SET)
-    except BaseException:
+    except OSError:
         os.close(fd)
         raise
     return fd

@@ -16,8 +16,7 @@ from sandbox_server.agent.init import process_table
 from sandbox_server.agent.kernel.uids import kill_uid
 
 _ANSWER_WITHIN_S = 1.0
-_ANSWER_FREED_WITHIN_S = 0.5
-_ROUNDS = 40
+_ANSWER_FREED_WITHIN_S = 0.5  # After the stopped children of init were killed.
 _STOPPED = (b"T", b"t")
 
 
@@ -99,7 +98,7 @@ async def end_slot(runtime: SlotRuntime, detail: str, self_inflicted: bool = Tru
 
 
 def _kill_descendants(init_pid: int) -> None:
-    for _ in range(_ROUNDS):
+    for _ in range(process_table.KILL_ROUNDS):
         table = process_table.read_process_table()
         members = process_table.select_living(table, process_table.find_trees(table, [init_pid]) - {init_pid})
         if not members:

@@ -73,12 +73,12 @@ class SlotProcess:
     __slots__ = (
         "_drains",
         "_end_waiters",
-        "_fds",
         "_is_pulled",
         "_listener",
         "_loop",
+        "_output_fds",
         "_outputs",
-        "_paused",
+        "_paused_timers",
         "_spawn_id",
         "_watch_timer",
         "is_over",
@@ -95,7 +95,7 @@ class SlotProcess:
         self._is_pulled = not outputs
         self._listener = listener
         self._loop = asyncio.get_event_loop()
-        self._fds: list[int] = []
+        self._output_fds: list[int] = []
         self._spawn_id = 0
         self.stdin: StdinPipe | None = None
         self.leaf: Leaf | None = None
@@ -103,7 +103,7 @@ class SlotProcess:
         self.killed_cpu_s = 0.0  # the processor time that init has counted for the processes that `end_tree` killed, in seconds
         self._end_waiters: list[asyncio.Future[None]] = []
         self._watch_timer: asyncio.TimerHandle | None = None
-        self._paused: dict[int, asyncio.TimerHandle] = {}
+        self._paused_timers: dict[int, asyncio.TimerHandle] = {}
 
     def start_process(self, spec: SpawnSpec) -> None:
         """Ask init to start the process. What becomes of it is reported to the listener.
@@ -122,32 +122,33 @@ class SlotProcess:
             for _ in names:
                 agent_fds.append(self._open_output_pipe(process_fds))
             if spec.has_stdin_pipe:
-                read_fd, stdin_fd = os.pipe2(os.O_CLOEXEC)
-                os.set_blocking(stdin_fd, False)
-                process_fds.append(read_fd)
+                stdin_fd = _open_stdin_pipe(process_fds)
                 names.append("in")
             _add_memory_files(spec, names, process_fds)
-            passed_fds = list(process_fds)
-            move_fd = self._take_leaf(spec)
-            if move_fd >= 0:
-                names.append("cgroup")
-                passed_fds.append(move_fd)
-            self._spawn_id = self.runtime.link.start_process({**spec.request, "fds": names}, passed_fds, self)
-        except BaseException:
+            self._spawn_id = self._send_request(spec, names, process_fds)
+        except BaseException:  # not even a defect may leave descriptors open: the agent runs for a long time
             for fd in agent_fds if stdin_fd < 0 else [*agent_fds, stdin_fd]:
                 os.close(fd)
             raise
         finally:
             for fd in process_fds:
                 os.close(fd)
-        self._fds = agent_fds
+        self._output_fds = agent_fds
         if stdin_fd >= 0:
             self.stdin = StdinPipe(stdin_fd)
         if not self._is_pulled:
             # Most commands end before this timer expires, and are spared the cost of registering their pipes with the event loop.
             self._watch_timer = self._loop.call_later(_WATCH_OUTPUT_AFTER_S, self._watch_output)
 
+    def _send_request(self, spec: SpawnSpec, names: Sequence[str], process_fds: Sequence[int]) -> int:
+        """Ask init to start the process with these descriptors, each of which has a name. Returns the spawn id."""
+        move_fd = self._take_leaf(spec)
+        if move_fd >= 0:
+            names, process_fds = [*names, "cgroup"], [*process_fds, move_fd]
+        return self.runtime.link.start_process({**spec.request, "fds": list(names)}, process_fds, self)
+
     def _open_output_pipe(self, process_fds: list[int]) -> int:
+        """Open a pipe for output, and add its write end to the descriptors of the process. Returns the read end."""
         read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
         process_fds.append(write_fd)
         os.set_blocking(read_fd, False)
@@ -166,13 +167,13 @@ class SlotProcess:
     # Output that the event loop reads.
 
     def _watch_output(self) -> None:
-        for index, fd in enumerate(self._fds):
+        for index, fd in enumerate(self._output_fds):
             if fd >= 0:
                 self._loop.add_reader(fd, self._read_some, index, _READ_BYTES)
         self._watch_timer = None
 
     def _read_some(self, index: int, most_bytes: int) -> None:
-        fd = self._fds[index]
+        fd = self._output_fds[index]
         try:
             data = os.read(fd, most_bytes)
         except BlockingIOError:
@@ -193,27 +194,27 @@ class SlotProcess:
             except OSError:
                 pass  # this user's pipes have reached their total size limit; the pipe stays as small as it is
         self._loop.remove_reader(fd)
-        self._paused[index] = self._loop.call_later(_FLOOD_PAUSE_S, self._resume_reading, index)
+        self._paused_timers[index] = self._loop.call_later(_FLOOD_PAUSE_S, self._resume_reading, index)
 
     def _resume_reading(self, index: int) -> None:
-        del self._paused[index]
-        self._loop.add_reader(self._fds[index], self._read_some, index, _FLOOD_PIPE_BYTES)
+        del self._paused_timers[index]
+        self._loop.add_reader(self._output_fds[index], self._read_some, index, _FLOOD_PIPE_BYTES)
 
     def poll_output(self) -> None:
         """Read some of what has been written so far. A pipe whose reading is paused is skipped: it has just been read."""
-        for index, fd in enumerate(self._fds):
-            if fd >= 0 and index not in self._paused:
+        for index, fd in enumerate(self._output_fds):
+            if fd >= 0 and index not in self._paused_timers:
                 self._read_some(index, _READ_BYTES)
 
     def collect_output(self) -> None:
         """Read what is in the pipes now, then stop reading: a pipe that nobody can write to any more is closed, any other is handed to the drains."""
-        for index, fd in enumerate(self._fds):
+        for index, fd in enumerate(self._output_fds):
             if fd >= 0:
                 self._empty_pipe(index, fd)
         if self._watch_timer is not None:
             self._watch_timer.cancel()
         if self.leaf is not None:
-            self.leaf.live = False
+            self.leaf.is_in_use = False
 
     def _empty_pipe(self, index: int, fd: int) -> None:
         for _ in range(_READS_AT_EXIT):
@@ -229,35 +230,35 @@ class SlotProcess:
         self._drains.add_pipe(fd)
 
     def _close_output(self, index: int) -> None:
-        fd = self._fds[index]
+        fd = self._output_fds[index]
         self._forget_pipe(index)
         os.close(fd)
 
     def _forget_pipe(self, index: int) -> None:
-        timer = self._paused.pop(index, None)
+        timer = self._paused_timers.pop(index, None)
         if timer is not None:
             timer.cancel()
         elif self._watch_timer is None:
-            self._loop.remove_reader(self._fds[index])
-        self._fds[index] = -1
+            self._loop.remove_reader(self._output_fds[index])
+        self._output_fds[index] = -1
 
     # Output that the owner reads.
 
     def try_read_output(self) -> bytes | None:
         """Return some output; empty bytes if all of it has been read; None if there is none now."""
         try:
-            return os.read(self._fds[0], _READ_BYTES)
+            return os.read(self._output_fds[0], _READ_BYTES)
         except BlockingIOError:
             return None
 
     async def wait_for_output(self, timeout_s: float) -> bool:
         """Wait until there is output, or its end. Returns False if that takes more than `timeout_s` seconds."""
-        return await wait_readable(self._fds[0], timeout_s)
+        return await wait_readable(self._output_fds[0], timeout_s)
 
     def close_output(self) -> None:
         """Stop reading. A process that still writes gets SIGPIPE."""
-        os.close(self._fds[0])
-        self._fds[0] = -1
+        os.close(self._output_fds[0])
+        self._output_fds[0] = -1
 
     # The end.
 
@@ -317,6 +318,14 @@ class SlotProcess:
         """See `init_link.SpawnListener`."""
         self._set_over()
         self._listener.on_init_lost(detail)
+
+
+def _open_stdin_pipe(process_fds: list[int]) -> int:
+    """Open the pipe of the standard input, and add its read end to the descriptors of the process. Returns the write end."""
+    read_fd, write_fd = os.pipe2(os.O_CLOEXEC)
+    process_fds.append(read_fd)
+    os.set_blocking(write_fd, False)
+    return write_fd
 
 
 def _add_memory_files(spec: SpawnSpec, names: list[str], process_fds: list[int]) -> None:

@@ -7,8 +7,8 @@ import os
 from typing import Any, Mapping
 
 from sandbox_server.agent.errors import InvalidArgs
-from sandbox_server.agent.execution.framed import Framed
 from sandbox_server.agent.execution.processes.spawn_spec import forked_tool_spec
+from sandbox_server.agent.execution.reply_parser import ReplyParser
 from sandbox_server.agent.execution.tools.tool import Tool, ToolCall
 from sandbox_server.agent.inslot.arguments import check_args
 
@@ -24,16 +24,16 @@ class FileToolCall:
     def __init__(self, tool: str, args: Mapping[str, Any]) -> None:
         self._tool = tool
         self._args = args
-        self._framed: Framed | None = None
+        self._reply: ReplyParser | None = None
 
     def start_call(self, call: ToolCall) -> None:
         """See `ToolHandler`."""
-        self._framed = Framed(call.sinks[0])
-        call.start_process(forked_tool_spec(self._tool, self._args), [self._framed])
+        self._reply = ReplyParser(call.sinks[0])
+        call.start_process(forked_tool_spec(self._tool, self._args), [self._reply])
 
     def on_process_ended(self, call: ToolCall, status: int) -> None:
         """See `ToolHandler`."""
-        header = self._framed.header if self._framed is not None else None
+        header = self._reply.header if self._reply is not None else None
         if header is None or (header.get("ok") and status != 0):
             exit_code = 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else 1
             reason, error, metadata = call.judge_exit(status, exit_code)

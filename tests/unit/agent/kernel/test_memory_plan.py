@@ -7,7 +7,7 @@ import pytest
 from sandbox_server.agent.kernel.memory_plan import (
     MIB,
     MemoryPlan,
-    Usage,
+    MemoryUsage,
     fills_group_alone,
     find_furthest_above_share,
     full_threshold_bytes,
@@ -56,13 +56,13 @@ def test_a_share_is_no_larger_than_the_slots_own_limit() -> None:
 
 
 def test_who_is_furthest_above_its_share_goes_and_not_who_uses_most() -> None:
-    usages = [("most", Usage(900, 880)), ("furthest", Usage(500, 100)), ("within", Usage(99, 100))]
+    usages = [("most", MemoryUsage(900, 880)), ("furthest", MemoryUsage(500, 100)), ("within", MemoryUsage(99, 100))]
 
-    assert find_furthest_above_share(usages) == ("furthest", Usage(500, 100))
+    assert find_furthest_above_share(usages) == ("furthest", MemoryUsage(500, 100))
 
 
 def test_nobody_goes_who_keeps_to_its_share() -> None:
-    assert find_furthest_above_share([("a", Usage(100, 100)), ("b", Usage(0, 100))]) is None
+    assert find_furthest_above_share([("a", MemoryUsage(100, 100)), ("b", MemoryUsage(0, 100))]) is None
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ def after(seconds: float, ran: float, waited: float, slot_ran: float | None = No
 def account(share: float, *looks: ProcessorTimes) -> ProcessorAccount:
     made = ProcessorAccount(share, START)
     for look in looks:
-        made.add(look)
+        made.add_measurement(look)
     return made
 
 

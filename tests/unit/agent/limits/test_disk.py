@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from sandbox_server.agent.kernel.memory_plan import MIB
 from sandbox_server.agent.kernel.trash import delete_tree
-from sandbox_server.agent.limits.disk_plan import MIB, Reserve, Space, choose_slot_to_end, compute_reserve
-from sandbox_server.agent.limits.disk_usage import DiskMeter, DiskUse, measure_disk
+from sandbox_server.agent.limits.disk_plan import Reserve, Space, choose_slot_to_end, compute_reserve
+from sandbox_server.agent.limits.disk_usage import DiskMeter, DiskUsage, measure_disk
 
 GIB = 1024 * MIB
 
@@ -64,7 +65,7 @@ def test_no_slot_goes_whose_end_would_not_help() -> None:
     assert choose_slot_to_end([("bytes", 9999, 1)], Space(10_000, 9000, 1000, 10), Reserve(1600, 160)) is None
 
 
-def _measured(folder: Path, *, within_s: float = 20.0) -> DiskUse:
+def _measured(folder: Path, *, within_s: float = 20.0) -> DiskUsage:
     return measure_disk([str(folder)], os.getpid(), time.monotonic() + within_s, lambda: False)
 
 

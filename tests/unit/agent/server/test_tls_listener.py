@@ -16,7 +16,7 @@ import pytest
 from sandbox_server.agent import wire
 from sandbox_server.agent.config import TlsListen
 from sandbox_server.agent.server import connections
-from sandbox_server.agent.server.connections import Connection, Handler, Stream
+from sandbox_server.agent.server.connections import Connection, Stream, StreamHandler
 from sandbox_server.agent.server.tls_listener import TlsListener, make_context
 from sandbox_server.backends.certificate import make_certificate
 from sandbox_server.link import Endpoint, connect
@@ -44,7 +44,7 @@ class Agent:
     def remove_connection(self, connection: Connection) -> None:
         self.connections.discard(connection)
 
-    def open_stream(self, stream: Stream, meta: dict[str, Any]) -> Handler:
+    def open_stream(self, stream: Stream, meta: dict[str, Any]) -> StreamHandler:
         raise NotImplementedError
 
 

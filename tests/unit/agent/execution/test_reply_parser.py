@@ -6,7 +6,7 @@ import struct
 
 import pytest
 
-from sandbox_server.agent.execution.framed import MAX_HEADER_BYTES, Framed
+from sandbox_server.agent.execution.reply_parser import MAX_HEADER_BYTES, ReplyParser
 
 
 class Collected:
@@ -22,21 +22,21 @@ def test_the_header_is_split_off_however_the_output_is_cut_into_pieces(step: int
     document = b'{"ok":true,"size_bytes":3}'
     stream = struct.pack(">I", len(document)) + document + b"abc"
     content = Collected()
-    framed = Framed(content)
+    reply = ReplyParser(content)
     for start in range(0, len(stream), step):
-        framed.write(stream[start : start + step])
+        reply.write(stream[start : start + step])
 
-    assert framed.header == {"ok": True, "size_bytes": 3}
+    assert reply.header == {"ok": True, "size_bytes": 3}
     assert content.data == b"abc"
 
 
 @pytest.mark.parametrize("forged", [struct.pack(">I", MAX_HEADER_BYTES + 1), struct.pack(">I", 2) + b"[]", struct.pack(">I", 3) + b"{{{", b"\xff" * 100])
 def test_an_invalid_header_is_detected_and_not_stored(forged: bytes) -> None:
     content = Collected()
-    framed = Framed(content)
-    framed.write(forged)
-    framed.write(b"x" * 100_000)
+    reply = ReplyParser(content)
+    reply.write(forged)
+    reply.write(b"x" * 100_000)
 
-    assert framed.broken
-    assert framed.header is None
+    assert reply.is_invalid
+    assert reply.header is None
     assert content.data == b""
