@@ -23,7 +23,7 @@ from typing import Any
 import uvicorn
 
 from sandbox_server.api.tenants import Tenant
-from sandbox_server.app import Application, load_backends, print_line
+from sandbox_server.app import Application, Parts, load_backends, print_line
 from sandbox_server.backends.registry import load_backend
 from sandbox_server.settings import Settings, SettingsError, load_settings
 from sandbox_server.state_dir import StateDir, StateDirError
@@ -146,8 +146,13 @@ def _port(text: str) -> int:
     return int(text)
 
 
-def serve(settings: Settings, options: ServeOptions) -> int:
+def serve(settings: Settings, options: ServeOptions, parts: Parts | None = None) -> int:
     """Run the service until a signal stops it.
+
+    Args:
+        settings: the settings.
+        options: the options.
+        parts: the parts to build the service from; default: those of production.
 
     Returns:
         The exit status.
@@ -167,7 +172,7 @@ def serve(settings: Settings, options: ServeOptions) -> int:
         print(error, file=sys.stderr)
         return INVALID_SETTINGS
     try:
-        return _listen_and_serve(options, early_stop)
+        return _listen_and_serve(options, early_stop, parts)
     except KeyboardInterrupt:
         return 0
     finally:
@@ -175,14 +180,14 @@ def serve(settings: Settings, options: ServeOptions) -> int:
             shutil.rmtree(settings.state_dir, ignore_errors=True)
 
 
-def _listen_and_serve(options: ServeOptions, early_stop: EarlyStopHandler) -> int:
+def _listen_and_serve(options: ServeOptions, early_stop: EarlyStopHandler, parts: Parts | None) -> int:
     try:
         listener = _listen(options.host, options.port)
     except OSError as error:
         why = (error.strerror or str(error)).partition(" (while")[0]
         print(f"cannot listen on {options.host} port {options.port}: {why}; choose another with --host and --port", file=sys.stderr)
         return NOT_STARTED
-    application = Application(announced=True, ephemeral=options.ephemeral)
+    application = Application(parts=parts, announced=True, ephemeral=options.ephemeral)
     config = uvicorn.Config(
         application,
         host=options.host,
@@ -245,8 +250,12 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, parts: Parts | None = None) -> int:
     """Run the command that the arguments name.
+
+    Args:
+        argv: the arguments; default: those of this process.
+        parts: the parts to build the service from; default: those of production.
 
     Returns:
         The exit status: 2 for invalid settings, 3 if the service did not start.
@@ -261,7 +270,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INVALID_SETTINGS
     if arguments.command == "serve":
         given = {one.name: getattr(arguments, one.name) for one in dataclasses.fields(ServeOptions) if one.name != "parent_pid"}
-        return serve(settings, ServeOptions(**given, parent_pid=parent_pid if arguments.exit_with_parent else None))
+        return serve(settings, ServeOptions(**given, parent_pid=parent_pid if arguments.exit_with_parent else None), parts)
     if arguments.command == "print-config":
         print_config(settings)
     else:

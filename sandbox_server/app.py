@@ -33,7 +33,9 @@ from sandbox_server.dispatch.concurrency import ConcurrencyLimiter
 from sandbox_server.dispatch.dispatcher import Dispatcher
 from sandbox_server.dispatch.files import SlotFiles
 from sandbox_server.dispatch.lease_ends import follow_lease_ends
+from sandbox_server.dispatch.runner.decisions import CallTimings
 from sandbox_server.link import connect
+from sandbox_server.link.agent_link import RESPONSE_TIMEOUT_S
 from sandbox_server.pool.catalog import BUILT_IN, OF_THE_FILE
 from sandbox_server.pool.dependencies import Connect, PoolDependencies, PoolLimits
 from sandbox_server.pool.events import EventLog
@@ -74,6 +76,8 @@ class Parts:
         backend: makes a backend from its name, the service's state folder, its owner name, whether sandboxes outlive the service, and the
             settings of this backend.
         connect: opens a link to an agent.
+        response_timeout_s: for how long an agent may be silent while it owes a response that it can give at once, in seconds.
+        call_timings: how long agents may take to report the results of calls.
         store: opens the store from the path of its file and the clock; raises StoreUnusable.
         clock: gives the time.
         configure_logging: sets up the log, from its format and level.
@@ -82,6 +86,8 @@ class Parts:
 
     backend: MakeBackend = load_backend
     connect: Connect = connect
+    response_timeout_s: float = RESPONSE_TIMEOUT_S
+    call_timings: CallTimings = CallTimings()
     store: Callable[[Path, Clock], Store] = SqliteStore
     clock: Clock = field(default_factory=SystemClock)
     configure_logging: Callable[[str, str], None] = configure_logging
@@ -233,7 +239,8 @@ async def _start_in(settings: Settings, state_dir: StateDir, parts: Parts, *, ep
     limits = CallLimits(in_flight=settings.limits.calls_in_flight, of_lease=settings.limits.lease_calls)
     state_monitor = StateMonitor(state_dir, store)
     answers = AnswerBudget(_answer_limits(settings))
-    dispatcher = Dispatcher(pools, store, clock, telemetry, limits, CallTracker(pools.restored), ConcurrencyLimiter(tenants.max_running_calls), answers)
+    limiter = ConcurrencyLimiter(tenants.max_running_calls)
+    dispatcher = Dispatcher(pools, store, clock, telemetry, limits, CallTracker(pools.restored), limiter, answers, parts.call_timings)
     lease_ends = asyncio.create_task(follow_lease_ends(pools.follow_ended_leases(), dispatcher.handle_lease_end))
     service = Service(
         pools=pools,
@@ -274,6 +281,7 @@ async def _start_pools(
         store=store,
         clock=parts.clock,
         connect=parts.connect,
+        response_timeout_s=parts.response_timeout_s,
         meter=telemetry,
         events=EventLog(clock=parts.clock),
         weight=tenants.weight,

@@ -11,6 +11,7 @@ from typing import Protocol
 from sandbox_server.core.clock import Clock
 from sandbox_server.core.types import AcquireRequest
 from sandbox_server.link import AgentLink, Endpoint
+from sandbox_server.link.agent_link import RESPONSE_TIMEOUT_S
 from sandbox_server.pool.events import EventLog
 from sandbox_server.pool.leasing.serving_rules import CLAIM_AFTER_S
 from sandbox_server.pool.timers import LoopTimers, Timers
@@ -101,6 +102,7 @@ class PoolDependencies:
         store: keeps the records that must survive a crash.
         clock: monotonic and wall time.
         connect: connects to an agent.
+        response_timeout_s: for how long an agent may be silent while it owes a response that it can give at once, in seconds.
         timers: waits, and calls functions later.
         meter: takes measurements.
         events: the log of events of all pools.
@@ -119,6 +121,7 @@ class PoolDependencies:
     store: Store
     clock: Clock
     connect: Connect
+    response_timeout_s: float = RESPONSE_TIMEOUT_S
     timers: Timers = field(default_factory=LoopTimers)
     meter: Meter = field(default_factory=NoMeter)
     events: EventLog = field(default_factory=EventLog)

@@ -113,6 +113,7 @@ def running_service(
     env: Mapping[str, str] | None = None,
     runner: Runner = ME,
     arguments: Sequence[str] = (),
+    module: str = "sandbox_server",
     wait_ready: bool = True,
 ) -> Iterator[Service]:
     """Start a service, wait until it is ready, stop it and remove its state folder at the end.
@@ -122,6 +123,7 @@ def running_service(
         env: Further environment variables of the service.
         runner: Whom it runs as.
         arguments: Further arguments of `serve`.
+        module: The module whose `serve` is run.
         wait_ready: Whether to wait for `/readyz`, not just for the port.
 
     Raises:
@@ -137,7 +139,7 @@ def running_service(
         state_dir, log_path = folder / "state", folder / "log"
         environ = clean_environ({"SANDBOX_CONFIG": str(config), "SANDBOX_STATE_DIR": str(state_dir), **runner.environ, **(env or {})})
         read_end, write_end = os.pipe()
-        command = [runner.python, "-m", "sandbox_server", "serve", "--host", "127.0.0.1", "--port", "0", "--ready-fd", str(write_end), *arguments]
+        command = [runner.python, "-m", module, "serve", "--host", "127.0.0.1", "--port", "0", "--ready-fd", str(write_end), *arguments]
         with log_path.open("wb") as log, open(read_end, "rb") as ready:
             process = subprocess.Popen(
                 command,

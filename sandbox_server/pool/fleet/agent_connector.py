@@ -121,7 +121,8 @@ class AgentConnector:
                 return observation.ends_at
 
     async def _connect(self, handle: Handle, timeout_s: float) -> tuple[AgentClient, AgentReport]:
-        agent = AgentClient(await self._dependencies.connect(_endpoint_of(handle, self._backend), timeout_s))
+        link = await self._dependencies.connect(_endpoint_of(handle, self._backend), timeout_s)
+        agent = AgentClient(link, self._dependencies.response_timeout_s)
         try:
             report = agent.report(self._sandbox.sandbox_id)
             check_agent_report(report, self._sandbox.spec)

@@ -11,11 +11,13 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.integration.attribution.conftest import open_station
+from tests.integration.attribution.conftest import POOL
 from tests.integration.attribution.station import Station, blame, check, frozen
+from tests.support import short_waits_main
+from tests.support.service import running_service
 
 UNANSWERED = ("backend_error", "infra", None)
-BEYOND_DEADLINE_S = 5.0
+BEYOND_DEADLINE_S = short_waits_main.TIMINGS.ping_after_s + short_waits_main.TIMINGS.ping_within_s
 SLACK_S = 1.5  # of this machine and its test, not of the service
 
 
@@ -56,24 +58,29 @@ class Timed:
 
 @pytest.fixture(scope="module")
 def station() -> Iterator[Station]:
-    """Two sandboxes of three slots."""
-    with open_station({"slots_per_sandbox": 3, "min_sandboxes": 2}, {}) as one:
+    """Two sandboxes of three slots and the sandbox of `stays_stopped`, in a service that waits only shortly for agents that do not respond."""
+    pools = {"default": {**POOL, "slots_per_sandbox": 3, "min_sandboxes": 2}, "single": {**POOL, "slots_per_sandbox": 1}}
+    with running_service({"pools": pools}, module=short_waits_main.__name__) as service:
+        one = Station(service)
         yield one
+        one.close()
 
 
 @pytest.fixture(scope="module", autouse=True)
-def stays_stopped() -> Iterator[Future[list[dict[str, Any]]]]:
-    """What a call in a sandbox whose agent never goes on comes to, asked for again until it is lost and once more. It takes long: beside the others."""
+def stays_stopped(station: Station) -> Iterator[Future[list[dict[str, Any]]]]:
+    """What a call in a sandbox whose agent never goes on comes to, asked for again until it is lost and once more. It takes longest: beside the others."""
+    beside = Station(station.service)  # `release_all` of the other tests does not release its leases
+    (lease,) = beside.acquire(pool="single")
+    call = call_of(lease, "echo hello", "c", 1)
 
     def ask() -> list[dict[str, Any]]:
-        with frozen(one.agent(lease)):
-            results = asked_until(one, call, lambda result: result["reason"] == "sandbox_lost", within_s=50)
-        return results + one.batch(call)
+        with frozen(beside.agent(lease)):
+            results = asked_until(beside, call, lambda result: result["reason"] == "sandbox_lost", within_s=50)
+        return results + beside.batch(call)
 
-    with open_station({"slots_per_sandbox": 1}, {}) as one, ThreadPoolExecutor(1) as thread:
-        (lease,) = one.acquire()
-        call = call_of(lease, "echo hello", "c", 1)
+    with ThreadPoolExecutor(1) as thread:
         yield thread.submit(ask)
+    beside.close()
 
 
 @pytest.fixture
@@ -103,7 +110,7 @@ def in_time(wall_s: float, timeout_s: float) -> bool:
 
 def test_calls_are_answered_soon_after_their_deadlines_and_their_results_fetched_once_the_agent_goes_on(station: Station, timed: Timed) -> None:
     (lease, streamed, third), elsewhere = in_two_sandboxes(station)
-    call = call_of(lease, "touch up; sleep 2; echo ran >> runs; cat runs", "begun", 3)
+    call = call_of(lease, "touch up; sleep 1; echo ran >> runs; cat runs", "begun", 1.5)
     running = station.begin(call)
     station.until_in(lease, "[ -e up ]")
     with frozen(station.agent(lease)):
@@ -146,7 +153,7 @@ def test_what_is_not_a_call_is_answered_too(station: Station, timed: Timed) -> N
     with frozen(station.agent(lease)):
         asked = {
             "status": timed.begin("GET", f"{path}/calls/long"),
-            "wait": timed.begin("GET", f"{path}/calls/long?wait_s=2"),
+            "wait": timed.begin("GET", f"{path}/calls/long?wait_s=0.5"),
             "output": timed.begin("GET", f"{path}/calls/long/output"),
             "cancel": timed.begin("POST", "/v1/cancel", json={"lease_id": lease["lease_id"], "call_id": "nothing"}),
             "read": timed.begin("GET", f"{path}/files?path=f"),
@@ -163,7 +170,7 @@ def test_what_is_not_a_call_is_answered_too(station: Station, timed: Timed) -> N
         assert {name: (answer.status_code, answer.json().get("code")) for name, (answer, _) in answers.items()} == dict.fromkeys(
             asked, (503, "backend_unavailable")
         )
-        assert {name: wall_s for name, (_, wall_s) in answers.items() if wall_s > 15} == {}
+        assert {name: wall_s for name, (_, wall_s) in answers.items() if wall_s > 5} == {}
 
     station.until_in(lease, "touch go")
     (result,) = running.result()
