@@ -156,7 +156,7 @@ async def harness_on_a_port(state_dir: Path, **changes: Any) -> AsyncIterator[Ha
     await server.listening.wait()
     url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     try:
-        async with httpx.AsyncClient(base_url=url, headers=bearer(ALICE), timeout=30.0, trust_env=False) as http:
+        async with httpx.AsyncClient(base_url=url, headers=bearer(ALICE), timeout=30.0, trust_env=False, verify=False) as http:
             yield Harness(application, http, backend, settings, url)
     finally:
         server.stopping.set()

@@ -62,7 +62,8 @@ class Service:
 
     def http(self, **options: Any) -> httpx.Client:
         """Create an authenticated HTTP client of the service."""
-        return httpx.Client(base_url=self.url, headers=self.headers, timeout=60.0, trust_env=False, **options)
+        # There is no TLS to verify. Reading the certificates that httpx would verify with takes 26 ms of processor time for each client.
+        return httpx.Client(base_url=self.url, headers=self.headers, timeout=60.0, trust_env=False, verify=False, **options)
 
     def stop(self) -> int:
         """Stop the service and wait for its end; return its exit code."""
@@ -188,7 +189,7 @@ def wait_until_ready(service: Service) -> None:
         AssertionError: It ended, or was not ready in time.
     """
     deadline = time.monotonic() + START_TIMEOUT_S
-    with httpx.Client(base_url=service.url, trust_env=False, timeout=10.0) as http:
+    with httpx.Client(base_url=service.url, trust_env=False, verify=False, timeout=10.0) as http:
         while (response := http.get("/readyz")).status_code != httpx.codes.OK:
             assert service.process.poll() is None, f"the service ended with {service.process.returncode} while starting:\n{service.log}"
             assert time.monotonic() < deadline, f"not ready {START_TIMEOUT_S:.0f} s after its start: {response.text}\n{service.log}"
