@@ -343,12 +343,7 @@ def load_backends(settings: Settings, make: Callable[[str], Backend]) -> dict[st
 
 
 async def stop_service(running: RunningService, requests_grace_s: float = GRACE_S) -> None:
-    """Stop a service in less than ten seconds: wait for requests, cancel the rest, keep or destroy the sandboxes, and close the store.
-
-    Args:
-        running: the service.
-        requests_grace_s: how long its requests may continue, in seconds.
-    """
+    """Stop a service in less than ten seconds: wait `requests_grace_s` for its requests, cancel the rest, end or keep the sandboxes, close the store."""
     service = running.service
     if not service.stopping.done():
         service.stopping.set_result(None)
