@@ -83,16 +83,18 @@ class Parts:
         clock: gives the time.
         configure_logging: sets up the log, from its format and level.
         head_within_s: how long the head of a request may take, in seconds.
+        requests_grace_s: how long requests may continue after the service began to stop, in seconds.
     """
 
     backend: MakeBackend = load_backend
     connect: Connect = connect
     response_timeout_s: float = RESPONSE_TIMEOUT_S
-    call_timings: CallTimings = CallTimings()
+    call_timings: CallTimings = field(default_factory=CallTimings)
     store: Callable[[Path, Clock], Store] = SqliteStore
     clock: Clock = field(default_factory=SystemClock)
     configure_logging: Callable[[str, str], None] = configure_logging
     head_within_s: float = HEAD_WITHIN_S
+    requests_grace_s: float = GRACE_S
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +181,7 @@ class Application:
         """Begin to stop the service. Further calls return the same task."""
         assert self._running is not None
         if self._stopping is None:
-            self._stopping = asyncio.create_task(stop_service(self._running))
+            self._stopping = asyncio.create_task(stop_service(self._running, self._parts.requests_grace_s))
             if self._signals is not None:
                 self._stopping.add_done_callback(self._signals.service_stopped)
         return self._stopping
@@ -338,14 +340,14 @@ def load_backends(settings: Settings, make: Callable[[str], Backend]) -> dict[st
     return backends
 
 
-async def stop_service(running: RunningService) -> None:
-    """Stop a service in less than ten seconds: wait for requests, cancel the rest, keep or destroy the sandboxes, and close the store."""
+async def stop_service(running: RunningService, requests_grace_s: float = GRACE_S) -> None:
+    """Stop a service in less than ten seconds: wait `requests_grace_s` for its requests, cancel the rest, end or keep the sandboxes, close the store."""
     service = running.service
     if not service.stopping.done():
         service.stopping.set_result(None)
     running.state_dir.remove_server_file()
     log.info("stopping", extra={"requests": len(service.requests)})
-    await _wait_for_requests(service, REQUESTS_GRACE_S)
+    await _wait_for_requests(service, requests_grace_s)
     await service.dispatcher.end_all_calls()
     running.lease_ends.cancel()
     await _wait_for_requests(service, FINAL_RESPONSE_S)

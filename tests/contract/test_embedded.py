@@ -65,12 +65,6 @@ def test_it_serves_and_ends_with_its_block() -> None:
     assert not state_dir.exists()
 
 
-def test_two_do_not_meet() -> None:
-    with embedded(POOLS) as one, embedded(POOLS) as other:
-        assert one.url != other.url
-        assert one.token != other.token
-
-
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
 def test_it_ends_with_its_process(end: signal.Signals) -> None:
     with subprocess.Popen([sys.executable, "-c", OWNER], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as owner:
@@ -89,12 +83,14 @@ def test_a_service_that_cannot_start_says_why() -> None:
         embedded({"default": {"slots_per_sandboxes": 2}})
 
 
-def test_the_only_pool_is_the_default_one_and_another_is_named() -> None:
+def test_two_do_not_meet_and_the_default_pool_is_the_only_one_or_the_named_one() -> None:
     small = {"slots_per_sandbox": 1, "min_sandboxes": 0, "max_sandboxes": 1}
-    with embedded({"mine": small}) as service, service.client() as client, client.lease(wait_s=30) as lease:
-        assert lease.info.pool == "mine"
-    with embedded({"mine": small, "other": small}, default_pool="other") as service, service.client() as client, client.lease(wait_s=30) as lease:
-        assert lease.info.pool == "other"
+    with embedded({"mine": small}) as one, embedded({"mine": small, "other": small}, default_pool="other") as other:
+        assert one.url != other.url
+        assert one.token != other.token
+        for service, pool in ((one, "mine"), (other, "other")):
+            with service.client() as client, client.lease(wait_s=30) as lease:
+                assert lease.info.pool == pool
 
 
 def test_a_service_without_a_pool_is_refused() -> None:

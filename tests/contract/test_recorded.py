@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from sandbox_server.api.limits import Limits
+from sandbox_server.dispatch.runner.decisions import CallTimings
 from tests.support.harness import Harness, bash, harness_on_a_port, open_harness
 
 EVENTS = {"Accept": "text/event-stream"}
@@ -239,11 +240,19 @@ async def test_a_release_under_a_stream_is_cancelled(port: Harness) -> None:
     assert (last.event, last.data["reason"]) == ("result", "cancelled")
 
 
+@pytest.fixture
+async def impatient_port(tmp_path: Path) -> AsyncIterator[Harness]:
+    """A service that hardly waits for the pool to find out why an agent refuses a slot."""
+    async with harness_on_a_port(tmp_path / "state", call_timings=CallTimings(refused_slot_wait_s=0.1)) as running:
+        yield running
+
+
 @pytest.mark.parametrize(
     ("command", "reason"),
     [("refuse not_implemented", "not_implemented"), ("refuse stale_epoch", "backend_error"), ("nonsense", "backend_error"), ("exit 4", "exit")],
 )
-async def test_every_end_of_a_call_is_the_last_event(port: Harness, command: str, reason: str) -> None:
+async def test_every_end_of_a_call_is_the_last_event(impatient_port: Harness, command: str, reason: str) -> None:
+    port = impatient_port
     (lease_id,) = await port.acquire()
 
     answer = await port.http.post(f"/v1/leases/{lease_id}/exec", json={"command": command}, headers=EVENTS)

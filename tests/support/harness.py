@@ -17,6 +17,7 @@ from sandbox_server.app import Application, Parts
 from sandbox_server.backends.base import Backend
 from sandbox_server.backends.registry import load_backend
 from sandbox_server.core.types import PoolSpec
+from sandbox_server.dispatch.runner.decisions import CallTimings
 from sandbox_server.link import AgentLink, Endpoint
 from sandbox_server.settings import Settings
 from sandbox_server.store.base import Store
@@ -72,13 +73,16 @@ def make_settings(state_dir: Path, **changes: Any) -> Settings:
     return replace(Settings(state_dir=state_dir, tenants=(ALICE, BOB), pools={"default": POOL}), **changes)
 
 
-def make_application(settings: Settings, store: Store | None = None, *, real_backends: bool = False) -> tuple[Application, ScriptedBackend]:
+def make_application(
+    settings: Settings, store: Store | None = None, *, real_backends: bool = False, call_timings: CallTimings | None = None
+) -> tuple[Application, ScriptedBackend]:
     """Create a service that does not run yet, and its backend.
 
     Args:
         settings: what the operator decides.
         store: what it remembers in; default one that forgets.
         real_backends: whether only the local backend is the scripted one.
+        call_timings: how long agents may take to report the results of calls; default as in production.
     """
     backend = ScriptedBackend()
 
@@ -92,7 +96,13 @@ def make_application(settings: Settings, store: Store | None = None, *, real_bac
         return await backend.connect(endpoint, timeout_s)
 
     remembered = store or MemoryStore()
-    parts = Parts(backend=load, connect=connect, store=lambda path, clock: remembered, configure_logging=lambda log_format, level: None)
+    parts = Parts(
+        backend=load,
+        connect=connect,
+        call_timings=call_timings or CallTimings(),
+        store=lambda path, clock: remembered,
+        configure_logging=lambda log_format, level: None,
+    )
     return Application(lambda: settings, parts=parts), backend
 
 
@@ -147,10 +157,10 @@ class _Server(uvicorn.Server):
 
 
 @contextlib.asynccontextmanager
-async def harness_on_a_port(state_dir: Path, **changes: Any) -> AsyncIterator[Harness]:
+async def harness_on_a_port(state_dir: Path, *, call_timings: CallTimings | None = None, **changes: Any) -> AsyncIterator[Harness]:
     """Run the service behind uvicorn on a free port; requests are those of the tenant alice."""
     settings = make_settings(state_dir, **changes)
-    application, backend = make_application(settings)
+    application, backend = make_application(settings, call_timings=call_timings)
     server = _Server(uvicorn.Config(application, host="127.0.0.1", port=0, lifespan="on", log_config=None, access_log=False))
     serving = asyncio.create_task(server.serve())
     await server.listening.wait()

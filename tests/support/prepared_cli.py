@@ -2,7 +2,8 @@
 
 A start of `sandbox` costs half a second of processor time, nearly all of it for imports, and the suite starts it hundreds of times.
 The child has the arguments, the environment, the folder and the standard streams of the command, as a new process would have them, and a terminal of
-its own where the command has one. What depends on the very start of the process, such as signals during the imports, is tested on a real process.
+its own where the command has one. What depends on the very start or end of the process is tested on a real process: signals during the imports, and
+how the interpreter writes what is left for streams that nobody reads.
 """
 
 from __future__ import annotations

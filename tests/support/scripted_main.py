@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sandbox_server.app import Application, Parts
+from sandbox_server.app import GRACE_S, Application, Parts
 from sandbox_server.connection_limiter import HEAD_WITHIN_S
 from sandbox_server.link import AgentLink, Endpoint
 from tests.support.scripted_agent import ScriptedBackend
@@ -24,4 +24,11 @@ async def _connect(endpoint: Endpoint, timeout_s: float = 10.0) -> AgentLink:
     return await BACKEND.connect(endpoint, timeout_s)
 
 
-app = Application(parts=Parts(backend=_load, connect=_connect, head_within_s=float(os.environ.get("HEAD_WITHIN_S", HEAD_WITHIN_S))))
+app = Application(
+    parts=Parts(
+        backend=_load,
+        connect=_connect,
+        head_within_s=float(os.environ.get("HEAD_WITHIN_S", HEAD_WITHIN_S)),
+        requests_grace_s=float(os.environ.get("REQUESTS_GRACE_S", GRACE_S)),
+    )
+)

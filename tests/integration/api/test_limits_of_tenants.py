@@ -37,7 +37,7 @@ def other(limited_service: Service) -> Iterator[httpx.Client]:
 
 
 def client(service: Service, token: str) -> httpx.Client:
-    return httpx.Client(base_url=service.url, headers={"Authorization": f"Bearer {token}"}, timeout=60.0, trust_env=False)
+    return httpx.Client(base_url=service.url, headers={"Authorization": f"Bearer {token}"}, timeout=60.0, trust_env=False, verify=False)
 
 
 def acquire(http: httpx.Client, count: int) -> list[str]:

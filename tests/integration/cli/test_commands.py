@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.cli.harness import PROGRAM, CommandLine
+from tests.integration.cli.harness import PROGRAM, WAIT_S, CommandLine
 
 
 class TestLeases:
@@ -166,6 +166,13 @@ class TestFiles:
         assert rows[2].endswith("f")
 
 
+def wait_until_ready(sandbox: CommandLine, pool: str, count: int) -> None:
+    """Wait until so many slots of a pool are ready."""
+    deadline = time.monotonic() + WAIT_S
+    while sandbox.json("pools", pool)["slots"]["ready"] != count:
+        assert time.monotonic() < deadline, "the slots did not become ready"
+
+
 class TestPools:
     def test_a_pool_is_made_changed_verified_and_removed(self, sandbox: CommandLine, tmp_path: Path) -> None:
         (tmp_path / "p.yaml").write_text("slots_per_sandbox: 2\nmin_sandboxes: 1\nmax_sandboxes: 1\non_shutdown: destroy\n")
@@ -177,12 +184,16 @@ class TestPools:
         assert "walk" in sandbox.out("pools")
         lease_id = sandbox.out("acquire", "--pool", "walk", "--wait", "30").strip()
         sandbox.out("release", lease_id)
-        deadline = time.monotonic() + 30
-        while not sandbox.json("pools", "walk")["slots"]["ready"]:
-            assert time.monotonic() < deadline, "no slot became ready"
+        wait_until_ready(sandbox, "walk", 2)  # the slot is reset after `release` has returned
         report = json.loads(sandbox.out("pool", "verify", "--json", "walk"))
         assert report["clean"]
         assert report["slots"][0]["planted"]
+        wait_until_ready(sandbox, "walk", 2)
+        heads, *rows, verdict = sandbox.out("pool", "verify", "walk").splitlines()
+        assert heads.split("  ")[0] == "SLOT"
+        assert [head for head in ("PLANTED", "TRACES GONE", "TRACES LEFT", "VERDICT") if head not in heads] == []
+        assert [row.split()[-1] for row in rows] == ["clean", "clean"]
+        assert verdict == "2 slots of pool walk: clean"
         assert sandbox.out("pool", "delete", "walk", "--force") == "pool walk is being deleted\n"
 
     def test_sandboxes_are_listed_and_drained(self, sandbox: CommandLine) -> None:

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from tests.integration.cli.harness import WAIT_S, CommandLine
-from tests.support.service import Service, running_service
+from tests.support.service import SMALL_POOL, Service, running_service
 
 SECONDS = (f"{31341 + os.getpid()}.{number}" for number in itertools.count(1))
 """The durations for which commands sleep. Each command has its own, so that it can be found among all processes of the machine."""
@@ -158,14 +158,23 @@ def wait_for_the_command(seconds: str) -> None:
     deadline = time.monotonic() + WAIT_S
     while not any(process.info["cmdline"] == ["sleep", seconds] for process in psutil.process_iter(["cmdline"])):
         assert time.monotonic() < deadline, "it does not run"
+        time.sleep(0.02)  # no event reports that a process has started, and each look at all processes takes processor time
+
+
+@pytest.fixture(scope="module")
+def separate_service() -> Iterator[Service]:
+    """A service that no other module uses."""
+    with running_service({"pools": {"default": {**SMALL_POOL, "slots_per_sandbox": 2, "max_sandboxes": 1}}}) as service:
+        yield service
 
 
 @pytest.fixture
-def own_service() -> Iterator[Service]:
+def own_service(separate_service: Service) -> Iterator[Service]:
     """A service that a test can suspend."""
-    with running_service() as service:
-        yield service
-        os.kill(service.process.pid, signal.SIGCONT)
+    try:
+        yield separate_service
+    finally:
+        os.kill(separate_service.process.pid, signal.SIGCONT)
 
 
 @pytest.mark.parametrize("as_json", [False, True])

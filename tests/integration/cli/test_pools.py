@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.integration.cli.harness import WAIT_S, CommandLine
+from tests.integration.cli.harness import CommandLine
 
 SMALL = ("-s", "slots_per_sandbox=1", "-s", "max_sandboxes=1", "-s", "min_sandboxes=0", "-s", "on_shutdown=destroy")
 
@@ -129,22 +128,6 @@ def test_a_pool_without_a_sandbox_says_how_to_get_one_to_verify(sandbox: Command
         "sandbox: pool 'walk' has no sandbox now, so there is no slot to verify\n"
         "  an acquire starts one: `sandbox run --pool walk -- true`, then verify again\n",
     )
-
-
-def test_a_verification_says_what_was_left_and_what_is_gone(sandbox: CommandLine) -> None:
-    sandbox.out("pool", "apply", "tested", "-s", "slots_per_sandbox=1", "-s", "max_sandboxes=1", "-s", "on_shutdown=destroy")
-    sandbox.out("release", sandbox.out("acquire", "-p", "tested", "--wait", "30").strip())
-    deadline = time.monotonic() + WAIT_S
-    while not sandbox.json("pools", "tested")["slots"]["ready"]:  # the slot is reset after `release` has returned
-        assert time.monotonic() < deadline, "the slot does not become ready"
-
-    heads, row, verdict = sandbox.out("pool", "verify", "tested").splitlines()
-
-    assert heads.split("  ")[0] == "SLOT"
-    assert [head for head in ("PLANTED", "TRACES GONE", "TRACES LEFT", "VERDICT") if head not in heads] == []
-    assert row.endswith("clean")
-    assert verdict == "1 slot of pool tested: clean"
-    sandbox.out("pool", "delete", "tested", "--force")
 
 
 def test_an_admin_names_the_tenant_whose_pool_is_meant(sandbox: CommandLine, pool: str) -> None:

@@ -19,10 +19,14 @@ from typing import Any
 import pytest
 
 from env_client import Output, RemoteToolBackend, Result, SandboxClient
+from tests.support import quick_stop_main
 from tests.support.service import SMALL_POOL, Service, clean_environ, end_sandboxes_left, listening_url, short_folder, wait_until_ready
+from tests.support.users import ROOT
 
 #: Writes output, waits for the file `go`, and writes again. It appends a line to `ran` each time it runs. Its last byte is not UTF-8.
 COMMAND = r"printf 'begun\n'; echo ran >> ran; while [ ! -e go ]; do sleep 0.05; done; printf 'done\n\377'"
+#: Its whole output in each encoding.
+WHOLE = {"base64": b"begun\ndone\n\xff", "utf-8": "begun\ndone\n\N{REPLACEMENT CHARACTER}".encode()}
 
 
 class Restarting:
@@ -31,7 +35,7 @@ class Restarting:
     def __init__(self, folder: Path, environ: Mapping[str, str] = MappingProxyType({})) -> None:
         self._folder = folder
         self.environ = dict(environ)
-        config = {"pools": {"default": {**SMALL_POOL, "on_shutdown": "keep"}}}
+        config = {"pools": {"default": {**SMALL_POOL, "slots_per_sandbox": 2, "max_sandboxes": 1, "on_shutdown": "keep"}}}
         (folder / "config.yaml").write_text(json.dumps(config), encoding="utf-8")
         with socket.create_server(("127.0.0.1", 0)) as free:
             self._port = free.getsockname()[1]
@@ -51,9 +55,9 @@ class Restarting:
         state_dir, log_path = self._folder / "state", self._folder / "log"
         environ = clean_environ({"SANDBOX_CONFIG": str(self._folder / "config.yaml"), "SANDBOX_STATE_DIR": str(state_dir), **self.environ})
         read_end, write_end = os.pipe()
-        command = [sys.executable, "-m", "sandbox_server", "serve", "--host", "127.0.0.1", "--port", str(self._port), "--ready-fd", str(write_end)]
+        command = [sys.executable, "-m", quick_stop_main.__name__, "serve", "--host", "127.0.0.1", "--port", str(self._port), "--ready-fd", str(write_end)]
         with log_path.open("ab") as log, open(read_end, "rb") as ready:
-            process = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[write_end])
+            process = subprocess.Popen(command, cwd=ROOT, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[write_end])
             os.close(write_end)
             service = Service(url="", state_dir=state_dir, process=process, log_path=log_path)
             service.url = listening_url(service, ready)
@@ -61,8 +65,9 @@ class Restarting:
         return service
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def restarting() -> Iterator[Restarting]:
+    """A service that each test restarts."""
     with short_folder() as folder:
         made = Restarting(folder)
         try:
@@ -73,32 +78,37 @@ def restarting() -> Iterator[Restarting]:
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.parametrize("encoding", ["base64", "utf-8"])
-def test_a_call_outlives_its_service(restarting: Restarting, how: signal.Signals, encoding: str) -> None:
-    service, begun = restarting.service, threading.Event()
-    with SandboxClient(service.url, service.token) as client, client.lease(wait_s=30) as lease, ThreadPoolExecutor(2) as threads:
+def test_calls_outlive_their_service(restarting: Restarting, how: signal.Signals) -> None:
+    service, begun = restarting.service, {encoding: threading.Event() for encoding in WHOLE}
+    with SandboxClient(service.url, service.token) as client, client.gang(len(WHOLE), wait_s=30) as gang, ThreadPoolExecutor(2 * len(WHOLE)) as threads:
+        leases = dict(zip(WHOLE, gang, strict=True))
 
-        def follow() -> list[Output | Result]:
+        def follow(encoding: str) -> list[Output | Result]:
             items = []
-            for item in lease.exec_events("bash", {"command": COMMAND}, encoding=encoding, call_id="followed"):
+            for item in leases[encoding].exec_events("bash", {"command": COMMAND}, encoding=encoding, call_id="followed"):
                 items.append(item)
-                begun.set()
+                begun[encoding].set()
             return items
 
-        following = threads.submit(follow)
-        assert begun.wait(30)
-        asking = threads.submit(lease.exec, "bash", {"command": COMMAND}, encoding=encoding, call_id="followed")
+        following = {encoding: threads.submit(follow, encoding) for encoding in WHOLE}
+        assert all(event.wait(30) for event in begun.values())
+        asking = {
+            encoding: threads.submit(lease.exec, "bash", {"command": COMMAND}, encoding=encoding, call_id="followed") for encoding, lease in leases.items()
+        }
         restarting.again(how)
-        lease.put_file("go", b"")
-        *pieces, last = following.result(60)
-        result = asking.result(60)
-        ran = lease.get_file("ran")
+        for lease in leases.values():
+            lease.put_file("go", b"")
+        streams = {encoding: one.result(60) for encoding, one in following.items()}
+        results = {encoding: one.result(60) for encoding, one in asking.items()}
+        ran = [lease.get_file("ran") for lease in leases.values()]
 
-    whole = b"begun\ndone\n\xff" if encoding == "base64" else "begun\ndone\n\N{REPLACEMENT CHARACTER}".encode()
-    assert isinstance(last, Result)
-    assert (last.success, last.reason, ran) == (True, "exit", b"ran\n")
-    assert b"".join(piece.data for piece in pieces if isinstance(piece, Output)) == whole
-    assert (result.success, result.raw_output()) == (True, whole)
+    assert ran == [b"ran\n"] * len(WHOLE)
+    for encoding, whole in WHOLE.items():
+        *pieces, last = streams[encoding]
+        assert isinstance(last, Result)
+        assert (last.success, last.reason) == (True, "exit")
+        assert b"".join(piece.data for piece in pieces if isinstance(piece, Output)) == whole
+        assert (results[encoding].success, results[encoding].raw_output()) == (True, whole)
 
 
 async def test_the_slots_of_an_environment_outlive_their_service(restarting: Restarting) -> None:
