@@ -30,7 +30,5 @@ def _load(name: str, state_dir: Path, owner: str, survives: bool, settings: Mapp
 
 
 if __name__ == "__main__":
-    parts = Parts(
-        backend=_load, connect=partial(connect, ping_interval_s=PING_INTERVAL_S), response_timeout_s=RESPONSE_TIMEOUT_S, call_timings=TIMINGS
-    )
+    parts = Parts(backend=_load, connect=partial(connect, ping_interval_s=PING_INTERVAL_S), response_timeout_s=RESPONSE_TIMEOUT_S, call_timings=TIMINGS)
     sys.exit(main(parts=parts))
