@@ -87,7 +87,7 @@ class Parts:
     backend: MakeBackend = load_backend
     connect: Connect = connect
     response_timeout_s: float = RESPONSE_TIMEOUT_S
-    call_timings: CallTimings = CallTimings()
+    call_timings: CallTimings = field(default_factory=CallTimings)
     store: Callable[[Path, Clock], Store] = SqliteStore
     clock: Clock = field(default_factory=SystemClock)
     configure_logging: Callable[[str, str], None] = configure_logging
