@@ -25,8 +25,6 @@ from sandbox_server.store.sqlite.rewrite import finish_rewrite, rewrite_state_fi
 
 log = logging.getLogger(__name__)
 
-#: How long a statement waits for a lock of another process, in seconds.
-BUSY_TIMEOUT_S = 1.0
 SQLITE_MAGIC = b"SQLite format 3\0"
 #: A write-ahead log of more bytes is copied into the file when nothing else is to be written; one of eight times as many, after any commit.
 WAL_BYTES = 8 << 20
@@ -68,6 +66,7 @@ class StateFile:
         self._wal = side_path(path, "-wal")
         self._reserve = DiskReserve(path.with_name(RESERVE_FILE), options.reserve_bytes)
         self._migrations = options.migrations
+        self._busy_timeout_s = options.busy_timeout_s
         #: how often the file was written again at its path; a reader that was opened before that reads a deleted file
         self.generation = 0
         try:
@@ -114,7 +113,7 @@ class StateFile:
         return True
 
     def _connect(self) -> sqlite3.Connection:
-        connection = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False, timeout=BUSY_TIMEOUT_S, cached_statements=32)
+        connection = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False, timeout=self._busy_timeout_s, cached_statements=32)
         # Setting the mode writes to the file, which fails on a full disk. So it is set only where the file does not have it yet.
         if _read_value(connection, "PRAGMA auto_vacuum") != AUTO_VACUUM_INCREMENTAL:
             connection.execute("PRAGMA auto_vacuum = INCREMENTAL")

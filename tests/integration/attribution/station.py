@@ -72,18 +72,19 @@ def fault_of_late(result: Result) -> str:
 
 
 class Station:
-    """One running service."""
+    """One pool of a running service."""
 
-    def __init__(self, service: Service, runner: Runner = ME) -> None:
+    def __init__(self, service: Service, runner: Runner = ME, pool: str = "default") -> None:
         self.service = service
         self.runner = runner
+        self.pool = pool
         self._threads = ThreadPoolExecutor(16)
         self.held: list[str] = []
 
     def acquire(self, count: int = 1, **fields: Any) -> list[dict[str, Any]]:
         """Leases, in one sandbox if there is room in one."""
         with self.service.http() as http:
-            answer = http.post("/v1/acquire", json={"count": count, "ttl_s": 600, **fields})
+            answer = http.post("/v1/acquire", json={"count": count, "ttl_s": 600, "pool": self.pool, **fields})
         assert answer.status_code == 200, answer.text
         leases: list[dict[str, Any]] = answer.json()["leases"]
         self.held += [lease["lease_id"] for lease in leases]
@@ -102,8 +103,13 @@ class Station:
 
     def slots(self) -> dict[str, int]:
         """How many slots are in which state."""
-        slots: dict[str, int] = self.ask("GET", "/v1/pools/default")["slots"]
+        slots: dict[str, int] = self.view()["slots"]
         return slots
+
+    def view(self) -> dict[str, Any]:
+        """The pool as the service reports it."""
+        view: dict[str, Any] = self.ask("GET", f"/v1/pools/{self.pool}")
+        return view
 
     def batch(self, *calls: Mapping[str, Any]) -> list[Result]:
         """One request of calls."""

@@ -37,8 +37,8 @@ def after_the_end(station: Station, lease: dict[str, Any]) -> list[dict[str, Any
 
 
 @pytest.mark.privileged
-def test_who_fills_its_sandbox_alone_is_to_blame_in_the_calls_after_it_too(open_one: Open) -> None:
-    station = open_one(slots_per_sandbox=1, max_sandboxes=1, memory_mb=300, slot_memory_mb=300)
+def test_who_fills_its_sandbox_alone_is_to_blame_in_the_calls_after_it_too(open_pool: Open) -> None:
+    station = open_pool(slots_per_sandbox=1, max_sandboxes=1, memory_mb=300, slot_memory_mb=300)
     (lease,) = station.acquire()
     assert blame(grow(station, lease, BEHIND)) == ("exit", "none", 0)
     for late in after_the_end(station, lease):
@@ -53,14 +53,12 @@ def test_who_fills_its_sandbox_alone_is_to_blame_in_the_calls_after_it_too(open_
     ended = grow(station, lease, "exec python3 -")
     assert blame(ended) == ("oom", "policy", None)
     assert proof(ended)["own_work"] is True
-    station.release_all()
-    station.service.stop()
 
 
 @pytest.mark.privileged
-def test_where_the_others_use_was_needed_it_is_ambiguous_in_the_calls_after_it_too(open_one: Open) -> None:
-    station = open_one(slots_per_sandbox=2, max_sandboxes=1, memory_mb=400, slot_memory_mb=None)
-    effective = station.ask("GET", "/v1/pools/default")["effective"]
+def test_where_the_others_use_was_needed_it_is_ambiguous_in_the_calls_after_it_too(open_pool: Open) -> None:
+    station = open_pool(slots_per_sandbox=2, max_sandboxes=1, memory_mb=400, slot_memory_mb=None)
+    effective = station.view()["effective"]
     assert effective["slot_memory_mb"] == 380
     lease, neighbour = station.acquire(2)
     held = effective["share_memory_mb"] - 30
@@ -76,5 +74,3 @@ def test_where_the_others_use_was_needed_it_is_ambiguous_in_the_calls_after_it_t
     station.bash(neighbour, "touch go")
     (other,) = beside.result()
     assert (blame(other), other["output"]) == (("exit", "none", 0), "fine\n")
-    station.release_all()
-    station.service.stop()

@@ -6,7 +6,7 @@ import os
 import subprocess
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from sandbox_server.agent.init.priority import RAISED_NICE
-from tests.integration.attribution.conftest import Open
+from tests.integration.attribution.conftest import POOL, Open, new_pool, open_station
 from tests.integration.attribution.station import HOG, TAKE_ALL_PROCESSES, Station, blame, proof
+from tests.support.service import Service, running_service
 from tests.support.users import ordinary_user
 
 POLICY_LOST = ("sandbox_lost", "policy", None)
@@ -62,88 +63,101 @@ def fill_with_bytes(disk: Path) -> None:
             file.write(bytes(1 << 16))
 
 
-FILLS = {"no-inodes": ("size=64m,nr_inodes=20000,mode=711", fill_with_files), "no-bytes": ("size=64m,mode=711", fill_with_bytes)}
+@pytest.fixture(scope="module")
+def station_on_disk() -> Iterator[Station]:
+    """A service with its state folder on a small disk. The disk is memory, too, so the slots have no limit of memory."""
+    with (
+        small_disk("size=300m,nr_inodes=20000,mode=711") as disk,
+        open_station({"max_sandboxes": 1, "max_file_mb": 300, "slot_memory_mb": None}, {"env": {"SANDBOX_STATE_DIR": str(disk)}}) as station,
+    ):
+        station.service.state_dir = disk
+        yield station
+
+
+@pytest.fixture
+def on_disk(station_on_disk: Station) -> Iterator[Station]:
+    """The service on the small disk, which is nearly empty before and after, and all of its slots free."""
+    yield station_on_disk
+    disk = station_on_disk.service.state_dir
+    for filler in disk.glob("filler*"):
+        filler.unlink()
+    station_on_disk.until(lambda: free_bytes(disk) > 150 << 20)
+    station_on_disk.until(lambda: station_on_disk.ask("GET", "/readyz")["storage"]["ready"])
+    station_on_disk.release_all()
+    assert station_on_disk.slots()["quarantined"] == 0
+
+
+def free_bytes(disk: Path) -> int:
+    return os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize
 
 
 @pytest.mark.privileged
-@pytest.mark.parametrize("fill", FILLS)
-def test_a_disk_that_others_have_filled_hides_no_verdict_and_no_end_of_an_output(open_one: Open, fill: str) -> None:
-    options, fill_disk = FILLS[fill]
-    with small_disk(options) as disk:
-        station = open_one({"env": {"SANDBOX_STATE_DIR": str(disk)}}, max_sandboxes=1)
-        station.service.state_dir = disk
-        lease, neighbour = station.acquire(2)
-        with pytest.raises(OSError, match="No space left"):
-            fill_disk(disk)
-        before = time.monotonic()
-        for each in (lease, neighbour):
-            result = station.bash(each, "seq 40000; exit 3", timeout_s=5)
-            assert blame(result) == ("exit", "none", 3)
-            assert result["output"].startswith("1\n2\n")
-            assert result["output"].endswith("\n40000\n")
-            refused = station.call(each, "write_file", {"path": "new", "content": "x" * 100_000})
-            if refused["success"]:  # into the room of the service's own reserve, which it has given up meanwhile
-                with pytest.raises(OSError, match="No space left"):
-                    fill_disk(disk)
-                refused = station.call(each, "write_file", {"path": "newer", "content": "x" * 100_000})
-            assert blame(refused) == ("tool_error", "policy", None)
-            assert proof(refused)["errno"] == "ENOSPC"
-        assert time.monotonic() - before < 10
-        station.service.stop()
+@pytest.mark.parametrize("fill_disk", [fill_with_files, fill_with_bytes], ids=["no-inodes", "no-bytes"])
+def test_a_disk_that_others_have_filled_hides_no_verdict_and_no_end_of_an_output(on_disk: Station, fill_disk: Callable[[Path], None]) -> None:
+    station, disk = on_disk, on_disk.service.state_dir
+    lease, neighbour = station.acquire(2)
+    with pytest.raises(OSError, match="No space left"):
+        fill_disk(disk)
+    before = time.monotonic()
+    for each in (lease, neighbour):
+        result = station.bash(each, "seq 40000; exit 3", timeout_s=5)
+        assert blame(result) == ("exit", "none", 3)
+        assert result["output"].startswith("1\n2\n")
+        assert result["output"].endswith("\n40000\n")
+        refused = station.call(each, "write_file", {"path": "new", "content": "x" * 100_000})
+        if refused["success"]:  # into the room of the service's own reserve, which it has given up meanwhile
+            with pytest.raises(OSError, match="No space left"):
+                fill_disk(disk)
+            refused = station.call(each, "write_file", {"path": "newer", "content": "x" * 100_000})
+        assert blame(refused) == ("tool_error", "policy", None)
+        assert proof(refused)["errno"] == "ENOSPC"
+    assert time.monotonic() - before < 10
 
 
 SLOT_FILLS = {
-    "files": ("size=200m,nr_inodes=20000,mode=711", "i=0; while :; do : > f$i; i=$((i+1)); done 2> /dev/null"),
-    "bytes": ("size=300m,mode=711", "i=0; while :; do head -c 7M /dev/zero > f$i; i=$((i+1)); done 2> /dev/null"),
-    "deleted": ("size=300m,mode=711", 'for i in {10..90}; do eval "exec $i> f; rm f; head -c 7M /dev/zero >&$i"; done 2> /dev/null; sleep 60'),
+    "files": "i=0; while :; do : > f$i; i=$((i+1)); done 2> /dev/null",
+    "bytes": "i=0; while :; do head -c 7M /dev/zero > f$i; i=$((i+1)); done 2> /dev/null",
+    "deleted": 'for i in {10..90}; do eval "exec $i> f; rm f; head -c 7M /dev/zero >&$i"; done 2> /dev/null; sleep 60',
 }
 
 
 @pytest.mark.privileged
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("fill", SLOT_FILLS)
-def test_a_slot_that_fills_the_disk_of_the_state_folder_is_ended_and_nobody_else(open_one: Open, fill: str) -> None:
-    options, command = SLOT_FILLS[fill]
-    with small_disk(options) as disk:
-        station = open_one({"env": {"SANDBOX_STATE_DIR": str(disk)}}, max_sandboxes=1, slot_memory_mb=None)  # this disk is memory, too
-        station.service.state_dir = disk
-        filler, neighbour = station.acquire(2)
-        beside = station.begin_bash(neighbour, "until [ -e go ]; do sleep 0.02; done; echo fine", timeout_s=150)
-        result = station.bash(filler, command, timeout_s=60)
+def test_a_slot_that_fills_the_disk_of_the_state_folder_is_ended_and_nobody_else(on_disk: Station, fill: str) -> None:
+    station, disk = on_disk, on_disk.service.state_dir
+    filler, neighbour = station.acquire(2)
+    beside = station.begin_bash(neighbour, "until [ -e go ]; do sleep 0.02; done; echo fine", timeout_s=150)
+    result = station.bash(filler, SLOT_FILLS[fill], timeout_s=60)
 
-        assert blame(result) == ("resource_limit", "policy", None)
-        assert "the disk was nearly full" in result["error"]
-        assert blame(station.bash(filler, "true")) == POLICY_LOST
-        station.until(lambda: os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize > 150 << 20)
-        station.bash(neighbour, "touch go")
-        (other,) = beside.result()
-        assert (blame(other), other["output"]) == (("exit", "none", 0), "fine\n")
-        station.until(lambda: not station.slots()["resetting"])
-        assert station.slots()["quarantined"] == 0
-        station.service.stop()
+    assert blame(result) == ("resource_limit", "policy", None)
+    assert "the disk was nearly full" in result["error"]
+    assert blame(station.bash(filler, "true")) == POLICY_LOST
+    station.until(lambda: free_bytes(disk) > 150 << 20)
+    station.bash(neighbour, "touch go")
+    (other,) = beside.result()
+    assert (blame(other), other["output"]) == (("exit", "none", 0), "fine\n")
+    station.until(lambda: not station.slots()["resetting"])
+    assert station.slots()["quarantined"] == 0
 
 
 @pytest.mark.privileged
-def test_of_slots_that_fill_the_disk_together_the_largest_is_ended_and_that_is_ambiguous_in_later_calls_too(open_one: Open) -> None:
-    with small_disk("size=300m,mode=711") as disk:
-        station = open_one({"env": {"SANDBOX_STATE_DIR": str(disk)}}, max_sandboxes=1, max_file_mb=300, slot_memory_mb=None)
-        station.service.state_dir = disk
-        filler, neighbour = station.acquire(2)
-        assert station.bash(neighbour, "head -c 90M /dev/zero > f")["success"]
-        result = station.bash(filler, SLOT_FILLS["bytes"][1], timeout_s=60)
+def test_of_slots_that_fill_the_disk_together_the_largest_is_ended_and_that_is_ambiguous_in_later_calls_too(on_disk: Station) -> None:
+    filler, neighbour = on_disk.acquire(2)
+    assert on_disk.bash(neighbour, "head -c 90M /dev/zero > f")["success"]
+    result = on_disk.bash(filler, SLOT_FILLS["bytes"], timeout_s=60)
 
-        assert blame(result) == ("resource_limit", "ambiguous", None)
-        late = station.bash(filler, "true")
-        assert blame(late) == ("sandbox_lost", "ambiguous", None)
-        assert proof(late)["used_mb"] == proof(result)["used_mb"] > 90
-        assert blame(station.bash(neighbour, "true")) == ("exit", "none", 0)
-        station.service.stop()
+    assert blame(result) == ("resource_limit", "ambiguous", None)
+    late = on_disk.bash(filler, "true")
+    assert blame(late) == ("sandbox_lost", "ambiguous", None)
+    assert proof(late)["used_mb"] == proof(result)["used_mb"] > 90
+    assert blame(on_disk.bash(neighbour, "true")) == ("exit", "none", 0)
 
 
 @pytest.mark.privileged
-def test_a_slot_over_its_own_limit_of_disk_is_ended_and_that_is_the_policys(open_one: Open) -> None:
-    station = open_one(slot_disk_mb=40, max_sandboxes=1)
-    assert station.ask("GET", "/v1/pools/default")["effective"]["slot_disk_mb"] == 40
+def test_a_slot_over_its_own_limit_of_disk_is_ended_and_that_is_the_policys(open_pool: Open) -> None:
+    station = open_pool(slot_disk_mb=40, max_sandboxes=1, slots_per_sandbox=2)
+    assert station.view()["effective"]["slot_disk_mb"] == 40
     lease, neighbour = station.acquire(2)
     result = station.bash(lease, "mkdir -p a/b; for i in $(seq 10); do head -c 7M /dev/zero > a/b/f$i; done; sleep 60", timeout_s=60)
 
@@ -151,8 +165,6 @@ def test_a_slot_over_its_own_limit_of_disk_is_ended_and_that_is_the_policys(open
     assert proof(result)["limit_mb"] == 40
     assert blame(station.bash(neighbour, "true")) == ("exit", "none", 0)
     assert blame(station.bash(lease, "true")) == POLICY_LOST
-    station.release_all()
-    station.service.stop()
 
 
 @contextmanager
@@ -188,7 +200,7 @@ def _removed(group: Path) -> bool:
 def test_of_slots_that_fill_what_all_of_them_have_one_is_ended_and_not_by_the_kernel(open_one: Open) -> None:
     with within_group("memory", memory__limit_in_bytes=600 << 20):
         station = open_one(slot_memory_mb=400, max_sandboxes=1)
-        effective = station.ask("GET", "/v1/pools/default")["effective"]
+        effective = station.view()["effective"]
         assert (effective["slots_memory_mb"], effective["slot_memory_mb"]) == (450, 400)
         hold = "exec python3 -c 'import time; x = bytearray(300 << 20); time.sleep(60)'"
         running = [station.begin({"lease_id": lease["lease_id"], "tool": "bash", "args": {"command": hold}}) for lease in station.acquire(2)]
@@ -222,14 +234,22 @@ def test_who_takes_everybodys_processes_does_not_have_its_neighbour_blamed(open_
         station.service.stop()
 
 
+@pytest.fixture(scope="module")
+def unprivileged_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """The service of an ordinary user who has no bubblewrap."""
+    environ = {"PATH": str(tmp_path_factory.mktemp("empty"))}
+    with running_service({"pools": {"default": {**POOL, "min_sandboxes": 0}}}, env=environ, runner=ordinary_user()) as service:
+        yield service
+
+
 @pytest.fixture
-def unisolated(open_one: Open, tmp_path: Path) -> Station:
+def unisolated(unprivileged_service: Service) -> Iterator[Station]:
     """Slots in the mode `none`: one user for all, and no counters."""
-    runner = ordinary_user()
-    empty = tmp_path / "empty"
-    empty.mkdir()
     # Whatever else this user runs on the machine counts too, so the limit is wide.
-    return open_one({"env": {"PATH": str(empty)}, "runner": runner}, allow_none=True, slots_per_sandbox=3, max_sandboxes=1, slot_processes=400)
+    pool = {"allow_none": True, "slots_per_sandbox": 3, "max_sandboxes": 1, "slot_processes": 400}
+    with new_pool(unprivileged_service, pool, ordinary_user()) as station:
+        yield station
+        station.release_all()
 
 
 def acquired(station: Station) -> list[dict[str, Any]]:
@@ -261,8 +281,8 @@ def test_without_isolation_a_killed_init_proves_nothing_and_its_slot_is_not_used
 
 
 @pytest.mark.privileged
-def test_without_a_limit_of_its_own_what_a_slot_runs_is_still_taken_first_when_memory_runs_out(open_one: Open) -> None:
-    station = open_one(slot_memory_mb=None, slots_per_sandbox=2)
+def test_without_a_limit_of_its_own_what_a_slot_runs_is_still_taken_first_when_memory_runs_out(open_pool: Open) -> None:
+    station = open_pool(slot_memory_mb=None, slots_per_sandbox=2)
     (lease,) = station.acquire()
     result = station.bash(lease, "cat /proc/self/oom_score_adj")
     init = station.init(lease)
@@ -271,7 +291,7 @@ def test_without_a_limit_of_its_own_what_a_slot_runs_is_still_taken_first_when_m
         int(Path(f"/proc/{pid}/oom_score_adj").read_text(encoding="ascii")) for pid in (init.pid, station.agent(lease).pid, station.service.process.pid)
     )
     assert (int(result["output"]), of_init) == (600, 300)
-    told = station.ask("GET", "/v1/pools/default")["capabilities"]["not_enforced"]
+    told = station.view()["capabilities"]["not_enforced"]
     assert of_agent == of_service == (0 if any("oom_score_adj" in sentence for sentence in told) else -900)
     assert station.bash(lease, HOG)["success"]
 

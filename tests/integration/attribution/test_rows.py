@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.integration.attribution.conftest import Open
 from tests.integration.attribution.station import Station, blame, proof
+
+
+@pytest.fixture(scope="module")
+def lease(shared_station: Station) -> Iterator[dict[str, Any]]:
+    """A lease that all tests share whose calls change nothing in its slot."""
+    with shared_station.service.http() as http:
+        (lease,) = http.post("/v1/acquire", json={"ttl_s": 600}).json()["leases"]
+        yield lease
+        http.post("/v1/release", json={"lease_ids": [lease["lease_id"]]})
 
 
 @pytest.mark.parametrize(
@@ -25,8 +35,8 @@ from tests.integration.attribution.station import Station, blame, proof
         ("search_files", {"pattern": "("}, "pattern"),
     ],
 )
-def test_a_wrong_argument_is_named_and_the_policys(station: Station, tool: str, args: dict[str, Any], named: str) -> None:
-    result = station.call(station.acquire()[0], tool, args)
+def test_a_wrong_argument_is_named_and_the_policys(shared_station: Station, lease: dict[str, Any], tool: str, args: dict[str, Any], named: str) -> None:
+    result = shared_station.call(lease, tool, args)
 
     assert blame(result) == ("invalid_args", "policy", None)
     assert named in result["error"]
@@ -46,28 +56,25 @@ def test_a_wrong_argument_is_named_and_the_policys(station: Station, tool: str, 
         ({"args": 7, "timeout_s": 0}, "timeout_s"),
     ],
 )
-def test_any_other_field_of_a_call_is_the_callers_mistake(station: Station, fields: dict[str, Any], named: str) -> None:
-    (lease,) = station.acquire()
+def test_any_other_field_of_a_call_is_the_callers_mistake(shared_station: Station, lease: dict[str, Any], fields: dict[str, Any], named: str) -> None:
     call = {"tool": "bash", "args": {"command": "true"}, **fields}
-    (result,) = station.batch({"lease_id": lease["lease_id"], **call})
-    alone = station.ask("POST", f"/v1/leases/{lease['lease_id']}/exec", json=call)
+    (result,) = shared_station.batch({"lease_id": lease["lease_id"], **call})
+    alone = shared_station.ask("POST", f"/v1/leases/{lease['lease_id']}/exec", json=call)
 
     assert blame(result) == blame(alone) == ("invalid_args", "infra", None)
     assert named in result["error"]
     assert proof(result)["field"] == named
 
 
-def test_a_time_as_long_as_a_pool_may_give_is_no_mistake(open_one: Open) -> None:
-    station = open_one(max_timeout_s=31_536_000)
+def test_a_time_as_long_as_a_pool_may_give_is_no_mistake(open_pool: Open) -> None:
+    station = open_pool(max_timeout_s=31_536_000, slots_per_sandbox=1)
 
     assert station.bash(station.acquire()[0], "true", timeout_s=31_536_000)["success"]
 
 
 @pytest.mark.parametrize("fields", [{"command": 7}, {"tool": 7, "args": {}}, {"tool": "bash", "args": "ls"}, {"tool": "sudo"}], ids=str)
-def test_what_a_single_call_has_from_the_policy_is_the_policys(station: Station, fields: dict[str, Any]) -> None:
-    (lease,) = station.acquire()
-
-    assert blame(station.ask("POST", f"/v1/leases/{lease['lease_id']}/exec", json=fields)) == ("invalid_args", "policy", None)
+def test_what_a_single_call_has_from_the_policy_is_the_policys(shared_station: Station, lease: dict[str, Any], fields: dict[str, Any]) -> None:
+    assert blame(shared_station.ask("POST", f"/v1/leases/{lease['lease_id']}/exec", json=fields)) == ("invalid_args", "policy", None)
 
 
 @pytest.mark.parametrize(
@@ -83,27 +90,26 @@ def test_what_a_single_call_has_from_the_policy_is_the_policys(station: Station,
         ("bash", {"command": "true", "cwd": "missing"}, "ENOENT"),
     ],
 )
-def test_what_a_tool_cannot_do_is_the_policys(station: Station, tool: str, args: dict[str, Any], errno: str | None) -> None:
-    result = station.call(station.acquire()[0], tool, args)
+def test_what_a_tool_cannot_do_is_the_policys(shared_station: Station, lease: dict[str, Any], tool: str, args: dict[str, Any], errno: str | None) -> None:
+    result = shared_station.call(lease, tool, args)
 
     assert blame(result) == ("tool_error", "policy", None)
     assert errno is None or proof(result)["errno"] == errno
 
 
 @pytest.mark.parametrize("tool", ["bash_stateful", "tmux"])
-def test_what_is_not_built_is_ours(station: Station, tool: str) -> None:
-    result = station.call(station.acquire()[0], tool, {"command": "true", "action": "capture"})
+def test_what_is_not_built_is_ours(shared_station: Station, lease: dict[str, Any], tool: str) -> None:
+    result = shared_station.call(lease, tool, {"command": "true", "action": "capture"})
 
     assert blame(result) == ("not_implemented", "infra", None)
 
 
-def test_a_call_id_used_for_something_else_is_the_trainers_mistake_and_the_first_stays(station: Station) -> None:
-    (lease,) = station.acquire()
-    first = station.bash(lease, "echo first", call_id="c")
-    other = station.bash(lease, "echo other", call_id="c")
+def test_a_call_id_used_for_something_else_is_the_trainers_mistake_and_the_first_stays(shared_station: Station, lease: dict[str, Any]) -> None:
+    first = shared_station.bash(lease, "echo first", call_id="c")
+    other = shared_station.bash(lease, "echo other", call_id="c")
 
     assert blame(other) == ("call_conflict", "infra", None)
-    assert station.bash(lease, "echo first", call_id="c") == first
+    assert shared_station.bash(lease, "echo first", call_id="c") == first
 
 
 @pytest.mark.parametrize("by", ["cancel", "release"])

@@ -249,10 +249,10 @@ async def test_an_agent_that_breaks_the_protocol_is_dropped(peer: Peer, link: Ag
 
 async def test_a_service_that_stood_still_does_not_take_it_for_silence(peer: Peer) -> None:
     peer.answer = lambda connection, event: connection.end(event.stream) if isinstance(event, wire.Opened) else None
-    link = await connect(Endpoint(address=f"unix:{peer.path}", token="secret"), 5, ping_interval_s=0.05)
+    link = await connect(Endpoint(address=f"unix:{peer.path}", token="secret"), 5, ping_interval_s=0.02)
     for _ in range(3):
         # As a loop whose timers come before what was received, uvloop's for one, does after it was held up.
-        time.sleep(0.05 * MAX_UNANSWERED_PINGS * 2)
+        time.sleep(0.02 * MAX_UNANSWERED_PINGS * 2)
         link._ping()
         await link.request({"op": "stats"})
 

@@ -227,11 +227,14 @@ async def test_a_relay_that_ignores_its_end_is_killed() -> None:
 async def test_output_that_nobody_read_is_given_up_at_the_end() -> None:
     """Else descriptors of relays that were hung up on would stay."""
     before = len(os.listdir("/proc/self/fd"))
-    for _ in range(3):
+
+    async def open_and_close() -> None:
         opened = await open_process_pipe(["/bin/sh", "-c", "head -c 5000000 /dev/zero; exec /bin/sleep 1000"], {})
         assert await opened.read()
         await opened.close()
         assert not runs(opened)
+
+    await asyncio.gather(*(open_and_close() for _ in range(3)))
 
     assert len(os.listdir("/proc/self/fd")) <= before + 3  # those of the loop's own watching of children
 

@@ -161,7 +161,7 @@ async def put_in_vain(store, lease):
 
 async def test_a_lock_of_another_process_is_reported_and_waited_out(path):
     await put_leases(path)
-    async with opened(path) as store:
+    async with opened(path, SqliteOptions(busy_timeout_s=0.1)) as store:
         with write_locked(path) as other:
             await put_in_vain(store, replace(LEASE, lease_id="l-held-up"))
             began = time.monotonic()
@@ -175,7 +175,7 @@ async def test_a_lock_of_another_process_is_reported_and_waited_out(path):
 
 
 async def test_what_could_not_be_written_is_written_later_although_nobody_asks(path):
-    async with opened(path, SqliteOptions(retry_after_s=0.05)) as store:
+    async with opened(path, SqliteOptions(busy_timeout_s=0.1, retry_after_s=0.05)) as store:
         with write_locked(path) as other:
             await put_in_vain(store, LEASE)
             store.put(replace(LEASE, expires_at=99.0))
@@ -188,7 +188,7 @@ async def test_what_could_not_be_written_is_written_later_although_nobody_asks(p
 
 
 async def test_outputs_that_cannot_be_written_do_not_fill_the_memory(path):
-    async with opened(path, SqliteOptions(max_unwritten_bytes=100_000)) as store:
+    async with opened(path, SqliteOptions(busy_timeout_s=0.1, max_unwritten_bytes=100_000)) as store:
         with write_locked(path) as other:
             await put_in_vain(store, LEASE)
             for number in range(20):

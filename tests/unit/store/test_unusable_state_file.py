@@ -9,6 +9,7 @@ import sqlite3
 import pytest
 
 from sandbox_server.core.errors import StorageUnavailable
+from sandbox_server.store.sqlite.options import SqliteOptions
 from sandbox_server.store.sqlite.store import SqliteStore, StoreUnusable
 from tests.unit.store.conftest import opened, put_leases
 from tests.unit.store.test_store import LEASE, RESULT
@@ -57,7 +58,7 @@ async def test_a_file_that_is_locked_at_the_start_is_said(path):
         other.execute("PRAGMA locking_mode = EXCLUSIVE")
         other.execute("BEGIN EXCLUSIVE")
         with pytest.raises(StoreUnusable, match="locked by another process"):
-            SqliteStore(path)
+            SqliteStore(path, options=SqliteOptions(busy_timeout_s=0.1))
 
 
 async def test_damage_found_while_it_runs_is_an_error_of_who_asks(path):
