@@ -107,12 +107,29 @@ async def own_harness(request: pytest.FixtureRequest, make_harness: Maker) -> Ha
     return await make_harness(mode, user, slots=1)
 
 
+@pytest.fixture
+async def make_breakable(shared_agents: SharedAgents, make_harness: Maker) -> AsyncIterator[Maker]:
+    """A function that returns a link to an agent, whose slot the test breaks.
+
+    A reset repairs the slot except in the mode `none`, in which the agent is therefore the test's own.
+    """
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def make(mode: str, user: str) -> Harness:
+            if mode == "none":
+                return await make_harness(mode, user, slots=1)
+            return await stack.enter_async_context(clean_harness(shared_agents.get_agent(mode, user)))
+
+        yield make
+
+
 @pytest.fixture(params=MODES, ids="-".join)
-async def broken_harness(request: pytest.FixtureRequest, shared_agents: SharedAgents, make_harness: Maker) -> AsyncIterator[Harness]:
-    """In each mode, a link to an agent whose slot the test breaks. A reset repairs the slot except in the mode `none`, where only this test uses the agent."""
-    mode, user = request.param
-    if mode == "none":
-        yield await make_harness(mode, user)
-        return
-    async with clean_harness(shared_agents.get_agent(mode, user)) as harness:
-        yield harness
+async def breakable(request: pytest.FixtureRequest, make_breakable: Maker) -> Harness:
+    """In each mode, a link to an agent whose slot the test breaks."""
+    return await make_breakable(*request.param)
+
+
+@pytest.fixture
+async def all_breakable(make_breakable: Maker) -> list[Harness]:
+    """Links to an agent of each mode, whose slots the test breaks."""
+    return [await make_breakable(mode, user) for mode, user in MODES]

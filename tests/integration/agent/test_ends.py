@@ -184,8 +184,8 @@ async def test_narrow_takes_the_network_and_keeps_the_files(harness: Harness) ->
     assert (await harness.bash("grep -c : /proc/net/dev")).text == "1\n"
 
 
-async def test_the_end_of_init_breaks_its_slot_until_a_reset_if_that_can_prove_the_slot_clean(broken_harness: Harness) -> None:
-    harness, marker = broken_harness, f"7015.{secrets.randbelow(10**9)}"
+async def test_the_end_of_init_breaks_its_slot_until_a_reset_if_that_can_prove_the_slot_clean(breakable: Harness) -> None:
+    harness, marker = breakable, f"7015.{secrets.randbelow(10**9)}"
     running = asyncio.create_task(harness.bash(f"exec sleep {marker}", call_id="c"))
     sleeper = await _process(["sleep", marker])
     init = sleeper.parent()

@@ -37,8 +37,11 @@ async def test_the_output_can_be_opened_by_its_name(harness: Harness) -> None:
     assert answer.text == "out\nerr\nagain"
 
 
-async def test_a_slot_whose_init_is_stopped_is_ended_in_time_and_a_reset_repairs_it(broken_harness: Harness) -> None:
-    harness = broken_harness
+async def test_a_slot_whose_init_is_stopped_is_ended_in_time_and_a_reset_repairs_it(all_breakable: list[Harness]) -> None:
+    await asyncio.gather(*map(_stop_init_and_repair, all_breakable))
+
+
+async def _stop_init_and_repair(harness: Harness) -> None:
     # No other test on this machine sleeps for as long: slots of the mode `uid` see its processes.
     first_s, second_s = random.sample(range(10**6, 10**7), 2)
     is_running = f"pgrep -x -f 'sleep ({first_s}|{second_s})'"

@@ -29,16 +29,16 @@ async def _verify(harness: Harness, slot: str = "0") -> dict[str, Any]:
     return await harness.ask("verify", slot, network=True)
 
 
-async def test_no_planted_leftover_survives_a_reset(broken_harness: Harness) -> None:
-    report = await _verify(broken_harness)
+async def test_no_planted_leftover_survives_a_reset(breakable: Harness) -> None:
+    report = await _verify(breakable)
     planted = {item["kind"] for item in report["planted"]}
 
-    assert planted >= (EVERYWHERE | IN_BWRAP if broken_harness.mode == "bwrap" else EVERYWHERE)
+    assert planted >= (EVERYWHERE | IN_BWRAP if breakable.mode == "bwrap" else EVERYWHERE)
     assert report["unseen"] == []
-    if broken_harness.mode == "bwrap":
+    if breakable.mode == "bwrap":
         assert {item["kind"] for item in report["refused"]} >= REFUSED_IN_BWRAP
     assert all(item["detail"] for item in report["planted"])
-    if broken_harness.mode == "none":
+    if breakable.mode == "none":
         assert set(report["left"]) - {"mqueue"} == SHARED_WITHOUT_ISOLATION
         assert (report["clean"], report["state"]) == (False, "quarantined")
         return

@@ -79,9 +79,7 @@ def _not_deleted(path: str, error: OSError) -> None:
 
 
 @contextlib.asynccontextmanager
-async def workshop(
-    wrap: Callable[[Isolation], Isolation] = _unchanged, trash_type: type[Trash] = Trash, **settings: Any
-) -> AsyncIterator[SlotTransitions]:
+async def workshop(wrap: Callable[[Isolation], Isolation] = _unchanged, trash_type: type[Trash] = Trash, **settings: Any) -> AsyncIterator[SlotTransitions]:
     """The transitions of one started slot in the mode bwrap. Keyword arguments are fields of the agent's configuration."""
     folder = Path(tempfile.mkdtemp(prefix="workshop-", dir="/tmp"))
     folder.chmod(0o700)

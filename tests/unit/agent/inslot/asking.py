@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,10 @@ from typing import Any
 from sandbox_server.agent.inslot import child
 
 NOBODY = 65534
+# Folders so deep and with names so long that a path to the last one is longer than a path may be (4,096 bytes), and that neither a recursion nor an open
+# descriptor for each of them is possible.
+DEPTH = 1100
+NAME = "deep"
 
 
 @dataclass(frozen=True)
@@ -122,17 +127,25 @@ def _feed(fd: int, data: bytes) -> None:
             pass  # refused before it was all read
 
 
+def limit_memory(more_bytes: int) -> None:
+    """Let this process take at most so much memory more. A fixed limit would count what the process of the tests has taken before it forked."""
+    with open("/proc/self/status", encoding="ascii") as file:
+        (data_kib,) = (int(line.split()[1]) for line in file if line.startswith("VmData:"))
+    limit = (data_kib << 10) + more_bytes
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
 def names_below(folder: Path) -> list[str]:
     """Every path below a folder, relative to it, in order."""
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
-def make_deep(folder: Path, depth: int) -> None:
-    """A chain of folders `d/d/d/...` with a file `leaf` in the last, far longer than a path may be."""
+def make_deep(folder: Path, name: str = NAME) -> None:
+    """A chain of `DEPTH` folders of one name, with a file `leaf` in the last."""
     fd = os.open(folder, os.O_RDONLY)
-    for _ in range(depth):
-        os.mkdir("d", dir_fd=fd)
-        below = os.open("d", os.O_RDONLY, dir_fd=fd)
+    for _ in range(DEPTH):
+        os.mkdir(name, dir_fd=fd)
+        below = os.open(name, os.O_RDONLY, dir_fd=fd)
         os.close(fd)
         fd = below
     leaf = os.open("leaf", os.O_WRONLY | os.O_CREAT, dir_fd=fd)

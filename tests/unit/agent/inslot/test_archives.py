@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.agent.inslot.asking import Answer, Slot, make_deep, names_below
+from tests.unit.agent.inslot.asking import DEPTH, NAME, Answer, Slot, limit_memory, make_deep, names_below
 
 
 def member(name: str, kind: bytes = tarfile.REGTYPE, target: str = "", mode: int = 0o644, content: bytes = b"") -> tuple[tarfile.TarInfo, bytes]:
@@ -124,16 +124,16 @@ def test_what_cannot_be_read_is_said_in_the_header(nobody: Slot) -> None:
 
 def test_trees_deeper_than_a_path_may_be_go_out_and_in(slot: Slot) -> None:
     (slot.workspace / "deep").mkdir()
-    make_deep(slot.workspace / "deep", 3000)
+    make_deep(slot.workspace / "deep")
 
     def few_descriptors() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32))
 
     answer = slot.ask("route_archive_get", before=few_descriptors, path="deep")
-    assert answer.header["entries"] == 3001
-    assert slot.ask("route_archive_put", answer.body, before=few_descriptors, path="again").header["entries"] == 3001
+    assert answer.header["entries"] == DEPTH + 1
+    assert slot.ask("route_archive_put", answer.body, before=few_descriptors, path="again").header["entries"] == DEPTH + 1
     found = slot.ask("search_files", path="again", pattern="needle")
-    assert found.text == "again/" + "d/" * 3000 + "leaf:1:needle\n"
+    assert found.text == "again/" + f"{NAME}/" * DEPTH + "leaf:1:needle\n"
 
 
 LEADS_OUT = {
@@ -294,9 +294,9 @@ def test_sparse_members_are_refused_by_name(slot: Slot) -> None:
 def test_a_bomb_is_streamed_and_ends_at_the_slots_limit(slot: Slot) -> None:
     def limited() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (8 << 20, 8 << 20))
-        resource.setrlimit(resource.RLIMIT_DATA, (64 << 20, 64 << 20))
+        limit_memory(8 << 20)
 
-    bomb = tgz(member("bomb", content=bytes(200 << 20)))
+    bomb = tgz(member("bomb", content=bytes(64 << 20)))  # eight times the memory, and eight times the longest file
     answer = slot.ask("route_archive_put", bomb, before=limited, path=".")
     assert answer.refused == ("file_error", "EFBIG")
     assert "bomb" in answer.detail

@@ -2,15 +2,13 @@ from __future__ import annotations
 
 import os
 import resource
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
-from tests.unit.agent.inslot.asking import Slot, make_deep
-
-
-def little_memory() -> None:
-    resource.setrlimit(resource.RLIMIT_DATA, (64 << 20, 64 << 20))
+from sandbox_server.agent.inslot.walk import walk
+from tests.unit.agent.inslot.asking import DEPTH, NAME, Slot, limit_memory, make_deep
 
 
 def few_descriptors() -> None:
@@ -64,20 +62,30 @@ def test_strange_names_are_quoted_the_way_bash_reads_them(slot: Slot) -> None:
 
 def test_an_enormous_folder_is_cut_in_little_memory(slot: Slot) -> None:
     fd = os.open(slot.workspace, os.O_RDONLY)
-    for number in range(20_000):
+    for number in range(5_000):
         os.close(os.open(f"{number:06d}", os.O_CREAT | os.O_WRONLY, dir_fd=fd))
+    answer = slot.ask("list_files", max_entries=2)
+    tracemalloc.start()
+    entries = [entry.name for entry in walk(fd, False, _fail, at_most=3)]
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
     os.close(fd)
-    answer = slot.ask("list_files", before=little_memory, max_entries=2)
     assert answer.text.splitlines()[:2] == ["000000", "000001"]
+    assert entries == ["000000", "000001", "000002"]
+    assert peak_bytes < 5_000 * 8  # a list of all names takes 8 bytes for each reference alone
+
+
+def _fail(path: str, error: OSError) -> None:
+    raise error
 
 
 def test_trees_deeper_than_a_path_may_be(slot: Slot) -> None:
-    make_deep(slot.workspace, 3000)
+    make_deep(slot.workspace)
     answer = slot.ask("list_files", before=few_descriptors, recursive=True, max_entries=5000)
-    assert len(answer.text.splitlines()) == 3001
-    assert answer.text.endswith("/d/leaf\n")
+    assert len(answer.text.splitlines()) == DEPTH + 1
+    assert answer.text.endswith(f"/{NAME}/leaf\n")
     found = slot.ask("search_files", before=few_descriptors, pattern="needle")
-    assert found.text == "d/" * 3000 + "leaf:1:needle\n"
+    assert found.text == f"{NAME}/" * DEPTH + "leaf:1:needle\n"
 
 
 def test_folders_that_cannot_be_read_are_named(nobody: Slot) -> None:
@@ -155,7 +163,7 @@ def test_line_numbers_hold_across_blocks_and_huge_lines(slot: Slot) -> None:
         file.write(b"y" * (10 << 20) + b"needle" + b"z" * 1000 + b"\n")
         file.write(b"needle\n")
     for pattern in ("needle", "needl[e]"):
-        lines = slot.ask("search_files", before=little_memory, pattern=pattern).text.splitlines()
+        lines = slot.ask("search_files", before=lambda: limit_memory(8 << 20), pattern=pattern).text.splitlines()
         assert [line.split(":")[1] for line in lines] == ["50001", "50002"]
         assert len(lines[0]) < 500
         assert "needle" in lines[0]

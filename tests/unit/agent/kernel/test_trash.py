@@ -13,9 +13,9 @@ def test_a_deep_tree_goes(tmp_path: Path) -> None:
     top = tmp_path / "top"
     top.mkdir()
     fd = os.open(top, os.O_RDONLY)
-    for _ in range(3000):
-        os.mkdir("d", dir_fd=fd)
-        below = os.open("d", os.O_RDONLY | os.O_DIRECTORY, dir_fd=fd)
+    for _ in range(1100):  # deeper than a recursion goes, and with such names, than a path may be
+        os.mkdir("deep", dir_fd=fd)
+        below = os.open("deep", os.O_RDONLY | os.O_DIRECTORY, dir_fd=fd)
         os.close(fd)
         fd = below
     os.close(fd)
@@ -27,7 +27,7 @@ def test_a_deep_tree_goes(tmp_path: Path) -> None:
 
 def test_a_wide_tree_goes(tmp_path: Path) -> None:
     top = tmp_path / "top"
-    for number in range(2500):
+    for number in range(1200):  # more than are deleted in one batch
         (top / str(number)).mkdir(parents=True)
         (top / str(number) / "file").touch()
 
