@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Final
 
 import httpx
@@ -42,7 +43,10 @@ GANG = 16
 """How many slots a gang acquires, of the 25 that the pool can have."""
 GANGS = 2
 """How many clients acquire gangs, in addition to the others."""
+GANG_WAIT_S = 40.0
 CLAIM_AFTER_S = 2.0
+LOAD_AFTER_FAULTS_S = 1.0
+"""How long the load goes on after the last of a given number of faults, in seconds, once the service is ready again."""
 QUIET_S = 60.0
 """How long after the last fault each request may take, in seconds."""
 START_TIMEOUT_S = 60.0
@@ -78,15 +82,22 @@ class CrashHarness:
         seconds: how long load and faults last.
         clients: how many clients there are.
         transport: how the service reaches its agents: `unix`, `tls` or `stdio`.
+        max_faults: after how many faults the run ends, if that is before `seconds`; None: it lasts for `seconds`.
+        gang_wait_s: how long an acquire of a gang waits for its slots, in seconds. A run ends no earlier than the acquires that wait at its end.
     """
 
-    def __init__(self, seed: int, seconds: float, clients: int, transport: str = "unix") -> None:
+    def __init__(
+        self, seed: int, seconds: float, clients: int, transport: str = "unix", *, max_faults: int | None = None, gang_wait_s: float = GANG_WAIT_S
+    ) -> None:
         self._seed = seed
         self._seconds = seconds
+        self._max_faults = max_faults
+        self._gang_wait_s = gang_wait_s
         self._clients = clients
         self._history = History()
         settings = {"pools": POOLS, "tenants": list(TENANTS), "claim_after_s": CLAIM_AFTER_S}
-        self._service = ServiceUnderTest(self._history, settings, free_port(seed * 101 % 10_000), transport)
+        jumps = max_faults is None or any(fault.what == "clock.jump" for fault in islice(schedule(seed), max_faults))
+        self._service = ServiceUnderTest(self._history, settings, free_port(seed * 101 % 10_000), transport, fakes_clock=jumps)
         self._proxy = Proxy(self._service.port)
         self._temporary_faults: set[asyncio.Task[None]] = set()
         self._fills = 0
@@ -131,7 +142,9 @@ class CrashHarness:
             turning, gangs = (Tenant(http, headers(tenant)) for tenant in TENANTS)
             trainers = [Trainer(number, self._seed, turning, self._history, stopping, witness_port) for number in range(self._clients)]
             gang_numbers = range(self._clients, self._clients + GANGS)
-            trainers += [Trainer(number, self._seed, gangs, self._history, stopping, witness_port, gang=GANG) for number in gang_numbers]
+            trainers += [
+                Trainer(number, self._seed, gangs, self._history, stopping, witness_port, gang=GANG, wait_s=self._gang_wait_s) for number in gang_numbers
+            ]
             tasks = {asyncio.create_task(trainer.run()): trainer for trainer in trainers}
             await self._faults()
             await self._wait_for_temporary_faults()
@@ -152,11 +165,13 @@ class CrashHarness:
     async def _faults(self) -> None:
         try:
             async with asyncio.timeout(self._seconds):
-                for fault in schedule(self._seed, self._service.possible()):
+                for fault in islice(schedule(self._seed, self._service.possible()), self._max_faults):
                     if not fault.hasty:
                         await self._service.ready()
                     await asyncio.sleep(fault.after_s)
                     self._inject(fault)
+                await self._service.ready()
+                await asyncio.sleep(LOAD_AFTER_FAULTS_S)
         except TimeoutError:
             pass  # the time for faults is over
 

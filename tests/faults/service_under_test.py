@@ -61,9 +61,10 @@ class ServiceUnderTest:
         settings: the content of the settings file.
         port: where the service listens.
         transport: how the service reaches its agents.
+        fakes_clock: whether the wall clock of the service can be set. The library that does this slows the service down, and makes some sleeps fail.
     """
 
-    def __init__(self, history: History, settings: Mapping[str, Any], port: int, transport: str) -> None:
+    def __init__(self, history: History, settings: Mapping[str, Any], port: int, transport: str, *, fakes_clock: bool = True) -> None:
         self.history = history
         self.port = port
         self._transport = transport
@@ -81,7 +82,7 @@ class ServiceUnderTest:
         self._clock = self.folder / "clock"
         self._clock.write_text("+0\n", encoding="ascii")
         self._faketime = faketime_library()
-        self._clock_problem = clock_problem(self._faketime, self.folder, clean_environ({}))
+        self._clock_problem = clock_problem(self._faketime, self.folder, clean_environ({})) if fakes_clock else "no jump is planned"
         self._process: asyncio.subprocess.Process | None = None
         self._wanted = True
         self._killed = False

@@ -6,17 +6,22 @@ import pytest
 
 from tests.faults.harness import CrashHarness
 
-# The seed of the shorter runs injects three kills of the service, two cut links and one kill of an agent within twelve seconds, also on a loaded machine.
-RUNS = [("unix", 4, 15.0, 20), ("tls", 312, 12.0, 5), ("stdio", 312, 12.0, 5)]
+SECONDS = 60.0
+"""The most that the faults take, in seconds. A run ends after a number of faults, so that a loaded machine injects the same ones."""
+GANG_WAIT_S = 8.0
 CLIENTS = 10
+# The seeds are those whose first faults come quickly: over unix a link cut, clients cut off, an agent stopped, two kills of the service and one of an agent;
+# over the other transports a link cut, a kill of an agent, a kill of the service, another link cut and another kill of the service.
+RUNS = [("unix", 7965, 6, 20), ("tls", 11646, 5, 5), ("stdio", 11646, 5, 5)]
 
 
-@pytest.mark.timeout(150)
-@pytest.mark.parametrize(("transport", "seed", "seconds", "min_calls"), RUNS, ids=[transport for transport, *_ in RUNS])
-async def test_nothing_is_lost_in_a_short_run(transport: str, seed: int, seconds: float, min_calls: int) -> None:
-    report = await CrashHarness(seed, seconds, CLIENTS, transport).run()
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(("transport", "seed", "max_faults", "min_calls"), RUNS, ids=[transport for transport, *_ in RUNS])
+async def test_nothing_is_lost_in_a_short_run(transport: str, seed: int, max_faults: int, min_calls: int) -> None:
+    report = await CrashHarness(seed, SECONDS, CLIENTS, transport, max_faults=max_faults, gang_wait_s=GANG_WAIT_S).run()
 
-    command = f"python -m tests.faults --seed {seed} --seconds {seconds:g} --clients {CLIENTS} --transport {transport}"
+    command = f"python -m tests.faults --seed {seed} --clients {CLIENTS} --transport {transport}"
     assert report.violations == [], f"{command}\n{report.log[-4000:]}"
-    assert report.figures["times it came back"] >= 1
+    assert report.figures["times it came back"] == 2
+    assert report.figures["kills of agents"] == 1
     assert report.figures["calls checked"] >= min_calls

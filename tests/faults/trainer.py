@@ -24,7 +24,6 @@ RENEW_EVERY_S = 4.0
 WAIT_S = 5.0
 CALL_TIMEOUT_S = 60.0
 READ_TIMEOUT_S = 90.0
-GANG_WAIT_S = 40.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +69,21 @@ class Trainer:
         history: requests and responses are recorded there.
         stopping: once it is set, the client acquires no more.
         witness_port: the port to which its commands report that they run.
-        gang: how many slots it acquires at once, with a long wait; None: a few slots, with a short wait.
+        gang: how many slots it acquires at once; None: a few.
+        wait_s: how long each acquire waits for its slots, in seconds.
     """
 
     def __init__(
-        self, number: int, seed: int, tenant: Tenant, history: History, stopping: asyncio.Event, witness_port: int, *, gang: int | None = None
+        self,
+        number: int,
+        seed: int,
+        tenant: Tenant,
+        history: History,
+        stopping: asyncio.Event,
+        witness_port: int,
+        *,
+        gang: int | None = None,
+        wait_s: float = WAIT_S,
     ) -> None:
         self.number = number
         self.waits_for: dict[str, tuple[str, ...]] = {}
@@ -84,6 +93,7 @@ class Trainer:
         self._stopping = stopping
         self._witness_port = witness_port
         self._gang = gang
+        self._wait_s = wait_s
         self._chance = random.Random(f"client {number} of {seed}")
         # Delays come from a generator of their own: how many there are depends on the machine, and must not change what the client does.
         self._jitter = random.Random(f"delays of {number} of {seed}")
@@ -130,11 +140,10 @@ class Trainer:
     async def _round(self) -> None:
         chance = self._chance
         count = chance.choice((1, 1, 1, 1, 2, 3)) if self._gang is None else self._gang
-        wait_s = WAIT_S if self._gang is None else GANG_WAIT_S
         run_id = self._name("run") if chance.random() < 0.3 else None
         walks_away = chance.random() < 0.12
         ttl_s = SHORT_TTL_S if walks_away else TTL_S
-        body = {"count": count, "ttl_s": ttl_s, "wait_s": wait_s, "request_key": self._name("key"), "run_id": run_id}
+        body = {"count": count, "ttl_s": ttl_s, "wait_s": self._wait_s, "request_key": self._name("key"), "run_id": run_id}
         asks_twice, actions = chance.random() < 0.15, chance.randint(1, 5)
         held = await self._acquire(body)
         if held is None:
@@ -144,7 +153,7 @@ class Trainer:
         renewing = asyncio.create_task(self._keep_renewing(held)) if not walks_away else None
         try:
             for _ in range(actions):
-                if held.held():
+                if held.held() and not self._stopping.is_set():
                     await self._act(held)
         finally:
             if renewing is not None:

@@ -325,6 +325,7 @@ held()
         "write outside `/workspace` and `/tmp`",
         r"""
 allowed = tuple(KNOWN["writable"])
+mounts = [line.split()[4] + "/" for line in read("/proc/self/mountinfo").splitlines()]
 found = []
 for folder, folders, files in os.walk("/", followlinks=False):
     folders[:] = [f for f in folders if os.path.join(folder, f) not in ("/proc", "/sys")]
@@ -332,7 +333,10 @@ for folder, folders, files in os.walk("/", followlinks=False):
     if os.path.islink(folder): continue
     probe = os.path.join(folder, ".probe-%d" % os.getpid())
     try: fd = os.open(probe, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
-    except OSError: continue
+    except OSError as error:
+        # The whole mount is read-only: only what is mounted below it can be anything else.
+        if error.errno == errno.EROFS: folders[:] = [f for f in folders if any(m.startswith(os.path.join(folder, f) + "/") for m in mounts)]
+        continue
     os.close(fd); os.unlink(probe); found.append(folder)
 broke(found) if found else held()
 """,

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.hostile.harness import Harness, open_harness
+from tests.hostile.harness import HARNESSES, Harness, open_harness
 from tests.hostile.matrix import Matrix
 
-HARNESSES = [("bwrap", "root"), ("uid", "root"), ("bwrap", "user")] if os.geteuid() == 0 else [("bwrap", "user")]
 MATRIX_FOLDER = Path(__file__).resolve().parent.parent.parent / "build"
 
 
@@ -39,9 +37,3 @@ def harness(running_harness: Harness) -> Iterator[Harness]:
     yield running_harness
     running_harness.release_all()
     running_harness.settled()
-
-
-@pytest.fixture
-def file_count(harness: Harness) -> int:
-    """How many files the flood creates: a million in one mode, fewer in the others, which keeps the suite short."""
-    return 1_000_000 if harness.name == "`bwrap` as root" else 100_000

@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import psutil
+import pytest
 
 from tests.support.service import TRANSPORT_VARIABLE, running_service
 from tests.support.users import ME, ordinary_user
@@ -27,6 +28,11 @@ POOL = {
     "max_file_mb": 64,
     "on_shutdown": "destroy",
 }
+
+# The isolation modes of this machine, each with the user that the service runs as.
+HARNESSES = [("bwrap", "root"), ("uid", "root"), ("bwrap", "user")] if os.geteuid() == 0 else [("bwrap", "user")]
+# Marks the tests of what is the same code in every isolation mode: they run in the first mode.
+in_one_mode = pytest.mark.parametrize("running_harness", HARNESSES[:1], indirect=True, ids="-".join)
 
 
 @dataclass
@@ -79,11 +85,16 @@ class Harness:
         self.held.append(lease["lease_id"])
         return lease
 
+    def batch(self, *calls: dict[str, Any]) -> list[dict[str, Any]]:
+        """Run several tool calls with one request; those of different leases run at the same time."""
+        answer = self.post("/v1/exec-batch", {"calls": calls})
+        assert answer.status_code == 200, answer.text
+        results: list[dict[str, Any]] = answer.json()["results"]
+        return results
+
     def call(self, lease: dict[str, Any], tool: str, args: dict[str, Any], **options: Any) -> dict[str, Any]:
         """One tool call."""
-        answer = self.post("/v1/exec-batch", {"calls": [{"lease_id": lease["lease_id"], "tool": tool, "args": args, **options}]})
-        assert answer.status_code == 200, answer.text
-        result: dict[str, Any] = answer.json()["results"][0]
+        (result,) = self.batch({"lease_id": lease["lease_id"], "tool": tool, "args": args, **options})
         return result
 
     def bash(self, lease: dict[str, Any], command: str, **options: Any) -> dict[str, Any]:
@@ -153,6 +164,11 @@ class Harness:
         assert self.bash(lease, f"sleep {marker} >/dev/null 2>&1 & until grep -q sleep /proc/$!/comm; do :; done")["success"]
         (process,) = [found for found in self.processes(marker) if found.name() == "sleep"]
         return int(process.uids().real)
+
+
+def timeout_fault(result: dict[str, Any]) -> str:
+    """Return the fault that a call has earned that ran into its deadline: other work may have kept the processors of this machine from it."""
+    return "ambiguous" if "starved" in result["metadata"].get("evidence", {}) else "policy"
 
 
 @contextlib.contextmanager

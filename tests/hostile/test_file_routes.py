@@ -25,28 +25,29 @@ OUTSIDE = [
 ]
 
 
-@pytest.mark.parametrize("path", OUTSIDE)
+NEW_OUTSIDE = ["/etc/new", "../new", "link-to-tmp/../../etc/new", "link-to-etc/new", "/proc/self/oom_score_adj", "/usr/new", "dangling-out"]
+
+
 @pytest.mark.parametrize("route", ["files", "files/list", "archive"])
-def test_reading_outside_is_refused(harness: Harness, route: str, path: str) -> None:
+def test_reading_outside_is_refused(harness: Harness, route: str) -> None:
     lease = harness.acquire()
     assert harness.bash(lease, "ln -s /etc link-to-etc; ln -s /etc/passwd link-to-passwd; ln -s link-to-etc chain")["success"]
 
-    answer = get(harness, lease, route, path)
+    for path in OUTSIDE:
+        answer = get(harness, lease, route, path)
+        assert answer.status_code == 422, (path, answer.status_code, answer.text[:200])
+        assert answer.json()["code"] == "invalid_request", path
+        assert "root:" not in answer.text, path
 
-    assert answer.status_code == 422, (path, answer.status_code, answer.text[:200])
-    assert answer.json()["code"] == "invalid_request"
-    assert "root:" not in answer.text
 
-
-@pytest.mark.parametrize("path", ["/etc/new", "../new", "link-to-tmp/../../etc/new", "link-to-etc/new", "/proc/self/oom_score_adj", "/usr/new", "dangling-out"])
-def test_writing_outside_is_refused(harness: Harness, path: str) -> None:
+def test_writing_outside_is_refused(harness: Harness) -> None:
     lease = harness.acquire()
     assert harness.bash(lease, "ln -s /etc link-to-etc; ln -s /tmp link-to-tmp; ln -s /etc/dangling dangling-out")["success"]
 
-    answer = put(harness, lease, "files", path, b"x")
-
-    assert answer.status_code == 422, (path, answer.status_code, answer.text[:200])
-    assert answer.json()["code"] == "invalid_request"
+    for path in NEW_OUTSIDE:
+        answer = put(harness, lease, "files", path, b"x")
+        assert answer.status_code == 422, (path, answer.status_code, answer.text[:200])
+        assert answer.json()["code"] == "invalid_request", path
 
 
 def test_what_is_no_regular_file_is_a_file_error_and_nothing_blocks(harness: Harness) -> None:
@@ -97,15 +98,17 @@ EVIL = {
 }
 
 
-@pytest.mark.parametrize("kind", EVIL)
-def test_an_archive_cannot_lead_out(harness: Harness, kind: str) -> None:
+def test_an_archive_cannot_lead_out(harness: Harness) -> None:
     lease = harness.acquire()
 
-    answer = put(harness, lease, "archive", ".", archive(*EVIL[kind]))
-
-    assert answer.status_code in (409, 422), answer.text
-    assert answer.json()["code"] in ("invalid_request", "file_error")
-    assert harness.bash(lease, "ls /etc/evil 2>/dev/null; cat h 2>/dev/null | grep root:; find . -type b")["output"] == ""
+    for kind, members in EVIL.items():
+        folder = kind.replace(" ", "-")  # each of them meets an empty folder
+        assert harness.bash(lease, f"mkdir {folder}")["success"]
+        answer = put(harness, lease, "archive", folder, archive(*members))
+        assert answer.status_code in (409, 422), (kind, answer.text)
+        assert answer.json()["code"] in ("invalid_request", "file_error"), kind
+        found = harness.bash(lease, f"ls /etc/evil etc/evil 2>/dev/null; cat {folder}/h 2>/dev/null | grep root:; find . -type b")
+        assert found["output"] == "", (kind, found)
 
 
 def test_what_is_no_archive_is_said(harness: Harness) -> None:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 import socket
+import statistics
 import time
 import uuid
 
 import httpx
 import psutil
-import pytest
 
-from tests.hostile.harness import Harness
+from tests.hostile.harness import Harness, in_one_mode, timeout_fault
 
 
 def bystander_works(harness: Harness, lease: dict) -> None:
@@ -23,6 +22,7 @@ def bystander_works(harness: Harness, lease: dict) -> None:
     assert time.monotonic() - started < 5
 
 
+@in_one_mode
 def test_a_nul_in_a_command_is_named(harness: Harness) -> None:
     result = harness.bash(harness.acquire(), "echo a\0b")
 
@@ -31,6 +31,7 @@ def test_a_nul_in_a_command_is_named(harness: Harness) -> None:
     assert "NUL" in result["error"]
 
 
+@in_one_mode
 def test_a_900_kb_command_runs_and_a_2_mb_one_is_refused(harness: Harness) -> None:
     lease = harness.acquire()
     filler = "# " + "x" * 70 + "\n"
@@ -44,24 +45,31 @@ def test_a_900_kb_command_runs_and_a_2_mb_one_is_refused(harness: Harness) -> No
     assert harness.bash(lease, "echo $(( 6 * 7 ))")["output"] == "42\n"
 
 
-@pytest.mark.parametrize("timeout_s", [0, -1, 1e18, "soon", True, 3601])
-def test_an_absurd_timeout_is_named(harness: Harness, timeout_s: object) -> None:
-    result = harness.call(harness.acquire(), "bash", {"command": "echo x"}, timeout_s=timeout_s)
+@in_one_mode
+def test_an_absurd_timeout_is_named(harness: Harness) -> None:
+    lease = harness.acquire()
 
-    assert (result["reason"], result["fault"], result["output"]) == ("invalid_args", "infra", "")
-    assert "timeout_s" in result["error"]
+    for timeout_s in (0, -1, 1e18, "soon", True, 3601):
+        result = harness.call(lease, "bash", {"command": "echo x"}, timeout_s=timeout_s)
+        assert (result["reason"], result["fault"], result["output"]) == ("invalid_args", "infra", ""), timeout_s
+        assert "timeout_s" in result["error"], timeout_s
 
 
-def test_one_gigabyte_of_output_costs_no_memory(harness: Harness) -> None:
+# Six times the growth that the agent is allowed, and far above the output limit and every pipe on the way.
+FLOOD_BYTES = 200_000_000
+
+
+@in_one_mode
+def test_a_flood_of_output_costs_no_memory(harness: Harness) -> None:
     lease, other = harness.acquire(), harness.acquire()
     agents = [psutil.Process(pid) for pid in harness.agent_pids()]
     before = max(agent.memory_info().rss for agent in agents)
 
-    result = harness.bash(lease, "head -c 1000000000 /dev/zero | tr '\\0' 'y'; echo; echo end", timeout_s=120)
+    result = harness.bash(lease, f"head -c {FLOOD_BYTES} /dev/zero | tr '\\0' 'y'; echo; echo end", timeout_s=120)
 
     after = max(agent.memory_info().rss for agent in agents)
     assert result["reason"] == "exit", {**result, "output": result["output"][:100]}
-    assert result["output_bytes"] == 1_000_000_005
+    assert result["output_bytes"] == FLOOD_BYTES + len("\nend\n")
     assert result["truncated"]
     assert len(result["output"]) < 51_000
     assert result["output"].startswith("yyy")
@@ -70,15 +78,17 @@ def test_one_gigabyte_of_output_costs_no_memory(harness: Harness) -> None:
     bystander_works(harness, other)
 
 
+@in_one_mode
 def test_silence_ends_at_its_own_deadline(harness: Harness) -> None:
     started = time.monotonic()
 
     result = harness.bash(harness.acquire(), "echo loud; sleep 120", timeout_s=60, no_output_timeout_s=0.5)
 
-    assert (result["reason"], result["fault"], result["exit_code"], result["output"]) == ("no_output_timeout", "policy", None, "loud\n")
+    assert (result["reason"], result["fault"], result["exit_code"], result["output"]) == ("no_output_timeout", timeout_fault(result), None, "loud\n")
     assert time.monotonic() - started < 5
 
 
+@in_one_mode
 def test_a_command_that_closes_its_stdout_is_waited_for(harness: Harness) -> None:
     result = harness.bash(harness.acquire(), "echo first; exec >&- 2>&-; sleep 0.5; exit 9")
 
@@ -86,6 +96,7 @@ def test_a_command_that_closes_its_stdout_is_waited_for(harness: Harness) -> Non
     assert result["duration_s"] >= 0.5
 
 
+@in_one_mode
 def test_bytes_come_back_exactly_or_replaced(harness: Harness) -> None:
     lease = harness.acquire()
     every = bytes(range(256)) * 4
@@ -106,6 +117,7 @@ def test_signals_of_its_own_making(harness: Harness) -> None:
     assert harness.bash(lease, "head -c 100000 /dev/zero | head -c 1 | wc -c; exit ${PIPESTATUS[0]}")["exit_code"] in (0, 141)
 
 
+@in_one_mode
 def test_a_line_without_an_end_and_no_output_at_all(harness: Harness) -> None:
     lease = harness.acquire()
 
@@ -119,7 +131,7 @@ def test_a_line_without_an_end_and_no_output_at_all(harness: Harness) -> None:
 def test_a_fork_bomb_hurts_nobody_else_and_is_gone_with_the_lease(harness: Harness) -> None:
     bomber, other = harness.acquire(), harness.acquire()
 
-    result = harness.bash(bomber, ":(){ :|:& };: ; sleep 2; echo over", timeout_s=10)
+    result = harness.bash(bomber, ":(){ :|:& };: ; sleep 0.5; echo over", timeout_s=2)
 
     assert result["reason"] in ("exit", "resource_limit", "timeout"), result
     bystander_works(harness, other)
@@ -140,17 +152,18 @@ def test_a_file_beyond_the_limit_is_a_resource_limit_where_that_is_proven(harnes
     assert (unproven["reason"], unproven["exit_code"]) == ("exit", 7)
 
 
+@in_one_mode
 def test_a_flood_in_the_background_does_not_stop_the_rest(harness: Harness) -> None:
     flooder, other = harness.acquire(), harness.acquire()
 
     assert harness.bash(flooder, "yes & yes & yes & echo started")["reason"] == "exit"
 
     laps = []
-    for _ in range(20):
+    for _ in range(9):
         started = time.monotonic()
         assert harness.bash(other, "true")["success"]
         laps.append(time.monotonic() - started)
-    assert sorted(laps)[10] < 1.0
+    assert statistics.median(laps) < 1.0
     agent = psutil.Process(harness.agent_pids()[0])
     agent.cpu_percent()
     time.sleep(1.0)  # a share of the processor is measured over time
@@ -168,6 +181,7 @@ def raw_request(harness: Harness, path: str, body: dict, cut: int | None = None)
     return connection
 
 
+@in_one_mode
 def test_clients_that_hang_up_leave_nothing_behind(harness: Harness) -> None:
     leases = harness.every_slot()
     queued = [raw_request(harness, "/v1/acquire", {"wait_s": 30}) for _ in range(5)]
@@ -193,6 +207,7 @@ def test_clients_that_hang_up_leave_nothing_behind(harness: Harness) -> None:
     harness.still_sound()
 
 
+@in_one_mode
 def test_an_unread_stdin_and_a_closed_one(harness: Harness) -> None:
     lease = harness.acquire()
 
@@ -214,9 +229,17 @@ def test_a_workspace_taken_away_under_a_command_is_not_our_fault(harness: Harnes
     assert harness.bash(harness.acquire(), "touch x && echo fine")["output"] == "fine\n"
 
 
+def wait_for_crowd(service: psutil.Process) -> None:
+    """Wait until a service has many connections, and for half a second no further ones."""
+    deadline, before, count = time.monotonic() + 60, -1, 0
+    while count < 1000 or count != before:
+        assert time.monotonic() < deadline, f"{count} connections and still no crowd"
+        time.sleep(0.5)
+        before, count = count, service.num_fds()
+
+
+@in_one_mode
 def test_a_slot_cannot_crowd_everybody_else_out_of_the_service(harness: Harness) -> None:
-    if os.geteuid() == 0 and harness.name != "`bwrap` as root":
-        pytest.skip("the network is the same in every harness: once is enough")
     crowder, other = harness.acquire(), harness.acquire()
     crowd = f"""
 import os, socket, time
@@ -226,11 +249,11 @@ while len(held) < 4000:
     try:
         held.append(socket.create_connection(("127.0.0.1", {harness.port}), 5)); held[-1].send(b"G")
     except OSError: break
-print(len(held), flush=True)
-time.sleep(30)
+time.sleep(60)
 """
-    crowding = {"command": "cat > crowd.py; setsid python3 crowd.py > log 2>&1 & sleep 6; cat log", "stdin": crowd}
+    crowding = {"command": "cat > crowd.py; setsid python3 crowd.py > /dev/null 2>&1 &", "stdin": crowd}
     assert harness.call(crowder, "bash", crowding)["reason"] == "exit"
+    wait_for_crowd(psutil.Process(harness.pid))
 
     for _ in range(5):
         with httpx.Client(base_url=harness.url, headers=harness.client.headers, timeout=10) as newcomer:

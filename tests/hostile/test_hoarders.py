@@ -49,13 +49,13 @@ time.sleep(60)
 """
 
 
-@pytest.fixture
-def small_pool(harness: Harness) -> Iterator[str]:
-    """A pool whose slots have 400 MiB together, so that this test does not need all of the machine's."""
+@pytest.fixture(scope="module")
+def small_pool(running_harness: Harness) -> Iterator[str]:
+    """A pool whose slots have 400 MiB together, so that these tests do not need all of the machine's. The tests of one mode share it."""
+    harness = running_harness
     answer = harness.client.put("/v1/pools/small", json={**POOL, "memory_mb": 400})
     assert answer.status_code in (200, 201), answer.text
     yield "small"
-    harness.release_all()
     assert harness.client.delete("/v1/pools/small").status_code in (200, 202, 204)
     deadline = time.monotonic() + 30
     while harness.client.get("/v1/pools/small").status_code != 404:
