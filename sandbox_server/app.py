@@ -94,7 +94,7 @@ class Parts:
     clock: Clock = field(default_factory=SystemClock)
     configure_logging: Callable[[str, str], None] = configure_logging
     head_within_s: float = HEAD_WITHIN_S
-    requests_grace_s: float = GRACE_S
+    requests_grace_s: float = REQUESTS_GRACE_S
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -340,7 +340,7 @@ def load_backends(settings: Settings, make: Callable[[str], Backend]) -> dict[st
     return backends
 
 
-async def stop_service(running: RunningService, requests_grace_s: float = GRACE_S) -> None:
+async def stop_service(running: RunningService, requests_grace_s: float = REQUESTS_GRACE_S) -> None:
     """Stop a service in less than ten seconds: wait `requests_grace_s` for its requests, cancel the rest, end or keep the sandboxes, close the store."""
     service = running.service
     if not service.stopping.done():
