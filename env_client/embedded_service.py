@@ -61,23 +61,21 @@ class EmbeddedService:
     """
 
     def __init__(self, pools: Mapping[str, Mapping[str, Any]], default_pool: str, start_s: float) -> None:
-        self.state_dir = Path(tempfile.mkdtemp(prefix="sandbox-pool-"))
-        with ExitStack() as resources:
+        with ExitStack() as resources:  # closed at once if anything fails, also on Ctrl-C: neither the process nor its folder may stay
+            self.state_dir = Path(tempfile.mkdtemp(prefix="sandbox-pool-"))
+            # The service deletes the folder itself. If it was killed, an agent that is still ending may write to the folder, hence `ignore_errors`.
+            resources.callback(shutil.rmtree, self.state_dir, ignore_errors=True)
             self._log = resources.enter_context(tempfile.TemporaryFile())
-            self._resources = resources.pop_all()
-        ready_fd, announce_fd = os.pipe()
-        try:
-            self._process = self._start_process(pools, default_pool, announce_fd)
-        finally:
-            os.close(announce_fd)
-        try:
-            self.url = self._wait_for_url(ready_fd, time.monotonic() + start_s)
+            ready_fd, announce_fd = os.pipe()
+            with os.fdopen(ready_fd, "rb"):
+                try:
+                    self._process = self._start_process(pools, default_pool, announce_fd)
+                finally:
+                    os.close(announce_fd)
+                resources.callback(self._end_process)
+                self.url = self._wait_for_url(ready_fd, time.monotonic() + start_s)
             self.token = (self.state_dir / "token").read_text().strip()
-        except BaseException:  # also on Ctrl-C: the process that was started must not stay
-            self.close()
-            raise
-        finally:
-            os.close(ready_fd)
+            self._resources = resources.pop_all()
 
     @property
     def pid(self) -> int:
@@ -94,6 +92,15 @@ class EmbeddedService:
 
     def close(self) -> None:
         """End the service and its sandboxes, and delete its state folder."""
+        self._resources.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+    def _end_process(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -101,15 +108,6 @@ class EmbeddedService:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._resources.close()
-        # The service deletes the folder itself. If it was killed, an agent that is still ending may write to the folder, hence `ignore_errors`.
-        shutil.rmtree(self.state_dir, ignore_errors=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self.close()
 
     def _start_process(self, pools: Mapping[str, Mapping[str, Any]], default_pool: str, announce_fd: int) -> subprocess.Popen[bytes]:
         """Start the service. It writes its address to `announce_fd` once it listens."""

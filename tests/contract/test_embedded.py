@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -81,6 +82,17 @@ def test_it_ends_with_its_process(end: signal.Signals) -> None:
 def test_a_service_that_cannot_start_says_why() -> None:
     with pytest.raises(EmbeddedFailed, match="slots_per_sandboxes"):
         embedded({"default": {"slots_per_sandboxes": 2}})
+
+
+def test_a_service_whose_interpreter_is_missing_leaves_no_folder_and_no_open_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "no-such-python"))
+    open_files = psutil.Process().num_fds()
+    with pytest.raises(FileNotFoundError, match="no-such-python"):
+        embedded()
+
+    assert list(tmp_path.iterdir()) == []
+    assert psutil.Process().num_fds() == open_files
 
 
 def test_two_do_not_meet_and_the_default_pool_is_the_only_one_or_the_named_one() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sandbox_server.app import GRACE_S, Application, Parts
+from sandbox_server.app import REQUESTS_GRACE_S, Application, Parts
 from sandbox_server.connection_limiter import HEAD_WITHIN_S
 from sandbox_server.link import AgentLink, Endpoint
 from tests.support.scripted_agent import ScriptedBackend
@@ -29,6 +29,6 @@ app = Application(
         backend=_load,
         connect=_connect,
         head_within_s=float(os.environ.get("HEAD_WITHIN_S", HEAD_WITHIN_S)),
-        requests_grace_s=float(os.environ.get("REQUESTS_GRACE_S", GRACE_S)),
+        requests_grace_s=float(os.environ.get("REQUESTS_GRACE_S", REQUESTS_GRACE_S)),
     )
 )
