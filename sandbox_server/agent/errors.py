@@ -13,19 +13,23 @@ class Refused(Exception):
             file_not_found, file_error, call_not_found, internal.
         detail: why, as one sentence for a person.
         errno: the symbolic name of the errno that caused it, for example ENOENT. None: no system call failed.
+        agent_ends: whether the agent refuses because it shuts down. It then refuses every later call as well.
     """
 
-    def __init__(self, code: str, detail: str, errno: str | None = None) -> None:
+    def __init__(self, code: str, detail: str, errno: str | None = None, agent_ends: bool = False) -> None:
         super().__init__(detail)
         self.code = code
         self.detail = detail
         self.errno = errno
+        self.agent_ends = agent_ends
 
     def meta(self) -> dict[str, Any]:
         """The payload of the ABORT frame."""
-        meta = {"code": self.code, "detail": self.detail}
+        meta: dict[str, Any] = {"code": self.code, "detail": self.detail}
         if self.errno is not None:
             meta["errno"] = self.errno
+        if self.agent_ends:
+            meta["agent_ends"] = True
         return meta
 
 

@@ -8,6 +8,7 @@ LinkError
     ├── NotSupportedByAgent   this agent, or its isolation mode, cannot do this; repeating the request does not help
     ├── RequestInvalid        the arguments are wrong: a path that leads out of the slot, or a right that the slot does not have
     ├── SlotMovedOn           the slot is unknown, broken or in another epoch; the pool knows what became of the lease
+    │   └── AgentShutsDown    the agent shuts down and refuses every call from now on; its connection ends soon
     ├── CallUnknown           the agent has no call with this id
     ├── PathNotFound          there is no file at this path
     ├── FileOperationFailed   the operating system refused the file operation
@@ -76,6 +77,10 @@ class SlotMovedOn(AgentRefused):
     """The slot is unknown to the agent, broken, or in another epoch."""
 
 
+class AgentShutsDown(SlotMovedOn):
+    """The agent shuts down and refuses every call from now on."""
+
+
 class CallUnknown(AgentRefused):
     """The agent has no call with this id."""
 
@@ -118,4 +123,7 @@ def agent_refusal(meta: Mapping[str, Any]) -> AgentRefused:
         meta: the agent's message.
     """
     code = meta.get("code")
-    return _CLASS_BY_CODE.get(code if isinstance(code, str) else "internal", AgentFailed)(meta)
+    error_class = _CLASS_BY_CODE.get(code if isinstance(code, str) else "internal", AgentFailed)
+    if error_class is SlotMovedOn and meta.get("agent_ends") is True:
+        error_class = AgentShutsDown
+    return error_class(meta)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass
 from types import TracebackType
@@ -104,6 +105,10 @@ class SlotClient:
     async def answers_ping(self, within_s: float) -> bool:
         """Whether any data arrives from the agent within so many seconds of a ping."""
         return await self._link.answers_ping(within_s)
+
+    async def wait_for_disconnect(self, within_s: float) -> None:
+        """Wait until the connection to the agent has ended, at most so many seconds."""
+        await asyncio.wait([self._link.closed], timeout=within_s)
 
     async def cancel_call(self, call_id: str) -> bool:
         """End a call. Returns whether the agent knows the call; one that has ended already stays as it is."""

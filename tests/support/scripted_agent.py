@@ -2,7 +2,8 @@
 
 Commands it knows: `true`, `exit N`, `echo TEXT`, `hang` (until cancelled or reset), `big N` (N bytes of x, of which the result carries the first
 and last of its limit), `bytes` (not UTF-8), `both` (stdout and stderr), `live` (until the test lets it `write` and `finish`),
-`refuse CODE` (the stream is aborted), `die` (the connection ends), `nonsense` (an answer outside the protocol's closed sets).
+`refuse CODE` (the stream is aborted, for `agent_ends` as by an agent that shuts down), `die` (the connection ends),
+`nonsense` (an answer outside the protocol's closed sets).
 """
 
 from __future__ import annotations
@@ -139,7 +140,8 @@ class ScriptedAgent(FakeAgent):
             return True
         verb, _, rest = str(meta["args"].get("command", "")).partition(" ")
         if verb == "refuse":
-            peer.wire.abort(stream, {"code": rest, "detail": "told to refuse"})
+            ending = {"code": "slot_unavailable", "agent_ends": True} if rest == "agent_ends" else {"code": rest}
+            peer.wire.abort(stream, {**ending, "detail": "told to refuse"})
             self.calls = {key: known for key, known in self.calls.items() if known is not call}
             return False
         if verb == "die":

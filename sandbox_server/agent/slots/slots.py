@@ -43,6 +43,7 @@ class Slot:
         self._on_change = on_change
         self.state = STARTING
         self.detail: str | None = None  # why the slot is in its state
+        self._agent_ends = False
         self.runtime: SlotRuntime | None = None
         self.drains = Drains(self.loop, runtimes.max_drains)
         self.tasks = BackgroundTasks(slot_id)
@@ -144,7 +145,8 @@ class Slot:
         """
         self.check_epoch(epoch)
         if self.state != READY:
-            raise Refused("slot_unavailable", "slot %s is %s%s" % (self.slot_id, self.state, ": " + self.detail if self.detail else ""))
+            detail = "slot %s is %s%s" % (self.slot_id, self.state, ": " + self.detail if self.detail else "")
+            raise Refused("slot_unavailable", detail, agent_ends=self._agent_ends)
 
     def check_epoch(self, epoch: Any) -> None:
         """Check that a request with this epoch may read the journal, whatever the state of the slot is.
@@ -181,6 +183,7 @@ class Slot:
     async def end_slot(self) -> None:
         """End the slot because the agent is shutting down. What still runs is lost."""
         reason = "its agent was told to end"
+        self._agent_ends = True
         # This change is not reported, because the end of the agent implies it. But requests that still come must be refused.
         if self.state == READY:
             self.state, self.detail = BROKEN, reason

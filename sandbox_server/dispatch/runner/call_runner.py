@@ -36,7 +36,7 @@ from sandbox_server.dispatch.runner.decisions import (
 )
 from sandbox_server.dispatch.slot_location import SlotLocation, SlotLocator
 from sandbox_server.link.call_messages import ResultMessage
-from sandbox_server.link.errors import AgentRefused, AgentSilent, LinkLost, SlotMovedOn
+from sandbox_server.link.errors import AgentRefused, AgentShutsDown, AgentSilent, LinkLost, SlotMovedOn
 from sandbox_server.link.slot_client import CallStream
 
 log = logging.getLogger(__name__)
@@ -255,9 +255,12 @@ class CallRunner:
                     result = await self._handle_message(message, location)
                     if is_stream_blocked(message, result, self._queue.sent_count):
                         return SendCalls()
-        except SlotMovedOn:
+        except SlotMovedOn as refused:
             # An agent refuses a slot before it begins a call, so the rest of this stream has not run. An earlier stream may have carried the same calls.
             self._queue.sent_count = max(0, earlier_sent_count - (count - self._queue.sent_count))
+            if isinstance(refused, AgentShutsDown):
+                # Of a call that is sent just before the connection ends, nobody could say whether it ran.
+                await location.slot.wait_for_disconnect(self._context.timings.refused_slot_wait_s)
             raise
         finally:
             self._is_exchanging = False

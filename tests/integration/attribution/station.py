@@ -114,7 +114,7 @@ class Station:
     def batch(self, *calls: Mapping[str, Any]) -> list[Result]:
         """One request of calls."""
         with self.service.http() as http:
-            answer = http.post("/v1/exec-batch", json={"calls": calls})
+            answer = http.post("/v1/exec-batch", json={"calls": calls}, timeout=180.0)  # longer than any call of these tests may take
         assert answer.status_code == 200, answer.text
         return [check(result) for result in answer.json()["results"]]
 

@@ -88,6 +88,20 @@ async def test_what_an_ending_agent_refused_has_not_run(world: World) -> None:
         assert (lost.reason, lost.duration_s, lost.metadata["may_have_run"]) == (Reason.SANDBOX_LOST, 0.0, False)
 
 
+async def test_an_agent_that_shuts_down_is_sent_no_call_again(world: World) -> None:
+    world.slot_locator.while_waiting = lambda: world.slot_locator.errors.update(a=SandboxLost("its agent has ended"))
+    batch = world.dispatcher.start_calls("alice", [call("a", "refuse agent_ends")])
+    while not world.agent.ran:
+        await asyncio.sleep(0)
+    await asyncio.sleep(0.3)  # three times as long as the pause before a call that was refused is sent again
+    world.agent.hang_up()
+
+    (lost,) = await batch.all_results()
+
+    assert (lost.reason, lost.metadata["may_have_run"]) == (Reason.SANDBOX_LOST, False)
+    assert len(world.agent.ran) == 1
+
+
 async def test_what_was_sent_over_a_lost_link_may_have_run_although_the_next_link_refuses_it(world: World) -> None:
     batch = world.dispatcher.start_calls("alice", [call("a", "hang", "c1"), call("a", "true", "c2")])
     await world.until_running()
