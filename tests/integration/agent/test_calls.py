@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 
-import pytest
-
 from tests.integration.agent.conftest import Maker
 from tests.integration.agent.harness import Harness
 
@@ -29,48 +27,49 @@ async def test_the_environment_is_the_slots_own(harness: Harness) -> None:
     assert names == {"PATH", "LANG", "TERM", "HOME", "SANDBOX_WORKSPACE", "OMP_NUM_THREADS", "PYTHON_CPU_COUNT", "MINE"}
 
 
-async def test_calls_of_one_stream_run_in_order_and_a_failed_one_does_not_stop_the_next(harness: Harness) -> None:
+async def test_calls_of_one_stream_run_in_order_and_a_failed_one_does_not_stop_the_next(bwrap: Harness) -> None:
     specs = [{"call_id": f"c{n}", "tool": "bash", "args": {"command": f"echo {n} >> log; exit {n}"}, "timeout_s": 10} for n in range(5)]
-    answers = await harness.calls([*specs, {"call_id": "last", "tool": "bash", "args": {"command": "cat log"}, "timeout_s": 10}])
+    answers = await bwrap.calls([*specs, {"call_id": "last", "tool": "bash", "args": {"command": "cat log"}, "timeout_s": 10}])
 
     assert [answer.code for answer in answers] == [0, 1, 2, 3, 4, 0]
     assert answers[-1].text == "0\n1\n2\n3\n4\n"
 
 
-async def test_a_call_never_runs_twice(harness: Harness) -> None:
+async def test_a_call_never_runs_twice(bwrap: Harness) -> None:
     first, second = await asyncio.gather(
-        harness.bash("echo x >> log; sleep 0.3; cat log", call_id="same"), harness.bash("echo x >> log; sleep 0.3; cat log", call_id="same")
+        bwrap.bash("echo x >> log; sleep 0.3; cat log", call_id="same"), bwrap.bash("echo x >> log; sleep 0.3; cat log", call_id="same")
     )
-    third = await harness.bash("echo x >> log; sleep 0.3; cat log", call_id="same")
-    other = await harness.bash("echo y >> log", call_id="same")
+    third = await bwrap.bash("echo x >> log; sleep 0.3; cat log", call_id="same")
+    other = await bwrap.bash("echo y >> log", call_id="same")
 
     assert first == second == third
     assert first.text == "x\n"
     assert other.reason == "call_conflict"
 
 
-@pytest.mark.parametrize(
-    ("tool", "args", "named"),
-    [
-        ("bash", {"command": "echo \0"}, "command"),
-        ("bash", {"command": "true", "cwd": "a\0b"}, "cwd"),
-        ("bash", {"command": "true", "env": {"A": "b\0"}}, "env.A"),
-        ("bash", {"command": "true", "env": {"A=": "b"}}, "env"),
-        ("bash", {"command": "x" * ((1 << 20) + 1)}, "command"),
-        ("bash", {"command": 3}, "command"),
-        ("bash", {}, "command"),
-        ("bash", {"command": "true", "nonsense": 1}, "nonsense"),
-        ("bash", {"command": "true", "stdin": 5}, "stdin"),
-        ("read_file", {"path": "x", "lines": 3}, "lines"),
-        ("process", {"action": "dance"}, "action"),
-        ("no_such_tool", {}, "no_such_tool"),
-    ],
-)
-async def test_an_invalid_argument_is_named(bwrap: Harness, tool: str, args: dict[str, object], named: str) -> None:
-    answer = await bwrap.call(tool, args=args)
+INVALID: list[tuple[str, dict[str, object], str]] = [
+    ("bash", {"command": "echo \0"}, "command"),
+    ("bash", {"command": "true", "cwd": "a\0b"}, "cwd"),
+    ("bash", {"command": "true", "env": {"A": "b\0"}}, "env.A"),
+    ("bash", {"command": "true", "env": {"A=": "b"}}, "env"),
+    ("bash", {"command": "x" * ((1 << 20) + 1)}, "command"),
+    ("bash", {"command": 3}, "command"),
+    ("bash", {}, "command"),
+    ("bash", {"command": "true", "nonsense": 1}, "nonsense"),
+    ("bash", {"command": "true", "stdin": 5}, "stdin"),
+    ("read_file", {"path": "x", "lines": 3}, "lines"),
+    ("process", {"action": "dance"}, "action"),
+    ("no_such_tool", {}, "no_such_tool"),
+]
 
-    assert answer.reason == "invalid_args"
-    assert named in answer.error
+
+async def test_an_invalid_argument_is_named(bwrap: Harness) -> None:
+    specs = [{"call_id": f"c{number}", "tool": tool, "args": args, "timeout_s": 10} for number, (tool, args, _) in enumerate(INVALID)]
+    answers = await bwrap.calls(specs)
+
+    for (tool, args, named), answer in zip(INVALID, answers, strict=True):
+        assert answer.reason == "invalid_args", (tool, args)
+        assert named in answer.error, (tool, args)
 
 
 async def test_a_tool_that_is_not_built_is_refused_and_not_recorded(bwrap: Harness) -> None:
@@ -91,33 +90,33 @@ async def test_a_relative_folder_starts_in_the_workspace(harness: Harness) -> No
     assert (await harness.bash("pwd", cwd="a/b")).text.endswith("/a/b\n")
 
 
-async def test_a_long_command_runs(harness: Harness) -> None:
-    answer = await harness.bash("cat <<'end' | wc -c\n" + "x" * 900_000 + "\nend\n")
+async def test_a_long_command_runs(bwrap: Harness) -> None:
+    answer = await bwrap.bash("cat <<'end' | wc -c\n" + "x" * 900_000 + "\nend\n")
 
     assert (answer.reason, answer.text) == ("exit", "900001\n")
 
 
-async def test_stdin_has_the_given_content_or_is_empty(harness: Harness) -> None:
-    assert (await harness.bash("wc -c", stdin="é" * 100_000)).text == "200000\n"
-    assert (await harness.bash("cat; echo end")).text == "end\n"
+async def test_stdin_has_the_given_content_or_is_empty(bwrap: Harness) -> None:
+    assert (await bwrap.bash("wc -c", stdin="é" * 100_000)).text == "200000\n"
+    assert (await bwrap.bash("cat; echo end")).text == "end\n"
 
 
-async def test_standard_output_and_error_can_be_kept_apart(harness: Harness) -> None:
-    answer = await harness.bash("echo out; echo err >&2", separate_streams=True)
+async def test_standard_output_and_error_can_be_kept_apart(bwrap: Harness) -> None:
+    answer = await bwrap.bash("echo out; echo err >&2", separate_streams=True)
 
     assert answer.meta["lens"] == [4, 4]
     assert answer.body == b"out\nerr\n"
 
 
-async def test_output_over_the_limit_is_cut_in_the_result_and_kept_as_a_whole(harness: Harness) -> None:
-    answer = await harness.bash("seq 1000000", call_id="seq", output_limit_bytes=1000)
+async def test_output_over_the_limit_is_cut_in_the_result_and_kept_as_a_whole(bwrap: Harness) -> None:
+    answer = await bwrap.bash("seq 1000000", call_id="seq", output_limit_bytes=1000)
 
     whole = b"".join(b"%d\n" % number for number in range(1, 1_000_001))
     assert answer.meta["truncated"]
     assert answer.meta["output_bytes"] == len(whole)
     assert answer.body == whole[:500] + b"\n[... %d bytes cut ...]\n" % (len(whole) - 1000) + whole[-500:]
-    assert await harness.data("output", call_id="seq") == (whole, {"total_bytes": len(whole), "from": 0, "available_bytes": len(whole)})
-    assert (await harness.data("output", call_id="seq", offset=len(whole) - 3))[0] == whole[-3:]
+    assert await bwrap.data("output", call_id="seq") == (whole, {"total_bytes": len(whole), "from": 0, "available_bytes": len(whole)})
+    assert (await bwrap.data("output", call_id="seq", offset=len(whole) - 3))[0] == whole[-3:]
 
 
 async def test_output_beyond_the_spool_is_bounded_and_keeps_its_end(make_harness: Maker) -> None:
@@ -132,14 +131,14 @@ async def test_output_beyond_the_spool_is_bounded_and_keeps_its_end(make_harness
     assert meta["total_bytes"] == 30_000_008
 
 
-async def test_output_bytes_are_not_changed(harness: Harness) -> None:
-    answer = await harness.bash("printf '\\000\\377\\200'; head -c 10000000 /dev/zero | tr '\\0' y", output_limit_bytes=10 << 20)
+async def test_output_bytes_are_not_changed(bwrap: Harness) -> None:
+    answer = await bwrap.bash("printf '\\000\\377\\200'; head -c 10000000 /dev/zero | tr '\\0' y", output_limit_bytes=10 << 20)
 
     assert answer.body == b"\x00\xff\x80" + b"y" * 10_000_000
 
 
-async def test_a_process_that_a_signal_ends_has_an_exit_code_above_128(harness: Harness) -> None:
-    assert (await harness.bash("kill -USR1 $$")).code == 128 + 10
+async def test_a_process_that_a_signal_ends_has_an_exit_code_above_128(bwrap: Harness) -> None:
+    assert (await bwrap.bash("kill -USR1 $$")).code == 128 + 10
 
 
 async def test_a_file_over_the_limit_is_a_resource_limit(make_harness: Maker) -> None:
@@ -173,39 +172,39 @@ def _cpu_s(pid: int) -> float:
         return int(file.read().split()[0]) / 1e9
 
 
-async def test_status_and_attach_follow_a_running_call(harness: Harness) -> None:
-    running = asyncio.create_task(harness.bash("echo one; until [ -e go ]; do sleep 0.02; done; echo two", call_id="slow"))
-    await harness.until("[ -e /proc/self ]")
-    attached = asyncio.create_task(harness.data("attach", call_id="slow", offset=1))
-    status = await harness.ask("call_status", call_id="slow")
-    await harness.bash("touch go")
+async def test_status_and_attach_follow_a_running_call(bwrap: Harness) -> None:
+    running = asyncio.create_task(bwrap.bash("echo one; until [ -e go ]; do sleep 0.02; done; echo two", call_id="slow"))
+    await bwrap.until("[ -e /proc/self ]")
+    attached = asyncio.create_task(bwrap.data("attach", call_id="slow", offset=1))
+    status = await bwrap.ask("call_status", call_id="slow")
+    await bwrap.bash("touch go")
     answer = await running
 
     assert status["state"] == "running"
     assert answer.text == "one\ntwo\n"
     assert (await attached)[0] == b"ne\ntwo\n"
-    assert (await harness.ask("cancel", call_id="slow")) == {"found": True, "state": "done"}
-    assert (await harness.ask("cancel", call_id="unknown")) == {"found": False}
+    assert (await bwrap.ask("cancel", call_id="slow")) == {"found": True, "state": "done"}
+    assert (await bwrap.ask("cancel", call_id="unknown")) == {"found": False}
 
 
-async def test_a_job_is_started_and_inspected_later(harness: Harness) -> None:
-    started = await harness.call("process", args={"action": "start", "command": "echo hello; read line; echo got $line; exit 3"})
+async def test_a_job_is_started_and_inspected_later(bwrap: Harness) -> None:
+    started = await bwrap.call("process", args={"action": "start", "command": "echo hello; read line; echo got $line; exit 3"})
     job = started.metadata["process_id"]
-    await harness.call("process", args={"action": "write", "process_id": job, "data": "you\n"})
+    await bwrap.call("process", args={"action": "write", "process_id": job, "data": "you\n"})
 
     async def state() -> dict[str, object]:
-        return (await harness.call("process", args={"action": "poll", "process_id": job})).metadata
+        return (await bwrap.call("process", args={"action": "poll", "process_id": job})).metadata
 
     while (await state())["state"] == "running":
         await asyncio.sleep(0.02)
-    log = await harness.call("process", args={"action": "log", "process_id": job})
-    listed = await harness.call("process", args={"action": "list"})
+    log = await bwrap.call("process", args={"action": "log", "process_id": job})
+    listed = await bwrap.call("process", args={"action": "list"})
 
     assert (await state())["exit_code"] == 3
     assert log.text == "hello\ngot you\n"
     assert [entry["process_id"] for entry in listed.metadata["processes"]] == [job]
-    assert (await harness.call("process", args={"action": "write", "process_id": job, "data": "x"})).reason == "tool_error"
-    assert (await harness.call("process", args={"action": "poll", "process_id": "p99"})).reason == "tool_error"
+    assert (await bwrap.call("process", args={"action": "write", "process_id": job, "data": "x"})).reason == "tool_error"
+    assert (await bwrap.call("process", args={"action": "poll", "process_id": "p99"})).reason == "tool_error"
 
 
 async def test_a_killed_job_ends_with_its_descendants(harness: Harness) -> None:

@@ -35,16 +35,24 @@ while :; do sleep 7005; done
 
 # Only processes in the folder of the slot: without a pid namespace, a slot sees the processes of all users.
 SLEEPERS = r"""
-for p in /proc/[0-9]*; do
-    [ "$(readlink $p/cwd)" = "$HOME" ] && tr '\0' ' ' < $p/cmdline && echo
-done 2>/dev/null | grep -oE '^(sleep|hidden) [67]00[0-9]' | sort
+import os, re
+for pid in filter(str.isdigit, os.listdir("/proc")):
+    try:
+        if os.readlink(f"/proc/{pid}/cwd") == os.environ["HOME"]:
+            with open(f"/proc/{pid}/cmdline") as file:
+                command = file.read().split("\0")
+            if command[0] in ("sleep", "hidden") and re.fullmatch("[67]0[0-9][0-9]", command[1]):
+                print(command[1])
+    except OSError:
+        continue
 """
 
 
 async def _sleepers(harness: Harness, slot: str = "0") -> list[str]:
     """The arguments of every `sleep` that a slot still runs."""
-    answer = await harness.bash(SLEEPERS, slot)
-    return [line.split()[1] for line in answer.text.splitlines()]
+    answer = await harness.bash("exec python3 -", slot, stdin=SLEEPERS)
+    assert (answer.reason, answer.code) == ("exit", 0), answer.text
+    return sorted(answer.text.split())
 
 
 async def test_a_timeout_kills_the_whole_tree_of_that_call_alone(harnesses: list[Harness]) -> None:
@@ -150,19 +158,19 @@ async def test_a_reset_can_keep_the_files(harness: Harness) -> None:
     assert await _sleepers(harness) == []
 
 
-async def test_an_old_epoch_is_refused_and_a_reset_asked_twice_is_one(harness: Harness) -> None:
-    await harness.reset()
-    again = await harness.ask("reset")
+async def test_an_old_epoch_is_refused_and_a_reset_asked_twice_is_one(bwrap: Harness) -> None:
+    await bwrap.reset()
+    again = await bwrap.ask("reset")
     assert again["state"] == "ready"
-    for epoch in (harness.epoch("0") - 1, harness.epoch("0") + 1, "2", None):
+    for epoch in (bwrap.epoch("0") - 1, bwrap.epoch("0") + 1, "2", None):
         with pytest.raises(AgentRefused) as refused:
-            await harness.link.request({"op": "file_get", "slot": "0", "epoch": epoch, "path": "x"})
+            await bwrap.link.request({"op": "file_get", "slot": "0", "epoch": epoch, "path": "x"})
         assert refused.value.code == "stale_epoch"
     with pytest.raises(AgentRefused) as refused:
-        await harness.link.request({"op": "reset", "slot": "0", "epoch": harness.epoch("0") - 1})
+        await bwrap.link.request({"op": "reset", "slot": "0", "epoch": bwrap.epoch("0") - 1})
     assert refused.value.code == "stale_epoch"
     with pytest.raises(AgentRefused) as refused:
-        await harness.link.request({"op": "file_get", "slot": "77", "epoch": 1, "path": "x"})
+        await bwrap.link.request({"op": "file_get", "slot": "77", "epoch": 1, "path": "x"})
     assert refused.value.code == "unknown_slot"
 
 

@@ -32,17 +32,17 @@ async def test_a_file_can_be_written_and_read(harness: Harness) -> None:
     assert data == content
 
 
-async def test_the_flow_control_credit_of_many_small_pieces_is_returned(harness: Harness) -> None:
+async def test_the_flow_control_credit_of_many_small_pieces_is_returned(bwrap: Harness) -> None:
     content = bytes(range(250)) * 600
-    await _put(harness, "file_put", "file.bin", content, piece_bytes=5)
+    await _put(bwrap, "file_put", "file.bin", content, piece_bytes=5)
 
-    data, _ = await harness.data("file_get", path="file.bin")
+    data, _ = await bwrap.data("file_get", path="file.bin")
     assert data == content
 
 
-async def test_a_folder_is_listed(harness: Harness) -> None:
-    await harness.bash("mkdir -p d/e; echo x > d/e/f; ln -s f d/e/link")
-    async with harness.link.stream({"op": "file_list", "slot": "0", "epoch": harness.epoch("0"), "path": "d", "recursive": True}) as stream:
+async def test_a_folder_is_listed(bwrap: Harness) -> None:
+    await bwrap.bash("mkdir -p d/e; echo x > d/e/f; ln -s f d/e/link")
+    async with bwrap.link.stream({"op": "file_list", "slot": "0", "epoch": bwrap.epoch("0"), "path": "d", "recursive": True}) as stream:
         items = [event.meta async for event in stream if isinstance(event, wire.Item)]
 
     assert {entry["path"].rsplit("/", 1)[-1]: entry["type"] for entry in items[0]["entries"]} == {"e": "directory", "f": "file", "link": "symlink"}

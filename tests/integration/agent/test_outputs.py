@@ -28,31 +28,31 @@ async def _stream(harness: Harness, op: str, **fields: Any) -> tuple[bytes, list
     return body, items
 
 
-async def test_the_description_of_an_output_comes_before_its_bytes(harness: Harness) -> None:
-    await harness.bash("seq 100000", call_id="c", output_limit_bytes=100)
-    body, items = await _stream(harness, "output", call_id="c", offset=10)
+async def test_the_description_of_an_output_comes_before_its_bytes(bwrap: Harness) -> None:
+    await bwrap.bash("seq 100000", call_id="c", output_limit_bytes=100)
+    body, items = await _stream(bwrap, "output", call_id="c", offset=10)
 
     assert items == [{"state": "done", "total_bytes": 588895, "available_bytes": 588895}]
     assert body == b"".join(b"%d\n" % number for number in range(1, 100001))[10:]
 
 
-async def test_separate_streams_are_sent_one_after_the_other(harness: Harness) -> None:
-    await harness.bash(TWO, call_id="c", separate_streams=True)
+async def test_separate_streams_are_sent_one_after_the_other(bwrap: Harness) -> None:
+    await bwrap.bash(TWO, call_id="c", separate_streams=True)
     for offset, expected in ((0, b"outerr"), (2, b"terr"), (3, b"err"), (5, b"r"), (6, b""), (99, b"")):
-        assert (await _stream(harness, "output", call_id="c", offset=offset))[0] == expected
-        body, items = await _stream(harness, "attach", call_id="c", offset=offset)
+        assert (await _stream(bwrap, "output", call_id="c", offset=offset))[0] == expected
+        body, items = await _stream(bwrap, "attach", call_id="c", offset=offset)
         assert body == expected
         assert items[-1]["reason"] == "exit"
 
 
-async def test_a_running_call_shows_both_streams(harness: Harness) -> None:
-    running = asyncio.create_task(harness.bash(f"{TWO}; touch up; until [ -e go ]; do sleep 0.02; done; printf more", call_id="c", separate_streams=True))
-    await harness.until("test -e up")
-    attached = asyncio.create_task(_stream(harness, "attach", call_id="c"))
-    while (await harness.ask("call_status", call_id="c"))["output_bytes"] < 6:
+async def test_a_running_call_shows_both_streams(bwrap: Harness) -> None:
+    running = asyncio.create_task(bwrap.bash(f"{TWO}; touch up; until [ -e go ]; do sleep 0.02; done; printf more", call_id="c", separate_streams=True))
+    await bwrap.until("test -e up")
+    attached = asyncio.create_task(_stream(bwrap, "attach", call_id="c"))
+    while (await bwrap.ask("call_status", call_id="c"))["output_bytes"] < 6:
         await asyncio.sleep(0.01)
-    body, items = await _stream(harness, "output", call_id="c")
-    await harness.bash("touch go")
+    body, items = await _stream(bwrap, "output", call_id="c")
+    await bwrap.bash("touch go")
     await running
 
     assert (items, body) == ([{"state": "running", "total_bytes": 6, "available_bytes": 6}], b"outerr")

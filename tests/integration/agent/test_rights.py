@@ -150,7 +150,7 @@ async def test_file_routes_do_not_reach_the_cache_and_file_tools_do(bwrap_user: 
 async def test_a_cache_over_its_quota_is_emptied_and_that_is_reported(make_harness: Maker) -> None:
     harness = await make_harness("bwrap", slots=1, cache_bytes=1 << 20, cache_measure_every_s=0.1)
     await harness.ask("equip", cache="k", network=True)
-    await harness.bash("mkdir -p /cache/d; head -c 2M /dev/zero > /cache/d/big; touch /cache/f")
+    await harness.bash("mkdir -p /cache/d; touch /cache/f; head -c 2M /dev/zero > /cache/d/big")
     deadline = time.monotonic() + 50
     while (caches := (await harness.link.request({"op": "stats"}))["caches"])[0]["emptied"] == 0:
         assert time.monotonic() < deadline, caches
@@ -184,13 +184,13 @@ def harness_interfaces() -> int:
     return sum(":" in line for line in Path("/proc/net/dev").read_text().splitlines())
 
 
-async def test_quiet_ends_when_no_call_runs(harness: Harness) -> None:
-    assert await harness.ask("quiet") == {}
-    running = asyncio.create_task(harness.bash("echo up; until [ -e go ]; do sleep 0.02; done", call_id="c"))
-    await harness.until("true")
-    quiet = asyncio.create_task(harness.ask("quiet"))
-    await harness.bash("touch go")
+async def test_quiet_ends_when_no_call_runs(bwrap: Harness) -> None:
+    assert await bwrap.ask("quiet") == {}
+    running = asyncio.create_task(bwrap.bash("echo up; until [ -e go ]; do sleep 0.02; done", call_id="c"))
+    await bwrap.until("true")
+    quiet = asyncio.create_task(bwrap.ask("quiet"))
+    await bwrap.bash("touch go")
     await running
     assert await quiet == {}
     with pytest.raises(AgentRefused):
-        await harness.link.request({"op": "quiet", "slot": "0", "epoch": harness.epoch("0") + 1})
+        await bwrap.link.request({"op": "quiet", "slot": "0", "epoch": bwrap.epoch("0") + 1})
