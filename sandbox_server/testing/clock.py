@@ -9,6 +9,9 @@ from collections.abc import Callable
 
 from sandbox_server.pool.timers import Timers
 
+# After how many turns in a row in which no other task was ready `settle` returns. More than one, so that what arrives through a socket is seen as well.
+_IDLE_TURNS = 3
+
 
 class FakeTimer:
     """A planned call of a function."""
@@ -105,7 +108,12 @@ async def settle(turns: int = 60) -> None:
     """Let every task run until it waits for something that a test controls. The fakes need no more than a few turns of the event loop.
 
     Args:
-        turns: how many turns of the event loop to wait for.
+        turns: how many turns of the event loop to wait for at most. It returns after a few turns in a row in which no other task had anything to do.
     """
+    ready = getattr(asyncio.get_running_loop(), "_ready", None)  # asyncio has no public way to ask for this, and other event loops do not tell
+    idle_turns = 0
     for _ in range(turns):
         await asyncio.sleep(0)
+        idle_turns = idle_turns + 1 if ready is not None and not ready else 0
+        if idle_turns == _IDLE_TURNS:
+            return
