@@ -95,6 +95,7 @@ class BwrapIsolation:
     async def start_runtime(self, slot_id: str, has_network: bool, reused: SlotRuntime | None = None, cache: CacheFolder | None = None) -> SlotRuntime:
         """See `Isolation.start_runtime`."""
         self._set_up()
+        shell = base.find_shell()  # first, because a failure after the start of init would leave init behind
         uid = reused.uid if reused is not None else self._uids.take_uid() if self._is_root else None
         self._runtime_count += 1
         name = "bwrap-%d" % self._runtime_count
@@ -112,7 +113,7 @@ class BwrapIsolation:
             raise
         finally:
             groups.close_join_fds()
-        return started_init.to_runtime(slot_id, dirs, WORKSPACE, TMP, has_network=has_network, uid=uid, groups=groups, cache=cache)
+        return started_init.to_runtime(slot_id, dirs, WORKSPACE, TMP, has_network=has_network, uid=uid, groups=groups, shell=shell, cache=cache)
 
     async def _start_init(self, has_network: bool, dirs: Dirs, uid: int | None, groups: SlotGroups, cache: CacheFolder | None) -> init_start.StartedInit:
         agent_socket, init_socket = init_start.create_control_sockets()

@@ -15,7 +15,7 @@ from sandbox_server.agent.execution.init_client.init_link import InitLink
 from sandbox_server.agent.execution.processes.descriptor_waits import wait_readable
 from sandbox_server.agent.execution.slot_runtime import CacheFolder, Dirs, SlotRuntime
 from sandbox_server.agent.init import oom_score
-from sandbox_server.agent.isolation.base import END_TIMEOUT_S, find_shell
+from sandbox_server.agent.isolation.base import END_TIMEOUT_S
 from sandbox_server.agent.kernel.cgroups import SlotGroups
 
 START_TIMEOUT_S = 15.0
@@ -63,13 +63,10 @@ class StartedInit:
         has_network: bool,
         uid: int | None,
         groups: SlotGroups,
+        shell: str,
         cache: CacheFolder | None = None,
     ) -> SlotRuntime:
-        """Return the slot runtime of this init. The arguments are described at `SlotRuntime`.
-
-        Raises:
-            StartFailed: there is no bash on this machine.
-        """
+        """Return the slot runtime of this init. The arguments are described at `SlotRuntime`."""
         return SlotRuntime(
             slot_id=slot_id,
             dirs=dirs,
@@ -82,7 +79,7 @@ class StartedInit:
             init_pidfd=self.pidfd,
             uid=uid,
             groups=groups,
-            shell=find_shell(),
+            shell=shell,
             stderr_fd=self.stderr_fd,
             cache=cache,
         )

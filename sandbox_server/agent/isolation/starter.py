@@ -104,6 +104,7 @@ class SharedViewStarter:
         Raises:
             StartFailed: the runtime could not be started.
         """
+        shell = base.find_shell()  # first, because a failure after the start of init would leave init behind
         self._runtime_count += 1
         name = "%s-%d" % (mode, self._runtime_count)
         dirs = reused.dirs if reused is not None else base.make_dirs(os.path.join(self._slots_dir, name), uid)
@@ -118,4 +119,4 @@ class SharedViewStarter:
         finally:
             groups.close_join_fds()
         tmp = "/tmp" if has_private_mounts else dirs.tmp
-        return started_init.to_runtime(slot_id, dirs, dirs.workspace, tmp, has_network=has_network, uid=uid, groups=groups)
+        return started_init.to_runtime(slot_id, dirs, dirs.workspace, tmp, has_network=has_network, uid=uid, groups=groups, shell=shell)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import os
 import secrets
 import signal
@@ -115,6 +117,26 @@ async def test_a_cancelled_call_returns_what_it_wrote(harness: Harness) -> None:
     answer = await running
     assert (answer.reason, answer.text) == ("cancelled", "part\n")
     assert await _sleepers(harness) == []
+
+
+async def test_calls_that_are_cancelled_while_they_start_leave_no_process(harness: Harness) -> None:
+    """Calls side by side have control groups of their own, which are empty until init has started their processes."""
+    for turn in range(4):
+        call_ids = [f"{turn}.{number}" for number in range(6)]
+        running = [asyncio.create_task(harness.bash(f"sleep 6{turn}{number}0", call_id=call_id)) for number, call_id in enumerate(call_ids)]
+        answers = await asyncio.gather(*map(functools.partial(_cancel_soon, harness), call_ids), *running)
+
+        assert {answer.reason for answer in answers[len(call_ids) :]} == {"cancelled"}
+        assert await _sleepers(harness) == []
+
+
+async def _cancel_soon(harness: Harness, call_id: str) -> None:
+    """Cancel a call as soon as the agent knows it."""
+    while True:
+        with contextlib.suppress(AgentRefused):
+            await harness.ask("cancel", call_id=call_id)
+            return
+        await asyncio.sleep(0)
 
 
 async def _known(harness: Harness) -> set[str]:

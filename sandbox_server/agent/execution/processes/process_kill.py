@@ -13,7 +13,7 @@ from sandbox_server.agent.kernel.leaf_groups import Leaf
 
 TERM_GRACE_S = 2.0
 KILL_WITHIN_S = 0.8
-_FREEZE_WITHIN_S = 0.1
+_FREEZE_WITHIN_S = 0.5  # Without SIGTERM, a program cannot tidy up. On a busy machine, a group is frozen only once each of its processes has run.
 _FREEZE_POLL_S = 0.001
 _FIRST_PAUSE_S = 0.005
 _LONGEST_PAUSE_S = 0.1
@@ -139,6 +139,10 @@ async def _find_tree(runtime: SlotRuntime, leaf: Leaf | None, spawn_id: int) -> 
             await ask_init(runtime, {"op": "move", "id": spawn_id, "fds": ["cgroup"]}, [move_fd])
         except OSError:
             return _ScannedTree(runtime, spawn_id)  # init is still in the group, so the group cannot be killed as a whole
+    else:
+        # Init may not have started the process yet, and an empty group would look like the end of the tree. Init answers after it has started the process.
+        await ask_init(runtime, {"op": "signal", "id": spawn_id, "signal": 0})
+        runtime.link.release_spawn(spawn_id)
     return _LeafTree(leaf)
 
 
