@@ -31,7 +31,7 @@ from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser
 
 from sandbox_server.__main__ import main as check_settings
 from sandbox_server.settings.environment import EnvironmentModel
-from tests.support.prepared_cli import prepared_cli
+from tests.support.prepared_cli import install_prepared_cli
 from tests.support.service import end_sandboxes_left
 from tests.support.users import ROOT
 
@@ -79,7 +79,7 @@ class Blocks:
         environ = os.environ | {"DOC_STATE": str(self._folder / ".doc-state"), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
         options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": True}
         if self._programs is not None:
-            variables, options["pass_fds"] = prepared_cli().install(self._programs)
+            variables, options["pass_fds"] = install_prepared_cli(self._programs)
             environ |= {**variables, "PATH": f"{self._programs}:{environ['PATH']}"}
         with subprocess.Popen(["bash", "-c", script], cwd=self._folder, env=environ, text=True, **options) as shell:
             self._groups.append(shell.pid)

@@ -1,8 +1,8 @@
-"""`sandbox` without its imports: a process that has imported the command line forks a child for each command.
+"""Programs without their imports: a process that has imported a program forks a child for each start of it.
 
-A start of `sandbox` costs half a second of processor time, nearly all of it for imports, and the suite starts it hundreds of times.
-The child has the arguments, the environment, the folder and the standard streams of the command, as a new process would have them, and a terminal of
-its own where the command has one. What depends on the very start or end of the process is tested on a real process: signals during the imports, and
+A start of `sandbox` or of the service costs half a second to a second of processor time, nearly all of it for imports, and the suite starts them hundreds
+of times. The child has the arguments, the environment, the folder and the standard streams of the program, as a new process would have them, and a terminal
+of its own where the program has one. What depends on the very start or end of the process is tested on a real process: signals during the imports, and
 how the interpreter writes what is left for streams that nobody reads.
 """
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 import array
 import contextlib
 import fcntl
-import functools
 import gc
 import importlib
 import json
@@ -23,31 +22,13 @@ import subprocess
 import sys
 import tempfile
 import termios
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-PROGRAM = (sys.executable, "-m", "tests.support.prepared_cli")
 ROOT = Path(__file__).parents[2]
 MAX_REQUEST_BYTES = 1 << 18
-# The command line, and what its libraries import when they are first used.
-PRELOADED = ("env_client.cli.app", "anyio", "certifi", "encodings.idna", "h11", "httpcore", "pydantic.type_adapter", "stringprep", "zoneinfo")
-DESCRIPTOR_VARIABLE = "PREPARED_CLI_DESCRIPTOR"
-#: A program that has the prepared process run the command. It needs a twentieth of the processor time of the command line's imports.
-SCRIPT = f"""#!{sys.executable} -IS
-import array, json, os, signal, socket, sys
-requests = socket.socket(fileno=int(os.environ.pop("{DESCRIPTOR_VARIABLE}")))
-ours, theirs = socket.socketpair()
-request = {{"words": sys.argv[1:], "environ": dict(os.environ), "cwd": os.getcwd(), "has_terminal": False}}
-requests.sendmsg([json.dumps(request).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2, theirs.fileno()]))])
-theirs.close()
-reports = ours.makefile()
-pid = int(reports.readline())
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-    signal.signal(number, lambda number, _: os.kill(pid, number))
-status = int(reports.readline())
-os._exit(status if status >= 0 else 128 - status)
-"""
+MAX_DESCRIPTORS = 8
 
 
 class PreparedCommand:
@@ -125,14 +106,19 @@ class PreparedCommand:
         self.send_signal(signal.SIGKILL)
 
 
-class PreparedCli:
-    """The prepared process, and how to run commands in its children. Threads may run commands at the same time."""
+class PreparedProcess:
+    """A prepared process, and how to run commands in its children. Threads may run commands at the same time.
 
-    def __init__(self) -> None:
+    Args:
+        module: the module of the program: run as a script, it calls `serve_requests`.
+    """
+
+    def __init__(self, module: str) -> None:
+        self._module = module
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for end in (self._requests, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * MAX_REQUEST_BYTES)
-        command = [*PROGRAM, str(theirs.fileno())]
+        command = [sys.executable, "-m", module, str(theirs.fileno())]
         # It ends when this process has ended and the connection is closed.
         self._process = subprocess.Popen(command, cwd=ROOT, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         theirs.close()
@@ -157,10 +143,10 @@ class PreparedCli:
                 status = running.wait(timeout_s)
             out.seek(0)
             err.seek(0)
-            return subprocess.CompletedProcess(["sandbox", *words], status, out.read(), err.read())
+            return subprocess.CompletedProcess([self._module, *words], status, out.read(), err.read())
 
     def start(
-        self, words: Sequence[str], environ: Mapping[str, str], cwd: Path, streams: tuple[int, int | None, int | None], *, has_terminal: bool = False
+        self, words: Sequence[str], environ: Mapping[str, str], cwd: Path, streams: Sequence[int | None], *, has_terminal: bool = False
     ) -> PreparedCommand:
         """Start one command. It is killed if it still runs when the context of the returned command ends.
 
@@ -168,7 +154,7 @@ class PreparedCli:
             words: its arguments.
             environ: all of its environment variables.
             cwd: the folder that it runs in.
-            streams: the descriptors of its standard input, output and error; None: a pipe that the test reads.
+            streams: its descriptors from 0 on: standard input, output, error, and any others; None, for output and error: a pipe that the test reads.
             has_terminal: whether standard input is a terminal that becomes the controlling terminal of the command, in a session of its own.
         """
         with contextlib.ExitStack() as theirs:
@@ -182,30 +168,18 @@ class PreparedCli:
             descriptors = [pipe[1] if pipe is not None else given for pipe, given in zip(pipes, streams, strict=True)]
             rights = array.array("i", [*descriptors, connection.fileno()])
             self._requests.sendmsg([json.dumps(request).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
-        _, stdout, stderr = (open(pipe[0], "rb", buffering=0) if pipe is not None else None for pipe in pipes)  # noqa: SIM115 - the command closes them
-        return PreparedCommand(ours, ["sandbox", *words], stdout, stderr)
+        _, stdout, stderr = (open(pipe[0], "rb", buffering=0) if pipe is not None else None for pipe in pipes[:3])  # noqa: SIM115 - the command closes them
+        return PreparedCommand(ours, [self._module, *words], stdout, stderr)
 
-    def install(self, folder: Path) -> tuple[dict[str, str], list[int]]:
-        """Write a program `sandbox` to a folder, which has the prepared process run the command, for shells.
-
-        Returns:
-            The environment variables and the descriptors that the program needs.
-        """
-        script = folder / "sandbox"
-        script.write_text(SCRIPT, encoding="utf-8")
-        script.chmod(0o755)
-        return {DESCRIPTOR_VARIABLE: str(self._requests.fileno())}, [self._requests.fileno()]
+    @property
+    def request_descriptor(self) -> int:
+        """The descriptor on which the prepared process takes requests, for programs that send their own."""
+        return self._requests.fileno()
 
     def end(self) -> None:
         """End the prepared process."""
         self._requests.close()
         self._process.wait()
-
-
-@functools.cache
-def prepared_cli() -> PreparedCli:
-    """Return the prepared process of this test process, which is started at the first use."""
-    return PreparedCli()
 
 
 def _wait_until_readable(files: Sequence[Any], timeout_s: float | None) -> list[Any]:
@@ -216,37 +190,49 @@ def _wait_until_readable(files: Sequence[Any], timeout_s: float | None) -> list[
         return [key.fileobj for key, _ in selector.select(timeout_s)]
 
 
-def _serve(requests: socket.socket) -> None:
-    """Fork a child for each request. A child in between waits for the command and reports its process id and its exit status."""
+def serve_requests(preloaded: Sequence[str], run: Callable[[list[str]], NoReturn]) -> None:
+    """Import the program, then fork a child for each request from the socket whose descriptor is the first argument. Returns when nobody can send requests.
+
+    Args:
+        preloaded: the modules to import.
+        run: runs the program with some arguments, and ends the process.
+    """
+    for name in preloaded:
+        importlib.import_module(name)
+    gc.freeze()  # the children share what was imported, as long as nobody touches it
+    requests = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children in between
     while True:
-        data, descriptors, _, _ = socket.recv_fds(requests, MAX_REQUEST_BYTES, 4)
+        data, descriptors, _, _ = socket.recv_fds(requests, MAX_REQUEST_BYTES, MAX_DESCRIPTORS)
         if not data:
             return
         if os.fork() == 0:
             requests.close()
-            _run_and_report(json.loads(data), descriptors)
+            _run_and_report(json.loads(data), descriptors, run)
         for descriptor in descriptors:
             os.close(descriptor)
 
 
-def _run_and_report(request: Mapping[str, Any], descriptors: list[int]) -> NoReturn:
+def _run_and_report(request: Mapping[str, Any], descriptors: list[int], run: Callable[[list[str]], NoReturn]) -> NoReturn:
+    """In a child in between: start the program in a child of its own, and report its process id and its exit status."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    *streams, connection = descriptors
     pid = os.fork()
     if pid != 0:
-        for descriptor in descriptors[:3]:
+        for descriptor in streams:
             os.close(descriptor)
-        _report(pid, socket.socket(fileno=descriptors[3]))
-    for number, descriptor in enumerate(descriptors[:3]):
+        _report(pid, socket.socket(fileno=connection))
+    for number, descriptor in enumerate(streams):
         os.dup2(descriptor, number)
-    os.closerange(3, max(descriptors) + 1)
+    os.closerange(len(streams), max(descriptors) + 1)
     if request["has_terminal"]:
         os.setsid()
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
     os.environ.clear()
     os.environ.update(request["environ"])
     os.chdir(request["cwd"])
-    _run_command(request["words"])
+    sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", buffering=1)  # noqa: SIM115
+    run(request["words"])
 
 
 def _report(pid: int, connection: socket.socket) -> NoReturn:
@@ -261,19 +247,3 @@ def _report(pid: int, connection: socket.socket) -> NoReturn:
         connection.sendall(b"%d\n" % (found.si_status if found.si_code == os.CLD_EXITED else -found.si_status))
         connection.recv(1)  # the process id stays that of the command until nobody can send it signals any more
     os._exit(0)
-
-
-def _run_command(words: list[str]) -> NoReturn:
-    from env_client.cli import main
-
-    sys.argv = ["sandbox", *words]
-    sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", buffering=1)  # noqa: SIM115
-    main()
-    raise AssertionError("main ends the process")
-
-
-if __name__ == "__main__":
-    for name in PRELOADED:
-        importlib.import_module(name)
-    gc.freeze()  # the children share what was imported, as long as nobody touches it
-    _serve(socket.socket(fileno=int(sys.argv[1])))

@@ -20,6 +20,8 @@ import httpx
 import yaml
 
 from sandbox_server.agent.kernel.trash import delete_tree
+from tests.support.prepared_process import PreparedCommand
+from tests.support.prepared_service import prepared_service
 from tests.support.users import ME, Runner
 
 TRANSPORT_VARIABLE = "SANDBOX_LOCAL_TRANSPORT"
@@ -36,7 +38,7 @@ class Service:
 
     url: str
     state_dir: Path
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | PreparedCommand
     log_path: Path
     stopped: bool = field(default=False)
 
@@ -140,18 +142,24 @@ def running_service(
         state_dir, log_path = folder / "state", folder / "log"
         environ = clean_environ({"SANDBOX_CONFIG": str(config), "SANDBOX_STATE_DIR": str(state_dir), **runner.environ, **(env or {})})
         read_end, write_end = os.pipe()
-        command = [runner.python, "-m", module, "serve", "--host", "127.0.0.1", "--port", "0", "--ready-fd", str(write_end), *arguments]
-        with log_path.open("wb") as log, open(read_end, "rb") as ready:
-            process = subprocess.Popen(
-                command,
-                env=environ,
-                cwd=runner.cwd,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                pass_fds=[write_end],
-                **runner.popen_options,
-            )
+        process: subprocess.Popen[bytes] | PreparedCommand
+        with log_path.open("wb") as log, open(read_end, "rb") as ready, contextlib.ExitStack() as resources:
+            if module == "sandbox_server" and runner is ME:
+                nothing = resources.enter_context(open(os.devnull, "rb"))
+                words = ["serve", "--host", "127.0.0.1", "--port", "0", "--ready-fd", "3", *arguments]
+                streams = (nothing.fileno(), log.fileno(), log.fileno(), write_end)
+                process = resources.enter_context(prepared_service().start(words, environ, runner.cwd, streams))
+            else:
+                process = subprocess.Popen(
+                    [runner.python, "-m", module, "serve", "--host", "127.0.0.1", "--port", "0", "--ready-fd", str(write_end), *arguments],
+                    env=environ,
+                    cwd=runner.cwd,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=[write_end],
+                    **runner.popen_options,
+                )
             os.close(write_end)
             service = Service(url="", state_dir=state_dir, process=process, log_path=log_path)
             try:
