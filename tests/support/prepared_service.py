@@ -11,7 +11,7 @@ from tests.support.prepared_process import PreparedProcess, serve_requests
 # The service, and what it imports when it is first used.
 PRELOADED = (
     "sandbox_server.__main__",
-    "sandbox_server.backends.local.backend",
+    "sandbox_server.backends.local",
     "sandbox_server.store.sqlite",
     "httptools",
     "uvloop",
