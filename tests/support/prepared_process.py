@@ -15,6 +15,7 @@ import gc
 import importlib
 import json
 import os
+import resource
 import selectors
 import signal
 import socket
@@ -170,6 +171,13 @@ class PreparedProcess:
             self._requests.sendmsg([json.dumps(request).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
         _, stdout, stderr = (open(pipe[0], "rb", buffering=0) if pipe is not None else None for pipe in pipes[:3])  # noqa: SIM115 - the command closes them
         return PreparedCommand(ours, [self._module, *words], stdout, stderr)
+
+    def has_limits_of_this_process(self) -> bool:
+        """Return whether its children have the control groups, the processors and the limit of open files that children of this process have."""
+        pid = self._process.pid
+        groups = {Path(f"/proc/{each}/cgroup").read_text(encoding="utf-8") for each in (pid, os.getpid())}
+        files = {resource.prlimit(each, resource.RLIMIT_NOFILE) for each in (pid, os.getpid())}
+        return len(groups) == len(files) == 1 and os.sched_getaffinity(pid) == os.sched_getaffinity(0)
 
     @property
     def request_descriptor(self) -> int:

@@ -144,7 +144,7 @@ def running_service(
         read_end, write_end = os.pipe()
         process: subprocess.Popen[bytes] | PreparedCommand
         with log_path.open("wb") as log, open(read_end, "rb") as ready, contextlib.ExitStack() as resources:
-            if module == "sandbox_server" and runner is ME:
+            if module == "sandbox_server" and runner is ME and prepared_service().has_limits_of_this_process():
                 nothing = resources.enter_context(open(os.devnull, "rb"))
                 words = ["serve", "--host", "127.0.0.1", "--port", "0", "--ready-fd", "3", *arguments]
                 streams = (nothing.fileno(), log.fileno(), log.fileno(), write_end)

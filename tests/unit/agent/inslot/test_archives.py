@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.agent.inslot.asking import DEPTH, NAME, Answer, Slot, limit_memory, make_deep, names_below
+from tests.unit.agent.inslot.asking import DEPTH, NAME, Answer, Slot, allow_few_descriptors, limit_memory, make_deep, names_below
 
 
 def member(name: str, kind: bytes = tarfile.REGTYPE, target: str = "", mode: int = 0o644, content: bytes = b"") -> tuple[tarfile.TarInfo, bytes]:
@@ -126,12 +126,9 @@ def test_trees_deeper_than_a_path_may_be_go_out_and_in(slot: Slot) -> None:
     (slot.workspace / "deep").mkdir()
     make_deep(slot.workspace / "deep")
 
-    def few_descriptors() -> None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32))
-
-    answer = slot.ask("route_archive_get", before=few_descriptors, path="deep")
+    answer = slot.ask("route_archive_get", before=allow_few_descriptors, path="deep")
     assert answer.header["entries"] == DEPTH + 1
-    assert slot.ask("route_archive_put", answer.body, before=few_descriptors, path="again").header["entries"] == DEPTH + 1
+    assert slot.ask("route_archive_put", answer.body, before=allow_few_descriptors, path="again").header["entries"] == DEPTH + 1
     found = slot.ask("search_files", path="again", pattern="needle")
     assert found.text == "again/" + f"{NAME}/" * DEPTH + "leaf:1:needle\n"
 

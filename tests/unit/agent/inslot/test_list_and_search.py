@@ -1,18 +1,13 @@
 from __future__ import annotations
 
 import os
-import resource
 import tracemalloc
 from pathlib import Path
 
 import pytest
 
 from sandbox_server.agent.inslot.walk import walk
-from tests.unit.agent.inslot.asking import DEPTH, NAME, Slot, limit_memory, make_deep
-
-
-def few_descriptors() -> None:
-    resource.setrlimit(resource.RLIMIT_NOFILE, (32, 32))
+from tests.unit.agent.inslot.asking import DEPTH, NAME, Slot, allow_few_descriptors, limit_memory, make_deep
 
 
 @pytest.fixture
@@ -81,10 +76,10 @@ def _fail(path: str, error: OSError) -> None:
 
 def test_trees_deeper_than_a_path_may_be(slot: Slot) -> None:
     make_deep(slot.workspace)
-    answer = slot.ask("list_files", before=few_descriptors, recursive=True, max_entries=5000)
+    answer = slot.ask("list_files", before=allow_few_descriptors, recursive=True, max_entries=5000)
     assert len(answer.text.splitlines()) == DEPTH + 1
     assert answer.text.endswith(f"/{NAME}/leaf\n")
-    found = slot.ask("search_files", before=few_descriptors, pattern="needle")
+    found = slot.ask("search_files", before=allow_few_descriptors, pattern="needle")
     assert found.text == f"{NAME}/" * DEPTH + "leaf:1:needle\n"
 
 
