@@ -23,7 +23,7 @@ def test_every_path_exists() -> None:
 
 
 def test_every_identifier_exists() -> None:
-    sources = "\n".join(path.read_text(encoding="utf-8") for folder in ("sandbox_server", "env_client") for path in ROOT.glob(f"{folder}/**/*.py"))
+    sources = "\n".join(path.read_text(encoding="utf-8") for folder in ("sandbox_server", "env_client", "tests") for path in ROOT.glob(f"{folder}/**/*.py"))
     folders = {path.name for path in ROOT.iterdir()}
 
     assert len(WORDS) > 5
