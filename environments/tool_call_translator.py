@@ -75,6 +75,11 @@ class ToolCallTranslator:
         end = getattr(tokenizer, "eos_token", None)
         return cls(get_parser(parser_name), (end,) if isinstance(end, str) else ())
 
+    @property
+    def end_of_turn(self) -> tuple[str, ...]:
+        """The texts of the tokens that end a turn."""
+        return self._end_of_turn
+
     def parse_model_output(
         self, raw_text: str, tool_choice: str | None = None, tools: ToolSchemas | None = None
     ) -> tuple[str, list[TranslatedCall] | None, str]:
