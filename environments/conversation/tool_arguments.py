@@ -25,7 +25,7 @@ class ToolArguments:
         problem: one sentence on why the arguments cannot be used; empty if they can.
     """
 
-    args: Mapping[str, Any]
+    args: dict[str, Any]
     schema_valid: bool
     problem: str = ""
 

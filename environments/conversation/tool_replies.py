@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -37,7 +36,7 @@ class ToolReply:
 class ToolHandler(Protocol):
     """Executes the tool calls of a trajectory. A plain asynchronous function that returns the JSON text for the model is accepted, too."""
 
-    async def __call__(self, tool: str, args: Mapping[str, Any], task_id: str, /) -> ToolReply | str:
+    async def __call__(self, tool: str, args: dict[str, Any], task_id: str, /) -> ToolReply | str:
         """Execute one call.
 
         Args:
@@ -52,7 +51,7 @@ def error_content(error: str) -> str:
     return encode_json({"error": error})
 
 
-async def execute_call(handler: ToolHandler, tool: str, args: Mapping[str, Any], task_id: str) -> ToolReply:
+async def execute_call(handler: ToolHandler, tool: str, args: dict[str, Any], task_id: str) -> ToolReply:
     """Execute a call with a handler.
 
     Args:

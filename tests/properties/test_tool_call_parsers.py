@@ -25,21 +25,21 @@ FRAGMENTS = [
     '{"name":', '"}', "{", "}", ";", "\n", " ", "0", "<|im_end|>",
 ]  # fmt: skip
 TEXTS = st.lists(st.one_of(st.sampled_from(FRAGMENTS), st.text(max_size=5)), max_size=25).map("".join)
-NAMES = st.from_regex(r"[a-z][a-z0-9_]{0,15}", fullmatch=True)
 STRINGS = st.one_of(
-    st.text(max_size=30),
+    st.text(max_size=20),
     st.sampled_from(['it\'s "quoted"', "line\nbreak\r\n\ttab", "<b>ünï</b> 🎉 中文", '{"a": "b"}', "\\n \\\\", " spaces ", "null", "5", "True", ""]),
 )
-VALUES = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(-(10**20), 10**20), st.floats(allow_nan=False, allow_infinity=False), STRINGS),
-    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(STRINGS, inner, max_size=3)),
-    max_leaves=8,
+SCALARS = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), STRINGS)
+NESTED = st.lists(st.one_of(SCALARS, st.dictionaries(STRINGS, st.lists(SCALARS, max_size=2), max_size=2)), max_size=2)
+ARGUMENTS = st.dictionaries(
+    st.sampled_from(["command", "path", "n_1"]), st.one_of(STRINGS, SCALARS, NESTED, st.dictionaries(STRINGS, NESTED, max_size=2)), max_size=3
 )
-CALLS = st.lists(st.tuples(NAMES, st.dictionaries(NAMES, VALUES, max_size=4)), min_size=1, max_size=3)
+#: Calls of different tools, so that each has a schema of its own.
+CALLS = st.dictionaries(st.sampled_from(["terminal", "read_file", "web_search"]), ARGUMENTS, min_size=1, max_size=3).map(lambda calls: list(calls.items()))
 #: Formats that write strings without quotes: a string with one of their own tags is another call.
 UNQUOTED = re.compile(r"</?(?:tool_call|function|parameter|arg_key|arg_value)\b")
 FAMILIES = pytest.mark.parametrize("family", sorted(PARSERS))
-QUICK = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+QUICK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def schemas(calls: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -76,7 +76,6 @@ def test_every_text_is_parsed_and_rendered_character_by_character(family: str, t
 @QUICK
 @given(calls=CALLS, content=STRINGS)
 def test_calls_that_were_formatted_are_parsed_to_the_same_calls(family: str, calls: list[tuple[str, dict[str, Any]]], content: str) -> None:
-    assume(len({name for name, _ in calls}) == len(calls))  # one schema for each name
     assume(not UNQUOTED.search(json.dumps(calls) + content) and "{" not in content and "]" not in content)
     parser = get_parser(family)
     written = [ParsedCall(f"id{index}aaaaaa", name, json.dumps(args, ensure_ascii=False)) for index, (name, args) in enumerate(calls)]
