@@ -165,8 +165,8 @@ class CallGatherer:
             self._end_call(gathered)
             raise
 
-    async def aclose(self) -> None:
-        """End the calls that wait or run; their callers get `ClientClosed`. Calls that are submitted later get it, too."""
+    async def aclose(self, *, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """End the calls that wait or run, within `timeout_s` seconds; their callers get `ClientClosed`. Calls that are submitted later get it, too."""
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -176,7 +176,7 @@ class CallGatherer:
                 self._end_call(gathered)
         tasks = {*self._cancellations, *self._requests}
         if tasks:
-            await asyncio.wait(tasks, timeout=CLOSE_TIMEOUT_S)
+            await asyncio.wait(tasks, timeout=timeout_s)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
