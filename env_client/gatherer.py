@@ -39,8 +39,7 @@ MAX_REQUEST_BYTES = 4 << 20
 #: The output that all calls of one request may ask for, in bytes. The service allows 256 MiB unless it is set otherwise.
 MAX_REQUEST_OUTPUT_BYTES = 128 << 20
 #: Calls with longer arguments, in bytes of JSON, or deeper ones have a request of their own: if the service refuses it, no other call is affected.
-MAX_SHARED_CALL_BYTES = 64 << 10
-MAX_SHARED_CALL_DEPTH = 8
+MAX_SHARED_CALL_BYTES, MAX_SHARED_CALL_DEPTH = 64 << 10, 8
 #: The contract's default `output_limit_bytes`.
 DEFAULT_OUTPUT_LIMIT_BYTES = 50_000
 #: How long `aclose` waits until the service has ended the calls that still run, in seconds.
@@ -87,7 +86,7 @@ class _GatheredCall:
 class CallGatherer:
     """Sends the tool calls of concurrent trajectories in common requests.
 
-    While no call is in flight, a call is sent at once. Otherwise it waits until the calls in flight are answered, for `window_ms`, or until
+    A call is sent at once if the calls that were sent last are answered, or were sent more than `window_ms` ago. Otherwise it waits for that, or until
     `max_batch_size` calls wait, whichever comes first. Calls of one lease that are submitted at the same time run side by side, in requests of their
     own: await the first one where the order matters.
 
@@ -113,16 +112,14 @@ class CallGatherer:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: dict[_GatheredCall, None] = {}  # in the order of submission
         self._in_flight: set[_GatheredCall] = set()
+        self._last_sent: set[_GatheredCall] = set()  # those of the calls that were sent last that are not answered
+        self._last_sent_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._requests: set[asyncio.Task[None]] = set()
         self._cancellations: set[asyncio.Task[None]] = set()
         self._closed = False
-        self._statistics = GathererStatistics()
-
-    @property
-    def statistics(self) -> GathererStatistics:
-        """What the gatherer has done so far."""
-        return self._statistics
+        #: What the gatherer has done so far.
+        self.statistics = GathererStatistics()
 
     async def execute(self, call: Call, *, tool_from_program: bool = False) -> ExecutionResult:
         """Run one call and return its result. If the caller is cancelled, the call is ended at the service, and other calls are not affected.
@@ -155,10 +152,11 @@ class CallGatherer:
         )
         self._count(call_count=1)
         self._waiting[gathered] = None
-        if not self._in_flight or len(self._waiting) >= self._max_batch_size or self._window_s == 0:
+        wait_s = self._last_sent_s + self._window_s - loop.time() if self._last_sent else 0.0
+        if wait_s <= 0 or len(self._waiting) >= self._max_batch_size:
             self._send_waiting()
         elif self._timer is None:
-            self._timer = loop.call_later(self._window_s, self._send_waiting)
+            self._timer = loop.call_later(wait_s, self._send_waiting)
         try:
             return await gathered.future
         except asyncio.CancelledError:
@@ -188,8 +186,8 @@ class CallGatherer:
         await self.aclose()
 
     def _count(self, **increments: float) -> None:
-        sums = {name: getattr(self._statistics, name) + increment for name, increment in increments.items()}
-        self._statistics = dataclasses.replace(self._statistics, **sums)
+        sums = {name: getattr(self.statistics, name) + increment for name, increment in increments.items()}
+        self.statistics = dataclasses.replace(self.statistics, **sums)
 
     def _check_usable(self) -> asyncio.AbstractEventLoop:
         loop = asyncio.get_running_loop()
@@ -210,7 +208,8 @@ class CallGatherer:
             return
         waiting = list(self._waiting)
         self._waiting.clear()
-        waited_s = len(waiting) * self._loop.time() - sum(gathered.submitted_s for gathered in waiting)
+        self._last_sent, self._last_sent_s = set(waiting), self._loop.time()
+        waited_s = len(waiting) * self._last_sent_s - sum(gathered.submitted_s for gathered in waiting)
         self._count(sent_count=len(waiting), waited_s=waited_s)
         for request in split_into_requests(waiting, self._max_batch_size):
             self._in_flight.update(request)
@@ -274,8 +273,9 @@ class CallGatherer:
             return
         gathered.answered = True
         self._in_flight.discard(gathered)
+        self._last_sent.discard(gathered)
         self._count(answered_count=1)
-        if not self._in_flight and not self._closed:
+        if not self._last_sent and not self._closed:
             self._send_waiting()
 
     def _end_call(self, gathered: _GatheredCall) -> None:

@@ -112,6 +112,21 @@ async def test_a_call_waits_no_longer_than_the_window() -> None:
         assert await finish(*tasks) == ["a", "b"]
 
 
+async def test_a_call_does_not_wait_for_calls_that_were_sent_long_ago() -> None:
+    held = HeldService()
+    async with CallGatherer(client(held), window_ms=20) as gatherer:
+        tasks = start(gatherer, "slow")
+        await held.wait_for_batches(1)
+        await asyncio.sleep(0.03)
+        tasks += start(gatherer, "quick")
+        await asyncio.sleep(0)
+        assert gatherer.statistics.sent_count == 2
+        await held.wait_for_batches(2)
+        for event in held.answered:
+            event.set()
+        assert await finish(*tasks) == ["slow", "quick"]
+
+
 async def test_a_full_batch_goes_at_once() -> None:
     held = HeldService()
     async with CallGatherer(client(held), window_ms=60_000, max_batch_size=3) as gatherer:
