@@ -264,8 +264,8 @@ class CallGatherer:
     def _fail_calls(self, calls: Iterable[_GatheredCall], error: BaseException) -> None:
         for gathered in calls:
             if not gathered.answered and not gathered.future.done():
-                # Each caller gets an error of its own, because callers add notes and tracebacks to it.
-                gathered.future.set_exception(copy.copy(error))
+                # Each caller gets an error of its own, because callers add notes to it.
+                gathered.future.set_exception(copy.copy(error) if isinstance(error, SandboxError) else error)
             self._record_answer(gathered)
 
     def _record_answer(self, gathered: _GatheredCall) -> None:
