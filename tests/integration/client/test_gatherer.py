@@ -47,6 +47,18 @@ async def test_hundreds_of_calls_of_many_trajectories(client: AsyncSandboxClient
     assert gatherer.statistics.request_count < gatherer.statistics.call_count / 2
 
 
+async def test_a_quick_call_does_not_wait_for_a_slow_one_of_its_request(client: AsyncSandboxClient) -> None:
+    async with client.gang(3, wait_s=60) as (first, slow, quick), CallGatherer(client, window_ms=60_000) as gatherer:
+        begun = asyncio.ensure_future(gatherer.execute(first.call("bash", {"command": "true"})))
+        waiting = asyncio.ensure_future(gatherer.execute(slow.call("bash", {"command": WAITS})))
+        await asyncio.sleep(0)  # the first call is sent, and the second one waits for its answer
+        result = await gatherer.execute(quick.call("bash", {"command": "echo quick"}))
+        assert (result.output, gatherer.statistics.request_count, waiting.done()) == ("quick\n", 2, False)
+        await slow.bash("touch go")
+        assert (await waiting).success
+        assert (await begun).success
+
+
 async def test_cancelled_trajectories_end_their_calls_and_no_others(client: AsyncSandboxClient) -> None:
     async with client.gang(8, wait_s=60) as leases, CallGatherer(client) as gatherer:
         calls = [lease.call("bash", {"command": WAITS}) for lease in leases]
