@@ -40,8 +40,7 @@ MAX_REQUEST_BYTES = 4 << 20
 MAX_REQUEST_OUTPUT_BYTES = 128 << 20
 #: Calls with longer arguments, in bytes of JSON, or deeper ones have a request of their own: if the service refuses it, no other call is affected.
 MAX_SHARED_CALL_BYTES, MAX_SHARED_CALL_DEPTH = 64 << 10, 8
-#: The contract's default `output_limit_bytes`.
-DEFAULT_OUTPUT_LIMIT_BYTES = 50_000
+DEFAULT_OUTPUT_LIMIT_BYTES = 50_000  # of the contract
 #: How long `aclose` waits until the service has ended the calls that still run, in seconds.
 CLOSE_TIMEOUT_S = 5.0
 #: The first and the longest delay before a cancellation is repeated because its call has not reached the service yet, in seconds.
@@ -209,8 +208,7 @@ class CallGatherer:
         waiting = list(self._waiting)
         self._waiting.clear()
         self._last_sent, self._last_sent_s = set(waiting), self._loop.time()
-        waited_s = len(waiting) * self._last_sent_s - sum(gathered.submitted_s for gathered in waiting)
-        self._count(sent_count=len(waiting), waited_s=waited_s)
+        self._count(sent_count=len(waiting), waited_s=sum(self._last_sent_s - gathered.submitted_s for gathered in waiting))
         for request in split_into_requests(waiting, self._max_batch_size):
             self._in_flight.update(request)
             task = self._loop.create_task(self._send_request(request))
@@ -231,9 +229,11 @@ class CallGatherer:
         except SandboxError as error:
             for gathered in calls:
                 self._answer_call(gathered, service_failure_result(gathered.call, error))
-        except BaseException as error:
-            self._fail_calls(calls, _closed_error() if isinstance(error, asyncio.CancelledError) else error)  # only `aclose` cancels requests
+        except asyncio.CancelledError:  # by `aclose`
+            self._fail_calls(calls, _closed_error())
             raise
+        except Exception as error:  # a mistake in the client: no caller may wait for ever
+            self._fail_calls(calls, error)
 
     async def _stream_results(self, calls: list[_GatheredCall]) -> None:
         async for index, result in self._client.exec_stream([gathered.call for gathered in calls]):
