@@ -48,8 +48,10 @@ if TYPE_CHECKING:
         TransportError,
         Unauthorized,
     )
+    from env_client.gatherer import CallGatherer, GathererStatistics
     from env_client.leases import AsyncLease, Lease
     from env_client.retry import RetryPolicy
+    from env_client.tools import SlotTools, available_tools, render_tool_reply, tool_schemas
     from env_client.values import (
         Acquired,
         AcquireOptions,
@@ -84,6 +86,7 @@ __all__ = [
     "BadAnswer",
     "Call",
     "CallConflict",
+    "CallGatherer",
     "CallNotFound",
     "CallOptions",
     "CallStatus",
@@ -101,6 +104,7 @@ __all__ = [
     "FileError",
     "FileNotFound",
     "Forbidden",
+    "GathererStatistics",
     "InternalError",
     "InvalidRequest",
     "Lease",
@@ -136,18 +140,22 @@ __all__ = [
     "ServiceNotFound",
     "Slot",
     "SlotCheck",
+    "SlotTools",
     "StorageUnavailable",
     "TimedOut",
     "TransportError",
     "Unauthorized",
     "VerifyReport",
     "__version__",
+    "available_tools",
     "embedded",
     "find_service",
+    "render_tool_reply",
+    "tool_schemas",
 ]
 
 #: The modules that define the public names.
-_MODULES = ("backend", "client", "discovery", "embedded_service", "errors", "leases", "retry", "values")
+_MODULES = ("backend", "client", "discovery", "embedded_service", "errors", "gatherer", "leases", "retry", "tools", "values")
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,1 @@
+"""HTTP: parse a request, call one method, render the response."""

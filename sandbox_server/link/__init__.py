@@ -1,4 +1,4 @@
-"""How the service talks to one agent: a connection, and a typed client over it. Lifecycle is the backends'."""
+"""How the service talks to one agent: a connection, and a typed client over it. Creating and destroying sandboxes is the task of `backends`."""
 
 from sandbox_server.link.agent_client import AgentClient
 from sandbox_server.link.agent_link import AgentLink

@@ -1,0 +1,1 @@
+"""Which lease has which slot, and which sandboxes a pool has."""

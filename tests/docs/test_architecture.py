@@ -8,13 +8,14 @@ from tests.support.users import ROOT
 
 PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 CODE = "\n".join([*re.findall(r"```mermaid\n(.*?)```", PAGE, re.DOTALL), *re.findall(r"`([^`\n]+)`", PAGE)])
+PACKAGES = ("sandbox_server", "env_client", "environments")
 PATHS = sorted(set(re.findall(r"(?<![\w/.])(?:[a-z_]+/)*(?:[a-z_]+\.(?:py|md|toml)|(?<=/))(?![\w/])", CODE)) - {""})
 WORDS = sorted(set(re.findall(r"(?<![\w/.])[a-z]+(?:_[a-z]+)+(?![\w/.])", CODE)))
 
 
 def find(path: str) -> bool:
-    """Return whether there is such a file or folder, seen from the repository or from any folder of the two packages."""
-    return (ROOT / path).exists() or any(any(ROOT.glob(f"{package}/**/{path}")) for package in ("sandbox_server", "env_client"))
+    """Return whether there is such a file or folder, seen from the repository or from any folder of a package."""
+    return (ROOT / path).exists() or any(any(ROOT.glob(f"{package}/**/{path}")) for package in PACKAGES)
 
 
 def test_every_path_exists() -> None:
@@ -23,7 +24,7 @@ def test_every_path_exists() -> None:
 
 
 def test_every_identifier_exists() -> None:
-    sources = "\n".join(path.read_text(encoding="utf-8") for folder in ("sandbox_server", "env_client") for path in ROOT.glob(f"{folder}/**/*.py"))
+    sources = "\n".join(path.read_text(encoding="utf-8") for folder in (*PACKAGES, "tests") for path in ROOT.glob(f"{folder}/**/*.py"))
     folders = {path.name for path in ROOT.iterdir()}
 
     assert len(WORDS) > 5

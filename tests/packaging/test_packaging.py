@@ -59,8 +59,8 @@ def test_the_extra_all_is_all_the_others() -> None:
     assert sorted(everything.partition("[")[2].rstrip("]").split(",")) == sorted(set(extras) - {"all"})
 
 
-def test_the_wheel_holds_every_file_of_both_packages(wheel: Path) -> None:
-    ours = {str(path.relative_to(ROOT)) for name in ("sandbox_server", "env_client") for path in (ROOT / name).rglob("*") if path.is_file()}
+def test_the_wheel_holds_every_file_of_the_packages(wheel: Path) -> None:
+    ours = {str(path.relative_to(ROOT)) for name in ("sandbox_server", "env_client", "environments") for path in (ROOT / name).rglob("*") if path.is_file()}
     ours = {name for name in ours if "__pycache__" not in name}
 
     with zipfile.ZipFile(wheel) as archive:

@@ -1,1 +1,1 @@
-"""The sandboxes of a pool: the plan, the supervisors, the creation budget."""
+"""The sandboxes of a pool: which there should be, and what follows from what was observed. The tasks in `supervision` carry it out."""

@@ -23,7 +23,7 @@ IN_PLACE = frozenset(
         "default_timeout_s", "max_timeout_s", "on_shutdown", "delete_after_idle_s", "shared",
     }
 )  # fmt: skip
-_MADE_OF = tuple(field.name for field in fields(PoolSpec) if field.name not in IN_PLACE)
+_NEEDS_NEW_SANDBOXES = tuple(field.name for field in fields(PoolSpec) if field.name not in IN_PLACE)
 
 
 def is_outdated(made_with: PoolSpec, spec: PoolSpec) -> bool:
@@ -33,7 +33,7 @@ def is_outdated(made_with: PoolSpec, spec: PoolSpec) -> bool:
         made_with: the spec of the sandbox.
         spec: the spec of the pool.
     """
-    return any(getattr(made_with, name) != getattr(spec, name) for name in _MADE_OF)
+    return any(getattr(made_with, name) != getattr(spec, name) for name in _NEEDS_NEW_SANDBOXES)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,7 +138,7 @@ def plan(snapshot: Snapshot, now: float) -> list[Action]:
         actions.extend(Drain(s.sandbox_id, f"more than max_sandboxes of {snapshot.spec.max_sandboxes}") for s in staying[:too_many])
         del staying[:too_many]
     if not snapshot.closing:
-        lacking = _lacking(snapshot, staying)
+        lacking = _missing_sandbox_count(snapshot, staying)
         if lacking > 0 and now >= snapshot.retry_at:
             actions.extend(Create() for _ in range(min(lacking, snapshot.spec.max_sandboxes - len(snapshot.sandboxes))))
         elif lacking < 0:
@@ -205,7 +205,7 @@ def _lease_s(sandbox: SandboxSnapshot, spec: PoolSpec) -> float:
     return min(sandbox.max_lease_s, spec.max_lease_s)
 
 
-def _lacking(snapshot: Snapshot, staying: Sequence[SandboxSnapshot]) -> int:
+def _missing_sandbox_count(snapshot: Snapshot, staying: Sequence[SandboxSnapshot]) -> int:
     """How many sandboxes are missing. A negative number: how many there are above the minimum while no acquire waits."""
     spec = snapshot.spec
     wanted = snapshot.slots_wanted + spec.warm_slots

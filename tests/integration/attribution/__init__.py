@@ -4,7 +4,7 @@
 |---|---|---|
 | `exit` | 0, n, 128+n, an own 137, a kill inside that the command survives | `test_commands` |
 | `timeout`, `no_output_timeout` | deaf to SIGTERM, forked twice; an agent or a whole sandbox that stood still meanwhile | `test_commands`, `test_infra` |
-| `oom` | in a child, in the shell itself, of the init (`test_masking`); in company it is nobody's | `test_commands`; also `agent/test_evidence` |
+| `oom` | in a child, in the shell itself, of the init (`test_masking`); `ambiguous` if other slots helped | `test_commands`; also `agent/test_evidence` |
 | `resource_limit` | processes, size of a file; by file tools too | `test_commands` |
 | `invalid_args`, `tool_error`, `not_implemented` | every tool | `test_rows`; also `agent_tools`, `hostile/test_hard_commands` |
 | `cancelled` | by the caller, by a release | `test_rows`; also `contract/test_verbs` |
