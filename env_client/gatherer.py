@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from env_client.backend import MAX_BATCH_SIZE, ExecutionResult, execution_result
+from env_client.backend import MAX_CALLS_OF_REQUEST, ExecutionResult, execution_result
 from env_client.client import AsyncSandboxClient
 from env_client.errors import (
     CallNotFound,
@@ -103,8 +103,8 @@ class CallGatherer:
     def __init__(self, client: AsyncSandboxClient, *, window_ms: float = DEFAULT_WINDOW_MS, max_batch_size: int = DEFAULT_MAX_BATCH_SIZE) -> None:
         if not window_ms >= 0:
             raise ValueError(f"window_ms: must be 0 or more milliseconds, not {window_ms!r}")
-        if not 1 <= max_batch_size <= MAX_BATCH_SIZE:
-            raise ValueError(f"max_batch_size: must be from 1 to {MAX_BATCH_SIZE}, not {max_batch_size!r}")
+        if not 1 <= max_batch_size <= MAX_CALLS_OF_REQUEST:
+            raise ValueError(f"max_batch_size: must be from 1 to {MAX_CALLS_OF_REQUEST}, not {max_batch_size!r}")
         self._client = client
         self._window_s = window_ms / 1000
         self._max_batch_size = max_batch_size
