@@ -13,20 +13,16 @@ from tests.support.service import short_folder
 UNDER_TEST: dict[str, Callable[[Path], BackendUnderTest]] = {
     "fake": lambda folder: FakeUnderTest(),
     "local-unix": lambda folder: LocalUnderTest(folder, "unix"),
-}
-#: The same backends over further transports, for the tests that `over_every_transport` marks.
-OTHER_TRANSPORTS: dict[str, Callable[[Path], BackendUnderTest]] = {
     "local-tls": lambda folder: LocalUnderTest(folder, "tls"),
     "local-stdio": lambda folder: LocalUnderTest(folder, "stdio"),
 }
-over_every_transport = pytest.mark.parametrize("under_test", [*UNDER_TEST, *OTHER_TRANSPORTS], indirect=True)
 
 
 @pytest.fixture(params=UNDER_TEST)
 async def under_test(request: pytest.FixtureRequest) -> AsyncIterator[BackendUnderTest]:
     """A backend without sandboxes. Every test has to leave it without sandboxes, too."""
     with short_folder() as folder:
-        it = {**UNDER_TEST, **OTHER_TRANSPORTS}[request.param](folder)
+        it = UNDER_TEST[request.param](folder)
         yield it
         leftovers = await it.leftovers()
         # Nothing of a failed test keeps running, or harms the next.

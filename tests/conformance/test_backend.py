@@ -12,13 +12,11 @@ import pytest
 from sandbox_server.backends.base import BackendTraits, CreateContext, CreateFailed, ObservedState
 from sandbox_server.core.types import Handle, PoolId
 from sandbox_server.link import LinkLost
-from tests.conformance.conftest import over_every_transport
 from tests.conformance.under_test import TIMEOUT_S, BackendUnderTest, create, endpoint_of, new_sandbox_id
 
 STORM_COUNT = 50
 
 
-@over_every_transport
 async def test_each_checkpoint_names_the_sandbox_and_the_last_one_its_agent(under_test: BackendUnderTest) -> None:
     backend, sandbox_id = under_test.make_backend(), new_sandbox_id()
 
@@ -32,7 +30,6 @@ async def test_each_checkpoint_names_the_sandbox_and_the_last_one_its_agent(unde
     await backend.destroy(handles[-1])
 
 
-@over_every_transport
 async def test_a_checkpoint_can_be_stored_as_json(under_test: BackendUnderTest) -> None:
     backend = under_test.make_bare_backend()
     for handle in await create(backend, under_test.spec()):
@@ -65,7 +62,6 @@ async def test_to_destroy_it_again_does_nothing(under_test: BackendUnderTest) ->
     assert await under_test.leftovers() == []
 
 
-@over_every_transport
 async def test_a_sandbox_is_destroyed_whole_from_every_checkpoint(under_test: BackendUnderTest) -> None:
     """The creation is given up after each checkpoint in turn. What it left is listed, and is gone once that checkpoint was destroyed."""
     backend, steps = under_test.make_bare_backend(), 0
@@ -81,7 +77,6 @@ async def test_a_sandbox_is_destroyed_whole_from_every_checkpoint(under_test: Ba
             break
 
 
-@over_every_transport
 async def test_a_creation_that_is_cancelled_can_be_destroyed(under_test: BackendUnderTest) -> None:
     """A pool is removed while its sandbox is in creation: the task is cancelled wherever it waits."""
     backend = under_test.make_bare_backend()
@@ -106,7 +101,6 @@ async def test_a_creation_that_is_cancelled_can_be_destroyed(under_test: Backend
     assert await backend.list_owned("first") == []
 
 
-@over_every_transport
 async def test_a_sandbox_that_is_killed_from_outside_is_gone_and_can_be_destroyed(under_test: BackendUnderTest) -> None:
     backend = under_test.make_backend()
     killed, other = [(await create(backend, under_test.spec()))[-1] for _ in range(2)]
@@ -169,7 +163,6 @@ async def test_an_impossible_start_is_a_permanent_error_and_leaves_nothing(under
     assert await under_test.leftovers() == []
 
 
-@over_every_transport
 async def test_another_process_of_the_service_finds_what_the_first_one_created(under_test: BackendUnderTest) -> None:
     """Adoption: the first process ends, and the next one knows the sandbox by its record or by `list_owned`."""
     first = under_test.make_backend()
