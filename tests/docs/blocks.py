@@ -31,7 +31,7 @@ from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser
 
 from sandbox_server.__main__ import main as check_settings
 from sandbox_server.settings.environment import EnvironmentModel
-from tests.support.prepared_cli import install_prepared_cli
+from tests.support.prepared.cli import install_prepared_cli
 from tests.support.service import end_sandboxes_left
 from tests.support.users import ROOT
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from env_client import AsyncSandboxClient, Call, Result, SandboxClient, SandboxError
-from tests.support.prepared_cli import prepared_cli
+from tests.support.prepared.cli import prepared_cli
 from tests.support.service import Service, clean_environ
 
 T = TypeVar("T")

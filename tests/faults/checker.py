@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from tests.faults.claims import claims_seen
+from tests.faults.clients.claims import claims_seen
 from tests.faults.history import Event
 
 FULL_DISK_EXIT = 98

@@ -14,15 +14,15 @@ from typing import Any, Final
 import httpx
 
 from tests.faults.checker import Violation, check
-from tests.faults.claims import claims_seen
-from tests.faults.event_follower import follow_events
+from tests.faults.clients.claims import claims_seen
+from tests.faults.clients.event_follower import follow_events
+from tests.faults.clients.trainer import READ_TIMEOUT_S, Tenant, Trainer
+from tests.faults.clients.witness import witness
 from tests.faults.history import Event, History
 from tests.faults.leaks import leaks
 from tests.faults.proxy import Proxy
 from tests.faults.schedule import Fault, schedule
 from tests.faults.service_under_test import ServiceUnderTest, free_port, signal_agent
-from tests.faults.trainer import READ_TIMEOUT_S, Tenant, Trainer
-from tests.faults.witness import witness
 
 POOLS: Final[Mapping[str, Any]] = {
     "default": {

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.faults.checker import FULL_DISK_EXIT, check
-from tests.faults.claims import claims_seen
+from tests.faults.clients.claims import claims_seen
 from tests.faults.history import Event, History, about
 
 TTL_S = 20.0

@@ -20,8 +20,8 @@ import httpx
 import yaml
 
 from sandbox_server.agent.kernel.trash import delete_tree
-from tests.support.prepared_process import PreparedCommand
-from tests.support.prepared_service import prepared_service
+from tests.support.prepared.process import PreparedCommand
+from tests.support.prepared.service import prepared_service
 from tests.support.users import ME, Runner
 
 TRANSPORT_VARIABLE = "SANDBOX_LOCAL_TRANSPORT"

@@ -8,7 +8,7 @@
 | `resource_limit` | processes, size of a file; by file tools too | `test_commands` |
 | `invalid_args`, `tool_error`, `not_implemented` | every tool | `test_rows`; also `agent_tools`, `hostile/test_hard_commands` |
 | `cancelled` | by the caller, by a release | `test_rows`; also `contract/test_verbs` |
-| `lease_lost`, `call_conflict` | unknown, released, expired; other arguments | `test_rows`; also `contract/test_verbs`, `contract/test_tenants` |
+| `lease_lost`, `call_conflict` | unknown, released, expired; other arguments | `test_rows`; also `contract/test_verbs`, `contract/tenants/test_tenants` |
 | `sandbox_lost`, infra | agent killed, told to end, killed with all it runs; init killed; service away meanwhile | `test_infra` |
 | `sandbox_lost`, policy | own work, for that lease alone | `test_masking` |
 | `backend_error` | could not be started, unproven: `test_masking`; agent out of reach | `test_masking`; also `unit/dispatch` |

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.support.prepared_cli import prepared_cli
-from tests.support.prepared_process import PreparedCommand
+from tests.support.prepared.cli import prepared_cli
+from tests.support.prepared.process import PreparedCommand
 from tests.support.service import clean_environ
 
 PROGRAM = (sys.executable, "-m", "env_client.cli")

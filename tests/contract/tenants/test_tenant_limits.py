@@ -19,7 +19,7 @@ from env_client.retry import TRANSIENT_LIMITS
 from sandbox_server.api.limits import LIMITS
 from sandbox_server.api.tenants import Tenant
 from sandbox_server.settings.file import TenantModel
-from tests.contract.test_hang_ups import Caller
+from tests.contract.connections.test_hang_ups import Caller
 from tests.contract.test_recorded import events
 from tests.support.harness import ALICE, BOB, Harness, bash, bearer, harness_on_a_port
 

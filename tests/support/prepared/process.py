@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 MAX_REQUEST_BYTES = 1 << 18
 MAX_DESCRIPTORS = 8
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from sandbox_server.api.tenants import Tenant
-from tests.contract import test_pools_of_tenants
 from tests.contract.contract import BUILT, named
+from tests.contract.tenants import test_pools_of_tenants
 from tests.contract.test_events import until
 from tests.contract.test_recorded import events
 from tests.support.harness import ALICE, BOB, POOL, Harness, bash, bearer, lifespan, make_application, make_settings, open_harness

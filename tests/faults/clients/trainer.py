@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 
 from tests.faults.checker import NOT_FINAL
-from tests.faults.commands import Command
+from tests.faults.clients.commands import Command
 from tests.faults.history import History
 
 PASSING = frozenset({"storage_unavailable", "backend_unavailable", "draining", "quota_exceeded"})

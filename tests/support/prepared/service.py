@@ -1,4 +1,4 @@
-"""The service as a prepared program; see `prepared_process`."""
+"""The service as a prepared program; see `process`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import sys
 from typing import NoReturn
 
-from tests.support.prepared_process import PreparedProcess, serve_requests
+from tests.support.prepared.process import PreparedProcess, serve_requests
 
 # The service, and what it imports when it is first used.
 PRELOADED = (

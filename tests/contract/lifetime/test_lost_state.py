@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from tests.contract.test_end import acquire, uvicorn_on
+from tests.contract.lifetime.test_end import acquire, uvicorn_on
 
 NOTICED_WITHIN_S = 15.0
 """It looks every second; the machine may be loaded."""

@@ -1,4 +1,4 @@
-"""The command line `sandbox` as a prepared program, for tests and for shells; see `prepared_process`."""
+"""The command line `sandbox` as a prepared program, for tests and for shells; see `process`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from tests.support.prepared_process import PreparedProcess, serve_requests
+from tests.support.prepared.process import PreparedProcess, serve_requests
 
 # The command line, and what its libraries import when they are first used.
 PRELOADED = ("env_client.cli.app", "anyio", "certifi", "encodings.idna", "h11", "httpcore", "pydantic.type_adapter", "stringprep", "zoneinfo")

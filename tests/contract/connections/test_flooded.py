@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract.test_end import Process, acquire, uvicorn_on
+from tests.contract.lifetime.test_end import Process, acquire, uvicorn_on
 
 DESCRIPTORS = 1024
 IDLE_CONNECTIONS = 3000

@@ -20,7 +20,7 @@ import pytest
 
 from tests.support.service import START_TIMEOUT_S, clean_environ
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 ENDS_WITHIN_S = 10.0
 
 
