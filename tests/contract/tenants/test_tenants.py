@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from sandbox_server.api.service import Service
 from sandbox_server.api.tenants import Tenant
+from sandbox_server.settings import Settings
 from tests.contract.contract import BUILT, named
 from tests.contract.tenants import test_pools_of_tenants
 from tests.contract.test_events import until
@@ -47,19 +51,24 @@ async def test_without_tokens_the_service_makes_one_and_never_prints_it(tmp_path
     assert token not in told.out + told.err
 
 
-async def test_a_hang_up_signal_reads_the_tenants_again(tmp_path: Path) -> None:
-    settings = make_settings(tmp_path / "state")
-    told = [settings, replace(settings, tenants=(Tenant(name="carol", token="carols-token"),))]
-    application, _ = make_application(settings)
-    application._load = lambda: told.pop(0)
-
+@asynccontextmanager
+async def service_with_reloaded_settings(first: Settings, second: Settings) -> AsyncIterator[Service]:
+    """Start a service with some settings, and have it read others after a hang-up signal."""
+    unread = [first, second]
+    application, _ = make_application(first)
+    application._load = lambda: unread.pop(0)
     async with lifespan(application):
         service = application._edge.service
         assert service is not None
         os.kill(os.getpid(), signal.SIGHUP)
-        while told:
+        while unread:
             await asyncio.sleep(0)
+        yield service
 
+
+async def test_a_hang_up_signal_reads_the_tenants_again(tmp_path: Path) -> None:
+    settings = make_settings(tmp_path / "state")
+    async with service_with_reloaded_settings(settings, replace(settings, tenants=(Tenant(name="carol", token="carols-token"),))) as service:
         assert service.tenants.authenticate(b"Bearer carols-token").name == "carol"
         assert {tenant.name for tenant in service.tenants.all} == {"carol"}
 
@@ -89,17 +98,8 @@ async def test_what_may_be_narrowed_is_said_in_json(harness: Harness) -> None:
 
 async def test_a_file_that_names_no_tenants_any_more_locks_nobody_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     settings = make_settings(tmp_path / "state")
-    told = [replace(settings, tenants=(BOB,)), replace(settings, tenants=(), config_path=Path("/etc/pools.yaml"))]
-    application, _ = make_application(settings)
-    application._load = lambda: told.pop(0)
-
-    async with lifespan(application):
-        service = application._edge.service
-        assert service is not None
-        os.kill(os.getpid(), signal.SIGHUP)
-        while told:
-            await asyncio.sleep(0)
-
+    with_tenants, without = replace(settings, tenants=(BOB,)), replace(settings, tenants=(), config_path=Path("/etc/pools.yaml"))
+    async with service_with_reloaded_settings(with_tenants, without) as service:
         assert {tenant.name for tenant in service.tenants.all} == {BOB.name}
     (line,) = [record.message for record in caplog.records if "the tenants were not changed" in record.message]
     assert "/etc/pools.yaml names no tenants any more" in line

@@ -184,11 +184,6 @@ class PreparedProcess:
         """The descriptor on which the prepared process takes requests, for programs that send their own."""
         return self._requests.fileno()
 
-    def end(self) -> None:
-        """End the prepared process."""
-        self._requests.close()
-        self._process.wait()
-
 
 def _wait_until_readable(files: Sequence[Any], timeout_s: float | None) -> list[Any]:
     """Return those of some files that can be read, as soon as there is one; none if that takes too long."""
