@@ -31,7 +31,7 @@ from sandbox_server.agent.server.listeners import Listeners
 from sandbox_server.agent.slots.bundle import write_slot_lib
 from sandbox_server.agent.slots.caches import Caches
 from sandbox_server.agent.slots.runtimes import RuntimePool
-from sandbox_server.agent.slots.slots import Slot
+from sandbox_server.agent.slots.slots import AgentSlot
 from sandbox_server.agent.slots.transitions import SlotTransitions
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ _TRANSITIONS: Mapping[str, Callable[[Stream, SlotTransitions, Mapping[str, Any]]
     "narrow": slot_operations.narrow_slot,
     "verify": slot_operations.verify_slot,
 }
-_CALL_OPERATIONS: Mapping[str, Callable[[Stream, Slot, Mapping[str, Any]], Awaitable[None]]] = {
+_CALL_OPERATIONS: Mapping[str, Callable[[Stream, AgentSlot, Mapping[str, Any]], Awaitable[None]]] = {
     "cancel": lambda stream, slot, meta: call_operations.cancel_call(stream, slot, meta.get("call_id")),
     "call_status": lambda stream, slot, meta: call_operations.send_call_status(stream, slot, meta.get("call_id"), _fetches_outputs(meta)),
     "attach": lambda stream, slot, meta: call_operations.follow_call(stream, slot, meta.get("call_id"), meta.get("offset"), _fetches_outputs(meta)),
@@ -69,7 +69,7 @@ class Agent:
         self.config = config
         self.token = config.token
         self.boot = secrets.token_hex(16)
-        self.slots: dict[str, Slot] = {}
+        self.slots: dict[str, AgentSlot] = {}
         self._transitions: dict[str, SlotTransitions] = {}
         self._watch_streams: list[slot_operations.WatchStream] = []
         self.stopping = asyncio.Event()  # set it to shut the agent down
@@ -152,7 +152,7 @@ class Agent:
 
     async def _start_slots(self, runtimes: RuntimePool) -> None:
         for number in range(self.config.slots):
-            slot = Slot(str(number), runtimes, self._report_slot)
+            slot = AgentSlot(str(number), runtimes, self._report_slot)
             self.slots[slot.slot_id] = slot
             self._transitions[slot.slot_id] = SlotTransitions(slot, runtimes)
             self._report_slot(slot)
@@ -187,7 +187,7 @@ class Agent:
 
     # What the service watches.
 
-    def _report_slot(self, slot: Slot) -> None:
+    def _report_slot(self, slot: AgentSlot) -> None:
         for watch_stream in self._watch_streams:
             watch_stream.report_slot(slot)
 
@@ -277,7 +277,7 @@ class Agent:
         operation = _CALL_OPERATIONS[op]
         return lambda: operation(stream, slot, meta)
 
-    def _find_slot(self, meta: Mapping[str, Any]) -> Slot:
+    def _find_slot(self, meta: Mapping[str, Any]) -> AgentSlot:
         slot_id = meta.get("slot")
         slot = self.slots.get(slot_id) if isinstance(slot_id, str) else None
         if slot is None:

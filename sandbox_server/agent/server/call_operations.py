@@ -10,12 +10,12 @@ from sandbox_server.agent.execution.calls import Call
 from sandbox_server.agent.execution.journal import CallOutcome
 from sandbox_server.agent.execution.output import FinishedOutput, Sink
 from sandbox_server.agent.server.connections import Stream
-from sandbox_server.agent.slots.slots import Slot
+from sandbox_server.agent.slots.slots import AgentSlot
 
 _CHUNK_BYTES = 64 << 10
 
 
-async def cancel_call(stream: Stream, slot: Slot, call_id: Any) -> None:
+async def cancel_call(stream: Stream, slot: AgentSlot, call_id: Any) -> None:
     """End the process tree of a call. The stream that the call came on gets its result."""
     try:
         found = slot.find_call(call_id)
@@ -27,7 +27,7 @@ async def cancel_call(stream: Stream, slot: Slot, call_id: Any) -> None:
     stream.end_stream({"found": True, "state": "running" if isinstance(found, Call) else "done"})
 
 
-async def send_call_status(stream: Stream, slot: Slot, call_id: Any, fetches_outputs: bool) -> None:
+async def send_call_status(stream: Stream, slot: AgentSlot, call_id: Any, fetches_outputs: bool) -> None:
     """Send whether a call runs, or its result.
 
     Raises:
@@ -41,7 +41,7 @@ async def send_call_status(stream: Stream, slot: Slot, call_id: Any, fetches_out
         stream.end_stream({"state": "done"})
 
 
-async def send_result_output(stream: Stream, slot: Slot, call_id: Any) -> None:
+async def send_result_output(stream: Stream, slot: AgentSlot, call_id: Any) -> None:
     """Send the output that the result of a call carries, cut as the call asked for. Standard error, if it is kept apart, follows standard output.
 
     Raises:
@@ -68,7 +68,7 @@ async def send_result_output(stream: Stream, slot: Slot, call_id: Any) -> None:
         on_fetched()
 
 
-async def follow_call(stream: Stream, slot: Slot, call_id: Any, offset: Any, fetches_outputs: bool) -> None:
+async def follow_call(stream: Stream, slot: AgentSlot, call_id: Any, offset: Any, fetches_outputs: bool) -> None:
     """Send the output of a call while it runs, then its result. Standard error, if it is kept apart, follows the complete standard output.
 
     Raises:
@@ -106,7 +106,7 @@ async def _wait_for_output_or_end(call: Call) -> None:
         call.output_watchers.remove(set_changed)
 
 
-async def send_output(stream: Stream, slot: Slot, call_id: Any, offset: Any) -> None:
+async def send_output(stream: Stream, slot: AgentSlot, call_id: Any, offset: Any) -> None:
     """Send the whole output that a call has written so far, as far as it is kept. Standard error, if it is kept apart, follows standard output.
 
     Raises:
@@ -151,7 +151,7 @@ def _parse_offset(value: Any) -> int:
     return value
 
 
-async def wait_until_quiet(stream: Stream, slot: Slot, epoch: Any) -> None:
+async def wait_until_quiet(stream: Stream, slot: AgentSlot, epoch: Any) -> None:
     """End the stream once no call runs in the slot, or once the lease has ended. Calls that begin meanwhile count, jobs do not."""
     while slot.epoch == epoch:
         running = slot.lease.journal.running_calls()

@@ -11,7 +11,7 @@ from sandbox_server.agent.execution.call_spec import parse_call_spec
 from sandbox_server.agent.execution.journal import CallOutcome
 from sandbox_server.agent.execution.output import Spool
 from sandbox_server.agent.server.connections import Stream
-from sandbox_server.agent.slots.slots import BROKEN, READY, Slot
+from sandbox_server.agent.slots.slots import BROKEN, READY, AgentSlot
 
 MAX_CALLS_PER_STREAM = 1000
 
@@ -33,7 +33,7 @@ class CallStream:
         Refused: the epoch is not the slot's, or the slot is not ready.
     """
 
-    def __init__(self, stream: Stream, slot: Slot, epoch: Any, fetches_outputs: bool) -> None:
+    def __init__(self, stream: Stream, slot: AgentSlot, epoch: Any, fetches_outputs: bool) -> None:
         slot.check_admits(epoch)
         self._stream = stream
         self._slot = slot

@@ -17,7 +17,7 @@ from sandbox_server.agent.execution.processes.stdin_pipe import StdinPipe
 from sandbox_server.agent.execution.reply_parser import ReplyParser
 from sandbox_server.agent.inslot.arguments import check_args
 from sandbox_server.agent.server.connections import Stream, StreamHandler
-from sandbox_server.agent.slots.slots import Slot
+from sandbox_server.agent.slots.slots import AgentSlot
 
 FILE_OPERATIONS = {
     "file_get": "route_get",
@@ -56,7 +56,7 @@ class FileOperation:
         stall_s: see above.
     """
 
-    def __init__(self, stream: Stream, slot: Slot, tool: str, args: Mapping[str, Any], stall_s: float) -> None:
+    def __init__(self, stream: Stream, slot: AgentSlot, tool: str, args: Mapping[str, Any], stall_s: float) -> None:
         self._stream = stream
         self._slot = slot
         self._tool = tool
@@ -210,7 +210,7 @@ class FileOperation:
             self._stream.end_stream(meta)
 
 
-def open_file_operation(stream: Stream, slot: Slot, meta: Mapping[str, Any], stall_s: float = STALL_S) -> StreamHandler:
+def open_file_operation(stream: Stream, slot: AgentSlot, meta: Mapping[str, Any], stall_s: float = STALL_S) -> StreamHandler:
     """Begin a file operation.
 
     Args:

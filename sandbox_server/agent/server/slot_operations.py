@@ -8,7 +8,7 @@ from typing import Any, Awaitable, Callable, Mapping
 
 from sandbox_server.agent.errors import Refused
 from sandbox_server.agent.server.connections import Stream
-from sandbox_server.agent.slots.slots import Slot
+from sandbox_server.agent.slots.slots import AgentSlot
 from sandbox_server.agent.slots.transitions import SlotTransitions
 from sandbox_server.agent.slots.verify import start_verification
 
@@ -64,13 +64,13 @@ class WatchStream:
         on_closed: called with this object once the stream is over.
     """
 
-    def __init__(self, stream: Stream, slots: Mapping[str, Slot], on_closed: Callable[[WatchStream], None]) -> None:
+    def __init__(self, stream: Stream, slots: Mapping[str, AgentSlot], on_closed: Callable[[WatchStream], None]) -> None:
         self._stream = stream
         self._on_closed = on_closed
-        self._changed_slots: dict[str, Slot] = {}
+        self._changed_slots: dict[str, AgentSlot] = {}
         stream.send_item({"slots": [slot.view() for slot in slots.values()]})
 
-    def report_slot(self, slot: Slot) -> None:
+    def report_slot(self, slot: AgentSlot) -> None:
         """Send a slot that has changed. Several changes in one turn of the event loop become one message."""
         if not self._changed_slots:
             asyncio.get_event_loop().call_soon(self._send_changes)

@@ -25,7 +25,7 @@ STARTING, READY, RESETTING, QUARANTINED, BROKEN = "starting", "ready", "resettin
 FIRST_EPOCH = 1
 
 
-class Slot:
+class AgentSlot:
     """One slot.
 
     A request must name the epoch of the current lease. A lower epoch belongs to an earlier lease, a higher one was never announced; both are refused.
@@ -36,7 +36,7 @@ class Slot:
         on_change: called with the slot whenever its state has changed.
     """
 
-    def __init__(self, slot_id: str, runtimes: RuntimePool, on_change: Callable[[Slot], None]) -> None:
+    def __init__(self, slot_id: str, runtimes: RuntimePool, on_change: Callable[[AgentSlot], None]) -> None:
         self.slot_id = slot_id
         self.loop = asyncio.get_event_loop()
         self._runtimes = runtimes

@@ -12,7 +12,7 @@ from sandbox_server.agent.errors import Refused, StartFailed
 from sandbox_server.agent.execution.slot_runtime import CacheFolder, SlotRuntime
 from sandbox_server.agent.isolation.base import find_dirs_problem
 from sandbox_server.agent.slots.runtimes import RuntimePool
-from sandbox_server.agent.slots.slots import BROKEN, QUARANTINED, READY, RESETTING, STARTING, Slot
+from sandbox_server.agent.slots.slots import BROKEN, QUARANTINED, READY, RESETTING, STARTING, AgentSlot
 
 
 class SlotTransitions:
@@ -23,7 +23,7 @@ class SlotTransitions:
         runtimes: starts and ends its runtimes.
     """
 
-    def __init__(self, slot: Slot, runtimes: RuntimePool) -> None:
+    def __init__(self, slot: AgentSlot, runtimes: RuntimePool) -> None:
         self.slot = slot
         self.runtimes = runtimes
         self.exchange_lock = asyncio.Lock()  # held while the runtime is replaced

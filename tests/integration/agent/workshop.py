@@ -21,7 +21,7 @@ from sandbox_server.agent.kernel.uids import UidRange
 from sandbox_server.agent.slots.bundle import write_slot_lib
 from sandbox_server.agent.slots.caches import Caches
 from sandbox_server.agent.slots.runtimes import RuntimePool
-from sandbox_server.agent.slots.slots import Slot
+from sandbox_server.agent.slots.slots import AgentSlot
 from sandbox_server.agent.slots.transitions import SlotTransitions
 
 
@@ -94,7 +94,7 @@ async def workshop(wrap: Callable[[Isolation], Isolation] = _unchanged, trash_ty
     trash = trash_type(str(folder / "trash"), _not_deleted)
     caches = Caches(str(folder / "caches"), config.cache_bytes, config.cache_measure_every_s, trash, uids if os.geteuid() == 0 else None)
     runtimes = RuntimePool(config, isolation, trash, caches)
-    slot = Slot("0", runtimes, lambda _: None)
+    slot = AgentSlot("0", runtimes, lambda _: None)
     await slot.start_slot()
     assert slot.state == "ready", slot.detail
     try:

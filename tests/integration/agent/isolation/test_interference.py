@@ -17,7 +17,7 @@ import pytest
 
 from sandbox_server.agent.errors import Refused
 from sandbox_server.agent.server.file_operations import STALL_S, FileOperation, open_file_operation
-from sandbox_server.agent.slots.slots import Slot
+from sandbox_server.agent.slots.slots import AgentSlot
 from tests.integration.agent.harness import Harness
 from tests.integration.agent.workshop import workshop
 
@@ -99,7 +99,7 @@ class _Wire:
 
 
 @contextlib.asynccontextmanager
-async def _putting(stall_s: float = STALL_S) -> AsyncIterator[tuple[FileOperation, _Wire, Slot, psutil.Process]]:
+async def _putting(stall_s: float = STALL_S) -> AsyncIterator[tuple[FileOperation, _Wire, AgentSlot, psutil.Process]]:
     """An upload to the slot of the workshop that waits for more content, and the init of the slot."""
     async with workshop() as transitions:
         wire = _Wire()
@@ -118,7 +118,7 @@ async def _until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.01)
 
 
-def _workspace(slot: Slot) -> Path:
+def _workspace(slot: AgentSlot) -> Path:
     return Path(slot.current_runtime().dirs.workspace)
 
 
