@@ -16,7 +16,7 @@ class ConfigError(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class SlotLimits:
     """What one slot may use.
 
     Args:
@@ -98,7 +98,7 @@ class AgentConfig:
     allow_none: bool = False
     local: bool = True
     network: bool = True
-    limits: Limits = Limits()
+    limits: SlotLimits = SlotLimits()
     env_vars: Mapping[str, str] = dataclasses.field(default_factory=dict)
     expose: tuple[str, ...] = ()
     workspace_base: str = "/data"
@@ -221,8 +221,8 @@ def _listen(raw: Mapping[str, Any]) -> Listen:
     return Listen(unix, TlsListen(**tls))
 
 
-def _limits(raw: Mapping[str, Any]) -> Limits:
-    known = {field.name for field in dataclasses.fields(Limits)}
+def _limits(raw: Mapping[str, Any]) -> SlotLimits:
+    known = {field.name for field in dataclasses.fields(SlotLimits)}
     for name in sorted(set(raw) - known):
         raise ConfigError("unknown field limits.%s" % name)
     for name, value in raw.items():
@@ -230,4 +230,4 @@ def _limits(raw: Mapping[str, Any]) -> Limits:
             continue
         if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
             raise ConfigError("limits.%s must be a number above 0" % name)
-    return Limits(**raw)
+    return SlotLimits(**raw)

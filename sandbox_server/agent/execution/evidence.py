@@ -10,7 +10,7 @@ import os
 import signal
 from typing import Any, Mapping
 
-from sandbox_server.agent.config import Limits
+from sandbox_server.agent.config import SlotLimits
 from sandbox_server.agent.execution.limit_end import find_limit_end
 from sandbox_server.agent.execution.slot_runtime import SlotRuntime
 from sandbox_server.agent.init import process_table
@@ -75,7 +75,7 @@ def _signal_name(number: int) -> str:
 
 
 def judge_exit(
-    runtime: SlotRuntime, before: dict[str, int], has_concurrent_work: bool, status: int, exit_code: int, max_rss_bytes: int, limits: Limits
+    runtime: SlotRuntime, before: dict[str, int], has_concurrent_work: bool, status: int, exit_code: int, max_rss_bytes: int, limits: SlotLimits
 ) -> tuple[str, str, dict[str, Any]]:
     """Judge the end of a process.
 
@@ -117,7 +117,7 @@ _LIMITED = {"oom": "memory", "processes": "processes"}
 _COUNTED = {"oom": "oom_kills", "processes": "processes_refused", "oom_elsewhere": "oom_kills_below_own_limit"}
 
 
-def _find_unproven_limits(runtime: SlotRuntime, exit_code: int, max_rss_bytes: int, limits: Limits) -> list[str]:
+def _find_unproven_limits(runtime: SlotRuntime, exit_code: int, max_rss_bytes: int, limits: SlotLimits) -> list[str]:
     """The limits that the process seems to have hit although nothing counts that."""
     near = []
     if exit_code == _SHELL_SIGNALLED + signal.SIGXFSZ:
@@ -129,7 +129,7 @@ def _find_unproven_limits(runtime: SlotRuntime, exit_code: int, max_rss_bytes: i
 
 
 def judge_refusal(
-    number: int, where: str, args: Mapping[str, Any], runtime: SlotRuntime, before: dict[str, int], limits: Limits
+    number: int, where: str, args: Mapping[str, Any], runtime: SlotRuntime, before: dict[str, int], limits: SlotLimits
 ) -> tuple[str, str, dict[str, Any]]:
     """Judge why a process could not be started.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Callable, Protocol
 
-from sandbox_server.agent.config import Limits
+from sandbox_server.agent.config import SlotLimits
 from sandbox_server.agent.execution.background_tasks import BackgroundTasks
 from sandbox_server.agent.execution.jobs import Jobs
 from sandbox_server.agent.execution.journal import Journal
@@ -33,7 +33,7 @@ class SlotResources:
     """
 
     slot_id: str
-    limits: Limits
+    limits: SlotLimits
     processor_share: Callable[[], float]
     drains: Drains
     tasks: BackgroundTasks

@@ -14,7 +14,7 @@ from sandbox_server.agent.config import AgentConfig
 from sandbox_server.agent.kernel.leaf_groups import SlotLeaves
 from sandbox_server.agent.kernel.memory_groups import SLOT_PREFIX, MemoryGroups, machine_memory_bytes
 from sandbox_server.agent.kernel.memory_plan import MIB, MemoryPlan
-from sandbox_server.agent.kernel.slot_limits import SlotLimits, write_control_file
+from sandbox_server.agent.kernel.slot_limit_groups import SlotLimitGroups, write_control_file
 
 _AGENT_GROUP_NAME = re.compile(r"sandbox-pool-(\d+)-[0-9a-f]+\Z")
 _V1 = ("memory", "pids", "cpu")
@@ -63,7 +63,7 @@ class SlotGroups:
         join_fds: descriptors through which init joins the groups when it starts.
     """
 
-    def __init__(self, leaves: SlotLeaves | None, limits: SlotLimits | None) -> None:
+    def __init__(self, leaves: SlotLeaves | None, limits: SlotLimitGroups | None) -> None:
         self.leaves = leaves
         self.limits = limits
         self.limits_memory = limits is not None and limits.limits_memory
@@ -219,7 +219,7 @@ class Cgroups:
         limits = self._make_limits(name)  # First, because with cgroup v2 alone the leaves lie in the group that limits the slot.
         return SlotGroups(self._make_leaves(name), limits)
 
-    def _make_limits(self, name: str) -> SlotLimits | None:
+    def _make_limits(self, name: str) -> SlotLimitGroups | None:
         """Create the groups that limit a new slot runtime. Returns None if no hierarchy can be written.
 
         The processor needs no explicit weight: all new groups have the same weight, so slots get equal parts, however many sessions they have.
@@ -228,7 +228,7 @@ class Cgroups:
             return None
         folders = {key: os.path.join(top, SLOT_PREFIX + name) for key, top in self._limit_tops.items()}
         share = self.memory_groups.share_bytes() if self.memory_groups is not None else 0
-        return SlotLimits(folders, self.plan.ceiling_bytes, share, self._processes, self.remove_when_empty)
+        return SlotLimitGroups(folders, self.plan.ceiling_bytes, share, self._processes, self.remove_when_empty)
 
     def _make_leaves(self, name: str) -> SlotLeaves | None:
         """Create the leaves of a new slot runtime. Returns None if the processes of calls must be found by a search of /proc."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Callable
 
-from sandbox_server.agent.kernel.slot_limits import find_number, open_procs, write_control_file
+from sandbox_server.agent.kernel.slot_limit_groups import find_number, open_procs, write_control_file
 
 _READ_BYTES = 65536
 

@@ -19,7 +19,7 @@ import stat
 from typing import Iterator
 
 from sandbox_server.agent.kernel.memory_plan import MemoryPlan, MemoryUsage, full_threshold_bytes
-from sandbox_server.agent.kernel.slot_limits import SOCKETS_USAGE, find_number, limit_sockets, write_control_file
+from sandbox_server.agent.kernel.slot_limit_groups import SOCKETS_USAGE, find_number, limit_sockets, write_control_file
 
 SLOTS_GROUP = "sandbox-pool-slots"
 SLOT_PREFIX = "limits-"

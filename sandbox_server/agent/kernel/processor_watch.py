@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from sandbox_server.agent.kernel.leaf_groups import Leaf
 from sandbox_server.agent.kernel.processor_share import ProcessorAccount, ProcessorTimes
-from sandbox_server.agent.kernel.slot_limits import find_number
+from sandbox_server.agent.kernel.slot_limit_groups import find_number
 
 _FIRST_SAMPLE_AFTER_S = 0.01  # Most commands end earlier and cost no measurement.
 _MIN_PAUSE_S, _MAX_PAUSE_S = 0.1, 1.0

@@ -17,7 +17,7 @@ from sandbox_server.agent.init import process_table
 from sandbox_server.agent.kernel.measuring import MAX_DESCRIPTORS, STAT_BLOCK_BYTES, pause_after_measurement_s
 from sandbox_server.agent.kernel.memory_groups import MemoryGroups
 from sandbox_server.agent.kernel.memory_plan import MIB, MemoryPlan, MemoryUsage, fills_group_alone, find_furthest_above_share, full_threshold_bytes
-from sandbox_server.agent.kernel.slot_limits import find_number
+from sandbox_server.agent.kernel.slot_limit_groups import find_number
 from sandbox_server.agent.limits.memory_guard import CHECK_MEMORY_EVERY_S
 
 log = logging.getLogger(__name__)

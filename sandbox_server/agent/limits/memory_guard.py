@@ -18,7 +18,7 @@ from sandbox_server.agent.execution.limit_end import end_slot_for_limit
 from sandbox_server.agent.execution.slot_runtime import LimitEnd, SlotRuntime
 from sandbox_server.agent.kernel.memory_groups import MemoryGroups, SlotMemoryGroup, mark_slot_ended, was_ended_by_another_agent
 from sandbox_server.agent.kernel.memory_plan import MIB, MemoryUsage, fills_group_alone, find_furthest_above_share, full_threshold_bytes
-from sandbox_server.agent.kernel.slot_limits import write_control_file
+from sandbox_server.agent.kernel.slot_limit_groups import write_control_file
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from sandbox_server.agent.config import Limits
+from sandbox_server.agent.config import SlotLimits
 from sandbox_server.agent.slots.verify import start_verification
 from sandbox_server.link.errors import AgentRefused
 from tests.integration.agent.harness import Harness
@@ -60,7 +60,7 @@ async def test_a_verified_slot_is_clean_and_belongs_to_its_next_holder(bwrap: Ha
 
 
 async def test_leftovers_that_a_slot_may_not_plant_are_reported_as_refused() -> None:
-    async with workshop(limits=Limits(processes=8)) as transitions:
+    async with workshop(limits=SlotLimits(processes=8)) as transitions:
         # Not all that is planted can be found in such a slot, so the first search takes all of this time.
         report = await start_verification(transitions, 2, True, settle_within_s=1.5)
 

@@ -65,7 +65,7 @@ class _Counter:
         return find_number(content, self._key) if self._key else int(content)
 
 
-class SlotLimits:
+class SlotLimitGroups:
     """The control groups that limit one slot, and their counters.
 
     Args:
