@@ -16,7 +16,7 @@ from sandbox_server.core.errors import (
     NotImplementedHere,
     PoolServiceError,
 )
-from sandbox_server.dispatch.slot_location import SlotLocator
+from sandbox_server.dispatch.slot_locator import SlotLocator
 from sandbox_server.link.errors import (
     AgentRefused,
     AgentSilent,

@@ -13,7 +13,7 @@ from sandbox_server.dispatch.call_tracker import CallTracker
 from sandbox_server.dispatch.limits.concurrency import ConcurrencyLimiter
 from sandbox_server.dispatch.result_records import ResultLookup, ResultStore, put_result
 from sandbox_server.dispatch.results import service_result, with_refusal_time
-from sandbox_server.dispatch.slot_location import SlotLocation, SlotLocator
+from sandbox_server.dispatch.slot_locator import SlotLocation, SlotLocator
 from sandbox_server.link.call_messages import ResultMessage
 
 CANCEL_WAIT_S = 15.0

@@ -15,7 +15,7 @@ from sandbox_server.dispatch.call_tracker import CallTracker
 from sandbox_server.dispatch.outputs import ResultOutputs, output_bytes, output_pieces
 from sandbox_server.dispatch.result_records import ResultLookup, ResultStore
 from sandbox_server.dispatch.results import call_reference, lease_error_result
-from sandbox_server.dispatch.slot_location import SlotLocator
+from sandbox_server.dispatch.slot_locator import SlotLocator
 from sandbox_server.link.call_messages import OutputHeader, RunningCall
 from sandbox_server.link.errors import AgentRefused, AgentSilent, LinkLost
 

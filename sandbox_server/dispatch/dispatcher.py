@@ -24,7 +24,7 @@ from sandbox_server.dispatch.result_records import ResultLookup, ResultStore, fi
 from sandbox_server.dispatch.runner.call_queue import QueuedCall
 from sandbox_server.dispatch.runner.call_runner import CallRunner, RunnerContext
 from sandbox_server.dispatch.runner.decisions import CallTimings
-from sandbox_server.dispatch.slot_location import SlotLocation, SlotLocator
+from sandbox_server.dispatch.slot_locator import SlotLocation, SlotLocator
 from sandbox_server.telemetry import Telemetry
 
 

@@ -7,7 +7,7 @@ from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Any
 
 from sandbox_server.dispatch.agent_errors import translated_link_errors
-from sandbox_server.dispatch.slot_location import SlotLocator
+from sandbox_server.dispatch.slot_locator import SlotLocator
 from sandbox_server.link.slot_client import SlotClient
 
 FILES_LOST_LINK_WAIT_S = 10.0

@@ -13,7 +13,7 @@ from sandbox_server.core.errors import BackendUnavailable, StorageUnavailable
 from sandbox_server.core.execution import OutputFile, Reason, Result
 from sandbox_server.dispatch.limits.response_budget import ResponseReservation
 from sandbox_server.dispatch.results import call_reference, service_result
-from sandbox_server.dispatch.slot_location import SlotLocation
+from sandbox_server.dispatch.slot_locator import SlotLocation
 from sandbox_server.link.call_messages import ResultMessage
 from sandbox_server.link.errors import AgentRefused
 from sandbox_server.store.output_files import OutputFiles, WrongSize

@@ -13,7 +13,7 @@ from sandbox_server.core.execution import NOT_RECORDED, Reason, Result, ToolCall
 from sandbox_server.dispatch.call_tracker import CallTracker
 from sandbox_server.dispatch.outputs import ResultOutputs
 from sandbox_server.dispatch.results import agent_result, call_reference, service_result
-from sandbox_server.dispatch.slot_location import SlotLocation
+from sandbox_server.dispatch.slot_locator import SlotLocation
 from sandbox_server.link.call_messages import ResultMessage
 from sandbox_server.store.base import RecordedResult
 from sandbox_server.store.output_files import OutputFiles

@@ -21,7 +21,7 @@ from sandbox_server.pool.fleet.orphans import OrphanCollector
 from sandbox_server.pool.leasing.ended_leases import end_error
 from sandbox_server.pool.leasing.request_keys import RequestKeys
 from sandbox_server.pool.operations.narrow import narrow
-from sandbox_server.pool.operations.slot_location import SlotLocation, locate_slot, wait_for_reconnect_or_loss
+from sandbox_server.pool.operations.slot_lookup import PoolSlotLocation, locate_slot, wait_for_reconnect_or_loss
 from sandbox_server.pool.operations.verify import verify
 from sandbox_server.pool.operations.views import sandbox_view
 from sandbox_server.pool.pool import Pool
@@ -315,7 +315,7 @@ class PoolService(PoolReader):
             pool, lease = self._find_held_lease(tenant, lease_id)
             return await narrow(pool, lease, allow_network, cache)
 
-    def locate_slot(self, tenant: str, lease_id: str) -> SlotLocation:
+    def locate_slot(self, tenant: str, lease_id: str) -> PoolSlotLocation:
         """Find the slot of a held lease, to which its calls and file transfers are sent.
 
         Raises:

@@ -34,7 +34,7 @@ from sandbox_server.dispatch.runner.decisions import (
     is_stream_blocked,
     with_end_times,
 )
-from sandbox_server.dispatch.slot_location import SlotLocation, SlotLocator
+from sandbox_server.dispatch.slot_locator import SlotLocation, SlotLocator
 from sandbox_server.link.call_messages import ResultMessage
 from sandbox_server.link.errors import AgentRefused, AgentShutsDown, AgentSilent, LinkLost, SlotMovedOn
 from sandbox_server.link.slot_client import CallStream

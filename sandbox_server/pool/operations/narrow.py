@@ -12,7 +12,7 @@ from sandbox_server.link.errors import NotSupportedByAgent, RequestInvalid
 from sandbox_server.pool.granting.slot_rights import narrow_slot_of
 from sandbox_server.pool.leasing import rights
 from sandbox_server.pool.leasing.ended_leases import end_error
-from sandbox_server.pool.operations.slot_location import agent_of, wait_for_reconnect_or_loss
+from sandbox_server.pool.operations.slot_lookup import agent_of, wait_for_reconnect_or_loss
 from sandbox_server.pool.pool import Pool
 
 NARROW_WITHIN_S = 30.0

@@ -16,7 +16,7 @@ from sandbox_server.dispatch.dispatcher import Dispatcher
 from sandbox_server.dispatch.runner.decisions import CallTimings
 from sandbox_server.link import AgentClient, AgentLink
 from sandbox_server.link.agent_link import RESPONSE_TIMEOUT_S
-from sandbox_server.pool.operations.slot_location import SlotLocation
+from sandbox_server.pool.operations.slot_lookup import PoolSlotLocation
 from sandbox_server.store.memory import MemoryStore
 from sandbox_server.telemetry import Telemetry
 from sandbox_server.testing import FakeClock, FakeLink
@@ -29,7 +29,7 @@ SPEC = PoolSpec(default_timeout_s=30.0, max_timeout_s=600.0)
 class FakeSlotLocator:
     """A pool that is one table of leases."""
 
-    locations: dict[str, SlotLocation] = field(default_factory=dict)
+    locations: dict[str, PoolSlotLocation] = field(default_factory=dict)
     errors: dict[str, PoolServiceError] = field(default_factory=dict)
     running: dict[str, int] = field(default_factory=dict)
     most_running: int = 0
@@ -37,7 +37,7 @@ class FakeSlotLocator:
     reconnect: AgentLink | None = None
     while_waiting: Callable[[], object] = object
 
-    def locate_slot(self, tenant: str, lease_id: str) -> SlotLocation:
+    def locate_slot(self, tenant: str, lease_id: str) -> PoolSlotLocation:
         if lease_id in self.errors:
             raise self.errors[lease_id]
         if lease_id not in self.locations or self.locations[lease_id].lease.tenant != tenant:
@@ -101,7 +101,7 @@ async def world() -> World:
 async def make_world(agent: ScriptedAgent, timings: CallTimings | None = None, response_timeout_s: float = RESPONSE_TIMEOUT_S) -> World:
     """Leases `a`, `b` and `c` of alice's, on this agent of three slots."""
     client = AgentClient(await FakeLink.to(agent, agent.token), response_timeout_s)
-    locations = {name: SlotLocation(lease=lease(name, str(n)), spec=SPEC, agent=client, slot_id=str(n), epoch=1) for n, name in enumerate("abc")}
+    locations = {name: PoolSlotLocation(lease=lease(name, str(n)), spec=SPEC, agent=client, slot_id=str(n), epoch=1) for n, name in enumerate("abc")}
     slot_locator = FakeSlotLocator(locations)
     store, telemetry, clock = MemoryStore(), Telemetry(), FakeClock()
     dispatcher = Dispatcher(slot_locator, store, clock, telemetry, CallLimits(in_flight=200), timings=timings)

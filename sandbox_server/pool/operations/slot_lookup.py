@@ -13,8 +13,8 @@ from sandbox_server.pool.pool import Pool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SlotLocation:
-    """The slot of a held lease, and the client of its agent."""
+class PoolSlotLocation:
+    """The slot of a held lease, and the client of its agent. It is a `SlotLocation` of the dispatch."""
 
     lease: Lease
     spec: PoolSpec
@@ -44,7 +44,7 @@ def agent_of(pool: Pool, lease: Lease) -> AgentClient:
     return sandbox.agent
 
 
-def locate_slot(pool: Pool, lease: Lease) -> SlotLocation:
+def locate_slot(pool: Pool, lease: Lease) -> PoolSlotLocation:
     """Find the slot of a held lease, to which its calls and file transfers are sent.
 
     Args:
@@ -54,7 +54,7 @@ def locate_slot(pool: Pool, lease: Lease) -> SlotLocation:
     Raises:
         BackendUnavailable: the agent cannot be reached now.
     """
-    return SlotLocation(lease=lease, spec=pool.spec, agent=agent_of(pool, lease), slot_id=lease.slot_id, epoch=lease.epoch)
+    return PoolSlotLocation(lease=lease, spec=pool.spec, agent=agent_of(pool, lease), slot_id=lease.slot_id, epoch=lease.epoch)
 
 
 async def wait_for_reconnect_or_loss(pool: Pool, lease_id: str) -> SandboxLost | None:
