@@ -21,7 +21,6 @@ from sandbox_server.api.tenants import Tenant, Tenants
 from sandbox_server.backends.base import Backend
 from sandbox_server.backends.registry import load_backend
 from sandbox_server.connection_limiter import HEAD_WITHIN_S
-from sandbox_server.connection_limits import limit_connections
 from sandbox_server.core.cleanup import cleanup_on_failure
 from sandbox_server.core.clock import Clock, SystemClock
 from sandbox_server.core.errors import InvalidRequest, NotImplementedHere, StorageUnavailable
@@ -50,6 +49,7 @@ from sandbox_server.store.memory import MemoryStore
 from sandbox_server.store.output_files import OutputFiles
 from sandbox_server.store.sqlite.store import OUTPUT_FOLDER, SqliteStore, StoreUnusable
 from sandbox_server.telemetry import Telemetry, configure_logging
+from sandbox_server.uvicorn_connections import limit_connections
 
 log = logging.getLogger(__name__)
 
