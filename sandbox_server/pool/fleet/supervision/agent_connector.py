@@ -19,7 +19,7 @@ CONNECT_S = 2.0
 RECONNECT_INTERVAL_S = 0.1
 
 
-class SandboxLostError(Exception):
+class UnexpectedSandboxEnd(Exception):
     """A sandbox has ended without being asked to. The message says how."""
 
 
@@ -76,7 +76,7 @@ class AgentConnector:
             reason: how the link was lost.
 
         Raises:
-            SandboxLostError: the backend reports that the sandbox is gone, another agent answers in its place, or the agent was not reachable for
+            UnexpectedSandboxEnd: the backend reports that the sandbox is gone, another agent answers in its place, or the agent was not reachable for
                 the backend's `lost_after_s` although the backend reports that it runs.
             CreateFailed: the agent can no longer give the pool what its spec asks for.
             AgentProtocolError: what answers is no agent, or the agent of another sandbox.
@@ -91,14 +91,14 @@ class AgentConnector:
                 except LinkLost as error:
                     observation = await question.next_answer()
                     if observation is not None and observation.state is ObservedState.GONE:
-                        raise SandboxLostError(f"its agent has ended ({reason})") from error
+                        raise UnexpectedSandboxEnd(f"its agent has ended ({reason})") from error
                     if deadline.has_passed(observation, clock.monotonic()):
-                        raise SandboxLostError(f"its agent could not be reached for {deadline.lost_after_s:g} s: {error}") from error
+                        raise UnexpectedSandboxEnd(f"its agent could not be reached for {deadline.lost_after_s:g} s: {error}") from error
                 else:
                     if report.boot == self._sandbox.boot:
                         return agent, report
                     await agent.close()
-                    raise SandboxLostError("another agent answers in its place: its own has ended")
+                    raise UnexpectedSandboxEnd("another agent answers in its place: its own has ended")
         finally:
             question.cancel()
 

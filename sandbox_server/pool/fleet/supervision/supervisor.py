@@ -29,7 +29,7 @@ from sandbox_server.pool.fleet.observed import (
     SlotsObserved,
 )
 from sandbox_server.pool.fleet.sandbox import Cache, Sandbox
-from sandbox_server.pool.fleet.supervision.agent_connector import AgentConnector, SandboxLostError
+from sandbox_server.pool.fleet.supervision.agent_connector import AgentConnector, UnexpectedSandboxEnd
 from sandbox_server.pool.fleet.supervision.backend_access import BackendAccess
 from sandbox_server.pool.inbox import InboxWriter
 from sandbox_server.pool.leasing.held_lease import ResetOrder
@@ -98,7 +98,7 @@ class SandboxSupervisor:
                 await self._agent.close()
         error = None if keeping.cancelled() else keeping.exception()
         if self._abort_reason is not None:
-            error = SandboxLostError(self._abort_reason)
+            error = UnexpectedSandboxEnd(self._abort_reason)
         if isinstance(error, Exception):
             self._inbox.put(SandboxFailed(sandbox_id=self._sandbox_id, error=error))
 
@@ -107,7 +107,7 @@ class SandboxSupervisor:
 
         Raises:
             CreateFailed, PoolServiceError: the sandbox could not be created.
-            SandboxLostError: it has ended without being asked to.
+            UnexpectedSandboxEnd: it has ended without being asked to.
         """
         try:
             if self._sandbox.boot is not None and self._handle is not None:
@@ -125,13 +125,13 @@ class SandboxSupervisor:
                 await agent.close()
                 assert self._handle is not None, "a sandbox that was connected to has a handle"
                 agent, report = await self._connector.reconnect(self._handle, reason)
-        except (CreateFailed, SandboxLostError, PoolServiceError):
+        except (CreateFailed, UnexpectedSandboxEnd, PoolServiceError):
             raise
         except AgentProtocolError as error:
-            raise SandboxLostError(f"its agent violated the protocol: {error}") from error
+            raise UnexpectedSandboxEnd(f"its agent violated the protocol: {error}") from error
         except Exception as error:  # a fault in keeping one sandbox must not end the pool
             log.exception("keeping a sandbox failed", extra=self._sandbox.fields)
-            raise SandboxLostError(f"the service could not keep it: {type(error).__name__}: {error}") from error
+            raise UnexpectedSandboxEnd(f"the service could not keep it: {type(error).__name__}: {error}") from error
 
     async def _create(self) -> Handle:
         sandbox = self._sandbox
