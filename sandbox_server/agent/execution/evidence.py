@@ -52,7 +52,7 @@ def judge_lost_init(runtime: SlotRuntime, before: dict[str, int], detail: str) -
     if "oom" in rose:
         proof = {"oom_kills": rose["oom"], "init": detail, "own_work": True}
         return "oom", "the slot's memory limit was reached, and the kernel killed its init for it", {"evidence": proof}
-    known: dict[str, Any] = {"own_work": True} if runtime.link.self_inflicted else {}
+    known: dict[str, Any] = {"own_work": True} if runtime.link.own_work else {}
     if "oom_elsewhere" in rose:
         known["oom_kills_below_own_limit"] = rose["oom_elsewhere"]
     return "sandbox_lost", "the slot has lost its init: %s" % detail, {"evidence": {"init": detail, **known}}

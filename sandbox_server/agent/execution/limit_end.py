@@ -20,7 +20,7 @@ async def end_slot_for_limit(runtime: SlotRuntime, end: LimitEnd) -> None:
     """
     log.warning("all processes of a slot are ended: %s", end.error, extra={"slot_id": runtime.slot_id, "detail": str(dict(end.evidence))})
     runtime.limit_end = end
-    await end_slot(runtime, end.error, self_inflicted=end.self_inflicted)
+    await end_slot(runtime, end.error, own_work=end.own_work)
 
 
 def find_limit_end(runtime: SlotRuntime) -> LimitEnd | None:

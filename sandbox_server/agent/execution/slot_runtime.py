@@ -49,18 +49,18 @@ class LimitEnd:
         reason: the reason with which the calls of the slot end.
         error: what happened, as a sentence.
         evidence: the measurements behind it.
-        self_inflicted: whether the slot alone caused it: it passed a limit of its own, or it would have filled what all slots share even if the other
+        own_work: whether the slot alone caused it: it passed a limit of its own, or it would have filled what all slots share even if the other
             slots had used nothing. If False, the use of other slots was needed as well, so the fault is ambiguous.
     """
 
     reason: str
     error: str
     evidence: Mapping[str, Any]
-    self_inflicted: bool
+    own_work: bool
 
     def metadata(self) -> dict[str, Any]:
         """The metadata of a call that ended because its slot was ended."""
-        return {"evidence": {**self.evidence, "slot_ended": True, **({"own_work": True} if self.self_inflicted else {"ambiguous": True})}}
+        return {"evidence": {**self.evidence, "slot_ended": True, **({"own_work": True} if self.own_work else {"ambiguous": True})}}
 
 
 @dataclasses.dataclass

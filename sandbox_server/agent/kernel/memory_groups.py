@@ -308,13 +308,13 @@ class MemoryGroups:
                 _remove_tree(path) if path == self.own else _remove_group(path)
 
 
-def mark_slot_ended(folder: str, self_inflicted: bool) -> None:
+def mark_slot_ended(folder: str, own_work: bool) -> None:
     """Mark the group of a slot of another agent, so that this agent knows that its slot was ended because memory was short.
 
     The mark is the sticky bit of the folder, and also its set-group-ID bit if the slot had filled the memory alone. (A file would need memory.)
     """
     with contextlib.suppress(FileNotFoundError):
-        os.chmod(folder, stat.S_IMODE(os.stat(folder).st_mode) | stat.S_ISVTX | (stat.S_ISGID if self_inflicted else 0))
+        os.chmod(folder, stat.S_IMODE(os.stat(folder).st_mode) | stat.S_ISVTX | (stat.S_ISGID if own_work else 0))
 
 
 def was_ended_by_another_agent(folder: str) -> bool:

@@ -140,8 +140,8 @@ class DiskGuard:
         self._not_before[device] = self._loop.time() + _AGAIN_AFTER_S  # Meanwhile the slot is reset, which deletes its files.
         self._deleted_until = self._loop.time() + _DELETED_WITHIN_S
         others = [(other.size_bytes, other.entries) for slot, other in uses if slot is not chosen]
-        self_inflicted = reserve.is_exceeded_by((use.size_bytes, use.entries), others, space)
-        await end_slot_for_limit(chosen.runtime, LimitEnd("resource_limit", error, evidence, self_inflicted))
+        own_work = reserve.is_exceeded_by((use.size_bytes, use.entries), others, space)
+        await end_slot_for_limit(chosen.runtime, LimitEnd("resource_limit", error, evidence, own_work))
 
     async def _measure(self, device: int | None) -> list[tuple[SlotFolders, DiskUsage]]:
         """Measure the disk usage of the slots, one after another in a thread.
@@ -165,7 +165,7 @@ class DiskGuard:
                 used, limit = use.size_bytes // MIB, slot_bytes // MIB
                 error = "the slot used %d MiB of disk space, and its limit is %d MiB" % (used, limit)
                 evidence = {"used_mb": used, "limit_mb": limit, "entries": use.entries, "measured_by": "accounting"}
-                await end_slot_for_limit(slot.runtime, LimitEnd("resource_limit", error, evidence, self_inflicted=True))
+                await end_slot_for_limit(slot.runtime, LimitEnd("resource_limit", error, evidence, own_work=True))
 
 
 def space_of_path(path: str) -> Space:

@@ -176,7 +176,7 @@ class AccountingGuard:
     def _over_ceiling(self, size: int) -> LimitEnd:
         used, limit = size // MIB, self._plan.ceiling_bytes // MIB
         evidence = {"used_mb": used, "limit_mb": limit, "measured_by": "accounting"}
-        return LimitEnd("oom", "the slot used %d MiB of memory, and its limit is %d MiB" % (used, limit), evidence, self_inflicted=True)
+        return LimitEnd("oom", "the slot used %d MiB of memory, and its limit is %d MiB" % (used, limit), evidence, own_work=True)
 
     def _above_share(self, usage: MemoryUsage, others: Sequence[int], what: str) -> LimitEnd:
         used, share = usage.used_bytes // MIB, usage.share_bytes // MIB

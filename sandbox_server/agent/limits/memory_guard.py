@@ -139,13 +139,13 @@ class MemoryGuard:
         group_bytes = self._groups.used_bytes(folder)
         others = [other.used_bytes for other_slot, other in usages if other_slot is not slot]
         left_bytes = max(0, group_bytes - usage.used_bytes - sum(others))
-        self_inflicted = fills_group_alone(usage.used_bytes, [*others, left_bytes], limit)
+        own_work = fills_group_alone(usage.used_bytes, [*others, left_bytes], limit)
         runtime = self._find_runtime(slot.path)
         if runtime is not None:
             self._record_ended(slot.path, now)
-            await end_slot_for_limit(runtime, self._describe_end(folder, limit, usage, group_bytes, self_inflicted))
+            await end_slot_for_limit(runtime, self._describe_end(folder, limit, usage, group_bytes, own_work))
         elif not slot.is_own:
-            self._end_if_owner_does_not(slot, now, self_inflicted)
+            self._end_if_owner_does_not(slot, now, own_work)
 
     def _is_freeing_memory(self, now: float) -> bool:
         """Return whether the memory of an ended slot is still being freed."""
@@ -166,7 +166,7 @@ class MemoryGuard:
                 return runtime
         return None
 
-    def _describe_end(self, folder: str, limit: int, usage: MemoryUsage, group_bytes: int, self_inflicted: bool) -> LimitEnd:
+    def _describe_end(self, folder: str, limit: int, usage: MemoryUsage, group_bytes: int, own_work: bool) -> LimitEnd:
         whose = "the machine's" if folder == self._groups.machine else "the sandbox's"
         evidence = {
             "used_mb": usage.used_bytes // MIB,
@@ -176,9 +176,9 @@ class MemoryGuard:
             "group_limit_mb": limit // MIB,
         }
         text = "%s memory for slots was full, and this slot exceeded its share by most: it used %d MiB, and its share is %d MiB"
-        return LimitEnd("oom", text % (whose, evidence["used_mb"], evidence["share_mb"]), evidence, self_inflicted)
+        return LimitEnd("oom", text % (whose, evidence["used_mb"], evidence["share_mb"]), evidence, own_work)
 
-    def _end_if_owner_does_not(self, slot: SlotMemoryGroup, now: float, self_inflicted: bool) -> None:
+    def _end_if_owner_does_not(self, slot: SlotMemoryGroup, now: float, own_work: bool) -> None:
         """Give the agent that owns the slot a second to end it, and else end it from here.
 
         The mark on its group then tells the other agent that its calls ended because memory was short.
@@ -187,7 +187,7 @@ class MemoryGuard:
             self._chosen = (slot.path, now)
         elif now - self._chosen[1] > OWNER_WITHIN_S:
             log.warning("ending a slot of another agent because memory is short and that agent does not end it: %s", slot.path)
-            mark_slot_ended(slot.path, self_inflicted)
+            mark_slot_ended(slot.path, own_work)
             self._record_ended(slot.path, now)
             for pid in self._groups.list_processes(slot.path):
                 _kill_member(pid, slot.path, self._groups)

@@ -76,7 +76,7 @@ class InitLink:
         self.closed = False
         self._killed_cpu_s: dict[int, float] = {}  # the processor time of what init has killed and reaped, by spawn id
         self._is_reading = True
-        self.self_inflicted = False  # the slot itself has caused the end of init
+        self.own_work = False  # the slot itself has caused the end of init
         self.on_lost: Callable[[str], None] | None = None  # called when init is lost, before any listener is
         self.on_in_flight_full: Callable[[], None] | None = None  # called when the kernel refuses to send more descriptors
         self._sender = InitSender(loop, sock, self.close_as_lost, self._report_in_flight_full)

@@ -73,15 +73,15 @@ def _command_line(pid: int) -> bytes:
         return b""
 
 
-async def end_slot(runtime: SlotRuntime, detail: str, self_inflicted: bool = True) -> None:
+async def end_slot(runtime: SlotRuntime, detail: str, own_work: bool = True) -> None:
     """End all processes of a slot: because its init does not answer, or because the slot used too much of something that slots share.
 
     Args:
         runtime: the slot runtime.
         detail: why, as a sentence.
-        self_inflicted: whether it is proven that the slot itself caused it. Only processes of the slot can keep its init from answering.
+        own_work: whether it is proven that the slot itself caused it. Only processes of the slot can keep its init from answering.
     """
-    runtime.link.self_inflicted = self_inflicted
+    runtime.link.own_work = own_work
     runtime.link.stop_reading()
     loop = asyncio.get_running_loop()
     has_namespace = runtime.init_pid != runtime.process.pid  # the kernel ends all processes of a pid namespace when its init ends
