@@ -12,7 +12,7 @@ import os
 from typing import Callable, Mapping
 
 from sandbox_server.agent.execution.init_client.descriptors import agent_limit
-from sandbox_server.agent.execution.processes.init_watchdog import end_slot
+from sandbox_server.agent.execution.processes.slot_kill import kill_slot_processes
 from sandbox_server.agent.execution.slot_runtime import SlotRuntime
 from sandbox_server.agent.init import process_table
 
@@ -105,5 +105,5 @@ class InFlightGuard:
                 "all processes of a slot are ended because of its descriptors in flight",
                 extra={"slot_id": slot_id, "detail": "%d descriptors" % counts[slot_id]},
             )
-            await end_slot(runtimes[slot_id], "it has %d descriptors in flight on unix sockets, which left none to others" % counts[slot_id])
+            await kill_slot_processes(runtimes[slot_id], "it has %d descriptors in flight on unix sockets, which left none to others" % counts[slot_id])
         await asyncio.sleep(_PAUSE_S)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from sandbox_server.agent.execution.processes.init_watchdog import end_slot
+from sandbox_server.agent.execution.processes.slot_kill import kill_slot_processes
 from sandbox_server.agent.execution.slot_runtime import LimitEnd, SlotRuntime
 from sandbox_server.agent.kernel.memory_groups import had_filled_group_alone, was_ended_by_another_agent
 
@@ -20,7 +20,7 @@ async def end_slot_for_limit(runtime: SlotRuntime, end: LimitEnd) -> None:
     """
     log.warning("all processes of a slot are ended: %s", end.error, extra={"slot_id": runtime.slot_id, "detail": str(dict(end.evidence))})
     runtime.limit_end = end
-    await end_slot(runtime, end.error, own_work=end.own_work)
+    await kill_slot_processes(runtime, end.error, own_work=end.own_work)
 
 
 def find_limit_end(runtime: SlotRuntime) -> LimitEnd | None:

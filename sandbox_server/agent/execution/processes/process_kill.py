@@ -7,7 +7,8 @@ import os
 import signal
 from typing import Any, Awaitable, Callable, Protocol, Tuple
 
-from sandbox_server.agent.execution.processes.init_watchdog import Unanswered, ask_init, end_slot
+from sandbox_server.agent.execution.processes.init_watchdog import Unanswered, ask_init
+from sandbox_server.agent.execution.processes.slot_kill import kill_slot_processes
 from sandbox_server.agent.execution.slot_runtime import SlotRuntime
 from sandbox_server.agent.kernel.leaf_groups import Leaf
 
@@ -85,7 +86,7 @@ async def end_process_tree(runtime: SlotRuntime, leaf: Leaf | None, spawn_id: in
         tree = await _find_tree(runtime, leaf, spawn_id)
         evidence = await _signal_until_gone(tree)
     except Unanswered as error:
-        await end_slot(runtime, str(error))
+        await kill_slot_processes(runtime, str(error))
         return {"signal": "SIGKILL", "slot_ended": str(error), "own_work": True}, 0.0
     return evidence, runtime.link.release_spawn(spawn_id) if isinstance(tree, _ScannedTree) else 0.0
 
@@ -109,7 +110,7 @@ async def kill_process(runtime: SlotRuntime, spawn_id: int, wait_until_over: Cal
     except Unanswered as error:
         problem = str(error)
     if problem is not None:
-        await end_slot(runtime, problem)
+        await kill_slot_processes(runtime, problem)
 
 
 async def _signal_until_gone(tree: _Tree) -> dict[str, Any]:
