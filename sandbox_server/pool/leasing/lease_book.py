@@ -23,7 +23,7 @@ from sandbox_server.pool.leasing.new_lease import new_lease
 from sandbox_server.pool.leasing.restore import lease_without_slot, restored_lease, slot_from_record
 from sandbox_server.pool.leasing.serving_order import ServingOrder
 from sandbox_server.pool.leasing.serving_rules import CLAIM_AFTER_S, ServingRules
-from sandbox_server.pool.leasing.slot_table import RunKey, Slot, SlotTable
+from sandbox_server.pool.leasing.slot_table import PoolSlot, RunKey, SlotTable
 from sandbox_server.pool.leasing.wait_queue import Waiter, WaitQueue
 from sandbox_server.store.base import Record, SlotRecord
 
@@ -98,11 +98,11 @@ class LeaseBook:
         lost = [slot.lease_id for slot in self.table.remove_sandbox(sandbox_id) if slot.lease_id is not None]
         return [self._end_lease(self.held[lease_id], LeaseState.SANDBOX_LOST, detail) for lease_id in lost]
 
-    def observe_slot(self, ref: SlotRef, epoch: int, workspace: str, isolation: str) -> Slot:
+    def observe_slot(self, ref: SlotRef, epoch: int, workspace: str, isolation: str) -> PoolSlot:
         """Add a slot that an agent reports, or update a known one. A new slot is granted only after `mark_clean`."""
         slot = self.table.get(ref)
         if slot is None:
-            slot = Slot(ref=ref, epoch=epoch, workspace=workspace, isolation=isolation, since=self._clock.monotonic())
+            slot = PoolSlot(ref=ref, epoch=epoch, workspace=workspace, isolation=isolation, since=self._clock.monotonic())
             self.table.add_slot(slot)
         elif slot.state in (SlotState.RESETTING, SlotState.READY) and isolation:
             slot.workspace, slot.isolation = workspace, isolation
@@ -185,7 +185,7 @@ class LeaseBook:
         free = [slot for sandbox_slots in self.table.slots_by_sandbox.values() if not sandbox_slots.is_cordoned for slot in sandbox_slots.ready.values()]
         return [self._start_reset(slot, SlotEvent.RECLAIM, keep=None) for slot in free]
 
-    def _end_lease_of_slot(self, slot: Slot, detail: str, evidence: Mapping[str, Any] = NO_EVIDENCE) -> Lease | None:
+    def _end_lease_of_slot(self, slot: PoolSlot, detail: str, evidence: Mapping[str, Any] = NO_EVIDENCE) -> Lease | None:
         if slot.lease_id is None:
             return None
         lease = self._end_lease(self.held[slot.lease_id], LeaseState.SANDBOX_LOST, detail, evidence)
@@ -257,7 +257,7 @@ class LeaseBook:
             self._lease_slot(kept[index] if index < len(kept) else self.table.next_free(), request, index, now, wall_s) for index in range(request.count)
         )
 
-    def _lease_slot(self, slot: Slot, request: AcquireRequest, index: int, now: float, wall_s: float) -> Lease:
+    def _lease_slot(self, slot: PoolSlot, request: AcquireRequest, index: int, now: float, wall_s: float) -> Lease:
         sandbox_ends_at = self.table.slots_by_sandbox[slot.ref.sandbox_id].ends_at
         lease = new_lease(self._new_lease_id(), self._pool, self.spec, slot, request, index, wall_s, sandbox_life_s=sandbox_ends_at - now)
         slot.lease_id = lease.lease_id
@@ -317,10 +317,10 @@ class LeaseBook:
         self.ended_leases.add_lease(lease, self._clock.monotonic())
         return lease
 
-    def _order_reset(self, slot: Slot, event: SlotEvent, keep: RunKey | None) -> None:
+    def _order_reset(self, slot: PoolSlot, event: SlotEvent, keep: RunKey | None) -> None:
         self.resets.append(self._start_reset(slot, event, keep))
 
-    def _start_reset(self, slot: Slot, event: SlotEvent, keep: RunKey | None) -> ResetOrder:
+    def _start_reset(self, slot: PoolSlot, event: SlotEvent, keep: RunKey | None) -> ResetOrder:
         # The next holder's epoch begins here: from now on the agent refuses requests that the last holder sent.
         slot.epoch += 1
         slot.since = self._clock.monotonic()
@@ -381,7 +381,7 @@ class LeaseBook:
         for lease in held.values():
             self.ended_leases.add_lease(lease_without_slot(lease, wall_s), now)
 
-    def _order_missing_reset(self, slot: Slot) -> None:
+    def _order_missing_reset(self, slot: PoolSlot) -> None:
         if slot.state is SlotState.LEASED and slot.lease_id is None:
             self._order_reset(slot, SlotEvent.RELEASE, keep=None)
         elif slot.state is SlotState.RESETTING and not slot.fresh:

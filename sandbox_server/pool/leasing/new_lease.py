@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 
 from sandbox_server.core.types import AcquireRequest, Lease, LeaseState, PoolId, PoolSpec, SlotState
-from sandbox_server.pool.leasing.slot_table import Slot
+from sandbox_server.pool.leasing.slot_table import PoolSlot
 
 
 def new_lease(
-    lease_id: str, pool: PoolId, spec: PoolSpec, slot: Slot, request: AcquireRequest, index: int, wall_s: float, sandbox_life_s: float = math.inf
+    lease_id: str, pool: PoolId, spec: PoolSpec, slot: PoolSlot, request: AcquireRequest, index: int, wall_s: float, sandbox_life_s: float = math.inf
 ) -> Lease:
     """Return the lease of a slot for an acquire.
 

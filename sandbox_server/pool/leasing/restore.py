@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from sandbox_server.core.types import Lease, LeaseState, SlotState
 from sandbox_server.pool.leasing.held_lease import HeldLease
-from sandbox_server.pool.leasing.slot_table import Slot
+from sandbox_server.pool.leasing.slot_table import PoolSlot
 from sandbox_server.store.base import SlotRecord
 
 #: A restored lease is held for at least this many seconds, so that its client has time to renew it.
@@ -14,9 +14,9 @@ ADOPTED_LEASE_GRACE_S = 60.0
 FIRST_EPOCH = 1
 
 
-def slot_from_record(record: SlotRecord, now: float) -> Slot:
+def slot_from_record(record: SlotRecord, now: float) -> PoolSlot:
     """Return a slot in its recorded state. `now`: monotonic."""
-    return Slot(
+    return PoolSlot(
         ref=record.ref,
         epoch=record.epoch,
         workspace=record.workspace,

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from sandbox_server.core.types import AcquireRequest, SlotState
 from sandbox_server.pool.leasing.claims import Claims
 from sandbox_server.pool.leasing.serving_rules import ServingRules
-from sandbox_server.pool.leasing.slot_table import RunKey, Slot, SlotTable
+from sandbox_server.pool.leasing.slot_table import PoolSlot, RunKey, SlotTable
 from sandbox_server.pool.leasing.wait_queue import Waiter, WaitQueue
 
 #: How long an acquire waits for a slot that is about to be kept for its run, instead of taking another slot, in seconds.
@@ -77,13 +77,13 @@ class ServingOrder:
         # A slot that was kept for this run does not count towards the share of its tenant.
         return not others_wait or request.count <= kept_count or self._lease_count_by_tenant[request.tenant] + request.count <= self._share(request.tenant)
 
-    def kept_for(self, request: AcquireRequest) -> list[Slot]:
+    def kept_for(self, request: AcquireRequest) -> list[PoolSlot]:
         """Return the slots that are kept for the run of an acquire."""
         if request.run_id is None or not self._table.counts[SlotState.KEPT]:
             return []
         return self._table.kept_for((request.tenant, request.run_id))
 
-    def to_reclaim(self, blocked: Collection[Waiter]) -> list[Slot]:
+    def to_reclaim(self, blocked: Collection[Waiter]) -> list[PoolSlot]:
         """Return the kept slots to reclaim: as many as these waiters lack, beyond the slots that are free or about to be free.
 
         Args:

@@ -15,7 +15,7 @@ RunKey = tuple[str, str | None]
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Slot:
+class PoolSlot:
     """One slot. Only `SlotTable.apply_event` changes its state.
 
     Attributes:
@@ -68,8 +68,8 @@ class SandboxSlots:
         is_cordoned: no slot of the sandbox is granted, because it drains or its agent cannot be reached now.
     """
 
-    slots: dict[str, Slot] = field(default_factory=dict)
-    ready: dict[str, Slot] = field(default_factory=dict)
+    slots: dict[str, PoolSlot] = field(default_factory=dict)
+    ready: dict[str, PoolSlot] = field(default_factory=dict)
     counts: Counter[SlotState] = field(default_factory=Counter)
     becoming_free_count: int = 0
     is_cordoned: bool = False
@@ -84,23 +84,23 @@ class SlotTable:
         on_change: is called with each slot after it has changed.
     """
 
-    def __init__(self, on_change: Callable[[Slot], None]) -> None:
+    def __init__(self, on_change: Callable[[PoolSlot], None]) -> None:
         self.slots_by_sandbox: dict[str, SandboxSlots] = {}
         self.counts: Counter[SlotState] = Counter()
         #: how many slots of sandboxes that are not cordoned can be granted, and how many can be once their reset has ended
         self.free_count = 0
         self.becoming_free_count = 0
         self._sandboxes_with_free_slots: dict[str, SandboxSlots] = {}
-        self._kept_by_run: dict[RunKey, dict[SlotRef, Slot]] = {}
-        self._kept_in_order: dict[SlotRef, Slot] = {}
-        self._about_to_be_kept_by_run: dict[RunKey, dict[SlotRef, Slot]] = {}
+        self._kept_by_run: dict[RunKey, dict[SlotRef, PoolSlot]] = {}
+        self._kept_in_order: dict[SlotRef, PoolSlot] = {}
+        self._about_to_be_kept_by_run: dict[RunKey, dict[SlotRef, PoolSlot]] = {}
         self._on_change = on_change
 
     def add_sandbox(self, sandbox_id: str) -> None:
         """Add a sandbox, whose slots are added one by one."""
         self.slots_by_sandbox[sandbox_id] = SandboxSlots()
 
-    def remove_sandbox(self, sandbox_id: str) -> list[Slot]:
+    def remove_sandbox(self, sandbox_id: str) -> list[PoolSlot]:
         """Remove a sandbox and its slots. Returns the slots."""
         self.cordon_sandbox(sandbox_id)
         sandbox_slots = self.slots_by_sandbox.pop(sandbox_id)
@@ -128,19 +128,19 @@ class SlotTable:
             if sandbox_slots.ready:
                 self._sandboxes_with_free_slots[sandbox_id] = sandbox_slots
 
-    def add_slot(self, slot: Slot) -> None:
+    def add_slot(self, slot: PoolSlot) -> None:
         """Add a slot to its sandbox, which must be in the table."""
         sandbox_slots = self.slots_by_sandbox[slot.ref.sandbox_id]
         sandbox_slots.slots[slot.ref.slot_id] = slot
         self._add_to_indexes(slot, sandbox_slots)
         self._on_change(slot)
 
-    def get(self, ref: SlotRef) -> Slot | None:
+    def get(self, ref: SlotRef) -> PoolSlot | None:
         """Return a slot; None if it is not in the table."""
         sandbox_slots = self.slots_by_sandbox.get(ref.sandbox_id)
         return None if sandbox_slots is None else sandbox_slots.slots.get(ref.slot_id)
 
-    def apply_event(self, slot: Slot, event: SlotEvent, keep: RunKey | None = None) -> None:
+    def apply_event(self, slot: PoolSlot, event: SlotEvent, keep: RunKey | None = None) -> None:
         """Change the state of a slot as the transition table says.
 
         Args:
@@ -162,7 +162,7 @@ class SlotTable:
         self._add_to_indexes(slot, sandbox_slots)
         self._on_change(slot)
 
-    def stop_keeping(self, slot: Slot) -> None:
+    def stop_keeping(self, slot: PoolSlot) -> None:
         """Note that the files of a slot that is being reset are not kept after all."""
         if slot.keep is not None:
             self._remove_from_run_index(slot, self._about_to_be_kept_by_run)
@@ -170,7 +170,7 @@ class SlotTable:
             self._change_becoming_free_count(self.slots_by_sandbox[slot.ref.sandbox_id], 1)
         self._on_change(slot)
 
-    def next_free(self) -> Slot:
+    def next_free(self) -> PoolSlot:
         """Return the slot to grant next. There must be a free one.
 
         It is a slot of the sandbox that has had free slots for the longest time, so that the other sandboxes can become idle.
@@ -178,15 +178,15 @@ class SlotTable:
         sandbox_slots = next(iter(self._sandboxes_with_free_slots.values()))
         return next(iter(sandbox_slots.ready.values()))
 
-    def kept_for(self, run: RunKey) -> list[Slot]:
+    def kept_for(self, run: RunKey) -> list[PoolSlot]:
         """Return the slots that are kept for a run, the one that was kept first first, of sandboxes that are not cordoned."""
         return self._of_uncordoned_sandboxes(self._kept_by_run.get(run))
 
-    def about_to_be_kept_for(self, run: RunKey) -> list[Slot]:
+    def about_to_be_kept_for(self, run: RunKey) -> list[PoolSlot]:
         """Return the slots that will be kept for a run once their processes have ended, of sandboxes that are not cordoned."""
         return self._of_uncordoned_sandboxes(self._about_to_be_kept_by_run.get(run))
 
-    def kept(self) -> Iterable[Slot]:
+    def kept(self) -> Iterable[PoolSlot]:
         """Return every kept slot, the one that was kept first first."""
         return self._kept_in_order.values()
 
@@ -194,16 +194,16 @@ class SlotTable:
         """Return how many slots are granted now or can be granted now or later."""
         return self.counts[SlotState.READY] + self.counts[SlotState.LEASED] + self.counts[SlotState.RESETTING] + self.counts[SlotState.KEPT]
 
-    def __iter__(self) -> Iterator[Slot]:
+    def __iter__(self) -> Iterator[PoolSlot]:
         for sandbox_slots in self.slots_by_sandbox.values():
             yield from sandbox_slots.slots.values()
 
-    def _of_uncordoned_sandboxes(self, slots: dict[SlotRef, Slot] | None) -> list[Slot]:
+    def _of_uncordoned_sandboxes(self, slots: dict[SlotRef, PoolSlot] | None) -> list[PoolSlot]:
         if slots is None:
             return []
         return [slot for slot in slots.values() if not self.slots_by_sandbox[slot.ref.sandbox_id].is_cordoned]
 
-    def _add_to_indexes(self, slot: Slot, sandbox_slots: SandboxSlots) -> None:
+    def _add_to_indexes(self, slot: PoolSlot, sandbox_slots: SandboxSlots) -> None:
         self.counts[slot.state] += 1
         sandbox_slots.counts[slot.state] += 1
         if slot.state is SlotState.READY:
@@ -219,7 +219,7 @@ class SlotTable:
         elif slot.state is SlotState.RESETTING:
             self._change_becoming_free_count(sandbox_slots, 1)
 
-    def _remove_from_indexes(self, slot: Slot, sandbox_slots: SandboxSlots) -> None:
+    def _remove_from_indexes(self, slot: PoolSlot, sandbox_slots: SandboxSlots) -> None:
         self.counts[slot.state] -= 1
         sandbox_slots.counts[slot.state] -= 1
         if slot.state is SlotState.READY:
@@ -240,7 +240,7 @@ class SlotTable:
         if not sandbox_slots.is_cordoned:
             self.becoming_free_count += difference
 
-    def _remove_from_run_index(self, slot: Slot, index: dict[RunKey, dict[SlotRef, Slot]]) -> None:
+    def _remove_from_run_index(self, slot: PoolSlot, index: dict[RunKey, dict[SlotRef, PoolSlot]]) -> None:
         self._kept_in_order.pop(slot.ref, None)
         if slot.keep is None or slot.keep not in index:
             return
