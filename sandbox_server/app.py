@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from sandbox_server.api.api import build_api
 from sandbox_server.api.body_budget import BodyBudget
-from sandbox_server.api.service import Service, tenant_of_scope
+from sandbox_server.api.request_context import Service, tenant_of_scope
 from sandbox_server.api.tenants import Tenant, Tenants
 from sandbox_server.backends.base import Backend
 from sandbox_server.backends.registry import load_backend

@@ -14,7 +14,7 @@ from starlette.requests import Request
 
 from sandbox_server.api.body_budget import SMALL_BODY_BYTES, BodyReservation
 from sandbox_server.api.limits import Limits, too_large, too_many
-from sandbox_server.api.service import service_of, tenant_of
+from sandbox_server.api.request_context import service_of, tenant_of
 from sandbox_server.core.cleanup import cleanup_on_failure
 from sandbox_server.core.errors import InvalidRequest
 

@@ -8,8 +8,8 @@ import codecs
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 
+from sandbox_server.api.request_context import Service
 from sandbox_server.api.result_pieces import enclosed
-from sandbox_server.api.service import Service
 from sandbox_server.api.streams import EVENT_END, MISSED_EVENT, event_block
 from sandbox_server.core.errors import BackendUnavailable, CallNotFound, LeaseLost
 from sandbox_server.core.execution import NOT_RECORDED, Result, ToolCall

@@ -16,8 +16,8 @@ from starlette.websockets import WebSocketDisconnect
 
 from sandbox_server.api.body import ClientDisconnected, ClientStalled
 from sandbox_server.api.limits import Limits, too_many
+from sandbox_server.api.request_context import REQUEST_CONTEXT_KEY, SERVICE_KEY, RequestContext, Service
 from sandbox_server.api.response_tracker import HttpResponseTracker, ResponseTracker
-from sandbox_server.api.service import REQUEST_CONTEXT_KEY, SERVICE_KEY, RequestContext, Service
 from sandbox_server.api.tenants import Tenant
 from sandbox_server.api.websocket import WebSocketTracker, authorization_of_subprotocol, bearer_subprotocol
 from sandbox_server.core.errors import Internal, PoolServiceError, Stopping, Unauthorized

@@ -13,7 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 from sandbox_server.api.body import ClientDisconnected, ClientStalled
 from sandbox_server.api.contract.render import dumps
 from sandbox_server.api.limits import too_many_at_once
-from sandbox_server.api.service import Service
+from sandbox_server.api.request_context import Service
 from sandbox_server.core.errors import QuotaExceeded
 
 EVENT_STREAM_TYPE = "text/event-stream"

@@ -14,8 +14,8 @@ from sandbox_server.api.contract.parse import last_event_id, offset_of, query, w
 from sandbox_server.api.contract.render import BYTES_TYPE, JSON_TYPE, json_response, result_document
 from sandbox_server.api.contract.requests import CALL_ID_PATTERN
 from sandbox_server.api.contract.responses import CallAnswer
+from sandbox_server.api.request_context import service_of, tenant_of
 from sandbox_server.api.result_pieces import enclosed, whole_response
-from sandbox_server.api.service import service_of, tenant_of
 from sandbox_server.api.streams import EVENT_STREAM_TYPE, EventStreamResponse, StreamResponse
 from sandbox_server.core.cleanup import cleanup_on_failure
 from sandbox_server.core.errors import CallNotFound

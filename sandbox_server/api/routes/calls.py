@@ -19,8 +19,8 @@ from sandbox_server.api.contract.parse import batch_items, exec_call, last_event
 from sandbox_server.api.contract.render import json_response, result_document
 from sandbox_server.api.contract.requests import CancelBody, ExecBatchBody, ExecBody
 from sandbox_server.api.contract.responses import ExecBatchAnswer, ResultAnswer
+from sandbox_server.api.request_context import service_of, tenant_of
 from sandbox_server.api.result_pieces import result_pieces, result_response, results_response, whole_response
-from sandbox_server.api.service import service_of, tenant_of
 from sandbox_server.api.streams import (
     EVENT_STREAM_TYPE,
     HEARTBEAT_S,

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from sandbox_server.api.contract.describe import LAST_EVENT_ID, TEXT, WITH_TOKEN, RawRoute, describe_route
 from sandbox_server.api.contract.parse import last_event_id, query
-from sandbox_server.api.service import service_of, tenant_of
+from sandbox_server.api.request_context import service_of, tenant_of
 from sandbox_server.api.streams import EVENT_STREAM_TYPE, MISSED_EVENT, EventStreamResponse, event_block
 from sandbox_server.api.tenants import Tenant
 from sandbox_server.pool.events import Event

@@ -15,7 +15,7 @@ from sandbox_server.api.contract.render import BYTES_TYPE, json_response
 from sandbox_server.api.contract.responses import FilesAnswer
 from sandbox_server.api.limits import limit_sentence
 from sandbox_server.api.paging import PAGE_NAMES, PAGE_PARAMETERS, Page, page_document
-from sandbox_server.api.service import service_of, tenant_of
+from sandbox_server.api.request_context import service_of, tenant_of
 from sandbox_server.api.streams import StreamResponse
 from sandbox_server.core.errors import InvalidRequest
 

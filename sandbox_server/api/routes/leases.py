@@ -17,7 +17,7 @@ from sandbox_server.api.contract.requests import AcquireBody, NarrowBody, Releas
 from sandbox_server.api.contract.responses import AcquireAnswer, LeaseAnswer, LeasesAnswer, ReleaseAnswer, RenewAnswer
 from sandbox_server.api.limits import too_many
 from sandbox_server.api.paging import PAGE_NAMES, PAGE_PARAMETERS, Page, next_cursor, page_document
-from sandbox_server.api.service import Service, service_of, tenant_of
+from sandbox_server.api.request_context import Service, service_of, tenant_of
 from sandbox_server.api.streams import wait_for_disconnect
 from sandbox_server.core.errors import InvalidRequest, Stopping, StorageUnavailable
 from sandbox_server.core.types import Acquired, AcquireRequest

@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from sandbox_server.agent.build import content
 from sandbox_server.api.contract.describe import ALWAYS, BINARY, TEXT, WITH_TOKEN, RawRoute, describe_route
-from sandbox_server.api.service import PoolOperations, service_of
+from sandbox_server.api.request_context import PoolOperations, service_of
 from sandbox_server.api.streams import PART_BYTES, StreamResponse
 from sandbox_server.core.types import PoolId
 from sandbox_server.pool.access import ALL_TENANTS, SERVICE

@@ -18,7 +18,7 @@ from sandbox_server.api.contract.requests import PoolSpecBody
 from sandbox_server.api.contract.responses import PoolAnswer, PoolsAnswer, VerifyAnswer
 from sandbox_server.api.contract.specs import POOL_NAME, check_may_set, spec_of, spec_problem
 from sandbox_server.api.paging import PAGE_NAMES, PAGE_PARAMETERS, Page, page_document
-from sandbox_server.api.service import actor_of, check_admin, service_of, tenant_of
+from sandbox_server.api.request_context import actor_of, check_admin, service_of, tenant_of
 from sandbox_server.core.errors import InvalidRequest
 from sandbox_server.core.types import PoolSpec
 from sandbox_server.pool.access import ALL_TENANTS

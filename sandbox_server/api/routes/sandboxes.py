@@ -11,7 +11,7 @@ from sandbox_server.api.contract.parse import query
 from sandbox_server.api.contract.render import json_response, sandbox_document
 from sandbox_server.api.contract.responses import SandboxAnswer, SandboxesAnswer
 from sandbox_server.api.paging import PAGE_NAMES, PAGE_PARAMETERS, Page, page_document
-from sandbox_server.api.service import actor_of, check_admin, service_of
+from sandbox_server.api.request_context import actor_of, check_admin, service_of
 
 router = APIRouter(route_class=RawRoute, tags=["sandboxes"])
 

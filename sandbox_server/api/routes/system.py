@@ -10,7 +10,7 @@ from sandbox_server.api.contract.describe import ALWAYS, RawRoute, describe_rout
 from sandbox_server.api.contract.parse import query
 from sandbox_server.api.contract.render import json_response
 from sandbox_server.api.contract.responses import HealthAnswer, ReadyAnswer
-from sandbox_server.api.service import service_of
+from sandbox_server.api.request_context import service_of
 from sandbox_server.core.errors import PoolNotFound
 
 router = APIRouter(route_class=RawRoute, tags=["service"])

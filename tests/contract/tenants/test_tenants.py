@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from sandbox_server.api.service import Service
+from sandbox_server.api.request_context import Service
 from sandbox_server.api.tenants import Tenant
 from sandbox_server.settings import Settings
 from tests.contract.contract import BUILT, named

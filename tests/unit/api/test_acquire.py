@@ -11,8 +11,8 @@ from starlette.requests import Request
 from sandbox_server.api.body import ClientDisconnected
 from sandbox_server.api.body_budget import BodyBudget
 from sandbox_server.api.limits import Limits
+from sandbox_server.api.request_context import REQUEST_CONTEXT_KEY, SERVICE_KEY, RequestContext, Service
 from sandbox_server.api.routes.leases import acquire
-from sandbox_server.api.service import REQUEST_CONTEXT_KEY, SERVICE_KEY, RequestContext, Service
 from sandbox_server.api.tenants import Tenant, Tenants
 from sandbox_server.core.errors import Draining
 from sandbox_server.core.types import Acquired, AcquireRequest
