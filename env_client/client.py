@@ -105,7 +105,7 @@ class AsyncSandboxClient(AsyncOperations):
 
     async def aclose(self) -> None:
         """Stop renewing leases and close the connections. Leases that are still held end after their `ttl_s`."""
-        await self._heartbeat.aclose()
+        await self._heartbeat.stop_renewals()
         await self._sender.aclose()
 
     async def __aenter__(self) -> Self:
@@ -173,7 +173,7 @@ class SandboxClient(Operations):
 
     def close(self) -> None:
         """See `AsyncSandboxClient.aclose`."""
-        self._heartbeat.close()
+        self._heartbeat.stop_renewals()
         self._sender.close()
 
     def __enter__(self) -> Self:

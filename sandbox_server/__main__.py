@@ -167,7 +167,7 @@ def serve(settings: Settings, options: ServeOptions, parts: Parts | None = None)
     early_stop = EarlyStopHandler()
     early_stop.install()
     try:
-        StateDir.open(settings.state_dir).close()
+        StateDir.open(settings.state_dir).unlock()
     except StateDirError as error:
         print(error, file=sys.stderr)
         return INVALID_SETTINGS

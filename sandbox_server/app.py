@@ -174,7 +174,7 @@ class Application:
         await receive()
         await self._stop()
         signals.uninstall()
-        running.state_dir.close()
+        running.state_dir.unlock()
         await send({"type": "lifespan.shutdown.complete"})
 
     def _stop(self) -> asyncio.Task[None]:
@@ -219,7 +219,7 @@ async def start_service(settings: Settings, parts: Parts, *, ephemeral: bool = F
     parts.configure_logging(settings.log_format, settings.log_level)
     asyncio.get_running_loop().set_default_executor(start_thread_pool(WORKER_THREADS, "worker"))
     state_dir = StateDir.open(settings.state_dir)
-    with cleanup_on_failure(state_dir.close):
+    with cleanup_on_failure(state_dir.unlock):
         running = await _start_in(settings, state_dir, parts, ephemeral=ephemeral)
     if settings.advertise_url is not None:
         state_dir.write_server_file(settings.advertise_url)

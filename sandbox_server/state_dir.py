@@ -175,8 +175,8 @@ class StateDir:
             if self._is_same_folder():
                 (self.path / SERVER_FILE).unlink(missing_ok=True)
 
-    def close(self) -> None:
-        """Delete `server.json`, and unlock the folder."""
+    def unlock(self) -> None:
+        """Unlock the folder, after deleting `server.json`."""
         self.remove_server_file()
         os.close(self._lock)
         os.close(self._folder)

@@ -166,7 +166,7 @@ class AsyncHeartbeat:
         for batch in self._schedule.take_due_batches(self._clock()):
             self._schedule.record_outcome(batch, await self._send_renewal(batch), self._clock())
 
-    async def aclose(self) -> None:
+    async def stop_renewals(self) -> None:
         """Stop renewing leases."""
         task, self._task = self._task, None
         if task is not None:
@@ -230,7 +230,7 @@ class ThreadHeartbeat:
             with self._changed:
                 self._schedule.record_outcome(batch, outcome, self._clock())
 
-    def close(self) -> None:
+    def stop_renewals(self) -> None:
         """Stop renewing leases, and wait for a renewal that is being sent."""
         with self._changed:
             self._schedule = RenewalSchedule()

@@ -123,7 +123,7 @@ async def run_call_as_events(
     batch = await service.dispatcher.reserve_and_start_calls(tenant, [call], on_sent=sent_to_agent.set, ended=on_result)
     results = asyncio.create_task(batch.all_results())
     results.add_done_callback(lambda _: sent_to_agent.set())
-    return _events_of_running_call(service.call_queries, tenant, call, offset, sent_to_agent, results), batch.close
+    return _events_of_running_call(service.call_queries, tenant, call, offset, sent_to_agent, results), batch.discard_results
 
 
 async def _events_of_running_call(

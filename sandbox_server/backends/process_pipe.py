@@ -59,7 +59,7 @@ class ProcessPipe:
         how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
         return f"the relay {how}: {stderr or 'it wrote nothing to its standard error'}" if code or stderr else ""
 
-    async def close(self) -> None:
+    async def end_program(self) -> None:
         """See `Pipe`."""
         self._stdin.close()
         with suppress(TimeoutError):

@@ -38,6 +38,6 @@ class Pipe(Protocol):
         """
         ...
 
-    async def close(self) -> None:
+    async def end_program(self) -> None:
         """Close the program's standard input, and make sure that the program ends within a few seconds. Does nothing if the pipe is closed."""
         ...

@@ -77,7 +77,7 @@ class Batch:
             self._results[index] = None
         return unread
 
-    def close(self) -> None:
+    def discard_results(self) -> None:
         """Release the reservation and the results that were not read. Results that arrive later are not kept. The calls go on."""
         self.reservation.release()
         self._results = [None] * len(self._results)

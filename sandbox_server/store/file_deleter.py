@@ -25,13 +25,13 @@ class FileDeleter:
         self._thread.start()
 
     def delete(self, path: str) -> None:
-        """Queue a file for deletion; after `close`, delete it at once."""
+        """Queue a file for deletion; after `delete_remaining`, delete it at once."""
         if self._closed:
             _delete_file(path)
         else:
             self._paths.put(path)
 
-    def close(self) -> None:
+    def delete_remaining(self) -> None:
         """Delete every queued file, and end the thread."""
         self._closed = True
         self._paths.put(None)

@@ -170,7 +170,7 @@ class OutputFiles:
     def close(self) -> None:
         """End the threads, and delete the folder if it is temporary. Unused files have been deleted when this returns."""
         self._threads.shutdown(wait=True)
-        self._deleter.close()
+        self._deleter.delete_remaining()
         if self._temporary is not None:
             self._temporary.cleanup()
             self._temporary, self._folder = None, None

@@ -71,7 +71,7 @@ class ResultLines(Response):
             await send(body_part(b"", more=False))
         finally:
             disconnected.cancel()
-            self._batch.close()
+            self._batch.discard_results()
 
     async def _lines(self, results: deque[Result]) -> AsyncGenerator[bytes, None]:
         """The lines of some results, in parts; for no results, an empty line. Takes each result out of the queue, so that its memory is freed."""
@@ -109,8 +109,8 @@ async def exec_batch(request: Request) -> Response:
     del document, items  # so that the memory of each call is freed when it has its result
     if NDJSON_TYPE in request.headers.get("accept", ""):
         return ResultLines(batch, service.limits.answer_stall_s)
-    with cleanup_on_failure(batch.close):
-        return results_response(await batch.all_results(), service.limits.answer_stall_s, batch.close)
+    with cleanup_on_failure(batch.discard_results):
+        return results_response(await batch.all_results(), service.limits.answer_stall_s, batch.discard_results)
 
 
 @router.post(

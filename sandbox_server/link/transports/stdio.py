@@ -84,7 +84,7 @@ class PipeTransport(asyncio.Transport):
     async def _close_pipe(self) -> None:
         try:
             async with asyncio.timeout(CLOSE_WAIT_S):
-                await self._pipe.close()
+                await self._pipe.end_program()
         except (TimeoutError, OSError) as error:
             log.warning("the relay to an agent may not have ended: %s", str(error) or f"it was given {CLOSE_WAIT_S:g} s")
 

@@ -160,9 +160,9 @@ def test_a_state_folder_has_one_service_at_a_time(tmp_path: Path) -> None:
     with pytest.raises(StateDirError, match="another service"):
         StateDir.open(tmp_path / "deep" / "state")
 
-    first.close()
+    first.unlock()
 
-    StateDir.open(tmp_path / "deep" / "state").close()
+    StateDir.open(tmp_path / "deep" / "state").unlock()
 
 
 def test_a_state_folder_that_cannot_be_made_says_so(tmp_path: Path) -> None:
@@ -181,7 +181,7 @@ def test_the_token_is_made_once_and_private(tmp_path: Path) -> None:
     assert state.token() == token
     assert state.owner() == state.owner()
     assert state.token_path.stat().st_mode & 0o777 == 0o600
-    state.close()
+    state.unlock()
 
 
 def test_server_json_is_there_while_the_service_is(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_server_json_is_there_while_the_service_is(tmp_path: Path) -> None:
     state.write_server_file("http://127.0.0.1:1")
     assert json.loads((tmp_path / "state" / "server.json").read_text())["url"] == "http://127.0.0.1:1"
 
-    state.close()
+    state.unlock()
 
     assert not (tmp_path / "state" / "server.json").exists()
 

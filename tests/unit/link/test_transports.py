@@ -231,7 +231,7 @@ async def test_output_that_nobody_read_is_given_up_at_the_end() -> None:
     async def open_and_close() -> None:
         opened = await open_process_pipe(["/bin/sh", "-c", "head -c 5000000 /dev/zero; exec /bin/sleep 1000"], {})
         assert await opened.read()
-        await opened.close()
+        await opened.end_program()
         assert not runs(opened)
 
     await asyncio.gather(*(open_and_close() for _ in range(3)))
@@ -262,7 +262,7 @@ class MemoryPipe:
     async def wait_for_exit(self) -> str:
         return self.said
 
-    async def close(self) -> None:
+    async def end_program(self) -> None:
         self.is_closed = True
 
 

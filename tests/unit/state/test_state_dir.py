@@ -21,7 +21,7 @@ SECOND = "import sys; from pathlib import Path; from sandbox_server.state_dir im
 def state_dir(tmp_path: Path) -> Iterator[StateDir]:
     opened = StateDir.open(tmp_path / "state")
     yield opened
-    opened.close()
+    opened.unlock()
 
 
 def start_second(path: Path) -> str:
@@ -67,7 +67,7 @@ def test_an_older_service_that_has_the_new_lock_file_is_said(state_dir: StateDir
 
 
 def test_a_folder_is_free_again_when_its_service_has_closed_it(tmp_path: Path) -> None:
-    StateDir.open(tmp_path / "state").close()
+    StateDir.open(tmp_path / "state").unlock()
     assert start_second(tmp_path / "state") == ""
 
 
@@ -75,7 +75,7 @@ def test_a_folder_is_free_again_when_its_service_has_closed_it(tmp_path: Path) -
 def test_a_full_disk_keeps_no_service_from_a_folder_that_it_had(full_disk: Path) -> None:
     first = StateDir.open(full_disk / "state")
     token, owner = first.token(), first.owner()
-    first.close()
+    first.unlock()
     fill_disk(full_disk)
 
     second = StateDir.open(full_disk / "state")
@@ -88,7 +88,7 @@ def test_a_full_disk_keeps_no_service_from_a_folder_that_it_had(full_disk: Path)
         second.retry_server_file()
         assert json.loads((full_disk / "state" / SERVER_FILE).read_text())["url"] == "http://here"
     finally:
-        second.close()
+        second.unlock()
     assert not (full_disk / "state" / SERVER_FILE).exists()
 
 
@@ -101,7 +101,7 @@ def test_a_first_start_on_a_full_disk_says_so(full_disk: Path) -> None:
         with pytest.raises(StateDirError, match="No space left"):
             opened.owner()
     finally:
-        opened.close()
+        opened.unlock()
 
 
 @pytest.fixture

@@ -129,7 +129,7 @@ async def test_an_outage_is_logged_once_for_all_requests(core: RequestCore, scri
     for wait_s in (100, 5, 5, 5):
         fake_time.now_s += wait_s
         await heartbeat.renew_due_leases()
-    await heartbeat.aclose()
+    await heartbeat.stop_renewals()
 
     told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert [line.partition(",")[0] for line in told] == [f"no response from {URL}", f"{URL} responds again after 15.0 s"]
@@ -159,7 +159,7 @@ async def test_the_task_starts_again_and_ends_when_closed(core: RequestCore, scr
     for task in asyncio.all_tasks() - {asyncio.current_task()}:
         await task
     heartbeat.add_lease(Holder(), 300)
-    await heartbeat.aclose()
+    await heartbeat.stop_renewals()
 
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
@@ -172,7 +172,7 @@ async def test_a_renewal_that_fails_is_surfaced_and_tried_again(core: RequestCor
     await heartbeat.renew_due_leases()
     fake_time.now_s += 5
     await heartbeat.renew_due_leases()
-    await heartbeat.aclose()
+    await heartbeat.stop_renewals()
 
     assert isinstance(holder.notifications[0], ConnectFailed)
     assert holder.notifications[1:] == ["l-1"]
@@ -201,6 +201,6 @@ def test_the_thread_renews_what_is_due_and_ends_with_the_last_lease(core: Reques
 def test_the_thread_ends_when_closed(core: RequestCore, script: Script, fake_time: FakeTime) -> None:
     heartbeat = ThreadHeartbeat(SyncSender(core, httpx.MockTransport(script)), fake_time.clock)
     heartbeat.add_lease(Holder(), 300)
-    heartbeat.close()
+    heartbeat.stop_renewals()
 
     assert "sandbox-heartbeat" not in [thread.name for thread in threading.enumerate()]
