@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.agent.harness import Agent, Harness, agent_process, connected
+from tests.integration.agent.agent_harness import AgentHarness, AgentProcess, agent_process, connected
 from tests.support.users import ME, Runner, ordinary_user
 
 ROOT = [("bwrap", "root"), ("uid", "root")]
@@ -18,7 +18,7 @@ USER = [("bwrap", "user"), ("none", "user")]
 MODES = [*ROOT, *USER] if os.geteuid() == 0 else USER
 BEST_USER = "root" if os.geteuid() == 0 else "user"
 
-Maker = Callable[..., Awaitable[Harness]]
+Maker = Callable[..., Awaitable[AgentHarness]]
 
 
 def runner_of(user: str) -> Runner:
@@ -31,7 +31,7 @@ async def make_harness() -> AsyncIterator[Maker]:
     """A function that starts an agent and connects to it. Keyword arguments are fields of the agent's configuration. The agents end with the test."""
     async with contextlib.AsyncExitStack() as stack:
 
-        async def make(mode: str = "bwrap", user: str = BEST_USER, **settings: Any) -> Harness:
+        async def make(mode: str = "bwrap", user: str = BEST_USER, **settings: Any) -> AgentHarness:
             agent = stack.enter_context(agent_process(runner_of(user), mode, **settings))
             return await stack.enter_async_context(connected(agent))
 
@@ -47,9 +47,9 @@ class SharedAgents:
 
     def __init__(self, stack: contextlib.ExitStack) -> None:
         self._stack = stack
-        self._agents: dict[tuple[str, str], Agent] = {}
+        self._agents: dict[tuple[str, str], AgentProcess] = {}
 
-    def get_agent(self, mode: str, user: str) -> Agent:
+    def get_agent(self, mode: str, user: str) -> AgentProcess:
         """Return the agent of a mode and user."""
         if (mode, user) not in self._agents:
             self._agents[mode, user] = self._stack.enter_context(agent_process(runner_of(user), mode))
@@ -64,7 +64,7 @@ def shared_agents() -> Iterator[SharedAgents]:
 
 
 @contextlib.asynccontextmanager
-async def clean_harness(agent: Agent) -> AsyncIterator[Harness]:
+async def clean_harness(agent: AgentProcess) -> AsyncIterator[AgentHarness]:
     """A link to an agent that several tests use. The slots that the test has used are reset at the end."""
     async with connected(agent) as harness:
         yield harness
@@ -73,35 +73,35 @@ async def clean_harness(agent: Agent) -> AsyncIterator[Harness]:
 
 
 @pytest.fixture(params=MODES, ids="-".join)
-async def harness(request: pytest.FixtureRequest, shared_agents: SharedAgents) -> AsyncIterator[Harness]:
+async def harness(request: pytest.FixtureRequest, shared_agents: SharedAgents) -> AsyncIterator[AgentHarness]:
     """A link to the shared agent of each mode."""
     async with clean_harness(shared_agents.get_agent(*request.param)) as harness:
         yield harness
 
 
 @pytest.fixture
-async def harnesses(shared_agents: SharedAgents) -> AsyncIterator[list[Harness]]:
+async def harnesses(shared_agents: SharedAgents) -> AsyncIterator[list[AgentHarness]]:
     """Links to the shared agents of all modes. A test that mostly waits tries all modes at the same time."""
     async with contextlib.AsyncExitStack() as stack:
         yield [await stack.enter_async_context(clean_harness(shared_agents.get_agent(mode, user))) for mode, user in MODES]
 
 
 @pytest.fixture
-async def bwrap(shared_agents: SharedAgents) -> AsyncIterator[Harness]:
+async def bwrap(shared_agents: SharedAgents) -> AsyncIterator[AgentHarness]:
     """A link to the shared agent in the best mode, as the user that runs the tests."""
     async with clean_harness(shared_agents.get_agent("bwrap", BEST_USER)) as harness:
         yield harness
 
 
 @pytest.fixture
-async def bwrap_user(shared_agents: SharedAgents) -> AsyncIterator[Harness]:
+async def bwrap_user(shared_agents: SharedAgents) -> AsyncIterator[AgentHarness]:
     """A link to the shared agent of an ordinary user in the mode bwrap."""
     async with clean_harness(shared_agents.get_agent("bwrap", "user")) as harness:
         yield harness
 
 
 @pytest.fixture(params=MODES, ids="-".join)
-async def own_harness(request: pytest.FixtureRequest, make_harness: Maker) -> Harness:
+async def own_harness(request: pytest.FixtureRequest, make_harness: Maker) -> AgentHarness:
     """In each mode, an agent that only this test uses."""
     mode, user = request.param
     return await make_harness(mode, user, slots=1)
@@ -115,7 +115,7 @@ async def make_breakable(shared_agents: SharedAgents, make_harness: Maker) -> As
     """
     async with contextlib.AsyncExitStack() as stack:
 
-        async def make(mode: str, user: str) -> Harness:
+        async def make(mode: str, user: str) -> AgentHarness:
             if mode == "none":
                 return await make_harness(mode, user, slots=1)
             return await stack.enter_async_context(clean_harness(shared_agents.get_agent(mode, user)))
@@ -124,12 +124,12 @@ async def make_breakable(shared_agents: SharedAgents, make_harness: Maker) -> As
 
 
 @pytest.fixture(params=MODES, ids="-".join)
-async def breakable(request: pytest.FixtureRequest, make_breakable: Maker) -> Harness:
+async def breakable(request: pytest.FixtureRequest, make_breakable: Maker) -> AgentHarness:
     """In each mode, a link to an agent whose slot the test breaks."""
     return await make_breakable(*request.param)
 
 
 @pytest.fixture
-async def all_breakable(make_breakable: Maker) -> list[Harness]:
+async def all_breakable(make_breakable: Maker) -> list[AgentHarness]:
     """Links to an agent of each mode, whose slots the test breaks."""
     return [await make_breakable(mode, user) for mode, user in MODES]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 
+from tests.integration.agent.agent_harness import AgentHarness
 from tests.integration.agent.conftest import Maker
-from tests.integration.agent.harness import Harness
 
 
-async def test_a_command_runs_without_privileges(harness: Harness) -> None:
+async def test_a_command_runs_without_privileges(harness: AgentHarness) -> None:
     answer = await harness.bash("id -u; grep -E 'Cap(Eff|Prm|Inh|Amb)|NoNewPrivs|Seccomp:' /proc/self/status; echo $HOME; pwd; echo oops >&2; exit 7")
 
     assert (answer.reason, answer.code) == ("exit", 7)
@@ -20,14 +20,14 @@ async def test_a_command_runs_without_privileges(harness: Harness) -> None:
     assert oops == "oops"
 
 
-async def test_the_environment_is_the_slots_own(harness: Harness) -> None:
+async def test_the_environment_is_the_slots_own(harness: AgentHarness) -> None:
     answer = await harness.bash("env", env={"MINE": "yes"})
 
     names = {line.partition("=")[0] for line in answer.text.splitlines()} - {"_", "SHLVL", "PWD", "TMPDIR"}
     assert names == {"PATH", "LANG", "TERM", "HOME", "SANDBOX_WORKSPACE", "OMP_NUM_THREADS", "PYTHON_CPU_COUNT", "MINE"}
 
 
-async def test_calls_of_one_stream_run_in_order_and_a_failed_one_does_not_stop_the_next(bwrap: Harness) -> None:
+async def test_calls_of_one_stream_run_in_order_and_a_failed_one_does_not_stop_the_next(bwrap: AgentHarness) -> None:
     specs = [{"call_id": f"c{n}", "tool": "bash", "args": {"command": f"echo {n} >> log; exit {n}"}, "timeout_s": 10} for n in range(5)]
     answers = await bwrap.calls([*specs, {"call_id": "last", "tool": "bash", "args": {"command": "cat log"}, "timeout_s": 10}])
 
@@ -35,7 +35,7 @@ async def test_calls_of_one_stream_run_in_order_and_a_failed_one_does_not_stop_t
     assert answers[-1].text == "0\n1\n2\n3\n4\n"
 
 
-async def test_a_call_never_runs_twice(bwrap: Harness) -> None:
+async def test_a_call_never_runs_twice(bwrap: AgentHarness) -> None:
     first, second = await asyncio.gather(
         bwrap.bash("echo x >> log; sleep 0.3; cat log", call_id="same"), bwrap.bash("echo x >> log; sleep 0.3; cat log", call_id="same")
     )
@@ -63,7 +63,7 @@ INVALID: list[tuple[str, dict[str, object], str]] = [
 ]
 
 
-async def test_an_invalid_argument_is_named(bwrap: Harness) -> None:
+async def test_an_invalid_argument_is_named(bwrap: AgentHarness) -> None:
     specs = [{"call_id": f"c{number}", "tool": tool, "args": args, "timeout_s": 10} for number, (tool, args, _) in enumerate(INVALID)]
     answers = await bwrap.calls(specs)
 
@@ -72,43 +72,43 @@ async def test_an_invalid_argument_is_named(bwrap: Harness) -> None:
         assert named in answer.error, (tool, args)
 
 
-async def test_a_tool_that_is_not_built_is_refused_and_not_recorded(bwrap: Harness) -> None:
+async def test_a_tool_that_is_not_built_is_refused_and_not_recorded(bwrap: AgentHarness) -> None:
     assert (await bwrap.call("tmux", call_id="t", args={"action": "capture"})).reason == "not_implemented"
     assert (await bwrap.bash("true", call_id="t")).reason == "exit"
 
 
-async def test_a_missing_working_directory_is_reported(harness: Harness) -> None:
+async def test_a_missing_working_directory_is_reported(harness: AgentHarness) -> None:
     answer = await harness.bash("true", cwd="nowhere")
 
     assert answer.reason == "tool_error"
     assert "nowhere" in answer.error
 
 
-async def test_a_relative_folder_starts_in_the_workspace(harness: Harness) -> None:
+async def test_a_relative_folder_starts_in_the_workspace(harness: AgentHarness) -> None:
     await harness.bash("mkdir -p a/b")
 
     assert (await harness.bash("pwd", cwd="a/b")).text.endswith("/a/b\n")
 
 
-async def test_a_long_command_runs(bwrap: Harness) -> None:
+async def test_a_long_command_runs(bwrap: AgentHarness) -> None:
     answer = await bwrap.bash("cat <<'end' | wc -c\n" + "x" * 900_000 + "\nend\n")
 
     assert (answer.reason, answer.text) == ("exit", "900001\n")
 
 
-async def test_stdin_has_the_given_content_or_is_empty(bwrap: Harness) -> None:
+async def test_stdin_has_the_given_content_or_is_empty(bwrap: AgentHarness) -> None:
     assert (await bwrap.bash("wc -c", stdin="é" * 100_000)).text == "200000\n"
     assert (await bwrap.bash("cat; echo end")).text == "end\n"
 
 
-async def test_standard_output_and_error_can_be_kept_apart(bwrap: Harness) -> None:
+async def test_standard_output_and_error_can_be_kept_apart(bwrap: AgentHarness) -> None:
     answer = await bwrap.bash("echo out; echo err >&2", separate_streams=True)
 
     assert answer.meta["lens"] == [4, 4]
     assert answer.body == b"out\nerr\n"
 
 
-async def test_output_over_the_limit_is_cut_in_the_result_and_kept_as_a_whole(bwrap: Harness) -> None:
+async def test_output_over_the_limit_is_cut_in_the_result_and_kept_as_a_whole(bwrap: AgentHarness) -> None:
     answer = await bwrap.bash("seq 1000000", call_id="seq", output_limit_bytes=1000)
 
     whole = b"".join(b"%d\n" % number for number in range(1, 1_000_001))
@@ -131,13 +131,13 @@ async def test_output_beyond_the_spool_is_bounded_and_keeps_its_end(make_harness
     assert meta["total_bytes"] == 30_000_008
 
 
-async def test_output_bytes_are_not_changed(bwrap: Harness) -> None:
+async def test_output_bytes_are_not_changed(bwrap: AgentHarness) -> None:
     answer = await bwrap.bash("printf '\\000\\377\\200'; head -c 10000000 /dev/zero | tr '\\0' y", output_limit_bytes=10 << 20)
 
     assert answer.body == b"\x00\xff\x80" + b"y" * 10_000_000
 
 
-async def test_a_process_that_a_signal_ends_has_an_exit_code_above_128(bwrap: Harness) -> None:
+async def test_a_process_that_a_signal_ends_has_an_exit_code_above_128(bwrap: AgentHarness) -> None:
     assert (await bwrap.bash("kill -USR1 $$")).code == 128 + 10
 
 
@@ -149,7 +149,7 @@ async def test_a_file_over_the_limit_is_a_resource_limit(make_harness: Maker) ->
     assert (answer.reason, answer.code) == ("resource_limit", 128 + 25)
 
 
-async def test_a_background_process_outlives_its_call_and_does_not_delay_its_end(harness: Harness) -> None:
+async def test_a_background_process_outlives_its_call_and_does_not_delay_its_end(harness: AgentHarness) -> None:
     began = time.monotonic()
     answer = await harness.bash("(sleep 0.5; echo late; echo done > marker) & echo now")
 
@@ -158,7 +158,7 @@ async def test_a_background_process_outlives_its_call_and_does_not_delay_its_end
     await harness.until("grep -q done marker")
 
 
-async def test_a_background_process_that_writes_much_outlives_its_call_and_costs_little(bwrap: Harness) -> None:
+async def test_a_background_process_that_writes_much_outlives_its_call_and_costs_little(bwrap: AgentHarness) -> None:
     await bwrap.bash("yes & echo $! > pid")
     before = _cpu_s(bwrap.process.pid)
     await bwrap.bash("sleep 1; kill -0 $(cat pid)")
@@ -172,7 +172,7 @@ def _cpu_s(pid: int) -> float:
         return int(file.read().split()[0]) / 1e9
 
 
-async def test_status_and_attach_follow_a_running_call(bwrap: Harness) -> None:
+async def test_status_and_attach_follow_a_running_call(bwrap: AgentHarness) -> None:
     running = asyncio.create_task(bwrap.bash("echo one; until [ -e go ]; do sleep 0.02; done; echo two", call_id="slow"))
     await bwrap.until("[ -e /proc/self ]")
     attached = asyncio.create_task(bwrap.data("attach", call_id="slow", offset=1))
@@ -187,7 +187,7 @@ async def test_status_and_attach_follow_a_running_call(bwrap: Harness) -> None:
     assert (await bwrap.ask("cancel", call_id="unknown")) == {"found": False}
 
 
-async def test_a_job_is_started_and_inspected_later(bwrap: Harness) -> None:
+async def test_a_job_is_started_and_inspected_later(bwrap: AgentHarness) -> None:
     started = await bwrap.call("process", args={"action": "start", "command": "echo hello; read line; echo got $line; exit 3"})
     job = started.metadata["process_id"]
     await bwrap.call("process", args={"action": "write", "process_id": job, "data": "you\n"})
@@ -207,7 +207,7 @@ async def test_a_job_is_started_and_inspected_later(bwrap: Harness) -> None:
     assert (await bwrap.call("process", args={"action": "poll", "process_id": "p99"})).reason == "tool_error"
 
 
-async def test_a_killed_job_ends_with_its_descendants(harness: Harness) -> None:
+async def test_a_killed_job_ends_with_its_descendants(harness: AgentHarness) -> None:
     started = await harness.call("process", args={"action": "start", "command": "sleep 4321 & echo $! > pid; wait"})
     await harness.until("[ -s pid ]")
     await harness.call("process", args={"action": "kill", "process_id": started.metadata["process_id"]})
@@ -215,7 +215,7 @@ async def test_a_killed_job_ends_with_its_descendants(harness: Harness) -> None:
     await harness.until("! kill -0 $(cat pid) 2>/dev/null")
 
 
-async def test_file_tools_use_the_paths_that_the_slot_sees(harness: Harness) -> None:
+async def test_file_tools_use_the_paths_that_the_slot_sees(harness: AgentHarness) -> None:
     assert (await harness.call("write_file", args={"path": "a/b.txt", "content": "one\ntwo\n"})).meta["tool_ok"]
     assert (await harness.call("edit_file", args={"path": "a/b.txt", "old": "two", "new": "three"})).meta["tool_ok"]
     assert (await harness.call("read_file", args={"path": "a/b.txt"})).text == "one\nthree\n"

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
+from tests.integration.agent.agent_harness import AgentHarness, Answer
 from tests.integration.agent.conftest import Maker
-from tests.integration.agent.harness import Answer, Harness
 
 # Sends as many descriptors over sockets that nobody reads as the system lets it, says so, and keeps them there.
 FILL = """
@@ -27,11 +27,11 @@ time.sleep(60)
 MODES = ["bwrap", "none"]
 
 
-async def harness_with(make_harness: Maker, mode: str, most_files: int, slots: int = 3) -> Harness:
+async def harness_with(make_harness: Maker, mode: str, most_files: int, slots: int = 3) -> AgentHarness:
     return await make_harness(mode, "user", slots=slots, prefix=["prlimit", f"--nofile={most_files}:{most_files}"])
 
 
-async def fill(harness: Harness, slot: str) -> asyncio.Task[Answer]:
+async def fill(harness: AgentHarness, slot: str) -> asyncio.Task[Answer]:
     """A program in the slot that uses up the descriptors in flight."""
     return asyncio.create_task(harness.bash("exec python3 -", slot, stdin=FILL, timeout_s=60))
 
@@ -66,7 +66,7 @@ async def test_only_the_slot_that_uses_up_the_descriptors_in_flight_is_ended(mak
         assert (await harness.bash("echo again", "0")).text == "again\n"
 
 
-async def works_until(harness: Harness, filling: asyncio.Task[Answer]) -> Answer:
+async def works_until(harness: AgentHarness, filling: asyncio.Task[Answer]) -> Answer:
     """The result of the program, during which another slot runs calls."""
     while not filling.done():
         answer = await harness.bash("echo fine", "1")

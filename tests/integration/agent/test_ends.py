@@ -15,8 +15,8 @@ import pytest
 
 from sandbox_server.link import Endpoint, connect
 from sandbox_server.link.errors import AgentRefused, LinkLost
+from tests.integration.agent.agent_harness import TOKEN, AgentHarness
 from tests.integration.agent.conftest import Maker
-from tests.integration.agent.harness import TOKEN, Harness
 
 HARD_TO_KILL = """
 trap '' TERM
@@ -50,18 +50,18 @@ for pid in filter(str.isdigit, os.listdir("/proc")):
 """
 
 
-async def _sleepers(harness: Harness, slot: str = "0") -> list[str]:
+async def _sleepers(harness: AgentHarness, slot: str = "0") -> list[str]:
     """The arguments of every `sleep` that a slot still runs."""
     answer = await harness.bash("exec python3 -", slot, stdin=SLEEPERS)
     assert (answer.reason, answer.code) == ("exit", 0), answer.text
     return sorted(answer.text.split())
 
 
-async def test_a_timeout_kills_the_whole_tree_of_that_call_alone(harnesses: list[Harness]) -> None:
+async def test_a_timeout_kills_the_whole_tree_of_that_call_alone(harnesses: list[AgentHarness]) -> None:
     await asyncio.gather(*map(_time_out_among_others, harnesses))
 
 
-async def _time_out_among_others(harness: Harness) -> None:
+async def _time_out_among_others(harness: AgentHarness) -> None:
     await harness.bash("sleep 6001 & setsid sleep 6002 &")
     began = time.monotonic()
     answer = await harness.bash(HARD_TO_KILL, timeout_s=0.7)
@@ -74,7 +74,7 @@ async def _time_out_among_others(harness: Harness) -> None:
     assert await _sleepers(harness) == ["6001", "6002"]
 
 
-async def test_another_running_call_survives_a_timeout(harness: Harness) -> None:
+async def test_another_running_call_survives_a_timeout(harness: AgentHarness) -> None:
     other = asyncio.create_task(harness.bash("setsid sleep 6003 & sleep 6004 & touch up; until [ -e go ]; do sleep 0.02; done; echo here"))
     await harness.until("test -e up")
     answer = await harness.bash("sleep 7006 & sleep 7007", timeout_s=0.3)
@@ -85,7 +85,7 @@ async def test_another_running_call_survives_a_timeout(harness: Harness) -> None
     assert await _sleepers(harness) == ["6003", "6004"]
 
 
-async def test_a_process_that_ends_on_sigterm_is_not_waited_for_longer(harness: Harness) -> None:
+async def test_a_process_that_ends_on_sigterm_is_not_waited_for_longer(harness: AgentHarness) -> None:
     began = time.monotonic()
     answer = await harness.bash("trap 'echo tidied; exit' TERM; while :; do sleep 0.01; done", timeout_s=0.3)
 
@@ -94,11 +94,11 @@ async def test_a_process_that_ends_on_sigterm_is_not_waited_for_longer(harness: 
     assert time.monotonic() - began < 2
 
 
-async def test_a_call_without_output_is_ended_and_one_with_output_is_not(harnesses: list[Harness]) -> None:
+async def test_a_call_without_output_is_ended_and_one_with_output_is_not(harnesses: list[AgentHarness]) -> None:
     await asyncio.gather(*map(_be_silent_and_not, harnesses))
 
 
-async def _be_silent_and_not(harness: Harness) -> None:
+async def _be_silent_and_not(harness: AgentHarness) -> None:
     talking, silent = await asyncio.gather(
         harness.bash("for i in 1 2 3 4 5 6; do echo $i; sleep 0.2; done", no_output_timeout_s=0.6),
         harness.bash("echo first; sleep 100", "1", no_output_timeout_s=0.4),
@@ -108,7 +108,7 @@ async def _be_silent_and_not(harness: Harness) -> None:
     assert (silent.reason, silent.text) == ("no_output_timeout", "first\n")
 
 
-async def test_a_cancelled_call_returns_what_it_wrote(harness: Harness) -> None:
+async def test_a_cancelled_call_returns_what_it_wrote(harness: AgentHarness) -> None:
     running = asyncio.create_task(harness.bash("echo part; sleep 7008", call_id="c"))
     while (await harness.ask("call_status", call_id="c"))["output_bytes"] == 0 if "c" in await _known(harness) else True:
         await asyncio.sleep(0.02)
@@ -119,7 +119,7 @@ async def test_a_cancelled_call_returns_what_it_wrote(harness: Harness) -> None:
     assert await _sleepers(harness) == []
 
 
-async def test_calls_that_are_cancelled_while_they_start_leave_no_process(harness: Harness) -> None:
+async def test_calls_that_are_cancelled_while_they_start_leave_no_process(harness: AgentHarness) -> None:
     """Calls side by side have control groups of their own, which are empty until init has started their processes."""
     for turn in range(4):
         call_ids = [f"{turn}.{number}" for number in range(6)]
@@ -130,7 +130,7 @@ async def test_calls_that_are_cancelled_while_they_start_leave_no_process(harnes
         assert await _sleepers(harness) == []
 
 
-async def _cancel_soon(harness: Harness, call_id: str) -> None:
+async def _cancel_soon(harness: AgentHarness, call_id: str) -> None:
     """Cancel a call as soon as the agent knows it."""
     while True:
         with contextlib.suppress(AgentRefused):
@@ -139,7 +139,7 @@ async def _cancel_soon(harness: Harness, call_id: str) -> None:
         await asyncio.sleep(0)
 
 
-async def _known(harness: Harness) -> set[str]:
+async def _known(harness: AgentHarness) -> set[str]:
     try:
         await harness.ask("call_status", call_id="c")
     except AgentRefused:
@@ -147,7 +147,7 @@ async def _known(harness: Harness) -> set[str]:
     return {"c"}
 
 
-async def test_a_reset_ends_all_processes_and_deletes_all_files(harness: Harness) -> None:
+async def test_a_reset_ends_all_processes_and_deletes_all_files(harness: AgentHarness) -> None:
     shared = [f"{place}/left-{secrets.token_hex(4)}" for place in ("/dev/shm", "/tmp")]
     await harness.bash(f"echo secret > file; mkdir -p deep/er; touch $TMPDIR/t {' '.join(shared)}; (trap '' TERM; setsid sleep 7009 &) & sleep 7010 &")
     await harness.call("process", args={"action": "start", "command": "sleep 7011"})
@@ -171,7 +171,7 @@ async def test_a_reset_ends_all_processes_and_deletes_all_files(harness: Harness
             os.unlink(path)
 
 
-async def test_a_reset_can_keep_the_files(harness: Harness) -> None:
+async def test_a_reset_can_keep_the_files(harness: AgentHarness) -> None:
     await harness.bash("echo mine > file; sleep 7013 &")
     done = await harness.reset(keep=True)
 
@@ -180,7 +180,7 @@ async def test_a_reset_can_keep_the_files(harness: Harness) -> None:
     assert await _sleepers(harness) == []
 
 
-async def test_an_old_epoch_is_refused_and_a_reset_asked_twice_is_one(bwrap: Harness) -> None:
+async def test_an_old_epoch_is_refused_and_a_reset_asked_twice_is_one(bwrap: AgentHarness) -> None:
     await bwrap.reset()
     again = await bwrap.ask("reset")
     assert again["state"] == "ready"
@@ -196,7 +196,7 @@ async def test_an_old_epoch_is_refused_and_a_reset_asked_twice_is_one(bwrap: Har
     assert refused.value.code == "unknown_slot"
 
 
-async def test_narrow_takes_the_network_and_keeps_the_files(harness: Harness) -> None:
+async def test_narrow_takes_the_network_and_keeps_the_files(harness: AgentHarness) -> None:
     await harness.bash("echo mine > file; sleep 7014 &")
     if harness.mode != "bwrap":
         with pytest.raises(AgentRefused) as refused:
@@ -214,7 +214,7 @@ async def test_narrow_takes_the_network_and_keeps_the_files(harness: Harness) ->
     assert (await harness.bash("grep -c : /proc/net/dev")).text == "1\n"
 
 
-async def test_the_end_of_init_breaks_its_slot_until_a_reset_if_that_can_prove_the_slot_clean(breakable: Harness) -> None:
+async def test_the_end_of_init_breaks_its_slot_until_a_reset_if_that_can_prove_the_slot_clean(breakable: AgentHarness) -> None:
     harness, marker = breakable, f"7015.{secrets.randbelow(10**9)}"
     running = asyncio.create_task(harness.bash(f"exec sleep {marker}", call_id="c"))
     sleeper = await _process(["sleep", marker])
@@ -278,12 +278,12 @@ async def test_running_out_of_memory_is_proven(make_harness: Maker) -> None:
     assert (await harness.bash("echo alive")).text == "alive\n"
 
 
-async def test_a_wrong_token_gets_no_answer(bwrap: Harness) -> None:
+async def test_a_wrong_token_gets_no_answer(bwrap: AgentHarness) -> None:
     with pytest.raises(LinkLost):
         await connect(Endpoint(address=f"unix:{bwrap.folder}/agent.sock", token=TOKEN + "x"), 5)
 
 
-async def test_shutdown_ends_every_process(own_harness: Harness) -> None:
+async def test_shutdown_ends_every_process(own_harness: AgentHarness) -> None:
     await own_harness.bash("setsid sleep 7016 & sleep 7017 &")
     children = psutil.Process(own_harness.process.pid).children(recursive=True)
     await own_harness.link.request({"op": "shutdown"})
@@ -293,7 +293,7 @@ async def test_shutdown_ends_every_process(own_harness: Harness) -> None:
     assert [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE] == []
 
 
-async def test_the_slots_of_a_killed_agent_end_with_it(own_harness: Harness) -> None:
+async def test_the_slots_of_a_killed_agent_end_with_it(own_harness: AgentHarness) -> None:
     await own_harness.bash("setsid sleep 7018 & sleep 7019 &")
     children = psutil.Process(own_harness.process.pid).children(recursive=True)
     assert children

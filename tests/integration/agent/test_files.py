@@ -9,10 +9,10 @@ import pytest
 
 from sandbox_server.agent import wire
 from sandbox_server.link.errors import AgentRefused
-from tests.integration.agent.harness import Harness
+from tests.integration.agent.agent_harness import AgentHarness
 
 
-async def _put(harness: Harness, op: str, path: str, content: bytes, piece_bytes: int = 60_000) -> dict[str, object]:
+async def _put(harness: AgentHarness, op: str, path: str, content: bytes, piece_bytes: int = 60_000) -> dict[str, object]:
     async with harness.link.stream({"op": op, "slot": "0", "epoch": harness.epoch("0"), "path": path}) as stream:
         for start in range(0, len(content), piece_bytes):
             await stream.send_data(content[start : start + piece_bytes])
@@ -23,7 +23,7 @@ async def _put(harness: Harness, op: str, path: str, content: bytes, piece_bytes
     raise AssertionError("the stream did not end")
 
 
-async def test_a_file_can_be_written_and_read(harness: Harness) -> None:
+async def test_a_file_can_be_written_and_read(harness: AgentHarness) -> None:
     content = bytes(range(256)) * 20_000
     await _put(harness, "file_put", "d/file.bin", content)
 
@@ -32,7 +32,7 @@ async def test_a_file_can_be_written_and_read(harness: Harness) -> None:
     assert data == content
 
 
-async def test_the_flow_control_credit_of_many_small_pieces_is_returned(bwrap: Harness) -> None:
+async def test_the_flow_control_credit_of_many_small_pieces_is_returned(bwrap: AgentHarness) -> None:
     content = bytes(range(250)) * 600
     await _put(bwrap, "file_put", "file.bin", content, piece_bytes=5)
 
@@ -40,7 +40,7 @@ async def test_the_flow_control_credit_of_many_small_pieces_is_returned(bwrap: H
     assert data == content
 
 
-async def test_a_folder_is_listed(bwrap: Harness) -> None:
+async def test_a_folder_is_listed(bwrap: AgentHarness) -> None:
     await bwrap.bash("mkdir -p d/e; echo x > d/e/f; ln -s f d/e/link")
     async with bwrap.link.stream({"op": "file_list", "slot": "0", "epoch": bwrap.epoch("0"), "path": "d", "recursive": True}) as stream:
         items = [event.meta async for event in stream if isinstance(event, wire.Item)]
@@ -48,7 +48,7 @@ async def test_a_folder_is_listed(bwrap: Harness) -> None:
     assert {entry["path"].rsplit("/", 1)[-1]: entry["type"] for entry in items[0]["entries"]} == {"e": "directory", "f": "file", "link": "symlink"}
 
 
-async def test_an_archive_can_be_written_and_read(harness: Harness) -> None:
+async def test_an_archive_can_be_written_and_read(harness: AgentHarness) -> None:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
         info = tarfile.TarInfo("project/main.py")
@@ -75,7 +75,7 @@ async def test_an_archive_can_be_written_and_read(harness: Harness) -> None:
         ("true", "a\0b", "invalid"),
     ],
 )
-async def test_a_path_that_leaves_the_slot_is_refused(bwrap: Harness, make: str, path: str, code: str) -> None:
+async def test_a_path_that_leaves_the_slot_is_refused(bwrap: AgentHarness, make: str, path: str, code: str) -> None:
     await bwrap.bash(make)
     with pytest.raises(AgentRefused) as refused:
         await bwrap.data("file_get", path=path)
@@ -83,7 +83,7 @@ async def test_a_path_that_leaves_the_slot_is_refused(bwrap: Harness, make: str,
     assert refused.value.code == code
 
 
-async def test_an_incomplete_upload_is_not_put_in_place(harness: Harness) -> None:
+async def test_an_incomplete_upload_is_not_put_in_place(harness: AgentHarness) -> None:
     async with harness.link.stream({"op": "file_put", "slot": "0", "epoch": harness.epoch("0"), "path": "half"}) as stream:
         await stream.send_data(b"x" * 100_000)
 

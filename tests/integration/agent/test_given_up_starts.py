@@ -18,8 +18,8 @@ from sandbox_server.agent.isolation import init_start
 from sandbox_server.agent.isolation.bwrap_processes import find_bwrap_processes, kill_bwrap_processes
 from sandbox_server.backends.local import LocalBackend
 from sandbox_server.core.types import Handle
+from tests.integration.agent.agent_harness import AgentHarness
 from tests.integration.agent.conftest import BEST_USER, Maker
-from tests.integration.agent.harness import Harness
 
 USERS = ["root", "user"] if BEST_USER == "root" else ["user"]
 ROUNDS = 2
@@ -110,7 +110,7 @@ async def test_destroying_a_sandbox_ends_the_processes_of_an_interrupted_start(t
         assert not folder.exists()
 
 
-async def resets(harness: Harness) -> None:
+async def resets(harness: AgentHarness) -> None:
     """Reset all slots of an agent at the same time, repeatedly, until the agent ends."""
     while True:
         await asyncio.gather(*(harness.reset(str(number)) for number in range(SLOTS)))

@@ -17,7 +17,7 @@ from sandbox_server.agent.config import AgentConfig, Listen
 from sandbox_server.agent.kernel.trash import delete_tree
 from sandbox_server.agent.server.agent import Agent
 from sandbox_server.link import AgentLink, Endpoint, connect
-from tests.integration.agent.harness import Answer
+from tests.integration.agent.agent_harness import Answer
 
 TOKEN = "t"
 CYCLES = 6

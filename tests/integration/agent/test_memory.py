@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from sandbox_server.agent.kernel.memory_groups import MemoryGroups, was_ended_by_another_agent
+from tests.integration.agent.agent_harness import AgentHarness
 from tests.integration.agent.conftest import ROOT, Maker
-from tests.integration.agent.harness import Harness
 
 MIB = 1 << 20
 MEMORY = Path("/sys/fs/cgroup/memory")
@@ -42,12 +42,12 @@ def python(script: str) -> dict[str, object]:
     return {"args": {"command": "exec python3 -", "stdin": script}}
 
 
-def by_cgroup(harness: Harness) -> bool:
+def by_cgroup(harness: AgentHarness) -> bool:
     limits: dict[str, str] = harness.link.hello["capabilities"]["limits"]
     return limits["memory"].startswith("cgroup")
 
 
-def groups_of(harness: Harness) -> list[Path]:
+def groups_of(harness: AgentHarness) -> list[Path]:
     return list(MEMORY.glob(f"**/sandbox-pool-{harness.process.pid}-*"))
 
 
@@ -80,7 +80,7 @@ async def test_a_slot_that_uses_too_much_memory_is_ended_and_one_within_its_shar
 
 
 @pytest.fixture
-async def two(make_harness: Maker) -> tuple[Harness, Harness]:
+async def two(make_harness: Maker) -> tuple[AgentHarness, AgentHarness]:
     """Two agents on one small machine of their own: 600 MiB, of which slots have 450."""
     machine = {"slots_group": f"sp-test-{secrets.token_hex(4)}", "machine_memory_mb": 600, "slots": 2, "spares": 0, "limits": {"memory_mb": 450}}
     harnesss = [await make_harness("bwrap", "root", **machine) for _ in range(2)]
@@ -90,7 +90,7 @@ async def two(make_harness: Maker) -> tuple[Harness, Harness]:
 
 
 @pytest.mark.privileged
-async def test_agents_share_one_machine_and_the_one_whose_slot_takes_most_ends_it(two: tuple[Harness, Harness]) -> None:
+async def test_agents_share_one_machine_and_the_one_whose_slot_takes_most_ends_it(two: tuple[AgentHarness, AgentHarness]) -> None:
     first, second = two
     assert first.link.hello["effective"]["share_memory_mb"] == 2 * second.link.hello["effective"]["share_memory_mb"] + 1
     (group,) = {path.parent for harness in two for path in groups_of(harness)}
@@ -109,7 +109,7 @@ async def test_agents_share_one_machine_and_the_one_whose_slot_takes_most_ends_i
 
 
 @pytest.mark.privileged
-async def test_the_slot_of_an_agent_that_hangs_is_ended_by_another(two: tuple[Harness, Harness]) -> None:
+async def test_the_slot_of_an_agent_that_hangs_is_ended_by_another(two: tuple[AgentHarness, AgentHarness]) -> None:
     first, second = two
     script = "import time\nopen('began', 'w').close()\nwhile not __import__('os').path.exists('go'): time.sleep(0.02)\n" + HOARD
     hoarder = asyncio.create_task(first.call("bash", "0", timeout_s=60, **python(script)))
@@ -183,7 +183,7 @@ async def test_buffers_of_sockets_are_counted_and_limited(make_harness: Maker, k
 
 
 @pytest.mark.privileged
-async def test_the_groups_of_a_killed_agent_do_not_count_and_go(two: tuple[Harness, Harness], make_harness: Maker) -> None:
+async def test_the_groups_of_a_killed_agent_do_not_count_and_go(two: tuple[AgentHarness, AgentHarness], make_harness: Maker) -> None:
     first, second = two
     before = groups_of(first)
     assert before

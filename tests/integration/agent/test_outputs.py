@@ -11,13 +11,13 @@ import pytest
 
 from sandbox_server.agent import wire
 from sandbox_server.link import AgentRefused, AgentStream
+from tests.integration.agent.agent_harness import AgentHarness
 from tests.integration.agent.conftest import Maker
-from tests.integration.agent.harness import Harness
 
 TWO = "printf out; printf err >&2"
 
 
-async def _stream(harness: Harness, op: str, **fields: Any) -> tuple[bytes, list[dict[str, Any]]]:
+async def _stream(harness: AgentHarness, op: str, **fields: Any) -> tuple[bytes, list[dict[str, Any]]]:
     body, items = b"", []
     async with harness.link.stream({"op": op, "slot": "0", "epoch": harness.epoch("0"), **fields}) as stream:
         async for event in stream:
@@ -28,7 +28,7 @@ async def _stream(harness: Harness, op: str, **fields: Any) -> tuple[bytes, list
     return body, items
 
 
-async def test_the_description_of_an_output_comes_before_its_bytes(bwrap: Harness) -> None:
+async def test_the_description_of_an_output_comes_before_its_bytes(bwrap: AgentHarness) -> None:
     await bwrap.bash("seq 100000", call_id="c", output_limit_bytes=100)
     body, items = await _stream(bwrap, "output", call_id="c", offset=10)
 
@@ -36,7 +36,7 @@ async def test_the_description_of_an_output_comes_before_its_bytes(bwrap: Harnes
     assert body == b"".join(b"%d\n" % number for number in range(1, 100001))[10:]
 
 
-async def test_separate_streams_are_sent_one_after_the_other(bwrap: Harness) -> None:
+async def test_separate_streams_are_sent_one_after_the_other(bwrap: AgentHarness) -> None:
     await bwrap.bash(TWO, call_id="c", separate_streams=True)
     for offset, expected in ((0, b"outerr"), (2, b"terr"), (3, b"err"), (5, b"r"), (6, b""), (99, b"")):
         assert (await _stream(bwrap, "output", call_id="c", offset=offset))[0] == expected
@@ -45,7 +45,7 @@ async def test_separate_streams_are_sent_one_after_the_other(bwrap: Harness) -> 
         assert items[-1]["reason"] == "exit"
 
 
-async def test_a_running_call_shows_both_streams(bwrap: Harness) -> None:
+async def test_a_running_call_shows_both_streams(bwrap: AgentHarness) -> None:
     running = asyncio.create_task(bwrap.bash(f"{TWO}; touch up; until [ -e go ]; do sleep 0.02; done; printf more", call_id="c", separate_streams=True))
     await bwrap.until("test -e up")
     attached = asyncio.create_task(_stream(bwrap, "attach", call_id="c"))
@@ -80,7 +80,7 @@ async def test_output_without_end_does_not_delay_other_slots(make_harness: Maker
     assert share < 0.6, f"the agent took {share:.2f} of a processor"
 
 
-async def _head_and_output(harness: Harness, stream: AgentStream, call_id: str) -> tuple[dict[str, Any], bytes]:
+async def _head_and_output(harness: AgentHarness, stream: AgentStream, call_id: str) -> tuple[dict[str, Any], bytes]:
     async for event in stream:
         if isinstance(event, wire.Item):
             assert event.meta["output_waits"]

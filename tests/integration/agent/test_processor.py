@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from sandbox_server.link.errors import AgentRefused
+from tests.integration.agent.agent_harness import AgentHarness, Answer
 from tests.integration.agent.conftest import Maker
-from tests.integration.agent.harness import Answer, Harness
 
 SPIN = "while True: pass"
 # Three processes that spin, of which the first waits for none. Each says again and again what it has used, once that is more than 0.1 s.
@@ -61,7 +61,7 @@ time.sleep(60)
 SLOTS = 16
 
 
-async def test_the_processor_time_of_a_killed_tree_is_reported(harness: Harness) -> None:
+async def test_the_processor_time_of_a_killed_tree_is_reported(harness: AgentHarness) -> None:
     spinning = asyncio.create_task(harness.bash("exec python3 -", stdin=SPIN_AND_SAY, call_id="c"))
     await harness.until("[ -e used-0 -a -e used-1 -a -e used-2 ]")
     await harness.ask("cancel", call_id="c")
@@ -74,12 +74,12 @@ async def test_the_processor_time_of_a_killed_tree_is_reported(harness: Harness)
     assert 0.8 * used_s <= answer.meta["cpu_s"] <= used_s + 4 * 2  # what they used until the kill, at most on every processor
 
 
-Crowd = Callable[[int], Awaitable[Harness]]
+Crowd = Callable[[int], Awaitable[AgentHarness]]
 
 
 @pytest.fixture
 def make_crowd(make_harness: Maker) -> Crowd:
-    async def make(slots: int) -> Harness:
+    async def make(slots: int) -> AgentHarness:
         harness = await make_harness(slots=slots)
         if harness.link.hello["capabilities"]["kill"] != "cgroup2":
             pytest.skip("nothing counts here what a tree uses and waits for")
@@ -89,11 +89,11 @@ def make_crowd(make_harness: Maker) -> Crowd:
 
 
 @pytest.fixture
-async def crowd(make_crowd: Crowd) -> Harness:
+async def crowd(make_crowd: Crowd) -> AgentHarness:
     return await make_crowd(SLOTS)
 
 
-async def hog(harness: Harness, slot: str, sessions: int, timeout_s: float) -> asyncio.Task[Answer]:
+async def hog(harness: AgentHarness, slot: str, sessions: int, timeout_s: float) -> asyncio.Task[Answer]:
     """A slot whose processes use all processors until the call ends."""
     task = asyncio.create_task(harness.bash(f"exec python3 - {sessions}", slot, call_id=f"hog-{slot}", stdin=HOGS, timeout_s=timeout_s))
     while not await _has_output(harness, slot, f"hog-{slot}"):  # asked of the agent, because a command in this slot would wait for a processor
@@ -102,7 +102,7 @@ async def hog(harness: Harness, slot: str, sessions: int, timeout_s: float) -> a
     return task
 
 
-async def _has_output(harness: Harness, slot: str, call_id: str) -> bool:
+async def _has_output(harness: AgentHarness, slot: str, call_id: str) -> bool:
     try:
         return bool((await harness.ask("call_status", slot, call_id=call_id))["output_bytes"])
     except AgentRefused:
@@ -146,7 +146,7 @@ async def test_evidence_shows_that_others_kept_a_call_from_its_share(make_crowd:
 
 
 @pytest.mark.privileged
-async def test_a_call_that_has_its_share_or_loses_it_to_its_own_slot_is_not_starved(crowd: Harness) -> None:
+async def test_a_call_that_has_its_share_or_loses_it_to_its_own_slot_is_not_starved(crowd: AgentHarness) -> None:
     alone, asleep = await asyncio.gather(
         crowd.bash(f"exec python3 -c '{SPIN}'", "0", timeout_s=0.6),  # a share of an eighth of a processor is 0.075 s, more than the agent ignores
         crowd.bash("sleep 60", "1", timeout_s=0.6),
@@ -218,7 +218,7 @@ async def test_slots_have_equal_parts_however_many_sessions_they_have(make_harne
     assert took_s < 3.0
 
 
-def _used_s(harness: Harness) -> float:
+def _used_s(harness: AgentHarness) -> float:
     """The processor time of all living processes of slots."""
     used_s = 0.0
     for process in psutil.Process(harness.process.pid).children(recursive=True):
@@ -228,7 +228,7 @@ def _used_s(harness: Harness) -> float:
     return used_s
 
 
-async def test_the_processor_time_of_background_processes_counts_while_the_call_runs(harness: Harness) -> None:
+async def test_the_processor_time_of_background_processes_counts_while_the_call_runs(harness: AgentHarness) -> None:
     if harness.link.hello["capabilities"]["kill"] != "cgroup2":
         pytest.skip("nothing counts here what a tree uses")
     busy = 'import time\nwhile time.process_time() < 0.5: pass\nopen("done", "w").close()'
@@ -238,7 +238,7 @@ async def test_the_processor_time_of_background_processes_counts_while_the_call_
     assert answer.meta["cpu_s"] >= 0.4
 
 
-async def test_the_agent_reports_if_slots_cannot_have_equal_parts(harness: Harness) -> None:
+async def test_the_agent_reports_if_slots_cannot_have_equal_parts(harness: AgentHarness) -> None:
     capabilities = harness.link.hello["capabilities"]
     told = any(sentence.startswith("the processor is divided between sessions") for sentence in capabilities["not_enforced"])
 

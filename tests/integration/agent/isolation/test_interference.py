@@ -18,11 +18,11 @@ import pytest
 from sandbox_server.agent.errors import Refused
 from sandbox_server.agent.server.file_operations import STALL_S, FileOperation, open_file_operation
 from sandbox_server.agent.slots.slots import AgentSlot
-from tests.integration.agent.harness import Harness
+from tests.integration.agent.agent_harness import AgentHarness
 from tests.integration.agent.workshop import workshop
 
 
-async def test_every_call_of_a_batch_that_ends_at_once_gets_a_result(harness: Harness) -> None:
+async def test_every_call_of_a_batch_that_ends_at_once_gets_a_result(harness: AgentHarness) -> None:
     first = {"call_id": "c0", "tool": "bash", "args": {"command": "sleep 0.5"}, "timeout_s": 20}
     rest = [{"call_id": f"c{number}", "tool": "process", "args": {"action": "list"}, "timeout_s": 20} for number in range(1, 600)]
     answers = await harness.calls([first, *rest])
@@ -31,17 +31,17 @@ async def test_every_call_of_a_batch_that_ends_at_once_gets_a_result(harness: Ha
     assert {answer.reason for answer in answers} == {"exit"}
 
 
-async def test_the_output_can_be_opened_by_its_name(harness: Harness) -> None:
+async def test_the_output_can_be_opened_by_its_name(harness: AgentHarness) -> None:
     answer = await harness.bash("echo out > /dev/stdout; echo err > /dev/stderr; python3 -c \"open('/dev/stdout', 'w').write('again')\"")
 
     assert answer.text == "out\nerr\nagain"
 
 
-async def test_a_slot_whose_init_is_stopped_is_ended_in_time_and_a_reset_repairs_it(all_breakable: list[Harness]) -> None:
+async def test_a_slot_whose_init_is_stopped_is_ended_in_time_and_a_reset_repairs_it(all_breakable: list[AgentHarness]) -> None:
     await asyncio.gather(*map(_stop_init_and_repair, all_breakable))
 
 
-async def _stop_init_and_repair(harness: Harness) -> None:
+async def _stop_init_and_repair(harness: AgentHarness) -> None:
     # No other test on this machine sleeps for as long: slots of the mode `uid` see its processes.
     first_s, second_s = random.sample(range(10**6, 10**7), 2)
     is_running = f"pgrep -x -f 'sleep ({first_s}|{second_s})'"
@@ -74,7 +74,7 @@ async def _stop_init_and_repair(harness: Harness) -> None:
     assert (await harness.bash("echo back")).text == "back\n"
 
 
-async def test_a_command_in_a_folder_that_is_not_there_is_an_error_of_the_call(harness: Harness) -> None:
+async def test_a_command_in_a_folder_that_is_not_there_is_an_error_of_the_call(harness: AgentHarness) -> None:
     answer = await harness.bash("true", cwd="nowhere")
 
     assert answer.reason == "tool_error"

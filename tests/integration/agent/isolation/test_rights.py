@@ -11,17 +11,17 @@ import psutil
 import pytest
 
 from sandbox_server.link.errors import AgentRefused
+from tests.integration.agent.agent_harness import AgentHarness
 from tests.integration.agent.conftest import Maker
-from tests.integration.agent.harness import Harness
 
 
-async def _refusal(harness: Harness, op: str, slot: str = "0", **fields: object) -> str:
+async def _refusal(harness: AgentHarness, op: str, slot: str = "0", **fields: object) -> str:
     with pytest.raises(AgentRefused) as refused:
         await harness.ask(op, slot, **fields)
     return str(refused.value.code)
 
 
-async def test_modes_without_a_cache_refuse_one(harness: Harness) -> None:
+async def test_modes_without_a_cache_refuse_one(harness: AgentHarness) -> None:
     can = harness.link.hello["capabilities"]["cache"]
 
     assert can is (harness.mode == "bwrap")
@@ -37,7 +37,7 @@ def cache() -> str:
 
 @pytest.mark.parametrize("user", ["root", "user"])
 @pytest.mark.privileged
-async def test_slots_of_a_cache_share_it_whatever_their_umask(bwrap: Harness, bwrap_user: Harness, user: str, cache: str) -> None:
+async def test_slots_of_a_cache_share_it_whatever_their_umask(bwrap: AgentHarness, bwrap_user: AgentHarness, user: str, cache: str) -> None:
     harness = bwrap if user == "root" else bwrap_user
     for slot in "01":
         await harness.ask("equip", slot, cache=cache, network=True)
@@ -57,7 +57,7 @@ async def test_slots_of_a_cache_share_it_whatever_their_umask(bwrap: Harness, bw
 
 
 @pytest.mark.privileged
-async def test_a_repository_in_the_cache_is_trusted_by_every_slot(bwrap: Harness, cache: str) -> None:
+async def test_a_repository_in_the_cache_is_trusted_by_every_slot(bwrap: AgentHarness, cache: str) -> None:
     harness = bwrap
     for slot in "01":
         await harness.ask("equip", slot, cache=cache, network=True)
@@ -70,7 +70,7 @@ async def test_a_repository_in_the_cache_is_trusted_by_every_slot(bwrap: Harness
     assert cloned.text == "first\n", cloned.text
 
 
-async def test_no_other_slot_sees_a_cache(bwrap_user: Harness, cache: str) -> None:
+async def test_no_other_slot_sees_a_cache(bwrap_user: AgentHarness, cache: str) -> None:
     harness = bwrap_user
     await harness.ask("equip", cache=cache, network=True)
     await harness.bash("echo secret > /cache/f")
@@ -83,7 +83,7 @@ async def test_no_other_slot_sees_a_cache(bwrap_user: Harness, cache: str) -> No
     assert without.text.splitlines()[1:] == ["none", "0"]
 
 
-async def test_narrow_takes_away_the_rights_that_are_not_named_and_keeps_the_files(bwrap_user: Harness, cache: str) -> None:
+async def test_narrow_takes_away_the_rights_that_are_not_named_and_keeps_the_files(bwrap_user: AgentHarness, cache: str) -> None:
     harness = bwrap_user
     await harness.ask("equip", cache=cache, network=True)
     await harness.bash("echo mine > file; echo theirs > /cache/f; sleep 7101 &")
@@ -102,7 +102,7 @@ async def test_narrow_takes_away_the_rights_that_are_not_named_and_keeps_the_fil
     assert (await harness.bash("test -e /cache")).code == 1
 
 
-async def test_narrow_never_gives_rights(bwrap_user: Harness, cache: str) -> None:
+async def test_narrow_never_gives_rights(bwrap_user: AgentHarness, cache: str) -> None:
     harness = bwrap_user
     await harness.ask("equip", cache=cache, network=True)
 
@@ -114,7 +114,7 @@ async def test_narrow_never_gives_rights(bwrap_user: Harness, cache: str) -> Non
     await harness.ask("narrow", cache=None, network=False)
 
 
-async def test_a_reset_takes_the_cache_and_an_equip_keeps_the_files(bwrap: Harness, cache: str) -> None:
+async def test_a_reset_takes_the_cache_and_an_equip_keeps_the_files(bwrap: AgentHarness, cache: str) -> None:
     harness = bwrap
     await harness.bash("echo mine > file")
     await harness.ask("equip", cache=cache, network=True)
@@ -123,7 +123,7 @@ async def test_a_reset_takes_the_cache_and_an_equip_keeps_the_files(bwrap: Harne
     assert (await harness.bash("cat file; test -e /cache || echo none")).text == "mine\nnone\n"
 
 
-async def test_a_held_cache_is_not_dropped_and_a_dropped_one_is_gone(bwrap_user: Harness, cache: str) -> None:
+async def test_a_held_cache_is_not_dropped_and_a_dropped_one_is_gone(bwrap_user: AgentHarness, cache: str) -> None:
     harness = bwrap_user
     await harness.ask("equip", cache=cache, network=True)
     await harness.bash("echo old > /cache/f")
@@ -136,7 +136,7 @@ async def test_a_held_cache_is_not_dropped_and_a_dropped_one_is_gone(bwrap_user:
     assert (await harness.bash("ls -A /cache")).text == ""
 
 
-async def test_file_routes_do_not_reach_the_cache_and_file_tools_do(bwrap_user: Harness, cache: str) -> None:
+async def test_file_routes_do_not_reach_the_cache_and_file_tools_do(bwrap_user: AgentHarness, cache: str) -> None:
     harness = bwrap_user
     await harness.ask("equip", cache=cache, network=True)
     await harness.bash("echo shared > /cache/f; ln -s /cache/f link")
@@ -184,7 +184,7 @@ def harness_interfaces() -> int:
     return sum(":" in line for line in Path("/proc/net/dev").read_text().splitlines())
 
 
-async def test_quiet_ends_when_no_call_runs(bwrap: Harness) -> None:
+async def test_quiet_ends_when_no_call_runs(bwrap: AgentHarness) -> None:
     assert await bwrap.ask("quiet") == {}
     running = asyncio.create_task(bwrap.bash("echo up; until [ -e go ]; do sleep 0.02; done", call_id="c"))
     await bwrap.until("true")

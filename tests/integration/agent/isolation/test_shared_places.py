@@ -14,14 +14,14 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.integration.agent.agent_harness import AgentHarness, AgentProcess, agent_process
 from tests.integration.agent.conftest import Maker, SharedAgents, clean_harness
-from tests.integration.agent.harness import Agent, Harness, agent_process
 from tests.support.users import ME
 
 pytestmark = pytest.mark.privileged
 
 
-async def _shared(make_harness: Maker) -> Harness:
+async def _shared(make_harness: Maker) -> AgentHarness:
     """Slots that share the machine's places: their workspaces lie in one, so that it cannot be hidden from them."""
     harness = await make_harness("uid", "root")
     assert harness.link.hello["capabilities"]["places"].startswith("shared: workspace_base lies in /tmp")
@@ -29,7 +29,7 @@ async def _shared(make_harness: Maker) -> Harness:
 
 
 @pytest.fixture
-async def shared(shared_agents: SharedAgents) -> AsyncIterator[Harness]:
+async def shared(shared_agents: SharedAgents) -> AsyncIterator[AgentHarness]:
     """A link to the shared agent of the mode `uid`, whose slots share the machine's places."""
     async with clean_harness(shared_agents.get_agent("uid", "root")) as harness:
         assert harness.link.hello["capabilities"]["places"].startswith("shared: workspace_base lies in /tmp")
@@ -46,14 +46,14 @@ def base() -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def own_agent(base: str) -> Iterator[Agent]:
+def own_agent(base: str) -> Iterator[AgentProcess]:
     """An agent whose slots have places of their own, for all tests of this file."""
     with agent_process(ME, "uid", workspace_base=base) as agent:
         yield agent
 
 
 @pytest.fixture
-async def own(own_agent: Agent) -> AsyncIterator[Harness]:
+async def own(own_agent: AgentProcess) -> AsyncIterator[AgentHarness]:
     """A link to that agent."""
     async with clean_harness(own_agent) as harness:
         if harness.link.hello["capabilities"]["places"] != "own":
@@ -61,7 +61,7 @@ async def own(own_agent: Agent) -> AsyncIterator[Harness]:
         yield harness
 
 
-async def test_a_slot_with_its_own_shared_folders_does_not_see_those_of_the_machine(own: Harness) -> None:
+async def test_a_slot_with_its_own_shared_folders_does_not_see_those_of_the_machine(own: AgentHarness) -> None:
     harness = own
     name = secrets.token_hex(8)
     Path("/tmp", name).touch()
@@ -83,7 +83,7 @@ async def test_a_slot_with_its_own_shared_folders_does_not_see_those_of_the_mach
     assert (await harness.bash("ls -A /tmp /dev/shm /run/lock | grep -v : ; ipcs -m | grep -c 0x")).text.split() == ["0"]
 
 
-async def test_what_the_machine_mounts_and_a_slot_hides_is_the_slots_alone(own: Harness) -> None:
+async def test_what_the_machine_mounts_and_a_slot_hides_is_the_slots_alone(own: AgentHarness) -> None:
     harness = own
     before = Path("/proc/self/mountinfo").read_text()
     mounts = await harness.bash("cat /proc/self/mountinfo")
@@ -92,7 +92,7 @@ async def test_what_the_machine_mounts_and_a_slot_hides_is_the_slots_alone(own: 
     assert Path("/proc/self/mountinfo").read_text() == before
 
 
-async def test_a_symbolic_link_in_place_of_a_shared_folder_is_not_followed(base: str, own: Harness) -> None:
+async def test_a_symbolic_link_in_place_of_a_shared_folder_is_not_followed(base: str, own: AgentHarness) -> None:
     harness = own
     Path(base, "closed").mkdir(mode=0o700)
     Path(base, "closed", "open").mkdir()
@@ -112,7 +112,7 @@ for _ in range(21000):
 """
 
 
-async def test_a_very_deep_tree_does_not_cause_quarantine(shared: Harness) -> None:
+async def test_a_very_deep_tree_does_not_cause_quarantine(shared: AgentHarness) -> None:
     harness = shared
     name = f"deep-{secrets.token_hex(8)}"
     dug = await harness.bash("/usr/bin/python3 -I -", stdin=DEEP.format(name=name), timeout_s=60)
@@ -125,7 +125,7 @@ async def test_a_very_deep_tree_does_not_cause_quarantine(shared: Harness) -> No
     assert not Path("/tmp", name).exists()
 
 
-async def test_files_in_a_folder_of_another_slot_are_removed_without_quarantine(shared: Harness) -> None:
+async def test_files_in_a_folder_of_another_slot_are_removed_without_quarantine(shared: AgentHarness) -> None:
     harness = shared
     name = f"open-{secrets.token_hex(8)}"
     await harness.bash(f"mkdir -p /tmp/{name}/below/more; chmod 777 /tmp/{name}/below; chmod 755 /tmp/{name}")
@@ -170,7 +170,7 @@ def _starts(uids: list[int]) -> list[int]:
     return [uid - (uid - 1_000_000) % 1024 for uid in uids]
 
 
-async def test_a_message_queue_cannot_be_created_where_the_agent_could_not_find_it(shared: Harness) -> None:
+async def test_a_message_queue_cannot_be_created_where_the_agent_could_not_find_it(shared: AgentHarness) -> None:
     script = "import ctypes, os; l = ctypes.CDLL('librt.so.1'); print(l.mq_open(b'/q', os.O_CREAT | os.O_RDWR, 0o600, None))"
     answer = await shared.bash("/usr/bin/python3 -I -", stdin=script)
 

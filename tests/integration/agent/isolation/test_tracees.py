@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from tests.integration.agent.harness import Answer, Harness
+from tests.integration.agent.agent_harness import AgentHarness, Answer
 
 TRACE_ME = """
 import ctypes, os, signal, sys, threading, time
@@ -16,7 +16,7 @@ def trace_me():
 """
 
 
-async def run_traced(harness: Harness, script: str, **options: object) -> Answer:
+async def run_traced(harness: AgentHarness, script: str, **options: object) -> Answer:
     """A program whose parent is init."""
     return await harness.bash("exec python3 -u -", stdin=TRACE_ME + script, **options)  # type: ignore[arg-type]
 
@@ -43,21 +43,21 @@ PROGRAMS = {
 }
 
 
-async def test_a_program_that_has_itself_traced_runs_to_its_own_end(harness: Harness) -> None:
+async def test_a_program_that_has_itself_traced_runs_to_its_own_end(harness: AgentHarness) -> None:
     answers = await asyncio.gather(*(run_traced(harness, script) for script in PROGRAMS.values()))
 
     for program, answer in zip(PROGRAMS, answers, strict=True):
         assert (answer.reason, answer.code, answer.text) == ("exit", 3, "on\n"), (program, answer.meta)
 
 
-async def test_a_signal_that_kills_a_traced_program_is_its_end(harness: Harness) -> None:
+async def test_a_signal_that_kills_a_traced_program_is_its_end(harness: AgentHarness) -> None:
     answer = await run_traced(harness, "trace_me(); os.kill(os.getpid(), signal.SIGTERM); time.sleep(20)")
 
     assert (answer.reason, answer.code) == ("exit", 128 + 15), answer.meta
     assert answer.metadata["evidence"]["signal"] == "SIGTERM"
 
 
-async def test_a_traced_program_that_stops_itself_is_still_running_and_dies_at_its_deadline(harnesses: list[Harness]) -> None:
+async def test_a_traced_program_that_stops_itself_is_still_running_and_dies_at_its_deadline(harnesses: list[AgentHarness]) -> None:
     script = "trace_me(); os.kill(os.getpid(), signal.SIGSTOP); print('no')"
     answers = await asyncio.gather(*(run_traced(harness, script, timeout_s=1.0) for harness in harnesses))
 
@@ -66,7 +66,7 @@ async def test_a_traced_program_that_stops_itself_is_still_running_and_dies_at_i
         assert "processes_left" not in answer.metadata["evidence"]
 
 
-async def test_an_orphan_that_has_itself_traced_runs_on(harness: Harness) -> None:
+async def test_an_orphan_that_has_itself_traced_runs_on(harness: AgentHarness) -> None:
     script = (
         "me = os.getpid()\n"
         "if os.fork(): os._exit(0)\n"

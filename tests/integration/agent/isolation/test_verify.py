@@ -10,7 +10,7 @@ import pytest
 from sandbox_server.agent.config import SlotLimits
 from sandbox_server.agent.slots.verify import start_verification
 from sandbox_server.link.errors import AgentRefused
-from tests.integration.agent.harness import Harness
+from tests.integration.agent.agent_harness import AgentHarness
 from tests.integration.agent.workshop import IncompleteIsolation, KeepingTrash, workshop
 
 EVERYWHERE = {
@@ -24,12 +24,12 @@ SHARED_WITHOUT_ISOLATION = {
 }  # fmt: skip
 
 
-async def _verify(harness: Harness, slot: str = "0") -> dict[str, Any]:
+async def _verify(harness: AgentHarness, slot: str = "0") -> dict[str, Any]:
     harness.epochs[slot] = harness.epoch(slot) + 1
     return await harness.ask("verify", slot, network=True)
 
 
-async def test_no_planted_leftover_survives_a_reset(breakable: Harness) -> None:
+async def test_no_planted_leftover_survives_a_reset(breakable: AgentHarness) -> None:
     report = await _verify(breakable)
     planted = {item["kind"] for item in report["planted"]}
 
@@ -47,7 +47,7 @@ async def test_no_planted_leftover_survives_a_reset(breakable: Harness) -> None:
     assert {"host_process", "host_folder"} & set(report["found"])
 
 
-async def test_a_verified_slot_is_clean_and_belongs_to_its_next_holder(bwrap: Harness) -> None:
+async def test_a_verified_slot_is_clean_and_belongs_to_its_next_holder(bwrap: AgentHarness) -> None:
     old = bwrap.epoch("0")
     report = await _verify(bwrap)
     seen = await bwrap.bash("ls -A . /tmp /dev/shm; ps -e -o comm= | grep -vc ps")

@@ -58,7 +58,7 @@ class Answer:
 
 
 @dataclass(kw_only=True)
-class Harness:
+class AgentHarness:
     """A running agent, and a link to it."""
 
     link: AgentLink
@@ -129,7 +129,7 @@ class Harness:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Agent:
+class AgentProcess:
     """The process of an agent, and the folder with its socket."""
 
     process: subprocess.Popen[bytes]
@@ -144,7 +144,7 @@ def _zipapp() -> bytes:
 
 
 @contextlib.contextmanager
-def agent_process(runner: Runner, mode: str, prefix: Sequence[str] = (), **settings: Any) -> Iterator[Agent]:
+def agent_process(runner: Runner, mode: str, prefix: Sequence[str] = (), **settings: Any) -> Iterator[AgentProcess]:
     """Start an agent, by the command `prefix` if there is one, and wait until it listens; end it afterwards."""
     folder = Path(tempfile.mkdtemp(prefix="agent-", dir="/tmp"))
     folder.chmod(0o711)
@@ -176,7 +176,7 @@ def agent_process(runner: Runner, mode: str, prefix: Sequence[str] = (), **setti
         stdin.write(json.dumps(config).encode())
     try:
         _wait_for_socket(folder, process)
-        yield Agent(process=process, folder=folder, mode=mode)
+        yield AgentProcess(process=process, folder=folder, mode=mode)
     finally:
         process.terminate()
         try:
@@ -197,16 +197,16 @@ def _wait_for_socket(folder: Path, process: subprocess.Popen[bytes]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def connected(agent: Agent) -> AsyncIterator[Harness]:
+async def connected(agent: AgentProcess) -> AsyncIterator[AgentHarness]:
     """A link to a running agent, all of whose slots are ready."""
     link = await connect(Endpoint(address=f"unix:{agent.folder}/agent.sock", token=TOKEN), START_WITHIN_S)
-    harness = Harness(link=link, process=agent.process, folder=agent.folder, mode=agent.mode)
+    harness = AgentHarness(link=link, process=agent.process, folder=agent.folder, mode=agent.mode)
     await _all_ready(harness)
     yield harness
     await link.close()
 
 
-async def _all_ready(harness: Harness) -> None:
+async def _all_ready(harness: AgentHarness) -> None:
     assert harness.link.hello["isolation"] == harness.mode, dict(harness.link.hello)
     states: dict[str, str] = {}
     async with harness.link.stream({"op": "watch"}) as stream:
