@@ -7,10 +7,10 @@ import uuid
 from pathlib import Path
 
 from tests.hostile.attacks import PRELUDE, Attack
-from tests.hostile.harness import Harness
+from tests.hostile.hostile_harness import HostileHarness
 
 
-def known(harness: Harness, victim: dict, marker: str, neighbour_marker: str) -> dict:
+def known(harness: HostileHarness, victim: dict, marker: str, neighbour_marker: str) -> dict:
     """Return what an attacker would know who has read our source and watched the operator."""
     state = Path(harness.state_dir)
     sockets = [str(path) for path in state.rglob("*.sock")]
@@ -32,7 +32,7 @@ def known(harness: Harness, victim: dict, marker: str, neighbour_marker: str) ->
     }
 
 
-def attempt(harness: Harness, attack: Attack) -> str:
+def attempt(harness: HostileHarness, attack: Attack) -> str:
     """Run an attack in one slot against another slot of the same sandbox, and check what became of both.
 
     Args:

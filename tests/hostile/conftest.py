@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hostile.harness import HARNESSES, Harness, open_harness
+from tests.hostile.hostile_harness import HARNESSES, HostileHarness, open_hostile_harness
 from tests.hostile.matrix import Matrix
 
 MATRIX_FOLDER = Path(__file__).resolve().parent.parent.parent / "build"
@@ -23,15 +23,15 @@ def matrix() -> Iterator[Matrix]:
 
 
 @pytest.fixture(scope="package", params=HARNESSES, ids="-".join)
-def running_harness(request: pytest.FixtureRequest) -> Iterator[Harness]:
+def running_harness(request: pytest.FixtureRequest) -> Iterator[HostileHarness]:
     """One service for each mode and user, shared by the whole suite."""
     mode, user = request.param
-    with open_harness(mode, user) as harness:
+    with open_hostile_harness(mode, user) as harness:
         yield harness
 
 
 @pytest.fixture
-def harness(running_harness: Harness) -> Iterator[Harness]:
+def harness(running_harness: HostileHarness) -> Iterator[HostileHarness]:
     """The running service, with all of its slots free before and after the test."""
     running_harness.settled()
     yield running_harness

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tests.hostile.harness import Harness
+    from tests.hostile.hostile_harness import HostileHarness
 
 WORDS = {"held": "held", "weak": "**not held**", "refused": "refused"}
 
@@ -19,7 +19,7 @@ class Matrix:
 
     rows: dict[str, tuple[str, dict[str, str]]] = field(default_factory=dict)
 
-    def record(self, key: str, title: str, harness: Harness, outcome: str) -> None:
+    def record(self, key: str, title: str, harness: HostileHarness, outcome: str) -> None:
         """One attack in one harness came to this."""
         self.rows.setdefault(key, (title, {}))[1][harness.name] = outcome
 

@@ -6,18 +6,18 @@ import pytest
 
 from tests.hostile.attacks import ATTACKS, Attack
 from tests.hostile.attempt import attempt
-from tests.hostile.harness import Harness
+from tests.hostile.hostile_harness import HostileHarness
 from tests.hostile.matrix import Matrix
 
 
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.key)
-def test_an_attack_is_held_off(harness: Harness, matrix: Matrix, attack: Attack) -> None:
+def test_an_attack_is_held_off(harness: HostileHarness, matrix: Matrix, attack: Attack) -> None:
     outcome = attempt(harness, attack)
 
     matrix.record(attack.key, attack.title, harness, outcome)
 
 
-def test_no_two_slots_share_a_uid_and_none_is_root(harness: Harness) -> None:
+def test_no_two_slots_share_a_uid_and_none_is_root(harness: HostileHarness) -> None:
     leases = [harness.acquire() for _ in range(3)]
 
     uids = [harness.host_uid_of(lease) for lease in leases]

@@ -8,14 +8,14 @@ import tarfile
 import httpx
 import pytest
 
-from tests.hostile.harness import Harness
+from tests.hostile.hostile_harness import HostileHarness
 
 
-def get(harness: Harness, lease: dict, route: str, path: str) -> httpx.Response:
+def get(harness: HostileHarness, lease: dict, route: str, path: str) -> httpx.Response:
     return harness.client.get(f"/v1/leases/{lease['lease_id']}/{route}", params={"path": path})
 
 
-def put(harness: Harness, lease: dict, route: str, path: str, content: bytes) -> httpx.Response:
+def put(harness: HostileHarness, lease: dict, route: str, path: str, content: bytes) -> httpx.Response:
     return harness.client.put(f"/v1/leases/{lease['lease_id']}/{route}", params={"path": path}, content=content)
 
 
@@ -29,7 +29,7 @@ NEW_OUTSIDE = ["/etc/new", "../new", "link-to-tmp/../../etc/new", "link-to-etc/n
 
 
 @pytest.mark.parametrize("route", ["files", "files/list", "archive"])
-def test_reading_outside_is_refused(harness: Harness, route: str) -> None:
+def test_reading_outside_is_refused(harness: HostileHarness, route: str) -> None:
     lease = harness.acquire()
     assert harness.bash(lease, "ln -s /etc link-to-etc; ln -s /etc/passwd link-to-passwd; ln -s link-to-etc chain")["success"]
 
@@ -40,7 +40,7 @@ def test_reading_outside_is_refused(harness: Harness, route: str) -> None:
         assert "root:" not in answer.text, path
 
 
-def test_writing_outside_is_refused(harness: Harness) -> None:
+def test_writing_outside_is_refused(harness: HostileHarness) -> None:
     lease = harness.acquire()
     assert harness.bash(lease, "ln -s /etc link-to-etc; ln -s /tmp link-to-tmp; ln -s /etc/dangling dangling-out")["success"]
 
@@ -50,7 +50,7 @@ def test_writing_outside_is_refused(harness: Harness) -> None:
         assert answer.json()["code"] == "invalid_request", path
 
 
-def test_what_is_no_regular_file_is_a_file_error_and_nothing_blocks(harness: Harness) -> None:
+def test_what_is_no_regular_file_is_a_file_error_and_nothing_blocks(harness: HostileHarness) -> None:
     lease = harness.acquire()
     bind = "python3 -c \"import socket; socket.socket(socket.AF_UNIX).bind('sock')\""
     assert harness.bash(lease, f"mkfifo fifo; mkdir folder; ln -s fifo to-fifo; {bind}; mkdir locked; touch locked/f; chmod 0 locked")["success"]
@@ -66,7 +66,7 @@ def test_what_is_no_regular_file_is_a_file_error_and_nothing_blocks(harness: Har
     assert (answer.status_code, answer.json()["code"]) == (409, "file_error")
 
 
-def test_a_link_inside_is_followed(harness: Harness) -> None:
+def test_a_link_inside_is_followed(harness: HostileHarness) -> None:
     lease = harness.acquire()
     assert harness.bash(lease, "mkdir d; echo hello > d/f; ln -s d/f inside; ln -s /tmp t; echo there > /tmp/x")["success"]
 
@@ -98,7 +98,7 @@ EVIL = {
 }
 
 
-def test_an_archive_cannot_lead_out(harness: Harness) -> None:
+def test_an_archive_cannot_lead_out(harness: HostileHarness) -> None:
     lease = harness.acquire()
 
     for kind, members in EVIL.items():
@@ -111,7 +111,7 @@ def test_an_archive_cannot_lead_out(harness: Harness) -> None:
         assert found["output"] == "", (kind, found)
 
 
-def test_what_is_no_archive_is_said(harness: Harness) -> None:
+def test_what_is_no_archive_is_said(harness: HostileHarness) -> None:
     lease = harness.acquire()
 
     for content in (b"", b"not gzip", archive((member("f"), b"x" * 100_000))[:40]):
@@ -120,7 +120,7 @@ def test_what_is_no_archive_is_said(harness: Harness) -> None:
         assert answer.json()["code"] == "invalid_request"
 
 
-def test_setuid_does_not_come_in_by_archive(harness: Harness) -> None:
+def test_setuid_does_not_come_in_by_archive(harness: HostileHarness) -> None:
     lease = harness.acquire()
 
     assert put(harness, lease, "archive", ".", archive((member("tool", mode=0o4755), b"#!/bin/sh\n"))).status_code == 204

@@ -13,10 +13,10 @@ import httpx
 import psutil
 import pytest
 
-from tests.hostile.harness import Harness, in_one_mode, timeout_fault
+from tests.hostile.hostile_harness import HostileHarness, in_one_mode, timeout_fault
 
 
-def bystander_works(harness: Harness, lease: dict) -> None:
+def bystander_works(harness: HostileHarness, lease: dict) -> None:
     """A second slot answers as if nothing were going on."""
     started = time.monotonic()
     assert harness.bash(lease, "echo fine")["output"] == "fine\n"
@@ -24,7 +24,7 @@ def bystander_works(harness: Harness, lease: dict) -> None:
 
 
 @in_one_mode
-def test_a_nul_in_a_command_is_named(harness: Harness) -> None:
+def test_a_nul_in_a_command_is_named(harness: HostileHarness) -> None:
     result = harness.bash(harness.acquire(), "echo a\0b")
 
     assert (result["reason"], result["fault"]) == ("invalid_args", "policy")
@@ -33,7 +33,7 @@ def test_a_nul_in_a_command_is_named(harness: Harness) -> None:
 
 
 @in_one_mode
-def test_a_900_kb_command_runs_and_a_2_mb_one_is_refused(harness: Harness) -> None:
+def test_a_900_kb_command_runs_and_a_2_mb_one_is_refused(harness: HostileHarness) -> None:
     lease = harness.acquire()
     filler = "# " + "x" * 70 + "\n"
 
@@ -47,7 +47,7 @@ def test_a_900_kb_command_runs_and_a_2_mb_one_is_refused(harness: Harness) -> No
 
 
 @in_one_mode
-def test_an_absurd_timeout_is_named(harness: Harness) -> None:
+def test_an_absurd_timeout_is_named(harness: HostileHarness) -> None:
     lease = harness.acquire()
 
     for timeout_s in (0, -1, 1e18, "soon", True, 3601):
@@ -61,7 +61,7 @@ FLOOD_BYTES = 200_000_000
 
 
 @in_one_mode
-def test_a_flood_of_output_costs_no_memory(harness: Harness) -> None:
+def test_a_flood_of_output_costs_no_memory(harness: HostileHarness) -> None:
     lease, other = harness.acquire(), harness.acquire()
     agents = [psutil.Process(pid) for pid in harness.agent_pids()]
     before = max(agent.memory_info().rss for agent in agents)
@@ -80,7 +80,7 @@ def test_a_flood_of_output_costs_no_memory(harness: Harness) -> None:
 
 
 @in_one_mode
-def test_silence_ends_at_its_own_deadline(harness: Harness) -> None:
+def test_silence_ends_at_its_own_deadline(harness: HostileHarness) -> None:
     started = time.monotonic()
 
     result = harness.bash(harness.acquire(), "echo loud; sleep 120", timeout_s=60, no_output_timeout_s=0.5)
@@ -90,7 +90,7 @@ def test_silence_ends_at_its_own_deadline(harness: Harness) -> None:
 
 
 @in_one_mode
-def test_a_command_that_closes_its_stdout_is_waited_for(harness: Harness) -> None:
+def test_a_command_that_closes_its_stdout_is_waited_for(harness: HostileHarness) -> None:
     result = harness.bash(harness.acquire(), "echo first; exec >&- 2>&-; sleep 0.5; exit 9")
 
     assert (result["reason"], result["exit_code"], result["output"]) == ("exit", 9, "first\n")
@@ -98,7 +98,7 @@ def test_a_command_that_closes_its_stdout_is_waited_for(harness: Harness) -> Non
 
 
 @in_one_mode
-def test_bytes_come_back_exactly_or_replaced(harness: Harness) -> None:
+def test_bytes_come_back_exactly_or_replaced(harness: HostileHarness) -> None:
     lease = harness.acquire()
     every = bytes(range(256)) * 4
 
@@ -110,7 +110,7 @@ def test_bytes_come_back_exactly_or_replaced(harness: Harness) -> None:
     assert replaced["output_bytes"] == 4
 
 
-def test_signals_of_its_own_making(harness: Harness) -> None:
+def test_signals_of_its_own_making(harness: HostileHarness) -> None:
     lease = harness.acquire()
 
     assert harness.bash(lease, "kill -SEGV $$")["exit_code"] == 139
@@ -119,7 +119,7 @@ def test_signals_of_its_own_making(harness: Harness) -> None:
 
 
 @in_one_mode
-def test_a_line_without_an_end_and_no_output_at_all(harness: Harness) -> None:
+def test_a_line_without_an_end_and_no_output_at_all(harness: HostileHarness) -> None:
     lease = harness.acquire()
 
     long = harness.bash(lease, "head -c 10000000 /dev/zero | tr '\\0' x")
@@ -129,7 +129,7 @@ def test_a_line_without_an_end_and_no_output_at_all(harness: Harness) -> None:
     assert (none["output"], none["success"]) == ("", True)
 
 
-def test_a_fork_bomb_hurts_nobody_else_and_is_gone_with_the_lease(harness: Harness) -> None:
+def test_a_fork_bomb_hurts_nobody_else_and_is_gone_with_the_lease(harness: HostileHarness) -> None:
     bomber, other = harness.acquire(), harness.acquire()
 
     result = harness.bash(bomber, ":(){ :|:& };: ; sleep 0.5; echo over", timeout_s=2)
@@ -142,7 +142,7 @@ def test_a_fork_bomb_hurts_nobody_else_and_is_gone_with_the_lease(harness: Harne
     harness.still_sound()
 
 
-def test_a_file_beyond_the_limit_is_a_resource_limit_where_that_is_proven(harness: Harness) -> None:
+def test_a_file_beyond_the_limit_is_a_resource_limit_where_that_is_proven(harness: HostileHarness) -> None:
     lease = harness.acquire()
 
     proven = harness.bash(lease, "exec head -c 100M /dev/zero > big")
@@ -154,7 +154,7 @@ def test_a_file_beyond_the_limit_is_a_resource_limit_where_that_is_proven(harnes
 
 
 @in_one_mode
-def test_a_flood_in_the_background_does_not_stop_the_rest(harness: Harness) -> None:
+def test_a_flood_in_the_background_does_not_stop_the_rest(harness: HostileHarness) -> None:
     flooder, other = harness.acquire(), harness.acquire()
 
     assert harness.bash(flooder, "yes & yes & yes & echo started")["reason"] == "exit"
@@ -171,7 +171,7 @@ def test_a_flood_in_the_background_does_not_stop_the_rest(harness: Harness) -> N
     assert agent.cpu_percent() < 50, "draining a flood eats the agent"
 
 
-def raw_request(harness: Harness, path: str, body: dict, cut: int | None = None) -> socket.socket:
+def raw_request(harness: HostileHarness, path: str, body: dict, cut: int | None = None) -> socket.socket:
     """Send a request, or the first bytes of one, on a socket of its own."""
     payload = json.dumps(body).encode()
     head = (
@@ -183,7 +183,7 @@ def raw_request(harness: Harness, path: str, body: dict, cut: int | None = None)
 
 
 @in_one_mode
-def test_clients_that_hang_up_leave_nothing_behind(harness: Harness) -> None:
+def test_clients_that_hang_up_leave_nothing_behind(harness: HostileHarness) -> None:
     leases = harness.every_slot()
     queued = [raw_request(harness, "/v1/acquire", {"wait_s": 30}) for _ in range(5)]
     deadline = time.monotonic() + 5
@@ -209,7 +209,7 @@ def test_clients_that_hang_up_leave_nothing_behind(harness: Harness) -> None:
 
 
 @in_one_mode
-def test_an_unread_stdin_and_a_closed_one(harness: Harness) -> None:
+def test_an_unread_stdin_and_a_closed_one(harness: HostileHarness) -> None:
     lease = harness.acquire()
 
     assert harness.call(lease, "bash", {"command": "exec <&-; sleep 0.1; echo ok", "stdin": "x" * 500_000})["output"] == "ok\n"
@@ -217,7 +217,7 @@ def test_an_unread_stdin_and_a_closed_one(harness: Harness) -> None:
     assert harness.bash(lease, "cat | wc -c")["output"] == "0\n"
 
 
-def test_a_workspace_taken_away_under_a_command_is_not_our_fault(harness: Harness) -> None:
+def test_a_workspace_taken_away_under_a_command_is_not_our_fault(harness: HostileHarness) -> None:
     lease = harness.acquire()
 
     harness.bash(lease, "rm -rf /workspace /workspace/.* 2>/dev/null; cd /; rmdir /workspace 2>/dev/null; chmod 000 $HOME")
@@ -241,7 +241,7 @@ def wait_for_crowd(service: psutil.Process) -> None:
 
 @in_one_mode
 @pytest.mark.timeout(150)
-def test_a_slot_cannot_crowd_everybody_else_out_of_the_service(harness: Harness) -> None:
+def test_a_slot_cannot_crowd_everybody_else_out_of_the_service(harness: HostileHarness) -> None:
     crowder, other = harness.acquire(), harness.acquire()
     crowd = f"""
 import os, socket, time

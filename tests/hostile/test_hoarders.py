@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from tests.hostile.harness import POOL, Harness
+from tests.hostile.hostile_harness import POOL, HostileHarness
 
 # Makes itself the last to be killed, and holds memory that no process has mapped.
 HOARD = """
@@ -50,7 +50,7 @@ time.sleep(60)
 
 
 @pytest.fixture(scope="module")
-def small_pool(running_harness: Harness) -> Iterator[str]:
+def small_pool(running_harness: HostileHarness) -> Iterator[str]:
     """A pool whose slots have 400 MiB together, so that these tests do not need all of the machine's. The tests of one mode share it."""
     harness = running_harness
     answer = harness.client.put("/v1/pools/small", json={**POOL, "memory_mb": 400})
@@ -63,14 +63,14 @@ def small_pool(running_harness: Harness) -> Iterator[str]:
         time.sleep(0.05)
 
 
-def view_share(harness: Harness, pool: str) -> int:
+def view_share(harness: HostileHarness, pool: str) -> int:
     """What a slot of a pool is always given, in MiB."""
     share: int = harness.client.get(f"/v1/pools/{pool}").json()["effective"]["share_memory_mb"]
     return share
 
 
 @pytest.mark.parametrize("script", [HOARD, SHARED], ids=["memory-files", "shared-memory"])
-def test_a_slot_that_hoards_memory_is_ended_and_nobody_else(harness: Harness, small_pool: str, script: str) -> None:
+def test_a_slot_that_hoards_memory_is_ended_and_nobody_else(harness: HostileHarness, small_pool: str, script: str) -> None:
     hoarder, neighbour = harness.acquire(pool=small_pool), harness.acquire(pool=small_pool)
     marker = f"62{uuid.uuid4().int % 10**10}"
     assert harness.bash(neighbour, f"x=$(head -c 4M /dev/zero | tr '\\\\0' x); sleep {marker} > /dev/null 2>&1 & echo up")["success"]
@@ -94,7 +94,7 @@ def test_a_slot_that_hoards_memory_is_ended_and_nobody_else(harness: Harness, sm
     harness.still_sound()
 
 
-def test_a_pool_says_what_holds_for_memory_and_what_does_not(harness: Harness, small_pool: str) -> None:
+def test_a_pool_says_what_holds_for_memory_and_what_does_not(harness: HostileHarness, small_pool: str) -> None:
     harness.acquire(pool=small_pool)
     view = harness.client.get(f"/v1/pools/{small_pool}").json()
     effective, capabilities = view["effective"], view["capabilities"]

@@ -10,20 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.hostile.harness import Harness, timeout_fault
+from tests.hostile.hostile_harness import HostileHarness, timeout_fault
 
 # `kill(-1)` reaches whatever it may signal but itself, so in the end there is nothing else of the slot that moves.
 STOPPER = "import os, signal, time; time.sleep(0.5)\nwhile True:\n try: os.kill(-1, signal.SIGSTOP)\n except ProcessLookupError: pass"
 
 
-def _stop_everything(harness: Harness, lease: dict) -> str:
+def _stop_everything(harness: HostileHarness, lease: dict) -> str:
     marker = f"stopper-{uuid.uuid4().hex}"
     assert harness.bash(lease, f"setsid nohup /usr/bin/python3 -c '{STOPPER}' {marker} >/dev/null 2>&1 </dev/null &")["success"]
     time.sleep(0.8)  # it has begun by then; nothing of the slot could say so
     return marker
 
 
-def test_a_slot_that_stops_every_process_is_released_all_the_same(harness: Harness) -> None:
+def test_a_slot_that_stops_every_process_is_released_all_the_same(harness: HostileHarness) -> None:
     leases = [harness.acquire(), harness.acquire()]
     marker = _stop_everything(harness, leases[0])
 
@@ -37,7 +37,7 @@ def test_a_slot_that_stops_every_process_is_released_all_the_same(harness: Harne
     harness.still_sound()
 
 
-def test_calls_that_are_stopped_end_in_time_and_it_is_their_own_fault(harness: Harness) -> None:
+def test_calls_that_are_stopped_end_in_time_and_it_is_their_own_fault(harness: HostileHarness) -> None:
     lease = harness.acquire()
     assert harness.bash(lease, "echo x > to-read")["success"]
     _stop_everything(harness, lease)
@@ -63,7 +63,7 @@ def test_calls_that_are_stopped_end_in_time_and_it_is_their_own_fault(harness: H
     harness.still_sound()
 
 
-def test_a_file_is_put_into_a_slot_that_stops_everything_it_can(harness: Harness) -> None:
+def test_a_file_is_put_into_a_slot_that_stops_everything_it_can(harness: HostileHarness) -> None:
     if harness.mode != "uid":
         pytest.skip("the slot and what writes its files are one user here: it stops its own upload, until nothing has moved for a minute")
     lease = harness.acquire()
@@ -82,7 +82,7 @@ for _ in range({depth}):
 """
 
 
-def test_a_tree_deeper_than_there_are_descriptors_quarantines_nobody(harness: Harness) -> None:
+def test_a_tree_deeper_than_there_are_descriptors_quarantines_nobody(harness: HostileHarness) -> None:
     digger, neighbour = harness.acquire(), harness.acquire()
     name = f"deep-{uuid.uuid4().hex}"
     depth = 21_000 if harness.mode == "uid" else 1_000  # elsewhere it is in the slot's own folder, where the agent looks at nothing
@@ -98,7 +98,7 @@ def test_a_tree_deeper_than_there_are_descriptors_quarantines_nobody(harness: Ha
     assert not Path("/tmp", name).exists()
 
 
-def test_what_a_neighbour_puts_into_an_open_folder_is_only_its_own_trouble(harness: Harness) -> None:
+def test_what_a_neighbour_puts_into_an_open_folder_is_only_its_own_trouble(harness: HostileHarness) -> None:
     victim, neighbour = harness.acquire(), harness.acquire()
     name = f"open-{uuid.uuid4().hex}"
     made = harness.bash(victim, f"mkdir -p /tmp/{name}/below && chmod 755 /tmp/{name} && chmod 777 /tmp/{name}/below")
@@ -127,7 +127,7 @@ print("open" if queue >= 0 else "none")
 """
 
 
-def test_a_message_queue_ends_with_its_lease(harness: Harness) -> None:
+def test_a_message_queue_ends_with_its_lease(harness: HostileHarness) -> None:
     name = f"q{uuid.uuid4().hex}"
     leases = harness.every_slot()
     harness.python(leases[0], QUEUE.format(name=name, flags="os.O_CREAT | os.O_RDWR"))
@@ -139,7 +139,7 @@ def test_a_message_queue_ends_with_its_lease(harness: Harness) -> None:
     assert found == ["none\n"] * 3
 
 
-def test_what_was_left_when_the_agent_was_killed_is_not_there_for_the_next(harness: Harness) -> None:
+def test_what_was_left_when_the_agent_was_killed_is_not_there_for_the_next(harness: HostileHarness) -> None:
     name = f"left-{uuid.uuid4().hex}"
     segment = "import ctypes; print(ctypes.CDLL(None).shmget(0x5ea1, 4096, 0o1600))"
     for lease in harness.every_slot():

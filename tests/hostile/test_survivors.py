@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.hostile.harness import Harness, in_one_mode, timeout_fault
+from tests.hostile.hostile_harness import HostileHarness, in_one_mode, timeout_fault
 
 DAEMON = 'import os; os.fork() and os._exit(0); os.setsid(); os.fork() and os._exit(0); os.execv("/bin/sleep", ["sleep", "{seconds}"])'
 # One escape for each slot of the sandbox, so that those of a group run at the same time. The first group holds the two that only SIGKILL ends.
@@ -51,12 +51,12 @@ class Escape:
     command: str
     seconds: str
 
-    def sleeping(self, harness: Harness) -> list[psutil.Process]:
+    def sleeping(self, harness: HostileHarness) -> list[psutil.Process]:
         """Return those of its processes that sleep."""
         return [process for process in harness.processes(self.seconds) if process.name() == "sleep"]
 
 
-def escapes_of(harness: Harness, group: dict[str, str]) -> list[Escape]:
+def escapes_of(harness: HostileHarness, group: dict[str, str]) -> list[Escape]:
     """Acquire a slot for each escape of a group."""
     leases = [harness.acquire() for _ in group]
     numbers = [f"8{uuid.uuid4().int % 10**8}" for _ in group]
@@ -65,7 +65,7 @@ def escapes_of(harness: Harness, group: dict[str, str]) -> list[Escape]:
 
 
 @pytest.mark.parametrize("group", ESCAPES, ids=", ".join)
-def test_nothing_of_a_call_survives_its_timeout(harness: Harness, group: dict[str, str]) -> None:
+def test_nothing_of_a_call_survives_its_timeout(harness: HostileHarness, group: dict[str, str]) -> None:
     escapes = escapes_of(harness, group)
     bystanders = [f"7{uuid.uuid4().int % 10**8}" for _ in escapes]
     for escape, bystander in zip(escapes, bystanders, strict=True):
@@ -87,7 +87,7 @@ def test_nothing_of_a_call_survives_its_timeout(harness: Harness, group: dict[st
 
 
 @pytest.mark.parametrize("group", ESCAPES, ids=", ".join)
-def test_nothing_survives_a_release(harness: Harness, group: dict[str, str]) -> None:
+def test_nothing_survives_a_release(harness: HostileHarness, group: dict[str, str]) -> None:
     escapes = escapes_of(harness, group)
     commands = [f"({escape.command}) >/dev/null 2>&1 & sleep 0.3" for escape in escapes]
     harness.batch(*({"lease_id": one.lease["lease_id"], "tool": "bash", "args": {"command": text}} for one, text in zip(escapes, commands, strict=True)))
@@ -111,7 +111,7 @@ LEFTOVERS = {
 }
 
 
-def test_the_next_holder_finds_nothing(harness: Harness) -> None:
+def test_the_next_holder_finds_nothing(harness: HostileHarness) -> None:
     leases = harness.every_slot()
     for lease in leases:
         for leftover, command in LEFTOVERS.items():
@@ -133,7 +133,7 @@ FILES = 100_000
 
 
 @in_one_mode
-def test_a_flood_of_files_is_gone_for_the_next_holder_at_once(harness: Harness) -> None:
+def test_a_flood_of_files_is_gone_for_the_next_holder_at_once(harness: HostileHarness) -> None:
     leases = harness.every_slot()
     # Hard links: as many names to delete, for a third of the time to make them.
     fill = " os.mkdir(str(d)); os.chdir(str(d)); os.mknod('f')\n for n in range(9999): os.link('f', str(n))\n os.chdir('..')\n"
@@ -156,7 +156,7 @@ def test_a_flood_of_files_is_gone_for_the_next_holder_at_once(harness: Harness) 
         time.sleep(0.05)
 
 
-def test_a_background_process_lives_until_release_and_the_call_returns_at_once(harness: Harness) -> None:
+def test_a_background_process_lives_until_release_and_the_call_returns_at_once(harness: HostileHarness) -> None:
     lease = harness.acquire()
     marker = f"6{uuid.uuid4().int % 10**8}"
 

@@ -13,7 +13,7 @@ from sandbox_server.agent import wire
 from tests.faults import links
 from tests.hostile.attacks import ATTACKS, Attack
 from tests.hostile.attempt import attempt
-from tests.hostile.harness import Harness, open_harness
+from tests.hostile.hostile_harness import HostileHarness, open_hostile_harness
 
 USER = "root" if os.geteuid() == 0 else "user"
 # In the mode `uid` every slot shares the network, so that each can connect to the TLS port of its agent. Only root has this mode.
@@ -51,19 +51,19 @@ START_INTRUDER = (
 
 
 @pytest.fixture(scope="module", params=MODES, ids="-".join)
-def running_harness(request: pytest.FixtureRequest) -> Iterator[Harness]:
+def running_harness(request: pytest.FixtureRequest) -> Iterator[HostileHarness]:
     """A service in one mode that reaches its agents over one transport."""
     mode, transport = request.param
-    with open_harness(mode, USER, transport) as harness:
+    with open_hostile_harness(mode, USER, transport) as harness:
         yield harness
 
 
 @pytest.mark.parametrize("attack", [attack for attack in ATTACKS if attack.key in DEPENDENT], ids=lambda attack: attack.key)
-def test_an_attack_that_depends_on_the_transport_is_held_off(harness: Harness, attack: Attack) -> None:
+def test_an_attack_that_depends_on_the_transport_is_held_off(harness: HostileHarness, attack: Attack) -> None:
     attempt(harness, attack)
 
 
-def test_a_slot_at_the_port_of_its_agent_gets_nothing_and_keeps_the_service_from_nothing(harness: Harness) -> None:
+def test_a_slot_at_the_port_of_its_agent_gets_nothing_and_keeps_the_service_from_nothing(harness: HostileHarness) -> None:
     """The service reaches the agent again although the slot holds more connections than the agent accepts without a token."""
     addresses = [json.loads(path.read_text())["address"] for path in Path(harness.state_dir).glob("sandboxes/*/handle.json")]
     if not addresses[0].startswith("tls:"):

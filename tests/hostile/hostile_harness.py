@@ -36,7 +36,7 @@ in_one_mode = pytest.mark.parametrize("running_harness", HARNESSES[:1], indirect
 
 
 @dataclass
-class Harness:
+class HostileHarness:
     """A running service that the hostile suite attacks.
 
     Args:
@@ -172,7 +172,7 @@ def timeout_fault(result: dict[str, Any]) -> str:
 
 
 @contextlib.contextmanager
-def open_harness(mode: str, user: str, transport: str | None = None) -> Iterator[Harness]:
+def open_hostile_harness(mode: str, user: str, transport: str | None = None) -> Iterator[HostileHarness]:
     """Start a service in one isolation mode, and stop it at the end.
 
     Args:
@@ -187,6 +187,6 @@ def open_harness(mode: str, user: str, transport: str | None = None) -> Iterator
         if transport is not None:
             environ[TRANSPORT_VARIABLE] = transport
         with running_service({"pools": {"default": POOL}}, env=environ, runner=runner) as service:
-            harness = Harness(mode=mode, user=user, url=service.url, token=service.token, state_dir=str(service.state_dir), pid=service.process.pid)
+            harness = HostileHarness(mode=mode, user=user, url=service.url, token=service.token, state_dir=str(service.state_dir), pid=service.process.pid)
             yield harness
             harness.client.close()
