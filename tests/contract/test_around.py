@@ -7,10 +7,10 @@ import asyncio
 import pytest
 
 from tests.contract.contract import CONTRACT
-from tests.support.harness import BOB, Harness, bearer
+from tests.support.service_harness import BOB, ServiceHarness, bearer
 
 
-async def test_renew_puts_the_end_off_and_names_what_is_lost(harness: Harness) -> None:
+async def test_renew_puts_the_end_off_and_names_what_is_lost(harness: ServiceHarness) -> None:
     (lease_id,) = await harness.acquire(ttl_s=10)
     before = (await harness.http.get(f"/v1/leases/{lease_id}")).json()["expires_at"]
 
@@ -20,7 +20,7 @@ async def test_renew_puts_the_end_off_and_names_what_is_lost(harness: Harness) -
     assert [(lost["lease_id"], lost["code"]) for lost in answer["lost"]] == [("nobodys", "lease_not_found")]
 
 
-async def test_renew_never_shortens(harness: Harness) -> None:
+async def test_renew_never_shortens(harness: ServiceHarness) -> None:
     (lease_id,) = await harness.acquire(ttl_s=600)
     before = (await harness.http.get(f"/v1/leases/{lease_id}")).json()["expires_at"]
 
@@ -29,7 +29,7 @@ async def test_renew_never_shortens(harness: Harness) -> None:
     assert lease["expires_at"] == pytest.approx(before, abs=0.01)
 
 
-async def test_leases_come_in_pages(harness: Harness) -> None:
+async def test_leases_come_in_pages(harness: ServiceHarness) -> None:
     mine = await harness.acquire(4)
 
     seen: list[str] = []
@@ -44,7 +44,7 @@ async def test_leases_come_in_pages(harness: Harness) -> None:
     assert sorted(seen) == sorted(mine)
 
 
-async def test_leases_are_found_by_run_and_trajectory(harness: Harness) -> None:
+async def test_leases_are_found_by_run_and_trajectory(harness: ServiceHarness) -> None:
     (wanted,) = await harness.acquire(run_id="r", trajectory_id="t")
     await harness.acquire(run_id="r")
     await harness.acquire(trajectory_id="t")
@@ -54,7 +54,7 @@ async def test_leases_are_found_by_run_and_trajectory(harness: Harness) -> None:
     assert [lease["lease_id"] for lease in found] == [wanted]
 
 
-async def test_single_exec_takes_the_short_form_and_all_fields(harness: Harness) -> None:
+async def test_single_exec_takes_the_short_form_and_all_fields(harness: ServiceHarness) -> None:
     (lease_id,) = await harness.acquire()
     path = f"/v1/leases/{lease_id}/exec"
 
@@ -65,7 +65,7 @@ async def test_single_exec_takes_the_short_form_and_all_fields(harness: Harness)
     assert (full["exit_code"], full["call_id"]) == (7, "mine")
 
 
-async def test_cancel_answers_with_the_calls_result(harness: Harness) -> None:
+async def test_cancel_answers_with_the_calls_result(harness: ServiceHarness) -> None:
     (lease_id,) = await harness.acquire()
     running = asyncio.create_task(harness.http.post(f"/v1/leases/{lease_id}/exec", json={"command": "hang", "call_id": "c"}))
     while not harness.agent.ran:
@@ -77,14 +77,14 @@ async def test_cancel_answers_with_the_calls_result(harness: Harness) -> None:
     assert (await running).json() == cancelled
 
 
-async def test_cancelling_a_call_that_has_ended_answers_with_its_result(harness: Harness) -> None:
+async def test_cancelling_a_call_that_has_ended_answers_with_its_result(harness: ServiceHarness) -> None:
     (lease_id,) = await harness.acquire()
     ended = (await harness.http.post(f"/v1/leases/{lease_id}/exec", json={"command": "exit 3", "call_id": "c"})).json()
 
     assert (await harness.http.post("/v1/cancel", json={"lease_id": lease_id, "call_id": "c"})).json() == ended
 
 
-async def test_pools_show_their_spec_and_only_admins_see_the_variables(harness: Harness) -> None:
+async def test_pools_show_their_spec_and_only_admins_see_the_variables(harness: ServiceHarness) -> None:
     admin = (await harness.http.get("/v1/pools/default")).json()
     user = (await harness.http.get("/v1/pools", headers=bearer(BOB))).json()["pools"][0]
 
@@ -94,7 +94,7 @@ async def test_pools_show_their_spec_and_only_admins_see_the_variables(harness: 
     assert {**admin["spec"], "env_vars": None} == {**user["spec"], "env_vars": None}
 
 
-async def test_a_held_slot_shows_in_the_pool(harness: Harness) -> None:
+async def test_a_held_slot_shows_in_the_pool(harness: ServiceHarness) -> None:
     await harness.acquire(3)
 
     slots = (await harness.http.get("/v1/pools/default")).json()["slots"]
@@ -102,7 +102,7 @@ async def test_a_held_slot_shows_in_the_pool(harness: Harness) -> None:
     assert slots == {"ready": 1, "leased": 3, "resetting": 0, "kept": 0, "quarantined": 0}
 
 
-async def test_health_and_readiness_need_no_token(harness: Harness) -> None:
+async def test_health_and_readiness_need_no_token(harness: ServiceHarness) -> None:
     await harness.acquire()
     nobody = {"Authorization": ""}
 
@@ -115,7 +115,7 @@ async def test_health_and_readiness_need_no_token(harness: Harness) -> None:
     assert list(of_pool.json()["pools"]) == ["default"]
 
 
-async def test_every_answer_carries_the_callers_request_id_or_a_new_one(harness: Harness) -> None:
+async def test_every_answer_carries_the_callers_request_id_or_a_new_one(harness: ServiceHarness) -> None:
     given = await harness.http.get("/v1/pools", headers={"X-Request-ID": "mine-1"})
     broken = await harness.http.get("/v1/pools", headers={"X-Request-ID": "not allowed, too {odd}"})
     missing = await harness.http.get("/nowhere")
@@ -125,7 +125,7 @@ async def test_every_answer_carries_the_callers_request_id_or_a_new_one(harness:
     assert missing.json()["request_id"] == missing.headers["x-request-id"]
 
 
-async def test_files_go_in_and_come_out(harness: Harness) -> None:
+async def test_files_go_in_and_come_out(harness: ServiceHarness) -> None:
     (lease_id,) = await harness.acquire()
     content = bytes(range(256)) * 4096
     url = f"/v1/leases/{lease_id}/files"
@@ -139,7 +139,7 @@ async def test_files_go_in_and_come_out(harness: Harness) -> None:
     assert [(entry["path"], entry["size_bytes"]) for entry in listed["entries"]] == [("a/b.bin", len(content))]
 
 
-async def test_archives_go_in_and_come_out(harness: Harness) -> None:
+async def test_archives_go_in_and_come_out(harness: ServiceHarness) -> None:
     (lease_id,) = await harness.acquire()
     url = f"/v1/leases/{lease_id}/archive"
 

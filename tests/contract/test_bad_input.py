@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sandbox_server.api.limits import Limits
-from tests.support.harness import POOL, Harness, bash, open_harness
+from tests.support.service_harness import POOL, ServiceHarness, bash, open_service_harness
 
 BODIES: dict[str, tuple[bytes, str]] = {
     "not JSON": (b"not json", "JSON"),
@@ -126,7 +126,7 @@ OTHERS: dict[str, tuple[str, str, dict[str, Any] | None, str]] = {
 }
 
 
-async def still_well(harness: Harness) -> None:
+async def still_well(harness: ServiceHarness) -> None:
     """That the service still does its work."""
     (lease_id,) = await harness.acquire()
     (result,) = await harness.batch(bash(lease_id, "echo well"))
@@ -134,7 +134,7 @@ async def still_well(harness: Harness) -> None:
 
 
 @pytest.mark.parametrize("name", BODIES)
-async def test_a_body_that_is_not_what_is_asked_for(name: str, harness: Harness) -> None:
+async def test_a_body_that_is_not_what_is_asked_for(name: str, harness: ServiceHarness) -> None:
     body, named = BODIES[name]
     for path in ("/v1/acquire", "/v1/exec-batch", "/v1/release"):
         answer = await harness.http.post(path, content=body)
@@ -145,7 +145,7 @@ async def test_a_body_that_is_not_what_is_asked_for(name: str, harness: Harness)
 
 
 @pytest.mark.parametrize("name", ACQUIRES)
-async def test_an_acquire_that_cannot_be(name: str, harness: Harness) -> None:
+async def test_an_acquire_that_cannot_be(name: str, harness: ServiceHarness) -> None:
     fields, named = ACQUIRES[name]
     answer = await harness.http.post("/v1/acquire", content=_json(fields))
 
@@ -159,7 +159,7 @@ def _json(fields: dict[str, Any]) -> bytes:
 
 
 @pytest.mark.parametrize("name", BATCHES)
-async def test_a_batch_that_is_refused_as_a_whole(name: str, harness: Harness) -> None:
+async def test_a_batch_that_is_refused_as_a_whole(name: str, harness: ServiceHarness) -> None:
     body, named = BATCHES[name]
     answer = await harness.http.post("/v1/exec-batch", json=body)
 
@@ -171,7 +171,7 @@ async def test_a_batch_that_is_refused_as_a_whole(name: str, harness: Harness) -
 @pytest.mark.parametrize("name", ITEMS)
 async def test_what_is_wrong_with_one_item_is_that_items_result(name: str, tmp_path: Path) -> None:
     fields, blamed, named = ITEMS[name]
-    async with open_harness(tmp_path / "state", limits=Limits(call_bytes=50_000)) as harness:
+    async with open_service_harness(tmp_path / "state", limits=Limits(call_bytes=50_000)) as harness:
         (lease_id,) = await harness.acquire()
 
         before, bad, after = await harness.batch(bash(lease_id, "echo a"), {**bash(lease_id, "true"), **fields}, bash(lease_id, "echo b"))
@@ -182,7 +182,7 @@ async def test_what_is_wrong_with_one_item_is_that_items_result(name: str, tmp_p
 
 
 async def test_calls_that_ask_for_too_much_output_together(tmp_path: Path) -> None:
-    async with open_harness(tmp_path / "state", limits=Limits(batch_output_bytes=250)) as harness:
+    async with open_service_harness(tmp_path / "state", limits=Limits(batch_output_bytes=250)) as harness:
         (lease_id,) = await harness.acquire()
 
         results = await harness.batch(*(bash(lease_id, "true", output_limit_bytes=100) for _ in range(3)))
@@ -192,7 +192,7 @@ async def test_calls_that_ask_for_too_much_output_together(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", OTHERS)
-async def test_other_requests_that_cannot_be(name: str, harness: Harness) -> None:
+async def test_other_requests_that_cannot_be(name: str, harness: ServiceHarness) -> None:
     method, path, body, named = OTHERS[name]
     answer = await harness.http.request(method, path, json=body)
 
@@ -200,7 +200,7 @@ async def test_other_requests_that_cannot_be(name: str, harness: Harness) -> Non
     assert answer.json()["field"] == named
 
 
-async def test_a_path_that_leads_out_is_refused(harness: Harness) -> None:
+async def test_a_path_that_leads_out_is_refused(harness: ServiceHarness) -> None:
     (lease_id,) = await harness.acquire()
 
     for method in ("GET", "PUT"):
@@ -209,7 +209,7 @@ async def test_a_path_that_leads_out_is_refused(harness: Harness) -> None:
 
 
 async def test_a_file_larger_than_the_limit(tmp_path: Path) -> None:
-    async with open_harness(tmp_path / "state", limits=Limits(upload_bytes=1000)) as harness:
+    async with open_service_harness(tmp_path / "state", limits=Limits(upload_bytes=1000)) as harness:
         (lease_id,) = await harness.acquire()
 
         answer = await harness.http.put(f"/v1/leases/{lease_id}/files", params={"path": "a"}, content=b"x" * 1001)
@@ -218,14 +218,14 @@ async def test_a_file_larger_than_the_limit(tmp_path: Path) -> None:
         assert harness.agent.files == {}
 
 
-async def test_shared_caches_say_that_they_are_not_built(harness: Harness) -> None:
+async def test_shared_caches_say_that_they_are_not_built(harness: ServiceHarness) -> None:
     answer = await harness.http.post("/v1/acquire", json={"cache": "rw"})
 
     assert (answer.status_code, answer.json()["code"]) == (501, "not_implemented")
 
 
 async def test_a_wait_longer_than_the_pools_is_the_pools(tmp_path: Path) -> None:
-    async with open_harness(tmp_path / "state", pools={"default": replace(POOL, acquire_timeout_s=0.05)}) as harness:
+    async with open_service_harness(tmp_path / "state", pools={"default": replace(POOL, acquire_timeout_s=0.05)}) as harness:
         while (await harness.http.get("/v1/pools/default")).json()["slots"]["ready"] < 4:
             await asyncio.sleep(0.01)
         await harness.acquire(4)
@@ -251,7 +251,7 @@ IDS = (
 
 
 @pytest.mark.parametrize("odd", IDS)
-async def test_ids_that_nobody_gave_are_simply_not_found(odd: str, harness: Harness) -> None:
+async def test_ids_that_nobody_gave_are_simply_not_found(odd: str, harness: ServiceHarness) -> None:
     (lease_id,) = await harness.acquire()
     asked = [
         ("GET", f"/v1/leases/{odd}"), ("GET", f"/v1/leases/{odd}/files?path=a"), ("GET", f"/v1/leases/{odd}/calls/c"),
@@ -277,7 +277,7 @@ HEADERS: dict[str, dict[str, str]] = {
 
 
 @pytest.mark.parametrize("name", HEADERS)
-async def test_a_token_that_is_none(name: str, harness: Harness) -> None:
+async def test_a_token_that_is_none(name: str, harness: ServiceHarness) -> None:
     answer = await harness.http.get("/v1/pools", headers={key: value.encode("latin-1") for key, value in HEADERS[name].items()})  # type: ignore[misc]
 
     assert (answer.status_code, answer.json()["code"]) == (401, "unauthorized")
@@ -285,7 +285,7 @@ async def test_a_token_that_is_none(name: str, harness: Harness) -> None:
 
 
 @pytest.mark.parametrize("last", ["-1", "abc", "1.5", "9" * 30, "\u00e4"])
-async def test_a_last_event_id_that_is_none_of_ours(last: str, harness: Harness) -> None:
+async def test_a_last_event_id_that_is_none_of_ours(last: str, harness: ServiceHarness) -> None:
     answer = await harness.http.get("/v1/events", headers={"Last-Event-ID": last.encode("latin-1")})  # type: ignore[dict-item]
 
     assert (answer.status_code, answer.json()["field"]) == (422, "Last-Event-ID")
@@ -304,7 +304,7 @@ async def test_a_last_event_id_that_is_none_of_ours(last: str, harness: Harness)
         b"POST /v1/acquire HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\nZZZ\r\n",
     ],
 )
-async def test_what_is_hardly_http_is_refused_and_nobody_else_notices(raw: bytes, port: Harness) -> None:
+async def test_what_is_hardly_http_is_refused_and_nobody_else_notices(raw: bytes, port: ServiceHarness) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", int(port.url.rpartition(":")[2]))
     writer.write(raw)
     writer.write_eof()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.contract.test_recorded import Told, events
-from tests.support.harness import BOB, Harness, bearer
+from tests.support.service_harness import BOB, ServiceHarness, bearer
 
 
 async def until(found: AsyncIterator[Told], kind: str) -> list[Told]:
@@ -21,7 +21,7 @@ async def until(found: AsyncIterator[Told], kind: str) -> list[Told]:
     return seen
 
 
-async def test_a_lease_is_told_from_acquire_to_release(port: Harness) -> None:
+async def test_a_lease_is_told_from_acquire_to_release(port: ServiceHarness) -> None:
     async with port.http.stream("GET", "/v1/events") as answer:
         (lease_id,) = await port.acquire(run_id="r")
         await port.http.post("/v1/renew", json={"lease_ids": [lease_id], "ttl_s": 900})
@@ -34,7 +34,7 @@ async def test_a_lease_is_told_from_acquire_to_release(port: Harness) -> None:
     assert all(told.data["at"] > 0 for told in seen)
 
 
-async def test_nobody_hears_of_anothers_leases_and_only_admins_of_sandboxes(port: Harness) -> None:
+async def test_nobody_hears_of_anothers_leases_and_only_admins_of_sandboxes(port: ServiceHarness) -> None:
     async with port.http.stream("GET", "/v1/events", headers=bearer(BOB)) as bobs, port.http.stream("GET", "/v1/events") as alices:
         await port.acquire()
         await port.http.post("/v1/acquire", json={}, headers=bearer(BOB))
@@ -51,7 +51,7 @@ async def test_nobody_hears_of_anothers_leases_and_only_admins_of_sandboxes(port
     assert "sandbox.draining" in [told.event for told in to_alice]
 
 
-async def test_a_slot_has_one_name_wherever_it_is_told(port: Harness, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_slot_has_one_name_wherever_it_is_told(port: ServiceHarness, caplog: pytest.LogCaptureFixture) -> None:
     async with port.http.stream("GET", "/v1/events") as answer:
         lease = (await port.http.post("/v1/acquire", json={})).json()["leases"][0]
         acquired = (await until(events(answer), "lease.acquired"))[-1]
@@ -66,12 +66,12 @@ async def test_a_slot_has_one_name_wherever_it_is_told(port: Harness, caplog: py
     assert {record.slot_id for record in caplog.records if hasattr(record, "slot_id")} == {lease["slot_id"]}
 
 
-async def first(port: Harness, **headers: str) -> Told:
+async def first(port: ServiceHarness, **headers: str) -> Told:
     async with port.http.stream("GET", "/v1/events", headers=headers) as answer:
         return await anext(events(answer))
 
 
-async def test_who_comes_back_hears_what_was_missed_or_that_it_is_gone(port: Harness) -> None:
+async def test_who_comes_back_hears_what_was_missed_or_that_it_is_gone(port: ServiceHarness) -> None:
     async with port.http.stream("GET", "/v1/events") as answer:
         await port.acquire()
         (seen,) = (await until(events(answer), "lease.acquired"))[-1:]

@@ -11,9 +11,9 @@ import httpx
 import pytest
 
 from sandbox_server.api.limits import LIMITS, Limits, text_of
-from tests.support.harness import ALICE, Harness, bash, open_harness
+from tests.support.service_harness import ALICE, ServiceHarness, bash, open_service_harness
 
-Pass = Callable[[Harness], Awaitable[httpx.Response]]
+Pass = Callable[[ServiceHarness], Awaitable[httpx.Response]]
 PASSED: dict[str, tuple[int, int, Pass]] = {}
 
 
@@ -27,22 +27,22 @@ def passes(name: str, value: int, status: int) -> Callable[[Pass], Pass]:
     return register
 
 
-async def batch(harness: Harness, *calls: dict[str, Any]) -> httpx.Response:
+async def batch(harness: ServiceHarness, *calls: dict[str, Any]) -> httpx.Response:
     return await harness.http.post("/v1/exec-batch", json={"calls": list(calls)})
 
 
 @passes("body_bytes", 100, 413)
-async def _body(harness: Harness) -> httpx.Response:
+async def _body(harness: ServiceHarness) -> httpx.Response:
     return await harness.http.post("/v1/acquire", content=b" " * 101)
 
 
 @passes("body_memory_bytes", 100_000, 413)
-async def _body_memory(harness: Harness) -> httpx.Response:
+async def _body_memory(harness: ServiceHarness) -> httpx.Response:
     return await harness.http.post("/v1/acquire", content=b" " * 60_000)
 
 
 @passes("body_wait_s", 1, 429)
-async def _body_wait(harness: Harness) -> httpx.Response:
+async def _body_wait(harness: ServiceHarness) -> httpx.Response:
     service = harness.application._edge.service
     assert service is not None
     reservation = await service.body_budget.reserve("alice", 256 << 20)
@@ -54,7 +54,7 @@ async def _body_wait(harness: Harness) -> httpx.Response:
 
 
 @passes("body_stall_s", 1, 422)
-async def _body_stall(harness: Harness) -> httpx.Response:
+async def _body_stall(harness: ServiceHarness) -> httpx.Response:
     async def body() -> AsyncIterator[bytes]:
         yield b"{"
         await asyncio.sleep(5)
@@ -65,62 +65,62 @@ async def _body_stall(harness: Harness) -> httpx.Response:
 
 
 @passes("json_depth", 2, 422)
-async def _depth(harness: Harness) -> httpx.Response:
+async def _depth(harness: ServiceHarness) -> httpx.Response:
     return await harness.http.post("/v1/acquire", content=b'{"a": {"b": {}}}')
 
 
 @passes("json_values", 20, 422)
-async def _values(harness: Harness) -> httpx.Response:
+async def _values(harness: ServiceHarness) -> httpx.Response:
     return await harness.http.post("/v1/release", json={"lease_ids": ["l"] * 21})
 
 
 @passes("query_bytes", 100, 422)
-async def _query(harness: Harness) -> httpx.Response:
+async def _query(harness: ServiceHarness) -> httpx.Response:
     return await harness.http.get("/v1/leases", params={"run_id": "r" * 100})
 
 
 @passes("header_bytes", 500, 422)
-async def _headers(harness: Harness) -> httpx.Response:
+async def _headers(harness: ServiceHarness) -> httpx.Response:
     return await harness.http.get("/v1/leases", headers={"X-Much": "a" * 500})
 
 
 @passes("batch_calls", 1, 422)
-async def _calls(harness: Harness) -> httpx.Response:
+async def _calls(harness: ServiceHarness) -> httpx.Response:
     return await batch(harness, bash("l", "true"), bash("l", "true"))
 
 
 @passes("call_bytes", 50, 200)
-async def _call(harness: Harness) -> httpx.Response:
+async def _call(harness: ServiceHarness) -> httpx.Response:
     (lease_id,) = await harness.acquire()
     return await batch(harness, bash(lease_id, "x" * 60))
 
 
 @passes("batch_output_bytes", 150, 200)
-async def _outputs(harness: Harness) -> httpx.Response:
+async def _outputs(harness: ServiceHarness) -> httpx.Response:
     (lease_id,) = await harness.acquire()
     return await batch(harness, bash(lease_id, "true", output_limit_bytes=100), bash(lease_id, "true", output_limit_bytes=100))
 
 
 @passes("calls_in_flight", 1, 429)
-async def _in_flight(harness: Harness) -> httpx.Response:
+async def _in_flight(harness: ServiceHarness) -> httpx.Response:
     (lease_id,) = await harness.acquire()
     return await batch(harness, bash(lease_id, "true"), bash(lease_id, "true"))
 
 
 @passes("lease_calls", 1, 429)
-async def _of_lease(harness: Harness) -> httpx.Response:
+async def _of_lease(harness: ServiceHarness) -> httpx.Response:
     (lease_id,) = await harness.acquire()
     await harness.batch(bash(lease_id, "true"))
     return await harness.http.post(f"/v1/leases/{lease_id}/exec", json={"command": "true"})
 
 
 @passes("call_wait_s", 1, 422)
-async def _wait(harness: Harness) -> httpx.Response:
+async def _wait(harness: ServiceHarness) -> httpx.Response:
     return await harness.http.get("/v1/leases/l/calls/c", params={"wait_s": "1.5"})
 
 
 @passes("waiters", 1, 429)
-async def _waiters(harness: Harness) -> httpx.Response:
+async def _waiters(harness: ServiceHarness) -> httpx.Response:
     await harness.acquire(4)
     first = asyncio.create_task(harness.http.post("/v1/acquire", json={"wait_s": 20}))
     while (await harness.http.get("/v1/pools/default")).json()["queue"] == 0:
@@ -131,17 +131,17 @@ async def _waiters(harness: Harness) -> httpx.Response:
 
 
 @passes("lease_ids", 1, 422)
-async def _lease_ids(harness: Harness) -> httpx.Response:
+async def _lease_ids(harness: ServiceHarness) -> httpx.Response:
     return await harness.http.post("/v1/renew", json={"lease_ids": ["a", "b"]})
 
 
 @passes("page_items", 1, 422)
-async def _page(harness: Harness) -> httpx.Response:
+async def _page(harness: ServiceHarness) -> httpx.Response:
     return await harness.http.get("/v1/pools", params={"limit": "2"})
 
 
 @passes("list_entries", 1, 422)
-async def _entries(harness: Harness) -> httpx.Response:
+async def _entries(harness: ServiceHarness) -> httpx.Response:
     (lease_id,) = await harness.acquire()
     for name in ("a", "b"):
         await harness.http.put(f"/v1/leases/{lease_id}/files", params={"path": name}, content=b"")
@@ -149,38 +149,38 @@ async def _entries(harness: Harness) -> httpx.Response:
 
 
 @passes("upload_bytes", 10, 413)
-async def _upload(harness: Harness) -> httpx.Response:
+async def _upload(harness: ServiceHarness) -> httpx.Response:
     (lease_id,) = await harness.acquire()
     return await harness.http.put(f"/v1/leases/{lease_id}/files", params={"path": "a"}, content=b"x" * 11)
 
 
 @passes("labels", 1, 422)
-async def _labels(harness: Harness) -> httpx.Response:
+async def _labels(harness: ServiceHarness) -> httpx.Response:
     return await harness.http.post("/v1/acquire", json={"labels": {"a": "1", "b": "2"}})
 
 
 @passes("pools", 1, 429)
-async def _pools(harness: Harness) -> httpx.Response:
+async def _pools(harness: ServiceHarness) -> httpx.Response:
     return await harness.http.put("/v1/pools/another", json={"min_sandboxes": 0})
 
 
 @passes("pool_sandboxes", 2, 422)
-async def _sandboxes(harness: Harness) -> httpx.Response:
+async def _sandboxes(harness: ServiceHarness) -> httpx.Response:
     return await harness.http.put("/v1/pools/another", json={"max_sandboxes": 3})
 
 
 @passes("pool_slots", 10, 422)
-async def _slots(harness: Harness) -> httpx.Response:
+async def _slots(harness: ServiceHarness) -> httpx.Response:
     return await harness.http.put("/v1/pools/another", json={"max_sandboxes": 2, "slots_per_sandbox": 6})
 
 
 @passes("pool_env_vars", 1, 422)
-async def _env_vars(harness: Harness) -> httpx.Response:
+async def _env_vars(harness: ServiceHarness) -> httpx.Response:
     return await harness.http.put("/v1/pools/another", json={"env_vars": {"A": "1", "B": "2"}})
 
 
 @passes("streams", 1, 429)
-async def _streams(harness: Harness) -> httpx.Response:
+async def _streams(harness: ServiceHarness) -> httpx.Response:
     service = harness.application._edge.service
     assert service is not None
     service.stream_counts[ALICE.name] += 1
@@ -188,17 +188,17 @@ async def _streams(harness: Harness) -> httpx.Response:
 
 
 @passes("answer_memory_bytes", 3 * 4096, 422)
-async def _answer_memory(harness: Harness) -> httpx.Response:
+async def _answer_memory(harness: ServiceHarness) -> httpx.Response:
     return await batch(harness, bash("l", "true"), bash("l", "true"))
 
 
 @passes("answer_file_bytes", 1_000_000, 422)
-async def _answer_files(harness: Harness) -> httpx.Response:
+async def _answer_files(harness: ServiceHarness) -> httpx.Response:
     return await batch(harness, bash("l", "true", output_limit_bytes=600_000))
 
 
 @passes("answer_wait_s", 1, 429)
-async def _answer_wait(harness: Harness) -> httpx.Response:
+async def _answer_wait(harness: ServiceHarness) -> httpx.Response:
     service = harness.application._edge.service
     assert service is not None
     service.dispatcher.response_budget.add_usage("alice", file_bytes=1 << 30)
@@ -215,7 +215,7 @@ SILENT = {"answer_stall_s"}
 @pytest.mark.parametrize("name", [name for name in LIMITS if name not in SILENT])
 async def test_a_limit_has_its_own_clear_error(name: str, tmp_path: Path) -> None:
     value, status, ask = PASSED[name]
-    async with open_harness(tmp_path / "state", limits=Limits(**{name: value})) as harness:
+    async with open_service_harness(tmp_path / "state", limits=Limits(**{name: value})) as harness:
         answer = await ask(harness)
 
         assert answer.status_code == status, answer.text

@@ -10,7 +10,7 @@ from sandbox_server.api.api import every_route
 from sandbox_server.api.edge import OPEN_PATHS
 from sandbox_server.api.problems import STATUS_OF
 from tests.contract.contract import BUILT, CONTRACT, ROUTES, WAITING, members, named
-from tests.support.harness import Harness
+from tests.support.service_harness import ServiceHarness
 
 SUCCESSES = {"200", "201", "202", "204"}
 SHAPES = {"lease": "LeaseAnswer", "result": "ResultAnswer", "pool": "PoolAnswer", "entry": "FileEntry", "lost": "LostLease"}
@@ -22,12 +22,12 @@ def shape(path: str) -> str:
     return "/".join("{}" if part.startswith("{") else part for part in path.split("/"))
 
 
-async def document(harness: Harness) -> dict[str, Any]:
+async def document(harness: ServiceHarness) -> dict[str, Any]:
     found: dict[str, Any] = (await harness.http.get("/openapi.json")).json()
     return found
 
 
-async def operation(harness: Harness, route: dict[str, Any]) -> dict[str, Any]:
+async def operation(harness: ServiceHarness, route: dict[str, Any]) -> dict[str, Any]:
     paths = (await document(harness))["paths"]
     (found,) = [operations for path, operations in paths.items() if shape(path) == route["path"]]
     one: dict[str, Any] = found[route["method"].lower()]
@@ -41,20 +41,20 @@ def references(node: Any) -> set[str]:
     return set().union(*(references(child) for child in node)) if isinstance(node, list) else set()
 
 
-async def test_the_document_has_every_route_of_the_contract_and_no_other(harness: Harness) -> None:
+async def test_the_document_has_every_route_of_the_contract_and_no_other(harness: ServiceHarness) -> None:
     paths = (await document(harness))["paths"]
 
     found = {(method.upper(), shape(path)) for path, operations in paths.items() for method in operations}
     assert found == {(route["method"], route["path"]) for route in ROUTES}
 
 
-async def test_every_reference_leads_somewhere(harness: Harness) -> None:
+async def test_every_reference_leads_somewhere(harness: ServiceHarness) -> None:
     found = await document(harness)
 
     assert {reference for reference in references(found) if reference.rpartition("/")[2] not in found["components"]["schemas"]} == set()
 
 
-async def test_every_operation_names_its_parameters_its_answers_and_who_may_call(harness: Harness) -> None:
+async def test_every_operation_names_its_parameters_its_answers_and_who_may_call(harness: ServiceHarness) -> None:
     for path, operations in (await document(harness))["paths"].items():
         for one in operations.values():
             in_path = {parameter["name"] for parameter in one["parameters"] if parameter["in"] == "path"}
@@ -66,7 +66,7 @@ async def test_every_operation_names_its_parameters_its_answers_and_who_may_call
 
 
 @pytest.mark.parametrize("route", BUILT, ids=named)
-async def test_an_operation_takes_and_answers_what_the_contract_says(harness: Harness, route: dict[str, Any]) -> None:
+async def test_an_operation_takes_and_answers_what_the_contract_says(harness: ServiceHarness, route: dict[str, Any]) -> None:
     found = await operation(harness, route)
     success = found["responses"][str(route["status"])]
     types = success.get("content", {})
@@ -84,7 +84,7 @@ async def test_an_operation_takes_and_answers_what_the_contract_says(harness: Ha
 
 
 @pytest.mark.parametrize("name", SHAPES)
-async def test_an_answer_has_the_fields_of_the_contract(harness: Harness, name: str) -> None:
+async def test_an_answer_has_the_fields_of_the_contract(harness: ServiceHarness, name: str) -> None:
     schema = (await document(harness))["components"]["schemas"][SHAPES[name]]
 
     assert set(schema["properties"]) == set(CONTRACT["shapes"][name])
@@ -92,7 +92,7 @@ async def test_an_answer_has_the_fields_of_the_contract(harness: Harness, name: 
 
 
 @pytest.mark.parametrize("name", BODIES)
-async def test_a_body_has_the_fields_and_defaults_of_the_contract(harness: Harness, name: str) -> None:
+async def test_a_body_has_the_fields_and_defaults_of_the_contract(harness: ServiceHarness, name: str) -> None:
     schemas = (await document(harness))["components"]["schemas"]
 
     defaults = defaults_of(schemas, BODIES[name])
@@ -112,7 +112,7 @@ def defaults_of(schemas: dict[str, Any], model: str) -> dict[str, Any]:
     return defaults
 
 
-async def test_the_closed_sets_are_the_contracts(harness: Harness) -> None:
+async def test_the_closed_sets_are_the_contracts(harness: ServiceHarness) -> None:
     schemas = (await document(harness))["components"]["schemas"]
     result = schemas["ResultAnswer"]["properties"]
 
@@ -124,14 +124,14 @@ async def test_the_closed_sets_are_the_contracts(harness: Harness) -> None:
 
 
 @pytest.mark.parametrize("route", [route for route in WAITING if route["path"] != "/v1/leases/{}/terminal"], ids=named)
-async def test_what_waits_says_so(harness: Harness, route: dict[str, Any]) -> None:
+async def test_what_waits_says_so(harness: ServiceHarness, route: dict[str, Any]) -> None:
     answer = await harness.http.request(route["method"], route["path"].replace("{}", "x"))
 
     assert (answer.status_code, answer.json()["code"]) == (501, "not_implemented")
 
 
 @pytest.mark.parametrize("route", ROUTES, ids=named)
-async def test_only_the_open_paths_answer_without_a_token(harness: Harness, route: dict[str, Any]) -> None:
+async def test_only_the_open_paths_answer_without_a_token(harness: ServiceHarness, route: dict[str, Any]) -> None:
     answer = await harness.http.request(route["method"], route["path"].replace("{}", "x"), headers={"Authorization": ""})
 
     assert (answer.status_code == 401) == (not route.get("open", False))

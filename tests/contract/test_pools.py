@@ -9,7 +9,7 @@ import pytest
 
 from sandbox_server.api.limits import Limits
 from tests.contract.contract import CONTRACT
-from tests.support.harness import BOB, Harness, bearer, open_harness
+from tests.support.service_harness import BOB, ServiceHarness, bearer, open_service_harness
 
 SMALL = {"slots_per_sandbox": 1, "min_sandboxes": 0, "max_sandboxes": 1}
 BOBS = bearer(BOB)
@@ -42,7 +42,7 @@ CANNOT_BE: dict[str, tuple[Any, str]] = {
 }
 
 
-async def test_a_pool_is_made_used_changed_and_drained_away(harness: Harness) -> None:
+async def test_a_pool_is_made_used_changed_and_drained_away(harness: ServiceHarness) -> None:
     made = await harness.http.put("/v1/pools/mine", json=SMALL)
     same = await harness.http.put("/v1/pools/mine", json=SMALL)
     changed = await harness.http.put("/v1/pools/mine", json={**SMALL, "max_sandboxes": 3})
@@ -59,7 +59,7 @@ async def test_a_pool_is_made_used_changed_and_drained_away(harness: Harness) ->
     assert (await harness.http.get(f"/v1/leases/{lease_id}")).status_code in (404, 410)
 
 
-async def test_missing_fields_are_the_defaults(harness: Harness) -> None:
+async def test_missing_fields_are_the_defaults(harness: ServiceHarness) -> None:
     await harness.http.put("/v1/pools/mine", json={**SMALL, "idle_timeout_s": 7})
 
     spec = (await harness.http.put("/v1/pools/mine", json=SMALL)).json()["spec"]
@@ -68,7 +68,7 @@ async def test_missing_fields_are_the_defaults(harness: Harness) -> None:
 
 
 @pytest.mark.parametrize("name", CANNOT_BE)
-async def test_a_spec_that_cannot_be(name: str, harness: Harness) -> None:
+async def test_a_spec_that_cannot_be(name: str, harness: ServiceHarness) -> None:
     spec, field = CANNOT_BE[name]
     answer = await harness.http.put("/v1/pools/mine", json=spec)
 
@@ -77,7 +77,7 @@ async def test_a_spec_that_cannot_be(name: str, harness: Harness) -> None:
 
 
 @pytest.mark.parametrize("name", ["A", "-a", "a-", "a b", "%2e%2e", "a" * 65, "ä", "a%00"])
-async def test_a_name_that_cannot_be(name: str, harness: Harness) -> None:
+async def test_a_name_that_cannot_be(name: str, harness: ServiceHarness) -> None:
     answer = await harness.http.put(f"/v1/pools/{name}", json=SMALL)
 
     assert answer.status_code in (404, 422), answer.text
@@ -86,13 +86,13 @@ async def test_a_name_that_cannot_be(name: str, harness: Harness) -> None:
 
 @pytest.mark.parametrize("backend", ["docker", "nomad", "modal"])
 async def test_backends_that_wait_say_so(backend: str, tmp_path: Path) -> None:
-    async with open_harness(tmp_path / "state", real_backends=True) as harness:
+    async with open_service_harness(tmp_path / "state", real_backends=True) as harness:
         answer = await harness.http.put("/v1/pools/far", json={"backend": backend, **SMALL})
 
     assert (answer.status_code, answer.json()["code"]) == (501, "not_implemented"), answer.text
 
 
-async def test_the_pools_of_the_settings_file_stay_as_they_are(harness: Harness) -> None:
+async def test_the_pools_of_the_settings_file_stay_as_they_are(harness: ServiceHarness) -> None:
     put = await harness.http.put("/v1/pools/default", json=SMALL)
     deleted = await harness.http.delete("/v1/pools/default", params={"force": "1"})
 
@@ -101,7 +101,7 @@ async def test_the_pools_of_the_settings_file_stay_as_they_are(harness: Harness)
 
 async def test_a_conflict_says_where_the_pool_is_from(tmp_path: Path) -> None:
     written = {"pools": f"file, {tmp_path / 'pools.yaml'}"}
-    async with open_harness(tmp_path / "built-in") as built_in, open_harness(tmp_path / "of-the-file", sources=written) as of_the_file:
+    async with open_service_harness(tmp_path / "built-in") as built_in, open_service_harness(tmp_path / "of-the-file", sources=written) as of_the_file:
         told = [await harness.http.put("/v1/pools/default", json=SMALL) for harness in (built_in, of_the_file)]
         deleted = await built_in.http.delete("/v1/pools/default")
         origins = [(await harness.http.get("/v1/pools/default")).json()["origin"] for harness in (built_in, of_the_file)]
@@ -118,7 +118,7 @@ def test_what_is_for_admins_is_the_contracts() -> None:
 
 
 @pytest.mark.parametrize("field", FOR_ADMINS)
-async def test_only_admins_set_what_is_for_admins(field: str, harness: Harness) -> None:
+async def test_only_admins_set_what_is_for_admins(field: str, harness: ServiceHarness) -> None:
     spec = {**SMALL, **FOR_ADMINS[field]}
     bobs = await harness.http.put("/v1/pools/mine", json=spec, headers=BOBS)
     alices = await harness.http.put("/v1/pools/mine", params={"tenant": "bob"}, json=spec)
@@ -132,7 +132,7 @@ async def test_only_admins_set_what_is_for_admins(field: str, harness: Harness) 
         assert (await harness.http.put("/v1/pools/mine", json=SMALL, headers=BOBS)).status_code == 403
 
 
-async def test_others_make_change_and_delete_pools_but_do_not_verify_them(harness: Harness) -> None:
+async def test_others_make_change_and_delete_pools_but_do_not_verify_them(harness: ServiceHarness) -> None:
     made = await harness.http.put("/v1/pools/bobs", json={**SMALL, "env_vars": {"A": "nobodys-business"}}, headers=BOBS)
     changed = await harness.http.put("/v1/pools/bobs", json={**SMALL, "env_vars": {"A": "other"}}, headers=BOBS)
     blind = await harness.http.put("/v1/pools/bobs", json=SMALL, headers=BOBS)
@@ -147,7 +147,7 @@ async def test_others_make_change_and_delete_pools_but_do_not_verify_them(harnes
 
 
 async def test_lists_come_in_pages(tmp_path: Path) -> None:
-    async with open_harness(tmp_path / "state", limits=Limits(page_items=2)) as harness:
+    async with open_service_harness(tmp_path / "state", limits=Limits(page_items=2)) as harness:
         for name in ("a", "b", "c"):
             await harness.http.put(f"/v1/pools/{name}", json=SMALL)
         seen: list[list[str]] = []
@@ -160,7 +160,7 @@ async def test_lists_come_in_pages(tmp_path: Path) -> None:
         assert seen == [["a", "b"], ["c", "default"]]
 
 
-async def test_files_come_in_pages_where_that_is_asked_for(harness: Harness) -> None:
+async def test_files_come_in_pages_where_that_is_asked_for(harness: ServiceHarness) -> None:
     (lease_id,) = await harness.acquire()
     for name in ("a", "b", "c"):
         await harness.http.put(f"/v1/leases/{lease_id}/files", params={"path": name}, content=b"")
@@ -175,7 +175,7 @@ async def test_files_come_in_pages_where_that_is_asked_for(harness: Harness) -> 
     assert "next_cursor" not in rest
 
 
-async def test_a_verify_reports_slot_by_slot_and_needs_a_free_one(harness: Harness) -> None:
+async def test_a_verify_reports_slot_by_slot_and_needs_a_free_one(harness: ServiceHarness) -> None:
     await harness.acquire(4)
 
     answer = await harness.http.post("/v1/pools/default/verify")

@@ -16,7 +16,7 @@ import pytest
 
 from sandbox_server.api.limits import Limits
 from sandbox_server.dispatch.runner.decisions import CallTimings
-from tests.support.harness import Harness, bash, harness_on_a_port, open_harness
+from tests.support.service_harness import ServiceHarness, bash, open_service_harness, open_service_harness_on_port
 
 EVENTS = {"Accept": "text/event-stream"}
 
@@ -43,7 +43,7 @@ async def events(answer: httpx.Response) -> AsyncIterator[Told]:
 
 
 @contextlib.asynccontextmanager
-async def running(harness: Harness, **fields: Any) -> AsyncIterator[tuple[str, AsyncIterator[Told]]]:
+async def running(harness: ServiceHarness, **fields: Any) -> AsyncIterator[tuple[str, AsyncIterator[Told]]]:
     """A `live` call under an event stream; the stream hangs up at the end."""
     (lease_id,) = await harness.acquire()
     call = {"command": "live", "call_id": "c", **fields}
@@ -58,7 +58,7 @@ async def running(harness: Harness, **fields: Any) -> AsyncIterator[tuple[str, A
             await found.aclose()  # type: ignore[attr-defined]
 
 
-async def test_output_comes_while_the_call_runs_then_its_result(port: Harness) -> None:
+async def test_output_comes_while_the_call_runs_then_its_result(port: ServiceHarness) -> None:
     async with running(port) as (_, found):
         port.agent.write("c", b"one ")
         first = await anext(found)
@@ -71,7 +71,7 @@ async def test_output_comes_while_the_call_runs_then_its_result(port: Harness) -
     assert (last.event, last.data["exit_code"], last.data["output"]) == ("result", 3, "one two")
 
 
-async def test_a_character_that_is_cut_waits_for_its_rest(port: Harness) -> None:
+async def test_a_character_that_is_cut_waits_for_its_rest(port: ServiceHarness) -> None:
     async with running(port) as (_, found):
         port.agent.write("c", b"a\xc3")
         first = await anext(found)
@@ -83,7 +83,7 @@ async def test_a_character_that_is_cut_waits_for_its_rest(port: Harness) -> None
     assert (second.data, second.id) == ({"data": "ä\N{REPLACEMENT CHARACTER}"}, "4")
 
 
-async def test_base64_gives_the_bytes_as_they_are(port: Harness) -> None:
+async def test_base64_gives_the_bytes_as_they_are(port: ServiceHarness) -> None:
     async with running(port, encoding="base64") as (_, found):
         port.agent.write("c", b"\xff\x00")
         told = await anext(found)
@@ -92,7 +92,7 @@ async def test_base64_gives_the_bytes_as_they_are(port: Harness) -> None:
     assert (base64.b64decode(told.data["data"]), told.data["encoding"]) == (b"\xff\x00", "base64")
 
 
-async def test_a_hang_up_ends_no_call_and_the_stream_goes_on_where_it_was_left(port: Harness) -> None:
+async def test_a_hang_up_ends_no_call_and_the_stream_goes_on_where_it_was_left(port: ServiceHarness) -> None:
     async with running(port) as (lease_id, found):
         port.agent.write("c", b"before ")
         left_at = (await anext(found)).id
@@ -113,7 +113,7 @@ async def test_a_hang_up_ends_no_call_and_the_stream_goes_on_where_it_was_left(p
     assert '"between after"' in whole.text
 
 
-async def test_waiting_for_a_call_ends_with_it(port: Harness) -> None:
+async def test_waiting_for_a_call_ends_with_it(port: ServiceHarness) -> None:
     async with running(port) as (lease_id, _):
         url = f"/v1/leases/{lease_id}/calls/c"
         early = await port.http.get(url, params={"wait_s": "0.05"})
@@ -126,7 +126,7 @@ async def test_waiting_for_a_call_ends_with_it(port: Harness) -> None:
     assert (done["state"], done["result"]["exit_code"]) == ("done", 5)
 
 
-async def test_a_call_that_waits_for_its_turn_is_running_too(port: Harness) -> None:
+async def test_a_call_that_waits_for_its_turn_is_running_too(port: ServiceHarness) -> None:
     (lease_id,) = await port.acquire()
     batch = asyncio.create_task(port.batch(bash(lease_id, "live", call_id="c"), bash(lease_id, "echo next", call_id="d")))
     while not port.agent.ran:
@@ -142,7 +142,7 @@ async def test_a_call_that_waits_for_its_turn_is_running_too(port: Harness) -> N
     assert [(one.event, one.data.get("data")) for one in told] == [("output", "next\n"), ("result", None)]
 
 
-async def test_a_result_that_is_not_recorded_is_not_found_again(harness: Harness) -> None:
+async def test_a_result_that_is_not_recorded_is_not_found_again(harness: ServiceHarness) -> None:
     (lease_id,) = await harness.acquire()
     await harness.batch(bash(lease_id, "refuse not_implemented", call_id="c"))
     harness.agent.calls.clear()
@@ -150,7 +150,7 @@ async def test_a_result_that_is_not_recorded_is_not_found_again(harness: Harness
     assert (await harness.http.get(f"/v1/leases/{lease_id}/calls/c", params={"wait_s": "1"})).json()["code"] == "call_not_found"
 
 
-async def test_the_whole_output_is_there_where_the_result_is_cut(harness: Harness) -> None:
+async def test_the_whole_output_is_there_where_the_result_is_cut(harness: ServiceHarness) -> None:
     (lease_id,) = await harness.acquire()
     (result,) = await harness.batch(bash(lease_id, "big 3000", call_id="c", output_limit_bytes=100))
     url = f"/v1/leases/{lease_id}/calls/c/output"
@@ -164,7 +164,7 @@ async def test_the_whole_output_is_there_where_the_result_is_cut(harness: Harnes
 
 
 @pytest.mark.parametrize("what", ["events", "output"])
-async def test_an_offset_beyond_the_end_is_refused_and_the_end_itself_is_not(port: Harness, what: str) -> None:
+async def test_an_offset_beyond_the_end_is_refused_and_the_end_itself_is_not(port: ServiceHarness, what: str) -> None:
     async with running(port) as (lease_id, found):
         port.agent.write("c", b"so far")
         await anext(found)
@@ -185,7 +185,7 @@ async def test_an_offset_beyond_the_end_is_refused_and_the_end_itself_is_not(por
         assert (named["code"], named["field"]) == ("invalid_request", "Last-Event-ID")
 
 
-async def test_of_a_lost_sandbox_the_stream_ends_wherever_it_was_left(port: Harness) -> None:
+async def test_of_a_lost_sandbox_the_stream_ends_wherever_it_was_left(port: ServiceHarness) -> None:
     async with running(port) as (lease_id, found):
         port.agent.write("c", b"last words")
         left_at = (await anext(found)).id
@@ -199,7 +199,7 @@ async def test_of_a_lost_sandbox_the_stream_ends_wherever_it_was_left(port: Harn
     assert (await port.http.get(f"{url}/output", params={"offset": "1"})).status_code == 422
 
 
-async def test_an_output_that_made_room_says_so(harness: Harness) -> None:
+async def test_an_output_that_made_room_says_so(harness: ServiceHarness) -> None:
     (lease_id,) = await harness.acquire()
     await harness.batch(bash(lease_id, "big 10", call_id="c"))
     harness.agent.live("c").is_evicted = True
@@ -210,7 +210,7 @@ async def test_an_output_that_made_room_says_so(harness: Harness) -> None:
     assert "made room" in answer.json()["detail"]
 
 
-async def test_when_the_sandbox_is_gone_what_is_recorded_is_still_said(harness: Harness) -> None:
+async def test_when_the_sandbox_is_gone_what_is_recorded_is_still_said(harness: ServiceHarness) -> None:
     (lease_id,) = await harness.acquire()
     (result,) = await harness.batch(bash(lease_id, "echo kept", call_id="c"))
     harness.backend.kill(harness.agent.sandbox_id)
@@ -222,7 +222,7 @@ async def test_when_the_sandbox_is_gone_what_is_recorded_is_still_said(harness: 
     assert (await harness.http.get(f"/v1/leases/{lease_id}/calls/never")).json()["code"] == "sandbox_lost"
 
 
-async def test_a_sandbox_that_dies_under_a_stream_is_its_result(port: Harness) -> None:
+async def test_a_sandbox_that_dies_under_a_stream_is_its_result(port: ServiceHarness) -> None:
     async with running(port) as (_, found):
         port.agent.write("c", b"last words")
         assert (await anext(found)).data == {"data": "last words"}
@@ -232,7 +232,7 @@ async def test_a_sandbox_that_dies_under_a_stream_is_its_result(port: Harness) -
     assert (last.event, last.data["reason"]) == ("result", "sandbox_lost")
 
 
-async def test_a_release_under_a_stream_is_cancelled(port: Harness) -> None:
+async def test_a_release_under_a_stream_is_cancelled(port: ServiceHarness) -> None:
     async with running(port) as (lease_id, found):
         await port.http.post("/v1/release", json={"lease_ids": [lease_id]})
         last = await anext(found)
@@ -241,9 +241,9 @@ async def test_a_release_under_a_stream_is_cancelled(port: Harness) -> None:
 
 
 @pytest.fixture
-async def impatient_port(tmp_path: Path) -> AsyncIterator[Harness]:
+async def impatient_port(tmp_path: Path) -> AsyncIterator[ServiceHarness]:
     """A service that hardly waits for the pool to find out why an agent refuses a slot."""
-    async with harness_on_a_port(tmp_path / "state", call_timings=CallTimings(refused_slot_wait_s=0.1)) as running:
+    async with open_service_harness_on_port(tmp_path / "state", call_timings=CallTimings(refused_slot_wait_s=0.1)) as running:
         yield running
 
 
@@ -251,7 +251,7 @@ async def impatient_port(tmp_path: Path) -> AsyncIterator[Harness]:
     ("command", "reason"),
     [("refuse not_implemented", "not_implemented"), ("refuse stale_epoch", "backend_error"), ("nonsense", "backend_error"), ("exit 4", "exit")],
 )
-async def test_every_end_of_a_call_is_the_last_event(impatient_port: Harness, command: str, reason: str) -> None:
+async def test_every_end_of_a_call_is_the_last_event(impatient_port: ServiceHarness, command: str, reason: str) -> None:
     port = impatient_port
     (lease_id,) = await port.acquire()
 
@@ -262,14 +262,14 @@ async def test_every_end_of_a_call_is_the_last_event(impatient_port: Harness, co
     assert json.loads(blocks[0].partition("data: ")[2])["reason"] == reason
 
 
-async def test_a_call_that_cannot_be_is_its_own_event(harness: Harness) -> None:
+async def test_a_call_that_cannot_be_is_its_own_event(harness: ServiceHarness) -> None:
     (lease_id,) = await harness.acquire()
     answer = await harness.http.post(f"/v1/leases/{lease_id}/exec", json={"command": "true", "timeout_s": -1}, headers=EVENTS)
 
     assert '"reason":"invalid_args"' in answer.text
 
 
-async def test_before_the_first_event_errors_are_errors(harness: Harness) -> None:
+async def test_before_the_first_event_errors_are_errors(harness: ServiceHarness) -> None:
     unknown = await harness.http.post("/v1/leases/nobodys/exec", json={"command": "true"}, headers=EVENTS)
     (lease_id,) = await harness.acquire()
     missing = await harness.http.get(f"/v1/leases/{lease_id}/calls/missing/events")
@@ -283,7 +283,7 @@ async def test_before_the_first_event_errors_are_errors(harness: Harness) -> Non
 
 
 async def test_a_lease_has_so_many_calls_and_no_more(tmp_path: Path) -> None:
-    async with open_harness(tmp_path / "state", limits=Limits(lease_calls=3)) as harness:
+    async with open_service_harness(tmp_path / "state", limits=Limits(lease_calls=3)) as harness:
         (lease_id,) = await harness.acquire()
         first = await harness.batch(*(bash(lease_id, "true", call_id=f"c{n}") for n in range(4)))
         again = await harness.batch(bash(lease_id, "true", call_id="c1"), bash(lease_id, "true", call_id="c9"))
@@ -299,7 +299,7 @@ async def test_a_lease_has_so_many_calls_and_no_more(tmp_path: Path) -> None:
 
 
 async def test_event_streams_have_a_limit(tmp_path: Path) -> None:
-    async with harness_on_a_port(tmp_path / "state", limits=Limits(streams=1)) as harness, harness.http.stream("GET", "/v1/events") as first:
+    async with open_service_harness_on_port(tmp_path / "state", limits=Limits(streams=1)) as harness, harness.http.stream("GET", "/v1/events") as first:
         assert first.status_code == 200
         second = await harness.http.get("/v1/events")
         (lease_id,) = await harness.acquire()

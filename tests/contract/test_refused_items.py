@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from sandbox_server.api.limits import Limits
-from tests.support.harness import Harness, bash, open_harness
+from tests.support.service_harness import ServiceHarness, bash, open_service_harness
 
 Item = dict[str, Any]
-Refuse = Callable[[Harness, str], Awaitable[Item]]
+Refuse = Callable[[ServiceHarness, str], Awaitable[Item]]
 REFUSED: dict[str, tuple[str, Refuse]] = {}
 
 
@@ -29,34 +29,34 @@ def refused(name: str, reason: str) -> Callable[[Refuse], Refuse]:
 
 
 @refused("a field out of range", "invalid_args")
-async def _field(harness: Harness, lease_id: str) -> Item:
+async def _field(harness: ServiceHarness, lease_id: str) -> Item:
     return bash(lease_id, "true", timeout_s=-1)
 
 
 @refused("more time than the pool gives", "invalid_args")
-async def _timeout(harness: Harness, lease_id: str) -> Item:
+async def _timeout(harness: ServiceHarness, lease_id: str) -> Item:
     return bash(lease_id, "true", timeout_s=601)
 
 
 @refused("an unknown lease", "lease_lost")
-async def _unknown(harness: Harness, lease_id: str) -> Item:
+async def _unknown(harness: ServiceHarness, lease_id: str) -> Item:
     return bash("nobodys", "true")
 
 
 @refused("a lease that was released", "lease_lost")
-async def _released(harness: Harness, lease_id: str) -> Item:
+async def _released(harness: ServiceHarness, lease_id: str) -> Item:
     await harness.http.post("/v1/release", json={"lease_ids": [lease_id]})
     return bash(lease_id, "true")
 
 
 @refused("another command under the same id", "call_conflict")
-async def _conflict(harness: Harness, lease_id: str) -> Item:
+async def _conflict(harness: ServiceHarness, lease_id: str) -> Item:
     await harness.batch(bash(lease_id, "echo 1", call_id="c"))
     return bash(lease_id, "echo 2", call_id="c")
 
 
 @refused("another command under the same id, after the sandbox", "call_conflict")
-async def _late_conflict(harness: Harness, lease_id: str) -> Item:
+async def _late_conflict(harness: ServiceHarness, lease_id: str) -> Item:
     await harness.batch(bash(lease_id, "echo 1", call_id="c"))
     harness.backend.kill(harness.agent.sandbox_id)
     await harness.batch(bash(lease_id, "true"))
@@ -64,19 +64,19 @@ async def _late_conflict(harness: Harness, lease_id: str) -> Item:
 
 
 @refused("a lost sandbox", "sandbox_lost")
-async def _lost(harness: Harness, lease_id: str) -> Item:
+async def _lost(harness: ServiceHarness, lease_id: str) -> Item:
     harness.backend.kill(harness.agent.sandbox_id)
     await harness.batch(bash(lease_id, "true"))
     return bash(lease_id, "true", call_id="later")
 
 
 @refused("what is not built", "not_implemented")
-async def _not_built(harness: Harness, lease_id: str) -> Item:
+async def _not_built(harness: ServiceHarness, lease_id: str) -> Item:
     return bash(lease_id, "refuse not_implemented")
 
 
 @refused("more calls than a lease may have", "backend_error")
-async def _too_many(harness: Harness, lease_id: str) -> Item:
+async def _too_many(harness: ServiceHarness, lease_id: str) -> Item:
     await harness.batch(*(bash(lease_id, "true") for _ in range(5)))
     return bash(lease_id, "true")
 
@@ -84,7 +84,7 @@ async def _too_many(harness: Harness, lease_id: str) -> Item:
 @pytest.mark.parametrize("name", REFUSED)
 async def test_a_refused_item_says_when(name: str, tmp_path: Path) -> None:
     reason, provoke = REFUSED[name]
-    async with open_harness(tmp_path / "state", limits=Limits(lease_calls=5)) as harness:
+    async with open_service_harness(tmp_path / "state", limits=Limits(lease_calls=5)) as harness:
         (lease_id,) = await harness.acquire()
         item = await provoke(harness, lease_id)
         before = time.time()
@@ -96,7 +96,7 @@ async def test_a_refused_item_says_when(name: str, tmp_path: Path) -> None:
     assert result["duration_s"] == 0.0
 
 
-async def test_a_single_call_that_conflicts_says_when_too(harness: Harness) -> None:
+async def test_a_single_call_that_conflicts_says_when_too(harness: ServiceHarness) -> None:
     (lease_id,) = await harness.acquire()
     item = await _late_conflict(harness, lease_id)
     before = time.time()
@@ -107,7 +107,7 @@ async def test_a_single_call_that_conflicts_says_when_too(harness: Harness) -> N
     assert before <= result["started_at"] <= time.time()
 
 
-async def test_what_was_refused_for_good_says_the_same_when_asked_again(harness: Harness) -> None:
+async def test_what_was_refused_for_good_says_the_same_when_asked_again(harness: ServiceHarness) -> None:
     (lease_id,) = await harness.acquire()
     item = await _lost(harness, lease_id)
 
@@ -127,7 +127,7 @@ async def test_what_was_refused_for_good_says_the_same_when_asked_again(harness:
     ],
 )
 async def test_half_a_surrogate_pair_costs_only_its_own_call(tmp_path: Path, fields: Item, fault: str, field: str) -> None:
-    async with open_harness(tmp_path / "state") as harness:
+    async with open_service_harness(tmp_path / "state") as harness:
         (lease_id,) = await harness.acquire()
         calls = [bash(lease_id, "echo \U0001f600", timeout_s=5), {**bash(lease_id, "true"), **fields}]
         answer = await harness.http.post("/v1/exec-batch", content=json.dumps({"calls": calls}), headers={"content-type": "application/json"})
@@ -139,7 +139,7 @@ async def test_half_a_surrogate_pair_costs_only_its_own_call(tmp_path: Path, fie
 
 
 async def test_half_a_surrogate_pair_in_the_short_form_is_the_commands_fault(tmp_path: Path) -> None:
-    async with open_harness(tmp_path / "state") as harness:
+    async with open_service_harness(tmp_path / "state") as harness:
         (lease_id,) = await harness.acquire()
         answer = await harness.http.post(f"/v1/leases/{lease_id}/exec", content=json.dumps({"command": "echo \ud83d"}))
 
@@ -149,7 +149,7 @@ async def test_half_a_surrogate_pair_in_the_short_form_is_the_commands_fault(tmp
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999", "9" * 400])
 async def test_what_is_no_json_stays_so_beside_half_a_surrogate_pair(tmp_path: Path, number: str) -> None:
-    async with open_harness(tmp_path / "state") as harness:
+    async with open_service_harness(tmp_path / "state") as harness:
         answer = await harness.http.post("/v1/exec-batch", content=f'{{"calls": ["\\ud83d", {number}]}}')
 
         assert answer.status_code == 422
@@ -157,7 +157,7 @@ async def test_what_is_no_json_stays_so_beside_half_a_surrogate_pair(tmp_path: P
 
 
 async def test_half_a_surrogate_pair_in_a_lease_id_refuses_the_batch(tmp_path: Path) -> None:
-    async with open_harness(tmp_path / "state") as harness:
+    async with open_service_harness(tmp_path / "state") as harness:
         answer = await harness.http.post("/v1/exec-batch", content=json.dumps({"calls": [bash("l\ud83d", "true")]}))
 
         assert (answer.status_code, answer.json()["field"]) == (422, "calls.0")

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from sandbox_server.api.api import RoutedApplication, openapi_document
 from sandbox_server.api.limits import Limits
 from tests.contract.contract import CONTRACT
-from tests.support.harness import ALICE, POOL, bearer, make_application, make_settings
+from tests.support.service_harness import ALICE, POOL, bearer, make_application, make_settings
 
 ANSWERS_WITHIN_S = 10.0
 ENDLESS = {"/v1/events"}

@@ -6,7 +6,7 @@ import asyncio
 import base64
 import json
 
-from tests.support.harness import BOB, Harness, bash, bearer
+from tests.support.service_harness import BOB, ServiceHarness, bash, bearer
 
 LEASE_FIELDS = {
     "lease_id", "epoch", "pool", "sandbox_id", "slot_id", "trajectory_id", "run_id", "tenant", "state", "acquired_at", "expires_at",
@@ -18,7 +18,7 @@ RESULT_FIELDS = {
 }  # fmt: skip
 
 
-async def test_an_empty_acquire_gives_one_slot_of_the_default_pool(harness: Harness) -> None:
+async def test_an_empty_acquire_gives_one_slot_of_the_default_pool(harness: ServiceHarness) -> None:
     answer = await harness.http.post("/v1/acquire", json={})
 
     document = answer.json()
@@ -29,7 +29,7 @@ async def test_an_empty_acquire_gives_one_slot_of_the_default_pool(harness: Harn
     assert (lease["pool"], lease["tenant"], lease["state"], lease["isolation"]) == ("default", "alice", "held", "bwrap")
 
 
-async def test_a_gang_carries_its_trajectories_and_its_labels(harness: Harness) -> None:
+async def test_a_gang_carries_its_trajectories_and_its_labels(harness: ServiceHarness) -> None:
     fields = {"count": 3, "trajectory_ids": ["t-1", "t-2", "t-3"], "run_id": "r", "labels": {"model": "m"}, "ttl_s": 60}
 
     leases = (await harness.http.post("/v1/acquire", json=fields)).json()["leases"]
@@ -40,13 +40,13 @@ async def test_a_gang_carries_its_trajectories_and_its_labels(harness: Harness) 
     assert len({lease["slot_id"] for lease in leases}) == 3
 
 
-async def test_a_request_key_gives_the_same_leases_again(harness: Harness) -> None:
+async def test_a_request_key_gives_the_same_leases_again(harness: ServiceHarness) -> None:
     first = await harness.acquire(2, request_key="k")
 
     assert await harness.acquire(2, request_key="k") == first
 
 
-async def test_calls_of_one_lease_run_in_order_and_a_failed_one_does_not_stop_the_next(harness: Harness) -> None:
+async def test_calls_of_one_lease_run_in_order_and_a_failed_one_does_not_stop_the_next(harness: ServiceHarness) -> None:
     (lease_id,) = await harness.acquire()
 
     results = await harness.batch(bash(lease_id, "exit 3"), bash(lease_id, "echo next"))
@@ -59,7 +59,7 @@ async def test_calls_of_one_lease_run_in_order_and_a_failed_one_does_not_stop_th
     assert [command for _, command in harness.agent.ran] == ["exit 3", "echo next"]
 
 
-async def test_results_come_in_the_order_of_the_calls_over_many_leases(harness: Harness) -> None:
+async def test_results_come_in_the_order_of_the_calls_over_many_leases(harness: ServiceHarness) -> None:
     leases = await harness.acquire(4)
 
     results = await harness.batch(*(bash(leases[n % 4], f"echo {n}", call_id=f"c-{n}") for n in range(40)))
@@ -67,7 +67,7 @@ async def test_results_come_in_the_order_of_the_calls_over_many_leases(harness: 
     assert [(result["call_id"], result["output"]) for result in results] == [(f"c-{n}", f"{n}\n") for n in range(40)]
 
 
-async def test_the_same_call_id_runs_once(harness: Harness) -> None:
+async def test_the_same_call_id_runs_once(harness: ServiceHarness) -> None:
     (lease_id,) = await harness.acquire()
 
     results = [*await harness.batch(bash(lease_id, "echo a", call_id="c")), *await harness.batch(bash(lease_id, "echo a", call_id="c"))]
@@ -76,7 +76,7 @@ async def test_the_same_call_id_runs_once(harness: Harness) -> None:
     assert harness.agent.ran == [("c", "echo a")]
 
 
-async def test_another_command_under_the_same_call_id_is_a_conflict(harness: Harness) -> None:
+async def test_another_command_under_the_same_call_id_is_a_conflict(harness: ServiceHarness) -> None:
     (lease_id,) = await harness.acquire()
     await harness.batch(bash(lease_id, "echo a", call_id="c"))
 
@@ -85,7 +85,7 @@ async def test_another_command_under_the_same_call_id_is_a_conflict(harness: Har
     assert (result["reason"], result["fault"], result["success"]) == ("call_conflict", "infra", False)
 
 
-async def test_bytes_come_as_replacement_characters_or_exactly(harness: Harness) -> None:
+async def test_bytes_come_as_replacement_characters_or_exactly(harness: ServiceHarness) -> None:
     (lease_id,) = await harness.acquire()
 
     text, exact = await harness.batch(bash(lease_id, "bytes"), bash(lease_id, "bytes", encoding="base64"))
@@ -94,7 +94,7 @@ async def test_bytes_come_as_replacement_characters_or_exactly(harness: Harness)
     assert (base64.b64decode(exact["output"]), exact["encoding"]) == (b"\xff\x00a", "base64")
 
 
-async def test_separate_streams_are_in_the_metadata(harness: Harness) -> None:
+async def test_separate_streams_are_in_the_metadata(harness: ServiceHarness) -> None:
     (lease_id,) = await harness.acquire()
 
     (result,) = await harness.batch(bash(lease_id, "both", separate_streams=True))
@@ -102,7 +102,7 @@ async def test_separate_streams_are_in_the_metadata(harness: Harness) -> None:
     assert (result["output"], result["metadata"]["stdout"], result["metadata"]["stderr"]) == ("", "out", "er")
 
 
-async def test_lines_come_in_the_order_of_finishing(harness: Harness) -> None:
+async def test_lines_come_in_the_order_of_finishing(harness: ServiceHarness) -> None:
     slow, quick = await harness.acquire(2)
     calls = [bash(slow, "hang", call_id="slow"), bash(quick, "echo hi", call_id="quick")]
     batch = asyncio.create_task(harness.http.post("/v1/exec-batch", json={"calls": calls}, headers={"Accept": "application/x-ndjson"}))
@@ -117,7 +117,7 @@ async def test_lines_come_in_the_order_of_finishing(harness: Harness) -> None:
     assert [(line["call_id"], line["reason"]) for line in map(json.loads, answer.text.splitlines())] == [("quick", "exit"), ("slow", "cancelled")]
 
 
-async def test_release_answers_with_what_ended_and_what_is_unknown(harness: Harness) -> None:
+async def test_release_answers_with_what_ended_and_what_is_unknown(harness: ServiceHarness) -> None:
     (lease_id,) = await harness.acquire()
 
     first = await harness.http.post("/v1/release", json={"lease_ids": [lease_id, "nobodys"]})
@@ -127,7 +127,7 @@ async def test_release_answers_with_what_ended_and_what_is_unknown(harness: Harn
     assert again.json() == {"released": [lease_id], "unknown": []}
 
 
-async def test_releasing_a_run_releases_all_of_it(harness: Harness) -> None:
+async def test_releasing_a_run_releases_all_of_it(harness: ServiceHarness) -> None:
     of_run = await harness.acquire(3, run_id="r")
     (other,) = await harness.acquire()
 
@@ -137,7 +137,7 @@ async def test_releasing_a_run_releases_all_of_it(harness: Harness) -> None:
     assert [lease["lease_id"] for lease in (await harness.http.get("/v1/leases")).json()["leases"]] == [other]
 
 
-async def test_release_ends_a_running_call_as_cancelled(harness: Harness) -> None:
+async def test_release_ends_a_running_call_as_cancelled(harness: ServiceHarness) -> None:
     (lease_id,) = await harness.acquire()
     running = asyncio.create_task(harness.batch(bash(lease_id, "hang")))
     while not harness.agent.ran:
@@ -149,7 +149,7 @@ async def test_release_ends_a_running_call_as_cancelled(harness: Harness) -> Non
     assert (result["reason"], result["fault"]) == ("cancelled", "none")
 
 
-async def test_another_tenants_lease_does_not_exist(harness: Harness) -> None:
+async def test_another_tenants_lease_does_not_exist(harness: ServiceHarness) -> None:
     (lease_id,) = await harness.acquire()
     bob = bearer(BOB)
 

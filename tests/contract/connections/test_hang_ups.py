@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from sandbox_server.api.tenants import Tenant
-from tests.support.harness import ALICE, Harness, bash
+from tests.support.service_harness import ALICE, ServiceHarness, bash
 
 
 class Caller:
@@ -18,7 +18,7 @@ class Caller:
         self.writer = writer
 
     @classmethod
-    async def of(cls, harness: Harness) -> Caller:
+    async def of(cls, harness: ServiceHarness) -> Caller:
         host, _, port = harness.url.removeprefix("http://").partition(":")
         return cls(*await asyncio.open_connection(host, int(port)))
 
@@ -36,7 +36,7 @@ class Caller:
         return int((await self.reader.readuntil(b"\r\n")).split()[1])
 
 
-async def until(harness: Harness, **wanted: Any) -> None:
+async def until(harness: ServiceHarness, **wanted: Any) -> None:
     """Ask the pool again and again until it looks as wanted."""
     for _ in range(500):
         view = (await harness.http.get("/v1/pools/default")).json()
@@ -45,7 +45,7 @@ async def until(harness: Harness, **wanted: Any) -> None:
     raise AssertionError(f"{view} and not {wanted}")
 
 
-async def test_hanging_up_while_queued_leaves_the_queue(port: Harness) -> None:
+async def test_hanging_up_while_queued_leaves_the_queue(port: ServiceHarness) -> None:
     leases = await port.acquire(4)
     caller = await Caller.of(port)
     await caller.send("POST", "/v1/acquire", b"{}")
@@ -58,7 +58,7 @@ async def test_hanging_up_while_queued_leaves_the_queue(port: Harness) -> None:
     await until(port, ready=4, leased=0)
 
 
-async def test_hanging_up_while_sending_changes_nothing(port: Harness) -> None:
+async def test_hanging_up_while_sending_changes_nothing(port: ServiceHarness) -> None:
     caller = await Caller.of(port)
     await caller.send("POST", "/v1/acquire", b'{"count": 2', length=1000)
 
@@ -68,7 +68,7 @@ async def test_hanging_up_while_sending_changes_nothing(port: Harness) -> None:
     assert len(await port.acquire(4)) == 4
 
 
-async def test_hanging_up_in_the_middle_of_a_file_leaves_no_half_of_it(port: Harness) -> None:
+async def test_hanging_up_in_the_middle_of_a_file_leaves_no_half_of_it(port: ServiceHarness) -> None:
     (lease_id,) = await port.acquire()
     caller = await Caller.of(port)
     await caller.send("PUT", f"/v1/leases/{lease_id}/files?path=half", b"x" * 100_000, length=200_000)
@@ -79,7 +79,7 @@ async def test_hanging_up_in_the_middle_of_a_file_leaves_no_half_of_it(port: Har
     assert (await port.http.get(f"/v1/leases/{lease_id}/files", params={"path": "half"})).status_code == 404
 
 
-async def test_hanging_up_while_reading_ends_no_call(port: Harness) -> None:
+async def test_hanging_up_while_reading_ends_no_call(port: ServiceHarness) -> None:
     (lease_id,) = await port.acquire()
     calls = [bash(lease_id, "hang", call_id="first"), *(bash(lease_id, f"echo {n}") for n in range(5))]
     caller = await Caller.of(port)
@@ -98,7 +98,7 @@ async def test_hanging_up_while_reading_ends_no_call(port: Harness) -> None:
     assert [command for _, command in port.agent.ran] == ["hang", *(f"echo {n}" for n in range(5))]
 
 
-async def test_a_body_that_claims_too_much_is_refused_before_it_is_sent(port: Harness) -> None:
+async def test_a_body_that_claims_too_much_is_refused_before_it_is_sent(port: ServiceHarness) -> None:
     caller = await Caller.of(port)
     await caller.send("POST", "/v1/exec-batch", b"", length=10**12)
 
@@ -107,7 +107,7 @@ async def test_a_body_that_claims_too_much_is_refused_before_it_is_sent(port: Ha
     await until(port, ready=4)
 
 
-async def test_a_body_that_says_no_length_is_counted(port: Harness) -> None:
+async def test_a_body_that_says_no_length_is_counted(port: ServiceHarness) -> None:
     caller = await Caller.of(port)
     chunk = b"%x\r\n%s\r\n" % (1 << 20, b" " * (1 << 20))
     await caller.send("POST", "/v1/exec-batch", chunk, "Transfer-Encoding: chunked")
@@ -120,7 +120,7 @@ async def test_a_body_that_says_no_length_is_counted(port: Harness) -> None:
     await caller.hang_up()
 
 
-async def test_a_caller_that_waits_for_leave_to_send_gets_it(port: Harness) -> None:
+async def test_a_caller_that_waits_for_leave_to_send_gets_it(port: ServiceHarness) -> None:
     caller = await Caller.of(port)
     await caller.send("POST", "/v1/acquire", b"", "Expect: 100-continue", length=2)
     assert await caller.status() == 100

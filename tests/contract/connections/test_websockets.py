@@ -24,14 +24,14 @@ from sandbox_server.core import errors
 from sandbox_server.core.errors import LeaseNotFound, PoolServiceError, Stopping
 from sandbox_server.telemetry import configure_logging
 from tests.support import tables
-from tests.support.harness import ALICE, Harness, bearer
+from tests.support.service_harness import ALICE, ServiceHarness, bearer
 from tests.support.users import ROOT
 
 TERMINAL = "/v1/leases/l/terminal"
 
 
 async def open_websocket(
-    harness: Harness,
+    harness: ServiceHarness,
     path: str = TERMINAL,
     *,
     token: str | None = None,
@@ -59,7 +59,7 @@ async def open_websocket(
     return sent
 
 
-async def refusal(port: Harness, path: str = TERMINAL, **options: Any) -> Response:
+async def refusal(port: ServiceHarness, path: str = TERMINAL, **options: Any) -> Response:
     """The response with which a handshake over a real port is refused."""
     with pytest.raises(InvalidStatus) as refused:
         async with connect(port.url.replace("http", "ws", 1) + path, proxy=None, **options):
@@ -67,7 +67,7 @@ async def refusal(port: Harness, path: str = TERMINAL, **options: Any) -> Respon
     return refused.value.response
 
 
-async def close_of(port: Harness, path: str = TERMINAL, **options: Any) -> tuple[int, str]:
+async def close_of(port: ServiceHarness, path: str = TERMINAL, **options: Any) -> tuple[int, str]:
     """Code and reason with which a connection over a real port is closed after its handshake."""
     async with connect(port.url.replace("http", "ws", 1) + path, proxy=None, **options) as websocket:
         with pytest.raises(ConnectionClosedError) as closed:
@@ -76,7 +76,7 @@ async def close_of(port: Harness, path: str = TERMINAL, **options: Any) -> tuple
     return closed.value.rcvd.code, closed.value.rcvd.reason
 
 
-async def test_without_a_token_it_closes_with_4401(harness: Harness) -> None:
+async def test_without_a_token_it_closes_with_4401(harness: ServiceHarness) -> None:
     accepted, closed = await open_websocket(harness, "/v1/leases/l/terminal", token="wrong")
 
     assert accepted["type"] == "websocket.accept"
@@ -84,7 +84,7 @@ async def test_without_a_token_it_closes_with_4401(harness: Harness) -> None:
 
 
 @pytest.mark.parametrize("by", [{"token": ALICE.token}, {"subprotocols": ("bearer.alices-token",)}])
-async def test_with_a_token_it_says_that_it_is_not_built(harness: Harness, by: dict[str, Any]) -> None:
+async def test_with_a_token_it_says_that_it_is_not_built(harness: ServiceHarness, by: dict[str, Any]) -> None:
     start, body = await open_websocket(harness, "/v1/leases/l/terminal", **by)
 
     assert (start["type"], start["status"]) == ("websocket.http.response.start", 501)
@@ -92,14 +92,14 @@ async def test_with_a_token_it_says_that_it_is_not_built(harness: Harness, by: d
     assert b"x-request-id" in dict(start["headers"])
 
 
-async def test_elsewhere_there_is_nothing(harness: Harness) -> None:
+async def test_elsewhere_there_is_nothing(harness: ServiceHarness) -> None:
     start, _ = await open_websocket(harness, "/v1/nowhere", token=ALICE.token)
 
     assert start["status"] == 404
 
 
 @pytest.mark.parametrize("path", ["/v1/nowhere", "/v1/pools", "/healthz"])
-async def test_a_path_without_a_websocket_route_is_not_found(port: Harness, path: str) -> None:
+async def test_a_path_without_a_websocket_route_is_not_found(port: ServiceHarness, path: str) -> None:
     response = await refusal(port, path, additional_headers=bearer(ALICE))
 
     assert response.status_code == 404
@@ -107,7 +107,7 @@ async def test_a_path_without_a_websocket_route_is_not_found(port: Harness, path
     assert path in json.loads(response.body)["detail"]
 
 
-async def test_a_refused_handshake_has_the_error_document_of_http(port: Harness) -> None:
+async def test_a_refused_handshake_has_the_error_document_of_http(port: ServiceHarness) -> None:
     response = await refusal(port, additional_headers={**bearer(ALICE), "X-Request-ID": "mine-1"})
     document = json.loads(response.body)
 
@@ -117,28 +117,28 @@ async def test_a_refused_handshake_has_the_error_document_of_http(port: Harness)
     assert document["code"] == "not_implemented"
 
 
-async def test_a_token_in_a_subprotocol_is_taken(port: Harness) -> None:
+async def test_a_token_in_a_subprotocol_is_taken(port: ServiceHarness) -> None:
     response = await refusal(port, subprotocols=[Subprotocol("bearer.bobs-token")])
 
     assert response.status_code == 501
 
 
 @pytest.mark.parametrize("options", [{}, {"additional_headers": {"Authorization": "Bearer wrong"}}, {"subprotocols": [Subprotocol("bearer.wrong")]}])
-async def test_an_invalid_token_closes_a_real_connection_with_4401(port: Harness, options: dict[str, Any]) -> None:
+async def test_an_invalid_token_closes_a_real_connection_with_4401(port: ServiceHarness, options: dict[str, Any]) -> None:
     code, reason = await close_of(port, **options)
 
     assert code == 4401
     assert "token" in reason
 
 
-async def test_a_handshake_with_too_long_a_query_is_refused(harness: Harness) -> None:
+async def test_a_handshake_with_too_long_a_query_is_refused(harness: ServiceHarness) -> None:
     start, body = await open_websocket(harness, token=ALICE.token, query=b"x" * Limits().query_bytes)
 
     assert start["status"] == 422
     assert json.loads(body["body"])["limit"] == "query_bytes"
 
 
-async def test_a_handshake_is_logged_with_its_request_and_without_its_token(port: Harness, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_handshake_is_logged_with_its_request_and_without_its_token(port: ServiceHarness, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         await refusal(port, subprotocols=[Subprotocol("bearer.alices-token")])
 
@@ -161,7 +161,7 @@ def logging_restored() -> Iterator[None]:
             logger.propagate = propagate
 
 
-async def test_no_log_level_shows_the_token_of_a_handshake(port: Harness, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_no_log_level_shows_the_token_of_a_handshake(port: ServiceHarness, capsys: pytest.CaptureFixture[str]) -> None:
     """The WebSocket library logs every header of a handshake at its debug level."""
     with logging_restored():
         configure_logging("json", "debug")
@@ -174,14 +174,14 @@ async def test_no_log_level_shows_the_token_of_a_handshake(port: Harness, capsys
     assert "alices-token" not in json.dumps(of_service)
 
 
-async def test_a_server_that_cannot_refuse_a_handshake_closes_with_the_code_of_the_error(harness: Harness) -> None:
+async def test_a_server_that_cannot_refuse_a_handshake_closes_with_the_code_of_the_error(harness: ServiceHarness) -> None:
     accepted, closed = await open_websocket(harness, token=ALICE.token, can_refuse=False)
 
     assert accepted["type"] == "websocket.accept"
     assert (closed["code"], closed["reason"]) == (4501, "terminals are not built yet")
 
 
-def edge_with(harness: Harness, route: Any) -> EdgeMiddleware:
+def edge_with(harness: ServiceHarness, route: Any) -> EdgeMiddleware:
     """The edge before a route of the test's own."""
     edge = EdgeMiddleware(route)
     edge.service = harness.application._edge.service
@@ -189,7 +189,7 @@ def edge_with(harness: Harness, route: Any) -> EdgeMiddleware:
 
 
 @pytest.mark.parametrize(("error", "code"), [(LeaseNotFound("é" * 200), 4404), (Stopping(), 4503), (RuntimeError("a bug"), 4500)])
-async def test_an_error_after_the_handshake_closes_the_connection(harness: Harness, error: Exception, code: int) -> None:
+async def test_an_error_after_the_handshake_closes_the_connection(harness: ServiceHarness, error: Exception, code: int) -> None:
     async def route(scope: Any, receive: Any, send: Any) -> None:
         await receive()
         await send({"type": "websocket.accept"})
@@ -202,7 +202,7 @@ async def test_an_error_after_the_handshake_closes_the_connection(harness: Harne
     assert len(closed["reason"].encode()) <= 123
 
 
-async def test_a_caller_that_hangs_up_is_no_error(harness: Harness, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_caller_that_hangs_up_is_no_error(harness: ServiceHarness, caplog: pytest.LogCaptureFixture) -> None:
     async def route(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "websocket.accept"})
 
@@ -217,7 +217,7 @@ async def test_a_caller_that_hangs_up_is_no_error(harness: Harness, caplog: pyte
     assert "the client disconnected" in caplog.text
 
 
-async def test_a_stop_closes_open_connections_with_4503(harness: Harness) -> None:
+async def test_a_stop_closes_open_connections_with_4503(harness: ServiceHarness) -> None:
     opened = asyncio.Event()
 
     async def route(scope: Any, receive: Any, send: Any) -> None:

@@ -10,18 +10,18 @@ import pytest
 
 from env_client.cli.commands.pools import summarize_state
 from env_client.values import PoolInfo
-from tests.support.harness import ALICE, BOB, Harness, bearer, harness_on_a_port
+from tests.support.service_harness import ALICE, BOB, ServiceHarness, bearer, open_service_harness_on_port
 
 BOBS = bearer(BOB)
 
 
 @pytest.fixture
-async def port(tmp_path: Path) -> AsyncIterator[Harness]:
-    async with harness_on_a_port(tmp_path / "state", tenants=(ALICE, BOB), claim_after_s=0.0) as running:
+async def port(tmp_path: Path) -> AsyncIterator[ServiceHarness]:
+    async with open_service_harness_on_port(tmp_path / "state", tenants=(ALICE, BOB), claim_after_s=0.0) as running:
         yield running
 
 
-async def test_a_pool_shows_its_claimant(port: Harness) -> None:
+async def test_a_pool_shows_its_claimant(port: ServiceHarness) -> None:
     ready = (await port.http.get("/v1/pools/default")).json()
     assert ready["claimant"] is None
     slots = ready["spec"]["slots_per_sandbox"] * ready["spec"]["max_sandboxes"]

@@ -14,7 +14,7 @@ import pytest
 from sandbox_server.api.tenants import Tenant
 from sandbox_server.core.types import PoolSpec
 from sandbox_server.settings import Settings
-from tests.support.harness import ALICE, BOB, POOL, Harness, bearer, harness_on_a_port, open_harness
+from tests.support.service_harness import ALICE, BOB, POOL, ServiceHarness, bearer, open_service_harness, open_service_harness_on_port
 
 SMALL: dict[str, Any] = {"slots_per_sandbox": 1, "min_sandboxes": 0, "max_sandboxes": 1}
 CARL = Tenant(name="carl", token="carls-token")
@@ -25,16 +25,16 @@ TENANTS = (ALICE, BOB, CARL, OPERATOR)
 @pytest.fixture
 async def harness(tmp_path: Path) -> Any:
     """The service with two admins and two tenants who are none."""
-    async with open_harness(tmp_path / "state", tenants=TENANTS) as running:
+    async with open_service_harness(tmp_path / "state", tenants=TENANTS) as running:
         yield running
 
 
-async def put(harness: Harness, tenant: Tenant, name: str, owner: str | None = None, **spec: Any) -> httpx.Response:
+async def put(harness: ServiceHarness, tenant: Tenant, name: str, owner: str | None = None, **spec: Any) -> httpx.Response:
     params = {} if owner is None else {"tenant": owner}
     return await harness.http.put(f"/v1/pools/{name}", json={**SMALL, **spec}, params=params, headers=bearer(tenant))
 
 
-async def ask(harness: Harness, tenant: Tenant, method: str, path: str, **more: Any) -> httpx.Response:
+async def ask(harness: ServiceHarness, tenant: Tenant, method: str, path: str, **more: Any) -> httpx.Response:
     return await harness.http.request(method, path, headers=bearer(tenant), **more)
 
 
@@ -46,7 +46,7 @@ def told(answer: httpx.Response) -> list[tuple[str, str | None, bool]]:
     return [(pool["name"], pool["tenant"], pool["shared"]) for pool in answer.json()["pools"]]
 
 
-async def test_anothers_pool_can_be_neither_seen_used_changed_nor_deleted(harness: Harness) -> None:
+async def test_anothers_pool_can_be_neither_seen_used_changed_nor_deleted(harness: ServiceHarness) -> None:
     made = (await put(harness, BOB, "mine", min_sandboxes=1)).json()
     leased = await ask(harness, BOB, "POST", "/v1/acquire", json={"pool": "mine"})
 
@@ -70,7 +70,7 @@ async def test_anothers_pool_can_be_neither_seen_used_changed_nor_deleted(harnes
     assert (await ask(harness, BOB, "GET", "/v1/pools/mine")).json()["spec"]["max_sandboxes"] == 1
 
 
-async def test_same_named_pools_of_two_tenants_are_two(harness: Harness) -> None:
+async def test_same_named_pools_of_two_tenants_are_two(harness: ServiceHarness) -> None:
     leases = {}
     for tenant in (BOB, CARL):
         await put(harness, tenant, "mine")
@@ -87,7 +87,7 @@ async def test_same_named_pools_of_two_tenants_are_two(harness: Harness) -> None
     assert (await ask(harness, CARL, "GET", f"/v1/leases/{leases['carl']['lease_id']}")).status_code == 200
 
 
-async def test_an_admin_comes_to_anothers_pool_by_naming_its_owner(harness: Harness) -> None:
+async def test_an_admin_comes_to_anothers_pool_by_naming_its_owner(harness: ServiceHarness) -> None:
     await put(harness, BOB, "mine")
     await put(harness, CARL, "mine", max_sandboxes=2)
     await put(harness, ALICE, "mine", max_sandboxes=3)
@@ -114,7 +114,7 @@ async def test_an_admin_comes_to_anothers_pool_by_naming_its_owner(harness: Harn
     assert refused(await put(harness, ALICE, "new", "*")) == (422, "invalid_request")
 
 
-async def test_a_shared_pool_is_everybodys_to_use_and_the_admins_to_change(harness: Harness) -> None:
+async def test_a_shared_pool_is_everybodys_to_use_and_the_admins_to_change(harness: ServiceHarness) -> None:
     made = (await put(harness, ALICE, "common", shared=True)).json()
 
     assert (made["tenant"], made["shared"], made["spec"]["shared"]) == ("alice", True, True)
@@ -139,7 +139,7 @@ async def test_a_shared_pool_is_everybodys_to_use_and_the_admins_to_change(harne
 
 
 async def test_a_tenant_has_the_default_pool_it_has_named_so(tmp_path: Path) -> None:
-    async with open_harness(tmp_path / "state", tenants=TENANTS, pools={"other": POOL}, default_pool="default") as harness:
+    async with open_service_harness(tmp_path / "state", tenants=TENANTS, pools={"other": POOL}, default_pool="default") as harness:
         await put(harness, BOB, "default")
         bobs = await ask(harness, BOB, "POST", "/v1/acquire", json={})
         carls = await ask(harness, CARL, "POST", "/v1/acquire", json={})
@@ -149,7 +149,7 @@ async def test_a_tenant_has_the_default_pool_it_has_named_so(tmp_path: Path) -> 
 
 async def test_nobody_hears_of_anothers_pool_but_admins_who_are_told_who_did_what(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    async with harness_on_a_port(tmp_path / "state", tenants=TENANTS) as harness:
+    async with open_service_harness_on_port(tmp_path / "state", tenants=TENANTS) as harness:
         await put(harness, BOB, "bobs")
         await put(harness, ALICE, "bobs", "bob", max_sandboxes=2)
         await ask(harness, BOB, "DELETE", "/v1/pools/bobs")
@@ -164,7 +164,7 @@ async def test_nobody_hears_of_anothers_pool_but_admins_who_are_told_who_did_wha
     assert lines[:3] == [("a pool was made", "bob", "bob"), ("a pool was changed", "bob", "alice"), ("a pool was deleted", "bob", "bob")]
 
 
-async def _pool_events(harness: Harness, tenant: Tenant) -> list[tuple[str, str, str | None, str | None]]:
+async def _pool_events(harness: ServiceHarness, tenant: Tenant) -> list[tuple[str, str, str | None, str | None]]:
     """What a tenant is told of pools, from the start of the service up to the pool `last`."""
     found: list[tuple[str, str, str | None, str | None]] = []
     headers = {**bearer(tenant), "Last-Event-ID": "1"}
@@ -185,11 +185,11 @@ LIMITED = replace(BOB, max_leases=6, max_slots=10)
 @pytest.fixture
 async def limited(tmp_path: Path) -> Any:
     """The service, with a tenant that may hold 6 leases and have pools of 10 slots."""
-    async with open_harness(tmp_path / "state", tenants=(ALICE, LIMITED)) as running:
+    async with open_service_harness(tmp_path / "state", tenants=(ALICE, LIMITED)) as running:
         yield running
 
 
-async def test_a_tenant_reserves_no_more_slots_than_it_may_have_leases(limited: Harness) -> None:
+async def test_a_tenant_reserves_no_more_slots_than_it_may_have_leases(limited: ServiceHarness) -> None:
     for spec in ({"min_sandboxes": 1000, "max_sandboxes": 1000}, {"warm_slots": 7, "max_sandboxes": 7}, {"slots_per_sandbox": 7, "min_sandboxes": 1}):
         answer = await put(limited, LIMITED, "mine", **spec)
         assert (*refused(answer), answer.json()["limit"]) in ((429, "quota_exceeded", "max_leases"), (429, "quota_exceeded", "max_slots"))
@@ -203,7 +203,7 @@ async def test_a_tenant_reserves_no_more_slots_than_it_may_have_leases(limited: 
     assert (await put(limited, LIMITED, "first", min_sandboxes=3, max_sandboxes=4)).status_code == 200
 
 
-async def test_a_tenants_pools_promise_no_more_than_its_max_slots(limited: Harness) -> None:
+async def test_a_tenants_pools_promise_no_more_than_its_max_slots(limited: ServiceHarness) -> None:
     assert (await put(limited, LIMITED, "first", max_sandboxes=6)).status_code == 201
     second = await put(limited, LIMITED, "second", slots_per_sandbox=5)
 
@@ -212,7 +212,7 @@ async def test_a_tenants_pools_promise_no_more_than_its_max_slots(limited: Harne
     assert refused(await put(limited, LIMITED, "second", max_sandboxes=5)) == (429, "quota_exceeded")
 
 
-async def test_slots_a_tenants_own_pools_reserve_count_as_leases_elsewhere(limited: Harness) -> None:
+async def test_slots_a_tenants_own_pools_reserve_count_as_leases_elsewhere(limited: ServiceHarness) -> None:
     await put(limited, LIMITED, "mine", min_sandboxes=4, max_sandboxes=8)
 
     async def acquire(count: int, pool: str) -> httpx.Response:
@@ -230,7 +230,7 @@ async def test_slots_a_tenants_own_pools_reserve_count_as_leases_elsewhere(limit
 
 async def test_limits_that_shrink_take_nothing_away_and_give_nothing_more(tmp_path: Path) -> None:
     now = [LIMITED]
-    async with open_harness(tmp_path / "state", tenants=(ALICE, LIMITED)) as harness:
+    async with open_service_harness(tmp_path / "state", tenants=(ALICE, LIMITED)) as harness:
         await put(harness, LIMITED, "mine", min_sandboxes=4, max_sandboxes=8)
         settings: Settings = harness.settings
         harness.application._load = lambda: replace(settings, tenants=(ALICE, now[0]))
@@ -249,7 +249,7 @@ async def test_limits_that_shrink_take_nothing_away_and_give_nothing_more(tmp_pa
 
 async def test_a_tenant_makes_pools_on_its_backends_alone(tmp_path: Path) -> None:
     far = replace(CARL, backends=("local", "nomad"))
-    async with open_harness(tmp_path / "state", tenants=(ALICE, BOB, far)) as harness:
+    async with open_service_harness(tmp_path / "state", tenants=(ALICE, BOB, far)) as harness:
         bobs = await put(harness, BOB, "far", backend="nomad")
         carls = await put(harness, far, "far", backend="nomad")
         alices = await put(harness, ALICE, "far", backend="nomad")

@@ -21,34 +21,34 @@ from sandbox_server.api.tenants import Tenant
 from sandbox_server.settings.file import TenantModel
 from tests.contract.connections.test_hang_ups import Caller
 from tests.contract.test_recorded import events
-from tests.support.harness import ALICE, BOB, Harness, bash, bearer, harness_on_a_port
+from tests.support.service_harness import ALICE, BOB, ServiceHarness, bash, bearer, open_service_harness_on_port
 
 LIMITED = replace(BOB, max_waiters=1, max_running_calls=1)
 BOBS = bearer(BOB)
 
 
 @pytest.fixture
-async def port(tmp_path: Path) -> AsyncIterator[Harness]:
+async def port(tmp_path: Path) -> AsyncIterator[ServiceHarness]:
     """Alice, who has no limits, and Bob, who may run one call and let one acquire wait."""
-    async with harness_on_a_port(tmp_path / "state", tenants=(ALICE, LIMITED)) as running:
+    async with open_service_harness_on_port(tmp_path / "state", tenants=(ALICE, LIMITED)) as running:
         yield running
 
 
-async def bobs_leases(harness: Harness, count: int) -> list[str]:
+async def bobs_leases(harness: ServiceHarness, count: int) -> list[str]:
     answer = await harness.http.post("/v1/acquire", json={"count": count}, headers=BOBS)
     return [lease["lease_id"] for lease in answer.json()["leases"]]
 
 
-async def execute(harness: Harness, lease_id: str, command: str, call_id: str, tenant: Tenant = BOB) -> httpx.Response:
+async def execute(harness: ServiceHarness, lease_id: str, command: str, call_id: str, tenant: Tenant = BOB) -> httpx.Response:
     return await harness.http.post(f"/v1/leases/{lease_id}/exec", json={"command": command, "call_id": call_id}, headers=bearer(tenant))
 
 
-async def until_running(harness: Harness, *call_ids: str) -> None:
+async def until_running(harness: ServiceHarness, *call_ids: str) -> None:
     while not set(call_ids) <= {call_id for call_id, _ in harness.agent.ran}:
         await asyncio.sleep(0)
 
 
-async def until_waiting(harness: Harness, count: int) -> None:
+async def until_waiting(harness: ServiceHarness, count: int) -> None:
     service = harness.application._edge.service
     assert service is not None
     limiter = service.dispatcher.concurrency_limiter
@@ -57,7 +57,7 @@ async def until_waiting(harness: Harness, count: int) -> None:
 
 
 @contextlib.asynccontextmanager
-async def running(harness: Harness) -> AsyncIterator[list[str]]:
+async def running(harness: ServiceHarness) -> AsyncIterator[list[str]]:
     """Three leases of Bob's; in the first his one call runs, and is cancelled at the end."""
     leases = await bobs_leases(harness, 3)
     first = asyncio.create_task(execute(harness, leases[0], "hang", "first"))
@@ -67,7 +67,7 @@ async def running(harness: Harness) -> AsyncIterator[list[str]]:
     assert (await first).json()["reason"] == "cancelled"
 
 
-async def test_calls_beyond_the_limit_wait_and_a_request_beyond_those_comes_again(port: Harness) -> None:
+async def test_calls_beyond_the_limit_wait_and_a_request_beyond_those_comes_again(port: ServiceHarness) -> None:
     (mine,) = await port.acquire()
     async with running(port) as (_, second, third):
         waiting = asyncio.create_task(execute(port, second, "echo 2", "second"))
@@ -87,7 +87,7 @@ async def test_calls_beyond_the_limit_wait_and_a_request_beyond_those_comes_agai
     assert (await execute(port, third, "echo 3", "third")).json()["output"] == "3\n"
 
 
-async def test_a_batch_is_taken_whole_and_its_results_come_as_they_are_there(port: Harness) -> None:
+async def test_a_batch_is_taken_whole_and_its_results_come_as_they_are_there(port: ServiceHarness) -> None:
     leases = await bobs_leases(port, 3)
     calls = [bash(lease_id, "live", call_id=f"c{number}") for number, lease_id in enumerate(leases)]
     async with port.http.stream("POST", "/v1/exec-batch", json={"calls": calls}, headers={**BOBS, "Accept": "application/x-ndjson"}) as answer:
@@ -102,7 +102,7 @@ async def test_a_batch_is_taken_whole_and_its_results_come_as_they_are_there(por
     assert [(line["call_id"], line["reason"]) for line in seen] == [(f"c{number}", "exit") for number in range(3)]
 
 
-async def test_who_hangs_up_while_a_call_waits_ends_it_no_more_than_one_that_runs(port: Harness) -> None:
+async def test_who_hangs_up_while_a_call_waits_ends_it_no_more_than_one_that_runs(port: ServiceHarness) -> None:
     async with running(port) as (_, second, _):
         caller = await Caller.of(port)
         body = json.dumps({"command": "echo 2", "call_id": "second"}).encode()
@@ -116,7 +116,7 @@ async def test_who_hangs_up_while_a_call_waits_ends_it_no_more_than_one_that_run
     assert [call_id for call_id, _ in port.agent.ran] == ["first", "second"]
 
 
-async def test_asking_again_for_what_waits_runs_or_is_done_is_never_refused(port: Harness) -> None:
+async def test_asking_again_for_what_waits_runs_or_is_done_is_never_refused(port: ServiceHarness) -> None:
     async with running(port) as (first, second, third):
         waiting = asyncio.create_task(execute(port, second, "echo 2", "second"))
         await until_waiting(port, 1)
@@ -131,7 +131,7 @@ async def test_asking_again_for_what_waits_runs_or_is_done_is_never_refused(port
     assert [call_id for call_id, _ in port.agent.ran] == ["first", "second"]
 
 
-async def test_a_stream_of_a_call_that_waits_begins_with_its_turn(port: Harness) -> None:
+async def test_a_stream_of_a_call_that_waits_begins_with_its_turn(port: ServiceHarness) -> None:
     async with running(port) as (_, second, _):
         call = {"command": "echo 2", "call_id": "second"}
         request = port.http.build_request("POST", f"/v1/leases/{second}/exec", json=call, headers={**BOBS, "Accept": "text/event-stream"})
@@ -144,7 +144,7 @@ async def test_a_stream_of_a_call_that_waits_begins_with_its_turn(port: Harness)
     assert [(one.event, one.data.get("data")) for one in told] == [("output", "2\n"), ("result", None)]
 
 
-async def test_a_call_that_waits_can_be_cancelled_and_ends_with_its_lease(port: Harness) -> None:
+async def test_a_call_that_waits_can_be_cancelled_and_ends_with_its_lease(port: ServiceHarness) -> None:
     async with running(port) as (_, second, third):
         cancelled = asyncio.create_task(execute(port, second, "echo 2", "second"))
         await until_waiting(port, 1)
@@ -159,7 +159,7 @@ async def test_a_call_that_waits_can_be_cancelled_and_ends_with_its_lease(port: 
     assert [call_id for call_id, _ in port.agent.ran] == ["first"]
 
 
-async def test_so_many_acquires_of_a_tenant_wait_and_the_others_do_as_before(port: Harness) -> None:
+async def test_so_many_acquires_of_a_tenant_wait_and_the_others_do_as_before(port: ServiceHarness) -> None:
     held = await port.acquire(4)
     first = asyncio.create_task(port.http.post("/v1/acquire", json={}, headers=BOBS))
     while (await port.http.get("/v1/pools/default")).json()["queue"] == 0:
@@ -181,7 +181,7 @@ def test_the_limits_that_clients_wait_for_are_the_services() -> None:
     assert set(LIMITS) | set(TenantModel.model_fields) >= TRANSIENT_LIMITS
 
 
-async def test_limits_are_read_again_with_the_tenants(port: Harness) -> None:
+async def test_limits_are_read_again_with_the_tenants(port: ServiceHarness) -> None:
     raised = replace(port.settings, tenants=(ALICE, replace(LIMITED, max_running_calls=2)))
     port.application._load = lambda: raised
     async with running(port) as (_, second, _):

@@ -20,10 +20,10 @@ from tests.contract.contract import BUILT, named
 from tests.contract.tenants import test_pools_of_tenants
 from tests.contract.test_events import until
 from tests.contract.test_recorded import events
-from tests.support.harness import ALICE, BOB, POOL, Harness, bash, bearer, lifespan, make_application, make_settings, open_harness
+from tests.support.service_harness import ALICE, BOB, POOL, ServiceHarness, bash, bearer, lifespan, make_application, make_settings, open_service_harness
 
 
-async def test_each_tenant_has_its_own_leases(harness: Harness) -> None:
+async def test_each_tenant_has_its_own_leases(harness: ServiceHarness) -> None:
     (mine,) = await harness.acquire()
     hers = (await harness.http.post("/v1/acquire", json={}, headers=bearer(BOB))).json()["leases"][0]
 
@@ -32,7 +32,7 @@ async def test_each_tenant_has_its_own_leases(harness: Harness) -> None:
 
 
 async def test_an_open_door_lets_everybody_in_and_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async with open_harness(tmp_path / "state", authentication_disabled=True) as harness:
+    async with open_service_harness(tmp_path / "state", authentication_disabled=True) as harness:
         answer = await harness.http.post("/v1/acquire", json={}, headers={"Authorization": ""})
 
     assert answer.json()["leases"][0]["tenant"] == "local"
@@ -40,7 +40,7 @@ async def test_an_open_door_lets_everybody_in_and_warns(tmp_path: Path, caplog: 
 
 
 async def test_without_tokens_the_service_makes_one_and_never_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    async with open_harness(tmp_path / "state", tenants=()) as harness:
+    async with open_service_harness(tmp_path / "state", tenants=()) as harness:
         token = (tmp_path / "state" / "token").read_text().strip()
         mine = await harness.http.get("/v1/pools", headers={"Authorization": f"Bearer {token}"})
         wrong = await harness.http.get("/v1/pools")
@@ -82,14 +82,14 @@ async def test_a_hang_up_signal_reads_the_tenants_again(tmp_path: Path) -> None:
     ],
 )
 async def test_who_is_not_let_in_is_told_why(tmp_path: Path, header: dict[str, str], detail: str) -> None:
-    async with open_harness(tmp_path / "state", tenants=(ALICE,)) as harness:
+    async with open_service_harness(tmp_path / "state", tenants=(ALICE,)) as harness:
         del harness.http.headers["Authorization"]
         answer = await harness.http.get("/v1/pools", headers=header)
 
     assert (answer.status_code, answer.json()["detail"]) == (401, detail)
 
 
-async def test_what_may_be_narrowed_is_said_in_json(harness: Harness) -> None:
+async def test_what_may_be_narrowed_is_said_in_json(harness: ServiceHarness) -> None:
     (lease_id,) = await harness.acquire()
     answer = await harness.http.post(f"/v1/leases/{lease_id}/narrow", json={"allow_network": True})
 
@@ -106,7 +106,7 @@ async def test_a_file_that_names_no_tenants_any_more_locks_nobody_out(tmp_path: 
 
 
 async def test_an_advertised_url_is_left_for_this_machines_clients(tmp_path: Path) -> None:
-    async with open_harness(tmp_path / "state", advertise_url="https://pool.example"):
+    async with open_service_harness(tmp_path / "state", advertise_url="https://pool.example"):
         told = (tmp_path / "state" / "server.json").read_text()
 
     assert '"url": "https://pool.example"' in told
@@ -116,7 +116,7 @@ async def test_an_advertised_url_is_left_for_this_machines_clients(tmp_path: Pat
 
 
 @pytest.mark.parametrize("route", [route for route in BUILT if route["path"].startswith("/v1/leases/{}")], ids=named)
-async def test_anothers_lease_is_not_found_whatever_is_asked_of_it(harness: Harness, route: dict[str, Any]) -> None:
+async def test_anothers_lease_is_not_found_whatever_is_asked_of_it(harness: ServiceHarness, route: dict[str, Any]) -> None:
     (lease_id,) = await harness.acquire()
     await harness.batch(bash(lease_id, "true", call_id="c"))
     path = route["path"].replace("{}", lease_id, 1).replace("{}", "c")
@@ -128,7 +128,7 @@ async def test_anothers_lease_is_not_found_whatever_is_asked_of_it(harness: Harn
     assert (answer.status_code, answer.json()["code"]) == (404, "lease_not_found")
 
 
-async def test_anothers_lease_can_be_neither_renewed_released_cancelled_nor_used(harness: Harness) -> None:
+async def test_anothers_lease_can_be_neither_renewed_released_cancelled_nor_used(harness: ServiceHarness) -> None:
     (lease_id,) = await harness.acquire(run_id="r")
     bob = bearer(BOB)
     renewed = (await harness.http.post("/v1/renew", json={"lease_ids": [lease_id]}, headers=bob)).json()
@@ -145,7 +145,7 @@ async def test_anothers_lease_can_be_neither_renewed_released_cancelled_nor_used
     assert (await harness.http.get(f"/v1/leases/{lease_id}")).status_code == 200
 
 
-async def test_a_run_and_a_request_key_of_one_name_are_two_tenants_own(harness: Harness) -> None:
+async def test_a_run_and_a_request_key_of_one_name_are_two_tenants_own(harness: ServiceHarness) -> None:
     body = {"run_id": "r", "trajectory_id": "t", "request_key": "k"}
     mine = (await harness.http.post("/v1/acquire", json=body)).json()["leases"][0]["lease_id"]
     hers = (await harness.http.post("/v1/acquire", json={**body, "ttl_s": 5}, headers=bearer(BOB))).json()["leases"][0]["lease_id"]
@@ -160,7 +160,7 @@ async def test_a_run_and_a_request_key_of_one_name_are_two_tenants_own(harness: 
 
 async def test_nobody_but_admins_reads_a_variable_anywhere(tmp_path: Path) -> None:
     secret = replace(POOL, env_vars={"KEY": "for-admins-only"})
-    async with open_harness(tmp_path / "state", pools={"default": secret}) as harness:
+    async with open_service_harness(tmp_path / "state", pools={"default": secret}) as harness:
         await harness.http.post("/v1/acquire", json={}, headers=bearer(BOB))
         asked = [
             await harness.http.request(route["method"], route["path"].replace("{}", "default"), headers=bearer(BOB))
@@ -177,7 +177,7 @@ async def test_nobody_but_admins_reads_a_variable_anywhere(tmp_path: Path) -> No
     assert "for-admins-only" in admins.text
 
 
-async def test_a_stream_that_goes_on_where_it_was_cut_tells_nothing_of_anothers(port: Harness) -> None:
+async def test_a_stream_that_goes_on_where_it_was_cut_tells_nothing_of_anothers(port: ServiceHarness) -> None:
     async with port.http.stream("GET", "/v1/events") as answer:
         (mine,) = await port.acquire()
         acquired = (await until(events(answer), "lease.acquired"))[-1]
@@ -219,7 +219,7 @@ def test_every_route_keeps_tenants_apart() -> None:
 
 async def test_a_tenant_may_hold_so_many_leases(tmp_path: Path) -> None:
     limited = replace(BOB, max_leases=2)
-    async with open_harness(tmp_path / "state", tenants=(ALICE, limited)) as harness:
+    async with open_service_harness(tmp_path / "state", tenants=(ALICE, limited)) as harness:
         two = await harness.http.post("/v1/acquire", json={"count": 2}, headers=bearer(BOB))
         third = await harness.http.post("/v1/acquire", json={}, headers=bearer(BOB))
 

@@ -15,7 +15,7 @@ from env_client.retry import RetryPolicy
 from env_client.transport.request_core import RequestCore
 from env_client.transport.senders import AsyncSender, SyncSender
 from tests.support.both_clients import KINDS, Face
-from tests.support.scripted_service import URL, FakeTime, Script, ScriptedTransport
+from tests.support.scripted_responses import URL, FakeTime, Script, ScriptedTransport
 
 
 @pytest.fixture

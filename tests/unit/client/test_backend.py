@@ -11,7 +11,7 @@ import pytest
 from env_client import errors
 from env_client.backend import RemoteToolBackend
 from env_client.retry import RetryPolicy
-from tests.support.scripted_service import URL, Script, ScriptedTransport, a_lease, a_result, problem
+from tests.support.scripted_responses import URL, Script, ScriptedTransport, a_lease, a_result, problem
 
 RELEASED = httpx.Response(200, json={"released": ["l-1"], "unknown": []})
 

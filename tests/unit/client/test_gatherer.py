@@ -18,7 +18,7 @@ from env_client.gatherer import MAX_REQUEST_BYTES, CallGatherer
 from env_client.messages.calls import make_call
 from env_client.retry import RetryPolicy
 from env_client.values import Call
-from tests.support.scripted_service import URL, Script, ScriptedTransport, a_result, problem
+from tests.support.scripted_responses import URL, Script, ScriptedTransport, a_result, problem
 
 
 class HeldService(httpx.AsyncBaseTransport):

@@ -14,7 +14,7 @@ from env_client.gatherer import CallGatherer
 from env_client.leases import BaseLease
 from env_client.tools import SlotTools
 from env_client.values import LeaseInfo
-from tests.support.scripted_service import URL, a_result
+from tests.support.scripted_responses import URL, a_result
 
 TRAJECTORIES = 200
 TURNS = 5

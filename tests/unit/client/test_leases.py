@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from env_client import errors
-from tests.support.scripted_service import Script, a_lease, a_result, problem
+from tests.support.scripted_responses import Script, a_lease, a_result, problem
 
 RELEASED = {"released": ["l-1"], "unknown": []}
 

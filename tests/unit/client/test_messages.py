@@ -12,7 +12,7 @@ from env_client import errors
 from env_client.messages import calls, files, leases, service
 from env_client.messages.message import Message, Response
 from env_client.values import AcquireOptions, Call, Result
-from tests.support.scripted_service import a_lease, a_result
+from tests.support.scripted_responses import a_lease, a_result
 
 
 def body(message: Message[Any]) -> Any:

@@ -9,7 +9,7 @@ import pytest
 
 from env_client import errors
 from env_client.values import Call
-from tests.support.scripted_service import FakeTime, Script, a_result, problem
+from tests.support.scripted_responses import FakeTime, Script, a_result, problem
 from tests.unit.client.transport.test_senders import OK_ACQUIRE, lines
 
 STOPPED: dict[str, Any] = {"success": False, "exit_code": None, "reason": "backend_error", "fault": "infra", "metadata": {"stopping": True}}

@@ -16,7 +16,7 @@ from env_client.transport.heartbeat import MAX_LEASES_OF_RENEWAL, AsyncHeartbeat
 from env_client.transport.request_core import RequestCore
 from env_client.transport.senders import AsyncSender, SyncSender
 from env_client.values import LeaseInfo, Renewed
-from tests.support.scripted_service import URL, FakeTime, Script, a_lease
+from tests.support.scripted_responses import URL, FakeTime, Script, a_lease
 
 
 class Holder:

@@ -11,7 +11,7 @@ import pytest
 
 from env_client import errors
 from env_client.values import Event, Output, Result
-from tests.support.scripted_service import FakeTime, Script, a_result, problem
+from tests.support.scripted_responses import FakeTime, Script, a_result, problem
 from tests.unit.client.streams import CutStream
 
 

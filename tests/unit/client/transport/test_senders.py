@@ -14,7 +14,7 @@ import pytest
 
 from env_client import errors
 from env_client.values import Call
-from tests.support.scripted_service import FakeTime, Script, a_lease, a_result, problem
+from tests.support.scripted_responses import FakeTime, Script, a_lease, a_result, problem
 from tests.unit.client.streams import CutStream
 
 OK_ACQUIRE = {"leases": [a_lease()], "waited_s": 0.0}

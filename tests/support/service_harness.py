@@ -35,7 +35,7 @@ def bearer(tenant: Tenant) -> dict[str, str]:
 
 
 @dataclass
-class Harness:
+class ServiceHarness:
     """A running service: an HTTP client, and the parts of the service."""
 
     application: Application
@@ -129,14 +129,14 @@ async def lifespan(application: Application) -> AsyncIterator[None]:
 
 
 @contextlib.asynccontextmanager
-async def open_harness(state_dir: Path, *, store: Store | None = None, real_backends: bool = False, **changes: Any) -> AsyncIterator[Harness]:
+async def open_service_harness(state_dir: Path, *, store: Store | None = None, real_backends: bool = False, **changes: Any) -> AsyncIterator[ServiceHarness]:
     """Run the service over ASGI; requests are those of the tenant alice."""
     settings = make_settings(state_dir, **changes)
     application, backend = make_application(settings, store, real_backends=real_backends)
     async with lifespan(application):
         transport = httpx.ASGITransport(application)
         async with httpx.AsyncClient(transport=transport, base_url="http://harness", headers=bearer(ALICE)) as http:
-            yield Harness(application, http, backend, settings)
+            yield ServiceHarness(application, http, backend, settings)
 
 
 class _Server(uvicorn.Server):
@@ -157,7 +157,7 @@ class _Server(uvicorn.Server):
 
 
 @contextlib.asynccontextmanager
-async def harness_on_a_port(state_dir: Path, *, call_timings: CallTimings | None = None, **changes: Any) -> AsyncIterator[Harness]:
+async def open_service_harness_on_port(state_dir: Path, *, call_timings: CallTimings | None = None, **changes: Any) -> AsyncIterator[ServiceHarness]:
     """Run the service behind uvicorn on a free port; requests are those of the tenant alice."""
     settings = make_settings(state_dir, **changes)
     application, backend = make_application(settings, call_timings=call_timings)
@@ -167,7 +167,7 @@ async def harness_on_a_port(state_dir: Path, *, call_timings: CallTimings | None
     url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     try:
         async with httpx.AsyncClient(base_url=url, headers=bearer(ALICE), timeout=30.0, trust_env=False, verify=False) as http:
-            yield Harness(application, http, backend, settings, url)
+            yield ServiceHarness(application, http, backend, settings, url)
     finally:
         server.stopping.set()
         await serving
