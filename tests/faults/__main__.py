@@ -9,7 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.faults.harness import CrashHarness, Report
+from tests.faults.crash_harness import CrashHarness, Report
 from tests.faults.history import about
 from tests.support import tables
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.faults.__main__ import in_words
-from tests.faults.harness import Report, left_out
+from tests.faults.crash_harness import Report, left_out
 from tests.faults.history import Event, History
 from tests.faults.requirements import clock_problem, faketime_library
 from tests.support.service import clean_environ

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.faults.harness import CrashHarness
+from tests.faults.crash_harness import CrashHarness
 
 SECONDS = 60.0
 """The most that the faults take, in seconds. A run ends after a number of faults, so that a loaded machine injects the same ones."""
