@@ -131,7 +131,7 @@ class Curl:
     def close(self) -> None: ...
 
 
-class CommandLine:
+class CommandLineWalker:
     """Uses the command line `sandbox`."""
 
     def __init__(self, service: Service, folder: Path) -> None:
@@ -329,9 +329,9 @@ class EventLoop:
         self._runner.close()
 
 
-WALKERS: Mapping[str, type[Curl] | type[CommandLine] | type[Threads] | type[EventLoop]] = {
+WALKERS: Mapping[str, type[Curl] | type[CommandLineWalker] | type[Threads] | type[EventLoop]] = {
     "curl": Curl,
-    "sandbox": CommandLine,
+    "sandbox": CommandLineWalker,
     "SandboxClient": Threads,
     "AsyncSandboxClient": EventLoop,
 }

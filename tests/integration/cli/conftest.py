@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.cli.harness import CommandLine
+from tests.integration.cli.sandbox_command import SandboxCommand
 from tests.support.service import Service
 
 
 @pytest.fixture
-def sandbox(service: Service, tmp_path: Path) -> CommandLine:
+def sandbox(service: Service, tmp_path: Path) -> SandboxCommand:
     """`sandbox` with the shared service, in a working folder of the test's own."""
-    return CommandLine(service.environ, tmp_path)
+    return SandboxCommand(service.environ, tmp_path)
 
 
 @pytest.fixture
-def lease(sandbox: CommandLine) -> Iterator[str]:
+def lease(sandbox: SandboxCommand) -> Iterator[str]:
     """A lease that is released after the test."""
     lease_id = sandbox.out("acquire", "--wait", "30").strip()
     yield lease_id
@@ -26,8 +26,8 @@ def lease(sandbox: CommandLine) -> Iterator[str]:
 
 
 @pytest.fixture
-def alone(tmp_path: Path) -> CommandLine:
+def alone(tmp_path: Path) -> SandboxCommand:
     """`sandbox` on a machine where no service runs."""
     (tmp_path / "tmp").mkdir()
     (tmp_path / "state").mkdir()
-    return CommandLine({"SANDBOX_STATE_DIR": str(tmp_path / "state"), "TMPDIR": str(tmp_path / "tmp")}, tmp_path)
+    return SandboxCommand({"SANDBOX_STATE_DIR": str(tmp_path / "state"), "TMPDIR": str(tmp_path / "tmp")}, tmp_path)

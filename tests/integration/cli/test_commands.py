@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.cli.harness import PROGRAM, WAIT_S, CommandLine
+from tests.integration.cli.sandbox_command import PROGRAM, WAIT_S, SandboxCommand
 
 
 class TestLeases:
-    def test_a_lease_is_taken_used_and_given_back(self, sandbox: CommandLine) -> None:
+    def test_a_lease_is_taken_used_and_given_back(self, sandbox: SandboxCommand) -> None:
         lease_id = sandbox.out("acquire", "--run-id", "r-walk", "--label", "who=me", "--ttl", "120")[:-1]
 
         assert sandbox.out("leases", "--run-id", "r-walk", "--quiet").split() == [lease_id]
@@ -23,13 +23,13 @@ class TestLeases:
         assert sandbox.out("release", lease_id) == lease_id + "\n"
         assert sandbox.json("leases", "--run-id", "r-walk") == {"leases": []}
 
-    def test_a_gang_is_released_with_its_run(self, sandbox: CommandLine) -> None:
+    def test_a_gang_is_released_with_its_run(self, sandbox: SandboxCommand) -> None:
         ids = sandbox.out("acquire", "--count", "2", "--run-id", "r-gang", "--trajectory-id", "a", "--trajectory-id", "b").split()
 
         assert {row["trajectory_id"] for row in sandbox.json("leases", "--run-id", "r-gang")["leases"]} == {"a", "b"}
         assert sorted(sandbox.json("release", "--run-id", "r-gang")["released"]) == sorted(ids)
 
-    def test_the_table_names_lease_pool_and_rights(self, sandbox: CommandLine, lease: str) -> None:
+    def test_the_table_names_lease_pool_and_rights(self, sandbox: SandboxCommand, lease: str) -> None:
         heads, *rows = sandbox.out("leases").splitlines()
 
         assert heads.split()[:5] == ["LEASE", "POOL", "SLOT", "ENDS", "IN"]
@@ -37,19 +37,19 @@ class TestLeases:
         assert row.split()[1] == "default"
         assert row.endswith("network")
 
-    def test_a_lease_is_kept_for_longer(self, sandbox: CommandLine, lease: str) -> None:
+    def test_a_lease_is_kept_for_longer(self, sandbox: SandboxCommand, lease: str) -> None:
         (kept,) = sandbox.json("renew", "--ttl", "7200", lease)["leases"]
 
         assert kept["expires_at"] > time.time() + 7000
         assert sandbox.out("renew", lease).startswith(f"{lease} held until ")
 
-    def test_the_network_is_taken_away_from_several(self, sandbox: CommandLine, lease: str) -> None:
+    def test_the_network_is_taken_away_from_several(self, sandbox: SandboxCommand, lease: str) -> None:
         other = sandbox.out("acquire", "--wait", "30").strip()
 
         assert sandbox.out("narrow", "--no-network", lease, other) == f"{lease} now has no network\n{other} now has no network\n"
         sandbox.out("release", other)
 
-    def test_the_network_is_taken_away(self, sandbox: CommandLine, lease: str) -> None:
+    def test_the_network_is_taken_away(self, sandbox: SandboxCommand, lease: str) -> None:
         assert sandbox.out("exec", lease, "--", "touch", "kept") == ""
         assert sandbox.out("narrow", "--no-network", lease) == f"{lease} now has no network\n"
         assert sandbox.out("narrow", "--no-cache", lease) == f"{lease} now has no network, no cache\n"
@@ -57,15 +57,15 @@ class TestLeases:
 
 
 class TestExec:
-    def test_its_exit_code_is_ours(self, sandbox: CommandLine, lease: str) -> None:
+    def test_its_exit_code_is_ours(self, sandbox: SandboxCommand, lease: str) -> None:
         done = sandbox("exec", lease, "--", "bash", "-c", "echo out; echo err >&2; exit 7")
 
         assert (done.returncode, done.stdout, done.stderr) == (7, b"out\nerr\n", b"")
 
-    def test_words_mean_nothing_to_a_shell(self, sandbox: CommandLine, lease: str) -> None:
+    def test_words_mean_nothing_to_a_shell(self, sandbox: SandboxCommand, lease: str) -> None:
         assert sandbox.out("exec", lease, "--", "printf", "%s|", "a b", "$HOME", "*", "'", "--json") == "a b|$HOME|*|'|--json|"
 
-    def test_output_comes_as_it_is_written(self, sandbox: CommandLine, lease: str) -> None:
+    def test_output_comes_as_it_is_written(self, sandbox: SandboxCommand, lease: str) -> None:
         with sandbox.started("exec", lease, "--", "bash", "-c", "echo first; until [ -e go ]; do sleep 0.05; done; echo second") as process:
             assert process.stdout is not None
             assert process.stdout.readline() == b"first\n"
@@ -73,20 +73,20 @@ class TestExec:
             assert process.stdout.readline() == b"second\n"
             assert process.wait(30) == 0
 
-    def test_bytes_come_as_they_are_and_all_of_them(self, sandbox: CommandLine, lease: str) -> None:
+    def test_bytes_come_as_they_are_and_all_of_them(self, sandbox: SandboxCommand, lease: str) -> None:
         done = sandbox("exec", lease, "--", "python3", "-c", "import sys; sys.stdout.buffer.write(bytes(range(256)) * 4000)")
 
         assert done.stdout == bytes(range(256)) * 4000
 
     @pytest.mark.parametrize("content", [b"", b"a line\n", b"\xff\x00\xfe", os.urandom(3 << 20)], ids=["nothing", "text", "bytes", "much"])
-    def test_what_is_piped_in_is_its_input(self, sandbox: CommandLine, lease: str, content: bytes) -> None:
+    def test_what_is_piped_in_is_its_input(self, sandbox: SandboxCommand, lease: str, content: bytes) -> None:
         assert sandbox("exec", lease, "--", "cat", stdin=content).stdout == content
         assert sandbox.out("exec", lease, "--", "bash", "-c", "find /tmp -type f") == ""
 
-    def test_input_can_be_left_alone(self, sandbox: CommandLine, lease: str) -> None:
+    def test_input_can_be_left_alone(self, sandbox: SandboxCommand, lease: str) -> None:
         assert sandbox.out("exec", "--no-stdin", lease, "--", "cat", stdin=b"for somebody else") == ""
 
-    def test_a_timeout_is_124_and_says_what_to_do(self, sandbox: CommandLine, lease: str) -> None:
+    def test_a_timeout_is_124_and_says_what_to_do(self, sandbox: SandboxCommand, lease: str) -> None:
         done = sandbox("exec", "--timeout", "1", lease, "--", "bash", "-c", "echo before; sleep 30")
 
         assert (done.returncode, done.stdout) == (124, b"before\n")
@@ -95,12 +95,12 @@ class TestExec:
             "  `--timeout SECONDS` allows more time, up to the pool's max_timeout_s\n"
         )
 
-    def test_folder_and_variables(self, sandbox: CommandLine, lease: str) -> None:
+    def test_folder_and_variables(self, sandbox: SandboxCommand, lease: str) -> None:
         done = sandbox("exec", "--cwd", "/tmp", "-e", "A=b c", "-e", "HERE", lease, "--", "bash", "-c", 'echo "$PWD $A $HERE"', environ={"HERE": "x"})
 
         assert done.stdout == b"/tmp b c x\n"
 
-    def test_the_result_as_a_document(self, sandbox: CommandLine, lease: str) -> None:
+    def test_the_result_as_a_document(self, sandbox: SandboxCommand, lease: str) -> None:
         done = sandbox("exec", "--json", lease, "--", "bash", "-c", "echo out; exit 3")
 
         result = json.loads(done.stdout)
@@ -108,7 +108,7 @@ class TestExec:
 
 
 class TestFiles:
-    def test_a_folder_goes_in_and_out(self, sandbox: CommandLine, lease: str, tmp_path: Path) -> None:
+    def test_a_folder_goes_in_and_out(self, sandbox: SandboxCommand, lease: str, tmp_path: Path) -> None:
         tree = tmp_path / "tree"
         (tree / "sub" / "empty").mkdir(parents=True)
         (tree / "a b.txt").write_bytes(os.urandom(700_001))
@@ -125,7 +125,7 @@ class TestFiles:
         assert (tmp_path / "back" / "sub" / "run").stat().st_mode & 0o777 == 0o755
         assert (tmp_path / "back" / "sub" / "empty").is_dir()
 
-    def test_a_file_goes_in_and_out(self, sandbox: CommandLine, lease: str, tmp_path: Path) -> None:
+    def test_a_file_goes_in_and_out(self, sandbox: SandboxCommand, lease: str, tmp_path: Path) -> None:
         (tmp_path / "f").write_bytes(b"content")
         (tmp_path / "there").mkdir()
 
@@ -139,13 +139,13 @@ class TestFiles:
         assert (tmp_path / "there" / "f").read_bytes() == b"content"
         assert sandbox.json("ls", f"{lease}:deep/in")["entries"][0]["size_bytes"] == 7
 
-    def test_streams_go_in_and_out(self, sandbox: CommandLine, lease: str) -> None:
+    def test_streams_go_in_and_out(self, sandbox: SandboxCommand, lease: str) -> None:
         sandbox.out("cp", "-", f"{lease}:f", stdin=b"\xffpiped")
 
         assert sandbox("cp", f"{lease}:f", "-").stdout == b"\xffpiped"
         assert sandbox("cp", f"{lease}:.", "-").stdout[:2] == b"\x1f\x8b"
 
-    def test_what_is_in_a_folder_goes_into_one_that_is_there(self, sandbox: CommandLine, lease: str, tmp_path: Path) -> None:
+    def test_what_is_in_a_folder_goes_into_one_that_is_there(self, sandbox: SandboxCommand, lease: str, tmp_path: Path) -> None:
         (tmp_path / "here").mkdir()
         (tmp_path / "here" / "new").write_text("new")
         sandbox.out("exec", lease, "--", "bash", "-c", "mkdir d; echo old > d/old; echo old > d/new")
@@ -156,7 +156,7 @@ class TestFiles:
 
         assert {path.name: path.read_text() for path in (tmp_path / "out").iterdir()} == {"mine": "mine", "new": "new", "old": "old\n"}
 
-    def test_a_listing(self, sandbox: CommandLine, lease: str) -> None:
+    def test_a_listing(self, sandbox: SandboxCommand, lease: str) -> None:
         sandbox.out("exec", lease, "--", "bash", "-c", r"mkdir d; echo x > d/f; ln -s f d/l; touch $'d/\e[31mred'")
 
         rows = sandbox.out("ls", "-R", f"{lease}:d").splitlines()
@@ -166,7 +166,7 @@ class TestFiles:
         assert rows[2].endswith("f")
 
 
-def wait_until_ready(sandbox: CommandLine, pool: str, count: int) -> None:
+def wait_until_ready(sandbox: SandboxCommand, pool: str, count: int) -> None:
     """Wait until so many slots of a pool are ready."""
     deadline = time.monotonic() + WAIT_S
     while sandbox.json("pools", pool)["slots"]["ready"] != count:
@@ -174,7 +174,7 @@ def wait_until_ready(sandbox: CommandLine, pool: str, count: int) -> None:
 
 
 class TestPools:
-    def test_a_pool_is_made_changed_verified_and_removed(self, sandbox: CommandLine, tmp_path: Path) -> None:
+    def test_a_pool_is_made_changed_verified_and_removed(self, sandbox: SandboxCommand, tmp_path: Path) -> None:
         (tmp_path / "p.yaml").write_text("slots_per_sandbox: 2\nmin_sandboxes: 1\nmax_sandboxes: 1\non_shutdown: destroy\n")
 
         assert sandbox.out("pool", "apply", "walk", "p.yaml") == "created pool walk\n"
@@ -196,7 +196,7 @@ class TestPools:
         assert verdict == "2 slots of pool walk: clean"
         assert sandbox.out("pool", "delete", "walk", "--force") == "pool walk is being deleted\n"
 
-    def test_sandboxes_are_listed_and_drained(self, sandbox: CommandLine) -> None:
+    def test_sandboxes_are_listed_and_drained(self, sandbox: SandboxCommand) -> None:
         sandbox.out("pool", "apply", "drained", "-s", "slots_per_sandbox=1", "-s", "min_sandboxes=1", "-s", "max_sandboxes=1", "-s", 'on_shutdown="destroy"')
         lease_id = sandbox.out("acquire", "-p", "drained", "--wait", "30").strip()
         (held,) = [info for info in sandbox.json("sandboxes")["sandboxes"] if info["pool"] == "drained"]
@@ -208,14 +208,14 @@ class TestPools:
 
 
 class TestDoctor:
-    def test_says_what_there_is(self, sandbox: CommandLine) -> None:
+    def test_says_what_there_is(self, sandbox: SandboxCommand) -> None:
         done = sandbox("doctor")
 
         assert done.returncode == 0, done.stdout.decode()
         for part in ("this machine", "bubblewrap", "service", "pool default", "isolation", "tools", "backends", "local", "modal"):
             assert part in done.stdout.decode()
 
-    def test_tries_where_no_service_runs(self, alone: CommandLine) -> None:
+    def test_tries_where_no_service_runs(self, alone: SandboxCommand) -> None:
         found = json.loads(alone("doctor", "--json").stdout)
 
         assert found["service"][0]["detail"] == "none runs on this machine; `sandbox run` starts one for itself"
@@ -223,19 +223,19 @@ class TestDoctor:
 
 
 class TestRun:
-    def test_runs_in_a_slot_of_the_service_and_gives_it_back(self, sandbox: CommandLine) -> None:
+    def test_runs_in_a_slot_of_the_service_and_gives_it_back(self, sandbox: SandboxCommand) -> None:
         done = sandbox("run", "--", "bash", "-c", "echo hello; exit 7")
 
         assert (done.returncode, done.stdout, done.stderr) == (7, b"hello\n", b"")
         assert not [row for row in sandbox.json("leases")["leases"] if "command" in row["labels"]]
 
-    def test_runs_where_no_service_is(self, alone: CommandLine, tmp_path: Path) -> None:
+    def test_runs_where_no_service_is(self, alone: SandboxCommand, tmp_path: Path) -> None:
         done = alone("run", "--", "bash", "-c", "cat; exit 7", stdin=b"piped")
 
         assert (done.returncode, done.stdout, done.stderr) == (7, b"piped", b"")
         assert list((tmp_path / "tmp").iterdir()) == []
 
-    def test_a_service_that_was_killed_is_none(self, alone: CommandLine, tmp_path: Path) -> None:
+    def test_a_service_that_was_killed_is_none(self, alone: SandboxCommand, tmp_path: Path) -> None:
         left = tmp_path / "state" / "server.json"
         left.write_text(json.dumps({"url": "http://127.0.0.1:9", "pid": os.getpid()}))
         done = alone("run", "--", "true")
@@ -243,11 +243,11 @@ class TestRun:
         assert (done.returncode, done.stderr.decode()) == (0, f"the service that {left} names does not run any more; this command starts one of its own\n")
 
 
-def test_a_standard_output_that_is_closed_is_no_traceback(sandbox: CommandLine) -> None:
+def test_a_standard_output_that_is_closed_is_no_traceback(sandbox: SandboxCommand) -> None:
     done = subprocess.run(["bash", "-c", f"{' '.join(PROGRAM)} pools >&-"], env=sandbox.environ, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, check=False)
 
     assert (done.returncode, done.stderr) == (0, b"")
 
 
-def test_the_version(sandbox: CommandLine) -> None:
+def test_the_version(sandbox: SandboxCommand) -> None:
     assert sandbox.out("--version").startswith("sandbox ")

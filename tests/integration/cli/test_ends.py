@@ -13,10 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.integration.cli.harness import PROGRAM, WAIT_S, CommandLine
+from tests.integration.cli.sandbox_command import PROGRAM, WAIT_S, SandboxCommand
 
 
-def wait_gone(sandbox: CommandLine, lease: str, command: str) -> None:
+def wait_gone(sandbox: SandboxCommand, lease: str, command: str) -> None:
     """Wait until no process of the slot runs this command."""
     look = f"! pgrep -fx {command!r}"
     deadline = time.monotonic() + WAIT_S
@@ -24,7 +24,7 @@ def wait_gone(sandbox: CommandLine, lease: str, command: str) -> None:
         assert time.monotonic() < deadline, "it still runs"
 
 
-def test_ctrl_c_cancels_the_call_and_keeps_the_lease(sandbox: CommandLine, lease: str) -> None:
+def test_ctrl_c_cancels_the_call_and_keeps_the_lease(sandbox: SandboxCommand, lease: str) -> None:
     with sandbox.on_terminal("exec", lease, "--", "bash", "-c", "echo started; sleep 31337") as terminal:
         terminal.wait_for(b"started")
         terminal.type(b"\x03")
@@ -35,7 +35,7 @@ def test_ctrl_c_cancels_the_call_and_keeps_the_lease(sandbox: CommandLine, lease
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)])
-def test_a_signal_releases_the_slot_of_run(sandbox: CommandLine, number: signal.Signals, code: int) -> None:
+def test_a_signal_releases_the_slot_of_run(sandbox: SandboxCommand, number: signal.Signals, code: int) -> None:
     with sandbox.started("run", "--", "bash", "-c", "echo started; sleep 31338") as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"started\n"
@@ -47,7 +47,7 @@ def test_a_signal_releases_the_slot_of_run(sandbox: CommandLine, number: signal.
     assert not [row for row in sandbox.json("leases")["leases"] if "31338" in row["labels"].get("command", "")]
 
 
-def test_ctrl_c_during_the_wait_for_a_slot_leaves_the_queue(sandbox: CommandLine) -> None:
+def test_ctrl_c_during_the_wait_for_a_slot_leaves_the_queue(sandbox: SandboxCommand) -> None:
     sandbox.out("pool", "apply", "full", "-s", "slots_per_sandbox=1", "-s", "min_sandboxes=1", "-s", "max_sandboxes=1", "-s", 'on_shutdown="destroy"')
     held = sandbox.out("acquire", "-p", "full", "--wait", "30").strip()
     with sandbox.started("run", "-p", "full", "--", "true") as process:
@@ -63,7 +63,7 @@ def test_ctrl_c_during_the_wait_for_a_slot_leaves_the_queue(sandbox: CommandLine
     sandbox.out("pool", "delete", "full", "--force")
 
 
-def test_a_closed_pipe_ends_the_command(sandbox: CommandLine, lease: str) -> None:
+def test_a_closed_pipe_ends_the_command(sandbox: SandboxCommand, lease: str) -> None:
     line = f"{' '.join(PROGRAM)} exec {lease} -- yes | head -1; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", line], env=sandbox.environ, stdin=subprocess.DEVNULL, capture_output=True, timeout=WAIT_S, check=False)
 
@@ -72,7 +72,7 @@ def test_a_closed_pipe_ends_the_command(sandbox: CommandLine, lease: str) -> Non
 
 
 @pytest.mark.parametrize("words", [["leases"], ["ls"], ["pools", "--json"]])
-def test_a_pipe_without_a_reader_gives_no_traceback(sandbox: CommandLine, lease: str, words: list[str]) -> None:
+def test_a_pipe_without_a_reader_gives_no_traceback(sandbox: SandboxCommand, lease: str, words: list[str]) -> None:
     ours, its = os.pipe()
     os.close(ours)
     words = [*words, lease] if words == ["ls"] else words
@@ -84,7 +84,7 @@ def test_a_pipe_without_a_reader_gives_no_traceback(sandbox: CommandLine, lease:
 
 
 @pytest.mark.parametrize("words", [["--help"], ["nope"], ["exec", "l-nope", "--", "true"], ["doctor"]], ids=" ".join)
-def test_the_exit_code_is_the_same_if_standard_error_has_no_reader_either(sandbox: CommandLine, words: list[str]) -> None:
+def test_the_exit_code_is_the_same_if_standard_error_has_no_reader_either(sandbox: SandboxCommand, words: list[str]) -> None:
     ours, its = os.pipe()
     os.close(ours)
     done = subprocess.run([*PROGRAM, *words], env=sandbox.environ, stdin=subprocess.DEVNULL, stdout=its, stderr=its, timeout=WAIT_S, check=False)
@@ -93,7 +93,7 @@ def test_the_exit_code_is_the_same_if_standard_error_has_no_reader_either(sandbo
     assert done.returncode == 141
 
 
-def test_ctrl_c_ends_the_service_that_run_started(alone: CommandLine, tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_service_that_run_started(alone: SandboxCommand, tmp_path: Path) -> None:
     with alone.on_terminal("run", "--", "bash", "-c", "echo started; sleep 31339") as terminal:
         terminal.wait_for(b"started")
         terminal.type(b"\x03")
@@ -103,7 +103,7 @@ def test_ctrl_c_ends_the_service_that_run_started(alone: CommandLine, tmp_path: 
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
-def test_a_second_ctrl_c_announces_what_is_not_released(alone: CommandLine) -> None:
+def test_a_second_ctrl_c_announces_what_is_not_released(alone: SandboxCommand) -> None:
     held = (
         "import os, signal; from env_client.cli.signals import announce_on_forced_exit, interrupt_on_signals\n"
         "with interrupt_on_signals(False), announce_on_forced_exit('so'):\n"
@@ -117,7 +117,7 @@ def test_a_second_ctrl_c_announces_what_is_not_released(alone: CommandLine) -> N
 
 @pytest.mark.parametrize("module", ["httpx", "rich", "typer"])
 @pytest.mark.parametrize("start", [["-m", "env_client.cli"], ["-c", "from env_client.cli import main; main()"]], ids=["module", "script"])
-def test_ctrl_c_during_the_imports_gives_no_traceback(alone: CommandLine, start: list[str], module: str) -> None:
+def test_ctrl_c_during_the_imports_gives_no_traceback(alone: SandboxCommand, start: list[str], module: str) -> None:
     (alone.cwd / f"{module}.py").write_text("import sys\nprint('loading', flush=True)\nsys.stdin.read()\n")
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, *start, "leases"], env=alone.environ, cwd=alone.cwd, stdin=pipe, stdout=pipe, stderr=pipe) as process:
@@ -130,7 +130,7 @@ def test_ctrl_c_during_the_imports_gives_no_traceback(alone: CommandLine, start:
         assert process.stderr.read() == b""
 
 
-def test_killing_run_ends_the_service_that_it_started(alone: CommandLine) -> None:
+def test_killing_run_ends_the_service_that_it_started(alone: SandboxCommand) -> None:
     with alone.started("run", "--", "bash", "-c", "echo started; sleep 31340") as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"started\n"

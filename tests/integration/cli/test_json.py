@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.integration.cli.harness import WAIT_S, CommandLine
+from tests.integration.cli.sandbox_command import WAIT_S, SandboxCommand
 from tests.support.service import SMALL_POOL, Service, running_service
 
 SECONDS = (f"{31341 + os.getpid()}.{number}" for number in itertools.count(1))
@@ -60,7 +60,7 @@ def the_document(done: subprocess.CompletedProcess[bytes]) -> Any:
     ],
     ids=" ".join,
 )
-def test_what_fails_is_one_document(sandbox: CommandLine, words: list[str]) -> None:
+def test_what_fails_is_one_document(sandbox: SandboxCommand, words: list[str]) -> None:
     place = 2 if words[0] == "pool" else 1
     done = sandbox(*words[:place], "--json", *words[place:])
 
@@ -75,7 +75,7 @@ def test_what_fails_is_one_document(sandbox: CommandLine, words: list[str]) -> N
 
 @pytest.mark.parametrize("words", [["doctor"], ["pools"], ["pools", "--json"]], ids=" ".join)
 @pytest.mark.parametrize("url", ["http://127.0.0.1:9", "nonsense", "http://"])
-def test_without_a_service_too(alone: CommandLine, words: list[str], url: str) -> None:
+def test_without_a_service_too(alone: SandboxCommand, words: list[str], url: str) -> None:
     done = alone(*words, *([] if "--json" in words else ["--json"]), environ={"SANDBOX_URL": url})
 
     assert done.returncode == (1 if words == ["doctor"] else 125)
@@ -83,14 +83,14 @@ def test_without_a_service_too(alone: CommandLine, words: list[str], url: str) -
 
 
 class TestSomeOfMany:
-    def test_what_could_be_released_and_what_not(self, sandbox: CommandLine, lease: str) -> None:
+    def test_what_could_be_released_and_what_not(self, sandbox: SandboxCommand, lease: str) -> None:
         done = sandbox("release", "--json", lease, "l-nope")
 
         document = the_document(done)
         assert done.returncode == 125
         assert (document["released"], document["unknown"], document["error"]["code"]) == ([lease], ["l-nope"], "lease_not_found")
 
-    def test_what_could_be_renewed_and_what_not(self, sandbox: CommandLine, lease: str) -> None:
+    def test_what_could_be_renewed_and_what_not(self, sandbox: SandboxCommand, lease: str) -> None:
         done = sandbox("renew", "--json", "l-no", lease, "l-nope")
 
         document = the_document(done)
@@ -102,7 +102,7 @@ class TestSomeOfMany:
             "  there is no lease 'l-nope', or it is not yours",
         ]
 
-    def test_what_could_be_narrowed_and_what_not(self, sandbox: CommandLine, lease: str) -> None:
+    def test_what_could_be_narrowed_and_what_not(self, sandbox: SandboxCommand, lease: str) -> None:
         done = sandbox("narrow", "--no-network", "--json", "l-nope", lease)
 
         document = the_document(done)
@@ -111,7 +111,7 @@ class TestSomeOfMany:
         assert [(one["lease_id"], one["code"]) for one in document["refused"]] == [("l-nope", "lease_not_found")]
         assert document["error"]["code"] == "lease_not_found"
 
-    def test_a_successful_document_has_no_error(self, sandbox: CommandLine, lease: str) -> None:
+    def test_a_successful_document_has_no_error(self, sandbox: SandboxCommand, lease: str) -> None:
         assert set(sandbox.json("renew", lease)) == {"leases", "lost"}
         assert set(sandbox.json("narrow", "--no-network", lease)) == {"leases", "refused"}
         assert set(sandbox.json("release", lease)) == {"released", "unknown"}
@@ -121,7 +121,7 @@ class TestInterrupted:
     @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
     @pytest.mark.parametrize("command", ["exec", "run"])
     def test_what_the_command_wrote_until_then_is_in_the_document(
-        self, sandbox: CommandLine, lease: str, tmp_path: Path, command: str, number: signal.Signals, code: int
+        self, sandbox: SandboxCommand, lease: str, tmp_path: Path, command: str, number: signal.Signals, code: int
     ) -> None:
         seconds = next(SECONDS)
         with sandbox.started(*(["exec", "--json", lease] if command == "exec" else ["run", "--json"]), *sleeping(seconds)) as process:
@@ -133,7 +133,7 @@ class TestInterrupted:
         assert (process.returncode, complaint) == (code, b"")
         assert (document["reason"], document["fault"], document["output"]) == ("cancelled", "none", "partial\n")
 
-    def test_what_has_no_result_yet_says_so(self, sandbox: CommandLine) -> None:
+    def test_what_has_no_result_yet_says_so(self, sandbox: SandboxCommand) -> None:
         sandbox.out("pool", "apply", "taken", "-s", "slots_per_sandbox=1", "-s", "max_sandboxes=1", "-s", "on_shutdown=destroy")
         held = sandbox.out("acquire", "-p", "taken", "--wait", "30").strip()
         with sandbox.started("acquire", "--json", "-p", "taken") as process:
@@ -179,7 +179,7 @@ def own_service(separate_service: Service) -> Iterator[Service]:
 
 @pytest.mark.parametrize("as_json", [False, True])
 def test_a_second_ctrl_c_leaves_at_once(own_service: Service, tmp_path: Path, as_json: bool) -> None:
-    sandbox = CommandLine(own_service.environ, tmp_path)
+    sandbox = SandboxCommand(own_service.environ, tmp_path)
     seconds = next(SECONDS)
     with sandbox.started("run", *(["--json"] if as_json else []), *sleeping(seconds)) as process:
         wait_for_the_command(seconds)
@@ -198,7 +198,7 @@ def test_a_second_ctrl_c_leaves_at_once(own_service: Service, tmp_path: Path, as
     assert json.loads(told)["error"]["code"] == "interrupted" if as_json else told == b""
 
 
-def test_an_output_that_cannot_be_written_is_no_traceback(sandbox: CommandLine) -> None:
+def test_an_output_that_cannot_be_written_is_no_traceback(sandbox: SandboxCommand) -> None:
     with open("/dev/full", "wb") as full, sandbox.started("pools", "--json", stdout=full.fileno()) as process:
         assert process.stderr is not None
         complaint, status = process.stderr.read(), process.wait(WAIT_S)

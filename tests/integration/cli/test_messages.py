@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.cli.harness import CommandLine
+from tests.integration.cli.sandbox_command import SandboxCommand
 
 ACQUIRE_HELP = "`sandbox acquire --help` lists the arguments and options"
 OTHER_LEASE = "  `sandbox leases` lists those you hold, `sandbox acquire` acquires a new one\n"
@@ -42,7 +42,7 @@ OTHER_LEASE = "  `sandbox leases` lists those you hold, `sandbox acquire` acquir
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_failure_names_the_problem_and_the_next_step(sandbox: CommandLine, words: list[str], told: str | None) -> None:
+def test_a_failure_names_the_problem_and_the_next_step(sandbox: SandboxCommand, words: list[str], told: str | None) -> None:
     done = sandbox(*words)
 
     assert done.returncode == 125
@@ -56,7 +56,7 @@ def test_a_failure_names_the_problem_and_the_next_step(sandbox: CommandLine, wor
 
 
 class TestFilesThatDoNotFit:
-    def test_a_folder_where_a_file_is_meant(self, sandbox: CommandLine, lease: str, tmp_path: Path) -> None:
+    def test_a_folder_where_a_file_is_meant(self, sandbox: SandboxCommand, lease: str, tmp_path: Path) -> None:
         (tmp_path / "folder").mkdir()
         (tmp_path / "file").write_text("x")
         sandbox.out("cp", "file", f"{lease}:file")
@@ -72,20 +72,20 @@ class TestFilesThatDoNotFit:
         assert {onto_file.returncode, onto_local.returncode, listed.returncode} == {125}
         assert (tmp_path / "file").read_text() == "x"
 
-    def test_what_is_not_there(self, sandbox: CommandLine, lease: str, tmp_path: Path) -> None:
+    def test_what_is_not_there(self, sandbox: SandboxCommand, lease: str, tmp_path: Path) -> None:
         done = sandbox("cp", f"{lease}:nope", "x")
 
         assert done.stderr.decode() == "sandbox: no such file or folder: nope\n  `sandbox ls LEASE:FOLDER` lists a folder\n"
         assert not (tmp_path / "x").exists()
 
-    def test_a_path_that_leads_out(self, sandbox: CommandLine, lease: str) -> None:
+    def test_a_path_that_leads_out(self, sandbox: SandboxCommand, lease: str) -> None:
         done = sandbox("cp", f"{lease}:/etc/passwd", "x")
 
         assert done.returncode == 125
         assert done.stderr.decode().startswith("sandbox: /etc/passwd leads out of /workspace and /tmp")
 
 
-def test_a_lease_that_has_ended(sandbox: CommandLine, lease: str) -> None:
+def test_a_lease_that_has_ended(sandbox: SandboxCommand, lease: str) -> None:
     sandbox.out("release", lease)
 
     done = sandbox("exec", lease, "--", "ls")
@@ -95,7 +95,7 @@ def test_a_lease_that_has_ended(sandbox: CommandLine, lease: str) -> None:
     assert done.stderr.decode().endswith(": released\n" + OTHER_LEASE)
 
 
-def test_a_wrong_token(sandbox: CommandLine) -> None:
+def test_a_wrong_token(sandbox: SandboxCommand) -> None:
     done = sandbox("pools", environ={"SANDBOX_TOKEN": "wrong"})
 
     assert done.returncode == 125
@@ -105,7 +105,7 @@ def test_a_wrong_token(sandbox: CommandLine) -> None:
     )
 
 
-def test_no_service(alone: CommandLine) -> None:
+def test_no_service(alone: SandboxCommand) -> None:
     done = alone("pools")
 
     assert done.returncode == 125
@@ -117,7 +117,7 @@ def test_no_service(alone: CommandLine) -> None:
 
 
 @pytest.mark.parametrize("words", [["pools"], ["run", "--", "true"]])
-def test_a_service_that_does_not_answer(alone: CommandLine, words: list[str]) -> None:
+def test_a_service_that_does_not_answer(alone: SandboxCommand, words: list[str]) -> None:
     done = alone(*words, environ={"SANDBOX_URL": "http://127.0.0.1:9"})
 
     assert done.returncode == 125
@@ -127,7 +127,7 @@ def test_a_service_that_does_not_answer(alone: CommandLine, words: list[str]) ->
     )
 
 
-def test_an_address_that_is_none(alone: CommandLine) -> None:
+def test_an_address_that_is_none(alone: SandboxCommand) -> None:
     done = alone("pools", environ={"SANDBOX_URL": "127.0.0.1:8700"})
 
     assert done.stderr.decode() == (
@@ -136,7 +136,7 @@ def test_an_address_that_is_none(alone: CommandLine) -> None:
     )
 
 
-def test_a_pool_of_a_service_that_is_not_there(alone: CommandLine) -> None:
+def test_a_pool_of_a_service_that_is_not_there(alone: SandboxCommand) -> None:
     done = alone("run", "--pool", "gpu", "--", "true")
 
     assert (done.returncode, done.stderr.decode()) == (
@@ -145,7 +145,7 @@ def test_a_pool_of_a_service_that_is_not_there(alone: CommandLine) -> None:
     )
 
 
-def test_a_spec_that_is_not_yaml(sandbox: CommandLine, tmp_path: Path) -> None:
+def test_a_spec_that_is_not_yaml(sandbox: SandboxCommand, tmp_path: Path) -> None:
     (tmp_path / "p.yaml").write_text("a: 1\nb: [\n")
 
     done = sandbox("pool", "apply", "p", "p.yaml")
@@ -154,7 +154,7 @@ def test_a_spec_that_is_not_yaml(sandbox: CommandLine, tmp_path: Path) -> None:
     assert done.stderr.decode().startswith("sandbox: p.yaml: line 3: ")
 
 
-def test_with_json_the_error_is_the_one_document(sandbox: CommandLine) -> None:
+def test_with_json_the_error_is_the_one_document(sandbox: SandboxCommand) -> None:
     done = sandbox("ls", "--json", "l-nope")
 
     error = json.loads(done.stdout)["error"]
@@ -166,7 +166,7 @@ def test_with_json_the_error_is_the_one_document(sandbox: CommandLine) -> None:
 class TestNextSteps:
     """The next step corrects the mistake, instead of naming a help text that does not mention it."""
 
-    def test_paths_that_files_reach(self, sandbox: CommandLine, lease: str) -> None:
+    def test_paths_that_files_reach(self, sandbox: SandboxCommand, lease: str) -> None:
         for words in (["ls", f"{lease}:/etc"], ["cp", f"{lease}:../x", "x"]):
             step = sandbox(*words).stderr.decode().splitlines()[-1]
             assert step == "  `ls` and `cp` reach /workspace, where relative paths begin, and /tmp; a command sees the rest: sandbox exec LEASE -- ls -la /etc"
@@ -210,18 +210,18 @@ class TestNextSteps:
         ],
         ids=lambda value: " ".join(value) if isinstance(value, list) else "",
     )
-    def test_of_words_that_are_wrong(self, sandbox: CommandLine, words: list[str], first: str, step: str) -> None:
+    def test_of_words_that_are_wrong(self, sandbox: SandboxCommand, words: list[str], first: str, step: str) -> None:
         done = sandbox(*words)
 
         assert done.returncode == 125
         assert done.stderr.decode() == f"sandbox: {first}\n  {step}\n"
 
-    def test_no_leases_of_a_run(self, sandbox: CommandLine, lease: str) -> None:
+    def test_no_leases_of_a_run(self, sandbox: SandboxCommand, lease: str) -> None:
         assert sandbox("leases", "--run-id", "nope").stderr == b"you hold no leases of run 'nope'\n"
 
 
 class TestCommandsThatDoNotStart:
-    def test_a_folder_that_cannot_be_entered_is_126(self, sandbox: CommandLine, lease: str) -> None:
+    def test_a_folder_that_cannot_be_entered_is_126(self, sandbox: SandboxCommand, lease: str) -> None:
         done = sandbox("exec", "--cwd", "/nope", lease, "--", "true")
 
         assert done.returncode == 126
@@ -230,32 +230,32 @@ class TestCommandsThatDoNotStart:
             "  correct `--cwd`: a relative path begins in the workspace\n"
         )
 
-    def test_a_shell_line_as_one_word_is_127_with_a_hint(self, sandbox: CommandLine, lease: str) -> None:
+    def test_a_shell_line_as_one_word_is_127_with_a_hint(self, sandbox: SandboxCommand, lease: str) -> None:
         done = sandbox("exec", lease, "--", "echo hi")
 
         assert (done.returncode, done.stdout) == (127, b"/bin/bash: line 1: echo hi: command not found\n")
         assert done.stderr.decode() == "the words after `--` are a program and its arguments; for a shell line write: -- bash -c 'echo hi'\n"
 
-    def test_a_program_that_is_not_there_is_127_without_one(self, sandbox: CommandLine, lease: str) -> None:
+    def test_a_program_that_is_not_there_is_127_without_one(self, sandbox: SandboxCommand, lease: str) -> None:
         assert (sandbox("exec", lease, "--", "nope", "x y").returncode, sandbox("exec", lease, "--", "nope").stderr) == (127, b"")
 
-    def test_one_that_is_killed_is_128_and_its_signal(self, sandbox: CommandLine, lease: str) -> None:
+    def test_one_that_is_killed_is_128_and_its_signal(self, sandbox: SandboxCommand, lease: str) -> None:
         assert [sandbox("exec", lease, "--", "bash", "-c", f"kill -{number} $$").returncode for number in (9, 15)] == [137, 143]
 
 
 class TestWhatIsNoText:
-    def test_a_word_of_a_command_arrives_byte_by_byte(self, sandbox: CommandLine, lease: str) -> None:
+    def test_a_word_of_a_command_arrives_byte_by_byte(self, sandbox: SandboxCommand, lease: str) -> None:
         assert sandbox("exec", lease, "--", "printf", "%s", os.fsdecode(b"\xff\xfe")).stdout == b"\xff\xfe"
 
     @pytest.mark.parametrize("words", [["pools", "\udcff"], ["leases", "--run-id", "\udcff"], ["acquire", "--label", "a=\udcff"], ["ls", "\udcff"]])
-    def test_arguments_that_are_not_utf8_give_no_traceback(self, sandbox: CommandLine, words: list[str]) -> None:
+    def test_arguments_that_are_not_utf8_give_no_traceback(self, sandbox: SandboxCommand, words: list[str]) -> None:
         done = sandbox(*words)
 
         assert done.returncode == 125
         assert "is not text in UTF-8" in done.stderr.decode()
         assert "Traceback" not in done.stderr.decode()
 
-    def test_a_file_with_such_a_name_travels_with_its_folder(self, sandbox: CommandLine, lease: str, tmp_path: Path) -> None:
+    def test_a_file_with_such_a_name_travels_with_its_folder(self, sandbox: SandboxCommand, lease: str, tmp_path: Path) -> None:
         name = os.fsdecode(b"\xff")
         (tmp_path / "folder").mkdir()
         (tmp_path / "folder" / name).write_text("content")
@@ -271,19 +271,19 @@ class TestWhatIsNoText:
 
 
 class TestWhereTheServiceIs:
-    def test_a_token_with_a_line_break_is_not_shown(self, sandbox: CommandLine) -> None:
+    def test_a_token_with_a_line_break_is_not_shown(self, sandbox: SandboxCommand) -> None:
         done = sandbox("pools", environ={"SANDBOX_TOKEN": "sec\nret"})
 
         assert done.returncode == 125
         assert done.stderr.decode().startswith("sandbox: the service's token must not hold line breaks or other control characters")
         assert "ret" not in done.stderr.decode().replace("secret", "")
 
-    def test_white_space_around_address_and_token_is_no_part_of_them(self, sandbox: CommandLine) -> None:
+    def test_white_space_around_address_and_token_is_no_part_of_them(self, sandbox: SandboxCommand) -> None:
         environ = {name: f" {sandbox.environ[name]}\n" for name in ("SANDBOX_URL", "SANDBOX_TOKEN")}
 
         assert sandbox("pools", environ=environ).returncode == 0
 
-    def test_doctor_says_which_of_them_is_wrong(self, sandbox: CommandLine, alone: CommandLine) -> None:
+    def test_doctor_says_which_of_them_is_wrong(self, sandbox: SandboxCommand, alone: SandboxCommand) -> None:
         token = sandbox("doctor", environ={"SANDBOX_TOKEN": "wrong"})
         address = alone("doctor", environ={"SANDBOX_URL": "http://127.0.0.1:9"})
 

@@ -25,7 +25,7 @@ WAIT_S = 50.0
 CODES = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")
 
 
-class CommandLine:
+class SandboxCommand:
     """The command `sandbox` with an environment and a working folder.
 
     Args:
