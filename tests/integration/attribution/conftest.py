@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.attribution.station import Station
+from tests.integration.attribution.pool_harness import PoolHarness
 from tests.support.service import Service, running_service
 from tests.support.users import ME, Runner
 
@@ -26,56 +26,56 @@ POOL = {
 
 
 @contextmanager
-def open_station(pool: dict[str, Any], options: dict[str, Any]) -> Iterator[Station]:
+def open_pool_harness(pool: dict[str, Any], options: dict[str, Any]) -> Iterator[PoolHarness]:
     """A service with this pool, and calls to it."""
     with running_service({"pools": {"default": {**POOL, **pool}}}, **options) as service:
-        station = Station(service, options.get("runner", ME))
-        yield station
-        station.close()
+        harness = PoolHarness(service, options.get("runner", ME))
+        yield harness
+        harness.close()
 
 
 @contextmanager
-def new_pool(service: Service, pool: dict[str, Any], runner: Runner = ME) -> Iterator[Station]:
+def new_pool(service: Service, pool: dict[str, Any], runner: Runner = ME) -> Iterator[PoolHarness]:
     """Another pool of a running service, and calls to it. It takes half of the time that another service takes."""
-    station = Station(service, runner, f"pool-{uuid.uuid4().hex[:8]}")
-    made = station.ask("PUT", f"/v1/pools/{station.pool}", json={**POOL, **pool})
-    assert made.get("name") == station.pool, made
+    harness = PoolHarness(service, runner, f"pool-{uuid.uuid4().hex[:8]}")
+    made = harness.ask("PUT", f"/v1/pools/{harness.pool}", json={**POOL, **pool})
+    assert made.get("name") == harness.pool, made
     try:
-        station.until(lambda: station.view()["sandboxes"]["ready"] >= 1)
-        yield station
+        harness.until(lambda: harness.view()["sandboxes"]["ready"] >= 1)
+        yield harness
     finally:
         with service.http() as http:
-            assert http.delete(f"/v1/pools/{station.pool}", params={"force": "1"}).status_code == 202
-        station.until(lambda: "slots" not in station.view())  # its sandboxes are gone, too
-        station.close()
+            assert http.delete(f"/v1/pools/{harness.pool}", params={"force": "1"}).status_code == 202
+        harness.until(lambda: "slots" not in harness.view())  # its sandboxes are gone, too
+        harness.close()
 
 
-Open = Callable[..., Station]
+Open = Callable[..., PoolHarness]
 
 
 @pytest.fixture
-def open_one() -> Iterator[Open]:
-    """Opens services of the test's own: `open_one(options, **of_the_pool)`."""
+def open_service() -> Iterator[Open]:
+    """Opens services of the test's own: `open_service(options, **of_the_pool)`."""
     with ExitStack() as stack:
-        yield lambda options=None, **pool: stack.enter_context(open_station(pool, options or {}))
+        yield lambda options=None, **pool: stack.enter_context(open_pool_harness(pool, options or {}))
 
 
 @pytest.fixture
-def open_pool(shared_station: Station) -> Iterator[Open]:
+def open_pool(shared_harness: PoolHarness) -> Iterator[Open]:
     """Opens pools of the test's own in the shared service: `open_pool(**of_the_pool)`."""
     with ExitStack() as stack:
-        yield lambda **pool: stack.enter_context(new_pool(shared_station.service, pool))
+        yield lambda **pool: stack.enter_context(new_pool(shared_harness.service, pool))
 
 
 @pytest.fixture(scope="package")
-def shared_station() -> Iterator[Station]:
+def shared_harness() -> Iterator[PoolHarness]:
     """The service that all tests share which leave it whole."""
-    with open_station({}, {}) as station:
-        yield station
+    with open_pool_harness({}, {}) as harness:
+        yield harness
 
 
 @pytest.fixture
-def station(shared_station: Station) -> Iterator[Station]:
+def harness(shared_harness: PoolHarness) -> Iterator[PoolHarness]:
     """The shared service, all of its slots free before and after."""
-    yield shared_station
-    shared_station.release_all()
+    yield shared_harness
+    shared_harness.release_all()

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from sandbox_server.agent.init.priority import RAISED_NICE
-from tests.integration.attribution.conftest import POOL, Open, new_pool, open_station
-from tests.integration.attribution.station import HOG, TAKE_ALL_PROCESSES, Station, blame, proof
+from tests.integration.attribution.conftest import POOL, Open, new_pool, open_pool_harness
+from tests.integration.attribution.pool_harness import HOG, TAKE_ALL_PROCESSES, PoolHarness, blame, proof
 from tests.support.service import Service, running_service
 from tests.support.users import ordinary_user
 
@@ -24,18 +24,18 @@ POLICY_LOST = ("sandbox_lost", "policy", None)
 
 
 @pytest.mark.privileged
-def test_who_ends_its_init_by_taking_all_memory_has_done_it_itself_and_alone(station: Station) -> None:
-    lease, neighbour = station.acquire(2)
-    beside = station.begin_bash(neighbour, "until [ -e go ]; do sleep 0.02; done; echo fine")
+def test_who_ends_its_init_by_taking_all_memory_has_done_it_itself_and_alone(harness: PoolHarness) -> None:
+    lease, neighbour = harness.acquire(2)
+    beside = harness.begin_bash(neighbour, "until [ -e go ]; do sleep 0.02; done; echo fine")
     fill = "echo 0 > /proc/self/oom_score_adj; for i in $(seq 60); do dd if=/dev/zero of=/dev/shm/$i bs=64k count=100 2> /dev/null; done"
     calls = [{"lease_id": lease["lease_id"], "tool": "bash", "args": {"command": command}, "timeout_s": 20} for command in (fill, "echo next")]
-    first, second = station.begin(*calls).result()
+    first, second = harness.begin(*calls).result()
 
     assert blame(first) == ("oom", "policy", None)
     assert proof(first)["oom_kills"] >= 1
-    assert blame(second) == blame(station.bash(lease, "true")) == POLICY_LOST
+    assert blame(second) == blame(harness.bash(lease, "true")) == POLICY_LOST
     assert "memory" in second["error"]
-    station.bash(neighbour, "touch go")
+    harness.bash(neighbour, "touch go")
     (other,) = beside.result()
     assert (blame(other), other["output"]) == (("exit", "none", 0), "fine\n")
 
@@ -64,27 +64,27 @@ def fill_with_bytes(disk: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def station_on_disk() -> Iterator[Station]:
+def harness_on_disk() -> Iterator[PoolHarness]:
     """A service with its state folder on a small disk. The disk is memory, too, so the slots have no limit of memory."""
     with (
         small_disk("size=300m,nr_inodes=20000,mode=711") as disk,
-        open_station({"max_sandboxes": 1, "max_file_mb": 300, "slot_memory_mb": None}, {"env": {"SANDBOX_STATE_DIR": str(disk)}}) as station,
+        open_pool_harness({"max_sandboxes": 1, "max_file_mb": 300, "slot_memory_mb": None}, {"env": {"SANDBOX_STATE_DIR": str(disk)}}) as harness,
     ):
-        station.service.state_dir = disk
-        yield station
+        harness.service.state_dir = disk
+        yield harness
 
 
 @pytest.fixture
-def on_disk(station_on_disk: Station) -> Iterator[Station]:
+def on_disk(harness_on_disk: PoolHarness) -> Iterator[PoolHarness]:
     """The service on the small disk, which is nearly empty before and after, and all of its slots free."""
-    yield station_on_disk
-    disk = station_on_disk.service.state_dir
+    yield harness_on_disk
+    disk = harness_on_disk.service.state_dir
     for filler in disk.glob("filler*"):
         filler.unlink()
-    station_on_disk.until(lambda: free_bytes(disk) > 150 << 20)
-    station_on_disk.until(lambda: station_on_disk.ask("GET", "/readyz")["storage"]["ready"])
-    station_on_disk.release_all()
-    assert station_on_disk.slots()["quarantined"] == 0
+    harness_on_disk.until(lambda: free_bytes(disk) > 150 << 20)
+    harness_on_disk.until(lambda: harness_on_disk.ask("GET", "/readyz")["storage"]["ready"])
+    harness_on_disk.release_all()
+    assert harness_on_disk.slots()["quarantined"] == 0
 
 
 def free_bytes(disk: Path) -> int:
@@ -93,22 +93,22 @@ def free_bytes(disk: Path) -> int:
 
 @pytest.mark.privileged
 @pytest.mark.parametrize("fill_disk", [fill_with_files, fill_with_bytes], ids=["no-inodes", "no-bytes"])
-def test_a_disk_that_others_have_filled_hides_no_verdict_and_no_end_of_an_output(on_disk: Station, fill_disk: Callable[[Path], None]) -> None:
-    station, disk = on_disk, on_disk.service.state_dir
-    lease, neighbour = station.acquire(2)
+def test_a_disk_that_others_have_filled_hides_no_verdict_and_no_end_of_an_output(on_disk: PoolHarness, fill_disk: Callable[[Path], None]) -> None:
+    harness, disk = on_disk, on_disk.service.state_dir
+    lease, neighbour = harness.acquire(2)
     with pytest.raises(OSError, match="No space left"):
         fill_disk(disk)
     before = time.monotonic()
     for each in (lease, neighbour):
-        result = station.bash(each, "seq 40000; exit 3", timeout_s=5)
+        result = harness.bash(each, "seq 40000; exit 3", timeout_s=5)
         assert blame(result) == ("exit", "none", 3)
         assert result["output"].startswith("1\n2\n")
         assert result["output"].endswith("\n40000\n")
-        refused = station.call(each, "write_file", {"path": "new", "content": "x" * 100_000})
+        refused = harness.call(each, "write_file", {"path": "new", "content": "x" * 100_000})
         if refused["success"]:  # into the room of the service's own reserve, which it has given up meanwhile
             with pytest.raises(OSError, match="No space left"):
                 fill_disk(disk)
-            refused = station.call(each, "write_file", {"path": "newer", "content": "x" * 100_000})
+            refused = harness.call(each, "write_file", {"path": "newer", "content": "x" * 100_000})
         assert blame(refused) == ("tool_error", "policy", None)
         assert proof(refused)["errno"] == "ENOSPC"
     assert time.monotonic() - before < 10
@@ -124,25 +124,25 @@ SLOT_FILLS = {
 @pytest.mark.privileged
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("fill", SLOT_FILLS)
-def test_a_slot_that_fills_the_disk_of_the_state_folder_is_ended_and_nobody_else(on_disk: Station, fill: str) -> None:
-    station, disk = on_disk, on_disk.service.state_dir
-    filler, neighbour = station.acquire(2)
-    beside = station.begin_bash(neighbour, "until [ -e go ]; do sleep 0.02; done; echo fine", timeout_s=150)
-    result = station.bash(filler, SLOT_FILLS[fill], timeout_s=60)
+def test_a_slot_that_fills_the_disk_of_the_state_folder_is_ended_and_nobody_else(on_disk: PoolHarness, fill: str) -> None:
+    harness, disk = on_disk, on_disk.service.state_dir
+    filler, neighbour = harness.acquire(2)
+    beside = harness.begin_bash(neighbour, "until [ -e go ]; do sleep 0.02; done; echo fine", timeout_s=150)
+    result = harness.bash(filler, SLOT_FILLS[fill], timeout_s=60)
 
     assert blame(result) == ("resource_limit", "policy", None)
     assert "the disk was nearly full" in result["error"]
-    assert blame(station.bash(filler, "true")) == POLICY_LOST
-    station.until(lambda: free_bytes(disk) > 150 << 20)
-    station.bash(neighbour, "touch go")
+    assert blame(harness.bash(filler, "true")) == POLICY_LOST
+    harness.until(lambda: free_bytes(disk) > 150 << 20)
+    harness.bash(neighbour, "touch go")
     (other,) = beside.result()
     assert (blame(other), other["output"]) == (("exit", "none", 0), "fine\n")
-    station.until(lambda: not station.slots()["resetting"])
-    assert station.slots()["quarantined"] == 0
+    harness.until(lambda: not harness.slots()["resetting"])
+    assert harness.slots()["quarantined"] == 0
 
 
 @pytest.mark.privileged
-def test_of_slots_that_fill_the_disk_together_the_largest_is_ended_and_that_is_ambiguous_in_later_calls_too(on_disk: Station) -> None:
+def test_of_slots_that_fill_the_disk_together_the_largest_is_ended_and_that_is_ambiguous_in_later_calls_too(on_disk: PoolHarness) -> None:
     filler, neighbour = on_disk.acquire(2)
     assert on_disk.bash(neighbour, "head -c 90M /dev/zero > f")["success"]
     result = on_disk.bash(filler, SLOT_FILLS["bytes"], timeout_s=60)
@@ -156,15 +156,15 @@ def test_of_slots_that_fill_the_disk_together_the_largest_is_ended_and_that_is_a
 
 @pytest.mark.privileged
 def test_a_slot_over_its_own_limit_of_disk_is_ended_and_that_is_the_policys(open_pool: Open) -> None:
-    station = open_pool(slot_disk_mb=40, max_sandboxes=1, slots_per_sandbox=2)
-    assert station.view()["effective"]["slot_disk_mb"] == 40
-    lease, neighbour = station.acquire(2)
-    result = station.bash(lease, "mkdir -p a/b; for i in $(seq 10); do head -c 7M /dev/zero > a/b/f$i; done; sleep 60", timeout_s=60)
+    harness = open_pool(slot_disk_mb=40, max_sandboxes=1, slots_per_sandbox=2)
+    assert harness.view()["effective"]["slot_disk_mb"] == 40
+    lease, neighbour = harness.acquire(2)
+    result = harness.bash(lease, "mkdir -p a/b; for i in $(seq 10); do head -c 7M /dev/zero > a/b/f$i; done; sleep 60", timeout_s=60)
 
     assert blame(result) == ("resource_limit", "policy", None)
     assert proof(result)["limit_mb"] == 40
-    assert blame(station.bash(neighbour, "true")) == ("exit", "none", 0)
-    assert blame(station.bash(lease, "true")) == POLICY_LOST
+    assert blame(harness.bash(neighbour, "true")) == ("exit", "none", 0)
+    assert blame(harness.bash(lease, "true")) == POLICY_LOST
 
 
 @contextmanager
@@ -184,7 +184,7 @@ def within_group(controller: str, **limits: int) -> Iterator[Path]:
         yield group
     finally:
         (home / "cgroup.procs").write_text(str(os.getpid()), encoding="ascii")
-        Station.until(lambda: not (group / "cgroup.procs").read_text(encoding="ascii") and _removed(group))
+        PoolHarness.until(lambda: not (group / "cgroup.procs").read_text(encoding="ascii") and _removed(group))
 
 
 def _removed(group: Path) -> bool:
@@ -197,41 +197,41 @@ def _removed(group: Path) -> bool:
 
 
 @pytest.mark.privileged
-def test_of_slots_that_fill_what_all_of_them_have_one_is_ended_and_not_by_the_kernel(open_one: Open) -> None:
+def test_of_slots_that_fill_what_all_of_them_have_one_is_ended_and_not_by_the_kernel(open_service: Open) -> None:
     with within_group("memory", memory__limit_in_bytes=600 << 20):
-        station = open_one(slot_memory_mb=400, max_sandboxes=1)
-        effective = station.view()["effective"]
+        harness = open_service(slot_memory_mb=400, max_sandboxes=1)
+        effective = harness.view()["effective"]
         assert (effective["slots_memory_mb"], effective["slot_memory_mb"]) == (450, 400)
         hold = "exec python3 -c 'import time; x = bytearray(300 << 20); time.sleep(60)'"
-        running = [station.begin({"lease_id": lease["lease_id"], "tool": "bash", "args": {"command": hold}}) for lease in station.acquire(2)]
+        running = [harness.begin({"lease_id": lease["lease_id"], "tool": "bash", "args": {"command": hold}}) for lease in harness.acquire(2)]
         killed, survives = wait(running, 20, FIRST_COMPLETED)
 
         (result,) = killed.pop().result()
         assert blame(result) == ("oom", "ambiguous", None)
         assert proof(result)["used_mb"] > proof(result)["share_mb"] == effective["share_memory_mb"]
         assert len(survives) == 1
-        station.release_all()
-        station.service.stop()
+        harness.release_all()
+        harness.service.stop()
 
 
 @pytest.mark.privileged
-def test_who_takes_everybodys_processes_does_not_have_its_neighbour_blamed(open_one: Open) -> None:
+def test_who_takes_everybodys_processes_does_not_have_its_neighbour_blamed(open_service: Open) -> None:
     with within_group("pids") as group:
-        station = open_one(slot_processes=150, max_sandboxes=1)
-        taker, neighbour = station.acquire(2)
+        harness = open_service(slot_processes=150, max_sandboxes=1)
+        taker, neighbour = harness.acquire(2)
         # The rest of the group leaves the taker a little less than its own limit.
         others = int((group / "pids.current").read_text(encoding="ascii"))
         (group / "pids.max").write_text(str(others + 145), encoding="ascii")
-        assert station.python(taker, TAKE_ALL_PROCESSES)["success"]
-        station.until(lambda: station.bash(taker, "true")["reason"] == "resource_limit")
-        refused = station.bash(neighbour, "true")
+        assert harness.python(taker, TAKE_ALL_PROCESSES)["success"]
+        harness.until(lambda: harness.bash(taker, "true")["reason"] == "resource_limit")
+        refused = harness.bash(neighbour, "true")
 
         assert blame(refused) == ("backend_error", "infra", None)
         assert refused["metadata"]["may_have_run"] is False
         assert proof(refused)["processes"] < 10
         assert "only" in refused["error"]
-        station.release_all()
-        station.service.stop()
+        harness.release_all()
+        harness.service.stop()
 
 
 @pytest.fixture(scope="module")
@@ -243,22 +243,22 @@ def unprivileged_service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 
 @pytest.fixture
-def unisolated(unprivileged_service: Service) -> Iterator[Station]:
+def unisolated(unprivileged_service: Service) -> Iterator[PoolHarness]:
     """Slots in the mode `none`: one user for all, and no counters."""
     # Whatever else this user runs on the machine counts too, so the limit is wide.
     pool = {"allow_none": True, "slots_per_sandbox": 3, "max_sandboxes": 1, "slot_processes": 400}
-    with new_pool(unprivileged_service, pool, ordinary_user()) as station:
-        yield station
-        station.release_all()
+    with new_pool(unprivileged_service, pool, ordinary_user()) as harness:
+        yield harness
+        harness.release_all()
 
 
-def acquired(station: Station) -> list[dict[str, Any]]:
-    leases = station.acquire(3, run_id="r")
+def acquired(harness: PoolHarness) -> list[dict[str, Any]]:
+    leases = harness.acquire(3, run_id="r")
     assert {lease["isolation"] for lease in leases} == {"none"}
     return leases
 
 
-def test_without_counters_a_slots_own_processes_are_counted_before_it_is_blamed(unisolated: Station) -> None:
+def test_without_counters_a_slots_own_processes_are_counted_before_it_is_blamed(unisolated: PoolHarness) -> None:
     taker, neighbour, _ = acquired(unisolated)
     assert unisolated.python(taker, TAKE_ALL_PROCESSES)["success"]
     unisolated.until(lambda: unisolated.bash(taker, "true")["reason"] == "resource_limit")
@@ -270,7 +270,7 @@ def test_without_counters_a_slots_own_processes_are_counted_before_it_is_blamed(
     assert proof(others)["processes"] < 10
 
 
-def test_without_isolation_a_killed_init_proves_nothing_and_its_slot_is_not_used_again(unisolated: Station) -> None:
+def test_without_isolation_a_killed_init_proves_nothing_and_its_slot_is_not_used_again(unisolated: PoolHarness) -> None:
     lease, neighbour, _ = acquired(unisolated)
     # What an earlier test has started as the same user counts for the limit of processes until it has been reaped.
     unisolated.until(lambda: unisolated.bash(lease, "true")["success"])
@@ -284,27 +284,27 @@ def test_without_isolation_a_killed_init_proves_nothing_and_its_slot_is_not_used
 
 @pytest.mark.privileged
 def test_without_a_limit_of_its_own_what_a_slot_runs_is_still_taken_first_when_memory_runs_out(open_pool: Open) -> None:
-    station = open_pool(slot_memory_mb=None, slots_per_sandbox=2)
-    (lease,) = station.acquire()
-    result = station.bash(lease, "cat /proc/self/oom_score_adj")
-    init = station.init(lease)
+    harness = open_pool(slot_memory_mb=None, slots_per_sandbox=2)
+    (lease,) = harness.acquire()
+    result = harness.bash(lease, "cat /proc/self/oom_score_adj")
+    init = harness.init(lease)
 
     of_init, of_agent, of_service = (
-        int(Path(f"/proc/{pid}/oom_score_adj").read_text(encoding="ascii")) for pid in (init.pid, station.agent(lease).pid, station.service.process.pid)
+        int(Path(f"/proc/{pid}/oom_score_adj").read_text(encoding="ascii")) for pid in (init.pid, harness.agent(lease).pid, harness.service.process.pid)
     )
     assert (int(result["output"]), of_init) == (600, 300)
-    told = station.view()["capabilities"]["not_enforced"]
+    told = harness.view()["capabilities"]["not_enforced"]
     assert of_agent == of_service == (0 if any("oom_score_adj" in sentence for sentence in told) else -900)
-    assert station.bash(lease, HOG)["success"]
+    assert harness.bash(lease, HOG)["success"]
 
 
 @pytest.mark.privileged
-def test_service_and_agent_claim_the_processor_before_what_slots_run(station: Station) -> None:
+def test_service_and_agent_claim_the_processor_before_what_slots_run(harness: PoolHarness) -> None:
     if os.getpriority(os.PRIO_PROCESS, 0) > 0:
         pytest.skip("these tests were started with a lower priority than an ordinary one, and the service leaves it so")
-    (lease,) = station.acquire()
-    of_slot = station.bash(lease, "nice; cat /proc/self/autogroup 2> /dev/null | cut -d' ' -f3")["output"].split()
-    init, agent, service = station.init(lease).pid, station.agent(lease).pid, station.service.process.pid
+    (lease,) = harness.acquire()
+    of_slot = harness.bash(lease, "nice; cat /proc/self/autogroup 2> /dev/null | cut -d' ' -f3")["output"].split()
+    init, agent, service = harness.init(lease).pid, harness.agent(lease).pid, harness.service.process.pid
 
     assert set(of_slot) == {"0"}
     assert os.getpriority(os.PRIO_PROCESS, init) == 0

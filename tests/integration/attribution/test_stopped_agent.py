@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tests.integration.attribution.conftest import POOL
-from tests.integration.attribution.station import Station, blame, check, frozen
+from tests.integration.attribution.pool_harness import PoolHarness, blame, check, frozen
 from tests.support import short_waits_main
 from tests.support.service import running_service
 
@@ -24,8 +24,8 @@ SLACK_S = 1.5  # of this machine and its test, not of the service
 class Timed:
     """Requests side by side, each with how long it took."""
 
-    def __init__(self, station: Station) -> None:
-        self._station = station
+    def __init__(self, harness: PoolHarness) -> None:
+        self._harness = harness
         self._threads = ThreadPoolExecutor(16)
 
     def begin(self, method: str, path: str, **options: Any) -> Future[tuple[httpx.Response, float]]:
@@ -33,7 +33,7 @@ class Timed:
         return self._threads.submit(self._ask, method, path, options)
 
     def _ask(self, method: str, path: str, options: dict[str, Any]) -> tuple[httpx.Response, float]:
-        with self._station.service.http() as http:
+        with self._harness.service.http() as http:
             before = time.monotonic()
             answer = http.request(method, path, **options)
             return answer, time.monotonic() - before
@@ -44,7 +44,7 @@ class Timed:
         def lines() -> list[tuple[dict[str, Any], float]]:
             before = time.monotonic()
             with (
-                self._station.service.http() as http,
+                self._harness.service.http() as http,
                 http.stream("POST", "/v1/exec-batch", json={"calls": calls}, headers={"Accept": "application/x-ndjson"}) as answer,
             ):
                 return [(check(json.loads(line)), time.monotonic() - before) for line in answer.iter_lines() if line]
@@ -57,19 +57,19 @@ class Timed:
 
 
 @pytest.fixture(scope="module")
-def station() -> Iterator[Station]:
+def harness() -> Iterator[PoolHarness]:
     """Two sandboxes of three slots and the sandbox of `stays_stopped`, in a service that waits only shortly for agents that do not respond."""
     pools = {"default": {**POOL, "slots_per_sandbox": 3, "min_sandboxes": 2}, "single": {**POOL, "slots_per_sandbox": 1}}
     with running_service({"pools": pools}, module=short_waits_main.__name__) as service:
-        one = Station(service)
+        one = PoolHarness(service)
         yield one
         one.close()
 
 
 @pytest.fixture(scope="module", autouse=True)
-def stays_stopped(station: Station) -> Iterator[Future[list[dict[str, Any]]]]:
+def stays_stopped(harness: PoolHarness) -> Iterator[Future[list[dict[str, Any]]]]:
     """What a call in a sandbox whose agent never goes on comes to, asked for again until it is lost and once more. It takes longest: beside the others."""
-    beside = Station(station.service)  # `release_all` of the other tests does not release its leases
+    beside = PoolHarness(harness.service)  # `release_all` of the other tests does not release its leases
     (lease,) = beside.acquire(pool="single")
     call = call_of(lease, "echo hello", "c", 1)
 
@@ -84,16 +84,16 @@ def stays_stopped(station: Station) -> Iterator[Future[list[dict[str, Any]]]]:
 
 
 @pytest.fixture
-def timed(station: Station) -> Iterator[Timed]:
-    requests = Timed(station)
+def timed(harness: PoolHarness) -> Iterator[Timed]:
+    requests = Timed(harness)
     yield requests
     requests.close()
-    station.release_all()
+    harness.release_all()
 
 
-def in_two_sandboxes(station: Station) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def in_two_sandboxes(harness: PoolHarness) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Three leases in one sandbox, and one in the other."""
-    leases = station.acquire(6)
+    leases = harness.acquire(6)
     name = leases[0]["sandbox_id"]
     here, there = ([lease for lease in leases if (lease["sandbox_id"] == name) is same] for same in (True, False))
     assert len(here) == len(there) == 3
@@ -108,12 +108,12 @@ def in_time(wall_s: float, timeout_s: float) -> bool:
     return timeout_s <= wall_s <= timeout_s + BEYOND_DEADLINE_S + SLACK_S
 
 
-def test_calls_are_answered_soon_after_their_deadlines_and_their_results_fetched_once_the_agent_goes_on(station: Station, timed: Timed) -> None:
-    (lease, streamed, third), elsewhere = in_two_sandboxes(station)
+def test_calls_are_answered_soon_after_their_deadlines_and_their_results_fetched_once_the_agent_goes_on(harness: PoolHarness, timed: Timed) -> None:
+    (lease, streamed, third), elsewhere = in_two_sandboxes(harness)
     call = call_of(lease, "touch up; sleep 1; echo ran >> runs; cat runs", "begun", 1.5)
-    running = station.begin(call)
-    station.until_in(lease, "[ -e up ]")
-    with frozen(station.agent(lease)):
+    running = harness.begin(call)
+    harness.until_in(lease, "[ -e up ]")
+    with frozen(harness.agent(lease)):
         sent = call_of(third, "echo sent >> runs; cat runs", "sent", 1)
         behind = call_of(third, "cat runs; echo behind", "behind", 30)
         lines = timed.begin_lines([sent, behind, call_of(elsewhere, "echo fine", "fine", 30)])
@@ -139,18 +139,18 @@ def test_calls_are_answered_soon_after_their_deadlines_and_their_results_fetched
         assert all(result["metadata"]["may_have_run"] is True for result in (begun, first, second, event))
         assert "call_id" in first["error"]
 
-    (ended,) = station.batch(call)
+    (ended,) = harness.batch(call)
     assert (blame(ended), ended["output"]) == (("exit", "none", 0), "ran\n")
-    assert station.batch(sent)[0]["output"] == "sent\n"
-    assert station.batch(behind)[0]["output"] == "sent\nbehind\n"
-    assert station.bash(third, "cat runs")["output"] == "sent\n"
+    assert harness.batch(sent)[0]["output"] == "sent\n"
+    assert harness.batch(behind)[0]["output"] == "sent\nbehind\n"
+    assert harness.bash(third, "cat runs")["output"] == "sent\n"
 
 
-def test_what_is_not_a_call_is_answered_too(station: Station, timed: Timed) -> None:
-    (lease, other, released), _ = in_two_sandboxes(station)
-    running = station.begin_bash(lease, "until [ -e go ]; do sleep 0.02; done; echo done", call_id="long", timeout_s=60)
+def test_what_is_not_a_call_is_answered_too(harness: PoolHarness, timed: Timed) -> None:
+    (lease, other, released), _ = in_two_sandboxes(harness)
+    running = harness.begin_bash(lease, "until [ -e go ]; do sleep 0.02; done; echo done", call_id="long", timeout_s=60)
     path = f"/v1/leases/{lease['lease_id']}"
-    with frozen(station.agent(lease)):
+    with frozen(harness.agent(lease)):
         asked = {
             "status": timed.begin("GET", f"{path}/calls/long"),
             "wait": timed.begin("GET", f"{path}/calls/long?wait_s=0.5"),
@@ -172,7 +172,7 @@ def test_what_is_not_a_call_is_answered_too(station: Station, timed: Timed) -> N
         )
         assert {name: wall_s for name, (_, wall_s) in answers.items() if wall_s > 5} == {}
 
-    station.until_in(lease, "touch go")
+    harness.until_in(lease, "touch go")
     (result,) = running.result()
     assert (blame(result), result["output"]) == (("exit", "none", 0), "done\n")
 
@@ -185,12 +185,12 @@ def test_an_agent_that_stays_so_is_a_lost_sandbox_as_before(stays_stopped: Futur
     assert again == lost
 
 
-def asked_until(station: Station, call: dict[str, Any], over: Callable[[dict[str, Any]], bool], within_s: float) -> list[dict[str, Any]]:
+def asked_until(harness: PoolHarness, call: dict[str, Any], over: Callable[[dict[str, Any]], bool], within_s: float) -> list[dict[str, Any]]:
     """The results of a call that is asked for again and again."""
     results, deadline = [], time.monotonic() + within_s
     while not results or not over(results[-1]):
         assert time.monotonic() < deadline, results
         before = time.monotonic()
-        results += station.batch(call)
+        results += harness.batch(call)
         assert time.monotonic() - before <= call["timeout_s"] + BEYOND_DEADLINE_S + SLACK_S, results[-1]
     return results

@@ -71,7 +71,7 @@ def fault_of_late(result: Result) -> str:
     return "ambiguous" if "starved" in proof(result) else "policy"
 
 
-class Station:
+class PoolHarness:
     """One pool of a running service."""
 
     def __init__(self, service: Service, runner: Runner = ME, pool: str = "default") -> None:
