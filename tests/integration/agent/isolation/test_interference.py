@@ -19,7 +19,7 @@ from sandbox_server.agent.errors import Refused
 from sandbox_server.agent.server.file_operations import STALL_S, FileOperation, open_file_operation
 from sandbox_server.agent.slots.slots import AgentSlot
 from tests.integration.agent.agent_harness import AgentHarness
-from tests.integration.agent.workshop import workshop
+from tests.integration.agent.agent_parts import open_slot_transitions
 
 
 async def test_every_call_of_a_batch_that_ends_at_once_gets_a_result(harness: AgentHarness) -> None:
@@ -100,8 +100,8 @@ class _Wire:
 
 @contextlib.asynccontextmanager
 async def _putting(stall_s: float = STALL_S) -> AsyncIterator[tuple[FileOperation, _Wire, AgentSlot, psutil.Process]]:
-    """An upload to the slot of the workshop that waits for more content, and the init of the slot."""
-    async with workshop() as transitions:
+    """An upload to the slot in the process of the test that waits for more content, and the init of the slot."""
+    async with open_slot_transitions() as transitions:
         wire = _Wire()
         op = open_file_operation(wire, transitions.slot, {"op": "file_put", "path": "file"}, stall_s)  # type: ignore[arg-type]
         assert isinstance(op, FileOperation)

@@ -11,7 +11,7 @@ from sandbox_server.agent.config import SlotLimits
 from sandbox_server.agent.slots.verify import start_verification
 from sandbox_server.link.errors import AgentRefused
 from tests.integration.agent.agent_harness import AgentHarness
-from tests.integration.agent.workshop import IncompleteIsolation, KeepingTrash, workshop
+from tests.integration.agent.agent_parts import IncompleteIsolation, KeepingTrash, open_slot_transitions
 
 EVERYWHERE = {
     "file", "hidden_file", "fifo", "symlink", "closed_folder", "deep_tree", "login_file", "shell_file", "systemd_unit", "tmp_file", "var_tmp_file", "shm_file",
@@ -60,7 +60,7 @@ async def test_a_verified_slot_is_clean_and_belongs_to_its_next_holder(bwrap: Ag
 
 
 async def test_leftovers_that_a_slot_may_not_plant_are_reported_as_refused() -> None:
-    async with workshop(limits=SlotLimits(processes=8)) as transitions:
+    async with open_slot_transitions(limits=SlotLimits(processes=8)) as transitions:
         # Not all that is planted can be found in such a slot, so the first search takes all of this time.
         report = await start_verification(transitions, 2, True, settle_within_s=1.5)
 
@@ -69,7 +69,7 @@ async def test_leftovers_that_a_slot_may_not_plant_are_reported_as_refused() -> 
 
 
 async def test_a_runtime_that_is_not_ended_is_detected() -> None:
-    async with workshop(lambda real: IncompleteIsolation(real, kills=False)) as transitions:
+    async with open_slot_transitions(lambda real: IncompleteIsolation(real, kills=False)) as transitions:
         # The runtime never ends, so the search after the reset takes all of this time.
         report = await start_verification(transitions, 2, True, settle_within_s=0.5)
 
@@ -80,7 +80,7 @@ async def test_a_runtime_that_is_not_ended_is_detected() -> None:
 
 
 async def test_folders_that_are_not_replaced_are_detected() -> None:
-    async with workshop(lambda real: IncompleteIsolation(real, renews_folders=False), KeepingTrash) as transitions:
+    async with open_slot_transitions(lambda real: IncompleteIsolation(real, renews_folders=False), KeepingTrash) as transitions:
         report = await start_verification(transitions, 2, True)
 
     assert {"file", "hidden_file", "closed_folder", "deep_tree", "systemd_unit", "tmp_file", "host_folder"} <= set(report["left"]), report
@@ -89,7 +89,7 @@ async def test_folders_that_are_not_replaced_are_detected() -> None:
 
 
 async def test_folders_that_are_not_deleted_are_detected() -> None:
-    async with workshop(trash_type=KeepingTrash) as transitions:
+    async with open_slot_transitions(trash_type=KeepingTrash) as transitions:
         report = await start_verification(transitions, 2, True)
 
     assert report["left"] == ["host_folder"], report
@@ -97,7 +97,7 @@ async def test_folders_that_are_not_deleted_are_detected() -> None:
 
 
 async def test_an_unchanged_agent_leaves_nothing() -> None:
-    async with workshop() as transitions:
+    async with open_slot_transitions() as transitions:
         report = await start_verification(transitions, 2, True)
 
     assert (report["left"], report["state"]) == ([], "ready"), report

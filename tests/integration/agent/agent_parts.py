@@ -79,9 +79,11 @@ def _not_deleted(path: str, error: OSError) -> None:
 
 
 @contextlib.asynccontextmanager
-async def workshop(wrap: Callable[[Isolation], Isolation] = _unchanged, trash_type: type[Trash] = Trash, **settings: Any) -> AsyncIterator[SlotTransitions]:
+async def open_slot_transitions(
+    wrap: Callable[[Isolation], Isolation] = _unchanged, trash_type: type[Trash] = Trash, **settings: Any
+) -> AsyncIterator[SlotTransitions]:
     """The transitions of one started slot in the mode bwrap. Keyword arguments are fields of the agent's configuration."""
-    folder = Path(tempfile.mkdtemp(prefix="workshop-", dir="/tmp"))
+    folder = Path(tempfile.mkdtemp(prefix="agent-parts-", dir="/tmp"))
     folder.chmod(0o700)
     config = AgentConfig(sandbox_id="s", token="t", listen=Listen(""), base_dir=str(folder), slots=1, isolation="bwrap", **settings)
     cgroups = Cgroups(secrets.token_hex(8), config)
