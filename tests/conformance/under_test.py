@@ -43,7 +43,7 @@ async def wait_until(condition: Callable[[], object]) -> None:
 
 
 class BackendUnderTest(abc.ABC):
-    """One backend over one transport, and the world outside of it.
+    """One backend over one transport, and the harness outside of it.
 
     The defaults suit a backend whose agents are reached by `link.connect`, and which has nothing to run in its sandboxes but the agent.
     """

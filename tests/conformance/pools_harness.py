@@ -93,7 +93,7 @@ class InterruptedBackend:
             raise BackendUnavailable(AWAY)
 
 
-class World:
+class PoolsHarness:
     """One service's pools on a backend under test. `crash` and `start` can follow each other.
 
     Args:
