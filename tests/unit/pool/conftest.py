@@ -28,7 +28,7 @@ class FailingStore(MemoryStore):
             raise self.fail
 
 
-class World:
+class PoolsHarness:
     """A service's pools, and the fakes that they run on."""
 
     def __init__(
@@ -93,9 +93,9 @@ class World:
 
 
 @pytest.fixture
-async def make_world() -> AsyncIterator[Callable[..., Any]]:
-    """Makes a started world: `await make_world(backend=None, weights=None, max_leases=None, max_pools=100, max_waiters=None, **spec)`."""
-    worlds: list[World] = []
+async def make_harness() -> AsyncIterator[Callable[..., Any]]:
+    """Makes a started harness: `await make_harness(backend=None, weights=None, max_leases=None, max_pools=100, max_waiters=None, **spec)`."""
+    harnesses: list[PoolsHarness] = []
 
     async def make(
         backend: FakeBackend | None = None,
@@ -104,16 +104,16 @@ async def make_world() -> AsyncIterator[Callable[..., Any]]:
         max_pools: int = 100,
         max_waiters: dict[str, int] | None = None,
         **spec: Any,
-    ) -> World:
+    ) -> PoolsHarness:
         spec = {"slots_per_sandbox": 2, "max_sandboxes": 2} | spec
-        world = World({"default": PoolSpec(**spec)}, backend or FakeBackend(), weights, max_leases, max_pools, max_waiters)
-        worlds.append(world)
-        await world.start()
-        return world
+        harness = PoolsHarness({"default": PoolSpec(**spec)}, backend or FakeBackend(), weights, max_leases, max_pools, max_waiters)
+        harnesses.append(harness)
+        await harness.start()
+        return harness
 
     yield make
-    for world in worlds:
-        await world.pools.stop()
+    for harness in harnesses:
+        await harness.pools.stop()
 
 
 @pytest.fixture

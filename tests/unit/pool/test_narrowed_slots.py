@@ -8,17 +8,17 @@ from sandbox_server.core.errors import InvalidRequest, NotImplementedHere
 from sandbox_server.testing import FakeAgent, FakeBackend, settle
 
 
-async def test_a_slot_is_narrowed_before_its_grant_counts(make_world):
-    world = await make_world()
+async def test_a_slot_is_narrowed_before_its_grant_counts(make_harness):
+    harness = await make_harness()
 
-    (lease,) = (await world.acquire(allow_network=False)).leases
+    (lease,) = (await harness.acquire(allow_network=False)).leases
 
-    (agent,) = world.backend.agents.values()
+    (agent,) = harness.backend.agents.values()
     assert lease.allow_network is False
     assert {"op": "narrow", "slot": lease.slot_id, "epoch": 1, "network": False, "cache": None} in agent.requests
 
 
-async def test_what_cannot_be_narrowed_is_refused_and_given_back(make_world):
+async def test_what_cannot_be_narrowed_is_refused_and_given_back(make_harness):
     class Wide(FakeAgent):
         def answer(self, meta):
             return {"code": "not_implemented", "detail": "not here"} if meta["op"] == "narrow" else super().answer(meta)
@@ -27,15 +27,15 @@ async def test_what_cannot_be_narrowed_is_refused_and_given_back(make_world):
         def make_agent(self, pool, spec, sandbox_id):
             return Wide(sandbox_id)
 
-    world = await make_world(Backend(), max_sandboxes=1)
+    harness = await make_harness(Backend(), max_sandboxes=1)
     with pytest.raises(NotImplementedHere, match="not here"):
-        await world.acquire(allow_network=False)
+        await harness.acquire(allow_network=False)
     await settle()
 
-    assert world.slots() == {"ready": 2}
+    assert harness.slots() == {"ready": 2}
 
 
-async def test_a_narrowing_that_failed_for_the_moment_is_tried_with_another_slot(make_world):
+async def test_a_narrowing_that_failed_for_the_moment_is_tried_with_another_slot(make_harness):
     class Backend(FakeBackend):
         failures = 1
 
@@ -51,18 +51,18 @@ async def test_a_narrowing_that_failed_for_the_moment_is_tried_with_another_slot
 
             return Flaky(sandbox_id)
 
-    world = await make_world(Backend(), max_sandboxes=1)
+    harness = await make_harness(Backend(), max_sandboxes=1)
 
-    (lease,) = (await world.acquire(allow_network=False)).leases
+    (lease,) = (await harness.acquire(allow_network=False)).leases
     await settle()
 
     assert lease.allow_network is False
-    assert world.slots() == {"leased": 1, "ready": 1}
+    assert harness.slots() == {"leased": 1, "ready": 1}
 
 
-async def test_a_lease_may_not_widen_the_pools_network(make_world):
-    world = await make_world(allow_network=False)
+async def test_a_lease_may_not_widen_the_pools_network(make_harness):
+    harness = await make_harness(allow_network=False)
 
     with pytest.raises(InvalidRequest):
-        await world.acquire(allow_network=True)
-    assert (await world.acquire()).leases[0].allow_network is False
+        await harness.acquire(allow_network=True)
+    assert (await harness.acquire()).leases[0].allow_network is False

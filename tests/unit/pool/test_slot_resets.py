@@ -11,7 +11,7 @@ from sandbox_server.link.agent_reports import read_slots_update
 from sandbox_server.testing import FakeAgent, FakeBackend, settle
 
 
-async def test_a_reset_that_was_cut_off_is_asked_again(make_world):
+async def test_a_reset_that_was_cut_off_is_asked_again(make_harness):
     class Slow(FakeAgent):
         say_nothing = True
 
@@ -23,22 +23,22 @@ async def test_a_reset_that_was_cut_off_is_asked_again(make_world):
         def make_agent(self, pool, spec, sandbox_id):
             return Slow(sandbox_id)
 
-    world = await make_world(Backend(), max_sandboxes=1)
-    (lease,) = (await world.acquire()).leases
-    world.pools.release("t", [lease.lease_id])
+    harness = await make_harness(Backend(), max_sandboxes=1)
+    (lease,) = (await harness.acquire()).leases
+    harness.pools.release("t", [lease.lease_id])
     await settle()
-    assert world.slots() == {"resetting": 1, "ready": 1}
+    assert harness.slots() == {"resetting": 1, "ready": 1}
 
-    agent = world.backend.agents[lease.sandbox_id]
+    agent = harness.backend.agents[lease.sandbox_id]
     agent.say_nothing = False
     agent.hang_up()
     await settle()
 
-    assert world.slots() == {"ready": 2}
+    assert harness.slots() == {"ready": 2}
     assert [request["epoch"] for request in agent.requests if request["op"] == "reset"] == [2, 2]
 
 
-async def test_a_slot_that_cannot_be_proven_clean_is_never_leased_again(make_world):
+async def test_a_slot_that_cannot_be_proven_clean_is_never_leased_again(make_harness):
     class Dirty(FakeAgent):
         def reset(self, slot, meta):
             return {"state": "quarantined", "detail": "a process would not die"} if slot.slot_id == "0" else super().reset(slot, meta)
@@ -47,28 +47,28 @@ async def test_a_slot_that_cannot_be_proven_clean_is_never_leased_again(make_wor
         def make_agent(self, pool, spec, sandbox_id):
             return Dirty(sandbox_id, slots=8)
 
-    world = await make_world(Backend(), max_sandboxes=1, slots_per_sandbox=8)
-    gang = (await world.acquire(count=8)).leases
-    world.pools.release("t", [lease.lease_id for lease in gang])
+    harness = await make_harness(Backend(), max_sandboxes=1, slots_per_sandbox=8)
+    gang = (await harness.acquire(count=8)).leases
+    harness.pools.release("t", [lease.lease_id for lease in gang])
     await settle()
 
-    assert world.slots() == {"ready": 7, "quarantined": 1}
-    assert "0" not in {lease.slot_id for lease in (await world.acquire(count=7)).leases}
+    assert harness.slots() == {"ready": 7, "quarantined": 1}
+    assert "0" not in {lease.slot_id for lease in (await harness.acquire(count=7)).leases}
     with pytest.raises(NoCapacity):
-        await world.acquire(wait_s=0)
+        await harness.acquire(wait_s=0)
 
 
-async def test_a_slot_whose_init_died_ends_its_lease_and_is_reset(make_world):
-    world = await make_world(max_sandboxes=1)
-    (lease,) = (await world.acquire()).leases
-    agent = world.backend.agents[lease.sandbox_id]
+async def test_a_slot_whose_init_died_ends_its_lease_and_is_reset(make_harness):
+    harness = await make_harness(max_sandboxes=1)
+    (lease,) = (await harness.acquire()).leases
+    agent = harness.backend.agents[lease.sandbox_id]
 
     agent.set_slot(lease.slot_id, "broken", "killed by signal 9")
     await settle()
 
     with pytest.raises(SandboxLost, match="killed by signal 9"):
-        world.pools.lease("t", lease.lease_id)
-    assert world.slots() == {"ready": 2}
+        harness.pools.lease("t", lease.lease_id)
+    assert harness.slots() == {"ready": 2}
     assert agent.slots[lease.slot_id].epoch == 2
 
 
@@ -81,15 +81,15 @@ async def test_a_slot_whose_init_died_ends_its_lease_and_is_reset(make_world):
         ({}, Fault.INFRA),
     ],
 )
-async def test_calls_after_the_end_of_a_slot_have_its_blame_and_its_evidence(make_world, evidence, fault):
-    world = await make_world(max_sandboxes=1)
-    (lease,) = (await world.acquire()).leases
+async def test_calls_after_the_end_of_a_slot_have_its_blame_and_its_evidence(make_harness, evidence, fault):
+    harness = await make_harness(max_sandboxes=1)
+    (lease,) = (await harness.acquire()).leases
 
-    world.backend.agents[lease.sandbox_id].set_slot(lease.slot_id, "broken", "out of memory", evidence)
+    harness.backend.agents[lease.sandbox_id].set_slot(lease.slot_id, "broken", "out of memory", evidence)
     await settle()
 
     with pytest.raises(SandboxLost) as lost:
-        world.pools.lease("t", lease.lease_id)
+        harness.pools.lease("t", lease.lease_id)
     assert lost.value.extra["evidence"] == {**evidence, "detail": "the slot's own init died: out of memory"}
     late = lease_error_result(ToolCall(call_id="c", lease_id=lease.lease_id, tool="bash", args={}), lost.value)
     assert late.fault is fault

@@ -10,7 +10,7 @@ from sandbox_server.backends.base import CreateFailed, RateLimited
 from sandbox_server.core.types import AcquireRequest, PoolSpec
 from sandbox_server.pool.fleet.supervision.creation_budget import LONGEST_CREATION_PAUSE_S, CreationBudget
 from sandbox_server.testing import FakeBackend, FakeClock, settle
-from tests.unit.pool.conftest import World
+from tests.unit.pool.conftest import PoolsHarness
 
 
 class Making:
@@ -154,18 +154,18 @@ class Busy(FakeBackend):
 
 async def test_a_backend_that_limits_the_rate_is_no_error_to_waiters():
     backend = Busy(2)
-    world = World({"default": PoolSpec(min_sandboxes=0, max_sandboxes=1, acquire_timeout_s=60)}, backend)
-    await world.start()
-    waiting = asyncio.create_task(world.pools.acquire(AcquireRequest(tenant="t", pool="default")))
+    harness = PoolsHarness({"default": PoolSpec(min_sandboxes=0, max_sandboxes=1, acquire_timeout_s=60)}, backend)
+    await harness.start()
+    waiting = asyncio.create_task(harness.pools.acquire(AcquireRequest(tenant="t", pool="default")))
     await settle()
-    assert "slowly" in world.pools.view("default").last_error
-    await world.clock.advance(9.9)
+    assert "slowly" in harness.pools.view("default").last_error
+    await harness.clock.advance(9.9)
     assert not waiting.done()
     assert len(backend.handles) <= 1
 
-    await world.clock.advance(0.2)
+    await harness.clock.advance(0.2)
 
     assert len((await waiting).leases) == 1
-    assert world.pools.view("default").last_error is None
+    assert harness.pools.view("default").last_error is None
     assert len(backend.created) == 3
-    await world.pools.stop()
+    await harness.pools.stop()

@@ -13,7 +13,7 @@ from sandbox_server.core.errors import BackendUnavailable, SandboxLost
 from sandbox_server.core.types import Handle, PoolSpec
 from sandbox_server.pool.fleet.supervision.observer import LONGEST_OBSERVE_PAUSE_S, BackendObserver
 from sandbox_server.testing import FakeBackend, FakeClock, settle
-from tests.unit.pool.conftest import World
+from tests.unit.pool.conftest import PoolsHarness
 
 
 class Partitioned(FakeBackend):
@@ -35,115 +35,115 @@ def handles(count):
 
 
 @pytest.mark.parametrize("error", [OSError("connection refused"), BackendUnavailable("503")])
-async def test_a_control_plane_that_is_away_for_a_minute_kills_nothing(make_world, error):
-    world = await make_world(Partitioned(), min_sandboxes=2)
-    leases = (await world.acquire(count=4, ttl_s=1000)).leases
-    world.backend.unreachable = error
-    world.backend.cut_links()
+async def test_a_control_plane_that_is_away_for_a_minute_kills_nothing(make_harness, error):
+    harness = await make_harness(Partitioned(), min_sandboxes=2)
+    leases = (await harness.acquire(count=4, ttl_s=1000)).leases
+    harness.backend.unreachable = error
+    harness.backend.cut_links()
 
-    await world.clock.advance(60)
-    assert world.sandboxes() == {"ready": 2}
+    await harness.clock.advance(60)
+    assert harness.sandboxes() == {"ready": 2}
     with pytest.raises(BackendUnavailable):
-        world.pools.locate_slot("t", leases[0].lease_id)
-    world.backend.partitioned, world.backend.unreachable = False, None
-    await world.clock.advance(1)
+        harness.pools.locate_slot("t", leases[0].lease_id)
+    harness.backend.partitioned, harness.backend.unreachable = False, None
+    await harness.clock.advance(1)
 
-    assert [world.pools.locate_slot("t", lease.lease_id).lease.lease_id for lease in leases] == [lease.lease_id for lease in leases]
-    assert world.backend.destroyed == []
-    assert len(world.backend.created) == 2
+    assert [harness.pools.locate_slot("t", lease.lease_id).lease.lease_id for lease in leases] == [lease.lease_id for lease in leases]
+    assert harness.backend.destroyed == []
+    assert len(harness.backend.created) == 2
 
 
-async def test_a_sandbox_that_answers_is_kept_although_its_backend_cannot_be_asked(make_world):
-    world = await make_world(max_sandboxes=1)
-    (lease,) = (await world.acquire()).leases
-    world.backend.unreachable = OSError("away")
+async def test_a_sandbox_that_answers_is_kept_although_its_backend_cannot_be_asked(make_harness):
+    harness = await make_harness(max_sandboxes=1)
+    (lease,) = (await harness.acquire()).leases
+    harness.backend.unreachable = OSError("away")
 
-    world.backend.agents[lease.sandbox_id].hang_up()
+    harness.backend.agents[lease.sandbox_id].hang_up()
     await settle()
 
-    assert world.pools.locate_slot("t", lease.lease_id).lease.lease_id == lease.lease_id
-    world.backend.unreachable = None  # otherwise the end of the pools waits for it
+    assert harness.pools.locate_slot("t", lease.lease_id).lease.lease_id == lease.lease_id
+    harness.backend.unreachable = None  # otherwise the end of the pools waits for it
 
 
-async def test_an_unreachable_sandbox_is_lost_once_its_backend_says_that_it_is_gone(make_world):
-    world = await make_world(Partitioned(), max_sandboxes=1)
-    (lease,) = (await world.acquire(ttl_s=1000)).leases
-    world.backend.unreachable = OSError("away")
-    world.backend.cut_links()
-    await world.clock.advance(60)
-    world.backend.kill(lease.sandbox_id)
-    world.backend.unreachable = None
+async def test_an_unreachable_sandbox_is_lost_once_its_backend_says_that_it_is_gone(make_harness):
+    harness = await make_harness(Partitioned(), max_sandboxes=1)
+    (lease,) = (await harness.acquire(ttl_s=1000)).leases
+    harness.backend.unreachable = OSError("away")
+    harness.backend.cut_links()
+    await harness.clock.advance(60)
+    harness.backend.kill(lease.sandbox_id)
+    harness.backend.unreachable = None
 
-    await world.clock.advance(LONGEST_OBSERVE_PAUSE_S + 1)
+    await harness.clock.advance(LONGEST_OBSERVE_PAUSE_S + 1)
 
     with pytest.raises(SandboxLost, match="its agent has ended"):
-        world.pools.locate_slot("t", lease.lease_id)
+        harness.pools.locate_slot("t", lease.lease_id)
 
 
-async def test_an_unreachable_sandbox_is_lost_when_its_backend_says_that_it_runs_and_the_time_is_over(make_world):
-    world = await make_world(Partitioned(), max_sandboxes=1)
-    (lease,) = (await world.acquire(ttl_s=1000)).leases
-    world.backend.unreachable = OSError("away")
-    world.backend.cut_links()
-    await world.clock.advance(60)
-    world.backend.unreachable = None
+async def test_an_unreachable_sandbox_is_lost_when_its_backend_says_that_it_runs_and_the_time_is_over(make_harness):
+    harness = await make_harness(Partitioned(), max_sandboxes=1)
+    (lease,) = (await harness.acquire(ttl_s=1000)).leases
+    harness.backend.unreachable = OSError("away")
+    harness.backend.cut_links()
+    await harness.clock.advance(60)
+    harness.backend.unreachable = None
 
-    await world.clock.advance(LONGEST_OBSERVE_PAUSE_S + 1)
+    await harness.clock.advance(LONGEST_OBSERVE_PAUSE_S + 1)
 
     with pytest.raises(SandboxLost, match="could not be reached for 5 s"):
-        world.pools.locate_slot("t", lease.lease_id)
+        harness.pools.locate_slot("t", lease.lease_id)
 
 
-async def test_how_long_a_silent_sandbox_is_given_is_a_trait_of_its_backend(make_world):
+async def test_how_long_a_silent_sandbox_is_given_is_a_trait_of_its_backend(make_harness):
     backend = Partitioned()
     backend.traits = BackendTraits(lost_after_s=60)
-    world = await make_world(backend, max_sandboxes=1)
-    (lease,) = (await world.acquire(ttl_s=1000)).leases
+    harness = await make_harness(backend, max_sandboxes=1)
+    (lease,) = (await harness.acquire(ttl_s=1000)).leases
     backend.cut_links()
 
-    await world.clock.advance(59)
+    await harness.clock.advance(59)
     with pytest.raises(BackendUnavailable):
-        world.pools.locate_slot("t", lease.lease_id)
-    await world.clock.advance(2)
+        harness.pools.locate_slot("t", lease.lease_id)
+    await harness.clock.advance(2)
 
     with pytest.raises(SandboxLost, match="for 60 s"):
-        world.pools.locate_slot("t", lease.lease_id)
+        harness.pools.locate_slot("t", lease.lease_id)
 
 
-async def test_a_backend_that_cannot_destroy_now_is_asked_again(make_world):
-    world = await make_world(min_sandboxes=0, max_sandboxes=1)
-    (lease,) = (await world.acquire()).leases
-    world.backend.unreachable = BackendUnavailable("503")
-    await world.pools.drain_sandbox(lease.sandbox_id)
-    world.pools.release("t", [lease.lease_id])
-    await world.clock.advance(30)
-    assert world.sandboxes() == {"draining": 1}
+async def test_a_backend_that_cannot_destroy_now_is_asked_again(make_harness):
+    harness = await make_harness(min_sandboxes=0, max_sandboxes=1)
+    (lease,) = (await harness.acquire()).leases
+    harness.backend.unreachable = BackendUnavailable("503")
+    await harness.pools.drain_sandbox(lease.sandbox_id)
+    harness.pools.release("t", [lease.lease_id])
+    await harness.clock.advance(30)
+    assert harness.sandboxes() == {"draining": 1}
 
-    world.backend.unreachable = None
-    await world.clock.advance(11)
+    harness.backend.unreachable = None
+    await harness.clock.advance(11)
 
-    assert world.backend.destroyed == [lease.sandbox_id]
+    assert harness.backend.destroyed == [lease.sandbox_id]
 
 
 async def test_fifty_sandboxes_ask_one_question_at_a_time():
     backend = Partitioned()
-    world = World({"default": PoolSpec(slots_per_sandbox=1, min_sandboxes=50, max_sandboxes=50)}, backend)
-    await world.start()
-    await world.clock.advance(10)
-    assert world.sandboxes() == {"ready": 50}
+    harness = PoolsHarness({"default": PoolSpec(slots_per_sandbox=1, min_sandboxes=50, max_sandboxes=50)}, backend)
+    await harness.start()
+    await harness.clock.advance(10)
+    assert harness.sandboxes() == {"ready": 50}
     assert backend.observed == []
     backend.unreachable = OSError("away")
 
     backend.cut_links()
     await settle()
     assert [len(asked) for asked in backend.observed] == [50]
-    await world.clock.advance(60)
+    await harness.clock.advance(60)
 
     assert {len(asked) for asked in backend.observed} == {50}
     assert len(backend.observed) < 12, "the pauses between failed questions grow"
-    assert world.sandboxes() == {"ready": 50}
+    assert harness.sandboxes() == {"ready": 50}
     backend.partitioned, backend.unreachable = False, None
-    await world.pools.stop()
+    await harness.pools.stop()
 
 
 async def test_questions_are_batched_and_keep_their_distance():
@@ -250,8 +250,8 @@ async def test_a_fault_in_watching_is_logged_and_watching_starts_again_after_a_p
     await observer.stop_asking()
 
 
-async def ending_world(make_world, life_s, **spec):
-    """A world whose backend ends its first sandbox after `life_s` seconds, and each further one as much later."""
+async def ending_harness(make_harness, life_s, **spec):
+    """A harness whose backend ends its first sandbox after `life_s` seconds, and each further one as much later."""
 
     class Ending(FakeBackend):
         async def before_agent(self, sandbox_id):
@@ -259,41 +259,41 @@ async def ending_world(make_world, life_s, **spec):
 
     backend = Ending()
     backend.traits = BackendTraits(ends_sandboxes=True)
-    return await make_world(backend, max_sandboxes=2, **spec)
+    return await make_harness(backend, max_sandboxes=2, **spec)
 
 
-async def test_leases_carry_the_end_of_their_sandbox_and_never_outlive_it(make_world):
-    world = await ending_world(make_world, 1000, min_lease_life_s=300)
-    ends_at = world.clock.wall() + 1000
+async def test_leases_carry_the_end_of_their_sandbox_and_never_outlive_it(make_harness):
+    harness = await ending_harness(make_harness, 1000, min_lease_life_s=300)
+    ends_at = harness.clock.wall() + 1000
 
-    (lease,) = (await world.acquire(ttl_s=5000)).leases
+    (lease,) = (await harness.acquire(ttl_s=5000)).leases
     assert (lease.sandbox_ends_at, lease.expires_at) == pytest.approx((ends_at, ends_at))
-    assert world.pools.sandboxes()[0].ends_at == pytest.approx(ends_at)
-    (renewed,), _ = world.pools.renew("t", [lease.lease_id], 9000)
+    assert harness.pools.sandboxes()[0].ends_at == pytest.approx(ends_at)
+    (renewed,), _ = harness.pools.renew("t", [lease.lease_id], 9000)
     assert renewed.expires_at == pytest.approx(ends_at)
-    world.pools.record_call_start(lease.lease_id)
-    await world.clock.advance(999)
-    assert world.pools.lease("t", lease.lease_id)
-    await world.clock.advance(2)
+    harness.pools.record_call_start(lease.lease_id)
+    await harness.clock.advance(999)
+    assert harness.pools.lease("t", lease.lease_id)
+    await harness.clock.advance(2)
 
     with pytest.raises(SandboxLost, match="its backend ends it now"):
-        world.pools.lease("t", lease.lease_id)
+        harness.pools.lease("t", lease.lease_id)
 
 
-async def test_a_sandbox_with_too_little_life_left_gives_no_new_leases(make_world):
-    world = await ending_world(make_world, 1000, min_lease_life_s=300, idle_timeout_s=5000)
-    (first,) = (await world.acquire(ttl_s=1000)).leases
-    await world.clock.advance(701)
+async def test_a_sandbox_with_too_little_life_left_gives_no_new_leases(make_harness):
+    harness = await ending_harness(make_harness, 1000, min_lease_life_s=300, idle_timeout_s=5000)
+    (first,) = (await harness.acquire(ttl_s=1000)).leases
+    await harness.clock.advance(701)
 
-    (second,) = (await world.acquire()).leases
+    (second,) = (await harness.acquire()).leases
 
     assert second.sandbox_id != first.sandbox_id
-    assert world.pools.lease("t", first.lease_id)
+    assert harness.pools.lease("t", first.lease_id)
 
 
-async def test_a_backend_whose_sandboxes_live_too_short_for_the_spec_is_a_permanent_error(make_world):
-    world = await ending_world(make_world, 1000, min_lease_life_s=2000)
-    await world.clock.advance(10)
+async def test_a_backend_whose_sandboxes_live_too_short_for_the_spec_is_a_permanent_error(make_harness):
+    harness = await ending_harness(make_harness, 1000, min_lease_life_s=2000)
+    await harness.clock.advance(10)
 
-    assert "min_lease_life_s is 2000" in world.pools.view("default").last_error
-    assert len(world.backend.created) == 1
+    assert "min_lease_life_s is 2000" in harness.pools.view("default").last_error
+    assert len(harness.backend.created) == 1

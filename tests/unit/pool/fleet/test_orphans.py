@@ -39,47 +39,47 @@ class Shy(FakeBackend):
 
 
 @pytest.mark.parametrize("error", [OSError("nobody answers"), BackendUnavailable("nobody answers")])
-async def test_a_backend_that_cannot_be_asked_is_asked_again_until_it_can(make_world, caplog, error):
+async def test_a_backend_that_cannot_be_asked_is_asked_again_until_it_can(make_harness, caplog, error):
     backend = Shy()
     backend.unlistable = error
-    world = await make_world(backend, min_sandboxes=1)
-    backend.clock = world.clock
+    harness = await make_harness(backend, min_sandboxes=1)
+    backend.clock = harness.clock
     (mine,) = backend.created
-    report = world.pools.readiness()
+    report = harness.pools.readiness()
     assert (report["ready"], report["pools"]["default"]["ready"]) == (False, False)
     assert report["pools"]["default"]["last_error"] == "backend 'local' could not be asked for orphaned sandboxes: nobody answers"
-    assert (await world.acquire()).leases, "leases can be had meanwhile"
+    assert (await harness.acquire()).leases, "leases can be had meanwhile"
 
-    await world.clock.advance(100)
+    await harness.clock.advance(100)
     tries = len(backend.asked_at)
     backend.unlistable = None
-    await world.clock.advance(40)
+    await harness.clock.advance(40)
 
     assert backend.destroyed == [ORPHAN.sandbox_id]
     assert set(backend.handles) == {mine, "s-other"}
-    assert world.pools.readiness()["ready"]
-    assert world.pools.readiness()["pools"]["default"]["last_error"] is None
+    assert harness.pools.readiness()["ready"]
+    assert harness.pools.readiness()["pools"]["default"]["last_error"] is None
     assert 5 < tries < 15, "it backs off"
     assert caplog.text.count("could not be asked") == 1, "and says so once"
-    await world.clock.advance(100)
+    await harness.clock.advance(100)
     assert len(backend.asked_at) <= tries + 1, "once it was seen that none is left nobody looks again"
 
 
-async def test_an_orphan_that_does_not_go_is_shown_and_tried_again(make_world):
+async def test_an_orphan_that_does_not_go_is_shown_and_tried_again(make_harness):
     backend = Shy()
     backend.sticky = True
-    world = await make_world(backend, min_sandboxes=1)
-    report = world.pools.readiness()["pools"]["default"]
+    harness = await make_harness(backend, min_sandboxes=1)
+    report = harness.pools.readiness()["pools"]["default"]
     assert (report["ready"], report["last_error"]) == (True, "an orphaned sandbox on backend 'local' could not be destroyed: s-orphan: it will not go")
 
     backend.sticky = False
-    await world.clock.advance(2)
+    await harness.clock.advance(2)
 
     assert backend.destroyed == [ORPHAN.sandbox_id]
-    assert world.pools.readiness()["pools"]["default"]["last_error"] is None
+    assert harness.pools.readiness()["pools"]["default"]["last_error"] is None
 
 
-async def test_what_this_life_makes_or_ends_while_it_looks_is_no_orphan(make_world):
+async def test_what_this_life_makes_or_ends_while_it_looks_is_no_orphan(make_harness):
     class Slow(Shy):
         gate = None
 
@@ -91,28 +91,28 @@ async def test_what_this_life_makes_or_ends_while_it_looks_is_no_orphan(make_wor
             return [*found, *await super().list_owned(owner)]
 
     backend = Slow()
-    world = await make_world(backend, min_sandboxes=1, max_sandboxes=2)
+    harness = await make_harness(backend, min_sandboxes=1, max_sandboxes=2)
     (first,) = backend.created
     backend.gate = asyncio.Event()
-    await world.clock.advance(1)
+    await harness.clock.advance(1)
 
     backend.kill(first)
-    await world.clock.advance(5)
+    await harness.clock.advance(5)
     assert len(backend.created) == 2
     backend.gate.set()
     await settle()
 
     assert backend.destroyed == [first, ORPHAN.sandbox_id]
-    assert world.sandboxes() == {"ready": 1}
+    assert harness.sandboxes() == {"ready": 1}
 
 
-async def test_a_service_that_stops_looks_no_more(make_world):
+async def test_a_service_that_stops_looks_no_more(make_harness):
     backend = Shy()
     backend.unlistable = OSError("nobody answers")
-    world = await make_world(backend, min_sandboxes=0)
+    harness = await make_harness(backend, min_sandboxes=0)
 
-    await world.pools.stop()
+    await harness.pools.stop()
     asked = len(backend.asked_at)
-    await world.clock.advance(100)
+    await harness.clock.advance(100)
 
     assert len(backend.asked_at) == asked

@@ -38,33 +38,33 @@ class DelayingBackend(FakeBackend):
         return DelayingAgent(sandbox_id, self._delayed_op)
 
 
-async def test_kept_slots_go_to_their_run_first_and_after_a_minute_to_anyone(make_world):
-    world = await make_world(max_sandboxes=1)
-    (lease,) = (await world.acquire(run_id="r")).leases
-    world.pools.release("t", [lease.lease_id], None, False)
+async def test_kept_slots_go_to_their_run_first_and_after_a_minute_to_anyone(make_harness):
+    harness = await make_harness(max_sandboxes=1)
+    (lease,) = (await harness.acquire(run_id="r")).leases
+    harness.pools.release("t", [lease.lease_id], None, False)
     await settle()
-    assert world.slots() == {"kept": 1, "ready": 1}
+    assert harness.slots() == {"kept": 1, "ready": 1}
 
-    (other,) = (await world.acquire(run_id="other")).leases
-    (again,) = (await world.acquire(run_id="r")).leases
+    (other,) = (await harness.acquire(run_id="other")).leases
+    (again,) = (await harness.acquire(run_id="r")).leases
 
     assert (again.slot, again.epoch, again.workspace_kept) == (lease.slot, 2, True)
     assert other.slot != lease.slot
     assert not other.workspace_kept
-    world.pools.release("t", [again.lease_id], None, False)
-    await world.clock.advance(61)
-    assert world.slots() == {"leased": 1, "ready": 1}
-    assert (await world.acquire(run_id="r")).leases[0].workspace_kept is False
+    harness.pools.release("t", [again.lease_id], None, False)
+    await harness.clock.advance(61)
+    assert harness.slots() == {"leased": 1, "ready": 1}
+    assert (await harness.acquire(run_id="r")).leases[0].workspace_kept is False
 
 
-async def test_a_run_waits_a_moment_for_a_slot_that_is_about_to_be_kept_for_it(make_world):
-    world = await make_world(DelayingBackend("reset"), max_sandboxes=1)
-    (agent,) = world.backend.agents.values()
-    (lease,) = (await world.acquire(run_id="r")).leases
-    world.pools.release("t", [lease.lease_id], None, False)
-    waiting = await world.queue(run_id="r")
+async def test_a_run_waits_a_moment_for_a_slot_that_is_about_to_be_kept_for_it(make_harness):
+    harness = await make_harness(DelayingBackend("reset"), max_sandboxes=1)
+    (agent,) = harness.backend.agents.values()
+    (lease,) = (await harness.acquire(run_id="r")).leases
+    harness.pools.release("t", [lease.lease_id], None, False)
+    waiting = await harness.queue(run_id="r")
     assert not waiting.done()
-    assert (await world.acquire("u")).leases[0].slot != lease.slot, "others need not wait"
+    assert (await harness.acquire("u")).leases[0].slot != lease.slot, "others need not wait"
 
     agent.answer_delayed()
 
@@ -73,73 +73,73 @@ async def test_a_run_waits_a_moment_for_a_slot_that_is_about_to_be_kept_for_it(m
 
 
 @pytest.mark.parametrize("wait_s", [0.0, 30.0])
-async def test_a_run_does_not_wait_long_for_a_slot_that_may_be_kept(make_world, wait_s):
-    world = await make_world(DelayingBackend("reset"), max_sandboxes=1)
-    (lease,) = (await world.acquire(run_id="r")).leases
-    world.pools.release("t", [lease.lease_id], None, False)
-    waiting = await world.queue(run_id="r", wait_s=wait_s)
-    await world.clock.advance(3)
+async def test_a_run_does_not_wait_long_for_a_slot_that_may_be_kept(make_harness, wait_s):
+    harness = await make_harness(DelayingBackend("reset"), max_sandboxes=1)
+    (lease,) = (await harness.acquire(run_id="r")).leases
+    harness.pools.release("t", [lease.lease_id], None, False)
+    waiting = await harness.queue(run_id="r", wait_s=wait_s)
+    await harness.clock.advance(3)
 
     assert (await waiting).leases[0].workspace_kept is False
 
 
-async def test_the_end_that_is_shown_is_the_one_that_counts(make_world):
-    world = await make_world()
-    (lease,) = (await world.acquire(ttl_s=10)).leases
-    assert world.pools.lease("t", lease.lease_id).expires_at == lease.expires_at
-    world.pools.record_call_start(lease.lease_id)
-    await world.clock.advance(100)
-    assert world.pools.lease("t", lease.lease_id).expires_at == world.clock.wall() + 60
+async def test_the_end_that_is_shown_is_the_one_that_counts(make_harness):
+    harness = await make_harness()
+    (lease,) = (await harness.acquire(ttl_s=10)).leases
+    assert harness.pools.lease("t", lease.lease_id).expires_at == lease.expires_at
+    harness.pools.record_call_start(lease.lease_id)
+    await harness.clock.advance(100)
+    assert harness.pools.lease("t", lease.lease_id).expires_at == harness.clock.wall() + 60
 
-    world.pools.record_call_end(lease.lease_id)
-    ends_at = world.clock.wall() + 60
-    await world.clock.advance(20)
+    harness.pools.record_call_end(lease.lease_id)
+    ends_at = harness.clock.wall() + 60
+    await harness.clock.advance(20)
 
-    assert world.pools.lease("t", lease.lease_id).expires_at == pytest.approx(ends_at)
-    assert [held.expires_at for held in world.pools.leases("t")[0]] == [pytest.approx(ends_at)]
+    assert harness.pools.lease("t", lease.lease_id).expires_at == pytest.approx(ends_at)
+    assert [held.expires_at for held in harness.pools.leases("t")[0]] == [pytest.approx(ends_at)]
 
 
-async def test_a_slot_that_is_being_prepared_is_released_only_once_it_is(make_world):
-    world = await make_world(DelayingBackend("narrow"), max_sandboxes=1)
-    (agent,) = world.backend.agents.values()
-    waiting = await world.queue(allow_network=False)
+async def test_a_slot_that_is_being_prepared_is_released_only_once_it_is(make_harness):
+    harness = await make_harness(DelayingBackend("narrow"), max_sandboxes=1)
+    (agent,) = harness.backend.agents.values()
+    waiting = await harness.queue(allow_network=False)
     waiting.cancel()
     await settle()
-    assert world.slots() == {"leased": 1, "ready": 1}
+    assert harness.slots() == {"leased": 1, "ready": 1}
     assert [request["op"] for request in agent.requests].count("reset") == 0
 
     agent.answer_delayed()
     await settle()
 
-    assert world.slots() == {"ready": 2}
+    assert harness.slots() == {"ready": 2}
 
 
-async def test_a_kept_slot_is_reclaimed_when_nothing_else_is_free(make_world):
-    world = await make_world(max_sandboxes=1, slots_per_sandbox=1)
-    (lease,) = (await world.acquire(run_id="r")).leases
-    world.pools.release("t", [lease.lease_id], None, False)
+async def test_a_kept_slot_is_reclaimed_when_nothing_else_is_free(make_harness):
+    harness = await make_harness(max_sandboxes=1, slots_per_sandbox=1)
+    (lease,) = (await harness.acquire(run_id="r")).leases
+    harness.pools.release("t", [lease.lease_id], None, False)
     await settle()
 
-    (other,) = (await world.acquire(run_id="s")).leases
+    (other,) = (await harness.acquire(run_id="s")).leases
 
     assert (other.epoch, other.workspace_kept) == (3, False)
 
 
-async def test_without_a_run_there_is_nothing_to_keep_a_slot_for(make_world):
-    world = await make_world(max_sandboxes=1, slots_per_sandbox=1)
-    (lease,) = (await world.acquire()).leases
-    world.pools.release("t", [lease.lease_id], None, False)
+async def test_without_a_run_there_is_nothing_to_keep_a_slot_for(make_harness):
+    harness = await make_harness(max_sandboxes=1, slots_per_sandbox=1)
+    (lease,) = (await harness.acquire()).leases
+    harness.pools.release("t", [lease.lease_id], None, False)
     await settle()
 
-    assert world.slots() == {"ready": 1}
+    assert harness.slots() == {"ready": 1}
 
 
-async def test_releasing_the_run_keeps_nothing_for_it(make_world):
-    world = await make_world(max_sandboxes=1, slots_per_sandbox=1)
-    (lease,) = (await world.acquire(run_id="r")).leases
-    world.pools.release("t", [lease.lease_id], None, False)
+async def test_releasing_the_run_keeps_nothing_for_it(make_harness):
+    harness = await make_harness(max_sandboxes=1, slots_per_sandbox=1)
+    (lease,) = (await harness.acquire(run_id="r")).leases
+    harness.pools.release("t", [lease.lease_id], None, False)
     await settle()
-    world.pools.release("t", run_id="r")
+    harness.pools.release("t", run_id="r")
     await settle()
 
-    assert world.slots() == {"ready": 1}
+    assert harness.slots() == {"ready": 1}

@@ -15,36 +15,36 @@ def asked(agent, op):
     return [request for request in agent.requests if request.get("op") == op]
 
 
-async def test_narrow_takes_the_network_and_says_so(make_world):
-    world = await make_world()
-    (lease,) = (await world.acquire()).leases
+async def test_narrow_takes_the_network_and_says_so(make_harness):
+    harness = await make_harness()
+    (lease,) = (await harness.acquire()).leases
 
-    narrowed = await world.pools.narrow("t", lease.lease_id, allow_network=False, cache=None)
+    narrowed = await harness.pools.narrow("t", lease.lease_id, allow_network=False, cache=None)
 
-    (agent,) = world.backend.agents.values()
+    (agent,) = harness.backend.agents.values()
     assert (narrowed.allow_network, narrowed.lease_id) == (False, lease.lease_id)
-    assert world.pools.lease("t", lease.lease_id) == narrowed == world.store.leases[lease.lease_id]
+    assert harness.pools.lease("t", lease.lease_id) == narrowed == harness.store.leases[lease.lease_id]
     assert asked(agent, "narrow") == [{"op": "narrow", "slot": lease.slot_id, "epoch": 1, "network": False, "cache": None}]
-    assert await world.pools.narrow("t", lease.lease_id, allow_network=False, cache="none") == narrowed
+    assert await harness.pools.narrow("t", lease.lease_id, allow_network=False, cache="none") == narrowed
     assert len(asked(agent, "narrow")) == 1, "what is gone already is not taken again"
 
 
-async def test_narrow_never_widens_and_is_the_tenants_own(make_world):
-    world = await make_world()
-    (lease,) = (await world.acquire(allow_network=False)).leases
+async def test_narrow_never_widens_and_is_the_tenants_own(make_harness):
+    harness = await make_harness()
+    (lease,) = (await harness.acquire(allow_network=False)).leases
 
     with pytest.raises(InvalidRequest, match="allow_network"):
-        await world.pools.narrow("t", lease.lease_id, allow_network=True, cache=None)
+        await harness.pools.narrow("t", lease.lease_id, allow_network=True, cache=None)
     with pytest.raises(InvalidRequest, match="cache"):
-        await world.pools.narrow("t", lease.lease_id, allow_network=None, cache="rw")
+        await harness.pools.narrow("t", lease.lease_id, allow_network=None, cache="rw")
     with pytest.raises(LeaseNotFound):
-        await world.pools.narrow("u", lease.lease_id, allow_network=False, cache=None)
-    world.pools.release("t", [lease.lease_id])
+        await harness.pools.narrow("u", lease.lease_id, allow_network=False, cache=None)
+    harness.pools.release("t", [lease.lease_id])
     with pytest.raises(LeaseLost):
-        await world.pools.narrow("t", lease.lease_id, allow_network=False, cache=None)
+        await harness.pools.narrow("t", lease.lease_id, allow_network=False, cache=None)
 
 
-async def test_a_narrow_whose_link_is_cut_is_asked_again(make_world):
+async def test_a_narrow_whose_link_is_cut_is_asked_again(make_harness):
     class Deaf(FakeAgent):
         deaf = True
 
@@ -59,13 +59,13 @@ async def test_a_narrow_whose_link_is_cut_is_asked_again(make_world):
         def make_agent(self, pool, spec, sandbox_id):
             return Deaf(sandbox_id)
 
-    world = await make_world(Backend())
-    (lease,) = (await world.acquire()).leases
+    harness = await make_harness(Backend())
+    (lease,) = (await harness.acquire()).leases
 
-    assert (await world.pools.narrow("t", lease.lease_id, allow_network=False, cache=None)).allow_network is False
+    assert (await harness.pools.narrow("t", lease.lease_id, allow_network=False, cache=None)).allow_network is False
 
 
-async def test_a_narrow_in_a_sandbox_that_dies_says_so(make_world):
+async def test_a_narrow_in_a_sandbox_that_dies_says_so(make_harness):
     class Dying(FakeAgent):
         def respond(self, meta, say):
             if meta["op"] == "narrow":
@@ -78,14 +78,14 @@ async def test_a_narrow_in_a_sandbox_that_dies_says_so(make_world):
             return Dying(sandbox_id)
 
     backend = Backend()
-    world = await make_world(backend)
-    (lease,) = (await world.acquire()).leases
+    harness = await make_harness(backend)
+    (lease,) = (await harness.acquire()).leases
 
     with pytest.raises(SandboxLost):
-        await world.pools.narrow("t", lease.lease_id, allow_network=False, cache=None)
+        await harness.pools.narrow("t", lease.lease_id, allow_network=False, cache=None)
 
 
-async def test_what_a_mode_cannot_narrow_is_refused_and_the_lease_stays(make_world):
+async def test_what_a_mode_cannot_narrow_is_refused_and_the_lease_stays(make_harness):
     class Wide(FakeAgent):
         def narrow(self, slot, meta):
             return {"code": "not_implemented", "detail": "needs bwrap"}
@@ -94,21 +94,21 @@ async def test_what_a_mode_cannot_narrow_is_refused_and_the_lease_stays(make_wor
         def make_agent(self, pool, spec, sandbox_id):
             return Wide(sandbox_id)
 
-    world = await make_world(Backend())
-    (lease,) = (await world.acquire()).leases
+    harness = await make_harness(Backend())
+    (lease,) = (await harness.acquire()).leases
 
     with pytest.raises(NotImplementedHere, match="needs bwrap"):
-        await world.pools.narrow("t", lease.lease_id, allow_network=False, cache=None)
-    assert world.pools.lease("t", lease.lease_id).allow_network
+        await harness.pools.narrow("t", lease.lease_id, allow_network=False, cache=None)
+    assert harness.pools.lease("t", lease.lease_id).allow_network
 
 
-async def test_leases_of_one_run_share_a_cache_and_others_do_not(make_world):
-    world = await make_world(slots_per_sandbox=4)
-    one, two = (await world.acquire(count=2, run_id="r", cache="rw")).leases
-    (other,) = (await world.acquire("u", run_id="r", cache="rw")).leases
-    (alone,) = (await world.acquire(cache="rw", allow_network=False)).leases
+async def test_leases_of_one_run_share_a_cache_and_others_do_not(make_harness):
+    harness = await make_harness(slots_per_sandbox=4)
+    one, two = (await harness.acquire(count=2, run_id="r", cache="rw")).leases
+    (other,) = (await harness.acquire("u", run_id="r", cache="rw")).leases
+    (alone,) = (await harness.acquire(cache="rw", allow_network=False)).leases
 
-    (agent,) = world.backend.agents.values()
+    (agent,) = harness.backend.agents.values()
     slots = [agent.slots[lease.slot_id] for lease in (one, two, other, alone)]
     assert slots[0].cache == slots[1].cache
     assert len({slot.cache for slot in slots}) == 3
@@ -116,60 +116,60 @@ async def test_leases_of_one_run_share_a_cache_and_others_do_not(make_world):
     assert one.cache == "rw"
 
 
-async def test_a_cache_is_gone_with_its_run(make_world):
-    world = await make_world(slots_per_sandbox=4)
-    (one,) = (await world.acquire(run_id="r", cache="rw")).leases
-    (two,) = (await world.acquire(run_id="s", cache="rw")).leases
-    (agent,) = world.backend.agents.values()
-    world.pools.release("t", [one.lease_id])
-    await world.clock.advance(30)
+async def test_a_cache_is_gone_with_its_run(make_harness):
+    harness = await make_harness(slots_per_sandbox=4)
+    (one,) = (await harness.acquire(run_id="r", cache="rw")).leases
+    (two,) = (await harness.acquire(run_id="s", cache="rw")).leases
+    (agent,) = harness.backend.agents.values()
+    harness.pools.release("t", [one.lease_id])
+    await harness.clock.advance(30)
     assert len(agent.caches) == 2, "its next lease may come any moment"
 
-    world.pools.release("t", run_id="s")
-    await world.clock.advance(1)
+    harness.pools.release("t", run_id="s")
+    await harness.clock.advance(1)
     assert agent.caches == {agent.slots[one.slot_id].cache or rest for rest in agent.caches}
     assert len(agent.caches) == 1
-    await world.clock.advance(32)
+    await harness.clock.advance(32)
 
     assert agent.caches == set()
-    assert [record.caches for record in world.store.sandboxes.values()] == [()]
+    assert [record.caches for record in harness.store.sandboxes.values()] == [()]
     assert two.cache == "rw"
 
 
-async def test_without_a_run_a_cache_is_gone_with_its_lease(make_world):
-    world = await make_world()
-    (lease,) = (await world.acquire(cache="rw")).leases
-    (agent,) = world.backend.agents.values()
-    world.pools.release("t", [lease.lease_id])
-    await world.clock.advance(1)
+async def test_without_a_run_a_cache_is_gone_with_its_lease(make_harness):
+    harness = await make_harness()
+    (lease,) = (await harness.acquire(cache="rw")).leases
+    (agent,) = harness.backend.agents.values()
+    harness.pools.release("t", [lease.lease_id])
+    await harness.clock.advance(1)
 
     assert agent.caches == set()
 
 
-async def test_a_cache_is_dropped_once_its_agent_can_be_asked(make_world):
-    world = await make_world()
-    (lease,) = (await world.acquire(cache="rw", run_id="r")).leases
-    (agent,) = world.backend.agents.values()
+async def test_a_cache_is_dropped_once_its_agent_can_be_asked(make_harness):
+    harness = await make_harness()
+    (lease,) = (await harness.acquire(cache="rw", run_id="r")).leases
+    (agent,) = harness.backend.agents.values()
     agent.hang_up()
-    world.pools.release("t", run_id="r")
-    await world.clock.advance(2)
+    harness.pools.release("t", run_id="r")
+    await harness.clock.advance(2)
 
     assert agent.caches == set()
     assert lease.cache == "rw"
 
 
-async def test_the_cache_is_taken_away_by_narrow(make_world):
-    world = await make_world()
-    (lease,) = (await world.acquire(cache="rw", run_id="r")).leases
+async def test_the_cache_is_taken_away_by_narrow(make_harness):
+    harness = await make_harness()
+    (lease,) = (await harness.acquire(cache="rw", run_id="r")).leases
 
-    narrowed = await world.pools.narrow("t", lease.lease_id, allow_network=None, cache="none")
+    narrowed = await harness.pools.narrow("t", lease.lease_id, allow_network=None, cache="none")
 
-    (agent,) = world.backend.agents.values()
+    (agent,) = harness.backend.agents.values()
     assert (narrowed.cache, narrowed.allow_network) == ("none", True)
     assert (agent.slots[lease.slot_id].cache, agent.slots[lease.slot_id].has_network) == (None, True)
 
 
-async def test_where_there_can_be_no_cache_it_is_refused_at_once(make_world):
+async def test_where_there_can_be_no_cache_it_is_refused_at_once(make_harness):
     class Bare(FakeAgent):
         def hello(self):
             hello = super().hello()
@@ -180,48 +180,48 @@ async def test_where_there_can_be_no_cache_it_is_refused_at_once(make_world):
         def make_agent(self, pool, spec, sandbox_id):
             return Bare(sandbox_id)
 
-    world = await make_world(Backend())
+    harness = await make_harness(Backend())
 
     with pytest.raises(NotImplementedHere, match="cache"):
-        await world.acquire(cache="rw")
+        await harness.acquire(cache="rw")
 
 
-async def test_a_kept_slot_takes_its_cache_with_its_files(make_world):
-    world = await make_world(max_sandboxes=1, slots_per_sandbox=1)
-    (first,) = (await world.acquire(run_id="r", cache="rw")).leases
-    world.pools.release("t", [first.lease_id], None, False)
+async def test_a_kept_slot_takes_its_cache_with_its_files(make_harness):
+    harness = await make_harness(max_sandboxes=1, slots_per_sandbox=1)
+    (first,) = (await harness.acquire(run_id="r", cache="rw")).leases
+    harness.pools.release("t", [first.lease_id], None, False)
 
-    (second,) = (await world.acquire(run_id="r", cache="rw")).leases
+    (second,) = (await harness.acquire(run_id="r", cache="rw")).leases
 
-    (agent,) = world.backend.agents.values()
+    (agent,) = harness.backend.agents.values()
     assert second.workspace_kept
     assert agent.slots["0"].cache is not None
     assert [request["epoch"] for request in asked(agent, "equip")] == [1, 2]
 
 
-async def test_verify_uses_free_slots_only_and_reports_what_was_found(make_world):
-    world = await make_world(max_sandboxes=1, slots_per_sandbox=3)
-    (lease,) = (await world.acquire()).leases
+async def test_verify_uses_free_slots_only_and_reports_what_was_found(make_harness):
+    harness = await make_harness(max_sandboxes=1, slots_per_sandbox=3)
+    (lease,) = (await harness.acquire()).leases
 
-    report = await world.pools.verify("default")
+    report = await harness.pools.verify("default")
 
     assert (report["pool"], report["clean"], len(report["slots"])) == ("default", True, 2)
     assert lease.slot_id not in {slot["slot_id"] for slot in report["slots"]}
     assert report["slots"][0]["found"] == ["file", "process"]
     assert report["slots"][0]["planted"][0] == {"kind": "file", "detail": "/workspace/left"}
-    assert world.slots() == {"leased": 1, "ready": 2}
-    assert (await world.acquire()).leases[0].epoch == 2
+    assert harness.slots() == {"leased": 1, "ready": 2}
+    assert (await harness.acquire()).leases[0].epoch == 2
 
 
-async def test_verify_needs_a_free_slot(make_world):
-    world = await make_world(max_sandboxes=1)
-    await world.acquire(count=2)
+async def test_verify_needs_a_free_slot(make_harness):
+    harness = await make_harness(max_sandboxes=1)
+    await harness.acquire(count=2)
 
     with pytest.raises(NoCapacity, match="no free slot"):
-        await world.pools.verify("default")
+        await harness.pools.verify("default")
 
 
-async def test_a_reset_that_leaves_something_is_reported_and_its_slot_never_leased(make_world):
+async def test_a_reset_that_leaves_something_is_reported_and_its_slot_never_leased(make_harness):
     class Leaky(FakeAgent):
         def verify(self, slot, meta):
             report = super().verify(slot, meta)
@@ -231,16 +231,16 @@ async def test_a_reset_that_leaves_something_is_reported_and_its_slot_never_leas
         def make_agent(self, pool, spec, sandbox_id):
             return Leaky(sandbox_id, slots=8)
 
-    world = await make_world(Backend(), max_sandboxes=1, slots_per_sandbox=8)
+    harness = await make_harness(Backend(), max_sandboxes=1, slots_per_sandbox=8)
 
-    report = await world.pools.verify("default")
+    report = await harness.pools.verify("default")
 
     assert report["clean"] is False
     assert [slot["left"] for slot in report["slots"] if not slot["clean"]] == [["process"]]
-    assert world.slots() == {"ready": 7, "quarantined": 1}
+    assert harness.slots() == {"ready": 7, "quarantined": 1}
 
 
-async def test_agents_that_cannot_verify_leave_the_slots_clean(make_world):
+async def test_agents_that_cannot_verify_leave_the_slots_clean(make_harness):
     class Old(FakeAgent):
         def verify(self, slot, meta):
             return {"code": "not_implemented", "detail": "an older agent"}
@@ -249,57 +249,57 @@ async def test_agents_that_cannot_verify_leave_the_slots_clean(make_world):
         def make_agent(self, pool, spec, sandbox_id):
             return Old(sandbox_id)
 
-    world = await make_world(Backend(), max_sandboxes=1)
+    harness = await make_harness(Backend(), max_sandboxes=1)
 
     with pytest.raises(NotImplementedHere, match="an older agent"):
-        await world.pools.verify("default")
+        await harness.pools.verify("default")
     await settle()
-    assert world.slots() == {"ready": 2}
+    assert harness.slots() == {"ready": 2}
 
 
-async def test_verify_goes_on_when_nobody_waits_for_it(make_world):
-    world = await make_world(max_sandboxes=1)
-    task = asyncio.create_task(world.pools.verify("default"))
+async def test_verify_goes_on_when_nobody_waits_for_it(make_harness):
+    harness = await make_harness(max_sandboxes=1)
+    task = asyncio.create_task(harness.pools.verify("default"))
     await asyncio.sleep(0)
     task.cancel()
     await settle()
 
-    assert world.slots() == {"ready": 2}
-    assert len(asked(next(iter(world.backend.agents.values())), "verify")) == 2
+    assert harness.slots() == {"ready": 2}
+    assert len(asked(next(iter(harness.backend.agents.values())), "verify")) == 2
 
 
-async def test_a_drained_sandbox_takes_no_new_leases_and_goes_with_its_last(make_world):
-    world = await make_world(min_sandboxes=1)
-    (lease,) = (await world.acquire()).leases
+async def test_a_drained_sandbox_takes_no_new_leases_and_goes_with_its_last(make_harness):
+    harness = await make_harness(min_sandboxes=1)
+    (lease,) = (await harness.acquire()).leases
 
-    view = await world.pools.drain_sandbox(lease.sandbox_id)
+    view = await harness.pools.drain_sandbox(lease.sandbox_id)
     await settle()
 
     assert (view.sandbox_id, view.state, view.last_error) == (lease.sandbox_id, "draining", "an admin drained it")
-    assert (await world.acquire()).leases[0].sandbox_id != lease.sandbox_id
-    assert (await world.pools.drain_sandbox(lease.sandbox_id)).state == "draining"
-    world.pools.release("t", [lease.lease_id])
-    await world.clock.advance(1)
+    assert (await harness.acquire()).leases[0].sandbox_id != lease.sandbox_id
+    assert (await harness.pools.drain_sandbox(lease.sandbox_id)).state == "draining"
+    harness.pools.release("t", [lease.lease_id])
+    await harness.clock.advance(1)
     with pytest.raises(SandboxNotFound):
-        await world.pools.drain_sandbox(lease.sandbox_id)
+        await harness.pools.drain_sandbox(lease.sandbox_id)
 
 
-async def test_everything_that_changes_is_told_in_order(make_world):
-    world = await make_world(max_sandboxes=1)
-    began = world.pools.events.last_id
-    (lease, other) = (await world.acquire(count=2, run_id="r", ttl_s=50)).leases
-    world.pools.renew("t", [lease.lease_id], 60)
-    await world.pools.narrow("t", lease.lease_id, allow_network=False, cache=None)
-    world.pools.release("t", [lease.lease_id])
-    await world.clock.advance(51)
-    (again,) = (await world.acquire()).leases
-    world.backend.kill(again.sandbox_id)
-    await world.clock.advance(1)
+async def test_everything_that_changes_is_told_in_order(make_harness):
+    harness = await make_harness(max_sandboxes=1)
+    began = harness.pools.events.last_id
+    (lease, other) = (await harness.acquire(count=2, run_id="r", ttl_s=50)).leases
+    harness.pools.renew("t", [lease.lease_id], 60)
+    await harness.pools.narrow("t", lease.lease_id, allow_network=False, cache=None)
+    harness.pools.release("t", [lease.lease_id])
+    await harness.clock.advance(51)
+    (again,) = (await harness.acquire()).leases
+    harness.backend.kill(again.sandbox_id)
+    await harness.clock.advance(1)
 
     seen = []
-    async for event in world.pools.events.follow(began):
+    async for event in harness.pools.events.follow(began):
         seen.append(event)
-        if event.id == world.pools.events.last_id:
+        if event.id == harness.pools.events.last_id:
             break
 
     ours = [event for event in seen if event.tenant == "t"]
