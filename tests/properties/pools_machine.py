@@ -60,7 +60,7 @@ class Promise:
     until: float
 
 
-class World:
+class PoolsHistory:
     """One history."""
 
     def __init__(self, data: st.DataObject) -> None:
@@ -261,13 +261,13 @@ class World:
 
 async def live(data: st.DataObject, steps: int) -> None:
     """Run one random history with a number of steps."""
-    world = World(data)
-    await world.start()
-    await world.pools.put_pool("mine", world.spec)
+    history = PoolsHistory(data)
+    await history.start()
+    await history.pools.put_pool("mine", history.spec)
     await settle()
     for _ in range(steps):
-        step = data.draw(st.sampled_from(World.STEPS))
-        await step(world)
+        step = data.draw(st.sampled_from(PoolsHistory.STEPS))
+        await step(history)
         await settle()
-        world.check()
-    await world.check_at_rest()
+        history.check()
+    await history.check_at_rest()

@@ -46,7 +46,7 @@ class FakePools:
         self.given_back.append((acquired, request_key))
 
 
-class World:
+class AcquireHarness:
     """A request in flight."""
 
     def __init__(self) -> None:
@@ -79,57 +79,57 @@ class World:
 
 
 @pytest.fixture
-async def world() -> World:
-    one = World()
+async def harness() -> AcquireHarness:
+    one = AcquireHarness()
     await one.queued()
     return one
 
 
-async def test_a_granted_acquire_is_answered(world: World) -> None:
-    world.pools.grant.set()
+async def test_a_granted_acquire_is_answered(harness: AcquireHarness) -> None:
+    harness.pools.grant.set()
 
-    assert (await world.asking).status_code == 200
-    assert world.pools.given_back == []
-
-
-async def test_a_caller_that_hangs_up_leaves_the_queue(world: World) -> None:
-    world.disconnected()
-
-    with pytest.raises(ClientDisconnected):
-        await world.asking
-    assert len(world.pools.left) == 1
-    assert world.pools.given_back == []
+    assert (await harness.asking).status_code == 200
+    assert harness.pools.given_back == []
 
 
-async def test_what_is_granted_to_a_caller_that_is_gone_is_given_back_under_its_key(world: World) -> None:
-    world.disconnected()
-    world.pools.grant.set()
+async def test_a_caller_that_hangs_up_leaves_the_queue(harness: AcquireHarness) -> None:
+    harness.disconnected()
 
     with pytest.raises(ClientDisconnected):
-        await world.asking
-    assert [key for _, key in world.pools.given_back] == ["k"]
+        await harness.asking
+    assert len(harness.pools.left) == 1
+    assert harness.pools.given_back == []
 
 
-async def test_what_is_granted_while_leaving_is_given_back(world: World) -> None:
-    world.pools.grants_when_cancelled = True
-    world.disconnected()
+async def test_what_is_granted_to_a_caller_that_is_gone_is_given_back_under_its_key(harness: AcquireHarness) -> None:
+    harness.disconnected()
+    harness.pools.grant.set()
 
     with pytest.raises(ClientDisconnected):
-        await world.asking
-    assert len(world.pools.given_back) == 1
+        await harness.asking
+    assert [key for _, key in harness.pools.given_back] == ["k"]
 
 
-async def test_a_service_that_stops_sends_the_queue_away(world: World) -> None:
-    world.service.stopping.set_result(None)
+async def test_what_is_granted_while_leaving_is_given_back(harness: AcquireHarness) -> None:
+    harness.pools.grants_when_cancelled = True
+    harness.disconnected()
+
+    with pytest.raises(ClientDisconnected):
+        await harness.asking
+    assert len(harness.pools.given_back) == 1
+
+
+async def test_a_service_that_stops_sends_the_queue_away(harness: AcquireHarness) -> None:
+    harness.service.stopping.set_result(None)
 
     with pytest.raises(Draining):
-        await world.asking
-    assert len(world.pools.left) == 1
+        await harness.asking
+    assert len(harness.pools.left) == 1
 
 
-async def test_a_request_that_is_cancelled_leaves_the_queue(world: World) -> None:
-    world.asking.cancel()
+async def test_a_request_that_is_cancelled_leaves_the_queue(harness: AcquireHarness) -> None:
+    harness.asking.cancel()
 
     with pytest.raises(asyncio.CancelledError):
-        await world.asking
-    assert len(world.pools.left) == 1
+        await harness.asking
+    assert len(harness.pools.left) == 1

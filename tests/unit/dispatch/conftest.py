@@ -59,7 +59,7 @@ class FakeSlotLocator:
 
 
 @dataclass
-class World:
+class DispatchHarness:
     """Everything a dispatcher talks to."""
 
     agent: ScriptedAgent
@@ -93,16 +93,16 @@ def lease(lease_id: str, slot_id: str) -> Lease:
 
 
 @pytest.fixture
-async def world() -> World:
+async def harness() -> DispatchHarness:
     """Leases `a`, `b` and `c` of alice's, on one agent."""
-    return await make_world(ScriptedAgent("s-1", slots=3))
+    return await make_harness(ScriptedAgent("s-1", slots=3))
 
 
-async def make_world(agent: ScriptedAgent, timings: CallTimings | None = None, response_timeout_s: float = RESPONSE_TIMEOUT_S) -> World:
+async def make_harness(agent: ScriptedAgent, timings: CallTimings | None = None, response_timeout_s: float = RESPONSE_TIMEOUT_S) -> DispatchHarness:
     """Leases `a`, `b` and `c` of alice's, on this agent of three slots."""
     client = AgentClient(await FakeLink.to(agent, agent.token), response_timeout_s)
     locations = {name: PoolSlotLocation(lease=lease(name, str(n)), spec=SPEC, agent=client, slot_id=str(n), epoch=1) for n, name in enumerate("abc")}
     slot_locator = FakeSlotLocator(locations)
     store, telemetry, clock = MemoryStore(), Telemetry(), FakeClock()
     dispatcher = Dispatcher(slot_locator, store, clock, telemetry, CallLimits(in_flight=200), timings=timings)
-    return World(agent, slot_locator, store, telemetry, dispatcher, clock)
+    return DispatchHarness(agent, slot_locator, store, telemetry, dispatcher, clock)

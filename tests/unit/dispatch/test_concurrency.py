@@ -14,7 +14,7 @@ from sandbox_server.dispatch.limits.concurrency import CallKey, ConcurrencyLimit
 A, B, C, D = (("lease-a", "1"), ("lease-b", "1"), ("lease-c", "1"), ("lease-c", "2"))
 
 
-class World:
+class LimiterHarness:
     """A limiter and the calls that wait for it."""
 
     def __init__(self, **most: int | None) -> None:
@@ -41,113 +41,113 @@ class World:
 
 
 async def test_permits_are_given_in_the_order_of_arrival_and_no_more_than_the_limit() -> None:
-    world = World(t=1)
-    assert world.limiter.try_acquire_permit("t", A)
+    harness = LimiterHarness(t=1)
+    assert harness.limiter.try_acquire_permit("t", A)
     for key in (B, C, D):
-        await world.queue(key)
+        await harness.queue(key)
 
     seen = []
     for key in (A, B, C, D):
-        seen.append(await world.settled())
-        world.limiter.release_permit("t", key)
+        seen.append(await harness.settled())
+        harness.limiter.release_permit("t", key)
 
     assert seen == [[None, None, None], [True, None, None], [True, True, None], [True, True, True]]
-    assert world.is_empty
+    assert harness.is_empty
 
 
 async def test_no_call_overtakes_another_and_tenants_do_not_affect_each_other() -> None:
-    world = World(t=1, u=1)
-    assert world.limiter.try_acquire_permit("t", A)
-    await world.queue(B)
+    harness = LimiterHarness(t=1, u=1)
+    assert harness.limiter.try_acquire_permit("t", A)
+    await harness.queue(B)
 
-    assert world.limiter.try_acquire_permit("u", A)
-    assert world.limiter.try_acquire_permit("free", C)
-    assert world.limiter.try_acquire_permit("free", D)
-    world.limiter.release_permit("t", A)
-    await world.queue(C)
+    assert harness.limiter.try_acquire_permit("u", A)
+    assert harness.limiter.try_acquire_permit("free", C)
+    assert harness.limiter.try_acquire_permit("free", D)
+    harness.limiter.release_permit("t", A)
+    await harness.queue(C)
 
-    assert await world.settled() == [True, None]
+    assert await harness.settled() == [True, None]
 
 
 async def test_a_call_of_two_requests_takes_one_permit() -> None:
-    world = World(t=1)
-    assert world.limiter.try_acquire_permit("t", A)
-    assert world.limiter.try_acquire_permit("t", A)
-    await world.queue(B)
-    await world.queue(B)
+    harness = LimiterHarness(t=1)
+    assert harness.limiter.try_acquire_permit("t", A)
+    assert harness.limiter.try_acquire_permit("t", A)
+    await harness.queue(B)
+    await harness.queue(B)
 
-    world.limiter.release_permit("t", A)
-    first = await world.settled()
-    world.limiter.release_permit("t", A)
-    second = await world.settled()
-    world.limiter.release_permit("t", B)
-    await world.queue(C)
+    harness.limiter.release_permit("t", A)
+    first = await harness.settled()
+    harness.limiter.release_permit("t", A)
+    second = await harness.settled()
+    harness.limiter.release_permit("t", B)
+    await harness.queue(C)
 
     assert (first, second) == ([None, None], [True, True])
-    world.limiter.release_permit("t", B)
-    assert (await world.settled())[-1] is True
+    harness.limiter.release_permit("t", B)
+    assert (await harness.settled())[-1] is True
 
 
 async def test_a_cancelled_wait_delays_no_other_call() -> None:
-    world = World(t=1)
-    assert world.limiter.try_acquire_permit("t", A)
-    gone, granted, last = [await world.queue(key) for key in (B, C, D)]
+    harness = LimiterHarness(t=1)
+    assert harness.limiter.try_acquire_permit("t", A)
+    gone, granted, last = [await harness.queue(key) for key in (B, C, D)]
 
     gone.cancel()
     await asyncio.wait([gone])
-    world.limiter.release_permit("t", A)
+    harness.limiter.release_permit("t", A)
     granted.cancel()  # after its permit was given and before it ran
     await asyncio.wait([granted])
 
     assert await last
-    world.limiter.release_permit("t", D)
-    assert world.is_empty
+    harness.limiter.release_permit("t", D)
+    assert harness.is_empty
 
 
 async def test_calls_of_an_ended_lease_and_ended_calls_stop_waiting() -> None:
-    world = World(t=1)
-    assert world.limiter.try_acquire_permit("t", A)
+    harness = LimiterHarness(t=1)
+    assert harness.limiter.try_acquire_permit("t", A)
     for key in (B, C, D):
-        await world.queue(key)
+        await harness.queue(key)
 
-    world.limiter.wake_waiters_of_lease("lease-c")
-    world.limiter.wake_waiters_of_lease("lease-nobody-knows")
-    assert await world.settled() == [None, False, False]
-    world.limiter.wake_waiters("t", B)
+    harness.limiter.wake_waiters_of_lease("lease-c")
+    harness.limiter.wake_waiters_of_lease("lease-nobody-knows")
+    assert await harness.settled() == [None, False, False]
+    harness.limiter.wake_waiters("t", B)
 
-    assert await world.settled() == [False, False, False]
-    world.limiter.release_permit("t", A)
-    assert world.is_empty
+    assert await harness.settled() == [False, False, False]
+    harness.limiter.release_permit("t", A)
+    assert harness.is_empty
 
 
 async def test_a_raised_limit_applies_at_once() -> None:
-    world = World(t=1)
-    assert world.limiter.try_acquire_permit("t", A)
+    harness = LimiterHarness(t=1)
+    assert harness.limiter.try_acquire_permit("t", A)
     for key in (B, C, D):
-        await world.queue(key)
+        await harness.queue(key)
 
-    world.most["t"] = 2
-    world.limiter.apply_limits()
-    raised = await world.settled()
-    world.most["t"] = None
-    world.limiter.apply_limits()
+    harness.most["t"] = 2
+    harness.limiter.apply_limits()
+    raised = await harness.settled()
+    harness.most["t"] = None
+    harness.limiter.apply_limits()
 
-    assert (raised, await world.settled()) == ([True, None, None], [True, True, True])
+    assert (raised, await harness.settled()) == ([True, None, None], [True, True, True])
 
 
 async def test_as_many_calls_may_wait_as_may_run() -> None:
-    world = World(t=2)
+    harness = LimiterHarness(t=2)
     for key in (A, B):
-        assert world.limiter.try_acquire_permit("t", key)
-    await world.queue(C)
-    world.limiter.check_queue_room("t")
-    await world.queue(D)
+        assert harness.limiter.try_acquire_permit("t", key)
+    await harness.queue(C)
+    harness.limiter.check_queue_room("t")
+    await harness.queue(D)
 
     with pytest.raises(QuotaExceeded, match="2 calls of this tenant run and 2 wait for their turn, and its `max_running_calls` is 2") as refused:
-        world.limiter.check_queue_room("t")
-    world.limiter.check_queue_room("u")
+        harness.limiter.check_queue_room("t")
+    harness.limiter.check_queue_room("u")
     assert refused.value.extra == {"limit": "max_running_calls", "retry_after_s": 2}
-    for task in world.waiting:
+    for task in harness.waiting:
         task.cancel()
 
 

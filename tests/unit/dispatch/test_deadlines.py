@@ -19,42 +19,42 @@ from sandbox_server.dispatch.limits.concurrency import ConcurrencyLimiter
 from sandbox_server.dispatch.outputs import output_bytes
 from sandbox_server.dispatch.runner.decisions import CallTimings
 from tests.support.scripted_agent import ScriptedAgent
-from tests.unit.dispatch.conftest import World, call, make_world
+from tests.unit.dispatch.conftest import DispatchHarness, call, make_harness
 
 SHORT = CallTimings(ping_after_s=0.1, ping_within_s=0.2)
 
 
 @pytest.fixture
-async def world() -> World:
+async def harness() -> DispatchHarness:
     """Leases `a`, `b` and `c` of alice's, on one agent that is given up soon."""
-    return await make_world(ScriptedAgent("s-1", slots=3), SHORT)
+    return await make_harness(ScriptedAgent("s-1", slots=3), SHORT)
 
 
 def test_a_call_has_its_result_within_five_seconds_of_its_deadline() -> None:
     assert CallTimings().ping_after_s + CallTimings().ping_within_s < 5.0
 
 
-async def test_the_calls_of_a_stopped_agent_may_have_run_and_can_be_asked_for_again(world: World) -> None:
-    batch = world.dispatcher.start_calls("alice", [call("a", "live", "c1", timeout_s=0.1), call("a", "echo 2", "c2")])
-    await world.until_running()
-    world.agent.is_stopped = True
+async def test_the_calls_of_a_stopped_agent_may_have_run_and_can_be_asked_for_again(harness: DispatchHarness) -> None:
+    batch = harness.dispatcher.start_calls("alice", [call("a", "live", "c1", timeout_s=0.1), call("a", "echo 2", "c2")])
+    await harness.until_running()
+    harness.agent.is_stopped = True
 
     first, second = await batch.all_results()
 
     assert [(result.reason, result.fault, result.metadata["may_have_run"]) for result in (first, second)] == [(Reason.BACKEND_ERROR, Fault.INFRA, True)] * 2
-    assert world.store.find_result("a", "c1") is None
-    assert world.slot_locator.running == {"a": 0}
-    world.agent.is_stopped = False
-    world.agent.finish("c1")
-    (again,) = await world.dispatcher.start_calls("alice", [call("a", "live", "c1", timeout_s=0.1)]).all_results()
+    assert harness.store.find_result("a", "c1") is None
+    assert harness.slot_locator.running == {"a": 0}
+    harness.agent.is_stopped = False
+    harness.agent.finish("c1")
+    (again,) = await harness.dispatcher.start_calls("alice", [call("a", "live", "c1", timeout_s=0.1)]).all_results()
     assert again.reason is Reason.EXIT
-    assert world.agent.ran.count(("c1", "live")) == 1
+    assert harness.agent.ran.count(("c1", "live")) == 1
 
 
-async def test_a_call_that_was_not_sent_yet_when_its_agent_stopped_has_not_run(world: World) -> None:
+async def test_a_call_that_was_not_sent_yet_when_its_agent_stopped_has_not_run(harness: DispatchHarness) -> None:
     limiter = ConcurrencyLimiter(lambda tenant: 1)
-    limited = Dispatcher(world.slot_locator, world.store, world.clock, world.telemetry, CallLimits(), concurrency_limiter=limiter, timings=SHORT)
-    world.agent.is_stopped = True
+    limited = Dispatcher(harness.slot_locator, harness.store, harness.clock, harness.telemetry, CallLimits(), concurrency_limiter=limiter, timings=SHORT)
+    harness.agent.is_stopped = True
 
     sent, held = await limited.start_calls("alice", [call("a", "true", "c1", timeout_s=0.1), call("a", "true", "c2")]).all_results()
 
@@ -62,48 +62,48 @@ async def test_a_call_that_was_not_sent_yet_when_its_agent_stopped_has_not_run(w
     assert [result.metadata["may_have_run"] for result in (sent, held)] == [True, False]
 
 
-async def test_an_agent_that_answers_is_only_late_and_its_word_is_waited_for(world: World) -> None:
-    batch = world.dispatcher.start_calls("alice", [call("a", "live", timeout_s=0.1)])
-    await world.until_running()
+async def test_an_agent_that_answers_is_only_late_and_its_word_is_waited_for(harness: DispatchHarness) -> None:
+    batch = harness.dispatcher.start_calls("alice", [call("a", "live", timeout_s=0.1)])
+    await harness.until_running()
     assert await batch.next_results(1.0) == []
 
-    world.agent.finish("c")
+    harness.agent.finish("c")
 
     assert [result.reason for result in await batch.all_results()] == [Reason.EXIT]
 
 
 async def test_an_agent_that_answers_and_never_says_how_the_call_ended_is_given_up_as_well() -> None:
-    world = await make_world(ScriptedAgent("s-1", slots=3), replace(SHORT, result_grace_s=0.3))
-    (result,) = await world.dispatcher.start_calls("alice", [call("a", "hang", timeout_s=0.1)]).all_results()
+    harness = await make_harness(ScriptedAgent("s-1", slots=3), replace(SHORT, result_grace_s=0.3))
+    (result,) = await harness.dispatcher.start_calls("alice", [call("a", "hang", timeout_s=0.1)]).all_results()
 
     assert (result.reason, result.metadata["may_have_run"]) == (Reason.BACKEND_ERROR, True)
 
 
-async def test_a_service_that_was_busy_past_a_deadline_reads_what_came_meanwhile(world: World) -> None:
-    batch = world.dispatcher.start_calls("alice", [call("a", "live", timeout_s=0.05)])
-    await world.until_running()
-    world.agent.finish("c")
+async def test_a_service_that_was_busy_past_a_deadline_reads_what_came_meanwhile(harness: DispatchHarness) -> None:
+    batch = harness.dispatcher.start_calls("alice", [call("a", "live", timeout_s=0.05)])
+    await harness.until_running()
+    harness.agent.finish("c")
     time.sleep(0.5)
 
     assert [result.reason for result in await batch.all_results()] == [Reason.EXIT]
 
 
-async def test_the_time_until_an_agent_can_be_reached_again_is_the_calls_as_well(world: World) -> None:
-    world.slot_locator.errors["a"] = BackendUnavailable("nobody answers")
-    world.slot_locator.while_waiting = lambda: world.clock.pass_time(1.0)
-    before = world.clock.monotonic()
+async def test_the_time_until_an_agent_can_be_reached_again_is_the_calls_as_well(harness: DispatchHarness) -> None:
+    harness.slot_locator.errors["a"] = BackendUnavailable("nobody answers")
+    harness.slot_locator.while_waiting = lambda: harness.clock.pass_time(1.0)
+    before = harness.clock.monotonic()
 
-    (result,) = await world.dispatcher.start_calls("alice", [call("a", "true", timeout_s=2.0)]).all_results()
+    (result,) = await harness.dispatcher.start_calls("alice", [call("a", "true", timeout_s=2.0)]).all_results()
 
     assert (result.reason, result.metadata["may_have_run"]) == (Reason.BACKEND_ERROR, False)
-    assert world.clock.monotonic() - before < SHORT.lost_wait_s
+    assert harness.clock.monotonic() - before < SHORT.lost_wait_s
 
 
 async def test_questions_about_calls_and_files_of_a_stopped_agent_are_answered() -> None:
-    world = await make_world(ScriptedAgent("s-1", slots=3), response_timeout_s=0.2)
-    world.agent.is_stopped = True
-    found = CallQueries(world.slot_locator, world.store, world.dispatcher.call_tracker, world.clock, world.dispatcher.outputs)
-    slot_files = SlotFiles(world.slot_locator)
+    harness = await make_harness(ScriptedAgent("s-1", slots=3), response_timeout_s=0.2)
+    harness.agent.is_stopped = True
+    found = CallQueries(harness.slot_locator, harness.store, harness.dispatcher.call_tracker, harness.clock, harness.dispatcher.outputs)
+    slot_files = SlotFiles(harness.slot_locator)
 
     async def endless() -> AsyncGenerator[bytes, None]:
         while True:
@@ -141,15 +141,15 @@ class StopsInTheMiddle(ScriptedAgent):
 
 async def test_an_output_that_a_stopped_agent_does_not_give_is_fetched_when_it_is_asked_for_again() -> None:
     agent = StopsInTheMiddle("s-1", slots=3)
-    world = await make_world(agent, SHORT, response_timeout_s=0.2)
+    harness = await make_harness(agent, SHORT, response_timeout_s=0.2)
     big = call("a", "big 100000", "c1", output_limit_bytes=100_000)
 
-    first, second = await world.dispatcher.start_calls("alice", [big, call("a", "echo 2", "c2")]).all_results()
+    first, second = await harness.dispatcher.start_calls("alice", [big, call("a", "echo 2", "c2")]).all_results()
 
     assert [(result.reason, result.fault, result.metadata["may_have_run"]) for result in (first, second)] == [(Reason.BACKEND_ERROR, Fault.INFRA, True)] * 2
     assert "has not answered" in first.error
-    assert world.store.find_result("a", "c1") is None
-    found = CallQueries(world.slot_locator, world.store, world.dispatcher.call_tracker, world.clock, world.dispatcher.outputs)
+    assert harness.store.find_result("a", "c1") is None
+    found = CallQueries(harness.slot_locator, harness.store, harness.dispatcher.call_tracker, harness.clock, harness.dispatcher.outputs)
     for ask in (
         found.call_status("alice", "a", "c1"),
         found.call_status("alice", "a", "c1", wait_s=1.0),
@@ -159,7 +159,7 @@ async def test_an_output_that_a_stopped_agent_does_not_give_is_fetched_when_it_i
         with pytest.raises(BackendUnavailable, match="has not answered"):
             await ask
     agent.is_stopped, agent.stops = False, False
-    (again,) = await world.dispatcher.start_calls("alice", [big]).all_results()
+    (again,) = await harness.dispatcher.start_calls("alice", [big]).all_results()
     assert (again.reason, output_bytes(again)) == (Reason.EXIT, 100_000)
     assert agent.ran.count(("c1", "big 100000")) == 1
-    await world.store.close()
+    await harness.store.close()

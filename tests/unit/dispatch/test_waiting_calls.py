@@ -14,21 +14,21 @@ from sandbox_server.dispatch.call_admission import CallLimits
 from sandbox_server.dispatch.dispatcher import Dispatcher
 from sandbox_server.dispatch.limits.concurrency import ConcurrencyLimiter
 from sandbox_server.dispatch.runner.decisions import CallTimings
-from tests.unit.dispatch.conftest import World, call
+from tests.unit.dispatch.conftest import DispatchHarness, call
 
 
 @pytest.fixture
-def limited(world: World) -> World:
+def limited(harness: DispatchHarness) -> DispatchHarness:
     """Alice may run one call at a time."""
-    return limit_calls(world)
+    return limit_calls(harness)
 
 
-def limit_calls(world: World, timings: CallTimings | None = None) -> World:
+def limit_calls(harness: DispatchHarness, timings: CallTimings | None = None) -> DispatchHarness:
     """Let alice run one call at a time."""
     most: Callable[[str], int | None] = {"alice": 1}.get
     limits, limiter = CallLimits(in_flight=100), ConcurrencyLimiter(most)
-    world.dispatcher = Dispatcher(world.slot_locator, world.store, world.clock, world.telemetry, limits, concurrency_limiter=limiter, timings=timings)
-    return world
+    harness.dispatcher = Dispatcher(harness.slot_locator, harness.store, harness.clock, harness.telemetry, limits, concurrency_limiter=limiter, timings=timings)
+    return harness
 
 
 async def settled() -> None:
@@ -36,18 +36,18 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-def ran(world: World) -> list[str]:
-    return [call_id for call_id, _ in world.agent.ran]
+def ran(harness: DispatchHarness) -> list[str]:
+    return [call_id for call_id, _ in harness.agent.ran]
 
 
-async def hung(world: World, lease_id: str = "a", call_id: str = "hung") -> Batch:
+async def hung(harness: DispatchHarness, lease_id: str = "a", call_id: str = "hung") -> Batch:
     """A call that runs until it is ended."""
-    batch = world.dispatcher.start_calls("alice", [call(lease_id, "hang", call_id)])
-    await world.until_running()
+    batch = harness.dispatcher.start_calls("alice", [call(lease_id, "hang", call_id)])
+    await harness.until_running()
     return batch
 
 
-async def test_so_many_run_at_once_and_all_of_a_batch_come_to_a_result(limited: World) -> None:
+async def test_so_many_run_at_once_and_all_of_a_batch_come_to_a_result(limited: DispatchHarness) -> None:
     batch = limited.dispatcher.start_calls("alice", [call(lease_id, "live", lease_id) for lease_id in "abc"])
     for index, name in enumerate("abc"):
         await limited.until_running(index + 1)
@@ -58,7 +58,7 @@ async def test_so_many_run_at_once_and_all_of_a_batch_come_to_a_result(limited: 
     assert [(result.call_id, result.reason) for result in await batch.all_results()] == [(name, Reason.EXIT) for name in "abc"]
 
 
-async def test_leases_take_turns_and_calls_of_one_lease_keep_their_order(limited: World) -> None:
+async def test_leases_take_turns_and_calls_of_one_lease_keep_their_order(limited: DispatchHarness) -> None:
     calls = [call("a", "true", "a1"), call("a", "true", "a2"), call("a", "true", "a3"), call("b", "true", "b1"), call("b", "true", "b2")]
 
     results = await limited.dispatcher.start_calls("alice", calls).all_results()
@@ -67,8 +67,8 @@ async def test_leases_take_turns_and_calls_of_one_lease_keep_their_order(limited
     assert [result.call_id for result in results] == ["a1", "a2", "a3", "b1", "b2"]
 
 
-async def test_waiting_costs_a_call_none_of_its_time(world: World) -> None:
-    limited = limit_calls(world, CallTimings(ping_after_s=0.0, result_grace_s=0.0))
+async def test_waiting_costs_a_call_none_of_its_time(harness: DispatchHarness) -> None:
+    limited = limit_calls(harness, CallTimings(ping_after_s=0.0, result_grace_s=0.0))
     first = limited.dispatcher.start_calls("alice", [call("a", "live", "first", timeout_s=5.0)])
     await limited.until_running()
     second = limited.dispatcher.start_calls("alice", [call("b", "live", "second", timeout_s=0.2)])
@@ -83,7 +83,7 @@ async def test_waiting_costs_a_call_none_of_its_time(world: World) -> None:
     assert [result.reason for batch in (first, second) for result in await batch.all_results()] == [Reason.EXIT, Reason.EXIT]
 
 
-async def test_waiting_is_none_of_the_services_own_work(limited: World) -> None:
+async def test_waiting_is_none_of_the_services_own_work(limited: DispatchHarness) -> None:
     batch = await hung(limited)
     second = limited.dispatcher.start_calls("alice", [call("b", "true")])
     await settled()
@@ -97,7 +97,7 @@ async def test_waiting_is_none_of_the_services_own_work(limited: World) -> None:
     assert overhead_s == pytest.approx(100.0 - 0.25)  # the hung one's: the agent says that it ran for 0.25 s
 
 
-async def test_a_lease_is_held_by_a_call_that_waits_as_by_one_that_runs(limited: World) -> None:
+async def test_a_lease_is_held_by_a_call_that_waits_as_by_one_that_runs(limited: DispatchHarness) -> None:
     await hung(limited)
     batch = limited.dispatcher.start_calls("alice", [call("b", "true")])
     await settled()
@@ -109,7 +109,7 @@ async def test_a_lease_is_held_by_a_call_that_waits_as_by_one_that_runs(limited:
     assert limited.slot_locator.running == {"a": 0, "b": 0}
 
 
-async def test_what_only_joins_or_repeats_waits_for_nobody_and_is_let_in(limited: World) -> None:
+async def test_what_only_joins_or_repeats_waits_for_nobody_and_is_let_in(limited: DispatchHarness) -> None:
     (done,) = await limited.dispatcher.start_calls("alice", [call("a", "echo 1", "done")]).all_results()
     first = await hung(limited, "b")
     waiting = limited.dispatcher.start_calls("alice", [call("c", "true", "waiting")])
@@ -130,7 +130,7 @@ async def test_what_only_joins_or_repeats_waits_for_nobody_and_is_let_in(limited
     assert ran(limited) == ["done", "hung", "waiting"]
 
 
-async def test_a_repeated_result_comes_in_the_encoding_that_is_asked_for_now(limited: World) -> None:
+async def test_a_repeated_result_comes_in_the_encoding_that_is_asked_for_now(limited: DispatchHarness) -> None:
     (first,) = await limited.dispatcher.start_calls("alice", [call("a", "bytes")]).all_results()
 
     (again,) = await limited.dispatcher.start_calls("alice", [call("a", "bytes", encoding="base64")]).all_results()
@@ -138,7 +138,7 @@ async def test_a_repeated_result_comes_in_the_encoding_that_is_asked_for_now(lim
     assert (again.output, first.encoding, again.encoding) == (first.output, "utf-8", "base64")
 
 
-async def test_a_request_that_comes_when_enough_wait_is_refused_as_a_whole_until_they_run(limited: World) -> None:
+async def test_a_request_that_comes_when_enough_wait_is_refused_as_a_whole_until_they_run(limited: DispatchHarness) -> None:
     first = await hung(limited)
     limited.dispatcher.start_calls("alice", [call("b", "live", "b"), call("c", "live", "c")])
     await settled()
@@ -157,7 +157,7 @@ async def test_a_request_that_comes_when_enough_wait_is_refused_as_a_whole_until
     assert "refused" not in ran(limited)
 
 
-async def test_a_call_that_is_cancelled_before_its_turn_never_runs(limited: World) -> None:
+async def test_a_call_that_is_cancelled_before_its_turn_never_runs(limited: DispatchHarness) -> None:
     first = await hung(limited)
     batch = limited.dispatcher.start_calls("alice", [call("b", "echo 1", "b1"), call("b", "echo 2", "b2")])
     await settled()
@@ -175,7 +175,7 @@ async def test_a_call_that_is_cancelled_before_its_turn_never_runs(limited: Worl
         await limited.dispatcher.cancel_call("alice", "b", "b3")
 
 
-async def test_calls_of_a_lease_that_ended_wait_no_longer(limited: World) -> None:
+async def test_calls_of_a_lease_that_ended_wait_no_longer(limited: DispatchHarness) -> None:
     await hung(limited)
     batch = limited.dispatcher.start_calls("alice", [call("b", "true", "b1"), call("b", "true", "b2")])
     await settled()
@@ -187,7 +187,7 @@ async def test_calls_of_a_lease_that_ended_wait_no_longer(limited: World) -> Non
     limited.dispatcher.concurrency_limiter.check_queue_room("alice")
 
 
-async def test_a_link_that_breaks_takes_nobodys_turn(limited: World) -> None:
+async def test_a_link_that_breaks_takes_nobodys_turn(limited: DispatchHarness) -> None:
     first = await hung(limited)
     second = limited.dispatcher.start_calls("alice", [call("b", "true", "second")])
     await settled()
@@ -203,7 +203,7 @@ async def test_a_link_that_breaks_takes_nobodys_turn(limited: World) -> None:
     assert [result.reason for batch in (first, second) for result in await batch.all_results()] == [Reason.CANCELLED, Reason.EXIT]
 
 
-async def test_when_the_service_stops_what_waited_cannot_have_run(limited: World) -> None:
+async def test_when_the_service_stops_what_waited_cannot_have_run(limited: DispatchHarness) -> None:
     first = await hung(limited)
     second = limited.dispatcher.start_calls("alice", [call("b", "true", "b1"), call("b", "true", "b2")])
     await settled()
@@ -219,7 +219,7 @@ async def test_when_the_service_stops_what_waited_cannot_have_run(limited: World
     assert not limited.dispatcher.concurrency_limiter._calls_by_tenant
 
 
-async def test_a_call_that_fails_to_end_does_not_keep_its_turn(limited: World) -> None:
+async def test_a_call_that_fails_to_end_does_not_keep_its_turn(limited: DispatchHarness) -> None:
     found = await limited.dispatcher.start_calls(
         "alice", [call("a", "nonsense", "a1"), call("a", "refuse internal", "a2"), call("b", "true", "b1")]
     ).all_results()
@@ -228,7 +228,7 @@ async def test_a_call_that_fails_to_end_does_not_keep_its_turn(limited: World) -
     assert not limited.dispatcher.concurrency_limiter._calls_by_tenant
 
 
-async def test_a_bug_does_not_keep_a_turn_either(limited: World, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_bug_does_not_keep_a_turn_either(limited: DispatchHarness, caplog: pytest.LogCaptureFixture) -> None:
     limited.slot_locator.locations["a"] = None  # type: ignore[assignment]
 
     broken, whole = await limited.dispatcher.start_calls("alice", [call("a", "true"), call("b", "true")]).all_results()
