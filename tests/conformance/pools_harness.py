@@ -17,8 +17,8 @@ from sandbox_server.pool.dependencies import PoolDependencies
 from sandbox_server.pool.service import PoolService
 from tests.conformance.skipping_clock import SkippingClock
 from tests.conformance.under_test import BackendUnderTest, wait_until
+from tests.support.crash import kill_pools
 from tests.support.crashing_store import CrashingStore
-from tests.support.lives import kill
 
 AWAY = "the control plane is away: this test took it away"
 
@@ -124,7 +124,7 @@ class PoolsHarness:
 
     async def crash(self) -> None:
         """End the pools as SIGKILL would: nothing is destroyed, and what was not flushed is lost."""
-        await kill(self.pools)
+        await kill_pools(self.pools)
         await self._cut_links()
         self.store.crash()
 

@@ -17,8 +17,8 @@ from sandbox_server.core.types import Acquired, AcquireRequest, Lease, PoolSpec
 from sandbox_server.pool.dependencies import PoolDependencies
 from sandbox_server.pool.service import PoolService
 from sandbox_server.testing import FakeAgent, FakeBackend, FakeClock, settle
+from tests.support.crash import kill_pools
 from tests.support.crashing_store import CrashingStore
-from tests.support.lives import kill
 
 MAX_SANDBOXES = 3
 
@@ -61,7 +61,7 @@ class Promise:
 
 
 class PoolsHistory:
-    """One history."""
+    """The pools of one example: what happens to them, and what their callers were promised."""
 
     def __init__(self, data: st.DataObject) -> None:
         self.data = data
@@ -195,7 +195,7 @@ class PoolsHistory:
             task.cancel()
         await asyncio.gather(*self.gangs, return_exceptions=True)
         self.gangs.clear()
-        await kill(self.pools)
+        await kill_pools(self.pools)
         self.store.crash(self.data.draw(st.integers(0, self.store.unflushed)))
         down_s = self.data.draw(st.sampled_from((0.0, 3.0, 1000.0)))
         self.clock.pass_time(down_s)

@@ -26,7 +26,7 @@ from sandbox_server.dispatch.call_tracker import CallTracker
 from sandbox_server.dispatch.dispatcher import Dispatcher
 from sandbox_server.dispatch.limits.concurrency import ConcurrencyLimiter
 from sandbox_server.telemetry import Telemetry
-from tests.integration.pool.first_life import call, make_pools
+from tests.integration.pool.pools_process import call, make_pools
 
 ROOT = Path(__file__).parents[3]
 
@@ -36,7 +36,7 @@ def live_once(tmp_path):
     """Runs a first life up to its death: `live_once(command)` returns what it said. The command goes on."""
 
     def live(command):
-        argv = [sys.executable, "-m", "tests.integration.pool.first_life", str(tmp_path), command]
+        argv = [sys.executable, "-m", "tests.integration.pool.pools_process", str(tmp_path), command]
         process = subprocess.Popen(argv, stdout=subprocess.PIPE, cwd=ROOT)
         said = json.loads(process.stdout.readline())
         process.send_signal(signal.SIGKILL)
@@ -50,15 +50,15 @@ def live_once(tmp_path):
 @pytest.fixture
 async def again(tmp_path):
     """Starts the next life."""
-    lives = []
+    services = []
 
     async def start():
-        lives.append(make_pools(tmp_path))
-        await lives[-1].start()
-        return lives[-1]
+        services.append(make_pools(tmp_path))
+        await services[-1].start()
+        return services[-1]
 
     yield start
-    for pools in lives[-1:]:
+    for pools in services[-1:]:
         await pools.stop("destroy")
         await pools._store.close()
         assert await next(iter(pools._catalog.backends.values())).list_owned("me") == []

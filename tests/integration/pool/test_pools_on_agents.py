@@ -17,7 +17,7 @@ from sandbox_server.core.errors import SandboxLost
 from sandbox_server.core.types import AcquireRequest, PoolSpec
 from sandbox_server.pool.service import PoolService
 from sandbox_server.store.memory import MemoryStore
-from tests.support.lives import kill
+from tests.support.crash import kill_pools
 
 
 class Place:
@@ -153,7 +153,7 @@ async def test_what_a_killed_service_left_is_swept_at_the_next_start(make_place)
     place = await make_place()
     await place.acquire()
     (left,) = await place.agents()
-    await kill(place.pools)
+    await kill_pools(place.pools)
 
     other = await make_place()
     await other.acquire()

@@ -15,7 +15,7 @@ from sandbox_server.pool.pool import Pool
 from sandbox_server.pool.service import PoolService
 from sandbox_server.store.memory import MemoryStore
 from sandbox_server.testing import FakeBackend, FakeClock, settle
-from tests.unit.pool.lives import Lives
+from tests.unit.pool.restartable_service import RestartableService
 
 
 class FailingStore(MemoryStore):
@@ -117,12 +117,12 @@ async def make_harness() -> AsyncIterator[Callable[..., Any]]:
 
 
 @pytest.fixture
-async def make_lives() -> AsyncIterator[Callable[..., Any]]:
-    """Makes a started service that can be killed and started again: `await make_lives(backend=None, **spec)`. Stops it with its sandboxes at the end."""
-    made: list[Lives] = []
+async def make_service() -> AsyncIterator[Callable[..., Any]]:
+    """Makes a started service that can be killed and started again: `await make_service(backend=None, **spec)`. Stops it with its sandboxes at the end."""
+    made: list[RestartableService] = []
 
-    async def make(backend: FakeBackend | None = None, **spec: Any) -> Lives:
-        made.append(Lives(backend, **spec))
+    async def make(backend: FakeBackend | None = None, **spec: Any) -> RestartableService:
+        made.append(RestartableService(backend, **spec))
         return await made[0].start()
 
     yield make

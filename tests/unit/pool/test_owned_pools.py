@@ -17,7 +17,7 @@ from sandbox_server.store.sqlite.migrations import APPLICATION_ID, MIGRATIONS
 from sandbox_server.store.sqlite.options import SqliteOptions
 from sandbox_server.store.sqlite.store import SqliteStore, StoreUnusable
 from sandbox_server.testing import settle
-from tests.unit.pool.lives import Lives
+from tests.unit.pool.restartable_service import RestartableService
 
 SPEC = PoolSpec(slots_per_sandbox=2, min_sandboxes=1, max_sandboxes=2)
 ADMIN = Actor(tenant="ops", admin=True)
@@ -25,85 +25,85 @@ ANN, BEN = Actor(tenant="ann"), Actor(tenant="ben")
 
 
 @pytest.fixture
-async def lives():
-    lives = await Lives().start()
-    yield lives
-    await lives.pools.stop()
+async def service():
+    service = await RestartableService().start()
+    yield service
+    await service.pools.stop()
 
 
-async def acquire(lives, actor, pool="mine", **fields):
-    (lease,) = (await lives.pools.acquire(AcquireRequest(tenant=actor.tenant, pool=pool, **fields))).leases
+async def acquire(service, actor, pool="mine", **fields):
+    (lease,) = (await service.pools.acquire(AcquireRequest(tenant=actor.tenant, pool=pool, **fields))).leases
     return lease
 
 
-def owned(lives):
-    return [(view.name, view.tenant) for view in lives.pools.views(actor=SERVICE, tenant="*")]
+def owned(service):
+    return [(view.name, view.tenant) for view in service.pools.views(actor=SERVICE, tenant="*")]
 
 
-async def test_same_named_pools_come_back_after_a_crash_each_with_its_own_sandboxes_and_leases(lives):
+async def test_same_named_pools_come_back_after_a_crash_each_with_its_own_sandboxes_and_leases(service):
     leases = {}
     for actor in (ANN, BEN):
-        await lives.pools.put_pool("mine", SPEC, actor=actor)
+        await service.pools.put_pool("mine", SPEC, actor=actor)
         await settle()
-        leases[actor] = await acquire(lives, actor)
+        leases[actor] = await acquire(service, actor)
 
-    await lives.again()
+    await service.restart()
 
-    assert owned(lives) == [("default", None), ("mine", "ann"), ("mine", "ben")]
+    assert owned(service) == [("default", None), ("mine", "ann"), ("mine", "ben")]
     for actor in (ANN, BEN):
-        lease = lives.pools.lease(actor.tenant, leases[actor].lease_id)
+        lease = service.pools.lease(actor.tenant, leases[actor].lease_id)
         assert (lease.pool, lease.pool_tenant, lease.sandbox_id) == ("mine", actor.tenant, leases[actor].sandbox_id)
-        assert {view.sandbox_id for view in lives.pools.sandboxes(actor=actor) if view.pool_tenant == actor.tenant} == {lease.sandbox_id}
-        assert lives.pools.view("mine", actor=actor).slots["leased"] == 1
-    await lives.pools.delete_pool("mine", actor=ANN, force=True)
-    await lives.clock.advance(1)
-    await lives.again()
-    assert owned(lives) == [("default", None), ("mine", "ben")]
-    assert lives.pools.lease("ben", leases[BEN].lease_id)
+        assert {view.sandbox_id for view in service.pools.sandboxes(actor=actor) if view.pool_tenant == actor.tenant} == {lease.sandbox_id}
+        assert service.pools.view("mine", actor=actor).slots["leased"] == 1
+    await service.pools.delete_pool("mine", actor=ANN, force=True)
+    await service.clock.advance(1)
+    await service.restart()
+    assert owned(service) == [("default", None), ("mine", "ben")]
+    assert service.pools.lease("ben", leases[BEN].lease_id)
 
 
-async def test_who_waits_in_a_pool_that_is_shared_no_longer_is_told(lives):
-    await lives.pools.put_pool("common", replace(SPEC, shared=True, max_sandboxes=1), actor=ADMIN)
+async def test_who_waits_in_a_pool_that_is_shared_no_longer_is_told(service):
+    await service.pools.put_pool("common", replace(SPEC, shared=True, max_sandboxes=1), actor=ADMIN)
     await settle()
-    held = [await acquire(lives, actor, "common") for actor in (ADMIN, BEN)]
-    waiting = {actor: asyncio.create_task(acquire(lives, actor, "common")) for actor in (ADMIN, BEN)}
+    held = [await acquire(service, actor, "common") for actor in (ADMIN, BEN)]
+    waiting = {actor: asyncio.create_task(acquire(service, actor, "common")) for actor in (ADMIN, BEN)}
     await settle()
 
-    await lives.pools.put_pool("common", replace(SPEC, max_sandboxes=1), actor=ADMIN)
+    await service.pools.put_pool("common", replace(SPEC, max_sandboxes=1), actor=ADMIN)
     await settle()
 
     with pytest.raises(PoolNotFound, match="no longer shared with this tenant"):
         await waiting[BEN]
     assert not waiting[ADMIN].done()
-    assert lives.pools.lease("ben", held[1].lease_id), "a lease that is held goes on to its end"
-    assert len(lives.backend.created) == 2, "no sandbox was made anew"
+    assert service.pools.lease("ben", held[1].lease_id), "a lease that is held goes on to its end"
+    assert len(service.backend.created) == 2, "no sandbox was made anew"
     with pytest.raises(PoolNotFound):
-        await acquire(lives, BEN, "common")
-    lives.pools.release("ben", [held[1].lease_id])
+        await acquire(service, BEN, "common")
+    service.pools.release("ben", [held[1].lease_id])
     assert (await waiting[ADMIN]).tenant == "ops"
 
 
-async def test_a_shared_pool_whose_name_the_settings_file_takes_stays_its_owners(lives):
-    await lives.pools.put_pool("common", replace(SPEC, shared=True), actor=ADMIN)
-    lives.specs = {**lives.specs, "common": SPEC}
+async def test_a_shared_pool_whose_name_the_settings_file_takes_stays_its_owners(service):
+    await service.pools.put_pool("common", replace(SPEC, shared=True), actor=ADMIN)
+    service.specs = {**service.specs, "common": SPEC}
 
-    await lives.again()
+    await service.restart()
 
-    assert lives.pools.view("common", actor=ADMIN).tenant == "ops"
-    assert lives.pools.view("common", actor=BEN).tenant is None
+    assert service.pools.view("common", actor=ADMIN).tenant == "ops"
+    assert service.pools.view("common", actor=BEN).tenant is None
 
 
-async def test_a_pool_that_no_tenant_owns_is_every_admins(lives):
-    await lives.pools.put_pool("old", SPEC)
+async def test_a_pool_that_no_tenant_owns_is_every_admins(service):
+    await service.pools.put_pool("old", SPEC)
 
-    assert lives.pools.view("old", actor=ANN).shared
+    assert service.pools.view("old", actor=ANN).shared
     with pytest.raises(PoolConflict, match="take another name"):
-        await lives.pools.put_pool("old", SPEC, actor=ANN)
+        await service.pools.put_pool("old", SPEC, actor=ANN)
     with pytest.raises(Forbidden, match="only an admin"):
-        await lives.pools.delete_pool("old", actor=ANN)
-    view, made = await lives.pools.put_pool("old", replace(SPEC, max_sandboxes=3), actor=ADMIN)
+        await service.pools.delete_pool("old", actor=ANN)
+    view, made = await service.pools.put_pool("old", replace(SPEC, max_sandboxes=3), actor=ADMIN)
     assert (view.tenant, view.spec.max_sandboxes, made) == (None, 3, False)
-    await lives.pools.delete_pool("old", actor=ADMIN)
+    await service.pools.delete_pool("old", actor=ADMIN)
 
 
 def old_file(path, *pools):

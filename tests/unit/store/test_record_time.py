@@ -14,7 +14,7 @@ from sandbox_server.store.base import KeyRecord
 from sandbox_server.store.record_time import boot_id
 from sandbox_server.store.sqlite.store import SqliteStore
 from sandbox_server.testing import FakeBackend, FakeClock, settle
-from tests.support.lives import kill
+from tests.support.crash import kill_pools
 from tests.unit.store.test_store import LEASE, SANDBOX
 
 DAY_S = 86_400.0
@@ -140,7 +140,7 @@ class Machine:
 
     async def again(self):
         await self.store.flush()
-        await kill(self.pools)
+        await kill_pools(self.pools)
         await self.store.close()
         await self.start()
 

@@ -8,7 +8,7 @@ from sandbox_server.pool.service import PoolService
 from sandbox_server.testing import settle
 
 
-async def kill(pools: PoolService) -> None:
+async def kill_pools(pools: PoolService) -> None:
     """End a service's pools as SIGKILL does: nothing is sent to an agent or a client, and nothing is stored."""
     tasks = [*pools._catalog.tasks, *pools._orphans.tasks]
     for pool in pools._pools.values():

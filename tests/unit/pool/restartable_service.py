@@ -1,4 +1,4 @@
-"""A service that can die and start again, on fakes."""
+"""A service that can crash and start again, on fakes."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from sandbox_server.core.types import AcquireRequest, PoolSpec
 from sandbox_server.pool.dependencies import PoolDependencies
 from sandbox_server.pool.service import PoolService
 from sandbox_server.testing import FakeBackend, FakeClock, settle
+from tests.support.crash import kill_pools
 from tests.support.crashing_store import CrashingStore
-from tests.support.lives import kill
 
 SPEC = PoolSpec(slots_per_sandbox=2, min_sandboxes=1, max_sandboxes=2)
 
 
-class Lives:
-    """A service that can die and start again over the same backend and store."""
+class RestartableService:
+    """A service that can crash and start again over the same backend and store."""
 
     def __init__(self, backend=None, **spec):
         self.clock = FakeClock()
@@ -31,14 +31,14 @@ class Lives:
         await settle()
         return self
 
-    async def die(self, down_s=0.0, *, lossy=False):
+    async def crash(self, down_s=0.0, *, lossy=False):
         """SIGKILL: nothing more is said. `lossy`: what nobody waited for had not been written yet either."""
-        await kill(self.pools)
+        await kill_pools(self.pools)
         self.store.crash(0 if lossy else self.store.unflushed)
         self.clock.pass_time(down_s)
 
-    async def again(self, down_s=0.0, *, lossy=False):
-        await self.die(down_s, lossy=lossy)
+    async def restart(self, down_s=0.0, *, lossy=False):
+        await self.crash(down_s, lossy=lossy)
         return await self.start()
 
     async def acquire(self, pool="default", **fields):
