@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.contract.lifetime.test_end import Process, acquire, uvicorn_on
+from tests.support.service_main import ServiceParts
 
 DESCRIPTORS = 1024
 IDLE_CONNECTIONS = 3000
@@ -79,7 +80,7 @@ def test_idle_connections_keep_nobody_with_a_token_out(tmp_path: Path, loop: str
 
 
 def test_connections_that_send_no_whole_head_are_closed(tmp_path: Path) -> None:
-    with uvicorn_on(tmp_path / "state", HEAD_WITHIN_S=str(HEAD_WITHIN_S)) as process, contextlib.ExitStack() as stack:
+    with uvicorn_on(tmp_path / "state", parts=ServiceParts(scripted_agents=True, head_within_s=HEAD_WITHIN_S)) as process, contextlib.ExitStack() as stack:
         idle = flood(stack, process, 20)
         half_sent = flood(stack, process, 20, b"POST /v1/acquire HTTP/1.1\r\nHost: h\r\nX-Slow: ")
         wait_until_closed([*idle, *half_sent])

@@ -19,9 +19,12 @@ import httpx
 import pytest
 
 from tests.support.service import START_TIMEOUT_S, clean_environ
+from tests.support.service_main import ServiceParts
 
 ROOT = Path(__file__).parents[3]
 ENDS_WITHIN_S = 10.0
+SCRIPTED = ServiceParts(scripted_agents=True)
+QUICK_STOP = ServiceParts(scripted_agents=True, requests_grace_s=0.2)
 
 
 @dataclass
@@ -50,17 +53,17 @@ class Process:
 
 
 @contextlib.contextmanager
-def uvicorn_on(state_dir: Path, *arguments: str, descriptors: int | None = None, **environ: str) -> Iterator[Process]:
+def uvicorn_on(state_dir: Path, *arguments: str, descriptors: int | None = None, parts: ServiceParts = SCRIPTED, **environ: str) -> Iterator[Process]:
     """A service of plain uvicorn; `descriptors`: it may open no more files than that, as after `ulimit -n`."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        command = [sys.executable, "-m", "uvicorn", "tests.support.scripted_main:app", "--fd", str(listening.fileno()), *arguments]
+        command = [sys.executable, "-m", "uvicorn", "--factory", "tests.support.service_main:make_application", "--fd", str(listening.fileno()), *arguments]
         if descriptors is not None:
             command = ["prlimit", f"--nofile={descriptors}:{descriptors}", *command]
         popen = subprocess.Popen(
             command,
             cwd=ROOT,
-            env=clean_environ({"SANDBOX_STATE_DIR": str(state_dir), **environ}),
+            env=clean_environ({"SANDBOX_STATE_DIR": str(state_dir), **parts.environ(), **environ}),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -101,7 +104,7 @@ def process(tmp_path: Path) -> Iterator[Process]:
 @pytest.fixture
 def quick_process(tmp_path: Path) -> Iterator[Process]:
     """A service that gives its requests only a short time when it stops, for requests that do not end by themselves."""
-    with uvicorn_on(tmp_path / "state", REQUESTS_GRACE_S="0.2") as running:
+    with uvicorn_on(tmp_path / "state", parts=QUICK_STOP) as running:
         yield running
 
 
@@ -138,7 +141,7 @@ def test_who_queues_is_told_to_come_again(tmp_path: Path) -> None:
     config = tmp_path / "pools.yaml"
     config.write_text("pools: {default: {slots_per_sandbox: 1, max_sandboxes: 1}}")
     with (
-        uvicorn_on(tmp_path / "state", SANDBOX_CONFIG=str(config), REQUESTS_GRACE_S="0.2") as process,
+        uvicorn_on(tmp_path / "state", parts=QUICK_STOP, SANDBOX_CONFIG=str(config)) as process,
         process.http() as http,
         process.connect() as queued,
     ):

@@ -13,11 +13,13 @@ import pytest
 
 from tests.integration.attribution.conftest import POOL
 from tests.integration.attribution.pool_harness import PoolHarness, blame, check, frozen
-from tests.support import short_waits_main
 from tests.support.service import running_service
+from tests.support.service_main import ServiceParts
 
 UNANSWERED = ("backend_error", "infra", None)
-BEYOND_DEADLINE_S = short_waits_main.TIMINGS.ping_after_s + short_waits_main.TIMINGS.ping_within_s
+# A link is lost after a silence of 5 s. Tests that need the link of a stopped agent to stand take less.
+SHORT_WAITS = ServiceParts(ping_after_s=0.4, ping_within_s=0.4, response_timeout_s=1.0, ping_interval_s=1.25, lost_after_s=0.5)
+BEYOND_DEADLINE_S = SHORT_WAITS.ping_after_s + SHORT_WAITS.ping_within_s
 SLACK_S = 1.5  # of this machine and its test, not of the service
 
 
@@ -60,7 +62,7 @@ class Timed:
 def harness() -> Iterator[PoolHarness]:
     """Two sandboxes of three slots and the sandbox of `stays_stopped`, in a service that waits only shortly for agents that do not respond."""
     pools = {"default": {**POOL, "slots_per_sandbox": 3, "min_sandboxes": 2}, "single": {**POOL, "slots_per_sandbox": 1}}
-    with running_service({"pools": pools}, module=short_waits_main.__name__) as service:
+    with running_service({"pools": pools}, module=ServiceParts.__module__, env=SHORT_WAITS.environ()) as service:
         one = PoolHarness(service)
         yield one
         one.close()

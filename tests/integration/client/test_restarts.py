@@ -19,14 +19,17 @@ from typing import Any
 import pytest
 
 from env_client import Output, RemoteToolBackend, Result, SandboxClient
-from tests.support import quick_stop_main
 from tests.support.service import SMALL_POOL, Service, clean_environ, end_sandboxes_left, listening_url, short_folder, wait_until_ready
+from tests.support.service_main import ServiceParts
 from tests.support.users import ROOT
 
 #: Writes output, waits for the file `go`, and writes again. It appends a line to `ran` each time it runs. Its last byte is not UTF-8.
 COMMAND = r"printf 'begun\n'; echo ran >> ran; while [ ! -e go ]; do sleep 0.05; done; printf 'done\n\377'"
 #: Its whole output in each encoding.
 WHOLE = {"base64": b"begun\ndone\n\xff", "utf-8": "begun\ndone\n\N{REPLACEMENT CHARACTER}".encode()}
+
+#: The service stops soon although requests run.
+QUICK_STOP = ServiceParts(requests_grace_s=0.2)
 
 
 class Restarting:
@@ -53,9 +56,10 @@ class Restarting:
 
     def _start(self) -> Service:
         state_dir, log_path = self._folder / "state", self._folder / "log"
-        environ = clean_environ({"SANDBOX_CONFIG": str(self._folder / "config.yaml"), "SANDBOX_STATE_DIR": str(state_dir), **self.environ})
+        variables = {"SANDBOX_CONFIG": str(self._folder / "config.yaml"), "SANDBOX_STATE_DIR": str(state_dir)}
+        environ = clean_environ({**variables, **QUICK_STOP.environ(), **self.environ})
         read_end, write_end = os.pipe()
-        command = [sys.executable, "-m", quick_stop_main.__name__, "serve", "--host", "127.0.0.1", "--port", str(self._port), "--ready-fd", str(write_end)]
+        command = [sys.executable, "-m", ServiceParts.__module__, "serve", "--host", "127.0.0.1", "--port", str(self._port), "--ready-fd", str(write_end)]
         with log_path.open("ab") as log, open(read_end, "rb") as ready:
             process = subprocess.Popen(command, cwd=ROOT, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[write_end])
             os.close(write_end)
