@@ -4,7 +4,7 @@ from sandbox_server.link.agent_client import AgentClient
 from sandbox_server.link.agent_link import AgentLink
 from sandbox_server.link.agent_stream import AgentStream
 from sandbox_server.link.connect import connect
-from sandbox_server.link.endpoint import Endpoint
+from sandbox_server.link.endpoint import AgentEndpoint
 from sandbox_server.link.errors import AgentRefused, AgentSilent, LinkError, LinkLost
 
-__all__ = ["AgentClient", "AgentLink", "AgentRefused", "AgentSilent", "AgentStream", "Endpoint", "LinkError", "LinkLost", "connect"]
+__all__ = ["AgentClient", "AgentEndpoint", "AgentLink", "AgentRefused", "AgentSilent", "AgentStream", "LinkError", "LinkLost", "connect"]

@@ -6,17 +6,17 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 
 from sandbox_server.link.agent_link import PING_INTERVAL_S, AgentLink
-from sandbox_server.link.endpoint import Endpoint
+from sandbox_server.link.endpoint import AgentEndpoint
 from sandbox_server.link.errors import LinkLost
 from sandbox_server.link.transports.stdio import open_stdio
 from sandbox_server.link.transports.tls import open_tls
 from sandbox_server.link.transports.unix import open_unix
 
 #: Each connects the protocol to the agent. It raises OSError where nothing listens, and LinkLost where another program does.
-TRANSPORTS: Mapping[str, Callable[[asyncio.Protocol, Endpoint], Awaitable[None]]] = {"unix": open_unix, "tls": open_tls, "stdio": open_stdio}
+TRANSPORTS: Mapping[str, Callable[[asyncio.Protocol, AgentEndpoint], Awaitable[None]]] = {"unix": open_unix, "tls": open_tls, "stdio": open_stdio}
 
 
-async def connect(endpoint: Endpoint, timeout_s: float = 10.0, *, ping_interval_s: float = PING_INTERVAL_S) -> AgentLink:
+async def connect(endpoint: AgentEndpoint, timeout_s: float = 10.0, *, ping_interval_s: float = PING_INTERVAL_S) -> AgentLink:
     """Connect to an agent and exchange hellos.
 
     Args:

@@ -9,7 +9,7 @@ from sandbox_server.core.pipe import Pipe
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Endpoint:
+class AgentEndpoint:
     """How to connect to one agent.
 
     Args:

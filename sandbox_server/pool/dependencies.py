@@ -10,7 +10,7 @@ from typing import Protocol
 
 from sandbox_server.core.clock import Clock
 from sandbox_server.core.types import AcquireRequest
-from sandbox_server.link import AgentLink, Endpoint
+from sandbox_server.link import AgentEndpoint, AgentLink
 from sandbox_server.link.agent_link import RESPONSE_TIMEOUT_S
 from sandbox_server.pool.events import EventLog
 from sandbox_server.pool.leasing.serving_rules import CLAIM_AFTER_S
@@ -21,7 +21,7 @@ from sandbox_server.store.base import Store
 class Connect(Protocol):
     """The function that connects to an agent: `link.connect`, or that of a fake."""
 
-    async def __call__(self, endpoint: Endpoint, timeout_s: float) -> AgentLink:
+    async def __call__(self, endpoint: AgentEndpoint, timeout_s: float) -> AgentLink:
         """Connect and exchange hellos.
 
         Raises:

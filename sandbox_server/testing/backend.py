@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 
 from sandbox_server.backends.base import BackendTraits, CreateContext, CreateFailed, Observation, ObservedState
 from sandbox_server.core.types import Handle, PoolSpec
-from sandbox_server.link import AgentLink, Endpoint, LinkLost
+from sandbox_server.link import AgentEndpoint, AgentLink, LinkLost
 from sandbox_server.testing.agent import FakeAgent, FakeLink
 
 GONE = Observation(state=ObservedState.GONE, detail="the fake sandbox was killed or destroyed")
@@ -112,7 +112,7 @@ class FakeBackend:
         if self.unreachable is not None:
             raise self.unreachable
 
-    async def connect(self, endpoint: Endpoint, timeout_s: float = 10.0) -> AgentLink:
+    async def connect(self, endpoint: AgentEndpoint, timeout_s: float = 10.0) -> AgentLink:
         """Connect to an agent of this backend, as `link.connect` does.
 
         Args:

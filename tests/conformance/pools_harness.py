@@ -12,7 +12,7 @@ from sandbox_server.backends.base import Backend, CreateContext, CreateFailed, O
 from sandbox_server.core.errors import BackendUnavailable
 from sandbox_server.core.pipe import Pipe
 from sandbox_server.core.types import AcquireRequest, Handle, Lease, PoolSpec
-from sandbox_server.link import AgentLink, Endpoint, LinkLost
+from sandbox_server.link import AgentEndpoint, AgentLink, LinkLost
 from sandbox_server.pool.dependencies import PoolDependencies
 from sandbox_server.pool.service import PoolService
 from tests.conformance.skipping_clock import SkippingClock
@@ -128,7 +128,7 @@ class PoolsHarness:
         await self._cut_links()
         self.store.crash()
 
-    async def _connect(self, endpoint: Endpoint, timeout_s: float) -> AgentLink:
+    async def _connect(self, endpoint: AgentEndpoint, timeout_s: float) -> AgentLink:
         if self.is_network_down:
             raise LinkLost("the network is down: this test took it down")
         link = await self.under_test.connect(endpoint, timeout_s)

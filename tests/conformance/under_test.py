@@ -18,7 +18,7 @@ from sandbox_server.backends.group import GROUP_PREFIX, group_parents
 from sandbox_server.backends.local import LocalBackend, make_local_backend
 from sandbox_server.backends.processes import is_running
 from sandbox_server.core.types import Handle, LocalSpec, PoolId, PoolSpec
-from sandbox_server.link import AgentLink, Endpoint, connect
+from sandbox_server.link import AgentEndpoint, AgentLink, connect
 from sandbox_server.testing import FakeAgent, FakeBackend
 
 #: How long anything may take that the suite waits for, in seconds. Only a failing test waits that long.
@@ -72,16 +72,16 @@ class BackendUnderTest(abc.ABC):
         """Make a backend for tests that connect to no agent. It may run something in its sandboxes that starts faster than the agent."""
         return self.make_backend(owner)
 
-    async def connect(self, endpoint: Endpoint, timeout_s: float = TIMEOUT_S) -> AgentLink:
+    async def connect(self, endpoint: AgentEndpoint, timeout_s: float = TIMEOUT_S) -> AgentLink:
         """Connect to an agent, as `link.connect` does."""
         return await connect(endpoint, timeout_s)
 
 
-def endpoint_of(handle: Handle, backend: Backend) -> Endpoint:
+def endpoint_of(handle: Handle, backend: Backend) -> AgentEndpoint:
     """Return where the agent of a created sandbox can be reached."""
     assert handle.address is not None, "the last checkpoint of a sandbox has an address"
     open_pipe = partial(backend.open_pipe, handle) if isinstance(backend, OpensPipes) else None
-    return Endpoint(address=handle.address, token=handle.token or "", certificate=handle.certificate, open_pipe=open_pipe)
+    return AgentEndpoint(address=handle.address, token=handle.token or "", certificate=handle.certificate, open_pipe=open_pipe)
 
 
 async def create(backend: Backend, spec: PoolSpec, *, sandbox_id: str | None = None, steps: int | None = None) -> list[Handle]:
@@ -148,7 +148,7 @@ class FakeUnderTest(BackendUnderTest):
     async def leftovers(self) -> list[str]:
         return [*self._first.handles, *self._first.agents]
 
-    async def connect(self, endpoint: Endpoint, timeout_s: float = TIMEOUT_S) -> AgentLink:
+    async def connect(self, endpoint: AgentEndpoint, timeout_s: float = TIMEOUT_S) -> AgentLink:
         return await self._first.connect(endpoint, timeout_s)
 
 

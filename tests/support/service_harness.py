@@ -18,7 +18,7 @@ from sandbox_server.backends.base import Backend
 from sandbox_server.backends.registry import load_backend
 from sandbox_server.core.types import PoolSpec
 from sandbox_server.dispatch.runner.decisions import CallTimings
-from sandbox_server.link import AgentLink, Endpoint
+from sandbox_server.link import AgentEndpoint, AgentLink
 from sandbox_server.settings import Settings
 from sandbox_server.store.base import Store
 from sandbox_server.store.memory import MemoryStore
@@ -92,7 +92,7 @@ def make_application(
         backend.owner = owner
         return backend
 
-    async def connect(endpoint: Endpoint, timeout_s: float = 10.0) -> AgentLink:
+    async def connect(endpoint: AgentEndpoint, timeout_s: float = 10.0) -> AgentLink:
         return await backend.connect(endpoint, timeout_s)
 
     remembered = store or MemoryStore()

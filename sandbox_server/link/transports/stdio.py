@@ -7,7 +7,7 @@ import logging
 from collections import deque
 
 from sandbox_server.core.pipe import Pipe
-from sandbox_server.link.endpoint import Endpoint
+from sandbox_server.link.endpoint import AgentEndpoint
 
 log = logging.getLogger(__name__)
 
@@ -19,7 +19,7 @@ END_REASON_WAIT_S = 2.0
 CLOSE_WAIT_S = 10.0
 
 
-async def open_stdio(protocol: asyncio.Protocol, endpoint: Endpoint) -> None:
+async def open_stdio(protocol: asyncio.Protocol, endpoint: AgentEndpoint) -> None:
     """Start the agent's relay and connect the protocol to it.
 
     Raises:

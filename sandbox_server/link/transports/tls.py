@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import ssl
 
-from sandbox_server.link.endpoint import Endpoint
+from sandbox_server.link.endpoint import AgentEndpoint
 from sandbox_server.link.errors import LinkLost
 
 
-async def open_tls(protocol: asyncio.Protocol, endpoint: Endpoint) -> None:
+async def open_tls(protocol: asyncio.Protocol, endpoint: AgentEndpoint) -> None:
     """Connect the protocol to the agent's port and check the certificate.
 
     Raises:
@@ -33,7 +33,7 @@ async def open_tls(protocol: asyncio.Protocol, endpoint: Endpoint) -> None:
         raise LinkLost(_not_the_agent(endpoint))
 
 
-def _not_the_agent(endpoint: Endpoint) -> str:
+def _not_the_agent(endpoint: AgentEndpoint) -> str:
     return f"what answers at {endpoint.address} does not have the certificate that was made for this sandbox; no token was sent to it"
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from sandbox_server.link.endpoint import Endpoint
+from sandbox_server.link.endpoint import AgentEndpoint
 
 
-async def open_unix(protocol: asyncio.Protocol, endpoint: Endpoint) -> None:
+async def open_unix(protocol: asyncio.Protocol, endpoint: AgentEndpoint) -> None:
     """Connect the protocol to the agent's unix socket.
 
     Raises:

@@ -20,7 +20,7 @@ import psutil
 from sandbox_server.agent import wire
 from sandbox_server.agent.build import content
 from sandbox_server.agent.kernel.trash import delete_tree
-from sandbox_server.link import AgentLink, Endpoint, connect
+from sandbox_server.link import AgentEndpoint, AgentLink, connect
 from tests.support.users import Runner
 
 TOKEN = "the agent's token"
@@ -199,7 +199,7 @@ def _wait_for_socket(folder: Path, process: subprocess.Popen[bytes]) -> None:
 @contextlib.asynccontextmanager
 async def connected(agent: AgentProcess) -> AsyncIterator[AgentHarness]:
     """A link to a running agent, all of whose slots are ready."""
-    link = await connect(Endpoint(address=f"unix:{agent.folder}/agent.sock", token=TOKEN), START_WITHIN_S)
+    link = await connect(AgentEndpoint(address=f"unix:{agent.folder}/agent.sock", token=TOKEN), START_WITHIN_S)
     harness = AgentHarness(link=link, process=agent.process, folder=agent.folder, mode=agent.mode)
     await _all_ready(harness)
     yield harness

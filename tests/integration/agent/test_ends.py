@@ -13,7 +13,7 @@ import time
 import psutil
 import pytest
 
-from sandbox_server.link import Endpoint, connect
+from sandbox_server.link import AgentEndpoint, connect
 from sandbox_server.link.errors import AgentRefused, LinkLost
 from tests.integration.agent.agent_harness import TOKEN, AgentHarness
 from tests.integration.agent.conftest import Maker
@@ -280,7 +280,7 @@ async def test_running_out_of_memory_is_proven(make_harness: Maker) -> None:
 
 async def test_a_wrong_token_gets_no_answer(bwrap: AgentHarness) -> None:
     with pytest.raises(LinkLost):
-        await connect(Endpoint(address=f"unix:{bwrap.folder}/agent.sock", token=TOKEN + "x"), 5)
+        await connect(AgentEndpoint(address=f"unix:{bwrap.folder}/agent.sock", token=TOKEN + "x"), 5)
 
 
 async def test_shutdown_ends_every_process(own_harness: AgentHarness) -> None:

@@ -16,7 +16,7 @@ from sandbox_server.agent import wire
 from sandbox_server.agent.config import AgentConfig, Listen
 from sandbox_server.agent.kernel.trash import delete_tree
 from sandbox_server.agent.server.agent import Agent
-from sandbox_server.link import AgentLink, Endpoint, connect
+from sandbox_server.link import AgentEndpoint, AgentLink, connect
 from tests.integration.agent.agent_harness import Answer
 
 TOKEN = "t"
@@ -43,7 +43,7 @@ async def link() -> AsyncIterator[AgentLink]:
     running = asyncio.create_task(agent.run_agent())
     while not (folder / "agent.sock").exists():
         await asyncio.sleep(0.01)
-    link = await connect(Endpoint(address=f"unix:{folder}/agent.sock", token=TOKEN), 30.0)
+    link = await connect(AgentEndpoint(address=f"unix:{folder}/agent.sock", token=TOKEN), 30.0)
     async with link.stream({"op": "watch"}) as stream:
         async for event in stream:
             if [slot["state"] for slot in event.meta["slots"]] == ["ready"]:

@@ -12,7 +12,7 @@ from sandbox_server.agent import relay, wire
 from sandbox_server.agent.server.tls_listener import make_context
 from sandbox_server.backends.certificate import make_certificate
 from sandbox_server.backends.process_pipe import open_process_pipe
-from sandbox_server.link import AgentLink, AgentRefused, AgentStream, Endpoint, LinkLost, connect
+from sandbox_server.link import AgentEndpoint, AgentLink, AgentRefused, AgentStream, LinkLost, connect
 from sandbox_server.link.agent_link import MAX_UNANSWERED_PINGS
 
 RELAY_FILE = Path(relay.__file__)
@@ -79,18 +79,18 @@ async def peer(tmp_path: Path) -> AsyncIterator[Peer]:
 
 
 @pytest.fixture(params=["unix", "tls", "stdio"])
-def endpoint(request: pytest.FixtureRequest, peer: Peer) -> Endpoint:
+def endpoint(request: pytest.FixtureRequest, peer: Peer) -> AgentEndpoint:
     """Where the peer is, by one transport after the other."""
     if request.param == "unix":
-        return Endpoint(address=f"unix:{peer.path}", token="secret")
+        return AgentEndpoint(address=f"unix:{peer.path}", token="secret")
     if request.param == "tls":
-        return Endpoint(address=f"tls:127.0.0.1:{peer.tls_port}", token="secret", certificate=CERTIFICATE.certificate)
+        return AgentEndpoint(address=f"tls:127.0.0.1:{peer.tls_port}", token="secret", certificate=CERTIFICATE.certificate)
     relay = [sys.executable, "-I", "-S", str(RELAY_FILE), str(peer.path)]
-    return Endpoint(address="stdio:", token="secret", open_pipe=lambda: open_process_pipe(relay, {}))
+    return AgentEndpoint(address="stdio:", token="secret", open_pipe=lambda: open_process_pipe(relay, {}))
 
 
 @pytest.fixture
-async def link(endpoint: Endpoint) -> AsyncIterator[AgentLink]:
+async def link(endpoint: AgentEndpoint) -> AsyncIterator[AgentLink]:
     it = await connect(endpoint, 20)
     yield it
     await it.close()
@@ -224,13 +224,13 @@ async def test_leaving_a_stream_early_tells_the_agent(peer: Peer, link: AgentLin
 
 async def test_nobody_at_the_address_is_said(tmp_path: Path) -> None:
     with pytest.raises(LinkLost, match="nobody answers"):
-        await connect(Endpoint(address=f"unix:{tmp_path / 'none.sock'}"), 1)
+        await connect(AgentEndpoint(address=f"unix:{tmp_path / 'none.sock'}"), 1)
 
 
 async def test_a_silent_agent_is_not_waited_for(tmp_path: Path) -> None:
     server = await asyncio.get_running_loop().create_unix_server(asyncio.Protocol, tmp_path / "mute.sock")
     with pytest.raises(LinkLost, match="did not say hello"):
-        await connect(Endpoint(address=f"unix:{tmp_path / 'mute.sock'}"), 0.05)
+        await connect(AgentEndpoint(address=f"unix:{tmp_path / 'mute.sock'}"), 0.05)
     server.close()
 
 
@@ -249,7 +249,7 @@ async def test_an_agent_that_breaks_the_protocol_is_dropped(peer: Peer, link: Ag
 
 async def test_a_service_that_stood_still_does_not_take_it_for_silence(peer: Peer) -> None:
     peer.answer = lambda connection, event: connection.end(event.stream) if isinstance(event, wire.Opened) else None
-    link = await connect(Endpoint(address=f"unix:{peer.path}", token="secret"), 5, ping_interval_s=0.02)
+    link = await connect(AgentEndpoint(address=f"unix:{peer.path}", token="secret"), 5, ping_interval_s=0.02)
     for _ in range(3):
         # As a loop whose timers come before what was received, uvloop's for one, does after it was held up.
         time.sleep(0.02 * MAX_UNANSWERED_PINGS * 2)
@@ -261,7 +261,7 @@ async def test_a_service_that_stood_still_does_not_take_it_for_silence(peer: Pee
 
 
 async def test_an_agent_that_answers_no_ping_is_lost(peer: Peer) -> None:
-    link = await connect(Endpoint(address=f"unix:{peer.path}", token="secret"), 5, ping_interval_s=0.02)
+    link = await connect(AgentEndpoint(address=f"unix:{peer.path}", token="secret"), 5, ping_interval_s=0.02)
     for agent in peer.connections:
         assert agent.transport is not None
         agent.transport.pause_reading()  # type: ignore[attr-defined]
@@ -271,7 +271,7 @@ async def test_an_agent_that_answers_no_ping_is_lost(peer: Peer) -> None:
 
 
 async def test_a_hello_that_came_while_the_service_stood_still_is_heard(peer: Peer) -> None:
-    connecting = asyncio.create_task(connect(Endpoint(address=f"unix:{peer.path}", token="secret"), 0.2))
+    connecting = asyncio.create_task(connect(AgentEndpoint(address=f"unix:{peer.path}", token="secret"), 0.2))
     while not peer.connections:
         await asyncio.sleep(0)
     time.sleep(0.5)

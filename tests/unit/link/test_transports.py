@@ -16,7 +16,7 @@ from sandbox_server.agent import relay, wire
 from sandbox_server.agent.server.tls_listener import make_context
 from sandbox_server.backends.certificate import AgentCertificate, make_certificate
 from sandbox_server.backends.process_pipe import ProcessPipe, open_process_pipe
-from sandbox_server.link import Endpoint, LinkLost, connect
+from sandbox_server.link import AgentEndpoint, LinkLost, connect
 from sandbox_server.link.transports.stdio import HIGH_WATER_BYTES, PipeTransport
 from sandbox_server.link.transports.tls import host_and_port
 
@@ -56,8 +56,8 @@ def context_of(made: AgentCertificate, folder: Path) -> ssl.SSLContext:
     return make_context(made.certificate, made.key, str(folder))
 
 
-def tls(address: str) -> Endpoint:
-    return Endpoint(address=address, token=TOKEN, certificate=OURS.certificate)
+def tls(address: str) -> AgentEndpoint:
+    return AgentEndpoint(address=address, token=TOKEN, certificate=OURS.certificate)
 
 
 async def test_who_took_over_the_port_hears_no_token(tmp_path: Path) -> None:
@@ -126,15 +126,15 @@ async def test_nobody_on_the_port_is_said() -> None:
 @pytest.mark.parametrize(
     ("endpoint", "problem"),
     [
-        (Endpoint(address="tls:127.0.0.1:1"), "needs the certificate"),
-        (Endpoint(address="tls:127.0.0.1", certificate=OURS.certificate), "is not tls:HOST:PORT"),
-        (Endpoint(address="stdio:x"), "can start the agent's relay"),
-        (Endpoint(address="unix:"), "needs a path"),
-        (Endpoint(address="http://x"), "there is unix:, tls:, stdio:"),
-        (Endpoint(address="unix"), "there is unix:"),
+        (AgentEndpoint(address="tls:127.0.0.1:1"), "needs the certificate"),
+        (AgentEndpoint(address="tls:127.0.0.1", certificate=OURS.certificate), "is not tls:HOST:PORT"),
+        (AgentEndpoint(address="stdio:x"), "can start the agent's relay"),
+        (AgentEndpoint(address="unix:"), "needs a path"),
+        (AgentEndpoint(address="http://x"), "there is unix:, tls:, stdio:"),
+        (AgentEndpoint(address="unix"), "there is unix:"),
     ],
 )
-async def test_an_endpoint_that_lacks_something_says_what(endpoint: Endpoint, problem: str) -> None:
+async def test_an_endpoint_that_lacks_something_says_what(endpoint: AgentEndpoint, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         await connect(endpoint, 5)
 
@@ -146,7 +146,7 @@ def test_addresses_have_a_host_and_a_port() -> None:
 
 
 def test_what_is_printed_of_secrets_is_nothing() -> None:
-    assert TOKEN not in repr(Endpoint(address="unix:/x", token=TOKEN))
+    assert TOKEN not in repr(AgentEndpoint(address="unix:/x", token=TOKEN))
     assert "PRIVATE" not in repr(OURS)
 
 
@@ -155,7 +155,7 @@ def test_what_is_printed_of_secrets_is_nothing() -> None:
 AGENT_HELLO = wire.frame(wire.HELLO, 0, b'{"v":1,"boot":"b"}')
 
 
-def program(*argv: str) -> tuple[Endpoint, list[ProcessPipe]]:
+def program(*argv: str) -> tuple[AgentEndpoint, list[ProcessPipe]]:
     """An endpoint whose relay is this program, and the pipes that were opened to it."""
     opened: list[ProcessPipe] = []
 
@@ -163,10 +163,10 @@ def program(*argv: str) -> tuple[Endpoint, list[ProcessPipe]]:
         opened.append(await open_process_pipe(argv, {"PATH": os.environ["PATH"]}))
         return opened[-1]
 
-    return Endpoint(address="stdio:program", token=TOKEN, open_pipe=open_pipe), opened
+    return AgentEndpoint(address="stdio:program", token=TOKEN, open_pipe=open_pipe), opened
 
 
-def shell(script: str) -> tuple[Endpoint, list[ProcessPipe]]:
+def shell(script: str) -> tuple[AgentEndpoint, list[ProcessPipe]]:
     return program("/bin/sh", "-c", script)
 
 
@@ -370,7 +370,7 @@ async def test_a_link_over_an_api_is_a_link() -> None:
         return pipe
 
     opener: Callable[[], Awaitable[MemoryPipe]] = open_pipe
-    link = await connect(Endpoint(address="stdio:api", token=TOKEN, open_pipe=opener), 5)
+    link = await connect(AgentEndpoint(address="stdio:api", token=TOKEN, open_pipe=opener), 5)
 
     assert link.hello == {"v": 1, "boot": "b"}
     await link.close()

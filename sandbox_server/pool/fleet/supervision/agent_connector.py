@@ -7,7 +7,7 @@ from functools import partial
 
 from sandbox_server.backends.base import Backend, CreateFailed, Observation, ObservedState, OpensPipes
 from sandbox_server.core.types import Handle
-from sandbox_server.link import AgentClient, Endpoint, LinkLost
+from sandbox_server.link import AgentClient, AgentEndpoint, LinkLost
 from sandbox_server.link.agent_reports import AgentReport
 from sandbox_server.pool.dependencies import PoolDependencies
 from sandbox_server.pool.fleet.sandbox import Sandbox, check_agent_report
@@ -126,10 +126,10 @@ class AgentConnector:
         return agent, report
 
 
-def _endpoint_of(handle: Handle, backend: Backend) -> Endpoint:
+def _endpoint_of(handle: Handle, backend: Backend) -> AgentEndpoint:
     assert handle.address is not None, "only a sandbox whose creation is finished is connected to"
     open_pipe = partial(backend.open_pipe, handle) if isinstance(backend, OpensPipes) else None
-    return Endpoint(address=handle.address, token=handle.token or "", certificate=handle.certificate, open_pipe=open_pipe)
+    return AgentEndpoint(address=handle.address, token=handle.token or "", certificate=handle.certificate, open_pipe=open_pipe)
 
 
 class _ReconnectDeadline:
