@@ -22,7 +22,7 @@ _CHECK_S = 30.0
 _ISOLATING = ("bwrap", "uid")
 
 
-class State(enum.StrEnum):
+class FindingState(enum.StrEnum):
     """The outcome of a check."""
 
     #: It works.
@@ -47,7 +47,7 @@ class Finding:
     """
 
     name: str
-    state: State
+    state: FindingState
     detail: str
     fix: str = ""
 
@@ -67,54 +67,58 @@ def machine_findings() -> list[Finding]:
 def _system_finding() -> Finding:
     what = f"Linux {platform.release()}, Python {platform.python_version()}, {'root' if os.geteuid() == 0 else 'an ordinary user'}"
     if sys.platform != "linux":
-        return Finding("system", State.LIMITED, f"{platform.system()}: slots of the local backend need Linux", "use a service elsewhere: set SANDBOX_URL")
-    return Finding("system", State.OK, what)
+        return Finding(
+            "system", FindingState.LIMITED, f"{platform.system()}: slots of the local backend need Linux", "use a service elsewhere: set SANDBOX_URL"
+        )
+    return Finding("system", FindingState.OK, what)
 
 
 def _service_package_finding() -> Finding:
     if all(map(importlib.util.find_spec, ("fastapi", "uvicorn", "pydantic"))):
-        return Finding("service", State.OK, "can be started here: python -m sandbox_server serve")
-    return Finding("service", State.LIMITED, "its packages are not installed, so this machine can only be a client", _pip_install_command("server"))
+        return Finding("service", FindingState.OK, "can be started here: python -m sandbox_server serve")
+    return Finding("service", FindingState.LIMITED, "its packages are not installed, so this machine can only be a client", _pip_install_command("server"))
 
 
 def _bubblewrap_finding() -> Finding:
     path = shutil.which("bwrap")
     if path is None:
-        return Finding("bubblewrap", State.LIMITED, "not installed, so slots cannot be isolated in mode bwrap, the best mode", _install_command("bubblewrap"))
-    return Finding("bubblewrap", State.OK, f"{_first_line([path, '--version']).removeprefix('bubblewrap ')}, {path}")
+        return Finding(
+            "bubblewrap", FindingState.LIMITED, "not installed, so slots cannot be isolated in mode bwrap, the best mode", _install_command("bubblewrap")
+        )
+    return Finding("bubblewrap", FindingState.OK, f"{_first_line([path, '--version']).removeprefix('bubblewrap ')}, {path}")
 
 
 def _user_namespaces_finding() -> Finding:
     if os.geteuid() == 0:
-        return Finding("namespaces", State.OK, "root needs no user namespaces")
+        return Finding("namespaces", FindingState.OK, "root needs no user namespaces")
     for path, off, fix in (
         ("/proc/sys/kernel/unprivileged_userns_clone", "0", "sysctl kernel.unprivileged_userns_clone=1"),
         ("/proc/sys/user/max_user_namespaces", "0", "sysctl user.max_user_namespaces=10000"),
         ("/proc/sys/kernel/apparmor_restrict_unprivileged_userns", "1", "sysctl kernel.apparmor_restrict_unprivileged_userns=0, or run as root"),
     ):
         if _read_text(path) == off:
-            return Finding("namespaces", State.LIMITED, f"ordinary users may not create any ({path} is {off}), and mode bwrap needs them", fix)
-    return Finding("namespaces", State.OK, "ordinary users may create them")
+            return Finding("namespaces", FindingState.LIMITED, f"ordinary users may not create any ({path} is {off}), and mode bwrap needs them", fix)
+    return Finding("namespaces", FindingState.OK, "ordinary users may create them")
 
 
 def _cgroups_finding() -> Finding:
     controllers = _read_text("/sys/fs/cgroup/cgroup.controllers")
     version = "v2" if controllers is not None else "v1" if Path("/sys/fs/cgroup").is_dir() and os.listdir("/sys/fs/cgroup") else None
     if version is None:
-        return Finding("cgroups", State.LIMITED, "none are mounted: memory is limited per process", "mount cgroup v2 at /sys/fs/cgroup")
+        return Finding("cgroups", FindingState.LIMITED, "none are mounted: memory is limited per process", "mount cgroup v2 at /sys/fs/cgroup")
     writable = os.access("/sys/fs/cgroup", os.W_OK)
     what = f"{version}{', ' + controllers.replace(' ', ', ') if controllers else ''}"
     if not writable:
         fix = "run as root, or with a delegated cgroup (systemd: Delegate=yes)"
-        return Finding("cgroups", State.LIMITED, f"{what}, not writable: memory is limited per process", fix)
-    return Finding("cgroups", State.OK, f"{what}, writable")
+        return Finding("cgroups", FindingState.LIMITED, f"{what}, not writable: memory is limited per process", fix)
+    return Finding("cgroups", FindingState.OK, f"{what}, writable")
 
 
 def _tmux_finding() -> Finding:
     path = shutil.which("tmux")
     if path is None:
-        return Finding("tmux", State.LIMITED, "not installed, so the tool tmux is missing on the local backend", _install_command("tmux"))
-    return Finding("tmux", State.OK, f"{_first_line([path, '-V']).removeprefix('tmux ')}, {path}")
+        return Finding("tmux", FindingState.LIMITED, "not installed, so the tool tmux is missing on the local backend", _install_command("tmux"))
+    return Finding("tmux", FindingState.OK, f"{_first_line([path, '-V']).removeprefix('tmux ')}, {path}")
 
 
 def draining_reason(pool: PoolInfo) -> str:
@@ -128,7 +132,7 @@ def pool_findings(pool: PoolInfo) -> list[Finding]:
     """Check what the sandboxes of a pool can do, from the capabilities that their agent found by trying."""
     capabilities = pool.capabilities
     draining = draining_reason(pool)
-    findings = [Finding("state", State.LIMITED, draining, "acquire from another pool")] if draining else []
+    findings = [Finding("state", FindingState.LIMITED, draining, "acquire from another pool")] if draining else []
     if draining and not capabilities:
         return findings
     findings.append(_isolation_finding(pool))
@@ -136,7 +140,7 @@ def pool_findings(pool: PoolInfo) -> list[Finding]:
     for mode, probe_result in modes.items() if isinstance(modes, dict) else ():
         findings.append(_mode_finding(str(mode), str(probe_result), pool))
     if pool.last_error and not draining:
-        state = State.LIMITED if pool.sandboxes.get("ready") else State.MISSING
+        state = FindingState.LIMITED if pool.sandboxes.get("ready") else FindingState.MISSING
         findings.append(Finding("last error", state, pool.last_error, "correct the cause; the pool tries again by itself"))
     if not capabilities:
         return findings
@@ -145,29 +149,29 @@ def pool_findings(pool: PoolInfo) -> list[Finding]:
     for name, mechanism in limits.items() if isinstance(limits, dict) else ():
         findings.append(_limit_finding(str(name), str(mechanism)))
     proves = _string_list(capabilities.get("proves"))
-    findings.append(Finding("verdicts", State.OK if proves else State.LIMITED, f"can prove {', '.join(proves) or 'no limit that was hit'}"))
-    findings.append(Finding("tools", State.OK, ", ".join(_string_list(capabilities.get("tools")))))
+    findings.append(Finding("verdicts", FindingState.OK if proves else FindingState.LIMITED, f"can prove {', '.join(proves) or 'no limit that was hit'}"))
+    findings.append(Finding("tools", FindingState.OK, ", ".join(_string_list(capabilities.get("tools")))))
     return findings
 
 
 def _isolation_finding(pool: PoolInfo) -> Finding:
     if pool.isolation in _ISOLATING or pool.isolation == "dedicated":
-        return Finding("isolation", State.OK, f"slots are isolated by mode {pool.isolation}")
+        return Finding("isolation", FindingState.OK, f"slots are isolated by mode {pool.isolation}")
     if pool.isolation == "none":
         detail = "slots are NOT isolated from each other (mode none): one tenant and run at a time"
-        return Finding("isolation", State.LIMITED, detail, "make a better mode work, see below")
-    state = State.MISSING if pool.last_error else State.LIMITED
+        return Finding("isolation", FindingState.LIMITED, detail, "make a better mode work, see below")
+    state = FindingState.MISSING if pool.last_error else FindingState.LIMITED
     return Finding("isolation", state, "no sandbox has started yet, so the isolation is not known", "see the pool's last error")
 
 
 def _mode_finding(mode: str, probe_result: str, pool: PoolInfo) -> Finding:
     if probe_result == "ok":
-        return Finding(f"mode {mode}", State.OK, "in use" if pool.isolation == mode else "works")
+        return Finding(f"mode {mode}", FindingState.OK, "in use" if pool.isolation == mode else "works")
     if mode == "none":
         fix = "only for trusted work: `allow_none: true` in the pool's spec" if pool.isolation is None else ""
-        return Finding("mode none", State.OFF, f"no isolation: {probe_result}", fix)
+        return Finding("mode none", FindingState.OFF, f"no isolation: {probe_result}", fix)
     better = pool.isolation in _ISOLATING and (mode != "bwrap" or pool.isolation == "bwrap")
-    return Finding(f"mode {mode}", State.OFF if better else State.LIMITED, probe_result, _mode_fix(mode, probe_result))
+    return Finding(f"mode {mode}", FindingState.OFF if better else FindingState.LIMITED, probe_result, _mode_fix(mode, probe_result))
 
 
 def _mode_fix(mode: str, probe_result: str) -> str:
@@ -182,20 +186,27 @@ def _mode_fix(mode: str, probe_result: str) -> str:
 
 def _network_finding(kinds: list[str]) -> Finding:
     if "none" in kinds:
-        return Finding("network", State.OK, f"{', '.join(kinds)}: `allow_network: false` is enforced")
-    return Finding("network", State.LIMITED, f"{', '.join(kinds) or 'nothing'}: slots without network are not possible", "mode bwrap makes them possible")
+        return Finding("network", FindingState.OK, f"{', '.join(kinds)}: `allow_network: false` is enforced")
+    return Finding(
+        "network", FindingState.LIMITED, f"{', '.join(kinds) or 'nothing'}: slots without network are not possible", "mode bwrap makes them possible"
+    )
 
 
 def _limit_finding(name: str, mechanism: str) -> Finding:
     if mechanism.startswith("cgroup"):
-        return Finding(f"{name} limit", State.OK, f"by {mechanism}")
+        return Finding(f"{name} limit", FindingState.OK, f"by {mechanism}")
     if mechanism == "none":
         fix = "set slot_memory_mb in the pool's spec" if name == "memory" else "run where cgroups are writable"
-        return Finding(f"{name} limit", State.LIMITED, "none: one slot can use up what the others need", fix)
+        return Finding(f"{name} limit", FindingState.LIMITED, "none: one slot can use up what the others need", fix)
     if mechanism == "accounting":
         fix = "run where cgroups are writable" if name == "memory" else ""
-        return Finding(f"{name} limit", State.LIMITED if fix else State.OK, "measured every few seconds or sooner, so a slot can exceed it for that time", fix)
-    return Finding(f"{name} limit", State.LIMITED, f"by {mechanism}: per process, not for the slot as a whole", "run where cgroups are writable")
+        return Finding(
+            f"{name} limit",
+            FindingState.LIMITED if fix else FindingState.OK,
+            "measured every few seconds or sooner, so a slot can exceed it for that time",
+            fix,
+        )
+    return Finding(f"{name} limit", FindingState.LIMITED, f"by {mechanism}: per process, not for the slot as a whole", "run where cgroups are writable")
 
 
 def backend_findings() -> list[Finding]:
@@ -216,7 +227,7 @@ def backend_findings() -> list[Finding]:
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            return [Finding(name, State.LIMITED, f"could not be checked within {_CHECK_S:.0f} s") for name in BACKENDS]
+            return [Finding(name, FindingState.LIMITED, f"could not be checked within {_CHECK_S:.0f} s") for name in BACKENDS]
     if done.returncode == 0:
         return [_backend_finding(name, None) for name in BACKENDS]
     problems = done.stderr.strip().splitlines() or ["the configuration check printed no reason"]
@@ -246,11 +257,11 @@ def _backend_finding(name: str, reason: str | None) -> Finding:
         reason: why it is not available; None if it is.
     """
     if reason is None:
-        return Finding(name, State.OK, _BACKEND_NOTES.get(name, "can be used in a pool's spec"))
+        return Finding(name, FindingState.OK, _BACKEND_NOTES.get(name, "can be used in a pool's spec"))
     sentence, _, fix = reason.partition(": in a clone ")
     if fix:
-        return Finding(name, State.OFF, sentence, f"in a clone {fix}")
-    return Finding(name, State.OFF, sentence, _pip_install_command("server") if "No module named" in reason else "")
+        return Finding(name, FindingState.OFF, sentence, f"in a clone {fix}")
+    return Finding(name, FindingState.OFF, sentence, _pip_install_command("server") if "No module named" in reason else "")
 
 
 _BACKEND_NOTES = {"local": "slots on this machine; it needs nothing else", "modal": "its package is installed; `modal token new` creates credentials"}

@@ -12,7 +12,7 @@ from env_client.messages import files as file_messages
 from env_client.messages import leases as lease_messages
 from env_client.operations.service_operations import AsyncServiceOperations, ServiceOperations
 from env_client.transport.batch_stream import BatchStream
-from env_client.transport.resumable_streams import CallOutputStream, CallStream
+from env_client.transport.resumable_streams import CallEventStream, CallOutputStream
 from env_client.transport.uploads import AsyncSource, Source, Upload
 from env_client.values import (
     Acquired,
@@ -74,7 +74,7 @@ class AsyncOperations(AsyncServiceOperations):
         After a lost connection, the stream is resumed at the byte at which it was cut. Leaving the loop does not end the call; `cancel` does.
         Arguments and errors are those of `exec`.
         """
-        return self._sender.follow(CallStream(call_messages.make_call(lease_id, tool, args, **options)))
+        return self._sender.follow(CallEventStream(call_messages.make_call(lease_id, tool, args, **options)))
 
     async def exec_batch(self, calls: Iterable[Call]) -> tuple[Result, ...]:
         """Run many calls over many leases; return the results in the order of the calls. A mistake in one call is reported in its result.
@@ -226,7 +226,7 @@ class Operations(ServiceOperations):
 
     def exec_events(self, lease_id: str, tool: str, args: Mapping[str, Any] | None = None, **options: Unpack[CallOptions]) -> Iterator[Output | Result]:
         """See `AsyncOperations.exec_events`."""
-        return self._sender.follow(CallStream(call_messages.make_call(lease_id, tool, args, **options)))
+        return self._sender.follow(CallEventStream(call_messages.make_call(lease_id, tool, args, **options)))
 
     def exec_batch(self, calls: Iterable[Call]) -> tuple[Result, ...]:
         """See `AsyncOperations.exec_batch`."""

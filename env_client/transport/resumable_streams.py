@@ -75,7 +75,7 @@ class StreamLoop(Generic[T]):
         return self._budget.delay_before_retry_s(self._message, error)
 
 
-class CallStream:
+class CallEventStream:
     """The output of one call as it is written, then its result.
 
     Args:

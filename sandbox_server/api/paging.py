@@ -26,7 +26,7 @@ Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Page:
+class PageRequest:
     """The part of a list that a request asks for.
 
     Args:
@@ -38,7 +38,7 @@ class Page:
     after: str | None
 
     @classmethod
-    def of(cls, asked: Mapping[str, str], limits: Limits, default: int | None = None) -> Page:
+    def of(cls, asked: Mapping[str, str], limits: Limits, default: int | None = None) -> PageRequest:
         """Read the page from the query parameters of a request.
 
         Args:

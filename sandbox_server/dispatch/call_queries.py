@@ -26,7 +26,7 @@ OFFSET_BEYOND_EVERY_OUTPUT = 1 << 53
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CallStatus:
+class CallProgress:
     """The progress of a call that has no result yet.
 
     Args:
@@ -88,7 +88,7 @@ class CallQueries:
             return known
         return (await self.call_status(tenant, lease_id, call_id)).encoding
 
-    async def call_status(self, tenant: str, lease_id: str, call_id: str, wait_s: float = 0.0) -> CallStatus | Result:
+    async def call_status(self, tenant: str, lease_id: str, call_id: str, wait_s: float = 0.0) -> CallProgress | Result:
         """Report the progress of a call, or its result.
 
         Args:
@@ -112,7 +112,7 @@ class CallQueries:
                 # The call was in flight, and its result is one that is not recorded: report what is known now.
                 continue
 
-    async def check_offset(self, tenant: str, lease_id: str, call_id: str, offset: int, name: str = "offset") -> CallStatus | Result:
+    async def check_offset(self, tenant: str, lease_id: str, call_id: str, offset: int, name: str = "offset") -> CallProgress | Result:
         """Check that an offset lies within the output of a call, or at its end.
 
         Args:
@@ -134,7 +134,7 @@ class CallQueries:
             raise _offset_beyond_end(found.output_bytes, name)
         return found
 
-    def output_file_bytes(self, lease_id: str, call_id: str, found: CallStatus | Result) -> int:
+    def output_file_bytes(self, lease_id: str, call_id: str, found: CallProgress | Result) -> int:
         """The size of the output file that a response with the result of this call may read, in bytes.
 
         Args:
@@ -224,7 +224,7 @@ class CallQueries:
                 raise
         return result
 
-    async def _status_from_agent(self, tenant: str, lease_id: str, call_id: str) -> CallStatus | Result:
+    async def _status_from_agent(self, tenant: str, lease_id: str, call_id: str) -> CallProgress | Result:
         location = self._slot_locator.locate_slot(tenant, lease_id)
         try:
             async with self._translated_errors(tenant, lease_id, call_id):
@@ -236,9 +236,9 @@ class CallQueries:
             call = self._call_tracker.find_call(lease_id, call_id)
             if call is None:
                 raise
-            return CallStatus(output_bytes=0, started_at=None, encoding=call.encoding)
+            return CallProgress(output_bytes=0, started_at=None, encoding=call.encoding)
         encoding = self._lookup.known_encoding(lease_id, call_id) or message.encoding
-        return CallStatus(output_bytes=message.output_bytes, started_at=message.started_at, encoding=encoding)
+        return CallProgress(output_bytes=message.output_bytes, started_at=message.started_at, encoding=encoding)
 
     async def _wait_for_result(self, tenant: str, lease_id: str, call_id: str) -> Result:
         async with aclosing(self.follow_call(tenant, lease_id, call_id, OFFSET_BEYOND_EVERY_OUTPUT)) as events:

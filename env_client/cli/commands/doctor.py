@@ -7,7 +7,7 @@ import os
 import typer
 
 from env_client.cli.connection import check_service_responds
-from env_client.cli.diagnosis import Finding, State, backend_findings, machine_findings, pool_findings
+from env_client.cli.diagnosis import Finding, FindingState, backend_findings, machine_findings, pool_findings
 from env_client.cli.exit_codes import SOMETHING_MISSING
 from env_client.cli.failures import failure_from_error
 from env_client.cli.printer import JsonFlag, Printer
@@ -17,8 +17,8 @@ from env_client.embedded_service import embedded
 from env_client.errors import ConnectFailed, SandboxError, ServiceNotFound
 from env_client.values import PoolInfo
 
-_STYLES = {State.OK: "green", State.LIMITED: "yellow", State.MISSING: "bold red", State.OFF: "dim"}
-_WORDS = {State.OK: "ok", State.LIMITED: "limited", State.MISSING: "missing", State.OFF: "off"}
+_STYLES = {FindingState.OK: "green", FindingState.LIMITED: "yellow", FindingState.MISSING: "bold red", FindingState.OFF: "dim"}
+_WORDS = {FindingState.OK: "ok", FindingState.LIMITED: "limited", FindingState.MISSING: "missing", FindingState.OFF: "off"}
 #: How long the first sandbox of a pool may take to report its capabilities, in seconds.
 PROBE_TIMEOUT_S = 30.0
 
@@ -37,7 +37,7 @@ def doctor(as_json: JsonFlag = False) -> None:
     else:
         for title, findings in sections:
             _print_section(title, findings, printer)
-    if any(finding.state is State.MISSING for _, findings in sections for finding in findings):
+    if any(finding.state is FindingState.MISSING for _, findings in sections for finding in findings):
         raise typer.Exit(SOMETHING_MISSING)
 
 
@@ -61,21 +61,21 @@ def _service_sections() -> list[tuple[str, list[Finding]]]:
     except ServiceNotFound as error:
         if _no_service_is_named():
             return _embedded_service_sections("none runs on this machine")
-        return [("service", [Finding("address", State.MISSING, error.detail, "correct SANDBOX_URL and SANDBOX_TOKEN, or unset them")])]
+        return [("service", [Finding("address", FindingState.MISSING, error.detail, "correct SANDBOX_URL and SANDBOX_TOKEN, or unset them")])]
     where = f"{endpoint.url} (from {endpoint.source})"
     try:
         check_service_responds(endpoint)
         with SandboxClient(endpoint.url, endpoint.token) as client:
             readiness, pools = client.readyz(), client.pools()
     except ConnectFailed:
-        return [("service", [Finding("address", State.MISSING, f"no service responds at {where}", "start it, or correct SANDBOX_URL")])]
+        return [("service", [Finding("address", FindingState.MISSING, f"no service responds at {where}", "start it, or correct SANDBOX_URL")])]
     except SandboxError as error:
-        return [("service", [Finding("address", State.MISSING, f"{where}: {error.detail}", failure_from_error(error).next_step)])]
+        return [("service", [Finding("address", FindingState.MISSING, f"{where}: {error.detail}", failure_from_error(error).next_step)])]
     if readiness.ready:
-        ready = Finding("ready", State.OK, "every pool of the settings has its minimum")
+        ready = Finding("ready", FindingState.OK, "every pool of the settings has its minimum")
     else:
-        ready = Finding("ready", State.LIMITED, "not every pool of the settings has its minimum yet", "wait, or see the findings of each pool below")
-    return [("service", [Finding("address", State.OK, where), ready]), *((f"pool {pool.name}", pool_findings(pool)) for pool in pools)]
+        ready = Finding("ready", FindingState.LIMITED, "not every pool of the settings has its minimum yet", "wait, or see the findings of each pool below")
+    return [("service", [Finding("address", FindingState.OK, where), ready]), *((f"pool {pool.name}", pool_findings(pool)) for pool in pools)]
 
 
 def _no_service_is_named() -> bool:
@@ -94,8 +94,8 @@ def _embedded_service_sections(why: str) -> list[tuple[str, list[Finding]]]:
             pool = _probe_pool(client)
     except SandboxError as error:
         detail = f"{why}, and none can be started: {error.detail}"
-        return [("service", [Finding("none", State.MISSING, detail, "correct the cause, or set SANDBOX_URL to another service")])]
-    state = Finding("none", State.OFF, f"{why}; `sandbox run` starts one for itself", "to start one: python -m sandbox_server serve")
+        return [("service", [Finding("none", FindingState.MISSING, detail, "correct the cause, or set SANDBOX_URL to another service")])]
+    state = Finding("none", FindingState.OFF, f"{why}; `sandbox run` starts one for itself", "to start one: python -m sandbox_server serve")
     return [("service", [state]), ("local slots, tried just now", pool_findings(pool))]
 
 

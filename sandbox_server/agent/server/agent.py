@@ -24,8 +24,8 @@ from sandbox_server.agent.kernel.trash import Trash
 from sandbox_server.agent.kernel.uids import UidRange
 from sandbox_server.agent.limits.guards import Guards
 from sandbox_server.agent.server import call_operations, slot_operations
-from sandbox_server.agent.server.call_stream import CallStream
-from sandbox_server.agent.server.connections import Connection, Stream, StreamHandler
+from sandbox_server.agent.server.call_stream import CallStreamHandler
+from sandbox_server.agent.server.connections import ServiceConnection, Stream, StreamHandler
 from sandbox_server.agent.server.file_operations import FILE_OPERATIONS, open_file_operation
 from sandbox_server.agent.server.listeners import Listeners
 from sandbox_server.agent.slots.bundle import write_slot_lib
@@ -74,7 +74,7 @@ class Agent:
         self._watch_streams: list[slot_operations.WatchStream] = []
         self.stopping = asyncio.Event()  # set it to shut the agent down
         self._loop = asyncio.get_event_loop()
-        self._connections: set[Connection] = set()
+        self._connections: set[ServiceConnection] = set()
         self._probed: ProbeResult | None = None
         self._alone_timer: asyncio.TimerHandle | None = None
         self._listeners = Listeners(self, config.listen, config.base_dir)
@@ -228,14 +228,14 @@ class Agent:
             hello["error"] = "no isolation mode can be used: %s" % "; ".join("%s: %s" % mode for mode in problems.items())
         return hello
 
-    def add_connection(self, connection: Connection) -> None:
+    def add_connection(self, connection: ServiceConnection) -> None:
         """See `connections.Server`."""
         self._connections.add(connection)
         if self._alone_timer is not None:
             self._alone_timer.cancel()
             self._alone_timer = None
 
-    def remove_connection(self, connection: Connection) -> None:
+    def remove_connection(self, connection: ServiceConnection) -> None:
         """See `connections.Server`."""
         self._connections.discard(connection)
         self._start_alone_timer()
@@ -244,7 +244,7 @@ class Agent:
         """See `connections.Server`."""
         op = meta.get("op")
         if op == "calls":
-            return CallStream(stream, self._find_slot(meta), meta.get("epoch"), _fetches_outputs(meta))
+            return CallStreamHandler(stream, self._find_slot(meta), meta.get("epoch"), _fetches_outputs(meta))
         if op == "watch":
             watch_stream = slot_operations.WatchStream(stream, self.slots, self._watch_streams.remove)
             self._watch_streams.append(watch_stream)

@@ -16,7 +16,7 @@ from sandbox_server.agent.slots.slots import BROKEN, READY, AgentSlot
 MAX_CALLS_PER_STREAM = 1000
 
 
-class CallStream:
+class CallStreamHandler:
     """Runs calls of one slot one after the other. A call that fails does not stop the next one. When the connection ends, the calls still run.
 
     A large output is not sent with its result. It stays in the spool until the service has fetched it, and only then the next call begins. The same holds

@@ -42,7 +42,7 @@ class Stream:
 
     __slots__ = ("_connection", "_drained", "_number", "_wire", "on_drained")
 
-    def __init__(self, connection: Connection, number: int) -> None:
+    def __init__(self, connection: ServiceConnection, number: int) -> None:
         self._connection = connection
         self._wire = connection.wire
         self._number = number
@@ -110,7 +110,7 @@ class Stream:
             self.on_drained()
 
 
-class Server(Protocol):
+class AgentServer(Protocol):
     """What a connection needs from the agent."""
 
     token: str
@@ -118,10 +118,10 @@ class Server(Protocol):
     def make_hello(self) -> dict[str, Any]:
         """Return the payload of the agent's HELLO frame."""
 
-    def add_connection(self, connection: Connection) -> None:
+    def add_connection(self, connection: ServiceConnection) -> None:
         """Register a connection that has authenticated itself."""
 
-    def remove_connection(self, connection: Connection) -> None:
+    def remove_connection(self, connection: ServiceConnection) -> None:
         """Forget an authenticated connection that has ended."""
 
     def open_stream(self, stream: Stream, meta: dict[str, Any]) -> StreamHandler:
@@ -142,7 +142,7 @@ class AuthenticationListener(Protocol):
         """The connection has authenticated itself (True), or has ended (False), before or after that."""
 
 
-class Connection(asyncio.Protocol):
+class ServiceConnection(asyncio.Protocol):
     """One connection of the service.
 
     Args:
@@ -150,7 +150,7 @@ class Connection(asyncio.Protocol):
         on_authentication: see `AuthenticationListener`. Only a listener that others than the service can reach needs it.
     """
 
-    def __init__(self, server: Server, on_authentication: AuthenticationListener | None = None) -> None:
+    def __init__(self, server: AgentServer, on_authentication: AuthenticationListener | None = None) -> None:
         self.wire = wire.Connection(opens_odd=False)
         self._server = server
         self._transport: asyncio.Transport | None = None

@@ -9,7 +9,7 @@ import socket
 import stat
 
 from sandbox_server.agent.config import Listen
-from sandbox_server.agent.server.connections import Connection, Server
+from sandbox_server.agent.server.connections import AgentServer, ServiceConnection
 from sandbox_server.agent.server.tls_listener import BACKLOG, TlsListener
 
 #: A file in the agent's own folder that tells the backend where the agent listens, as `{"tls": [ADDRESS, PORT]}`.
@@ -25,7 +25,7 @@ class Listeners:
         folder: the agent's own folder.
     """
 
-    def __init__(self, server: Server, listen: Listen, folder: str) -> None:
+    def __init__(self, server: AgentServer, listen: Listen, folder: str) -> None:
         self._server = server
         self._listen = listen
         self._folder = folder
@@ -59,7 +59,7 @@ class Listeners:
         sock.listen(BACKLOG)
         os.rename(temporary, path)
         sock.setblocking(False)
-        self._unix = await asyncio.get_event_loop().create_unix_server(lambda: Connection(self._server), sock=sock)
+        self._unix = await asyncio.get_event_loop().create_unix_server(lambda: ServiceConnection(self._server), sock=sock)
 
     def stop_listening(self) -> None:
         """Close the listening sockets. Existing connections continue."""

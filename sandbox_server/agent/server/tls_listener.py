@@ -18,7 +18,7 @@ from collections import OrderedDict
 from typing import Tuple
 
 from sandbox_server.agent.config import TlsListen
-from sandbox_server.agent.server.connections import HELLO_WITHIN_S, Connection, Server
+from sandbox_server.agent.server.connections import HELLO_WITHIN_S, AgentServer, ServiceConnection
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class TlsListener:
     """
 
     def __init__(
-        self, server: Server, listen: TlsListen, folder: str, *, max_unauthenticated: int = MAX_UNAUTHENTICATED, hello_within_s: float = HELLO_WITHIN_S
+        self, server: AgentServer, listen: TlsListen, folder: str, *, max_unauthenticated: int = MAX_UNAUTHENTICATED, hello_within_s: float = HELLO_WITHIN_S
     ) -> None:
         self._server = server
         self._listen = listen
@@ -142,7 +142,7 @@ class _UnauthenticatedConnection:
     def __init__(self, listener: TlsListener, sock: socket.socket) -> None:
         self._listener = listener
         self._sock = sock
-        self.connection = Connection(listener._server, self.on_authentication)
+        self.connection = ServiceConnection(listener._server, self.on_authentication)
         self.task: asyncio.Task[None] | None = None
         self._timer = listener._loop.call_later(listener.hello_within_s, self.drop_unauthenticated)
 

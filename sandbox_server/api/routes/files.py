@@ -14,7 +14,7 @@ from sandbox_server.api.contract.parse import flag, query
 from sandbox_server.api.contract.render import BYTES_TYPE, json_response
 from sandbox_server.api.contract.responses import FilesAnswer
 from sandbox_server.api.limits import limit_sentence
-from sandbox_server.api.paging import PAGE_NAMES, PAGE_PARAMETERS, Page, page_document
+from sandbox_server.api.paging import PAGE_NAMES, PAGE_PARAMETERS, PageRequest, page_document
 from sandbox_server.api.request_context import service_of, tenant_of
 from sandbox_server.api.streams import StreamResponse
 from sandbox_server.core.errors import InvalidRequest
@@ -100,7 +100,7 @@ async def list_files(request: Request) -> Response:
     service = service_of(request)
     asked = query(request, ("path", "recursive", *PAGE_NAMES))
     most = service.limits.list_entries
-    page = Page.of(asked, service.limits, default=most)
+    page = PageRequest.of(asked, service.limits, default=most)
     entries, is_cut = await service.files.list_folder(
         tenant_of(request).name,
         request.path_params["lease_id"],

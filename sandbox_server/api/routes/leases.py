@@ -16,7 +16,7 @@ from sandbox_server.api.contract.render import json_response, lease_document
 from sandbox_server.api.contract.requests import AcquireBody, NarrowBody, ReleaseBody, RenewBody
 from sandbox_server.api.contract.responses import AcquireAnswer, LeaseAnswer, LeasesAnswer, ReleaseAnswer, RenewAnswer
 from sandbox_server.api.limits import too_many
-from sandbox_server.api.paging import PAGE_NAMES, PAGE_PARAMETERS, Page, next_cursor, page_document
+from sandbox_server.api.paging import PAGE_NAMES, PAGE_PARAMETERS, PageRequest, next_cursor, page_document
 from sandbox_server.api.request_context import Service, service_of, tenant_of
 from sandbox_server.api.streams import wait_for_disconnect
 from sandbox_server.core.errors import InvalidRequest, Stopping, StorageUnavailable
@@ -130,7 +130,7 @@ async def list_leases(request: Request) -> Response:
     """List the tenant's leases, one page at a time."""
     service = service_of(request)
     asked = query(request, ("run_id", "trajectory_id", *PAGE_NAMES))
-    page = Page.of(asked, service.limits)
+    page = PageRequest.of(asked, service.limits)
     leases, last = service.pools.leases(
         tenant_of(request).name, run_id=asked.get("run_id"), trajectory_id=asked.get("trajectory_id"), limit=page.limit, cursor=page.after
     )

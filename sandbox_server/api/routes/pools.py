@@ -17,7 +17,7 @@ from sandbox_server.api.contract.render import json_response, pool_document
 from sandbox_server.api.contract.requests import PoolSpecBody
 from sandbox_server.api.contract.responses import PoolAnswer, PoolsAnswer, VerifyAnswer
 from sandbox_server.api.contract.specs import POOL_NAME, check_may_set, spec_of, spec_problem
-from sandbox_server.api.paging import PAGE_NAMES, PAGE_PARAMETERS, Page, page_document
+from sandbox_server.api.paging import PAGE_NAMES, PAGE_PARAMETERS, PageRequest, page_document
 from sandbox_server.api.request_context import actor_of, check_admin, service_of, tenant_of
 from sandbox_server.core.errors import InvalidRequest
 from sandbox_server.core.types import PoolSpec
@@ -51,7 +51,7 @@ async def list_pools(request: Request) -> Response:
     """List the tenant's own pools and the shared ones, with their current state."""
     service, actor = service_of(request), actor_of(request)
     asked = query(request, ("tenant", *PAGE_NAMES))
-    page = Page.of(asked, service.limits)
+    page = PageRequest.of(asked, service.limits)
     views, cursor = page.cut(service.pools.views(actor=actor, tenant=asked.get("tenant")), lambda view: f"{view.name}/{view.tenant or ''}")
     return json_response(page_document("pools", [pool_document(view, tenant_of(request)) for view in views], cursor))
 

@@ -10,7 +10,7 @@ from sandbox_server.api.contract.describe import WITH_TOKEN, RawRoute, describe_
 from sandbox_server.api.contract.parse import query
 from sandbox_server.api.contract.render import json_response, sandbox_document
 from sandbox_server.api.contract.responses import SandboxAnswer, SandboxesAnswer
-from sandbox_server.api.paging import PAGE_NAMES, PAGE_PARAMETERS, Page, page_document
+from sandbox_server.api.paging import PAGE_NAMES, PAGE_PARAMETERS, PageRequest, page_document
 from sandbox_server.api.request_context import actor_of, check_admin, service_of
 
 router = APIRouter(route_class=RawRoute, tags=["sandboxes"])
@@ -22,7 +22,7 @@ SANDBOX_ID = parameter("sandbox_id", {"type": "string", "minLength": 1}, "a sand
 async def list_sandboxes(request: Request) -> Response:
     """List the sandboxes of the pools that the tenant can use, with the states of their slots."""
     service = service_of(request)
-    page = Page.of(query(request, PAGE_NAMES), service.limits)
+    page = PageRequest.of(query(request, PAGE_NAMES), service.limits)
     views, cursor = page.cut(service.pools.sandboxes(actor=actor_of(request)), lambda view: view.sandbox_id)
     return json_response(page_document("sandboxes", [sandbox_document(view) for view in views], cursor))
 

@@ -17,7 +17,7 @@ from sandbox_server.api.body import ClientDisconnected, check_keys, without_esca
 from sandbox_server.api.call_events import OutputEncoder
 from sandbox_server.api.contract.parse import offset_of, wait_of
 from sandbox_server.api.limits import Limits
-from sandbox_server.api.paging import Page, next_cursor
+from sandbox_server.api.paging import PageRequest, next_cursor
 from sandbox_server.api.streams import COMMENT, EventStreamResponse, check_stream_limit, event_block
 from sandbox_server.core.errors import InvalidRequest, QuotaExceeded
 from sandbox_server.core.execution import Fault, Reason, Result
@@ -159,7 +159,7 @@ def test_pages_together_are_the_list(names: set[str], limit: int) -> None:
     seen: list[str] = []
     asked = {"limit": str(limit)}
     while True:
-        page, cursor = Page.of(asked, Limits()).cut(names, lambda name: name)
+        page, cursor = PageRequest.of(asked, Limits()).cut(names, lambda name: name)
         seen += page
         if cursor is None:
             break
@@ -171,11 +171,11 @@ def test_pages_together_are_the_list(names: set[str], limit: int) -> None:
 @pytest.mark.parametrize("cursor", ["!", "a", "_w", "\u00e4", "A" * 9000, "===="])
 def test_a_cursor_that_is_none(cursor: str) -> None:
     with pytest.raises(InvalidRequest, match=r"^cursor"):
-        Page.of({"cursor": cursor}, Limits())
+        PageRequest.of({"cursor": cursor}, Limits())
 
 
 def test_a_cursor_is_what_a_list_gave() -> None:
-    assert Page.of({"cursor": next_cursor("a/\udcff")}, Limits()).after == "a/\udcff"
+    assert PageRequest.of({"cursor": next_cursor("a/\udcff")}, Limits()).after == "a/\udcff"
 
 
 @pytest.mark.parametrize(("text", "value"), [(None, 0), ("0", 0), ("007", 7), ("9" * 18, 10**18 - 1)])

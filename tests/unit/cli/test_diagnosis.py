@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from env_client.cli.diagnosis import Finding, State, draining_reason, pool_findings, reasons_by_backend
+from env_client.cli.diagnosis import Finding, FindingState, draining_reason, pool_findings, reasons_by_backend
 from env_client.values import PoolInfo
 
 ALL = {
@@ -24,7 +24,7 @@ def found(isolation: str | None = "bwrap", last_error: str | None = None, **chan
 
 
 def test_where_all_is_well_nothing_is_to_be_mended() -> None:
-    assert {finding.state for finding in found().values()} == {State.OK, State.OFF}
+    assert {finding.state for finding in found().values()} == {FindingState.OK, FindingState.OFF}
     assert not [finding.fix for finding in found().values() if finding.fix]
 
 
@@ -39,33 +39,33 @@ def test_where_all_is_well_nothing_is_to_be_mended() -> None:
 def test_a_mode_that_does_not_work_says_how_to_get_it(verdict: str, fix: str) -> None:
     finding = found("uid", modes={"bwrap": verdict, "uid": "ok"})["mode bwrap"]
 
-    assert (finding.state, finding.detail) == (State.LIMITED, verdict)
+    assert (finding.state, finding.detail) == (FindingState.LIMITED, verdict)
     assert fix in finding.fix
 
 
 def test_a_weaker_mode_that_does_not_work_is_only_off() -> None:
     finding = found("bwrap", modes={"bwrap": "ok", "uid": "needs root, to give every slot a user of its own"})["mode uid"]
 
-    assert (finding.state, finding.fix) == (State.OFF, "run the service as root")
+    assert (finding.state, finding.fix) == (FindingState.OFF, "run the service as root")
 
 
 def test_missing_isolation_is_reported_in_capitals() -> None:
     assert "NOT isolated" in found("none")["isolation"].detail
 
 
-@pytest.mark.parametrize(("how", "state"), [("cgroup1", State.OK), ("rlimit", State.LIMITED), ("none", State.LIMITED)])
-def test_the_state_of_a_limit(how: str, state: State) -> None:
+@pytest.mark.parametrize(("how", "state"), [("cgroup1", FindingState.OK), ("rlimit", FindingState.LIMITED), ("none", FindingState.LIMITED)])
+def test_the_state_of_a_limit(how: str, state: FindingState) -> None:
     assert found(limits={"memory": how})["memory limit"].state is state
 
 
 def test_a_pool_that_cannot_start_is_missing_what_slots_need() -> None:
     findings = found(None, last_error="no isolation mode works here")
 
-    assert (findings["isolation"].state, findings["last error"].state) == (State.MISSING, State.MISSING)
+    assert (findings["isolation"].state, findings["last error"].state) == (FindingState.MISSING, FindingState.MISSING)
 
 
 def test_a_network_that_cannot_be_switched_off_is_reported() -> None:
-    assert found("uid", network=["shared"])["network"].state is State.LIMITED
+    assert found("uid", network=["shared"])["network"].state is FindingState.LIMITED
 
 
 @pytest.mark.parametrize("isolation", ["bwrap", None])
@@ -73,8 +73,8 @@ def test_a_pool_that_drains_is_no_fault_and_says_why(isolation: str | None) -> N
     pool = PoolInfo(name="p", state="draining", isolation=isolation, capabilities=ALL if isolation else {}, last_error="the pool was deleted")
     findings = {finding.name: finding for finding in pool_findings(pool)}
 
-    assert (findings["state"].state, findings["state"].detail) == (State.LIMITED, "draining: the pool was deleted")
-    assert not [finding for finding in findings.values() if finding.state is State.MISSING]
+    assert (findings["state"].state, findings["state"].detail) == (FindingState.LIMITED, "draining: the pool was deleted")
+    assert not [finding for finding in findings.values() if finding.state is FindingState.MISSING]
     assert "last error" not in findings
 
 

@@ -9,7 +9,7 @@ from typing import Any, Mapping
 from sandbox_server.agent.errors import InvalidArgs
 from sandbox_server.agent.execution.processes.spawn_spec import forked_tool_spec
 from sandbox_server.agent.execution.reply_parser import ReplyParser
-from sandbox_server.agent.execution.tools.tool import Tool, ToolCall
+from sandbox_server.agent.execution.tools.tool import HandledCall, Tool
 from sandbox_server.agent.inslot.arguments import check_args
 
 
@@ -26,12 +26,12 @@ class FileToolCall:
         self._args = args
         self._reply: ReplyParser | None = None
 
-    def start_call(self, call: ToolCall) -> None:
+    def start_call(self, call: HandledCall) -> None:
         """See `ToolHandler`."""
         self._reply = ReplyParser(call.sinks[0])
         call.start_process(forked_tool_spec(self._tool, self._args), [self._reply])
 
-    def on_process_ended(self, call: ToolCall, status: int) -> None:
+    def on_process_ended(self, call: HandledCall, status: int) -> None:
         """See `ToolHandler`."""
         header = self._reply.header if self._reply is not None else None
         if header is None or (header.get("ok") and status != 0):

@@ -8,8 +8,8 @@ from typing import Any, Mapping
 from sandbox_server.agent.errors import InvalidArgs, ToolError
 from sandbox_server.agent.execution.jobs import Job
 from sandbox_server.agent.execution.tools.argument_checks import check_names, check_text
-from sandbox_server.agent.execution.tools.shell import Command, parse_command
-from sandbox_server.agent.execution.tools.tool import Tool, ToolCall, ToolCapabilities
+from sandbox_server.agent.execution.tools.shell import ShellCommand, parse_command
+from sandbox_server.agent.execution.tools.tool import HandledCall, Tool, ToolCapabilities
 
 MAX_DATA_BYTES = 1 << 20
 _ACTIONS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -37,7 +37,7 @@ class JobAction:
 
     action: str
     process_id: str | None = None
-    command: Command | None = None
+    command: ShellCommand | None = None
     offset_bytes: int = 0
     data: bytes = b""
 
@@ -73,7 +73,7 @@ class ProcessToolCall:
     def __init__(self, action: JobAction) -> None:
         self._action = action
 
-    def start_call(self, call: ToolCall) -> None:
+    def start_call(self, call: HandledCall) -> None:
         """See `ToolHandler`."""
         try:
             text, metadata = self._act(call)
@@ -83,10 +83,10 @@ class ProcessToolCall:
         call.sinks[0].write(text)
         call.finish_call("exit", exit_code=0, tool_ok=True, metadata=metadata)
 
-    def on_process_ended(self, call: ToolCall, status: int) -> None:
+    def on_process_ended(self, call: HandledCall, status: int) -> None:
         """See `ToolHandler`. A call of this tool has no process."""
 
-    def _act(self, call: ToolCall) -> tuple[bytes, dict[str, Any]]:
+    def _act(self, call: HandledCall) -> tuple[bytes, dict[str, Any]]:
         """Do the action. Returns the output of the call, and its metadata."""
         action, jobs = self._action, call.lease.jobs
         if action.command is not None:
@@ -106,7 +106,7 @@ class ProcessToolCall:
         return _describe(job)
 
 
-def _start_job(call: ToolCall, command: Command) -> Job:
+def _start_job(call: HandledCall, command: ShellCommand) -> Job:
     call.lease.jobs.check_can_start()
     call.lease.mark_live_calls_concurrent()
     spec = command.to_spawn_spec(call.runtime.shell, call.runtime.workspace, has_stdin_pipe=True)

@@ -8,7 +8,7 @@ from typing import Any, Mapping
 
 from sandbox_server.agent.execution.processes.spawn_spec import SpawnSpec, program_spec
 from sandbox_server.agent.execution.tools.argument_checks import check_names, check_text, check_text_without_nul, parse_environment
-from sandbox_server.agent.execution.tools.tool import Tool, ToolCall
+from sandbox_server.agent.execution.tools.tool import HandledCall, Tool
 
 MAX_COMMAND_BYTES = 1 << 20
 MAX_STDIN_BYTES = 10 << 20
@@ -19,7 +19,7 @@ _READ_SCRIPT = b'eval "exec 3<&-\n$(</dev/fd/3)"'
 
 
 @dataclasses.dataclass(frozen=True)
-class Command:
+class ShellCommand:
     """A shell command.
 
     Args:
@@ -52,7 +52,7 @@ class Command:
         return program_spec([shell, *self.args], self.env, cwd, script=self.script, **fields)
 
 
-def parse_command(text: Any, args: Mapping[str, Any], name: str = "command") -> Command:
+def parse_command(text: Any, args: Mapping[str, Any], name: str = "command") -> ShellCommand:
     """Check a shell command and the arguments that go with it.
 
     Args:
@@ -68,7 +68,7 @@ def parse_command(text: Any, args: Mapping[str, Any], name: str = "command") -> 
     is_long = len(data) > _MAX_ARGUMENT_BYTES
     if cwd is not None:
         check_text_without_nul("cwd", cwd, MAX_CWD_BYTES)
-    return Command(
+    return ShellCommand(
         args=(b"-c", _READ_SCRIPT if is_long else data),
         env=parse_environment(env) if env is not None else None,
         cwd=cwd or None,
@@ -77,7 +77,7 @@ def parse_command(text: Any, args: Mapping[str, Any], name: str = "command") -> 
     )
 
 
-def parse_bash(args: Mapping[str, Any]) -> Command:
+def parse_bash(args: Mapping[str, Any]) -> ShellCommand:
     """Check the arguments of `bash`.
 
     Raises:
@@ -90,15 +90,15 @@ def parse_bash(args: Mapping[str, Any]) -> Command:
 class BashCall:
     """One call of `bash`."""
 
-    def __init__(self, command: Command) -> None:
+    def __init__(self, command: ShellCommand) -> None:
         self._command = command
 
-    def start_call(self, call: ToolCall) -> None:
+    def start_call(self, call: HandledCall) -> None:
         """See `ToolHandler`."""
         spec = self._command.to_spawn_spec(call.runtime.shell, call.runtime.workspace, stdin=self._command.stdin)
         call.start_process(spec, call.sinks)
 
-    def on_process_ended(self, call: ToolCall, status: int) -> None:
+    def on_process_ended(self, call: HandledCall, status: int) -> None:
         """See `ToolHandler`."""
         call.finish_by_status(status)
 

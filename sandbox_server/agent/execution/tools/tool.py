@@ -13,7 +13,7 @@ from sandbox_server.agent.execution.processes.spawn_spec import SpawnSpec
 from sandbox_server.agent.execution.slot_runtime import SlotRuntime
 
 
-class ToolCall(Protocol):
+class HandledCall(Protocol):
     """What a handler can use of the call that it handles."""
 
     spec: CallSpec
@@ -41,7 +41,7 @@ class ToolCall(Protocol):
 class ToolHandler(Protocol):
     """One call of a tool, whose arguments are valid."""
 
-    def start_call(self, call: ToolCall) -> None:
+    def start_call(self, call: HandledCall) -> None:
         """Start the call's process, or do what the call asks for and end the call.
 
         Raises:
@@ -49,7 +49,7 @@ class ToolHandler(Protocol):
             OSError: the agent has no descriptors left for the call.
         """
 
-    def on_process_ended(self, call: ToolCall, status: int) -> None:
+    def on_process_ended(self, call: HandledCall, status: int) -> None:
         """End the call, whose process has ended; `status` is as `os.wait4` returns it. All output has been read."""
 
 

@@ -16,10 +16,10 @@ import pytest
 from sandbox_server.agent import wire
 from sandbox_server.agent.config import TlsListen
 from sandbox_server.agent.server import connections
-from sandbox_server.agent.server.connections import Connection, Stream, StreamHandler
+from sandbox_server.agent.server.connections import ServiceConnection, Stream, StreamHandler
 from sandbox_server.agent.server.tls_listener import TlsListener, make_context
 from sandbox_server.backends.certificate import make_certificate
-from sandbox_server.link import Endpoint, connect
+from sandbox_server.link import AgentEndpoint, connect
 from sandbox_server.link.transports.tls import pinning_context
 
 MADE = make_certificate("s-1")
@@ -33,15 +33,15 @@ class Agent:
     token = TOKEN
 
     def __init__(self) -> None:
-        self.connections: set[Connection] = set()
+        self.connections: set[ServiceConnection] = set()
 
     def make_hello(self) -> dict[str, Any]:
         return {"v": wire.PROTOCOL_VERSION, "boot": "b"}
 
-    def add_connection(self, connection: Connection) -> None:
+    def add_connection(self, connection: ServiceConnection) -> None:
         self.connections.add(connection)
 
-    def remove_connection(self, connection: Connection) -> None:
+    def remove_connection(self, connection: ServiceConnection) -> None:
         self.connections.discard(connection)
 
     def open_stream(self, stream: Stream, meta: dict[str, Any]) -> StreamHandler:
@@ -82,7 +82,7 @@ async def answer(reader: asyncio.StreamReader) -> bytes:
 
 
 async def gets_in(port: int) -> bool:
-    link = await connect(Endpoint(address=f"tls:127.0.0.1:{port}", token=TOKEN, certificate=MADE.certificate), WITHIN_S)
+    link = await connect(AgentEndpoint(address=f"tls:127.0.0.1:{port}", token=TOKEN, certificate=MADE.certificate), WITHIN_S)
     await link.close()
     return True
 
@@ -156,7 +156,7 @@ async def test_a_connection_that_does_not_complete_its_handshake_is_dropped(port
 
 
 async def test_the_service_is_not_counted_among_those_without_a_token(port: int, listener: TlsListener) -> None:
-    endpoint = Endpoint(address=f"tls:127.0.0.1:{port}", token=TOKEN, certificate=MADE.certificate)
+    endpoint = AgentEndpoint(address=f"tls:127.0.0.1:{port}", token=TOKEN, certificate=MADE.certificate)
     links = [await connect(endpoint, WITHIN_S) for _ in range(6)]
     crowd = [await raw(port) for _ in range(8)]
     await asyncio.sleep(1.2)  # longer than who has no token may stay
@@ -183,7 +183,7 @@ async def test_many_unauthenticated_connections_are_logged_as_a_number_only(port
 
 
 async def test_keepalive_notices_a_service_whose_machine_has_vanished(port: int, listener: TlsListener) -> None:
-    link = await connect(Endpoint(address=f"tls:127.0.0.1:{port}", token=TOKEN, certificate=MADE.certificate), WITHIN_S)
+    link = await connect(AgentEndpoint(address=f"tls:127.0.0.1:{port}", token=TOKEN, certificate=MADE.certificate), WITHIN_S)
     (connection,) = listener._server.connections
     accepted = connection._transport.get_extra_info("socket")
 
