@@ -42,7 +42,7 @@ FAMILIES = pytest.mark.parametrize("family", sorted(PARSERS))
 QUICK = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
-def schemas(calls: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+def schemas_of_calls(calls: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
     """Schemas that give every argument the type that it has in a call."""
     types = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object", type(None): "null"}
     return [
@@ -80,7 +80,7 @@ def test_calls_that_were_formatted_are_parsed_to_the_same_calls(family: str, cal
     parser = get_parser(family)
     written = [ParsedCall(f"id{index}aaaaaa", name, json.dumps(args, ensure_ascii=False)) for index, (name, args) in enumerate(calls)]
 
-    message = parser.parse(parser.format_message(content, written), schemas(calls))
+    message = parser.parse(parser.format_message(content, written), schemas_of_calls(calls))
 
     assert [(call.name, call.problem) for call in message.calls] == [(name, "") for name, _ in calls]
     assert [json.loads(call.arguments) for call in message.calls] == [args for _, args in calls]

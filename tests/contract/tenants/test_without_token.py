@@ -20,7 +20,7 @@ async def harness(tmp_path: Path) -> AsyncIterator[ServiceHarness]:
         yield running
 
 
-async def answers(harness: ServiceHarness, path: str, token: str | None) -> bytes:
+async def pipelined_responses(harness: ServiceHarness, path: str, token: str | None) -> bytes:
     """All that comes for many requests that are sent at once, the last of which asks for the end of the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", urlsplit(harness.url).port)
     authorization = "" if token is None else f"authorization: Bearer {token}\r\n"
@@ -37,7 +37,7 @@ async def answers(harness: ServiceHarness, path: str, token: str | None) -> byte
     [("/healthz", None, 200), ("/docs", None, 200), ("/healthz", "nobodys", 200), ("/v1/pools", None, 401), ("/v1/pools", "nobodys", 401)],
 )
 async def test_without_a_valid_token_one_request_is_answered(harness: ServiceHarness, path: str, token: str | None, status: int) -> None:
-    answer = await answers(harness, path, token)
+    answer = await pipelined_responses(harness, path, token)
 
     assert answer.startswith(f"HTTP/1.1 {status} ".encode())
     assert answer.count(b"HTTP/1.1 ") == 1
@@ -46,7 +46,7 @@ async def test_without_a_valid_token_one_request_is_answered(harness: ServiceHar
 
 @pytest.mark.parametrize("path", ["/healthz", "/v1/pools"])
 async def test_with_a_token_every_request_is_answered(harness: ServiceHarness, path: str) -> None:
-    assert (await answers(harness, path, ALICE.token)).count(b"HTTP/1.1 200 ") == PIPELINED_COUNT
+    assert (await pipelined_responses(harness, path, ALICE.token)).count(b"HTTP/1.1 200 ") == PIPELINED_COUNT
 
 
 async def test_the_refusal_of_a_token_reaches_a_caller_that_still_sends(harness: ServiceHarness) -> None:

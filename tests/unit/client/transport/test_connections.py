@@ -12,7 +12,7 @@ from env_client.transport import connections
 from env_client.transport.connections import AsyncConnections, Connections, default_max_connections, environment_proxy
 
 
-class Body(httpx.AsyncByteStream, httpx.SyncByteStream):
+class GeneratedBody(httpx.AsyncByteStream, httpx.SyncByteStream):
     """A body that is created when it is read."""
 
     def __iter__(self) -> Iterator[bytes]:
@@ -34,7 +34,7 @@ class Carrier(httpx.MockTransport):
         self.carried += 1
         if request.url.path == "/fail":
             raise httpx.ConnectError("refused")
-        return httpx.Response(200, stream=Body())
+        return httpx.Response(200, stream=GeneratedBody())
 
     def close(self) -> None:
         self.closed = True
