@@ -67,7 +67,7 @@ class Tale:
         answer = {"released": [], "unknown": [lease_id]} if unknown else {"released": [lease_id], "unknown": []}
         self.note("released", client=0, leases=[lease_id], **answer)
 
-    def observe_mark(self, what: str, lease_id: str | None = None, claimant: dict[str, Any] | None = None) -> None:
+    def record_observation(self, what: str, lease_id: str | None = None, claimant: dict[str, Any] | None = None) -> None:
         self.note("seen", what=what, lease_id=lease_id, claimant=claimant)
 
     def fault(self, what: str, **fields: Any) -> None:
@@ -230,8 +230,8 @@ def key_lost(tale: Tale) -> None:
 
 
 def granted_past_the_claimant(tale: Tale) -> None:
-    tale.observe_mark("claimant", claimant={"tenant": "gangs", "count": 16})
-    tale.observe_mark("acquired", "l-9")
+    tale.record_observation("claimant", claimant={"tenant": "gangs", "count": 16})
+    tale.record_observation("acquired", "l-9")
 
 
 def left_over(tale: Tale) -> None:
@@ -287,14 +287,14 @@ def test_a_planted_violation_is_found(plant: Callable[[Tale], None], rule: str) 
 def test_what_is_granted_before_and_after_a_claim_or_out_of_sight_is_no_violation() -> None:
     tale = good_tale()
     for ends in ({"tenant": "turning", "count": 1}, None):
-        tale.observe_mark("acquired", "l-9")
-        tale.observe_mark("claimant", claimant={"tenant": "gangs", "count": 16})
-        tale.observe_mark("lease ended", "l-9")
-        tale.observe_mark("claimant", claimant=ends)
-        tale.observe_mark("acquired", "l-10")
-    tale.observe_mark("claimant", claimant={"tenant": "gangs", "count": 16})
-    tale.observe_mark("missed")
-    tale.observe_mark("acquired", "l-11")
+        tale.record_observation("acquired", "l-9")
+        tale.record_observation("claimant", claimant={"tenant": "gangs", "count": 16})
+        tale.record_observation("lease ended", "l-9")
+        tale.record_observation("claimant", claimant=ends)
+        tale.record_observation("acquired", "l-10")
+    tale.record_observation("claimant", claimant={"tenant": "gangs", "count": 16})
+    tale.record_observation("missed")
+    tale.record_observation("acquired", "l-11")
 
     assert check(tale.history.events) == []
     assert [claim.ended for claim in claims_seen(tale.history.events)] == [1, 1, 0]

@@ -25,7 +25,7 @@ from sandbox_server.agent.kernel.processor_watch import ProcessorWatch
 _REPORT_WITHIN_S = 0.1
 
 
-class RunningCall:
+class AgentCall:
     """A running call. All methods run in the event loop; only the end of the process tree takes a task of its own.
 
     Args:
@@ -277,13 +277,13 @@ def submit_call(lease: LeaseContext, runtime: SlotRuntime, spec: CallSpec, on_do
         error = "the slot has had as many calls as one lease may have"
         on_done(_refused_outcome(spec, "backend_error", error, {"may_have_run": False, "limit": "calls"}))
         return
-    call = RunningCall(lease, runtime, spec)
+    call = AgentCall(lease, runtime, spec)
     lease.journal.record_start(spec.call_id, identity, call)
     call.add_done_callback(on_done)
     call.start_call()
 
 
-def find_call(lease: LeaseContext, call_id: Any) -> RunningCall | CallOutcome:
+def find_call(lease: LeaseContext, call_id: Any) -> AgentCall | CallOutcome:
     """Return a call that runs, or the outcome of one that has ended.
 
     Raises:
@@ -294,7 +294,7 @@ def find_call(lease: LeaseContext, call_id: Any) -> RunningCall | CallOutcome:
         raise Refused("call_not_found", "there is no call %s" % ascii(call_id))
     if entry.outcome is not None:
         return entry.outcome
-    call: RunningCall = entry.call
+    call: AgentCall = entry.call
     return call
 
 

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any, Sequence
 
 from sandbox_server.agent.errors import Refused
-from sandbox_server.agent.execution.calls import RunningCall
+from sandbox_server.agent.execution.calls import AgentCall
 from sandbox_server.agent.execution.journal import CallOutcome
 from sandbox_server.agent.execution.output import FinishedOutput, Sink
 from sandbox_server.agent.server.connections import Stream
@@ -22,9 +22,9 @@ async def cancel_call(stream: Stream, slot: AgentSlot, call_id: Any) -> None:
     except Refused:
         stream.end_stream({"found": False})
         return
-    if isinstance(found, RunningCall):
+    if isinstance(found, AgentCall):
         found.cancel_call()
-    stream.end_stream({"found": True, "state": "running" if isinstance(found, RunningCall) else "done"})
+    stream.end_stream({"found": True, "state": "running" if isinstance(found, AgentCall) else "done"})
 
 
 async def send_call_status(stream: Stream, slot: AgentSlot, call_id: Any, fetches_outputs: bool) -> None:
@@ -34,7 +34,7 @@ async def send_call_status(stream: Stream, slot: AgentSlot, call_id: Any, fetche
         Refused: call_not_found.
     """
     found = slot.find_call(call_id)
-    if isinstance(found, RunningCall):
+    if isinstance(found, AgentCall):
         stream.end_stream({"state": "running", "output_bytes": found.output_bytes, "started_at": found.started_at, "encoding": found.spec.encoding})
     else:
         _send_outcome(stream, found, fetches_outputs)
@@ -48,7 +48,7 @@ async def send_result_output(stream: Stream, slot: AgentSlot, call_id: Any) -> N
         Refused: the call runs, is not known, or its output cannot be read any more.
     """
     found = slot.find_call(call_id)
-    if isinstance(found, RunningCall):
+    if isinstance(found, AgentCall):
         raise Refused("invalid", "call %s still runs" % ascii(call_id))
     spool = slot.lease.spool
     for output in found.outputs:
@@ -76,7 +76,7 @@ async def follow_call(stream: Stream, slot: AgentSlot, call_id: Any, offset: Any
     """
     position = _parse_offset(offset)
     found = slot.find_call(call_id)
-    while isinstance(found, RunningCall):
+    while isinstance(found, AgentCall):
         if found.outcome is not None:
             found = found.outcome
             break
@@ -92,7 +92,7 @@ async def follow_call(stream: Stream, slot: AgentSlot, call_id: Any, offset: Any
     stream.end_stream()
 
 
-async def _wait_for_output_or_end(call: RunningCall) -> None:
+async def _wait_for_output_or_end(call: AgentCall) -> None:
     changed: asyncio.Future[None] = asyncio.get_event_loop().create_future()
 
     def set_changed() -> None:
@@ -114,21 +114,21 @@ async def send_output(stream: Stream, slot: AgentSlot, call_id: Any, offset: Any
     """
     start = _parse_offset(offset)
     found = slot.find_call(call_id)
-    sizes = [sink.available_bytes for sink in found.sinks] if isinstance(found, RunningCall) else [output.available_bytes for output in found.outputs]
-    total = found.output_bytes if isinstance(found, RunningCall) else sum(output.total_bytes for output in found.outputs)
+    sizes = [sink.available_bytes for sink in found.sinks] if isinstance(found, AgentCall) else [output.available_bytes for output in found.outputs]
+    total = found.output_bytes if isinstance(found, AgentCall) else sum(output.total_bytes for output in found.outputs)
     summary = {"total_bytes": total, "available_bytes": sum(sizes)}
-    stream.send_item({"state": "running" if isinstance(found, RunningCall) else "done", **summary})
+    stream.send_item({"state": "running" if isinstance(found, AgentCall) else "done", **summary})
     await _send_outputs(stream, found, sizes, start)
     stream.end_stream({**summary, "from": start})
 
 
-async def _send_outputs(stream: Stream, found: RunningCall | CallOutcome, sizes_bytes: Sequence[int], position: int) -> None:
+async def _send_outputs(stream: Stream, found: AgentCall | CallOutcome, sizes_bytes: Sequence[int], position: int) -> None:
     """Send so much of each output as one sequence of bytes, from a position on. If the call ends meanwhile, continue with the outputs of its outcome."""
     start = 0
     for index, size_bytes in enumerate(sizes_bytes):
         while start <= position < start + size_bytes:
-            source = found.outcome if isinstance(found, RunningCall) and found.outcome is not None else found
-            output: Sink | FinishedOutput = source.sinks[index] if isinstance(source, RunningCall) else source.outputs[index]
+            source = found.outcome if isinstance(found, AgentCall) and found.outcome is not None else found
+            output: Sink | FinishedOutput = source.sinks[index] if isinstance(source, AgentCall) else source.outputs[index]
             chunk = output.read(position - start, min(_CHUNK_BYTES, start + size_bytes - position))
             position += len(chunk)
             if not chunk or not await stream.send_data(chunk):
@@ -161,7 +161,7 @@ async def wait_until_quiet(stream: Stream, slot: AgentSlot, epoch: Any) -> None:
     stream.end_stream()
 
 
-async def _wait_for_outcome(call: RunningCall) -> None:
+async def _wait_for_outcome(call: AgentCall) -> None:
     ended: asyncio.Future[None] = asyncio.get_event_loop().create_future()
 
     def set_ended(_: CallOutcome) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Callable
 from sandbox_server.agent.errors import Refused, StartFailed
 from sandbox_server.agent.execution.background_tasks import BackgroundTasks
 from sandbox_server.agent.execution.call_spec import CallSpec
-from sandbox_server.agent.execution.calls import RunningCall, find_call, submit_call
+from sandbox_server.agent.execution.calls import AgentCall, find_call, submit_call
 from sandbox_server.agent.execution.evidence import judge_lost_init
 from sandbox_server.agent.execution.journal import CallOutcome
 from sandbox_server.agent.execution.lease_context import LeaseContext, SlotResources
@@ -161,7 +161,7 @@ class AgentSlot:
         """Run a call of the current lease, see `calls.submit_call`."""
         submit_call(self.lease, self.current_runtime(), spec, on_done)
 
-    def find_call(self, call_id: Any) -> RunningCall | CallOutcome:
+    def find_call(self, call_id: Any) -> AgentCall | CallOutcome:
         """Find a call of the current lease, see `calls.find_call`."""
         return find_call(self.lease, call_id)
 
