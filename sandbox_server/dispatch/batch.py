@@ -11,7 +11,7 @@ from sandbox_server.dispatch.limits.response_budget import ResponseReservation
 
 
 class Batch:
-    """Collects the results of one request. Read it once, with `all_results` or `next_results`, and close it: until then it holds its reservation.
+    """Collects the results of one request. Read it once, with `all_results` or `next_results`. It holds its reservation until `discard_results`.
 
     Args:
         size: how many results there will be.
@@ -30,7 +30,7 @@ class Batch:
         self._is_complete: asyncio.Event = asyncio.Event()
 
     def deliver_result(self, index: int, result: Result) -> None:
-        """Add the result of a call. A second result for the same call is ignored. Once the batch is closed, results are only counted.
+        """Add the result of a call. A second result for the same call is ignored. After `discard_results`, results are only counted.
 
         Args:
             index: the place of the call in the request.

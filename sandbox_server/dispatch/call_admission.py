@@ -57,7 +57,7 @@ class CallAdmission:
 
         Args:
             tenant: the tenant that sends the request.
-            items: the calls; results among them count for nothing.
+            items: the calls; results among them are not counted.
 
         Raises:
             QuotaExceeded: too many calls are in flight, or too many of the tenant's wait.

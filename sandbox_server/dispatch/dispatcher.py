@@ -85,7 +85,7 @@ class Dispatcher:
         """Reserve what the response may hold, wait for it where necessary, and start the calls. The arguments are those of `start_calls`.
 
         Returns:
-            The batch, which the caller closes.
+            The batch. The caller calls its `discard_results` in the end.
 
         Raises:
             InvalidRequest: the response may hold more than a tenant can ever have.

@@ -79,7 +79,7 @@ class ResultMessage(NamedTuple):
             call: the call that the message is about. The ids and the encoding of the result are the call's.
 
         Raises:
-            AgentProtocolError: the message does not make sense.
+            AgentProtocolError: a field of the message has a wrong value.
         """
         meta, body = self.raw_meta, self.raw_body
         try:

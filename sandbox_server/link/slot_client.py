@@ -80,7 +80,7 @@ class CallStream:
 
 
 class SlotClient:
-    """The calls and files of one slot. Every request names the epoch: the agent refuses it once the slot has moved on.
+    """The calls and files of one slot. Every request names the epoch: the agent refuses it once the slot is in a later one.
 
     Args:
         link: the connection to the agent.
@@ -99,7 +99,7 @@ class SlotClient:
         self._response_timeout_s = response_timeout_s
 
     def open_calls(self) -> CallStream:
-        """Open a stream of calls. The agent may be silent on it for any time, because a call may be."""
+        """Open a stream of calls. The agent may send nothing on it for any time, because a call may run without output."""
         return CallStream(self._open("calls", None, fetches_outputs=True))
 
     async def answers_ping(self, within_s: float) -> bool:

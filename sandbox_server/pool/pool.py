@@ -184,7 +184,7 @@ class Pool:
         self._serve_and_plan()
 
     def drain_sandbox(self, sandbox_id: str, reason: str, *, by: str | None) -> None:
-        """Give a sandbox no new leases. It goes when its last lease ends. Nothing changes if it drains already.
+        """Give a sandbox no new leases. It is destroyed when its last lease ends. Nothing changes if it drains already.
 
         Args:
             sandbox_id: the sandbox.
@@ -249,7 +249,7 @@ class Pool:
         return lease
 
     def release_run(self, tenant: str, run_id: str, *, keep: bool) -> list[str]:
-        """End all leases of a run. Unless `keep` is set, its kept slots and its caches go as well.
+        """End all leases of a run. Unless `keep` is set, its kept slots are reclaimed and its caches deleted as well.
 
         Returns:
             The ids of the leases.

@@ -169,7 +169,7 @@ class PoolService(PoolReader):
         return await verify(find_pool(self._pools, name, actor, tenant))
 
     async def drain_sandbox(self, sandbox_id: str, *, actor: Actor = SERVICE) -> SandboxView:
-        """Give a sandbox no new leases. It goes when its last lease ends.
+        """Give a sandbox no new leases. It is destroyed when its last lease ends.
 
         Args:
             sandbox_id: the sandbox.

@@ -151,7 +151,7 @@ class Fleet:
             self.sandboxes[order.ref.sandbox_id].idle_since = self._clock.monotonic()
 
     def clear_backoff(self) -> None:
-        """Forget failed creations once a sandbox has lived long enough to show that creating works."""
+        """Forget failed creations once a sandbox has run long enough to show that creating works."""
         now = self._clock.monotonic()
         if self._failures and any(s.state is SandboxState.READY and now - (s.ready_at or now) >= SHORT_LIFE_S for s in self.sandboxes.values()):
             self._failures = 0

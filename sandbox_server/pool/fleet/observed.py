@@ -49,7 +49,7 @@ class SandboxEndTimeObserved:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SandboxFailed:
-    """A sandbox could not be created, or has ended without being asked to. What is left of it is being destroyed."""
+    """A sandbox could not be created, or has ended although the service did not destroy it. What is left of it is being destroyed."""
 
     sandbox_id: str
     error: Exception

@@ -31,7 +31,7 @@ def capacity(spec: PoolSpec, sandboxes: Iterable[Sandbox], book: LeaseBook, *, c
         spec: the pool's spec.
         sandboxes: the pool's sandboxes.
         book: the pool's slots.
-        can_grow: whether new sandboxes can be created, up to `max_sandboxes`, in place of those that go.
+        can_grow: whether new sandboxes can be created, up to `max_sandboxes`, in place of those that are destroyed.
     """
     ready = [sandbox for sandbox in sandboxes if sandbox.state is SandboxState.READY]
     quarantined = sum(book.table.slots_by_sandbox[s.sandbox_id].counts[SlotState.QUARANTINED] for s in ready if s.sandbox_id in book.table.slots_by_sandbox)

@@ -179,7 +179,7 @@ class SlotTable:
         return next(iter(sandbox_slots.ready.values()))
 
     def kept_for(self, run: RunKey) -> list[PoolSlot]:
-        """Return the slots that are kept for a run, the one that was kept first first, of sandboxes that are not cordoned."""
+        """Return the slots of uncordoned sandboxes that are kept for a run, in the order in which they were kept."""
         return self._of_uncordoned_sandboxes(self._kept_by_run.get(run))
 
     def about_to_be_kept_for(self, run: RunKey) -> list[PoolSlot]:
@@ -187,7 +187,7 @@ class SlotTable:
         return self._of_uncordoned_sandboxes(self._about_to_be_kept_by_run.get(run))
 
     def kept(self) -> Iterable[PoolSlot]:
-        """Return every kept slot, the one that was kept first first."""
+        """Return every kept slot, in the order in which they were kept."""
         return self._kept_in_order.values()
 
     def usable(self) -> int:

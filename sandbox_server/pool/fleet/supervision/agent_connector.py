@@ -20,7 +20,7 @@ RECONNECT_INTERVAL_S = 0.1
 
 
 class UnexpectedSandboxEnd(Exception):
-    """A sandbox has ended without being asked to. The message says how."""
+    """A sandbox has ended although the service did not destroy it, or the service can no longer use it. The message says how."""
 
 
 class AgentConnector:
@@ -47,7 +47,7 @@ class AgentConnector:
 
         Raises:
             CreateFailed: the agent has ended, did not answer within `FIRST_HELLO_S`, or cannot give the pool what its spec asks for.
-            AgentProtocolError: what answers is no agent, or the agent of another sandbox.
+            AgentProtocolError: the program that answers is not an agent, or is the agent of another sandbox.
         """
         clock = self._dependencies.clock
         deadline = clock.monotonic() + FIRST_HELLO_S
@@ -79,7 +79,7 @@ class AgentConnector:
             UnexpectedSandboxEnd: the backend reports that the sandbox is gone, another agent answers in its place, or the agent was not reachable for
                 the backend's `lost_after_s` although the backend reports that it runs.
             CreateFailed: the agent can no longer give the pool what its spec asks for.
-            AgentProtocolError: what answers is no agent, or the agent of another sandbox.
+            AgentProtocolError: the program that answers is not an agent, or is the agent of another sandbox.
         """
         clock = self._dependencies.clock
         deadline = _ReconnectDeadline(self._backend.traits.lost_after_s, clock.monotonic())
@@ -203,6 +203,6 @@ class _RepeatedQuestion:
         return pending.result()
 
     def cancel(self) -> None:
-        """Withdraw a question that was not answered yet."""
+        """Cancel the request to the backend, if the backend has not answered it yet."""
         if self._pending is not None:
             self._pending.cancel()

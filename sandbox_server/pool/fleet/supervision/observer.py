@@ -69,7 +69,7 @@ class BackendObserver:
             self._watching = asyncio.create_task(self._watch(self._backend))
 
     async def stop_asking(self) -> None:
-        """Stop asking. Questions that wait for an answer get none."""
+        """Stop asking the backend. Futures of `request_observation` that have no result yet never get one."""
         tasks = [task for task in (self._asking, self._watching) if task is not None]
         for task in tasks:
             task.cancel()

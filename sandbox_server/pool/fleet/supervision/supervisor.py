@@ -107,7 +107,7 @@ class SandboxSupervisor:
 
         Raises:
             CreateFailed, PoolServiceError: the sandbox could not be created.
-            UnexpectedSandboxEnd: it has ended without being asked to.
+            UnexpectedSandboxEnd: it has ended although the service did not destroy it, or the service can no longer use it.
         """
         try:
             if self._sandbox.boot is not None and self._handle is not None:
