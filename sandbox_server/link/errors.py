@@ -7,7 +7,7 @@ LinkError
 └── AgentRefused              the agent refused the request, or failed to carry it out
     ├── NotSupportedByAgent   this agent, or its isolation mode, cannot do this; repeating the request does not help
     ├── RequestInvalid        the arguments are wrong: a path that leads out of the slot, or a right that the slot does not have
-    ├── SlotMovedOn           the slot is unknown, broken or in another epoch; the pool knows what became of the lease
+    ├── SlotUnavailable       the slot is unknown, broken or in another epoch; the pool knows what became of the lease
     │   └── AgentShutsDown    the agent shuts down and refuses every call from now on; its connection ends soon
     ├── CallUnknown           the agent has no call with this id
     ├── PathNotFound          there is no file at this path
@@ -73,11 +73,11 @@ class RequestInvalid(AgentRefused):
     """The arguments of the request are wrong."""
 
 
-class SlotMovedOn(AgentRefused):
+class SlotUnavailable(AgentRefused):
     """The slot is unknown to the agent, broken, or in another epoch."""
 
 
-class AgentShutsDown(SlotMovedOn):
+class AgentShutsDown(SlotUnavailable):
     """The agent shuts down and refuses every call from now on."""
 
 
@@ -103,9 +103,9 @@ class AgentFailed(AgentRefused):
 
 
 _CLASS_BY_CODE: Mapping[str, type[AgentRefused]] = {
-    "stale_epoch": SlotMovedOn,
-    "unknown_slot": SlotMovedOn,
-    "slot_unavailable": SlotMovedOn,
+    "stale_epoch": SlotUnavailable,
+    "unknown_slot": SlotUnavailable,
+    "slot_unavailable": SlotUnavailable,
     "not_implemented": NotSupportedByAgent,
     "invalid": RequestInvalid,
     "path_outside": RequestInvalid,
@@ -124,6 +124,6 @@ def agent_refusal(meta: Mapping[str, Any]) -> AgentRefused:
     """
     code = meta.get("code")
     error_class = _CLASS_BY_CODE.get(code if isinstance(code, str) else "internal", AgentFailed)
-    if error_class is SlotMovedOn and meta.get("agent_ends") is True:
+    if error_class is SlotUnavailable and meta.get("agent_ends") is True:
         error_class = AgentShutsDown
     return error_class(meta)

@@ -36,7 +36,7 @@ from sandbox_server.dispatch.runner.decisions import (
 )
 from sandbox_server.dispatch.slot_locator import SlotLocation, SlotLocator
 from sandbox_server.link.call_messages import ResultMessage
-from sandbox_server.link.errors import AgentRefused, AgentShutsDown, AgentSilent, LinkLost, SlotMovedOn
+from sandbox_server.link.errors import AgentRefused, AgentShutsDown, AgentSilent, LinkLost, SlotUnavailable
 from sandbox_server.link.slot_client import CallStream
 
 log = logging.getLogger(__name__)
@@ -255,7 +255,7 @@ class CallRunner:
                     result = await self._handle_message(message, location)
                     if is_stream_blocked(message, result, self._queue.sent_count):
                         return SendCalls()
-        except SlotMovedOn as refused:
+        except SlotUnavailable as refused:
             # An agent refuses a slot before it begins a call, so the rest of this stream has not run. An earlier stream may have carried the same calls.
             self._queue.sent_count = max(0, earlier_sent_count - (count - self._queue.sent_count))
             if isinstance(refused, AgentShutsDown):

@@ -9,7 +9,7 @@ from sandbox_server.core.execution import Reason, Result, ToolCall
 from sandbox_server.dispatch.agent_errors import LOST_LINK_WAIT_S
 from sandbox_server.dispatch.results import lease_error_result, service_result
 from sandbox_server.link.call_messages import ResultMessage
-from sandbox_server.link.errors import AgentRefused, AgentSilent, LinkError, LinkLost, NotSupportedByAgent, SlotMovedOn
+from sandbox_server.link.errors import AgentRefused, AgentSilent, LinkError, LinkLost, NotSupportedByAgent, SlotUnavailable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,7 +113,7 @@ def decide_after_error(
             return _decide_after_lost_link(str(error), state, timings)
         case NotSupportedByAgent():
             return EndCalls(reason=Reason.NOT_IMPLEMENTED, problem=error.detail, is_refused=True)
-        case SlotMovedOn() if lease_error is None:
+        case SlotUnavailable() if lease_error is None:
             return _decide_after_refused_slot(f"the agent refused: {error.detail}", state, timings)
         case AgentRefused():
             return EndCalls(problem=f"the agent refused: {error.detail}", error=lease_error)

@@ -23,7 +23,7 @@ from sandbox_server.link.errors import (
     NotSupportedByAgent,
     PathNotFound,
     RequestInvalid,
-    SlotMovedOn,
+    SlotUnavailable,
     agent_refusal,
 )
 from sandbox_server.testing import FakeAgent, FakeLink
@@ -102,9 +102,9 @@ async def test_the_requests_about_slots_have_the_fields_that_agents_know() -> No
 
 
 async def test_a_slot_in_another_epoch_has_moved_on(client: AgentClient) -> None:
-    with pytest.raises(SlotMovedOn):
+    with pytest.raises(SlotUnavailable):
         await client.wait_until_quiet("0", 0)
-    with pytest.raises(SlotMovedOn):
+    with pytest.raises(SlotUnavailable):
         await client.slot("0", 9).call_status("c")
 
 
@@ -180,9 +180,9 @@ async def test_files_are_written_listed_and_read(client: AgentClient, agent: Scr
 @pytest.mark.parametrize(
     ("code", "kind"),
     [
-        ("stale_epoch", SlotMovedOn),
-        ("unknown_slot", SlotMovedOn),
-        ("slot_unavailable", SlotMovedOn),
+        ("stale_epoch", SlotUnavailable),
+        ("unknown_slot", SlotUnavailable),
+        ("slot_unavailable", SlotUnavailable),
         ("not_implemented", NotSupportedByAgent),
         ("invalid", RequestInvalid),
         ("path_outside", RequestInvalid),
