@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -35,9 +35,12 @@ with service.client() as client:
 
 @contextmanager
 def watched(pids: list[int]) -> Iterator[list[int]]:
-    """Descriptors that become readable when a process has ended."""
-    descriptors = [os.pidfd_open(pid) for pid in pids]
+    """Descriptors that become readable when a process has ended, of those that have not ended yet: a slot that is being reset ends processes."""
+    descriptors = []
     try:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                descriptors.append(os.pidfd_open(pid))
         yield descriptors
     finally:
         for descriptor in descriptors:
