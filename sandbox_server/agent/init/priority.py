@@ -8,7 +8,6 @@ commands. Therefore the service and the agent raise the priority of their thread
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 
 RAISED_NICE = -15  # The weight of a nice value of -15 is 28 times that of 0.
 ORDINARY_NICE = 0
@@ -21,13 +20,20 @@ def raise_priority() -> None:
     """
     if os.getpriority(os.PRIO_PROCESS, 0) > ORDINARY_NICE:
         return
-    with suppress(PermissionError):  # CAP_SYS_NICE is missing.
+    try:
         for thread in os.listdir("/proc/self/task"):
-            with suppress(ProcessLookupError):  # The thread has ended.
-                os.setpriority(os.PRIO_PROCESS, int(thread), RAISED_NICE)
-        # OSError: the kernel does not group sessions, or not this one (the first session has no group), or /proc is read-only.
-        with suppress(OSError), open("/proc/self/autogroup", "w", encoding="ascii") as file:
+            _raise_thread_priority(int(thread))
+        with open("/proc/self/autogroup", "w", encoding="ascii") as file:
             file.write(str(RAISED_NICE))
+    except OSError:
+        return  # CAP_SYS_NICE is missing, or the kernel does not group sessions, or not this one (the first session has no group), or /proc is read-only.
+
+
+def _raise_thread_priority(thread: int) -> None:
+    try:
+        os.setpriority(os.PRIO_PROCESS, thread, RAISED_NICE)
+    except ProcessLookupError:
+        return  # The thread has ended.
 
 
 def take_ordinary_priority() -> None:

@@ -227,8 +227,8 @@ class Cgroups:
         if not self._limit_tops:
             return None
         folders = {key: os.path.join(top, SLOT_PREFIX + name) for key, top in self._limit_tops.items()}
-        share = self.memory_groups.share_bytes() if self.memory_groups is not None else 0
-        return SlotLimitGroups(folders, self.plan.ceiling_bytes, share, self._processes, self.remove_when_empty)
+        protected = self.memory_groups.protected_bytes() if self.memory_groups is not None else 0
+        return SlotLimitGroups(folders, self.plan.ceiling_bytes, protected, self._processes, self.remove_when_empty)
 
     def _make_leaves(self, name: str) -> SlotLeaves | None:
         """Create the leaves of a new slot runtime. Returns None if the processes of calls must be found by a search of /proc."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from typing import Callable
 
+from sandbox_server.agent.kernel.processor_times import GroupProcessorTimes
 from sandbox_server.agent.kernel.slot_limit_groups import find_number, open_procs, write_control_file
 
 _READ_BYTES = 65536
+_TWO_PIDS_BYTES = 32  # A pid has at most 10 digits, and each is followed by a line feed.
 
 
 class Leaf:
@@ -15,29 +17,36 @@ class Leaf:
 
     Args:
         path: the folder of the group, which is created.
+        slot_processor_times: the processor times of all leaves of the slot together.
 
     Attributes:
         procs_fd: descriptor of `cgroup.procs`. A process that writes to it joins the group.
+        processor_times: the processor times of the processes in the leaf.
         is_in_use: whether a call uses the leaf.
     """
 
-    __slots__ = ("is_in_use", "path", "procs_fd")
+    __slots__ = ("is_in_use", "path", "processor_times", "procs_fd", "slot_processor_times")
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, slot_processor_times: GroupProcessorTimes) -> None:
         os.mkdir(path)
         self.path = path
         self.procs_fd = open_procs(path)
+        self.processor_times = GroupProcessorTimes(path)
+        self.slot_processor_times = slot_processor_times
         self.is_in_use = True
 
     def pids(self) -> list[int]:
         """Return the processes in the leaf."""
-        os.lseek(self.procs_fd, 0, os.SEEK_SET)
-        chunks: list[bytes] = []
+        content = b""
         while True:
-            chunk = os.read(self.procs_fd, _READ_BYTES)
+            chunk = os.pread(self.procs_fd, _READ_BYTES, len(content))
             if not chunk:
-                return [int(word) for word in b"".join(chunks).split()]
-            chunks.append(chunk)
+                return [int(word) for word in content.split()]
+            content += chunk
+
+    def has_one_process(self) -> bool:
+        """Return whether at most one process is in the leaf."""
+        return os.pread(self.procs_fd, _TWO_PIDS_BYTES, 0).count(b"\n") <= 1
 
     def populated(self) -> bool:
         """Return whether any process is in the leaf."""
@@ -75,6 +84,7 @@ class SlotLeaves:
         self._folder = folder
         self._remove_group = remove_group
         os.mkdir(folder)
+        self._processor_times = GroupProcessorTimes(folder)
         self._leaf_count = 0
         #: Init moves to this leaf before the leaf that it is in is killed.
         self._home = self._make_leaf()
@@ -86,7 +96,7 @@ class SlotLeaves:
 
     def _make_leaf(self) -> Leaf:
         self._leaf_count += 1
-        return Leaf(os.path.join(self._folder, str(self._leaf_count)))
+        return Leaf(os.path.join(self._folder, str(self._leaf_count)), self._processor_times)
 
     def first_procs_fd(self) -> int:
         """Return the descriptor through which init joins its first leaf. This object closes it."""
@@ -99,7 +109,7 @@ class SlotLeaves:
             The leaf, and the descriptor through which init must join it, or -1 if init is already in it.
         """
         current = self._current
-        if not current.is_in_use and current is not self._home and len(current.pids()) <= 1:
+        if not current.is_in_use and current is not self._home and current.has_one_process():
             current.is_in_use = True
             return current, -1
         for leaf in self._leaves:
@@ -141,6 +151,8 @@ class SlotLeaves:
         for leaf in [self._home, *self._leaves]:
             os.close(leaf.procs_fd)
             leaf.procs_fd = -1
+            leaf.processor_times.close_files()
             self._remove_group(leaf.path)
+        self._processor_times.close_files()
         self._leaves.clear()
         self._remove_group(self._folder)

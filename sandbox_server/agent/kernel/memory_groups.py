@@ -108,6 +108,7 @@ class MemoryGroups:
         self.own = ""
         self.plan: MemoryPlan | None = None
         self.controllers: tuple[str, ...] = ("memory",)
+        self._usage_fds: dict[str, tuple[int, ...]] = {}
 
     @classmethod
     def find_domain(cls, version: int, mount: str, own_path: str) -> MemoryGroups:
@@ -230,10 +231,23 @@ class MemoryGroups:
             return 0
         return max(0, used - sum(find_number(lines, line) for line in self._files.file_lines))
 
+    def _charged_bytes_of_all(self, folder: str) -> int:
+        """Return the memory that the kernel has charged to the group of this agent or of the machine, in bytes; 0 if it no longer exists.
+
+        They are read ten times a second and exist as long as this agent, so their files stay open.
+        """
+        fds = self._usage_fds.get(folder)
+        if fds is None:
+            paths = [os.path.join(folder, name) for name in ((self._files.usage, SOCKETS_USAGE) if self.version == 1 else (self._files.usage,))]
+            fds = self._usage_fds[folder] = tuple(os.open(path, os.O_RDONLY | os.O_CLOEXEC) for path in paths if os.path.exists(path))
+        try:
+            return sum(int(os.pread(fd, _READ_BYTES, 0)) for fd in fds)
+        except OSError:
+            return 0  # The group no longer exists.
+
     def is_full(self, folder: str, limit_bytes: int) -> bool:
-        """Return whether a group uses so much memory that a slot must be ended."""
-        used = self._charged_bytes(folder)
-        if used is None or used < full_threshold_bytes(limit_bytes):
+        """Return whether the group of this agent or of the machine uses so much memory that a slot must be ended."""
+        if self._charged_bytes_of_all(folder) < full_threshold_bytes(limit_bytes):
             return False
         return self.is_under_oom(folder) or self.used_bytes(folder) >= full_threshold_bytes(limit_bytes)
 
@@ -266,6 +280,10 @@ class MemoryGroups:
     def share_bytes(self) -> int:
         """Return the present share of each slot of this agent, in bytes."""
         return self.plan.share_bytes(self.machine_slots()) if self.plan is not None else 0
+
+    def protected_bytes(self) -> int:
+        """Return how much memory the kernel is to protect for a new slot, in bytes: its present share; 0 on v1, which has no such protection."""
+        return self.share_bytes() if self.version == 2 else 0
 
     def measure_usages(self, all_agents: bool) -> list[tuple[SlotMemoryGroup, MemoryUsage]]:
         """Measure the memory of each slot.
@@ -303,6 +321,10 @@ class MemoryGroups:
 
     def remove_groups(self) -> None:
         """Remove the group of this agent, and the group of the machine if no other agent uses it."""
+        for fds in self._usage_fds.values():
+            for fd in fds:
+                os.close(fd)
+        self._usage_fds.clear()
         for path in (self.own, self.machine):
             if path:
                 _remove_tree(path) if path == self.own else _remove_group(path)

@@ -8,18 +8,18 @@ from typing import Any, NamedTuple
 
 from sandbox_server.agent.kernel.leaf_groups import Leaf
 from sandbox_server.agent.kernel.processor_share import ProcessorAccount, ProcessorTimes
-from sandbox_server.agent.kernel.slot_limit_groups import find_number
 
-_FIRST_SAMPLE_AFTER_S = 0.01  # Most commands end earlier and cost no measurement.
+_FIRST_SAMPLE_AFTER_S = 0.1  # Most commands end earlier, also where many run at once, and cost no measurement.
+_SAMPLES_MISSED_FRACTION = 1 / 16  # Of the time limit: the first measurement is never later, so that it misses little of a call that times out.
+_COUNTED_AFTER_S = 0.01  # A call that ends earlier costs no reading of what its remaining descendants have used.
 _MIN_PAUSE_S, _MAX_PAUSE_S = 0.1, 1.0
 _SAMPLES_BEFORE_DEADLINE = 8
 _MAX_TASKS = 256
-_FILE_BYTES = 4096
 _NICE, _POLICY = 16, 38  # Positions of the fields after the process name in /proc/PID/stat.
 
 
 class ProcessorWatch:
-    """Measures one call periodically, from shortly after its start until `stop_watch`.
+    """Measures one call periodically, from shortly after its start until `stop_watch`. It counts the processor time from the start.
 
     Args:
         leaf: the control group of the call.
@@ -34,21 +34,23 @@ class ProcessorWatch:
         self._share = share
         self._init_pid = init_pid
         self._pause_s = max(_MIN_PAUSE_S, min(_MAX_PAUSE_S, timeout_s / _SAMPLES_BEFORE_DEADLINE))
-        self._used_fd = self._waited_fd = self._slot_fd = self._slot_waited_fd = -1
-        self._used_before_s = 0.0
+        self._started = self._loop.time()
+        self._used_before_s = self._read_used_before_s()
         self._waited_before_process_s = 0.0
+        self._has_process = False
         self._account: ProcessorAccount | None = None
-        self._timer: asyncio.TimerHandle | None = self._loop.call_later(_FIRST_SAMPLE_AFTER_S, self._begin)
+        first_s = min(_FIRST_SAMPLE_AFTER_S, timeout_s * _SAMPLES_MISSED_FRACTION)
+        self._timer: asyncio.TimerHandle | None = self._loop.call_later(first_s, self._begin)
+
+    def _read_used_before_s(self) -> float | None:
+        try:
+            return self._leaf.processor_times.read_used_s()
+        except OSError:
+            return None  # No descriptor is left.
 
     def _begin(self) -> None:
         self._timer = None
         try:
-            self._used_fd = os.open(os.path.join(self._leaf.path, "cpu.stat"), os.O_RDONLY | os.O_CLOEXEC)
-            self._used_before_s = _read_used_s(self._used_fd)
-            slot = os.path.dirname(self._leaf.path)
-            self._slot_fd = os.open(os.path.join(slot, "cpu.stat"), os.O_RDONLY | os.O_CLOEXEC)
-            self._waited_fd = os.open(os.path.join(self._leaf.path, "cpu.pressure"), os.O_RDONLY | os.O_CLOEXEC)
-            self._slot_waited_fd = os.open(os.path.join(slot, "cpu.pressure"), os.O_RDONLY | os.O_CLOEXEC)
             self._account = ProcessorAccount(self._share, self._measure())
         except OSError:
             return  # No descriptor is left, or this kernel does not count waiting times: there will be no evidence.
@@ -65,7 +67,8 @@ class ProcessorWatch:
     def _measure(self) -> ProcessorTimes:
         pids = self._leaf.pids()
         waited_s = self._call_waited_s(pids)
-        return ProcessorTimes(self._loop.time(), _read_used_s(self._used_fd), waited_s, _read_used_s(self._slot_fd), self._is_lowered(pids))
+        used_s, slot_used_s = self._leaf.processor_times.read_used_s(), self._leaf.slot_processor_times.read_used_s()
+        return ProcessorTimes(self._loop.time(), used_s, waited_s, slot_used_s, self._is_lowered(pids))
 
     def _is_lowered(self, pids: list[int]) -> bool:
         tasks = _tasks_of(pids)
@@ -80,17 +83,20 @@ class ProcessorWatch:
 
         Until the call has a process, the waiting time of the whole slot counts as well: init, which starts the process, may be in another leaf.
         """
-        own_s = _read_waited_s(self._waited_fd)
-        if self._slot_waited_fd >= 0:
-            self._waited_before_process_s = _read_waited_s(self._slot_waited_fd) - own_s
-            if any(pid != self._init_pid for pid in pids):
-                os.close(self._slot_waited_fd)
-                self._slot_waited_fd = -1
+        own_s = self._leaf.processor_times.read_waited_s()
+        if not self._has_process:
+            self._waited_before_process_s = self._leaf.slot_processor_times.read_waited_s() - own_s
+            self._has_process = any(pid != self._init_pid for pid in pids)
         return self._waited_before_process_s + own_s
 
     def used_s(self) -> float:
-        """Return the processor time of the call since the first measurement, in seconds; 0 if it cannot be measured here."""
-        return _read_used_s(self._used_fd) - self._used_before_s if self._used_fd >= 0 else 0.0
+        """Return the processor time of the call so far, in seconds; 0 if the call has just begun, or if it cannot be measured here."""
+        if self._used_before_s is None or self._loop.time() - self._started < _COUNTED_AFTER_S:
+            return 0.0
+        try:
+            return self._leaf.processor_times.read_used_s() - self._used_before_s
+        except OSError:
+            return 0.0  # The slot has been ended, and its control groups have been removed.
 
     def starvation_evidence(self) -> dict[str, Any] | None:
         """Return the evidence that other slots or processes kept the call from the share of its slot until now; None if there is no such evidence."""
@@ -100,26 +106,10 @@ class ProcessorWatch:
         return self._account.starvation_evidence()
 
     def stop_watch(self) -> None:
-        """Stop measuring and close the files."""
+        """Stop measuring."""
         if self._timer is not None:
             self._timer.cancel()
-        for fd in (self._used_fd, self._waited_fd, self._slot_fd, self._slot_waited_fd):
-            if fd >= 0:
-                os.close(fd)
-        self._used_fd = self._waited_fd = self._slot_fd = self._slot_waited_fd = -1
-        self._account = self._timer = None
-
-
-def _read_used_s(fd: int) -> float:
-    return find_number(os.pread(fd, _FILE_BYTES, 0), b"usage_usec") / 1e6
-
-
-def _read_waited_s(fd: int) -> float:
-    """Return how long at least one process of a group was ready to run and waited, in seconds, from its `cpu.pressure`."""
-    for line in os.pread(fd, _FILE_BYTES, 0).splitlines():
-        if line.startswith(b"some "):
-            return int(line.rpartition(b"total=")[2]) / 1e6
-    return 0.0
+        self._used_before_s = self._account = self._timer = None
 
 
 def _tasks_of(pids: list[int]) -> list[int]:

@@ -171,9 +171,10 @@ class SlotLimitGroups:
         if kills > 0:
             hits["oom" if self._hit_own_memory(before) else "oom_elsewhere"] = kills
         refused = self._read("processes") - before.get("processes", 0)
-        most_alive = self._read("most_alive")  # 0 if this kernel does not count it.
-        if refused > 0 and (not most_alive or most_alive >= self._process_limit):
-            hits["processes"] = refused
+        if refused > 0:
+            most_alive = self._read("most_alive")  # 0 if this kernel does not count it.
+            if not most_alive or most_alive >= self._process_limit:
+                hits["processes"] = refused
         return hits
 
     def remove_limits(self) -> None:

@@ -105,8 +105,7 @@ class DiskGuard:
     def _file_systems(self) -> dict[int, str]:
         """Return one folder of the agent for each device that has one."""
         found = {os.stat(self._base_dir).st_dev: self._base_dir}
-        for slot in self._slots():
-            parent = os.path.dirname(slot.runtime.dirs.root)
+        for parent in {os.path.dirname(slot.runtime.dirs.root) for slot in self._slots()}:
             found.setdefault(os.stat(parent).st_dev, parent)
         return found
 

@@ -23,6 +23,7 @@ from sandbox_server.agent.kernel.slot_limit_groups import write_control_file
 log = logging.getLogger(__name__)
 
 CHECK_MEMORY_EVERY_S = 0.1
+_UPDATE_SHARE_EVERY_S = 1.0  # To count the slots of all agents costs more than to check whether a group is full, and no slot is ended by the count.
 OWNER_WITHIN_S = 1.0  # After this time another agent than the owner kills the processes of the chosen slot.
 _FREED_WITHIN_S = 2.0  # While the processes of an ended slot still end, no other slot is ended, but at most for so long.
 _STUCK_WITHIN_S = 2.0  # After this time in a full group in which every slot is within its share, the kernel may kill processes.
@@ -53,6 +54,7 @@ class MemoryGuard:
         self._chosen: tuple[str, float] | None = None  # The group of another agent's slot, and since when it should have been ended.
         self._stuck_since: dict[str, float] = {}
         self._share_bytes = groups.share_bytes()
+        self._share_due_at = 0.0
 
     def start_checking(self) -> None:
         """Start to check the groups periodically."""
@@ -104,25 +106,33 @@ class MemoryGuard:
                 await self._check_groups()
             except Exception:  # the guard must go on: no failure of one check, not even a defect, may leave the slots unguarded
                 log.exception("the memory of slots could not be checked")
+            timer = self._loop.call_later(CHECK_MEMORY_EVERY_S, self._wake.set)  # cheaper than `asyncio.wait_for`, which starts a task each time
             try:
-                await asyncio.wait_for(self._wake.wait(), CHECK_MEMORY_EVERY_S)
-            except asyncio.TimeoutError:
-                continue
+                await self._wake.wait()
+            finally:
+                timer.cancel()
             self._wake.clear()
 
     async def _check_groups(self) -> None:
         plan = self._groups.plan
         if plan is None:
             return
-        share = self._groups.share_bytes()
-        if share != self._share_bytes:
-            self._share_bytes = share
-            self._on_share()
+        self._update_share()
         for folder, limit, all_agents in ((self._groups.own, plan.sandbox_limit_bytes, False), (self._groups.machine, plan.machine_limit_bytes, True)):
             if self._groups.is_full(folder, limit):
                 await self._end_one_slot(folder, limit, all_agents)
             else:
                 self._forbid_kernel_kill(folder)
+
+    def _update_share(self) -> None:
+        now = self._loop.time()
+        if now < self._share_due_at:
+            return
+        self._share_due_at = now + _UPDATE_SHARE_EVERY_S
+        share = self._groups.share_bytes()
+        if share != self._share_bytes:
+            self._share_bytes = share
+            self._on_share()
 
     async def _end_one_slot(self, folder: str, limit: int, all_agents: bool) -> None:
         now = self._loop.time()
