@@ -152,8 +152,9 @@ class _LinkBreaker:
             raise _refusal(shown, error) from None
         try:
             folders, linked_files = self._list_folder(folder, shown)
-            for child in linked_files:
-                self._replace_by_copy(folder, child, "%s/%s" % (shown, child))
+            with _writable_folder(folder) if linked_files else contextlib.nullcontext():
+                for child in linked_files:
+                    self._replace_by_copy(folder, child, "%s/%s" % (shown, child))
             for child in folders:
                 self._visit_folder(folder, child, "%s/%s" % (shown, child), depth + 1)
         finally:
@@ -191,6 +192,21 @@ class _LinkBreaker:
             raise _refusal(shown, error) from None
         finally:
             os.close(source)
+
+
+@contextlib.contextmanager
+def _writable_folder(folder: int) -> Iterator[None]:
+    """Let the owner of an open folder change it for a while. Its mode and its times are as before afterwards."""
+    info = os.fstat(folder)
+    mode = stat.S_IMODE(info.st_mode)
+    if not mode & stat.S_IWUSR:
+        os.fchmod(folder, mode | stat.S_IWUSR)
+    try:
+        yield
+    finally:
+        if not mode & stat.S_IWUSR:
+            os.fchmod(folder, mode)
+        os.utime(folder, ns=(info.st_atime_ns, info.st_mtime_ns))
 
 
 def _copy_over(source: int, info: os.stat_result, folder: int, name: str) -> None:
