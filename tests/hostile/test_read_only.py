@@ -8,7 +8,7 @@ import tarfile
 from typing import Any
 
 from tests.hostile.attacks import PRELUDE
-from tests.hostile.harness import Harness
+from tests.hostile.harness import Harness, in_one_mode
 
 # Set-up by a slot that is hostile already: second names, open descriptors and mappings, a process that writes on, rights that invite others.
 BEFORE = r"""
@@ -201,6 +201,7 @@ def test_what_is_read_only_stays_as_it_was(harness: Harness) -> None:
         assert harness.bash(fresh, "ls -A; grep -c /tests /proc/self/mountinfo; mkdir tests && touch tests/a && rm -r tests")["output"] == "0\n"
 
 
+@in_one_mode
 def test_what_cannot_be_made_read_only_is_refused_by_name_and_changes_nothing(harness: Harness) -> None:
     lease = harness.acquire()
     make = "mkdir -p real deep two; ln -s real link; mkfifo fifo; ln -s /etc out; sleep 600 >/dev/null 2>&1 & "

@@ -40,9 +40,17 @@ def check_names(names: Any) -> tuple[str, ...]:
     if not isinstance(names, (list, tuple)) or len(names) > MAX_NAMES:
         raise Refused("invalid", "read_only must be a list of at most %d names" % MAX_NAMES)
     for name in names:
-        if not isinstance(name, str) or not name or name in (".", "..") or "/" in name or "\0" in name or len(os.fsencode(name)) > MAX_NAME_BYTES:
+        if not isinstance(name, str) or not _is_entry_name(name):
             raise Refused("invalid", "read_only: %s is no name of an entry at the top of the workspace" % ascii(name)[:300])
     return tuple(dict.fromkeys(names))
+
+
+def _is_entry_name(name: str) -> bool:
+    try:
+        length = len(os.fsencode(name))
+    except UnicodeEncodeError:
+        return False
+    return 0 < length <= MAX_NAME_BYTES and name not in (".", "..") and "/" not in name and "\0" not in name
 
 
 def find_entries(dirs: Dirs, names: Sequence[str]) -> tuple[ReadOnlyEntry, ...]:
@@ -189,6 +197,8 @@ class _LinkBreaker:
             raise _refusal(shown, error) from None
         try:
             info = os.fstat(source)
+            if not stat.S_ISREG(info.st_mode):  # A slot that cooperates with this one, and has a descriptor of the folder, has replaced the file just now.
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
             self._copied_bytes += info.st_size
             if self._copied_bytes > MAX_COPIED_BYTES:
                 detail = "read_only: %s has more than one name (hard links), and such files are only copied up to %d MiB in all; give it one name"

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from sandbox_server.link.errors import AgentRefused
-from tests.integration.agent.conftest import ROOT, USER, Maker, SharedAgents, clean_harness
-from tests.integration.agent.harness import Harness
+from tests.integration.agent.conftest import ROOT, USER, SharedAgents, clean_harness
+from tests.integration.agent.harness import Agent, Harness, agent_process
+from tests.support.users import ME
 
 CAN = [mode for mode in (*ROOT, *USER) if mode[0] != "none"] if os.geteuid() == 0 else [("bwrap", "user")]
 
@@ -26,18 +27,25 @@ def base() -> Iterator[str]:
     shutil.rmtree(folder)
 
 
-@pytest.fixture(params=CAN, ids="-".join)
-async def harness(request: pytest.FixtureRequest, shared_agents: SharedAgents, make_harness: Maker, base: str) -> AsyncIterator[Harness]:
-    """A link to an agent in each mode that has read-only entries."""
+@pytest.fixture(scope="module", params=CAN, ids="-".join)
+def agent(request: pytest.FixtureRequest, shared_agents: SharedAgents, base: str) -> Iterator[Agent]:
+    """An agent in each mode that has read-only entries."""
     mode, user = request.param
     if mode == "uid":
-        harness = await make_harness(mode, user, slots=1, workspace_base=base)
-        if harness.link.hello["capabilities"]["places"] != "own":
-            pytest.skip(f"root may make no namespaces here: {harness.link.hello['capabilities']['places']}")
-        yield harness
+        with agent_process(ME, mode, workspace_base=base, slots=1) as own:
+            yield own
     else:
-        async with clean_harness(shared_agents.get_agent(mode, user)) as shared:
-            yield shared
+        yield shared_agents.get_agent(mode, user)
+
+
+@pytest.fixture
+async def harness(agent: Agent) -> AsyncIterator[Harness]:
+    """A link to that agent."""
+    async with clean_harness(agent) as harness:
+        places = harness.link.hello["capabilities"]["places"]
+        if places != "own":
+            pytest.skip(f"root may make no namespaces here: {places}")
+        yield harness
 
 
 async def _refusal(harness: Harness, **fields: object) -> AgentRefused:

@@ -123,7 +123,9 @@ def test_a_workspace_that_was_replaced_by_a_link_is_refused(dirs: Dirs, workspac
         find_entries(dirs, ["passwd"])
 
 
-@pytest.mark.parametrize("names", ["tests", [""], ["."], [".."], ["a/b"], ["/etc"], ["a\0b"], ["x" * 256], ["ä" * 128], [1], [None], ["x"] * (MAX_NAMES + 1)])
+@pytest.mark.parametrize(
+    "names", ["tests", [""], ["."], [".."], ["a/b"], ["/etc"], ["a\0b"], ["x" * 256], ["ä" * 128], ["\ud800"], [1], [None], ["x"] * (MAX_NAMES + 1)]
+)
 def test_what_is_no_list_of_names_is_refused(names: object) -> None:
     with pytest.raises(Refused) as refused:
         check_names(names)
