@@ -31,7 +31,7 @@ from env_client.cli.command_line import CommandLine
 from env_client.cli.connection import connect_or_start_service, connect_to_service
 from env_client.cli.execution import execute_command, failure_for_lost_result, report_result
 from env_client.cli.failures import Failure, Interrupted, failure_from_errors
-from env_client.cli.printer import JsonFlag, Printer, format_duration, format_time
+from env_client.cli.printer import JsonFlag, Printer, escape_control_characters, format_duration, format_time
 from env_client.cli.signals import announce_on_forced_exit
 from env_client.client import SandboxClient
 from env_client.errors import SandboxError, ServiceError, TransportError
@@ -115,18 +115,20 @@ def narrow(
     lease: LeasesArgument,
     no_network: Annotated[bool, typer.Option("--no-network", help="Take the network away.")] = False,
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Take the shared cache away.")] = False,
+    read_only: Annotated[list[str] | None, typer.Option("--read-only", metavar="NAME", help="Make an entry of the workspace read-only; repeatable.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Take rights away from held slots for good. The processes of the slots end; their files stay."""
     printer = Printer(as_json)
-    if not no_network and not no_cache:
-        raise Failure("there is nothing to take away", "give --no-network, --no-cache, or both")
+    if not no_network and not no_cache and not read_only:
+        raise Failure("there is nothing to take away", "give --no-network, --no-cache, --read-only NAME, or several of them")
+    network, cache = False if no_network else None, "none" if no_cache else None
     narrowed: list[LeaseInfo] = []
     refused: dict[str, SandboxError] = {}
     with connect_to_service() as client:
         for lease_id in lease:
             try:
-                narrowed.append(client.narrow(lease_id, allow_network=False if no_network else None, cache="none" if no_cache else None))
+                narrowed.append(client.narrow(lease_id, allow_network=network, cache=cache, read_only=read_only or None))
             except SandboxError as error:
                 refused[lease_id] = error
                 if not isinstance(error, ServiceError):  # the service does not respond, so the other leases would fail after the same wait
@@ -134,7 +136,7 @@ def narrow(
     document = {"leases": narrowed, "refused": _error_rows(refused)}
     if not as_json:
         for info in narrowed:
-            printer.print_line(f"{info.lease_id} now has {_rights(info)}" + (", no cache" if no_cache and info.cache == "none" else ""))
+            printer.print_line(f"{info.lease_id} now has {_rights(info)}" + (", no cache" if no_cache and info.cache == "none" else "") + _read_only(info))
     if refused:
         raise failure_from_errors(refused, document)
     if as_json:
@@ -284,6 +286,10 @@ def _labels(pairs: list[str] | None) -> dict[str, str] | None:
 def _lease_row(info: LeaseInfo) -> tuple[str, ...]:
     ends_in = format_duration(info.expires_at - time.time())
     return info.lease_id, info.pool, info.slot_id, ends_in, info.run_id or "", info.trajectory_id or "", _rights(info)
+
+
+def _read_only(info: LeaseInfo) -> str:
+    return ", read-only " + ", ".join(map(escape_control_characters, info.read_only)) if info.read_only else ""
 
 
 def _rights(info: LeaseInfo) -> str:

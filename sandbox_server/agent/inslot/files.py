@@ -120,7 +120,7 @@ def _resolve_write_target(path: str) -> tuple[str, os.stat_result | None]:
 
     Raises:
         Refusal: the path is not a regular file, or the file is write-protected.
-        OSError: the path cannot be resolved.
+        OSError: the path cannot be resolved, or the file is on a read-only mount.
     """
     real = resolve_symlinks(path)
     try:
@@ -133,6 +133,8 @@ def _resolve_write_target(path: str) -> tuple[str, os.stat_result | None]:
         raise refusal_not_regular(path, info.st_mode)
     # `rename` checks the permissions of the folder only. A file that was made read-only must not be replaced.
     if not os.access(real, os.W_OK, effective_ids=True):
+        if os.statvfs(real).f_flag & os.ST_RDONLY:
+            raise OSError(errno.EROFS, "", path)  # A change of its mode would be refused as well.
         raise Refusal("file_error", f"{quote_path(path)} is write-protected (mode {stat.S_IMODE(info.st_mode):04o}): chmod it first", "EACCES")
     return real, info
 

@@ -131,3 +131,17 @@ async def test_the_slots_of_an_environment_outlive_their_service(restarting: Res
         ran = await backend.read_artifact(slot, "ran")
 
     assert (first.success, second.output, ran) == (True, "after\n", b"ran\n")
+
+
+def test_read_only_entries_outlive_a_service_that_is_killed_while_they_are_made(restarting: Restarting) -> None:
+    service = restarting.service
+    with SandboxClient(service.url, service.token) as client, client.lease(wait_s=30) as lease, ThreadPoolExecutor(1) as thread:
+        assert lease.bash("mkdir tests more; echo kept > tests/a").success
+        assert lease.narrow(read_only=["tests"]).read_only == ["tests"]
+        narrowing = thread.submit(lease.narrow, read_only=["more"])
+        restarting.again(signal.SIGKILL)
+        narrowed = narrowing.result(60)
+        tried = lease.bash("touch more/x || mv tests t || echo forged > tests/a || cat tests/a")
+
+        assert list(narrowed.read_only) == list(client.lease_info(lease.lease_id).read_only) == ["tests", "more"]
+        assert tried.output.splitlines()[-1] == "kept"
