@@ -55,7 +55,7 @@ class TestLeases:
         assert sandbox.out("narrow", "--no-cache", lease) == f"{lease} now has no network, no cache\n"
         assert sandbox.out("exec", lease, "--", "bash", "-c", "ls; tail -n +3 /proc/net/dev | cut -d: -f1") == "kept\n    lo\n"
 
-    def test_entries_become_read_only(self, sandbox: CommandLine, lease: str) -> None:
+    def test_entries_become_read_only(self, sandbox: SandboxCommand, lease: str) -> None:
         assert sandbox.out("exec", lease, "--", "touch", "kept", "other") == ""
 
         assert sandbox.out("narrow", "--read-only", "kept", "--read-only", "other", lease) == f"{lease} now has network, read-only kept, other\n"
