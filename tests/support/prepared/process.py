@@ -58,6 +58,10 @@ class PreparedCommand:
                 stream.close()
         self._close_connection()  # the prepared process now kills the command if it still runs
 
+    def fileno(self) -> int:
+        """Return the descriptor that can be read once the command has ended, for event loops."""
+        return self._connection.fileno()
+
     def poll(self) -> int | None:
         """Return the exit status; None while the command runs."""
         with contextlib.suppress(subprocess.TimeoutExpired):
