@@ -7,6 +7,7 @@ import os
 import sys
 from typing import NoReturn
 
+from sandbox_server.agent.build import content
 from tests.support.prepared.process import PreparedProcess, serve_requests
 
 # The service, and what it imports when it is first used.
@@ -47,4 +48,5 @@ def _run_service(words: list[str]) -> NoReturn:
 
 
 if __name__ == "__main__":
+    content()  # so that not every service packs the agent
     serve_requests(PRELOADED, _run_service)
