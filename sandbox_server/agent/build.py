@@ -8,6 +8,7 @@ any other interpreter ignores them and compiles the sources.
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 import sys
@@ -43,6 +44,7 @@ def _members() -> dict[str, bytes]:
     return members
 
 
+@functools.lru_cache(maxsize=None)  # the content does not change while this process runs
 def content() -> bytes:
     """Return the bytes of the zipapp."""
     buffer = io.BytesIO()

@@ -11,7 +11,6 @@ STATE/sandboxes/SANDBOX_ID/handle.json   the last checkpoint
 from __future__ import annotations
 
 import asyncio
-import functools
 import hashlib
 import io
 import json
@@ -318,11 +317,10 @@ def make_local_backend(state_dir: Path, owner: str, outlives_service: bool = Fal
     protect_this_process()
     raise_priority()
     lock = threading.Lock()
-    zipapp = functools.cache(content)  # the content does not change while this process runs
 
     def agent() -> Path:
         with lock:
-            return _unpack_agent(zipapp(), state_dir / "agent")
+            return _unpack_agent(content(), state_dir / "agent")
 
     return LocalBackend(state_dir / "sandboxes", owner, agent, outlives_service, transport=transport)
 

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.faults.crash_harness import CrashHarness, Report
+from tests.faults.crash_harness import CrashHarness, Report, Size
 from tests.faults.history import about
 from tests.support import tables
 
@@ -36,7 +36,7 @@ def main() -> int:
     options = parser.parse_args()
     seed = options.seed if options.seed is not None else secrets.randbelow(1_000_000)
     print(f"seed {seed}, {options.clients} clients, {options.seconds:g} s", flush=True)
-    report = asyncio.run(CrashHarness(seed, options.seconds, options.clients, options.transport).run())
+    report = asyncio.run(CrashHarness(seed, options.seconds, Size(clients=options.clients), options.transport).run())
     for name, count in report.figures.items():
         print(f"{name:56} {count:8,}")
     for what in report.left_out:

@@ -24,32 +24,50 @@ from tests.faults.proxy import Proxy
 from tests.faults.schedule import Fault, schedule
 from tests.faults.service_under_test import ServiceUnderTest, free_port, signal_agent
 
-POOLS: Final[Mapping[str, Any]] = {
-    "default": {
-        "backend": "local",
-        "slots_per_sandbox": 5,
-        "min_sandboxes": 2,
-        "max_sandboxes": 5,
-        "idle_timeout_s": 10,
-        "on_shutdown": "destroy",
-    }
-}
 TENANTS: Final[Sequence[Mapping[str, Any]]] = (
     {"name": "turning", "token": "the-token-of-those-who-keep-their-share-turning", "admin": True},
     {"name": "gangs", "token": "the-token-of-the-gangs"},
 )
 """One tenant that acquires and releases all the time, and one whose gangs would get nothing beside it if the service were not fair."""
-GANG = 16
-"""How many slots a gang acquires, of the 25 that the pool can have."""
-GANGS = 2
-"""How many clients acquire gangs, in addition to the others."""
-GANG_WAIT_S = 40.0
 CLAIM_AFTER_S = 2.0
 LOAD_AFTER_FAULTS_S = 1.0
 """How long the load goes on after the last of a given number of faults, in seconds, once the service is ready again."""
 QUIET_S = 60.0
 """How long after the last fault each request may take, in seconds."""
 START_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Size:
+    """How large the pool and the load of a run are.
+
+    Args:
+        clients: how many clients acquire a few slots at a time.
+        gangs: how many clients acquire a gang at a time, in addition to the others.
+        gang: how many slots a gang has: more than any other client acquires, and most of those that the pool can have.
+        gang_wait_s: how long an acquire of a gang waits for its slots, in seconds. A run ends no earlier than the acquires that wait at its end.
+        slots_per_sandbox: how many slots a sandbox of the pool has.
+        max_sandboxes: how many sandboxes the pool may have.
+    """
+
+    clients: int
+    gangs: int = 2
+    gang: int = 16
+    gang_wait_s: float = 40.0
+    slots_per_sandbox: int = 5
+    max_sandboxes: int = 5
+
+    def pools(self) -> dict[str, Any]:
+        """Return the pools of the settings file."""
+        pool = {
+            "backend": "local",
+            "slots_per_sandbox": self.slots_per_sandbox,
+            "min_sandboxes": 2,
+            "max_sandboxes": self.max_sandboxes,
+            "idle_timeout_s": 10,
+            "on_shutdown": "destroy",
+        }
+        return {"default": pool}
 
 
 @dataclass(kw_only=True)
@@ -80,22 +98,18 @@ class CrashHarness:
     Args:
         seed: decides what the clients do and which faults come when.
         seconds: how long load and faults last.
-        clients: how many clients there are.
+        size: the pool and the number of clients.
         transport: how the service reaches its agents: `unix`, `tls` or `stdio`.
         max_faults: after how many faults the run ends, if that is before `seconds`; None: it lasts for `seconds`.
-        gang_wait_s: how long an acquire of a gang waits for its slots, in seconds. A run ends no earlier than the acquires that wait at its end.
     """
 
-    def __init__(
-        self, seed: int, seconds: float, clients: int, transport: str = "unix", *, max_faults: int | None = None, gang_wait_s: float = GANG_WAIT_S
-    ) -> None:
+    def __init__(self, seed: int, seconds: float, size: Size, transport: str = "unix", *, max_faults: int | None = None) -> None:
         self._seed = seed
         self._seconds = seconds
+        self._size = size
         self._max_faults = max_faults
-        self._gang_wait_s = gang_wait_s
-        self._clients = clients
         self._history = History()
-        settings = {"pools": POOLS, "tenants": list(TENANTS), "claim_after_s": CLAIM_AFTER_S}
+        settings = {"pools": size.pools(), "tenants": list(TENANTS), "claim_after_s": CLAIM_AFTER_S}
         jumps = max_faults is None or any(fault.what == "clock.jump" for fault in islice(schedule(seed), max_faults))
         self._service = ServiceUnderTest(self._history, settings, free_port(seed * 101 % 10_000), transport, fakes_clock=jumps)
         self._proxy = Proxy(self._service.port)
@@ -131,7 +145,7 @@ class CrashHarness:
         finally:
             service.close()
         report = Report(seed=self._seed, seconds=self._seconds, history=self._history, violations=check(self._history.events), log=log)
-        report.figures = figures(self._history.events, report.violations, starts=service.starts)
+        report.figures = figures(self._history.events, report.violations, starts=service.starts, gang=self._size.gang)
         report.left_out = left_out(self._history.events, service.impossible())
         return report
 
@@ -140,11 +154,10 @@ class CrashHarness:
         stopping = asyncio.Event()
         async with httpx.AsyncClient(base_url=self._proxy.url, timeout=READ_TIMEOUT_S, limits=limits, trust_env=False) as http:
             turning, gangs = (Tenant(http, headers(tenant)) for tenant in TENANTS)
-            trainers = [Trainer(number, self._seed, turning, self._history, stopping, witness_port) for number in range(self._clients)]
-            gang_numbers = range(self._clients, self._clients + GANGS)
-            trainers += [
-                Trainer(number, self._seed, gangs, self._history, stopping, witness_port, gang=GANG, wait_s=self._gang_wait_s) for number in gang_numbers
-            ]
+            size, common = self._size, (self._history, stopping, witness_port)
+            trainers = [Trainer(number, self._seed, turning, *common) for number in range(size.clients)]
+            gang_numbers = range(size.clients, size.clients + size.gangs)
+            trainers += [Trainer(number, self._seed, gangs, *common, gang=size.gang, wait_s=size.gang_wait_s) for number in gang_numbers]
             tasks = {asyncio.create_task(trainer.run()): trainer for trainer in trainers}
             await self._faults()
             await self._wait_for_temporary_faults()
@@ -254,14 +267,21 @@ def left_out(events: list[Event], impossible: Mapping[str, str]) -> list[str]:
     return said
 
 
-def figures(events: list[Event], violations: list[Violation], *, starts: int) -> dict[str, int]:
-    """Return the counts that the report of a run shows."""
+def figures(events: list[Event], violations: list[Violation], *, starts: int, gang: int) -> dict[str, int]:
+    """Return the counts that the report of a run shows.
+
+    Args:
+        events: the history of the run.
+        violations: the broken promises.
+        starts: how often the service was started.
+        gang: how many slots a gang had.
+    """
     kinds = Counter(event.kind for event in events)
     faults = Counter(event["what"] for event in events if event.kind == "fault")
     results = Counter(event["result"]["reason"] for event in events if event.kind == "result")
     calls = {event["call_id"] for event in events if event.kind == "result"}
     leases = {lease["lease_id"] for event in events if event.kind == "granted" for lease in event["leases"]}
-    gangs = [event for event in events if event.kind == "granted" and event["count"] == GANG]
+    gangs = [event for event in events if event.kind == "granted" and event["count"] == gang]
     claims = claims_seen(events)
     return {
         "kills of the service": faults["service.kill"],
@@ -286,7 +306,7 @@ def figures(events: list[Event], violations: list[Violation], *, starts: int) ->
         "requests repeated": kinds["again"],
         "acquires refused": kinds["refused"],
         "gangs granted": len({event["key"] for event in gangs}),
-        "longest wait of a gang, in leases granted to others": max((_granted_to_others(events, gang) for gang in gangs), default=0),
+        "longest wait of a gang, in leases granted to others": max((_granted_to_others(events, granted) for granted in gangs), default=0),
         "claims": len(claims),
         "longest claim, in leases of others that ended": max((claim.ended for claim in claims), default=0),
         "violations": sum(1 for violation in violations if violation.rule != "leak"),
@@ -295,6 +315,6 @@ def figures(events: list[Event], violations: list[Violation], *, starts: int) ->
 
 
 def _granted_to_others(events: list[Event], gang: Event) -> int:
-    """Return how many leases other clients were granted while a gang waited."""
-    others = (event for event in events if event.kind == "granted" and event["count"] != GANG and gang["began_at"] < event.at < gang.at)
+    """Return how many leases clients that acquire no gangs were granted while a gang waited."""
+    others = (event for event in events if event.kind == "granted" and event["count"] != gang["count"] and gang["began_at"] < event.at < gang.at)
     return len({lease["lease_id"] for event in others for lease in event["leases"]})

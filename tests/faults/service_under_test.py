@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import httpx
 import yaml
@@ -23,7 +23,10 @@ from tests.faults import links
 from tests.faults.history import History
 from tests.faults.requirements import clock_problem, fake_clock, faketime_library
 from tests.faults.schedule import WEIGHTS
+from tests.support.prepared.process import PreparedCommand
+from tests.support.prepared.service import prepared_service
 from tests.support.service import TRANSPORT_VARIABLE, clean_environ
+from tests.support.users import ROOT
 
 DISK_MB = 96
 START_TIMEOUT_S = 30.0
@@ -51,6 +54,38 @@ def free_port(start: int) -> int:
                 probe.bind(("127.0.0.1", port))
                 return port
     raise OSError(errno.EADDRINUSE, "no port is free")
+
+
+class PreparedServiceProcess:
+    """A service in a child of the prepared process, with those methods of `asyncio.subprocess.Process` that are used here.
+
+    Args:
+        command: the service.
+    """
+
+    def __init__(self, command: PreparedCommand) -> None:
+        self._command = command
+        self.pid = command.pid
+        self.returncode: int | None = None
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+        self._send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self._send_signal(signal.SIGKILL)
+
+    def _send_signal(self, number: signal.Signals) -> None:
+        if self.returncode is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    async def wait(self) -> int:
+        """Wait for the end of the service; return its exit status."""
+        await _wait_until_readable(self._command.fileno())
+        self.returncode = self._command.wait()
+        return self.returncode
 
 
 class ServiceUnderTest:
@@ -83,7 +118,7 @@ class ServiceUnderTest:
         self._clock.write_text("+0\n", encoding="ascii")
         self._faketime = faketime_library()
         self._clock_problem = clock_problem(self._faketime, self.folder, clean_environ({})) if fakes_clock else "no jump is planned"
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: asyncio.subprocess.Process | PreparedServiceProcess | None = None
         self._wanted = True
         self._killed = False
         self._pause_s = 0.0
@@ -118,14 +153,7 @@ class ServiceUnderTest:
     async def _run_once(self) -> int:
         read_end, write_end = os.pipe()
         with self.log_path.open("ab") as log:
-            self._process = process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "sandbox_server", "serve", "--port", str(self.port), "--ready-fd", str(write_end)),
-                env=clean_environ(self._environ()),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=[write_end],
-            )
+            self._process = process = await self._start(log, write_end)
         os.close(write_end)
         if not self._wanted:
             process.terminate()
@@ -137,6 +165,16 @@ class ServiceUnderTest:
         finally:
             os.close(read_end)
         return await process.wait()
+
+    async def _start(self, log: BinaryIO, ready: int) -> asyncio.subprocess.Process | PreparedServiceProcess:
+        words, environ = ["serve", "--port", str(self.port), "--ready-fd"], clean_environ(self._environ())
+        if not self._fake_clock() and prepared_service().has_limits_of_this_process():
+            with open(os.devnull, "rb") as nothing:
+                streams = (nothing.fileno(), log.fileno(), log.fileno(), ready)
+                return PreparedServiceProcess(prepared_service().start([*words, "3"], environ, ROOT, streams))
+        # The library with which the clock is set must be there before the interpreter starts.
+        command = [sys.executable, "-m", "sandbox_server", *words, str(ready)]
+        return await asyncio.create_subprocess_exec(*command, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[ready])
 
     def _environ(self) -> dict[str, str]:
         settings = {"SANDBOX_CONFIG": str(self._config), "SANDBOX_STATE_DIR": str(self.state_dir), TRANSPORT_VARIABLE: self._transport}
@@ -173,7 +211,7 @@ class ServiceUnderTest:
     async def ready(self) -> None:
         """Wait until the service is ready, at most `READY_TIMEOUT_S`: a fault may keep it from becoming ready."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(READY_TIMEOUT_S), httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.port}", trust_env=False) as http:
+            async with asyncio.timeout(READY_TIMEOUT_S), httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.port}", trust_env=False, verify=False) as http:
                 while True:
                     await self.up.wait()
                     with suppress(httpx.TransportError):
@@ -272,14 +310,19 @@ def _mount(path: Path) -> str | None:
 
 async def _wait_for_byte(descriptor: int) -> bool:
     """Return whether a byte arrives before the other end closes."""
+    try:
+        async with asyncio.timeout(START_TIMEOUT_S):
+            await _wait_until_readable(descriptor)
+        return bool(os.read(descriptor, 1))
+    except TimeoutError:
+        return False
+
+
+async def _wait_until_readable(descriptor: int) -> None:
     loop = asyncio.get_running_loop()
     readable = asyncio.Event()
     loop.add_reader(descriptor, readable.set)
     try:
-        async with asyncio.timeout(START_TIMEOUT_S):
-            await readable.wait()
-        return bool(os.read(descriptor, 1))
-    except TimeoutError:
-        return False
+        await readable.wait()
     finally:
         loop.remove_reader(descriptor)

@@ -20,6 +20,7 @@ import httpx
 import yaml
 
 from sandbox_server.agent.kernel.trash import delete_tree
+from tests.support import service_main
 from tests.support.prepared.process import PreparedCommand
 from tests.support.prepared.service import prepared_service
 from tests.support.users import ME, Runner
@@ -109,6 +110,37 @@ def end_sandboxes_left(state_dir: Path) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
+def start_serve(
+    arguments: Sequence[str], environ: Mapping[str, str], log: BinaryIO, ready_descriptor: int, runner: Runner = ME, stdout: BinaryIO | None = None
+) -> subprocess.Popen[bytes] | PreparedCommand:
+    """Start `serve`: in a child of the prepared process, unless the service runs as another user or within other limits than that.
+
+    Args:
+        arguments: The arguments of `serve`.
+        environ: All environment variables of the service, with those of `ServiceParts.environ` if it has other parts than in production.
+        log: Its standard error, and its standard output unless `stdout` is given.
+        ready_descriptor: Where it writes its address once it listens.
+        runner: Whom it runs as.
+        stdout: Its standard output.
+    """
+    out = stdout if stdout is not None else log
+    if runner is ME and prepared_service().has_limits_of_this_process():
+        with open(os.devnull, "rb") as nothing:
+            streams = (nothing.fileno(), out.fileno(), log.fileno(), ready_descriptor)
+            return prepared_service().start(["serve", "--ready-fd", "3", *arguments], environ, runner.cwd, streams)
+    module = service_main.__name__ if service_main.VARIABLE in environ else "sandbox_server"
+    return subprocess.Popen(
+        [runner.python, "-m", module, "serve", "--ready-fd", str(ready_descriptor), *arguments],
+        env=environ,
+        cwd=runner.cwd,
+        stdin=subprocess.DEVNULL,
+        stdout=out,
+        stderr=log,
+        pass_fds=[ready_descriptor],
+        **runner.popen_options,
+    )
+
+
 @contextlib.contextmanager
 def running_service(
     settings: Mapping[str, Any] | None = None,
@@ -116,17 +148,15 @@ def running_service(
     env: Mapping[str, str] | None = None,
     runner: Runner = ME,
     arguments: Sequence[str] = (),
-    module: str = "sandbox_server",
     wait_ready: bool = True,
 ) -> Iterator[Service]:
     """Start a service, wait until it is ready, stop it and remove its state folder at the end.
 
     Args:
         settings: The settings file as a mapping; one small pool named `default` if not given.
-        env: Further environment variables of the service.
+        env: Further environment variables of the service; see also `ServiceParts.environ`.
         runner: Whom it runs as.
         arguments: Further arguments of `serve`.
-        module: The module whose `serve` is run.
         wait_ready: Whether to wait for `/readyz`, not just for the port.
 
     Raises:
@@ -142,24 +172,9 @@ def running_service(
         state_dir, log_path = folder / "state", folder / "log"
         environ = clean_environ({"SANDBOX_CONFIG": str(config), "SANDBOX_STATE_DIR": str(state_dir), **runner.environ, **(env or {})})
         read_end, write_end = os.pipe()
-        process: subprocess.Popen[bytes] | PreparedCommand
-        with log_path.open("wb") as log, open(read_end, "rb") as ready, contextlib.ExitStack() as resources:
-            if module == "sandbox_server" and runner is ME and prepared_service().has_limits_of_this_process():
-                nothing = resources.enter_context(open(os.devnull, "rb"))
-                words = ["serve", "--host", "127.0.0.1", "--port", "0", "--ready-fd", "3", *arguments]
-                streams = (nothing.fileno(), log.fileno(), log.fileno(), write_end)
-                process = resources.enter_context(prepared_service().start(words, environ, runner.cwd, streams))
-            else:
-                process = subprocess.Popen(
-                    [runner.python, "-m", module, "serve", "--host", "127.0.0.1", "--port", "0", "--ready-fd", str(write_end), *arguments],
-                    env=environ,
-                    cwd=runner.cwd,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    pass_fds=[write_end],
-                    **runner.popen_options,
-                )
+        with log_path.open("wb") as log, open(read_end, "rb") as ready, contextlib.ExitStack() as stack:
+            process = start_serve(["--host", "127.0.0.1", "--port", "0", *arguments], environ, log, write_end, runner)
+            stack.enter_context(process)
             os.close(write_end)
             service = Service(url="", state_dir=state_dir, process=process, log_path=log_path)
             try:

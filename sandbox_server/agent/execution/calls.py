@@ -179,15 +179,7 @@ class AgentCall:
             self.lease.resources.tasks.start_task(self._end_tree(reason))
 
     async def _end_tree(self, reason: str) -> None:
-        facts: dict[str, Any] = {"after_s": round(self._loop.time() - self._started, 3)}
-        starvation = self._processor_watch.starvation_evidence() if self._processor_watch is not None else None
-        if reason != "cancelled":
-            # A call that got too little processor time may have timed out for that reason alone.
-            facts.update(load_1m=round(os.getloadavg()[0], 1), processors=len(os.sched_getaffinity(0)))
-            if starvation is not None:
-                facts["starved"] = starvation
-        if self._deadlines is not None and self._deadlines.stalled_s:
-            facts["agent_stood_still_s"] = round(self._deadlines.stalled_s, 3)
+        facts = self._read_end_evidence(reason)
         if self._process is not None:
             try:
                 facts.update(await self._process.end_tree())
@@ -199,19 +191,34 @@ class AgentCall:
         if self.outcome is None:
             self.finish_call(reason, error=_error_sentence(reason, self.spec), metadata={"evidence": facts})
 
+    def _read_end_evidence(self, reason: str) -> dict[str, Any]:
+        facts: dict[str, Any] = {"after_s": round(self._loop.time() - self._started, 3)}
+        starvation = self._processor_watch.starvation_evidence() if self._processor_watch is not None else None
+        if reason != "cancelled":
+            # A call that got too little processor time may have timed out for that reason alone.
+            facts.update(load_1m=round(os.getloadavg()[0], 1), processors=len(os.sched_getaffinity(0)))
+            if starvation is not None:
+                facts["starved"] = starvation
+        if self._deadlines is not None and self._deadlines.stalled_s:
+            facts["agent_stood_still_s"] = round(self._deadlines.stalled_s, 3)
+        return facts
+
     def finish_without_waiting(self, lost: str | None = None) -> None:
         """End the call now; the caller ends its processes.
 
         Args:
-            lost: why the sandbox is lost; the call ends as `sandbox_lost`. None: the slot is reset or its rights change; the call ends as `cancelled`.
+            lost: why the sandbox is lost; the call ends as `sandbox_lost`. None: the slot is reset or its rights change; the call ends as `cancelled`,
+                or as what the agent was already ending it for.
         """
         if self.outcome is not None:
             return
         if lost is not None:
             self.finish_call("sandbox_lost", error="the sandbox has ended: %s" % lost, metadata={"evidence": {"agent": lost}})
         else:
-            facts = {"slot": "given back, or its rights changed"}
-            self.finish_call("cancelled", error=_error_sentence("cancelled", self.spec), metadata={"evidence": facts})
+            reason = self._ending_reason or "cancelled"  # a deadline that has passed determines the outcome, although its tree was not ended yet
+            facts = self._read_end_evidence(reason) if self._ending_reason is not None else {}
+            facts["slot"] = "given back, or its rights changed"
+            self.finish_call(reason, error=_error_sentence(reason, self.spec), metadata={"evidence": facts})
 
     def finish_call(self, reason: str, exit_code: int | None = None, error: str = "", metadata: dict[str, Any] | None = None, tool_ok: bool = False) -> None:
         """See `ToolCall`."""

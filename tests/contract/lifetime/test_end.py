@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -18,8 +19,10 @@ from typing import IO
 import httpx
 import pytest
 
+from tests.support.prepared.process import PreparedCommand
+from tests.support.prepared.service import prepared_service
 from tests.support.service import START_TIMEOUT_S, clean_environ
-from tests.support.service_main import ServiceParts
+from tests.support.service_main import ServiceParts, make_application
 
 ROOT = Path(__file__).parents[3]
 ENDS_WITHIN_S = 10.0
@@ -31,7 +34,7 @@ QUICK_STOP = ServiceParts(scripted_agents=True, requests_grace_s=0.2)
 class Process:
     """A service that somebody else started."""
 
-    popen: subprocess.Popen[str]
+    popen: subprocess.Popen[bytes] | PreparedCommand
     url: str
     state_dir: Path
     said: list[str]
@@ -55,35 +58,38 @@ class Process:
 @contextlib.contextmanager
 def uvicorn_on(state_dir: Path, *arguments: str, descriptors: int | None = None, parts: ServiceParts = SCRIPTED, **environ: str) -> Iterator[Process]:
     """A service of plain uvicorn; `descriptors`: it may open no more files than that, as after `ulimit -n`."""
+    read_end, write_end = os.pipe()
     with socket.create_server(("127.0.0.1", 0)) as listening:
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        command = [sys.executable, "-m", "uvicorn", "--factory", "tests.support.service_main:make_application", "--fd", str(listening.fileno()), *arguments]
-        if descriptors is not None:
-            command = ["prlimit", f"--nofile={descriptors}:{descriptors}", *command]
-        popen = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=clean_environ({"SANDBOX_STATE_DIR": str(state_dir), **parts.environ(), **environ}),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            pass_fds=[listening.fileno()],
-        )
-    assert popen.stdout is not None
+        environ = clean_environ({"SANDBOX_STATE_DIR": str(state_dir), **parts.environ(), **environ})
+        popen = _start_uvicorn(arguments, environ, listening.fileno(), write_end, descriptors)
+    os.close(write_end)
     said: list[str] = []
     begun = threading.Event()
     # To its end: a pipe that nobody empties keeps a service that logs a lot waiting.
-    reader = threading.Thread(target=_read, args=(popen.stdout, said, begun))
-    reader.start()
-    try:
-        begun.wait(START_TIMEOUT_S)
-        yield Process(popen, url, state_dir, said)
-    finally:
-        if popen.poll() is None:
-            popen.kill()
-        popen.wait()
-        reader.join()
-        popen.stdout.close()
+    with popen, open(read_end, encoding="utf-8") as output:
+        reader = threading.Thread(target=_read, args=(output, said, begun))
+        reader.start()
+        try:
+            begun.wait(START_TIMEOUT_S)
+            yield Process(popen, url, state_dir, said)
+        finally:
+            if popen.poll() is None:
+                popen.kill()
+            popen.wait()
+            reader.join()
+
+
+def _start_uvicorn(
+    arguments: Sequence[str], environ: Mapping[str, str], listening: int, output: int, descriptors: int | None
+) -> subprocess.Popen[bytes] | PreparedCommand:
+    """Start uvicorn in a child of the prepared process, unless it has a limit of its own."""
+    words = ["uvicorn", "--factory", f"{make_application.__module__}:{make_application.__name__}", *arguments]
+    with open(os.devnull, "rb") as nothing:
+        if descriptors is None:
+            return prepared_service().start([*words, "--fd", "3"], environ, ROOT, (nothing.fileno(), output, output, listening))
+        command = ["prlimit", f"--nofile={descriptors}:{descriptors}", sys.executable, "-m", *words, "--fd", str(listening)]
+        return subprocess.Popen(command, cwd=ROOT, env=environ, stdin=nothing, stdout=output, stderr=output, pass_fds=[listening])
 
 
 def _read(output: IO[str], said: list[str], begun: threading.Event) -> None:

@@ -139,6 +139,15 @@ async def _cancel_soon(harness: AgentHarness, call_id: str) -> None:
         await asyncio.sleep(0)
 
 
+async def test_a_call_whose_tree_is_being_ended_at_its_deadline_has_timed_out_though_its_slot_is_reset_meanwhile(bwrap: AgentHarness) -> None:
+    running = asyncio.create_task(bwrap.bash("trap 'touch asked' TERM; while :; do sleep 0.02; done", timeout_s=0.5))
+    await bwrap.until("[ -e asked ]")
+    await bwrap.reset()
+    answer = await running
+
+    assert (answer.reason, answer.metadata["evidence"]["slot"]) == ("timeout", "given back, or its rights changed")
+
+
 async def _known(harness: AgentHarness) -> set[str]:
     try:
         await harness.ask("call_status", call_id="c")

@@ -18,7 +18,8 @@ EVENTS = {"Accept": "text/event-stream"}
 MAY_GROW_BYTES = 48 << 20
 BIG_BYTES = 4 * MAY_GROW_BYTES + (8 << 20)
 """More than four times what the memory of the service may grow by."""
-GIGABYTE = 1 << 30
+UPLOAD_BYTES = 5 * MAY_GROW_BYTES + (16 << 20)
+"""More than five times as much, because some of an upload is in the buffers of the kernel."""
 LOOK_EVERY = 32
 """A look at the memory after so many chunks of at most 64 KiB: they are far less than what it may grow by."""
 
@@ -105,15 +106,14 @@ def test_figures_are_those_of_the_slots(http: httpx.Client, lease_id: str) -> No
     assert told["sandbox_exec_overhead_seconds_count"] >= 1
 
 
-@pytest.mark.timeout(180)
-def test_a_gigabyte_goes_in_and_much_comes_out_and_the_services_memory_stays_flat(service: Service, http: httpx.Client, lease_id: str) -> None:
+def test_much_goes_in_and_comes_out_and_the_services_memory_stays_flat(service: Service, http: httpx.Client, lease_id: str) -> None:
     process = psutil.Process(service.process.pid)
     before = most = process.memory_info().rss
     piece = bytes(1 << 20)
 
     def content() -> Iterator[bytes]:
         nonlocal most
-        for _ in range(GIGABYTE // len(piece)):
+        for _ in range(UPLOAD_BYTES // len(piece)):
             most = max(most, process.memory_info().rss)
             yield piece
 
@@ -127,6 +127,6 @@ def test_a_gigabyte_goes_in_and_much_comes_out_and_the_services_memory_stays_fla
             if number % LOOK_EVERY == 0:
                 most = max(most, process.memory_info().rss)
 
-    assert measured["output"] == f"{GIGABYTE}\n"
+    assert measured["output"] == f"{UPLOAD_BYTES}\n"
     assert seen_bytes == BIG_BYTES
     assert most - before < MAY_GROW_BYTES

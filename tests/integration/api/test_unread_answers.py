@@ -21,7 +21,7 @@ from tests.support.service import SMALL_POOL, Service, running_service
 TENANTS = [{"name": "hog", "token": "token-of-hog"}, {"name": "other", "token": "token-of-other"}]
 LIMITS = {
     "answer_wait_s": 1, "answer_stall_s": 2, "answer_file_bytes": 240 << 20, "answer_memory_bytes": 16 << 20,
-    "body_memory_bytes": 64 << 20, "body_wait_s": 1, "body_stall_s": 3,
+    "body_memory_bytes": 64 << 20, "body_wait_s": 1, "body_stall_s": 2,
 }  # fmt: skip
 LARGE = 6 << 20
 CALLS, BATCHES = 6, 8

@@ -9,7 +9,6 @@ import os
 import select
 import signal
 import socket
-import subprocess
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from tests.support.service import Service, clean_environ, listening_url, wait_until_ready
+from tests.support.service import Service, clean_environ, listening_url, start_serve, wait_until_ready
 from tests.support.users import ME, Runner
 
 Result = dict[str, Any]
@@ -205,17 +204,9 @@ class PoolHarness:
         """Another service on the same state and settings."""
         service, read_write = self.service, os.pipe()
         environ = {"SANDBOX_CONFIG": str(service.state_dir.parent / "config.yaml"), "SANDBOX_STATE_DIR": str(service.state_dir), **self.runner.environ}
-        command = [self.runner.python, "-m", "sandbox_server", "serve", "--host", "127.0.0.1", "--port", "0", "--ready-fd", str(read_write[1])]
         with service.log_path.open("ab") as log, open(read_write[0], "rb") as ready:
-            service.process = subprocess.Popen(
-                command,
-                env=clean_environ(environ),
-                cwd=self.runner.cwd,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                pass_fds=[read_write[1]],
-            )
+            arguments = ["--host", "127.0.0.1", "--port", "0"]
+            service.process = start_serve(arguments, clean_environ(environ), log, read_write[1], self.runner)
             os.close(read_write[1])
             service.url = listening_url(service, ready)
         wait_until_ready(service)

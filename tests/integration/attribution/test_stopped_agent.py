@@ -62,7 +62,7 @@ class Timed:
 def harness() -> Iterator[PoolHarness]:
     """Two sandboxes of three slots and the sandbox of `stays_stopped`, in a service that waits only shortly for agents that do not respond."""
     pools = {"default": {**POOL, "slots_per_sandbox": 3, "min_sandboxes": 2}, "single": {**POOL, "slots_per_sandbox": 1}}
-    with running_service({"pools": pools}, module=ServiceParts.__module__, env=SHORT_WAITS.environ()) as service:
+    with running_service({"pools": pools}, env=SHORT_WAITS.environ()) as service:
         one = PoolHarness(service)
         yield one
         one.close()

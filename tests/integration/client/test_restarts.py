@@ -7,8 +7,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -19,9 +17,8 @@ from typing import Any
 import pytest
 
 from env_client import Output, RemoteToolBackend, Result, SandboxClient
-from tests.support.service import SMALL_POOL, Service, clean_environ, end_sandboxes_left, listening_url, short_folder, wait_until_ready
+from tests.support.service import SMALL_POOL, Service, clean_environ, end_sandboxes_left, listening_url, short_folder, start_serve, wait_until_ready
 from tests.support.service_main import ServiceParts
-from tests.support.users import ROOT
 
 #: Writes output, waits for the file `go`, and writes again. It appends a line to `ran` each time it runs. Its last byte is not UTF-8.
 COMMAND = r"printf 'begun\n'; echo ran >> ran; while [ ! -e go ]; do sleep 0.05; done; printf 'done\n\377'"
@@ -59,9 +56,8 @@ class Restarting:
         variables = {"SANDBOX_CONFIG": str(self._folder / "config.yaml"), "SANDBOX_STATE_DIR": str(state_dir)}
         environ = clean_environ({**variables, **QUICK_STOP.environ(), **self.environ})
         read_end, write_end = os.pipe()
-        command = [sys.executable, "-m", ServiceParts.__module__, "serve", "--host", "127.0.0.1", "--port", str(self._port), "--ready-fd", str(write_end)]
         with log_path.open("ab") as log, open(read_end, "rb") as ready:
-            process = subprocess.Popen(command, cwd=ROOT, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log, pass_fds=[write_end])
+            process = start_serve(["--host", "127.0.0.1", "--port", str(self._port)], environ, log, write_end)
             os.close(write_end)
             service = Service(url="", state_dir=state_dir, process=process, log_path=log_path)
             service.url = listening_url(service, ready)

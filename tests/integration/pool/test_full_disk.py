@@ -17,7 +17,7 @@ import psutil
 import pytest
 import yaml
 
-from tests.support.service import Service, clean_environ, end_sandboxes_left, listening_url, short_folder
+from tests.support.service import Service, clean_environ, end_sandboxes_left, listening_url, short_folder, start_serve
 
 POOL = {"slots_per_sandbox": 2, "min_sandboxes": 1, "max_sandboxes": 1, "max_file_mb": 1024}
 FILL = "head -c 1G /dev/zero > fill; sleep 1000 & df . | tail -1"
@@ -50,10 +50,9 @@ def life(disk: Path, name: str) -> Iterator[Service]:
     config.write_text(yaml.safe_dump({"pools": {"default": POOL}}))
     environ = clean_environ({"SANDBOX_CONFIG": str(config), "SANDBOX_STATE_DIR": str(disk / "state")})
     read_end, write_end = os.pipe()
-    command = [sys.executable, "-m", "sandbox_server", "serve", "--port", "0", "--ready-fd", str(write_end)]
     # Its standard output is on the full disk too, as with `serve > printed.txt` beside the state folder.
     with log_path.open("wb") as log, (disk / f"{name}.out").open("wb") as out, open(read_end, "rb") as ready:
-        process = subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, stdout=out, stderr=log, pass_fds=[write_end])
+        process = start_serve(["--port", "0"], environ, log, write_end, stdout=out)
         os.close(write_end)
         service = Service(url="", state_dir=disk / "state", process=process, log_path=log_path)
         try:

@@ -53,10 +53,14 @@ class PreparedCommand:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for stream in (self.stdout, self.stderr, self._reports):
+        for stream in (self.stdout, self.stderr):
             if stream is not None:
                 stream.close()
-        self._connection.close()  # the prepared process now kills the command if it still runs
+        self._close_connection()  # the prepared process now kills the command if it still runs
+
+    def fileno(self) -> int:
+        """Return the descriptor that can be read once the command has ended, for event loops."""
+        return self._connection.fileno()
 
     def poll(self) -> int | None:
         """Return the exit status; None while the command runs."""
@@ -74,6 +78,7 @@ class PreparedCommand:
             if not _wait_until_readable([self._connection], timeout):
                 raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
             self.returncode = int(self._reports.readline())
+            self._close_connection()
         return self.returncode
 
     def communicate(self, timeout: float) -> tuple[bytes, bytes]:
@@ -100,7 +105,11 @@ class PreparedCommand:
     def send_signal(self, number: signal.Signals) -> None:
         """Send the command a signal if it still runs."""
         if self.poll() is None:
-            os.kill(self.pid, number)  # until the connection is closed, no other process has this process id
+            os.kill(self.pid, number)  # while the connection is open, no other process has this process id
+
+    def _close_connection(self) -> None:
+        self._reports.close()
+        self._connection.close()
 
     def kill(self) -> None:
         """Send the command SIGKILL if it still runs."""

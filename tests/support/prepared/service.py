@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from typing import NoReturn
 
+from sandbox_server.agent.build import content
 from tests.support.prepared.process import PreparedProcess, serve_requests
 
 # The service, and what it imports when it is first used.
@@ -14,10 +16,13 @@ PRELOADED = (
     "sandbox_server.backends.local",
     "sandbox_server.store.sqlite",
     "httptools",
+    "tests.support.service_main",
     "uvloop",
     "uvicorn.lifespan.on",
     "uvicorn.loops.uvloop",
+    "uvicorn.main",
     "uvicorn.protocols.http.httptools_impl",
+    "uvicorn.protocols.websockets.auto",
     "websockets",
 )
 
@@ -29,11 +34,19 @@ def prepared_service() -> PreparedProcess:
 
 
 def _run_service(words: list[str]) -> NoReturn:
+    """Run `uvicorn` if that is the first word, and otherwise the service, with those parts that its environment names."""
+    if words[0] == "uvicorn":
+        from uvicorn.main import main as run_uvicorn
+
+        run_uvicorn(words[1:], prog_name="uvicorn")
+        raise AssertionError("it ends the process")
     from sandbox_server.__main__ import main
+    from tests.support.service_main import VARIABLE, ServiceParts
 
     sys.argv = ["sandbox_server", *words]
-    sys.exit(main())
+    sys.exit(main(parts=ServiceParts.from_environ().make_parts()) if VARIABLE in os.environ else main())
 
 
 if __name__ == "__main__":
+    content()  # so that not every service packs the agent
     serve_requests(PRELOADED, _run_service)
