@@ -29,8 +29,8 @@ from typing import Any
 
 from sandbox_server.agent.build import content
 from sandbox_server.agent.init.oom_score import protect_this_process
-from sandbox_server.agent.init.priority import raise_priority
 from sandbox_server.agent.isolation.bwrap_processes import kill_bwrap_processes
+from sandbox_server.agent.kernel.priority import raise_priority
 from sandbox_server.agent.server.listeners import LISTENING_FILE
 from sandbox_server.backends.agent_config import AgentEnvironment, agent_config
 from sandbox_server.backends.base import BackendTraits, CreateContext, CreateFailed, Observation, ObservedState

@@ -17,6 +17,7 @@ from sandbox_server.agent.execution.slot_runtime import CacheFolder, Dirs, SlotR
 from sandbox_server.agent.init import oom_score
 from sandbox_server.agent.isolation.base import END_TIMEOUT_S
 from sandbox_server.agent.kernel.cgroups import SlotGroups
+from sandbox_server.agent.kernel.priority import set_slot_slice
 
 START_TIMEOUT_S = 15.0
 _STDERR_BYTES = 4096
@@ -140,6 +141,7 @@ async def _wait_until_ready(
     try:
         pid = await link.wait_until_ready(init_config, START_TIMEOUT_S)
         pidfd = os.pidfd_open(pid) if hasattr(os, "pidfd_open") else -1
+        set_slot_slice(pid)
         if sets_floor:
             oom_score.set_slot_floor(pid)
     except (StartFailed, OSError) as error:

@@ -15,11 +15,11 @@ from sandbox_server.agent.execution.in_flight_descriptors import InFlightGuard
 from sandbox_server.agent.execution.slot_runtime import CacheFolder, SlotRuntime
 from sandbox_server.agent.execution.tools.tool_registry import TOOLS
 from sandbox_server.agent.init import oom_score
-from sandbox_server.agent.init.priority import raise_priority
 from sandbox_server.agent.isolation.base import IsolationContext
 from sandbox_server.agent.isolation.probe import ProbeResult, probe_isolation_modes
 from sandbox_server.agent.kernel import seccomp
 from sandbox_server.agent.kernel.cgroups import Cgroups
+from sandbox_server.agent.kernel.priority import raise_priority
 from sandbox_server.agent.kernel.trash import Trash
 from sandbox_server.agent.kernel.uids import UidRange
 from sandbox_server.agent.limits.guards import Guards

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import time
 import uuid
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from sandbox_server.agent.init.priority import RAISED_NICE
+from sandbox_server.agent.kernel.priority import RAISED_NICE, RAISED_SLICE_NS, SLOT_SLICE_NS
 from tests.integration.attribution.conftest import POOL, Open, new_pool, open_pool_harness
 from tests.integration.attribution.pool_harness import HOG, TAKE_ALL_PROCESSES, PoolHarness, blame, proof
 from tests.support.service import Service, running_service
@@ -315,3 +316,14 @@ def test_service_and_agent_claim_the_processor_before_what_slots_run(harness: Po
         session = Path(f"/proc/{pid}/autogroup")
         claim_of_session = session.read_text(encoding="ascii").split()[-1:] if session.exists() else []
         assert claim_of_session in ([], [str(RAISED_NICE)])  # []: the kernel does not group that session, and its threads' own claims count
+    sched = Path("/proc/self/sched")
+    if sched.exists() and slice_ms(sched.read_text(encoding="ascii")) is not None:
+        slices_ms = [slice_ms(Path(f"/proc/{pid}/sched").read_text(encoding="ascii")) for pid in (init, agent, service)]
+        assert slices_ms == [SLOT_SLICE_NS / 1e6, RAISED_SLICE_NS / 1e6, RAISED_SLICE_NS / 1e6]
+        assert slice_ms(harness.bash(lease, "cat /proc/self/sched")["output"]) == SLOT_SLICE_NS / 1e6
+
+
+def slice_ms(sched: str) -> float | None:
+    """Return the time slice in milliseconds, from /proc/PID/sched; None if the kernel has no slices or does not show them."""
+    found = re.search(r"^se\.slice\s*:\s*(\d+)$", sched, re.MULTILINE)
+    return int(found[1]) / 1e6 if found else None
