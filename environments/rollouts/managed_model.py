@@ -55,7 +55,7 @@ class ManagedModel:
         return len(self._tokenizer.encode(prompt, add_special_tokens=True))
 
     def _next_prompt(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> str:
-        """Return the prompt for the next answer, which continues what the model has seen and written. `tools` is what atroposlib passes; it is `self._tools`."""
+        """Return the prompt for the next answer, which continues what the model has seen and written. atroposlib passes the same tools again."""
         converted = self._translator.convert_messages_for_template(messages)
         nodes = self._managed.current_nodes
         continued = continue_prompt(nodes[-1].full_text, converted, self._render, self._translator.end_of_turn) if nodes else None

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from env_client import AsyncLease, NotImplementedYet, SandboxError, SlotTools
+from env_client import AsyncLease, FileError, FileNotFound, InvalidRequest, NotImplementedYet, SandboxError, SlotTools, tool_schemas
 from environments.agent_loop import AgentLoop, AgentLoopSettings, AgentResult, ChatServer, LoopEnd, ModelRequestFailed
 from environments.conversation.answers import Message
 from environments.conversation.context import TokenCounter
@@ -19,6 +19,7 @@ from environments.rollouts.exec_tool import ExecTool, RolloutFault
 from environments.rollouts.scoring import check_reward
 from environments.rollouts.service import PoolConnection, PoolUnavailable
 from environments.rollouts.tool_handler import SlotToolHandler
+from environments.rollouts.trajectory_tokens import TrajectoryTokens
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +51,8 @@ class RolloutHooks(Protocol):
         """Return the reward of the trajectory, and metadata about it."""
 
 
+#: The schemas of the tools that the model may call.
+Schemas = Sequence[Mapping[str, Any]]
 #: A model server for one trajectory, and what counts the tokens of its conversation.
 OpenedModel = tuple[ChatServer, TokenCounter]
 
@@ -80,6 +83,7 @@ class TrajectoryRecord:
         tool_faults: how many tool calls ended with each fault and reason.
         reward: the reward; None if the trajectory was not scored.
         score_meta: what the scoring said about the reward.
+        tokens: the tokens, if they were asked for.
         ambiguous_but_scored: whether it was scored despite an `ambiguous` fault, because a call of it was refused for the policy's sake.
     """
 
@@ -89,6 +93,7 @@ class TrajectoryRecord:
     tool_faults: Counter[tuple[str, str]] = field(default_factory=Counter)
     reward: float | None = None
     score_meta: Mapping[str, Any] = field(default_factory=dict)
+    tokens: TrajectoryTokens | None = None
     ambiguous_but_scored: bool = False
 
     @contextmanager
@@ -109,6 +114,7 @@ class TrajectoryRunner:
         hooks: the environment.
         settings: how trajectories are rolled out.
         open_model: opens the model server for one trajectory with these tools.
+        tokenize: returns the tokens of what the agent loop returned; None if nobody needs them.
     """
 
     def __init__(
@@ -116,12 +122,14 @@ class TrajectoryRunner:
         pool: PoolConnection,
         hooks: RolloutHooks,
         settings: TrajectorySettings,
-        open_model: Callable[[Sequence[Mapping[str, Any]]], AbstractAsyncContextManager[OpenedModel]],
+        open_model: Callable[[Schemas], AbstractAsyncContextManager[OpenedModel]],
+        tokenize: Callable[[AgentResult, Schemas], Awaitable[TrajectoryTokens]] | None = None,
     ) -> None:
         self._pool = pool
         self._hooks = hooks
         self._settings = settings
         self._open_model = open_model
+        self._tokenize = tokenize
         self._sealing_refused = False
 
     async def run(self, item: Any, lease: AsyncLease, tools: Sequence[str], record: TrajectoryRecord) -> None:
@@ -146,11 +154,14 @@ class TrajectoryRunner:
         handler = await self._run_agent(item, lease, tools, record)
         result = record.result
         assert result is not None
-        if handler.lost_by_policy:
+        refused = any(call.reply.fault == "policy" for call in result.calls)
+        if not handler.lost_by_policy:
+            _check_may_be_scored(handler, result, refused)
+        if self._tokenize is not None:
+            record.tokens = await self._tokenize(result, tool_schemas(tools))
+        if handler.lost_by_policy:  # there is no slot in which the trajectory could be scored
             record.reward, record.score_meta = 0.0, {"sandbox_lost": True}
             return
-        refused = any(call.reply.fault == "policy" for call in result.calls)
-        _check_may_be_scored(handler, result, refused)
         with record.measure("scoring"), _hook_errors("verify_and_score_trajectory"):
             reward, record.score_meta = await self._hooks.verify_and_score_trajectory(
                 item, result, trajectory_id=record.trajectory_id, exec_tool=exec_tool, workspace_meta=workspace_meta
@@ -226,7 +237,8 @@ def _hook_errors(hook: str) -> Iterator[None]:
     except (RolloutFault, UnusableRow, PoolUnavailable):
         raise
     except SandboxError as error:
-        raise RolloutFault(f"{hook}: {error.detail}", reason=HOOK_RAISED) from error
+        reason = HOOK_RAISED if isinstance(error, InvalidRequest | FileNotFound | FileError) else error.code
+        raise RolloutFault(f"{hook}: {error.detail}", reason=reason) from error
     except Exception as error:  # whatever a hook raises, the rollout is not scored
         log.warning("the hook %s raised an exception", hook, exc_info=True)
         raise RolloutFault(f"{hook} raised {type(error).__name__}: {error}", reason=HOOK_RAISED) from error
