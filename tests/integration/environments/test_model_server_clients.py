@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,11 +56,17 @@ async def run_loop(chat_server: Any, prompt: str = "Play", **settings: Any) -> A
     return await AgentLoop(chat_server, execute, TOOLS, AgentLoopSettings(**settings)).run(MESSAGES[prompt], "t-1")
 
 
-def manager(server: ScriptedModelServer, kind: str, folder: Path) -> Any:
+@asynccontextmanager
+async def managing(server: ScriptedModelServer, kind: str, folder: Path) -> AsyncIterator[Any]:
+    """Provide atroposlib's server manager, and close the connections that it leaves open."""
     config = atroposlib.APIServerConfig(
         server_type=kind, base_url=server.base_url, api_key="x", model_name="scripted", tokenizer_name=str(folder), health_check=False, timeout=20
     )
-    return atroposlib.ServerManager([config])
+    manager = atroposlib.ServerManager([config])
+    try:
+        yield manager
+    finally:
+        await manager.servers[0].openai.close()
 
 
 def test_the_tokenizer_is_made_quickly_and_transformers_reads_it_alike(tmp_path: Path) -> None:
@@ -109,9 +116,10 @@ async def test_the_client_of_openai(server: ScriptedModelServer) -> None:
 
 
 async def test_the_openai_server_of_atroposlib(server: ScriptedModelServer, folder: Path) -> None:
-    result = await run_loop(manager(server, "openai", folder))
+    async with managing(server, "openai", folder) as manager:
+        result = await run_loop(manager)
+        both = await manager.chat_completion(messages=MESSAGES["Play"], n=2)
     assert (result.end, result.turns_used, result.tool_calls_executed_ok) == (LoopEnd.ANSWERED, 3, 3)
-    both = await manager(server, "openai", folder).chat_completion(messages=MESSAGES["Play"], n=2)
     assert (len(both.choices), server.conversation_count) == (2, 3)
 
 
@@ -122,7 +130,7 @@ async def test_a_managed_server_has_one_sequence_of_tokens_for_a_conversation(se
     tokenizer = AutoTokenizer.from_pretrained(folder)
 
     async def roll_out(prompt: str = "Play", **settings: Any) -> tuple[AgentResult, Any]:
-        async with manager(server, kind, folder).managed_server(tokenizer=tokenizer) as managed:
+        async with managing(server, kind, folder) as manager, manager.managed_server(tokenizer=tokenizer) as managed:
             managed._translator = ToolCallTranslator.for_tokenizer("hermes", tokenizer)
             return await run_loop(managed, prompt, **settings), managed.get_state()["nodes"]
 
