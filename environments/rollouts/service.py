@@ -46,6 +46,8 @@ log = logging.getLogger(__name__)
 _DELETION_POLL_S = 0.2
 #: Errors of an acquire that every later acquire would get, too.
 _PERMANENT_ERRORS = (InvalidRequest, Unauthorized, Forbidden)
+#: How long an embedded service may take until it listens, in seconds. Environments start on machines that are busy with models.
+_EMBEDDED_START_S = 120.0
 #: The pool that an embedded service has at its start. Nothing uses it.
 _UNUSED_POOL = {"default": {"min_sandboxes": 0, "max_sandboxes": 1}}
 
@@ -243,7 +245,7 @@ class PoolConnection:
         if self.request.spec is None:
             raise PoolUnavailable(f"sandbox_pool names the pool {self.request.name!r} of a service: set sandbox_url, or SANDBOX_URL, to its address")
         try:
-            return embedded(_UNUSED_POOL)
+            return embedded(_UNUSED_POOL, start_s=_EMBEDDED_START_S)
         except EmbeddedFailed as error:
             raise PoolUnavailable(f"sandbox_url is not set, and {error.detail}") from error
 
