@@ -10,12 +10,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 from weakref import WeakValueDictionary
 
-from env_client import InvalidRequest
 from environments.rollouts.exec_tool import ExecTool
 from environments.swe_smith.pytest_bundle import packed_pytest, supports
 from environments.swe_smith.repositories import CommitPacker, GitServer, LocalRepositories, repository_key
 from environments.swe_smith.rows import SweRow, test_file
-from environments.swe_smith.slot_steps import StepEnded, StepFailed, run_step
+from environments.swe_smith.slot_steps import StepEnded, StepFailed, run_step, slot_files
 
 log = logging.getLogger(__name__)
 
@@ -142,7 +141,8 @@ class WorkspaceSetUp:
         found = await run_step(exec_tool, "fetch_commit", request, timeout_s=STEP_TIMEOUT_S)
         if found["pack"] is None:
             packed = await self._packer.pack(repository, row.repo, row.base_commit)
-            await exec_tool.lease.put_file(UPLOADED_PACK, packed)
+            async with slot_files():
+                await exec_tool.lease.put_file(UPLOADED_PACK, packed)
             found = await run_step(exec_tool, "fetch_commit", {**request, "upload": UPLOADED_PACK}, timeout_s=STEP_TIMEOUT_S)
         return found["pack"], found["fetched"]
 
@@ -164,7 +164,5 @@ class WorkspaceSetUp:
     async def _add_pytest(self, exec_tool: ExecTool, built: Mapping[str, Any]) -> None:
         if not supports(built["python_version"]):
             raise StepFailed(f"the slot has no pytest, and the one of this process does not run on its Python {built['python_version']}: use an image with pytest")
-        try:
+        async with slot_files():
             await exec_tool.lease.put_archive(built["site_packages"], packed_pytest())
-        except InvalidRequest as error:
-            raise StepFailed(f"pytest could not be copied into the slot: {error.detail}") from error

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from functools import cache
 from importlib import resources
 from typing import Any
 
-from env_client import ExecutionResult
+from env_client import ExecutionResult, SandboxError
 from environments.dataset_rows import UnusableRow
-from environments.rollouts.exec_tool import ExecTool
+from environments.rollouts.exec_tool import ExecTool, RolloutFault
 
 PACKAGE = "environments.swe_smith.in_slot"
 #: Creates the modules that the first line of standard input has, and runs the last one. `-I` and `-S` keep out everything that a model can have written:
@@ -78,6 +79,19 @@ async def run_step(exec_tool: ExecTool, name: str, request: Mapping[str, Any], *
     if result.fault == "policy" or result.reason != "exit":
         raise StepEnded(result)
     raise StepFailed(f"the step {name} did not reply (exit code {result.metadata.get('exit_code')}): {result.output[-1000:].strip() or result.error}")
+
+
+@asynccontextmanager
+async def slot_files() -> AsyncIterator[None]:
+    """Raise the failure of a copy into or out of a slot as a fault that is not the model's.
+
+    Raises:
+        RolloutFault: the copy failed.
+    """
+    try:
+        yield
+    except SandboxError as error:
+        raise RolloutFault.from_error(error) from error
 
 
 def _reply(name: str, reply: Mapping[str, Any]) -> dict[str, Any]:
