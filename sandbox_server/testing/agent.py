@@ -132,6 +132,7 @@ class FakeAgent:
         self.slots = {str(n): FakeSlot(str(n)) for n in range(slots)}
         self.requests: list[dict[str, Any]] = []
         self.networks = ["none", "shared"]
+        self.can_make_read_only = True
         self.caches: set[str] = set()
         self._peers: list[_Peer] = []
 
@@ -142,8 +143,8 @@ class FakeAgent:
             "v": 1, "boot": self.boot, "sandbox_id": self.sandbox_id, "agent_version": "fake", "isolation": self.isolation,
             "error": None if self.isolation else "no mode works: this agent is a fake",
             "capabilities": {
-                "modes": {"bwrap": "ok"}, "network": self.networks, "cache": True, "read_only": True, "limits": {}, "kill": "scan", "proves": [],
-                "tools": tools,
+                "modes": {"bwrap": "ok"}, "network": self.networks, "cache": True, "read_only": self.can_make_read_only, "limits": {}, "kill": "scan",
+                "proves": [], "tools": tools,
             },
         }  # fmt: skip
 

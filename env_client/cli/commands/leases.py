@@ -121,7 +121,7 @@ def narrow(
     """Take rights away from held slots for good. The processes of the slots end; their files stay."""
     printer = Printer(as_json)
     if not no_network and not no_cache and not read_only:
-        raise Failure("there is nothing to take away", "give --no-network, --no-cache, or --read-only NAME")
+        raise Failure("there is nothing to take away", "give --no-network, --no-cache, --read-only NAME, or several of them")
     network, cache = False if no_network else None, "none" if no_cache else None
     narrowed: list[LeaseInfo] = []
     refused: dict[str, SandboxError] = {}

@@ -55,12 +55,13 @@ def find_entries(dirs: Dirs, names: Sequence[str]) -> tuple[ReadOnlyEntry, ...]:
         return tuple(_find_entry(workspace, name) for name in names)
 
 
-def prepare_entries(dirs: Dirs, names: Sequence[str]) -> tuple[ReadOnlyEntry, ...]:
+def prepare_entries(dirs: Dirs, names: Sequence[str], max_files: int = MAX_FILES) -> tuple[ReadOnlyEntry, ...]:
     """Prepare entries for their read-only mounts. No process of the slot may run.
 
     Args:
         dirs: the folders of the slot.
         names: the names of the entries at the top of the workspace.
+        max_files: how many files and folders may be in all of them together.
 
     Returns:
         The entries, in which no file has a second name.
@@ -69,7 +70,7 @@ def prepare_entries(dirs: Dirs, names: Sequence[str]) -> tuple[ReadOnlyEntry, ..
         Refused: an entry cannot be prepared. The text names it and says why.
     """
     with _open_workspace(dirs) as workspace:
-        breaker = _LinkBreaker()
+        breaker = _LinkBreaker(max_files)
         for name in names:
             _find_entry(workspace, name)
             breaker.break_links_of(workspace, name)
@@ -121,9 +122,14 @@ def _errno_name(error: OSError) -> str:
 
 
 class _LinkBreaker:
-    """Replaces each regular file that has more than one name by a copy. The limits apply to all entries of one request together."""
+    """Replaces each regular file that has more than one name by a copy. The limits apply to all entries of one request together.
 
-    def __init__(self) -> None:
+    Args:
+        max_files: how many files and folders are examined at most.
+    """
+
+    def __init__(self, max_files: int) -> None:
+        self._max_files = max_files
         self._file_count = 0
         self._copied_bytes = 0
 
@@ -152,8 +158,9 @@ class _LinkBreaker:
             raise _refusal(shown, error) from None
         try:
             folders, linked_files = self._list_folder(folder, shown)
-            for child in linked_files:
-                self._replace_by_copy(folder, child, "%s/%s" % (shown, child))
+            with _writable_folder(folder) if linked_files else contextlib.nullcontext():
+                for child in linked_files:
+                    self._replace_by_copy(folder, child, "%s/%s" % (shown, child))
             for child in folders:
                 self._visit_folder(folder, child, "%s/%s" % (shown, child), depth + 1)
         finally:
@@ -165,8 +172,8 @@ class _LinkBreaker:
         with os.scandir(folder) as children:
             for child in children:
                 self._file_count += 1
-                if self._file_count > MAX_FILES:
-                    detail = "read_only: the entries hold more than %d files; %s was not examined" % (MAX_FILES, ascii(shown)[:300])
+                if self._file_count > self._max_files:
+                    detail = "read_only: the entries hold more than %d files; %s was not examined" % (self._max_files, ascii(shown)[:300])
                     raise Refused("file_error", detail, "EFBIG")
                 info = child.stat(follow_symlinks=False)
                 if stat.S_ISDIR(info.st_mode):
@@ -191,6 +198,21 @@ class _LinkBreaker:
             raise _refusal(shown, error) from None
         finally:
             os.close(source)
+
+
+@contextlib.contextmanager
+def _writable_folder(folder: int) -> Iterator[None]:
+    """Let the owner of an open folder change it for a while. Its mode and its times are as before afterwards."""
+    info = os.fstat(folder)
+    mode = stat.S_IMODE(info.st_mode)
+    if not mode & stat.S_IWUSR:
+        os.fchmod(folder, mode | stat.S_IWUSR)
+    try:
+        yield
+    finally:
+        if not mode & stat.S_IWUSR:
+            os.fchmod(folder, mode)
+        os.utime(folder, ns=(info.st_atime_ns, info.st_mtime_ns))
 
 
 def _copy_over(source: int, info: os.stat_result, folder: int, name: str) -> None:
