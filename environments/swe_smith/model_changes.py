@@ -67,4 +67,3 @@ async def _download(slot: ExecTool, path: str, target: Path) -> None:
             if size_bytes > MAX_ARCHIVE_BYTES:
                 raise ChangesTooLarge(f"the archive of the changes has more than {MAX_ARCHIVE_BYTES} bytes")
             file.write(chunk)
-

@@ -16,7 +16,7 @@ DISTRIBUTIONS = ("pytest", "pluggy", "iniconfig", "packaging", "pygments", "exce
 
 def supports(python_version: str) -> bool:
     """Whether the pytest of this process runs on a version of Python such as `3.11`."""
-    required = metadata.metadata("pytest").get("Requires-Python") or ""
+    required = metadata.metadata("pytest")["Requires-Python"] or ""
     found = re.search(r">=\s*(\d+)\.(\d+)", required)
     major, minor = (int(part) for part in python_version.split(".")[:2])
     return found is None or (major, minor) >= (int(found[1]), int(found[2]))

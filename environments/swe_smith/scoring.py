@@ -152,13 +152,20 @@ class Scorer:
     async def _run_tests(self, row: SweRow, exec_tool: ExecTool, environment: Environment) -> TestRun:
         tests = row.scored_tests(include_fail_to_pass=self._include_fail_to_pass)
         chunks = [list(tests[start : start + CHUNK_SIZE]) for start in range(0, len(tests), CHUNK_SIZE)]
-        description = {"options": environment.options, "plugins": environment.plugins, "late_import": environment.late_import, "search_path": environment.search_path}
+        description = {
+            "options": environment.options,
+            "plugins": environment.plugins,
+            "late_import": environment.late_import,
+            "search_path": environment.search_path,
+        }
         request = {"chunks": chunks, "runner": source("pytest_runner"), "description": description}
         try:
             reply = await run_step(exec_tool, "run_tests", request, timeout_s=self._test_timeout_s, python=environment.python)
         except StepEnded as ended:
             _check_not_ambiguous(ended)
-            return TestRun(0, len(tests), regressed=bool(row.pass_to_pass), not_passed=tests[:MAX_NAMED_TESTS], end=ended.result.reason, log=ended.result.output[-1500:])
+            return TestRun(
+                0, len(tests), regressed=bool(row.pass_to_pass), not_passed=tests[:MAX_NAMED_TESTS], end=ended.result.reason, log=ended.result.output[-1500:]
+            )
         passed = {tests[number] for number in parse_ranges(reply["passed"], len(tests))}
         not_passed = [test for test in tests if test not in passed]
         regressed = any(test not in passed for test in row.pass_to_pass)

@@ -133,7 +133,12 @@ class WorkspaceSetUp:
     async def _provide_commit(self, row: SweRow, exec_tool: ExecTool) -> tuple[str, bool]:
         """Return the path of the commit's pack in the slot, and whether it was not in the cache."""
         if isinstance(self._repositories, GitServer):
-            request = {"key": repository_key(self._repositories.base_url, row.repo), "commit": row.base_commit, "repo": row.repo, "url": self._repositories.url(row.repo)}
+            request = {
+                "key": repository_key(self._repositories.base_url, row.repo),
+                "commit": row.base_commit,
+                "repo": row.repo,
+                "url": self._repositories.url(row.repo),
+            }
             found = await run_step(exec_tool, "fetch_commit", request, timeout_s=self._install_timeout_s)
             return found["pack"], found["fetched"]
         repository = self._repositories.find(row.repo)
@@ -163,6 +168,8 @@ class WorkspaceSetUp:
 
     async def _add_pytest(self, exec_tool: ExecTool, built: Mapping[str, Any]) -> None:
         if not supports(built["python_version"]):
-            raise StepFailed(f"the slot has no pytest, and the one of this process does not run on its Python {built['python_version']}: use an image with pytest")
+            raise StepFailed(
+                f"the slot has no pytest, and the one of this process does not run on its Python {built['python_version']}: use an image with pytest"
+            )
         async with slot_files():
             await exec_tool.lease.put_archive(built["site_packages"], packed_pytest())
