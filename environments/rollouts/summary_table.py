@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from environments.rollouts.statistics import Tally
@@ -33,6 +34,22 @@ def render_summary(tally: Tally, duration_s: float) -> RenderableType:
         for name, value in rows:
             table.add_row(name, Text(value))
     return table
+
+
+def print_summary(tally: Tally, duration_s: float, metrics: Mapping[str, float] | None = None) -> None:
+    """Print the table of a run, and the metrics of an evaluation before it.
+
+    Args:
+        tally: what the rollouts came to.
+        duration_s: how long the run took, in seconds.
+        metrics: the metrics of an evaluation, by name.
+    """
+    from rich.console import Console  # heavy, and only needed at the end
+
+    console = Console(soft_wrap=False)
+    for name, value in (metrics or {}).items():
+        console.print(f"{name}: {value:.4g}")
+    console.print(render_summary(tally, duration_s))
 
 
 def _sections(tally: Tally, duration_s: float) -> list[list[tuple[str, str]]]:

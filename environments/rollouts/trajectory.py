@@ -15,11 +15,11 @@ from environments.agent_loop import AgentLoop, AgentLoopSettings, AgentResult, C
 from environments.conversation.answers import Message
 from environments.conversation.context import TokenCounter
 from environments.dataset_rows import UnusableRow
+from environments.model_access.trajectory_tokens import TokensUnusable, TrajectoryTokens
 from environments.rollouts.exec_tool import ExecTool, RolloutFault
 from environments.rollouts.scoring import check_reward
 from environments.rollouts.service import PoolConnection, PoolUnavailable
 from environments.rollouts.tool_handler import SlotToolHandler
-from environments.rollouts.trajectory_tokens import TrajectoryTokens
 
 log = logging.getLogger(__name__)
 
@@ -158,7 +158,8 @@ class TrajectoryRunner:
         if not handler.lost_by_policy:
             _check_may_be_scored(handler, result, refused)
         if self._tokenize is not None:
-            record.tokens = await self._tokenize(result, tool_schemas(tools))
+            with _token_errors():
+                record.tokens = await self._tokenize(result, tool_schemas(tools))
         if handler.lost_by_policy:  # there is no slot in which the trajectory could be scored
             record.reward, record.score_meta = 0.0, {"sandbox_lost": True}
             return
@@ -205,6 +206,8 @@ class TrajectoryRunner:
             async with self._open_model(schemas) as (server, count_tokens):
                 loop = AgentLoop(server, handler, schemas, self._settings.loop, count_tokens=count_tokens)
                 result = await loop.run(messages, record.trajectory_id)
+        except TokensUnusable as error:  # while the tokens of the next prompt were counted
+            raise RolloutFault(str(error), reason=error.reason) from error
         except ModelRequestFailed as error:
             record.phase_s["model"] += time.monotonic() - began_s
             raise RolloutFault(str(error), reason=MODEL_SERVER) from error
@@ -227,6 +230,15 @@ def _check_may_be_scored(handler: SlotToolHandler, result: AgentResult, refused:
         raise RolloutFault(call.reply.error, reason=call.reply.reason)
     if handler.ambiguous is not None and not refused:
         raise handler.ambiguous
+
+
+@contextmanager
+def _token_errors() -> Iterator[None]:
+    """Raise `TokensUnusable` as a fault of ours."""
+    try:
+        yield
+    except TokensUnusable as error:
+        raise RolloutFault(str(error), reason=error.reason) from error
 
 
 @contextmanager
