@@ -22,7 +22,7 @@ from environments.swe_smith.repositories import DEFAULT_BASE_URL, RepositoryErro
 from environments.swe_smith.row_order import RowOrder
 from environments.swe_smith.rows import SweRow, build_prompt, check_row, parse_row
 from environments.swe_smith.scoring import Scorer
-from environments.swe_smith.set_up import REPOSITORY, SEALED_ENTRIES, Workspace, WorkspaceSetUp
+from environments.swe_smith.set_up import SEALED_ENTRIES, Workspace, WorkspaceSetUp
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class SweSmithOracleEnv(HermesAgentBaseEnv):
 
     def build_messages(self, item: Any) -> list[Message]:
         """Return the system prompt and the problem."""
-        prompt = build_prompt(parse_row(item), self.config.prompt_mode, REPOSITORY)
+        prompt = build_prompt(parse_row(item), self.config.prompt_mode)
         return super().build_messages({self.config.prompt_field: prompt})
 
     async def setup_trajectory_workspace(self, item: Any, *, trajectory_id: str, exec_tool: ExecTool) -> dict[str, Any]:

@@ -20,8 +20,6 @@ log = logging.getLogger(__name__)
 
 #: The entries of the workspace that the model can read and run, and must not change.
 SEALED_ENTRIES = (".env", ".tests")
-#: The path of the repository in a slot.
-REPOSITORY = "/workspace/repo"
 #: The file of an uploaded pack, in the workspace.
 UPLOADED_PACK = ".uploaded.pack"
 #: How long a step takes at most that neither installs nor fetches, in seconds.
@@ -174,4 +172,4 @@ class WorkspaceSetUp:
                 f"the slot has no pytest, and the one of this process does not run on its Python {built['python_version']}: use an image with pytest"
             )
         async with slot_files():
-            await exec_tool.lease.put_archive(built["site_packages"], packed_pytest())
+            await exec_tool.lease.put_archive(built["site_packages"], packed_pytest(with_pygments=not built["has_pygments"]))

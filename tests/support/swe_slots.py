@@ -30,8 +30,8 @@ def service_in_mode(mode: str) -> Iterator[Service]:
 
 @contextlib.asynccontextmanager
 async def connected(service: Service) -> AsyncIterator[PoolConnection]:
-    """Open a connection to the pool of a service."""
-    settings = ConnectionSettings(sandbox_url=service.url, sandbox_token=service.token)
+    """Open a connection to the pool of a service. All connections belong to one run, so what one test puts into the set-up cache, the next one finds."""
+    settings = ConnectionSettings(sandbox_url=service.url, sandbox_token=service.token, run_id="swe-tests", releases_run=False)
     async with PoolConnection(PoolRequest(name="default", spec=None, acquire_timeout_s=60.0), settings) as pool:
         yield pool
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -54,7 +55,7 @@ ATTACKS = {
     "git": "cd repo && printf '#!/bin/sh\\ntouch /tmp/pwned/git\\n' > /tmp/hook && chmod +x /tmp/hook && git config core.fsmonitor /tmp/hook && "
     "git config core.hooksPath /tmp && git config filter.x.clean /tmp/hook && git config filter.x.smudge /tmp/hook && echo '* filter=x' > .gitattributes && "
     "git config core.worktree /tmp && git config --file ~/.gitconfig core.fsmonitor /tmp/hook && mkdir -p .git/hooks && cp /tmp/hook .git/hooks/post-checkout",
-    "links": "rm -rf repo/.pytest_cache; ln -s /workspace/repo .model-link; ln -s /tmp/outside .score; mkdir -p /tmp/outside; ln -s /tmp/outside repo/src/link; "
+    "links": "rm -rf repo/.pytest_cache; ln -s $PWD/repo .model-link; ln -s /tmp/outside .score; mkdir -p /tmp/outside; ln -s /tmp/outside repo/src/link; "
     "rm -rf repo/tests && mkdir -p /tmp/forged-tests && printf 'def test_add(): pass\\n' > /tmp/forged-tests/test_add.py && ln -s /tmp/forged-tests repo/tests",
     "background": "(setsid sh -c 'while true; do cp /tmp/forged-tests/test_add.py repo/tests/test_add.py; mkdir -p /tmp/pwned; "
     "[ -e .model-running ] || touch /tmp/pwned/background; done' >/dev/null 2>&1 &) ; touch .model-running",
@@ -108,8 +109,8 @@ async def test_a_group_fetches_once_and_finds_no_fix(
 ) -> None:
     async with slots(pool, 2) as (first, second):
         cached = first.lease.info.cache == "rw"
-        made = [await set_up.set_up(row, first), await set_up.set_up(row, second)]
-        assert [workspace.fetched for workspace in made] == [True, not cached]
+        made = await asyncio.gather(set_up.set_up(row, first), set_up.set_up(row, second))
+        assert [workspace.fetched for workspace in made].count(True) == (1 if cached else 2)
         assert made[0].environment.install == "offline"
         assert made[0].test_folders == ("tests",)
         for exec_tool in (first, second):
@@ -138,7 +139,7 @@ async def _check_nothing_to_find(exec_tool: ExecTool, repository: BrokenReposito
     assert await shell(exec_tool, "cd repo && git fsck --lost-found --no-progress; git remote; git tag; git stash list; git reflog --all") == ""
     assert (await shell(exec_tool, "cd repo && git for-each-ref --format='%(refname)'")).split() == ["refs/heads/main"]
     assert await shell(exec_tool, "cd repo/.git && ls; test ! -e logs && test ! -e objects/info/alternates && test ! -e FETCH_HEAD && test ! -e ORIG_HEAD")
-    assert (await exec_tool("terminal", {"command": f"grep -rlE '{SECRET}|{repository.fix_commit}' /workspace /tmp"})).output == ""
+    assert (await exec_tool("terminal", {"command": f"grep -rlE '{SECRET}|{repository.fix_commit}' . /tmp"})).output == ""
     assert (await exec_tool("terminal", {"command": "ls /cache"})).metadata["exit_code"] != 0
     assert await shell(exec_tool, "find /tmp -mindepth 1; ls -A") == ".env\n.tests\nrepo\n"
 
