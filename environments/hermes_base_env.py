@@ -307,7 +307,7 @@ class HermesAgentBaseEnv(BaseEnv):  # type: ignore[misc]  # atroposlib has no ty
         unusable = self.statistics.total.unusable_rows
         if unusable:
             row, reason = next(iter(unusable.items()))
-            return f"{len(unusable)} rows are unusable, such as {row}: {reason}"
+            return f"unusable rows: {len(unusable)}, such as {row}: {reason}"
         if self.statistics.latest_fault is not None:
             return f"every group came to nothing; the last one because of: {self.statistics.latest_fault.message}"
         return "there is none; set dataset_name"

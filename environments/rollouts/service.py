@@ -23,6 +23,7 @@ from env_client import (
     Forbidden,
     InvalidRequest,
     NoCapacity,
+    NotImplementedYet,
     PoolConflict,
     PoolInfo,
     PoolNotFound,
@@ -101,6 +102,7 @@ class PoolConnection:
         self._acquires: set[asyncio.Task[tuple[AsyncLease, ...]]] = set()
         self._has_acquired = False
         self._held_lease_ids: set[str] = set()
+        self._cache_refused = False
         self._closed = False
 
     @property
@@ -292,8 +294,15 @@ class PoolConnection:
         deadline_s = asyncio.get_running_loop().time() + self.request.acquire_timeout_s
         try:
             while True:
+                given_cache = None if self._cache_refused else cache
                 try:
-                    leases = await self._hold_once(trajectory_ids, cache)
+                    leases = await self._hold_once(trajectory_ids, given_cache)
+                except NotImplementedYet as error:  # the isolation mode of the pool has no cache
+                    if given_cache is None:
+                        raise
+                    if not self._cache_refused:
+                        self._cache_refused = True
+                        log.warning("the slots of pool %s have no set-up cache, so each of them is set up by itself: %s", self.request.name, error.detail)
                 except (PoolNotFound, Draining, PoolConflict):  # the pool was deleted because nobody used it, or is being deleted
                     if self.request.spec is None or asyncio.get_running_loop().time() > deadline_s:
                         raise

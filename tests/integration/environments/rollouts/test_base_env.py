@@ -150,7 +150,7 @@ async def test_no_usable_row_ends_the_run_with_a_sentence(service: Service, toke
     path = tmp_path / "groups.jsonl"
     env = make_env(service, tokenizer, model.base_url, env_class=BrokenEnv, data_path_to_save_groups=str(path))
     async with no_slot_left(service):
-        with pytest.raises(RunFailed, match=r"no row could be used: 1 rows are unusable, such as write-file: the row has no text in the column 'prompt'"):
+        with pytest.raises(RunFailed, match=r"no row could be used: unusable rows: 1, such as write-file: the row has no text in the column 'prompt'"):
             await env.process_manager()
     assert not path.exists()  # an empty file would only be in the way
 
