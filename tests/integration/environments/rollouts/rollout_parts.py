@@ -123,6 +123,8 @@ async def rollouts(
     answers: Sequence[dict[str, Any]] = (),
     before_answer: Action = nothing,
     max_attempts: int = 3,
+    pool: str = "default",
+    acquire_timeout_s: float = 30,
     **settings: Any,
 ) -> AsyncIterator[Rollouts]:
     """Connect to the default pool of a service, and check at the end that no slot is left."""
@@ -132,13 +134,13 @@ async def rollouts(
     async def open_model(schemas: Schemas) -> AsyncIterator[OpenedModel]:
         yield PlayedModel(answers, before_answer), estimate_tokens
 
-    request = PoolRequest(name="default", spec=None, acquire_timeout_s=30)
-    async with PoolConnection(request, ConnectionSettings(sandbox_url=service.url, sandbox_token=service.token)) as pool:
+    request = PoolRequest(name=pool, spec=None, acquire_timeout_s=acquire_timeout_s)
+    async with PoolConnection(request, ConnectionSettings(sandbox_url=service.url, sandbox_token=service.token)) as connection:
         statistics = RolloutStatistics()
-        trajectories = TrajectoryRunner(pool, hooks, TrajectorySettings(loop=AgentLoopSettings(max_turns=5), **settings), open_model)
-        groups = GroupRunner(pool, trajectories, statistics, max_attempts=max_attempts)
+        trajectories = TrajectoryRunner(connection, hooks, TrajectorySettings(loop=AgentLoopSettings(max_turns=5), **settings), open_model)
+        groups = GroupRunner(connection, trajectories, statistics, max_attempts=max_attempts)
         async with AsyncSandboxClient(service.url, service.token) as client:
-            opened = Rollouts(pool, hooks, statistics, groups, client)
+            opened = Rollouts(connection, hooks, statistics, groups, client)
             yield opened
             assert await opened.held() == 0
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from env_client import AsyncSandboxClient, NoCapacity
 from environments.dataset_rows import UnusableRow
 from environments.rollouts.collector import GroupCollector, RunFailed
 from environments.rollouts.exec_tool import RolloutFault
@@ -64,6 +65,34 @@ async def test_a_lost_sandbox_is_repeated_in_another_one_and_not_scored() -> Non
 
 async def raises(trajectory_id: str) -> None:
     raise KeyError("a bug of the hook")
+
+
+async def test_groups_wait_for_the_slots_of_other_groups_of_their_process(service: Service) -> None:
+    async with AsyncSandboxClient(service.url, service.token) as client:
+        await client.pool_put("small", {"slots_per_sandbox": 2, "max_sandboxes": 1})
+        refused = asyncio.Event()
+
+        async def wait_until_others_were_refused(trajectory_id: str) -> None:
+            await refused.wait()
+
+        async with rollouts(service, before_answer=wait_until_others_were_refused, pool="small", acquire_timeout_s=2.5) as group:
+            hold_once = group.pool._hold_once
+
+            async def count_refusals(trajectory_ids: list[str], cache: str | None) -> Any:
+                try:
+                    return await hold_once(trajectory_ids, cache)
+                except NoCapacity:
+                    if group.hooks.set_up_in:
+                        refused.set()
+                    raise
+
+            group.pool._hold_once = count_refusals
+            while (await client.pool("small")).slots.get("ready") != 2:
+                await asyncio.sleep(0.05)
+            records = await asyncio.gather(*(group.groups.run("item", 2, ("terminal",)) for _ in range(2)))
+            assert [len(members) for members in records] == [2, 2]
+            assert group.statistics.total.faults == {}
+        await client.pool_delete("small")
 
 
 @pytest.mark.parametrize("hook", ["set_up", "score"])
