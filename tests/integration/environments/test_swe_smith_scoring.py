@@ -187,6 +187,7 @@ async def test_a_model_does_not_change_what_it_is_scored_by(pool: PoolConnection
             assert (await exec_tool("terminal", {"command": "pgrep -u $(id -u) -fc 'whil[e] true'"})).output.strip() == "0"
 
 
+@pytest.mark.parametrize("service", ["bwrap"], indirect=True)
 async def test_a_fix_in_a_slot_that_cannot_be_sealed(pool: PoolConnection, row: SweRow, set_up: WorkspaceSetUp, scorer: Scorer) -> None:
     async with slots(pool, 1) as (exec_tool,):
         workspace: Workspace = (await set_up.set_up(row, exec_tool)).unsealed()
@@ -202,6 +203,7 @@ async def test_a_fix_in_a_slot_that_cannot_be_sealed(pool: PoolConnection, row: 
         assert reward == 1.0, meta
 
 
+@pytest.mark.parametrize("service", ["bwrap"], indirect=True)
 async def test_code_that_ends_its_process_passes_nothing(pool: PoolConnection, row: SweRow, set_up: WorkspaceSetUp, scorer: Scorer) -> None:
     async with slots(pool, 1) as (exec_tool,):
         workspace = await set_up.set_up(row, exec_tool)
