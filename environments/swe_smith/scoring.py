@@ -167,7 +167,7 @@ class Scorer:
             return TestRun(
                 0, len(tests), regressed=bool(row.pass_to_pass), not_passed=tests[:MAX_NAMED_TESTS], end=ended.result.reason, log=ended.result.output[-1500:]
             )
-        passed = {tests[number] for number in parse_ranges(reply["passed"], len(tests))}
+        passed = {tests[number] for number in parse_bits(reply["passed"], len(tests))}
         not_passed = [test for test in tests if test not in passed]
         regressed = any(test not in passed for test in row.pass_to_pass)
         return TestRun(len(passed), len(tests), regressed, tuple(not_passed[:MAX_NAMED_TESTS]), log=reply["log"])
@@ -201,13 +201,10 @@ async def take_network(exec_tool: ExecTool, *, read_only: Sequence[str] = ()) ->
         await exec_tool.narrow(cache="none", read_only=read_only)
 
 
-def parse_ranges(text: str, count: int) -> set[int]:
-    """Return the numbers of a text such as `0-4,7`; only those below `count`."""
-    numbers: set[int] = set()
-    for part in filter(None, text.split(",")):
-        first, _, last = part.partition("-")
-        numbers.update(range(int(first), min(int(last or first), count - 1) + 1))
-    return numbers
+def parse_bits(text: str, count: int) -> set[int]:
+    """Return the numbers below `count` that the bits of a hexadecimal number stand for."""
+    bits = int(text, 16)
+    return {number for number in range(count) if bits >> number & 1}
 
 
 async def _own_step(exec_tool: ExecTool, environment: Environment, name: str, request: dict[str, Any], *, timeout_s: float) -> dict[str, Any]:
