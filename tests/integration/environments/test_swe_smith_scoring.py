@@ -14,8 +14,8 @@ from environments.swe_smith.rows import SweRow, parse_row
 from environments.swe_smith.scoring import Scorer
 from environments.swe_smith.set_up import SEALED_ENTRIES, Workspace, WorkspaceSetUp
 from tests.support.service import Service
-from tests.support.swe_repository import FIXED, SECRET, BrokenRepository, make_repository
-from tests.support.swe_slots import connected, service_in_mode, shell, slots
+from tests.support.swe.repository import FIXED, SECRET, BrokenRepository, make_repository
+from tests.support.swe.slots import connected, service_in_mode, shell, slots
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.privileged]
 

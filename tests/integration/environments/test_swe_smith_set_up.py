@@ -17,10 +17,10 @@ from environments.swe_smith.rows import parse_row
 from environments.swe_smith.scoring import Scorer
 from environments.swe_smith.set_up import WorkspaceSetUp
 from environments.swe_smith.slot_steps import StepFailed, run_step
-from tests.support.git_server import git_server
 from tests.support.service import Service
-from tests.support.swe_repository import BrokenRepository, git, make_repository
-from tests.support.swe_slots import connected, service_in_mode, shell, slots
+from tests.support.swe.git_server import git_server
+from tests.support.swe.repository import BrokenRepository, git, make_repository
+from tests.support.swe.slots import connected, service_in_mode, shell, slots
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.privileged]
 UNKNOWN_COMMIT = "0123456789" * 4

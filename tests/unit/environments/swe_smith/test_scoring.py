@@ -12,7 +12,7 @@ from environments.dataset_rows import UnusableRow
 from environments.swe_smith.in_slot.run_tests import _passed, as_bits
 from environments.swe_smith.repositories import CommitPacker, GitServer, LocalRepositories, RepositoryError, parse_base_url
 from environments.swe_smith.scoring import TestRun, parse_bits, reward
-from tests.support.swe_repository import make_repository
+from tests.support.swe.repository import make_repository
 
 
 def run(passed: int, *, regressed: bool = False, installs: bool | None = None) -> TestRun:
