@@ -24,7 +24,7 @@ async def bring_changes(model_slot: ExecTool, fresh_slot: ExecTool, model_python
     """Apply the changes that were made in the repository of one slot to the repository of another.
 
     Args:
-        model_slot: the slot of the model, in which no process of the model runs any more.
+        model_slot: the slot of the model. Its processes may still run: whatever they do, the archive is checked.
         fresh_slot: a slot that was set up for the same row.
         model_python: the interpreter in the model's slot.
         fresh_python: the interpreter in the other slot.

@@ -28,6 +28,8 @@ MAX_REWARD_OF_CALLS = 0.3
 REWARD_OF_INSTALL = 0.4
 #: How long pip may take to install the model's version, in seconds.
 INSTALL_TIMEOUT_S = 300.0
+#: How often it is tried to end the processes of a slot.
+END_ATTEMPTS = 3
 #: How many of the tests that did not pass are named in the result.
 MAX_NAMED_TESTS = 20
 
@@ -116,8 +118,7 @@ class Scorer:
         """
         if not tool_calls:
             return 0.0, {"tests": None}
-        await end_processes(exec_tool)
-        if workspace.sealed:
+        if workspace.sealed and await end_processes(exec_tool):
             run = await self._run(row, exec_tool, workspace.environment, workspace.test_folders)
         else:
             run = await self._run_in_fresh_slot(row, exec_tool, workspace)
@@ -132,7 +133,7 @@ class Scorer:
             except ChangesTooLarge:
                 tests = row.scored_tests(include_fail_to_pass=self._include_fail_to_pass)
                 return TestRun(0, len(tests), regressed=True, not_passed=tests[:MAX_NAMED_TESTS], end="changes_too_large")
-            await end_processes(fresh)
+            await take_network(fresh)
             return await self._run(row, fresh, prepared.environment, prepared.test_folders)
 
     async def _run(self, row: SweRow, exec_tool: ExecTool, environment: Environment, folders: Sequence[str]) -> TestRun:
@@ -166,27 +167,44 @@ class Scorer:
             return TestRun(
                 0, len(tests), regressed=bool(row.pass_to_pass), not_passed=tests[:MAX_NAMED_TESTS], end=ended.result.reason, log=ended.result.output[-1500:]
             )
-        passed = {tests[number] for number in parse_ranges(reply["passed"], len(tests))}
+        passed = {tests[number] for number in parse_bits(reply["passed"], len(tests))}
         not_passed = [test for test in tests if test not in passed]
         regressed = any(test not in passed for test in row.pass_to_pass)
         return TestRun(len(passed), len(tests), regressed, tuple(not_passed[:MAX_NAMED_TESTS]), log=reply["log"])
 
 
-async def end_processes(exec_tool: ExecTool) -> None:
-    """End every process in a slot, and take the network away where the mode of the slot can."""
+async def end_processes(exec_tool: ExecTool) -> bool:
+    """End every process in a sealed slot, and take the network away where its mode can.
+
+    The service ends the processes of a slot when it takes something away from it, so an entry of the workspace is made for that.
+
+    Returns:
+        Whether they have ended. They have not if something in the slot, such as a process of the model, keeps that entry from being there.
+    """
+    for _ in range(END_ATTEMPTS):
+        entry = f".scoring-{secrets.token_hex(8)}"
+        await exec_tool("write_file", {"path": f"{entry}/empty", "content": ""})
+        try:
+            await take_network(exec_tool, read_only=(entry,))
+        except InvalidRequest as error:
+            log.warning("the processes of slot %s could not be ended, and this is tried again: %s", exec_tool.lease.info.slot_id, error.detail)
+        else:
+            return True
+    return False
+
+
+async def take_network(exec_tool: ExecTool, *, read_only: Sequence[str] = ()) -> None:
+    """Take the cache away, and the network where the mode of the slot can."""
     try:
-        await exec_tool.narrow(allow_network=False, cache="none")
-    except (InvalidRequest, NotImplementedYet):  # the mode cannot take the network away from one slot
-        await exec_tool.narrow(cache="none")
+        await exec_tool.narrow(allow_network=False, cache="none", read_only=read_only)
+    except NotImplementedYet:  # the mode cannot take the network away from one slot
+        await exec_tool.narrow(cache="none", read_only=read_only)
 
 
-def parse_ranges(text: str, count: int) -> set[int]:
-    """Return the numbers of a text such as `0-4,7`; only those below `count`."""
-    numbers: set[int] = set()
-    for part in filter(None, text.split(",")):
-        first, _, last = part.partition("-")
-        numbers.update(range(int(first), min(int(last or first), count - 1) + 1))
-    return numbers
+def parse_bits(text: str, count: int) -> set[int]:
+    """Return the numbers below `count` that the bits of a hexadecimal number stand for."""
+    bits = int(text, 16)
+    return {number for number in range(count) if bits >> number & 1}
 
 
 async def _own_step(exec_tool: ExecTool, environment: Environment, name: str, request: dict[str, Any], *, timeout_s: float) -> dict[str, Any]:

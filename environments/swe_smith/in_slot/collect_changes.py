@@ -34,7 +34,7 @@ def collect_changes(request: Dict[str, Any]) -> Dict[str, Any]:
         digests = json.load(file)
     seen = set()
     left_bytes = request["max_bytes"]
-    # The name is new in a folder that no running process of the model can change; `x` refuses a link that was put there before.
+    # The name is new; `x` refuses a link that was put there. A process of the model may change the archive, which is checked where it is applied.
     with open(request["target"], "xb") as target, tarfile.open(fileobj=target, mode="w:gz", compresslevel=1) as archive:
         for path, inside, status in _files():
             seen.add(inside)

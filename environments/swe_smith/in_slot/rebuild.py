@@ -3,6 +3,7 @@
 Everything is written into new folders, so a link that a model has put somewhere leads nothing astray. Git is not used: the model had its `.git`.
 """
 
+import errno
 import os
 import shutil
 import stat
@@ -57,6 +58,9 @@ def _move(source: str, target: str) -> None:
     except PermissionError:  # a folder that its owner may not write cannot be moved to another parent
         os.chmod(source, 0o700)
         os.rename(source, target)
+    except OSError as error:
+        if error.errno != errno.EBUSY:  # what `narrow` has made read-only is a mount point, which no model can make
+            raise
 
 
 def _take(model: str, repo: str, folders: "frozenset[str]") -> int:

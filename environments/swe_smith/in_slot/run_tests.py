@@ -41,7 +41,7 @@ def run_tests(request: Dict[str, Any]) -> Dict[str, Any]:
         request: `chunks` (lists of test ids), `runner` (the source of `pytest_runner.py`), `description` (of the environment).
 
     Returns:
-        `passed`: the positions of the tests that passed, as text such as `0-4,7`; `log`: the end of what pytest wrote for the first chunk in which one failed.
+        `passed`: the positions of the tests that passed, see `as_bits`; `log`: the end of what pytest wrote for the first chunk in which one failed.
 
     Raises:
         StepError: this process cannot be protected from the tests.
@@ -60,18 +60,12 @@ def run_tests(request: Dict[str, Any]) -> Dict[str, Any]:
             start += len(chunk)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return {"passed": ranges(passed), "log": log}
+    return {"passed": as_bits(passed), "log": log}
 
 
-def ranges(numbers: Sequence[int]) -> str:
-    """Return ascending numbers as text such as `0-4,7`."""
-    parts: List[List[int]] = []
-    for number in numbers:
-        if parts and parts[-1][1] == number - 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    return ",".join(str(first) if first == last else "%d-%d" % (first, last) for first, last in parts)
+def as_bits(numbers: Sequence[int]) -> str:
+    """Return numbers as the bits of a hexadecimal number, which is short however many tests there are: an output that is too long is cut."""
+    return "%x" % sum(1 << number for number in numbers)
 
 
 def _run_chunk(chunk: List[str], request: Dict[str, Any], folder: str) -> Dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -15,8 +14,8 @@ from environments.swe_smith.rows import SweRow, parse_row
 from environments.swe_smith.scoring import Scorer
 from environments.swe_smith.set_up import SEALED_ENTRIES, Workspace, WorkspaceSetUp
 from tests.support.service import Service
-from tests.support.swe_repository import FIXED, SECRET, BrokenRepository, make_repository
-from tests.support.swe_slots import connected, service_in_mode, shell, slots
+from tests.support.swe.repository import FIXED, SECRET, BrokenRepository, make_repository
+from tests.support.swe.slots import connected, service_in_mode, shell, slots
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.privileged]
 
@@ -44,12 +43,14 @@ python_functions = none_at_all
 #: Commands of a model that wants another score. Those that set-up has made impossible fail.
 ATTACKS = {
     "tests-edited": "for t in repo/tests/test_*.py; do echo 'def test_x(): pass' > $t; done; echo -1 > repo/tests/expected.txt",
-    "ini-files": f"for n in repo/pytest.ini repo/.pytest.ini repo/tox.ini repo/tests/pytest.ini pytest.ini; do printf '{SETTINGS}' > $n; done; "
-    "printf '[tool:pytest]\\naddopts = -p forged\\n' > repo/setup.cfg; printf '[tool.pytest.ini_options]\\naddopts = \"-p forged\"\\n' > repo/pyproject.toml",
+    "ini-files": f"for n in repo/pytest.ini repo/.pytest.ini repo/tox.ini repo/tests/pytest.ini pytest.ini; do printf '{SETTINGS}' > $n; done",
+    "other-settings": "printf '[tool:pytest]\\naddopts = -p forged\\n' > repo/setup.cfg; "
+    "printf '[tool.pytest.ini_options]\\naddopts = \"-p forged\"\\n' > repo/pyproject.toml",
     "forged-plugin": "mkdir -p repo/src/forged.egg-info && printf '[pytest11]\\nforged = forged\\n' > repo/src/forged.egg-info/entry_points.txt && "
     "printf 'Metadata-Version: 2.1\\nName: forged\\nVersion: 1\\n' > repo/src/forged.egg-info/PKG-INFO && cp repo/conftest.py repo/src/forged.py",
-    "fake-pytest": "mkdir -p bin .local/bin && for p in bin .local/bin; do for n in pytest python python3 git; do printf '#!/bin/sh\\ntouch /tmp/pwned/path\\n' > $p/$n; "
-    "chmod +x $p/$n; done; done; for n in .bashrc .profile .bash_profile; do echo 'mkdir -p /tmp/pwned; touch /tmp/pwned/rc; PATH=$HOME/bin:$PATH' > $n; done",
+    "fake-pytest": "mkdir -p bin .local/bin && for p in bin .local/bin; do for n in pytest python git; do "
+    "printf '#!/bin/sh\\ntouch /tmp/pwned/path\\n' > $p/$n; chmod +x $p/$n; done; done; "
+    "for n in .bashrc .profile .bash_profile; do echo 'mkdir -p /tmp/pwned; touch /tmp/pwned/rc; PATH=$HOME/bin:$PATH' > $n; done",
     "pth": "printf 'import os; os.makedirs(\"/tmp/pwned\", exist_ok=True); open(\"/tmp/pwned/pth\", \"w\")\\n' > .local/lib/python3.11/site-packages/x.pth; "
     "cp .local/lib/python3.11/site-packages/x.pth repo/src/x.pth",
     "git": "cd repo && printf '#!/bin/sh\\ntouch /tmp/pwned/git\\n' > /tmp/hook && chmod +x /tmp/hook && git config core.fsmonitor /tmp/hook && "
@@ -60,6 +61,21 @@ ATTACKS = {
     "background": "(setsid sh -c 'while true; do cp /tmp/forged-tests/test_add.py repo/tests/test_add.py; mkdir -p /tmp/pwned; "
     "[ -e .model-running ] || touch /tmp/pwned/background; done' >/dev/null 2>&1 &) ; touch .model-running",
 }  # fmt: skip
+#: Source under test that writes results wherever it can, and ends its process.
+FORGED_REPORT = """
+import glob, os
+for fd in range(3, 20):
+    try:
+        os.write(fd, b"".join(b"%d passed\\n" % number for number in range(6)))
+    except OSError:
+        pass
+for path in glob.glob("/proc/[0-9]*/fd/1"):
+    try:
+        open(path, "w").write('{"done": {"passed": "3f", "log": ""}}\\n')
+    except OSError:
+        pass
+os._exit(0)
+"""
 REFUSED_WHEN_SEALED = (
     "echo x > .env/bin/pytest", "echo import-me > .env/lib/python3.11/site-packages/x.pth", "rm -rf .tests/files", "mv .env other", "mv .tests other",
     "echo > .tests/files/tests/test_add.py", "chmod -R 777 .tests/git", "umount .env", "mount --bind /tmp .env",
@@ -101,7 +117,9 @@ def scorer(set_up: WorkspaceSetUp) -> Scorer:
 
 
 async def narrow(exec_tool: ExecTool, *, sealed: bool) -> None:
-    await exec_tool.narrow(cache="none", read_only=SEALED_ENTRIES if sealed else ())
+    """Take away what a model does not get. Where the mode can, that is the network, too, so that scoring finds nothing that it could still take."""
+    network = False if exec_tool.lease.info.isolation == "bwrap" else None
+    await exec_tool.narrow(cache="none", allow_network=network, read_only=SEALED_ENTRIES if sealed else ())
 
 
 async def test_a_group_fetches_once_and_finds_no_fix(
@@ -165,9 +183,11 @@ async def test_a_model_does_not_change_what_it_is_scored_by(pool: PoolConnection
         assert (reward, meta["tests"]["passed_count"], meta["tests"]["regressed"]) == (0.4, 3, False), meta
         # A process in the background makes the folder again after it was removed; the file is made when the repository has been moved aside.
         assert (await exec_tool("terminal", {"command": "ls /tmp/pwned 2>/dev/null"})).output == "", meta
-        assert (await exec_tool("terminal", {"command": "pgrep -f setsi[d]; ps ax | grep -c 'whil[e] true'"})).output.strip() == "0"
+        if sealed:  # elsewhere the model's slot keeps its processes until it is released, and is not used for scoring
+            assert (await exec_tool("terminal", {"command": "pgrep -u $(id -u) -fc 'whil[e] true'"})).output.strip() == "0"
 
 
+@pytest.mark.parametrize("service", ["bwrap"], indirect=True)
 async def test_a_fix_in_a_slot_that_cannot_be_sealed(pool: PoolConnection, row: SweRow, set_up: WorkspaceSetUp, scorer: Scorer) -> None:
     async with slots(pool, 1) as (exec_tool,):
         workspace: Workspace = (await set_up.set_up(row, exec_tool)).unsealed()
@@ -183,15 +203,11 @@ async def test_a_fix_in_a_slot_that_cannot_be_sealed(pool: PoolConnection, row: 
         assert reward == 1.0, meta
 
 
-async def test_code_that_ends_its_process_passes_nothing(pool: PoolConnection, row: SweRow, set_up: WorkspaceSetUp, scorer: Scorer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("service", ["bwrap"], indirect=True)
+async def test_code_that_ends_its_process_passes_nothing(pool: PoolConnection, row: SweRow, set_up: WorkspaceSetUp, scorer: Scorer) -> None:
     async with slots(pool, 1) as (exec_tool,):
         workspace = await set_up.set_up(row, exec_tool)
         await narrow(exec_tool, sealed=True)
-        forgery = (
-            "import glob, os, sys\nfor fd in range(3, 20):\n    try:\n        os.write(fd, b'0 passed\\n1 passed\\n2 passed\\n3 passed\\n4 passed\\n5 passed\\n')\n"
-            '    except OSError:\n        pass\nfor path in glob.glob(\'/proc/[0-9]*/fd/1\'):\n    try:\n        open(path, \'w\').write(\'{"done": {"passed": "0-5", "log": ""}}\\n\')\n'
-            "    except OSError:\n        pass\nos._exit(0)\n"
-        )
-        await exec_tool("write_file", {"path": "repo/src/fairsum/add.py", "content": forgery})
+        await exec_tool("write_file", {"path": "repo/src/fairsum/add.py", "content": FORGED_REPORT})
         reward, meta = await scorer.score(row, exec_tool, workspace, tool_calls=1, valid_calls=1)
         assert (reward, meta["tests"]["passed_count"]) == (0.0, 0), meta

@@ -1,0 +1,1 @@
+"""Support of the tests of swe_smith_oracle."""
