@@ -117,7 +117,7 @@ def find_problems(seen: Sequence[SeenRollout], group: Mapping[str, Any], *, has_
         f"rollout {one.number + 1} ({one.trajectory}): reward {one.reward}, expected {EXPECTED_REWARDS[one.trajectory]}" for one in seen if not one.as_expected
     ]
     missing = [name for name in EXPECTED_REWARDS if name not in {one.trajectory for one in seen}]
-    problems += [f"no rollout played the trajectory {name!r}" for name in missing]
+    problems += [f"no rollout played the trajectory {str(name)!r}" for name in missing]
     if not any(one.repeats for one in seen):
         problems.append("the lost rollout was not repeated")
     logprobs = group.get("inference_logprobs")
