@@ -124,13 +124,13 @@ class ParquetRows(Rows):
 
     def __init__(self, path: Path) -> None:
         try:
-            import pyarrow
-            import pyarrow.parquet as parquet
+            import pyarrow as pa
+            from pyarrow import parquet
         except ImportError as error:
             raise DatasetError(f"{path} is a Parquet file, which needs the package pyarrow: pip install 'sandbox-pool[envs]'") from error
         try:
             self._file = parquet.ParquetFile(path)
-        except (OSError, pyarrow.ArrowException) as error:
+        except (OSError, pa.ArrowException) as error:
             raise DatasetError(f"{path} cannot be read as a Parquet file: {error}") from error
         self._path = path
         metadata = self._file.metadata
@@ -257,5 +257,7 @@ def _hub_rows(source: str, split: str) -> Rows:
         dataset = datasets.load_dataset(source, split=split)
     except Exception as error:  # the library raises errors of its own, of its HTTP clients and of its file formats, which have no common class
         reason = " ".join(str(error).split())[:300] or type(error).__name__
-        raise DatasetError(f"the data set {source} (split {split}) cannot be loaded from the Hugging Face Hub, and there is no such local file: {reason}") from error
+        raise DatasetError(
+            f"the data set {source} (split {split}) cannot be loaded from the Hugging Face Hub, and there is no such local file: {reason}"
+        ) from error
     return HubRows(source, dataset)

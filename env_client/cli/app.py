@@ -79,7 +79,7 @@ _add_command(app, "cp", files.cp, "[OPTIONS] SOURCE TARGET", "Copy files and fol
 _add_command(app, "ls", files.ls, "[OPTIONS] LEASE[:FOLDER]", "List a folder of a slot.")
 _add_command(app, "leases", leases.leases, "[OPTIONS]", "List the leases you hold.")
 _add_command(app, "renew", leases.renew, "[OPTIONS] LEASE...", "Renew leases.")
-_add_command(app, "narrow", leases.narrow, "[OPTIONS] LEASE...", "Take the network or the cache away from slots.")
+_add_command(app, "narrow", leases.narrow, "[OPTIONS] LEASE...", "Take rights away from slots: network, cache, changing entries.")
 _add_command(app, "release", leases.release, "[OPTIONS] [LEASE...]", "Release leases.")
 _add_command(app, "pools", pools.pools, "[OPTIONS] [NAME]", "List the pools.")
 _add_command(app, "sandboxes", pools.sandboxes, "[OPTIONS]", "List the sandboxes.")

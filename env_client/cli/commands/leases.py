@@ -31,7 +31,7 @@ from env_client.cli.command_line import CommandLine
 from env_client.cli.connection import connect_or_start_service, connect_to_service
 from env_client.cli.execution import execute_command, failure_for_lost_result, report_result
 from env_client.cli.failures import Failure, Interrupted, failure_from_errors
-from env_client.cli.printer import JsonFlag, Printer, format_duration, format_time
+from env_client.cli.printer import JsonFlag, Printer, escape_control_characters, format_duration, format_time
 from env_client.cli.signals import announce_on_forced_exit
 from env_client.client import SandboxClient
 from env_client.errors import SandboxError, ServiceError, TransportError
@@ -136,7 +136,7 @@ def narrow(
     document = {"leases": narrowed, "refused": _error_rows(refused)}
     if not as_json:
         for info in narrowed:
-            printer.print_line(f"{info.lease_id} now has {_rights(info)}" + (", no cache" if no_cache and info.cache == "none" else ""))
+            printer.print_line(f"{info.lease_id} now has {_rights(info)}" + (", no cache" if no_cache and info.cache == "none" else "") + _read_only(info))
     if refused:
         raise failure_from_errors(refused, document)
     if as_json:
@@ -286,6 +286,10 @@ def _labels(pairs: list[str] | None) -> dict[str, str] | None:
 def _lease_row(info: LeaseInfo) -> tuple[str, ...]:
     ends_in = format_duration(info.expires_at - time.time())
     return info.lease_id, info.pool, info.slot_id, ends_in, info.run_id or "", info.trajectory_id or "", _rights(info)
+
+
+def _read_only(info: LeaseInfo) -> str:
+    return ", read-only " + ", ".join(map(escape_control_characters, info.read_only)) if info.read_only else ""
 
 
 def _rights(info: LeaseInfo) -> str:

@@ -4,7 +4,7 @@ import json
 import os
 import stat
 import tarfile
-from typing import Any, Dict, List
+from typing import Any, Dict
 
 from environments.swe_smith.in_slot.base import repository, run_step, workspace
 
@@ -63,7 +63,7 @@ def _target(inside: str) -> str:
 def _write(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bool:
     target = _target(member.name[len("changed/") :]) if member.name.startswith("changed/") else ""
     content = archive.extractfile(member) if target and member.isreg() else None
-    if content is None or os.path.isdir(target) and not os.path.islink(target):
+    if content is None or (os.path.isdir(target) and not os.path.islink(target)):
         return False
     os.makedirs(os.path.dirname(target), exist_ok=True)
     if os.path.lexists(target):
@@ -76,7 +76,7 @@ def _write(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bool:
             file.write(piece)
 
 
-def _remove(gone: List[str], counts: Dict[str, int]) -> None:
+def _remove(gone: Any, counts: Dict[str, int]) -> None:
     for inside in gone if isinstance(gone, list) else []:
         target = _target(inside) if isinstance(inside, str) else ""
         if target and os.path.lexists(target) and not stat.S_ISDIR(os.lstat(target).st_mode):

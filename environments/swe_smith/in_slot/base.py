@@ -68,7 +68,14 @@ def run(
     """Run a program; return its exit code and what it wrote. A program that takes longer than `timeout_s` seconds is ended, with the exit code -1."""
     try:
         ended = subprocess.run(
-            list(words), cwd=cwd, env=env, timeout=timeout_s, input=data if data is not None else b"", stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
+            list(words),
+            cwd=cwd,
+            env=env,
+            timeout=timeout_s,
+            input=data if data is not None else b"",
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            check=False,
         )
     except subprocess.TimeoutExpired as error:
         return -1, (error.stdout or b"").decode("utf-8", "replace") + "\nended after %.0f s" % (timeout_s or 0)
@@ -84,7 +91,9 @@ class Git:
         self.folder = tempfile.mkdtemp(prefix="swe-git-")
         settings = os.path.join(self.folder, ".gitconfig")
         with open(settings, "w") as file:
-            file.write("[safe]\n\tdirectory = *\n[core]\n\thooksPath = /dev/null\n\tlogAllRefUpdates = false\n[gc]\n\tauto = 0\n[advice]\n\tdetachedHead = false\n")
+            file.write(
+                "[safe]\n\tdirectory = *\n[core]\n\thooksPath = /dev/null\n\tlogAllRefUpdates = false\n[gc]\n\tauto = 0\n[advice]\n\tdetachedHead = false\n"
+            )
         kept = {name: value for name, value in os.environ.items() if not name.startswith("GIT_") or name in ("GIT_SSL_CAINFO", "GIT_SSL_NO_VERIFY")}
         self.env = {
             **kept,
@@ -128,7 +137,9 @@ def write_commit_pack(git: Git, repo: str, commit: str, path: str) -> None:
     listed = git.check("rev-list", "--objects", "--no-walk", commit, cwd=repo)
     partial = "%s.%d" % (path, os.getpid())
     with open(partial, "wb") as target:
-        packed = subprocess.run(["git", "pack-objects", "-q", "--stdout"], cwd=repo, env=git.env, input=listed.encode(), stdout=target, stderr=subprocess.PIPE, check=False)
+        packed = subprocess.run(
+            ["git", "pack-objects", "-q", "--stdout"], cwd=repo, env=git.env, input=listed.encode(), stdout=target, stderr=subprocess.PIPE, check=False
+        )
     if packed.returncode != 0:
         os.unlink(partial)
         raise StepError("git pack-objects failed: %s" % last_lines(packed.stderr.decode("utf-8", "replace")))

@@ -22,7 +22,15 @@ REQUIREMENT_FILES = (
     "tests/requirements.txt",
 )  # fmt: skip
 #: What pip says when it cannot reach its index.
-NO_INDEX = ("connection broken", "max retries exceeded", "temporary failure in name resolution", "connecttimeout", "readtimeout", "network is unreachable", "newconnectionerror")
+NO_INDEX = (
+    "connection broken",
+    "max retries exceeded",
+    "temporary failure in name resolution",
+    "connecttimeout",
+    "readtimeout",
+    "network is unreachable",
+    "newconnectionerror",
+)
 #: The file in the environment that describes it.
 DESCRIPTION = "swe_smith.json"
 

@@ -13,7 +13,14 @@ REFUSES_SINGLE_COMMITS = (
     "not our ref", "unadvertised object", "dumb http transport", "does not support shallow", "couldn't find remote ref", "protocol error: bad pack header",
 )  # fmt: skip
 #: What Git says when there is no such repository. A server that does not tell asks for a password.
-NO_REPOSITORY = ("not found", "could not read username", "does not exist", "does not appear to be a git repository", "authentication failed", "repository not exported")
+NO_REPOSITORY = (
+    "not found",
+    "could not read username",
+    "does not exist",
+    "does not appear to be a git repository",
+    "authentication failed",
+    "repository not exported",
+)
 
 
 def main(request: Dict[str, Any], nonce: str) -> None:

@@ -104,7 +104,12 @@ def _start_options(python: str, description: Dict[str, Any], tests: List[str]) -
     plugins = [word for module in description["plugins"] for word in ("-p", module)]
     output = ""
     for options in ([], ["-o", "addopts="]):  # settings often ask for plugins that only the project's own continuous integration has
-        code, output = run([python, "-m", "pytest", *plugins, *options, "-p", "no:cacheprovider", "--rootdir", repository(), "--collect-only", "-q", *tests[:1]], cwd=repository(), env=env, timeout_s=120)
+        code, output = run(
+            [python, "-m", "pytest", *plugins, *options, "-p", "no:cacheprovider", "--rootdir", repository(), "--collect-only", "-q", *tests[:1]],
+            cwd=repository(),
+            env=env,
+            timeout_s=120,
+        )
         if code != 4 and code != 3 and code != -1:  # 4: wrong options; 3: an internal error; others concern the tests
             return options
     raise RowError("pytest does not start in its environment: %s" % last_lines(output))

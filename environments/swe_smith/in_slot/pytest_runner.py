@@ -49,11 +49,10 @@ def import_pytest(search_path: List[str]) -> None:
     import unittest.mock  # noqa: F401
 
     import _pytest.config
-    import pytest
+    import pytest  # noqa: F401
 
     for name in _pytest.config.default_plugins:
         __import__("_pytest." + name)
-    assert pytest
     for name in ("pygments.lexers.python", "pygments.formatters.terminal", "exceptiongroup", "tomli", "py"):
         try:
             __import__(name)
@@ -91,7 +90,8 @@ class ResultWriter:
 
     def pytest_collection_modifyitems(self, config: Any, items: List[Any]) -> None:
         """Leave out the tests that are not asked for."""
-        chosen, others = [], []
+        chosen: List[Any] = []
+        others: List[Any] = []
         for item in items:
             number = self._number(item.nodeid)
             (others if number is None else chosen).append(item)

@@ -70,7 +70,8 @@ def refusal_for_os_error(error: OSError, path: str) -> Refusal:
         errno.ENOSPC: "no space left for %s: remove something or write less",
         errno.EDQUOT: "no space left for %s: remove something or write less",
         errno.EFBIG: "%s would be larger than a file may be here",
-        errno.EROFS: "%s is on a read-only file system: write under the workspace or /tmp",
+        errno.EROFS: "%s is read-only here: write to another place under the workspace or /tmp",
+        errno.EBUSY: "%s cannot be replaced or removed: it was made read-only, or something is mounted there",
         errno.ELOOP: "%s leads through too many symlinks, or in a circle",
         errno.ENAMETOOLONG: "the path is too long: %.200s",
     }.get(number, f"{os.strerror(number).replace('%', '%%')}: %s")

@@ -55,6 +55,13 @@ class TestLeases:
         assert sandbox.out("narrow", "--no-cache", lease) == f"{lease} now has no network, no cache\n"
         assert sandbox.out("exec", lease, "--", "bash", "-c", "ls; tail -n +3 /proc/net/dev | cut -d: -f1") == "kept\n    lo\n"
 
+    def test_entries_become_read_only(self, sandbox: CommandLine, lease: str) -> None:
+        assert sandbox.out("exec", lease, "--", "touch", "kept", "other") == ""
+
+        assert sandbox.out("narrow", "--read-only", "kept", "--read-only", "other", lease) == f"{lease} now has network, read-only kept, other\n"
+        assert sandbox("exec", lease, "--", "rm", "kept").returncode == 1
+        assert sandbox.json("narrow", "--read-only", "nope", lease, code=125)["refused"][0]["code"] == "invalid_request"
+
 
 class TestExec:
     def test_its_exit_code_is_ours(self, sandbox: CommandLine, lease: str) -> None:

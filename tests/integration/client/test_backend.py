@@ -87,3 +87,17 @@ async def test_the_network_goes_after_set_up(service: Service) -> None:
 
     assert not slot.info.allow_network
     assert result.output.split() == ["lo"]
+
+
+async def test_entries_of_the_workspace_become_read_only(service: Service) -> None:
+    async with backend(service) as held:
+        slot = await held.acquire("t-1")
+        await held.execute(slot, "bash", {"command": "mkdir tests; echo kept > tests/a"})
+        assert slot.info.read_only == ()
+        await held.narrow(slot, read_only=["tests"])
+        result = await held.execute(slot, "bash", {"command": "echo forged > tests/a; cat tests/a"})
+        written = await held.execute(slot, "write_file", {"path": "tests/a", "content": "forged"})
+
+        assert slot.info.read_only == ["tests"]
+        assert result.output.splitlines()[-1] == "kept"
+        assert "tests/a is read-only here" in written.error
