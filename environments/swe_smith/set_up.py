@@ -20,6 +20,8 @@ log = logging.getLogger(__name__)
 
 #: The entries of the workspace that the model can read and run, and must not change.
 SEALED_ENTRIES = (".env", ".tests")
+#: The path of the repository in a slot.
+REPOSITORY = "/workspace/repo"
 #: The file of an uploaded pack, in the workspace.
 UPLOADED_PACK = ".uploaded.pack"
 #: How long a step takes at most that neither installs nor fetches, in seconds.
