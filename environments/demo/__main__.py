@@ -25,15 +25,17 @@ from rich.console import Console
 from rich.table import Table
 
 import environments
-from env_client import AsyncSandboxClient, EmbeddedService, embedded
+from env_client import AsyncSandboxClient, EmbeddedService, SandboxError, embedded
 from environments.demo.model_server import ScriptedModelServer
-from environments.demo.repository import DemoRepository, make_repository
+from environments.demo.repository import DemoRepository, RepositoryFailed, make_repository
 from environments.demo.rollouts_seen import SeenRollout, add_rewards, find_problems, see_rollouts
 from environments.demo.tokenizer import make_tokenizer
 from environments.demo.trajectories import WAIT_FOR_KILL_S, TrajectoryName, make_script
 
 ENVIRONMENT = Path(environments.__file__).parent / "swe_smith_oracle_env.py"
 GROUP_SIZE = len(TrajectoryName)
+#: How long the service may take until it listens, in seconds.
+START_TIMEOUT_S = 90.0
 #: How long one phase may take, in seconds.
 PHASE_TIMEOUT_S = 600.0
 _POLL_INTERVAL_S = 0.1
@@ -182,7 +184,7 @@ def build_table(results: Sequence[PhaseResult]) -> Table:
 
 async def run_demo(console: Console) -> bool:
     """Run the whole demonstration; return whether everything happened as expected."""
-    with tempfile.TemporaryDirectory(prefix="demo-rl-") as name, embedded() as service:
+    with tempfile.TemporaryDirectory(prefix="demo-rl-") as name, embedded(start_s=START_TIMEOUT_S) as service:
         folder = Path(name)
         repository, tokenizer = make_repository(folder / "repositories"), make_tokenizer(folder / "tokenizer")
         console.print(f"service     {service.url}")
@@ -204,7 +206,7 @@ def main() -> int:
     console = Console(highlight=False)
     try:
         success = asyncio.run(run_demo(console))
-    except PhaseFailed as error:
+    except (PhaseFailed, RepositoryFailed, SandboxError) as error:
         console.print(str(error), style="red", markup=False)
         return 1
     console.print("[green]every reward is what it must be[/]" if success else "[red]not every reward is what it must be[/]")
