@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 #: How many bytes of bodies are kept at most.
@@ -27,6 +28,7 @@ class RequestRecord:
         conversations: the numbers of the conversations that it belongs to, counted from 0.
         trajectory: the name of the trajectory that the first of them plays.
         turn: the turn that it asks for, counted from 1; 0 if it was refused.
+        received_at_s: when it was received, as `time.monotonic()`.
     """
 
     number: int
@@ -38,6 +40,7 @@ class RequestRecord:
     conversations: tuple[int, ...] = ()
     trajectory: str = ""
     turn: int = 0
+    received_at_s: float = field(default_factory=time.monotonic)
 
     @property
     def body(self) -> Any:

@@ -11,7 +11,7 @@ from environments.demo.script import Script, ScriptedCall, ScriptedPrompt, Traje
 #: The folder in which the environment lays the repository, relative to the workspace of the slot.
 REPOSITORY_PATH = "repo"
 #: How long the trajectory whose sandbox is killed waits for that, in seconds.
-WAIT_FOR_KILL_S = 25
+WAIT_FOR_KILL_S = 240
 _TESTS = "../.env/bin/python -m pytest -q -p no:cacheprovider"
 
 
