@@ -1,0 +1,155 @@
+"""One prompt: attempts in new slots, until one of them comes to a trajectory. Only faults of the infrastructure are repeated."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from env_client import AsyncLease, SlotTools
+from env_client.tools import render_tool_reply, tool_schemas
+from environments.agent_loop import AgentLoop, AgentLoopSettings, AgentResult, ChatServer, LoopEnd, ModelRequestFailed, ToolReply
+from environments.batch.files.prompt_file import Prompt
+from environments.batch.model_client import ModelUnavailable, PromptRefused
+from environments.batch.rows.trajectory_row import Rollout
+from environments.batch.settings import BatchSettings
+from environments.batch.slots import RowRefused, RunSlots, max_timeout_s, tools_of
+from environments.rollouts.exec_tool import RolloutFault
+from environments.toolsets import ToolsetError, ToolsetSettings
+
+#: The longest delay between two attempts, in seconds.
+MAX_DELAY_S = 10.0
+
+
+class PromptFailed(Exception):
+    """A prompt has no trajectory.
+
+    Args:
+        sentence: what happened.
+        reason: the same in one word, for counting.
+        is_ours: whether the infrastructure is to blame, and not the row.
+    """
+
+    def __init__(self, sentence: str, *, reason: str, is_ours: bool) -> None:
+        super().__init__(sentence)
+        self.sentence = sentence
+        self.reason = reason
+        self.is_ours = is_ours
+
+
+class PromptRunner:
+    """Rolls out prompts.
+
+    Args:
+        settings: the settings of the run.
+        slots: the slots of the run.
+        model: the model server.
+        count_fault: called with the reason of each fault of the infrastructure.
+        sleep: waits; replaced in tests.
+    """
+
+    def __init__(
+        self,
+        settings: BatchSettings,
+        slots: RunSlots,
+        model: ChatServer,
+        count_fault: Callable[[str], None],
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._settings = settings
+        self._slots = slots
+        self._model = model
+        self._count_fault = count_fault
+        self._sleep = sleep
+        self._toolsets = ToolsetSettings(distribution=settings.distribution)
+
+    async def run(self, prompt: Prompt, write: Callable[[Rollout], None]) -> None:
+        """Roll out a prompt.
+
+        Args:
+            prompt: the prompt.
+            write: called with the trajectory, before its slot is released.
+
+        Raises:
+            PromptFailed: the prompt has no trajectory.
+            RunStopped: the run cannot go on.
+            PoolUnavailable: the run cannot go on, because it has no pool any more.
+        """
+        last_fault: RolloutFault | None = None
+        for attempt in range(1, self._settings.max_attempts + 1):
+            if last_fault is not None:
+                await self._sleep(min(MAX_DELAY_S, 0.5 * 2.0 ** (attempt - 2)))
+            try:
+                await self._attempt(prompt, attempt, write)
+            except RolloutFault as fault:
+                self._count_fault(fault.reason)
+                last_fault = fault
+            except RowRefused as error:
+                raise PromptFailed(str(error), reason="row_refused", is_ours=False) from error
+            else:
+                return
+        assert last_fault is not None
+        sentence = f"{last_fault.message} (attempt {self._settings.max_attempts} of {self._settings.max_attempts})"
+        raise PromptFailed(sentence, reason=last_fault.reason, is_ours=True) from last_fault
+
+    async def _attempt(self, prompt: Prompt, attempt: int, write: Callable[[Rollout], None]) -> None:
+        async with self._slots.slot(prompt, f"{prompt.prompt_id}-{prompt.occurrence}-{attempt}") as lease:
+            began_s = time.monotonic()
+            pool = await self._slots.pool_of(lease)
+            try:
+                selection = self._toolsets.select_tools(f"{prompt.prompt_id}-{prompt.occurrence}", tools_of(pool))
+            except ToolsetError as error:
+                raise PromptFailed(str(error), reason="toolset", is_ours=False) from error
+            schemas = tool_schemas(selection.tools)
+            timeout_s = min(self._settings.tool_timeout_s, max_timeout_s(pool))
+            tools = SlotTools(lease, self._slots.gatherer, timeout_s=timeout_s, tools=selection.tools)
+            result = await self._roll_out(prompt, lease, tools, schemas)
+            held_s = time.monotonic() - began_s
+            # Nothing is awaited between the end of the rollout and its row, so no cancellation can lose a finished trajectory.
+            write(Rollout(result=result, tools=schemas, toolsets=selection.toolsets, pool=pool.name, attempts=attempt, duration_s=held_s))
+
+    async def _roll_out(self, prompt: Prompt, lease: AsyncLease, tools: SlotTools, schemas: list[dict[str, Any]]) -> AgentResult:
+        settings = self._settings
+
+        async def execute(tool: str, args: dict[str, Any], task_id: str, /) -> ToolReply:
+            result = await tools.run_model_call(tool, args)
+            error = "" if result.success else result.error or f"{tool} ended with exit code {result.metadata.get('exit_code')}"
+            return ToolReply(render_tool_reply(tool, result), ok=result.success, error=error, fault=result.fault, reason=result.reason)
+
+        loop_settings = AgentLoopSettings(max_turns=settings.max_turns, temperature=settings.temperature, max_tokens=settings.max_tokens)
+        loop = AgentLoop(self._model, execute, schemas, loop_settings)
+        system = [{"role": "system", "content": settings.ephemeral_system_prompt}] if settings.ephemeral_system_prompt else []
+        try:
+            result = await loop.run([*system, {"role": "user", "content": prompt.text}], lease.info.trajectory_id or prompt.prompt_id)
+        except ModelRequestFailed as error:
+            raise _model_failure(error) from error
+        fault = infra_fault_of(result)
+        if fault is not None:
+            raise fault
+        return result
+
+
+def _model_failure(error: ModelRequestFailed) -> Exception:
+    """Return what a failed request to the model server means for the prompt, or for the run."""
+    match error.__cause__:
+        case ModelUnavailable() as unavailable:
+            return unavailable
+        case PromptRefused() as refused:
+            return PromptFailed(str(refused), reason="model_refused", is_ours=False)
+        case cause:
+            return RolloutFault(str(cause or error), reason="model_fault")
+
+
+def infra_fault_of(result: AgentResult) -> RolloutFault | None:
+    """Return the fault because of which a rollout must be repeated, or None.
+
+    An ambiguous fault counts as one of the infrastructure, unless a fault of the policy was found in the same rollout.
+    """
+    if result.end is LoopEnd.INFRA_FAULT:
+        call = next(call for call in result.calls if call.reply.fault == "infra")
+        return RolloutFault(f"{call.tool}: {call.reply.error}", reason=call.reply.reason or "infra")
+    ambiguous = next((call for call in result.calls if call.reply.fault == "ambiguous"), None)
+    if ambiguous is None or any(call.reply.fault == "policy" for call in result.calls):
+        return None
+    return RolloutFault(f"{ambiguous.tool}: {ambiguous.reply.error}", reason=f"ambiguous_{ambiguous.reply.reason}", fault="ambiguous")
