@@ -117,7 +117,13 @@ def check_settings(settings: BatchSettings) -> None:
 def stored_settings(settings: BatchSettings) -> dict[str, Any]:
     """Return the compared settings as JSON values, for the checkpoint."""
     values = dataclasses.asdict(settings)
-    return {name: str(values[name].resolve()) if isinstance(values[name], Path) else values[name] for name in COMPARED_SETTINGS}
+    return {name: _json_value(values[name]) for name in COMPARED_SETTINGS}
+
+
+def _json_value(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value.resolve())
+    return value.value if isinstance(value, enum.Enum) else value
 
 
 def changed_settings(stored: Mapping[str, Any], settings: BatchSettings) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import statistics
@@ -70,7 +71,10 @@ def run_slots(count: int, workers: int) -> float:
             return await measure_slots(client, count, workers)
 
     with embedded({"default": pool_spec(workers)}) as service:
-        return asyncio.run(run(service.url, service.token))
+        began_s = time.process_time()
+        result = asyncio.run(run(service.url, service.token))
+        print(json.dumps({"client_processor_ms": 1000 * (time.process_time() - began_s) / count}), flush=True)
+        return result
 
 
 def write_files(folder: Path, count: int) -> None:
@@ -89,18 +93,27 @@ def private_bytes(pid: int) -> int:
     return sum(1024 * int(line.split()[1]) for line in lines if line.startswith(("Private_Clean:", "Private_Dirty:")))
 
 
+def processor_s(pid: int) -> float:
+    """The processor time of a process, without that of its children, in seconds."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def run_batch(folder: Path, name: str, base_url: str, workers: int, profile: bool) -> tuple[float, dict[int, int], float]:
-    """Run the batch runner. Returns its rate, its memory after so many prompts in bytes, and its processor time in seconds."""
+    """Run the batch runner. Returns its rate, its memory after so many prompts in bytes, and its processor time in seconds a prompt."""
     environ = {key: value for key, value in os.environ.items() if not key.startswith("SANDBOX_")}
     options = ["--dataset_file", "prompts.jsonl", "--batch_size", "10", "--run_name", name, "--num_workers", str(workers), "--model", "scripted"]
     profiler = ["-m", "cProfile", "-o", str(folder / f"{name}.prof")] if profile else []
     command = [sys.executable, *profiler, "-m", "environments.batch", *options, "--base_url", base_url]
     rows = folder / "data" / name / "trajectories.jsonl"
     memory: dict[int, int] = {}
+    used_s = 0.0
     with subprocess.Popen(command, cwd=folder, env=environ, stdout=subprocess.DEVNULL) as runner:
         position = count = 0
         while runner.poll() is None:
             time.sleep(POLL_S)
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError, IndexError):  # it ends between two looks
+                used_s = processor_s(runner.pid) or used_s
             if rows.exists():
                 with rows.open("rb") as file:
                     file.seek(position)
@@ -112,7 +125,7 @@ def run_batch(folder: Path, name: str, base_url: str, workers: int, profile: boo
         assert runner.returncode == 0, runner.returncode
     with rows.open() as file:
         finished_s = [json.loads(line)["metadata"]["finished_at"] for line in file]
-    return rate(finished_s), memory, 0.0
+    return rate(finished_s), memory, used_s / len(finished_s)
 
 
 def main() -> None:
@@ -134,11 +147,13 @@ def main() -> None:
             with subprocess.Popen(server, stdout=subprocess.PIPE, text=True) as model:
                 assert model.stdout is not None
                 base_url = next(word for word in model.stdout.readline().split() if word.startswith("http"))
-                batch, memory, _ = run_batch(folder, f"run-{os.getpid()}-{number}", base_url, options.workers, options.profile is not None)
+                batch, memory, runner_s = run_batch(folder, f"run-{os.getpid()}-{number}", base_url, options.workers, options.profile is not None)
+                model_s = processor_s(model.pid) / options.prompts
                 model.terminate()
             after = run_slots(options.prompts // 2, options.workers)
             ratios.append(batch / statistics.mean((before, after)))
             figures = {"slots_per_s": [before, after], "batch_per_s": batch, "ratio": ratios[-1], "memory_bytes": memory}
+            figures |= {"runner_processor_ms": 1000 * runner_s, "model_server_processor_ms": 1000 * model_s}
             print(json.dumps(figures), flush=True)
         print(json.dumps({"ratio_median": statistics.median(ratios)}))
 
