@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any
 
 from env_client import AsyncLease, SlotTools
@@ -12,6 +13,7 @@ from env_client.tools import render_tool_reply, tool_schemas
 from environments.agent_loop import AgentLoop, AgentLoopSettings, AgentResult, ChatServer, LoopEnd, ModelRequestFailed, ToolReply
 from environments.batch.files.prompt_file import Prompt
 from environments.batch.model_client import ModelUnavailable, PromptRefused
+from environments.batch.rows.sharegpt import describe_tools
 from environments.batch.rows.trajectory_row import Rollout
 from environments.batch.settings import BatchSettings
 from environments.batch.slots import RowRefused, RunSlots, max_timeout_s, tools_of
@@ -36,6 +38,14 @@ class PromptFailed(Exception):
         self.sentence = sentence
         self.reason = reason
         self.is_ours = is_ours
+
+
+@dataclass(frozen=True, slots=True)
+class _OfferedTools:
+    """The tools of a model, as their schemas and as the system message of a trajectory."""
+
+    schemas: list[dict[str, Any]]
+    description: str
 
 
 class PromptRunner:
@@ -63,6 +73,7 @@ class PromptRunner:
         self._count_fault = count_fault
         self._sleep = sleep
         self._toolsets = ToolsetSettings(distribution=settings.distribution)
+        self._offered: dict[tuple[str, ...], _OfferedTools] = {}
 
     async def run(self, prompt: Prompt, write: Callable[[Rollout], None]) -> None:
         """Roll out a prompt.
@@ -101,13 +112,23 @@ class PromptRunner:
                 selection = self._toolsets.select_tools(f"{prompt.prompt_id}-{prompt.occurrence}", tools_of(pool))
             except ToolsetError as error:
                 raise PromptFailed(str(error), reason="toolset", is_ours=False) from error
-            schemas = tool_schemas(selection.tools)
+            offered = self._offered_tools(selection.tools)
             timeout_s = min(self._settings.tool_timeout_s, max_timeout_s(pool))
             tools = SlotTools(lease, self._slots.gatherer, timeout_s=timeout_s, tools=selection.tools)
-            result = await self._roll_out(prompt, lease, tools, schemas)
+            result = await self._roll_out(prompt, lease, tools, offered.schemas)
             held_s = time.monotonic() - began_s
             # Nothing is awaited between the end of the rollout and its row, so no cancellation can lose a finished trajectory.
-            write(Rollout(result=result, tools=schemas, toolsets=selection.toolsets, pool=pool.name, attempts=attempt, duration_s=held_s))
+            rollout = Rollout(
+                result=result, system_message=offered.description, toolsets=selection.toolsets, pool=pool.name, attempts=attempt, duration_s=held_s
+            )
+            write(rollout)
+
+    def _offered_tools(self, tools: tuple[str, ...]) -> _OfferedTools:
+        """Return the schemas of tools and their description, which are made once for each selection of tools."""
+        if tools not in self._offered:
+            schemas = tool_schemas(tools)
+            self._offered[tools] = _OfferedTools(schemas, describe_tools(schemas))
+        return self._offered[tools]
 
     async def _roll_out(self, prompt: Prompt, lease: AsyncLease, tools: SlotTools, schemas: list[dict[str, Any]]) -> AgentResult:
         settings = self._settings

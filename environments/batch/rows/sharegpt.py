@@ -21,17 +21,23 @@ For each function call, return a JSON object with the name and the arguments of 
 </tool_call>"""
 
 
-def to_conversation(messages: Sequence[Message], tools: Iterable[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """Convert the messages of a rollout.
+def describe_tools(tools: Iterable[Mapping[str, Any]]) -> str:
+    """Return the system message of a conversation. It describes the tools, because the form has no other place for them.
 
-    The system message of the conversation describes the tools, because the form has no other place for them. A system message of the rollout is left out:
-    it is the ephemeral one.
+    Args:
+        tools: the OpenAI-style schemas of the tools that the model could call.
+    """
+    return _SYSTEM_PROMPT.format(tools="\n".join(map(encode_json, tools)))
+
+
+def to_conversation(messages: Sequence[Message], system_message: str) -> list[dict[str, str]]:
+    """Convert the messages of a rollout. A system message of the rollout is left out: it is the ephemeral one.
 
     Args:
         messages: the OpenAI-style messages of the rollout.
-        tools: the OpenAI-style schemas of the tools that the model could call.
+        system_message: the result of `describe_tools`.
     """
-    turns = [_turn("system", _SYSTEM_PROMPT.format(tools="\n".join(map(encode_json, tools))))]
+    turns = [_turn("system", system_message)]
     replies: list[str] = []
     for message in messages:
         if message["role"] == "tool":  # the replies to the calls of one answer are one turn

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ class Rollout:
 
     Args:
         result: the conversation and its end.
-        tools: the schemas of the tools that the model could call.
+        system_message: describes the tools that the model could call.
         toolsets: the tool sets of these tools.
         pool: the pool of the slot.
         attempts: how many attempts the prompt needed.
@@ -30,7 +30,7 @@ class Rollout:
     """
 
     result: AgentResult
-    tools: Sequence[Mapping[str, Any]]
+    system_message: str
     toolsets: Sequence[str]
     pool: str
     attempts: int
@@ -51,7 +51,7 @@ def make_trajectory_row(prompt: Prompt, rollout: Rollout, *, run_name: str, mode
     return {
         "prompt_id": prompt.prompt_id,
         "occurrence": prompt.occurrence,
-        "conversations": to_conversation(result.messages, rollout.tools),
+        "conversations": to_conversation(result.messages, rollout.system_message),
         "completed": result.finished_naturally,
         "end": result.end.value,
         "turns": result.turns_used,

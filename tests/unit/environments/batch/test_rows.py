@@ -14,7 +14,7 @@ from environments.agent_loop import AgentLoop, AgentLoopSettings, AgentResult, T
 from environments.batch.attempts import infra_fault_of
 from environments.batch.files.prompt_file import Prompt
 from environments.batch.files.row_log import RowLog
-from environments.batch.rows.sharegpt import to_conversation
+from environments.batch.rows.sharegpt import describe_tools, to_conversation
 from environments.batch.rows.statistics import RunStatistics
 from environments.batch.rows.trajectory_row import Rollout, make_trajectory_row
 from environments.tool_call_parsers import get_parser
@@ -30,7 +30,7 @@ def roll_out(*answers: Any, replies: tuple[Any, ...] = (), max_turns: int = 10) 
 
 def make_row(result: AgentResult, **prompt: Any) -> dict[str, Any]:
     made = Prompt(**{"line": 1, "text": "Fix it.", "pool": None, "image": None, "other_members": "{}", "prompt_id": "00ff", "occurrence": 0, **prompt})
-    rollout = Rollout(result=result, tools=SCHEMAS, toolsets=("terminal",), pool="default", attempts=1, duration_s=2)
+    rollout = Rollout(result=result, system_message=describe_tools(SCHEMAS), toolsets=("terminal",), pool="default", attempts=1, duration_s=2)
     return make_trajectory_row(made, rollout, run_name="run", model="m", now_s=0.0)
 
 
@@ -43,7 +43,7 @@ def test_a_conversation_in_sharegpt_form() -> None:
         replies=replies,
     )
 
-    system, human, first, tool, second, second_tool, last = to_conversation(result.messages, SCHEMAS)
+    system, human, first, tool, second, second_tool, last = to_conversation(result.messages, describe_tools(SCHEMAS))
 
     assert [turn["from"] for turn in (system, human, first, tool, second, second_tool, last)] == ["system", "human", "gpt", "tool", "gpt", "tool", "gpt"]
     assert "secret" not in system["value"]
