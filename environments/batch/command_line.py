@@ -218,7 +218,9 @@ def _cancel_on_signals() -> Iterator[None]:
         received.append(number)
         task.cancel()
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    # nohup(1) ignores SIGHUP for the programs that it starts, and a shell SIGINT for those in the background; both must stay ignored.
+    numbers = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
+    for number in numbers:
         loop.add_signal_handler(number, receive, number)
     try:
         yield
@@ -227,7 +229,7 @@ def _cancel_on_signals() -> Iterator[None]:
             raise
         raise _Interrupted(received[0]) from None
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in numbers:
             loop.remove_signal_handler(number)
 
 

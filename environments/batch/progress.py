@@ -45,9 +45,10 @@ class ProgressDisplay:
     def __init__(self, console: Console, prompt_count: int, done_count: int, worker_count: int) -> None:
         self._console = console
         self._prompt_count = prompt_count
-        self._first_count = done_count
         self._worker_count = worker_count
-        self._began_s = self._last_line_s = time.monotonic()
+        #: When the first prompt was done, and how many were then. The start of the service is no part of the rate.
+        self._first: tuple[float, int] | None = None
+        self._last_line_s = time.monotonic()
         self._shown_failures = 0
         self._bar = Progress(
             BarColumn(),
@@ -67,14 +68,15 @@ class ProgressDisplay:
     def update(self, statistics: RunStatistics, held_count: int) -> None:
         """Show the present state."""
         done_count = statistics.completed_count + statistics.failed_count
-        rate = (done_count - self._first_count) / max(time.monotonic() - self._began_s, 1e-9)
+        now_s = time.monotonic()
+        first_s, first_count = self._first = self._first or (now_s, done_count)
+        rate = (done_count - first_count) / (now_s - first_s) if now_s > first_s else 0.0
         rate_text, slots = f"{rate:.2f}/s", f"{held_count}/{self._worker_count}"
         self._bar.update(self._task, completed=done_count, rate=rate_text, errors=statistics.failed_count, slots=slots)
-        now_s = time.monotonic()
         if not self._console.is_terminal and now_s - self._last_line_s >= LINE_INTERVAL_S:
             self._last_line_s = now_s
-            remaining_s = (self._prompt_count - done_count) / rate if rate else 0.0
-            counts = f"{done_count}/{self._prompt_count} prompts, {rate_text}, ETA {remaining_s:.0f} s"
+            remaining = f"{(self._prompt_count - done_count) / rate:.0f} s" if rate else "unknown"
+            counts = f"{done_count}/{self._prompt_count} prompts, {rate_text}, ETA {remaining}"
             self._console.print(f"{counts}, errors {statistics.failed_count}, slots {slots}", markup=False)
 
     def report_failure(self, prompt: Prompt, sentence: str) -> None:

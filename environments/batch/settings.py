@@ -107,6 +107,8 @@ def check_settings(settings: BatchSettings) -> None:
         )
     if not settings.model:
         raise RunRefused("--model: no model is named", "name the model as its server knows it, here or in ATROPOS_SERVER_MODEL")
+    if settings.image_backend == "local":
+        raise RunRefused("--image_backend: sandboxes of the backend local have no image", "name a backend with images, such as docker")
     if settings.distribution is not None:
         try:
             find_distribution(settings.distribution)

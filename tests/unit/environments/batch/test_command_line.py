@@ -46,6 +46,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *changes: str) -> str:
         (["--base_url", "here"], "'here' is no address"),
         (["--base_url", ""], "OPENAI_BASE_URL"),
         (["--model", ""], "--model: no model is named"),
+        (["--image_backend", "local"], "--image_backend: sandboxes of the backend local have no image"),
         (["--num_workers", "0"], "--num_workers"),
         (["--duplicates", "odd"], "--duplicates"),
         (["--odd_option"], "--odd_option"),
