@@ -11,6 +11,7 @@ from typing import Any
 from env_client import AsyncLease, SlotTools
 from env_client.tools import render_tool_reply, tool_schemas
 from environments.agent_loop import AgentLoop, AgentLoopSettings, AgentResult, ChatServer, LoopEnd, ModelRequestFailed, ToolReply
+from environments.batch.failures import RunStopped
 from environments.batch.files.prompt_file import Prompt
 from environments.batch.model_client import ModelUnavailable, PromptRefused
 from environments.batch.rows.sharegpt import describe_tools
@@ -111,6 +112,8 @@ class PromptRunner:
             try:
                 selection = self._toolsets.select_tools(f"{prompt.prompt_id}-{prompt.occurrence}", tools_of(pool))
             except ToolsetError as error:
+                if prompt.pool is None and prompt.image is None:
+                    raise RunStopped(str(error), "choose another --distribution, or a --pool that offers the tools") from error
                 raise PromptFailed(str(error), reason="toolset", is_ours=False) from error
             offered = self._offered_tools(selection.tools)
             timeout_s = min(self._settings.tool_timeout_s, max_timeout_s(pool))
@@ -138,7 +141,12 @@ class PromptRunner:
             error = "" if result.success else result.error or f"{tool} ended with exit code {result.metadata.get('exit_code')}"
             return ToolReply(render_tool_reply(tool, result), ok=result.success, error=error, fault=result.fault, reason=result.reason)
 
-        loop_settings = AgentLoopSettings(max_turns=settings.max_turns, temperature=settings.temperature, max_tokens=settings.max_tokens)
+        loop_settings = AgentLoopSettings(
+            max_turns=settings.max_turns,
+            temperature=settings.temperature,
+            max_tokens=settings.max_tokens,
+            max_context_tokens=settings.max_context_tokens,
+        )
         loop = AgentLoop(self._model, execute, schemas, loop_settings)
         system = [{"role": "system", "content": settings.ephemeral_system_prompt}] if settings.ephemeral_system_prompt else []
         try:

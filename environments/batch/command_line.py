@@ -14,7 +14,8 @@ from typing import Annotated, Any
 
 import typer
 
-from env_client import SandboxError
+from env_client import SandboxError, ServiceNotFound
+from env_client.discovery import Endpoint, find_service
 from environments.batch.failures import FINISHED, REFUSED, SOME_FAILED, STOPPED, BatchFailure, RunRefused
 from environments.batch.files.prompt_file import DatasetScan, scan_dataset
 from environments.batch.files.run_folder import EarlierRows, RunFolder, check_run_name, open_run_folder
@@ -62,6 +63,9 @@ def batch(
     api_key: Annotated[str, typer.Option("--api_key", envvar="OPENAI_API_KEY", show_envvar=True, help="The key of the model server.")] = "",
     temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="The sampling temperature.")] = 1.0,
     max_tokens: Annotated[int | None, typer.Option("--max_tokens", min=1, help="The most tokens of one answer.")] = None,
+    max_context_tokens: Annotated[
+        int | None, typer.Option("--max_context_tokens", min=1, help="Shorten longer conversations for the model; the trajectories stay whole.")
+    ] = None,
     ephemeral_system_prompt: Annotated[
         str | None, typer.Option("--ephemeral_system_prompt", help="A system prompt for the model that is not written to the trajectories.")
     ] = None,
@@ -159,13 +163,28 @@ def run_batch(settings: BatchSettings, *, resume: bool) -> int:
     return SOME_FAILED if statistics.failed_count else FINISHED
 
 
+def _find_named_service() -> Endpoint | None:
+    """Return the service that SANDBOX_URL names, or None.
+
+    Raises:
+        PoolUnavailable: SANDBOX_URL is not an address.
+    """
+    if not os.environ.get("SANDBOX_URL"):
+        return None
+    try:
+        return find_service()
+    except ServiceNotFound as error:
+        raise PoolUnavailable(f"sandbox_url: {error.detail}") from error
+
+
 async def _run_connected(
     settings: BatchSettings, folder: RunFolder, scan: DatasetScan, earlier: EarlierRows, statistics: RunStatistics, display: ProgressDisplay
 ) -> None:
     """Run the prompts with a connection to the service and one to the model server."""
+    service = _find_named_service()
     connection_settings = ConnectionSettings(
-        sandbox_url=os.environ.get("SANDBOX_URL") or None,
-        sandbox_token=os.environ.get("SANDBOX_TOKEN") or None,
+        sandbox_url=service.url if service else None,
+        sandbox_token=service.token if service else None,
         lease_ttl_s=settings.lease_ttl_s,
         run_id=folder.run_id,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import time
 from collections.abc import Awaitable, Callable
@@ -73,7 +74,7 @@ class ModelClient:
         self._sleep = sleep
         self._last_answer_s = float("-inf")
         self._http = httpx.AsyncClient(
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            headers={"Content-Type": "application/json", **({"Authorization": f"Bearer {api_key}"} if api_key else {})},
             timeout=httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S),
             transport=async_connections(httpx.URL(self._url), max_connections),
         )
@@ -111,7 +112,8 @@ class ModelClient:
 
     async def _send(self, request: dict[str, Any]) -> Any:
         try:
-            response = await self._http.post(self._url, json={"model": self._model, **request})
+            # ASCII, because a prompt or an answer may hold half of a surrogate pair, which UTF-8 cannot express.
+            response = await self._http.post(self._url, content=json.dumps({"model": self._model, **request}).encode("ascii"))
         except httpx.InvalidURL as error:
             raise ModelUnavailable(f"--base_url: {self._url} is not an address: {error}", "correct --base_url") from error
         except httpx.TransportError as error:
@@ -129,9 +131,11 @@ class ModelClient:
     def _answer(self, response: httpx.Response) -> Any:
         try:
             document = response.json()
-            document["choices"][0]["message"]["role"]
-        except (ValueError, LookupError, TypeError) as error:
-            raise _Unanswered(f"its response is no chat completion: {response.text[:200]!r}") from error
+            is_answer = isinstance(document["choices"][0]["message"], dict)
+        except (ValueError, LookupError, TypeError):
+            is_answer = False
+        if not is_answer:
+            raise _Unanswered(f"its response is no chat completion: {response.text[:200]!r}")
         self._last_answer_s = time.monotonic()
         return document
 

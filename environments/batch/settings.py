@@ -48,6 +48,7 @@ class BatchSettings:
         max_turns: the most answers of the model in one trajectory.
         temperature: the sampling temperature.
         max_tokens: the most tokens of one answer; None for the default of the server.
+        max_context_tokens: the most tokens of a conversation; a longer one is shortened for the model, and never in the trajectory. None for no limit.
         ephemeral_system_prompt: a system prompt for the model that is not written to the trajectories.
         pool: the pool of the slots; None for the default pool of the service.
         image_backend: the backend of the pools that are created for rows with an image.
@@ -74,6 +75,7 @@ class BatchSettings:
     max_turns: int = 30
     temperature: float = 1.0
     max_tokens: int | None = None
+    max_context_tokens: int | None = None
     ephemeral_system_prompt: str | None = None
     pool: str | None = None
     image_backend: str = "docker"
@@ -90,8 +92,8 @@ class BatchSettings:
 
 #: The settings that decide what the rows of a run contain. A resumed run must have the same ones.
 COMPARED_SETTINGS = (
-    "dataset_file", "model", "distribution", "max_samples", "max_turns", "temperature", "max_tokens", "ephemeral_system_prompt", "pool", "image_backend",
-    "duplicates", "broken_lines", "tool_timeout_s",
+    "dataset_file", "model", "distribution", "max_samples", "max_turns", "temperature", "max_tokens", "max_context_tokens", "ephemeral_system_prompt",
+    "pool", "image_backend", "duplicates", "broken_lines", "tool_timeout_s",
 )  # fmt: skip
 
 

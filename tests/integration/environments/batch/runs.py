@@ -58,13 +58,15 @@ class Runs:
         server: the model server.
         environ: the variables that name the service.
         name: the name of the run.
+        pool: the pool of the slots; None for one that the runner makes.
     """
 
-    def __init__(self, folder: Path, server: ScriptedModelServer, environ: Mapping[str, str], name: str = "run") -> None:
+    def __init__(self, folder: Path, server: ScriptedModelServer, environ: Mapping[str, str], name: str = "run", pool: str | None = "default") -> None:
         self.folder = folder
         self.server = server
         self._environ = environ
         self._name = name
+        self._pool = pool
 
     def named(self, name: str) -> Runs:
         """The runs of the same dataset under another name."""
@@ -78,7 +80,8 @@ class Runs:
     def arguments(self, *options: str) -> list[str]:
         """The command line."""
         usual = ["--dataset_file", "prompts.jsonl", "--batch_size", "10", "--run_name", self._name, "--num_workers", "4", "--model", "m", "--max_turns", "5"]
-        return [*usual, "--pool", "default", "--base_url", self.server.base_url, "--model_retries", "2", "--lease_ttl_s", "5", *options]
+        pool = ["--pool", self._pool] if self._pool else []
+        return [*usual, *pool, "--base_url", self.server.base_url, "--model_retries", "2", "--lease_ttl_s", "5", *options]
 
     def run(self, *options: str) -> int:
         """Run in this process, to the end; return the exit code."""

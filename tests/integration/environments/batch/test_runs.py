@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from env_client import SandboxClient
@@ -104,6 +105,17 @@ def test_a_run_writes_a_row_for_each_prompt(runs: Runs, service: Service, capsys
     assert (len(runs.rows()), runs.server.request_count) == (10, requests)
 
 
+def test_without_a_service_the_run_starts_one_and_ends_it(tmp_path: Path, server: ScriptedModelServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SANDBOX_URL", raising=False)
+    write_prompts(tmp_path, *(f"p{number}" for number in range(4)))
+    runs = Runs(tmp_path, server, {}, pool=None)
+
+    assert runs.run() == 0
+
+    assert len(runs.rows()) == 4
+    assert not any("--ephemeral" in child.cmdline() for child in psutil.Process().children(recursive=True))
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("duplicates", ["keep", "merge"])
 def test_a_run_that_is_ended_and_killed_ends_with_the_rows_of_an_undisturbed_one(
@@ -186,6 +198,15 @@ def test_rows_that_cannot_run_are_errors_and_the_run_goes_on(runs: Runs, service
     assert runs.run("--resume") == 1  # they are tried again, and nothing else is
     assert len(runs.rows()) == 2
     assert runs.document("statistics")["failed"] == 3
+
+
+def test_tools_that_the_pool_does_not_have_stop_the_run(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    write_prompts(runs.folder, *(f"p{number}" for number in range(8)))
+
+    assert runs.run("--distribution", "interactive") == 3
+
+    assert "the pool does not offer the tool set" in capsys.readouterr().err
+    assert (runs.rows(), runs.errors()) == ([], [])
 
 
 def test_a_model_server_that_is_down_stops_the_run(runs: Runs, service: Service, capsys: pytest.CaptureFixture[str]) -> None:

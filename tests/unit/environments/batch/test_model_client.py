@@ -42,6 +42,14 @@ async def test_a_passing_fault_is_repeated(fault: dict[str, Any]) -> None:
         assert 0 < delays[0] <= 0.5 < delays[1] <= 1.0 or delays[0] <= delays[1]
 
 
+async def test_half_a_surrogate_pair_is_sent() -> None:
+    async with connected({"kind": "http_error", "status": 500}) as (client, server, _):
+        answer = await client.chat_completion(messages=[{"role": "user", "content": "good \ud800"}])
+
+        assert answer["choices"][0]["message"]["content"] == "Fine."
+        assert server.request_count == 1
+
+
 async def test_a_server_that_fails_always_ends_the_run() -> None:
     async with connected({"kind": "http_error", "status": 500, "times": None}) as (client, server, _):
         with pytest.raises(ModelUnavailable, match=r"does not answer \(3 requests in .*HTTP 500"):
