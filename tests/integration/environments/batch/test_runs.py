@@ -105,6 +105,7 @@ def test_a_run_writes_a_row_for_each_prompt(runs: Runs, service: Service, capsys
     assert (len(runs.rows()), runs.server.request_count) == (10, requests)
 
 
+@pytest.mark.timeout(120)
 def test_without_a_service_the_run_starts_one_and_ends_it(tmp_path: Path, server: ScriptedModelServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SANDBOX_URL", raising=False)
     write_prompts(tmp_path, *(f"p{number}" for number in range(4)))
