@@ -202,9 +202,9 @@ class RemoteToolBackend:
         """Run one tool call; see `execute_batch`."""
         return (await self.execute_batch([(slot, tool, args)], timeout_s=timeout_s))[0]
 
-    async def narrow(self, slot: Slot, *, allow_network: bool | None = None, cache: str | None = None) -> None:
+    async def narrow(self, slot: Slot, *, allow_network: bool | None = None, cache: str | None = None, read_only: Sequence[str] | None = None) -> None:
         """Take rights away from a slot after its set-up, for good. The processes of the slot end; its files stay."""
-        await slot.lease.narrow(allow_network=allow_network, cache=cache)
+        await slot.lease.narrow(allow_network=allow_network, cache=cache, read_only=read_only)
 
     async def release(self, slot: Slot, reset_workspace: bool = True) -> None:
         """Release a slot. A slot that was lost already is no error.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Unpack
 
@@ -172,10 +172,13 @@ class AsyncLease(BaseLease):
         with self._checked_lease_id() as lease_id:
             return self._apply_renewal(await self._operations.renew([lease_id], ttl_s))
 
-    async def narrow(self, *, allow_network: bool | None = None, cache: str | None = None) -> LeaseInfo:
-        """Take the network (`allow_network=False`) or the cache (`cache="none"`) away for good. The processes of the slot end; its files stay."""
+    async def narrow(self, *, allow_network: bool | None = None, cache: str | None = None, read_only: Sequence[str] | None = None) -> LeaseInfo:
+        """Take the network (`allow_network=False`) or the cache (`cache="none"`) away, or make entries of the workspace read-only, for good.
+
+        The processes of the slot end; its files stay. See `AsyncOperations.narrow`.
+        """
         with self._checked_lease_id() as lease_id:
-            self.record_renewal(await self._operations.narrow(lease_id, allow_network=allow_network, cache=cache))
+            self.record_renewal(await self._operations.narrow(lease_id, allow_network=allow_network, cache=cache, read_only=read_only))
             return self.info
 
     async def release(self, *, reset_workspace: bool = True) -> Released:
@@ -273,10 +276,10 @@ class Lease(BaseLease):
         with self._checked_lease_id() as lease_id:
             return self._apply_renewal(self._operations.renew([lease_id], ttl_s))
 
-    def narrow(self, *, allow_network: bool | None = None, cache: str | None = None) -> LeaseInfo:
+    def narrow(self, *, allow_network: bool | None = None, cache: str | None = None, read_only: Sequence[str] | None = None) -> LeaseInfo:
         """See `AsyncLease.narrow`."""
         with self._checked_lease_id() as lease_id:
-            self.record_renewal(self._operations.narrow(lease_id, allow_network=allow_network, cache=cache))
+            self.record_renewal(self._operations.narrow(lease_id, allow_network=allow_network, cache=cache, read_only=read_only))
             return self.info
 
     def release(self, *, reset_workspace: bool = True) -> Released:

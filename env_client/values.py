@@ -6,7 +6,7 @@ import base64
 import dataclasses
 import enum
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypedDict, TypeVar, cast
 
@@ -184,6 +184,7 @@ class LeaseInfo:
     allow_network: bool = True
     cache: str = "none"
     labels: Mapping[str, str] = field(default_factory=dict)
+    read_only: Sequence[str] = ()  # the entries at the top of the workspace that the slot can no longer change
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Unpack
 
 from env_client.errors import BadAnswer, service_error
@@ -57,9 +57,9 @@ def renew_message(lease_ids: Iterable[str], ttl_s: float | None) -> Message[Rene
     return Message(method="POST", path="/v1/renew", body=encode_json(fields), parse=_parse_renewed, response_timeout_s=QUICK_TIMEOUT_S)
 
 
-def narrow_message(lease_id: str, allow_network: bool | None, cache: str | None) -> Message[LeaseInfo]:
+def narrow_message(lease_id: str, allow_network: bool | None, cache: str | None, read_only: Sequence[str] | None = None) -> Message[LeaseInfo]:
     """Build `POST /v1/leases/{id}/narrow`. A repeated request changes nothing more, so it is safe to retry."""
-    fields = without_none({"allow_network": allow_network, "cache": cache})
+    fields = without_none({"allow_network": allow_network, "cache": cache, "read_only": None if read_only is None else list(read_only)})
     return Message(method="POST", path=f"/v1/leases/{quote_path_segment(lease_id)}/narrow", body=encode_json(fields), parse=_parse_lease)
 
 

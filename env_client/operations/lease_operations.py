@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -131,15 +131,20 @@ class AsyncOperations(AsyncServiceOperations):
         """Yield the complete output of a call from a byte offset on, including what was cut out of the middle of its result."""
         return self._sender.follow(CallOutputStream(lease_id, call_id, offset))
 
-    async def narrow(self, lease_id: str, *, allow_network: bool | None = None, cache: str | None = None) -> LeaseInfo:
+    async def narrow(self, lease_id: str, *, allow_network: bool | None = None, cache: str | None = None, read_only: Sequence[str] | None = None) -> LeaseInfo:
         """Take rights away from a held slot for good. The processes of the slot end; its files stay.
 
         Args:
             lease_id: the lease of the slot.
             allow_network: False takes the network away.
             cache: `none` takes the cache away.
+            read_only: names of entries at the top of the workspace that the slot can no longer change. It can still read and run them.
+
+        Raises:
+            InvalidRequest: an entry does not exist, or cannot be made read-only.
+            NotImplementedYet: the isolation mode of the slot cannot take this right away; see `capabilities` of its pool.
         """
-        return await self._sender.send(lease_messages.narrow_message(lease_id, allow_network, cache))
+        return await self._sender.send(lease_messages.narrow_message(lease_id, allow_network, cache, read_only))
 
     async def lease_info(self, lease_id: str) -> LeaseInfo:
         """Return the present state of a lease."""
@@ -256,9 +261,9 @@ class Operations(ServiceOperations):
         """See `AsyncOperations.call_output`."""
         return self._sender.follow(CallOutputStream(lease_id, call_id, offset))
 
-    def narrow(self, lease_id: str, *, allow_network: bool | None = None, cache: str | None = None) -> LeaseInfo:
+    def narrow(self, lease_id: str, *, allow_network: bool | None = None, cache: str | None = None, read_only: Sequence[str] | None = None) -> LeaseInfo:
         """See `AsyncOperations.narrow`."""
-        return self._sender.send(lease_messages.narrow_message(lease_id, allow_network, cache))
+        return self._sender.send(lease_messages.narrow_message(lease_id, allow_network, cache, read_only))
 
     def lease_info(self, lease_id: str) -> LeaseInfo:
         """See `AsyncOperations.lease_info`."""

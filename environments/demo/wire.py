@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,6 +14,9 @@ from environments.demo.answers import AnswerWriter, ChatAnswer, TokenAnswer, est
 from environments.demo.conversations import ConversationSoFar
 from environments.demo.script import Fault, Turn
 from environments.demo.tokenizer import TextTokenizer
+
+#: How many bytes a token has in the data of a conversation.
+_TOKEN_BYTES = array("I").itemsize
 
 
 class BadRequest(Exception):
@@ -150,7 +154,6 @@ class VllmRequest(_TokenRequest):
             "finish_reasons": [answer.finish_reason for answer in answers],
             "logprobs": [[[{token: logprob}] for token, logprob in zip(answer.tokens, token_logprobs(answer.tokens), strict=True)] for answer in answers],
             "token_ids": [answer.tokens for answer in answers],
-            "prompt_token_ids": self.tokens,
         }
 
 
@@ -243,19 +246,29 @@ def _token_members(
     if sampling.get("stream"):
         raise BadRequest("The scripted model server does not stream answers. Leave out stream, or set it to false.")
     tokens = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-    if not isinstance(tokens, list) or not tokens or not all(isinstance(token, int) and token >= 0 for token in tokens):
+    if not isinstance(tokens, list) or not tokens:
         raise BadRequest("The prompt is neither a text nor a list of tokens.")
-    data = _token_data(tokens)
-    width = len(data) // len(tokens)
+    try:
+        data = _token_data(tokens)
+    except (TypeError, OverflowError) as error:
+        raise BadRequest(f"The prompt is no list of tokens: {error}.") from error
     boundaries: list[int] = []
-    for index, token in enumerate(tokens):
-        if token == tokenizer.end_of_turn_id:  # an answer ends after this token, or before it if its limit of tokens ended it
-            boundaries += (index * width, (index + 1) * width)
+    for index in _indices(tokens, tokenizer.end_of_turn_id):  # an answer ends after this token, or before it if its limit of tokens ended it
+        boundaries += (index * _TOKEN_BYTES, (index + 1) * _TOKEN_BYTES)
     return tokens, _count(sampling.get("n")), _limit(sampling.get(limit_name)), tokenizer, ConversationSoFar(data, boundaries)
 
 
 def _token_data(tokens: Sequence[int]) -> bytes:
     return array("I", tokens).tobytes()
+
+
+def _indices(tokens: list[int], token: int) -> Iterator[int]:
+    """Return the indices of a token. `list.index` is much faster than a loop over a long prompt."""
+    index = -1
+    with contextlib.suppress(ValueError):  # there is no further one
+        while True:
+            index = tokens.index(token, index + 1)
+            yield index
 
 
 def _message_data(message: Mapping[str, Any]) -> bytes:

@@ -53,6 +53,8 @@ class ExecTool:
         self.lease = lease
         #: How calls ended whose fault is `ambiguous`. The environment decides whether the rollout is scored all the same.
         self.ambiguous_reasons: list[str] = []
+        #: Whether the entries that the environment wanted to seal are read-only. False if the isolation mode of the slot cannot do that.
+        self.sealed = False
         self._executor = executor
         self._acquire_slot = acquire_slot
         self._tools = SlotTools(lease, executor, timeout_s=_UNUSED_TIMEOUT_S)

@@ -232,6 +232,7 @@ class Lease:
     end_detail: str = ""
     end_evidence: Mapping[str, Any] = field(default_factory=dict)  # what the agent reported about why it ended
     pool_tenant: str | None = None  # the owner of the pool; None if it belongs to no tenant
+    read_only: tuple[str, ...] = ()  # the entries at the top of the workspace that the slot can no longer change
 
     @property
     def pool_id(self) -> PoolId:

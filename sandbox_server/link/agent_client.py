@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 from sandbox_server.agent import wire
@@ -12,11 +12,13 @@ from sandbox_server.link.agent_reports import (
     ResetReport,
     SlotsUpdate,
     VerifyReport,
+    read_agent_capability,
     read_agent_report,
     read_reset_report,
     read_slots_update,
     read_verify_report,
 )
+from sandbox_server.link.errors import AgentFailed, ReadOnlyNotSupported
 from sandbox_server.link.slot_client import SlotClient
 
 
@@ -116,7 +118,16 @@ class AgentClient:
         """
         await self._request("equip", slot_id, epoch, cache=cache_key, network=has_network)
 
-    async def narrow_slot(self, slot_id: str, epoch: int, *, has_network: bool, cache_key: str | None, expects_prompt_response: bool = False) -> None:
+    async def narrow_slot(
+        self,
+        slot_id: str,
+        epoch: int,
+        *,
+        has_network: bool,
+        cache_key: str | None,
+        read_only: Sequence[str] = (),
+        expects_prompt_response: bool = False,
+    ) -> None:
         """Take rights away from a slot. Narrowing it twice is narrowing it once.
 
         Args:
@@ -124,14 +135,25 @@ class AgentClient:
             epoch: the epoch in which the slot is held.
             has_network: whether the slot keeps its network.
             cache_key: the cache that the slot keeps; None where it keeps none.
+            read_only: the entries at the top of the workspace that the slot cannot change from now on.
             expects_prompt_response: raise AgentSilent where the agent is silent for `response_timeout_s`, instead of waiting until the link is lost.
 
         Raises:
             AgentSilent: see `expects_prompt_response`.
+            ReadOnlyNotSupported: the agent cannot make entries of a workspace read-only.
             NotSupportedByAgent, RequestInvalid: the isolation mode of the slot cannot do this.
+            PathNotFound, FileOperationFailed: an entry of `read_only` does not exist, or cannot be made read-only. Nothing was taken away.
         """
         silence_s = self._response_timeout_s if expects_prompt_response else None
-        await self._request("narrow", slot_id, epoch, silence_s, network=has_network, cache=cache_key)
+        if not read_only:
+            await self._request("narrow", slot_id, epoch, silence_s, network=has_network, cache=cache_key)
+            return
+        if read_agent_capability(self.link.hello, "read_only") is not True:
+            raise ReadOnlyNotSupported
+        answer = await self._request("narrow", slot_id, epoch, silence_s, network=has_network, cache=cache_key, read_only=list(read_only))
+        confirmed = answer.get("read_only")
+        if not isinstance(confirmed, list) or not set(read_only).issubset(map(str, confirmed)):
+            raise AgentFailed({"code": "internal", "detail": "the agent did not confirm that the entries are read-only"})
 
     async def wait_until_quiet(self, slot_id: str, epoch: int) -> bool:
         """Wait until no call runs in a slot.

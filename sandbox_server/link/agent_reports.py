@@ -111,6 +111,12 @@ class VerifyReport:
     problem: str | None = None
 
 
+def read_agent_capability(hello: Mapping[str, Any], name: str) -> object:
+    """Return a capability of an agent as it sent it in its hello; None where it sent none."""
+    capabilities = hello.get("capabilities")
+    return capabilities.get(name) if isinstance(capabilities, dict) else None
+
+
 def read_agent_report(hello: Mapping[str, Any], sandbox_id: str) -> AgentReport:
     """Check the hello of an agent.
 

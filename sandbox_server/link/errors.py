@@ -6,6 +6,7 @@ LinkError
 ├── AgentProtocolError        the agent sent something that does not follow the protocol
 └── AgentRefused              the agent refused the request, or failed to carry it out
     ├── NotSupportedByAgent   this agent, or its isolation mode, cannot do this; repeating the request does not help
+    │   └── ReadOnlyNotSupported   it cannot make entries of a workspace read-only
     ├── RequestInvalid        the arguments are wrong: a path that leads out of the slot, or a right that the slot does not have
     ├── SlotMovedOn           the slot is unknown, broken or in another epoch; the pool knows what became of the lease
     │   └── AgentShutsDown    the agent shuts down and refuses every call from now on; its connection ends soon
@@ -67,6 +68,13 @@ class AgentRefused(LinkError):
 
 class NotSupportedByAgent(AgentRefused):
     """This agent, or its isolation mode, cannot do this. Repeating the request does not help."""
+
+
+class ReadOnlyNotSupported(NotSupportedByAgent):
+    """The agent does not report the capability `read_only`. An older agent would ignore the request, so it is not sent."""
+
+    def __init__(self) -> None:
+        super().__init__({"code": "not_implemented", "detail": "the isolation mode of the slot cannot make entries of its workspace read-only"})
 
 
 class RequestInvalid(AgentRefused):

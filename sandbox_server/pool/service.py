@@ -295,7 +295,7 @@ class PoolService(PoolReader):
                 leases.append(lease)
         return leases, lost
 
-    async def narrow(self, tenant: str, lease_id: str, *, allow_network: bool | None = None, cache: str | None = None) -> Lease:
+    async def narrow(self, tenant: str, lease_id: str, *, allow_network: bool | None = None, cache: str | None = None, read_only: Sequence[str] = ()) -> Lease:
         """Take rights away from a held lease. Its processes end, and its files stay. Taking away a right that it does not have changes nothing.
 
         Args:
@@ -303,17 +303,18 @@ class PoolService(PoolReader):
             lease_id: the lease.
             allow_network: False takes the network away; None leaves it as it is.
             cache: `none` takes the cache away; None leaves it as it is.
+            read_only: the entries at the top of the workspace that become read-only, in addition to those that are so already.
 
         Raises:
             LeaseNotFound, LeaseLost, SandboxLost: there is no such lease, or it has ended.
-            InvalidRequest: the lease would get a right that it does not have.
+            InvalidRequest: the lease would get a right that it does not have, or an entry does not exist or cannot be made read-only.
             NotImplementedHere: the slot's isolation mode cannot take this right away.
             BackendUnavailable: the agent cannot be reached, or has failed.
         """
         # One request after another: a second one starts from the rights that the first has left.
         async with self._locks.setdefault(lease_id, asyncio.Lock()):
             pool, lease = self._find_held_lease(tenant, lease_id)
-            return await narrow(pool, lease, allow_network, cache)
+            return await narrow(pool, lease, allow_network, cache, read_only)
 
     def locate_slot(self, tenant: str, lease_id: str) -> SlotLocation:
         """Find the slot of a held lease, to which its calls and file transfers are sent.

@@ -88,6 +88,7 @@ class FakeSlot:
     state: str = "ready"
     has_network: bool = True
     cache: str | None = None
+    read_only: list[str] = field(default_factory=list)
     detail: str = ""
     evidence: Mapping[str, Any] = field(default_factory=dict)
 
@@ -131,6 +132,7 @@ class FakeAgent:
         self.slots = {str(n): FakeSlot(str(n)) for n in range(slots)}
         self.requests: list[dict[str, Any]] = []
         self.networks = ["none", "shared"]
+        self.can_make_read_only = True
         self.caches: set[str] = set()
         self._peers: list[_Peer] = []
 
@@ -141,7 +143,8 @@ class FakeAgent:
             "v": 1, "boot": self.boot, "sandbox_id": self.sandbox_id, "agent_version": "fake", "isolation": self.isolation,
             "error": None if self.isolation else "no mode works: this agent is a fake",
             "capabilities": {
-                "modes": {"bwrap": "ok"}, "network": self.networks, "cache": True, "limits": {}, "kill": "scan", "proves": [], "tools": tools,
+                "modes": {"bwrap": "ok"}, "network": self.networks, "cache": True, "read_only": self.can_make_read_only, "limits": {}, "kill": "scan",
+                "proves": [], "tools": tools,
             },
         }  # fmt: skip
 
@@ -178,7 +181,7 @@ class FakeAgent:
 
     def reset(self, slot: FakeSlot, meta: dict[str, Any]) -> dict[str, Any]:
         """Reset a slot. Returns the content of the END frame of the reset."""
-        slot.epoch, slot.has_network, slot.cache, slot.state = meta["epoch"], meta["network"], None, "ready"
+        slot.epoch, slot.has_network, slot.cache, slot.read_only, slot.state = meta["epoch"], meta["network"], None, [], "ready"
         return {"state": "ready", "detail": "", "proof": {}, "duration_s": 0.0}
 
     def verify(self, slot: FakeSlot, meta: dict[str, Any]) -> dict[str, Any]:
@@ -197,7 +200,8 @@ class FakeAgent:
         if (meta["network"] and not slot.has_network) or meta.get("cache") not in (None, slot.cache):
             return {"code": "invalid", "detail": "narrow only takes rights away"}
         slot.has_network, slot.cache = meta["network"], meta.get("cache")
-        return {}
+        slot.read_only += [name for name in meta.get("read_only", ()) if name not in slot.read_only]
+        return {"read_only": slot.read_only} if slot.read_only else {}
 
     def answer(self, meta: dict[str, Any]) -> dict[str, Any]:
         """Carry out a request. Returns the content of its END frame, or `{"code", "detail"}` to refuse the request."""

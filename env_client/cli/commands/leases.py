@@ -115,18 +115,20 @@ def narrow(
     lease: LeasesArgument,
     no_network: Annotated[bool, typer.Option("--no-network", help="Take the network away.")] = False,
     no_cache: Annotated[bool, typer.Option("--no-cache", help="Take the shared cache away.")] = False,
+    read_only: Annotated[list[str] | None, typer.Option("--read-only", metavar="NAME", help="Make an entry of the workspace read-only; repeatable.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Take rights away from held slots for good. The processes of the slots end; their files stay."""
     printer = Printer(as_json)
-    if not no_network and not no_cache:
-        raise Failure("there is nothing to take away", "give --no-network, --no-cache, or both")
+    if not no_network and not no_cache and not read_only:
+        raise Failure("there is nothing to take away", "give --no-network, --no-cache, --read-only NAME, or several of them")
+    network, cache = False if no_network else None, "none" if no_cache else None
     narrowed: list[LeaseInfo] = []
     refused: dict[str, SandboxError] = {}
     with connect_to_service() as client:
         for lease_id in lease:
             try:
-                narrowed.append(client.narrow(lease_id, allow_network=False if no_network else None, cache="none" if no_cache else None))
+                narrowed.append(client.narrow(lease_id, allow_network=network, cache=cache, read_only=read_only or None))
             except SandboxError as error:
                 refused[lease_id] = error
                 if not isinstance(error, ServiceError):  # the service does not respond, so the other leases would fail after the same wait

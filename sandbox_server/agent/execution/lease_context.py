@@ -11,7 +11,7 @@ from sandbox_server.agent.execution.jobs import Jobs
 from sandbox_server.agent.execution.journal import Journal
 from sandbox_server.agent.execution.output import Spool
 from sandbox_server.agent.execution.processes.drains import Drains
-from sandbox_server.agent.execution.slot_runtime import CacheFolder
+from sandbox_server.agent.execution.slot_runtime import CacheFolder, ReadOnlyEntry
 
 
 class LiveCall(Protocol):
@@ -57,6 +57,7 @@ class LeaseContext:
         self.journal = Journal()
         self.jobs = Jobs(self.spool, resources.drains, resources.tasks)
         self.cache: CacheFolder | None = None  # the shared cache that the holder was given
+        self.read_only: tuple[ReadOnlyEntry, ...] = ()  # what the holder can no longer change in its workspace
         self.loss_evidence: dict[str, Any] = {}  # why the slot's init is gone; empty while it is there
         self._live_calls: set[LiveCall] = set()
 

@@ -42,6 +42,26 @@ class CacheFolder:
 
 
 @dataclasses.dataclass(frozen=True)
+class ReadOnlyEntry:
+    """An entry at the top of the workspace that the slot can read but not change, as the agent has examined it.
+
+    Args:
+        name: its name.
+        device: the device of its file system.
+        inode: its inode.
+    """
+
+    name: str
+    device: int
+    inode: int
+
+    @property
+    def message(self) -> tuple[str, int, int]:
+        """The entry in the configuration of init."""
+        return self.name, self.device, self.inode
+
+
+@dataclasses.dataclass(frozen=True)
 class LimitEnd:
     """Why the agent ended all processes of a slot: the slot used too much of something that slots share.
 

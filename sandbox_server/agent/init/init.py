@@ -303,6 +303,10 @@ def _apply_config(config: Mapping[str, Any]) -> None:
         from sandbox_server.agent.init import private_mounts
 
         private_mounts.mount_private_folders(config["private_mounts"], config["uid"])
+    if config["read_only"] and mode == "uid":
+        from sandbox_server.agent.init import read_only_mounts
+
+        read_only_mounts.mount_read_only(config["home"], config["read_only"])
     if mode != "bwrap":
         privileges.adopt_orphans()
     privileges.set_resource_limits(config["limits"])
@@ -321,6 +325,10 @@ def _apply_config(config: Mapping[str, Any]) -> None:
     if mode == "bwrap":
         privileges.die_with_parent(signal.SIGKILL)
     privileges.check_privileges_dropped(config)
+    if config["read_only"]:
+        from sandbox_server.agent.init import read_only_mounts
+
+        read_only_mounts.check_read_only(config["home"], config["read_only"])  # Only now: with its few capabilities, root cannot search the workspace.
 
 
 def _open_oom_adjustment() -> int:

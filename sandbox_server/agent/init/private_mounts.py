@@ -33,16 +33,16 @@ def mount_private_folders(sources: Mapping[str, str], owner_uid: int) -> None:
     """
     _check("unshare", _libc.unshare(_CLONE_NEWNS | _CLONE_NEWIPC))
     # Later mounts of the machine appear in this namespace, but the mounts of this namespace do not appear on the machine.
-    _mount("none", "/", None, _MS_REC | _MS_SLAVE)
+    mount("none", "/", None, _MS_REC | _MS_SLAVE)
     for folder, source in sources.items():
         if not os.path.isdir(folder):
             continue
         if source.startswith("/"):
             _bind(source, folder, owner_uid)
         elif source == "mqueue":
-            _mount("mqueue", folder, "mqueue", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
+            mount("mqueue", folder, "mqueue", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
         else:
-            _mount("tmpfs", folder, "tmpfs", _MS_NOSUID | _MS_NODEV, source)
+            mount("tmpfs", folder, "tmpfs", _MS_NOSUID | _MS_NODEV, source)
 
 
 def _bind(source: str, target: str, owner_uid: int) -> None:
@@ -50,12 +50,17 @@ def _bind(source: str, target: str, owner_uid: int) -> None:
     try:
         if os.fstat(fd).st_uid != owner_uid:
             raise OSError(errno.EPERM, "%s does not belong to the user of the slot" % source)
-        _mount("/proc/self/fd/%d" % fd, target, None, _MS_BIND)
+        mount("/proc/self/fd/%d" % fd, target, None, _MS_BIND)
     finally:
         os.close(fd)
 
 
-def _mount(source: str, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
+def mount(source: str, target: str, kind: str | None, flags: int, options: str | None = None) -> None:
+    """Call `mount(2)`.
+
+    Raises:
+        OSError: the kernel refused; the text begins with `FAILURE_PREFIX` and names the target.
+    """
     words = [os.fsencode(word) if word is not None else None for word in (source, target, kind, options)]
     _check("mount on " + target, _libc.mount(words[0], words[1], words[2], ctypes.c_ulong(flags), words[3]))
 

@@ -7,12 +7,12 @@ import math
 import os
 import shutil
 import sys
-from typing import Any, Protocol
+from typing import Any, Protocol, Sequence
 
 from sandbox_server.agent.config import AgentConfig
 from sandbox_server.agent.errors import StartFailed
 from sandbox_server.agent.execution.init_client.descriptors import agent_limit, slot_limit
-from sandbox_server.agent.execution.slot_runtime import CacheFolder, Dirs, SlotRuntime
+from sandbox_server.agent.execution.slot_runtime import CacheFolder, Dirs, ReadOnlyEntry, SlotRuntime
 
 END_TIMEOUT_S = 10.0
 _RLIMIT_MARGIN_PROCESSES = 64  # The control group must refuse first, because it counts what it refuses.
@@ -110,6 +110,7 @@ class Isolation(Protocol):
         tmp_isolation: `own` if a slot has its own `/tmp`, `/dev/shm` and IPC; `shared`, with the reason, if it shares them with the machine. It is final after
             the first slot was started.
         caches: whether a shared cache can be given to a slot and be taken away again.
+        read_only_entries: whether entries of the workspace can be made read-only. It is final after the first slot was started.
     """
 
     name: str
@@ -117,7 +118,17 @@ class Isolation(Protocol):
     tmp_isolation: str
     caches: bool
 
-    async def start_runtime(self, slot_id: str, has_network: bool, reused: SlotRuntime | None = None, cache: CacheFolder | None = None) -> SlotRuntime:
+    @property
+    def read_only_entries(self) -> bool: ...
+
+    async def start_runtime(
+        self,
+        slot_id: str,
+        has_network: bool,
+        reused: SlotRuntime | None = None,
+        cache: CacheFolder | None = None,
+        read_only: Sequence[ReadOnlyEntry] = (),
+    ) -> SlotRuntime:
         """Start the runtime of a slot.
 
         Args:
@@ -125,6 +136,7 @@ class Isolation(Protocol):
             has_network: whether the slot can reach the network.
             reused: an ended runtime whose folders and user are used again; None for new ones.
             cache: the shared cache that the slot mounts; None for none. Only modes with `caches` accept one.
+            read_only: the entries of the workspace of `reused` that the slot cannot change. Only modes with `read_only_entries` accept any.
 
         Raises:
             StartFailed: the runtime could not be started; the text says why.

@@ -10,11 +10,11 @@ import os
 import shutil
 import signal
 import sysconfig
-from typing import Any
+from typing import Any, Sequence
 
 from sandbox_server.agent.errors import StartFailed
 from sandbox_server.agent.execution.processes.descriptor_waits import wait_readable
-from sandbox_server.agent.execution.slot_runtime import CacheFolder, Dirs, SlotRuntime
+from sandbox_server.agent.execution.slot_runtime import CacheFolder, Dirs, ReadOnlyEntry, SlotRuntime
 from sandbox_server.agent.isolation import base, init_start
 from sandbox_server.agent.isolation.bwrap_processes import kill_bwrap_processes
 from sandbox_server.agent.isolation.etc_folder import etc_args, write_accounts, write_etc
@@ -38,6 +38,7 @@ class BwrapIsolation:
     tmp_isolation = "own"
     networks: tuple[str, ...] = ("none", "shared")
     caches = True
+    read_only_entries = True
 
     def __init__(self, context: base.IsolationContext, cgroups: Cgroups, uids: UidRange) -> None:
         self._context = context
@@ -92,7 +93,14 @@ class BwrapIsolation:
             return [*args, "--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--cap-add", "CAP_SETPCAP"]
         return [*args, "--unshare-user", "--disable-userns", "--uid", str(_INSIDE_UID), "--gid", str(_INSIDE_UID), "--cap-drop", "ALL"]
 
-    async def start_runtime(self, slot_id: str, has_network: bool, reused: SlotRuntime | None = None, cache: CacheFolder | None = None) -> SlotRuntime:
+    async def start_runtime(
+        self,
+        slot_id: str,
+        has_network: bool,
+        reused: SlotRuntime | None = None,
+        cache: CacheFolder | None = None,
+        read_only: Sequence[ReadOnlyEntry] = (),
+    ) -> SlotRuntime:
         """See `Isolation.start_runtime`."""
         self._set_up()
         shell = base.find_shell()  # first, because a failure after the start of init would leave init behind
@@ -105,7 +113,7 @@ class BwrapIsolation:
             dirs = base.make_dirs(os.path.join(self._context.slots_dir, name), uid)
         groups = self._cgroups.make_groups(name)
         try:
-            started_init = await self._start_init(has_network, dirs, uid, groups, cache)
+            started_init = await self._start_init(has_network, dirs, uid, groups, cache, read_only)
         except BaseException:  # also when this task is cancelled
             groups.remove_groups()
             if reused is None and uid is not None:
@@ -115,7 +123,9 @@ class BwrapIsolation:
             groups.close_join_fds()
         return started_init.to_runtime(slot_id, dirs, WORKSPACE, TMP, has_network=has_network, uid=uid, groups=groups, shell=shell, cache=cache)
 
-    async def _start_init(self, has_network: bool, dirs: Dirs, uid: int | None, groups: SlotGroups, cache: CacheFolder | None) -> init_start.StartedInit:
+    async def _start_init(
+        self, has_network: bool, dirs: Dirs, uid: int | None, groups: SlotGroups, cache: CacheFolder | None, read_only: Sequence[ReadOnlyEntry]
+    ) -> init_start.StartedInit:
         agent_socket, init_socket = init_start.create_control_sockets()
         accounts = write_accounts(dirs.root, uid if uid is not None else _INSIDE_UID, cache.groups if cache is not None else ())
         argv = [self._program, *self._common_args, *accounts]
@@ -124,6 +134,8 @@ class BwrapIsolation:
         argv += ["--bind", dirs.workspace, WORKSPACE, "--bind", dirs.tmp, TMP, "--dir", "/var", "--bind", dirs.tmp, "/var/tmp", "--dir", "/run"]
         if cache is not None:
             argv += ["--bind", cache.path, CACHE]
+        for entry in read_only:  # No process of the slot runs now, and init checks that these are the entries that the agent has examined.
+            argv += ["--ro-bind", os.path.join(dirs.workspace, entry.name), os.path.join(WORKSPACE, entry.name)]
         argv += ["--remount-ro", "/", "--chdir", "/"]
         if self._python.startswith(PYTHON):
             argv += ["--setenv", "LD_LIBRARY_PATH", PYTHON + "/lib"]
@@ -139,6 +151,7 @@ class BwrapIsolation:
             "env": self._context.environment(len(affinity), WORKSPACE, None, CACHE if cache is not None else None),
             "home": WORKSPACE,
             "roots": [WORKSPACE, TMP],
+            "read_only": [entry.message for entry in read_only],
             "limits": self._context.rlimits(groups.limits_memory, groups.limits_processes),
             "affinity": affinity,
             "lib": LIB,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from typing import Any
+from typing import Any, Sequence
 
 from sandbox_server.agent.errors import StartFailed
-from sandbox_server.agent.execution.slot_runtime import CacheFolder, SlotRuntime
+from sandbox_server.agent.execution.slot_runtime import CacheFolder, ReadOnlyEntry, SlotRuntime
 from sandbox_server.agent.isolation import base, init_start
 from sandbox_server.agent.isolation.starter import SharedViewStarter
 from sandbox_server.agent.kernel.cgroups import Cgroups
@@ -21,11 +21,19 @@ class NoIsolation:
     tmp_isolation = "shared"
     networks: tuple[str, ...] = ("shared",)
     caches = False
+    read_only_entries = False
 
     def __init__(self, context: base.IsolationContext, cgroups: Cgroups) -> None:
         self._starter = SharedViewStarter(context, cgroups, context.slots_dir)
 
-    async def start_runtime(self, slot_id: str, has_network: bool, reused: SlotRuntime | None = None, cache: CacheFolder | None = None) -> SlotRuntime:
+    async def start_runtime(
+        self,
+        slot_id: str,
+        has_network: bool,
+        reused: SlotRuntime | None = None,
+        cache: CacheFolder | None = None,
+        read_only: Sequence[ReadOnlyEntry] = (),
+    ) -> SlotRuntime:
         """See `Isolation.start_runtime`."""
         if os.geteuid() == 0:
             raise StartFailed("a slot must not run as root, and without isolation it would; run the agent as an ordinary user")
@@ -33,6 +41,8 @@ class NoIsolation:
             raise StartFailed("this mode cannot keep a slot from the network")
         if cache is not None:
             raise StartFailed("this mode cannot take a shared cache away from a slot")
+        if read_only:
+            raise StartFailed("this mode cannot keep a slot from changing its workspace")
         return await self._starter.start_runtime("none", slot_id, has_network, None, reused)
 
     async def end_runtime(self, runtime: SlotRuntime) -> dict[str, Any]:

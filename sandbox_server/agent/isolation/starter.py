@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import os
 import shutil
-from typing import Any
+from typing import Any, Sequence
 
-from sandbox_server.agent.execution.slot_runtime import Dirs, SlotRuntime
+from sandbox_server.agent.execution.slot_runtime import Dirs, ReadOnlyEntry, SlotRuntime
 from sandbox_server.agent.isolation import base, init_start
 from sandbox_server.agent.kernel.cgroups import Cgroups, SlotGroups
 from sandbox_server.agent.kernel.uids import helper_uid_of
@@ -24,7 +24,14 @@ def library_environment() -> dict[str, str]:
 
 
 async def _start_shared_init(
-    context: base.IsolationContext, mode: str, dirs: Dirs, uid: int | None, groups: SlotGroups, runtime_number: int, has_private_mounts: bool = False
+    context: base.IsolationContext,
+    mode: str,
+    dirs: Dirs,
+    uid: int | None,
+    groups: SlotGroups,
+    runtime_number: int,
+    has_private_mounts: bool,
+    read_only: Sequence[ReadOnlyEntry],
 ) -> init_start.StartedInit:
     """Start an init that sees the file system of the machine, except for the shared folders if `has_private_mounts` is set.
 
@@ -36,6 +43,7 @@ async def _start_shared_init(
         groups: the control groups of the slot.
         runtime_number: the number of the runtime, which determines its processors.
         has_private_mounts: whether the slot gets its own `/tmp`, `/dev/shm` and other shared folders.
+        read_only: the entries of the workspace that the slot cannot change.
 
     Raises:
         StartFailed: init could not be started.
@@ -53,6 +61,7 @@ async def _start_shared_init(
         "home": dirs.workspace,
         "roots": [dirs.workspace, "/tmp"] if has_private_mounts else [dirs.workspace, dirs.tmp, "/tmp"],
         "private_mounts": private_mount_sources(dirs) if has_private_mounts else None,
+        "read_only": [entry.message for entry in read_only],
         "limits": context.rlimits(groups.limits_memory, groups.limits_processes),
         "affinity": affinity,
         "lib": context.lib_dir,
@@ -89,7 +98,14 @@ class SharedViewStarter:
         self._runtime_count = 0
 
     async def start_runtime(
-        self, mode: str, slot_id: str, has_network: bool, uid: int | None, reused: SlotRuntime | None, has_private_mounts: bool = False
+        self,
+        mode: str,
+        slot_id: str,
+        has_network: bool,
+        uid: int | None,
+        reused: SlotRuntime | None,
+        has_private_mounts: bool = False,
+        read_only: Sequence[ReadOnlyEntry] = (),
     ) -> SlotRuntime:
         """Start a slot runtime.
 
@@ -100,6 +116,7 @@ class SharedViewStarter:
             uid: the user of the slot; None for the user of the agent.
             reused: an ended runtime whose folders are used again; None for new ones.
             has_private_mounts: whether the slot gets its own `/tmp`, `/dev/shm` and other shared folders.
+            read_only: the entries of the workspace that the slot cannot change. They need `has_private_mounts`.
 
         Raises:
             StartFailed: the runtime could not be started.
@@ -110,7 +127,7 @@ class SharedViewStarter:
         dirs = reused.dirs if reused is not None else base.make_dirs(os.path.join(self._slots_dir, name), uid)
         groups = self._cgroups.make_groups(name)
         try:
-            started_init = await _start_shared_init(self.context, mode, dirs, uid, groups, self._runtime_count, has_private_mounts)
+            started_init = await _start_shared_init(self.context, mode, dirs, uid, groups, self._runtime_count, has_private_mounts, read_only)
         except BaseException:  # also when this task is cancelled
             groups.remove_groups()
             if reused is None:

@@ -14,15 +14,16 @@ import logging
 import os
 import shutil
 import stat
-from typing import Any, Collection
+from typing import Any, Collection, Sequence
 
 from sandbox_server.agent.errors import StartFailed
-from sandbox_server.agent.execution.slot_runtime import CacheFolder, SlotRuntime
+from sandbox_server.agent.execution.slot_runtime import CacheFolder, ReadOnlyEntry, SlotRuntime
 from sandbox_server.agent.init.private_mounts import FAILURE_PREFIX
 from sandbox_server.agent.isolation import base, init_start
 from sandbox_server.agent.isolation.shared_folders import SHARED_FOLDERS, list_left_trash_folders, remove_owned
 from sandbox_server.agent.isolation.starter import SharedViewStarter
 from sandbox_server.agent.isolation.sweep import TRASH_PREFIX, Sweep
+from sandbox_server.agent.kernel import procfs
 from sandbox_server.agent.kernel.cgroups import Cgroups
 from sandbox_server.agent.kernel.trash import Trash
 from sandbox_server.agent.kernel.uids import UidRange, helper_uid_of, kill_uid
@@ -51,7 +52,19 @@ class UidIsolation:
         hidden = self._find_hidden_path()
         self.tmp_isolation = "own" if hidden is None else "shared: %s" % hidden
 
-    async def start_runtime(self, slot_id: str, has_network: bool, reused: SlotRuntime | None = None, cache: CacheFolder | None = None) -> SlotRuntime:
+    @property
+    def read_only_entries(self) -> bool:
+        """See `Isolation.read_only_entries`. A slot needs mounts of its own, and no second path to its folders: it sees all mounts of the machine."""
+        return self.tmp_isolation == "own" and procfs.find_other_path(os.path.realpath(self._top)) is None
+
+    async def start_runtime(
+        self,
+        slot_id: str,
+        has_network: bool,
+        reused: SlotRuntime | None = None,
+        cache: CacheFolder | None = None,
+        read_only: Sequence[ReadOnlyEntry] = (),
+    ) -> SlotRuntime:
         """See `Isolation.start_runtime`."""
         if os.geteuid() != 0:
             raise StartFailed("this mode needs root, to give every slot its own user")
@@ -59,10 +72,12 @@ class UidIsolation:
             raise StartFailed("this mode cannot keep a slot from the network")
         if cache is not None:
             raise StartFailed("this mode cannot take a shared cache away from a slot")
+        if read_only and not self.read_only_entries:
+            raise StartFailed("this mode cannot keep a slot from changing its workspace on this machine")
         await self._prepare_users()
         uid = reused.uid if reused is not None and reused.uid is not None else self._uids.take_uid()
         try:
-            runtime = await self._start_with_private_mounts_if_possible(slot_id, has_network, uid, reused)
+            runtime = await self._start_with_private_mounts_if_possible(slot_id, has_network, uid, reused, read_only)
         except BaseException:  # also when this task is cancelled
             if reused is None:
                 self._uids.give_back_uid(uid)
@@ -70,13 +85,15 @@ class UidIsolation:
         os.chown(runtime.dirs.root, uid, uid)
         return runtime
 
-    async def _start_with_private_mounts_if_possible(self, slot_id: str, has_network: bool, uid: int, reused: SlotRuntime | None) -> SlotRuntime:
+    async def _start_with_private_mounts_if_possible(
+        self, slot_id: str, has_network: bool, uid: int, reused: SlotRuntime | None, read_only: Sequence[ReadOnlyEntry]
+    ) -> SlotRuntime:
         """Start a runtime with its own `/tmp`, `/dev/shm` and IPC. If init may not create namespaces here, this and all later runtimes share the machine's."""
         if self.tmp_isolation == "own":
             try:
-                runtime = await self._starter.start_runtime("uid", slot_id, has_network, uid, reused, has_private_mounts=True)
+                runtime = await self._starter.start_runtime("uid", slot_id, has_network, uid, reused, has_private_mounts=True, read_only=read_only)
             except StartFailed as error:
-                if self._private_mounts_work or FAILURE_PREFIX not in str(error):
+                if self._private_mounts_work or read_only or FAILURE_PREFIX not in str(error):
                     raise
                 self.tmp_isolation = "shared: %s" % error  # The first slot shows whether init may create namespaces here.
             else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import Iterator
 
 
@@ -78,6 +79,48 @@ def has_line(path: str, column: int, word: bytes) -> bool:
     """Return whether a line of a table in /proc has this word in this column. Column -1 is the last one."""
     with open(path, "rb") as file:
         return any(line.split()[column : column + 1 or None] == [word] for line in file)
+
+
+def _unescape(word: bytes) -> str:
+    """Decode a path of mountinfo, which has blanks, tabs, newlines and backslashes as octal numbers."""
+    return os.fsdecode(re.sub(rb"\\([0-7]{3})", lambda found: bytes([int(found.group(1), 8)]), word))
+
+
+def find_other_path(path: str) -> str | None:
+    """Find a second path by which a folder, or a part of it, can be reached, because its file system is mounted more than once.
+
+    Args:
+        path: an absolute path without symbolic links.
+
+    Returns:
+        The other path; None if there is none.
+    """
+    with open("/proc/self/mountinfo", "rb") as file:
+        mounts = [(words[2], _unescape(words[3]).rstrip("/"), _unescape(words[4]).rstrip("/")) for words in map(bytes.split, file)]
+    own = max((mount for mount in enumerate(mounts) if _lies_below(path, mount[1][2])), key=lambda mount: (len(mount[1][2]), mount[0]))
+    device, root, target = own[1]
+    inner = root + path[len(target) :]
+    for number, (other_device, other_root, other_target) in enumerate(mounts):
+        if number == own[0] or other_device != device:
+            continue
+        if _lies_below(inner, other_root):
+            other = other_target + inner[len(other_root) :]
+            if other != path and _is_same_file(other, path):
+                return other
+        elif _lies_below(other_root, inner):
+            return other_target or "/"
+    return None
+
+
+def _lies_below(path: str, folder: str) -> bool:
+    return (path + "/").startswith(folder + "/")
+
+
+def _is_same_file(path: str, other: str) -> bool:
+    try:
+        return os.path.samestat(os.lstat(path), os.lstat(other))
+    except OSError:
+        return False  # One of them is hidden by another mount.
 
 
 def mounts_under(path: str) -> list[str]:

@@ -221,6 +221,7 @@ class Agent:
                 "tools": list(TOOLS),
                 "places": isolation.tmp_isolation if isolation is not None else "none",
                 "cache": isolation is not None and isolation.caches,
+                "read_only": isolation is not None and isolation.read_only_entries,
             },
         }
         if isolation is None:

@@ -120,5 +120,5 @@ async def equip_slot(stream: Stream, transitions: SlotTransitions, meta: Mapping
 async def narrow_slot(stream: Stream, transitions: SlotTransitions, meta: Mapping[str, Any]) -> None:
     """Take rights away from the holder of the slot."""
     transitions.slot.check_admits(meta.get("epoch"))
-    await transitions.narrow_slot(meta.get("network") is True, meta.get("cache"))
-    stream.end_stream()
+    read_only = await transitions.narrow_slot(meta.get("network") is True, meta.get("cache"), meta.get("read_only") or ())
+    stream.end_stream({"read_only": read_only} if read_only else None)

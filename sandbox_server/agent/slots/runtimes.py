@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from typing import Any, Callable, Deque
+from typing import Any, Callable, Deque, Sequence
 
 from sandbox_server.agent.config import AgentConfig
 from sandbox_server.agent.errors import StartFailed
 from sandbox_server.agent.execution.init_client.descriptors import TEMPORARY_ERRORS, agent_limit, max_drains
-from sandbox_server.agent.execution.slot_runtime import CacheFolder, SlotRuntime
+from sandbox_server.agent.execution.slot_runtime import CacheFolder, ReadOnlyEntry, SlotRuntime
 from sandbox_server.agent.isolation.base import Isolation
 from sandbox_server.agent.kernel.trash import Trash
 from sandbox_server.agent.slots.caches import Caches
@@ -63,12 +63,19 @@ class RuntimePool:
             await self.end_runtime(runtime, keeps_files=False)
         return await self._start(slot_id, has_network)
 
-    async def _start(self, slot_id: str, has_network: bool, reused: SlotRuntime | None = None, cache: CacheFolder | None = None) -> SlotRuntime:
+    async def _start(
+        self,
+        slot_id: str,
+        has_network: bool,
+        reused: SlotRuntime | None = None,
+        cache: CacheFolder | None = None,
+        read_only: Sequence[ReadOnlyEntry] = (),
+    ) -> SlotRuntime:
         """Start a runtime. If the machine is short of something, wait a little and try again."""
         for pause_s in _RETRY_PAUSES_S:
             try:
                 async with self._start_limit:
-                    return await self.isolation.start_runtime(slot_id, has_network, reused, cache)
+                    return await self.isolation.start_runtime(slot_id, has_network, reused, cache, read_only)
             except (StartFailed, OSError) as error:
                 is_temporary = error.temporary if isinstance(error, StartFailed) else error.errno in TEMPORARY_ERRORS
                 if not is_temporary:
@@ -76,9 +83,11 @@ class RuntimePool:
                 log.warning("a slot runtime could not be started; it will be tried again: %s", error, extra={"slot_id": slot_id})
             await asyncio.sleep(pause_s)
         async with self._start_limit:
-            return await self.isolation.start_runtime(slot_id, has_network, reused, cache)
+            return await self.isolation.start_runtime(slot_id, has_network, reused, cache, read_only)
 
-    async def restart_runtime(self, ended: SlotRuntime, slot_id: str, has_network: bool, cache: CacheFolder | None = None) -> SlotRuntime:
+    async def restart_runtime(
+        self, ended: SlotRuntime, slot_id: str, has_network: bool, cache: CacheFolder | None = None, read_only: Sequence[ReadOnlyEntry] = ()
+    ) -> SlotRuntime:
         """Start a runtime on the folders of one that has ended. If that fails, the folders are deleted.
 
         Args:
@@ -86,6 +95,7 @@ class RuntimePool:
             slot_id: the slot that has it.
             has_network: whether its processes can reach the network.
             cache: the shared cache to mount.
+            read_only: the entries of the workspace that its processes cannot change.
 
         Raises:
             StartFailed: it could not be started.
@@ -93,7 +103,7 @@ class RuntimePool:
         if cache is not None:
             self.caches.count_mount(cache)
         try:
-            return await self._start(slot_id, has_network, ended, cache)
+            return await self._start(slot_id, has_network, ended, cache, read_only)
         except BaseException:  # also when this task is cancelled
             if cache is not None:
                 self.caches.count_unmount(cache)

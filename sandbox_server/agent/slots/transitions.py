@@ -6,11 +6,12 @@ Each transition ends the runtime of the slot, proves its end and starts another 
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Coroutine
+from typing import Any, Coroutine, Sequence
 
 from sandbox_server.agent.errors import Refused, StartFailed
 from sandbox_server.agent.execution.slot_runtime import CacheFolder, SlotRuntime
 from sandbox_server.agent.isolation.base import find_dirs_problem
+from sandbox_server.agent.slots.read_only_entries import MAX_NAMES, check_names, find_entries, prepare_entries
 from sandbox_server.agent.slots.runtimes import RuntimePool
 from sandbox_server.agent.slots.slots import BROKEN, QUARANTINED, READY, RESETTING, STARTING, Slot
 
@@ -89,19 +90,23 @@ class SlotTransitions:
             proof = await self.replace_runtime(has_network, keeps_files)
             return self.apply_proof(epoch, proof, self.slot.loop.time() - began)
 
-    async def replace_runtime(self, has_network: bool, keeps_files: bool, cache: CacheFolder | None = None) -> dict[str, Any]:
+    async def replace_runtime(
+        self, has_network: bool, keeps_files: bool, cache: CacheFolder | None = None, new_read_only: Sequence[str] = ()
+    ) -> dict[str, Any]:
         """Replace the runtime of the slot by a new one. The caller holds `exchange_lock`.
 
         Args:
             has_network: whether the new runtime has the network.
             keeps_files: whether the new runtime is started on the folders of the old one.
             cache: the shared cache to mount.
+            new_read_only: the names of the entries of the kept workspace that become read-only, in addition to those of the lease.
 
         Returns:
-            The proof of the old runtime's end; `broken` is True in it if no new runtime could be started.
+            The proof of the old runtime's end. `broken` is True in it if no new runtime could be started. `refused` is in it if an entry cannot be made
+            read-only; the new runtime then has the rights of the old one.
         """
         try:
-            return await self._exchange_runtime(has_network, keeps_files, cache)
+            return await self._exchange_runtime(has_network, keeps_files, cache, new_read_only)
         except (StartFailed, OSError) as error:
             return {"clean": False, "broken": True, "detail": str(error)}
 
@@ -123,7 +128,7 @@ class SlotTransitions:
             self.slot.set_state(state, detail)
         return {"state": READY if state == READY else QUARANTINED, "detail": detail, "proof": proof, "duration_s": duration_s}
 
-    async def _exchange_runtime(self, has_network: bool, keeps_files: bool, cache: CacheFolder | None) -> dict[str, Any]:
+    async def _exchange_runtime(self, has_network: bool, keeps_files: bool, cache: CacheFolder | None, new_read_only: Sequence[str]) -> dict[str, Any]:
         """End the old runtime; once its end is proven, start a new one."""
         slot = self.slot
         proof: dict[str, Any] = {"clean": True}
@@ -136,7 +141,10 @@ class SlotTransitions:
                 return proof
             self._unproven_runtime = None
         if keeps_files and old is not None:
-            runtime = await self.runtimes.restart_runtime(old, slot.slot_id, has_network, cache)
+            refused = await self._prepare_read_only(old, new_read_only)
+            if refused is not None:
+                proof["refused"], has_network, cache = refused, old.has_network, old.cache
+            runtime = await self.runtimes.restart_runtime(old, slot.slot_id, has_network, cache, slot.lease.read_only)
         else:
             runtime = await self.runtimes.new_runtime(slot.slot_id, has_network)
             problem = find_dirs_problem(runtime.dirs, runtime.uid)
@@ -146,6 +154,20 @@ class SlotTransitions:
         if not slot.take_runtime(runtime):
             proof.update(clean=False, detail="the new init has ended")
         return proof
+
+    async def _prepare_read_only(self, ended: SlotRuntime, names: Sequence[str]) -> Refused | None:
+        """Prepare the entries that become read-only, and add them to the lease. Returns why that is not possible, if it is not."""
+        lease = self.slot.lease  # A reset that begins meanwhile gives the slot another lease, which must not get these entries.
+        if not names:
+            return None
+        try:
+            new = await self.slot.loop.run_in_executor(None, prepare_entries, ended.dirs, names)
+        except Refused as refused:
+            return refused
+        except OSError as error:
+            return Refused("file_error", "read_only: the entries cannot be made read-only: %s" % error)
+        lease.read_only += new
+        return None
 
     # The same holder with other rights.
 
@@ -170,15 +192,21 @@ class SlotTransitions:
             cache = self.runtimes.caches.get_cache(cache_key)
         await self._change_rights(has_network, cache)
 
-    async def narrow_slot(self, has_network: bool, cache_key: Any) -> None:
-        """Take the network, the cache or both away from the holder, which never gets them back. Its processes end; its files stay.
+    async def narrow_slot(self, has_network: bool, cache_key: Any, read_only: Any = ()) -> list[str]:
+        """Take the network, the cache, or the right to change entries of the workspace away from the holder, which never gets them back.
+
+        Its processes end; its files stay. Either all is taken away, or, where this raises `Refused`, nothing.
 
         Args:
             has_network: whether the holder keeps the network.
             cache_key: the key of the cache that the holder keeps; None: it keeps none.
+            read_only: the names of the entries at the top of the workspace that become read-only. Those that are read-only already stay so.
+
+        Returns:
+            The names of all entries that are read-only now.
 
         Raises:
-            Refused: the holder does not have what it is to keep, or the isolation mode does not support it.
+            Refused: the holder does not have what it is to keep, the isolation mode does not support it, or an entry cannot be made read-only.
         """
         runtime, cache = self.slot.current_runtime(), self.slot.lease.cache
         if has_network and not runtime.has_network:
@@ -187,23 +215,45 @@ class SlotTransitions:
             raise Refused("invalid", "narrow only takes rights away, and this slot does not have the cache %s" % ascii(cache_key)[:100])
         if not has_network:
             self._check_can_be_offline()
-        if has_network == runtime.has_network and (cache is None or cache_key is not None):
-            return
-        await self._change_rights(has_network, cache if cache_key is not None else None)
+        new_read_only = self._find_new_read_only(runtime, read_only)
+        if has_network != runtime.has_network or (cache is not None and cache_key is None) or new_read_only:
+            await self._change_rights(has_network, cache if cache_key is not None else None, new_read_only)
+        return [entry.name for entry in self.slot.lease.read_only]
+
+    def _find_new_read_only(self, runtime: SlotRuntime, read_only: Any) -> list[str]:
+        """Check a request for read-only entries as far as that is possible while the slot runs. Returns the names that are not read-only yet."""
+        present = {entry.name for entry in self.slot.lease.read_only}
+        new = [name for name in check_names(read_only) if name not in present]
+        if not new:
+            return []
+        if not self.runtimes.isolation.read_only_entries:
+            raise Refused(
+                "not_implemented", "read-only entries need a slot with mounts of its own, which the mode %s has not here" % self.runtimes.isolation.name
+            )
+        if len(present) + len(new) > MAX_NAMES:
+            raise Refused("invalid", "read_only: at most %d entries of a workspace can be read-only" % MAX_NAMES)
+        find_entries(runtime.dirs, new)  # They are examined again when no process runs. This finds a wrong name before any process is ended.
+        return new
 
     def _check_can_be_offline(self) -> None:
         if "none" not in self.runtimes.isolation.networks:
             raise Refused("not_implemented", "slots without network need the mode bwrap, not %s" % self.runtimes.isolation.name)
 
-    async def _change_rights(self, has_network: bool, cache: CacheFolder | None) -> None:
+    async def _change_rights(self, has_network: bool, cache: CacheFolder | None, new_read_only: Sequence[str] = ()) -> None:
         slot, epoch = self.slot, self.slot.epoch
-        slot.lease.cache = cache
+        lease, previous_cache = slot.lease, slot.lease.cache
+        lease.cache = cache
         slot.set_state(RESETTING)
         slot.lease.end_calls_and_jobs()  # after the change of state: when a call ends, the next one of its stream must not start in the old runtime
         async with self.exchange_lock:
             if slot.epoch != epoch:
                 raise Refused("stale_epoch", "slot %s was given back meanwhile" % slot.slot_id)
-            proof = await self.replace_runtime(has_network, True, cache)
+            proof = await self.replace_runtime(has_network, True, cache, new_read_only)
+            refused = proof.get("refused")
+            if refused is not None:
+                lease.cache = previous_cache
             answer = self.apply_proof(epoch, proof, 0.0)
         if answer["state"] != READY:
             raise Refused("slot_unavailable", "the slot could not be started again: %s" % answer["detail"])
+        if refused is not None:
+            raise refused

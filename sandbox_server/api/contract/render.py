@@ -74,6 +74,7 @@ def lease_document(lease: Lease) -> dict[str, Any]:
         "allow_network": lease.allow_network,
         "cache": lease.cache,
         "labels": dict(lease.labels),
+        **({"read_only": list(lease.read_only)} if lease.read_only else {}),
     }
 
 

@@ -21,12 +21,26 @@ def _no_control_characters(text: str) -> str:
     return text
 
 
+def _entry_of_workspace(name: str) -> str:
+    if name in (".", "..") or "/" in name or "\0" in name:
+        raise ValueError("must be the name of an entry at the top of the workspace, without /")
+    try:
+        is_too_long = len(name.encode()) > MAX_ENTRY_NAME_BYTES
+    except UnicodeEncodeError:
+        raise ValueError("must be text that UTF-8 can represent") from None
+    if is_too_long:
+        raise ValueError(f"must have at most {MAX_ENTRY_NAME_BYTES} bytes in UTF-8")
+    return name
+
+
 def _empty_for_null(value: Any) -> Any:
     return {} if value is None else value
 
 
+MAX_ENTRY_NAME_BYTES = 255
 CONTROL = re.compile("[\x00-\x1f\x7f]")
 Name = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_no_control_characters)]
+EntryName = Annotated[str, Field(min_length=1, max_length=MAX_ENTRY_NAME_BYTES), AfterValidator(_entry_of_workspace)]
 LabelValue = Annotated[str, Field(max_length=1024), AfterValidator(_no_control_characters)]
 Arguments = Annotated[dict[str, Any], BeforeValidator(_empty_for_null)]
 Seconds = Annotated[float, Field(gt=0, le=31_536_000)]
@@ -117,6 +131,9 @@ class NarrowBody(RequestModel):
 
     allow_network: Literal[False] | None = None
     cache: Literal["none"] | None = None
+    read_only: list[EntryName] | None = Field(
+        default=None, min_length=1, max_length=64, description="entries at the top of the workspace that the slot can no longer change"
+    )
 
 
 class LocalSpecBody(RequestModel):

@@ -34,6 +34,7 @@ class LeaseAnswer(ResponseModel):
     allow_network: bool
     cache: str
     labels: dict[str, str]
+    read_only: list[str] = Field(default_factory=list, description="only if entries of the workspace are read-only")
 
 
 class AcquireAnswer(ResponseModel):

@@ -155,11 +155,12 @@ async def get_lease(request: Request) -> Response:
     ),
 )
 async def narrow(request: Request) -> Response:
-    """End the processes of the slot and take its network or cache away for the rest of the lease. Its files stay."""
+    """End the processes of the slot and take its network, its cache or the right to change entries of its workspace away, for the rest of the lease."""
     service = service_of(request)
     body = parse_body(NarrowBody, await read_object(request, service.limits))
-    if body.allow_network is None and body.cache is None:
-        raise InvalidRequest("allow_network: name what to take away: allow_network, cache or both", field="allow_network")
+    if body.allow_network is None and body.cache is None and body.read_only is None:
+        raise InvalidRequest("allow_network: name what to take away: allow_network, cache, read_only, or several of them", field="allow_network")
     service.check_not_stopping()
-    lease = await service.pools.narrow(tenant_of(request).name, request.path_params["lease_id"], allow_network=body.allow_network, cache=body.cache)
+    lease_id, read_only = request.path_params["lease_id"], body.read_only or ()
+    lease = await service.pools.narrow(tenant_of(request).name, lease_id, allow_network=body.allow_network, cache=body.cache, read_only=read_only)
     return json_response(lease_document(lease))

@@ -1,4 +1,4 @@
-"""The requests to an agent that give a slot exactly the rights of its lease: network and cache."""
+"""The requests to an agent that give a slot exactly the rights of its lease: network, cache and read-only entries."""
 
 from __future__ import annotations
 
@@ -39,4 +39,11 @@ async def narrow_slot_of(agent: AgentClient, lease: Lease, *, expects_prompt_res
     """
     cache_key = None if lease.cache == rights.NO_CACHE else rights.cache_of(lease).key
     has_network = lease.allow_network
-    await agent.narrow_slot(lease.slot_id, lease.epoch, has_network=has_network, cache_key=cache_key, expects_prompt_response=expects_prompt_response)
+    await agent.narrow_slot(
+        lease.slot_id,
+        lease.epoch,
+        has_network=has_network,
+        cache_key=cache_key,
+        read_only=lease.read_only,
+        expects_prompt_response=expects_prompt_response,
+    )

@@ -339,10 +339,11 @@ class LeaseBook:
         self._record(held_lease.lease)
         return held_lease.lease
 
-    def narrow_lease(self, lease_id: str, *, allow_network: bool, cache: str) -> Lease:
+    def narrow_lease(self, lease_id: str, *, allow_network: bool, cache: str, read_only: tuple[str, ...]) -> Lease:
         """Set the rights of a held lease after its agent has narrowed its slot. Returns the lease."""
         held_lease = self.held[lease_id]
-        held_lease.lease = replace(held_lease.lease, allow_network=allow_network, cache=cache, expires_at=wall_at(self._clock, held_lease.deadline))
+        expires_at = wall_at(self._clock, held_lease.deadline)
+        held_lease.lease = replace(held_lease.lease, allow_network=allow_network, cache=cache, read_only=read_only, expires_at=expires_at)
         self._record(held_lease.lease)
         return held_lease.lease
 

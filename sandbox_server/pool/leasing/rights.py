@@ -1,9 +1,12 @@
-"""The rights of a lease: network access and a shared cache. They are set up before a lease is granted, and `narrow` can only take them away."""
+"""The rights of a lease: network access, a shared cache, and to change its workspace.
+
+The first two are set up before a lease is granted. `narrow` can only take rights away.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sandbox_server.core.errors import InvalidRequest, NotImplementedHere
@@ -11,6 +14,7 @@ from sandbox_server.core.types import AcquireRequest, Lease, PoolSpec
 from sandbox_server.store.base import CacheRecord
 
 NO_CACHE = "none"
+MAX_READ_ONLY = 64
 
 
 def check_possible(request: AcquireRequest, spec: PoolSpec, capabilities: Mapping[str, Any]) -> None:
@@ -66,6 +70,18 @@ def check_narrows(lease: Lease, allow_network: bool | None, cache: str | None) -
         raise InvalidRequest("allow_network: narrow only takes rights away, and this lease has no network", field="allow_network")
     if cache is not None and cache != NO_CACHE and lease.cache == NO_CACHE:
         raise InvalidRequest("cache: narrow only takes rights away, and this lease has no cache", field="cache")
+
+
+def add_read_only(lease: Lease, names: Sequence[str]) -> tuple[str, ...]:
+    """Return the read-only entries of a lease with further ones added. The order is that in which they were named first.
+
+    Raises:
+        InvalidRequest: they would be more than `MAX_READ_ONLY`.
+    """
+    entries = tuple(dict.fromkeys((*lease.read_only, *names)))
+    if len(entries) > MAX_READ_ONLY:
+        raise InvalidRequest(f"read_only: a workspace can have at most {MAX_READ_ONLY} read-only entries, and these would be {len(entries)}", field="read_only")
+    return entries
 
 
 def rights_not_supported(lease: Lease, reason: str) -> NotImplementedHere:

@@ -21,7 +21,7 @@ OTHER_LEASE = "  `sandbox leases` lists those you hold, `sandbox acquire` acquir
         (["ls", "l-nope"], "sandbox: there is no lease 'l-nope', or it is not yours\n" + OTHER_LEASE),
         (["release", "l-nope"], "sandbox: these leases do not exist, or are not yours: l-nope\n  `sandbox leases` lists those you hold\n"),
         (["release"], "sandbox: it is not clear which leases to release\n  name the leases, or give --run-id RUN or --all\n"),
-        (["narrow", "l-nope"], "sandbox: there is nothing to take away\n  give --no-network, --no-cache, or both\n"),
+        (["narrow", "l-nope"], "sandbox: there is nothing to take away\n  give --no-network, --no-cache, --read-only NAME, or several of them\n"),
         (["acquire", "--pool", "nope"], "sandbox: there is no pool 'nope'\n  `sandbox pools` lists them, `sandbox pool apply` creates one\n"),
         (["acquire", "--label", "x"], "sandbox: --label takes NAME=VALUE, not 'x'\n  for example: --label user=me\n"),
         (["pools", "nope"], "sandbox: there is no pool 'nope'; there is default\n  `sandbox pool apply NAME` creates one\n"),

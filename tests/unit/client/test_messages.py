@@ -153,6 +153,7 @@ class TestExec:
         (service.agent_pyz_message(), "GET", "/v1/agent.pyz", None),
         (leases.narrow_message("l-1", False, None), "POST", "/v1/leases/l-1/narrow", {"allow_network": False}),
         (leases.narrow_message("l-1", None, "none"), "POST", "/v1/leases/l-1/narrow", {"cache": "none"}),
+        (leases.narrow_message("l-1", None, None, ("tests", "a")), "POST", "/v1/leases/l-1/narrow", {"read_only": ["tests", "a"]}),
         (calls.call_status_message("l-1", "c:1", None), "GET", "/v1/leases/l-1/calls/c%3A1", None),
         (calls.call_status_message("l-1", "c-1", 2.5), "GET", "/v1/leases/l-1/calls/c-1?wait_s=2.5", None),
         (calls.call_events_message("l-1", "c-1", 7, 60), "GET", "/v1/leases/l-1/calls/c-1/events?offset=7", None),

@@ -22,11 +22,12 @@ from sandbox_server.link.errors import (
     LinkLost,
     NotSupportedByAgent,
     PathNotFound,
+    ReadOnlyNotSupported,
     RequestInvalid,
     SlotMovedOn,
     agent_refusal,
 )
-from sandbox_server.testing import FakeAgent, FakeLink
+from sandbox_server.testing import FakeAgent, FakeLink, FakeSlot
 from tests.support.scripted_agent import ScriptedAgent
 
 
@@ -98,6 +99,31 @@ async def test_the_requests_about_slots_have_the_fields_that_agents_know() -> No
         {"op": "quiet", "slot": "0", "epoch": 3},
         {"op": "cache_drop", "cache": "r-1"},
     ]
+    await client.close()
+
+
+async def test_read_only_entries_are_asked_of_agents_that_have_them_and_confirm_them() -> None:
+    class Silent(FakeAgent):
+        confirms = True
+
+        def narrow(self, slot: FakeSlot, meta: dict[str, Any]) -> dict[str, Any]:
+            return super().narrow(slot, meta) if self.confirms else {}
+
+    agent = Silent("s-1")
+    client = await fake_client(agent)
+    await client.narrow_slot("0", 1, has_network=True, cache_key=None, read_only=("tests",))
+    assert agent.requests == [{"op": "narrow", "slot": "0", "epoch": 1, "network": True, "cache": None, "read_only": ["tests"]}]
+    agent.confirms = False
+    with pytest.raises(AgentFailed, match="did not confirm"):
+        await client.narrow_slot("0", 1, has_network=True, cache_key=None, read_only=("tests", "b"))
+    await client.close()
+
+    older = FakeAgent("s-1")
+    older.can_make_read_only = False
+    client = await fake_client(older)
+    with pytest.raises(ReadOnlyNotSupported):
+        await client.narrow_slot("0", 1, has_network=False, cache_key=None, read_only=("tests",))
+    assert older.requests == [], "an older agent would take the network and ignore the entries"
     await client.close()
 
 

@@ -6,7 +6,17 @@ import asyncio
 
 import pytest
 
-from sandbox_server.core.errors import InvalidRequest, LeaseLost, LeaseNotFound, NoCapacity, NotImplementedHere, SandboxLost, SandboxNotFound
+from sandbox_server.core.errors import (
+    BackendUnavailable,
+    InvalidRequest,
+    LeaseLost,
+    LeaseNotFound,
+    NoCapacity,
+    NotImplementedHere,
+    SandboxLost,
+    SandboxNotFound,
+    StorageUnavailable,
+)
 from sandbox_server.pool.events import EventLog
 from sandbox_server.testing import FakeAgent, FakeBackend, FakeClock, settle
 
@@ -99,6 +109,103 @@ async def test_what_a_mode_cannot_narrow_is_refused_and_the_lease_stays(make_wor
 
     with pytest.raises(NotImplementedHere, match="needs bwrap"):
         await world.pools.narrow("t", lease.lease_id, allow_network=False, cache=None)
+    assert world.pools.lease("t", lease.lease_id).allow_network
+
+
+async def test_entries_become_read_only_are_recorded_and_only_added_to(make_world):
+    world = await make_world()
+    (lease,) = (await world.acquire()).leases
+
+    first = await world.pools.narrow("t", lease.lease_id, read_only=("tests", "a"))
+    second = await world.pools.narrow("t", lease.lease_id, read_only=("b", "tests"))
+    third = await world.pools.narrow("t", lease.lease_id, allow_network=False)
+
+    (agent,) = world.backend.agents.values()
+    assert [narrowed.read_only for narrowed in (lease, first, second, third)] == [(), ("tests", "a"), ("tests", "a", "b"), ("tests", "a", "b")]
+    assert world.pools.lease("t", lease.lease_id) == third == world.store.leases[lease.lease_id]
+    assert [request["read_only"] for request in asked(agent, "narrow")] == [["tests", "a"], ["tests", "a", "b"], ["tests", "a", "b"]]
+    assert await world.pools.narrow("t", lease.lease_id, read_only=("a",)) == third
+    assert len(asked(agent, "narrow")) == 3, "what is read-only already is not asked for again"
+    with pytest.raises(InvalidRequest, match="at most 64 read-only entries, and these would be 65"):
+        await world.pools.narrow("t", lease.lease_id, read_only=[str(number) for number in range(62)])
+
+
+async def test_read_only_entries_are_those_of_the_lease_alone_and_survive_a_restart(make_lives):
+    lives = await make_lives(max_sandboxes=1, slots_per_sandbox=1)
+    (lease,) = await lives.acquire()
+    await lives.pools.narrow("t", lease.lease_id, read_only=("tests",))
+
+    await lives.again()
+
+    assert lives.pools.lease("t", lease.lease_id).read_only == ("tests",)
+    assert (await lives.pools.narrow("t", lease.lease_id, read_only=("b",))).read_only == ("tests", "b")
+    lives.pools.release("t", [lease.lease_id])
+    await settle()
+    assert [held.read_only for held in await lives.acquire()] == [()]
+
+
+async def test_a_service_killed_before_its_record_claims_nothing_and_may_ask_again(make_lives):
+    lives = await make_lives()
+    (lease,) = await lives.acquire()
+    (agent,) = lives.backend.agents.values()
+    lives.store.failure = StorageUnavailable("the disk is full")
+    with pytest.raises(StorageUnavailable):
+        await lives.pools.narrow("t", lease.lease_id, read_only=("tests",))
+
+    await lives.die(lossy=True)
+    lives.store.failure = None
+    await lives.start()
+
+    assert agent.slots[lease.slot_id].read_only == ["tests"]
+    assert lives.pools.lease("t", lease.lease_id).read_only == ()
+    assert (await lives.pools.narrow("t", lease.lease_id, read_only=("tests",))).read_only == ("tests",)
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        ({"code": "file_not_found", "detail": "there is no entry 'tests'"}, InvalidRequest),
+        ({"code": "file_error", "detail": "the entry 'tests' is a symbolic link"}, InvalidRequest),
+        ({"code": "internal", "detail": "'tests' failed"}, BackendUnavailable),
+        ({}, BackendUnavailable),
+    ],
+)
+async def test_what_was_not_made_read_only_is_not_recorded(make_world, answer, error):
+    class Refusing(FakeAgent):
+        def narrow(self, slot, meta):
+            return answer
+
+    class Backend(FakeBackend):
+        def make_agent(self, pool, spec, sandbox_id):
+            return Refusing(sandbox_id)
+
+    world = await make_world(Backend())
+    (lease,) = (await world.acquire()).leases
+
+    with pytest.raises(error) as refused:
+        await world.pools.narrow("t", lease.lease_id, read_only=("tests",))
+    assert str(answer.get("detail", "did not confirm")) in str(refused.value)
+    assert world.pools.lease("t", lease.lease_id) == lease == world.store.leases[lease.lease_id]
+
+
+async def test_an_agent_without_read_only_entries_is_not_asked_for_them(make_world):
+    class Without(FakeAgent):
+        def __init__(self, sandbox_id):
+            super().__init__(sandbox_id)
+            self.can_make_read_only = False
+
+    class Backend(FakeBackend):
+        def make_agent(self, pool, spec, sandbox_id):
+            return Without(sandbox_id)
+
+    world = await make_world(Backend())
+    (lease,) = (await world.acquire()).leases
+
+    with pytest.raises(NotImplementedHere, match="cannot make entries of its workspace read-only") as refused:
+        await world.pools.narrow("t", lease.lease_id, allow_network=False, read_only=("tests",))
+    (agent,) = world.backend.agents.values()
+    assert refused.value.extra == {"field": "read_only"}
+    assert asked(agent, "narrow") == []
     assert world.pools.lease("t", lease.lease_id).allow_network
 
 

@@ -1,0 +1,123 @@
+"""Complete the environment of a repository: pytest is in it and starts, and the other slots of the sandbox find it in the cache."""
+
+import compileall
+import json
+import os
+import tarfile
+from typing import Any, Dict, List
+
+from environments.swe_smith.in_slot.base import Git, RowError, StepError, cache_folder, last_lines, repository, run, run_step, tracked_files, workspace
+
+#: The file in the environment that describes it.
+DESCRIPTION = "swe_smith.json"
+#: Plugins that divide, reorder or repeat the tests; each test is run once, in this process, in the order of its file.
+UNWANTED_PLUGINS = ("xdist", "randomly", "random_order", "pytest_reverse", "flaky", "rerunfailures", "pytest_repeat")
+#: The packages that pytest itself consists of. A project that has one of these names is imported before pytest.
+PACKAGES_OF_PYTEST = ("pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments", "exceptiongroup", "tomli", "py", "attr", "colorama")
+LIST_PLUGINS = """
+import importlib.metadata as metadata, json
+points = metadata.entry_points()
+found = points.select(group="pytest11") if hasattr(points, "select") else points.get("pytest11", ())
+print(json.dumps(sorted({(point.name, point.value.partition(":")[0]) for point in found})))
+"""
+
+
+def main(request: Dict[str, Any], nonce: str) -> None:
+    """Run the step."""
+    run_step(finish_environment, request, nonce)
+
+
+def finish_environment(request: Dict[str, Any]) -> Dict[str, Any]:
+    """Write the program `pytest`, find its plugins, start it once, and put the environment into the cache.
+
+    Args:
+        request: `key`, `install`, `site_packages`, `python_version` (as `build_environment` returned them), and `tests`: files for a first start of pytest.
+
+    Returns:
+        `description` of the environment.
+
+    Raises:
+        RowError: pytest does not start with the settings of the repository.
+        StepError: the environment has no pytest.
+    """
+    folder = os.path.join(workspace(), ".env")
+    python = os.path.join(folder, "bin", "python")
+    program = os.path.join(folder, "bin", "pytest")
+    code, output = run([python, "-I", "-c", "import pytest; print(pytest.__version__)"], cwd="/")
+    if code != 0:
+        raise StepError("the environment has no pytest that starts: %s" % last_lines(output))
+    if not os.path.exists(program):
+        with open(program, "w") as file:
+            file.write("#!%s\nimport sys\n\nimport pytest\n\nsys.exit(pytest.console_main())\n" % python)
+        os.chmod(program, 0o755)
+    compileall.compile_dir(request["site_packages"], quiet=2)
+    description = {
+        "install": request["install"],
+        "python": os.path.realpath(python),
+        "python_version": request["python_version"],
+        "pytest_version": output.strip(),
+        "plugins": _plugins(python),
+        "search_path": _search_path(python),
+        "late_import": _has_package_of_pytest(),
+    }
+    description["options"] = _start_options(python, description, request["tests"])
+    with open(os.path.join(folder, DESCRIPTION), "w") as file:
+        json.dump(description, file)
+    cache = cache_folder()
+    if cache is not None:
+        _store(os.path.join(cache, "environment-%s.tar" % request["key"]))
+    return {"description": description}
+
+
+def _plugins(python: str) -> List[str]:
+    """Return the modules of the installed plugins. They are named to pytest, because it would also load plugins that a model adds."""
+    code, output = run([python, "-I", "-c", LIST_PLUGINS], cwd="/")
+    if code != 0:
+        raise StepError("the plugins of pytest cannot be listed: %s" % last_lines(output))
+    found = json.loads(output.strip().splitlines()[-1])
+    return [module for name, module in found if not any(unwanted in (name, module.partition(".")[0]) or unwanted in module for unwanted in UNWANTED_PLUGINS)]
+
+
+def _search_path(python: str) -> List[str]:
+    """Return where the interpreter of the environment looks for modules, without the repository."""
+    code, output = run([python, "-I", "-c", "import json, sys; print(json.dumps(sys.path))"], cwd="/")
+    if code != 0:
+        raise StepError("the Python of the environment does not run: %s" % last_lines(output))
+    inside = os.path.join(repository(), "")
+    return [path for path in json.loads(output.strip().splitlines()[-1]) if path and not os.path.join(path, "").startswith(inside)]
+
+
+def _has_package_of_pytest() -> bool:
+    """Whether the project is itself one of the packages of pytest, so that pytest must not be imported before it."""
+    places = [os.path.join(repository(), part, name) for part in ("", "src") for name in PACKAGES_OF_PYTEST]
+    return any(os.path.isdir(path) or os.path.isfile(path + ".py") for path in places)
+
+
+def _start_options(python: str, description: Dict[str, Any], tests: List[str]) -> List[str]:
+    """Start pytest without running a test; return the further options with which it accepts the settings of the repository.
+
+    Raises:
+        RowError: it accepts them with none.
+    """
+    env = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    env.update(PYTEST_DISABLE_PLUGIN_AUTOLOAD="1", PYTHONNOUSERSITE="1", PYTHONDONTWRITEBYTECODE="1")
+    plugins = [word for module in description["plugins"] for word in ("-p", module)]
+    output = ""
+    for options in ([], ["-o", "addopts="]):  # settings often ask for plugins that only the project's own continuous integration has
+        code, output = run([python, "-m", "pytest", *plugins, *options, "-p", "no:cacheprovider", "--rootdir", repository(), "--collect-only", "-q", *tests[:1]], cwd=repository(), env=env, timeout_s=120)
+        if code != 4 and code != 3 and code != -1:  # 4: wrong options; 3: an internal error; others concern the tests
+            return options
+    raise RowError("pytest does not start in its environment: %s" % last_lines(output))
+
+
+def _store(path: str) -> None:
+    """Put the environment, and what its install left in the repository, into the cache."""
+    with Git() as git:
+        untracked = tracked_files(git, "--others")
+    partial = "%s.%d" % (path, os.getpid())
+    with tarfile.open(partial, "w") as archive:
+        archive.add(os.path.join(workspace(), ".env"), ".env")
+        for name in untracked:
+            archive.add(os.path.join(repository(), name), os.path.join("repo", name))
+    os.chmod(partial, 0o664)
+    os.rename(partial, path)
