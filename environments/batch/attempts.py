@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from env_client import AsyncLease, SlotTools
-from env_client.tools import render_tool_reply, tool_schemas
-from environments.agent_loop import AgentLoop, AgentLoopSettings, AgentResult, ChatServer, LoopEnd, ModelRequestFailed, ToolReply
+from env_client.tools import tool_schemas
+from environments.agent_loop import AgentLoop, AgentLoopSettings, AgentResult, ChatServer, LoopEnd, ModelRequestFailed
 from environments.batch.failures import RunStopped
 from environments.batch.files.prompt_file import Prompt
 from environments.batch.model_client import ModelUnavailable, PromptRefused
@@ -19,10 +19,13 @@ from environments.batch.rows.trajectory_row import Rollout
 from environments.batch.settings import BatchSettings
 from environments.batch.slots import RowRefused, RunSlots, max_timeout_s, tools_of
 from environments.rollouts.exec_tool import RolloutFault
+from environments.rollouts.tool_handler import SlotToolHandler
 from environments.toolsets import ToolsetError, ToolsetSettings
 
 #: The longest delay between two attempts, in seconds.
 MAX_DELAY_S = 10.0
+#: Why a rollout ended whose slot was ended by the commands of the model.
+SANDBOX_LOST = "sandbox_lost"
 
 
 class PromptFailed(Exception):
@@ -118,11 +121,11 @@ class PromptRunner:
             offered = self._offered_tools(selection.tools)
             timeout_s = min(self._settings.tool_timeout_s, max_timeout_s(pool))
             tools = SlotTools(lease, self._slots.gatherer, timeout_s=timeout_s, tools=selection.tools)
-            result = await self._roll_out(prompt, lease, tools, offered.schemas)
+            result, end = await self._roll_out(prompt, lease, tools, offered.schemas)
             held_s = time.monotonic() - began_s
             # Nothing is awaited between the end of the rollout and its row, so no cancellation can lose a finished trajectory.
             rollout = Rollout(
-                result=result, system_message=offered.description, toolsets=selection.toolsets, pool=pool.name, attempts=attempt, duration_s=held_s
+                result=result, end=end, system_message=offered.description, toolsets=selection.toolsets, pool=pool.name, attempts=attempt, duration_s=held_s
             )
             write(rollout)
 
@@ -133,30 +136,25 @@ class PromptRunner:
             self._offered[tools] = _OfferedTools(schemas, describe_tools(schemas))
         return self._offered[tools]
 
-    async def _roll_out(self, prompt: Prompt, lease: AsyncLease, tools: SlotTools, schemas: list[dict[str, Any]]) -> AgentResult:
-        settings = self._settings
-
-        async def execute(tool: str, args: dict[str, Any], task_id: str, /) -> ToolReply:
-            result = await tools.run_model_call(tool, args)
-            error = "" if result.success else result.error or f"{tool} ended with exit code {result.metadata.get('exit_code')}"
-            return ToolReply(render_tool_reply(tool, result), ok=result.success, error=error, fault=result.fault, reason=result.reason)
-
+    async def _roll_out(self, prompt: Prompt, lease: AsyncLease, tools: SlotTools, schemas: list[dict[str, Any]]) -> tuple[AgentResult, str]:
+        """Return what the rollout came to, and why it ended."""
+        settings, handler = self._settings, SlotToolHandler(tools)
         loop_settings = AgentLoopSettings(
             max_turns=settings.max_turns,
             temperature=settings.temperature,
             max_tokens=settings.max_tokens,
             max_context_tokens=settings.max_context_tokens,
         )
-        loop = AgentLoop(self._model, execute, schemas, loop_settings)
+        loop = AgentLoop(self._model, handler, schemas, loop_settings)
         system = [{"role": "system", "content": settings.ephemeral_system_prompt}] if settings.ephemeral_system_prompt else []
         try:
             result = await loop.run([*system, {"role": "user", "content": prompt.text}], lease.info.trajectory_id or prompt.prompt_id)
         except ModelRequestFailed as error:
             raise _model_failure(error) from error
-        fault = infra_fault_of(result)
+        fault = infra_fault_of(result, handler)
         if fault is not None:
             raise fault
-        return result
+        return result, SANDBOX_LOST if handler.lost_by_policy else result.end.value
 
 
 def _model_failure(error: ModelRequestFailed) -> Exception:
@@ -170,15 +168,19 @@ def _model_failure(error: ModelRequestFailed) -> Exception:
             return RolloutFault(str(cause or error), reason="model_fault")
 
 
-def infra_fault_of(result: AgentResult) -> RolloutFault | None:
+def infra_fault_of(result: AgentResult, handler: SlotToolHandler) -> RolloutFault | None:
     """Return the fault because of which a rollout must be repeated, or None.
 
-    An ambiguous fault counts as one of the infrastructure, unless a fault of the policy was found in the same rollout.
+    An ambiguous fault counts as one of the infrastructure, unless a fault of the policy was found in the same rollout. A slot that the commands of the model
+    have ended, which is proven, is a result.
     """
-    if result.end is LoopEnd.INFRA_FAULT:
-        call = next(call for call in result.calls if call.reply.fault == "infra")
-        return RolloutFault(f"{call.tool}: {call.reply.error}", reason=call.reply.reason or "infra")
-    ambiguous = next((call for call in result.calls if call.reply.fault == "ambiguous"), None)
-    if ambiguous is None or any(call.reply.fault == "policy" for call in result.calls):
+    if handler.fault is not None:
+        return handler.fault
+    if handler.lost_by_policy:
         return None
-    return RolloutFault(f"{ambiguous.tool}: {ambiguous.reply.error}", reason=f"ambiguous_{ambiguous.reply.reason}", fault="ambiguous")
+    if result.end is LoopEnd.INFRA_FAULT:  # the handler itself raised an exception
+        call = next(call for call in result.calls if call.reply.fault == "infra")
+        return RolloutFault(f"{call.tool}: {call.reply.error}", reason=call.reply.reason)
+    if handler.ambiguous is None or any(call.reply.fault == "policy" for call in result.calls):
+        return None
+    return RolloutFault(handler.ambiguous.message, reason=f"ambiguous_{handler.ambiguous.reason}", fault="ambiguous")

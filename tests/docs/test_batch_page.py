@@ -31,7 +31,7 @@ def test_the_settings_that_must_stay_the_same_are_marked() -> None:
 def test_every_column_is_listed() -> None:
     prompt = Prompt(line=1, text="x", pool=None, image=None, other_members="{}", prompt_id="00", occurrence=0)
     result = AgentResult(messages=[], end=LoopEnd.ANSWERED, turns_used=0, reasoning_per_turn=(), calls=(), model_time_s=0.0, tool_time_s=0.0)
-    rollout = Rollout(result=result, system_message="", toolsets=("terminal",), pool="default", attempts=1, duration_s=0.0)
+    rollout = Rollout(result=result, end="answered", system_message="", toolsets=("terminal",), pool="default", attempts=1, duration_s=0.0)
     row = make_trajectory_row(prompt, rollout, run_name="run", model="m")
 
     section = PAGE.partition("## Columns")[2].partition("\n## ")[0]

@@ -22,6 +22,7 @@ class Rollout:
 
     Args:
         result: the conversation and its end.
+        end: why it ended.
         system_message: describes the tools that the model could call.
         toolsets: the tool sets of these tools.
         pool: the pool of the slot.
@@ -30,6 +31,7 @@ class Rollout:
     """
 
     result: AgentResult
+    end: str
     system_message: str
     toolsets: Sequence[str]
     pool: str
@@ -53,7 +55,7 @@ def make_trajectory_row(prompt: Prompt, rollout: Rollout, *, run_name: str, mode
         "occurrence": prompt.occurrence,
         "conversations": to_conversation(result.messages, rollout.system_message),
         "completed": result.finished_naturally,
-        "end": result.end.value,
+        "end": rollout.end,
         "turns": result.turns_used,
         "toolsets": list(rollout.toolsets),
         "tool_calls": {

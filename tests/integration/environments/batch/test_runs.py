@@ -90,7 +90,7 @@ def test_a_run_writes_a_row_for_each_prompt(runs: Runs, service: Service, capsys
     # What the model does wrong is a result, and is not repeated.
     policy = next(row for row in rows if row["conversations"][1]["value"] == "policy")
     assert (policy["completed"], policy["metadata"]["attempts"], policy["turns"]) == (True, 1, 5)
-    assert (policy["tool_calls"]["attempted"], policy["tool_calls"]["executed_ok"], policy["tool_calls"]["policy_faults"]) == (4, 0, 3)
+    assert (policy["tool_calls"]["attempted"], policy["tool_calls"]["executed_ok"], policy["tool_calls"]["policy_faults"]) == (4, 1, 3)
     statistics, checkpoint = runs.document("statistics"), runs.document("checkpoint")
     assert (statistics["completed"], statistics["broken_lines"], statistics["failed"], checkpoint["state"]) == (10, 1, 0, "finished")
     assert statistics["tools"]["terminal"]["count"] == 11

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from env_client import ExecutionResult
 from env_client.tools import BASE_TOOLS, OPTIONAL_TOOLS, tool_schemas
 from environments.agent_loop import AgentLoop, AgentLoopSettings, AgentResult, ToolReply
 from environments.batch.attempts import infra_fault_of
@@ -17,6 +18,7 @@ from environments.batch.files.row_log import RowLog
 from environments.batch.rows.sharegpt import describe_tools, to_conversation
 from environments.batch.rows.statistics import RunStatistics
 from environments.batch.rows.trajectory_row import Rollout, make_trajectory_row
+from environments.rollouts.tool_handler import SlotToolHandler
 from environments.tool_call_parsers import get_parser
 from tests.unit.environments.scripted_model import RecordingTools, ScriptedModel, call, response
 
@@ -30,7 +32,9 @@ def roll_out(*answers: Any, replies: tuple[Any, ...] = (), max_turns: int = 10) 
 
 def make_row(result: AgentResult, **prompt: Any) -> dict[str, Any]:
     made = Prompt(**{"line": 1, "text": "Fix it.", "pool": None, "image": None, "other_members": "{}", "prompt_id": "00ff", "occurrence": 0, **prompt})
-    rollout = Rollout(result=result, system_message=describe_tools(SCHEMAS), toolsets=("terminal",), pool="default", attempts=1, duration_s=2)
+    rollout = Rollout(
+        result=result, end=result.end.value, system_message=describe_tools(SCHEMAS), toolsets=("terminal",), pool="default", attempts=1, duration_s=2
+    )
     return make_trajectory_row(made, rollout, run_name="run", model="m", now_s=0.0)
 
 
@@ -102,16 +106,33 @@ def test_sums_over_rows_are_the_same_in_one_session_and_in_two() -> None:
     assert document["times"]["duration_s"] == 4.0
 
 
-def infra_fault(*faults: str) -> str | None:
-    replies = tuple(ToolReply("{}", ok=fault == "none", error="it failed", fault=fault, reason="timeout") for fault in faults)
-    answers = [response(None, call("terminal", {"command": "x"})) for _ in faults]
-    fault = infra_fault_of(roll_out(*answers, response("end"), replies=replies))
+class Slot:
+    """Runs calls as a slot does, with the next fault and reason."""
+
+    def __init__(self, *ends: tuple[str, str]) -> None:
+        self._ends = list(ends)
+
+    async def run_model_call(self, tool: str, args: Any) -> ExecutionResult:
+        fault, reason = self._ends.pop(0)
+        return ExecutionResult(fault == "none", "", "" if fault == "none" else "it failed", {"fault": fault, "reason": reason, "exit_code": 0})
+
+
+def infra_fault(*ends: tuple[str, str]) -> str | None:
+    handler = SlotToolHandler(Slot(*ends))  # type: ignore[arg-type]
+    answers = [response(None, call("terminal", {"command": "x"})) for _ in ends]
+    loop = AgentLoop(ScriptedModel(*answers, response("end")), handler, SCHEMAS)
+    fault = infra_fault_of(asyncio.run(loop.run([{"role": "user", "content": "Fix it."}], "t")), handler)
     return fault and fault.reason
 
 
 def test_only_faults_of_the_infrastructure_repeat_a_rollout() -> None:
-    assert infra_fault("none", "none") is None
-    assert infra_fault("policy", "none") is None
-    assert infra_fault("none", "infra") == "timeout"
-    assert infra_fault("none", "ambiguous", "none") == "ambiguous_timeout"
-    assert infra_fault("policy", "ambiguous") is None
+    exit_, timeout = ("none", "exit"), ("policy", "timeout")
+    assert infra_fault(exit_, exit_) is None
+    assert infra_fault(timeout, exit_) is None
+    assert infra_fault(exit_, ("infra", "backend_error")) == "backend_error"
+    assert infra_fault(exit_, ("ambiguous", "timeout"), exit_) == "ambiguous_timeout"
+    assert infra_fault(timeout, ("ambiguous", "timeout")) is None
+    assert infra_fault(timeout, ("infra", "sandbox_lost")) == "sandbox_lost"
+    assert infra_fault(("none", "cancelled")) == "cancelled"
+    assert infra_fault(("ambiguous", "lease_lost")) == "lease_lost"
+    assert infra_fault(("policy", "sandbox_lost")) is None  # proven to be the model's own doing
