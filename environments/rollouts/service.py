@@ -22,6 +22,7 @@ from env_client import (
     EmbeddedService,
     Forbidden,
     InvalidRequest,
+    NoCapacity,
     PoolConflict,
     PoolInfo,
     PoolNotFound,
@@ -97,6 +98,7 @@ class PoolConnection:
         self._url = ""
         self._acquires: set[asyncio.Task[tuple[AsyncLease, ...]]] = set()
         self._has_acquired = False
+        self._held_lease_ids: set[str] = set()
         self._closed = False
 
     @property
@@ -159,19 +161,21 @@ class PoolConnection:
         await asyncio.gather(*acquires, return_exceptions=True)
         await self._resources.aclose()
 
-    async def acquire(self, trajectory_ids: Sequence[str], *, cache: str | None = "rw") -> tuple[AsyncLease, ...]:
+    async def acquire(self, trajectory_ids: Sequence[str], *, cache: str | None = "rw", waits_for_own: bool = False) -> tuple[AsyncLease, ...]:
         """Acquire a slot for each trajectory: all of them or none. They are renewed until they are released.
 
         Args:
             trajectory_ids: the trajectories.
             cache: `rw` for the set-up cache of the sandbox; None for none.
+            waits_for_own: whether to wait beyond the `acquire_timeout_s` of the pool for as long as this process holds slots itself, which come free when
+                its rollouts end. A caller that holds a slot must not do that.
 
         Raises:
             RolloutFault: no slots could be acquired; a later attempt may succeed.
             PoolUnavailable: no attempt can succeed.
         """
         self._check_open()
-        task = asyncio.create_task(self._hold(list(trajectory_ids), cache))
+        task = asyncio.create_task(self._hold(list(trajectory_ids), cache, waits_for_own))
         self._acquires.add(task)
         task.add_done_callback(self._acquires.discard)
         try:
@@ -185,6 +189,7 @@ class PoolConnection:
 
     async def release(self, leases: Sequence[AsyncLease]) -> None:
         """Release slots and have them reset. It never raises an error of the service: a lease that cannot be released ends by itself."""
+        self._held_lease_ids.difference_update(lease.lease_id for lease in leases)
         try:
             await self.client.give_back(leases)
         except ClientClosed:  # the end of the run has released them
@@ -281,7 +286,7 @@ class PoolConnection:
         except SandboxError as error:
             log.warning("slots of a cancelled acquire may be held until %.0f s from now: %s", self._settings.lease_ttl_s, error)
 
-    async def _hold(self, trajectory_ids: list[str], cache: str | None) -> tuple[AsyncLease, ...]:
+    async def _hold(self, trajectory_ids: list[str], cache: str | None, waits_for_own: bool) -> tuple[AsyncLease, ...]:
         deadline_s = asyncio.get_running_loop().time() + self.request.acquire_timeout_s
         try:
             while True:
@@ -291,8 +296,12 @@ class PoolConnection:
                     if self.request.spec is None or asyncio.get_running_loop().time() > deadline_s:
                         raise
                     await self._make_pool_again()
+                except NoCapacity:
+                    if not (waits_for_own and self._held_lease_ids):
+                        raise
                 else:
                     self._has_acquired = True
+                    self._held_lease_ids.update(lease.lease_id for lease in leases)
                     return leases
         except SandboxError as error:
             if isinstance(error, _PERMANENT_ERRORS) or (isinstance(error, PoolNotFound | BackendUnavailable) and not self._has_acquired):

@@ -123,6 +123,7 @@ async def rollouts(
     answers: Sequence[dict[str, Any]] = (),
     before_answer: Action = nothing,
     max_attempts: int = 3,
+    acquire_timeout_s: float = 30,
     **settings: Any,
 ) -> AsyncIterator[Rollouts]:
     """Connect to the default pool of a service, and check at the end that no slot is left."""
@@ -132,7 +133,7 @@ async def rollouts(
     async def open_model(schemas: Schemas) -> AsyncIterator[OpenedModel]:
         yield PlayedModel(answers, before_answer), estimate_tokens
 
-    request = PoolRequest(name="default", spec=None, acquire_timeout_s=30)
+    request = PoolRequest(name="default", spec=None, acquire_timeout_s=acquire_timeout_s)
     async with PoolConnection(request, ConnectionSettings(sandbox_url=service.url, sandbox_token=service.token)) as pool:
         statistics = RolloutStatistics()
         trajectories = TrajectoryRunner(pool, hooks, TrajectorySettings(loop=AgentLoopSettings(max_turns=5), **settings), open_model)

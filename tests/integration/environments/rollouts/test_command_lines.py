@@ -19,14 +19,13 @@ from environments.demo.tokenizer import make_tokenizer
 from tests.support.service import Service, clean_environ
 from tests.support.users import ROOT
 
-SCRIPT: Mapping[str, Any] = {
-    "prompts": [{"trajectories": [{"turns": [{"calls": [{"tool": "write_file", "arguments": {"path": "greeting.txt", "content": "Hello from the sandbox"}}]}]}]}]
-}
+WRITE = {"tool": "write_file", "arguments": {"path": "greeting.txt", "content": "Hello from the sandbox"}}
+SCRIPT: Mapping[str, Any] = {"prompts": [{"trajectories": [{"turns": [{"calls": [WRITE]}]}]}]}
 #: The flags of the documented command for Modal.
-MODAL = (
-    "--env.use_wandb false --env.total_steps 2 --env.group_size 1 --env.tool_pool_mode modal --env.modal_image python:3.11 "
-    "--env.modal_slots_per_sandbox 10 --env.modal_min_sandboxes 1"
-).split()
+MODAL = [
+    "--env.use_wandb", "false", "--env.total_steps", "2", "--env.group_size", "1", "--env.tool_pool_mode", "modal", "--env.modal_image", "python:3.11",
+    "--env.modal_slots_per_sandbox", "10", "--env.modal_min_sandboxes", "1",
+]  # fmt: skip
 
 
 async def start(service: Service, folder: Path, base_url: str, *arguments: str) -> Process:
@@ -68,7 +67,8 @@ async def test_a_backend_that_the_service_lacks_ends_in_one_sentence(service: Se
 async def test_a_wrong_setting_ends_in_one_sentence(service: Service, tmp_path: Path) -> None:
     arguments = ["evaluate", "--env.tool_server_url", "http://tools", "--env.sandbox_pool", "default"]
     exit_code, _, errors = await finish(await start(service, tmp_path, "http://127.0.0.1:9/v1", *arguments))
-    assert (exit_code, errors) == (1, "terminal_test: tool_server_url: the tool server is not built yet; leave tool_server_url out, and use the tools of the slot\n")
+    sentence = "tool_server_url: the tool server is not built yet; leave tool_server_url out, and use the tools of the slot"
+    assert (exit_code, errors) == (1, f"terminal_test: {sentence}\n")
 
 
 @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGTERM, 143)])

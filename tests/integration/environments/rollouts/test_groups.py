@@ -66,6 +66,13 @@ async def raises(trajectory_id: str) -> None:
     raise KeyError("a bug of the hook")
 
 
+async def test_groups_wait_for_the_slots_of_other_groups_of_their_process(service: Service) -> None:
+    async with rollouts(service, answers=[command("sleep 2")], acquire_timeout_s=1) as group:
+        records = await asyncio.gather(*(group.groups.run("item", 8, ("terminal",)) for _ in range(3)))  # the pool has 16 slots
+        assert [len(members) for members in records] == [8, 8, 8]
+        assert group.statistics.total.faults == {}
+
+
 @pytest.mark.parametrize("hook", ["set_up", "score"])
 async def test_an_exception_of_a_hook_is_repeated_and_not_scored(service: Service, hook: str) -> None:
     async with rollouts(service, replace(Hooks(), **{hook: OnceFor(raises)})) as group:
