@@ -99,7 +99,8 @@ class RunSlots:
             PoolUnavailable: the pool of the run cannot be used any more.
         """
         if prompt.pool is None and prompt.image is None:
-            (lease,) = await self._connection.acquire([trajectory_id], cache=None)
+            # A pool with fewer slots than workers is no fault: the prompt waits for the slots of the other workers, however long these take.
+            (lease,) = await self._connection.acquire([trajectory_id], cache=None, waits_for_own=True)
         else:
             lease = await self._acquire_for_row(prompt, trajectory_id)
         self.held_count += 1

@@ -118,28 +118,28 @@ def test_without_a_service_the_run_starts_one_and_ends_it(tmp_path: Path, server
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("duplicates", ["keep", "merge"])
+@pytest.mark.parametrize(("duplicates", "number"), [("keep", signal.SIGTERM), ("merge", signal.SIGINT)])
 def test_a_run_that_is_ended_and_killed_ends_with_the_rows_of_an_undisturbed_one(
-    runs: Runs, service: Service, duplicates: str, capsys: pytest.CaptureFixture[str]
+    runs: Runs, service: Service, duplicates: str, number: signal.Signals, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    prompts = [f"unhurried {number}" for number in range(24)]
+    prompts = [f"unhurried {index}" for index in range(24)]
     write_prompts(runs.folder, *prompts, *prompts[:6])
     options = ("--duplicates", duplicates, "--batch_size", "3")
 
     with runs.started(*options) as process:
         wait_until(lambda: runs.whole_row_count() >= 5)
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
         message = process.communicate(timeout=50)[1]
-        assert process.returncode == 128 + signal.SIGTERM, message
-    assert "ended by SIGTERM" in message
+        assert process.returncode == 128 + number, message
+    assert f"ended by {number.name}" in message
     assert "--resume" in message
     assert held_leases(service) == 0
     assert runs.document("checkpoint")["state"] == "stopped"
-    after_sigterm = runs.rows()
-    assert 5 <= len(after_sigterm) == runs.document("checkpoint")["completed"] < 24
+    after_signal = runs.rows()
+    assert 5 <= len(after_signal) == runs.document("checkpoint")["completed"] < 24
 
     with runs.started("--resume", *options) as process:
-        wait_until(lambda: runs.whole_row_count() >= len(after_sigterm) + 5)
+        wait_until(lambda: runs.whole_row_count() >= len(after_signal) + 5)
         process.send_signal(signal.SIGKILL)
         process.wait()
     with (runs.path / "trajectories.jsonl").open("ab") as file:
@@ -148,7 +148,7 @@ def test_a_run_that_is_ended_and_killed_ends_with_the_rows_of_an_undisturbed_one
     assert runs.run("--resume", *options) == 0
     resumed = runs.rows()
     assert held_leases(service) == 0  # also those of the process that was killed
-    assert resumed[: len(after_sigterm)] == after_sigterm
+    assert resumed[: len(after_signal)] == after_signal
     assert prompts_of(resumed) == sorted([*prompts, *(prompts[:6] if duplicates == "keep" else ())])
     assert "an incomplete last row of 25 bytes was removed" in capsys.readouterr().err
     assert runs.document("statistics")["completed"] == len(resumed)
