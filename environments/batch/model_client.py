@@ -73,11 +73,10 @@ class ModelClient:
         self._retries = retries
         self._sleep = sleep
         self._last_answer_s = float("-inf")
-        self._http = httpx.AsyncClient(
-            headers={"Content-Type": "application/json", **({"Authorization": f"Bearer {api_key}"} if api_key else {})},
-            timeout=httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S),
-            transport=async_connections(httpx.URL(self._url), max_connections),
-        )
+        self._headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {api_key}"} if api_key else {})}
+        self._timeout = httpx.Timeout(timeout_s, connect=CONNECT_TIMEOUT_S).as_dict()
+        # Requests go to the connections directly: what httpx.AsyncClient adds, such as cookies and redirects, costs as much time as the request itself.
+        self._connections = async_connections(httpx.URL(self._url), max_connections)
 
     async def chat_completion(self, **request: Any) -> Any:
         """Answer a conversation; `request` has the members of a chat completion.
@@ -102,7 +101,7 @@ class ModelClient:
 
     async def aclose(self) -> None:
         """Close the connections."""
-        await self._http.aclose()
+        await self._connections.aclose()
 
     async def __aenter__(self) -> Self:
         return self
@@ -113,9 +112,13 @@ class ModelClient:
     async def _send(self, request: dict[str, Any]) -> Any:
         try:
             # ASCII, because a prompt or an answer may hold half of a surrogate pair, which UTF-8 cannot express.
-            response = await self._http.post(self._url, content=json.dumps({"model": self._model, **request}).encode("ascii"))
-        except httpx.InvalidURL as error:
-            raise ModelUnavailable(f"--base_url: {self._url} is not an address: {error}", "correct --base_url") from error
+            body = json.dumps({"model": self._model, **request}).encode("ascii")
+            message = httpx.Request("POST", self._url, headers=self._headers, content=body, extensions={"timeout": self._timeout})
+            response = await self._connections.handle_async_request(message)
+            try:
+                await response.aread()
+            finally:
+                await response.aclose()
         except httpx.TransportError as error:
             raise _Unanswered(f"{type(error).__name__}: {error}".rstrip(": ")) from error
         if response.status_code in _FINAL_STATUSES:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from environments.batch.failures import RunRefused
 from environments.toolsets import ToolsetError, find_distribution
 
@@ -103,7 +105,7 @@ def check_settings(settings: BatchSettings) -> None:
     Raises:
         RunRefused: a setting has a value that cannot be used.
     """
-    if not settings.base_url.startswith(("http://", "https://")):
+    if not _is_http_url(settings.base_url):
         raise RunRefused(
             f"--base_url: {settings.base_url!r} is no address of a model server", "name it as in http://127.0.0.1:8000/v1, here or in OPENAI_BASE_URL"
         )
@@ -116,6 +118,14 @@ def check_settings(settings: BatchSettings) -> None:
             find_distribution(settings.distribution)
         except ToolsetError as error:
             raise RunRefused(f"--{error}", "--list_distributions describes them") from error
+
+
+def _is_http_url(text: str) -> bool:
+    try:
+        url = httpx.URL(text)
+    except httpx.InvalidURL:
+        return False
+    return url.scheme in ("http", "https") and bool(url.host)
 
 
 def stored_settings(settings: BatchSettings) -> dict[str, Any]:

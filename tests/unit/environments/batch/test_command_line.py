@@ -44,6 +44,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *changes: str) -> str:
         (["--dataset_file", "broken.jsonl", "--broken_lines", "stop"], "line 7: it is not JSON"),
         (["--distribution", "odd"], "--distribution: there is no 'odd'"),
         (["--base_url", "here"], "'here' is no address"),
+        (["--base_url", "http://"], "is no address"),
         (["--base_url", ""], "OPENAI_BASE_URL"),
         (["--model", ""], "--model: no model is named"),
         (["--image_backend", "local"], "--image_backend: sandboxes of the backend local have no image"),
