@@ -1,0 +1,1 @@
+"""What a run writes: trajectories in ShareGPT form, and statistics about them."""
