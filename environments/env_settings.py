@@ -33,8 +33,9 @@ class AgentEnvSettings(BaseModel):
     model_config = ConfigDict(coerce_numbers_to_str=True)
 
     # Tools.
-    enabled_toolsets: list[str] | None = Field(default=None, description="Tool sets that the model gets, separated by commas; default: all of the pool")
-    disabled_toolsets: list[str] | None = Field(default=None, description="Tool sets that are taken away from the others")
+    # They are lists. Their type allows a text, too, because atroposlib checks the command line before it is divided at the commas.
+    enabled_toolsets: list[str] | str | None = Field(default=None, description="Tool sets that the model gets, separated by commas; default: all of the pool")
+    disabled_toolsets: list[str] | str | None = Field(default=None, description="Tool sets that are taken away from the others")
     distribution: str | None = Field(default=None, description="Distribution from which the tool sets of each group are sampled; excludes enabled_toolsets")
     # Agent.
     max_agent_turns: int = Field(default=30, ge=1, description="Most answers of the model in a rollout")

@@ -18,6 +18,7 @@ os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # no torch is n
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
 from atroposlib.utils.tokenize_for_trainer import tokenize_for_trainer
+from tenacity import RetryError
 
 from environments.agent_loop import AgentLoopSettings, AgentResult
 from environments.conversation.answers import Message
@@ -248,7 +249,11 @@ class HermesAgentBaseEnv(BaseEnv):  # type: ignore[misc]  # atroposlib has no ty
         """Roll out groups for a trainer, until it has enough."""
         async with self._running("serve"):
             self._failure = asyncio.get_running_loop().create_future()
-            await run_until_failure(super().env_manager(), self._failure)
+            try:
+                await run_until_failure(super().env_manager(), self._failure)
+            except RetryError as error:
+                reason = error.last_attempt.exception()
+                raise RunFailed(f"rollout_server_url: the trainer's API at {self.config.rollout_server_url} does not answer: {reason}") from error
 
     async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
         """Report metrics to Weights & Biases."""
@@ -281,6 +286,9 @@ class HermesAgentBaseEnv(BaseEnv):  # type: ignore[misc]  # atroposlib has no ty
         if tasks:
             await asyncio.wait(tasks)
         await self.pool.aclose()
+        for server in self.server.servers:
+            if getattr(server, "openai", None) is not None:  # atroposlib never closes its connections
+                await server.openai.close()
         self._scoring_threads.shutdown(wait=False, cancel_futures=True)
         self._conversation_tokens.close()
         if self.jsonl_writer is not None:
@@ -302,7 +310,7 @@ class HermesAgentBaseEnv(BaseEnv):  # type: ignore[misc]  # atroposlib has no ty
         unusable = self.statistics.total.unusable_rows
         if unusable:
             row, reason = next(iter(unusable.items()))
-            return f"{len(unusable)} rows are unusable, such as {row}: {reason}"
+            return f"unusable rows: {len(unusable)}, such as {row}: {reason}"
         if self.statistics.latest_fault is not None:
             return f"every group came to nothing; the last one because of: {self.statistics.latest_fault.message}"
         return "there is none; set dataset_name"

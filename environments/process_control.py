@@ -32,7 +32,7 @@ def run_cli(cli: Callable[[], None], name: str) -> NoReturn:
         cli: the command line.
         name: the name of the environment.
     """
-    warnings.filterwarnings("ignore", message="You are using a local Base URL")
+    warnings.filterwarnings("ignore", message="You are using a local Base URL|Trainer requested to ignore max length")  # both are always so in `process`
     sys.argv += wandb_argument(sys.argv[1:])
     try:
         cli()

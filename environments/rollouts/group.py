@@ -109,7 +109,7 @@ class GroupRunner:
         for attempt in range(1, self._max_attempts + 1):
             with records[0].measure("acquire"):
                 try:
-                    return await self._pool.acquire([record.trajectory_id for record in records])
+                    return await self._pool.acquire([record.trajectory_id for record in records], waits_for_own=True)
                 except RolloutFault as error:
                     fault = error
             self._statistics.record_fault(records[0], fault)
@@ -151,7 +151,7 @@ class GroupRunner:
     async def _attempt(self, item: Any, record: TrajectoryRecord, places: _Places, tools: Sequence[str]) -> None:
         if places.number not in places.held:
             with record.measure("acquire"):
-                (places.held[places.number],) = await self._pool.acquire([record.trajectory_id])
+                (places.held[places.number],) = await self._pool.acquire([record.trajectory_id], waits_for_own=True)
         try:
             await self._trajectories.run(item, places.held[places.number], tools, record)
         finally:

@@ -22,6 +22,8 @@ from env_client import (
     EmbeddedService,
     Forbidden,
     InvalidRequest,
+    NoCapacity,
+    NotImplementedYet,
     PoolConflict,
     PoolInfo,
     PoolNotFound,
@@ -45,6 +47,8 @@ log = logging.getLogger(__name__)
 _DELETION_POLL_S = 0.2
 #: Errors of an acquire that every later acquire would get, too.
 _PERMANENT_ERRORS = (InvalidRequest, Unauthorized, Forbidden)
+#: How long an embedded service may take until it listens, in seconds. Environments start on machines that are busy with models.
+_EMBEDDED_START_S = 120.0
 #: The pool that an embedded service has at its start. Nothing uses it.
 _UNUSED_POOL = {"default": {"min_sandboxes": 0, "max_sandboxes": 1}}
 
@@ -97,6 +101,8 @@ class PoolConnection:
         self._url = ""
         self._acquires: set[asyncio.Task[tuple[AsyncLease, ...]]] = set()
         self._has_acquired = False
+        self._held_lease_ids: set[str] = set()
+        self._cache_refused = False
         self._closed = False
 
     @property
@@ -159,19 +165,21 @@ class PoolConnection:
         await asyncio.gather(*acquires, return_exceptions=True)
         await self._resources.aclose()
 
-    async def acquire(self, trajectory_ids: Sequence[str], *, cache: str | None = "rw") -> tuple[AsyncLease, ...]:
+    async def acquire(self, trajectory_ids: Sequence[str], *, cache: str | None = "rw", waits_for_own: bool = False) -> tuple[AsyncLease, ...]:
         """Acquire a slot for each trajectory: all of them or none. They are renewed until they are released.
 
         Args:
             trajectory_ids: the trajectories.
             cache: `rw` for the set-up cache of the sandbox; None for none.
+            waits_for_own: whether to wait beyond the `acquire_timeout_s` of the pool for as long as this process holds slots itself, which come free when
+                its rollouts end. A caller that holds a slot must not do that.
 
         Raises:
             RolloutFault: no slots could be acquired; a later attempt may succeed.
             PoolUnavailable: no attempt can succeed.
         """
         self._check_open()
-        task = asyncio.create_task(self._hold(list(trajectory_ids), cache))
+        task = asyncio.create_task(self._hold(list(trajectory_ids), cache, waits_for_own))
         self._acquires.add(task)
         task.add_done_callback(self._acquires.discard)
         try:
@@ -185,6 +193,7 @@ class PoolConnection:
 
     async def release(self, leases: Sequence[AsyncLease]) -> None:
         """Release slots and have them reset. It never raises an error of the service: a lease that cannot be released ends by itself."""
+        self._held_lease_ids.difference_update(lease.lease_id for lease in leases)
         try:
             await self.client.give_back(leases)
         except ClientClosed:  # the end of the run has released them
@@ -238,7 +247,7 @@ class PoolConnection:
         if self.request.spec is None:
             raise PoolUnavailable(f"sandbox_pool names the pool {self.request.name!r} of a service: set sandbox_url, or SANDBOX_URL, to its address")
         try:
-            return embedded(_UNUSED_POOL)
+            return embedded(_UNUSED_POOL, start_s=_EMBEDDED_START_S)
         except EmbeddedFailed as error:
             raise PoolUnavailable(f"sandbox_url is not set, and {error.detail}") from error
 
@@ -281,18 +290,29 @@ class PoolConnection:
         except SandboxError as error:
             log.warning("slots of a cancelled acquire may be held until %.0f s from now: %s", self._settings.lease_ttl_s, error)
 
-    async def _hold(self, trajectory_ids: list[str], cache: str | None) -> tuple[AsyncLease, ...]:
+    async def _hold(self, trajectory_ids: list[str], cache: str | None, waits_for_own: bool) -> tuple[AsyncLease, ...]:
         deadline_s = asyncio.get_running_loop().time() + self.request.acquire_timeout_s
         try:
             while True:
+                given_cache = None if self._cache_refused else cache
                 try:
-                    leases = await self._hold_once(trajectory_ids, cache)
+                    leases = await self._hold_once(trajectory_ids, given_cache)
+                except NotImplementedYet as error:  # the isolation mode of the pool has no cache
+                    if given_cache is None:
+                        raise
+                    if not self._cache_refused:
+                        self._cache_refused = True
+                        log.warning("the slots of pool %s have no set-up cache, so each of them is set up by itself: %s", self.request.name, error.detail)
                 except (PoolNotFound, Draining, PoolConflict):  # the pool was deleted because nobody used it, or is being deleted
                     if self.request.spec is None or asyncio.get_running_loop().time() > deadline_s:
                         raise
                     await self._make_pool_again()
+                except NoCapacity:
+                    if not (waits_for_own and self._held_lease_ids):
+                        raise
                 else:
                     self._has_acquired = True
+                    self._held_lease_ids.update(lease.lease_id for lease in leases)
                     return leases
         except SandboxError as error:
             if isinstance(error, _PERMANENT_ERRORS) or (isinstance(error, PoolNotFound | BackendUnavailable) and not self._has_acquired):

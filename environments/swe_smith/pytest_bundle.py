@@ -23,8 +23,11 @@ def supports(python_version: str) -> bool:
 
 
 @cache
-def packed_pytest() -> bytes:
+def packed_pytest(*, with_pygments: bool) -> bytes:
     """Return a gzipped tar of pytest and what it needs, to be unpacked into a folder `site-packages`.
+
+    Args:
+        with_pygments: whether to include Pygments, which has more files than all others together, and which many interpreters have.
 
     Raises:
         StepFailed: this process has no pytest.
@@ -32,6 +35,8 @@ def packed_pytest() -> bytes:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=6) as archive:
         for name in DISTRIBUTIONS:
+            if name == "pygments" and not with_pygments:
+                continue
             try:
                 distribution = metadata.distribution(name)
             except metadata.PackageNotFoundError:

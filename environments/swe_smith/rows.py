@@ -103,20 +103,19 @@ def check_row(row: SweRow, *, include_fail_to_pass: bool, python_only: bool, pro
         raise UnusableRow(f"row {row.instance_id}: the column text is missing or empty, and prompt_mode {prompt_mode!r} uses it")
 
 
-def build_prompt(row: SweRow, mode: PromptMode, repository: str) -> str:
-    """Return the user message of a row.
+def build_prompt(row: SweRow, mode: PromptMode) -> str:
+    """Return the user message of a row. Paths in it are relative to the workspace, which is in different places in different isolation modes.
 
     Args:
         row: the row.
         mode: which columns to show.
-        repository: the path of the repository in the slot.
     """
     shown = {"problem_statement": (row.problem_statement,), "text": (row.text,), "problem_statement+text": (row.problem_statement, row.text)}[mode]
     task = "\n\n".join(part.strip() for part in shown)
     return (
-        f"The repository {row.repo} is in the folder {repository}. Its source has the problem that is described below. Change the source so that the problem "
-        f"is solved. Do not change the tests: the original tests of the repository decide. `/workspace/.env/bin/python -m pytest` runs them; what is "
-        f"installed there cannot be changed.\n\n{task}"
+        f"The folder repo of the workspace is the repository {row.repo}. Its source has the problem that is described below. Change the source so that the "
+        f"problem is solved. Changes of tests and of their settings do not count: the original tests of the repository decide. In the folder repo, "
+        f"`../.env/bin/python -m pytest` runs them. The project and its dependencies are installed in the folder .env, which cannot be changed.\n\n{task}"
     )
 
 

@@ -172,4 +172,4 @@ class WorkspaceSetUp:
                 f"the slot has no pytest, and the one of this process does not run on its Python {built['python_version']}: use an image with pytest"
             )
         async with slot_files():
-            await exec_tool.lease.put_archive(built["site_packages"], packed_pytest())
+            await exec_tool.lease.put_archive(built["site_packages"], packed_pytest(with_pygments=not built["has_pygments"]))

@@ -10,10 +10,10 @@ from typing import Any
 
 FILES = {
     "pyproject.toml": '[build-system]\nrequires = ["setuptools"]\nbuild-backend = "setuptools.build_meta"\n\n[project]\nname = "fairsum"\nversion = "1.0"\n\n'
-    '[tool.setuptools]\npackages = ["fairsum"]\n\n[tool.pytest.ini_options]\naddopts = "-p no:randomly"\n',
-    "fairsum/__init__.py": "from fairsum.add import add\n",
-    "fairsum/add.py": "def add(first, second):\n    return first - second\n",
-    "fairsum/name.py": 'NAME = "fairsum"\n',
+    '[tool.pytest.ini_options]\naddopts = "-p no:randomly"\n',
+    "src/fairsum/__init__.py": "from fairsum.add import add\n",
+    "src/fairsum/add.py": "def add(first, second):\n    return first - second\n",
+    "src/fairsum/name.py": 'NAME = "fairsum"\n',
     "tests/conftest.py": "import pytest\n\n\n@pytest.fixture\ndef two():\n    return 2\n",
     "tests/expected.txt": "5\n",
     "tests/test_add.py": "import pathlib\n\nimport pytest\n\nfrom fairsum import add\n\n\n"
@@ -54,7 +54,7 @@ class BrokenRepository:
         """Return a row of the data set."""
         row = {
             "instance_id": "fairsum-1", "repo": "demo/fairsum", "base_commit": self.base_commit, "problem_statement": "add() returns a wrong sum.",
-            "text": "The function add in fairsum/add.py subtracts.", "PASS_TO_PASS": PASS_TO_PASS, "FAIL_TO_PASS": FAIL_TO_PASS,
+            "text": "The function add in src/fairsum/add.py subtracts.", "PASS_TO_PASS": PASS_TO_PASS, "FAIL_TO_PASS": FAIL_TO_PASS,
         }  # fmt: skip
         return {**row, **changed}
 
@@ -77,8 +77,8 @@ def make_repository(base: Path) -> BrokenRepository:
     git(folder, "add", ".")
     git(folder, "commit", "-q", "-m", "Add the package")
     base_commit = git(folder, "rev-parse", "HEAD")
-    (folder / "fairsum" / "add.py").write_text(f"# {SECRET}\n" + FIXED)
+    (folder / "src" / "fairsum" / "add.py").write_text(f"# {SECRET}\n" + FIXED)
     git(folder, "commit", "-qam", "Fix add")
     fix_commit = git(folder, "rev-parse", "HEAD")
     git(folder, "tag", "v2", fix_commit)
-    return BrokenRepository(base, base_commit, fix_commit, git(folder, "rev-parse", "HEAD:fairsum/add.py"))
+    return BrokenRepository(base, base_commit, fix_commit, git(folder, "rev-parse", "HEAD:src/fairsum/add.py"))

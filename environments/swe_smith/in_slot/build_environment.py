@@ -31,6 +31,11 @@ NO_INDEX = (
     "network is unreachable",
     "newconnectionerror",
 )
+DESCRIBE = """
+import importlib.util, json, sys, sysconfig
+has = (importlib.util.find_spec(name) is not None for name in ("pytest", "pygments"))
+print(json.dumps([sysconfig.get_path("purelib"), "%d.%d" % sys.version_info[:2], *has]))
+"""
 #: The file in the environment that describes it.
 DESCRIPTION = "swe_smith.json"
 
@@ -47,7 +52,8 @@ def build_environment(request: Dict[str, Any]) -> Dict[str, Any]:
         request: `key` (names the environment in the cache), `online` (whether pip may use its index), and `timeout_s` for all of it, in seconds.
 
     Returns:
-        `description` if the environment came from the cache, else null; `site_packages`, `has_pytest` and `python_version` of one that was just built.
+        `description` if the environment came from the cache, else null; `install`, `site_packages`, `python_version`,
+        `has_pytest` and `has_pygments` of one that was just built.
 
     Raises:
         RowError: the project cannot be installed.
@@ -66,19 +72,19 @@ def build_environment(request: Dict[str, Any]) -> Dict[str, Any]:
     _create(folder)
     python = os.path.join(folder, "bin", "python")
     how = Installer(python, request["online"], time.monotonic() + request["timeout_s"]).install()
-    code, output = run([python, "-I", "-c", "import sysconfig, sys; print(sysconfig.get_path('purelib')); print('%d.%d' % sys.version_info[:2])"])
+    code, output = run([python, "-I", "-c", DESCRIBE], cwd="/")
     if code != 0:
         raise StepError("the Python of the new environment does not run: %s" % last_lines(output))
-    site_packages, version = output.split("\n")[:2]
+    site_packages, version, has_pytest, has_pygments = json.loads(output.strip().splitlines()[-1])
     if how == "path":
         _add_paths(site_packages)
-    has_pytest = run([python, "-I", "-c", "import pytest"], cwd="/")[0] == 0
-    return {"description": None, "install": how, "site_packages": site_packages, "python_version": version, "has_pytest": has_pytest}
+    built = {"install": how, "site_packages": site_packages, "python_version": version, "has_pytest": has_pytest, "has_pygments": has_pygments}
+    return {"description": None, **built}
 
 
 def _create(folder: str) -> None:
     """Create the virtual environment. It also sees what is installed beside the interpreter of the slot, which is all there is without a network."""
-    code, output = run([sys.executable, "-I", "-m", "venv", "--system-site-packages", "--without-pip", folder])
+    code, output = run([sys.executable, "-I", "-S", "-m", "venv", "--system-site-packages", "--without-pip", folder])
     if code != 0:
         raise StepError("the Python of the slot (%s) cannot create a virtual environment: %s" % (sys.executable, last_lines(output)))
     # The interpreter may itself be that of a virtual environment, whose packages the new one would not see.
@@ -127,7 +133,8 @@ class Installer:
 
     def _install(self) -> str:
         installable = any(os.path.exists(os.path.join(repository(), name)) for name in ("setup.py", "pyproject.toml"))
-        if run([self._python, "-I", "-m", "pip", "--version"])[0] != 0 and run([self._python, "-I", "-m", "ensurepip"])[0] != 0:
+        has_pip = run([self._python, "-I", "-c", "import importlib.util; raise SystemExit(importlib.util.find_spec('pip') is None)"])[0] == 0
+        if not has_pip and run([self._python, "-I", "-m", "ensurepip"])[0] != 0:
             return "path"
         offline = installable and self._pip("--no-index", "--no-build-isolation", "-e", repository())[0] == 0
         requirements = [path for path in REQUIREMENT_FILES if os.path.isfile(os.path.join(repository(), path))]

@@ -1,6 +1,5 @@
 """Complete the environment of a repository: pytest is in it and starts, and the other slots of the sandbox find it in the cache."""
 
-import compileall
 import json
 import os
 import tarfile
@@ -14,11 +13,14 @@ DESCRIPTION = "swe_smith.json"
 UNWANTED_PLUGINS = ("xdist", "randomly", "random_order", "pytest_reverse", "flaky", "rerunfailures", "pytest_repeat")
 #: The packages that pytest itself consists of. A project that has one of these names is imported before pytest.
 PACKAGES_OF_PYTEST = ("pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments", "exceptiongroup", "tomli", "py", "attr", "colorama")
-LIST_PLUGINS = """
-import importlib.metadata as metadata, json
+INSPECT = """
+import importlib, importlib.metadata as metadata, json, sys
+import _pytest.config, pytest
+for name in _pytest.config.default_plugins:  # so that they are compiled, before the environment can no longer be written
+    importlib.import_module("_pytest." + name)
 points = metadata.entry_points()
 found = points.select(group="pytest11") if hasattr(points, "select") else points.get("pytest11", ())
-print(json.dumps(sorted({(point.name, point.value.partition(":")[0]) for point in found})))
+print(json.dumps([pytest.__version__, sys.path, sorted({(point.name, point.value.partition(":")[0]) for point in found})]))
 """
 
 
@@ -43,21 +45,22 @@ def finish_environment(request: Dict[str, Any]) -> Dict[str, Any]:
     folder = os.path.join(workspace(), ".env")
     python = os.path.join(folder, "bin", "python")
     program = os.path.join(folder, "bin", "pytest")
-    code, output = run([python, "-I", "-c", "import pytest; print(pytest.__version__)"], cwd="/")
+    code, output = run([python, "-I", "-c", INSPECT], cwd="/")
     if code != 0:
         raise StepError("the environment has no pytest that starts: %s" % last_lines(output))
+    version, search_path, plugins = json.loads(output.strip().splitlines()[-1])
     if not os.path.exists(program):
         with open(program, "w") as file:
             file.write("#!%s\nimport sys\n\nimport pytest\n\nsys.exit(pytest.console_main())\n" % python)
         os.chmod(program, 0o755)
-    compileall.compile_dir(request["site_packages"], quiet=2)
     description = {
         "install": request["install"],
         "python": os.path.realpath(python),
         "python_version": request["python_version"],
-        "pytest_version": output.strip(),
-        "plugins": _plugins(python),
-        "search_path": _search_path(python),
+        "pytest_version": version,
+        # They are named to pytest, because it would also load plugins that a model adds.
+        "plugins": [module for name, module in plugins if not _is_unwanted(name, module)],
+        "search_path": [path for path in search_path if path and not _is_inside_repository(path)],
         "late_import": _has_package_of_pytest(),
     }
     description["options"] = _start_options(python, description, request["tests"])
@@ -69,22 +72,12 @@ def finish_environment(request: Dict[str, Any]) -> Dict[str, Any]:
     return {"description": description}
 
 
-def _plugins(python: str) -> List[str]:
-    """Return the modules of the installed plugins. They are named to pytest, because it would also load plugins that a model adds."""
-    code, output = run([python, "-I", "-c", LIST_PLUGINS], cwd="/")
-    if code != 0:
-        raise StepError("the plugins of pytest cannot be listed: %s" % last_lines(output))
-    found = json.loads(output.strip().splitlines()[-1])
-    return [module for name, module in found if not any(unwanted in (name, module.partition(".")[0]) or unwanted in module for unwanted in UNWANTED_PLUGINS)]
+def _is_unwanted(name: str, module: str) -> bool:
+    return any(unwanted == name or unwanted in module for unwanted in UNWANTED_PLUGINS)
 
 
-def _search_path(python: str) -> List[str]:
-    """Return where the interpreter of the environment looks for modules, without the repository."""
-    code, output = run([python, "-I", "-c", "import json, sys; print(json.dumps(sys.path))"], cwd="/")
-    if code != 0:
-        raise StepError("the Python of the environment does not run: %s" % last_lines(output))
-    inside = os.path.join(repository(), "")
-    return [path for path in json.loads(output.strip().splitlines()[-1]) if path and not os.path.join(path, "").startswith(inside)]
+def _is_inside_repository(path: str) -> bool:
+    return os.path.join(path, "").startswith(os.path.join(repository(), ""))
 
 
 def _has_package_of_pytest() -> bool:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import suppress
 
 import pytest
 
-from env_client import AsyncSandboxClient, Draining, PoolNotFound
+from env_client import AsyncSandboxClient
 from environments.rollouts.exec_tool import RolloutFault
 from environments.rollouts.pool_spec import PoolRequest, PoolSettings, plan_pool
 from environments.rollouts.service import ConnectionSettings, PoolConnection, PoolUnavailable
@@ -69,9 +70,8 @@ async def test_a_cancelled_acquire_leaves_no_slot(service: Service, client: Asyn
             acquire = asyncio.create_task(pool.acquire([f"t-{delay_s}"]))
             await asyncio.wait({acquire}, timeout=delay_s)
             acquire.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await pool.release(await acquire)
-                raise asyncio.CancelledError  # the acquire was faster
+            with suppress(asyncio.CancelledError):
+                await pool.release(await acquire)  # the acquire was faster
         assert (await client.leases(run_id=pool.run_id)).leases == ()
 
 

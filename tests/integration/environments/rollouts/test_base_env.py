@@ -1,0 +1,229 @@
+"""Tests of the base environment with atroposlib, a scripted model server and a real service: both phases, evaluation, and settings that are wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import sys
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from env_client import AsyncSandboxClient
+from environments.demo.model_server import ScriptedModelServer
+from environments.demo.tokenizer import TextTokenizer, make_tokenizer
+from environments.env_settings import describe_validation_error
+from environments.rollouts.collector import RunFailed
+from environments.rollouts.pool_spec import SettingsError
+from tests.support.service import Service
+
+with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(sys, "argv", ["test"])
+    from atroposlib.envs.base import APIServerConfig
+
+    from environments.hermes_base_env import HermesAgentEnvConfig
+    from environments.terminal_test_env import TASKS, TerminalTask, TerminalTestEnv
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Trainer requested to ignore max length"),
+]
+
+DO = {"tool": "terminal", "arguments": {"command": "printf 'Hello from the sandbox\\n' > greeting.txt; echo it\\'s done"}}
+LOOK = {"tool": "terminal", "arguments": {"command": "ls /sys"}}
+SCRIPT: Mapping[str, Any] = {
+    "prompts": [
+        {
+            "match": "greeting.txt",
+            "after_last": "cycle",
+            "trajectories": [
+                {"turns": [{"text": "  I write \n", "calls": [DO]}, {"calls": [LOOK, DO]}, {"text": "Done."}]},
+                {"turns": [{"calls": [LOOK]}, {"text": "Nothing to do."}]},
+            ],
+        },
+        {"match": "", "trajectories": [{"turns": [{"text": "No."}]}]},
+    ]
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+async def model(tokenizer: Path) -> AsyncIterator[ScriptedModelServer]:
+    async with ScriptedModelServer(SCRIPT, tokenizer=tokenizer) as server:
+        yield server
+
+
+def make_env(
+    service: Service, tokenizer: Path, base_url: str, server_type: str = "openai", *, env_class: type[TerminalTestEnv] = TerminalTestEnv, **settings: Any
+) -> TerminalTestEnv:
+    config = HermesAgentEnvConfig(
+        **{
+            **TerminalTestEnv.default_settings(), "tokenizer_name": str(tokenizer), "sandbox_url": service.url, "sandbox_token": service.token,
+            "sandbox_pool": "default", "group_size": 2, "total_steps": 1, "include_messages": True, "ensure_scores_are_not_same": False, **settings,
+        }
+    )  # fmt: skip
+    server = APIServerConfig(base_url=base_url, api_key="x", model_name="scripted", server_type=server_type, health_check=False)
+    env = env_class(config, [server])
+    env.n_groups_to_process, env.group_size_to_process, env.process_mode = config.total_steps, config.group_size, True
+    return env
+
+
+@asynccontextmanager
+async def no_slot_left(service: Service) -> AsyncIterator[None]:
+    yield
+    async with AsyncSandboxClient(service.url, service.token) as client:
+        assert (await client.leases()).leases == ()
+
+
+def read_groups(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.mark.parametrize("server_type", ["openai", "vllm", "sglang"])
+async def test_process(
+    service: Service, tokenizer: Path, model: ScriptedModelServer, tmp_path: Path, server_type: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "groups.jsonl"
+    env = make_env(service, tokenizer, model.base_url, server_type, total_steps=2, data_path_to_save_groups=str(path))
+    async with no_slot_left(service):
+        await env.process_manager()
+
+    first, second = read_groups(path)
+    assert (sorted(first["scores"]), second["scores"]) == ([0.0, 1.0], [0.0, 0.0])
+    texts = TextTokenizer.load(tokenizer)
+    best = first["scores"].index(1.0)
+    for tokens, masks in zip(first["tokens"], first["masks"], strict=True):
+        assert len(tokens) == len(masks) <= env.config.max_token_length
+        assert all(mask in (-100, token) for token, mask in zip(tokens, masks, strict=True))
+    trained = texts.decode([token for token in first["masks"][best] if token != -100])
+    assert trained.count("<tool_call>") == 3
+    assert trained.rstrip().endswith("Done.<|im_end|>")
+    assert "<tools>" in texts.decode(first["tokens"][best])
+    assert [message["role"] for message in first["messages"][best]] == ["system", "user", "assistant", "tool", "assistant", "tool", "tool", "assistant"]
+    if server_type == "openai":
+        assert "inference_logprobs" not in first
+    else:
+        for masks, logprobs in zip(first["masks"], first["inference_logprobs"], strict=True):
+            assert len(masks) == len(logprobs)
+            assert all((logprob <= 0) == (mask != -100) for mask, logprob in zip(masks, logprobs, strict=True))
+        assert trained.startswith("  I write \n")  # what the model wrote, and not what the chat template makes of it
+        written = re.findall(r"<\|im_start\|>assistant\n(.*?<\|im_end\|>)", texts.decode(first["tokens"][best]), re.DOTALL)
+        assert (len(written), "".join(written)) == (3, trained)
+    printed = capsys.readouterr().out
+    assert "2 complete, 0 lost" in printed
+    assert "4 scored, 0 repeated" in printed
+
+
+async def test_evaluate(service: Service, tokenizer: Path, model: ScriptedModelServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    env = make_env(service, tokenizer, model.base_url, data_dir_to_save_evals=str(tmp_path))
+    async with no_slot_left(service):
+        await env._run_evaluate()
+
+    metrics = json.loads((tmp_path / "metrics.json").read_text())["results"]["all"]
+    assert metrics == {"eval/items": 4, "eval/scored": 4, "eval/reward_mean": 0.25, "eval/pass_rate": 0.25}
+    assert len((tmp_path / "samples.jsonl").read_text().splitlines()) == len(TASKS)
+    assert "eval/pass_rate: 0.25" in capsys.readouterr().out
+
+
+class BrokenEnv(TerminalTestEnv):
+    """An environment without a row that can be used."""
+
+    async def next_item(self) -> TerminalTask | None:  # type: ignore[override]  # this one has an end
+        self._next_row += 1
+        return TASKS[0] if self._next_row == 1 else None
+
+    def build_messages(self, item: TerminalTask) -> list[dict[str, Any]]:
+        return super(TerminalTestEnv, self).build_messages({"prompt": None})
+
+
+async def test_no_usable_row_ends_the_run_with_a_sentence(service: Service, tokenizer: Path, model: ScriptedModelServer, tmp_path: Path) -> None:
+    path = tmp_path / "groups.jsonl"
+    env = make_env(service, tokenizer, model.base_url, env_class=BrokenEnv, data_path_to_save_groups=str(path))
+    async with no_slot_left(service):
+        with pytest.raises(RunFailed, match=r"no row could be used: unusable rows: 1, such as write-file: the row has no text in the column 'prompt'"):
+            await env.process_manager()
+    assert not path.exists()  # an empty file would only be in the way
+
+
+async def test_a_worker_that_is_cancelled_leaves_no_slot(service: Service, tokenizer: Path) -> None:
+    script = {"prompts": [{"trajectories": [{"turns": [{"text": "x", "delay_s": 30}]}]}]}
+    async with ScriptedModelServer(script, tokenizer=tokenizer) as model, no_slot_left(service):
+        env = make_env(service, tokenizer, model.base_url, "vllm")
+        async with env._running("serve"):
+            await env.setup()
+            env.running_items["id"] = {"item": TASKS[0]}
+            worker = asyncio.create_task(env.handle_env("id"))
+            await model.wait_for_request(lambda request: True)
+            async with AsyncSandboxClient(service.url, service.token) as client:
+                assert len((await client.leases(run_id=env.pool.run_id)).leases) == 2
+                worker.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await worker
+                assert (await client.leases(run_id=env.pool.run_id)).leases == ()
+
+
+async def test_a_run_that_is_cancelled_releases_its_run(service: Service, tokenizer: Path) -> None:
+    script = {"prompts": [{"trajectories": [{"turns": [{"text": "x", "delay_s": 30}]}]}]}
+    async with ScriptedModelServer(script, tokenizer=tokenizer) as model, no_slot_left(service):
+        run = asyncio.create_task(make_env(service, tokenizer, model.base_url).process_manager())
+        await model.wait_for_request(lambda request: True)
+        run.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await run
+
+
+async def test_a_model_server_that_is_down_is_named(service: Service, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("environments.hermes_base_env._MODEL_WAIT_S", {"process": 0.0})
+    async with no_slot_left(service):
+        with pytest.raises(RunFailed, match=r"openai\.base_url: no model server answers at http://127\.0\.0\.1:9/v1"):
+            await make_env(service, tokenizer, "http://127.0.0.1:9/v1").process_manager()
+
+
+async def test_a_tokenizer_that_is_not_there_is_named(service: Service, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=f"tokenizer_name: '{tmp_path}' cannot be loaded: "):
+        make_env(service, tmp_path, "http://127.0.0.1:9/v1", "vllm")
+    with pytest.raises(SettingsError, match=r"openai\.server_type: trl is not supported"):
+        make_env(service, tmp_path, "http://127.0.0.1:9/v1", "trl")
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"tool_server_url": "http://x"}, "tool_server_url: the tool server is not built yet"),
+        ({"tool_server_token": "x"}, "tool_server_token: the tool server is not built yet"),
+        ({"row_image": "always"}, "row_image: there is no 'always'; there are auto, never"),
+        ({"enabled_toolsets": "terminal, web"}, "enabled_toolsets: the tool set 'web' needs a tool server"),
+        ({"enabled_toolsets": ["terminal"], "distribution": "default"}, "enabled_toolsets and distribution exclude each other"),
+        ({"tool_call_parser": "none"}, "tool_call_parser: There is no tool call parser 'none'"),
+        ({"terminal_backend": "ssh"}, "terminal_backend: 'ssh' is not supported"),
+        ({"max_agent_turns": 0}, "max_agent_turns: Input should be greater than or equal to 1"),
+        ({"modal_gpu": "T4"}, "modal_gpu has no effect"),
+    ],
+)
+def test_settings_that_are_refused(settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValidationError) as refused:
+        HermesAgentEnvConfig(**settings)
+    assert describe_validation_error(refused.value).startswith(sentence)
+
+
+def test_settings_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "SANDBOX_URL": "http://s:1", "TOKENIZER_NAME": "/tok", "OPENAI_BASE_URL": "http://m/v1", "OPENAI_API_KEY": "key", "ATROPOS_SERVER_MODEL": "m",
+        "ATROPOS_SERVER_TYPE": "vllm",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    config, (server,) = TerminalTestEnv.config_init()
+    assert (config.sandbox_url, config.tokenizer_name, config.max_token_length, config.use_wandb) == ("http://s:1", "/tok", 8192, False)
+    assert (server.base_url, server.api_key, server.model_name, server.server_type, server.health_check) == ("http://m/v1", "key", "m", "vllm", False)
+    named = HermesAgentEnvConfig(sandbox_token=123, enabled_toolsets="terminal,file")
+    assert (named.sandbox_token, named.enabled_toolsets) == ("123", ["terminal", "file"])
+    assert "123" not in repr(named)
+    assert "sandbox_token" not in named.model_dump()  # which is written to files and sent to Weights & Biases

@@ -1,0 +1,85 @@
+"""Tests of an environment as a program: its output file, its exit codes, and the one sentence with which it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from env_client import AsyncSandboxClient
+from environments.demo.model_server import ScriptedModelServer
+from environments.demo.tokenizer import make_tokenizer
+from tests.support.service import Service, clean_environ
+from tests.support.users import ROOT
+
+WRITE = {"tool": "write_file", "arguments": {"path": "greeting.txt", "content": "Hello from the sandbox"}}
+SCRIPT: Mapping[str, Any] = {"prompts": [{"trajectories": [{"turns": [{"calls": [WRITE]}]}]}]}
+#: The flags of the documented command for Modal.
+MODAL = [
+    "--env.use_wandb", "false", "--env.total_steps", "2", "--env.group_size", "1", "--env.tool_pool_mode", "modal", "--env.modal_image", "python:3.11",
+    "--env.modal_slots_per_sandbox", "10", "--env.modal_min_sandboxes", "1",
+]  # fmt: skip
+
+
+async def start(service: Service, folder: Path, base_url: str, *arguments: str) -> Process:
+    tokenizer = make_tokenizer(folder / "tokenizer")
+    environ = clean_environ(service.environ | {"TOKENIZER_NAME": str(tokenizer), "OPENAI_BASE_URL": base_url, "HF_HUB_OFFLINE": "1"})
+    command = [sys.executable, str(ROOT / "environments" / "terminal_test_env.py"), *arguments]
+    return await asyncio.create_subprocess_exec(*command, cwd=folder, env=environ, stdout=PIPE, stderr=PIPE)
+
+
+async def finish(process: Process) -> tuple[int | None, str, str]:
+    output, errors = await process.communicate()
+    return process.returncode, output.decode(), errors.decode()
+
+
+async def test_process_writes_its_groups_to_the_current_folder(service: Service, tmp_path: Path) -> None:
+    async with ScriptedModelServer(SCRIPT) as model:
+        arguments = ["process", "--env.sandbox_pool", "default", "--env.total_steps", "1", "--env.group_size", "2", "--env.enabled_toolsets", "file"]
+        exit_code, output, errors = await finish(await start(service, tmp_path, model.base_url, *arguments))
+
+    assert (exit_code, errors) == (0, "")
+    (group,) = [json.loads(line) for line in (tmp_path / "data" / "terminal_test.jsonl").read_text().splitlines()]
+    assert (group["scores"], len(group["messages"])) == ([1.0, 1.0], 2)
+    assert "1 complete, 0 lost" in output
+    assert service.token not in output
+
+
+async def test_a_backend_that_the_service_lacks_ends_in_one_sentence(service: Service, tmp_path: Path) -> None:
+    async with ScriptedModelServer(SCRIPT) as model, AsyncSandboxClient(service.url, service.token) as client:
+        pools = await client.pools()
+        exit_code, _, errors = await finish(await start(service, tmp_path, model.base_url, "process", *MODAL))
+        assert [pool.name for pool in await client.pools()] == [pool.name for pool in pools]
+
+    assert exit_code == 1
+    assert errors.startswith("terminal_test: the service at ")
+    assert errors.endswith("on the backend modal: backend 'modal' is not built yet; there is local\n")
+    assert errors.count("\n") == 1
+
+
+async def test_a_wrong_setting_ends_in_one_sentence(service: Service, tmp_path: Path) -> None:
+    arguments = ["evaluate", "--env.tool_server_url", "http://tools", "--env.sandbox_pool", "default"]
+    exit_code, _, errors = await finish(await start(service, tmp_path, "http://127.0.0.1:9/v1", *arguments))
+    sentence = "tool_server_url: the tool server is not built yet; leave tool_server_url out, and use the tools of the slot"
+    assert (exit_code, errors) == (1, f"terminal_test: {sentence}\n")
+
+
+@pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGTERM, 143)])
+async def test_a_signal_releases_every_slot(service: Service, tmp_path: Path, number: signal.Signals, exit_code: int) -> None:
+    slow = {"prompts": [{"trajectories": [{"turns": [{"text": "x", "delay_s": 50}]}]}]}
+    async with ScriptedModelServer(slow) as model, AsyncSandboxClient(service.url, service.token) as client:
+        process = await start(service, tmp_path, model.base_url, "process", "--env.sandbox_pool", "default", "--env.group_size", "2")
+        await model.wait_for_request(lambda request: True)
+        assert len((await client.leases()).leases) == 2
+        process.send_signal(number)
+        ended, _, errors = await finish(process)
+        assert (ended, errors) == (exit_code, "terminal_test: terminated; all slots are released\n")
+        assert (await client.leases()).leases == ()
+    assert not (tmp_path / "data" / "terminal_test.jsonl").exists()

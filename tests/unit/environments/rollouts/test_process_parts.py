@@ -1,0 +1,93 @@
+"""Tests of what surrounds a run: waiting despite cancellation, the end at a failure, and the argument that switches Weights & Biases off."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from env_client import ExecutionResult
+from environments.process_control import remove_if_empty, run_until_failure, wandb_argument
+from environments.rollouts.cancellation import finish_despite_cancellation
+from environments.rollouts.tool_handler import reply_of_result
+
+
+async def test_work_is_finished_despite_several_cancellations() -> None:
+    may_end, ended = asyncio.Event(), []
+
+    async def work() -> str:
+        await may_end.wait()
+        ended.append(True)
+        return "value"
+
+    task = asyncio.create_task(finish_despite_cancellation(work()))
+    for _ in range(3):
+        await asyncio.sleep(0)
+        task.cancel()
+    await asyncio.sleep(0)
+    assert not task.done()
+    may_end.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ended == [True]
+    assert await finish_despite_cancellation(work()) == "value"
+
+
+async def test_an_error_of_the_work_is_raised() -> None:
+    async def fail() -> None:
+        raise KeyError("x")
+
+    with pytest.raises(KeyError):
+        await finish_despite_cancellation(fail())
+
+
+async def test_a_run_ends_at_a_failure_that_a_worker_reports() -> None:
+    failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    cancelled = []
+
+    async def work() -> None:
+        failure.set_exception(KeyError("reported"))
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.append(True)
+
+    with pytest.raises(KeyError, match="reported"):
+        await run_until_failure(work(), failure)
+    assert cancelled == [True]
+
+
+async def test_a_run_that_ends_by_itself() -> None:
+    async def work() -> None:
+        raise KeyError("own")
+
+    with pytest.raises(KeyError, match="own"):
+        await run_until_failure(work(), asyncio.get_running_loop().create_future())
+
+
+def test_wandb_is_off_unless_somebody_decides(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("env: {use_wandb: true}")
+    other = tmp_path / "other.yaml"
+    other.write_text("env: {}")
+    assert wandb_argument(["process"]) == wandb_argument(["evaluate", "--config", str(other)]) == ["--env.use_wandb=false"]
+    for arguments in (["serve"], [], ["process", "--env.use_wandb", "true"], ["process", "--config", str(config)], ["process", f"--config={config}"]):
+        assert wandb_argument(arguments) == []
+
+
+def test_only_an_empty_file_is_removed(tmp_path: Path) -> None:
+    empty, full = tmp_path / "empty", tmp_path / "full"
+    empty.touch()
+    full.write_text("x")
+    for path in (empty, full, tmp_path / "missing"):
+        remove_if_empty(path)
+    assert [path.name for path in tmp_path.iterdir()] == ["full"]
+
+
+def test_an_exit_code_is_no_error_of_a_tool() -> None:
+    failed = ExecutionResult(False, "no\n", "", {"reason": "exit", "fault": "none", "exit_code": 1})
+    late = ExecutionResult(False, "", "the call took longer than 3 s", {"reason": "timeout", "fault": "policy", "exit_code": None})
+    assert reply_of_result("terminal", failed).ok
+    reply = reply_of_result("terminal", late)
+    assert (reply.ok, reply.error, reply.fault, reply.reason) == (False, "the call took longer than 3 s", "policy", "timeout")
