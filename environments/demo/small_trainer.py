@@ -218,7 +218,7 @@ async def train_here(settings: TrainerSettings, folder: Path, report: Callable[[
     tokenizer_folder = make_tokenizer(folder / "tokenizer")
     tokenizer = TextTokenizer.load(tokenizer_folder)
     policy = CommandPolicy(COMMANDS, tokenizer)
-    port = _find_free_port()
+    port = find_free_port()
     api_url = f"http://127.0.0.1:{port}"
     api_log, environment_log = folder / "run-api.log", folder / "environment.log"
     async with (
@@ -259,7 +259,8 @@ def _describe_end(process: asyncio.subprocess.Process, log_path: Path) -> str:
     return f"{log_path.stem} ended with exit code {process.returncode}:\n" + "\n".join(lines)
 
 
-def _find_free_port() -> int:
+def find_free_port() -> int:
+    """Return a port of this machine that is free now."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port: int = listener.getsockname()[1]
     return port
@@ -288,14 +289,19 @@ def print_step(step: Step) -> None:
     sys.stdout.flush()
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Train the small model. Returns the exit code."""
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(prog="python -m environments.demo.small_trainer", description="Train a small model on terminal_test_env with GRPO.")
     parser.add_argument("--steps", type=int, default=TrainerSettings().step_count, help="how many batches the trainer takes")
     parser.add_argument("--api-url", help="the address of a run-api that runs; default: start one, and the environment")
     parser.add_argument("--port", type=int, default=9004, help="with --api-url: the port of the model server")
     parser.add_argument("--tokenizer", type=Path, default=Path("tokenizer"), help="with --api-url: the folder in which the tokenizer is made")
-    options = parser.parse_args(arguments)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train the small model. Returns the exit code."""
+    options = make_parser().parse_args(arguments)
     settings = TrainerSettings(step_count=options.steps)
     try:
         if options.api_url is not None:
