@@ -15,12 +15,12 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 import environments
 from environments.demo.model_server import LocalServer
@@ -29,6 +29,8 @@ from environments.demo.small_model.policy import CommandPolicy, describe_message
 from environments.demo.small_model.rollout_api import RolloutApi
 from environments.demo.small_model.server import PolicyApplication
 from environments.demo.tokenizer import TextTokenizer, make_tokenizer
+
+V = TypeVar("V")
 
 #: What the model can do: one command that is right for each task of `terminal_test_env`, and one that never is.
 COMMANDS = (
@@ -234,7 +236,7 @@ async def train_here(settings: TrainerSettings, folder: Path, report: Callable[[
     return steps
 
 
-async def _unless_ended(work: Any, process: asyncio.subprocess.Process, log_path: Path) -> Any:
+async def _unless_ended(work: Coroutine[Any, Any, V], process: asyncio.subprocess.Process, log_path: Path) -> V:
     """Return the result of a coroutine.
 
     Raises:

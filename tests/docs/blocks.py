@@ -8,7 +8,8 @@ python    is run; all blocks of a document form one program. A block whose first
 yaml      must be a settings file that the service accepts
 ini       must be a systemd unit that starts the service with known settings
 console   is not run; it may contain only `make` with existing targets, `pip install` with existing extras, `source .venv/bin/activate`, and the programs of a
-          training, which run until they are ended: `run-api`, an environment with `serve`, and the small trainer
+          training, which run until they are ended: `run-api`, an environment with `serve`, and the small trainer,
+          with the lines that it prints
 mermaid   is a diagram, which is not tested
 """
 
@@ -48,11 +49,11 @@ TIMEOUT_S = 100
 EXACT = frozenset({"code", "status", "reason", "fault", "success", "exit_code", "state", "truncated", "encoding", "allow_network", "cache", "clean", "origin"})
 #: Members with varying content, whose names are not compared.
 OPEN = frozenset({"modes", "limits", "evidence", "metadata", "labels", "spec", "capabilities", "data"})
+#: What the small trainer prints.
+TRAINING_OUTPUT = re.compile(r"step \d+: mean reward \d\.\d\d, loss [+-]\d\.\d{3}")
 FILE_NAME = re.compile(r"# (\w+\.py)\n")
 #: Programs of a training that run until they are ended.
-TRAINING_PROGRAM = re.compile(
-    r"run-api( --port \d+)?|python (?P<file>\S+_env\.py) serve(?P<settings>( --\S+ \S+)*)|python -m environments\.demo\.small_trainer.*"
-)
+TRAINING_PROGRAM = re.compile(r"run-api( --port \d+)?|python (?P<file>\S+_env\.py) serve( +--\S+ \S+)*|python -m environments\.demo\.small_trainer.*")
 RESTORE = 'shopt -s expand_aliases; if [ -f "$DOC_STATE" ]; then . "$DOC_STATE"; fi; set -a'
 SAVE = '{ export -p | grep -v "^declare -x DOC_STATE="; declare -f; } > "$DOC_STATE"'
 
@@ -152,7 +153,9 @@ class Blocks:
 
     def _console(self, example: Example) -> None:
         extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-        for line in str(example.parsed).splitlines():
+        for line in str(example.parsed).replace("\\\n", " ").splitlines():
+            if TRAINING_OUTPUT.fullmatch(line):
+                continue
             command = line.removeprefix("$ ").partition("#")[0].strip()
             installed = re.fullmatch(r"pip install '?\.(?:\[([a-z,]+)\])?'?", command)
             possible = command.startswith("make ") or (installed and set((installed[1] or "cli").split(",")) <= set(extras))

@@ -58,7 +58,8 @@ class CommandPolicy:
         """
         logits = self.weights @ features
         shifted: Vector = logits - logits.max()
-        return shifted - np.log(np.exp(shifted).sum())
+        logprobs: Vector = shifted - np.log(np.exp(shifted).sum())
+        return logprobs
 
     def token_logprobs(self, choice: int, features: Vector) -> list[float]:
         """Return the log probability of each token of a written command: 0 for a token that all commands have that begin alike.
