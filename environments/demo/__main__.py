@@ -20,21 +20,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
 import environments
-from env_client import AsyncSandboxClient, EmbeddedService, embedded
+from env_client import AsyncSandboxClient, EmbeddedService, SandboxError, embedded
 from environments.demo.model_server import ScriptedModelServer
-from environments.demo.repository import DemoRepository, make_repository
+from environments.demo.repository import DemoRepository, RepositoryFailed, make_repository
 from environments.demo.rollouts_seen import SeenRollout, add_rewards, find_problems, see_rollouts
 from environments.demo.tokenizer import make_tokenizer
 from environments.demo.trajectories import WAIT_FOR_KILL_S, TrajectoryName, make_script
 
 ENVIRONMENT = Path(environments.__file__).parent / "swe_smith_oracle_env.py"
 GROUP_SIZE = len(TrajectoryName)
+#: How long the service may take until it listens, in seconds.
+START_TIMEOUT_S = 90.0
 #: How long one phase may take, in seconds.
-PHASE_TIMEOUT_S = 300.0
+PHASE_TIMEOUT_S = 600.0
 _POLL_INTERVAL_S = 0.1
 #: How many lines of the environment's output are shown when it fails.
 _SHOWN_LINES = 30
@@ -166,23 +169,22 @@ async def run_phase(phase: Phase, service: EmbeddedService, tokenizer: Path, rep
 
 
 def build_table(results: Sequence[PhaseResult]) -> Table:
-    """Return the rollouts as a table."""
-    table = Table("phase", "rollout", "reward", "turns", "tool calls", "trained tokens", "time", "what became of it")
+    """Return the rollouts as a table, with a line for each phase above its rollouts."""
+    table = Table("rollout", "reward", "turns", "calls", "tokens", "time", "outcome", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for result in results:
-        for index, one in enumerate(result.rollouts):
+        table.add_section()
+        table.add_row(f"[bold]{result.phase.name}[/]")
+        for one in result.rollouts:
             reward = "–" if one.reward is None else f"{one.reward:.2f}"
             colour = "green" if one.as_expected else "red"
-            table.add_row(
-                "" if index else result.phase.name, one.trajectory, f"[{colour}]{reward}[/]", str(one.turns), str(one.tool_calls),
-                str(one.trained_tokens) if one.trained_tokens else "–", f"{one.duration_s:.1f} s", one.outcome,
-            )  # fmt: skip
-        table.add_section()
+            tokens = str(one.trained_tokens) if one.trained_tokens else "–"
+            table.add_row(one.trajectory, f"[{colour}]{reward}[/]", str(one.turns), str(one.tool_calls), tokens, f"{one.duration_s:.1f} s", one.outcome)
     return table
 
 
 async def run_demo(console: Console) -> bool:
     """Run the whole demonstration; return whether everything happened as expected."""
-    with tempfile.TemporaryDirectory(prefix="demo-rl-") as name, embedded() as service:
+    with tempfile.TemporaryDirectory(prefix="demo-rl-") as name, embedded(start_s=START_TIMEOUT_S) as service:
         folder = Path(name)
         repository, tokenizer = make_repository(folder / "repositories"), make_tokenizer(folder / "tokenizer")
         console.print(f"service     {service.url}")
@@ -204,7 +206,7 @@ def main() -> int:
     console = Console(highlight=False)
     try:
         success = asyncio.run(run_demo(console))
-    except PhaseFailed as error:
+    except (PhaseFailed, RepositoryFailed, SandboxError) as error:
         console.print(str(error), style="red", markup=False)
         return 1
     console.print("[green]every reward is what it must be[/]" if success else "[red]not every reward is what it must be[/]")

@@ -52,8 +52,8 @@ class SeenRollout:
     def outcome(self) -> str:
         """What became of it, in words."""
         if self.reward is None:
-            return "sandbox killed: not scored, repeated" if self.trajectory == TrajectoryName.KILLED else "not scored"
-        return "scored, in place of the lost one" if self.repeats else "scored"
+            return "killed, repeated" if self.trajectory == TrajectoryName.KILLED else "not scored"
+        return "scored (repeat)" if self.repeats else "scored"
 
 
 def see_rollouts(script: Script, requests: Sequence[RequestRecord], killed_at_s: float | None) -> list[SeenRollout]:

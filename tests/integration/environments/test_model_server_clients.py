@@ -144,7 +144,9 @@ async def test_a_managed_server_has_one_sequence_of_tokens_for_a_conversation(se
         assert texts[0].count("<|im_end|>") == 3
         assert texts[0].endswith("</tool_call><|im_end|>Done.<|im_end|>")
         assert all((node.logprobs[index] < 0) == (index in set(written)) for index in range(len(node.tokens)))
-    assert server.conversation_count == 5
+    endless, _ = await roll_out("Endless", max_tokens=30)
+    assert endless.end is LoopEnd.OUTPUT_LIMIT
+    assert server.conversation_count == 6
     assert [len(result.tool_errors) for result, _ in rollouts] == [0, 0, 0, 0, 1]
 
 

@@ -41,7 +41,7 @@ def seen(written: dict[str, Any]) -> list[SeenRollout]:
 def test_all_went_well() -> None:
     rollouts = seen(group())
     assert [(one.reward, one.turns, one.tool_calls) for one in rollouts] == [(1.0, 4, 3), (0.4, 2, 2), (0.0, 3, 2), (None, 1, 1), (1.0, 4, 3)]
-    assert [one.outcome for one in rollouts] == ["scored"] * 3 + ["sandbox killed: not scored, repeated", "scored, in place of the lost one"]
+    assert [one.outcome for one in rollouts] == ["scored"] * 3 + ["killed, repeated", "scored (repeat)"]
     assert (rollouts[3].duration_s, rollouts[0].duration_s, rollouts[0].trained_tokens) == (6.0, 3.0, 2)
     assert find_problems(rollouts, group(), has_logprobs=True) == []
 
