@@ -22,7 +22,7 @@ NEWER_FUNCTIONS := os.pidfd_open signal.pidfd_send_signal
 .PHONY: help setup demo demo-rl demo-train test check pytest serve bench faults soak matrix format clean
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
 
 setup: ## create the virtual environment .venv; install bubblewrap and tmux
 	@PYTHON='$(PYTHON)' .ci/setup

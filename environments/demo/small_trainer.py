@@ -65,9 +65,9 @@ class TrainerSettings:
     """
 
     step_count: int = 8
-    group_size: int = 8
+    group_size: int = 4
     groups_per_batch: int = 4
-    learning_rate: float = 5.0
+    learning_rate: float = 10.0
     epochs: int = 4
     clip: float = 0.5
     max_token_len: int = 8192

@@ -11,7 +11,7 @@ from env_client import AsyncSandboxClient
 from environments.demo.small_trainer import Step, TrainerSettings, train_here
 from tests.support.service import Service
 
-SETTINGS = TrainerSettings(step_count=6, group_size=4, groups_per_batch=4, learning_rate=10.0, seed=0)
+SETTINGS = TrainerSettings(step_count=6)
 
 
 @pytest.mark.timeout(180)
