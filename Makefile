@@ -19,10 +19,10 @@ AGENT := sandbox_server/agent
 # Functions newer than Python 3.8. The agent uses them only where the interpreter has them.
 NEWER_FUNCTIONS := os.pidfd_open signal.pidfd_send_signal
 
-.PHONY: help setup demo demo-rl test check pytest serve bench faults soak matrix format clean
+.PHONY: help setup demo demo-rl demo-train test check pytest serve bench faults soak matrix format clean
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
 
 setup: ## create the virtual environment .venv; install bubblewrap and tmux
 	@PYTHON='$(PYTHON)' .ci/setup
@@ -32,6 +32,9 @@ demo: setup ## acquire 8 slots, upload a project with a failing test into each, 
 
 demo-rl: setup ## roll out a group on a repository with a bug, with a scripted model: chat completions, then tokens of vLLM
 	@$(BIN)/python -m environments.demo
+
+demo-train: setup ## train a small model with GRPO in the slots of an embedded service: make demo-train ARGS="--steps 12"
+	@$(BIN)/python -m environments.demo.small_trainer $(ARGS)
 
 test: check ## run the static checks, then every test with one worker per core: make test ARGS="-k acquire" WORKERS=4
 	@$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder --durations $(SLOWEST) $(ARGS)

@@ -15,9 +15,9 @@ from environments.demo.script import ANSWER_FAULTS, Fault, FaultKind, Script
 from environments.demo.tokenizer import TextTokenizer
 from environments.demo.wire import AnswerRequest, BadRequest, read_chat_request, read_generate_request
 
-_Event = MutableMapping[str, Any]
-_Receive = Callable[[], Awaitable[_Event]]
-_Send = Callable[[_Event], Awaitable[None]]
+Event = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Event]]
+Send = Callable[[Event], Awaitable[None]]
 
 _CHAT_PATH = "/v1/chat/completions"
 
@@ -68,11 +68,11 @@ class ModelApplication:
         """End the requests that are left unanswered on purpose."""
         self._closing.set()
 
-    async def __call__(self, scope: _Event, receive: _Receive, send: _Send) -> None:
+    async def __call__(self, scope: Event, receive: Receive, send: Send) -> None:
         """Answer a request, as ASGI calls an application."""
         if scope["type"] != "http":
             raise RuntimeError(f"The scripted model server has no {scope['type']} connections.")
-        data = await _read_body(receive)
+        data = await read_body(receive)
         await self._send_reply(self._reply(scope["method"], scope["path"], data), receive, send)
 
     def _reply(self, method: str, path: str, data: bytes) -> _Reply:
@@ -154,24 +154,22 @@ class ModelApplication:
         for one in reversed(taken):
             self._tracker.put_back(one)
 
-    async def _send_reply(self, reply: _Reply, receive: _Receive, send: _Send) -> None:
+    async def _send_reply(self, reply: _Reply, receive: Receive, send: Send) -> None:
         if reply.delay_s > 0:
             await asyncio.sleep(reply.delay_s)
         if reply.fault is FaultKind.SILENCE:
             await self._wait_for_disconnect(receive)
             _abort(send)
             return
-        body = json.dumps(reply.value).encode()
-        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-        await send({"type": "http.response.start", "status": reply.status, "headers": headers})
         if reply.fault is FaultKind.CUT:
+            body = await _start_response(reply.status, reply.value, send)
             await send({"type": "http.response.body", "body": body[: len(body) // 2], "more_body": True})
             _abort(send)
             await receive()  # uvicorn reports an application that returns before the connection has ended
             return
-        await send({"type": "http.response.body", "body": body})
+        await send_json(reply.status, reply.value, send)
 
-    async def _wait_for_disconnect(self, receive: _Receive) -> None:
+    async def _wait_for_disconnect(self, receive: Receive) -> None:
         """Wait until the client closes the connection, or the server stops."""
         waits = [asyncio.ensure_future(receive()), asyncio.ensure_future(self._closing.wait())]
         try:
@@ -181,7 +179,8 @@ class ModelApplication:
                 wait.cancel()
 
 
-async def _read_body(receive: _Receive) -> bytes:
+async def read_body(receive: Receive) -> bytes:
+    """Return the body of a request."""
     data = bytearray()
     while True:
         event = await receive()
@@ -190,11 +189,31 @@ async def _read_body(receive: _Receive) -> bytes:
             return bytes(data)
 
 
+async def send_json(status: int, value: Any, send: Send) -> None:
+    """Send a response.
+
+    Args:
+        status: its status.
+        value: its body, a JSON value.
+        send: sends an event, as ASGI gives it to an application.
+    """
+    body = await _start_response(status, value, send)
+    await send({"type": "http.response.body", "body": body})
+
+
+async def _start_response(status: int, value: Any, send: Send) -> bytes:
+    """Send the status and the headers of a response, and return its body."""
+    body = json.dumps(value).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    return body
+
+
 def _error(status: int, message: str) -> _Reply:
     return _Reply(status, {"error": {"message": message, "type": "scripted", "code": status}})
 
 
-def _abort(send: _Send) -> None:
+def _abort(send: Send) -> None:
     """Abort the connection. uvicorn alone gives access to it."""
     transport: asyncio.Transport = send.__self__.transport  # type: ignore[attr-defined]  # the method of uvicorn's request
     transport.abort()

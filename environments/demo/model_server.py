@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 import socket
 import sys
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Awaitable, Callable, Generator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -25,33 +25,27 @@ from typing import Any, Self
 import uvicorn
 
 from environments.demo.answers import AnswerWriter
-from environments.demo.application import ModelApplication
+from environments.demo.application import Event, ModelApplication, Receive, Send
 from environments.demo.request_log import RequestLog, RequestRecord
 from environments.demo.script import Script, ScriptError, load_script, parse_script
 from environments.demo.tokenizer import TextTokenizer
 
 #: How long the server waits for requests that are being answered when it stops, in seconds.
 _STOP_TIMEOUT_S = 2
+#: An ASGI application.
+Application = Callable[[Event, Receive, Send], Awaitable[None]]
 
 
-class ScriptedModelServer:
-    """A model server on a free port of this machine, for the time of an `async with` block.
+class LocalServer:
+    """A model server on a port of this machine, for the time of an `async with` block.
 
     Args:
-        script: the script, or the dictionary that describes it.
-        tokenizer: the tokenizer, or its folder; without one only chat completions are served.
+        application: answers the requests.
         port: the port; 0 for a free one.
-        max_records: how many requests are kept for inspection.
-
-    Raises:
-        ScriptError: the script is not valid.
     """
 
-    def __init__(self, script: Script | Mapping[str, Any], *, tokenizer: TextTokenizer | Path | None = None, port: int = 0, max_records: int = 10_000) -> None:
-        self.script = script if isinstance(script, Script) else parse_script(script)
-        self._tokenizer = TextTokenizer.load(tokenizer) if isinstance(tokenizer, Path) else tokenizer
-        self._log = RequestLog(max_records)
-        self._application = ModelApplication(self.script, AnswerWriter(self.script, self._tokenizer), self._tokenizer, self._log)
+    def __init__(self, application: Application, port: int = 0) -> None:
+        self._application = application
         self._port = port
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -60,29 +54,6 @@ class ScriptedModelServer:
     def base_url(self) -> str:
         """The address for OpenAI clients, which ends in `/v1`. `/generate` and `/health` are one level above it."""
         return f"http://127.0.0.1:{self._port}/v1"
-
-    @property
-    def requests(self) -> list[RequestRecord]:
-        """The latest requests for answers, in the order of their arrival."""
-        return self._log.records
-
-    @property
-    def request_count(self) -> int:
-        """How many requests for answers came."""
-        return self._log.count
-
-    @property
-    def conversation_count(self) -> int:
-        """How many conversations began."""
-        return self._application.conversation_count
-
-    async def wait_for_request(self, matches: Callable[[RequestRecord], bool]) -> RequestRecord:
-        """Wait for a request, among those that came and those that come.
-
-        Args:
-            matches: returns whether it is the one.
-        """
-        return await self._log.wait_for(matches)
 
     async def __aenter__(self) -> Self:
         await self.start(handle_signals=False)
@@ -106,7 +77,7 @@ class ScriptedModelServer:
             self._application, log_config=None, access_log=False, lifespan="off", ws="none", timeout_graceful_shutdown=_STOP_TIMEOUT_S, server_header=False
         )
         self._server = _Server(config, handle_signals=handle_signals)
-        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]), name="scripted model server")
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]), name="model server")
         ready = asyncio.create_task(self._server.ready.wait())
         await asyncio.wait({ready, self._serving}, return_when=asyncio.FIRST_COMPLETED)
         ready.cancel()
@@ -119,11 +90,59 @@ class ScriptedModelServer:
             await self._serving
 
     async def stop(self) -> None:
-        """Stop the server. Requests that it leaves unanswered on purpose are cut."""
-        self._application.close()
+        """Stop the server."""
         if self._server and self._serving:
             self._server.should_exit = True
             await self._serving
+
+
+class ScriptedModelServer(LocalServer):
+    """A model server on a free port of this machine, for the time of an `async with` block.
+
+    Args:
+        script: the script, or the dictionary that describes it.
+        tokenizer: the tokenizer, or its folder; without one only chat completions are served.
+        port: the port; 0 for a free one.
+        max_records: how many requests are kept for inspection.
+
+    Raises:
+        ScriptError: the script is not valid.
+    """
+
+    def __init__(self, script: Script | Mapping[str, Any], *, tokenizer: TextTokenizer | Path | None = None, port: int = 0, max_records: int = 10_000) -> None:
+        self.script = script if isinstance(script, Script) else parse_script(script)
+        self._tokenizer = TextTokenizer.load(tokenizer) if isinstance(tokenizer, Path) else tokenizer
+        self._log = RequestLog(max_records)
+        self._scripted = ModelApplication(self.script, AnswerWriter(self.script, self._tokenizer), self._tokenizer, self._log)
+        super().__init__(self._scripted, port)
+
+    @property
+    def requests(self) -> list[RequestRecord]:
+        """The latest requests for answers, in the order of their arrival."""
+        return self._log.records
+
+    @property
+    def request_count(self) -> int:
+        """How many requests for answers came."""
+        return self._log.count
+
+    @property
+    def conversation_count(self) -> int:
+        """How many conversations began."""
+        return self._scripted.conversation_count
+
+    async def wait_for_request(self, matches: Callable[[RequestRecord], bool]) -> RequestRecord:
+        """Wait for a request, among those that came and those that come.
+
+        Args:
+            matches: returns whether it is the one.
+        """
+        return await self._log.wait_for(matches)
+
+    async def stop(self) -> None:
+        """Stop the server. Requests that it leaves unanswered on purpose are cut."""
+        self._scripted.close()
+        await super().stop()
 
 
 class _Server(uvicorn.Server):

@@ -3,10 +3,13 @@
 bash      is run; its variables and functions are available in the next block of the same document, as in a reader's shell
 text      must equal the output of the previous block, line by line; `…` matches any text within a line
 json      must match the output of the previous block: the same names and types, and the same values for members with a closed set of values
-python    is run; all blocks of a document form one program
+python    is run; all blocks of a document form one program. A block whose first line is a comment with the name of a file, such as `# my_env.py`, is
+          written to that file instead, for the blocks after it
 yaml      must be a settings file that the service accepts
 ini       must be a systemd unit that starts the service with known settings
-console   is not run; it may contain only `make` with existing targets and `pip install` with existing extras
+console   is not run; it may contain only `make` with existing targets, `pip install` with existing extras, `source .venv/bin/activate`, and the programs of a
+          training, which run until they are ended: `run-api`, an environment with `serve`, and the small trainer,
+          with the lines that it prints
 mermaid   is a diagram, which is not tested
 """
 
@@ -18,6 +21,7 @@ import io
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -27,8 +31,10 @@ from typing import Any
 
 import pytest
 from sybil import Document, Example
-from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser
+from sybil.evaluators.python import PythonEvaluator
+from sybil.parsers.markdown import CodeBlockParser
 
+from environments.demo.small_trainer import make_parser
 from sandbox_server.__main__ import main as check_settings
 from sandbox_server.settings.environment import EnvironmentModel
 from tests.support.prepared.cli import install_prepared_cli
@@ -43,6 +49,11 @@ TIMEOUT_S = 100
 EXACT = frozenset({"code", "status", "reason", "fault", "success", "exit_code", "state", "truncated", "encoding", "allow_network", "cache", "clean", "origin"})
 #: Members with varying content, whose names are not compared.
 OPEN = frozenset({"modes", "limits", "evidence", "metadata", "labels", "spec", "capabilities", "data"})
+#: What the small trainer prints.
+TRAINING_OUTPUT = re.compile(r"step \d+: mean reward \d\.\d\d, loss [+-]\d\.\d{3}")
+FILE_NAME = re.compile(r"# (\w+\.py)\n")
+#: Programs of a training that run until they are ended.
+TRAINING_PROGRAM = re.compile(r"run-api( --port \d+)?|python (?P<file>\S+_env\.py) serve( +--\S+ \S+)*|python -m environments\.demo\.small_trainer.*")
 RESTORE = 'shopt -s expand_aliases; if [ -f "$DOC_STATE" ]; then . "$DOC_STATE"; fi; set -a'
 SAVE = '{ export -p | grep -v "^declare -x DOC_STATE="; declare -f; } > "$DOC_STATE"'
 
@@ -60,11 +71,20 @@ class Blocks:
         self._programs = programs
         self._printed = ""
         self._groups: list[int] = []
+        self._evaluate_python = PythonEvaluator()
 
     def run(self, path: Path) -> None:
         """Test every block of a document in order."""
-        tried = {"bash": self._bash, "text": self._text, "json": self._json, "yaml": self._yaml, "ini": self._ini, "console": self._console}
-        parsers = [PythonCodeBlockParser(), *(CodeBlockParser(language=language, evaluator=one) for language, one in tried.items())]
+        tried = {
+            "python": self._python,
+            "bash": self._bash,
+            "text": self._text,
+            "json": self._json,
+            "yaml": self._yaml,
+            "ini": self._ini,
+            "console": self._console,
+        }
+        parsers = [CodeBlockParser(language=language, evaluator=one) for language, one in tried.items()]
         try:
             for example in Document.parse(str(path), *parsers).examples():
                 example.evaluate()
@@ -73,6 +93,13 @@ class Blocks:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(group, signal.SIGTERM)
             end_sandboxes_left(self._folder / "state")
+
+    def _python(self, example: Example) -> str | None:
+        named = FILE_NAME.match(str(example.parsed))
+        if named is None:
+            return self._evaluate_python(example)
+        (self._folder / named[1]).write_text(str(example.parsed), encoding="utf-8")
+        return None
 
     def _bash(self, example: Example) -> None:
         script = f"{RESTORE}\nset -euo pipefail\n{str(example.parsed).rstrip()}\n{SAVE}"
@@ -126,10 +153,23 @@ class Blocks:
 
     def _console(self, example: Example) -> None:
         extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-        for line in str(example.parsed).splitlines():
+        for line in str(example.parsed).replace("\\\n", " ").splitlines():
+            if TRAINING_OUTPUT.fullmatch(line):
+                continue
             command = line.removeprefix("$ ").partition("#")[0].strip()
             installed = re.fullmatch(r"pip install '?\.(?:\[([a-z,]+)\])?'?", command)
-            assert command.startswith("make ") or (installed and set((installed[1] or "cli").split(",")) <= set(extras)), f"line {example.line}: {command}"
+            possible = command.startswith("make ") or (installed and set((installed[1] or "cli").split(",")) <= set(extras))
+            assert possible or command == "source .venv/bin/activate" or is_training_program(command), f"line {example.line}: {command}"
+
+
+def is_training_program(command: str) -> bool:
+    """Return whether a command is a program of a training. An environment must exist, and the small trainer must know the arguments."""
+    found = TRAINING_PROGRAM.fullmatch(command)
+    if found is None:
+        return False
+    if command.startswith("python -m"):
+        make_parser().parse_args(shlex.split(command)[3:])
+    return found["file"] is None or (ROOT / found["file"]).is_file()
 
 
 def differences(said: Any, printed: Any, where: str) -> list[str]:

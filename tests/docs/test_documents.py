@@ -60,9 +60,9 @@ def test_every_link_has_a_target(path: Path) -> None:
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=IDS)
 def test_every_make_target_named_exists(path: Path) -> None:
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
 
-    named = set(re.findall(r"(?:`|\$ )make ([a-z]+)", path.read_text(encoding="utf-8")))
+    named = set(re.findall(r"(?:`|\$ )make ([a-z-]+)", path.read_text(encoding="utf-8")))
 
     assert named - targets == set()
 
