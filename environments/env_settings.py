@@ -51,6 +51,7 @@ class AgentEnvSettings(BaseModel):
     eval_item_count: int = Field(default=32, ge=1, description="How many items `evaluate` uses at most")
     # Rollouts.
     tool_timeout_s: float | None = Field(default=None, gt=0, description="Timeout of a tool call of the model, in seconds; default: the pool's")
+    hook_timeout_s: float = Field(default=3600, gt=0, description="How long the set-up or the scoring of a rollout may take, in seconds")
     max_rollout_attempts: int = Field(default=3, ge=1, description="How often a rollout is begun at most when faults of the infrastructure end it")
     max_put_backs: int = Field(default=2, ge=0, description="How often the item of a group that came to nothing is used again")
     max_lost_groups: int = Field(default=10, ge=1, description="After so many groups in a row that came to nothing, the run ends")
