@@ -286,6 +286,9 @@ class HermesAgentBaseEnv(BaseEnv):  # type: ignore[misc]  # atroposlib has no ty
         if tasks:
             await asyncio.wait(tasks)
         await self.pool.aclose()
+        for server in self.server.servers:
+            if getattr(server, "openai", None) is not None:  # atroposlib never closes its connections
+                await server.openai.close()
         self._scoring_threads.shutdown(wait=False, cancel_futures=True)
         self._conversation_tokens.close()
         if self.jsonl_writer is not None:

@@ -31,8 +31,6 @@ with pytest.MonkeyPatch.context() as patch:
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Trainer requested to ignore max length"),
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # connections that atroposlib leaves open
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
 DO = {"tool": "terminal", "arguments": {"command": "printf 'Hello from the sandbox\\n' > greeting.txt; echo it\\'s done"}}
