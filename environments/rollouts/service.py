@@ -104,6 +104,7 @@ class PoolConnection:
         self._held_lease_ids: set[str] = set()
         self._cache_refused = False
         self._closed = False
+        self._run_released = False
 
     @property
     def client(self) -> AsyncSandboxClient:
@@ -164,6 +165,12 @@ class PoolConnection:
             acquire.cancel()
         await asyncio.gather(*acquires, return_exceptions=True)
         await self._resources.aclose()
+
+    def describe_end(self) -> str:
+        """Return what became of the slots of the run when the connection was closed, as a part of a sentence."""
+        if self._run_released or not self._has_acquired:
+            return "all slots are released"
+        return f"slots that are still leased end after {self._settings.lease_ttl_s:.0f} s"
 
     async def acquire(self, trajectory_ids: Sequence[str], *, cache: str | None = "rw", waits_for_own: bool = False) -> tuple[AsyncLease, ...]:
         """Acquire a slot for each trajectory: all of them or none. They are renewed until they are released.
@@ -341,6 +348,7 @@ class PoolConnection:
             return
         try:
             await self.client.release(run_id=self.run_id)
+            self._run_released = True
         except SandboxError as error:
             log.warning("the slots of run %s could not be released; they end after %.0f s: %s", self.run_id, self._settings.lease_ttl_s, error)
 

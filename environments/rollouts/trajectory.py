@@ -236,6 +236,9 @@ class TrajectoryRunner:
         except ModelRequestFailed as error:
             record.phase_s["model"] += time.monotonic() - began_s
             raise RolloutFault(str(error), reason=MODEL_SERVER) from error
+        if not result.turns_used:  # no other rollout of this item could begin either
+            most = self._settings.loop.max_context_tokens
+            raise UnusableRow(f"its prompt does not fit into the {most} tokens of a rollout (max_token_length)")
         record.result = result
         record.phase_s["tools"] += result.tool_time_s
         record.phase_s["model"] += max(0.0, time.monotonic() - began_s - result.tool_time_s)

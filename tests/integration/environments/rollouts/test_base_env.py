@@ -153,6 +153,28 @@ async def test_no_usable_row_ends_the_run_with_a_sentence(service: Service, toke
     assert not path.exists()  # an empty file would only be in the way
 
 
+@pytest.mark.parametrize("server_type", ["openai", "vllm"])
+async def test_prompts_that_are_too_long_end_the_run_with_a_sentence(
+    service: Service, tokenizer: Path, model: ScriptedModelServer, server_type: str
+) -> None:
+    async with no_slot_left(service):
+        with pytest.raises(RunFailed, match=r"4, such as write-file: its prompt does not fit into the 60 tokens of a rollout \(max_token_length\)"):
+            await make_env(service, tokenizer, model.base_url, server_type, max_token_length=60).process_manager()
+
+
+class RepeatingEnv(BrokenEnv):
+    """An environment that gives the same row again and again, although it cannot be used."""
+
+    async def next_item(self) -> TerminalTask:
+        return TASKS[0]
+
+
+async def test_an_environment_that_repeats_an_unusable_row_ends(service: Service, tokenizer: Path, model: ScriptedModelServer) -> None:
+    async with no_slot_left(service):
+        with pytest.raises(RunFailed, match="no row could be used: the environment gives only rows that are unusable, such as write-file: the row has no text"):
+            await make_env(service, tokenizer, model.base_url, env_class=RepeatingEnv, max_lost_groups=2).process_manager()
+
+
 async def test_a_worker_that_is_cancelled_leaves_no_slot(service: Service, tokenizer: Path) -> None:
     script = {"prompts": [{"trajectories": [{"turns": [{"text": "x", "delay_s": 30}]}]}]}
     async with ScriptedModelServer(script, tokenizer=tokenizer) as model, no_slot_left(service):
@@ -206,6 +228,13 @@ async def test_a_tokenizer_that_is_not_there_is_named(service: Service, tmp_path
         ({"terminal_backend": "ssh"}, "terminal_backend: 'ssh' is not supported"),
         ({"max_agent_turns": 0}, "max_agent_turns: Input should be greater than or equal to 1"),
         ({"modal_gpu": "T4"}, "modal_gpu has no effect"),
+        ({"group_size": 0}, "group_size: Input should be greater than or equal to 1"),
+        ({"total_steps": -1}, "total_steps: Input should be greater than or equal to 1"),
+        ({"max_token_length": 0}, "max_token_length: Input should be greater than or equal to 1"),
+        ({"hook_timeout_s": 0}, "hook_timeout_s: Input should be greater than 0"),
+        ({"acquire_timeout_s": -1}, "acquire_timeout_s: Input should be greater than or equal to 0"),
+        ({"enabled_toolsets": "none"}, "enabled_toolsets: there is no tool set 'none'"),
+        ({"tool_pool_mode": "kubernetes"}, "tool_pool_mode: there is no mode 'kubernetes'"),
     ],
 )
 def test_settings_that_are_refused(settings: dict[str, Any], sentence: str) -> None:
