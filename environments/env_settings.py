@@ -67,7 +67,12 @@ class AgentEnvSettings(BaseModel):
     purge_job_on_start: bool = Field(default=False, description="Nomad: purge an old job of that id at the start")
     purge_job_on_shutdown: bool = Field(default=True, description="Release all slots of the run at its end")
     acquire_timeout_s: float = Field(default=30.0, ge=0, description="How long a group waits for its slots, in seconds")
-    lease_ttl_s: int = Field(default=300, ge=1, le=86_400, description="How long slots stay leased after this process has died, in seconds")
+    lease_ttl_s: int = Field(
+        default=300,
+        ge=1,
+        le=86_400,
+        description="How long slots stay leased after this process has died, in seconds; the service adds 60 s to a tool call that still ran",
+    )
     tool_batch_window_ms: float = Field(default=20, ge=0, description="How long a tool call waits for others before it is sent, in milliseconds")
     tool_max_batch_size: int = Field(default=200, ge=1, le=1000, description="Most tool calls of one request")
     row_image: str = Field(default="auto", description="Whether rows choose the image of their sandbox: auto or never")

@@ -359,9 +359,7 @@ class HermesAgentBaseEnv(BaseEnv):  # type: ignore[misc]  # atroposlib has no ty
             max_context_tokens=self._max_tokens,
             shortens_context=self._phase == 1,
         )
-        settings = TrajectorySettings(
-            loop=loop, allow_network=config.allow_network, tool_timeout_s=config.tool_timeout_s, hook_timeout_s=config.hook_timeout_s
-        )
+        settings = TrajectorySettings(loop=loop, allow_network=config.allow_network, tool_timeout_s=config.tool_timeout_s, hook_timeout_s=config.hook_timeout_s)
         trajectories = TrajectoryRunner(self.pool, self, settings, self._open_model, self._tokenize)
         return GroupRunner(self.pool, trajectories, self.statistics, max_attempts=config.max_rollout_attempts)
 

@@ -64,7 +64,8 @@ class ConnectionSettings:
     Args:
         sandbox_url: the address of the service; None for an embedded service, which ends with the connection.
         sandbox_token: the token.
-        lease_ttl_s: how long a slot stays leased after this process has died, in seconds.
+        lease_ttl_s: how long a slot stays leased after this process has died, in seconds. If a tool call still ran, the
+            slot stays leased until 60 s after its end.
         tool_batch_window_ms: how long a tool call waits for others before it is sent, in milliseconds.
         tool_max_batch_size: how many tool calls one request carries at most.
         releases_run: whether all slots of the run are released at the end; otherwise they end after `lease_ttl_s`.

@@ -154,9 +154,7 @@ async def test_no_usable_row_ends_the_run_with_a_sentence(service: Service, toke
 
 
 @pytest.mark.parametrize("server_type", ["openai", "vllm"])
-async def test_prompts_that_are_too_long_end_the_run_with_a_sentence(
-    service: Service, tokenizer: Path, model: ScriptedModelServer, server_type: str
-) -> None:
+async def test_prompts_that_are_too_long_end_the_run_with_a_sentence(service: Service, tokenizer: Path, model: ScriptedModelServer, server_type: str) -> None:
     async with no_slot_left(service):
         with pytest.raises(RunFailed, match=r"4, such as write-file: its prompt does not fit into the 60 tokens of a rollout \(max_token_length\)"):
             await make_env(service, tokenizer, model.base_url, server_type, max_token_length=60).process_manager()

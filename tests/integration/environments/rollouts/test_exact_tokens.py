@@ -6,7 +6,6 @@ import asyncio
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +20,7 @@ from environments.demo.tokenizer import make_tokenizer
 from environments.model_access.managed_model import ManagedModel
 from environments.model_access.trajectory_tokens import NO_LOGPROB, NOT_TRAINED, tokens_of_state
 from environments.tool_call_parsers import PARSERS, ParsedCall, get_parser
+from environments.tool_call_parsers.arguments import encode_json
 from environments.tool_call_translator import ToolCallTranslator
 
 with pytest.MonkeyPatch.context() as patch:
@@ -42,8 +42,8 @@ NO_LIMIT = 1_000_000
 
 fragments = st.sampled_from(
     [
-        "", " ", "\n", "  \n", "I look first.", "it's \"quoted\" and `that`", "naïve 日本語 🙂\u200d", "\\n \\\\ \\u0041", "{", "}}", "<tool_call>", "</tool_call>", "<think>",
-        "</think>", "placeholder-", "[TOOL_CALLS]", "```json", "<|im_start|>", "\r\n\t", "\ufffd",
+        "", " ", "\n", "  \n", "I look first.", "it's \"quoted\"", "naïve 日本語 🙂\u200d", "\\n \\\\ \\u0041", "{", "}}", "<tool_call>", "</tool_call>",
+        "<think>", "</think>", "placeholder-", "[TOOL_CALLS]", "```json", "<|im_start|>", "\r\n\t", "\ufffd",
     ]
 )  # fmt: skip
 texts = st.one_of(st.lists(st.one_of(fragments, st.text(max_size=8)), max_size=4).map("".join), st.just(""))
@@ -62,12 +62,13 @@ class WrittenTurn:
 @st.composite
 def turns(draw: st.DrawFn, family: str) -> WrittenTurn:
     """An answer with calls, broken calls, or none, and text and reasoning around them."""
-    from environments.tool_call_parsers.arguments import encode_json
-
     parser = get_parser(family)
     reasoning = draw(st.sampled_from(["", "", "<think>\nhm </think>", "<think>\n<tool_call>draft</think>\n\n"]))
     before, after = draw(texts), draw(texts)
-    calls = [ParsedCall(f"functions.terminal:{number}", draw(st.sampled_from(["terminal", "read_file", "none"])), encode_json(draw(arguments))) for number in range(draw(st.integers(0, 3)))]
+    calls = [
+        ParsedCall(f"functions.terminal:{number}", draw(st.sampled_from(["terminal", "read_file", "none"])), encode_json(draw(arguments)))
+        for number in range(draw(st.integers(0, 3)))
+    ]
     formatted = parser.format_message(before, calls) if calls else before
     if draw(st.booleans()) and formatted:  # broken somewhere
         cut = draw(st.integers(0, len(formatted)))
@@ -141,7 +142,9 @@ def test_tokens_are_what_the_model_saw_and_wrote(tokenizers: dict[str, Any], tem
     def check(conversation: tuple[str, list[WrittenTurn]], room: int, length: int) -> None:
         family, answers = conversation
         server = TokenServer(tokenizer, answers)
-        prompt = tokenizer.apply_chat_template([{"role": "system", "content": "You work.\n"}, {"role": "user", "content": " It's “done”? "}], tools=TOOLS, add_generation_prompt=True)
+        prompt = tokenizer.apply_chat_template(
+            [{"role": "system", "content": "You work.\n"}, {"role": "user", "content": " It's “done”? "}], tools=TOOLS, add_generation_prompt=True
+        )
         max_tokens = len(prompt) + room
         result = asyncio.run(roll_out(server, family, max_tokens))
         whole = tokens_of_state(result.managed_state)  # there is one sequence
@@ -157,10 +160,10 @@ def test_tokens_are_what_the_model_saw_and_wrote(tokenizers: dict[str, Any], tem
             expected = "".join(answer.text + tokenizer.eos_token for answer in answers[: result.turns_used])
             assert tokenizer.decode([token for token in whole.masks if token != NOT_TRAINED]) == expected
             assert result.end in (LoopEnd.ANSWERED, LoopEnd.MAX_TURNS)
-        shown = tokenizer.decode(whole.tokens)
-        for message in result.messages[:-1] if result.messages[-1]["role"] == "tool" else result.messages:
-            if message["role"] == "tool" and message is not result.messages[-1]:
-                assert message["content"].strip() in shown or result.end is not LoopEnd.ANSWERED
+        answered = [message for message in result.messages if message["role"] == "assistant"]
+        seen_last = tokenizer.decode(server.seen[-1])
+        before_last = result.messages[: result.messages.index(answered[-1])]
+        assert all(message["content"].strip() in seen_last for message in before_last if message["role"] == "tool")
 
         cut = whole.cut(length)
         assert cut.tokens == whole.tokens[:length]

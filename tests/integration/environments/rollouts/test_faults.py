@@ -184,7 +184,9 @@ async def test_a_pool_without_room_ends_the_run_in_a_sentence(service: Service) 
                     return ("terminal",)
 
                 collector = GroupCollector(group.groups, put_back, group.statistics, next_item=next_item, wait_for_model_server=no_wait, max_lost_groups=3)
-                with pytest.raises(RunFailed, match=r"3 groups in a row came to nothing \(max_lost_groups\); the last one because of: no slots could be acquired: "):
+                with pytest.raises(
+                    RunFailed, match=r"3 groups in a row came to nothing \(max_lost_groups\); the last one because of: no slots could be acquired: "
+                ):
                     await collector.collect("first", 1, tools)
                 total = group.statistics.total
                 assert (total.faults, total.lost_group_count, total.put_back_count) == ({("infra", "no_capacity"): 6}, 3, 2)
