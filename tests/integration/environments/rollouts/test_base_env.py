@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from tenacity import wait_none
 
 from env_client import AsyncSandboxClient
 from environments.demo.model_server import ScriptedModelServer
@@ -25,6 +26,7 @@ from tests.support.service import Service
 with pytest.MonkeyPatch.context() as patch:
     patch.setattr(sys, "argv", ["test"])
     from atroposlib.envs.base import APIServerConfig
+    from atroposlib.envs.server_handling.server_baseline import APIServer
 
     from environments.hermes_base_env import HermesAgentEnvConfig
     from environments.terminal_test_env import TASKS, TerminalTask, TerminalTestEnv
@@ -64,13 +66,14 @@ async def model(tokenizer: Path) -> AsyncIterator[ScriptedModelServer]:
 def make_env(
     service: Service, tokenizer: Path, base_url: str, server_type: str = "openai", *, env_class: type[TerminalTestEnv] = TerminalTestEnv, **settings: Any
 ) -> TerminalTestEnv:
+    timeout_s = settings.pop("timeout", 1200)
     config = HermesAgentEnvConfig(
         **{
             **TerminalTestEnv.default_settings(), "tokenizer_name": str(tokenizer), "sandbox_url": service.url, "sandbox_token": service.token,
             "sandbox_pool": "default", "group_size": 2, "total_steps": 1, "include_messages": True, "ensure_scores_are_not_same": False, **settings,
         }
     )  # fmt: skip
-    server = APIServerConfig(base_url=base_url, api_key="x", model_name="scripted", server_type=server_type, health_check=False)
+    server = APIServerConfig(base_url=base_url, api_key="x", model_name="scripted", server_type=server_type, health_check=False, timeout=timeout_s)
     env = env_class(config, [server])
     env.n_groups_to_process, env.group_size_to_process, env.process_mode = config.total_steps, config.group_size, True
     return env
@@ -205,6 +208,37 @@ async def test_a_model_server_that_is_down_is_named(service: Service, tokenizer:
     async with no_slot_left(service):
         with pytest.raises(RunFailed, match=r"openai\.base_url: no model server answers at http://127\.0\.0\.1:9/v1"):
             await make_env(service, tokenizer, "http://127.0.0.1:9/v1").process_manager()
+
+
+@pytest.fixture
+def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let atroposlib repeat failed requests at once."""
+    for name in ("chat_completion", "_chat_comp", "_tokens_and_logprobs_comp"):
+        monkeypatch.setattr(getattr(APIServer, name).retry, "wait", wait_none())
+
+
+@pytest.mark.usefixtures("no_waits")
+@pytest.mark.parametrize("server_type", ["openai", "vllm"])
+async def test_errors_of_the_model_server_are_not_scored(service: Service, tokenizer: Path, server_type: str) -> None:
+    turns = [{"calls": [LOOK]}, {"text": "x", "fault": {"kind": "http_error", "status": 503, "times": None}}]
+    script = {"prompts": [{"trajectories": [{"turns": turns}]}]}
+    async with ScriptedModelServer(script, tokenizer=tokenizer) as model, no_slot_left(service):
+        env = make_env(service, tokenizer, model.base_url, server_type, max_lost_groups=1, max_rollout_attempts=2)
+        with pytest.raises(RunFailed, match=r"1 groups in a row came to nothing .*The request to the model server failed in turn 2: .*503"):
+            await env.process_manager()
+    total, metrics = env.statistics.total, env.statistics.take_metrics()
+    assert (total.rewards.count, total.group_count, set(total.faults)) == (0, 0, {("infra", "model_server")})
+    assert metrics["train/faults/infra/model_server"] == sum(total.faults.values()) >= 2
+
+
+@pytest.mark.usefixtures("no_waits")
+async def test_a_silent_model_server_is_asked_again(service: Service, tokenizer: Path) -> None:
+    script = {"prompts": [{"trajectories": [{"turns": [{"text": "Done.", "fault": {"kind": "silence", "times": 1}}]}]}]}
+    async with ScriptedModelServer(script, tokenizer=tokenizer) as model, no_slot_left(service):
+        env = make_env(service, tokenizer, model.base_url, "vllm", group_size=1, timeout=1)
+        await env.process_manager()
+        assert model.request_count == 2
+    assert (env.statistics.total.rewards.count, env.statistics.total.faults) == (1, {})
 
 
 async def test_a_tokenizer_that_is_not_there_is_named(service: Service, tmp_path: Path) -> None:

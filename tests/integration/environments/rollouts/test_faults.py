@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,9 @@ from environments.rollouts.collector import GroupCollector, RunFailed
 from environments.rollouts.exec_tool import ExecTool
 from environments.rollouts.group import GroupLost
 from environments.rollouts.item_queue import PutBackItems, item_key
+from environments.rollouts.pool_spec import PoolRequest
 from environments.rollouts.scoring import compute_reward_in_slot
+from environments.rollouts.service import ConnectionSettings, PoolConnection
 from environments.tool_context import ToolContext
 from tests.integration.client.test_restarts import Restarting
 from tests.integration.environments.rollouts.rollout_parts import Hooks, OnceFor, Pause, Rollouts, command, kill_sandboxes, rollouts
@@ -77,9 +80,9 @@ async def test_a_sandbox_that_dies_before_the_release_changes_nothing(own: Servi
     async with rollouts(own) as group:
         release = group.pool.release
 
-        async def kill_and_release(leases: Any) -> None:
+        async def kill_and_release(leases: Any, **options: Any) -> None:
             kill_sandboxes(own)
-            await release(leases)
+            await release(leases, **options)
 
         group.pool.release = kill_and_release  # type: ignore[method-assign]  # there is no other way to be just in front of the release
         assert await group.run(size=1) == ["g/0"]
@@ -207,3 +210,34 @@ async def test_a_hook_that_always_hangs_loses_the_group(service: Service) -> Non
     async with rollouts(service, Hooks(set_up=Pause()), hook_timeout_s=0.5, max_attempts=2) as group:
         with pytest.raises(GroupLost, match=r"setup_trajectory_workspace did not end within 0\.5 s \(hook_timeout_s\)"):
             await group.run(size=1)
+
+
+async def test_a_service_that_does_not_answer_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("environments.rollouts.service._END_REQUEST_S", 0.5)
+    monkeypatch.setattr("environments.rollouts.service._UNRESPONSIVE_S", 0.1)
+    with running_service() as stopped:
+        pool = PoolConnection(
+            PoolRequest(name="default", spec=None, acquire_timeout_s=30), ConnectionSettings(sandbox_url=stopped.url, sandbox_token=stopped.token)
+        )
+        await pool.open()
+        held = asyncio.Event()
+
+        async def hold() -> None:
+            async with pool.slot("t-1"):
+                held.set()
+                await asyncio.Event().wait()
+
+        holding = asyncio.create_task(hold())
+        await held.wait()
+        pid = stopped.process.pid
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            async with asyncio.timeout(20):
+                holding.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await holding
+                await pool.aclose()
+        finally:
+            os.kill(pid, signal.SIGCONT)
+    assert pool.describe_end() == "slots that are still leased end after 300 s"
+    assert "could not be released; they end after 300 s: the service did not answer within 0.5 s" in caplog.text
