@@ -218,12 +218,11 @@ def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_waits")
-@pytest.mark.parametrize("server_type", ["openai", "vllm"])
-async def test_errors_of_the_model_server_are_not_scored(service: Service, tokenizer: Path, server_type: str) -> None:
+async def test_errors_of_the_model_server_are_not_scored(service: Service, tokenizer: Path) -> None:
     turns = [{"calls": [LOOK]}, {"text": "x", "fault": {"kind": "http_error", "status": 503, "times": None}}]
     script = {"prompts": [{"trajectories": [{"turns": turns}]}]}
     async with ScriptedModelServer(script, tokenizer=tokenizer) as model, no_slot_left(service):
-        env = make_env(service, tokenizer, model.base_url, server_type, max_lost_groups=1, max_rollout_attempts=2)
+        env = make_env(service, tokenizer, model.base_url, "vllm", max_lost_groups=1, max_rollout_attempts=2)
         with pytest.raises(RunFailed, match=r"1 groups in a row came to nothing .*The request to the model server failed in turn 2: .*503"):
             await env.process_manager()
     total, metrics = env.statistics.total, env.statistics.take_metrics()
@@ -232,10 +231,12 @@ async def test_errors_of_the_model_server_are_not_scored(service: Service, token
 
 
 @pytest.mark.usefixtures("no_waits")
-async def test_a_silent_model_server_is_asked_again(service: Service, tokenizer: Path) -> None:
+@pytest.mark.parametrize("server_type", ["openai", "sglang"])
+async def test_a_silent_model_server_is_asked_again(service: Service, tokenizer: Path, tmp_path: Path, server_type: str) -> None:
     script = {"prompts": [{"trajectories": [{"turns": [{"text": "Done.", "fault": {"kind": "silence", "times": 1}}]}]}]}
     async with ScriptedModelServer(script, tokenizer=tokenizer) as model, no_slot_left(service):
-        env = make_env(service, tokenizer, model.base_url, "vllm", group_size=1, timeout=1)
+        path = tmp_path / "groups.jsonl"
+        env = make_env(service, tokenizer, model.base_url, server_type, group_size=1, timeout=1, data_path_to_save_groups=str(path))
         await env.process_manager()
         assert model.request_count == 2
     assert (env.statistics.total.rewards.count, env.statistics.total.faults) == (1, {})
