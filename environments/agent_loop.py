@@ -254,7 +254,8 @@ class AgentLoop:
         except NoAnswer as error:
             raise ModelRequestFailed(f"The model server gave no answer in turn {rollout.turn}: {error}.") from error
         except Exception as error:  # each server has exceptions of its own
-            raise ModelRequestFailed(f"The request to the model server failed in turn {rollout.turn}: {type(error).__name__}: {error}") from error
+            last = _last_attempt(error)
+            raise ModelRequestFailed(f"The request to the model server failed in turn {rollout.turn}: {type(last).__name__}: {last}") from error
         rollout.model_time_s += self._clock() - began
         rollout.reasoning.append(answer.reasoning)
         return answer
@@ -319,6 +320,14 @@ class _Rollout:
             tool_time_s=self.tool_time_s,
             managed_state=managed_state,
         )
+
+
+def _last_attempt(error: Exception) -> BaseException:
+    """Return the error of the last attempt, where the server retries by itself and raises an error that does not say what happened, as atroposlib does."""
+    last: BaseException = error
+    while (attempt := getattr(last, "last_attempt", None)) is not None and (inner := attempt.exception()) is not None:
+        last = inner
+    return last
 
 
 def _malformed(turn: int, arguments: ToolArguments) -> ToolCallRecord:

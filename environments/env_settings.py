@@ -51,6 +51,7 @@ class AgentEnvSettings(BaseModel):
     eval_item_count: int = Field(default=32, ge=1, description="How many items `evaluate` uses at most")
     # Rollouts.
     tool_timeout_s: float | None = Field(default=None, gt=0, description="Timeout of a tool call of the model, in seconds; default: the pool's")
+    hook_timeout_s: float = Field(default=3600, gt=0, description="How long the set-up or the scoring of a rollout may take, in seconds")
     max_rollout_attempts: int = Field(default=3, ge=1, description="How often a rollout is begun at most when faults of the infrastructure end it")
     max_put_backs: int = Field(default=2, ge=0, description="How often the item of a group that came to nothing is used again")
     max_lost_groups: int = Field(default=10, ge=1, description="After so many groups in a row that came to nothing, the run ends")
@@ -66,7 +67,12 @@ class AgentEnvSettings(BaseModel):
     purge_job_on_start: bool = Field(default=False, description="Nomad: purge an old job of that id at the start")
     purge_job_on_shutdown: bool = Field(default=True, description="Release all slots of the run at its end")
     acquire_timeout_s: float = Field(default=30.0, ge=0, description="How long a group waits for its slots, in seconds")
-    lease_ttl_s: int = Field(default=300, ge=1, le=86_400, description="How long slots stay leased after this process has died, in seconds")
+    lease_ttl_s: int = Field(
+        default=300,
+        ge=1,
+        le=86_400,
+        description="How long slots stay leased after this process has died, in seconds; the service adds 60 s to a tool call that still ran",
+    )
     tool_batch_window_ms: float = Field(default=20, ge=0, description="How long a tool call waits for others before it is sent, in milliseconds")
     tool_max_batch_size: int = Field(default=200, ge=1, le=1000, description="Most tool calls of one request")
     row_image: str = Field(default="auto", description="Whether rows choose the image of their sandbox: auto or never")

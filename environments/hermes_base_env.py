@@ -18,6 +18,7 @@ os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # no torch is n
 
 from atroposlib.envs.base import APIServerConfig, BaseEnv, BaseEnvConfig, ScoredDataGroup
 from atroposlib.utils.tokenize_for_trainer import tokenize_for_trainer
+from pydantic import Field
 from tenacity import RetryError
 
 from environments.agent_loop import AgentLoopSettings, AgentResult
@@ -36,7 +37,7 @@ from environments.model_access.managed_model import ManagedModel
 from environments.model_access.model_probe import wait_for_model_server
 from environments.model_access.tokenization import ConversationTokens
 from environments.model_access.trajectory_tokens import TrajectoryTokens, tokens_of_state
-from environments.process_control import remove_if_empty, run_cli, run_until_failure, terminable
+from environments.process_control import SCORING_THREAD_PREFIX, remove_if_empty, run_cli, run_until_failure, terminable
 from environments.rollouts.cancellation import finish_despite_cancellation
 from environments.rollouts.collector import GroupCollector, RunFailed
 from environments.rollouts.evaluation import evaluate_items
@@ -66,6 +67,11 @@ class HermesAgentEnvConfig(AgentEnvSettings, BaseEnvConfig):  # type: ignore[mis
 
     use_wandb: bool = False
     wandb_name: str | None = None
+    # Fields of atroposlib, which accepts every number for them, and then fails in the middle of the run or never ends.
+    group_size: int = Field(default=4, ge=1, description="How many rollouts a group has")
+    total_steps: int = Field(default=1000, ge=1, description="How many groups `process` rolls out, and how many steps `serve` runs")
+    max_token_length: int = Field(default=2048, ge=1, description="Most tokens of a rollout")
+    max_eval_workers: int = Field(default=16, ge=1, description="How many items `evaluate` rolls out at the same time")
 
 
 class HermesAgentBaseEnv(BaseEnv):  # type: ignore[misc]  # atroposlib has no types
@@ -92,7 +98,7 @@ class HermesAgentBaseEnv(BaseEnv):  # type: ignore[misc]  # atroposlib has no ty
         self._began_s = time.monotonic()
         self._failure: asyncio.Future[None] | None = None
         self._collector: GroupCollector | None = None
-        self._scoring_threads = ThreadPoolExecutor(_SCORING_THREADS, thread_name_prefix="scoring")
+        self._scoring_threads = ThreadPoolExecutor(_SCORING_THREADS, thread_name_prefix=SCORING_THREAD_PREFIX)
         self._conversation_tokens = ConversationTokens(copy.deepcopy(self.tokenizer), config.tool_call_parser, tokenize_for_trainer)
 
     # Hooks of an environment.
@@ -112,9 +118,13 @@ class HermesAgentBaseEnv(BaseEnv):  # type: ignore[misc]  # atroposlib has no ty
             except UnusableRow as error:
                 self.statistics.record_unusable_row(f"number {number}", str(error))
                 continue
-            if not self._put_back.is_excluded(item):
+            if not self.is_excluded(item):
                 return item
         return None
+
+    def is_excluded(self, item: Any) -> bool:
+        """Return whether an item must not be used again, because it is unusable or its groups came to nothing too often."""
+        return self._put_back.is_excluded(item)
 
     async def evaluation_items(self) -> Sequence[Any]:
         """Return the items of `evaluate`. The default takes the first ones that `next_item` gives."""
@@ -273,8 +283,14 @@ class HermesAgentBaseEnv(BaseEnv):  # type: ignore[misc]  # atroposlib has no ty
         with terminable():
             try:
                 yield
-            finally:
+            except asyncio.CancelledError as error:
                 await finish_despite_cancellation(self._end_run())
+                error.add_note(self.pool.describe_end())  # for the sentence with which the process ends
+                raise
+            except BaseException:
+                await finish_despite_cancellation(self._end_run())
+                raise
+            await finish_despite_cancellation(self._end_run())
         if command != "serve":
             print_summary(self.statistics.total, time.monotonic() - self._began_s, dict(self.eval_metrics))
 
@@ -343,7 +359,7 @@ class HermesAgentBaseEnv(BaseEnv):  # type: ignore[misc]  # atroposlib has no ty
             max_context_tokens=self._max_tokens,
             shortens_context=self._phase == 1,
         )
-        settings = TrajectorySettings(loop=loop, allow_network=config.allow_network, tool_timeout_s=config.tool_timeout_s)
+        settings = TrajectorySettings(loop=loop, allow_network=config.allow_network, tool_timeout_s=config.tool_timeout_s, hook_timeout_s=config.hook_timeout_s)
         trajectories = TrajectoryRunner(self.pool, self, settings, self._open_model, self._tokenize)
         return GroupRunner(self.pool, trajectories, self.statistics, max_attempts=config.max_rollout_attempts)
 

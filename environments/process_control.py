@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
+import threading
+import time
 import warnings
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+import yaml
 from pydantic import ValidationError
 
 from environments.dataset_rows import DatasetError
@@ -22,6 +26,10 @@ from environments.toolsets import ToolsetError
 
 #: What a person can repair.
 _EXPLAINED = (DatasetError, PoolUnavailable, RunFailed, SettingsError, ToolsetError)
+#: The names of the threads of reward functions begin with this.
+SCORING_THREAD_PREFIX = "scoring"
+#: How long the process waits for reward functions that still run at its end, in seconds.
+_THREADS_END_S = 2.0
 _FAILED, _INTERRUPTED, _TERMINATED = 1, 128 + signal.SIGINT, 128 + signal.SIGTERM
 
 
@@ -33,35 +41,60 @@ def run_cli(cli: Callable[[], None], name: str) -> NoReturn:
         name: the name of the environment.
     """
     warnings.filterwarnings("ignore", message="You are using a local Base URL|Trainer requested to ignore max length")  # both are always so in `process`
-    sys.argv += wandb_argument(sys.argv[1:])
     try:
+        check_arguments(sys.argv[1:])
+        sys.argv += wandb_argument(sys.argv[1:])
         cli()
     except _EXPLAINED as error:
         _end(f"{name}: {error}", _FAILED)
     except ValidationError as error:
         _end(f"{name}: {describe_validation_error(error)}", _FAILED)
-    except KeyboardInterrupt:
-        _end(f"{name}: interrupted; all slots are released", _INTERRUPTED)
-    except asyncio.CancelledError:  # by SIGTERM
-        _end(f"{name}: terminated; all slots are released", _TERMINATED)
-    sys.exit(0)
+    except KeyboardInterrupt as error:  # the first SIGINT cancels the run, and `asyncio.run` raises this at its end; the second one raises it at once
+        _end("; ".join([f"{name}: interrupted", *getattr(error.__context__, "__notes__", ())]), _INTERRUPTED)
+    except asyncio.CancelledError as error:  # by SIGTERM
+        _end("; ".join([f"{name}: terminated", *getattr(error, "__notes__", ())]), _TERMINATED)
+    _exit(0)
+
+
+def check_arguments(arguments: Sequence[str]) -> None:
+    """Check what atroposlib's command line does not explain.
+
+    Raises:
+        SettingsError: there is no command, or the YAML file of the settings cannot be used.
+    """
+    if not arguments:
+        raise SettingsError("name a command: serve, process or evaluate; --help describes them")
+    path = config_path(arguments)
+    if path is None:
+        return
+    try:
+        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise SettingsError(f"--config: the file {path} cannot be read: {error.strerror}") from error
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        raise SettingsError(f"--config: the file {path} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(settings, dict):
+        raise SettingsError(f"--config: the file {path} must have settings under the names env and openai")
+
+
+def config_path(arguments: Sequence[str]) -> Path | None:
+    """Return the YAML file of the settings that a command line names, or None."""
+    for index, argument in enumerate(arguments):
+        if argument.startswith("--config="):
+            return Path(argument.partition("=")[2])
+        if argument == "--config" and index + 1 < len(arguments):
+            return Path(arguments[index + 1])
+    return None
 
 
 def wandb_argument(arguments: Sequence[str]) -> list[str]:
     """Return the argument that switches Weights & Biases off, unless the command line or its YAML file decides about it. atroposlib switches it on."""
     if not arguments or arguments[0] not in ("process", "evaluate") or any(argument.startswith("--env.use_wandb") for argument in arguments):
         return []
-    for index, argument in enumerate(arguments):
-        path = (
-            argument.partition("=")[2]
-            if argument.startswith("--config=")
-            else arguments[index + 1]
-            if argument == "--config" and index + 1 < len(arguments)
-            else ""
-        )
-        with suppress(OSError):  # atroposlib reports a file that cannot be read
-            if path and "use_wandb" in Path(path).read_text(encoding="utf-8"):
-                return []
+    path = config_path(arguments)
+    with suppress(OSError):  # `check_arguments` reports a file that cannot be read
+        if path is not None and "use_wandb" in path.read_text(encoding="utf-8"):
+            return []
     return ["--env.use_wandb=false"]
 
 
@@ -103,4 +136,17 @@ def remove_if_empty(path: Path) -> None:
 
 def _end(sentence: str, exit_code: int) -> NoReturn:
     sys.stderr.write(sentence + "\n")
+    _exit(exit_code)
+
+
+def _exit(exit_code: int) -> NoReturn:
+    """End the process. The interpreter would wait for reward functions that still run, and nothing can end a function that never returns."""
+    deadline_s = time.monotonic() + _THREADS_END_S
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith(SCORING_THREAD_PREFIX)]
+    for thread in threads:
+        thread.join(max(0.0, deadline_s - time.monotonic()))
+    if any(thread.is_alive() for thread in threads):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)
     sys.exit(exit_code)

@@ -73,11 +73,14 @@ class TerminalTestEnv(HermesAgentBaseEnv):
             "system_prompt": "You work in a sandbox. Use the tools to do the task, and then answer with one sentence.",
         }
 
-    async def next_item(self) -> TerminalTask:
-        """Return the tasks in turn."""
-        task = TASKS[self._next_row % len(TASKS)]
-        self._next_row += 1
-        return task
+    async def next_item(self) -> TerminalTask | None:
+        """Return the tasks in turn, or None if none of them can be used."""
+        for _ in TASKS:
+            task = TASKS[self._next_row % len(TASKS)]
+            self._next_row += 1
+            if not self.is_excluded(task):
+                return task
+        return None
 
     async def evaluation_items(self) -> Sequence[TerminalTask]:
         """Return every task once."""

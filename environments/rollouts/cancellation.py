@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 V = TypeVar("V")
+
+
+def was_cancelled() -> bool:
+    """Return whether the block whose `finally` or `except` clause runs was cancelled."""
+    return isinstance(sys.exception(), asyncio.CancelledError)
 
 
 async def finish_despite_cancellation(work: Coroutine[Any, Any, V]) -> V:

@@ -48,6 +48,7 @@ class GroupCollector:
         self._wait_for_model_server = wait_for_model_server
         self._max_lost_groups = max_lost_groups
         self._lost_in_a_row = 0
+        self._excluded_in_a_row = 0
 
     async def collect(self, item: Any, size: int, select_tools: Callable[[], Awaitable[Sequence[str]]]) -> tuple[TrajectoryRecord, ...] | None:
         """Roll out the group of an item, or of the items after it, until one group is complete.
@@ -79,14 +80,24 @@ class GroupCollector:
                     self._put_back.return_unused(item)
                 raise
             else:
-                self._lost_in_a_row = 0
+                self._lost_in_a_row = self._excluded_in_a_row = 0
                 self._put_back.forget(item)
                 return records
             item = await self._next_item()
         return None
 
     def _record_unusable(self, item: Any, error: UnusableRow) -> None:
+        """Exclude an item.
+
+        Raises:
+            RunFailed: the environment gives items again and again that are excluded.
+        """
         name = item_name(item)
+        if self._put_back.is_excluded(item):
+            self._excluded_in_a_row += 1
+            if self._excluded_in_a_row >= self._max_lost_groups:
+                raise RunFailed(f"no row could be used: the environment gives only rows that are unusable, such as {name}: {error}")
+            return
         self._put_back.exclude(item)
         self._statistics.record_unusable_row(name, str(error))
         log.warning("row %s cannot be used: %s", name, error)

@@ -11,7 +11,7 @@ from typing import Any
 
 from env_client import AsyncLease
 from environments.dataset_rows import UnusableRow
-from environments.rollouts.cancellation import finish_despite_cancellation
+from environments.rollouts.cancellation import finish_despite_cancellation, was_cancelled
 from environments.rollouts.exec_tool import RolloutFault
 from environments.rollouts.service import PoolConnection, PoolUnavailable
 from environments.rollouts.statistics import RolloutStatistics
@@ -86,7 +86,7 @@ class GroupRunner:
             raise _most_important(errors) from None
         finally:  # a member that was cancelled before its first step has not released its slot
             if held:
-                await finish_despite_cancellation(self._pool.release(list(held.values())))
+                await finish_despite_cancellation(self._pool.release(list(held.values()), cancelled=was_cancelled()))
             self._record_members(size, complete)
         return tuple(complete[number] for number in range(size))
 
@@ -156,7 +156,7 @@ class GroupRunner:
             await self._trajectories.run(item, places.held[places.number], tools, record)
         finally:
             with record.measure("release"):
-                await finish_despite_cancellation(self._pool.release([places.held.pop(places.number)]))
+                await finish_despite_cancellation(self._pool.release([places.held.pop(places.number)], cancelled=was_cancelled()))
 
 
 def _most_important(errors: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Self, TypeVar
@@ -30,12 +30,13 @@ from env_client import (
     SandboxClient,
     SandboxError,
     ServiceNotFound,
+    TimedOut,
     TransportError,
     Unauthorized,
     available_tools,
     embedded,
 )
-from environments.rollouts.cancellation import finish_despite_cancellation
+from environments.rollouts.cancellation import finish_despite_cancellation, was_cancelled
 from environments.rollouts.exec_tool import ExecTool, RolloutFault
 from environments.rollouts.pool_spec import PoolRequest
 
@@ -45,6 +46,10 @@ log = logging.getLogger(__name__)
 
 #: How long to wait before the pool is made again while the service still deletes the old one, in seconds.
 _DELETION_POLL_S = 0.2
+#: How long a request waits whose rollout or run is being ended, in seconds: a service that does not answer must not hold up a process that was told to end.
+_END_REQUEST_S = 10.0
+#: The same, after one of these requests was not answered in time.
+_UNRESPONSIVE_S = 1.0
 #: Errors of an acquire that every later acquire would get, too.
 _PERMANENT_ERRORS = (InvalidRequest, Unauthorized, Forbidden)
 #: How long an embedded service may take until it listens, in seconds. Environments start on machines that are busy with models.
@@ -64,7 +69,8 @@ class ConnectionSettings:
     Args:
         sandbox_url: the address of the service; None for an embedded service, which ends with the connection.
         sandbox_token: the token.
-        lease_ttl_s: how long a slot stays leased after this process has died, in seconds.
+        lease_ttl_s: how long a slot stays leased after this process has died, in seconds. If a tool call still ran, the
+            slot stays leased until 60 s after its end.
         tool_batch_window_ms: how long a tool call waits for others before it is sent, in milliseconds.
         tool_max_batch_size: how many tool calls one request carries at most.
         releases_run: whether all slots of the run are released at the end; otherwise they end after `lease_ttl_s`.
@@ -104,6 +110,8 @@ class PoolConnection:
         self._held_lease_ids: set[str] = set()
         self._cache_refused = False
         self._closed = False
+        self._run_released = False
+        self._unresponsive = False
 
     @property
     def client(self) -> AsyncSandboxClient:
@@ -165,6 +173,12 @@ class PoolConnection:
         await asyncio.gather(*acquires, return_exceptions=True)
         await self._resources.aclose()
 
+    def describe_end(self) -> str:
+        """Return what became of the slots of the run when the connection was closed, as a part of a sentence."""
+        if self._run_released or not self._has_acquired:
+            return "all slots are released"
+        return f"slots that are still leased end after {self._settings.lease_ttl_s:.0f} s"
+
     async def acquire(self, trajectory_ids: Sequence[str], *, cache: str | None = "rw", waits_for_own: bool = False) -> tuple[AsyncLease, ...]:
         """Acquire a slot for each trajectory: all of them or none. They are renewed until they are released.
 
@@ -191,11 +205,17 @@ class PoolConnection:
             await finish_despite_cancellation(self._reclaim(task, trajectory_ids))
             raise
 
-    async def release(self, leases: Sequence[AsyncLease]) -> None:
-        """Release slots and have them reset. It never raises an error of the service: a lease that cannot be released ends by itself."""
+    async def release(self, leases: Sequence[AsyncLease], *, cancelled: bool = False) -> None:
+        """Release slots and have them reset. It never raises an error of the service: a lease that cannot be released ends by itself.
+
+        Args:
+            leases: the slots.
+            cancelled: whether the rollout was cancelled, and the release must not wait long for a service that does not answer.
+        """
         self._held_lease_ids.difference_update(lease.lease_id for lease in leases)
+        release = self.client.give_back(leases)
         try:
-            await self.client.give_back(leases)
+            await (self._at_end(release) if cancelled else release)
         except ClientClosed:  # the end of the run has released them
             return
         except SandboxError as error:
@@ -209,7 +229,7 @@ class PoolConnection:
         try:
             yield lease
         finally:
-            await finish_despite_cancellation(self.release([lease]))
+            await finish_despite_cancellation(self.release([lease], cancelled=was_cancelled()))
 
     def make_exec_tool(self, lease: AsyncLease) -> ExecTool:
         """Return what hooks use to run tool calls in a slot."""
@@ -279,16 +299,33 @@ class PoolConnection:
     async def _reclaim(self, acquire: asyncio.Task[tuple[AsyncLease, ...]], trajectory_ids: Sequence[str]) -> None:
         """Release slots that were granted while their acquire was being cancelled. The service keeps them for a retry, of which there will be none."""
         if not acquire.cancelled() and acquire.exception() is None:
-            await self.release(acquire.result())
+            await self.release(acquire.result(), cancelled=True)
             return
         try:
-            for trajectory_id in trajectory_ids:
-                page = await self.client.leases(run_id=self.run_id, trajectory_id=trajectory_id)
-                if not page.leases:
-                    return  # a gang is granted as a whole
-                await self.client.release([lease.lease_id for lease in page.leases])
+            await self._at_end(self._release_trajectories(trajectory_ids))
         except SandboxError as error:
             log.warning("slots of a cancelled acquire may be held until %.0f s from now: %s", self._settings.lease_ttl_s, error)
+
+    async def _release_trajectories(self, trajectory_ids: Sequence[str]) -> None:
+        for trajectory_id in trajectory_ids:
+            page = await self.client.leases(run_id=self.run_id, trajectory_id=trajectory_id)
+            if not page.leases:
+                return  # a gang is granted as a whole
+            await self.client.release([lease.lease_id for lease in page.leases])
+
+    async def _at_end(self, request: Awaitable[object]) -> None:
+        """Wait for a request that releases slots, but not for long.
+
+        Raises:
+            TimedOut: the service did not answer soon enough.
+        """
+        limit_s = _UNRESPONSIVE_S if self._unresponsive else _END_REQUEST_S
+        try:
+            async with asyncio.timeout(limit_s):
+                await request
+        except TimeoutError:
+            self._unresponsive = True
+            raise TimedOut(f"the service did not answer within {limit_s:g} s") from None
 
     async def _hold(self, trajectory_ids: list[str], cache: str | None, waits_for_own: bool) -> tuple[AsyncLease, ...]:
         deadline_s = asyncio.get_running_loop().time() + self.request.acquire_timeout_s
@@ -340,7 +377,8 @@ class PoolConnection:
         if not self._settings.releases_run:
             return
         try:
-            await self.client.release(run_id=self.run_id)
+            await self._at_end(self.client.release(run_id=self.run_id))
+            self._run_released = True
         except SandboxError as error:
             log.warning("the slots of run %s could not be released; they end after %.0f s: %s", self.run_id, self._settings.lease_ttl_s, error)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -27,8 +28,12 @@ V = TypeVar("V")
 
 #: The reason of a fault whose cause is an exception of a hook.
 HOOK_RAISED = "hook_raised"
+#: The reason of a fault whose cause is a hook that does not end.
+HOOK_TIMEOUT = "hook_timeout"
 #: The reason of a fault whose cause is the model server.
 MODEL_SERVER = "model_server"
+#: How long the set-up or the scoring of a trajectory may take, in seconds.
+DEFAULT_HOOK_TIMEOUT_S = 3600.0
 #: The phases of a trajectory whose time is measured.
 PHASES = ("acquire", "set-up", "narrow", "model", "tools", "scoring", "release")
 
@@ -65,11 +70,13 @@ class TrajectorySettings:
         loop: how the agent loop asks the model.
         allow_network: whether the model has the network of the pool.
         tool_timeout_s: the timeout of a model's tool call, in seconds; None for the default of the pool.
+        hook_timeout_s: how long the set-up, and how long the scoring, of a trajectory may take, in seconds.
     """
 
     loop: AgentLoopSettings
     allow_network: bool = True
     tool_timeout_s: float | None = None
+    hook_timeout_s: float = DEFAULT_HOOK_TIMEOUT_S
 
 
 @dataclass(slots=True)
@@ -148,7 +155,8 @@ class TrajectoryRunner:
         """
         exec_tool = self._pool.make_exec_tool(lease)
         with record.measure("set-up"), _hook_errors("setup_trajectory_workspace"):
-            workspace_meta = await self._hooks.setup_trajectory_workspace(item, trajectory_id=record.trajectory_id, exec_tool=exec_tool)
+            async with self._hook_timeout("setup_trajectory_workspace"):
+                workspace_meta = await self._hooks.setup_trajectory_workspace(item, trajectory_id=record.trajectory_id, exec_tool=exec_tool)
         with record.measure("narrow"):
             await self._narrow(item, exec_tool, workspace_meta)
         handler = await self._run_agent(item, lease, tools, record)
@@ -164,15 +172,32 @@ class TrajectoryRunner:
             record.reward, record.score_meta = 0.0, {"sandbox_lost": True}
             return
         with record.measure("scoring"), _hook_errors("verify_and_score_trajectory"):
-            reward, record.score_meta = await self._hooks.verify_and_score_trajectory(
-                item, result, trajectory_id=record.trajectory_id, exec_tool=exec_tool, workspace_meta=workspace_meta
-            )
+            async with self._hook_timeout("verify_and_score_trajectory"):
+                reward, record.score_meta = await self._hooks.verify_and_score_trajectory(
+                    item, result, trajectory_id=record.trajectory_id, exec_tool=exec_tool, workspace_meta=workspace_meta
+                )
             reward = check_reward(reward)
         if exec_tool.ambiguous_reasons and not refused:
             reason = exec_tool.ambiguous_reasons[0]
             raise RolloutFault(f"a call of a hook ended with {reason}, and who caused that is not known", reason=reason, fault="ambiguous")
         record.ambiguous_but_scored = handler.ambiguous is not None or bool(exec_tool.ambiguous_reasons)
         record.reward = reward
+
+    @asynccontextmanager
+    async def _hook_timeout(self, hook: str) -> AsyncIterator[None]:
+        """Cancel a hook that takes too long.
+
+        Raises:
+            RolloutFault: it did.
+        """
+        timeout_s = self._settings.hook_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s) as limit:
+                yield
+        except TimeoutError as error:
+            if not limit.expired():  # the hook itself raised it
+                raise
+            raise RolloutFault(f"{hook} did not end within {timeout_s:g} s (hook_timeout_s)", reason=HOOK_TIMEOUT) from error
 
     async def _narrow(self, item: Any, exec_tool: ExecTool, workspace_meta: dict[str, Any]) -> None:
         """Take away what only the set-up may have, and seal what the model must not change."""
@@ -211,6 +236,9 @@ class TrajectoryRunner:
         except ModelRequestFailed as error:
             record.phase_s["model"] += time.monotonic() - began_s
             raise RolloutFault(str(error), reason=MODEL_SERVER) from error
+        if not result.turns_used:  # no other rollout of this item could begin either
+            most = self._settings.loop.max_context_tokens
+            raise UnusableRow(f"its prompt does not fit into the {most} tokens of a rollout (max_token_length)")
         record.result = result
         record.phase_s["tools"] += result.tool_time_s
         record.phase_s["model"] += max(0.0, time.monotonic() - began_s - result.tool_time_s)

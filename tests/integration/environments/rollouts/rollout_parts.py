@@ -7,7 +7,7 @@ import json
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -148,7 +148,8 @@ async def rollouts(
 def kill_sandboxes(service: Service, sandbox_id: str = "*") -> None:
     """Kill the agent of a sandbox, or of all."""
     for record in service.state_dir.glob(f"sandboxes/{sandbox_id}/handle.json"):
-        os.kill(json.loads(record.read_text(encoding="utf-8"))["data"]["pid"], signal.SIGKILL)
+        with suppress(ProcessLookupError, FileNotFoundError):  # it is dead already
+            os.kill(json.loads(record.read_text(encoding="utf-8"))["data"]["pid"], signal.SIGKILL)
 
 
 class OnceFor:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from tenacity import wait_none
 
 from env_client import AsyncSandboxClient
 from environments.demo.model_server import ScriptedModelServer
@@ -25,6 +26,7 @@ from tests.support.service import Service
 with pytest.MonkeyPatch.context() as patch:
     patch.setattr(sys, "argv", ["test"])
     from atroposlib.envs.base import APIServerConfig
+    from atroposlib.envs.server_handling.server_baseline import APIServer
 
     from environments.hermes_base_env import HermesAgentEnvConfig
     from environments.terminal_test_env import TASKS, TerminalTask, TerminalTestEnv
@@ -64,13 +66,14 @@ async def model(tokenizer: Path) -> AsyncIterator[ScriptedModelServer]:
 def make_env(
     service: Service, tokenizer: Path, base_url: str, server_type: str = "openai", *, env_class: type[TerminalTestEnv] = TerminalTestEnv, **settings: Any
 ) -> TerminalTestEnv:
+    timeout_s = settings.pop("timeout", 1200)
     config = HermesAgentEnvConfig(
         **{
             **TerminalTestEnv.default_settings(), "tokenizer_name": str(tokenizer), "sandbox_url": service.url, "sandbox_token": service.token,
             "sandbox_pool": "default", "group_size": 2, "total_steps": 1, "include_messages": True, "ensure_scores_are_not_same": False, **settings,
         }
     )  # fmt: skip
-    server = APIServerConfig(base_url=base_url, api_key="x", model_name="scripted", server_type=server_type, health_check=False)
+    server = APIServerConfig(base_url=base_url, api_key="x", model_name="scripted", server_type=server_type, health_check=False, timeout=timeout_s)
     env = env_class(config, [server])
     env.n_groups_to_process, env.group_size_to_process, env.process_mode = config.total_steps, config.group_size, True
     return env
@@ -153,6 +156,26 @@ async def test_no_usable_row_ends_the_run_with_a_sentence(service: Service, toke
     assert not path.exists()  # an empty file would only be in the way
 
 
+@pytest.mark.parametrize("server_type", ["openai", "vllm"])
+async def test_prompts_that_are_too_long_end_the_run_with_a_sentence(service: Service, tokenizer: Path, model: ScriptedModelServer, server_type: str) -> None:
+    async with no_slot_left(service):
+        with pytest.raises(RunFailed, match=r"4, such as write-file: its prompt does not fit into the 60 tokens of a rollout \(max_token_length\)"):
+            await make_env(service, tokenizer, model.base_url, server_type, max_token_length=60).process_manager()
+
+
+class RepeatingEnv(BrokenEnv):
+    """An environment that gives the same row again and again, although it cannot be used."""
+
+    async def next_item(self) -> TerminalTask:
+        return TASKS[0]
+
+
+async def test_an_environment_that_repeats_an_unusable_row_ends(service: Service, tokenizer: Path, model: ScriptedModelServer) -> None:
+    async with no_slot_left(service):
+        with pytest.raises(RunFailed, match="no row could be used: the environment gives only rows that are unusable, such as write-file: the row has no text"):
+            await make_env(service, tokenizer, model.base_url, env_class=RepeatingEnv, max_lost_groups=2).process_manager()
+
+
 async def test_a_worker_that_is_cancelled_leaves_no_slot(service: Service, tokenizer: Path) -> None:
     script = {"prompts": [{"trajectories": [{"turns": [{"text": "x", "delay_s": 30}]}]}]}
     async with ScriptedModelServer(script, tokenizer=tokenizer) as model, no_slot_left(service):
@@ -187,6 +210,38 @@ async def test_a_model_server_that_is_down_is_named(service: Service, tokenizer:
             await make_env(service, tokenizer, "http://127.0.0.1:9/v1").process_manager()
 
 
+@pytest.fixture
+def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let atroposlib repeat failed requests at once."""
+    for name in ("chat_completion", "_chat_comp", "_tokens_and_logprobs_comp"):
+        monkeypatch.setattr(getattr(APIServer, name).retry, "wait", wait_none())
+
+
+@pytest.mark.usefixtures("no_waits")
+async def test_errors_of_the_model_server_are_not_scored(service: Service, tokenizer: Path) -> None:
+    turns = [{"calls": [LOOK]}, {"text": "x", "fault": {"kind": "http_error", "status": 503, "times": None}}]
+    script = {"prompts": [{"trajectories": [{"turns": turns}]}]}
+    async with ScriptedModelServer(script, tokenizer=tokenizer) as model, no_slot_left(service):
+        env = make_env(service, tokenizer, model.base_url, "vllm", max_lost_groups=1, max_rollout_attempts=2)
+        with pytest.raises(RunFailed, match=r"1 groups in a row came to nothing .*The request to the model server failed in turn 2: .*503"):
+            await env.process_manager()
+    total, metrics = env.statistics.total, env.statistics.take_metrics()
+    assert (total.rewards.count, total.group_count, set(total.faults)) == (0, 0, {("infra", "model_server")})
+    assert metrics["train/faults/infra/model_server"] == sum(total.faults.values()) >= 2
+
+
+@pytest.mark.usefixtures("no_waits")
+@pytest.mark.parametrize("server_type", ["openai", "sglang"])
+async def test_a_silent_model_server_is_asked_again(service: Service, tokenizer: Path, tmp_path: Path, server_type: str) -> None:
+    script = {"prompts": [{"trajectories": [{"turns": [{"text": "Done.", "fault": {"kind": "silence", "times": 1}}]}]}]}
+    async with ScriptedModelServer(script, tokenizer=tokenizer) as model, no_slot_left(service):
+        path = tmp_path / "groups.jsonl"
+        env = make_env(service, tokenizer, model.base_url, server_type, group_size=1, timeout=1, data_path_to_save_groups=str(path))
+        await env.process_manager()
+        assert model.request_count == 2
+    assert (env.statistics.total.rewards.count, env.statistics.total.faults) == (1, {})
+
+
 async def test_a_tokenizer_that_is_not_there_is_named(service: Service, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=f"tokenizer_name: '{tmp_path}' cannot be loaded: "):
         make_env(service, tmp_path, "http://127.0.0.1:9/v1", "vllm")
@@ -206,6 +261,13 @@ async def test_a_tokenizer_that_is_not_there_is_named(service: Service, tmp_path
         ({"terminal_backend": "ssh"}, "terminal_backend: 'ssh' is not supported"),
         ({"max_agent_turns": 0}, "max_agent_turns: Input should be greater than or equal to 1"),
         ({"modal_gpu": "T4"}, "modal_gpu has no effect"),
+        ({"group_size": 0}, "group_size: Input should be greater than or equal to 1"),
+        ({"total_steps": -1}, "total_steps: Input should be greater than or equal to 1"),
+        ({"max_token_length": 0}, "max_token_length: Input should be greater than or equal to 1"),
+        ({"hook_timeout_s": 0}, "hook_timeout_s: Input should be greater than 0"),
+        ({"acquire_timeout_s": -1}, "acquire_timeout_s: Input should be greater than or equal to 0"),
+        ({"enabled_toolsets": "none"}, "enabled_toolsets: there is no tool set 'none'"),
+        ({"tool_pool_mode": "kubernetes"}, "tool_pool_mode: there is no mode 'kubernetes'"),
     ],
 )
 def test_settings_that_are_refused(settings: dict[str, Any], sentence: str) -> None:

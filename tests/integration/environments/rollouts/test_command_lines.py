@@ -8,19 +8,22 @@ import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from env_client import AsyncSandboxClient
 from environments.demo.model_server import ScriptedModelServer
 from environments.demo.tokenizer import make_tokenizer
-from tests.support.service import Service, clean_environ
+from tests.support.service import Service, clean_environ, short_folder
 from tests.support.users import ROOT
 
 WRITE = {"tool": "write_file", "arguments": {"path": "greeting.txt", "content": "Hello from the sandbox"}}
 SCRIPT: Mapping[str, Any] = {"prompts": [{"trajectories": [{"turns": [{"calls": [WRITE]}]}]}]}
+SLOW: Mapping[str, Any] = {"prompts": [{"trajectories": [{"turns": [{"text": "x", "delay_s": 50}]}]}]}
 #: The flags of the documented command for Modal.
 MODAL = [
     "--env.use_wandb", "false", "--env.total_steps", "2", "--env.group_size", "1", "--env.tool_pool_mode", "modal", "--env.modal_image", "python:3.11",
@@ -28,9 +31,9 @@ MODAL = [
 ]  # fmt: skip
 
 
-async def start(service: Service, folder: Path, base_url: str, *arguments: str) -> Process:
+async def start(service: Service, folder: Path, base_url: str, *arguments: str, **variables: str) -> Process:
     tokenizer = make_tokenizer(folder / "tokenizer")
-    environ = clean_environ(service.environ | {"TOKENIZER_NAME": str(tokenizer), "OPENAI_BASE_URL": base_url, "HF_HUB_OFFLINE": "1"})
+    environ = clean_environ(service.environ | variables | {"TOKENIZER_NAME": str(tokenizer), "OPENAI_BASE_URL": base_url, "HF_HUB_OFFLINE": "1"})
     command = [sys.executable, str(ROOT / "environments" / "terminal_test_env.py"), *arguments]
     return await asyncio.create_subprocess_exec(*command, cwd=folder, env=environ, stdout=PIPE, stderr=PIPE)
 
@@ -73,8 +76,7 @@ async def test_a_wrong_setting_ends_in_one_sentence(service: Service, tmp_path: 
 
 @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGTERM, 143)])
 async def test_a_signal_releases_every_slot(service: Service, tmp_path: Path, number: signal.Signals, exit_code: int) -> None:
-    slow = {"prompts": [{"trajectories": [{"turns": [{"text": "x", "delay_s": 50}]}]}]}
-    async with ScriptedModelServer(slow) as model, AsyncSandboxClient(service.url, service.token) as client:
+    async with ScriptedModelServer(SLOW) as model, AsyncSandboxClient(service.url, service.token) as client:
         process = await start(service, tmp_path, model.base_url, "process", "--env.sandbox_pool", "default", "--env.group_size", "2")
         await model.wait_for_request(lambda request: True)
         assert len((await client.leases()).leases) == 2
@@ -83,3 +85,34 @@ async def test_a_signal_releases_every_slot(service: Service, tmp_path: Path, nu
         assert (ended, errors) == (exit_code, "terminal_test: terminated; all slots are released\n")
         assert (await client.leases()).leases == ()
     assert not (tmp_path / "data" / "terminal_test.jsonl").exists()
+
+
+async def test_leases_of_a_killed_process_end_by_themselves(service: Service, tmp_path: Path) -> None:
+    async with ScriptedModelServer(SLOW) as model, AsyncSandboxClient(service.url, service.token) as client:
+        process = await start(service, tmp_path, model.base_url, "process", "--env.sandbox_pool", "default", "--env.group_size", "2", "--env.lease_ttl_s", "2")
+        await model.wait_for_request(lambda request: True)
+        held = [lease.lease_id for lease in (await client.leases()).leases]
+        process.kill()
+        await finish(process)
+        async with asyncio.timeout(20):
+            while (await client.leases()).leases:
+                await asyncio.sleep(0.1)  # no event reports the end of a lease
+    assert (len(held), process.returncode) == (2, -signal.SIGKILL)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+async def test_nothing_stays_of_an_embedded_service(service: Service, tmp_path: Path, number: signal.Signals) -> None:
+    with short_folder() as temporary:
+        own = replace(service, url="")
+        async with ScriptedModelServer(SLOW) as model:
+            arguments = ["process", "--env.group_size", "2", "--env.max_containers", "1"]
+            process = await start(own, tmp_path, model.base_url, *arguments, TMPDIR=str(temporary))
+            await model.wait_for_request(lambda request: True)
+            descendants = psutil.Process(process.pid).children(recursive=True)
+            assert list(temporary.glob("sandbox-pool-*"))
+            process.send_signal(number)
+            _, _, errors = await finish(process)
+        _, alive = await asyncio.to_thread(psutil.wait_procs, descendants, 20)
+        assert (len(descendants) > 2, alive, list(temporary.glob("sandbox-pool-*"))) == (True, [], [])
+    if number is signal.SIGINT:
+        assert (process.returncode, errors) == (130, "terminal_test: interrupted; all slots are released\n")

@@ -172,10 +172,10 @@ async def test_cancellation_in_each_phase_leaves_no_slot(service: Service, phase
         if phase == "release":
             release = group.pool.release
 
-            async def slow_release(leases: Any) -> None:
+            async def slow_release(leases: Any, **options: Any) -> None:
                 pause.reached.set()
                 await asyncio.sleep(0.2)
-                await release(leases)
+                await release(leases, **options)
 
             group.pool.release = slow_release  # there is no other way to be in the middle of a release
         task = asyncio.create_task(group.run(size=2))

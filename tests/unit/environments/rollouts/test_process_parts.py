@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from env_client import ExecutionResult
-from environments.process_control import remove_if_empty, run_until_failure, wandb_argument
+from environments.process_control import check_arguments, remove_if_empty, run_cli, run_until_failure, wandb_argument
 from environments.rollouts.cancellation import finish_despite_cancellation
+from environments.rollouts.pool_spec import SettingsError
 from environments.rollouts.tool_handler import reply_of_result
+from tests.support.users import ROOT
 
 
 async def test_work_is_finished_despite_several_cancellations() -> None:
@@ -91,3 +95,58 @@ def test_an_exit_code_is_no_error_of_a_tool() -> None:
     assert reply_of_result("terminal", failed).ok
     reply = reply_of_result("terminal", late)
     assert (reply.ok, reply.error, reply.fault, reply.reason) == (False, "the call took longer than 3 s", "policy", "timeout")
+
+
+def test_a_command_line_without_a_command_or_with_a_bad_file_is_refused(tmp_path: Path) -> None:
+    broken, text, good = tmp_path / "broken.yaml", tmp_path / "text.yaml", tmp_path / "good.yaml"
+    broken.write_text("a: [")
+    text.write_text("only a text")
+    good.write_text("env: {group_size: 2}")
+    for arguments, sentence in (
+        ([], "name a command: serve, process or evaluate"),
+        (["process", "--config", str(tmp_path / "none.yaml")], "--config: the file .*none.yaml cannot be read: No such file"),
+        (["process", f"--config={broken}"], "--config: the file .*broken.yaml is not YAML"),
+        (["process", "--config", str(text)], "--config: the file .*text.yaml must have settings"),
+    ):
+        with pytest.raises(SettingsError, match=sentence) as refused:
+            check_arguments(arguments)
+        assert "\n" not in str(refused.value)
+    check_arguments(["process", "--config", str(good)])
+    check_arguments(["--help"])
+
+
+@pytest.mark.parametrize(
+    ("error", "exit_code", "sentence"),
+    [
+        (SettingsError("group_size: too small"), 1, "env: group_size: too small\n"),
+        (KeyboardInterrupt(), 130, "env: interrupted\n"),
+        (asyncio.CancelledError(), 143, "env: terminated; all slots are released\n"),
+    ],
+)
+def test_a_process_ends_with_a_sentence(
+    error: BaseException, exit_code: int, sentence: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cli() -> None:
+        if isinstance(error, asyncio.CancelledError):
+            error.add_note("all slots are released")
+        raise error
+
+    monkeypatch.setattr(sys, "argv", ["env", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        run_cli(cli, "env")
+    assert (ended.value.code, capsys.readouterr().err) == (exit_code, sentence)
+
+
+def test_a_reward_function_that_never_returns_does_not_hold_up_the_end_of_the_process() -> None:
+    program = """
+import sys, threading, time
+from environments import process_control
+process_control._THREADS_END_S = 0.1
+threading.Thread(target=time.sleep, args=(60,), name=process_control.SCORING_THREAD_PREFIX + "_0").start()
+sys.argv = ["env", "--help"]
+def cli():
+    raise KeyboardInterrupt
+process_control.run_cli(cli, "env")
+"""
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=40, check=False)
+    assert (ended.returncode, ended.stderr) == (130, "env: interrupted\n")

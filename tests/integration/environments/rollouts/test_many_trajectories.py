@@ -1,0 +1,23 @@
+"""Tests of many concurrent trajectories: all of them are scored, and nothing is left."""
+
+from __future__ import annotations
+
+from environments.rollouts.pool_spec import PoolRequest
+from environments.rollouts.service import ConnectionSettings
+from tests.bench.rollout_overhead import measure
+from tests.support.service import Service
+
+#: The connections that the client keeps open are of different numbers after different rounds.
+DESCRIPTORS_THAT_MAY_COME = 16
+
+
+async def test_many_trajectories_are_complete_and_leave_nothing(service: Service) -> None:
+    settings = ConnectionSettings(sandbox_url=service.url, sandbox_token=service.token)
+    request = PoolRequest(name="default", spec=None, acquire_timeout_s=60)
+    report = await measure(request, settings, group_count=7, group_size=5, rounds=1, calls=2)  # twice as many as the pool has slots
+
+    assert report.fault_count == 0
+    assert report.scored_count == report.expected_count == 105
+    assert report.tool_call_count == report.expected_call_count == 140
+    assert (report.lease_count, report.task_growth) == (0, 0)
+    assert report.descriptor_growth <= DESCRIPTORS_THAT_MAY_COME
