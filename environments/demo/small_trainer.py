@@ -22,6 +22,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
 
+import httpx
+
 import environments
 from environments.demo.model_server import LocalServer
 from environments.demo.small_model.grpo import ScoredChoice, clipped_loss, group_advantages
@@ -86,7 +88,7 @@ class Step:
     Args:
         number: its number, counted from 1.
         mean_reward: the mean reward of the rollouts of the batch.
-        loss: the loss before the first update.
+        loss: the loss before the last update; before the first one it is 0, because the advantages of a group add up to 0.
     """
 
     number: int
@@ -110,7 +112,7 @@ def read_group(group: Mapping[str, Any], policy: CommandPolicy, tokenizer: TextT
         TrainingFailed: the group has no log probabilities.
         ValueError: another model has written the tokens.
     """
-    if group["inference_logprobs"] is None:
+    if group.get("inference_logprobs") is None:
         raise TrainingFailed("The environment sent no log probabilities. Run it with --openai.server_type vllm.")
     choices = []
     sequences = zip(group["tokens"], group["masks"], group["inference_logprobs"], group_advantages(group["scores"]), strict=True)
@@ -311,6 +313,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             with tempfile.TemporaryDirectory(prefix="small-trainer-") as folder:
                 asyncio.run(train_here(settings, Path(folder), print_step))
+    except httpx.HTTPError as error:
+        sys.stderr.write(f"The rollout API does not answer the trainer any more, or refuses its request: {error}\n")
+        return 1
     except (TrainingFailed, OSError, ValueError) as error:
         sys.stderr.write(f"{error}\n")
         return 1

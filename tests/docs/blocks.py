@@ -53,7 +53,9 @@ OPEN = frozenset({"modes", "limits", "evidence", "metadata", "labels", "spec", "
 TRAINING_OUTPUT = re.compile(r"step \d+: mean reward \d\.\d\d, loss [+-]\d\.\d{3}")
 FILE_NAME = re.compile(r"# (\w+\.py)\n")
 #: Programs of a training that run until they are ended.
-TRAINING_PROGRAM = re.compile(r"run-api( --port \d+)?|python (?P<file>\S+_env\.py) serve( +--\S+ \S+)*|python -m environments\.demo\.small_trainer.*")
+TRAINING_PROGRAM = re.compile(
+    r"run-api --host 127\.0\.0\.1 --port \d+|python (?P<file>\S+_env\.py) serve( +--\S+ \S+)*|python -m environments\.demo\.small_trainer.*"
+)
 RESTORE = 'shopt -s expand_aliases; if [ -f "$DOC_STATE" ]; then . "$DOC_STATE"; fi; set -a'
 SAVE = '{ export -p | grep -v "^declare -x DOC_STATE="; declare -f; } > "$DOC_STATE"'
 
