@@ -6,11 +6,22 @@ Nothing here imports atroposlib. The managed server is used through the methods 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from environments.conversation.answers import Message
 from environments.prompt_continuation import continue_prompt
 from environments.tool_call_translator import ToolCallTranslator
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """A prompt: the conversation and the sequence of tokens that it belongs to, its text, and how many tokens it has, as soon as that is known."""
+
+    messages: list[Mapping[str, Any]]
+    node: Any
+    text: str
+    token_count: int | None = None
 
 
 class ManagedModel:
@@ -30,6 +41,7 @@ class ManagedModel:
         self._tokenizer = tokenizer
         self._tools = [dict(tool) for tool in tools]
         self._max_tokens = max_tokens
+        self._latest: _Prompt | None = None
         # atroposlib's own translator needs vLLM, and its own prompts lose what a chat template changes in earlier messages.
         managed._translator = translator
         managed._convert_messages_to_prompt = self._next_prompt
@@ -47,19 +59,32 @@ class ManagedModel:
 
     def count_tokens(self, messages: Sequence[Message]) -> int:
         """Return how many tokens the prompt for the next answer has."""
-        prompt = self._next_prompt(messages)
-        nodes = self._managed.current_nodes
-        if nodes and prompt.startswith(nodes[-1].full_text):
-            added = self._tokenizer.encode(prompt[len(nodes[-1].full_text) :], add_special_tokens=False)
-            return len(nodes[-1].tokens) + len(added)
-        return len(self._tokenizer.encode(prompt, add_special_tokens=True))
+        prompt = self._prompt(messages)
+        if prompt.token_count is None:
+            prompt.token_count = self._count(prompt)
+        return prompt.token_count
 
     def _next_prompt(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> str:
         """Return the prompt for the next answer, which continues what the model has seen and written. atroposlib passes the same tools again."""
-        converted = self._translator.convert_messages_for_template(messages)
+        return self._prompt(messages).text
+
+    def _prompt(self, messages: Sequence[Mapping[str, Any]]) -> _Prompt:
+        """Return the prompt for the next answer. The agent loop, `chat_completion` and atroposlib ask for it in turn, and it is made once."""
         nodes = self._managed.current_nodes
-        continued = continue_prompt(nodes[-1].full_text, converted, self._render, self._translator.end_of_turn) if nodes else None
-        return self._render(converted) if continued is None else continued
+        node = nodes[-1] if nodes else None
+        latest = self._latest
+        if latest is None or latest.node is not node or latest.messages != list(messages):
+            converted = self._translator.convert_messages_for_template(messages)
+            continued = continue_prompt(node.full_text, converted, self._render, self._translator.end_of_turn) if node is not None else None
+            latest = self._latest = _Prompt(list(messages), node, self._render(converted) if continued is None else continued)
+        return latest
+
+    def _count(self, prompt: _Prompt) -> int:
+        node = prompt.node
+        if node is not None and prompt.text.startswith(node.full_text):
+            added = self._tokenizer.encode(prompt.text[len(node.full_text) :], add_special_tokens=False)
+            return len(node.tokens) + len(added)
+        return len(self._tokenizer.encode(prompt.text, add_special_tokens=True))
 
     def _render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         rendered = self._tokenizer.apply_chat_template(list(messages), tools=self._tools, tokenize=False, add_generation_prompt=True)
