@@ -16,12 +16,12 @@ from environments.tool_call_translator import ToolCallTranslator
 
 @dataclass(slots=True)
 class _Prompt:
-    """A prompt: the conversation and the sequence of tokens that it belongs to, its text, and how many tokens it has, as soon as that is known."""
+    """A prompt: the conversation and the sequence of tokens that it was made from, its text, and its tokens, as soon as they are known."""
 
     messages: list[Mapping[str, Any]]
     node: Any
     text: str
-    token_count: int | None = None
+    tokens: list[int] | None = None
 
 
 class ManagedModel:
@@ -45,6 +45,7 @@ class ManagedModel:
         # atroposlib's own translator needs vLLM, and its own prompts lose what a chat template changes in earlier messages.
         managed._translator = translator
         managed._convert_messages_to_prompt = self._next_prompt
+        managed._compute_input_ids = self._prompt_tokens
 
     async def chat_completion(self, **request: Any) -> Any:
         """Answer a conversation; see `ChatServer`. The answer is cut where the trajectory would exceed its most tokens."""
@@ -60,9 +61,8 @@ class ManagedModel:
     def count_tokens(self, messages: Sequence[Message]) -> int:
         """Return how many tokens the prompt for the next answer has."""
         prompt = self._prompt(messages)
-        if prompt.token_count is None:
-            prompt.token_count = self._count(prompt)
-        return prompt.token_count
+        continued = prompt.node if prompt.node is not None and prompt.text.startswith(prompt.node.full_text) else None
+        return len(self._prompt_tokens(prompt.text, continued))
 
     def _next_prompt(self, messages: Sequence[Mapping[str, Any]], tools: Any = None) -> str:
         """Return the prompt for the next answer, which continues what the model has seen and written. atroposlib passes the same tools again."""
@@ -79,12 +79,23 @@ class ManagedModel:
             latest = self._latest = _Prompt(list(messages), node, self._render(converted) if continued is None else continued)
         return latest
 
-    def _count(self, prompt: _Prompt) -> int:
-        node = prompt.node
-        if node is not None and prompt.text.startswith(node.full_text):
-            added = self._tokenizer.encode(prompt.text[len(node.full_text) :], add_special_tokens=False)
-            return len(node.tokens) + len(added)
-        return len(self._tokenizer.encode(prompt.text, add_special_tokens=True))
+    def _prompt_tokens(self, text: str, node: Any) -> list[int]:
+        """Return the tokens of a prompt as atroposlib makes them, which asks for those of the latest prompt again.
+
+        Args:
+            text: the prompt.
+            node: the sequence of tokens that the prompt continues; None if it begins one.
+        """
+        latest = self._latest
+        if latest is not None and latest.tokens is not None and latest.text is text:
+            return list(latest.tokens)
+        if node is None:
+            tokens = self._tokenizer.encode(text, add_special_tokens=True)
+        else:
+            tokens = node.tokens + self._tokenizer.encode(text[len(node.full_text) :], add_special_tokens=False)
+        if latest is not None and latest.text is text:
+            latest.tokens = tokens
+        return list(tokens)
 
     def _render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         rendered = self._tokenizer.apply_chat_template(list(messages), tools=self._tools, tokenize=False, add_generation_prompt=True)
