@@ -111,6 +111,7 @@ class PoolConnection:
         self._cache_refused = False
         self._closed = False
         self._run_released = False
+        self._has_asked = False
         self._unresponsive = False
 
     @property
@@ -175,7 +176,7 @@ class PoolConnection:
 
     def describe_end(self) -> str:
         """Return what became of the slots of the run when the connection was closed, as a part of a sentence."""
-        if self._run_released or not self._has_acquired:
+        if self._run_released or not self._has_asked:
             return "all slots are released"
         return f"slots that are still leased end after {self._settings.lease_ttl_s:.0f} s"
 
@@ -193,6 +194,7 @@ class PoolConnection:
             PoolUnavailable: no attempt can succeed.
         """
         self._check_open()
+        self._has_asked = True
         task = asyncio.create_task(self._hold(list(trajectory_ids), cache, waits_for_own))
         self._acquires.add(task)
         task.add_done_callback(self._acquires.discard)
