@@ -10,7 +10,7 @@ import logging
 import re
 from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,25 @@ class DatasetError(Exception):
 
 class UnusableRow(Exception):
     """A row of a data set cannot be used, whatever the model does; the message says why."""
+
+
+#: The columns in which rows name the image of their sandbox.
+IMAGE_COLUMNS = ("image", "image_name")
+
+
+def refuse_row_image(row: Mapping[str, Any], row_image: str) -> None:
+    """Refuse a row that names the image of its sandbox, because sandboxes of such an image are not built yet.
+
+    Args:
+        row: the row.
+        row_image: the setting: `never` if the images of rows are not used.
+
+    Raises:
+        UnusableRow: the row names an image, and the setting is not `never`.
+    """
+    image = next((row[column] for column in IMAGE_COLUMNS if row.get(column)), None)
+    if image is not None and row_image != "never":
+        raise UnusableRow(f"the row names the image {image!r}, and images of rows are not built yet; with row_image=never it runs in the image of the pool")
 
 
 class Rows(ABC, Sequence[dict[str, Any]]):

@@ -75,7 +75,7 @@ class AgentEnvSettings(BaseModel):
     )
     tool_batch_window_ms: float = Field(default=20, ge=0, description="How long a tool call waits for others before it is sent, in milliseconds")
     tool_max_batch_size: int = Field(default=200, ge=1, le=1000, description="Most tool calls of one request")
-    row_image: str = Field(default="auto", description="Whether rows choose the image of their sandbox: auto or never")
+    row_image: str = Field(default="auto", description="Whether rows choose the image of their sandbox: auto (not built yet: such rows are refused) or never")
     # Nomad, and the sizes of local pools.
     nomad_address: str = Field(default="http://localhost:4646", description="Nomad: address")
     sandbox_job_id: str = Field(default="atropos-sandbox", description="Nomad: job of the sandboxes")

@@ -23,7 +23,7 @@ from tenacity import RetryError
 
 from environments.agent_loop import AgentLoopSettings, AgentResult
 from environments.conversation.answers import Message
-from environments.dataset_rows import Rows, UnusableRow, load_rows
+from environments.dataset_rows import Rows, UnusableRow, load_rows, refuse_row_image
 from environments.env_settings import (
     AgentEnvSettings,
     complete_servers,
@@ -148,8 +148,10 @@ class HermesAgentBaseEnv(BaseEnv):  # type: ignore[misc]  # atroposlib has no ty
         """Return the first messages: the system prompt, if there is one, and the item's prompt.
 
         Raises:
-            UnusableRow: the item has no prompt.
+            UnusableRow: the item has no prompt, or names an image.
         """
+        if isinstance(item, Mapping):
+            refuse_row_image(item, self.config.row_image)
         prompt = item.get(self.config.prompt_field) if isinstance(item, Mapping) else None
         if not isinstance(prompt, str) or not prompt:
             raise UnusableRow(f"the row has no text in the column {self.config.prompt_field!r} (prompt_field)")
@@ -287,7 +289,7 @@ class HermesAgentBaseEnv(BaseEnv):  # type: ignore[misc]  # atroposlib has no ty
                 await finish_despite_cancellation(self._end_run())
                 error.add_note(self.pool.describe_end())  # for the sentence with which the process ends
                 raise
-            except BaseException:
+            except BaseException:  # also SystemExit and KeyboardInterrupt: no slot stays
                 await finish_despite_cancellation(self._end_run())
                 raise
             await finish_despite_cancellation(self._end_run())

@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 
 from environments.agent_loop import AgentResult
 from environments.conversation.answers import Message
-from environments.dataset_rows import load_rows
+from environments.dataset_rows import load_rows, refuse_row_image
 from environments.hermes_base_env import HermesAgentBaseEnv, HermesAgentEnvConfig
 from environments.rollouts.exec_tool import ExecTool
 from environments.swe_smith.repositories import DEFAULT_BASE_URL, RepositoryError, parse_base_url
@@ -98,6 +98,7 @@ class SweSmithOracleEnv(HermesAgentBaseEnv):
 
     def build_messages(self, item: Any) -> list[Message]:
         """Return the system prompt and the problem."""
+        refuse_row_image(item, self.config.row_image)
         prompt = build_prompt(parse_row(item), self.config.prompt_mode)
         return super().build_messages({self.config.prompt_field: prompt})
 

@@ -66,7 +66,7 @@ async def execute_call(handler: ToolHandler, tool: str, args: dict[str, Any], ta
     """
     try:
         reply = await handler(tool, args, task_id)
-    except Exception as error:
+    except Exception as error:  # each handler has exceptions of its own
         logger.exception("The tool %s of trajectory %s raised an exception", tool, task_id)
         text = f"The tool could not be executed: {type(error).__name__}: {error}"
         return ToolReply(error_content(text), ok=False, error=text, fault="infra", reason=HANDLER_RAISED)

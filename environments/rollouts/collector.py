@@ -75,7 +75,7 @@ class GroupCollector:
                 self._record_lost(item, error)
                 if error.fault.reason == MODEL_SERVER:
                     await self._wait_for_model_server()
-            except BaseException:
+            except BaseException:  # above all a cancellation
                 if item is not given:  # the caller knows of the given item alone, and may use it again
                     self._put_back.return_unused(item)
                 raise

@@ -181,7 +181,7 @@ def open_run_folder(settings: BatchSettings, *, resume: bool, data_folder: Path 
     lock_fd = _lock(path)
     try:
         return _open_locked(path, lock_fd, settings)
-    except BaseException:
+    except BaseException:  # also Ctrl-C: the lock must not stay
         os.close(lock_fd)
         raise
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from environments.dataset_rows import DatasetError, UnusableRow, load_rows
+from environments.dataset_rows import DatasetError, UnusableRow, load_rows, refuse_row_image
 
 
 def write_lines(path: Path, *lines: str) -> Path:
@@ -101,3 +101,10 @@ def test_a_large_file_is_not_kept_in_memory(tmp_path: Path) -> None:
     rows = load_rows(str(path))
     assert (len(rows), rows[150]["x"], rows[3]["x"]) == (200, 150, 3)
     assert sum(len(str(value)) for value in vars(rows).values()) < 10_000
+
+
+def test_a_row_that_names_an_image_is_refused_unless_images_of_rows_are_off() -> None:
+    with pytest.raises(UnusableRow, match="the row names the image 'python:3.12', and images of rows are not built yet"):
+        refuse_row_image({"prompt": "p", "image": "python:3.12"}, "auto")
+    refuse_row_image({"prompt": "p", "image": "python:3.12"}, "never")
+    refuse_row_image({"prompt": "p", "image": None}, "auto")
