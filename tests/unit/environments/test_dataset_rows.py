@@ -104,7 +104,7 @@ def test_a_large_file_is_not_kept_in_memory(tmp_path: Path) -> None:
 
 
 def test_a_row_that_names_an_image_is_refused_unless_images_of_rows_are_off() -> None:
-    with pytest.raises(UnusableRow, match="the row names the image 'python:3.12', and images of rows are not built yet"):
+    with pytest.raises(UnusableRow, match=r"the row names the image 'python:3\.12', and images of rows are not built yet"):
         refuse_row_image({"prompt": "p", "image": "python:3.12"}, "auto")
     refuse_row_image({"prompt": "p", "image": "python:3.12"}, "never")
     refuse_row_image({"prompt": "p", "image": None}, "auto")
