@@ -31,7 +31,7 @@ from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser
 
 from sandbox_server.__main__ import main as check_settings
 from sandbox_server.settings.environment import EnvironmentModel
-from tests.support.prepared.cli import install_prepared_cli
+from tests.support.prepared.shell_programs import install_prepared_programs
 from tests.support.service import end_sandboxes_left
 from tests.support.users import ROOT
 
@@ -52,7 +52,8 @@ class Blocks:
 
     Args:
         folder: the folder in which the blocks run.
-        programs: a folder with a program `sandbox` that the prepared process carries out; None: the installed program is run.
+        programs: a folder for the programs `sandbox` and `python`, which have prepared processes run the command line and the service; None: the installed
+            programs are run.
     """
 
     def __init__(self, folder: Path, programs: Path | None = None) -> None:
@@ -79,7 +80,8 @@ class Blocks:
         environ = os.environ | {"DOC_STATE": str(self._folder / ".doc-state"), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
         options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": True}
         if self._programs is not None:
-            variables, options["pass_fds"] = install_prepared_cli(self._programs)
+            # A service that a block kills is a real process, which has ended when the shell has waited for it.
+            variables, options["pass_fds"] = install_prepared_programs(self._programs, with_service="kill -KILL" not in script)
             environ |= {**variables, "PATH": f"{self._programs}:{environ['PATH']}"}
         with subprocess.Popen(["bash", "-c", script], cwd=self._folder, env=environ, text=True, **options) as shell:
             self._groups.append(shell.pid)
