@@ -31,7 +31,8 @@ from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser
 
 from sandbox_server.__main__ import main as check_settings
 from sandbox_server.settings.environment import EnvironmentModel
-from tests.support.prepared.shell_programs import install_prepared_programs
+from tests.support.prepared.cli import prepared_cli
+from tests.support.prepared.service import prepared_python
 from tests.support.service import end_sandboxes_left
 from tests.support.users import ROOT
 
@@ -44,7 +45,7 @@ EXACT = frozenset({"code", "status", "reason", "fault", "success", "exit_code", 
 #: Members with varying content, whose names are not compared.
 OPEN = frozenset({"modes", "limits", "evidence", "metadata", "labels", "spec", "capabilities", "data"})
 RESTORE = 'shopt -s expand_aliases; if [ -f "$DOC_STATE" ]; then . "$DOC_STATE"; fi; set -a'
-SAVE = '{ export -p | grep -v "^declare -x DOC_STATE="; declare -f; } > "$DOC_STATE"'
+SAVE = '{ export -p | grep -vE "^declare -x (DOC_STATE|PATH)="; declare -f; } > "$DOC_STATE"'
 
 
 class Blocks:
@@ -52,8 +53,7 @@ class Blocks:
 
     Args:
         folder: the folder in which the blocks run.
-        programs: a folder for the programs `sandbox` and `python`, which have prepared processes run the command line and the service; None: the installed
-            programs are run.
+        programs: a folder for a program `sandbox` that the prepared process carries out, as it does the service; None: the installed programs are run.
     """
 
     def __init__(self, folder: Path, programs: Path | None = None) -> None:
@@ -80,9 +80,10 @@ class Blocks:
         environ = os.environ | {"DOC_STATE": str(self._folder / ".doc-state"), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
         options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": True}
         if self._programs is not None:
+            prepared_cli().install(self._programs / "sandbox")
             # A service that a block kills is a real process, which has ended when the shell has waited for it.
-            variables, options["pass_fds"] = install_prepared_programs(self._programs, with_service="kill -KILL" not in script)
-            environ |= {**variables, "PATH": f"{self._programs}:{environ['PATH']}"}
+            folders = [self._programs] if "kill -KILL" in script else [self._programs, prepared_python().parent]
+            environ["PATH"] = ":".join([*map(str, folders), environ["PATH"]])
         with subprocess.Popen(["bash", "-c", script], cwd=self._folder, env=environ, text=True, **options) as shell:
             self._groups.append(shell.pid)
             try:
