@@ -27,6 +27,7 @@ from env_client import (
     PoolConflict,
     PoolInfo,
     PoolNotFound,
+    RetryPolicy,
     SandboxClient,
     SandboxError,
     ServiceNotFound,
@@ -75,6 +76,7 @@ class ConnectionSettings:
         tool_max_batch_size: how many tool calls one request carries at most.
         releases_run: whether all slots of the run are released at the end; otherwise they end after `lease_ttl_s`.
         run_id: the run that owns the slots; None for a new id.
+        retry: how long a request is repeated that gets no response; None for the client's default.
     """
 
     sandbox_url: str | None = None
@@ -84,6 +86,7 @@ class ConnectionSettings:
     tool_max_batch_size: int = 200
     releases_run: bool = True
     run_id: str | None = None
+    retry: RetryPolicy | None = None
 
 
 class PoolConnection:
@@ -254,9 +257,9 @@ class PoolConnection:
             url, token = service.url, service.token
         self._url = url
         try:
-            self._client = AsyncSandboxClient(url, token)
+            self._client = AsyncSandboxClient(url, token, retry=settings.retry)
             self._resources.push_async_callback(self._client.aclose)
-            self._thread_client = SandboxClient(url, token)
+            self._thread_client = SandboxClient(url, token, retry=settings.retry)
             self._resources.callback(self._thread_client.close)
             self._pool_info = await self._ensure_pool()
         except SandboxError as error:

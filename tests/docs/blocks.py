@@ -37,7 +37,8 @@ from sybil.parsers.markdown import CodeBlockParser
 from environments.demo.small_trainer import make_parser
 from sandbox_server.__main__ import main as check_settings
 from sandbox_server.settings.environment import EnvironmentModel
-from tests.support.prepared.cli import install_prepared_cli
+from tests.support.prepared.cli import prepared_cli
+from tests.support.prepared.service import prepared_python
 from tests.support.service import end_sandboxes_left
 from tests.support.users import ROOT
 
@@ -57,7 +58,7 @@ TRAINING_PROGRAM = re.compile(
     r"run-api --host 127\.0\.0\.1 --port \d+|python (?P<file>\S+_env\.py) serve( +--\S+ \S+)*|python -m environments\.demo\.small_trainer.*"
 )
 RESTORE = 'shopt -s expand_aliases; if [ -f "$DOC_STATE" ]; then . "$DOC_STATE"; fi; set -a'
-SAVE = '{ export -p | grep -v "^declare -x DOC_STATE="; declare -f; } > "$DOC_STATE"'
+SAVE = '{ export -p | grep -vE "^declare -x (DOC_STATE|PATH)="; declare -f; } > "$DOC_STATE"'
 
 
 class Blocks:
@@ -65,7 +66,7 @@ class Blocks:
 
     Args:
         folder: the folder in which the blocks run.
-        programs: a folder with a program `sandbox` that the prepared process carries out; None: the installed program is run.
+        programs: a folder for a program `sandbox` that the prepared process carries out, as it does the service; None: the installed programs are run.
     """
 
     def __init__(self, folder: Path, programs: Path | None = None) -> None:
@@ -108,8 +109,10 @@ class Blocks:
         environ = os.environ | {"DOC_STATE": str(self._folder / ".doc-state"), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
         options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": True}
         if self._programs is not None:
-            variables, options["pass_fds"] = install_prepared_cli(self._programs)
-            environ |= {**variables, "PATH": f"{self._programs}:{environ['PATH']}"}
+            prepared_cli().install(self._programs / "sandbox")
+            # A service that a block kills is a real process, which has ended when the shell has waited for it.
+            folders = [self._programs] if "kill -KILL" in script else [self._programs, prepared_python().parent]
+            environ["PATH"] = ":".join([*map(str, folders), environ["PATH"]])
         with subprocess.Popen(["bash", "-c", script], cwd=self._folder, env=environ, text=True, **options) as shell:
             self._groups.append(shell.pid)
             try:

@@ -111,7 +111,9 @@ class CrashHarness:
         self._history = History()
         settings = {"pools": size.pools(), "tenants": list(TENANTS), "claim_after_s": CLAIM_AFTER_S}
         jumps = max_faults is None or any(fault.what == "clock.jump" for fault in islice(schedule(seed), max_faults))
-        self._service = ServiceUnderTest(self._history, settings, free_port(seed * 101 % 10_000), transport, fakes_clock=jumps)
+        # Runs of the same seed over several transports can go on side by side: each looks for its port elsewhere.
+        port = free_port((seed * 101 + sum(transport.encode())) % 10_000)
+        self._service = ServiceUnderTest(self._history, settings, port, transport, fakes_clock=jumps)
         self._proxy = Proxy(self._service.port)
         self._temporary_faults: set[asyncio.Task[None]] = set()
         self._fills = 0

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.support.prepared.cli import prepared_cli
+from tests.support.prepared.cli import REAL_SERVICE_VARIABLE, prepared_cli
 from tests.support.prepared.process import PreparedCommand
 from tests.support.service import clean_environ
 
@@ -36,6 +36,10 @@ class SandboxCommand:
     def __init__(self, environ: Mapping[str, str], cwd: Path) -> None:
         self.environ = clean_environ({"PYTHONPATH": str(ROOT), **environ})
         self.cwd = cwd
+
+    def with_real_service(self) -> SandboxCommand:
+        """Return the same command line, whose own service is a real process in its family of processes."""
+        return SandboxCommand({**self.environ, REAL_SERVICE_VARIABLE: "1"}, self.cwd)
 
     def __call__(self, *words: str, stdin: bytes | None = None, environ: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[bytes]:
         """Run a command line and wait for its end."""

@@ -131,7 +131,7 @@ def test_ctrl_c_during_the_imports_gives_no_traceback(alone: SandboxCommand, sta
 
 
 def test_killing_run_ends_the_service_that_it_started(alone: SandboxCommand) -> None:
-    with alone.started("run", "--", "bash", "-c", "echo started; sleep 31340") as process:
+    with alone.with_real_service().started("run", "--", "bash", "-c", "echo started; sleep 31340") as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"started\n"
         family = [os.pidfd_open(child.pid) for child in psutil.Process(process.pid).children(recursive=True)]

@@ -17,6 +17,7 @@ import json
 import os
 import resource
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
@@ -28,6 +29,30 @@ from pathlib import Path
 from typing import IO, Any, NoReturn
 
 ROOT = Path(__file__).parents[3]
+#: A program that has the prepared process run the command. It needs a twentieth of the processor time of most programs' imports.
+SCRIPT = """#!{python} -IS
+import array, json, os, signal, socket, sys
+requests = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+requests.connect("{address}")
+ours, theirs = socket.socketpair()
+words, streams = sys.argv[1:], [0, 1, 2]
+if "--ready-fd" in words:
+    place = words.index("--ready-fd") + 1
+    streams.append(int(words[place]))
+    words[place] = "3"
+request = {{"words": words, "environ": dict(os.environ), "cwd": os.getcwd(), "has_terminal": False}}
+requests.sendmsg([json.dumps(request).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [*streams, theirs.fileno()]))])
+for each in (requests, theirs):
+    each.close()
+for descriptor in streams:
+    os.close(descriptor)
+reports = ours.makefile()
+pid = int(reports.readline())
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, lambda number, _: os.kill(pid, number))
+status = int(reports.readline())
+os._exit(status if status >= 0 else 128 - status)
+"""
 MAX_REQUEST_BYTES = 1 << 18
 MAX_DESCRIPTORS = 8
 
@@ -121,17 +146,25 @@ class PreparedProcess:
 
     Args:
         module: the module of the program: run as a script, it calls `serve_requests`.
+        arguments: further arguments of that script.
     """
 
-    def __init__(self, module: str) -> None:
+    def __init__(self, module: str, *arguments: str) -> None:
         self._module = module
+        #: A folder for programs, which no other user can enter. The prepared process removes it at its end.
+        self.folder = Path(tempfile.mkdtemp(prefix="sp-prepared-", dir="/tmp"))
+        self._address = str(self.folder / "requests")
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener.bind(self._address)
+        listener.listen(16)
         self._requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         for end in (self._requests, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2 * MAX_REQUEST_BYTES)
-        command = [sys.executable, "-m", module, str(theirs.fileno())]
+        command = [sys.executable, "-m", module, str(theirs.fileno()), str(listener.fileno()), *arguments]
         # It ends when this process has ended and the connection is closed.
-        self._process = subprocess.Popen(command, cwd=ROOT, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        self._process = subprocess.Popen(command, cwd=ROOT, pass_fds=[theirs.fileno(), listener.fileno()], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         theirs.close()
+        listener.close()
 
     def run(self, words: Sequence[str], environ: Mapping[str, str], cwd: Path, stdin: bytes | None, timeout_s: float) -> subprocess.CompletedProcess[bytes]:
         """Run one command to its end.
@@ -188,10 +221,16 @@ class PreparedProcess:
         files = {resource.prlimit(each, resource.RLIMIT_NOFILE) for each in (pid, os.getpid())}
         return len(groups) == len(files) == 1 and os.sched_getaffinity(pid) == os.sched_getaffinity(0)
 
-    @property
-    def request_descriptor(self) -> int:
-        """The descriptor on which the prepared process takes requests, for programs that send their own."""
-        return self._requests.fileno()
+    def install(self, path: Path) -> None:
+        """Write a program that has this prepared process run the command, for shells and for programs that start it.
+
+        If the program itself is killed with SIGKILL, the command is killed a moment later, so what must have ended with the program is not run this way.
+
+        Args:
+            path: where the program is written.
+        """
+        path.write_text(SCRIPT.format(python=sys.executable, address=self._address), encoding="utf-8")
+        path.chmod(0o755)
 
 
 def _wait_until_readable(files: Sequence[Any], timeout_s: float | None) -> list[Any]:
@@ -203,7 +242,9 @@ def _wait_until_readable(files: Sequence[Any], timeout_s: float | None) -> list[
 
 
 def serve_requests(preloaded: Sequence[str], run: Callable[[list[str]], NoReturn]) -> None:
-    """Import the program, then fork a child for each request from the socket whose descriptor is the first argument. Returns when nobody can send requests.
+    """Import the program, then fork a child for each request. Returns when the test process has ended.
+
+    Requests come from the connection whose descriptor is the first argument, and one over each connection to the listener whose descriptor is the second.
 
     Args:
         preloaded: the modules to import.
@@ -212,14 +253,20 @@ def serve_requests(preloaded: Sequence[str], run: Callable[[list[str]], NoReturn
     for name in preloaded:
         importlib.import_module(name)
     gc.freeze()  # the children share what was imported, as long as nobody touches it
-    requests = socket.socket(fileno=int(sys.argv[1]))
+    requests, listener = (socket.socket(fileno=int(number)) for number in sys.argv[1:3])
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children in between
     while True:
-        data, descriptors, _, _ = socket.recv_fds(requests, MAX_REQUEST_BYTES, MAX_DESCRIPTORS)
-        if not data:
+        (ready, *_) = _wait_until_readable([requests, listener], None)
+        connection = requests if ready is requests else listener.accept()[0]
+        data, descriptors, _, _ = socket.recv_fds(connection, MAX_REQUEST_BYTES, MAX_DESCRIPTORS)
+        if connection is not requests:
+            connection.close()
+        elif not data:
+            shutil.rmtree(Path(listener.getsockname()).parent)
             return
-        if os.fork() == 0:
+        if data and os.fork() == 0:
             requests.close()
+            listener.close()
             _run_and_report(json.loads(data), descriptors, run)
         for descriptor in descriptors:
             os.close(descriptor)

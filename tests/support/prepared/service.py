@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from pathlib import Path
 from typing import NoReturn
 
 from sandbox_server.agent.build import content
@@ -25,12 +26,30 @@ PRELOADED = (
     "uvicorn.protocols.websockets.auto",
     "websockets",
 )
+PYTHON = """#!/bin/sh
+case "$1 $2" in
+  "-m sandbox_server") shift 2; exec "{service}" "$@" ;;
+  *) exec "{python}" "$@" ;;
+esac
+"""
 
 
 @functools.cache
 def prepared_service() -> PreparedProcess:
     """Return the prepared service of this test process, which is started at the first use."""
     return PreparedProcess(__name__)
+
+
+@functools.cache
+def prepared_python() -> Path:
+    """Return a program like the interpreter, whose `-m sandbox_server` has the prepared service run the command. It is in a folder of its own."""
+    folder = prepared_service().folder
+    service, python = folder / "sandbox-service", folder / "bin" / "python"
+    prepared_service().install(service)
+    python.parent.mkdir()
+    python.write_text(PYTHON.format(service=service, python=sys.executable), encoding="utf-8")
+    python.chmod(0o755)
+    return python
 
 
 def _run_service(words: list[str]) -> NoReturn:

@@ -7,7 +7,7 @@ import json
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,11 @@ from typing import Any
 import psutil
 import pytest
 
-from env_client import AsyncSandboxClient
+from env_client import AsyncSandboxClient, SandboxClient
 from environments.demo.model_server import ScriptedModelServer
 from environments.demo.tokenizer import make_tokenizer
+from environments.terminal_test_env import TerminalTestEnv
+from tests.integration.environments.batch.runs import model_server
 from tests.support.service import Service, clean_environ, short_folder
 from tests.support.users import ROOT
 
@@ -29,6 +31,7 @@ MODAL = [
     "--env.use_wandb", "false", "--env.total_steps", "2", "--env.group_size", "1", "--env.tool_pool_mode", "modal", "--env.modal_image", "python:3.11",
     "--env.modal_slots_per_sandbox", "10", "--env.modal_min_sandboxes", "1",
 ]  # fmt: skip
+RunHere = Callable[..., tuple[object, str]]
 
 
 async def start(service: Service, folder: Path, base_url: str, *arguments: str, **variables: str) -> Process:
@@ -55,11 +58,28 @@ async def test_process_writes_its_groups_to_the_current_folder(service: Service,
     assert service.token not in output
 
 
-async def test_a_backend_that_the_service_lacks_ends_in_one_sentence(service: Service, tmp_path: Path) -> None:
-    async with ScriptedModelServer(SCRIPT) as model, AsyncSandboxClient(service.url, service.token) as client:
-        pools = await client.pools()
-        exit_code, _, errors = await finish(await start(service, tmp_path, model.base_url, "process", *MODAL))
-        assert [pool.name for pool in await client.pools()] == [pool.name for pool in pools]
+@pytest.fixture
+def run_here(service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> RunHere:
+    """Runs the command line in the test process, which has its imports already; returns the exit code and standard error."""
+
+    def run(base_url: str, *arguments: str) -> tuple[object, str]:
+        tokenizer = make_tokenizer(tmp_path / "tokenizer")
+        for name, value in (service.environ | {"TOKENIZER_NAME": str(tokenizer), "OPENAI_BASE_URL": base_url}).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["terminal_test_env.py", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            TerminalTestEnv.cli()
+        return ended.value.code, capsys.readouterr().err
+
+    return run
+
+
+def test_a_backend_that_the_service_lacks_ends_in_one_sentence(service: Service, run_here: RunHere) -> None:
+    with model_server(SCRIPT["prompts"][0]) as model, SandboxClient(service.url, service.token) as client:
+        pools = client.pools()
+        exit_code, errors = run_here(model.base_url, "process", *MODAL)
+        assert [pool.name for pool in client.pools()] == [pool.name for pool in pools]
 
     assert exit_code == 1
     assert errors.startswith("terminal_test: the service at ")
@@ -67,9 +87,9 @@ async def test_a_backend_that_the_service_lacks_ends_in_one_sentence(service: Se
     assert errors.count("\n") == 1
 
 
-async def test_a_wrong_setting_ends_in_one_sentence(service: Service, tmp_path: Path) -> None:
-    arguments = ["evaluate", "--env.tool_server_url", "http://tools", "--env.sandbox_pool", "default"]
-    exit_code, _, errors = await finish(await start(service, tmp_path, "http://127.0.0.1:9/v1", *arguments))
+def test_a_wrong_setting_ends_in_one_sentence(run_here: RunHere) -> None:
+    exit_code, errors = run_here("http://127.0.0.1:9/v1", "evaluate", "--env.tool_server_url", "http://tools", "--env.sandbox_pool", "default")
+
     sentence = "tool_server_url: the tool server is not built yet; leave tool_server_url out, and use the tools of the slot"
     assert (exit_code, errors) == (1, f"terminal_test: {sentence}\n")
 

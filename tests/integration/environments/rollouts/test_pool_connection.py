@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 
-from env_client import AsyncSandboxClient
+from env_client import AsyncSandboxClient, RetryPolicy
 from environments.rollouts.exec_tool import RolloutFault
 from environments.rollouts.pool_spec import PoolRequest, PoolSettings, plan_pool
 from environments.rollouts.service import ConnectionSettings, PoolConnection, PoolUnavailable
@@ -88,7 +88,8 @@ async def test_a_cancelled_acquire_leaves_no_slot(service: Service, client: Asyn
     ],
 )
 async def test_a_run_without_its_pool_ends_in_one_sentence(service: Service, url: str | None, token: str | None, request_: PoolRequest, sentence: str) -> None:
-    settings = ConnectionSettings(sandbox_url=url or service.url, sandbox_token=token or service.token)
+    # One retry is enough to see how the retries end; by default they go on for ten seconds where no connection was made before.
+    settings = ConnectionSettings(sandbox_url=url or service.url, sandbox_token=token or service.token, retry=RetryPolicy(first_connect_s=0.2))
     with pytest.raises(PoolUnavailable, match=sentence) as refused:
         await PoolConnection(request_, settings).open()
     assert "\n" not in str(refused.value)
