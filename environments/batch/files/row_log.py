@@ -52,12 +52,15 @@ class RowLog:
         """Flush the rows to the disk. Other threads may append rows at the same time.
 
         Raises:
-            WriteFailed: the disk did not take them.
+            WriteFailed: the disk did not take them, or the file was deleted or replaced, so that nobody would find them.
         """
         try:
             os.fsync(self._fd)
+            is_there = os.path.samestat(os.stat(self._path), os.fstat(self._fd))
         except OSError as error:
             raise write_failed(self._path, error) from error
+        if not is_there:
+            raise WriteFailed(f"{self._path} was replaced while the run wrote to it", "restore it; rows that are not in it run again with --resume")
 
     def close(self) -> None:
         """Close the file."""

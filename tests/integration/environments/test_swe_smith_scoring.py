@@ -78,6 +78,25 @@ for path in glob.glob("/proc/[0-9]*/fd/1"):
         pass
 os._exit(0)
 """
+#: Source under test that wants its failures not to count: what cannot be scored is rolled out again. Each leaves a test of PASS_TO_PASS without a result.
+DISTURBING = {
+    "kills what counts the results": "import os\nos.kill(os.getppid(), 9)\n",
+    "takes away its open files": "import os, resource\nresource.prlimit(os.getppid(), resource.RLIMIT_NOFILE, (0, 0))\nos._exit(1)\n",
+    "removes its files": "import os, shutil\nshutil.rmtree(os.path.dirname(os.path.dirname(os.environ['HOME'])), ignore_errors=True)\nos._exit(1)\n",
+}
+#: Source that declares every failing test an expected failure.
+EXPECTED_FAILURE = "import pytest\n\n\ndef add(first, second):\n    if second == 0:\n        return first\n    {}\n"
+EXPECTED_FAILURES = ("pytest.xfail('later')", "raise pytest.xfail.Exception('later')")
+#: A project whose installation ends every other process of the slot.
+KILLING_SETUP = """
+import os
+for name in os.listdir("/proc"):
+    if name.isdigit() and int(name) != os.getpid():
+        try:
+            os.kill(int(name), 9)
+        except OSError:
+            pass
+"""
 REFUSED_WHEN_SEALED = (
     "echo x > .env/bin/pytest", "echo import-me > .env/lib/python3.11/site-packages/x.pth", "rm -rf .tests/files", "mv .env other", "mv .tests other",
     "echo > .tests/files/tests/test_add.py", "chmod -R 777 .tests/git", "umount .env", "mount --bind /tmp .env",
@@ -174,8 +193,8 @@ async def _check_nothing_to_find(exec_tool: ExecTool, repository: BrokenReposito
     assert await shell(exec_tool, "find /tmp -mindepth 1; ls -A") == ".env\n.tests\nrepo\n"
 
 
-# Where the slot cannot be sealed, the tests run in another slot, by the same code in each mode. It is tried in the mode that isolates slots less.
-@pytest.mark.parametrize(("mode", "sealed"), [("bwrap", True), ("uid", True), ("uid", False)], ids=["bwrap", "uid", "uid, fresh slot"])
+# Where the slot cannot be sealed, the tests run in another slot, by the same code in each mode.
+@pytest.mark.parametrize(("mode", "sealed"), [("bwrap", True), ("uid", True), ("bwrap", False)], ids=["bwrap", "uid", "bwrap, fresh slot"])
 async def test_a_model_does_not_change_what_it_is_scored_by(pool: PoolConnection, row: SweRow, set_up: WorkspaceSetUp, scorer: Scorer, sealed: bool) -> None:
     async with slots(pool, 1) as (exec_tool,):
         workspace = await set_up.set_up(row, exec_tool)
@@ -226,3 +245,34 @@ async def test_more_tests_than_one_process_runs(pool: PoolConnection, repository
         await narrow(exec_tool, sealed=True)
         reward, meta = await scorer.score(row, exec_tool, workspace, tool_calls=1, valid_calls=1)
         assert (reward, meta["tests"]["passed_count"], meta["tests"]["not_passed"]) == (0.0, 59, ("tests/test_many.py::test_many[57]",))
+
+
+@pytest.mark.parametrize("mode", ["bwrap"])
+async def test_a_failure_counts_whatever_the_code_under_test_does_to_its_scoring(
+    pool: PoolConnection, row: SweRow, set_up: WorkspaceSetUp, scorer: Scorer
+) -> None:
+    async with slots(pool, 1) as (exec_tool,):
+        workspace = await set_up.set_up(row, exec_tool)
+        await narrow(exec_tool, sealed=True)
+        for name, source in DISTURBING.items():
+            await exec_tool("write_file", {"path": "repo/src/fairsum/add.py", "content": source})
+            reward, meta = await scorer.score(row, exec_tool, workspace, tool_calls=1, valid_calls=1)
+            assert (reward, meta["tests"]["regressed"]) == (0.0, True), (name, meta)
+        for statement in EXPECTED_FAILURES:
+            await exec_tool("write_file", {"path": "repo/src/fairsum/add.py", "content": EXPECTED_FAILURE.format(statement)})
+            reward, meta = await scorer.score(row, exec_tool, workspace, tool_calls=1, valid_calls=1)
+            assert (reward, meta["tests"]["passed_count"]) == (0.4, 3), (statement, meta)
+        await shell(exec_tool, "rm repo/pyproject.toml")
+        await exec_tool("write_file", {"path": "repo/setup.py", "content": KILLING_SETUP})
+        reward, meta = await scorer.score(row, exec_tool, workspace, tool_calls=1, valid_calls=1)
+        assert (reward, meta["tests"]["installs"]) == (0.05, False), meta
+
+
+@pytest.mark.parametrize("mode", ["bwrap"])
+async def test_a_model_that_ends_the_collection_of_its_changes_has_failed(pool: PoolConnection, row: SweRow, set_up: WorkspaceSetUp, scorer: Scorer) -> None:
+    async with slots(pool, 1) as (exec_tool,):
+        workspace: Workspace = (await set_up.set_up(row, exec_tool)).unsealed()
+        await narrow(exec_tool, sealed=False)
+        await shell(exec_tool, "(setsid sh -c 'while true; do pkill -9 python; pkill -9 python3; done' >/dev/null 2>&1 &)")
+        reward, meta = await scorer.score(row, exec_tool, workspace, tool_calls=1, valid_calls=1)
+        assert (reward, meta["tests"]["end"]) == (0.0, "changes_unusable"), meta

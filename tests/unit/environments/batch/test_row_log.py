@@ -23,6 +23,19 @@ def test_rows_are_appended(tmp_path: Path) -> None:
     assert path.read_bytes().count(b"\n") == 2
 
 
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_file_that_is_deleted_or_replaced_stops_the_run(tmp_path: Path, is_replaced: bool) -> None:
+    path = tmp_path / "rows.jsonl"
+    with RowLog(path) as log:
+        log.append({"n": 1})
+        log.sync()
+        path.rename(tmp_path / "rows.jsonl.1")
+        if is_replaced:
+            path.write_text("")
+        with pytest.raises(WriteFailed, match=r"rows\.jsonl (was replaced|cannot be written)"):
+            log.sync()
+
+
 def test_half_a_surrogate_pair_does_not_make_the_file_unreadable(tmp_path: Path) -> None:
     with RowLog(tmp_path / "rows.jsonl") as log:
         log.append({"text": "a\ud800b"})
