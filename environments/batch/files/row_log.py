@@ -123,7 +123,7 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
             for number, line in enumerate(file, 1):
                 try:
                     row = json.loads(line)
-                except ValueError:
+                except (ValueError, RecursionError):
                     row = None
                 if not isinstance(row, dict):
                     raise RunRefused(f"line {number} of {path} is not a row of a run", "restore the file, or delete the line: its prompt then runs again")
@@ -148,5 +148,5 @@ def _start_of_last_line(file: Any, end: int) -> int:
 def _is_row(line: bytes) -> bool:
     try:
         return isinstance(json.loads(line), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False

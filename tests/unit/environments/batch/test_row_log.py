@@ -75,8 +75,9 @@ def test_missing_and_empty_files_need_no_repair(tmp_path: Path) -> None:
     assert (list(read_rows(tmp_path / "missing")), list(read_rows(tmp_path / "empty"))) == ([], [])
 
 
-def test_a_line_in_the_middle_that_is_no_row_is_named(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_bytes(b'{"n": 1}\nedited\n{"n": 2}\n')
+@pytest.mark.parametrize("line", [b"edited", b"[" * 200_000], ids=["text", "nested"])
+def test_a_line_in_the_middle_that_is_no_row_is_named(tmp_path: Path, line: bytes) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(b'{"n": 1}\n' + line + b'\n{"n": 2}\n')
 
     with pytest.raises(RunRefused, match="line 2 of"):
         list(read_rows(tmp_path / "rows.jsonl"))
