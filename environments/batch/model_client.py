@@ -19,6 +19,8 @@ RETRY_DELAYS_S = (0.5, 15.0)
 #: The longest delay that a server may ask for with `Retry-After`, in seconds.
 MAX_RETRY_AFTER_S = 120.0
 CONNECT_TIMEOUT_S = 10.0
+#: The longest response that is read, in bytes.
+MAX_RESPONSE_BYTES = 64 << 20
 _TRANSIENT_STATUSES = frozenset({408, 409, 425, 429})
 #: The statuses that every request would get: the key, the address or the model is wrong.
 _FINAL_STATUSES = frozenset({401, 403, 404, 405})
@@ -37,11 +39,18 @@ class ModelUnavailable(RunStopped):
 
 
 class _Unanswered(Exception):
-    """One request got no answer; it may be repeated."""
+    """One request got no answer; it may be repeated.
 
-    def __init__(self, problem: str, retry_after_s: float | None = None) -> None:
+    Args:
+        problem: what happened.
+        retry_after_s: after how many seconds the server asked to be tried again.
+        is_response: whether the server accepted the request, and responded with what is no answer.
+    """
+
+    def __init__(self, problem: str, retry_after_s: float | None = None, *, is_response: bool = False) -> None:
         super().__init__(problem)
         self.retry_after_s = retry_after_s
+        self.is_response = is_response
 
 
 class ModelClient:
@@ -95,7 +104,8 @@ class ModelClient:
             if attempt < self._retries:
                 await self._sleep(_delay_s(attempt, problem.retry_after_s))
         tried = f"{self._retries + 1} requests in {time.monotonic() - began_s:.0f} s"
-        if self._last_answer_s > began_s:
+        # A server that accepts requests is there: one prompt whose responses cannot be used must not end the run, which a resumed run would meet again.
+        if problem.is_response or self._last_answer_s > began_s:
             raise ModelFault(f"the model server at {self._url} failed ({tried}): {problem}")
         raise ModelUnavailable(f"the model server at {self._url} does not answer ({tried}): {problem}", "start it, or correct --base_url") from problem
 
@@ -116,35 +126,49 @@ class ModelClient:
             message = httpx.Request("POST", self._url, headers=self._headers, content=body, extensions={"timeout": self._timeout})
             response = await self._connections.handle_async_request(message)
             try:
-                await response.aread()
+                content = await _read_bounded(response)
             finally:
                 await response.aclose()
         except httpx.TransportError as error:
             raise _Unanswered(f"{type(error).__name__}: {error}".rstrip(": ")) from error
         if response.status_code in _FINAL_STATUSES:
             next_step = "check --base_url, --model and --api_key"
-            raise ModelUnavailable(f"the model server at {self._url} refuses the requests: {_describe(response)}", next_step)
+            raise ModelUnavailable(f"the model server at {self._url} refuses the requests: {_describe(response, content)}", next_step)
         if response.status_code in _TRANSIENT_STATUSES or response.status_code >= 500:
-            raise _Unanswered(_describe(response), _retry_after_s(response))
+            raise _Unanswered(_describe(response, content), _retry_after_s(response))
         if response.status_code >= 300:
             self._last_answer_s = time.monotonic()
-            raise PromptRefused(f"the model server refused the request: {_describe(response)}")
-        return self._answer(response)
+            raise PromptRefused(f"the model server refused the request: {_describe(response, content)}")
+        return self._answer(content)
 
-    def _answer(self, response: httpx.Response) -> Any:
+    def _answer(self, content: bytes) -> Any:
         try:
-            document = response.json()
+            document = json.loads(content)
             is_answer = isinstance(document["choices"][0]["message"], dict)
-        except (ValueError, LookupError, TypeError):
+        except (ValueError, LookupError, TypeError, RecursionError):
             is_answer = False
         if not is_answer:
-            raise _Unanswered(f"its response is no chat completion: {response.text[:200]!r}")
+            raise _Unanswered(f"its response is no chat completion: {content[:200].decode(errors='replace')!r}", is_response=True)
         self._last_answer_s = time.monotonic()
         return document
 
 
-def _describe(response: httpx.Response) -> str:
-    return f"HTTP {response.status_code}: {response.text[:300].strip()}".rstrip(": ")
+async def _read_bounded(response: httpx.Response) -> bytes:
+    """Read a response.
+
+    Raises:
+        _Unanswered: it is longer than `MAX_RESPONSE_BYTES`.
+    """
+    content = bytearray()
+    async for chunk in response.aiter_bytes():
+        content += chunk
+        if len(content) > MAX_RESPONSE_BYTES:
+            raise _Unanswered(f"its response is longer than {MAX_RESPONSE_BYTES} bytes", is_response=True)
+    return bytes(content)
+
+
+def _describe(response: httpx.Response, content: bytes) -> str:
+    return f"HTTP {response.status_code}: {content[:1200].decode(errors='replace')[:300].strip()}".rstrip(": ")
 
 
 def _retry_after_s(response: httpx.Response) -> float | None:

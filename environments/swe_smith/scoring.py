@@ -14,10 +14,10 @@ from typing import Any
 
 from env_client import InvalidRequest, NotImplementedYet
 from environments.rollouts.exec_tool import ExecTool, RolloutFault
-from environments.swe_smith.model_changes import ChangesTooLarge, bring_changes
+from environments.swe_smith.model_changes import ChangesUnusable, bring_changes
 from environments.swe_smith.rows import SweRow
 from environments.swe_smith.set_up import STEP_TIMEOUT_S, Environment, Workspace
-from environments.swe_smith.slot_steps import StepEnded, StepFailed, run_step, source
+from environments.swe_smith.slot_steps import StepEnded, run_step, source
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,8 @@ class TestRun:
         regressed: whether a test of `PASS_TO_PASS` did not pass.
         not_passed: some of the tests that did not pass.
         installs: whether the model's version still installs; None if that was not tried.
-        end: how the test run ended, if it was ended: `timeout`, `oom` and the like.
+        end: how the test run ended, if it was ended: `timeout`, `oom` and the like; `exit` if the model's code ended the process that counts the results;
+            `changes_unusable` if the model's changes could not be brought into another slot.
         log: the end of what pytest wrote, where a test did not pass.
     """
 
@@ -130,25 +131,34 @@ class Scorer:
             prepared = await self._set_up(row, fresh)
             try:
                 await bring_changes(exec_tool, fresh, workspace.environment.python, prepared.environment.python)
-            except ChangesTooLarge:
-                tests = row.scored_tests(include_fail_to_pass=self._include_fail_to_pass)
-                return TestRun(0, len(tests), regressed=True, not_passed=tests[:MAX_NAMED_TESTS], end="changes_too_large")
+            except ChangesUnusable as unusable:
+                log.warning("row %s: %s", row.instance_id, unusable)
+                return self._nothing_passed(row, "changes_unusable")
             await take_network(fresh)
             return await self._run(row, fresh, prepared.environment, prepared.test_folders)
 
     async def _run(self, row: SweRow, exec_tool: ExecTool, environment: Environment, folders: Sequence[str]) -> TestRun:
         name = f"model-{secrets.token_hex(8)}"
-        rebuilt = await _own_step(exec_tool, environment, "rebuild", {"name": name, "folders": list(folders)}, timeout_s=STEP_TIMEOUT_S)
+        request = {"name": name, "folders": list(folders)}
+        try:
+            rebuilt = await run_step(exec_tool, "rebuild", request, timeout_s=STEP_TIMEOUT_S, python=environment.python)
+        except StepEnded as ended:  # no code of the model runs in it, but its files can make it take too long
+            _check_not_ambiguous(ended)
+            return self._nothing_passed(row, ended.result.reason)
         run = await self._run_tests(row, exec_tool, environment)
         if run.all_passed or run.regressed:
             return run
-        request = {"source": rebuilt["model_version"], "timeout_s": INSTALL_TIMEOUT_S}
+        install = {"source": rebuilt["model_version"], "timeout_s": INSTALL_TIMEOUT_S}
         try:
-            tried = await run_step(exec_tool, "try_install", request, timeout_s=INSTALL_TIMEOUT_S + 30, python=environment.python)
+            tried = await run_step(exec_tool, "try_install", install, timeout_s=INSTALL_TIMEOUT_S + 30, python=environment.python, runs_model_code=True)
         except StepEnded as ended:
             _check_not_ambiguous(ended)
             tried = {"installed": False}
         return replace(run, installs=tried["installed"])
+
+    def _nothing_passed(self, row: SweRow, end: str) -> TestRun:
+        tests = row.scored_tests(include_fail_to_pass=self._include_fail_to_pass)
+        return TestRun(0, len(tests), regressed=True, not_passed=tests[:MAX_NAMED_TESTS], end=end)
 
     async def _run_tests(self, row: SweRow, exec_tool: ExecTool, environment: Environment) -> TestRun:
         tests = row.scored_tests(include_fail_to_pass=self._include_fail_to_pass)
@@ -161,12 +171,11 @@ class Scorer:
         }
         request = {"chunks": chunks, "runner": source("pytest_runner"), "description": description}
         try:
-            reply = await run_step(exec_tool, "run_tests", request, timeout_s=self._test_timeout_s, python=environment.python)
+            reply = await run_step(exec_tool, "run_tests", request, timeout_s=self._test_timeout_s, python=environment.python, runs_model_code=True)
         except StepEnded as ended:
             _check_not_ambiguous(ended)
-            return TestRun(
-                0, len(tests), regressed=bool(row.pass_to_pass), not_passed=tests[:MAX_NAMED_TESTS], end=ended.result.reason, log=ended.result.output[-1500:]
-            )
+            run = self._nothing_passed(row, ended.result.reason)
+            return replace(run, regressed=bool(row.pass_to_pass), log=ended.result.output[-1500:])
         passed = {tests[number] for number in parse_bits(reply["passed"], len(tests))}
         not_passed = [test for test in tests if test not in passed]
         regressed = any(test not in passed for test in row.pass_to_pass)
@@ -207,19 +216,11 @@ def parse_bits(text: str, count: int) -> set[int]:
     return {number for number in range(count) if bits >> number & 1}
 
 
-async def _own_step(exec_tool: ExecTool, environment: Environment, name: str, request: dict[str, Any], *, timeout_s: float) -> dict[str, Any]:
-    """Run a step in which no code of the model runs. If it is ended, the model's files may be the reason, but nothing can be said about them."""
-    try:
-        return await run_step(exec_tool, name, request, timeout_s=timeout_s, python=environment.python)
-    except StepEnded as ended:
-        raise StepFailed(f"the step {name} of scoring was ended: {ended}") from ended
-
-
 def _check_not_ambiguous(ended: StepEnded) -> None:
     """Refuse to score a step that others than the model may have ended.
 
     Raises:
         RolloutFault: it was ended for want of processor time or memory that other slots used.
     """
-    if ended.result.fault != "policy":
+    if not ended.is_by_model:
         raise RolloutFault(f"scoring was ended: {ended}", reason=ended.result.reason, fault="ambiguous")

@@ -33,7 +33,7 @@ class StepFailed(Exception):
 
 
 class StepEnded(Exception):
-    """A step of scoring was ended because of what the model's code did, such as running too long.
+    """A step of scoring was ended because of what the model's code did, such as running too long, or killing the process of the step.
 
     Args:
         result: the result of the call.
@@ -43,6 +43,11 @@ class StepEnded(Exception):
         super().__init__(result.error or f"the step ended with the exit code {result.metadata.get('exit_code')}")
         self.result = result
 
+    @property
+    def is_by_model(self) -> bool:
+        """Whether nobody but the model can have ended it: not for want of processor time or memory that other slots used."""
+        return self.result.fault == "policy" or self.result.reason == "exit"
+
 
 @cache
 def source(name: str) -> str:
@@ -50,7 +55,9 @@ def source(name: str) -> str:
     return resources.files(PACKAGE).joinpath(name + ".py").read_text(encoding="utf-8")
 
 
-async def run_step(exec_tool: ExecTool, name: str, request: Mapping[str, Any], *, timeout_s: float, python: str = "python3") -> dict[str, Any]:
+async def run_step(
+    exec_tool: ExecTool, name: str, request: Mapping[str, Any], *, timeout_s: float, python: str = "python3", runs_model_code: bool = False
+) -> dict[str, Any]:
     """Run a script in a slot and return what it replied.
 
     Args:
@@ -59,6 +66,8 @@ async def run_step(exec_tool: ExecTool, name: str, request: Mapping[str, Any], *
         request: what it gets.
         timeout_s: the timeout, in seconds.
         python: the interpreter; an absolute path when a model has been in the slot.
+        runs_model_code: whether code of the model runs meanwhile. It has the user of the step, so it can kill the process of the step: then the missing reply
+            is the model's doing, and no reason to repeat the rollout.
 
     Raises:
         UnusableRow: the script found that the row cannot be used.
@@ -76,7 +85,7 @@ async def run_step(exec_tool: ExecTool, name: str, request: Mapping[str, Any], *
     for line in reversed(result.output.splitlines()):
         if line.startswith(nonce):
             return _reply(name, json.loads(line[len(nonce) :]))
-    if result.fault == "policy" or result.reason != "exit":
+    if runs_model_code or result.fault == "policy" or result.reason != "exit":
         raise StepEnded(result)
     raise StepFailed(f"the step {name} did not reply (exit code {result.metadata.get('exit_code')}): {result.output[-1000:].strip() or result.error}")
 

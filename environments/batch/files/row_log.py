@@ -52,12 +52,15 @@ class RowLog:
         """Flush the rows to the disk. Other threads may append rows at the same time.
 
         Raises:
-            WriteFailed: the disk did not take them.
+            WriteFailed: the disk did not take them, or the file was deleted or replaced, so that nobody would find them.
         """
         try:
             os.fsync(self._fd)
+            is_there = os.path.samestat(os.stat(self._path), os.fstat(self._fd))
         except OSError as error:
             raise write_failed(self._path, error) from error
+        if not is_there:
+            raise WriteFailed(f"{self._path} was replaced while the run wrote to it", "restore it; rows that are not in it run again with --resume")
 
     def close(self) -> None:
         """Close the file."""
@@ -120,7 +123,7 @@ def read_rows(path: Path) -> Iterator[dict[str, Any]]:
             for number, line in enumerate(file, 1):
                 try:
                     row = json.loads(line)
-                except ValueError:
+                except (ValueError, RecursionError):
                     row = None
                 if not isinstance(row, dict):
                     raise RunRefused(f"line {number} of {path} is not a row of a run", "restore the file, or delete the line: its prompt then runs again")
@@ -145,5 +148,5 @@ def _start_of_last_line(file: Any, end: int) -> int:
 def _is_row(line: bytes) -> bool:
     try:
         return isinstance(json.loads(line), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False

@@ -202,7 +202,7 @@ def _open_locked(path: Path, lock_fd: int, settings: BatchSettings) -> RunFolder
         return folder
     except OSError as error:
         raise RunRefused(f"{checkpoint} cannot be read: {error.strerror}", "correct the cause") from error
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise RunRefused(f"{checkpoint} is not the checkpoint of a run", "restore it, or choose another --run_name") from error
     changes = changed_settings(earlier, settings)
     if changes:

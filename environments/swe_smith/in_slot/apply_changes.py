@@ -27,21 +27,22 @@ def apply_changes(request: Dict[str, Any]) -> Dict[str, Any]:
         `changed`, `gone`: how many files were written and removed; `refused`: how many members could not be applied, or must not be.
     """
     counts = {"changed": 0, "gone": 0, "refused": 0}
-    left_bytes = request["max_bytes"]
+    left_bytes, has_gone = request["max_bytes"], False
     path = os.path.join(workspace(), request["archive"])
     try:
         with tarfile.open(path, "r|gz") as archive:
             for number, member in enumerate(archive):
                 if number > MAX_MEMBERS:
                     break
-                if member.name == "gone.json" and member.isreg() and member.size <= MAX_GONE_BYTES:
+                if member.name == "gone.json" and member.isreg() and member.size <= MAX_GONE_BYTES and not has_gone:
+                    has_gone = True
                     _remove(json.load(archive.extractfile(member)), counts)  # type: ignore[arg-type]
                     continue
                 left_bytes -= member.size
                 if left_bytes < 0:
                     break
                 counts["changed" if _write(archive, member) else "refused"] += 1
-    except (tarfile.TarError, EOFError, OSError, ValueError):  # not an archive that `collect_changes` has written
+    except Exception:  # not an archive that `collect_changes` has written: what comes before its error is applied
         counts["refused"] += 1
     os.unlink(path)
     return dict(counts)

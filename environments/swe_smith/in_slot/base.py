@@ -1,5 +1,6 @@
 """What the scripts share: the reply to the environment, subprocesses, Git, and the folders of the workspace."""
 
+import ctypes
 import json
 import os
 import shutil
@@ -9,6 +10,7 @@ import tempfile
 import traceback
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
+PR_SET_DUMPABLE = 4
 #: How much of what a program wrote is shown in a message, in characters.
 SHOWN_CHARACTERS = 1500
 #: The names of files with which pytest is configured.
@@ -35,6 +37,16 @@ def run_step(step: Callable[[Dict[str, Any]], Dict[str, Any]], request: Dict[str
         reply = {"step_error": {"message": traceback.format_exc()[-SHOWN_CHARACTERS:]}}
     sys.stdout.write("\n%s%s\n" % (nonce, json.dumps(reply)))
     sys.stdout.flush()
+
+
+def protect_from_children() -> None:
+    """Deny the processes of the same user access to the memory and the open files of this process, before code of the model runs.
+
+    Raises:
+        StepError: the kernel has refused it.
+    """
+    if ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) != 0:
+        raise StepError("the process that counts the results cannot be protected from the model's code")
 
 
 def workspace() -> str:

@@ -40,7 +40,8 @@ def collect_changes(request: Dict[str, Any]) -> Dict[str, Any]:
             seen.add(inside)
             if stat.S_ISLNK(status.st_mode):
                 continue
-            digest = _digest(path, status.st_size if inside in digests else 0)
+            # A file that is too large to be taken is not read either, whatever its digest is.
+            digest = _digest(path, status.st_size) if inside in digests and status.st_size <= request["max_bytes"] else ""
             if digests.get(inside) == "%s-%o" % (digest, status.st_mode & 0o111):
                 continue
             left_bytes -= status.st_size
@@ -55,9 +56,7 @@ def collect_changes(request: Dict[str, Any]) -> Dict[str, Any]:
 
 
 def _digest(path: str, size_bytes: int) -> str:
-    """Return the digest of a file of the given size; empty if it need not be read, or cannot be."""
-    if not size_bytes:
-        return hashlib.sha256(b"").hexdigest()
+    """Return the digest of a file of the given size; empty if it cannot be read."""
     try:
         with open(path, "rb") as file:
             return hashlib.sha256(file.read(size_bytes)).hexdigest()

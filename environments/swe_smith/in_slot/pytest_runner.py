@@ -32,7 +32,7 @@ def main() -> None:
     options = ["-p", "no:cacheprovider", "-q", "--rootdir", order["repository"], "--continue-on-collection-errors", "--tb=short", *order["options"]]
     plugins = [word for module in order["plugins"] for word in ("-p", module)]
     sys.argv = ["pytest", *options, *files]
-    plugin = ResultWriter(ids, order["token"], order["report_fd"])
+    plugin = ResultWriter(ids, order["token"], order["report_fd"], order["repository"])
     sys.exit(int(pytest.main([*plugins, *options, *files], plugins=[plugin])) if files else 5)
 
 
@@ -74,12 +74,14 @@ class ResultWriter:
         ids: the ids of the tests. An id may end at the first space of its parameters, as in data sets that were made from pytest's summary.
         token: what each line begins with.
         report_fd: the file descriptor to write to.
+        repository: the folder of the repository.
     """
 
-    def __init__(self, ids: List[str], token: str, report_fd: int) -> None:
+    def __init__(self, ids: List[str], token: str, report_fd: int, repository: str) -> None:
         self._numbers = {test: number for number, test in enumerate(ids)}
         self._token = token
         self._report_fd = report_fd
+        self._repository = repository
         self._collected: Dict[int, Set[str]] = {}
         self._passed: Dict[str, Set[str]] = {}
         self._failed: Set[int] = set()
@@ -100,6 +102,24 @@ class ResultWriter:
         if others:
             config.hook.pytest_deselected(items=others)
         items[:] = chosen
+
+    def pytest_runtest_makereport(self, item: Any, call: Any) -> None:
+        """Take note of a test that the model's source has declared an expected failure: only what was kept, or lies outside of the repository, may do that."""
+        import _pytest.outcomes
+        import pytest
+
+        number = self._number(item.nodeid)
+        if number is None or call.excinfo is None or not isinstance(call.excinfo.value, pytest.xfail.Exception):
+            return
+        traceback, caller = call.excinfo.tb, ""
+        while traceback is not None:
+            path = traceback.tb_frame.f_code.co_filename
+            if path != _pytest.outcomes.__file__:  # the function `pytest.xfail` itself
+                caller = os.path.realpath(path)
+            traceback = traceback.tb_next
+        inside = os.path.relpath(caller, self._repository)
+        if not inside.startswith("../") and not os.path.isfile(os.path.join(os.path.dirname(self._repository), ".tests", "files", inside)):
+            self._failed.add(number)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         """Take note of a phase of a test. A test has passed when its set-up, itself and its tear-down have; an expected failure counts as passed."""

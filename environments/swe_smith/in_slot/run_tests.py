@@ -17,9 +17,8 @@ import tempfile
 import time
 from typing import Any, Dict, List, Sequence, Set
 
-from environments.swe_smith.in_slot.base import SHOWN_CHARACTERS, StepError, repository, run_step, workspace
+from environments.swe_smith.in_slot.base import SHOWN_CHARACTERS, StepError, protect_from_children, repository, run_step, workspace
 
-PR_SET_DUMPABLE = 4
 PR_SET_CHILD_SUBREAPER = 36
 #: How much one process of pytest may report, in bytes.
 MAX_REPORT_BYTES = 4 << 20
@@ -46,7 +45,8 @@ def run_tests(request: Dict[str, Any]) -> Dict[str, Any]:
     Raises:
         StepError: this process cannot be protected from the tests.
     """
-    if ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) != 0 or ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+    protect_from_children()
+    if ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise StepError("the process that runs the tests cannot be protected from them")
     folder = tempfile.mkdtemp(prefix="swe-score-")
     passed: List[int] = []
@@ -58,6 +58,8 @@ def run_tests(request: Dict[str, Any]) -> Dict[str, Any]:
             if len(written["passed"]) < len(chunk) and not log:
                 log = written["log"]
             start += len(chunk)
+    except (OSError, MemoryError) as error:  # the tests have the user of this process: they can remove its files, and lower its limits
+        log = log or "the tests were not all run, because they disturbed the process that runs them: %s" % error
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return {"passed": as_bits(passed), "log": log}

@@ -5,7 +5,7 @@ import shutil
 import tempfile
 from typing import Any, Dict
 
-from environments.swe_smith.in_slot.base import run, run_step, workspace
+from environments.swe_smith.in_slot.base import protect_from_children, run, run_step, workspace
 
 
 def main(request: Dict[str, Any], nonce: str) -> None:
@@ -22,6 +22,7 @@ def try_install(request: Dict[str, Any]) -> Dict[str, Any]:
     Returns:
         `installed`: whether pip succeeded, and the folder has the metadata of a project.
     """
+    protect_from_children()
     folder = tempfile.mkdtemp(prefix="swe-install-")
     target = os.path.join(folder, "target")
     python = os.path.join(workspace(), ".env", "bin", "python")
@@ -31,5 +32,7 @@ def try_install(request: Dict[str, Any]) -> Dict[str, Any]:
         code, _ = run([python, "-I", "-m", "pip", "install", *words, request["source"]], cwd=folder, env=env, timeout_s=request["timeout_s"])
         names = os.listdir(target) if os.path.isdir(target) else []
         return {"installed": code == 0 and any(name.endswith((".dist-info", ".egg-info")) for name in names)}
+    except OSError:  # what the project ran while it was installed has removed the folder
+        return {"installed": False}
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -316,12 +316,12 @@ def _apply_config(config: Mapping[str, Any]) -> None:
         # Init keeps its uid, so that the slot can neither signal nor trace it, and the capabilities to become the user of the slot. Its children inherit the
         # other restrictions.
         privileges.set_capabilities(privileges.CAP_SETUID | privileges.CAP_SETGID)
-        privileges.confine_process(config["filter"])
+        privileges.confine_process(config["filter"], is_shared=False)
         return
     if config["uid"] is not None:
         privileges.change_user(config["uid"], config["gid"], config["groups"])
     privileges.set_capabilities(0)
-    privileges.confine_process(config["filter"])
+    privileges.confine_process(config["filter"], is_shared=mode == "none")
     if mode == "bwrap":
         privileges.die_with_parent(signal.SIGKILL)
     privileges.check_privileges_dropped(config)

@@ -15,6 +15,11 @@ if TYPE_CHECKING:
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_CAPBSET_DROP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 24, 36, 38
 _SECCOMP_MODE_FILTER = 2
+# System calls with the same number on every architecture.
+_LANDLOCK_CREATE_RULESET, _LANDLOCK_RESTRICT_SELF = 444, 446
+_LANDLOCK_RETURN_VERSION = 1
+_LANDLOCK_VERSION_WITH_SCOPES = 6  # since Linux 6.12
+_LANDLOCK_SCOPE_ABSTRACT_SOCKETS = 1
 _CAPABILITY_VERSION_3 = 0x20080522
 CAP_SETGID, CAP_SETUID = 1 << 6, 1 << 7
 _MOST_CAPABILITIES = 64
@@ -54,20 +59,49 @@ def make_undumpable() -> None:
     _prctl(_PR_SET_DUMPABLE, 0)
 
 
-def confine_process(program: bytes) -> None:
+def confine_process(program: bytes, *, is_shared: bool) -> None:
     """Make this process undumpable, forbid new privileges, and install the system call filter. All three are irreversible and apply to its children too.
 
     Args:
         program: the filter as BPF instructions, see `kernel.seccomp`.
+        is_shared: whether the slot shares everything with others, and so keeps their abstract sockets.
 
     Raises:
         OSError: the kernel has refused one of the calls.
     """
     make_undumpable()
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+    if not is_shared:
+        separate_abstract_sockets()
     code = ctypes.create_string_buffer(program, len(program))
     whole = _Filter(len(program) // _INSTRUCTION_BYTES, ctypes.addressof(code))
     _prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(whole))
+
+
+def separate_abstract_sockets() -> bool:
+    """Deny this process and its children connections to abstract sockets that others have created, through which a slot could receive open files.
+
+    This is irreversible. It must run after `no_new_privs` was set, and before the system call filter.
+
+    Returns:
+        Whether it is in force. The kernel may lack Landlock, or have it without scopes.
+
+    Raises:
+        OSError: the kernel has scopes, and has refused to apply one.
+    """
+    version = _libc.syscall(_LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(_LANDLOCK_RETURN_VERSION))
+    if version < _LANDLOCK_VERSION_WITH_SCOPES:
+        return False
+    attributes = (ctypes.c_uint64 * 3)(0, 0, _LANDLOCK_SCOPE_ABSTRACT_SOCKETS)  # no rules for files, none for ports
+    ruleset = _libc.syscall(_LANDLOCK_CREATE_RULESET, attributes, ctypes.c_size_t(ctypes.sizeof(attributes)), ctypes.c_uint32(0))
+    if ruleset < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, "landlock_create_ruleset: %s" % os.strerror(number))
+    try:
+        _check("landlock_restrict_self", _libc.syscall(_LANDLOCK_RESTRICT_SELF, ctypes.c_int(ruleset), ctypes.c_uint32(0)))
+    finally:
+        os.close(ruleset)
+    return True
 
 
 def set_capabilities(mask: int) -> None:

@@ -26,7 +26,7 @@ _FOLDER_FLAGS = _ENTRY_FLAGS | os.O_DIRECTORY
 def mount_read_only(workspace: str, entries: Sequence[Entry]) -> None:
     """Mount each entry of the workspace on itself, read-only. This process must have a mount namespace of its own.
 
-    The workspace is also mounted on itself, writable: the slot owns its parent, and could otherwise rename the workspace and put another one in its place.
+    The workspace is also mounted on itself, writable, so that it cannot be renamed and replaced by another one.
 
     Args:
         workspace: the path of the workspace.

@@ -82,7 +82,9 @@ class UidIsolation:
             if reused is None:
                 self._uids.give_back_uid(uid)
             raise
-        os.chown(runtime.dirs.root, uid, uid)
+        # The slot must not own this folder: it could open it to another slot, in whose mount namespace nothing keeps the read-only entries in their places.
+        os.chown(runtime.dirs.root, 0, uid)
+        os.chmod(runtime.dirs.root, 0o710)
         return runtime
 
     async def _start_with_private_mounts_if_possible(

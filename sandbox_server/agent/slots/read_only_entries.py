@@ -87,7 +87,7 @@ def prepare_entries(dirs: Dirs, names: Sequence[str], max_files: int = MAX_FILES
 
 @contextlib.contextmanager
 def _open_workspace(dirs: Dirs) -> Iterator[int]:
-    """Open the workspace. In the mode `uid`, the slot owns the parent folder and can replace the workspace, also by a symbolic link."""
+    """Open the workspace. No slot owns its parent folder, but it is not followed if it should be a symbolic link all the same."""
     try:
         path_fd = os.open(dirs.workspace, _PATH_FLAGS | os.O_DIRECTORY)
     except OSError as error:

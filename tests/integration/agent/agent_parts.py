@@ -6,12 +6,12 @@ import contextlib
 import os
 import secrets
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from sandbox_server.agent.config import AgentConfig, Listen
-from sandbox_server.agent.execution.slot_runtime import CacheFolder, SlotRuntime
+from sandbox_server.agent.execution.slot_runtime import CacheFolder, ReadOnlyEntry, SlotRuntime
 from sandbox_server.agent.isolation.base import Isolation, IsolationContext
 from sandbox_server.agent.isolation.bwrap import BwrapIsolation
 from sandbox_server.agent.kernel import seccomp
@@ -41,10 +41,17 @@ class IncompleteIsolation:
         self._renews_folders = renews_folders
         self._ended: list[SlotRuntime] = []
 
-    async def start_runtime(self, slot_id: str, has_network: bool, reused: SlotRuntime | None = None, cache: CacheFolder | None = None) -> SlotRuntime:
+    async def start_runtime(
+        self,
+        slot_id: str,
+        has_network: bool,
+        reused: SlotRuntime | None = None,
+        cache: CacheFolder | None = None,
+        read_only: Sequence[ReadOnlyEntry] = (),
+    ) -> SlotRuntime:
         if not self._renews_folders and reused is None and self._ended:
             reused = self._ended[-1]
-        return await self._real.start_runtime(slot_id, has_network, reused, cache)
+        return await self._real.start_runtime(slot_id, has_network, reused, cache, read_only)
 
     async def end_runtime(self, runtime: SlotRuntime) -> dict[str, Any]:
         self._ended.append(runtime)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+import json
+from collections.abc import AsyncIterator, Iterator, Mapping
 
 import pytest
 
@@ -58,8 +59,9 @@ ATTACKS = {
     "git config core.worktree /tmp && git config --file ~/.gitconfig core.fsmonitor /tmp/hook && mkdir -p .git/hooks && cp /tmp/hook .git/hooks/post-checkout",
     "links": "rm -rf repo/.pytest_cache; ln -s $PWD/repo .model-link; ln -s /tmp/outside .score; mkdir -p /tmp/outside; ln -s /tmp/outside repo/src/link; "
     "rm -rf repo/tests && mkdir -p /tmp/forged-tests && printf 'def test_add(): pass\\n' > /tmp/forged-tests/test_add.py && ln -s /tmp/forged-tests repo/tests",
-    "background": "(setsid sh -c 'while true; do cp /tmp/forged-tests/test_add.py repo/tests/test_add.py; mkdir -p /tmp/pwned; "
-    "[ -e .model-running ] || touch /tmp/pwned/background; done' >/dev/null 2>&1 &) ; touch .model-running",
+    # It needs no process but `sleep` in each round, so that it does not keep the scoring itself from running.
+    "background": "(setsid sh -c 'while true; do echo \"def test_add(): pass\" > repo/tests/test_add.py; [ -d /tmp/pwned ] || mkdir -p /tmp/pwned; "
+    "[ -e .model-running ] || : > /tmp/pwned/background; sleep 0.02; done' >/dev/null 2>&1 &) ; touch .model-running",
 }  # fmt: skip
 #: Source under test that writes results wherever it can, and ends its process.
 FORGED_REPORT = """
@@ -76,6 +78,25 @@ for path in glob.glob("/proc/[0-9]*/fd/1"):
         pass
 os._exit(0)
 """
+#: Source under test that wants its failures not to count: what cannot be scored is rolled out again. Each leaves a test of PASS_TO_PASS without a result.
+DISTURBING = {
+    "kills what counts the results": "import os\nos.kill(os.getppid(), 9)\n",
+    "takes away its open files": "import os, resource\nresource.prlimit(os.getppid(), resource.RLIMIT_NOFILE, (0, 0))\nos._exit(1)\n",
+    "removes its files": "import os, shutil\nshutil.rmtree(os.path.dirname(os.path.dirname(os.environ['HOME'])), ignore_errors=True)\nos._exit(1)\n",
+}
+#: Source that declares every failing test an expected failure.
+EXPECTED_FAILURE = "import pytest\n\n\ndef add(first, second):\n    if second == 0:\n        return first\n    {}\n"
+EXPECTED_FAILURES = ("pytest.xfail('later')", "raise pytest.xfail.Exception('later')")
+#: A project whose installation ends every other process of the slot.
+KILLING_SETUP = """
+import os
+for name in os.listdir("/proc"):
+    if name.isdigit() and int(name) != os.getpid():
+        try:
+            os.kill(int(name), 9)
+        except OSError:
+            pass
+"""
 REFUSED_WHEN_SEALED = (
     "echo x > .env/bin/pytest", "echo import-me > .env/lib/python3.11/site-packages/x.pth", "rm -rf .tests/files", "mv .env other", "mv .tests other",
     "echo > .tests/files/tests/test_add.py", "chmod -R 777 .tests/git", "umount .env", "mount --bind /tmp .env",
@@ -87,10 +108,16 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> BrokenRepository:
     return make_repository(tmp_path_factory.mktemp("repositories"))
 
 
-@pytest.fixture(scope="module", params=["bwrap", "uid"])
-def service(request: pytest.FixtureRequest) -> Iterator[Service]:
-    with service_in_mode(request.param) as running:
-        yield running
+@pytest.fixture(scope="module")
+def services() -> Iterator[Mapping[str, Service]]:
+    """A service in each mode, for all tests: the first test of each builds the environment of the repository, and the others find it in the cache."""
+    with service_in_mode("bwrap") as bwrap, service_in_mode("uid") as uid:
+        yield {"bwrap": bwrap, "uid": uid}
+
+
+@pytest.fixture
+def service(services: Mapping[str, Service], mode: str) -> Service:
+    return services[mode]
 
 
 @pytest.fixture
@@ -122,6 +149,7 @@ async def narrow(exec_tool: ExecTool, *, sealed: bool) -> None:
     await exec_tool.narrow(cache="none", allow_network=network, read_only=SEALED_ENTRIES if sealed else ())
 
 
+@pytest.mark.parametrize("mode", ["bwrap", "uid"])
 async def test_a_group_fetches_once_and_finds_no_fix(
     pool: PoolConnection, row: SweRow, set_up: WorkspaceSetUp, scorer: Scorer, repository: BrokenRepository
 ) -> None:
@@ -146,6 +174,9 @@ async def test_a_group_fetches_once_and_finds_no_fix(
         reward, meta = await scorer.score(row, second, made[1], tool_calls=2, valid_calls=2)
         assert (reward, meta["tests"]["passed_count"], meta["tests"]["installs"]) == (0.4, 3, True), meta
         assert await scorer.score(row, second, made[1], tool_calls=0, valid_calls=0) == (0.0, {"tests": None})
+        await second("write_file", {"path": "repo/src/fairsum/add.py", "content": FORGED_REPORT})
+        reward, meta = await scorer.score(row, second, made[1], tool_calls=1, valid_calls=1)
+        assert (reward, meta["tests"]["passed_count"]) == (0.0, 0), meta  # code that ends its process passes nothing
 
 
 async def _check_nothing_to_find(exec_tool: ExecTool, repository: BrokenRepository) -> None:
@@ -162,7 +193,8 @@ async def _check_nothing_to_find(exec_tool: ExecTool, repository: BrokenReposito
     assert await shell(exec_tool, "find /tmp -mindepth 1; ls -A") == ".env\n.tests\nrepo\n"
 
 
-@pytest.mark.parametrize("sealed", [True, False], ids=["sealed", "fresh slot"])
+# Where the slot cannot be sealed, the tests run in another slot, by the same code in each mode.
+@pytest.mark.parametrize(("mode", "sealed"), [("bwrap", True), ("uid", True), ("bwrap", False)], ids=["bwrap", "uid", "bwrap, fresh slot"])
 async def test_a_model_does_not_change_what_it_is_scored_by(pool: PoolConnection, row: SweRow, set_up: WorkspaceSetUp, scorer: Scorer, sealed: bool) -> None:
     async with slots(pool, 1) as (exec_tool,):
         workspace = await set_up.set_up(row, exec_tool)
@@ -187,7 +219,7 @@ async def test_a_model_does_not_change_what_it_is_scored_by(pool: PoolConnection
             assert (await exec_tool("terminal", {"command": "pgrep -u $(id -u) -fc 'whil[e] true'"})).output.strip() == "0"
 
 
-@pytest.mark.parametrize("service", ["bwrap"], indirect=True)
+@pytest.mark.parametrize("mode", ["bwrap"])
 async def test_a_fix_in_a_slot_that_cannot_be_sealed(pool: PoolConnection, row: SweRow, set_up: WorkspaceSetUp, scorer: Scorer) -> None:
     async with slots(pool, 1) as (exec_tool,):
         workspace: Workspace = (await set_up.set_up(row, exec_tool)).unsealed()
@@ -203,11 +235,44 @@ async def test_a_fix_in_a_slot_that_cannot_be_sealed(pool: PoolConnection, row: 
         assert reward == 1.0, meta
 
 
-@pytest.mark.parametrize("service", ["bwrap"], indirect=True)
-async def test_code_that_ends_its_process_passes_nothing(pool: PoolConnection, row: SweRow, set_up: WorkspaceSetUp, scorer: Scorer) -> None:
+@pytest.mark.parametrize("mode", ["bwrap"])
+async def test_more_tests_than_one_process_runs(pool: PoolConnection, repository: BrokenRepository, set_up: WorkspaceSetUp, scorer: Scorer) -> None:
+    """Sixty tests need two processes of pytest; their ids reach them through a file."""
+    tests = [f"tests/test_many.py::test_many[{number}]" for number in range(60)]
+    row = parse_row(repository.row(PASS_TO_PASS=json.dumps(tests), FAIL_TO_PASS="[]"))
     async with slots(pool, 1) as (exec_tool,):
         workspace = await set_up.set_up(row, exec_tool)
         await narrow(exec_tool, sealed=True)
-        await exec_tool("write_file", {"path": "repo/src/fairsum/add.py", "content": FORGED_REPORT})
         reward, meta = await scorer.score(row, exec_tool, workspace, tool_calls=1, valid_calls=1)
-        assert (reward, meta["tests"]["passed_count"]) == (0.0, 0), meta
+        assert (reward, meta["tests"]["passed_count"], meta["tests"]["not_passed"]) == (0.0, 59, ("tests/test_many.py::test_many[57]",))
+
+
+@pytest.mark.parametrize("mode", ["bwrap"])
+async def test_a_failure_counts_whatever_the_code_under_test_does_to_its_scoring(
+    pool: PoolConnection, row: SweRow, set_up: WorkspaceSetUp, scorer: Scorer
+) -> None:
+    async with slots(pool, 1) as (exec_tool,):
+        workspace = await set_up.set_up(row, exec_tool)
+        await narrow(exec_tool, sealed=True)
+        for name, source in DISTURBING.items():
+            await exec_tool("write_file", {"path": "repo/src/fairsum/add.py", "content": source})
+            reward, meta = await scorer.score(row, exec_tool, workspace, tool_calls=1, valid_calls=1)
+            assert (reward, meta["tests"]["regressed"]) == (0.0, True), (name, meta)
+        for statement in EXPECTED_FAILURES:
+            await exec_tool("write_file", {"path": "repo/src/fairsum/add.py", "content": EXPECTED_FAILURE.format(statement)})
+            reward, meta = await scorer.score(row, exec_tool, workspace, tool_calls=1, valid_calls=1)
+            assert (reward, meta["tests"]["passed_count"]) == (0.4, 3), (statement, meta)
+        await shell(exec_tool, "rm repo/pyproject.toml")
+        await exec_tool("write_file", {"path": "repo/setup.py", "content": KILLING_SETUP})
+        reward, meta = await scorer.score(row, exec_tool, workspace, tool_calls=1, valid_calls=1)
+        assert (reward, meta["tests"]["installs"]) == (0.05, False), meta
+
+
+@pytest.mark.parametrize("mode", ["bwrap"])
+async def test_a_model_that_ends_the_collection_of_its_changes_has_failed(pool: PoolConnection, row: SweRow, set_up: WorkspaceSetUp, scorer: Scorer) -> None:
+    async with slots(pool, 1) as (exec_tool,):
+        workspace: Workspace = (await set_up.set_up(row, exec_tool)).unsealed()
+        await narrow(exec_tool, sealed=False)
+        await shell(exec_tool, "(setsid sh -c 'while true; do pkill -9 python; pkill -9 python3; done' >/dev/null 2>&1 &)")
+        reward, meta = await scorer.score(row, exec_tool, workspace, tool_calls=1, valid_calls=1)
+        assert (reward, meta["tests"]["end"]) == (0.0, "changes_unusable"), meta

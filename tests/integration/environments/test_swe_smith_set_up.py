@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from environments.rollouts.exec_tool import ExecTool
 from environments.rollouts.service import PoolConnection
 from environments.swe_smith.repositories import GitServer, LocalRepositories
 from environments.swe_smith.rows import parse_row
-from environments.swe_smith.scoring import Scorer
 from environments.swe_smith.set_up import WorkspaceSetUp
 from environments.swe_smith.slot_steps import StepFailed, run_step
 from tests.support.service import Service
@@ -106,24 +104,3 @@ async def test_rows_that_cannot_be_set_up(pool: PoolConnection, repository: Brok
     with pytest.raises(UnusableRow, match="the repository demo/none is not in"):
         LocalRepositories(repository.base).find("demo/none")
     assert GitServer("http://127.0.0.1:1").url("demo/none") == "http://127.0.0.1:1/demo/none"
-
-
-async def test_more_tests_than_one_process_runs(pool: PoolConnection, tmp_path: Path) -> None:
-    """Sixty tests need two processes of pytest; their ids reach them through a file."""
-    made = make_repository(tmp_path)
-    (made.folder / "tests" / "test_many.py").write_text(
-        "import pytest\n\n\n@pytest.mark.parametrize('number', range(60))\ndef test_many(number):\n    assert number != 57\n"
-    )
-    git(made.folder, "add", ".")
-    git(made.folder, "commit", "-qm", "More tests")
-    commit = git(made.folder, "rev-parse", "HEAD")
-    tests = [f"tests/test_many.py::test_many[{number}]" for number in range(60)]
-    row = parse_row(made.row(base_commit=commit, PASS_TO_PASS=json.dumps(tests), FAIL_TO_PASS="[]"))
-    set_up = WorkspaceSetUp(LocalRepositories(made.base), install_timeout_s=60)
-    async with slots(pool, 1) as (exec_tool,):
-        workspace = await set_up.set_up(row, exec_tool)
-        await exec_tool.narrow(cache="none", read_only=(".env", ".tests"))
-        scorer = Scorer(set_up.set_up, include_fail_to_pass=True, test_timeout_s=120)
-        reward, meta = await scorer.score(row, exec_tool, workspace, tool_calls=1, valid_calls=1)
-        assert (reward, meta["tests"]["passed_count"], meta["tests"]["not_passed"]) == (0.0, 59, ("tests/test_many.py::test_many[57]",))
-    set_up.close()

@@ -99,7 +99,9 @@ async def test_what_is_refused_keeps_all_rights_and_a_wrong_name_all_processes(h
 async def test_an_entry_that_was_replaced_from_outside_ends_the_slot_instead_of_serving_it(harness: AgentHarness, base: str) -> None:
     await harness.bash("mkdir tests other")
     await harness.ask("narrow", cache=None, network=True, read_only=["tests"])
-    (workspace,) = [found for top in (harness.folder, base) for found in Path(top).rglob("workspace") if (found / "tests").exists()]
+    # `os.walk` passes over folders that vanish meanwhile, such as those of an earlier slot in the trash.
+    walked = [step for top in (harness.folder, base) for step in os.walk(top)]
+    (workspace,) = [Path(folder) for folder, folders, _ in walked if os.path.basename(folder) == "workspace" and "tests" in folders]
     (workspace / "tests").rename(workspace / "moved")
     (workspace / "tests").mkdir()
 

@@ -6,8 +6,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import httpx
 import pytest
 
+from environments.batch import model_client
 from environments.batch.model_client import ModelClient, ModelFault, ModelUnavailable, PromptRefused
 from environments.demo.model_server import ScriptedModelServer
 
@@ -73,6 +75,31 @@ async def test_a_server_that_answers_others_fails_one_prompt_only() -> None:
         client._sleep = answer_another
         with pytest.raises(ModelFault, match="HTTP 500"):
             await client.chat_completion(messages=MESSAGES)
+
+
+@pytest.mark.parametrize("content", [b"null", b"", b'{"choices": []}', b'{"choices": [{"message": null}]}', b'\xff{"choices": []}', b"[" * 200_000])
+async def test_responses_that_are_no_answers_fail_one_prompt_only(content: bytes) -> None:
+    async with connected({"kind": "http_error", "status": 500}, retries=1) as (client, _, delays):
+        client._connections = httpx.MockTransport(lambda request: httpx.Response(200, content=content))  # type: ignore[assignment]  # a transport like the real one
+        with pytest.raises(ModelFault, match="no chat completion"):
+            await client.chat_completion(messages=MESSAGES)
+        assert len(delays) == 1
+
+
+async def test_an_endless_response_fails_one_prompt_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_client, "MAX_RESPONSE_BYTES", 1 << 16)
+    sent: list[int] = []
+
+    async def endless() -> AsyncIterator[bytes]:
+        while True:
+            sent.append(1 << 12)
+            yield b" " * (1 << 12)
+
+    async with connected({"kind": "http_error", "status": 500}, retries=0) as (client, _, _):
+        client._connections = httpx.MockTransport(lambda request: httpx.Response(200, content=endless()))  # type: ignore[assignment]  # a transport like the real one
+        with pytest.raises(ModelFault, match="longer than 65536 bytes"):
+            await client.chat_completion(messages=MESSAGES)
+    assert sum(sent) <= (1 << 16) + (1 << 12)
 
 
 async def test_a_refused_prompt_is_not_repeated() -> None:

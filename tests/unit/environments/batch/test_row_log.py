@@ -23,6 +23,19 @@ def test_rows_are_appended(tmp_path: Path) -> None:
     assert path.read_bytes().count(b"\n") == 2
 
 
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_file_that_is_deleted_or_replaced_stops_the_run(tmp_path: Path, is_replaced: bool) -> None:
+    path = tmp_path / "rows.jsonl"
+    with RowLog(path) as log:
+        log.append({"n": 1})
+        log.sync()
+        path.rename(tmp_path / "rows.jsonl.1")
+        if is_replaced:
+            path.write_text("")
+        with pytest.raises(WriteFailed, match=r"rows\.jsonl (was replaced|cannot be written)"):
+            log.sync()
+
+
 def test_half_a_surrogate_pair_does_not_make_the_file_unreadable(tmp_path: Path) -> None:
     with RowLog(tmp_path / "rows.jsonl") as log:
         log.append({"text": "a\ud800b"})
@@ -62,8 +75,9 @@ def test_missing_and_empty_files_need_no_repair(tmp_path: Path) -> None:
     assert (list(read_rows(tmp_path / "missing")), list(read_rows(tmp_path / "empty"))) == ([], [])
 
 
-def test_a_line_in_the_middle_that_is_no_row_is_named(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_bytes(b'{"n": 1}\nedited\n{"n": 2}\n')
+@pytest.mark.parametrize("line", [b"edited", b"[" * 200_000], ids=["text", "nested"])
+def test_a_line_in_the_middle_that_is_no_row_is_named(tmp_path: Path, line: bytes) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(b'{"n": 1}\n' + line + b'\n{"n": 2}\n')
 
     with pytest.raises(RunRefused, match="line 2 of"):
         list(read_rows(tmp_path / "rows.jsonl"))
