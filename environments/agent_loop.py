@@ -27,6 +27,10 @@ __all__ = [
 _NOT_EXECUTED = "The call was not executed, because the sandbox failed during an earlier call."
 
 
+#: How many calls of one answer are executed. Turns are limited too, and an answer with thousands of calls would hold its slot and its group for very long.
+MAX_CALLS_PER_ANSWER = 128
+
+
 class ModelRequestFailed(Exception):
     """The model server returned an error, or no message. It is no fault of the model: the rollout must not be scored."""
 
@@ -263,8 +267,14 @@ class AgentLoop:
     async def _execute_calls(self, rollout: _Rollout, calls: Sequence[RequestedCall]) -> bool:
         """Execute the calls of an answer one after another. Returns whether the rollout can go on."""
         failed = False
-        for call in calls:
-            record = _refused(rollout.turn, call.name, call.arguments, _NOT_EXECUTED, fault="infra") if failed else await self._execute_call(rollout, call)
+        for number, call in enumerate(calls, 1):
+            if failed:
+                record = _refused(rollout.turn, call.name, call.arguments, _NOT_EXECUTED, fault="infra")
+            elif number > MAX_CALLS_PER_ANSWER:
+                error = f"The call was not executed, because an answer may have at most {MAX_CALLS_PER_ANSWER} calls."
+                record = _refused(rollout.turn, call.name, call.arguments, error)
+            else:
+                record = await self._execute_call(rollout, call)
             failed = failed or record.reply.fault == "infra"
             rollout.calls.append(record)
             rollout.messages.append({"role": "tool", "tool_call_id": call.call_id, "name": call.name, "content": record.reply.content})

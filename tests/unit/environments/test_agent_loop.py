@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from environments.agent_loop import AgentLoop, AgentLoopSettings, AgentResult, LoopEnd, ModelRequestFailed, ToolReply
+from environments.agent_loop import MAX_CALLS_PER_ANSWER, AgentLoop, AgentLoopSettings, AgentResult, LoopEnd, ModelRequestFailed, ToolReply
 from environments.tool_call_parsers import get_parser
 from environments.tool_call_translator import ToolCallTranslator
 from tests.unit.environments.scripted_model import TOOLS, RecordingTools, ScriptedModel, as_objects, call, contents, response
@@ -61,6 +61,18 @@ async def test_a_rollout_ends_after_its_last_turn_with_the_replies_of_its_tools(
     assert (result.end, result.finished_naturally, result.turns_used) == (LoopEnd.MAX_TURNS, False, 3)
     assert [message["role"] for message in result.messages[2:]] == ["assistant", "tool"] * 3
     assert contents(result.messages, "assistant") == ["", "", ""]
+
+
+async def test_an_answer_with_thousands_of_calls_gets_a_reply_to_each_and_few_are_executed() -> None:
+    calls = [call("terminal", {"command": "ls"}, f"call_{number}") for number in range(10_000)]
+    tools = RecordingTools()
+
+    result = await roll_out(ScriptedModel(response(None, *calls), response("Done.")), tools)
+
+    assert (len(tools.calls), result.tool_calls_attempted, result.tool_calls_schema_valid) == (MAX_CALLS_PER_ANSWER, 10_000, MAX_CALLS_PER_ANSWER)
+    assert [message["tool_call_id"] for message in result.messages if message["role"] == "tool"] == [one["id"] for one in calls]
+    assert "at most 128 calls" in result.tool_errors[0].error
+    assert result.end is LoopEnd.ANSWERED
 
 
 async def test_an_answer_that_was_cut_off_is_no_natural_end() -> None:
