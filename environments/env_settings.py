@@ -30,7 +30,8 @@ class AgentEnvSettings(BaseModel):
     """
 
     # A token or a name of a pool may consist of digits, and command lines have texts only.
-    model_config = ConfigDict(coerce_numbers_to_str=True)
+    # A name that does not exist is a mistake, above all in a YAML file: the run would go on with other settings than those that were meant.
+    model_config = ConfigDict(coerce_numbers_to_str=True, extra="forbid")
 
     # Tools.
     # They are lists. Their type allows a text, too, because atroposlib checks the command line before it is divided at the commas.
@@ -187,7 +188,7 @@ def describe_validation_error(error: ValidationError) -> str:
     parts = []
     for detail in error.errors(include_url=False):
         place = ".".join(map(str, detail["loc"]))
-        message = detail["msg"].removeprefix("Value error, ")
+        message = "there is no such setting" if detail["type"] == "extra_forbidden" else detail["msg"].removeprefix("Value error, ")
         parts.append(f"{place}: {message}" if place else message)
     return "; ".join(parts)
 

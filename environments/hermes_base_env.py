@@ -8,7 +8,7 @@ import inspect
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -67,6 +67,13 @@ class HermesAgentEnvConfig(AgentEnvSettings, BaseEnvConfig):  # type: ignore[mis
 
     use_wandb: bool = False
     wandb_name: str | None = None
+
+    def __rich_repr__(self) -> Iterator[tuple[str, Any, Any]]:
+        """Show the settings that differ from their defaults. atroposlib prints the settings at the start of `process` and `evaluate`."""
+        for name, field in type(self).model_fields.items():
+            if field.repr:
+                yield name, getattr(self, name), field.get_default(call_default_factory=True)
+
     # Fields of atroposlib, which accepts every number for them, and then fails in the middle of the run or never ends.
     group_size: int = Field(default=4, ge=1, description="How many rollouts a group has")
     total_steps: int = Field(default=1000, ge=1, description="How many groups `process` rolls out, and how many steps `serve` runs")
@@ -287,14 +294,21 @@ class HermesAgentBaseEnv(BaseEnv):  # type: ignore[misc]  # atroposlib has no ty
                 yield
             except asyncio.CancelledError as error:
                 await finish_despite_cancellation(self._end_run())
-                error.add_note(self.pool.describe_end())  # for the sentence with which the process ends
+                for note in (self.pool.describe_end(), self._describe_groups_file()):
+                    if note:
+                        error.add_note(note)  # for the sentence with which the process ends
                 raise
             except BaseException:  # also SystemExit and KeyboardInterrupt: no slot stays
                 await finish_despite_cancellation(self._end_run())
                 raise
             await finish_despite_cancellation(self._end_run())
         if command != "serve":
-            print_summary(self.statistics.total, time.monotonic() - self._began_s, dict(self.eval_metrics))
+            print_summary(self.statistics.total, time.monotonic() - self._began_s, dict(self.eval_metrics), self._describe_groups_file())
+
+    def _describe_groups_file(self) -> str:
+        """Return where the groups of the run are, as a part of a sentence; empty if none was written."""
+        path = self.config.data_path_to_save_groups
+        return f"the groups are in {path}" if path is not None and Path(path).is_file() else ""
 
     async def _end_run(self) -> None:
         """End the workers, release the slots of the run, and close the files."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
+import re
 import signal
 import sys
 import threading
@@ -26,6 +28,9 @@ from environments.toolsets import ToolsetError
 
 #: What a person can repair.
 _EXPLAINED = (DatasetError, PoolUnavailable, RunFailed, SettingsError, ToolsetError)
+_NEGATIVE_NUMBER = re.compile(r"-\d.*")
+#: What a YAML file of settings has at its top.
+_CONFIG_SECTIONS = ("env", "openai", "slurm", "testing")
 #: The names of the threads of reward functions begin with this.
 SCORING_THREAD_PREFIX = "scoring"
 #: How long the process waits for reward functions that still run at its end, in seconds.
@@ -60,10 +65,13 @@ def check_arguments(arguments: Sequence[str]) -> None:
     """Check what atroposlib's command line does not explain.
 
     Raises:
-        SettingsError: there is no command, or the YAML file of the settings cannot be used.
+        SettingsError: there is no command, a negative value is not written as the parser reads it, or the YAML file of the settings cannot be used.
     """
     if not arguments:
         raise SettingsError("name a command: serve, process or evaluate; --help describes them")
+    for option, value in itertools.pairwise(arguments):
+        if option.startswith("--") and "=" not in option and _NEGATIVE_NUMBER.fullmatch(value):  # the parser would take the option for a switch
+            raise SettingsError(f"write a negative value with an equals sign: {option}={value}")
     path = config_path(arguments)
     if path is None:
         return
@@ -75,6 +83,9 @@ def check_arguments(arguments: Sequence[str]) -> None:
         raise SettingsError(f"--config: the file {path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(settings, dict):
         raise SettingsError(f"--config: the file {path} must have settings under the names env and openai")
+    unknown = sorted(str(name) for name in settings if name not in _CONFIG_SECTIONS)
+    if unknown:
+        raise SettingsError(f"--config: the file {path} has the unknown name {unknown[0]!r}; there are {', '.join(_CONFIG_SECTIONS)}")
 
 
 def config_path(arguments: Sequence[str]) -> Path | None:

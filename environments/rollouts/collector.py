@@ -111,6 +111,6 @@ class GroupCollector:
         self._lost_in_a_row += 1
         again = self._put_back.put_back(item)
         self._statistics.count(lost_group_count=1, put_back_count=again)
-        log.warning("the group of item %s came to nothing, and the item is %s: %s", item_name(item), "used again later" if again else "left out", error)
+        log.warning("the group of item %s came to nothing, and the item is %s: %s", item_name(item), "put back" if again else "left out", error)
         if self._lost_in_a_row >= self._max_lost_groups:
             raise RunFailed(f"{self._lost_in_a_row} groups in a row came to nothing (max_lost_groups); the last one because of: {error}")

@@ -36,13 +36,14 @@ def render_summary(tally: Tally, duration_s: float) -> RenderableType:
     return table
 
 
-def print_summary(tally: Tally, duration_s: float, metrics: Mapping[str, float] | None = None) -> None:
-    """Print the table of a run, and the metrics of an evaluation before it.
+def print_summary(tally: Tally, duration_s: float, metrics: Mapping[str, float] | None = None, note: str = "") -> None:
+    """Print the table of a run, the metrics of an evaluation before it, and a note after it.
 
     Args:
         tally: what the rollouts came to.
         duration_s: how long the run took, in seconds.
         metrics: the metrics of an evaluation, by name.
+        note: a part of a sentence; empty for none.
     """
     from rich.console import Console  # heavy, and only needed at the end
 
@@ -50,6 +51,8 @@ def print_summary(tally: Tally, duration_s: float, metrics: Mapping[str, float] 
     for name, value in (metrics or {}).items():
         console.print(f"{name}: {value:.4g}")
     console.print(render_summary(tally, duration_s))
+    if note:
+        console.print(f"{note[0].upper()}{note[1:]}.", soft_wrap=True, markup=False, highlight=False)
 
 
 def _sections(tally: Tally, duration_s: float) -> list[list[tuple[str, str]]]:

@@ -160,7 +160,9 @@ def _decode_row(line: bytes) -> dict[str, Any]:
         raise _RowProblem("it is not UTF-8") from None
     except RecursionError:
         raise _RowProblem("it is nested too deeply") from None
-    except ValueError as error:
+    except json.JSONDecodeError as error:
+        raise _RowProblem(f"it is not JSON: {error.msg}, at character {error.pos + 1}") from None
+    except ValueError as error:  # a number of more digits than Python converts
         raise _RowProblem(f"it is not JSON: {error}") from None
     if not isinstance(row, dict):
         raise _RowProblem("it is not a JSON object")

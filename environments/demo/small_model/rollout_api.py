@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 import httpx
+
+log = logging.getLogger(__name__)
 
 #: The time between two requests for a batch that is not there yet, in seconds.
 POLL_INTERVAL_S = 0.1
@@ -32,10 +35,14 @@ class RolloutApi:
 
     async def wait_until_ready(self) -> None:
         """Wait until the API answers."""
+        said = False
         while True:
             try:
                 await self._http.get("/")
             except httpx.TransportError:
+                if not said:
+                    log.warning("waiting for run-api at %s", self._http.base_url)
+                said = True
                 await asyncio.sleep(POLL_INTERVAL_S)
             else:
                 return

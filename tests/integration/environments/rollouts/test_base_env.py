@@ -261,6 +261,7 @@ async def test_a_tokenizer_that_is_not_there_is_named(service: Service, tmp_path
         ({"terminal_backend": "ssh"}, "terminal_backend: 'ssh' is not supported"),
         ({"max_agent_turns": 0}, "max_agent_turns: Input should be greater than or equal to 1"),
         ({"modal_gpu": "T4"}, "modal_gpu has no effect"),
+        ({"grup_size": 3}, "grup_size: there is no such setting"),
         ({"group_size": 0}, "group_size: Input should be greater than or equal to 1"),
         ({"total_steps": -1}, "total_steps: Input should be greater than or equal to 1"),
         ({"max_token_length": 0}, "max_token_length: Input should be greater than or equal to 1"),
@@ -288,4 +289,6 @@ def test_settings_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     named = HermesAgentEnvConfig(sandbox_token=123, enabled_toolsets="terminal,file")
     assert (named.sandbox_token, named.enabled_toolsets) == ("123", ["terminal", "file"])
     assert "123" not in repr(named)
+    shown = {name for name, value, default in named.__rich_repr__() if value != default}
+    assert shown == {"enabled_toolsets"}, "atroposlib prints the settings that differ from their defaults, and no token"
     assert "sandbox_token" not in named.model_dump()  # which is written to files and sent to Weights & Biases

@@ -102,16 +102,21 @@ def test_a_command_line_without_a_command_or_with_a_bad_file_is_refused(tmp_path
     broken.write_text("a: [")
     text.write_text("only a text")
     good.write_text("env: {group_size: 2}")
+    unknown = tmp_path / "unknown.yaml"
+    unknown.write_text("evn: {group_size: 2}")
     for arguments, sentence in (
         ([], "name a command: serve, process or evaluate"),
         (["process", "--config", str(tmp_path / "none.yaml")], "--config: the file .*none.yaml cannot be read: No such file"),
         (["process", f"--config={broken}"], "--config: the file .*broken.yaml is not YAML"),
         (["process", "--config", str(text)], "--config: the file .*text.yaml must have settings"),
+        (["process", "--config", str(unknown)], "--config: the file .*unknown.yaml has the unknown name 'evn'; there are env, openai"),
+        (["process", "--env.total_steps", "-1"], "write a negative value with an equals sign: --env.total_steps=-1"),
     ):
         with pytest.raises(SettingsError, match=sentence) as refused:
             check_arguments(arguments)
         assert "\n" not in str(refused.value)
     check_arguments(["process", "--config", str(good)])
+    check_arguments(["process", "--env.total_steps=-1"])
     check_arguments(["--help"])
 
 
