@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -47,8 +48,8 @@ def test_a_failure_names_the_problem_and_the_next_step(sandbox: SandboxCommand, 
 
     assert done.returncode == 125
     assert done.stdout == b""
-    if told is not None:
-        assert done.stderr.decode() == told
+    if told is not None:  # tests of environments make pools of their own at the service that all tests share
+        assert re.sub(r"(?<=there is default)(, rollouts-[-\w]+)+", "", done.stderr.decode()) == told
     first, second = done.stderr.decode().splitlines()
     assert first.startswith("sandbox: ")
     assert second.startswith("  ")

@@ -65,7 +65,7 @@ async def test_only_a_new_entry_ends_processes_and_all_stay_until_the_reset(harn
 
     first = await harness.ask("narrow", cache=None, network=True, read_only=["tests"])
     assert (first, await _running_sleeps(harness)) == ({"read_only": ["tests"]}, 0)
-    await harness.bash("sleep 7102 >/dev/null 2>&1 &")
+    await harness.bash("sleep 7102 >/dev/null 2>&1 & until [ $(cat /proc/$!/comm) = sleep ]; do :; done")
     again = await harness.ask("narrow", cache=None, network=True, read_only=["tests"])
     nothing = await harness.ask("narrow", cache=None, network=True)
     assert (again, nothing, await _running_sleeps(harness)) == (first, first, 1), "a repeated request ends nothing"
@@ -82,7 +82,7 @@ async def test_only_a_new_entry_ends_processes_and_all_stay_until_the_reset(harn
 
 
 async def test_what_is_refused_keeps_all_rights_and_a_wrong_name_all_processes(harness: AgentHarness) -> None:
-    await harness.bash("mkdir -p deep/$(printf 'x/%.0s' {1..101}); sleep 7103 >/dev/null 2>&1 &")
+    await harness.bash("mkdir -p deep/$(printf 'x/%.0s' {1..101}); sleep 7103 >/dev/null 2>&1 & until [ $(cat /proc/$!/comm) = sleep ]; do :; done")
     can_be_offline = "none" in harness.link.hello["capabilities"]["network"]
 
     missing = await _refusal(harness, read_only=["nope"], network=not can_be_offline)

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,13 @@ def test_a_run_writes_a_row_for_each_prompt(runs: Runs, service: Service, capsys
     assert (len(runs.rows()), runs.server.request_count) == (10, requests)
 
 
+def commands_of_children() -> Iterator[list[str]]:
+    """Yield the command line of each process that this one has started, without those that have ended meanwhile."""
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # also of a process that waits to be reaped
+            yield child.cmdline()
+
+
 @pytest.mark.timeout(120)
 def test_without_a_service_the_run_starts_one_and_ends_it(tmp_path: Path, server: ScriptedModelServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SANDBOX_URL", raising=False)
@@ -114,7 +122,7 @@ def test_without_a_service_the_run_starts_one_and_ends_it(tmp_path: Path, server
     assert runs.run() == 0
 
     assert len(runs.rows()) == 4
-    assert not any("--ephemeral" in child.cmdline() for child in psutil.Process().children(recursive=True))
+    assert not any("--ephemeral" in command for command in commands_of_children())
 
 
 @pytest.mark.timeout(120)
