@@ -10,7 +10,7 @@ from typing import Any
 
 from env_client import AsyncLease, SlotTools
 from env_client.tools import tool_schemas
-from environments.agent_loop import AgentLoop, AgentLoopSettings, AgentResult, ChatServer, LoopEnd, ModelRequestFailed
+from environments.agent_loop import AgentLoop, AgentLoopSettings, AgentResult, ChatServer, ModelRequestFailed
 from environments.batch.failures import RunStopped
 from environments.batch.files.prompt_file import Prompt
 from environments.batch.model_client import ModelUnavailable, PromptRefused
@@ -19,7 +19,7 @@ from environments.batch.rows.trajectory_row import Rollout
 from environments.batch.settings import BatchSettings
 from environments.batch.slots import RowRefused, RunSlots, max_timeout_s, tools_of
 from environments.rollouts.exec_tool import RolloutFault
-from environments.rollouts.tool_handler import SlotToolHandler
+from environments.rollouts.tool_handler import SlotToolHandler, find_rollout_fault
 from environments.toolsets import ToolsetError, ToolsetSettings
 
 #: The longest delay between two attempts, in seconds.
@@ -169,18 +169,8 @@ def _model_failure(error: ModelRequestFailed) -> Exception:
 
 
 def infra_fault_of(result: AgentResult, handler: SlotToolHandler) -> RolloutFault | None:
-    """Return the fault because of which a rollout must be repeated, or None.
-
-    An ambiguous fault counts as one of the infrastructure, unless a fault of the policy was found in the same rollout. A slot that the commands of the model
-    have ended, which is proven, is a result.
-    """
-    if handler.fault is not None:
-        return handler.fault
-    if handler.lost_by_policy:
-        return None
-    if result.end is LoopEnd.INFRA_FAULT:  # the handler itself raised an exception
-        call = next(call for call in result.calls if call.reply.fault == "infra")
-        return RolloutFault(f"{call.tool}: {call.reply.error}", reason=call.reply.reason)
-    if handler.ambiguous is None or any(call.reply.fault == "policy" for call in result.calls):
-        return None
-    return RolloutFault(handler.ambiguous.message, reason=f"ambiguous_{handler.ambiguous.reason}", fault="ambiguous")
+    """Return the fault because of which a rollout must be repeated, or None. The statistics count ambiguous faults by reasons of their own."""
+    fault = find_rollout_fault(result, handler)
+    if fault is not None and fault is handler.ambiguous:
+        return RolloutFault(fault.message, reason=f"ambiguous_{fault.reason}", fault=fault.fault)
+    return fault

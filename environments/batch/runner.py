@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Protocol
 
 from environments.batch.attempts import PromptFailed, PromptRunner
@@ -123,7 +124,7 @@ class BatchRunner:
     async def _work(self, prompts: Iterator[Prompt], runner: PromptRunner, slots: RunSlots, rows: RowLog, errors: RowLog) -> None:
         for prompt in prompts:  # shared by all workers
             try:
-                await runner.run(prompt, lambda rollout, prompt=prompt: self._write_row(prompt, rollout, rows))  # type: ignore[misc]
+                await runner.run(prompt, partial(self._write_row, prompt, rows=rows))
                 self._failures_in_a_row = 0
             except PromptFailed as failure:
                 self._write_failure(prompt, failure, errors)

@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 from env_client import ExecutionResult, Fault, Reason, SandboxError, SlotTools, render_tool_reply
+from environments.agent_loop import AgentResult, LoopEnd
 from environments.conversation.tool_replies import ToolReply, error_content
 from environments.rollouts.exec_tool import RolloutFault
 
@@ -52,6 +53,31 @@ class SlotToolHandler:
     def _end_rollout(self, fault: RolloutFault) -> ToolReply:
         self.fault = self.fault or fault
         return _infra_reply(fault.message, fault.reason)
+
+
+def has_policy_fault(result: AgentResult) -> bool:
+    """Return whether a call of a rollout failed or was refused because of the model."""
+    return any(call.reply.fault == "policy" for call in result.calls)
+
+
+def find_rollout_fault(result: AgentResult, handler: SlotToolHandler) -> RolloutFault | None:
+    """Return the fault because of which a rollout must not be scored, or None.
+
+    An ambiguous fault counts as one of the infrastructure, unless a fault of the policy was found in the same rollout. A slot that the commands of the model
+    have ended, which is proven, is no fault of ours.
+
+    Args:
+        result: what the agent loop returned.
+        handler: the tool handler of the rollout.
+    """
+    if handler.fault is not None:
+        return handler.fault
+    if handler.lost_by_policy:
+        return None
+    if result.end is LoopEnd.INFRA_FAULT:  # the handler itself raised an exception
+        call = next(call for call in result.calls if call.reply.fault == "infra")
+        return RolloutFault(f"{call.tool}: {call.reply.error}", reason=call.reply.reason)
+    return None if has_policy_fault(result) else handler.ambiguous
 
 
 def reply_of_result(tool: str, result: ExecutionResult) -> ToolReply:

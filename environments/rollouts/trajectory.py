@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from env_client import AsyncLease, FileError, FileNotFound, InvalidRequest, NotImplementedYet, SandboxError, SlotTools, tool_schemas
-from environments.agent_loop import AgentLoop, AgentLoopSettings, AgentResult, ChatServer, LoopEnd, ModelRequestFailed
+from environments.agent_loop import AgentLoop, AgentLoopSettings, AgentResult, ChatServer, ModelRequestFailed
 from environments.conversation.answers import Message
 from environments.conversation.context import TokenCounter
 from environments.dataset_rows import UnusableRow
@@ -20,7 +20,7 @@ from environments.model_access.trajectory_tokens import TokensUnusable, Trajecto
 from environments.rollouts.exec_tool import ExecTool, RolloutFault
 from environments.rollouts.scoring import check_reward
 from environments.rollouts.service import PoolConnection, PoolUnavailable
-from environments.rollouts.tool_handler import SlotToolHandler
+from environments.rollouts.tool_handler import SlotToolHandler, find_rollout_fault, has_policy_fault
 
 log = logging.getLogger(__name__)
 
@@ -162,9 +162,9 @@ class TrajectoryRunner:
         handler = await self._run_agent(item, lease, tools, record)
         result = record.result
         assert result is not None
-        refused = any(call.reply.fault == "policy" for call in result.calls)
-        if not handler.lost_by_policy:
-            _check_may_be_scored(handler, result, refused)
+        fault = find_rollout_fault(result, handler)
+        if fault is not None:
+            raise fault
         if self._tokenize is not None:
             with _token_errors():
                 record.tokens = await self._tokenize(result, tool_schemas(tools))
@@ -177,7 +177,7 @@ class TrajectoryRunner:
                     item, result, trajectory_id=record.trajectory_id, exec_tool=exec_tool, workspace_meta=workspace_meta
                 )
             reward = check_reward(reward)
-        if exec_tool.ambiguous_reasons and not refused:
+        if exec_tool.ambiguous_reasons and not has_policy_fault(result):
             reason = exec_tool.ambiguous_reasons[0]
             raise RolloutFault(f"a call of a hook ended with {reason}, and who caused that is not known", reason=reason, fault="ambiguous")
         record.ambiguous_but_scored = handler.ambiguous is not None or bool(exec_tool.ambiguous_reasons)
@@ -243,21 +243,6 @@ class TrajectoryRunner:
         record.phase_s["tools"] += result.tool_time_s
         record.phase_s["model"] += max(0.0, time.monotonic() - began_s - result.tool_time_s)
         return handler
-
-
-def _check_may_be_scored(handler: SlotToolHandler, result: AgentResult, refused: bool) -> None:
-    """Refuse to score a trajectory that a fault of ours may have changed.
-
-    Raises:
-        RolloutFault: the trajectory must not be scored.
-    """
-    if handler.fault is not None:
-        raise handler.fault
-    if result.end is LoopEnd.INFRA_FAULT:  # the handler itself raised an exception
-        call = next(call for call in result.calls if call.reply.fault == "infra")
-        raise RolloutFault(call.reply.error, reason=call.reply.reason)
-    if handler.ambiguous is not None and not refused:
-        raise handler.ambiguous
 
 
 @contextmanager

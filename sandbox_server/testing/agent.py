@@ -173,6 +173,10 @@ class FakeAgent:
         for peer in peers:
             peer.close()
 
+    def find_requests(self, op: str) -> list[dict[str, Any]]:
+        """Return the requests of one operation, in their order."""
+        return [request for request in self.requests if request.get("op") == op]
+
     def set_slot(self, slot_id: str, state: str, detail: str = "", evidence: Mapping[str, Any] | None = None) -> None:
         """Change the state of a slot, and report it to every service that watches."""
         slot = self.slots[slot_id]

@@ -33,7 +33,7 @@ def run_step(step: Callable[[Dict[str, Any]], Dict[str, Any]], request: Dict[str
         reply = {"row_error": {"message": str(error)}}
     except StepError as error:
         reply = {"step_error": {"message": str(error)}}
-    except Exception:
+    except Exception:  # a mistake in a step: the environment must learn of it, and gets the traceback
         reply = {"step_error": {"message": traceback.format_exc()[-SHOWN_CHARACTERS:]}}
     sys.stdout.write("\n%s%s\n" % (nonce, json.dumps(reply)))
     sys.stdout.flush()

@@ -13,10 +13,6 @@ from sandbox_server.core.errors import (
 from sandbox_server.testing import FakeAgent, FakeBackend, settle
 
 
-def asked(agent, op):
-    return [request for request in agent.requests if request.get("op") == op]
-
-
 async def test_entries_become_read_only_are_recorded_and_only_added_to(make_harness):
     harness = await make_harness()
     (lease,) = (await harness.acquire()).leases
@@ -28,9 +24,9 @@ async def test_entries_become_read_only_are_recorded_and_only_added_to(make_harn
     (agent,) = harness.backend.agents.values()
     assert [narrowed.read_only for narrowed in (lease, first, second, third)] == [(), ("tests", "a"), ("tests", "a", "b"), ("tests", "a", "b")]
     assert harness.pools.lease("t", lease.lease_id) == third == harness.store.leases[lease.lease_id]
-    assert [request["read_only"] for request in asked(agent, "narrow")] == [["tests", "a"], ["tests", "a", "b"], ["tests", "a", "b"]]
+    assert [request["read_only"] for request in agent.find_requests("narrow")] == [["tests", "a"], ["tests", "a", "b"], ["tests", "a", "b"]]
     assert await harness.pools.narrow("t", lease.lease_id, read_only=("a",)) == third
-    assert len(asked(agent, "narrow")) == 3, "what is read-only already is not asked for again"
+    assert len(agent.find_requests("narrow")) == 3, "what is read-only already is not asked for again"
     with pytest.raises(InvalidRequest, match="at most 64 read-only entries, and these would be 65"):
         await harness.pools.narrow("t", lease.lease_id, read_only=[str(number) for number in range(62)])
 
@@ -110,5 +106,5 @@ async def test_an_agent_without_read_only_entries_is_not_asked_for_them(make_har
         await harness.pools.narrow("t", lease.lease_id, allow_network=False, read_only=("tests",))
     (agent,) = harness.backend.agents.values()
     assert refused.value.extra == {"field": "read_only"}
-    assert asked(agent, "narrow") == []
+    assert agent.find_requests("narrow") == []
     assert harness.pools.lease("t", lease.lease_id).allow_network

@@ -19,10 +19,6 @@ from sandbox_server.pool.events import EventLog
 from sandbox_server.testing import FakeAgent, FakeBackend, FakeClock, settle
 
 
-def asked(agent, op):
-    return [request for request in agent.requests if request.get("op") == op]
-
-
 async def test_narrow_takes_the_network_and_says_so(make_harness):
     harness = await make_harness()
     (lease,) = (await harness.acquire()).leases
@@ -32,9 +28,9 @@ async def test_narrow_takes_the_network_and_says_so(make_harness):
     (agent,) = harness.backend.agents.values()
     assert (narrowed.allow_network, narrowed.lease_id) == (False, lease.lease_id)
     assert harness.pools.lease("t", lease.lease_id) == narrowed == harness.store.leases[lease.lease_id]
-    assert asked(agent, "narrow") == [{"op": "narrow", "slot": lease.slot_id, "epoch": 1, "network": False, "cache": None}]
+    assert agent.find_requests("narrow") == [{"op": "narrow", "slot": lease.slot_id, "epoch": 1, "network": False, "cache": None}]
     assert await harness.pools.narrow("t", lease.lease_id, allow_network=False, cache="none") == narrowed
-    assert len(asked(agent, "narrow")) == 1, "what is gone already is not taken again"
+    assert len(agent.find_requests("narrow")) == 1, "what is gone already is not taken again"
 
 
 async def test_narrow_never_widens_and_is_the_tenants_own(make_harness):
@@ -204,7 +200,7 @@ async def test_a_kept_slot_takes_its_cache_with_its_files(make_harness):
     (agent,) = harness.backend.agents.values()
     assert second.workspace_kept
     assert agent.slots["0"].cache is not None
-    assert [request["epoch"] for request in asked(agent, "equip")] == [1, 2]
+    assert [request["epoch"] for request in agent.find_requests("equip")] == [1, 2]
 
 
 async def test_verify_uses_free_slots_only_and_reports_what_was_found(make_harness):
@@ -273,7 +269,7 @@ async def test_verify_goes_on_when_nobody_waits_for_it(make_harness):
     await settle()
 
     assert harness.slots() == {"ready": 2}
-    assert len(asked(next(iter(harness.backend.agents.values())), "verify")) == 2
+    assert len(next(iter(harness.backend.agents.values())).find_requests("verify")) == 2
 
 
 async def test_a_drained_sandbox_takes_no_new_leases_and_goes_with_its_last(make_harness):
