@@ -37,7 +37,7 @@ demo-train: setup ## train a small model with GRPO in the slots of an embedded s
 	@$(BIN)/python -m environments.demo.small_trainer $(ARGS)
 
 test: check ## run the static checks, then every test with one worker per core: make test ARGS="-k acquire" WORKERS=4
-	@$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder --durations $(SLOWEST) $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadscope --no-loadscope-reorder --durations $(SLOWEST) $(ARGS)
 
 check: setup ## run the static checks: style, types, import directions, Python 3.8 for the agent
 	@$(BIN)/ruff check --quiet .

@@ -6,15 +6,15 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
+from xdist.remote import Producer
 
 from tests.support.matrix_in_readme import MatrixInReadme
 from tests.support.service import Service, running_service
 from tests.support.users import ROOT
+from tests.support.worker_scheduling import WorkerScheduling
 
-HOSTILE = Path(__file__).parent / "hostile"
 # Compiled modules of this process and of every process that the tests start. They start hundreds of times, and compiling takes half of each start.
 BYTECODE = ROOT / "build" / "bytecode"
 
@@ -34,12 +34,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(MatrixInReadme(write=config.getoption("--readme") == "write"), "matrix-in-readme")
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups, without which each worker would start every shared fixture
+@pytest.hookimpl(optionalhook=True)  # a run without pytest-xdist has no such hook
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> WorkerScheduling:
+    return WorkerScheduling(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        # With several workers, the tests of a file share one worker and so their fixtures, and the hostile suite shares its services and its table.
-        hostile = item.path.is_relative_to(HOSTILE)
-        item.add_marker(pytest.mark.xdist_group("hostile" if hostile else str(item.path.relative_to(HOSTILE.parent))))
     if os.geteuid() != 0:
         for item in items:
             if item.get_closest_marker("privileged"):

@@ -22,7 +22,7 @@ from tests.faults.history import Event, History
 from tests.faults.leaks import leaks
 from tests.faults.proxy import Proxy
 from tests.faults.schedule import Fault, schedule
-from tests.faults.service_under_test import ServiceUnderTest, free_port, signal_agent
+from tests.faults.service_under_test import ServiceUnderTest, signal_agent
 
 TENANTS: Final[Sequence[Mapping[str, Any]]] = (
     {"name": "turning", "token": "the-token-of-those-who-keep-their-share-turning", "admin": True},
@@ -111,9 +111,7 @@ class CrashHarness:
         self._history = History()
         settings = {"pools": size.pools(), "tenants": list(TENANTS), "claim_after_s": CLAIM_AFTER_S}
         jumps = max_faults is None or any(fault.what == "clock.jump" for fault in islice(schedule(seed), max_faults))
-        # Runs of the same seed over several transports can go on side by side: each looks for its port elsewhere.
-        port = free_port((seed * 101 + sum(transport.encode())) % 10_000)
-        self._service = ServiceUnderTest(self._history, settings, port, transport, fakes_clock=jumps)
+        self._service = ServiceUnderTest(self._history, settings, transport, fakes_clock=jumps)
         self._proxy = Proxy(self._service.port)
         self._temporary_faults: set[asyncio.Task[None]] = set()
         self._fills = 0

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -40,19 +41,21 @@ LOG_TAIL_CHARACTERS = 2000
 PORTS = range(20_000, 32_000)
 
 
-def free_port(start: int) -> int:
-    """Return a port of the loopback device that is not in use.
+def reserve_port() -> socket.socket:
+    """Return a socket that holds a port of the loopback device. Whoever sets SO_REUSEADDR, as the service does, can still listen on that port.
 
-    Args:
-        start: where in the range the search begins.
+    While the service is down, the port would otherwise be found free by another run of this harness, whose clients and service would then meet ours.
     """
-    for offset in range(len(PORTS)):
-        port = PORTS[(start + offset) % len(PORTS)]
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            with suppress(OSError):
-                probe.bind(("127.0.0.1", port))
-                return port
+    for port in random.sample(PORTS, len(PORTS)):
+        holder = socket.socket()
+        try:
+            holder.bind(("127.0.0.1", port))
+        except OSError:
+            holder.close()
+            continue
+        # Set only now: a bind with it would succeed on a port that another run holds.
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        return holder
     raise OSError(errno.EADDRINUSE, "no port is free")
 
 
@@ -94,14 +97,14 @@ class ServiceUnderTest:
     Args:
         history: what happens is recorded there.
         settings: the content of the settings file.
-        port: where the service listens.
         transport: how the service reaches its agents.
         fakes_clock: whether the wall clock of the service can be set. The library that does this slows the service down, and makes some sleeps fail.
     """
 
-    def __init__(self, history: History, settings: Mapping[str, Any], port: int, transport: str, *, fakes_clock: bool = True) -> None:
+    def __init__(self, history: History, settings: Mapping[str, Any], transport: str, *, fakes_clock: bool = True) -> None:
         self.history = history
-        self.port = port
+        self._port_holder = reserve_port()
+        self.port: int = self._port_holder.getsockname()[1]
         self._transport = transport
         self.folder = Path(tempfile.mkdtemp(prefix="sp-", dir="/tmp"))
         self.state_dir = self.folder / "state"
@@ -287,7 +290,8 @@ class ServiceUnderTest:
         partial.replace(self._clock)
 
     def close(self) -> None:
-        """Unmount the disk and delete the folder."""
+        """Give the port back, unmount the disk and delete the folder."""
+        self._port_holder.close()
         if self._mount_problem is None:
             subprocess.run(["umount", "--lazy", str(self.state_dir)], check=True)
         subprocess.run(["rm", "-rf", "--one-file-system", str(self.folder)], check=True)

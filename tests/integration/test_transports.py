@@ -25,7 +25,7 @@ OUTPUT_BYTES = 20 << 20
 FILE = os.urandom(1 << 20) * 6
 WITHIN_S = 30
 
-TRANSPORTS = [pytest.param(name, marks=pytest.mark.xdist_group(f"transport {name}")) for name in ("unix", "tls", "stdio")]
+TRANSPORTS = ("unix", "tls", "stdio")
 
 
 @pytest.fixture(scope="module", params=TRANSPORTS)

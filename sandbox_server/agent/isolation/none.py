@@ -56,10 +56,12 @@ class NoIsolation:
         if runtime.groups.leaves is not None:
             left = await self._kill_leaves(runtime)
         # An init that was killed, at whatever time, has not killed its descendants, which can then only be found through control groups.
-        lost_track = ended and runtime.process.poll() != 0 and runtime.groups.leaves is None
+        status = runtime.process.poll()
+        lost_track = ended and status != 0 and runtime.groups.leaves is None
         proof: dict[str, Any] = {"init_ended": ended, "processes": left, "clean": ended and not left and not lost_track}
         if not proof["clean"]:
-            lost_detail = "its init was killed, and the processes that it had started cannot be found"
+            how = "was killed by signal %d" % -status if status is not None and status < 0 else "failed with status %s" % status
+            lost_detail = "its init %s, and the processes that it had started cannot be found" % how
             proof["detail"] = lost_detail if lost_track else "%d processes could not be ended" % left
         else:
             init_start.close_runtime_fds(runtime)
