@@ -127,6 +127,10 @@ class SqliteStore:
             records[request_key_record_id(*deletion.key)] = None
         if deletion.pool is not None:
             records["pool", deletion.pool] = None
+        if deletion.run_batch is not None:
+            records["run_batch", deletion.run_batch] = None
+        if deletion.run_batch_item is not None:
+            records["run_batch_item", deletion.run_batch_item] = None
 
     def record_result(self, lease_id: str, call_id: str, identity: bytes, result: Result) -> None:
         """Queue the result of a call for writing, unless the call has one already or the results of its lease were deleted."""
