@@ -86,6 +86,9 @@ class RunBatchResponse(Response):
 
     async def _lines(self, disconnected: asyncio.Task[None]) -> AsyncGenerator[bytes, None]:
         results, follower = self._batch.results, self._follower
+        while not self._batch.has_begun and await self._wait(results.changed, disconnected):
+            pass
+        yield b"\n"  # so that the client has the head of the response: from now on, errors are results of items
         while follower.position < self._batch.item_count:
             changed = results.changed
             if follower.position < len(results.lines):

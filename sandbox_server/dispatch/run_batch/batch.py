@@ -114,6 +114,11 @@ class RunBatch:
         self._is_stopping = False
 
     @property
+    def has_begun(self) -> bool:
+        """Whether an item runs or has its line."""
+        return bool(self._running or self.results.lines)
+
+    @property
     def is_complete(self) -> bool:
         """Whether every item has its line."""
         return len(self.results.lines) >= self.item_count
@@ -309,6 +314,7 @@ class RunBatch:
     def _start_task(self, record: RunBatchItemRecord, run: Callable[[], Coroutine[Any, Any, None]]) -> None:
         task = self._running[record.index] = asyncio.create_task(self._run_item(record, run))
         task.add_done_callback(lambda _: self._end_item(record))
+        self.results.notify()
 
     async def _run_item(self, record: RunBatchItemRecord, run: Callable[[], Coroutine[Any, Any, None]]) -> None:
         try:
