@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sandbox_server.core.errors import PoolServiceError
 from sandbox_server.core.execution import Reason, ToolCall
@@ -31,12 +31,16 @@ class ArtifactBudget:
     """How many bytes of artifacts the items of one request may still have.
 
     Args:
-        left_bytes: that number.
-        item_bytes: how many bytes the artifacts of one item may have together.
+        total_bytes: how many bytes the artifacts of the request may have together.
+        item_bytes: how many bytes those of one item may have together.
     """
 
-    left_bytes: int
+    total_bytes: int
     item_bytes: int
+    left_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.left_bytes = self.total_bytes
 
 
 class ArtifactReader:
@@ -92,12 +96,14 @@ class ArtifactReader:
                 async for chunk in chunks:
                     content += chunk
                     if len(content) > item_left_bytes:
-                        limit = f"the artifacts of the item are larger than the {budget.item_bytes} bytes of `limits.run_batch_item_artifact_bytes`"
-                        return Artifact(code="payload_too_large", error=limit)
+                        return _too_large(f"the artifacts of the item have more than the {budget.item_bytes} bytes of `limits.run_batch_item_artifact_bytes`")
                     if len(content) > budget.left_bytes:
-                        limit = "the artifacts of the items before it have used up `limits.run_batch_artifact_bytes`"
-                        return Artifact(code="payload_too_large", error=limit)
+                        return _too_large(f"the artifacts of all items have more than the {budget.total_bytes} bytes of `limits.run_batch_artifact_bytes`")
         except PoolServiceError as error:
             return Artifact(code=error.code, error=error.detail)
         budget.left_bytes -= len(content)
         return Artifact(content=bytes(content))
+
+
+def _too_large(why: str) -> Artifact:
+    return Artifact(code="payload_too_large", error=f"{why}: write less, or have the limit raised")

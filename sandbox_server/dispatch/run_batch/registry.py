@@ -235,7 +235,7 @@ class RunBatches:
 
     def _add_batch(self, batch_id: str, tenant: str, run_id: str | None, record: RunBatchRecord | None, results: ResultLog | None = None) -> RunBatch:
         limits = self._dependencies.limits
-        budget = ArtifactBudget(left_bytes=limits.artifact_bytes, item_bytes=limits.item_artifact_bytes)
+        budget = ArtifactBudget(total_bytes=limits.artifact_bytes, item_bytes=limits.item_artifact_bytes)
         if results is None:
             results = ResultLog(self._dependencies.folder, None)
         batch = self._active[batch_id] = RunBatch(self._context, batch_id, tenant, run_id, record, results, budget)

@@ -62,7 +62,13 @@ def test_what_an_item_leaves_running_is_dead_before_its_artifacts_are_read(http:
 
 
 def test_failures_of_programs_are_results_as_in_exec_batch(http: httpx.Client) -> None:
-    items = [program("echo part; exit 3"), program("sleep 60", timeout_s=0.2), {"tool": "bash", "args": 7}, program("x", args={"command": 7}), program("echo ok")]
+    items = [
+        program("echo part; exit 3"),
+        program("sleep 60", timeout_s=0.2),
+        {"tool": "bash", "args": 7},
+        program("x", args={"command": 7}),
+        program("echo ok"),
+    ]
     results = run(http, items)
 
     found = [(result["reason"], result["exit_code"], result["fault"]) for result in results]
@@ -176,7 +182,7 @@ def test_a_client_that_hangs_up_leaves_nothing(http: httpx.Client) -> None:
 
 
 def test_a_gang_is_served_between_items(http: httpx.Client) -> None:
-    with ThreadPoolExecutor(1) as threads, lines(http, [program("sleep 0.03")] * 40, pool="narrow", max_parallel=2) as results:
+    with ThreadPoolExecutor(1) as threads, lines(http, [program("sleep 0.03")] * 20, pool="narrow", max_parallel=2) as results:
         next(results)
         gang = threads.submit(http.post, "/v1/acquire", json={"pool": "narrow", "count": 2, "run_id": "gang"}).result().raise_for_status().json()
         assert len(gang["leases"]) == 2
