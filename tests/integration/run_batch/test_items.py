@@ -176,6 +176,10 @@ def test_a_client_that_hangs_up_leaves_nothing(http: httpx.Client) -> None:
     with lines(http, [program("echo at once"), program(WAITING), program(WAITING), program(WAITING)], run_id="hung-up", max_parallel=2) as results:
         assert next(results)["index"] == 0
         begun(http, "hung-up", [1, 2])
+    with ThreadPoolExecutor(1) as threads, httpx.Client(base_url=http.base_url, headers=http.headers, timeout=0.3, trust_env=False) as impatient:
+        waiting = threads.submit(impatient.post, "/v1/run-batch", json={"items": [program("sleep 60")] * 9, "run_id": "hung-up"})
+        with pytest.raises(httpx.ReadTimeout):
+            waiting.result()
 
     wait_for(lambda: leases_of(http, "hung-up") == {}, "the leases have ended")
     wait_for(lambda: http.get("/v1/pools/default").json()["slots"]["ready"] == 8, "every slot is ready")
