@@ -32,8 +32,9 @@ log = logging.getLogger("env_client")
 DEFAULT_TTL_S = 300.0
 #: How long a renewal, or a release after an error, is retried, in seconds.
 SHORT_RETRY_S = 2.0
-#: How long a cancelled acquire of an `AsyncSandboxClient` waits at most for the release of its slots, in seconds.
-CANCELLED_RELEASE_S = 5.0
+#: How long a cancelled acquire of an `AsyncSandboxClient` waits at most for the release of its slots, in seconds. One release takes milliseconds, but
+#: those of a thousand acquires that are cancelled together take seconds.
+CANCELLED_RELEASE_S = 10.0
 
 
 class AsyncSandboxClient(AsyncOperations):
@@ -69,7 +70,7 @@ class AsyncSandboxClient(AsyncOperations):
     async def acquire(self, pool: str | None = None, count: int = 1, **options: Unpack[AcquireOptions]) -> Acquired:
         """Acquire slots as `AsyncOperations.acquire` does. If the acquire is cancelled, its slots are released, whatever the service has granted by then.
 
-        The release takes at most 5 s. A `request_key` that the caller has given is not released: the caller can acquire with it again, or release it.
+        The release takes at most 10 s. A `request_key` that the caller has given is not released: the caller can acquire with it again, or release it.
         """
         if options.get("request_key"):
             return await super().acquire(pool, count, **options)
