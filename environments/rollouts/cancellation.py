@@ -4,41 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Coroutine
-from typing import Any, TypeVar
 
-V = TypeVar("V")
+from env_client.transport.cancellation import finish_despite_cancellation
+
+__all__ = ["finish_despite_cancellation", "was_cancelled"]
 
 
 def was_cancelled() -> bool:
     """Return whether the block whose `finally` or `except` clause runs was cancelled."""
     return isinstance(sys.exception(), asyncio.CancelledError)
-
-
-async def finish_despite_cancellation(work: Coroutine[Any, Any, V]) -> V:
-    """Run a coroutine to its end, however often the waiting task is cancelled meanwhile.
-
-    Args:
-        work: the coroutine. It must end by itself within a bounded time.
-
-    Returns:
-        What the coroutine returns.
-
-    Raises:
-        asyncio.CancelledError: the waiting task was cancelled; the coroutine has ended.
-    """
-    task = asyncio.ensure_future(work)
-    cancelled = False
-    while not task.done():
-        try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError:
-            if task.cancelled():  # somebody cancelled the work itself, as `asyncio.run` does at its end
-                raise
-            cancelled = True
-        except BaseException:  # the work has failed: its error is raised below
-            break
-    if cancelled:
-        task.exception()  # an error that comes with a cancellation has nobody to be raised to; asking for it keeps it out of the log
-        raise asyncio.CancelledError
-    return task.result()

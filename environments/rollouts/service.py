@@ -207,7 +207,8 @@ class PoolConnection:
             current = asyncio.current_task()
             if self._closed and not (current and current.cancelling()):  # `aclose` has cancelled the acquire, and not the caller
                 raise RolloutFault("the run has ended", reason="run_ended") from None
-            await finish_despite_cancellation(self._reclaim(task, trajectory_ids))
+            if not task.cancelled() and task.exception() is None:  # the acquire was faster than its cancellation, which releases what it is granted
+                await finish_despite_cancellation(self.release(task.result(), cancelled=True))
             raise
 
     async def release(self, leases: Sequence[AsyncLease], *, cancelled: bool = False) -> None:
@@ -300,23 +301,6 @@ class PoolConnection:
     def _refused(self, error: SandboxError) -> str:
         backend = "" if self.request.spec is None else f" on the backend {self.request.spec['backend']}"
         return f"the service at {self._url} refuses the pool {self.request.name!r}{backend}: {error.detail}"
-
-    async def _reclaim(self, acquire: asyncio.Task[tuple[AsyncLease, ...]], trajectory_ids: Sequence[str]) -> None:
-        """Release slots that were granted while their acquire was being cancelled. The service keeps them for a retry, of which there will be none."""
-        if not acquire.cancelled() and acquire.exception() is None:
-            await self.release(acquire.result(), cancelled=True)
-            return
-        try:
-            await self._at_end(self._release_trajectories(trajectory_ids))
-        except SandboxError as error:
-            log.warning("slots of a cancelled acquire may be held until %.0f s from now: %s", self._settings.lease_ttl_s, error)
-
-    async def _release_trajectories(self, trajectory_ids: Sequence[str]) -> None:
-        for trajectory_id in trajectory_ids:
-            page = await self.client.leases(run_id=self.run_id, trajectory_id=trajectory_id)
-            if not page.leases:
-                return  # a gang is granted as a whole
-            await self.client.release([lease.lease_id for lease in page.leases])
 
     async def _at_end(self, request: Awaitable[object]) -> None:
         """Wait for a request that releases slots, but not for long.
