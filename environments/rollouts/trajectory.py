@@ -138,6 +138,8 @@ class TrajectoryRunner:
         self._open_model = open_model
         self._tokenize = tokenize
         self._sealing_refused = False
+        #: The schemas of each selection of tools that was offered to a model. All its trajectories share them, and nothing changes them.
+        self._schemas: dict[tuple[str, ...], Schemas] = {}
 
     async def run(self, item: Any, lease: AsyncLease, tools: Sequence[str], record: TrajectoryRecord) -> None:
         """Roll out and score one trajectory. What is known about it is written to `record`, however it ends.
@@ -167,7 +169,7 @@ class TrajectoryRunner:
             raise fault
         if self._tokenize is not None:
             with _token_errors():
-                record.tokens = await self._tokenize(result, tool_schemas(tools))
+                record.tokens = await self._tokenize(result, self._offered_schemas(tools))
         if handler.lost_by_policy:  # there is no slot in which the trajectory could be scored
             record.reward, record.score_meta = 0.0, {"sandbox_lost": True}
             return
@@ -182,6 +184,13 @@ class TrajectoryRunner:
             raise RolloutFault(f"a call of a hook ended with {reason}, and who caused that is not known", reason=reason, fault="ambiguous")
         record.ambiguous_but_scored = handler.ambiguous is not None or bool(exec_tool.ambiguous_reasons)
         record.reward = reward
+
+    def _offered_schemas(self, tools: Sequence[str]) -> Schemas:
+        """Return the schemas of a selection of tools, which are made once."""
+        names = tuple(tools)
+        if names not in self._schemas:
+            self._schemas[names] = tuple(tool_schemas(names))
+        return self._schemas[names]
 
     @asynccontextmanager
     async def _hook_timeout(self, hook: str) -> AsyncIterator[None]:
@@ -225,7 +234,7 @@ class TrajectoryRunner:
         record.tool_faults = handler.faults
         with _hook_errors("build_messages"):
             messages = self._hooks.build_messages(item)
-        schemas = slot_tools.schemas
+        schemas = self._offered_schemas(tools)
         began_s = time.monotonic()
         try:
             async with self._open_model(schemas) as (server, count_tokens):
