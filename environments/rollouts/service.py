@@ -17,6 +17,7 @@ from env_client import (
     BackendUnavailable,
     CallGatherer,
     ClientClosed,
+    ConnectFailed,
     Draining,
     EmbeddedFailed,
     EmbeddedService,
@@ -287,7 +288,8 @@ class PoolConnection:
         if isinstance(error, ServiceNotFound):
             return f"sandbox_url: {error.detail}"
         if isinstance(error, TransportError):
-            return f"sandbox_url: no sandbox service answers at {self._url}: {error.detail}"
+            cause = "" if isinstance(error, ConnectFailed) else f": {error.detail}"  # the client has logged why it could not connect
+            return f"sandbox_url: no sandbox service answers at {self._url}{cause}; start one there, or correct the address"
         if isinstance(error, Unauthorized):
             return f"sandbox_token: the service at {self._url} does not accept the token: {error.detail}"
         if isinstance(error, PoolNotFound):

@@ -16,8 +16,9 @@ from environments.agent_loop import AgentLoop, AgentLoopSettings, AgentResult, C
 from environments.conversation.answers import Message
 from environments.conversation.context import TokenCounter
 from environments.dataset_rows import UnusableRow
+from environments.model_access.model_watch import ModelServerGone
 from environments.model_access.trajectory_tokens import TokensUnusable, TrajectoryTokens
-from environments.rollouts.exec_tool import ExecTool, RolloutFault
+from environments.rollouts.exec_tool import ExecTool, RolloutFault, RunEndingFault
 from environments.rollouts.scoring import check_reward
 from environments.rollouts.service import PoolConnection, PoolUnavailable
 from environments.rollouts.tool_handler import SlotToolHandler, find_rollout_fault, has_policy_fault
@@ -152,6 +153,7 @@ class TrajectoryRunner:
 
         Raises:
             RolloutFault: the trajectory failed through no fault of the model, and must not be scored.
+            RunEndingFault: the same, and so would every other trajectory.
             UnusableRow: the item itself is bad.
             PoolUnavailable: the pool cannot do what the settings ask for.
         """
@@ -244,6 +246,8 @@ class TrajectoryRunner:
             raise RolloutFault(str(error), reason=error.reason) from error
         except ModelRequestFailed as error:
             record.phase_s["model"] += time.monotonic() - began_s
+            if isinstance(error.__cause__, ModelServerGone):
+                raise RunEndingFault(str(error.__cause__), reason=MODEL_SERVER) from error
             raise RolloutFault(str(error), reason=MODEL_SERVER) from error
         if not result.turns_used:  # no other rollout of this item could begin either
             most = self._settings.loop.max_context_tokens
