@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from environments.rollouts.statistics import RolloutStatistics, Tally
 MIN_INTERVAL_S = 5.0
 #: The longest time without a line while nothing changes, in seconds.
 MAX_INTERVAL_S = 30.0
+_PROGRESS = re.compile(r"\w+: \d+/[\d?]+ (groups|items) done, ")
 
 
 def _write_to_stderr(line: str) -> None:
@@ -102,3 +104,8 @@ def describe_progress(name: str, tally: Tally, total_count: int, unit: str, elap
     if tally.rewards.count:
         parts.append(f"mean reward {tally.rewards.mean:.3f}")
     return f"{name}: {', '.join(parts)}, after {elapsed_s:.0f} s"
+
+
+def is_progress(line: str) -> bool:
+    """Return whether a line of an environment's output is one about its progress."""
+    return _PROGRESS.match(line) is not None
