@@ -64,7 +64,7 @@ class Phase:
     name: str
     server_type: str
     has_logprobs: bool
-    usual_s: float = 40.0
+    usual_s: float = 30.0
 
 
 PHASES = (Phase("chat completions", "openai", has_logprobs=False), Phase("tokens of vLLM", "vllm", has_logprobs=True))
