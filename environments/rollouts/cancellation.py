@@ -5,9 +5,19 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 V = TypeVar("V")
+
+
+class Closable(Protocol):
+    """What is closed with a blocking call."""
+
+    def close(self) -> None:
+        """Close it."""
+
+
+C = TypeVar("C", bound=Closable)
 
 
 def was_cancelled() -> bool:
@@ -42,3 +52,17 @@ async def finish_despite_cancellation(work: Coroutine[Any, Any, V]) -> V:
         task.exception()  # an error that comes with a cancellation has nobody to be raised to; asking for it keeps it out of the log
         raise asyncio.CancelledError
     return task.result()
+
+
+async def close_when_started(start: asyncio.Future[C], start_error: type[Exception]) -> None:
+    """Wait for the end of a start in a thread, which nothing can interrupt, and close what was started, in a thread as well.
+
+    Args:
+        start: the start.
+        start_error: what the start raises if there is nothing to close; whoever asked for the start has got it.
+    """
+    try:
+        started = await start
+    except start_error:
+        return
+    await asyncio.to_thread(started.close)

@@ -38,7 +38,7 @@ from env_client import (
     available_tools,
     embedded,
 )
-from environments.rollouts.cancellation import finish_despite_cancellation, was_cancelled
+from environments.rollouts.cancellation import close_when_started, finish_despite_cancellation, was_cancelled
 from environments.rollouts.exec_tool import ExecTool, RolloutFault
 from environments.rollouts.pool_spec import PoolRequest
 
@@ -253,8 +253,9 @@ class PoolConnection:
         settings = self._settings
         url, token = settings.sandbox_url, settings.sandbox_token
         if not url:
-            service = self._start_embedded_service()
-            self._resources.callback(service.close)
+            start = asyncio.ensure_future(asyncio.to_thread(self._start_embedded_service))  # signals are handled meanwhile
+            self._resources.push_async_callback(close_when_started, start, PoolUnavailable)
+            service = await asyncio.shield(start)
             url, token = service.url, service.token
         self._url = url
         try:
