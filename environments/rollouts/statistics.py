@@ -193,7 +193,8 @@ class RolloutStatistics:
         for tally in self._tallies:
             for name, increment in increments.items():
                 setattr(tally, name, getattr(tally, name) + increment)
-        self._report_change()
+        if any(increments.values()):
+            self._report_change()
 
     def take_metrics(self) -> dict[str, Any]:
         """Return the metrics since the last call, for Weights & Biases, and begin anew."""
