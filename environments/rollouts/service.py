@@ -17,6 +17,7 @@ from env_client import (
     BackendUnavailable,
     CallGatherer,
     ClientClosed,
+    ConnectFailed,
     Draining,
     EmbeddedFailed,
     EmbeddedService,
@@ -37,7 +38,7 @@ from env_client import (
     available_tools,
     embedded,
 )
-from environments.rollouts.cancellation import finish_despite_cancellation, was_cancelled
+from environments.rollouts.cancellation import close_when_started, finish_despite_cancellation, was_cancelled
 from environments.rollouts.exec_tool import ExecTool, RolloutFault
 from environments.rollouts.pool_spec import PoolRequest
 
@@ -253,8 +254,9 @@ class PoolConnection:
         settings = self._settings
         url, token = settings.sandbox_url, settings.sandbox_token
         if not url:
-            service = self._start_embedded_service()
-            self._resources.callback(service.close)
+            start = asyncio.ensure_future(asyncio.to_thread(self._start_embedded_service))  # signals are handled meanwhile
+            self._resources.push_async_callback(close_when_started, start, PoolUnavailable)
+            service = await asyncio.shield(start)
             url, token = service.url, service.token
         self._url = url
         try:
@@ -288,7 +290,8 @@ class PoolConnection:
         if isinstance(error, ServiceNotFound):
             return f"sandbox_url: {error.detail}"
         if isinstance(error, TransportError):
-            return f"sandbox_url: no sandbox service answers at {self._url}: {error.detail}"
+            cause = "" if isinstance(error, ConnectFailed) else f": {error.detail}"  # the client has logged why it could not connect
+            return f"sandbox_url: no sandbox service answers at {self._url}{cause}; start one there, or correct the address"
         if isinstance(error, Unauthorized):
             return f"sandbox_token: the service at {self._url} does not accept the token: {error.detail}"
         if isinstance(error, PoolNotFound):
