@@ -119,15 +119,18 @@ class AsyncOperations(AsyncServiceOperations):
         header = {"pool": pool, "run_id": run_id, "request_key": request_key, "max_parallel": max_parallel}
         return self._sender.follow(ProgramStream(programs, header))
 
-    async def release(self, lease_ids: Iterable[str] | None = None, *, run_id: str | None = None, reset_workspace: bool = True) -> Released:
-        """Release leases: the given ones, or all of a run.
+    async def release(
+        self, lease_ids: Iterable[str] | None = None, *, run_id: str | None = None, request_key: str | None = None, reset_workspace: bool = True
+    ) -> Released:
+        """Release leases: the given ones, all of a run, or those of one acquire.
 
         Args:
             lease_ids: the leases; or
-            run_id: the run.
+            run_id: the run; or
+            request_key: the key of the acquire. If it still waits, is being granted, or arrives later, it raises `LeaseLost` and leases nothing.
             reset_workspace: False keeps the files for the next acquire of the run.
         """
-        return await self._sender.send(lease_messages.release_message(lease_ids, run_id, reset_workspace))
+        return await self._sender.send(lease_messages.release_message(lease_ids, run_id, reset_workspace, request_key))
 
     async def renew(self, lease_ids: Iterable[str], ttl_s: float | None = None) -> Renewed:
         """Renew leases. A renewal never shortens a lease.
@@ -285,9 +288,11 @@ class Operations(ServiceOperations):
         header = {"pool": pool, "run_id": run_id, "request_key": request_key, "max_parallel": max_parallel}
         return self._sender.follow(ProgramStream(programs, header))
 
-    def release(self, lease_ids: Iterable[str] | None = None, *, run_id: str | None = None, reset_workspace: bool = True) -> Released:
+    def release(
+        self, lease_ids: Iterable[str] | None = None, *, run_id: str | None = None, request_key: str | None = None, reset_workspace: bool = True
+    ) -> Released:
         """See `AsyncOperations.release`."""
-        return self._sender.send(lease_messages.release_message(lease_ids, run_id, reset_workspace))
+        return self._sender.send(lease_messages.release_message(lease_ids, run_id, reset_workspace, request_key))
 
     def renew(self, lease_ids: Iterable[str], ttl_s: float | None = None) -> Renewed:
         """See `AsyncOperations.renew`."""

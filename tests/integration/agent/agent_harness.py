@@ -128,13 +128,14 @@ class AgentHarness:
         assert answer.reason == "exit", f"{command} did not come true within {within_s} s"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class AgentProcess:
     """The process of an agent, and the folder with its socket."""
 
     process: subprocess.Popen[bytes]
     folder: Path
     mode: str
+    is_spoiled: bool = False
 
 
 @functools.cache
@@ -200,10 +201,12 @@ def _wait_for_socket(folder: Path, process: subprocess.Popen[bytes]) -> None:
 async def connected(agent: AgentProcess) -> AsyncIterator[AgentHarness]:
     """A link to a running agent, all of whose slots are ready."""
     link = await connect(AgentEndpoint(address=f"unix:{agent.folder}/agent.sock", token=TOKEN), START_WITHIN_S)
-    harness = AgentHarness(link=link, process=agent.process, folder=agent.folder, mode=agent.mode)
-    await _all_ready(harness)
-    yield harness
-    await link.close()
+    try:
+        harness = AgentHarness(link=link, process=agent.process, folder=agent.folder, mode=agent.mode)
+        await _all_ready(harness)
+        yield harness
+    finally:
+        await link.close()
 
 
 async def _all_ready(harness: AgentHarness) -> None:
@@ -214,6 +217,6 @@ async def _all_ready(harness: AgentHarness) -> None:
             for slot in event.meta["slots"]:
                 states[slot["slot_id"]] = slot["state"]
                 harness.epochs[slot["slot_id"]] = slot["epoch"]
-            assert "broken" not in states.values(), event.meta
+            assert not {"broken", "quarantined"} & set(states.values()), event.meta
             if states and set(states.values()) == {"ready"}:
                 return
