@@ -224,6 +224,7 @@ class RunBatch:
             if index not in self._finished and index not in self._running:
                 self._finished.add(index)
                 await self._append_unkept(index, self._own_result(index, reason, error, may_have_run))
+                await asyncio.sleep(0)  # other requests run in between
 
     def _own_result(self, index: int, reason: Reason, error: str, may_have_run: bool | None) -> ItemResult:
         return result_without_call(index, reason, error, self._context.clock, may_have_run=may_have_run, stopping=self._is_stopping)
