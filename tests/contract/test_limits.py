@@ -192,7 +192,7 @@ async def run_batch(harness: ServiceHarness, *items: dict[str, Any], **header: A
 
 
 PROGRAM = {"tool": "bash", "args": {"command": "true"}}
-WITH_ARTIFACT = {**PROGRAM, "files": {"a": "x" * 100}, "artifacts": ["."]}  # the scripted agent gives the archive back
+WITH_ARTIFACT = {**PROGRAM, "files": {"a": "x" * 100}, "artifacts": ["a"]}
 
 
 @passes("run_batches", 1, 429)

@@ -28,7 +28,7 @@ def pack_files(files: Mapping[str, bytes]) -> bytes:
     return gzip.compress(packed.getbuffer(), compresslevel=COMPRESSION_LEVEL, mtime=0)
 
 
-async def archive_chunks(archive: bytes) -> AsyncGenerator[bytes, None]:
-    """Yield an archive in chunks."""
-    for start in range(0, len(archive), CHUNK_BYTES):
-        yield archive[start : start + CHUNK_BYTES]
+async def content_chunks(content: bytes) -> AsyncGenerator[bytes, None]:
+    """Yield an archive or the content of a file in chunks."""
+    for start in range(0, len(content), CHUNK_BYTES):
+        yield content[start : start + CHUNK_BYTES]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ from sandbox_server.dispatch.files import SlotFiles
 from sandbox_server.dispatch.limits.response_budget import ResponseReservation
 from sandbox_server.dispatch.results import invalid_field_result, lease_error_result, service_result, with_refusal_time
 from sandbox_server.dispatch.run_batch.artifact_reader import ArtifactBudget, ArtifactReader
-from sandbox_server.dispatch.run_batch.file_archive import archive_chunks, pack_files
+from sandbox_server.dispatch.run_batch.file_archive import FILE_MODE, content_chunks, pack_files
 from sandbox_server.dispatch.run_batch.values import ItemResult, Program
 from sandbox_server.dispatch.slot_locator import SlotLocator
 
@@ -63,10 +63,8 @@ class ItemRunner:
         """
         if not program.files:
             return None
-        is_large = sum(map(len, program.files.values())) > LARGE_ARCHIVE_BYTES
-        archive = await asyncio.to_thread(pack_files, program.files) if is_large else pack_files(program.files)
         try:
-            await self._files.write_archive(tenant, call.lease_id, WORKSPACE, archive_chunks(archive))
+            await self._write_files(tenant, call.lease_id, program.files)
         except (FileError, FileNotFound, InvalidRequest) as error:
             problem = f"files: they cannot be written: {error.detail}"
             return self._item_result(invalid_field_result(call, "files", problem))
@@ -75,6 +73,16 @@ class ItemRunner:
         except PoolServiceError as error:
             return self._item_result(service_result(call, Reason.BACKEND_ERROR, error.detail, may_have_run=False))
         return None
+
+    async def _write_files(self, tenant: str, lease_id: str, files: Mapping[str, bytes]) -> None:
+        """Write files: one as it is, which takes half as long as unpacking an archive of it; several in one archive."""
+        if len(files) == 1:
+            ((path, content),) = files.items()
+            await self._files.write_file(tenant, lease_id, path, FILE_MODE, content_chunks(content))
+            return
+        is_large = sum(map(len, files.values())) > LARGE_ARCHIVE_BYTES
+        archive = await asyncio.to_thread(pack_files, files) if is_large else pack_files(files)
+        await self._files.write_archive(tenant, lease_id, WORKSPACE, content_chunks(archive))
 
     @asynccontextmanager
     async def run(

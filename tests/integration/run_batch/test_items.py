@@ -30,6 +30,15 @@ def test_results_come_in_order_and_each_item_has_a_slot_of_its_own(http: httpx.C
     assert len({result["lease_id"] for result in results}) == 10
 
 
+@pytest.mark.parametrize("files", [{"deep/er/e": ""}, {"deep/er/e": "", "deep/other": {"base64": ""}}])
+def test_files_are_written_alike_whether_one_or_several(http: httpx.Client, files: dict[str, Any]) -> None:
+    (result,) = run(http, [program("stat -c %a:%s:%U deep/er/e; stat -c %a deep deep/er; id -un", files=files)])
+
+    mode, *folders, owner = result["output"].split()
+    assert mode == f"644:0:{owner}"
+    assert folders == ["755", "755"]
+
+
 def test_artifacts_that_cannot_be_read_say_why(http: httpx.Client) -> None:
     command = "echo yes > file; ln -s file link; ln -s /etc/passwd out; mkfifo fifo; mkdir folder; head -c 150000 /dev/zero > half; cp half more"
     paths = ["file", "link", "/tmp/nothing", "out", "fifo", "folder", "half", "more"]

@@ -34,11 +34,11 @@ async def test_an_item_that_has_certainly_not_run_is_started_again(tmp_path: Pat
     async with open_service_harness(tmp_path / "state") as harness:
         await wait_for_slots(harness)
         harness.agent.failing_archive_count = 2
-        (done,) = await run(harness, program("echo ok", files={"a": "b"}))
+        (done,) = await run(harness, program("echo ok", files={"a": "b", "c": "d"}))
         assert done["output"] == "ok\n"
 
         harness.agent.failing_archive_count = 3
-        (failed,) = await run(harness, program("echo never", files={"a": "b"}))
+        (failed,) = await run(harness, program("echo never", files={"a": "b", "c": "d"}))
         assert (failed["reason"], failed["fault"], failed["metadata"]["may_have_run"]) == ("backend_error", "infra", False)
         assert harness.agent.failing_archive_count == 0
         assert [command for _, command in harness.agent.ran].count("echo never") == 0
@@ -48,7 +48,7 @@ async def test_a_repeat_starts_an_item_that_certainly_did_not_run(tmp_path: Path
     async with open_service_harness(tmp_path / "state") as harness:
         await wait_for_slots(harness)
         harness.agent.failing_archive_count = 3
-        items = [program("echo ok", files={"a": "b"}), program("exit 5")]
+        items = [program("echo ok", files={"a": "b", "c": "d"}), program("exit 5")]
         failed, ended = await run(harness, *items, request_key="again", max_parallel=1)
         done, same = await run(harness, *items, request_key="again", max_parallel=1)
 
