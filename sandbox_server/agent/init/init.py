@@ -339,11 +339,19 @@ def _open_oom_adjustment() -> int:
 
 
 def main() -> NoReturn:
-    """Read the configuration from the control socket whose descriptor is the first argument, apply it, and serve requests."""
+    """Be the init of the slot whose control socket is the descriptor that the first argument names."""
     take_ordinary_priority()
     fd = int(sys.argv[1])
     os.set_inheritable(fd, False)
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, fd)
+    run_init(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, fd))
+
+
+def run_init(sock: socket.socket) -> NoReturn:
+    """Read the configuration from the control socket, apply it, and serve requests.
+
+    Args:
+        sock: the control socket.
+    """
     data, _ = receive_message(sock)
     config = marshal.loads(data)
     try:

@@ -28,6 +28,20 @@ def _status_uids(pid: int) -> frozenset[int]:
     return frozenset()
 
 
+def children_of(parent: int) -> dict[int, bytes]:
+    """Return the child processes of a process that have not been reaped, with their names."""
+    found = {}
+    for pid in pids():
+        try:
+            with open("/proc/%d/stat" % pid, "rb") as file:
+                left, _, right = file.read().rpartition(b")")
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # It has ended since the listing.
+        if int(right.split()[1]) == parent:
+            found[pid] = left.partition(b"(")[2]
+    return found
+
+
 def threads_of(pid: int) -> int:
     """Return how many threads a process has; 0 if it no longer exists."""
     try:

@@ -1,0 +1,79 @@
+"""Lets bubblewrap make a mount namespace, and opens it, so that the template can join it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+from typing import Sequence
+
+from sandbox_server.agent.errors import StartFailed
+from sandbox_server.agent.execution.init_client.descriptors import TEMPORARY_ERRORS
+from sandbox_server.agent.execution.processes.descriptor_waits import wait_readable
+from sandbox_server.agent.isolation import init_start
+from sandbox_server.agent.isolation.base import END_TIMEOUT_S
+from sandbox_server.agent.isolation.bwrap_processes import kill_bwrap_processes
+
+_HOLD = "echo; read -r line"  # Says that the mounts are complete, and keeps them until the standard input ends.
+_INFO_BYTES = 4096
+
+
+async def open_mount_namespace(bwrap: str, mount_args: Sequence[str], shell: str, marker: str) -> int:
+    """Return the descriptor of a new mount namespace that bubblewrap has set up. The caller closes it.
+
+    Args:
+        bwrap: the path of bubblewrap.
+        mount_args: its arguments.
+        shell: the path of bash, outside and inside of the namespace.
+        marker: a path; one of the arguments is below it, and no other process of bubblewrap has such an argument.
+
+    Raises:
+        StartFailed: bubblewrap failed; the text contains its error.
+    """
+    info_r, info_w = os.pipe2(os.O_CLOEXEC)
+    try:
+        try:
+            holder = subprocess.Popen(
+                [bwrap, *mount_args, "--info-fd", str(info_w), "--", shell, "-c", _HOLD],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=(info_w,),
+                env={},
+                cwd="/",
+            )
+        except OSError as error:
+            raise StartFailed("%s: %s" % (bwrap, error.strerror), temporary=error.errno in TEMPORARY_ERRORS) from None
+        finally:
+            os.close(info_w)
+        try:
+            namespace_fd = await _open_namespace_of(holder, info_r)
+        except BaseException:  # also when this task is cancelled: no process may be left of the start
+            holder.kill()
+            await asyncio.get_running_loop().run_in_executor(None, kill_bwrap_processes, marker)
+            raise
+        finally:
+            await _end_holder(holder)
+        return namespace_fd
+    finally:
+        os.close(info_r)
+
+
+async def _open_namespace_of(holder: subprocess.Popen[bytes], info_fd: int) -> int:
+    if holder.stdout is None or holder.stderr is None:
+        raise ValueError("the process must have pipes")
+    if not await wait_readable(holder.stdout.fileno(), init_start.START_TIMEOUT_S):
+        raise StartFailed("bubblewrap did not set up the mounts of the template within %g s" % init_start.START_TIMEOUT_S)
+    if not os.read(holder.stdout.fileno(), 1):
+        text = holder.stderr.read().decode("utf-8", "replace").strip()
+        raise StartFailed(text.splitlines()[-1] if text else "bubblewrap has ended before it had set up the mounts of the template")
+    pid = int(json.loads(os.read(info_fd, _INFO_BYTES))["child-pid"])
+    return os.open("/proc/%d/ns/mnt" % pid, os.O_RDONLY | os.O_CLOEXEC)
+
+
+async def _end_holder(holder: subprocess.Popen[bytes]) -> None:
+    for stream in (holder.stdin, holder.stdout, holder.stderr):
+        if stream is not None:
+            stream.close()
+    await init_start.wait_for_exit(holder, END_TIMEOUT_S)
