@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 from typing import Awaitable, Callable
 
 from sandbox_server.agent.errors import StartFailed
 from sandbox_server.agent.execution.init_client.descriptors import TEMPORARY_ERRORS
+from sandbox_server.agent.execution.slot_runtime import Dirs, ReadOnlyEntry
 from sandbox_server.agent.init import privileges
 from sandbox_server.agent.isolation import base, init_start
 from sandbox_server.agent.isolation import bwrap_arguments as arguments
@@ -72,15 +74,11 @@ class BwrapTemplate:
         targets: list[str] = []
         mount_fds: list[int] = []
         try:
-            try:
-                for target, path, read_only in _list_mounts(plan):
-                    mount_fds.append(open_detached_mount(path, read_only))
-                    targets.append(target)
-                for entry in plan.read_only:
-                    path = os.path.join(plan.dirs.workspace, entry.name)
-                    mount_fds.append(open_detached_mount(path, read_only=True, expected=(entry.device, entry.inode)))
-            except OSError as error:
-                raise StartFailed("a folder of the slot could not be mounted: %s" % error, temporary=error.errno in TEMPORARY_ERRORS) from None
+            for target, path, read_only in _list_mounts(plan):
+                mount_fds.append(_open_mount(path, read_only))
+                targets.append(target)
+            for entry in plan.read_only:
+                mount_fds.append(_open_entry(plan.dirs, entry))
             view = {
                 "shm": arguments.SHM_OPTIONS,
                 "mounts": targets,
@@ -111,3 +109,19 @@ def _list_mounts(plan: BwrapPlan) -> list[tuple[str, str, bool]]:
     if plan.cache is not None:
         mounts.append((arguments.CACHE, plan.cache.path, False))
     return mounts
+
+
+def _open_mount(path: str, read_only: bool) -> int:
+    try:
+        return open_detached_mount(path, read_only)
+    except OSError as error:
+        raise StartFailed("a folder of the slot could not be mounted: %s" % error, temporary=error.errno in TEMPORARY_ERRORS) from None
+
+
+def _open_entry(dirs: Dirs, entry: ReadOnlyEntry) -> int:
+    """Return a detached mount of a read-only entry. No process of the slot runs now, and it is checked that the entry is the one that the agent has examined."""
+    try:
+        return open_detached_mount(os.path.join(dirs.workspace, entry.name), read_only=True, expected=(entry.device, entry.inode))
+    except OSError as error:
+        what = "was replaced" if error.errno == errno.ESTALE else "could not be mounted: %s" % error
+        raise StartFailed("the read-only entry %s of the workspace %s" % (ascii(entry.name), what), temporary=error.errno in TEMPORARY_ERRORS) from None

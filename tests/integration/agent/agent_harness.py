@@ -77,9 +77,14 @@ class AgentHarness:
         found = []
         for child in psutil.Process(self.process.pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
-                if any("agent.init.init" in part for part in child.cmdline()) and "bwrap" not in child.name():
+                is_executed = any("agent.init.init" in part for part in child.cmdline()) and "bwrap" not in child.name()
+                if is_executed or child.name() == "slot-init":
                     found.append(child)
         return found
+
+    def templates(self) -> list[psutil.Process]:
+        """The templates that the inits of slots are forked from."""
+        return [child for child in psutil.Process(self.process.pid).children() if child.name() == "slot-template"]
 
     def epoch(self, slot: str) -> int:
         """The current epoch of a slot, which every request to it must name."""

@@ -114,6 +114,7 @@ async def open_slot_transitions(
         await caches.close_caches()
         if isinstance(isolation, IncompleteIsolation):
             await isolation.end_remaining()
+        isolation.remove_mode_files()
         cgroups.remove_agent_groups()
         trash.end_thread()
         trash.wait_for_thread(10)
