@@ -117,6 +117,11 @@ def set_capabilities(mask: int) -> None:
     _check("capset", _libc.capset(header, sets))
 
 
+def permitted_capabilities() -> int:
+    """Return the mask of the capabilities that this process may use."""
+    return int(_read_own_status()[b"CapPrm"], 16)
+
+
 def empty_bounding_set() -> None:
     """Empty the capability bounding set, so that no program that is executed later can gain a capability. A set that is empty already needs no privilege."""
     for number in range(_MOST_CAPABILITIES):

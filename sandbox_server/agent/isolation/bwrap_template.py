@@ -119,7 +119,7 @@ def _open_mount(path: str, read_only: bool) -> int:
 
 
 def _open_entry(dirs: Dirs, entry: ReadOnlyEntry) -> int:
-    """Return a detached mount of a read-only entry. No process of the slot runs now, and it is checked that the entry is the one that the agent has examined."""
+    """Return a detached mount of a read-only entry, which must be the one that the agent has examined. No process of the slot runs now."""
     try:
         return open_detached_mount(os.path.join(dirs.workspace, entry.name), read_only=True, expected=(entry.device, entry.inode))
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Writes the folder of modules that init, its forked children and the template of slots import. Each agent writes it once, compiled for the interpreter that runs init."""
+"""Writes the folder of modules that run in slots. Each agent writes it once, compiled for the interpreter that runs init."""
 
 from __future__ import annotations
 

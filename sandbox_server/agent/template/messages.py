@@ -1,7 +1,7 @@
 """The messages between the agent and the template: what the agent asks for, and what the template answers.
 
-The agent sends one message that sets the template up, and then one for each slot. Both begin with a header and continue with a marshalled dict, because both ends
-run the same interpreter and only the agent can write to the socket. Each gets one answer.
+The agent sends one message that sets the template up, and then one for each slot. Both begin with a header and continue with a marshalled dict, because both
+ends run the same interpreter and only the agent can write to the socket. Each gets one answer.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Gives a forked init the groups, namespaces, mounts and network of its slot, before it becomes the init of the slot and drops its privileges.
 
-All file systems of the machine have been mounted in the template. What differs between slots is mounted here: what the agent hands over as detached mounts, and new
-instances of the file systems of the kernel. No path that a slot controls is used before the privileges are dropped, except that the entries of the workspace which
-become read-only are found with the file permissions of the slot, and without following a link.
+All file systems of the machine have been mounted in the template. What differs between slots is mounted here: what the agent hands over as detached mounts, and
+new instances of the file systems of the kernel. No path that a slot controls is used before the privileges are dropped, except that the entries of the
+workspace which become read-only are found with the file permissions of the slot, and without following a link.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def enter_slot(request: Mapping[str, Any], mount_fds: Sequence[int], join_fds: S
     """Make this process, which has just been forked, a member of its slot.
 
     Args:
-        request: `network`: whether the slot has its own network namespace; `view`: what the slot sees, see `_mount_view`, or None if it sees what the template sees.
+        request: `network`: whether the slot has its own network namespace; `view`: what the slot sees, see `_mount_view`, or None if it sees the same as the
+            template.
         mount_fds: the detached mounts, in the order of `mounts` and then of `read_only` of the view.
         join_fds: descriptors of the control groups that the process joins.
         controls: what becomes read-only in the slot's /proc.

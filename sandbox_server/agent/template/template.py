@@ -1,8 +1,8 @@
-"""The template of slots: a process that forks the inits of slots, so that none of them has to start an interpreter and to mount the file systems of the machine.
+"""The template of slots: a process that forks their inits, so that none of them has to start an interpreter and to mount the file systems of the machine.
 
 The agent starts the template as a new program, whose memory has never held anything of the agent. The template has one thread, and its socket is its only
-connection. It reads messages of the agent alone: it runs nothing, opens nothing that a slot has chosen, and leaves everything that concerns one slot to the process
-that it forks. The parent of this process is the agent, which so learns how it ends, and the process outlives the template.
+connection. It reads messages of the agent alone: it runs nothing, opens nothing that a slot has chosen, and leaves everything that concerns one slot to the
+process that it forks. The parent of this process is the agent, which so learns how it ends, and the process outlives the template.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _confine_template(request: Mapping[str, Any]) -> None:
 
     Args:
         request: `parent`: the process id of the agent; `unmounts`: the mounts that only the start of the template has needed; `capabilities`: the mask of the
-            capabilities that it needs to set up slots.
+            capabilities that it needs to set up slots; it keeps those that it has.
 
     Raises:
         OSError: the kernel has refused something.
@@ -63,10 +63,11 @@ def _confine_template(request: Mapping[str, Any]) -> None:
     os.umask(0o077)
     os.chdir("/")
     os.setsid()
+    capabilities = request["capabilities"] & privileges.permitted_capabilities()
     for path in request["unmounts"]:
         system_calls.unmount(path)
     privileges.empty_bounding_set()
-    privileges.set_capabilities(request["capabilities"])
+    privileges.set_capabilities(capabilities)
     privileges.forbid_new_privileges()
 
 

@@ -39,6 +39,7 @@ class IncompleteIsolation:
         self._real = real
         self._kills = kills
         self._renews_folders = renews_folders
+        self.slot_start = real.slot_start
         self._ended: list[SlotRuntime] = []
 
     async def start_runtime(

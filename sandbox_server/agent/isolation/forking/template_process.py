@@ -234,6 +234,4 @@ def _spawn(argv: list[str], environment: Mapping[str, str], launcher: Launcher |
         argv = [*own, environment.get("LD_LIBRARY_PATH", ""), *argv]
         environment = launcher.environment
     # This runs in the main thread, because the parent-death signals of the template and of its inits are bound to the thread that forks.
-    return subprocess.Popen(
-        argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr_fd, pass_fds=pass_fds, env=dict(environment), cwd="/"
-    )
+    return subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr_fd, pass_fds=pass_fds, env=dict(environment), cwd="/")
