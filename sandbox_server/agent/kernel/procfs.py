@@ -28,6 +28,12 @@ def _status_uids(pid: int) -> frozenset[int]:
     return frozenset()
 
 
+def status_fields(pid: int) -> dict[str, str]:
+    """Return the fields of `/proc/PID/status` by their names."""
+    with open("/proc/%d/status" % pid, encoding="utf-8", errors="surrogateescape") as file:
+        return {name: value.strip() for name, _, value in (line.partition(":") for line in file)}
+
+
 def children_of(parent: int) -> dict[int, bytes]:
     """Return the child processes of a process that have not been reaped, with their names."""
     found = {}

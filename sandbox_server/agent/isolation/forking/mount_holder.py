@@ -33,31 +33,28 @@ async def open_mount_namespace(bwrap: str, mount_args: Sequence[str], shell: str
     """
     info_r, info_w = os.pipe2(os.O_CLOEXEC)
     try:
+        holder = _start_holder([bwrap, *mount_args, "--info-fd", str(info_w), "--", shell, "-c", _HOLD], info_w)
         try:
-            holder = subprocess.Popen(
-                [bwrap, *mount_args, "--info-fd", str(info_w), "--", shell, "-c", _HOLD],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                pass_fds=(info_w,),
-                env={},
-                cwd="/",
-            )
-        except OSError as error:
-            raise StartFailed("%s: %s" % (bwrap, error.strerror), temporary=error.errno in TEMPORARY_ERRORS) from None
-        finally:
-            os.close(info_w)
-        try:
-            namespace_fd = await _open_namespace_of(holder, info_r)
+            return await _open_namespace_of(holder, info_r)
         except BaseException:  # also when this task is cancelled: no process may be left of the start
             holder.kill()
             await asyncio.get_running_loop().run_in_executor(None, kill_bwrap_processes, marker)
             raise
         finally:
-            await _end_holder(holder)
-        return namespace_fd
+            _close_pipes(holder)
+            await init_start.wait_for_exit(holder, END_TIMEOUT_S)
     finally:
         os.close(info_r)
+
+
+def _start_holder(argv: Sequence[str], info_fd: int) -> subprocess.Popen[bytes]:
+    pipe = subprocess.PIPE
+    try:
+        return subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, pass_fds=(info_fd,), env={}, cwd="/")
+    except OSError as error:
+        raise StartFailed("%s: %s" % (argv[0], error.strerror), temporary=error.errno in TEMPORARY_ERRORS) from None
+    finally:
+        os.close(info_fd)
 
 
 async def _open_namespace_of(holder: subprocess.Popen[bytes], info_fd: int) -> int:
@@ -72,8 +69,7 @@ async def _open_namespace_of(holder: subprocess.Popen[bytes], info_fd: int) -> i
     return os.open("/proc/%d/ns/mnt" % pid, os.O_RDONLY | os.O_CLOEXEC)
 
 
-async def _end_holder(holder: subprocess.Popen[bytes]) -> None:
+def _close_pipes(holder: subprocess.Popen[bytes]) -> None:
     for stream in (holder.stdin, holder.stdout, holder.stderr):
         if stream is not None:
             stream.close()
-    await init_start.wait_for_exit(holder, END_TIMEOUT_S)

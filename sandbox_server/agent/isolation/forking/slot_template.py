@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Awaitable, Callable, Mapping, Sequence
 
+from sandbox_server.agent.errors import StartFailed
 from sandbox_server.agent.isolation import init_start
-from sandbox_server.agent.isolation.forking.template_process import TemplateLost, TemplateProcess
+from sandbox_server.agent.isolation.forking.template_process import TemplateProcess
 
 
 class SlotTemplate:
@@ -37,14 +38,6 @@ class SlotTemplate:
         Raises:
             StartFailed: the start failed; the text says why.
         """
-        try:
-            return await self._fork_init(namespaces, request, mount_fds, join_fds, init_config, sets_floor)
-        except TemplateLost:  # Whatever has ended the template, another one is tried at once.
-            return await self._fork_init(namespaces, request, mount_fds, join_fds, init_config, sets_floor)
-
-    async def _fork_init(
-        self, namespaces: int, request: Mapping[str, Any], mount_fds: Sequence[int], join_fds: Sequence[int], init_config: Mapping[str, Any], sets_floor: bool
-    ) -> init_start.StartedInit:
         template = await self._running_template()
         agent_socket, init_socket = init_start.create_control_sockets()
         try:
@@ -54,13 +47,25 @@ class SlotTemplate:
             raise
         finally:
             init_socket.close()
-        return await init_start.wait_until_ready(init, agent_socket, {**init_config, "join": []}, -1, sets_floor)
+        started_init = await init_start.wait_until_ready(init, agent_socket, {**init_config, "join": []}, -1, sets_floor)
+        if started_init.pid != init.pid:
+            raise ValueError("process %d has answered instead of init %d" % (started_init.pid, init.pid))
+        return started_init
 
     async def _running_template(self) -> TemplateProcess:
         async with self._start_lock:
-            if self._process is None or self._process.is_closed:
+            if self._process is None:
                 self._process = await self._start()
+            elif self._process.is_closed:
+                self._process = await self._start_again()
             return self._process
+
+    async def _start_again(self) -> TemplateProcess:
+        """Replace a template that has ended. Where one has worked before, another one is only missing for a time."""
+        try:
+            return await self._start()
+        except StartFailed as error:
+            raise StartFailed(str(error), temporary=True) from None
 
     def end_template(self) -> None:
         """End the template. A later slot would start another one."""

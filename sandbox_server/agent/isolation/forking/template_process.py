@@ -17,6 +17,7 @@ from sandbox_server.agent.errors import StartFailed
 from sandbox_server.agent.execution.init_client.descriptors import TEMPORARY_ERRORS
 from sandbox_server.agent.isolation import init_start
 from sandbox_server.agent.isolation.forking.forked_init import ForkedInit, add_template, find_unknown_inits, remove_template
+from sandbox_server.agent.isolation.forking.template_check import check_template
 from sandbox_server.agent.template.messages import ANSWER, REQUEST
 
 log = logging.getLogger(__name__)
@@ -215,6 +216,7 @@ async def start_template(
     template = TemplateProcess(process, agent_end)
     try:
         await template.set_up({**request, "parent": os.getpid()})
+        check_template(process.pid, request["capabilities"])
     except StartFailed as error:
         template.close_template()
         raise StartFailed(init_start.with_stderr("the template of slots could not be started: %s" % error, stderr_r)) from None
