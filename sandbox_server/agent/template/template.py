@@ -60,6 +60,7 @@ def _confine_template(request: Mapping[str, Any]) -> None:
     privileges.die_with_parent(signal.SIGKILL)
     if os.getppid() != request["parent"]:
         os._exit(1)  # The agent has ended.
+    os.dup2(1, 2)  # Errors are reported over the socket from now on, and inits need no open pipe.
     os.umask(0o077)
     os.chdir("/")
     os.setsid()
