@@ -22,7 +22,8 @@ _LANDLOCK_RETURN_VERSION = 1
 _LANDLOCK_VERSION_WITH_SCOPES = 6  # since Linux 6.12
 _LANDLOCK_SCOPE_ABSTRACT_SOCKETS = 1
 _CAPABILITY_VERSION_3 = 0x20080522
-CAP_DAC_READ_SEARCH, CAP_SETGID, CAP_SETUID, CAP_NET_ADMIN, CAP_SYS_ADMIN = 1 << 2, 1 << 6, 1 << 7, 1 << 12, 1 << 21
+CAP_DAC_READ_SEARCH, CAP_SETGID, CAP_SETUID, CAP_NET_ADMIN = 1 << 2, 1 << 6, 1 << 7, 1 << 12
+CAP_SYS_CHROOT, CAP_SYS_ADMIN, CAP_SETFCAP = 1 << 18, 1 << 21, 1 << 31
 _MOST_CAPABILITIES = 64
 _INSTRUCTION_BYTES = 8
 
@@ -113,13 +114,17 @@ def separate_abstract_sockets() -> bool:
 def set_capabilities(mask: int) -> None:
     """Set the effective and permitted capabilities to this mask, and make none inheritable."""
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
-    sets = (ctypes.c_uint32 * 6)(mask, mask, 0, 0, 0, 0)
+    low, high = mask & 0xFFFFFFFF, mask >> 32
+    sets = (ctypes.c_uint32 * 6)(low, low, 0, high, high, 0)
     _check("capset", _libc.capset(header, sets))
 
 
 def permitted_capabilities() -> int:
     """Return the mask of the capabilities that this process may use."""
-    return int(_read_own_status()[b"CapPrm"], 16)
+    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
+    sets = (ctypes.c_uint32 * 6)()  # Effective, permitted and inheritable, of the lower 32 capabilities and then of the others.
+    _check("capget", _libc.capget(header, sets))
+    return sets[1] | sets[4] << 32
 
 
 def empty_bounding_set() -> None:

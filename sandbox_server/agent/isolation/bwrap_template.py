@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
-from typing import Awaitable, Callable
+from typing import Any, Awaitable, Callable
 
 from sandbox_server.agent.errors import StartFailed
 from sandbox_server.agent.execution.init_client.descriptors import TEMPORARY_ERRORS
@@ -13,18 +13,19 @@ from sandbox_server.agent.execution.slot_runtime import Dirs, ReadOnlyEntry
 from sandbox_server.agent.init import privileges
 from sandbox_server.agent.isolation import base, init_start
 from sandbox_server.agent.isolation import bwrap_arguments as arguments
-from sandbox_server.agent.isolation.bwrap_start import BwrapPlan, SharedView
-from sandbox_server.agent.isolation.forking.mount_holder import open_mount_namespace
+from sandbox_server.agent.isolation.bwrap_start import INSIDE_UID, BwrapPlan, SharedView
+from sandbox_server.agent.isolation.forking.mount_holder import open_namespaces
 from sandbox_server.agent.isolation.forking.slot_template import SlotTemplate
 from sandbox_server.agent.isolation.forking.template_process import Launcher, TemplateProcess, start_template
 from sandbox_server.agent.isolation.starter import library_environment
-from sandbox_server.agent.kernel.detached_mounts import open_detached_mount
 from sandbox_server.agent.template import system_calls
+from sandbox_server.agent.template.detached_mounts import open_detached_mount
 
 _NAMESPACES = system_calls.CLONE_NEWNS | system_calls.CLONE_NEWPID | system_calls.CLONE_NEWIPC | system_calls.CLONE_NEWUTS
 #: To mount file systems and to start the loopback interface, and to become the user of the slot.
-_CAPABILITIES = privileges.CAP_SYS_ADMIN | privileges.CAP_NET_ADMIN | privileges.CAP_SETUID | privileges.CAP_SETGID
-_UNMOUNTED = ("/dev/pts", "/proc")  # Every slot gets its own.
+_CAPABILITIES_OF_ROOT = privileges.CAP_SYS_ADMIN | privileges.CAP_NET_ADMIN | privileges.CAP_SETUID | privileges.CAP_SETGID
+#: In a user namespace, where they concern nothing outside of it: to mount the folders of slots, and to let a slot map its user.
+_CAPABILITIES_OF_USER = privileges.CAP_SYS_ADMIN | privileges.CAP_SYS_CHROOT | privileges.CAP_SETFCAP
 _MOUNT_POINTS = (arguments.WORKSPACE, arguments.TMP, "/var", "/var/tmp", "/run")
 
 
@@ -48,22 +49,28 @@ class BwrapTemplate:
         return lambda: self._start_template(has_cache)
 
     async def _start_template(self, has_cache: bool) -> TemplateProcess:
-        if not self._is_root:
-            raise StartFailed("the agent of an ordinary user cannot fork slots")
         python, args = self._view.arguments(shm=False)
         for path in (*_MOUNT_POINTS, *((arguments.CACHE,) if has_cache else ())):
             args += ["--dir", path]
         # The variable is for bubblewrap alone: `kill_bwrap_processes` finds its processes by this path.
         marker = os.path.join(self._folder, "template-%d" % next(self._numbers))
         args += ["--remount-ro", "/", "--chdir", "/", "--setenv", "MARKER", marker + "/", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
-        namespace_fd = await open_mount_namespace(self._view.bwrap, args, base.find_shell(), marker)
+        if not self._is_root:
+            # With a pid namespace, which ends at once, the /proc that the slots cover with their own shows no process.
+            args += ["--unshare-user", "--uid", "0", "--gid", "0", "--unshare-pid", "--as-pid-1"]
+        kinds = ("mnt",) if self._is_root else ("mnt", "user")
+        namespace_fds = await open_namespaces(self._view.bwrap, args, base.find_shell(), marker, kinds)
         library_path = arguments.library_path(python)
         try:
-            launcher = Launcher(namespace_fd, base.interpreter(), self._view.lib_dir, library_environment())
-            request = {"unmounts": _UNMOUNTED, "capabilities": _CAPABILITIES}
+            users_fd = -1 if self._is_root else namespace_fds[1]
+            launcher = Launcher(namespace_fds[0], users_fd, base.interpreter(), self._view.lib_dir, library_environment())
+            # Every slot gets its own. In a user namespace, a slot can only mount its own /proc where it sees another one.
+            unmounts = ("/dev/pts", "/proc") if self._is_root else ("/dev/pts",)
+            request = {"unmounts": unmounts, "capabilities": _CAPABILITIES_OF_ROOT if self._is_root else _CAPABILITIES_OF_USER}
             return await start_template(python, arguments.LIB, request, {"LD_LIBRARY_PATH": library_path} if library_path else {}, launcher)
         finally:
-            os.close(namespace_fd)
+            for fd in namespace_fds:
+                os.close(fd)
 
     async def start_init(self, plan: BwrapPlan) -> init_start.StartedInit:
         """Fork the init of a slot, and wait until it serves requests.
@@ -71,24 +78,28 @@ class BwrapTemplate:
         Raises:
             StartFailed: the start failed; the text says why.
         """
-        targets: list[str] = []
+        mounts = _list_mounts(plan)
+        view = {
+            "shm": arguments.SHM_OPTIONS,
+            "mounts": [target for target, _, _ in mounts],
+            "workspace": arguments.WORKSPACE,
+            "read_only": [entry.message for entry in plan.read_only],
+            "uid": plan.uid,
+            "inside_uid": None if self._is_root else INSIDE_UID,
+        }
+        namespaces = _NAMESPACES | (0 if plan.has_network else system_calls.CLONE_NEWNET) | (0 if self._is_root else system_calls.CLONE_NEWUSER)
+        request: dict[str, Any] = {"network": not plan.has_network, "view": view}
         mount_fds: list[int] = []
         try:
-            for target, path, read_only in _list_mounts(plan):
-                mount_fds.append(_open_mount(path, read_only))
-                targets.append(target)
-            for entry in plan.read_only:
-                mount_fds.append(_open_entry(plan.dirs, entry))
-            view = {
-                "shm": arguments.SHM_OPTIONS,
-                "mounts": targets,
-                "workspace": arguments.WORKSPACE,
-                "read_only": [entry.message for entry in plan.read_only],
-                "uid": plan.uid,
-            }
-            namespaces = _NAMESPACES | (0 if plan.has_network else system_calls.CLONE_NEWNET)
+            if self._is_root:
+                for _, path, read_only in mounts:
+                    mount_fds.append(_open_mount(path, read_only))
+                for entry in plan.read_only:
+                    mount_fds.append(_open_entry(plan.dirs, entry))
+            else:
+                request["folders"] = [(path, read_only, None) for _, path, read_only in mounts]
+                request["folders"] += [(_path_of(plan.dirs, entry), True, (entry.device, entry.inode)) for entry in plan.read_only]
             template = self._templates[plan.cache is not None]
-            request = {"network": not plan.has_network, "view": view}
             return await template.start_init(namespaces, request, mount_fds, plan.groups.join_fds, plan.init_config, plan.sets_floor)
         finally:
             for fd in mount_fds:
@@ -111,6 +122,10 @@ def _list_mounts(plan: BwrapPlan) -> list[tuple[str, str, bool]]:
     return mounts
 
 
+def _path_of(dirs: Dirs, entry: ReadOnlyEntry) -> str:
+    return os.path.join(dirs.workspace, entry.name)
+
+
 def _open_mount(path: str, read_only: bool) -> int:
     try:
         return open_detached_mount(path, read_only)
@@ -121,7 +136,7 @@ def _open_mount(path: str, read_only: bool) -> int:
 def _open_entry(dirs: Dirs, entry: ReadOnlyEntry) -> int:
     """Return a detached mount of a read-only entry, which must be the one that the agent has examined. No process of the slot runs now."""
     try:
-        return open_detached_mount(os.path.join(dirs.workspace, entry.name), read_only=True, expected=(entry.device, entry.inode))
+        return open_detached_mount(_path_of(dirs, entry), read_only=True, expected=(entry.device, entry.inode))
     except OSError as error:
         what = "was replaced" if error.errno == errno.ESTALE else "could not be mounted: %s" % error
         raise StartFailed("the read-only entry %s of the workspace %s" % (ascii(entry.name), what), temporary=error.errno in TEMPORARY_ERRORS) from None

@@ -8,6 +8,7 @@ process that it forks. The parent of this process is the agent, which so learns 
 from __future__ import annotations
 
 import _socket as socket
+import fcntl
 import gc
 import marshal
 import os
@@ -17,17 +18,19 @@ import sys
 from sandbox_server.agent.init import init, privileges
 from sandbox_server.agent.init.priority import take_ordinary_priority
 from sandbox_server.agent.init.reports import FAILED, REPORT
-from sandbox_server.agent.template import slot_view, system_calls
+from sandbox_server.agent.template import detached_mounts, slot_view, system_calls
 from sandbox_server.agent.template.messages import ANSWER, MAX_DESCRIPTORS, MESSAGE_BYTES, REQUEST
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import signal
-    from typing import Any, List, Mapping, NoReturn, Sequence, Tuple
+    from typing import Any, List, Mapping, NoReturn, Optional, Sequence, Tuple
+
+    Folder = Tuple[str, bool, Optional[Tuple[int, int]]]  # its path, whether it is read-only, and the device and inode that it must have
 else:
     import _signal as signal  # `signal` would import `enum`, for which every slot would need memory
 
-_CONTROL_FD = 3
+_CONTROL_FD, _OOM_FD = 3, 4
 _SET_UP = 0  # The number of the request that sets the template up.
 
 
@@ -72,57 +75,109 @@ def _confine_template(request: Mapping[str, Any]) -> None:
     privileges.forbid_new_privileges()
 
 
-def _run_init(template_socket: socket.socket, data: bytes, fds: List[int], controls: Sequence[str]) -> NoReturn:
-    """Become the init of a slot, in the forked process."""
-    control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, fds[0])
-    try:
-        template_socket.close()
-        request = marshal.loads(data[REQUEST.size :])
-        first_join = len(fds) - request["joins"]
-        slot_view.enter_slot(request, fds[1:first_join], fds[first_join:], controls)
-        control.detach()
-        if fds[0] != _CONTROL_FD:
-            os.dup2(fds[0], _CONTROL_FD, False)
-        control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, _CONTROL_FD)
+def _move_descriptors(control_fd: int, oom_fd: int) -> int:
+    """Move the control socket to `_CONTROL_FD` and the descriptor of `oom_score_adj`, if there is one, behind it, and close all others. Returns the latter."""
+    above = _OOM_FD + 1
+    control_copy = fcntl.fcntl(control_fd, fcntl.F_DUPFD_CLOEXEC, above)  # First above both numbers, because either may lie where the other one goes.
+    oom_copy = fcntl.fcntl(oom_fd, fcntl.F_DUPFD_CLOEXEC, above) if oom_fd >= 0 else -1
+    os.dup2(control_copy, _CONTROL_FD, False)
+    if oom_copy < 0:
         system_calls.close_from(_CONTROL_FD + 1)
-        init.run_init(control)
-    except BaseException as error:  # The forked process must never return into the loop of the template, and the agent must learn the reason.
-        control.send(REPORT.pack(FAILED, 0, getattr(error, "errno", None) or 0, 0, 0) + (str(error) or type(error).__name__).encode("utf-8", "replace"))
-    finally:
-        os._exit(1)
+        return -1
+    os.dup2(oom_copy, _OOM_FD, False)
+    system_calls.close_from(above)
+    return _OOM_FD
 
 
-def _serve_forever(sock: socket.socket, controls: Sequence[str]) -> NoReturn:
-    while True:
-        data, fds = _receive(sock)
-        if not data:
-            os._exit(0)  # The agent has ended, or needs the template no longer.
-        number, namespaces = REQUEST.unpack_from(data)
-        text = b""
+class Template:
+    """The loop of the template.
+
+    Args:
+        sock: the socket of the agent.
+        controls: see `slot_view.enter_slot`.
+        machine_fd: the descriptor of a mount namespace with the mounts of the machine, in which this process mounts the folders of slots because the agent may
+            not do so; -1 if the agent sends detached mounts.
+        own_fd: the descriptor of the mount namespace of this process, if there is another one.
+    """
+
+    def __init__(self, sock: socket.socket, controls: Sequence[str], machine_fd: int, own_fd: int) -> None:
+        self._sock = sock
+        self._controls = controls
+        self._machine_fd = machine_fd
+        self._own_fd = own_fd
+
+    def serve_forever(self) -> NoReturn:
+        """Fork an init for each message of the agent, until the agent closes the socket."""
+        while True:
+            data, fds = _receive(self._sock)
+            if not data:
+                os._exit(0)  # The agent has ended, or needs the template no longer.
+            number, namespaces = REQUEST.unpack_from(data)
+            text = b""
+            try:
+                if self._machine_fd >= 0:
+                    fds[1:1] = self._open_mounts(marshal.loads(data[REQUEST.size :])["folders"])
+                result = system_calls.fork_sibling(namespaces)
+            except OSError as error:
+                result, text = -(error.errno or 1), (error.strerror or str(error)).encode("utf-8", "replace")
+            if result == 0:
+                self._run_init(data, fds)
+            for fd in fds:
+                os.close(fd)
+            self._sock.send(ANSWER.pack(number, result) + text)
+
+    def _open_mounts(self, folders: Sequence[Folder]) -> List[int]:
+        """Return detached mounts of the folders of a slot, which only the agent can name."""
+        system_calls.join_namespace(self._machine_fd, system_calls.CLONE_NEWNS)
+        fds: List[int] = []
         try:
-            result = system_calls.fork_sibling(namespaces)
-        except OSError as error:
-            result, text = -(error.errno or 1), str(error).encode()
-        if result == 0:
-            _run_init(sock, data, fds, controls)
-        for fd in fds:
-            os.close(fd)
-        sock.send(ANSWER.pack(number, result) + text)
+            for path, read_only, expected in folders:
+                fds.append(detached_mounts.open_detached_mount(path, read_only, expected))
+        except OSError:
+            for fd in fds:
+                os.close(fd)
+            raise
+        finally:
+            system_calls.join_namespace(self._own_fd, system_calls.CLONE_NEWNS)
+        return fds
+
+    def _run_init(self, data: bytes, fds: List[int]) -> NoReturn:
+        """Become the init of a slot, in the forked process."""
+        control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, fds[0])
+        try:
+            self._sock.close()
+            request = marshal.loads(data[REQUEST.size :])
+            first_join = len(fds) - request["joins"]
+            oom_fd = slot_view.enter_slot(request, fds[1:first_join], fds[first_join:], self._controls)
+            oom_fd = _move_descriptors(control.detach(), oom_fd)
+            control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, _CONTROL_FD)
+            init.run_init(control, oom_fd)
+        except BaseException as error:  # The forked process must never return into the loop of the template, and the agent must learn the reason.
+            number = error.errno or 0 if isinstance(error, OSError) else 0
+            text = error.strerror or str(error) if isinstance(error, OSError) else "%s: %s" % (type(error).__name__, error)
+            control.send(REPORT.pack(FAILED, 0, number, 0, 0) + text.encode("utf-8", "replace"))
+        finally:
+            os._exit(1)
 
 
 def main() -> NoReturn:
-    """Set the template up as the first message on the socket says, whose descriptor is the first argument, and fork an init for each further message."""
+    """Set the template up as the first message on the socket says, and fork an init for each further message.
+
+    The arguments are the descriptor of the socket and, if there is one, those of the mount namespace of the machine and of its own, see `Template`.
+    """
     take_ordinary_priority()
     system_calls.set_process_name(b"slot-template")
-    fd = int(sys.argv[1])
-    os.set_inheritable(fd, False)
+    fd, machine_fd, own_fd = (*map(int, sys.argv[1:]), -1, -1)[:3]
+    for inherited in (fd, machine_fd, own_fd):
+        if inherited >= 0:
+            os.set_inheritable(inherited, False)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, fd)
     data, _ = _receive(sock)
     if not data:
         os._exit(0)
     _import_what_inits_need()
-    controls = slot_view.list_read_only_controls()
     try:
+        template = Template(sock, slot_view.list_read_only_controls(), machine_fd, own_fd)
         _confine_template(marshal.loads(data[REQUEST.size :]))
     except OSError as error:
         sock.send(ANSWER.pack(_SET_UP, -(error.errno or 1)) + str(error).encode())
@@ -130,4 +185,4 @@ def main() -> NoReturn:
     gc.collect()
     gc.freeze()  # The collector then writes nothing to the memory that all inits share.
     sock.send(ANSWER.pack(_SET_UP, os.getpid()))
-    _serve_forever(sock, controls)
+    template.serve_forever()

@@ -1,4 +1,4 @@
-"""Lets bubblewrap make a mount namespace, and opens it, so that the template can join it."""
+"""Lets bubblewrap make namespaces, and opens them, so that the template can join them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ _HOLD = "echo; read -r line"  # Says that the mounts are complete, and keeps the
 _INFO_BYTES = 4096
 
 
-async def open_mount_namespace(bwrap: str, mount_args: Sequence[str], shell: str, marker: str) -> int:
-    """Return the descriptor of a new mount namespace that bubblewrap has set up. The caller closes it.
+async def open_namespaces(bwrap: str, mount_args: Sequence[str], shell: str, marker: str, kinds: Sequence[str]) -> list[int]:
+    """Return descriptors of the new namespaces that bubblewrap has set up. The caller closes them.
 
     Args:
         bwrap: the path of bubblewrap.
         mount_args: its arguments.
         shell: the path of bash, outside and inside of the namespace.
         marker: a path; one of the arguments is below it, and no other process of bubblewrap has such an argument.
+        kinds: which namespaces: `mnt`, `user`.
 
     Raises:
         StartFailed: bubblewrap failed; the text contains its error.
@@ -35,7 +36,7 @@ async def open_mount_namespace(bwrap: str, mount_args: Sequence[str], shell: str
     try:
         holder = _start_holder([bwrap, *mount_args, "--info-fd", str(info_w), "--", shell, "-c", _HOLD], info_w)
         try:
-            return await _open_namespace_of(holder, info_r)
+            return await _open_namespaces_of(holder, info_r, kinds)
         except BaseException:  # also when this task is cancelled: no process may be left of the start
             holder.kill()
             await asyncio.get_running_loop().run_in_executor(None, kill_bwrap_processes, marker)
@@ -57,7 +58,7 @@ def _start_holder(argv: Sequence[str], info_fd: int) -> subprocess.Popen[bytes]:
         os.close(info_fd)
 
 
-async def _open_namespace_of(holder: subprocess.Popen[bytes], info_fd: int) -> int:
+async def _open_namespaces_of(holder: subprocess.Popen[bytes], info_fd: int, kinds: Sequence[str]) -> list[int]:
     if holder.stdout is None or holder.stderr is None:
         raise ValueError("the process must have pipes")
     if not await wait_readable(holder.stdout.fileno(), init_start.START_TIMEOUT_S):
@@ -66,7 +67,7 @@ async def _open_namespace_of(holder: subprocess.Popen[bytes], info_fd: int) -> i
         text = holder.stderr.read().decode("utf-8", "replace").strip()
         raise StartFailed(text.splitlines()[-1] if text else "bubblewrap has ended before it had set up the mounts of the template")
     pid = int(json.loads(os.read(info_fd, _INFO_BYTES))["child-pid"])
-    return os.open("/proc/%d/ns/mnt" % pid, os.O_RDONLY | os.O_CLOEXEC)
+    return [os.open("/proc/%d/ns/%s" % (pid, kind), os.O_RDONLY | os.O_CLOEXEC) for kind in kinds]
 
 
 def _close_pipes(holder: subprocess.Popen[bytes]) -> None:

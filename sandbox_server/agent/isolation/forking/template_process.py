@@ -35,13 +35,15 @@ class Launcher:
     """How a template gets into a mount namespace.
 
     Args:
-        namespace_fd: the descriptor of the namespace.
+        mounts_fd: the descriptor of the namespace.
+        users_fd: the descriptor of the user namespace that owns it; -1 if that is the user namespace of the agent.
         python: the interpreter that joins it, as the agent sees it.
         lib: the folder with the code of the launcher, as the agent sees it.
         environment: the environment variables of that interpreter.
     """
 
-    namespace_fd: int
+    mounts_fd: int
+    users_fd: int
     python: str
     lib: str
     environment: Mapping[str, str]
@@ -231,8 +233,8 @@ async def start_template(
 def _spawn(argv: list[str], environment: Mapping[str, str], launcher: Launcher | None, socket_fd: int, stderr_fd: int) -> subprocess.Popen[bytes]:
     pass_fds = [socket_fd]
     if launcher is not None:
-        pass_fds.append(launcher.namespace_fd)
-        own = [launcher.python, "-I", "-S", "-B", "-c", _LAUNCHER_CODE % launcher.lib, str(launcher.namespace_fd)]
+        pass_fds += [fd for fd in (launcher.mounts_fd, launcher.users_fd) if fd >= 0]
+        own = [launcher.python, "-I", "-S", "-B", "-c", _LAUNCHER_CODE % launcher.lib, str(launcher.mounts_fd), str(launcher.users_fd)]
         argv = [*own, environment.get("LD_LIBRARY_PATH", ""), *argv]
         environment = launcher.environment
     # This runs in the main thread, because the parent-death signals of the template and of its inits are bound to the thread that forks.

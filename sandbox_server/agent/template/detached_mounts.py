@@ -9,6 +9,12 @@ import ctypes
 import errno
 import os
 
+from sandbox_server.agent.template.system_calls import check
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Tuple
+
 #: The numbers of these system calls are the same on every processor.
 _OPEN_TREE, _MOUNT_SETATTR = 428, 442
 _OPEN_TREE_CLONE = 1
@@ -20,14 +26,7 @@ _PATH_FLAGS = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def _check(subject: str, result: int) -> int:
-    if result < 0:
-        number = ctypes.get_errno()
-        raise OSError(number, "%s: %s" % (subject, os.strerror(number)))
-    return result
-
-
-def open_detached_mount(path: str, read_only: bool = False, expected: tuple[int, int] | None = None) -> int:
+def open_detached_mount(path: str, read_only: bool = False, expected: Tuple[int, int] | None = None) -> int:
     """Return the descriptor of a detached mount of a folder or file, without the mounts below it. Set-user-id bits and devices have no effect in it.
 
     Args:
@@ -45,14 +44,14 @@ def open_detached_mount(path: str, read_only: bool = False, expected: tuple[int,
             if (info.st_dev, info.st_ino) != expected:
                 raise OSError(errno.ESTALE, "%s was replaced" % ascii(path))
         flags = _OPEN_TREE_CLONE | os.O_CLOEXEC | _AT_EMPTY_PATH
-        mount_fd = _check("open_tree", _libc.syscall(ctypes.c_long(_OPEN_TREE), ctypes.c_int(path_fd), b"", ctypes.c_uint(flags)))
+        mount_fd = check("open_tree", _libc.syscall(ctypes.c_long(_OPEN_TREE), ctypes.c_int(path_fd), b"", ctypes.c_uint(flags)))
     finally:
         os.close(path_fd)
     try:
         attributes = _ATTR_NOSUID | _ATTR_NODEV | (_ATTR_RDONLY if read_only else 0)
         request = (ctypes.c_uint64 * 4)(attributes, 0, _MS_PRIVATE, 0)  # What is set, what is cleared, the propagation, and a user namespace.
         arguments = (ctypes.c_int(mount_fd), b"", ctypes.c_uint(_AT_EMPTY_PATH), request, ctypes.c_size_t(ctypes.sizeof(request)))
-        _check("mount_setattr", _libc.syscall(ctypes.c_long(_MOUNT_SETATTR), *arguments))
+        check("mount_setattr", _libc.syscall(ctypes.c_long(_MOUNT_SETATTR), *arguments))
     except OSError:
         os.close(mount_fd)
         raise
