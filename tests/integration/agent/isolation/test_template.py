@@ -17,7 +17,7 @@ from tests.integration.agent.conftest import MODES, Maker
 
 CYCLES = 200
 FORKED = [mode for mode in MODES if mode[0] != "none"]
-forked_modes = pytest.mark.parametrize(("mode", "user"), FORKED, ids="-".join)
+forked_modes = pytest.mark.parametrize(("mode", "user"), FORKED, ids=["-".join(mode) for mode in FORKED])
 
 # What a program sees of its slot, without what differs between any two slots: numbers of processes and mounts, and the folders and users of the slot.
 VIEW = r"""
@@ -31,8 +31,16 @@ ps -e -o pid=,sid=,ni=,cls= | head -1
 """
 
 
-# The /proc that the slot's own one covers, which shows no process, and the read-only folder of init.
-EXTRA = {"root": [], "user": [f"{line},nosuid,nodev,noexec,relatime proc proc rw" for line in ("/proc rw", "/proc/1 ro")]}
+# The /proc that the slot's own one covers, which shows no process, and the folder of init, which is protected by mounts.
+EXTRA = {
+    "root": [],
+    "user": [
+        "/proc rw,nosuid,nodev,noexec,relatime proc proc rw",
+        "/proc/1 ro,nosuid,nodev,noexec,relatime proc proc rw",
+        "/proc/1/fd ro,nosuid,nodev,relatime tmpfs tmpfs rw,uid=65534,gid=65534",
+        "/proc/1/task/1/fd ro,nosuid,nodev,relatime tmpfs tmpfs rw,uid=65534,gid=65534",
+    ],
+}
 OWN = re.compile(r"agent-\w+|s-[0-9a-f]{8}|\b1\d{6}\b")  # The folder of the agent, its sandbox, and the user of a slot.
 
 
@@ -50,9 +58,8 @@ async def test_a_forked_slot_sees_what_an_executed_slot_sees(make_harness: Maker
         assert Counter(expected) - Counter(seen) == Counter()
 
 
-@forked_modes
-async def test_a_killed_template_is_replaced_and_no_slot_notices(make_harness: Maker, mode: str, user: str) -> None:
-    harness = await make_harness(mode, user, spares=0)
+async def test_a_killed_template_is_replaced_and_no_slot_notices(make_harness: Maker) -> None:
+    harness = await make_harness(spares=0)
     running = asyncio.create_task(harness.bash("touch up; until [ -e go ]; do sleep 0.02; done; echo alive", "1"))
     await harness.until("[ -e up ]", "1")
     (first,) = harness.templates()
@@ -68,9 +75,8 @@ async def test_a_killed_template_is_replaced_and_no_slot_notices(make_harness: M
     assert (await harness.reset("1"))["state"] == "ready"
 
 
-@forked_modes
-async def test_a_template_that_hangs_while_slots_start_loses_none(make_harness: Maker, mode: str, user: str) -> None:
-    harness = await make_harness(mode, user, spares=0)
+async def test_a_template_that_hangs_while_slots_start_loses_none(make_harness: Maker) -> None:
+    harness = await make_harness(spares=0)
     (first,) = harness.templates()
     first.send_signal(signal.SIGSTOP)
     resets = [asyncio.create_task(harness.reset(slot)) for slot in ("0", "1")]
@@ -83,7 +89,7 @@ async def test_a_template_that_hangs_while_slots_start_loses_none(make_harness: 
 
 
 async def test_nothing_is_left_behind_after_many_slots(make_harness: Maker) -> None:
-    harness = await make_harness("bwrap", spares=0)
+    harness = await make_harness(spares=0)
     (template,) = harness.templates()
     agent = psutil.Process(harness.process.pid)
 
