@@ -15,13 +15,15 @@ import ctypes, json, os, socket
 libc = ctypes.CDLL(None, use_errno=True)
 PROCESS_VM_READV, PIDFD_OPEN, PIDFD_GETFD = 310 if os.uname().machine == "x86_64" else 270, 434, 438
 PTRACE_ATTACH, PTRACE_SEIZE = 16, 0x4206
+FOLDERS = ["fd", "fdinfo", "map_files", "root", "cwd"]
+FILES = ["mem", "environ", "maps", "smaps_rollup", "auxv", "syscall", "stack", "personality", "exe"] + FOLDERS
 reached = []
 
 def opens(pid, name):
     try:
         path = "/proc/%d/%s" % (pid, name)
-        if name in ("fd", "task", "map_files", "root", "cwd", "fdinfo"):
-            reached.extend("%s/%s" % (path, entry) for entry in os.listdir(path) if name != "task")
+        if name in FOLDERS or name.startswith("task/"):
+            os.listdir(path); reached.append(path)
         else:
             with open(path, "rb") as file:
                 if file.read(1): reached.append(path)
@@ -63,7 +65,7 @@ for pid in filter(str.isdigit, os.listdir("/proc")):
     except OSError: pass
 targets = TARGETS + [pid for pid, name in visible.items() if name in ("slot-template", "slot-init")]
 for pid in targets:
-    for name in ("mem", "environ", "maps", "smaps_rollup", "auxv", "syscall", "stack", "personality", "fd", "map_files", "root", "cwd", "fdinfo", "exe"):
+    for name in FILES + ["task/%d/fd" % pid]:
         opens(pid, name)
     traces(pid); changes(pid); writes(pid)
     if visible.get(pid) != "slot-init" or pid != 1: signals(pid)

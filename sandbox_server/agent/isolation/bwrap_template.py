@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 import os
 from typing import Any, Awaitable, Callable
@@ -89,16 +88,16 @@ class BwrapTemplate:
         }
         namespaces = _NAMESPACES | (0 if plan.has_network else system_calls.CLONE_NEWNET) | (0 if self._is_root else system_calls.CLONE_NEWUSER)
         request: dict[str, Any] = {"network": not plan.has_network, "view": view}
+        folders: list[tuple[str, bool, tuple[int, int] | None]] = [(path, read_only, None) for _, path, read_only in mounts]
+        # No process of the slot runs now, and each entry must still be the one that the agent has examined.
+        folders += [(_path_of(plan.dirs, entry), True, (entry.device, entry.inode)) for entry in plan.read_only]
         mount_fds: list[int] = []
         try:
             if self._is_root:
-                for _, path, read_only in mounts:
-                    mount_fds.append(_open_mount(path, read_only))
-                for entry in plan.read_only:
-                    mount_fds.append(_open_entry(plan.dirs, entry))
+                for path, read_only, expected in folders:
+                    mount_fds.append(_open_mount(path, read_only, expected))
             else:
-                request["folders"] = [(path, read_only, None) for _, path, read_only in mounts]
-                request["folders"] += [(_path_of(plan.dirs, entry), True, (entry.device, entry.inode)) for entry in plan.read_only]
+                request["folders"] = folders
             template = self._templates[plan.cache is not None]
             return await template.start_init(namespaces, request, mount_fds, plan.groups.join_fds, plan.init_config, plan.sets_floor)
         finally:
@@ -126,17 +125,8 @@ def _path_of(dirs: Dirs, entry: ReadOnlyEntry) -> str:
     return os.path.join(dirs.workspace, entry.name)
 
 
-def _open_mount(path: str, read_only: bool) -> int:
+def _open_mount(path: str, read_only: bool, expected: tuple[int, int] | None = None) -> int:
     try:
-        return open_detached_mount(path, read_only)
+        return open_detached_mount(path, read_only, expected)
     except OSError as error:
-        raise StartFailed("a folder of the slot could not be mounted: %s" % error, temporary=error.errno in TEMPORARY_ERRORS) from None
-
-
-def _open_entry(dirs: Dirs, entry: ReadOnlyEntry) -> int:
-    """Return a detached mount of a read-only entry, which must be the one that the agent has examined. No process of the slot runs now."""
-    try:
-        return open_detached_mount(_path_of(dirs, entry), read_only=True, expected=(entry.device, entry.inode))
-    except OSError as error:
-        what = "was replaced" if error.errno == errno.ESTALE else "could not be mounted: %s" % error
-        raise StartFailed("the read-only entry %s of the workspace %s" % (ascii(entry.name), what), temporary=error.errno in TEMPORARY_ERRORS) from None
+        raise StartFailed("%s could not be mounted: %s" % (path, error.strerror), temporary=error.errno in TEMPORARY_ERRORS) from None

@@ -32,7 +32,7 @@ def open_detached_mount(path: str, read_only: bool = False, expected: Tuple[int,
     Args:
         path: the folder or file. Its last component is not followed if it is a symbolic link.
         read_only: whether nothing can be changed through the mount.
-        expected: the device and the inode that it must have; None for any.
+        expected: the device and the inode of a read-only entry of a workspace, as the agent has examined it; None for another folder or file.
 
     Raises:
         OSError: it cannot be opened or mounted, or is not the expected one.
@@ -42,7 +42,7 @@ def open_detached_mount(path: str, read_only: bool = False, expected: Tuple[int,
         if expected is not None:
             info = os.fstat(path_fd)
             if (info.st_dev, info.st_ino) != expected:
-                raise OSError(errno.ESTALE, "%s was replaced" % ascii(path))
+                raise OSError(errno.ESTALE, "the read-only entry %s of the workspace was replaced" % ascii(os.path.basename(path)))
         flags = _OPEN_TREE_CLONE | os.O_CLOEXEC | _AT_EMPTY_PATH
         mount_fd = check("open_tree", _libc.syscall(ctypes.c_long(_OPEN_TREE), ctypes.c_int(path_fd), b"", ctypes.c_uint(flags)))
     finally:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 2, 4, 8, 32, 0x1000, 0x4000, 1 << 18
 #: The machine's settings and controls in /proc. bubblewrap makes those of them read-only that it could change itself.
 _CONTROLS = ("/proc/sys", "/proc/sysrq-trigger", "/proc/irq", "/proc/bus")
-_EMPTY_FOLDER = "/run"
 _ENTRY_FLAGS = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -141,8 +140,8 @@ def _protect_init() -> None:
     """
     private_mounts.mount("/proc/1", "/proc/1", None, _MS_BIND)
     private_mounts.mount("none", "/proc/1", None, _MS_REMOUNT | _MS_BIND | _MS_RDONLY | _MS_NOSUID | _MS_NODEV | _MS_NOEXEC)
-    for path in ("/proc/1/fd", "/proc/1/task/1/fd"):
-        private_mounts.mount(_EMPTY_FOLDER, path, None, _MS_BIND)
+    private_mounts.mount("tmpfs", "/proc/1/fd", "tmpfs", _MS_RDONLY | _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, "mode=0000,size=4096")
+    private_mounts.mount("/proc/1/fd", "/proc/1/task/1/fd", None, _MS_BIND)
 
 
 def _enter_last_user_namespace(own_folder: int, uid: int) -> None:

@@ -37,11 +37,11 @@ EXTRA = {
     "user": [
         "/proc rw,nosuid,nodev,noexec,relatime proc proc rw",
         "/proc/1 ro,nosuid,nodev,noexec,relatime proc proc rw",
-        "/proc/1/fd ro,nosuid,nodev,relatime tmpfs tmpfs rw,uid=65534,gid=65534",
-        "/proc/1/task/1/fd ro,nosuid,nodev,relatime tmpfs tmpfs rw,uid=65534,gid=65534",
+        "/proc/1/fd ro,nosuid,nodev,noexec,relatime tmpfs tmpfs ro,size=4k,mode=000,",
+        "/proc/1/task/1/fd ro,nosuid,nodev,noexec,relatime tmpfs tmpfs ro,size=4k,mode=000,",
     ],
 }
-OWN = re.compile(r"agent-\w+|s-[0-9a-f]{8}|\b1\d{6}\b")  # The folder of the agent, its sandbox, and the user of a slot.
+OWN = re.compile(r"agent-\w+|uid=\d+,gid=\d+|s-[0-9a-f]{8}|\b1\d{6}\b")  # The folder of the agent, its sandbox, and the user of a slot.
 
 
 @forked_modes
