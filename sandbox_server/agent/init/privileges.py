@@ -177,7 +177,7 @@ def check_privileges_dropped(config: Mapping[str, Any]) -> None:
     """Check in /proc/self/status that all privileges have been dropped. A slot whose init fails this check is never started.
 
     Args:
-        config: the configuration of init, with `uid` and `groups`.
+        config: the configuration of init, with `mode`, `uid` and `groups`.
 
     Raises:
         OSError: a privilege is still held; the text names it.
@@ -188,7 +188,7 @@ def check_privileges_dropped(config: Mapping[str, Any]) -> None:
             raise OSError(errno.EPERM, "init still holds capabilities: %s %s" % (name.decode(), status[name].decode().strip()))
     if status[b"NoNewPrivs"].strip() != b"1" or status[b"Seccomp"].strip() != b"2":
         raise OSError(errno.EPERM, "no_new_privs or the system call filter is not in force")
-    if config["uid"] is not None and int(status[b"CapBnd"], 16) != 0:
+    if config["mode"] == "bwrap" and int(status[b"CapBnd"], 16) != 0:
         raise OSError(errno.EPERM, "the capability bounding set of init is not empty: %s" % status[b"CapBnd"].decode().strip())
     if config["uid"] is not None and set(status[b"Uid"].split()) != {b"%d" % config["uid"]}:
         raise OSError(errno.EPERM, "init does not run as uid %d" % config["uid"])

@@ -132,8 +132,6 @@ class BwrapIsolation:
                 first = await template.start_init(plan)
             except StartFailed as error:
                 template.end_start()
-                if error.temporary:
-                    raise
                 self.slot_start = "executed: %s" % error
                 log.info("slots are not forked from a template: %s", error)
             except BaseException:  # also when this task is cancelled

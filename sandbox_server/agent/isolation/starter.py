@@ -113,7 +113,7 @@ class SharedViewStarter:
             try:
                 started_init = await self._template.start_init(0, {"view": None}, (), groups.join_fds, config, context.sets_floor)
             except StartFailed as error:
-                if self.slot_start == "forked" or error.temporary or private_mounts.FAILURE_PREFIX in str(error):
+                if self.slot_start == "forked" or private_mounts.FAILURE_PREFIX in str(error):
                     raise
                 self.end_template()
                 self._template, self.slot_start = None, "executed: %s" % error

@@ -138,8 +138,14 @@ class Template:
                 os.close(fd)
             raise
         finally:
-            system_calls.join_namespace(self._own_fd, system_calls.CLONE_NEWNS)
+            self._return_to_own_mounts()
         return fds
+
+    def _return_to_own_mounts(self) -> None:
+        try:
+            system_calls.join_namespace(self._own_fd, system_calls.CLONE_NEWNS)
+        except OSError:
+            os._exit(1)  # No slot may be forked where the machine's mounts are seen. The agent starts another template.
 
     def _run_init(self, data: bytes, fds: List[int]) -> NoReturn:
         """Become the init of a slot, in the forked process."""

@@ -12,8 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.integration.agent.agent_harness import AgentHarness
-from tests.integration.agent.conftest import MODES, Maker
+from tests.integration.agent.agent_harness import AgentHarness, agent_process, connected
+from tests.integration.agent.conftest import MODES, Maker, runner_of
 
 CYCLES = 200
 FORKED = [mode for mode in MODES if mode[0] != "none"]
@@ -129,3 +129,28 @@ async def test_a_template_has_the_rights_and_files_that_it_needs_alone(bwrap: Ag
     assert set(template.environ()) <= {"LD_LIBRARY_PATH"}
     assert [mount for mount in agent_mounts(template.pid) if str(bwrap.folder / "base" / "slots") in mount] == []
     assert (await asyncio.to_thread(template.parent)) == agent
+
+
+# Executes a program on a kernel without clone3, as far as the program can tell.
+WITHOUT_CLONE3 = """
+import ctypes, errno, os, struct, sys
+instructions = (0x20, 0, 0, 0), (0x15, 0, 1, 435), (0x06, 0, 0, 0x50000 | errno.ENOSYS), (0x06, 0, 0, 0x7FFF0000)
+program = b"".join(struct.pack("<HBBI", *words) for words in instructions)
+class Filter(ctypes.Structure):
+    _fields_ = [("length", ctypes.c_ushort), ("program", ctypes.c_char_p)]
+libc = ctypes.CDLL(None)
+none = ctypes.c_ulong(0)
+assert libc.prctl(38, ctypes.c_ulong(1), none, none, none) == 0
+assert libc.prctl(22, ctypes.c_ulong(2), ctypes.byref(Filter(4, program)), none, none) == 0
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+@forked_modes
+async def test_slots_are_executed_where_the_kernel_cannot_fork_them(mode: str, user: str) -> None:
+    runner = runner_of(user)
+    with agent_process(runner, mode, [runner.python, "-I", "-c", WITHOUT_CLONE3], slots=1, spares=0) as agent:
+        async with connected(agent) as harness:
+            assert harness.link.hello["capabilities"]["slot_start"] == "executed: the template of slots: clone3: Function not implemented"
+            assert harness.templates() == []
+            assert (await harness.bash("echo fine")).text == "fine\n"
