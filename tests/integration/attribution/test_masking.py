@@ -18,6 +18,7 @@ import pytest
 from sandbox_server.agent.kernel.priority import RAISED_NICE, RAISED_SLICE_NS, SLOT_SLICE_NS
 from tests.integration.attribution.conftest import POOL, Open, new_pool, open_pool_harness
 from tests.integration.attribution.pool_harness import HOG, TAKE_ALL_PROCESSES, PoolHarness, blame, proof
+from tests.support.prepared.service import prepared_service
 from tests.support.service import Service, running_service
 from tests.support.users import ordinary_user
 
@@ -150,6 +151,7 @@ def within_group(controller: str, **limits: int) -> Iterator[Path]:
     lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     home = mount / next(line.split(":", 2)[2].lstrip("/") for line in lines if controller in line.split(":", 2)[1].split(","))
     group = home / f"sp-test-{uuid.uuid4().hex[:8]}"
+    prepared_service()  # It lives as long as the tests. If its first use were within the group, the group would never be empty.
     group.mkdir()
     for name, value in limits.items():
         (group / name.replace("__", ".")).write_text(str(value), encoding="ascii")
