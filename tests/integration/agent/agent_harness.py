@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import json
@@ -187,6 +188,22 @@ def agent_process(runner: Runner, mode: str, prefix: Sequence[str] = (), **setti
             process.wait()
         with contextlib.suppress(OSError):  # processes that a killed agent has left running may still write there
             delete_tree(str(folder))  # deeper than shutil.rmtree goes
+
+
+def lives(process: psutil.Process) -> bool:
+    """Whether a process runs. One that has ended and has not been reaped does not."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+async def wait_for_ends(processes: Sequence[psutil.Process], within_s: float = 10.0) -> list[psutil.Process]:
+    """Wait until processes have ended, and not until they were reaped, which the machine may do much later. Returns those that still live after the time."""
+    deadline = time.monotonic() + within_s
+    while (living := [process for process in processes if lives(process)]) and time.monotonic() < deadline:
+        await asyncio.sleep(0.01)
+    return living
 
 
 def _wait_for_socket(folder: Path, process: subprocess.Popen[bytes]) -> None:
