@@ -10,9 +10,9 @@ HOST ?= 127.0.0.1
 PORT ?= 8700
 # Further arguments for the program that a target runs: make test ARGS="-k acquire"
 ARGS ?=
-# How many tests `make test` runs side by side; 0 runs them one after another. The default is one more than the machine has processor cores, because tests
-# wait for a quarter of their time.
-WORKERS ?= $(shell expr $$(nproc) + 1)
+# How many tests `make test` runs side by side; 0 runs them one after another. The default is one per processor core. One more is a fifth faster, because
+# tests wait for a quarter of their time, and leaves less room for those that measure time.
+WORKERS ?= $(shell nproc)
 # How many of the slowest tests pytest lists at the end.
 SLOWEST ?= 20
 
