@@ -14,7 +14,7 @@ from env_client.client import DEFAULT_TTL_S, AsyncSandboxClient
 from env_client.errors import BadAnswer, ClientClosed, SandboxError, ServiceError, TransportError
 from env_client.leases import AsyncLease
 from env_client.messages.calls import check_result
-from env_client.messages.message import describe_invalid_text
+from env_client.messages.message import measure_args
 from env_client.retry import RetryPolicy
 from env_client.values import AcquireOptions, Call, Fault, FileEntry, LeaseInfo, Reason, Result
 
@@ -190,13 +190,13 @@ class RemoteToolBackend:
             ServiceError: the service refuses the whole batch, for example because of the token.
         """
         calls = [slot.lease.call(tool, args, timeout_s=timeout_s) for slot, tool, args in requests]
-        problems = [describe_invalid_text({"tool": call.tool, "args": call.args}) for call in calls]
+        problems = [measure_args([call.tool, call.args])[1] for call in calls]
         valid_calls = [call for call, problem in zip(calls, problems, strict=True) if problem is None]
         results: list[ExecutionResult] = []
         for first in range(0, len(valid_calls), MAX_CALLS_OF_REQUEST):
             results += await self._execute_one_request(valid_calls[first : first + MAX_CALLS_OF_REQUEST])
         remaining = iter(results)
-        return [next(remaining) if problem is None else invalid_text_result(call, problem) for call, problem in zip(calls, problems, strict=True)]
+        return [next(remaining) if problem is None else invalid_args_result(call, problem) for call, problem in zip(calls, problems, strict=True)]
 
     async def execute(self, slot: Slot, tool: str, args: Mapping[str, Any], *, timeout_s: float | None = None) -> ExecutionResult:
         """Run one tool call; see `execute_batch`."""
@@ -287,8 +287,8 @@ def execution_result(result: Result) -> ExecutionResult:
     return ExecutionResult(result.success, result.output, result.error, metadata)
 
 
-def invalid_text_result(call: Call, problem: str) -> ExecutionResult:
-    """Create the result of a call that cannot be sent because its arguments contain half of a surrogate pair. A model can write one with a JSON escape."""
+def invalid_args_result(call: Call, problem: str) -> ExecutionResult:
+    """Create the result of a call that did not run because its arguments cannot be sent; `problem` is one sentence on why."""
     metadata = {
         "reason": Reason.INVALID_ARGS.value,
         "fault": Fault.POLICY.value,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import logging
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from types import TracebackType
@@ -14,18 +16,25 @@ from env_client.context_managers import explained_async_context_manager, explain
 from env_client.discovery import find_service
 from env_client.errors import SandboxError
 from env_client.leases import AsyncLease, Lease
+from env_client.messages.leases import new_request_key, release_cancelled_message
 from env_client.operations.lease_operations import AsyncOperations, Operations
 from env_client.retry import RetryPolicy
+from env_client.transport.cancellation import finish_despite_cancellation
 from env_client.transport.connections import async_connections, default_max_connections, sync_connections
 from env_client.transport.heartbeat import AsyncHeartbeat, ThreadHeartbeat
 from env_client.transport.request_core import RequestCore
 from env_client.transport.senders import AsyncSender, SyncSender
-from env_client.values import AcquireOptions
+from env_client.values import Acquired, AcquireOptions
+
+log = logging.getLogger("env_client")
 
 #: The contract's default `ttl_s`, in seconds.
 DEFAULT_TTL_S = 300.0
 #: How long a renewal, or a release after an error, is retried, in seconds.
 SHORT_RETRY_S = 2.0
+#: How long a cancelled acquire of an `AsyncSandboxClient` waits at most for the release of its slots, in seconds. One release takes milliseconds, but
+#: those of a thousand acquires that are cancelled together take seconds.
+CANCELLED_RELEASE_S = 10.0
 
 
 class AsyncSandboxClient(AsyncOperations):
@@ -54,9 +63,18 @@ class AsyncSandboxClient(AsyncOperations):
         core, short_retry_core = _request_cores(url, token, retry)
         connections = transport or async_connections(httpx.URL(core.endpoint.url), max_connections or default_max_connections())
         super().__init__(AsyncSender(core, connections))
-        short_retry_sender = AsyncSender(short_retry_core, connections)
-        self._short_retry_operations = AsyncOperations(short_retry_sender)
-        self._heartbeat = AsyncHeartbeat(short_retry_sender)
+        self._short_retry_sender = AsyncSender(short_retry_core, connections)
+        self._short_retry_operations = AsyncOperations(self._short_retry_sender)
+        self._heartbeat = AsyncHeartbeat(self._short_retry_sender)
+
+    async def acquire(self, pool: str | None = None, count: int = 1, **options: Unpack[AcquireOptions]) -> Acquired:
+        """Acquire slots as `AsyncOperations.acquire` does. If the acquire is cancelled, its slots are released, whatever the service has granted by then.
+
+        The release takes at most 10 s. A `request_key` that the caller has given is not released: the caller can acquire with it again, or release it.
+        """
+        if options.get("request_key"):
+            return await super().acquire(pool, count, **options)
+        return await self._acquire_or_release(pool, count, options)
 
     @explained_async_context_manager
     @asynccontextmanager
@@ -72,7 +90,7 @@ class AsyncSandboxClient(AsyncOperations):
     @asynccontextmanager
     async def gang(self, count: int, pool: str | None = None, **options: Unpack[AcquireOptions]) -> AsyncIterator[tuple[AsyncLease, ...]]:
         """Hold `count` slots, all or none, for the duration of an `async with` block, as `lease` does."""
-        leases = await self.hold(count, pool, **options)
+        leases = self._renew_leases(await self._acquire_or_release(pool, count, options), options)
         try:
             yield leases
         except BaseException as error:  # also on cancellation and Ctrl-C: the leases end with the block, however it ends
@@ -85,8 +103,27 @@ class AsyncSandboxClient(AsyncOperations):
         await self.give_back(leases)
 
     async def hold(self, count: int = 1, pool: str | None = None, **options: Unpack[AcquireOptions]) -> tuple[AsyncLease, ...]:
-        """Acquire slots as `gang` does, without a block. The leases are renewed until `give_back` is called or the client is closed."""
-        acquired = await self.acquire(pool, count, **options)
+        """Acquire slots as `acquire` does, and renew their leases until `give_back` is called or the client is closed."""
+        return self._renew_leases(await self.acquire(pool, count, **options), options)
+
+    async def _acquire_or_release(self, pool: str | None, count: int, options: AcquireOptions) -> Acquired:
+        keyed_options, request_key = _with_request_key(options)
+        try:
+            return await super().acquire(pool, count, **keyed_options)
+        except asyncio.CancelledError:  # the service may have granted the slots, or grant them when the request arrives
+            await finish_despite_cancellation(self._release_cancelled_acquire(request_key))
+            raise
+
+    async def _release_cancelled_acquire(self, request_key: str) -> None:
+        try:
+            async with asyncio.timeout(CANCELLED_RELEASE_S):
+                await self._short_retry_sender.send(release_cancelled_message(request_key))
+        except SandboxError as error:
+            _warn_of_unreleased_key(request_key, str(error))
+        except TimeoutError:
+            _warn_of_unreleased_key(request_key, f"the release took longer than {CANCELLED_RELEASE_S:g} s")
+
+    def _renew_leases(self, acquired: Acquired, options: AcquireOptions) -> tuple[AsyncLease, ...]:
         self._sender.core.check_open()
         leases = tuple(AsyncLease(self, info) for info in acquired.leases)
         for lease in leases:
@@ -130,9 +167,15 @@ class SandboxClient(Operations):
         core, short_retry_core = _request_cores(url, token, retry)
         connections = transport or sync_connections(httpx.URL(core.endpoint.url), max_connections or default_max_connections())
         super().__init__(SyncSender(core, connections))
-        short_retry_sender = SyncSender(short_retry_core, connections)
-        self._short_retry_operations = Operations(short_retry_sender)
-        self._heartbeat = ThreadHeartbeat(short_retry_sender)
+        self._short_retry_sender = SyncSender(short_retry_core, connections)
+        self._short_retry_operations = Operations(self._short_retry_sender)
+        self._heartbeat = ThreadHeartbeat(self._short_retry_sender)
+
+    def acquire(self, pool: str | None = None, count: int = 1, **options: Unpack[AcquireOptions]) -> Acquired:
+        """See `AsyncSandboxClient.acquire`. Ctrl-C and `SystemExit` cancel an acquire of the main thread."""
+        if options.get("request_key"):
+            return super().acquire(pool, count, **options)
+        return self._acquire_or_release(pool, count, options)
 
     @explained_context_manager
     @contextmanager
@@ -145,7 +188,7 @@ class SandboxClient(Operations):
     @contextmanager
     def gang(self, count: int, pool: str | None = None, **options: Unpack[AcquireOptions]) -> Iterator[tuple[Lease, ...]]:
         """See `AsyncSandboxClient.gang`."""
-        leases = self.hold(count, pool, **options)
+        leases = self._renew_leases(self._acquire_or_release(pool, count, options), options)
         try:
             yield leases
         except BaseException as error:  # also on cancellation and Ctrl-C: the leases end with the block, however it ends
@@ -159,7 +202,20 @@ class SandboxClient(Operations):
 
     def hold(self, count: int = 1, pool: str | None = None, **options: Unpack[AcquireOptions]) -> tuple[Lease, ...]:
         """See `AsyncSandboxClient.hold`."""
-        acquired = self.acquire(pool, count, **options)
+        return self._renew_leases(self.acquire(pool, count, **options), options)
+
+    def _acquire_or_release(self, pool: str | None, count: int, options: AcquireOptions) -> Acquired:
+        keyed_options, request_key = _with_request_key(options)
+        try:
+            return super().acquire(pool, count, **keyed_options)
+        except (KeyboardInterrupt, SystemExit):  # a second one ends the release as well
+            try:
+                self._short_retry_sender.send(release_cancelled_message(request_key))
+            except SandboxError as error:
+                _warn_of_unreleased_key(request_key, str(error))
+            raise
+
+    def _renew_leases(self, acquired: Acquired, options: AcquireOptions) -> tuple[Lease, ...]:
         self._sender.core.check_open()
         leases = tuple(Lease(self, info) for info in acquired.leases)
         for lease in leases:
@@ -188,6 +244,16 @@ def _request_cores(url: str | None, token: str | None, retry: RetryPolicy | None
     endpoint, policy = find_service(url, token), retry or RetryPolicy()
     core = RequestCore(endpoint, policy)
     return core, RequestCore(endpoint, dataclasses.replace(policy, total_s=min(SHORT_RETRY_S, policy.total_s)), state=core.state)
+
+
+def _with_request_key(options: AcquireOptions) -> tuple[AcquireOptions, str]:
+    """Return the options of an acquire with a request key, and the key, which is a new one unless the options have one."""
+    request_key = options.get("request_key") or new_request_key()
+    return {**options, "request_key": request_key}, request_key
+
+
+def _warn_of_unreleased_key(request_key: str, reason: str) -> None:
+    log.warning("slots of a cancelled acquire may stay leased until their leases expire, because its request_key %s was not released: %s", request_key, reason)
 
 
 def _lease_ids(leases: Sequence[AsyncLease] | Sequence[Lease]) -> list[str]:

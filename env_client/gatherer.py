@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from env_client.backend import MAX_CALLS_OF_REQUEST, ExecutionResult, execution_result
+from env_client.backend import MAX_CALLS_OF_REQUEST, ExecutionResult, execution_result, invalid_args_result
 from env_client.client import AsyncSandboxClient
 from env_client.errors import (
     CallNotFound,
@@ -28,7 +28,7 @@ from env_client.errors import (
     Unauthorized,
 )
 from env_client.messages.calls import check_result
-from env_client.messages.message import encode_json
+from env_client.messages.message import measure_args
 from env_client.values import Call, Fault, Reason
 
 log = logging.getLogger("env_client")
@@ -349,36 +349,12 @@ class _RequestRoom:
         self._output_bytes += _output_limit_bytes(gathered.call)
 
 
-def measure_args(args: Any) -> tuple[int, str | None]:
-    """Return the size of arguments as JSON in bytes, and one sentence on why a service could not receive them, or None.
-
-    Args:
-        args: the arguments as a model wrote them: a number that JSON does not have, half of a surrogate pair and any depth are possible.
-
-    Raises:
-        InvalidRequest: the arguments contain an object that no model can have written, such as bytes.
-    """
-    try:
-        return len(encode_json(args)), None
-    except RecursionError:
-        return 0, "args: the arguments are nested too deeply"
-    except InvalidRequest as error:
-        if isinstance(error.__cause__, TypeError):
-            raise
-        return 0, f"args: {error.detail}"
-
-
 def is_nested_deeper(value: Any, depth: int) -> bool:
     """Return whether a JSON value has more than `depth` levels of objects and lists."""
     if not isinstance(value, Mapping | list | tuple):
         return False
     members = value.values() if isinstance(value, Mapping) else value
     return depth == 0 or any(is_nested_deeper(member, depth - 1) for member in members)
-
-
-def invalid_args_result(call: Call, problem: str) -> ExecutionResult:
-    """Create the result of a call that did not run because its arguments cannot be sent; `problem` is one sentence on why."""
-    return ExecutionResult(False, "", problem, _metadata(call, Reason.INVALID_ARGS, Fault.POLICY, evidence={"ran": False, "field": "args"}))
 
 
 def service_failure_result(call: Call, error: SandboxError) -> ExecutionResult:

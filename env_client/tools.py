@@ -165,10 +165,19 @@ def tool_schemas(tools: Collection[str] = BASE_TOOLS) -> list[dict[str, Any]]:
     Raises:
         ValueError: a name is not that of a slot tool.
     """
+    _check_names(tools)
+    return [copy.deepcopy(dict(_FUNCTIONS[tool])) for tool in tools]
+
+
+def _check_names(tools: Collection[str]) -> None:
+    """Check that every tool is one of a slot.
+
+    Raises:
+        ValueError: one of them is not.
+    """
     unknown = [tool for tool in tools if tool not in _FUNCTIONS]
     if unknown:
         raise ValueError(f"there is no slot tool {', '.join(map(repr, unknown))}; there are {', '.join(_FUNCTIONS)}")
-    return [copy.deepcopy(dict(_FUNCTIONS[tool])) for tool in tools]
 
 
 class CallExecutor(Protocol):
@@ -195,14 +204,14 @@ class SlotTools:
         self._lease = lease
         self._executor = executor
         self._timeout_s = timeout_s
-        self._schemas = tool_schemas(tools)
+        _check_names(tools)
         self._tools = tuple(tools)
         self._output_limit_bytes = output_limit_bytes
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """The schemas of the tools that the model may call."""
-        return copy.deepcopy(self._schemas)
+        """The schemas of the tools that the model may call, made anew at each access. Who rolls out many trajectories calls `tool_schemas` once instead."""
+        return tool_schemas(self._tools)
 
     async def run_model_call(self, tool: str, args: Any) -> ExecutionResult:
         """Run a tool call that a model has written.

@@ -64,7 +64,7 @@ class AcquireOptions(TypedDict, total=False):
     priority: int | None
     #: Labels of the lease, for finding it in lists.
     labels: dict[str, str] | None
-    #: Identifies the acquire: a repeated request with the same key gets the same leases. Default: a new key.
+    #: Identifies the acquire: a repeated request with the same key gets the same leases. Default: a new key, which is released if the acquire is cancelled.
     request_key: str | None
 
 

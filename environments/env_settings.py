@@ -11,7 +11,9 @@ from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from environments.rollouts.pool_spec import PoolRequest, PoolSettings, SettingsError, plan_pool
+from env_client import ServiceNotFound, find_service
+from environments.model_access.tokenizer_source import TokenizerUnavailable
+from environments.rollouts.pool_spec import PoolRequest, PoolSettings, SettingsError, describe_missing_service, plan_pool
 from environments.rollouts.service import ConnectionSettings
 from environments.tool_call_parsers import get_parser
 from environments.toolsets import ToolsetSettings
@@ -145,6 +147,20 @@ class AgentEnvSettings(BaseModel):
         names = [field.name for field in dataclasses.fields(PoolSettings)]
         return plan_pool(PoolSettings(**{name: getattr(self, name) for name in names}))
 
+    def check_service_address(self) -> None:
+        """Check, without network, that a service is named where one is needed, and that its address is one.
+
+        Raises:
+            SettingsError: it is not.
+        """
+        if self.sandbox_url:
+            try:
+                find_service(self.sandbox_url, self.sandbox_token)
+            except ServiceNotFound as error:
+                raise SettingsError(f"sandbox_url: {error.detail}") from error
+        elif self.sandbox_pool:
+            raise SettingsError(describe_missing_service(self.sandbox_pool))
+
     def connection_settings(self) -> ConnectionSettings:
         """Return how the service is used."""
         return ConnectionSettings(
@@ -176,7 +192,7 @@ def model_server_of_environ(environ: Mapping[str, str] = os.environ) -> dict[str
     """Return the settings of the model server that environment variables give."""
     return {
         "base_url": environ.get("ATROPOS_SERVER_BASE_URL") or environ.get("OPENAI_BASE_URL") or "http://localhost:9004/v1",
-        "api_key": environ.get("OPENAI_API_KEY") or "x",  # the client of openai refuses an empty one
+        "api_key": None,  # atroposlib prints these settings; `complete_servers` adds the key
         "model_name": environ.get("ATROPOS_SERVER_MODEL") or "default",
         "server_type": environ.get("ATROPOS_SERVER_TYPE") or "openai",
         "health_check": False,  # atroposlib's health check asks the model for an answer every second, and waits for ever for a server that is down
@@ -216,6 +232,8 @@ def explained_errors(tokenizer_name: str) -> Iterator[None]:
     """
     try:
         yield
+    except TokenizerUnavailable as error:
+        raise SettingsError(f"tokenizer_name (--env.tokenizer_name): {tokenizer_name!r} cannot be loaded: {error}") from error
     except OSError as error:
         if error.errno is not None:  # of the operating system: the file of the groups cannot be written
             raise SettingsError(f"data_path_to_save_groups: {error.strerror}: {error.filename}") from error
@@ -228,8 +246,34 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
-def complete_servers(server_configs: Any, tokenizer_name: str) -> Any:
-    """Return the settings of the servers with the tokenizer of the environment, where they name none."""
+def complete_servers(server_configs: Any, tokenizer_name: str, api_key: str | None = None, environ: Mapping[str, str] = os.environ) -> Any:
+    """Return the settings of the servers with the tokenizer of the environment and the key of the model server, where they name none.
+
+    Args:
+        server_configs: the settings as atroposlib gives them.
+        tokenizer_name: the tokenizer of the environment.
+        api_key: the key on the command line; None for that of `OPENAI_API_KEY`.
+        environ: the environment variables.
+    """
     if not isinstance(server_configs, list):
         return server_configs
-    return [config if config.tokenizer_name != "none" else config.model_copy(update={"tokenizer_name": tokenizer_name}) for config in server_configs]
+    key = api_key or environ.get("OPENAI_API_KEY") or "x"  # the client of openai refuses an empty one
+    return [
+        config.model_copy(
+            update={"api_key": config.api_key or key, "tokenizer_name": tokenizer_name if config.tokenizer_name == "none" else config.tokenizer_name}
+        )
+        for config in server_configs
+    ]
+
+
+def take_api_key(arguments: list[str]) -> str | None:
+    """Remove the key of the model server from a command line, because atroposlib prints what it finds there. Returns the key, or None."""
+    option, key = "--openai.api_key", None
+    for index in reversed(range(len(arguments))):
+        if arguments[index].startswith(option + "="):
+            value = arguments.pop(index).partition("=")[2]
+            key = key or value
+        elif arguments[index] == option and index + 1 < len(arguments):
+            key = key or arguments[index + 1]
+            del arguments[index : index + 2]
+    return key

@@ -7,10 +7,11 @@ import copy
 import inspect
 import logging
 import os
+import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +33,20 @@ from environments.env_settings import (
     model_server_of_environ,
     phase_of_servers,
     settings_of_environ,
+    take_api_key,
 )
 from environments.model_access.managed_model import ManagedModel
 from environments.model_access.model_probe import wait_for_model_server
+from environments.model_access.model_watch import ModelServerWatch, WatchedManagedModel, WatchedModel
+from environments.model_access.response_limits import bound_answers
 from environments.model_access.tokenization import ConversationTokens
+from environments.model_access.tokenizer_source import check_tokenizer
 from environments.model_access.trajectory_tokens import TrajectoryTokens, tokens_of_state
 from environments.process_control import SCORING_THREAD_PREFIX, remove_if_empty, run_cli, run_until_failure, terminable
 from environments.rollouts.cancellation import finish_despite_cancellation
 from environments.rollouts.collector import GroupCollector, RunFailed
 from environments.rollouts.evaluation import evaluate_items
-from environments.rollouts.exec_tool import ExecTool
+from environments.rollouts.exec_tool import ExecTool, RunEndingFault
 from environments.rollouts.group import GroupRunner
 from environments.rollouts.item_queue import PutBackItems, item_key
 from environments.rollouts.pool_spec import SettingsError
@@ -51,6 +56,7 @@ from environments.rollouts.service import PoolConnection, PoolUnavailable
 from environments.rollouts.statistics import RolloutStatistics
 from environments.rollouts.summary_table import print_summary
 from environments.rollouts.trajectory import OpenedModel, Schemas, TrajectoryRecord, TrajectoryRunner, TrajectorySettings
+from environments.run_progress import RunProgress
 from environments.tool_call_translator import ToolCallTranslator
 from environments.tool_context import ToolContext
 
@@ -86,14 +92,20 @@ class HermesAgentBaseEnv(BaseEnv):  # type: ignore[misc]  # atroposlib has no ty
 
     name = "hermes_agent"
     env_config_cls = HermesAgentEnvConfig
+    #: The key of the model server on the command line of this process, which atroposlib does not get to see.
+    command_line_api_key: str | None = None
 
     def __init__(self, config: HermesAgentEnvConfig, server_configs: Any, slurm: bool = False, testing: bool = False) -> None:
         if config.wandb_name is None:  # the trainer's API requires a name, also without Weights & Biases
             config.wandb_name = self.name
         self._phase = phase_of_servers(server_configs)
+        config.check_service_address()
         with explained_errors(config.tokenizer_name):
-            super().__init__(config, complete_servers(server_configs, config.tokenizer_name), slurm, testing)
+            check_tokenizer(config.tokenizer_name, self.name)
+            super().__init__(config, complete_servers(server_configs, config.tokenizer_name, self.command_line_api_key), slurm, testing)
+        bound_answers(self.server.servers)
         self.statistics = RolloutStatistics()
+        self._progress = RunProgress(self.name, self.statistics)
         self.eval_metrics: list[tuple[str, float]] = []
         self.pool = PoolConnection(config.plan_pool(), config.connection_settings())
         self._put_back = PutBackItems(item_key, config.max_put_backs)
@@ -105,6 +117,7 @@ class HermesAgentBaseEnv(BaseEnv):  # type: ignore[misc]  # atroposlib has no ty
         self._began_s = time.monotonic()
         self._failure: asyncio.Future[None] | None = None
         self._collector: GroupCollector | None = None
+        self._watch: ModelServerWatch | None = None
         self._scoring_threads = ThreadPoolExecutor(_SCORING_THREADS, thread_name_prefix=SCORING_THREAD_PREFIX)
         self._conversation_tokens = ConversationTokens(copy.deepcopy(self.tokenizer), config.tool_call_parser, tokenize_for_trainer)
 
@@ -192,6 +205,7 @@ class HermesAgentBaseEnv(BaseEnv):  # type: ignore[misc]  # atroposlib has no ty
     @classmethod
     def cli(cls) -> None:
         """Run the command line. What a person can repair ends in one sentence, with an exit code other than 0."""
+        cls.command_line_api_key = take_api_key(sys.argv)
         run_cli(super().cli, cls.name)
 
     async def setup(self) -> None:
@@ -239,10 +253,13 @@ class HermesAgentBaseEnv(BaseEnv):  # type: ignore[misc]  # atroposlib has no ty
     async def evaluate(self, *args: Any, **options: Any) -> None:
         """Roll out each evaluation item once, and report the mean reward and the part of rewards of at least 1."""
         began_s = time.time()
+        items = await self.evaluation_items()
+        if self._command == "evaluate":
+            self._progress.total_count, self._progress.unit = len(items), "items"
         try:
-            evaluation = await evaluate_items(
-                self._group_runner(), await self.evaluation_items(), self._select_tools, self.statistics, max_concurrent=self.config.max_eval_workers
-            )
+            evaluation = await evaluate_items(self._group_runner(), items, self._select_tools, self.statistics, max_concurrent=self.config.max_eval_workers)
+        except RunEndingFault as error:
+            raise RunFailed(error.message) from error
         except (PoolUnavailable, SettingsError) as error:
             if self._failure is not None and not self._failure.done():  # in `serve` nobody waits for this task
                 self._failure.set_exception(error)
@@ -257,6 +274,7 @@ class HermesAgentBaseEnv(BaseEnv):  # type: ignore[misc]  # atroposlib has no ty
 
     async def process_manager(self) -> None:
         """Roll out `total_steps` groups and write them to a file."""
+        self._progress.total_count = self.config.total_steps
         async with self._running("process"):
             await super().process_manager()
 
@@ -289,20 +307,22 @@ class HermesAgentBaseEnv(BaseEnv):  # type: ignore[misc]  # atroposlib has no ty
     async def _running(self, command: str) -> AsyncIterator[None]:
         """Run a command, and release everything at its end, however it ends."""
         self._command, self._began_s = command, time.monotonic()
-        with terminable():
+        with terminable(), nullcontext() if command == "serve" else self._progress.reporting():
             try:
                 yield
-            except asyncio.CancelledError as error:
+            except BaseException as error:  # also cancellation, SystemExit and KeyboardInterrupt: no slot stays
                 await finish_despite_cancellation(self._end_run())
-                for note in (self.pool.describe_end(), self._describe_groups_file()):
-                    if note:
+                if isinstance(error, asyncio.CancelledError):
+                    for note in filter(None, (self.pool.describe_end(), self._describe_groups_file())):
                         error.add_note(note)  # for the sentence with which the process ends
-                raise
-            except BaseException:  # also SystemExit and KeyboardInterrupt: no slot stays
-                await finish_despite_cancellation(self._end_run())
+                self._print_summary(only_if_begun=True)
                 raise
             await finish_despite_cancellation(self._end_run())
-        if command != "serve":
+        self._print_summary()
+
+    def _print_summary(self, *, only_if_begun: bool = False) -> None:
+        """Print what the rollouts of `process` or `evaluate` have come to so far; with `only_if_begun`, only if one has ended."""
+        if self._command != "serve" and (self.statistics.total.has_ended_rollouts or not only_if_begun):
             print_summary(self.statistics.total, time.monotonic() - self._began_s, dict(self.eval_metrics), self._describe_groups_file())
 
     def _describe_groups_file(self) -> str:
@@ -386,13 +406,15 @@ class HermesAgentBaseEnv(BaseEnv):  # type: ignore[misc]  # atroposlib has no ty
     @asynccontextmanager
     async def _open_model(self, schemas: Schemas) -> AsyncIterator[OpenedModel]:
         """Open the model server for one trajectory."""
+        if self._watch is None:
+            self._watch = ModelServerWatch(self.server.servers[0].config.base_url, _MODEL_WAIT_S[self._command])
         if self._phase == 1:
-            yield self.server, self._conversation_tokens.counter(schemas, self._max_tokens)
+            yield WatchedModel(self.server, self._watch), self._conversation_tokens.counter(schemas, self._max_tokens)
             return
         async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
             translator = ToolCallTranslator.for_tokenizer(self.config.tool_call_parser, self.tokenizer)
             model = ManagedModel(managed, translator, self.tokenizer, schemas, self._max_tokens)
-            yield model, model.count_tokens
+            yield WatchedManagedModel(model, self._watch), model.count_tokens
 
     async def _tokenize(self, result: AgentResult, schemas: Schemas) -> TrajectoryTokens:
         if self._phase == 2:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Unpack
 
 from env_client.errors import BadAnswer, service_error
@@ -27,12 +28,19 @@ MAX_LEASE_S = 86_400.0
 MAX_QUEUE_S = 600.0
 #: How long a release or a renewal may take, in seconds.
 QUICK_TIMEOUT_S = 5.0
+#: How long one attempt to end a cancelled acquire waits for its response, in seconds.
+CANCELLED_TIMEOUT_S = 3.0
+
+
+def new_request_key() -> str:
+    """Return a request key that no other acquire has."""
+    return "k-" + secrets.token_hex(16)
 
 
 def acquire_message(pool: str | None, count: int, **options: Unpack[AcquireOptions]) -> Message[Acquired]:
     """Build `POST /v1/acquire`. The request always carries a request key, so that it can be repeated."""
     fields: dict[str, Any] = {"pool": pool, "count": count, **options}
-    fields["request_key"] = options.get("request_key") or "k-" + secrets.token_hex(16)
+    fields["request_key"] = options.get("request_key") or new_request_key()
     timeout_s = min(duration_or_default(options.get("wait_s"), MAX_QUEUE_S), MAX_LEASE_S) + DEADLINE_MARGIN_S
     return Message(
         method="POST",
@@ -45,10 +53,16 @@ def acquire_message(pool: str | None, count: int, **options: Unpack[AcquireOptio
     )
 
 
-def release_message(lease_ids: Iterable[str] | None, run_id: str | None, reset_workspace: bool) -> Message[Released]:
-    """Build `POST /v1/release`, for the given leases or for all leases of a run."""
-    fields = without_none({"lease_ids": None if lease_ids is None else list(lease_ids), "run_id": run_id, "reset_workspace": reset_workspace})
+def release_message(lease_ids: Iterable[str] | None, run_id: str | None, reset_workspace: bool, request_key: str | None = None) -> Message[Released]:
+    """Build `POST /v1/release`, for the given leases, for all leases of a run, or for those of one acquire."""
+    lease_ids = None if lease_ids is None else list(lease_ids)
+    fields = without_none({"lease_ids": lease_ids, "run_id": run_id, "request_key": request_key, "reset_workspace": reset_workspace})
     return Message(method="POST", path="/v1/release", body=encode_json(fields), parse=_parse_released, response_timeout_s=QUICK_TIMEOUT_S)
+
+
+def release_cancelled_message(request_key: str) -> Message[Released]:
+    """Build the `POST /v1/release` that ends a cancelled acquire. It does not wait long for its response, because the caller wants to end."""
+    return replace(release_message(None, None, True, request_key), response_timeout_s=CANCELLED_TIMEOUT_S, read_timeout_s=CANCELLED_TIMEOUT_S)
 
 
 def renew_message(lease_ids: Iterable[str], ttl_s: float | None) -> Message[Renewed]:

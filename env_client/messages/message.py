@@ -98,18 +98,23 @@ def encode_json(value: object) -> bytes:
         raise InvalidRequest(f"the request cannot be written as JSON: {error}") from error
 
 
-def describe_invalid_text(value: object) -> str | None:
-    """Return a sentence about the text in a JSON value that cannot be encoded in UTF-8, or None if there is none.
+def measure_args(args: object) -> tuple[int, str | None]:
+    """Return the size of the arguments of a tool call as JSON in bytes, and one sentence on why a service could not receive them, or None.
 
-    A value that is not JSON for another reason also gives None: `encode_json` reports it.
+    Args:
+        args: the arguments as a model wrote them: a number that JSON does not have, half of a surrogate pair and any depth are possible.
+
+    Raises:
+        InvalidRequest: the arguments contain an object that no model can have written, such as bytes.
     """
     try:
-        _encode_utf8_json(value)
-    except UnicodeEncodeError as error:
-        return f"args: {_invalid_excerpt(error)!r} is not text in UTF-8"
-    except (TypeError, ValueError):
-        return None
-    return None
+        return len(encode_json(args)), None
+    except RecursionError:
+        return 0, "args: the arguments are nested too deeply"
+    except InvalidRequest as error:
+        if isinstance(error.__cause__, TypeError):
+            raise
+        return 0, f"args: {error.detail}"
 
 
 def _encode_utf8_json(value: object) -> bytes:

@@ -88,15 +88,18 @@ class AsyncOperations(AsyncServiceOperations):
         """Run many calls as `exec_batch` does; yield each result as soon as its call ends, with the index of the call in the batch."""
         return self._sender.follow(BatchStream(calls))
 
-    async def release(self, lease_ids: Iterable[str] | None = None, *, run_id: str | None = None, reset_workspace: bool = True) -> Released:
-        """Release leases: the given ones, or all of a run.
+    async def release(
+        self, lease_ids: Iterable[str] | None = None, *, run_id: str | None = None, request_key: str | None = None, reset_workspace: bool = True
+    ) -> Released:
+        """Release leases: the given ones, all of a run, or those of one acquire.
 
         Args:
             lease_ids: the leases; or
-            run_id: the run.
+            run_id: the run; or
+            request_key: the key of the acquire. If it still waits, is being granted, or arrives later, it raises `LeaseLost` and leases nothing.
             reset_workspace: False keeps the files for the next acquire of the run.
         """
-        return await self._sender.send(lease_messages.release_message(lease_ids, run_id, reset_workspace))
+        return await self._sender.send(lease_messages.release_message(lease_ids, run_id, reset_workspace, request_key))
 
     async def renew(self, lease_ids: Iterable[str], ttl_s: float | None = None) -> Renewed:
         """Renew leases. A renewal never shortens a lease.
@@ -241,9 +244,11 @@ class Operations(ServiceOperations):
         """See `AsyncOperations.exec_stream`."""
         return self._sender.follow(BatchStream(calls))
 
-    def release(self, lease_ids: Iterable[str] | None = None, *, run_id: str | None = None, reset_workspace: bool = True) -> Released:
+    def release(
+        self, lease_ids: Iterable[str] | None = None, *, run_id: str | None = None, request_key: str | None = None, reset_workspace: bool = True
+    ) -> Released:
         """See `AsyncOperations.release`."""
-        return self._sender.send(lease_messages.release_message(lease_ids, run_id, reset_workspace))
+        return self._sender.send(lease_messages.release_message(lease_ids, run_id, reset_workspace, request_key))
 
     def renew(self, lease_ids: Iterable[str], ttl_s: float | None = None) -> Renewed:
         """See `AsyncOperations.renew`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +48,7 @@ class PromptFailed(Exception):
 class _OfferedTools:
     """The tools of a model, as their schemas and as the system message of a trajectory."""
 
-    schemas: list[dict[str, Any]]
+    schemas: tuple[dict[str, Any], ...]
     description: str
 
 
@@ -132,11 +132,11 @@ class PromptRunner:
     def _offered_tools(self, tools: tuple[str, ...]) -> _OfferedTools:
         """Return the schemas of tools and their description, which are made once for each selection of tools."""
         if tools not in self._offered:
-            schemas = tool_schemas(tools)
+            schemas = tuple(tool_schemas(tools))
             self._offered[tools] = _OfferedTools(schemas, describe_tools(schemas))
         return self._offered[tools]
 
-    async def _roll_out(self, prompt: Prompt, lease: AsyncLease, tools: SlotTools, schemas: list[dict[str, Any]]) -> tuple[AgentResult, str]:
+    async def _roll_out(self, prompt: Prompt, lease: AsyncLease, tools: SlotTools, schemas: Sequence[dict[str, Any]]) -> tuple[AgentResult, str]:
         """Return what the rollout came to, and why it ended."""
         settings, handler = self._settings, SlotToolHandler(tools)
         loop_settings = AgentLoopSettings(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 
 from env_client import SandboxError, ServiceNotFound
 from env_client.discovery import Endpoint, find_service
@@ -34,6 +35,9 @@ _EPILOG = (
     "Exit codes: 0 every prompt has a trajectory; 1 some prompts failed; 2 the run cannot begin; 3 the run was stopped; 130 Ctrl-C; 143 SIGTERM. "
     "A run that was stopped or killed goes on with --resume."
 )
+
+#: How long the end of a run may take after a signal, in seconds. Rows are on the disk or with the kernel by then.
+MAX_STOP_S = 15.0
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, context_settings={"help_option_names": ["--help", "-h"]})
 
@@ -143,7 +147,7 @@ def run_batch(settings: BatchSettings, *, resume: bool) -> int:
     skips = settings.broken_lines is BrokenLines.SKIP
     if scan.broken_count and not skips:
         print_scan(console, str(settings.dataset_file), scan, skipped=False)
-        raise RunRefused(f"{settings.dataset_file}: {scan.broken_lines[0]}", "correct the line, or leave it out with --broken_lines skip")
+        raise RunRefused(f"{settings.dataset_file}: {scan.broken_lines[0]}", "correct it, or leave out every broken line with --broken_lines skip")
     with open_run_folder(settings, resume=resume) as folder:
         print_scan(console, str(settings.dataset_file), scan, skipped=True)
         statistics = RunStatistics()
@@ -152,12 +156,15 @@ def run_batch(settings: BatchSettings, *, resume: bool) -> int:
             text = f"{folder.path}: {statistics.completed_count} of {scan.prompt_count} prompts have a trajectory already" if not folder.is_new else "a new run"
             removed = f"; an incomplete last row of {earlier.removed_bytes} bytes was removed, and its prompt runs again" if earlier.removed_bytes else ""
             console.print(text + removed, markup=False)
-        with ProgressDisplay(console, scan.prompt_count, statistics.completed_count, settings.num_workers) as display:
+        remaining_count = scan.prompt_count - statistics.completed_count
+        if remaining_count and not os.environ.get("SANDBOX_URL"):
+            console.print("SANDBOX_URL is not set: starting a sandbox service for this run …", markup=False)
+        with ProgressDisplay(console, scan.prompt_count, statistics.completed_count, min(settings.num_workers, max(1, remaining_count))) as display:
             try:
                 asyncio.run(_run_connected(settings, folder, scan, earlier, statistics, display))
             except PoolUnavailable as error:
                 folder.discard()
-                next_step = "nothing was run; set SANDBOX_URL, SANDBOX_TOKEN and --pool to a service and a pool that exist"
+                next_step = "nothing was run; correct SANDBOX_URL, SANDBOX_TOKEN or --pool, or unset SANDBOX_URL, and the run starts a service of its own"
                 raise RunRefused(describe_pool_error(error), next_step) from error
         print_statistics(make_console(stderr=False), folder.read_statistics())
     return SOME_FAILED if statistics.failed_count else FINISHED
@@ -197,7 +204,7 @@ async def _run_connected(
         max_connections=settings.num_workers,
     )
     runner = BatchRunner(settings, folder, scan, earlier, statistics, display)
-    with _cancel_on_signals():
+    with _cancel_on_signals(display.console):
         try:
             async with model, PoolConnection(plan_run_pool(settings), connection_settings) as connection:
                 slots = RunSlots(connection, settings)
@@ -221,8 +228,11 @@ class _Interrupted(BaseException):
 
 
 @contextmanager
-def _cancel_on_signals() -> Iterator[None]:
+def _cancel_on_signals(console: Console) -> Iterator[None]:
     """Make SIGINT, SIGTERM and SIGHUP cancel the current task, so that it releases its slots. A second signal ends the process at once.
+
+    Args:
+        console: where it is said that the run ends.
 
     Raises:
         _Interrupted: a signal came.
@@ -235,7 +245,17 @@ def _cancel_on_signals() -> Iterator[None]:
         if received:
             os._exit(128 + number)
         received.append(number)
+        console.print(
+            f"batch: {signal.Signals(number).name}: ending the rollouts that run and releasing their slots, at most {MAX_STOP_S:.0f} s; "
+            "a second signal ends the process at once, and loses no row",
+            markup=False,
+        )
+        loop.call_later(MAX_STOP_S, give_up, number)
         task.cancel()
+
+    def give_up(number: int) -> None:
+        console.print("batch: the slots could not be released in time; they end by themselves (--lease_ttl_s), or with --resume", markup=False)
+        os._exit(128 + number)
 
     # nohup(1) ignores SIGHUP for the programs that it starts, and a shell SIGINT for those in the background; both must stay ignored.
     numbers = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]

@@ -43,12 +43,15 @@ class ProgressDisplay:
     """
 
     def __init__(self, console: Console, prompt_count: int, done_count: int, worker_count: int) -> None:
-        self._console = console
         self._prompt_count = prompt_count
         self._worker_count = worker_count
-        #: When the first prompt was done, and how many were then. The start of the service is no part of the rate.
-        self._first: tuple[float, int] | None = None
+        #: Where the lines go.
+        self.console = console
+        self._first_count = done_count
+        #: When the workers began. The start of the service is no part of the rate.
+        self._began_s: float | None = None
         self._last_line_s = time.monotonic()
+        self._is_ended = False
         self._shown_failures = 0
         self._bar = Progress(
             BarColumn(),
@@ -69,23 +72,25 @@ class ProgressDisplay:
         """Show the present state."""
         done_count = statistics.completed_count + statistics.failed_count
         now_s = time.monotonic()
-        first_s, first_count = self._first = self._first or (now_s, done_count)
-        rate = (done_count - first_count) / (now_s - first_s) if now_s > first_s else 0.0
+        self._began_s = self._began_s or now_s
+        rate = (done_count - self._first_count) / (now_s - self._began_s) if now_s > self._began_s else 0.0
         rate_text, slots = f"{rate:.2f}/s", f"{held_count}/{self._worker_count}"
         self._bar.update(self._task, completed=done_count, rate=rate_text, errors=statistics.failed_count, slots=slots)
-        if not self._console.is_terminal and now_s - self._last_line_s >= LINE_INTERVAL_S:
+        is_last = done_count >= self._prompt_count > self._first_count and not self._is_ended
+        self._is_ended = self._is_ended or is_last
+        if not self.console.is_terminal and (is_last or now_s - self._last_line_s >= LINE_INTERVAL_S):
             self._last_line_s = now_s
-            remaining = f"{(self._prompt_count - done_count) / rate:.0f} s" if rate else "unknown"
-            counts = f"{done_count}/{self._prompt_count} prompts, {rate_text}, ETA {remaining}"
-            self._console.print(f"{counts}, errors {statistics.failed_count}, slots {slots}", markup=False)
+            remaining = f"ETA {(self._prompt_count - done_count) / rate:.0f} s" if rate else "ETA unknown"
+            counts = f"{done_count}/{self._prompt_count} prompts, {rate_text}, {f'after {now_s - self._began_s:.1f} s' if is_last else remaining}"
+            self.console.print(f"{counts}, errors {statistics.failed_count}, slots {slots}", markup=False)
 
     def report_failure(self, prompt: Prompt, sentence: str) -> None:
         """Show that a prompt has no trajectory."""
         self._shown_failures += 1
         if self._shown_failures <= MAX_SHOWN_FAILURES:
-            self._console.print(f"line {prompt.line}: {sentence}", markup=False)
+            self.console.print(f"line {prompt.line}: {sentence}", markup=False)
         elif self._shown_failures == MAX_SHOWN_FAILURES + 1:
-            self._console.print("further failures are only in errors.jsonl", markup=False)
+            self.console.print("further failures are only in errors.jsonl", markup=False)
 
     def __enter__(self) -> Self:
         self._bar.start()

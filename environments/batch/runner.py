@@ -23,6 +23,8 @@ from environments.rollouts.service import PoolUnavailable
 
 #: How long a row may be written and not flushed to the disk, in seconds.
 FLUSH_INTERVAL_S = 1.0
+#: How often the progress is shown while no prompt ends, in seconds.
+REPORT_INTERVAL_S = 0.5
 #: The longest text of an error that is kept in `errors.jsonl`, in characters.
 MAX_ERROR_LENGTH = 2000
 
@@ -82,7 +84,7 @@ class BatchRunner:
         Raises:
             RunStopped: the run cannot go on; the error says what to do.
         """
-        state = "stopped"
+        state, self._began_s = "stopped", time.monotonic()  # the start of the service is no part of the session's rate
         with RowLog(self._folder.trajectories_path) as rows, RowLog(self._folder.errors_path) as errors:
             try:
                 await self._run_workers(slots, model, rows, errors)
@@ -108,10 +110,18 @@ class BatchRunner:
         runner = PromptRunner(self._settings, slots, model, self._statistics.add_fault)
         async with asyncio.TaskGroup() as tasks:
             flusher = tasks.create_task(self._flush_regularly(rows, errors))
+            reporter = tasks.create_task(self._report_regularly(slots))
             async with asyncio.TaskGroup() as workers:
                 for _ in range(self._settings.num_workers):
                     workers.create_task(self._work(prompts, runner, slots, rows, errors))
             flusher.cancel()
+            reporter.cancel()
+
+    async def _report_regularly(self, slots: RunSlots) -> None:
+        """Show the present state also while no prompt ends, above all the slots that are held."""
+        while True:
+            self._observer.update(self._statistics, slots.held_count)
+            await asyncio.sleep(REPORT_INTERVAL_S)
 
     def _remaining_prompts(self) -> Iterator[Prompt]:
         """Yield the prompts that have no trajectory yet. Broken lines were reported before."""

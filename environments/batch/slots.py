@@ -22,7 +22,7 @@ from env_client import (
 )
 from environments.batch.files.prompt_file import Prompt
 from environments.batch.settings import BatchSettings
-from environments.rollouts.cancellation import finish_despite_cancellation
+from environments.rollouts.cancellation import finish_despite_cancellation, was_cancelled
 from environments.rollouts.exec_tool import RolloutFault
 from environments.rollouts.pool_spec import DELETE_AFTER_IDLE_S, PoolRequest, name_pool
 from environments.rollouts.service import PoolConnection, PoolUnavailable
@@ -108,7 +108,7 @@ class RunSlots:
             yield lease
         finally:
             self.held_count -= 1
-            await finish_despite_cancellation(self._connection.release([lease]))
+            await finish_despite_cancellation(self._connection.release([lease], cancelled=was_cancelled()))
 
     async def pool_of(self, lease: AsyncLease) -> PoolInfo:
         """Return the pool of a slot, with the tools that it has.

@@ -13,8 +13,12 @@ from environments.tool_call_parsers.arguments import encode_json
 Message = dict[str, Any]
 
 
+#: The most tool calls of one answer that are read. No context of a model has room for more.
+MAX_READ_CALLS = 65_536
+
+
 class NoAnswer(Exception):
-    """The response of the model server has no message."""
+    """The response of the model server has no message, or one of a wrong form. That is a mistake of the server, and not of the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +68,17 @@ def read_answer(response: object) -> Answer:
     """Read the first choice of a response to a chat completion.
 
     Raises:
-        NoAnswer: the response has no choice, or its choice has no message.
+        NoAnswer: the response has no choice, its choice has no message, or a member of the message has a wrong type.
     """
     choices = _member(response, "choices")
     message = _member(choices[0], "message") if isinstance(choices, Sequence) and choices else None
     if message is None:
         raise NoAnswer("the response has no message")
+    if isinstance(message, str | int | float | list):
+        raise NoAnswer(f"its message is {type(message).__name__}, and not an object")
     calls = _member(message, "tool_calls") or ()
+    if not isinstance(calls, list | tuple) or len(calls) > MAX_READ_CALLS:
+        raise NoAnswer(f"its tool_calls are not a list of at most {MAX_READ_CALLS} calls")
     return Answer(
         content=_text(_member(message, "content")),
         calls=tuple(_read_call(call) for call in calls),
@@ -84,16 +92,29 @@ def _member(value: object, name: str) -> Any:
 
 
 def _text(content: object) -> str:
-    """Return a content as text. Some servers return a list of parts."""
+    """Return a content as text. Some servers return a list of parts.
+
+    Raises:
+        NoAnswer: it is neither.
+    """
     if isinstance(content, str):
         return content
     if isinstance(content, Sequence):
         return "".join(part if isinstance(part, str) else str(_member(part, "text") or "") for part in content)
-    return ""
+    if content is None:
+        return ""
+    raise NoAnswer(f"its content is {type(content).__name__}, and not text")
 
 
 def _read_call(call: object) -> RequestedCall:
+    """Return a tool call.
+
+    Raises:
+        NoAnswer: it has no function, or a function whose name is not text.
+    """
     function = _member(call, "function")
+    if function is None or not isinstance(_member(function, "name"), str | None):
+        raise NoAnswer("one of its tool_calls has no function with a name")
     arguments = _member(function, "arguments")
     if not isinstance(arguments, str):
         arguments = "" if arguments is None else encode_json(arguments)

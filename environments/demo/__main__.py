@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,7 @@ from environments.demo.repository import DemoRepository, RepositoryFailed, make_
 from environments.demo.rollouts_seen import SeenRollout, add_rewards, find_problems, see_rollouts
 from environments.demo.tokenizer import make_tokenizer
 from environments.demo.trajectories import WAIT_FOR_KILL_S, TrajectoryName, make_script
+from environments.run_progress import is_progress
 
 ENVIRONMENT = Path(environments.__file__).parent / "swe_smith_oracle_env.py"
 GROUP_SIZE = len(TrajectoryName)
@@ -41,6 +42,8 @@ PHASE_TIMEOUT_S = 600.0
 _POLL_INTERVAL_S = 0.1
 #: How many lines of the environment's output are shown when it fails.
 _SHOWN_LINES = 30
+#: The longest line of the environment's output that is read, in bytes.
+_LONGEST_LINE_BYTES = 16 << 20
 
 
 class PhaseFailed(Exception):
@@ -55,11 +58,13 @@ class Phase:
         name: what the table calls it.
         server_type: the type of the model server, as atroposlib calls it.
         has_logprobs: whether the environment gets the log probabilities of the tokens.
+        usual_s: about how long it takes on two processor cores, in seconds.
     """
 
     name: str
     server_type: str
     has_logprobs: bool
+    usual_s: float = 30.0
 
 
 PHASES = (Phase("chat completions", "openai", has_logprobs=False), Phase("tokens of vLLM", "vllm", has_logprobs=True))
@@ -121,16 +126,31 @@ async def kill_sandbox_of_last_rollout(client: AsyncSandboxClient, server: Scrip
     return time.monotonic()
 
 
-async def run_environment(command: Sequence[str], service: EmbeddedService, folder: Path) -> None:
+async def run_environment(command: Sequence[str], service: EmbeddedService, folder: Path, report: Callable[[str], None] = print) -> None:
     """Run the environment to its end.
+
+    Args:
+        command: the command line of the environment.
+        service: the service of its slots.
+        folder: its working folder.
+        report: gets each line about its progress.
 
     Raises:
         PhaseFailed: it failed, or took too long.
     """
     environ = os.environ | {"SANDBOX_URL": service.url, "SANDBOX_TOKEN": service.token, "HF_HUB_OFFLINE": "1"}
-    process = await asyncio.create_subprocess_exec(*command, cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    process = await asyncio.create_subprocess_exec(
+        *command, cwd=folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, limit=_LONGEST_LINE_BYTES
+    )
+    lines: list[str] = []
     try:
-        output, _ = await asyncio.wait_for(process.communicate(), PHASE_TIMEOUT_S)
+        async with asyncio.timeout(PHASE_TIMEOUT_S):
+            assert process.stdout is not None
+            async for line in process.stdout:
+                lines.append(line.decode(errors="replace").rstrip())
+                if is_progress(lines[-1]):
+                    report(lines[-1])
+            await process.wait()
     except TimeoutError as error:
         raise PhaseFailed(f"The environment did not end within {PHASE_TIMEOUT_S:.0f} s.") from error
     finally:
@@ -139,11 +159,12 @@ async def run_environment(command: Sequence[str], service: EmbeddedService, fold
                 process.kill()
             await process.wait()
     if process.returncode != 0:
-        lines = output.decode(errors="replace").splitlines()[-_SHOWN_LINES:]
-        raise PhaseFailed(f"The environment ended with exit code {process.returncode}:\n" + "\n".join(lines))
+        raise PhaseFailed(f"The environment ended with exit code {process.returncode}:\n" + "\n".join(lines[-_SHOWN_LINES:]))
 
 
-async def run_phase(phase: Phase, service: EmbeddedService, tokenizer: Path, repository: DemoRepository, folder: Path) -> PhaseResult:
+async def run_phase(
+    phase: Phase, service: EmbeddedService, tokenizer: Path, repository: DemoRepository, folder: Path, report: Callable[[str], None]
+) -> PhaseResult:
     """Roll out one group.
 
     Raises:
@@ -154,7 +175,7 @@ async def run_phase(phase: Phase, service: EmbeddedService, tokenizer: Path, rep
     async with ScriptedModelServer(make_script(), tokenizer=tokenizer) as server, service.async_client() as client:
         killing = asyncio.create_task(kill_sandbox_of_last_rollout(client, server))
         try:
-            await run_environment(build_command(phase, server.base_url, tokenizer, repository, groups), service, folder)
+            await run_environment(build_command(phase, server.base_url, tokenizer, repository, groups), service, folder, report)
         finally:
             killing.cancel()
             await asyncio.wait({killing})
@@ -191,8 +212,13 @@ async def run_demo(console: Console) -> bool:
         console.print(f"repository  {repository.folder.relative_to(folder)}, bug at {repository.base_commit[:12]}")
         results = []
         for phase in PHASES:
-            console.print(f"rolling out {GROUP_SIZE} rollouts with {phase.name} …")
-            results.append(await run_phase(phase, service, tokenizer, repository, folder))
+            console.print(
+                f"rolling out a group of {GROUP_SIZE} with {phase.name}: the slots are set up with the repository, the scripted model works in them, one "
+                f"sandbox is killed and its rollout repeated, and the tests of the project score each rollout; this takes about {phase.usual_s:.0f} s"
+            )
+            results.append(
+                await run_phase(phase, service, tokenizer, repository, folder, lambda line: console.print(f"  {line}", markup=False, soft_wrap=True))
+            )
             console.print(f"  done after {results[-1].duration_s:.0f} s")
     console.print(build_table(results))
     problems = [f"{result.phase.name}: {problem}" for result in results for problem in result.problems]

@@ -37,8 +37,26 @@ async def wait_for_model_server(base_url: str, max_wait_s: float) -> str | None:
             else:
                 return None
             if loop.time() - began_s >= max_wait_s:
-                return f"no model server answers at {base_url}: {problem}"
+                return f"no model server answers at {base_url}: {problem}; start it there, or set OPENAI_BASE_URL or --openai.base_url to its address"
             if loop.time() - logged_s >= _LOG_INTERVAL_S:
                 logged_s = loop.time()
                 log.warning("waiting for the model server at %s: %s", base_url, problem)
             await asyncio.sleep(_INTERVAL_S)
+
+
+async def find_connection_problem(base_url: str) -> str | None:
+    """Return why no connection can be made to the model server, in a few words, or None if one can be made.
+
+    A server that accepts the connection and does not answer in time is busy, and counts as present.
+
+    Args:
+        base_url: the address of the model server.
+    """
+    async with httpx.AsyncClient(timeout=_TIMEOUT_S, trust_env=False, verify=False) as client:  # no token is sent, and the answer is not read
+        try:
+            await client.get(base_url.rstrip("/") + "/models")
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
+            return str(error) or type(error).__name__
+        except httpx.HTTPError:
+            return None
+    return None

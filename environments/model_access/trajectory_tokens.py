@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -66,7 +67,13 @@ def tokens_of_state(state: Mapping[str, Any] | None) -> TrajectoryTokens:
             reason="split_sequence",
         )
     node = nodes[0]
-    tokens, masks, logprobs = list(node.tokens), list(node.masked_tokens), [float(value) for value in node.logprobs]
+    tokens, masks = list(node.tokens), list(node.masked_tokens)
+    try:
+        logprobs = [float(value) for value in node.logprobs]
+    except (TypeError, ValueError) as error:
+        raise TokensUnusable(f"the model server returned a log probability that is no number: {error}", reason="wrong_logprobs") from error
+    if not all(map(math.isfinite, logprobs)):
+        raise TokensUnusable("the model server returned a log probability that is not finite", reason="wrong_logprobs")
     if not len(tokens) == len(masks) == len(logprobs):
         raise TokensUnusable(f"the model server returned {len(logprobs)} log probabilities for {len(tokens)} tokens", reason="missing_logprobs")
     missing = sum(mask != NOT_TRAINED and logprob > 0 for mask, logprob in zip(masks, logprobs, strict=True))

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from environments.dataset_rows import UnusableRow
+from environments.rollouts.exec_tool import RunEndingFault
 from environments.rollouts.group import GroupLost, GroupRunner
 from environments.rollouts.item_queue import PutBackItems, item_name
 from environments.rollouts.statistics import RolloutStatistics
@@ -62,7 +63,7 @@ class GroupCollector:
             The scored trajectories, or None if there are no more items.
 
         Raises:
-            RunFailed: too many groups in a row came to nothing.
+            RunFailed: too many groups in a row came to nothing, or no group can succeed any more.
             PoolUnavailable: no group can have slots.
         """
         given = item
@@ -75,6 +76,9 @@ class GroupCollector:
                 self._record_lost(item, error)
                 if error.fault.reason == MODEL_SERVER:
                     await self._wait_for_model_server()
+            except RunEndingFault as error:
+                self._statistics.count(lost_group_count=1)
+                raise RunFailed(error.message) from error
             except BaseException:  # above all a cancellation
                 if item is not given:  # the caller knows of the given item alone, and may use it again
                     self._put_back.return_unused(item)

@@ -40,6 +40,10 @@ class RolloutFault(Exception):
         return cls(error.detail, reason=error.code)
 
 
+class RunEndingFault(RolloutFault):
+    """A rollout failed through no fault of the model, and so would every other one: the run must end."""
+
+
 class ExecTool:
     """Runs tool calls of hooks in the slot of one trajectory.
 

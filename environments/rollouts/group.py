@@ -12,7 +12,7 @@ from typing import Any
 from env_client import AsyncLease
 from environments.dataset_rows import UnusableRow
 from environments.rollouts.cancellation import finish_despite_cancellation, was_cancelled
-from environments.rollouts.exec_tool import RolloutFault
+from environments.rollouts.exec_tool import RolloutFault, RunEndingFault
 from environments.rollouts.service import PoolConnection, PoolUnavailable
 from environments.rollouts.statistics import RolloutStatistics
 from environments.rollouts.trajectory import TrajectoryRecord, TrajectoryRunner
@@ -73,6 +73,7 @@ class GroupRunner:
             GroupLost: a member could not be scored.
             UnusableRow: the item itself is bad.
             PoolUnavailable: no group can have slots.
+            RunEndingFault: no group can succeed.
         """
         group_id = group_id or f"group-{secrets.token_hex(6)}"
         records = [TrajectoryRecord(f"{group_id}/{number}") for number in range(size)]
@@ -128,6 +129,7 @@ class GroupRunner:
 
         Raises:
             GroupLost: every attempt was lost.
+            RunEndingFault: no other attempt can succeed.
         """
         first_id = record.trajectory_id
         for attempt in range(1, self._max_attempts + 1):
@@ -139,12 +141,15 @@ class GroupRunner:
             except RolloutFault as error:
                 fault = error
                 self._statistics.record_fault(record, fault)
+                if isinstance(fault, RunEndingFault):
+                    raise
                 log.warning("trajectory %s is not scored (attempt %d of %d): %s", record.trajectory_id, attempt, self._max_attempts, fault.message)
             except asyncio.CancelledError:
                 self._statistics.record_cancelled(record)
                 raise
             else:
                 places.complete[places.number] = record
+                self._statistics.count(rewarded_count=1)
                 return
         raise GroupLost(fault)
 
@@ -162,7 +167,7 @@ class GroupRunner:
 def _most_important(errors: BaseExceptionGroup[BaseException]) -> BaseException:
     """Return the error of the members that decides what becomes of the group and of the run."""
     flat = _flatten(errors)
-    for kind in (PoolUnavailable, UnusableRow, GroupLost):
+    for kind in (PoolUnavailable, RunEndingFault, UnusableRow, GroupLost):
         for error in flat:
             if isinstance(error, kind):
                 return error

@@ -17,6 +17,7 @@ from env_client import (
     BackendUnavailable,
     CallGatherer,
     ClientClosed,
+    ConnectFailed,
     Draining,
     EmbeddedFailed,
     EmbeddedService,
@@ -37,9 +38,9 @@ from env_client import (
     available_tools,
     embedded,
 )
-from environments.rollouts.cancellation import finish_despite_cancellation, was_cancelled
+from environments.rollouts.cancellation import close_when_started, finish_despite_cancellation, was_cancelled
 from environments.rollouts.exec_tool import ExecTool, RolloutFault
-from environments.rollouts.pool_spec import PoolRequest
+from environments.rollouts.pool_spec import PoolRequest, describe_missing_service
 
 V = TypeVar("V")
 
@@ -207,7 +208,8 @@ class PoolConnection:
             current = asyncio.current_task()
             if self._closed and not (current and current.cancelling()):  # `aclose` has cancelled the acquire, and not the caller
                 raise RolloutFault("the run has ended", reason="run_ended") from None
-            await finish_despite_cancellation(self._reclaim(task, trajectory_ids))
+            if not task.cancelled() and task.exception() is None:  # the acquire was faster than its cancellation, which releases what it is granted
+                await finish_despite_cancellation(self.release(task.result(), cancelled=True))
             raise
 
     async def release(self, leases: Sequence[AsyncLease], *, cancelled: bool = False) -> None:
@@ -252,8 +254,9 @@ class PoolConnection:
         settings = self._settings
         url, token = settings.sandbox_url, settings.sandbox_token
         if not url:
-            service = self._start_embedded_service()
-            self._resources.callback(service.close)
+            start = asyncio.ensure_future(asyncio.to_thread(self._start_embedded_service))  # signals are handled meanwhile
+            self._resources.push_async_callback(close_when_started, start, PoolUnavailable)
+            service = await asyncio.shield(start)
             url, token = service.url, service.token
         self._url = url
         try:
@@ -270,7 +273,7 @@ class PoolConnection:
 
     def _start_embedded_service(self) -> EmbeddedService:
         if self.request.spec is None:
-            raise PoolUnavailable(f"sandbox_pool names the pool {self.request.name!r} of a service: set sandbox_url, or SANDBOX_URL, to its address")
+            raise PoolUnavailable(describe_missing_service(self.request.name))
         try:
             return embedded(_UNUSED_POOL, start_s=_EMBEDDED_START_S)
         except EmbeddedFailed as error:
@@ -287,7 +290,8 @@ class PoolConnection:
         if isinstance(error, ServiceNotFound):
             return f"sandbox_url: {error.detail}"
         if isinstance(error, TransportError):
-            return f"sandbox_url: no sandbox service answers at {self._url}: {error.detail}"
+            cause = "" if isinstance(error, ConnectFailed) else f": {error.detail}"  # the client has logged why it could not connect
+            return f"sandbox_url: no sandbox service answers at {self._url}{cause}; start one there, or correct the address"
         if isinstance(error, Unauthorized):
             return f"sandbox_token: the service at {self._url} does not accept the token: {error.detail}"
         if isinstance(error, PoolNotFound):
@@ -300,23 +304,6 @@ class PoolConnection:
     def _refused(self, error: SandboxError) -> str:
         backend = "" if self.request.spec is None else f" on the backend {self.request.spec['backend']}"
         return f"the service at {self._url} refuses the pool {self.request.name!r}{backend}: {error.detail}"
-
-    async def _reclaim(self, acquire: asyncio.Task[tuple[AsyncLease, ...]], trajectory_ids: Sequence[str]) -> None:
-        """Release slots that were granted while their acquire was being cancelled. The service keeps them for a retry, of which there will be none."""
-        if not acquire.cancelled() and acquire.exception() is None:
-            await self.release(acquire.result(), cancelled=True)
-            return
-        try:
-            await self._at_end(self._release_trajectories(trajectory_ids))
-        except SandboxError as error:
-            log.warning("slots of a cancelled acquire may be held until %.0f s from now: %s", self._settings.lease_ttl_s, error)
-
-    async def _release_trajectories(self, trajectory_ids: Sequence[str]) -> None:
-        for trajectory_id in trajectory_ids:
-            page = await self.client.leases(run_id=self.run_id, trajectory_id=trajectory_id)
-            if not page.leases:
-                return  # a gang is granted as a whole
-            await self.client.release([lease.lease_id for lease in page.leases])
 
     async def _at_end(self, request: Awaitable[object]) -> None:
         """Wait for a request that releases slots, but not for long.

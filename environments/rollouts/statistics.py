@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,6 +69,7 @@ class Tally:
         cut_count: how many scored rollouts were cut to the maximum number of tokens.
         group_count: how many groups are complete.
         lost_group_count: how many groups came to nothing.
+        rewarded_count: how many rollouts have a reward, also those of groups that still run.
         put_back_count: how many items of such groups are used once more.
         unusable_rows: why a row cannot be used, by its name.
     """
@@ -89,8 +91,14 @@ class Tally:
     cut_count: int = 0
     group_count: int = 0
     lost_group_count: int = 0
+    rewarded_count: int = 0
     put_back_count: int = 0
     unusable_rows: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def has_ended_rollouts(self) -> bool:
+        """Whether an attempt at a rollout has ended, with or without a reward."""
+        return bool(self.rewarded_count or self.faults or self.lost_group_count)
 
     @property
     def sandbox_s(self) -> float:
@@ -136,6 +144,8 @@ class RolloutStatistics:
         self.window = Tally()
         #: The fault of the attempt that was lost last; None if none was.
         self.latest_fault: RolloutFault | None = None
+        #: Called after each change, if it is set.
+        self.on_change: Callable[[], None] | None = None
         self._error_details: deque[str] = deque(maxlen=_MAX_ERROR_DETAILS)
 
     @property
@@ -148,6 +158,7 @@ class RolloutStatistics:
         for tally in self._tallies:
             tally.add_attempt(record)
             tally.add_scored(record)
+        self._report_change()
 
     def record_fault(self, record: TrajectoryRecord, fault: RolloutFault) -> None:
         """Record an attempt that was lost through no fault of the model."""
@@ -156,6 +167,7 @@ class RolloutStatistics:
         for tally in self._tallies:
             tally.add_attempt(record)
             tally.add_fault(record, fault)
+        self._report_change()
 
     def record_dropped(self, record: TrajectoryRecord) -> None:
         """Record a rollout that could be scored, and whose group came to nothing."""
@@ -163,6 +175,7 @@ class RolloutStatistics:
         for tally in self._tallies:
             tally.add_attempt(record)
             tally.dropped_count += 1
+        self._report_change()
 
     def record_cancelled(self, record: TrajectoryRecord) -> None:
         """Record an attempt that was cancelled."""
@@ -180,6 +193,8 @@ class RolloutStatistics:
         for tally in self._tallies:
             for name, increment in increments.items():
                 setattr(tally, name, getattr(tally, name) + increment)
+        if any(increments.values()):
+            self._report_change()
 
     def take_metrics(self) -> dict[str, Any]:
         """Return the metrics since the last call, for Weights & Biases, and begin anew."""
@@ -187,6 +202,10 @@ class RolloutStatistics:
         details = list(self._error_details)
         self._error_details.clear()
         return {**_metrics(tally), "train/tool_error_details": "\n".join(details)}
+
+    def _report_change(self) -> None:
+        if self.on_change is not None:
+            self.on_change()
 
     def _keep_error_details(self, record: TrajectoryRecord) -> None:
         if record.result is None:

@@ -16,8 +16,9 @@ from environments.agent_loop import AgentLoop, AgentLoopSettings, AgentResult, C
 from environments.conversation.answers import Message
 from environments.conversation.context import TokenCounter
 from environments.dataset_rows import UnusableRow
+from environments.model_access.model_watch import ModelServerGone
 from environments.model_access.trajectory_tokens import TokensUnusable, TrajectoryTokens
-from environments.rollouts.exec_tool import ExecTool, RolloutFault
+from environments.rollouts.exec_tool import ExecTool, RolloutFault, RunEndingFault
 from environments.rollouts.scoring import check_reward
 from environments.rollouts.service import PoolConnection, PoolUnavailable
 from environments.rollouts.tool_handler import SlotToolHandler, find_rollout_fault, has_policy_fault
@@ -138,6 +139,8 @@ class TrajectoryRunner:
         self._open_model = open_model
         self._tokenize = tokenize
         self._sealing_refused = False
+        #: The schemas of each selection of tools that was offered to a model. All its trajectories share them, and nothing changes them.
+        self._schemas: dict[tuple[str, ...], Schemas] = {}
 
     async def run(self, item: Any, lease: AsyncLease, tools: Sequence[str], record: TrajectoryRecord) -> None:
         """Roll out and score one trajectory. What is known about it is written to `record`, however it ends.
@@ -150,6 +153,7 @@ class TrajectoryRunner:
 
         Raises:
             RolloutFault: the trajectory failed through no fault of the model, and must not be scored.
+            RunEndingFault: the same, and so would every other trajectory.
             UnusableRow: the item itself is bad.
             PoolUnavailable: the pool cannot do what the settings ask for.
         """
@@ -167,7 +171,7 @@ class TrajectoryRunner:
             raise fault
         if self._tokenize is not None:
             with _token_errors():
-                record.tokens = await self._tokenize(result, tool_schemas(tools))
+                record.tokens = await self._tokenize(result, self._offered_schemas(tools))
         if handler.lost_by_policy:  # there is no slot in which the trajectory could be scored
             record.reward, record.score_meta = 0.0, {"sandbox_lost": True}
             return
@@ -182,6 +186,13 @@ class TrajectoryRunner:
             raise RolloutFault(f"a call of a hook ended with {reason}, and who caused that is not known", reason=reason, fault="ambiguous")
         record.ambiguous_but_scored = handler.ambiguous is not None or bool(exec_tool.ambiguous_reasons)
         record.reward = reward
+
+    def _offered_schemas(self, tools: Sequence[str]) -> Schemas:
+        """Return the schemas of a selection of tools, which are made once."""
+        names = tuple(tools)
+        if names not in self._schemas:
+            self._schemas[names] = tuple(tool_schemas(names))
+        return self._schemas[names]
 
     @asynccontextmanager
     async def _hook_timeout(self, hook: str) -> AsyncIterator[None]:
@@ -225,7 +236,7 @@ class TrajectoryRunner:
         record.tool_faults = handler.faults
         with _hook_errors("build_messages"):
             messages = self._hooks.build_messages(item)
-        schemas = slot_tools.schemas
+        schemas = self._offered_schemas(tools)
         began_s = time.monotonic()
         try:
             async with self._open_model(schemas) as (server, count_tokens):
@@ -235,6 +246,8 @@ class TrajectoryRunner:
             raise RolloutFault(str(error), reason=error.reason) from error
         except ModelRequestFailed as error:
             record.phase_s["model"] += time.monotonic() - began_s
+            if isinstance(error.__cause__, ModelServerGone):
+                raise RunEndingFault(str(error.__cause__), reason=MODEL_SERVER) from error
             raise RolloutFault(str(error), reason=MODEL_SERVER) from error
         if not result.turns_used:  # no other rollout of this item could begin either
             most = self._settings.loop.max_context_tokens

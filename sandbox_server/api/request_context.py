@@ -34,7 +34,13 @@ class PoolOperations(Protocol):
     def release_undelivered_leases(self, acquired: Acquired, request_key: str | None) -> None: ...
 
     def release(
-        self, tenant: str, *, lease_ids: Sequence[str] | None = None, run_id: str | None = None, reset_workspace: bool = True
+        self,
+        tenant: str,
+        *,
+        lease_ids: Sequence[str] | None = None,
+        run_id: str | None = None,
+        reset_workspace: bool = True,
+        request_key: str | None = None,
     ) -> tuple[Sequence[str], Sequence[str]]: ...
 
     def renew(self, tenant: str, lease_ids: Sequence[str], ttl_s: float) -> tuple[Sequence[Lease], Sequence[PoolServiceError]]: ...

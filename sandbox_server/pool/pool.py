@@ -28,6 +28,7 @@ from sandbox_server.pool.inbox import Inbox, confirm_applied
 from sandbox_server.pool.lease_directory import LeaseDirectory
 from sandbox_server.pool.leasing.ended_leases import EndedLeases
 from sandbox_server.pool.leasing.lease_book import LeaseBook
+from sandbox_server.pool.leasing.request_keys import TenantKey
 from sandbox_server.pool.leasing.wait_queue import Waiter
 from sandbox_server.pool.pool_events import PoolEvents
 from sandbox_server.store.base import State
@@ -261,6 +262,13 @@ class Pool:
             caches.end_caches_of_run(self.fleet.sandboxes.values(), tenant, run_id)
         self._serve_and_plan()
         return lease_ids
+
+    def release_request_key(self, tenant_key: TenantKey) -> None:
+        """Refuse the acquires with a request key whose response has not been sent, and end the leases that they were granted."""
+        effects = self._grant_service.release_request_key(tenant_key)
+        if effects is not None:
+            self._effect_runner.carry_out(effects)
+            self._serve_and_plan()
 
     async def flush(self) -> None:
         """Return once everything that was decided so far is on disk.

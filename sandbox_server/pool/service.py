@@ -200,7 +200,7 @@ class PoolService(PoolReader):
         Raises:
             PoolNotFound: there is no such pool.
             CallConflict: the request key was used with another request.
-            LeaseLost: all leases of the request key have ended.
+            LeaseLost: all leases of the request key have ended, or it was released.
             QuotaExceeded: the tenant has as many leases as it may have, or too many acquires are waiting.
             PoolServiceError: as `Pool.acquire`.
         """
@@ -222,6 +222,7 @@ class PoolService(PoolReader):
         return self._quotas.admits(request)
 
     async def _acquire(self, pool: Pool, request: AcquireRequest) -> Acquired:
+        self._keys.check_not_released(request)
         self._quotas.check_leases(request, pool)
         return await pool.acquire(request, self._quotas.check_waiters)
 
@@ -239,15 +240,22 @@ class PoolService(PoolReader):
                     pool.release_lease(lease.lease_id, keep=False)
 
     def release(
-        self, tenant: str, lease_ids: Sequence[str] | None = None, run_id: str | None = None, reset_workspace: bool = True
+        self,
+        tenant: str,
+        lease_ids: Sequence[str] | None = None,
+        run_id: str | None = None,
+        reset_workspace: bool = True,
+        *,
+        request_key: str | None = None,
     ) -> tuple[list[str], list[str]]:
-        """End leases, by id or all of a run. The resets of their slots go on in the background.
+        """End leases, by id, all of a run, or those of one acquire. The resets of their slots go on in the background.
 
         Args:
             tenant: the tenant of the leases.
             lease_ids: the leases.
             run_id: the run whose leases end, too.
             reset_workspace: False keeps the slots' files for the next leases of the same run.
+            request_key: the key of an acquire whose leases end, too. The acquire is refused if it still waits, is being granted, or arrives later.
 
         Returns:
             The ids of the leases that have ended, now or before, and the ids that are not leases of the tenant.
@@ -255,7 +263,7 @@ class PoolService(PoolReader):
         keep = not reset_workspace
         released: dict[str, None] = {}
         unknown: list[str] = []
-        for lease_id in dict.fromkeys(lease_ids or ()):
+        for lease_id in dict.fromkeys((*(lease_ids or ()), *self._release_request_key(tenant, request_key))):
             try:
                 pool, _ = self._find_lease(lease_id, tenant)
             except LeaseNotFound:
@@ -268,6 +276,16 @@ class PoolService(PoolReader):
             for pool in self._pools.values():
                 released.update(dict.fromkeys(pool.release_run(tenant, run_id, keep=keep)))
         return list(released), unknown
+
+    def _release_request_key(self, tenant: str, request_key: str | None) -> tuple[str, ...]:
+        """Refuse the acquires with a request key, now and later. Returns the leases that were granted and delivered under it."""
+        if request_key is None:
+            return ()
+        tenant_key = (tenant, request_key)
+        lease_ids = self._keys.release_key(tenant_key)
+        for pool in self._pools.values():
+            pool.release_request_key(tenant_key)
+        return lease_ids
 
     # Leases.
 

@@ -89,6 +89,7 @@ BATCHES: dict[str, tuple[Any, str]] = {
 OTHERS: dict[str, tuple[str, str, dict[str, Any] | None, str]] = {
     "release of nothing": ("POST", "/v1/release", {}, "lease_ids"),
     "release of both": ("POST", "/v1/release", {"lease_ids": [], "run_id": "r"}, "lease_ids"),
+    "release of a run and a key": ("POST", "/v1/release", {"run_id": "r", "request_key": "k"}, "lease_ids"),
     "renew of nothing": ("POST", "/v1/renew", {}, "lease_ids"),
     "cancel without a call": ("POST", "/v1/cancel", {"lease_id": "l"}, "call_id"),
     "exec of nothing": ("POST", "/v1/leases/l/exec", {}, "tool"),

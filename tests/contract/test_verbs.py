@@ -137,6 +137,20 @@ async def test_releasing_a_run_releases_all_of_it(harness: ServiceHarness) -> No
     assert [lease["lease_id"] for lease in (await harness.http.get("/v1/leases")).json()["leases"]] == [other]
 
 
+async def test_releasing_a_request_key_releases_what_its_acquire_has_and_refuses_what_comes_later(harness: ServiceHarness) -> None:
+    gang = await harness.acquire(2, request_key="k")
+    (other,) = await harness.acquire(1, request_key="other")
+
+    answers = [(await harness.http.post("/v1/release", json={"request_key": key})).json() for key in ("k", "k", "later")]
+    refused = [await harness.http.post("/v1/acquire", json={"count": 2, "request_key": key}) for key in ("k", "later")]
+
+    assert answers == [{"released": gang, "unknown": []}] * 2 + [{"released": [], "unknown": []}]
+    assert [(answer.status_code, answer.json()["code"]) for answer in refused] == [(410, "lease_lost")] * 2
+    assert [lease["lease_id"] for lease in (await harness.http.get("/v1/leases")).json()["leases"]] == [other]
+    assert (await harness.http.post("/v1/release", json={"request_key": "other"}, headers=bearer(BOB))).json() == {"released": [], "unknown": []}
+    assert (await harness.http.get(f"/v1/leases/{other}")).json()["state"] == "held"
+
+
 async def test_release_ends_a_running_call_as_cancelled(harness: ServiceHarness) -> None:
     (lease_id,) = await harness.acquire()
     running = asyncio.create_task(harness.batch(bash(lease_id, "hang")))

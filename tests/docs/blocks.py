@@ -38,7 +38,7 @@ from environments.demo.small_trainer import make_parser
 from sandbox_server.__main__ import main as check_settings
 from sandbox_server.settings.environment import EnvironmentModel
 from tests.support.prepared.cli import prepared_cli
-from tests.support.prepared.service import prepared_python
+from tests.support.prepared.environments import environments_python
 from tests.support.service import end_sandboxes_left
 from tests.support.users import ROOT
 
@@ -111,7 +111,7 @@ class Blocks:
         if self._programs is not None:
             prepared_cli().install(self._programs / "sandbox")
             # A service that a block kills is a real process, which has ended when the shell has waited for it.
-            folders = [self._programs] if "kill -KILL" in script else [self._programs, prepared_python().parent]
+            folders = [self._programs] if "kill -KILL" in script else [self._programs, environments_python().parent]
             environ["PATH"] = ":".join([*map(str, folders), environ["PATH"]])
         with subprocess.Popen(["bash", "-c", script], cwd=self._folder, env=environ, text=True, **options) as shell:
             self._groups.append(shell.pid)

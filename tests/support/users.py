@@ -21,6 +21,8 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 OUR_PACKAGES = ("sandbox_server", "env_client")
 DISTRIBUTION = "sandbox-pool"
 ORDINARY_USER = "nobody"
+#: For further workers of pytest-xdist: ids that no user of the machine has, and no slot.
+FURTHER_UIDS = range(64_000, 65_000)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,17 +61,19 @@ ME = Runner(name="root" if os.geteuid() == 0 else "user", python=sys.executable,
 def ordinary_user() -> Runner:
     """Return an ordinary user with an interpreter and a copy of the service that the user can read.
 
-    Not root ourselves: that is us. Root: `nobody`, with copies made once per process and removed at its end.
+    Not root ourselves: that is us. Root: `nobody`, with copies made once per process and removed at its end. Of several workers of pytest-xdist, each has a
+    user of its own, because some tests use up what the kernel counts by user: processes, and descriptors in flight.
     """
     if os.geteuid() != 0:
         return ME
     entry = pwd.getpwnam(ORDINARY_USER)
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     folder = _shared_folder()
     runner = Runner(
         name="user",
         python=str(_readable_python(folder)),
         cwd=folder,
-        uid=entry.pw_uid,
+        uid=entry.pw_uid if worker == 0 else FURTHER_UIDS.start + worker,
         gid=entry.pw_gid,
         environ={
             "PYTHONPATH": str(_readable_packages(folder)),

@@ -6,6 +6,7 @@ import contextlib
 import datetime as dt
 import fcntl
 import json
+import logging
 import os
 import re
 import secrets
@@ -17,6 +18,8 @@ from typing import Any, Self
 from environments.batch.failures import RunRefused
 from environments.batch.files.row_log import read_rows, repair_last_line, write_failed
 from environments.batch.settings import BatchSettings, changed_settings, stored_settings
+
+log = logging.getLogger(__name__)
 
 #: The folder, below the current one, that holds the folders of the runs.
 DATA_FOLDER = Path("data")
@@ -178,6 +181,7 @@ def open_run_folder(settings: BatchSettings, *, resume: bool, data_folder: Path 
         raise RunRefused(f"the run {path} exists already", "continue it with --resume, or choose another --run_name") from None
     except OSError as error:
         raise write_failed(path, error) from error
+    _check_files(path)
     lock_fd = _lock(path)
     try:
         return _open_locked(path, lock_fd, settings)
@@ -210,6 +214,32 @@ def _open_locked(path: Path, lock_fd: int, settings: BatchSettings) -> RunFolder
             f"the run {path} has other settings: {'; '.join(changes)}", "resume it with the settings of its beginning, or choose another --run_name"
         )
     return RunFolder(path, lock_fd, run_id, is_new=False)
+
+
+def _check_files(path: Path) -> None:
+    """Check that the files of a run are files: to open a named pipe would wait for ever. In the folder of another user, links are refused, too.
+
+    Raises:
+        RunRefused: one of them is not a regular file.
+        WriteFailed: the folder cannot be read.
+    """
+    try:
+        is_foreign = path.stat().st_uid != os.geteuid()
+        for name in (TRAJECTORIES, ERRORS, CHECKPOINT, STATISTICS, LOCK, _temporary(path / CHECKPOINT).name, _temporary(path / STATISTICS).name):
+            file = path / name
+            if file.is_symlink() and is_foreign:
+                raise RunRefused(f"{file} is a link in a folder of another user, and could lead to any file of yours", "choose another --run_name")
+            if file.exists() and not file.is_file():
+                raise RunRefused(f"{file} is not a regular file", "remove it, or choose another --run_name")
+    except OSError as error:
+        raise write_failed(path, error) from error
+    if is_foreign:
+        log.warning("the run folder %s belongs to another user (uid %d), who can change its files at any time", path, path.stat().st_uid)
+
+
+def _temporary(path: Path) -> Path:
+    """Return the file to which the new content of a file is written before it replaces the old one."""
+    return path.with_name(f".{path.name}.new")
 
 
 def _lock(path: Path) -> int:
@@ -246,7 +276,7 @@ def replace_json(path: Path, document: Mapping[str, Any]) -> None:
     Raises:
         WriteFailed: the new content could not be written; the old one is still there.
     """
-    temporary = path.with_name(f".{path.name}.new")
+    temporary = _temporary(path)
     try:
         with temporary.open("w", encoding="utf-8") as file:
             json.dump(document, file, indent=2)

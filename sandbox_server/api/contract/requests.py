@@ -72,10 +72,11 @@ class AcquireBody(RequestModel):
 
 
 class ReleaseBody(RequestModel):
-    """End some leases, or all leases of a run."""
+    """End some leases, all leases of a run, or those of one acquire."""
 
     lease_ids: list[LeaseId] | None = None
     run_id: Name | None = None
+    request_key: Name | None = Field(default=None, description="that of an acquire: it is refused if it still waits, is being granted, or arrives later")
     reset_workspace: bool = True
 
 

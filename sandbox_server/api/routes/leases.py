@@ -83,10 +83,12 @@ async def release(request: Request) -> Response:
     """End leases at once. Their slots are reset afterwards."""
     service = service_of(request)
     body = parse_body(ReleaseBody, await read_object(request, service.limits))
-    if (body.lease_ids is None) == (body.run_id is None):
-        raise InvalidRequest("lease_ids: give lease_ids or run_id, one of them", field="lease_ids")
+    if [body.lease_ids, body.run_id, body.request_key].count(None) != 2:
+        raise InvalidRequest("lease_ids: give lease_ids, run_id or request_key, one of them", field="lease_ids")
     _check_count(body.lease_ids, service)
-    released, unknown = service.pools.release(tenant_of(request).name, lease_ids=body.lease_ids, run_id=body.run_id, reset_workspace=body.reset_workspace)
+    released, unknown = service.pools.release(
+        tenant_of(request).name, lease_ids=body.lease_ids, run_id=body.run_id, reset_workspace=body.reset_workspace, request_key=body.request_key
+    )
     try:
         await service.flush()
     except StorageUnavailable:

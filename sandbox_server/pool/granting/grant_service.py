@@ -18,10 +18,11 @@ from sandbox_server.pool.fleet.fleet import Fleet
 from sandbox_server.pool.fleet.observed import Observed
 from sandbox_server.pool.granting.overdue import explain_overdue
 from sandbox_server.pool.granting.slot_rights import prepare_slot_of
+from sandbox_server.pool.granting.undelivered import UndeliveredAcquires
 from sandbox_server.pool.inbox import InboxWriter
 from sandbox_server.pool.leasing import rights
 from sandbox_server.pool.leasing.lease_book import LeaseBook
-from sandbox_server.pool.leasing.request_keys import key_record
+from sandbox_server.pool.leasing.request_keys import TenantKey, key_record, released_key_error
 from sandbox_server.pool.leasing.wait_queue import Waiter
 from sandbox_server.store.base import Deletion
 
@@ -73,7 +74,8 @@ class GrantService:
         self._inbox = inbox
         self._dependencies = dependencies
         self._outcomes: dict[int, asyncio.Future[None]] = {}
-        #: the sequence numbers of waiters whose slots are being prepared, and of those among them whose client has disconnected
+        self._undelivered = UndeliveredAcquires()
+        #: the sequence numbers of waiters whose slots are being prepared, and of those among them that are given up
         self._preparing: set[int] = set()
         self._abandoned: set[int] = set()
 
@@ -188,14 +190,19 @@ class GrantService:
 
         Raises:
             PoolServiceError: the error that the waiter was refused with.
+            LeaseLost: its request key was released.
         """
+        self._undelivered.add_waiter(waiter)
         try:
             with cleanup_on_failure(lambda: self._inbox.put(AcquireAbandoned(waiter))):
                 if not waiter.leases or waiter.seq in self._preparing or waiter.seq in self._outcomes:
                     await self._outcome_of(waiter)
                 await self._dependencies.store.flush()
+                if not waiter.leases:
+                    raise released_key_error(waiter.request.request_key or "")
         finally:
             self._outcomes.pop(waiter.seq, None)
+        self._undelivered.remove_waiter(waiter)
         waited_s = self._dependencies.clock.monotonic() - waiter.arrived
         self._dependencies.meter.observe("sandbox_acquire_seconds", waited_s, **self._fleet.pool_id.labels)
         return Acquired(leases=waiter.leases, waited_s=waited_s)
@@ -206,9 +213,32 @@ class GrantService:
         if waiter.seq in self._preparing:
             self._abandoned.add(waiter.seq)
             return []
+        self._undelivered.remove_waiter(waiter)
         if waiter.leases and waiter.request.request_key is not None:
             self._dependencies.store.put(Deletion(key=(waiter.request.tenant, waiter.request.request_key)))
         return self._release_leases(waiter.leases, "the client of the acquire did not receive the response")
+
+    def release_request_key(self, tenant_key: TenantKey) -> list[Effect] | None:
+        """Refuse the acquires with a request key whose response has not been sent, and release at once what they were granted.
+
+        Returns:
+            What is to be carried out; None if there is no such acquire.
+        """
+        waiters = self._undelivered.take_waiters(tenant_key)
+        if not waiters:
+            return None
+        effects: list[Effect] = []
+        for waiter in waiters:
+            self._book.remove_waiter(waiter)
+            if waiter.seq in self._preparing:
+                self._abandoned.add(waiter.seq)
+            elif waiter.leases:
+                self._dependencies.store.put(Deletion(key=tenant_key))
+            effects += self._release_leases(waiter.leases, "the request_key of its acquire was released")
+            waiter.leases = ()
+            if waiter.seq in self._outcomes:
+                self._end_wait(waiter, released_key_error(tenant_key[1]))
+        return effects
 
     def _release_leases(self, leases: Sequence[Lease], detail: str) -> list[Effect]:
         return [AnnounceLeaseEnd(self._book.release_lease(lease.lease_id, detail=detail)) for lease in leases if lease.lease_id in self._book.held]

@@ -8,12 +8,13 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
 from sandbox_server.core.clock import Clock, monotonic_at
-from sandbox_server.core.errors import CallConflict
+from sandbox_server.core.errors import CallConflict, LeaseLost
 from sandbox_server.core.types import Acquired, AcquireRequest, Lease
 from sandbox_server.store.base import Deletion, KeyRecord, Store
 
 REQUEST_KEY_REMEMBERED_S = 3600.0
 MAX_KEYS = 100_000
+MAX_RELEASED_KEYS_PER_TENANT = 10_000
 
 TenantKey = tuple[str, str]
 """A tenant, and a `request_key` that it used."""
@@ -26,6 +27,31 @@ class _Attempt:
     request: AcquireRequest
     task: asyncio.Task[Acquired]
     request_count: int = 0
+
+
+class ReleasedKeys:
+    """The request keys that were released within the hour, at most `MAX_RELEASED_KEYS_PER_TENANT` of each tenant: an acquire with one of them is refused.
+
+    They are kept in memory only. An acquire that is on its way when the service ends does not reach the next one, because its connection ends as well.
+    """
+
+    def __init__(self) -> None:
+        self._released_at: dict[str, dict[str, float]] = {}
+
+    def add_key(self, tenant_key: TenantKey, now: float) -> None:
+        """Remember a key, and forget the tenant's oldest keys beyond the limit of number or of age. `now`: monotonic."""
+        tenant, key = tenant_key
+        released_at = self._released_at.setdefault(tenant, {})
+        released_at.pop(key, None)  # so that the keys stay in the order in which they are forgotten
+        released_at[key] = now
+        while len(released_at) > MAX_RELEASED_KEYS_PER_TENANT or next(iter(released_at.values())) + REQUEST_KEY_REMEMBERED_S <= now:
+            del released_at[next(iter(released_at))]
+
+    def holds(self, tenant_key: TenantKey, now: float) -> bool:
+        """Return whether a key was released within the hour. `now`: monotonic."""
+        tenant, key = tenant_key
+        released_at = self._released_at.get(tenant, {}).get(key)
+        return released_at is not None and now < released_at + REQUEST_KEY_REMEMBERED_S
 
 
 class RequestKeys:
@@ -42,6 +68,27 @@ class RequestKeys:
         self._attempts: dict[TenantKey, _Attempt] = {}
         self._granted: dict[TenantKey, KeyRecord] = {}
         self._keys_by_age: deque[tuple[float, TenantKey]] = deque()
+        self._released = ReleasedKeys()
+
+    def release_key(self, tenant_key: TenantKey) -> tuple[str, ...]:
+        """Refuse every acquire with a key from now on.
+
+        Returns:
+            The ids of the leases that were granted and delivered under the key. An acquire that has not finished is not ended here.
+        """
+        self.purge()
+        self._released.add_key(tenant_key, self._clock.monotonic())
+        record = self._granted.get(tenant_key)
+        return () if record is None else record.lease_ids
+
+    def check_not_released(self, request: AcquireRequest) -> None:
+        """Check that the key of a request, if it has one, was not released.
+
+        Raises:
+            LeaseLost: it was released within the hour.
+        """
+        if request.request_key is not None and self._released.holds(_tenant_key(request), self._clock.monotonic()):
+            raise released_key_error(request.request_key)
 
     def granted(self, request: AcquireRequest) -> KeyRecord | None:
         """Return the leases that were granted before to a request with the same key; None if none were.
@@ -121,6 +168,11 @@ def _retrieve_exception(task: asyncio.Task[Acquired]) -> None:
     """Retrieve the exception of a task, which asyncio would otherwise log as never retrieved if every request that waited was cancelled."""
     if not task.cancelled():
         task.exception()
+
+
+def released_key_error(request_key: str) -> LeaseLost:
+    """Return the error for an acquire whose `request_key` was released before it was granted, or while it was."""
+    return LeaseLost(f"request_key {request_key!r} was released, so nothing is leased under it: acquire with another request_key")
 
 
 def key_record(request: AcquireRequest, leases: Iterable[Lease], granted_at: float) -> KeyRecord:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import json
@@ -133,13 +134,14 @@ class AgentHarness:
         assert answer.reason == "exit", f"{command} did not come true within {within_s} s"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class AgentProcess:
     """The process of an agent, and the folder with its socket."""
 
     process: subprocess.Popen[bytes]
     folder: Path
     mode: str
+    is_spoiled: bool = False
 
 
 @functools.cache
@@ -193,6 +195,22 @@ def agent_process(runner: Runner, mode: str, prefix: Sequence[str] = (), **setti
             delete_tree(str(folder))  # deeper than shutil.rmtree goes
 
 
+def lives(process: psutil.Process) -> bool:
+    """Whether a process runs. One that has ended and has not been reaped does not."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+async def wait_for_ends(processes: Sequence[psutil.Process], within_s: float = 10.0) -> list[psutil.Process]:
+    """Wait until processes have ended, and not until they were reaped, which the machine may do much later. Returns those that still live after the time."""
+    deadline = time.monotonic() + within_s
+    while (living := [process for process in processes if lives(process)]) and time.monotonic() < deadline:
+        await asyncio.sleep(0.01)
+    return living
+
+
 def _wait_for_socket(folder: Path, process: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + START_WITHIN_S
     while not (folder / "agent.sock").exists():
@@ -205,10 +223,12 @@ def _wait_for_socket(folder: Path, process: subprocess.Popen[bytes]) -> None:
 async def connected(agent: AgentProcess) -> AsyncIterator[AgentHarness]:
     """A link to a running agent, all of whose slots are ready."""
     link = await connect(AgentEndpoint(address=f"unix:{agent.folder}/agent.sock", token=TOKEN), START_WITHIN_S)
-    harness = AgentHarness(link=link, process=agent.process, folder=agent.folder, mode=agent.mode)
-    await _all_ready(harness)
-    yield harness
-    await link.close()
+    try:
+        harness = AgentHarness(link=link, process=agent.process, folder=agent.folder, mode=agent.mode)
+        await _all_ready(harness)
+        yield harness
+    finally:
+        await link.close()
 
 
 async def _all_ready(harness: AgentHarness) -> None:
@@ -219,6 +239,6 @@ async def _all_ready(harness: AgentHarness) -> None:
             for slot in event.meta["slots"]:
                 states[slot["slot_id"]] = slot["state"]
                 harness.epochs[slot["slot_id"]] = slot["epoch"]
-            assert "broken" not in states.values(), event.meta
+            assert not {"broken", "quarantined"} & set(states.values()), event.meta
             if states and set(states.values()) == {"ready"}:
                 return

@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPResponse
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -140,6 +141,16 @@ def unfinished(service: Service) -> socket.socket:
     return connection
 
 
+def read_answer(connection: socket.socket) -> bytes:
+    """The body of a response, after which the service keeps the connection for 5 s; empty if it reset the connection, as after the refusal of a body
+    that is still being sent."""
+    connection.settimeout(30.0)
+    with contextlib.suppress(ConnectionResetError), contextlib.closing(HTTPResponse(connection)) as response:
+        response.begin()
+        return response.read()
+    return b""
+
+
 def test_a_flood_of_unfinished_bodies_costs_others_nothing(service: Service) -> None:
     process = psutil.Process(service.process.pid)
     with client(service, "hog") as hog, client(service, "other") as other, contextlib.ExitStack() as connections:
@@ -152,9 +163,7 @@ def test_a_flood_of_unfinished_bodies_costs_others_nothing(service: Service) -> 
         large = {"calls": [{"lease_id": "l", "tool": "bash", "args": {"command": "x" * (4 << 20)}}]}
         assert other.post("/v1/exec-batch", json=large).raise_for_status().json()["results"][0]["reason"] == "lease_lost"
         # What is never ended is cut off, and what it held is free again.
-        held[0].settimeout(30.0)
-        with held[0].makefile("rb") as answer_to_held:
-            assert b"body_stall_s" in answer_to_held.read()
+        assert any(b"body_stall_s" in read_answer(connection) for connection in held)
         deadline = time.monotonic() + 30.0
         while (answer := hog.post("/v1/exec-batch", json=large)).status_code == httpx.codes.TOO_MANY_REQUESTS:
             assert answer.json()["limit"] == "body_memory_bytes"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import sys
 from asyncio.subprocess import PIPE, STDOUT
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from environments.demo.model_server import ScriptedModelServer
 from environments.demo.repository import make_repository
 from environments.demo.tokenizer import make_tokenizer
 from environments.demo.trajectories import make_script
+from tests.support.prepared.environments import environments_python
 from tests.support.service import Service, clean_environ
 from tests.support.users import ROOT
 
@@ -37,7 +37,7 @@ async def test_the_command(service: Service, tmp_path: Path) -> None:
         # The rows are used in their order, so that the broken ones come first.
         more = ["--env.shuffle", "false", "--env.data_path_to_save_groups", str(tmp_path / "groups.jsonl")]
         process = await asyncio.create_subprocess_exec(
-            sys.executable, *COMMAND, *more, cwd=ROOT, env=clean_environ({**service.environ, **settings}), stdout=PIPE, stderr=STDOUT
+            environments_python(), *COMMAND, *more, cwd=ROOT, env=clean_environ({**service.environ, **settings}), stdout=PIPE, stderr=STDOUT
         )
         written = (await process.communicate())[0].decode()
 
@@ -64,7 +64,7 @@ async def test_a_wrong_setting_ends_the_command_with_one_sentence(service: Servi
     tokenizer = make_tokenizer(tmp_path / "tokenizer")
     environ = clean_environ({**service.environ, "TOKENIZER_NAME": str(tokenizer), "OPENAI_BASE_URL": "http://127.0.0.1:9/v1", setting: value})
     more = ["--env.data_path_to_save_groups", str(tmp_path / "groups.jsonl")]
-    process = await asyncio.create_subprocess_exec(sys.executable, *COMMAND, *more, cwd=ROOT, env=environ, stdout=PIPE, stderr=PIPE)
+    process = await asyncio.create_subprocess_exec(environments_python(), *COMMAND, *more, cwd=ROOT, env=environ, stdout=PIPE, stderr=PIPE)
     _, errors = await process.communicate()
     assert (process.returncode, errors.decode().count("Traceback")) == (1, 0), errors.decode()
     assert sentence in errors.decode().splitlines()[-1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import httpx
@@ -124,6 +125,25 @@ async def test_half_a_surrogate_pair_is_the_models_mistake_and_other_calls_run(s
     assert [result.output for result in results] == ["one", "", "two"]
     assert (results[1].reason, results[1].fault) == ("invalid_args", "policy")
     assert "UTF-8" in results[1].error
+
+
+def nested(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, nested(20_000)])
+async def test_what_json_does_not_have_is_the_models_mistake_and_other_calls_run(script: Script, value: Any) -> None:
+    script.steps = [granted(a_lease("l-1")), ran, RELEASED]
+    async with backend(script) as held:
+        slot = await held.acquire("t-1")
+        results = await held.execute_batch([(slot, "bash", {"command": command}) for command in ("one", value, "two")])
+
+    assert [result.output for result in results] == ["one", "", "two"]
+    assert (results[1].reason, results[1].fault) == ("invalid_args", "policy")
+    assert results[1].error.startswith("args: ")
 
 
 async def test_artifacts_come_from_the_slot(script: Script) -> None:

@@ -127,6 +127,8 @@ class TestExec:
     [
         (leases.release_message(["l-1"], None, True), "POST", "/v1/release", {"lease_ids": ["l-1"], "reset_workspace": True}),
         (leases.release_message(None, "r-1", False), "POST", "/v1/release", {"run_id": "r-1", "reset_workspace": False}),
+        (leases.release_message(None, None, True, "k"), "POST", "/v1/release", {"request_key": "k", "reset_workspace": True}),
+        (leases.release_cancelled_message("k"), "POST", "/v1/release", {"request_key": "k", "reset_workspace": True}),
         (leases.renew_message(("l-1",), 60), "POST", "/v1/renew", {"lease_ids": ["l-1"], "ttl_s": 60}),
         (calls.cancel_message("l-1", "c-1"), "POST", "/v1/cancel", {"lease_id": "l-1", "call_id": "c-1"}),
         (leases.get_lease_message("l-1"), "GET", "/v1/leases/l-1", None),

@@ -19,11 +19,14 @@ from tests.unit.pool.restartable_service import RestartableService
 
 
 class FailingStore(MemoryStore):
-    """Forgets as `MemoryStore` does, and cannot write while `fail` is set."""
+    """Forgets as `MemoryStore` does, cannot write while `fail` is set, and takes `flush_turns` turns of the event loop to write."""
 
     fail: StorageUnavailable | None = None
+    flush_turns = 0
 
     async def flush(self) -> None:
+        for _ in range(self.flush_turns):
+            await asyncio.sleep(0)
         if self.fail is not None:
             raise self.fail
 

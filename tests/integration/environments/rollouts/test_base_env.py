@@ -18,7 +18,8 @@ from tenacity import wait_none
 from env_client import AsyncSandboxClient
 from environments.demo.model_server import ScriptedModelServer
 from environments.demo.tokenizer import TextTokenizer, make_tokenizer
-from environments.env_settings import describe_validation_error
+from environments.env_settings import complete_servers, describe_validation_error, take_api_key
+from environments.model_access.response_limits import bound_answers
 from environments.rollouts.collector import RunFailed
 from environments.rollouts.pool_spec import SettingsError
 from tests.support.service import Service
@@ -37,6 +38,8 @@ pytestmark = [
 
 DO = {"tool": "terminal", "arguments": {"command": "printf 'Hello from the sandbox\\n' > greeting.txt; echo it\\'s done"}}
 LOOK = {"tool": "terminal", "arguments": {"command": "ls /sys"}}
+#: A model that does not answer. Its server stops as soon as the clients have gone, which it would not while it delays an answer.
+SILENT: Mapping[str, Any] = {"prompts": [{"trajectories": [{"turns": [{"text": "x", "fault": {"kind": "silence", "times": None}}]}]}]}
 SCRIPT: Mapping[str, Any] = {
     "prompts": [
         {
@@ -177,8 +180,7 @@ async def test_an_environment_that_repeats_an_unusable_row_ends(service: Service
 
 
 async def test_a_worker_that_is_cancelled_leaves_no_slot(service: Service, tokenizer: Path) -> None:
-    script = {"prompts": [{"trajectories": [{"turns": [{"text": "x", "delay_s": 30}]}]}]}
-    async with ScriptedModelServer(script, tokenizer=tokenizer) as model, no_slot_left(service):
+    async with ScriptedModelServer(SILENT, tokenizer=tokenizer) as model, no_slot_left(service):
         env = make_env(service, tokenizer, model.base_url, "vllm")
         async with env._running("serve"):
             await env.setup()
@@ -194,8 +196,7 @@ async def test_a_worker_that_is_cancelled_leaves_no_slot(service: Service, token
 
 
 async def test_a_run_that_is_cancelled_releases_its_run(service: Service, tokenizer: Path) -> None:
-    script = {"prompts": [{"trajectories": [{"turns": [{"text": "x", "delay_s": 30}]}]}]}
-    async with ScriptedModelServer(script, tokenizer=tokenizer) as model, no_slot_left(service):
+    async with ScriptedModelServer(SILENT, tokenizer=tokenizer) as model, no_slot_left(service):
         run = asyncio.create_task(make_env(service, tokenizer, model.base_url).process_manager())
         await model.wait_for_request(lambda request: True)
         run.cancel()
@@ -228,6 +229,78 @@ async def test_errors_of_the_model_server_are_not_scored(service: Service, token
     total, metrics = env.statistics.total, env.statistics.take_metrics()
     assert (total.rewards.count, total.group_count, set(total.faults)) == (0, 0, {("infra", "model_server")})
     assert metrics["train/faults/infra/model_server"] == sum(total.faults.values()) >= 2
+
+
+async def test_a_model_server_that_goes_away_ends_the_run_with_its_summary(
+    service: Service, tokenizer: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("environments.hermes_base_env._MODEL_WAIT_S", {"process": 0.2})
+    script = {
+        "prompts": [{"match": "greeting.txt", "trajectories": [{"turns": [{"calls": [DO]}]}]}, {"trajectories": [{"turns": [{"text": "x", "delay_s": 99}]}]}]
+    }
+    model = ScriptedModelServer(script, tokenizer=tokenizer)
+    await model.start(handle_signals=False)
+    env = make_env(service, tokenizer, model.base_url, total_steps=3)
+    async with no_slot_left(service):
+        run = asyncio.create_task(env.process_manager())
+        await model.wait_for_request(lambda request: request.number > 4)
+        await model.stop()
+        with pytest.raises(RunFailed, match=f"the model server at {model.base_url} has accepted no connection for "):
+            await run
+    captured = capsys.readouterr()
+    assert "1 complete, 1 lost" in captured.out
+    assert re.search(r"faults \(not scored\).*infra/model_server [12]", captured.out)
+    assert re.search(r"^terminal_test: 1/3 groups done, 2 rollouts scored, [12] not scored, mean reward 1\.000, after \d+ s$", captured.err, re.MULTILINE)
+
+
+@asynccontextmanager
+async def answering(body: bytes) -> AsyncIterator[str]:
+    """Run a model server whose every answer has this body; yield its address."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while request := await reader.readline():
+            length = 0
+            while (line := await reader.readline()) not in (b"\r\n", b""):
+                length = int(line.partition(b":")[2]) if line.lower().startswith(b"content-length") else length
+            await reader.readexactly(length)
+            content = b"{}" if request.startswith(b"GET") else body
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s" % (len(content), content))
+            await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
+
+
+def message(**members: Any) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "message": {"role": "assistant", **members}, "finish_reason": "stop"}]}
+
+
+@pytest.mark.usefixtures("no_waits")
+@pytest.mark.parametrize(
+    ("body", "server_type"),
+    [
+        ({"choices": None}, "openai"),
+        ({"choices": [None]}, "openai"),
+        ([1], "openai"),
+        ({"choices": [{"message": "hello"}]}, "openai"),
+        (message(content={"a": 1}), "openai"),
+        (message(content="", tool_calls="calls"), "openai"),
+        (message(content="", tool_calls=[None]), "openai"),
+        (message(content="x" * 300_000), "openai"),
+        ({"logprobs": [[[{"5": None}]]], "finish_reasons": ["stop"]}, "vllm"),
+        ({"logprobs": 7, "finish_reasons": ["stop"]}, "vllm"),
+    ],
+)
+async def test_an_answer_of_a_wrong_form_is_a_fault_of_the_rollout(service: Service, tokenizer: Path, body: Any, server_type: str) -> None:
+    async with answering(json.dumps(body).encode()) as base_url, no_slot_left(service):
+        env = make_env(service, tokenizer, base_url, server_type, group_size=1, max_lost_groups=1, max_rollout_attempts=1)
+        bound_answers(env.server.servers, max_bytes=200_000)
+        with pytest.raises(RunFailed, match="1 groups in a row came to nothing"):
+            await env.process_manager()
+    assert set(env.statistics.total.faults) <= {("infra", "model_server"), ("infra", "wrong_logprobs")}
+    assert (env.statistics.total.rewards.count, sum(env.statistics.total.faults.values())) == (0, 1)
 
 
 @pytest.mark.usefixtures("no_waits")
@@ -285,7 +358,13 @@ def test_settings_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
     config, (server,) = TerminalTestEnv.config_init()
     assert (config.sandbox_url, config.tokenizer_name, config.max_token_length, config.use_wandb) == ("http://s:1", "/tok", 8192, False)
-    assert (server.base_url, server.api_key, server.model_name, server.server_type, server.health_check) == ("http://m/v1", "key", "m", "vllm", False)
+    assert (server.base_url, server.model_name, server.server_type, server.health_check) == ("http://m/v1", "m", "vllm", False)
+    assert "key" not in repr(server).replace("api_key", ""), "atroposlib prints these settings"
+    (complete,) = complete_servers([server], "/tok")
+    assert (complete.api_key, complete.tokenizer_name) == ("key", "/tok")
+    arguments = ["process", "--openai.api_key", "secret", "--env.group_size", "2", "--openai.api_key=later"]
+    assert (take_api_key(arguments), arguments) == ("later", ["process", "--env.group_size", "2"])
+    assert complete_servers([server], "/tok", "later")[0].api_key == "later"
     named = HermesAgentEnvConfig(sandbox_token=123, enabled_toolsets="terminal,file")
     assert (named.sandbox_token, named.enabled_toolsets) == ("123", ["terminal", "file"])
     assert "123" not in repr(named)

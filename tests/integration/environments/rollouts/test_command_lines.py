@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
@@ -20,12 +21,14 @@ from environments.demo.model_server import ScriptedModelServer
 from environments.demo.tokenizer import make_tokenizer
 from environments.terminal_test_env import TerminalTestEnv
 from tests.integration.environments.batch.runs import model_server
+from tests.support.prepared.environments import environments_python
 from tests.support.service import Service, clean_environ, short_folder
 from tests.support.users import ROOT
 
 WRITE = {"tool": "write_file", "arguments": {"path": "greeting.txt", "content": "Hello from the sandbox"}}
 SCRIPT: Mapping[str, Any] = {"prompts": [{"trajectories": [{"turns": [{"calls": [WRITE]}]}]}]}
-SLOW: Mapping[str, Any] = {"prompts": [{"trajectories": [{"turns": [{"text": "x", "delay_s": 50}]}]}]}
+#: A model that does not answer. Its server stops as soon as the clients have gone, which it would not while it delays an answer.
+SILENT: Mapping[str, Any] = {"prompts": [{"trajectories": [{"turns": [{"text": "x", "fault": {"kind": "silence", "times": None}}]}]}]}
 #: The flags of the documented command for Modal.
 MODAL = [
     "--env.use_wandb", "false", "--env.total_steps", "2", "--env.group_size", "1", "--env.tool_pool_mode", "modal", "--env.modal_image", "python:3.11",
@@ -34,10 +37,10 @@ MODAL = [
 RunHere = Callable[..., tuple[object, str]]
 
 
-async def start(service: Service, folder: Path, base_url: str, *arguments: str, **variables: str) -> Process:
+async def start(service: Service, folder: Path, base_url: str, *arguments: str, python: Path | None = None, **variables: str) -> Process:
     tokenizer = make_tokenizer(folder / "tokenizer")
     environ = clean_environ(service.environ | variables | {"TOKENIZER_NAME": str(tokenizer), "OPENAI_BASE_URL": base_url, "HF_HUB_OFFLINE": "1"})
-    command = [sys.executable, str(ROOT / "environments" / "terminal_test_env.py"), *arguments]
+    command = [str(python or environments_python()), str(ROOT / "environments" / "terminal_test_env.py"), *arguments]
     return await asyncio.create_subprocess_exec(*command, cwd=folder, env=environ, stdout=PIPE, stderr=PIPE)
 
 
@@ -51,7 +54,10 @@ async def test_process_writes_its_groups_to_the_current_folder(service: Service,
         arguments = ["process", "--env.sandbox_pool", "default", "--env.total_steps", "1", "--env.group_size", "2", "--env.enabled_toolsets", "file"]
         exit_code, output, errors = await finish(await start(service, tmp_path, model.base_url, *arguments))
 
-    assert (exit_code, errors) == (0, "")
+    assert exit_code == 0
+    lines = errors.splitlines()
+    assert [line for line in lines if not re.fullmatch(r"terminal_test: [01]/1 groups done, \d rollouts scored.*, 0 not scored.* after \d+ s", line)] == []
+    assert lines[-1].startswith("terminal_test: 1/1 groups done, 2 rollouts scored, 0 not scored, mean reward 1.000, after ")
     (group,) = [json.loads(line) for line in (tmp_path / "data" / "terminal_test.jsonl").read_text().splitlines()]
     assert (group["scores"], len(group["messages"])) == ([1.0, 1.0], 2)
     assert "1 complete, 0 lost" in output
@@ -96,7 +102,7 @@ def test_a_wrong_setting_ends_in_one_sentence(run_here: RunHere) -> None:
 
 @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGTERM, 143)])
 async def test_a_signal_releases_every_slot(service: Service, tmp_path: Path, number: signal.Signals, exit_code: int) -> None:
-    async with ScriptedModelServer(SLOW) as model, AsyncSandboxClient(service.url, service.token) as client:
+    async with ScriptedModelServer(SILENT) as model, AsyncSandboxClient(service.url, service.token) as client:
         process = await start(service, tmp_path, model.base_url, "process", "--env.sandbox_pool", "default", "--env.group_size", "2")
         await model.wait_for_request(lambda request: True)
         assert len((await client.leases()).leases) == 2
@@ -108,7 +114,7 @@ async def test_a_signal_releases_every_slot(service: Service, tmp_path: Path, nu
 
 
 async def test_leases_of_a_killed_process_end_by_themselves(service: Service, tmp_path: Path) -> None:
-    async with ScriptedModelServer(SLOW) as model, AsyncSandboxClient(service.url, service.token) as client:
+    async with ScriptedModelServer(SILENT) as model, AsyncSandboxClient(service.url, service.token) as client:
         process = await start(service, tmp_path, model.base_url, "process", "--env.sandbox_pool", "default", "--env.group_size", "2", "--env.lease_ttl_s", "2")
         await model.wait_for_request(lambda request: True)
         held = [lease.lease_id for lease in (await client.leases()).leases]
@@ -124,9 +130,9 @@ async def test_leases_of_a_killed_process_end_by_themselves(service: Service, tm
 async def test_nothing_stays_of_an_embedded_service(service: Service, tmp_path: Path, number: signal.Signals) -> None:
     with short_folder() as temporary:
         own = replace(service, url="")
-        async with ScriptedModelServer(SLOW) as model:
+        async with ScriptedModelServer(SILENT) as model:
             arguments = ["process", "--env.group_size", "2", "--env.max_containers", "1"]
-            process = await start(own, tmp_path, model.base_url, *arguments, TMPDIR=str(temporary))
+            process = await start(own, tmp_path, model.base_url, *arguments, python=Path(sys.executable), TMPDIR=str(temporary))
             await model.wait_for_request(lambda request: True)
             descendants = psutil.Process(process.pid).children(recursive=True)
             assert list(temporary.glob("sandbox-pool-*"))

@@ -78,7 +78,7 @@ async def test_a_cancelled_acquire_leaves_no_slot(service: Service, client: Asyn
 @pytest.mark.parametrize(
     ("url", "token", "request_", "sentence"),
     [
-        ("http://127.0.0.1:9", "x", DEFAULT_POOL, "sandbox_url: no sandbox service answers at http://127.0.0.1:9"),
+        ("http://127.0.0.1:9", "x", DEFAULT_POOL, "sandbox_url: no sandbox service answers at http://127.0.0.1:9; start one there"),
         ("nowhere", "x", DEFAULT_POOL, "sandbox_url: the service's address must start with http://"),
         (None, "wrong", DEFAULT_POOL, "sandbox_token: the service at .* does not accept the token"),
         (None, None, PoolRequest(name="none", spec=None, acquire_timeout_s=1), "sandbox_pool: the service at .* has no pool 'none'; it has default"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from statistics import fmean
 
@@ -9,6 +10,7 @@ import pytest
 
 from env_client import AsyncSandboxClient
 from environments.demo.small_trainer import Step, TrainerSettings, train_here
+from tests.support.prepared.environments import environments_python
 from tests.support.service import Service
 
 SETTINGS = TrainerSettings(step_count=6)
@@ -16,6 +18,7 @@ SETTINGS = TrainerSettings(step_count=6)
 
 @pytest.mark.timeout(180)
 async def test_the_mean_reward_rises_and_the_environment_ends_with_the_trainer(service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", str(environments_python()))
     for name, value in service.environ.items():
         monkeypatch.setenv(name, value)
     reported: list[Step] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -130,3 +131,25 @@ def test_a_full_disk_keeps_the_earlier_checkpoint(tmp_path: Path, settings: Batc
             replace_json(disk / "checkpoint.json", {"n": 2, "text": "x" * 100_000})
         assert json.loads((disk / "checkpoint.json").read_bytes()) == {"n": 1}
         assert [path.name for path in disk.iterdir() if path.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize("name", ["checkpoint.json", "trajectories.jsonl", "errors.jsonl", "statistics.json", "lock", ".checkpoint.json.new"])
+def test_a_named_pipe_is_refused_by_name(tmp_path: Path, settings: BatchSettings, name: str) -> None:
+    open_run_folder(settings, resume=False, data_folder=tmp_path).close()
+    (tmp_path / "run" / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / "run" / name)
+
+    with pytest.raises(RunRefused, match=f"{name} is not a regular file"):
+        open_run_folder(settings, resume=True, data_folder=tmp_path)
+
+
+@pytest.mark.privileged
+def test_a_folder_of_another_user_has_a_warning_and_no_links(tmp_path: Path, settings: BatchSettings, caplog: pytest.LogCaptureFixture) -> None:
+    open_run_folder(settings, resume=False, data_folder=tmp_path).close()
+    os.chown(tmp_path / "run", 12345, -1)
+    open_run_folder(settings, resume=True, data_folder=tmp_path).close()
+    assert "belongs to another user (uid 12345)" in caplog.text
+
+    (tmp_path / "run" / "trajectories.jsonl").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RunRefused, match="is a link in a folder of another user"):
+        open_run_folder(settings, resume=True, data_folder=tmp_path)
