@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from env_client import ServiceNotFound, find_service
 from environments.model_access.tokenizer_source import TokenizerUnavailable
-from environments.rollouts.pool_spec import PoolRequest, PoolSettings, SettingsError, plan_pool
+from environments.rollouts.pool_spec import PoolRequest, PoolSettings, SettingsError, describe_missing_service, plan_pool
 from environments.rollouts.service import ConnectionSettings
 from environments.tool_call_parsers import get_parser
 from environments.toolsets import ToolsetSettings
@@ -159,7 +159,7 @@ class AgentEnvSettings(BaseModel):
             except ServiceNotFound as error:
                 raise SettingsError(f"sandbox_url: {error.detail}") from error
         elif self.sandbox_pool:
-            raise SettingsError(f"sandbox_pool names the pool {self.sandbox_pool!r} of a service: set sandbox_url, or SANDBOX_URL, to its address")
+            raise SettingsError(describe_missing_service(self.sandbox_pool))
 
     def connection_settings(self) -> ConnectionSettings:
         """Return how the service is used."""

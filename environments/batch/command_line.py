@@ -147,7 +147,7 @@ def run_batch(settings: BatchSettings, *, resume: bool) -> int:
     skips = settings.broken_lines is BrokenLines.SKIP
     if scan.broken_count and not skips:
         print_scan(console, str(settings.dataset_file), scan, skipped=False)
-        raise RunRefused(f"{settings.dataset_file}: {scan.broken_lines[0]}", "correct the line, or leave it out with --broken_lines skip")
+        raise RunRefused(f"{settings.dataset_file}: {scan.broken_lines[0]}", "correct it, or leave out every broken line with --broken_lines skip")
     with open_run_folder(settings, resume=resume) as folder:
         print_scan(console, str(settings.dataset_file), scan, skipped=True)
         statistics = RunStatistics()
@@ -164,7 +164,7 @@ def run_batch(settings: BatchSettings, *, resume: bool) -> int:
                 asyncio.run(_run_connected(settings, folder, scan, earlier, statistics, display))
             except PoolUnavailable as error:
                 folder.discard()
-                next_step = "nothing was run; set SANDBOX_URL, SANDBOX_TOKEN and --pool to a service and a pool that exist"
+                next_step = "nothing was run; correct SANDBOX_URL, SANDBOX_TOKEN or --pool, or unset SANDBOX_URL, and the run starts a service of its own"
                 raise RunRefused(describe_pool_error(error), next_step) from error
         print_statistics(make_console(stderr=False), folder.read_statistics())
     return SOME_FAILED if statistics.failed_count else FINISHED

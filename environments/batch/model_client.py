@@ -107,7 +107,8 @@ class ModelClient:
         # A server that accepts requests is there: one prompt whose responses cannot be used must not end the run, which a resumed run would meet again.
         if problem.is_response or self._last_answer_s > began_s:
             raise ModelFault(f"the model server at {self._url} failed ({tried}): {problem}")
-        raise ModelUnavailable(f"the model server at {self._url} does not answer ({tried}): {problem}", "start it, or correct --base_url") from problem
+        next_step = "start it, or set --base_url or OPENAI_BASE_URL to its address"
+        raise ModelUnavailable(f"the model server at {self._url} does not answer ({tried}): {problem}", next_step) from problem
 
     async def aclose(self) -> None:
         """Close the connections."""

@@ -37,7 +37,7 @@ async def wait_for_model_server(base_url: str, max_wait_s: float) -> str | None:
             else:
                 return None
             if loop.time() - began_s >= max_wait_s:
-                return f"no model server answers at {base_url}: {problem}"
+                return f"no model server answers at {base_url}: {problem}; start it there, or set OPENAI_BASE_URL or --openai.base_url to its address"
             if loop.time() - logged_s >= _LOG_INTERVAL_S:
                 logged_s = loop.time()
                 log.warning("waiting for the model server at %s: %s", base_url, problem)

@@ -76,7 +76,8 @@ class ModelServerWatch:
                     self._down_since_s = self._checked_s
         down_s = 0.0 if self._down_since_s is None else time.monotonic() - self._down_since_s
         if self._problem and down_s >= self._max_down_s:
-            raise ModelServerGone(f"the model server at {self._base_url} has accepted no connection for {down_s:.0f} s: {self._problem}")
+            problem = f"the model server at {self._base_url} has accepted no connection for {down_s:.0f} s: {self._problem}"
+            raise ModelServerGone(f"{problem}; start it, and the run again")
 
 
 class WatchedModel:

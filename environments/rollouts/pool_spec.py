@@ -88,6 +88,11 @@ _SETTINGS_OF_MODAL = (
 _SETTINGS_OF_SPEC = ("require_sandbox", "require_stateful_sandbox", "slots_per_container", "min_containers", "max_containers")
 
 
+def describe_missing_service(pool: str) -> str:
+    """Return one sentence for a run that names a pool and no service that has it."""
+    return f"sandbox_pool names the pool {pool!r} of a service: set sandbox_url, or SANDBOX_URL, to its address"
+
+
 def plan_pool(settings: PoolSettings) -> PoolRequest:
     """Return the pool that the settings ask for.
 

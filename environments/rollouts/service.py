@@ -40,7 +40,7 @@ from env_client import (
 )
 from environments.rollouts.cancellation import close_when_started, finish_despite_cancellation, was_cancelled
 from environments.rollouts.exec_tool import ExecTool, RolloutFault
-from environments.rollouts.pool_spec import PoolRequest
+from environments.rollouts.pool_spec import PoolRequest, describe_missing_service
 
 V = TypeVar("V")
 
@@ -273,7 +273,7 @@ class PoolConnection:
 
     def _start_embedded_service(self) -> EmbeddedService:
         if self.request.spec is None:
-            raise PoolUnavailable(f"sandbox_pool names the pool {self.request.name!r} of a service: set sandbox_url, or SANDBOX_URL, to its address")
+            raise PoolUnavailable(describe_missing_service(self.request.name))
         try:
             return embedded(_UNUSED_POOL, start_s=_EMBEDDED_START_S)
         except EmbeddedFailed as error:

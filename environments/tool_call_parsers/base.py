@@ -168,6 +168,8 @@ class ToolCallParser(ABC):
         while (found := self._find_call(text, position)) < len(text):
             pieces.append(content_piece(text[position:found]))
             read = self._read_calls(text, found, tools)
+            if not any(piece.text for piece in read):  # without progress, the loop would not end
+                read = [content_piece(text[found : found + 1])]
             pieces += read
             position = found + sum(len(piece.text) for piece in read)
         pieces.append(content_piece(text[position:]))

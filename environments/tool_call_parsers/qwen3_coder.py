@@ -43,7 +43,7 @@ class Qwen3CoderParser(ToolCallParser):
         if not function and find_first(text, (_WRAPPER_END, _WRAPPER), body)[1] != _WRAPPER_END:  # the text speaks of the tag
             return [content_piece(text[start : max(body, start + 1)])]
         if not function:
-            return [self._malformed(text[start : _end_of_malformed(text, body)], "The tool call does not start with <function=NAME>.")]
+            return [self._malformed(text[start : _end_of_malformed(text, max(body, start + 1))], "The tool call does not start with <function=NAME>.")]
         name = function.group(1)
         arguments, end, problem = _read_parameters(text, function.end(), property_schemas(tools, name))
         if problem:

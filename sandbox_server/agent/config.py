@@ -9,6 +9,7 @@ import re
 from typing import Any, Mapping
 
 ISOLATION_MODES = ("bwrap", "uid", "none")
+_SLOT_STARTS = ("auto", "executed")
 
 
 class ConfigError(Exception):
@@ -71,6 +72,7 @@ class AgentConfig:
         slots: how many slots the sandbox has.
         isolation: the isolation mode, or `auto`: the best one that works.
         allow_none: whether the mode `none` may be used.
+        slot_start: how the inits of slots start: `auto` (forked from a template where that works) or `executed`.
         local: whether the sandbox is a process group of the service's machine. A container is not supported yet.
         network: whether slots can have the network.
         limits: what one slot may use.
@@ -96,6 +98,7 @@ class AgentConfig:
     slots: int = 10
     isolation: str = "auto"
     allow_none: bool = False
+    slot_start: str = "auto"
     local: bool = True
     network: bool = True
     limits: SlotLimits = SlotLimits()
@@ -138,6 +141,7 @@ _KINDS: dict[str, type] = {
     "base_dir": str,
     "isolation": str,
     "allow_none": bool,
+    "slot_start": str,
     "local": bool,
     "network": bool,
     "limits": dict,
@@ -188,6 +192,8 @@ def parse_config(document: bytes) -> AgentConfig:
     config = AgentConfig(**values)
     if config.isolation not in (*ISOLATION_MODES, "auto"):
         raise ConfigError("isolation must be auto, %s" % ", ".join(ISOLATION_MODES))
+    if config.slot_start not in _SLOT_STARTS:
+        raise ConfigError("slot_start must be %s" % " or ".join(_SLOT_STARTS))
     if not config.local:
         raise ConfigError("local must be true: what a slot sees inside a container is not built yet")
     if _GROUP_NAME.match(config.slots_group) is None:

@@ -2,25 +2,54 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.hostile.hostile_harness import HostileHarness, timeout_fault
 
 # `kill(-1)` reaches whatever it may signal but itself, so in the end there is nothing else of the slot that moves.
-STOPPER = "import os, signal, time; time.sleep(0.5)\nwhile True:\n try: os.kill(-1, signal.SIGSTOP)\n except ProcessLookupError: pass"
+STOPPER = """
+import os, signal, time
+while not os.path.exists("go"): time.sleep(0.01)
+while True:
+    try: os.kill(-1, signal.SIGSTOP)
+    except ProcessLookupError: pass
+"""
 
 
 def _stop_everything(harness: HostileHarness, lease: dict) -> str:
-    marker = f"stopper-{uuid.uuid4().hex}"
-    assert harness.bash(lease, f"setsid nohup /usr/bin/python3 -c '{STOPPER}' {marker} >/dev/null 2>&1 </dev/null &")["success"]
-    time.sleep(0.8)  # it has begun by then; nothing of the slot could say so
+    """Start a process that stops all others of its slot, and return a marker in its command line."""
+    marker, witness = f"stopper-{uuid.uuid4().hex}", f"9{uuid.uuid4().int % 10**8}"
+    command = f"sleep {witness} >/dev/null 2>&1 & setsid nohup /usr/bin/python3 -c '{STOPPER}' {marker} >/dev/null 2>&1 </dev/null &"
+    assert harness.bash(lease, command)["success"]
+    # It begins only now that the call is over. Nothing of the slot could say that it has begun, but another process of the slot is then stopped.
+    sleeping, stopper = _wait_for_process(harness, "sleep", witness), _wait_for_process(harness, "python3", marker)
+    Path(f"/proc/{stopper.pid}/cwd/go").touch()
+    deadline = time.monotonic() + 30
+    # A call that comes as soon as that can slip through. Once the loop has run for some time, it hardly can.
+    while sleeping.status() != psutil.STATUS_STOPPED or sum(stopper.cpu_times()[:2]) < 0.2:
+        assert time.monotonic() < deadline, "it stops nothing"
+        time.sleep(0.01)
     return marker
+
+
+def _wait_for_process(harness: HostileHarness, name: str, marker: str) -> psutil.Process:
+    """Wait until a program runs with a marker in its command line. Before that, the shell that starts it has the marker as well."""
+    deadline = time.monotonic() + 30
+    while True:
+        for process in harness.processes(marker):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.name() == name:
+                    return process
+        assert time.monotonic() < deadline, f"{name} does not run"
+        time.sleep(0.01)
 
 
 def test_a_slot_that_stops_every_process_is_released_all_the_same(harness: HostileHarness) -> None:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import psutil
-import pytest
 
 from tests.hostile.hostile_harness import HostileHarness, in_one_mode, timeout_fault
 
 DAEMON = 'import os; os.fork() and os._exit(0); os.setsid(); os.fork() and os._exit(0); os.execv("/bin/sleep", ["sleep", "{seconds}"])'
-# One escape for each slot of the sandbox, so that those of a group run at the same time. The first group holds the two that only SIGKILL ends.
+# One escape for each slot of the sandbox. The groups run at the same time, each slot with one escape of each group, because the tests mostly wait for them.
 ESCAPES = (
     {
         "plain": "{sleep}",
@@ -37,7 +38,7 @@ ESCAPES = (
 
 @dataclass(frozen=True)
 class Escape:
-    """One command that tries to outlive its call or its lease, in a slot of its own.
+    """One command that tries to outlive its call or its lease.
 
     Args:
         name: what it does.
@@ -56,46 +57,62 @@ class Escape:
         return [process for process in harness.processes(self.seconds) if process.name() == "sleep"]
 
 
-def escapes_of(harness: HostileHarness, group: dict[str, str]) -> list[Escape]:
-    """Acquire a slot for each escape of a group."""
-    leases = [harness.acquire() for _ in group]
+def escapes_of(leases: list[dict[str, Any]], group: dict[str, str]) -> list[Escape]:
+    """Make the escapes of a group, each in a slot of its own."""
     numbers = [f"8{uuid.uuid4().int % 10**8}" for _ in group]
     texts = [text.format(sleep=f"sleep {number}", seconds=number) for text, number in zip(group.values(), numbers, strict=True)]
     return [Escape(*parts) for parts in zip(group, leases, texts, numbers, strict=True)]
 
 
-@pytest.mark.parametrize("group", ESCAPES, ids=", ".join)
-def test_nothing_of_a_call_survives_its_timeout(harness: HostileHarness, group: dict[str, str]) -> None:
-    escapes = escapes_of(harness, group)
-    bystanders = [f"7{uuid.uuid4().int % 10**8}" for _ in escapes]
-    for escape, bystander in zip(escapes, bystanders, strict=True):
-        assert harness.bash(escape.lease, f"sleep {bystander} >/dev/null 2>&1 &")["success"]
+def run_groups(harness: HostileHarness, groups: list[list[Escape]], template: str, **options: Any) -> list[list[dict[str, Any]]]:
+    """Run all escapes at the same time, and return their results. The calls of one request for one slot would run one after another.
+
+    Args:
+        harness: where.
+        groups: the escapes, each slot's at most once in each group.
+        template: a command, with `{}` where the command of the escape belongs.
+        options: of every call.
+    """
+
+    def run(escapes: list[Escape]) -> list[dict[str, Any]]:
+        return harness.batch(
+            *({"lease_id": it.lease["lease_id"], "tool": "bash", "args": {"command": template.format(it.command)}, **options} for it in escapes)
+        )
+
+    with ThreadPoolExecutor(len(groups)) as threads:
+        return list(threads.map(run, groups))
+
+
+def test_nothing_of_a_call_survives_its_timeout(harness: HostileHarness) -> None:
+    leases = harness.every_slot()
+    groups = [escapes_of(leases, group) for group in ESCAPES]
+    bystanders = [f"7{uuid.uuid4().int % 10**8}" for _ in leases]
+    for lease, bystander in zip(leases, bystanders, strict=True):
+        assert harness.bash(lease, f"sleep {bystander} >/dev/null 2>&1 &")["success"]
 
     started = time.monotonic()
-    calls = [{"lease_id": one.lease["lease_id"], "tool": "bash", "args": {"command": f"echo before; {one.command}"}, "timeout_s": 1} for one in escapes]
-    results = harness.batch(*calls)
+    results = run_groups(harness, groups, "echo before; {}", timeout_s=1)
     took_s = time.monotonic() - started
 
     assert took_s < 1 + 3 + 1, f"back {took_s:.1f} s after the start, deadline 1 s"
-    for escape, bystander, result in zip(escapes, bystanders, results, strict=True):
+    for escape, result in zip(chain.from_iterable(groups), chain.from_iterable(results), strict=True):
         assert result["reason"] == "timeout", (escape.name, result)
         assert result["fault"] == timeout_fault(result), (escape.name, result)
         assert result["output"].startswith("before\n"), escape.name
         assert escape.sleeping(harness) == [], escape.name
-        assert harness.processes(bystander), f"{escape.name}: a background process of another call was killed"
+    assert all(harness.processes(bystander) for bystander in bystanders), "a background process of another call was killed"
     harness.still_sound()
 
 
-@pytest.mark.parametrize("group", ESCAPES, ids=", ".join)
-def test_nothing_survives_a_release(harness: HostileHarness, group: dict[str, str]) -> None:
-    escapes = escapes_of(harness, group)
-    commands = [f"({escape.command}) >/dev/null 2>&1 & sleep 0.3" for escape in escapes]
-    harness.batch(*({"lease_id": one.lease["lease_id"], "tool": "bash", "args": {"command": text}} for one, text in zip(escapes, commands, strict=True)))
+def test_nothing_survives_a_release(harness: HostileHarness) -> None:
+    leases = harness.every_slot()
+    groups = [escapes_of(leases, group) for group in ESCAPES]
+    run_groups(harness, groups, "({}) >/dev/null 2>&1 & sleep 0.3")
 
-    harness.release(*(escape.lease for escape in escapes))
+    harness.release(*leases)
     harness.settled()
 
-    assert [escape.name for escape in escapes if escape.sleeping(harness)] == []
+    assert [escape.name for escape in chain.from_iterable(groups) if escape.sleeping(harness)] == []
     harness.still_sound()
 
 

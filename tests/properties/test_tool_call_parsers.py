@@ -19,7 +19,7 @@ FRAGMENTS = [
     "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<longcat_arg_key>", "</longcat_arg_key>", "<longcat_arg_value>", "</longcat_arg_value>",
     "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[", "]", ",", "<|python_tag|>", "<think>", "</think>", "<longcat_think>", "</longcat_think>",
     "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>", "```json\n", "\n```",
-    "function", "terminal",
+    "function", "terminal", "<function=", "<parameter=",
     "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>",
     "functions.terminal:0", '{"name": "terminal", "arguments": {"command": "ls"}}', '{"name": "terminal", "parameters": {"command": "l', '{"command": "ls"}',
     '{"name":', '"}', "{", "}", ";", "\n", " ", "0", "<|im_end|>",

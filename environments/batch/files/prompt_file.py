@@ -161,7 +161,7 @@ def _decode_row(line: bytes) -> dict[str, Any]:
     except RecursionError:
         raise _RowProblem("it is nested too deeply") from None
     except json.JSONDecodeError as error:
-        raise _RowProblem(f"it is not JSON: {error.msg}, at character {error.pos + 1}") from None
+        raise _RowProblem(f"it is not JSON: {error.msg.removesuffix(' at')}, at character {error.pos + 1}") from None
     except ValueError as error:  # a number of more digits than Python converts
         raise _RowProblem(f"it is not JSON: {error}") from None
     if not isinstance(row, dict):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-from typing import Any, Mapping
+from typing import Any, Mapping, Protocol
 
 from sandbox_server.agent.execution.init_client.init_link import InitLink
 from sandbox_server.agent.kernel.cgroups import SlotGroups
@@ -83,6 +82,23 @@ class LimitEnd:
         return {"evidence": {**self.evidence, "slot_ended": True, **({"own_work": True} if self.own_work else {"ambiguous": True})}}
 
 
+class ChildProcess(Protocol):
+    """A child process of the agent, such as `subprocess.Popen`."""
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+
+    def poll(self) -> int | None:
+        """Return how the process has ended: its exit code, or the number of a signal as a negative number; None while it runs."""
+
+    def kill(self) -> None:
+        """Send SIGKILL to the process if it has not ended."""
+
+    def send_signal(self, sig: int) -> None:
+        """Send a signal to the process if it has not ended."""
+
+
 @dataclasses.dataclass
 class SlotRuntime:
     """A slot's processes, folders and control groups from one reset to the next.
@@ -93,14 +109,15 @@ class SlotRuntime:
         workspace: the path of the workspace as the slot sees it.
         tmp: the path of the temporary folder as the slot sees it.
         has_network: whether the processes can reach the network.
-        process: the child process of the agent that was started: init, or the bubblewrap process that waits for init.
+        process: the child process of the agent: init, or the bubblewrap process that waits for init.
         link: the control socket to init.
         init_pid: the process id of init as the agent sees it.
         init_pidfd: a pidfd of init, -1 where the Python version has none.
+        has_pid_namespace: whether the slot has its own pid namespace, whose processes the kernel ends when init ends.
         uid: the user id of the slot's processes; None: the agent's own.
         groups: the control groups of the slot.
         shell: the path of bash as the slot sees it.
-        stderr_fd: the read end of init's standard error.
+        stderr_fd: the read end of init's standard error, -1 if init was forked.
         cache: the shared cache that is mounted.
         limit_end: why the agent ended all processes of the slot, if it did so because of a limit.
     """
@@ -110,10 +127,11 @@ class SlotRuntime:
     workspace: str
     tmp: str
     has_network: bool
-    process: subprocess.Popen[bytes]
+    process: ChildProcess
     link: InitLink
     init_pid: int
     init_pidfd: int
+    has_pid_namespace: bool
     uid: int | None
     groups: SlotGroups
     shell: str

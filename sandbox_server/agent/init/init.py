@@ -331,7 +331,8 @@ def _apply_config(config: Mapping[str, Any]) -> None:
         read_only_mounts.check_read_only(config["home"], config["read_only"])  # Only now: with its few capabilities, root cannot search the workspace.
 
 
-def _open_oom_adjustment() -> int:
+def open_oom_adjustment() -> int:
+    """Return a descriptor of `oom_score_adj` of this process, or -1 if it cannot be written."""
     try:
         return os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
     except OSError:
@@ -339,19 +340,29 @@ def _open_oom_adjustment() -> int:
 
 
 def main() -> NoReturn:
-    """Read the configuration from the control socket whose descriptor is the first argument, apply it, and serve requests."""
+    """Be the init of the slot whose control socket is the descriptor that the first argument names."""
     take_ordinary_priority()
     fd = int(sys.argv[1])
     os.set_inheritable(fd, False)
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, fd)
+    run_init(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, fd))
+
+
+def run_init(sock: socket.socket, oom_fd: int = -1) -> NoReturn:
+    """Read the configuration from the control socket, apply it, and serve requests.
+
+    Args:
+        sock: the control socket.
+        oom_fd: a descriptor of `oom_score_adj` of this process; -1 if it has not been opened.
+    """
     data, _ = receive_message(sock)
     config = marshal.loads(data)
     try:
         for joined in config["join"]:
             os.write(joined, b"0")
             os.close(joined)
-        # Open it before init becomes undumpable, because afterwards the file belongs to root.
-        oom_fd = _open_oom_adjustment()
+        if oom_fd < 0:
+            # Open it before init becomes undumpable, because afterwards the file belongs to root.
+            oom_fd = open_oom_adjustment()
         if oom_fd >= 0:
             os.pwrite(oom_fd, _OOM_SCORE_OF_INIT, 0)
         _apply_config(config)

@@ -13,7 +13,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any, Dict, Mapping, Sequence
 
-_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_CAPBSET_DROP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 4, 22, 24, 36, 38
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_CAPBSET_READ, _PR_CAPBSET_DROP = 1, 4, 22, 23, 24
+_PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
 _SECCOMP_MODE_FILTER = 2
 # System calls with the same number on every architecture.
 _LANDLOCK_CREATE_RULESET, _LANDLOCK_RESTRICT_SELF = 444, 446
@@ -21,7 +22,8 @@ _LANDLOCK_RETURN_VERSION = 1
 _LANDLOCK_VERSION_WITH_SCOPES = 6  # since Linux 6.12
 _LANDLOCK_SCOPE_ABSTRACT_SOCKETS = 1
 _CAPABILITY_VERSION_3 = 0x20080522
-CAP_SETGID, CAP_SETUID = 1 << 6, 1 << 7
+CAP_DAC_READ_SEARCH, CAP_SETGID, CAP_SETUID, CAP_NET_ADMIN = 1 << 2, 1 << 6, 1 << 7, 1 << 12
+CAP_SYS_CHROOT, CAP_SYS_ADMIN, CAP_SETFCAP = 1 << 18, 1 << 21, 1 << 31
 _MOST_CAPABILITIES = 64
 _INSTRUCTION_BYTES = 8
 
@@ -59,6 +61,11 @@ def make_undumpable() -> None:
     _prctl(_PR_SET_DUMPABLE, 0)
 
 
+def forbid_new_privileges() -> None:
+    """Forbid this process and its children to gain privileges by executing a program. This is irreversible."""
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+
+
 def confine_process(program: bytes, *, is_shared: bool) -> None:
     """Make this process undumpable, forbid new privileges, and install the system call filter. All three are irreversible and apply to its children too.
 
@@ -70,7 +77,7 @@ def confine_process(program: bytes, *, is_shared: bool) -> None:
         OSError: the kernel has refused one of the calls.
     """
     make_undumpable()
-    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+    forbid_new_privileges()
     if not is_shared:
         separate_abstract_sockets()
     code = ctypes.create_string_buffer(program, len(program))
@@ -107,19 +114,27 @@ def separate_abstract_sockets() -> bool:
 def set_capabilities(mask: int) -> None:
     """Set the effective and permitted capabilities to this mask, and make none inheritable."""
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
-    sets = (ctypes.c_uint32 * 6)(mask, mask, 0, 0, 0, 0)
+    low, high = mask & 0xFFFFFFFF, mask >> 32
+    sets = (ctypes.c_uint32 * 6)(low, low, 0, high, high, 0)
     _check("capset", _libc.capset(header, sets))
 
 
+def permitted_capabilities() -> int:
+    """Return the mask of the capabilities that this process may use."""
+    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
+    sets = (ctypes.c_uint32 * 6)()  # Effective, permitted and inheritable, of the lower 32 capabilities and then of the others.
+    _check("capget", _libc.capget(header, sets))
+    return sets[1] | sets[4] << 32
+
+
 def empty_bounding_set() -> None:
-    """Empty the capability bounding set, so that no program that is executed later can gain a capability."""
+    """Empty the capability bounding set, so that no program that is executed later can gain a capability. A set that is empty already needs no privilege."""
     for number in range(_MOST_CAPABILITIES):
-        try:
+        held = _libc.prctl(ctypes.c_int(_PR_CAPBSET_READ), ctypes.c_ulong(number), ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0))
+        if held < 0:
+            return  # The kernel has no capability with this number.
+        if held:
             _prctl(_PR_CAPBSET_DROP, number)
-        except OSError as error:
-            if error.errno == errno.EINVAL:
-                return  # The kernel has no capability with this number.
-            raise
 
 
 def change_user(uid: int, gid: int, groups: Sequence[int] = ()) -> None:
@@ -162,7 +177,7 @@ def check_privileges_dropped(config: Mapping[str, Any]) -> None:
     """Check in /proc/self/status that all privileges have been dropped. A slot whose init fails this check is never started.
 
     Args:
-        config: the configuration of init, with `uid` and `groups`.
+        config: the configuration of init, with `mode`, `uid` and `groups`.
 
     Raises:
         OSError: a privilege is still held; the text names it.
@@ -173,6 +188,8 @@ def check_privileges_dropped(config: Mapping[str, Any]) -> None:
             raise OSError(errno.EPERM, "init still holds capabilities: %s %s" % (name.decode(), status[name].decode().strip()))
     if status[b"NoNewPrivs"].strip() != b"1" or status[b"Seccomp"].strip() != b"2":
         raise OSError(errno.EPERM, "no_new_privs or the system call filter is not in force")
+    if config["mode"] == "bwrap" and int(status[b"CapBnd"], 16) != 0:
+        raise OSError(errno.EPERM, "the capability bounding set of init is not empty: %s" % status[b"CapBnd"].decode().strip())
     if config["uid"] is not None and set(status[b"Uid"].split()) != {b"%d" % config["uid"]}:
         raise OSError(errno.EPERM, "init does not run as uid %d" % config["uid"])
     if config["uid"] is not None and {int(word) for word in status[b"Groups"].split()} != set(config["groups"]):

@@ -109,6 +109,8 @@ class Isolation(Protocol):
         networks: the kinds of network access that the mode can give a slot: `none`, `shared`.
         tmp_isolation: `own` if a slot has its own `/tmp`, `/dev/shm` and IPC; `shared`, with the reason, if it shares them with the machine. It is final after
             the first slot was started.
+        slot_start: how inits start: `forked` from a template, or `executed`, with the reason if the template has failed. It is final after the first slot was
+            started.
         caches: whether a shared cache can be given to a slot and be taken away again.
         read_only_entries: whether entries of the workspace can be made read-only. It is final after the first slot was started.
     """
@@ -120,6 +122,9 @@ class Isolation(Protocol):
 
     @property
     def read_only_entries(self) -> bool: ...
+
+    @property
+    def slot_start(self) -> str: ...
 
     async def start_runtime(
         self,
@@ -153,7 +158,7 @@ class Isolation(Protocol):
         """Make the user id of an ended runtime available again. Call it after `end_runtime` has proven its end and its folders have been removed."""
 
     def remove_mode_files(self) -> None:
-        """Remove the files that the mode itself has created. Call it after all runtimes have ended."""
+        """Remove the files that the mode itself has created, and end its processes. Call it after all runtimes have ended."""
 
 
 def find_shell() -> str:

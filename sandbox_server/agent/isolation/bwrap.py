@@ -1,34 +1,38 @@
 """The mode `bwrap`: bubblewrap gives each slot its own namespaces.
 
 If the agent runs as root, there is no user namespace, and init changes to the user of the slot. Otherwise bubblewrap creates a user namespace.
+
+Where the kernel can do it, bubblewrap mounts the file systems only once for all slots of an agent, for a template from which the inits of slots are forked into
+namespaces of their own. Otherwise bubblewrap and an interpreter are executed for each slot. The first slot of an agent shows which of the two works.
 """
 
 from __future__ import annotations
 
-import functools
+import logging
 import os
-import shutil
 import signal
-import sysconfig
-from typing import Any, Sequence
+from typing import Any, Protocol, Sequence
 
 from sandbox_server.agent.errors import StartFailed
 from sandbox_server.agent.execution.processes.descriptor_waits import wait_readable
 from sandbox_server.agent.execution.slot_runtime import CacheFolder, Dirs, ReadOnlyEntry, SlotRuntime
 from sandbox_server.agent.isolation import base, init_start
-from sandbox_server.agent.isolation.bwrap_processes import kill_bwrap_processes
-from sandbox_server.agent.isolation.etc_folder import etc_args, write_accounts, write_etc
+from sandbox_server.agent.isolation.bwrap_arguments import CACHE, LIB, TMP, WORKSPACE
+from sandbox_server.agent.isolation.bwrap_start import INSIDE_UID, BwrapPlan, BwrapStart, SharedView, find_bwrap
+from sandbox_server.agent.isolation.bwrap_template import BwrapTemplate
+from sandbox_server.agent.isolation.etc_folder import write_accounts, write_etc
 from sandbox_server.agent.kernel import procfs
 from sandbox_server.agent.kernel.cgroups import Cgroups, SlotGroups
 from sandbox_server.agent.kernel.uids import UidRange
 
-WORKSPACE = "/workspace"
-TMP = "/tmp"
-CACHE = "/cache"
-LIB = "/.sandbox/lib"
-PYTHON = "/.sandbox/python"
-_INSIDE_UID = 1000
-_SYSTEM_LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
+log = logging.getLogger(__name__)
+
+
+class _Starter(Protocol):
+    """One way to start the init of a slot."""
+
+    async def start_init(self, plan: BwrapPlan) -> init_start.StartedInit: ...
+    def end_start(self) -> None: ...
 
 
 class BwrapIsolation:
@@ -46,52 +50,18 @@ class BwrapIsolation:
         self._uids = uids
         self._is_root = os.geteuid() == 0
         self._runtime_count = 0
-        self._etc = os.path.join(context.config.base_dir, "etc")
-        self._program = ""
-        self._common_args: list[str] = []
-        self._python = ""
+        self._view: SharedView | None = None
+        self._starter: _Starter | None = None
+        self.slot_start = "executed"
 
-    def _set_up(self) -> None:
-        """Prepare the arguments of bubblewrap that are the same for every slot, at the first call."""
-        if self._common_args:
-            return
-        program = shutil.which("bwrap")
-        if program is None:
-            raise StartFailed("bubblewrap (bwrap) is not in PATH")
-        self._program = program
-        write_etc(self._etc)
-        self._python, python_args = _python_args()
-        self._common_args = [
-            *self._namespace_args(),
-            *_system_args(),
-            *etc_args(self._etc),
-            "--perms",
-            "0755",
-            "--dir",
-            "/.sandbox",
-            *python_args,
-            "--ro-bind",
-            self._context.lib_dir,
-            LIB,
-        ]
-        for path in self._context.config.expose:
-            self._common_args += ["--ro-bind", path, path]
-
-    def _namespace_args(self) -> list[str]:
-        args = [
-            "--unshare-pid",
-            "--unshare-ipc",
-            "--unshare-uts",
-            "--hostname",
-            "slot",
-            "--unshare-cgroup-try",
-            "--die-with-parent",
-            "--new-session",
-            "--as-pid-1",
-        ]
-        if self._is_root:
-            return [*args, "--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--cap-add", "CAP_SETPCAP"]
-        return [*args, "--unshare-user", "--disable-userns", "--uid", str(_INSIDE_UID), "--gid", str(_INSIDE_UID), "--cap-drop", "ALL"]
+    def _set_up(self) -> SharedView:
+        """Prepare what is the same for every slot, at the first call."""
+        if self._view is None:
+            etc = os.path.join(self._context.config.base_dir, "etc")
+            view = SharedView(find_bwrap(), etc, self._context.lib_dir, self._context.config.expose)
+            write_etc(etc)
+            self._view = view
+        return self._view
 
     async def start_runtime(
         self,
@@ -102,7 +72,7 @@ class BwrapIsolation:
         read_only: Sequence[ReadOnlyEntry] = (),
     ) -> SlotRuntime:
         """See `Isolation.start_runtime`."""
-        self._set_up()
+        view = self._set_up()
         shell = base.find_shell()  # first, because a failure after the start of init would leave init behind
         uid = reused.uid if reused is not None else self._uids.take_uid() if self._is_root else None
         self._runtime_count += 1
@@ -113,7 +83,8 @@ class BwrapIsolation:
             dirs = base.make_dirs(os.path.join(self._context.slots_dir, name), uid)
         groups = self._cgroups.make_groups(name)
         try:
-            started_init = await self._start_init(has_network, dirs, uid, groups, cache, read_only)
+            plan = self._make_plan(has_network, dirs, uid, groups, cache, read_only)
+            started_init = await self._start_init(view, plan)
         except BaseException:  # also when this task is cancelled
             groups.remove_groups()
             if reused is None and uid is not None:
@@ -121,25 +92,13 @@ class BwrapIsolation:
             raise
         finally:
             groups.close_join_fds()
-        return started_init.to_runtime(slot_id, dirs, WORKSPACE, TMP, has_network=has_network, uid=uid, groups=groups, shell=shell, cache=cache)
+        return started_init.to_runtime(
+            slot_id, dirs, WORKSPACE, TMP, has_network=has_network, uid=uid, groups=groups, shell=shell, has_pid_namespace=True, cache=cache
+        )
 
-    async def _start_init(
+    def _make_plan(
         self, has_network: bool, dirs: Dirs, uid: int | None, groups: SlotGroups, cache: CacheFolder | None, read_only: Sequence[ReadOnlyEntry]
-    ) -> init_start.StartedInit:
-        agent_socket, init_socket = init_start.create_control_sockets()
-        accounts = write_accounts(dirs.root, uid if uid is not None else _INSIDE_UID, cache.groups if cache is not None else ())
-        argv = [self._program, *self._common_args, *accounts]
-        if not has_network:
-            argv.append("--unshare-net")
-        argv += ["--bind", dirs.workspace, WORKSPACE, "--bind", dirs.tmp, TMP, "--dir", "/var", "--bind", dirs.tmp, "/var/tmp", "--dir", "/run"]
-        if cache is not None:
-            argv += ["--bind", cache.path, CACHE]
-        for entry in read_only:  # No process of the slot runs now, and init checks that these are the entries that the agent has examined.
-            argv += ["--ro-bind", os.path.join(dirs.workspace, entry.name), os.path.join(WORKSPACE, entry.name)]
-        argv += ["--remount-ro", "/", "--chdir", "/"]
-        if self._python.startswith(PYTHON):
-            argv += ["--setenv", "LD_LIBRARY_PATH", PYTHON + "/lib"]
-        argv += ["--", *init_start.init_argv(self._python, LIB, init_socket.fileno())]
+    ) -> BwrapPlan:
         affinity = self._context.affinity(self._runtime_count)
         config = {
             "mode": "bwrap",
@@ -157,8 +116,34 @@ class BwrapIsolation:
             "lib": LIB,
             "filter": self._context.filter,
         }
-        kill_rest = functools.partial(kill_bwrap_processes, dirs.root)
-        return await init_start.start_init(argv, init_socket, agent_socket, config, groups.join_fds, sets_floor=self._context.sets_floor, kill_rest=kill_rest)
+        accounts = write_accounts(dirs.root, uid if uid is not None else INSIDE_UID, cache.groups if cache is not None else ())
+        return BwrapPlan(dirs, accounts, uid, groups, has_network, cache, read_only, config, self._context.sets_floor)
+
+    async def _start_init(self, view: SharedView, plan: BwrapPlan) -> init_start.StartedInit:
+        if self._starter is None:
+            return await self._start_first_init(view, plan)
+        return await self._starter.start_init(plan)
+
+    async def _start_first_init(self, view: SharedView, plan: BwrapPlan) -> init_start.StartedInit:
+        """Start the first init of this agent, and so find out how inits can be started here."""
+        if self._context.config.slot_start == "auto":
+            template = BwrapTemplate(view, self._context.config.base_dir, self._is_root)
+            try:
+                first = await template.start_init(plan)
+            except StartFailed as error:
+                template.end_start()
+                self.slot_start = "executed: %s" % error
+                log.info("slots are not forked from a template: %s", error)
+            except BaseException:  # also when this task is cancelled
+                template.end_start()
+                raise
+            else:
+                self._starter, self.slot_start = template, "forked"
+                return first
+        starter = BwrapStart(view, self._is_root)
+        first = await starter.start_init(plan)
+        self._starter = starter
+        return first
 
     async def end_runtime(self, runtime: SlotRuntime) -> dict[str, Any]:
         """See `Isolation.end_runtime`. When the first process of a pid namespace has been reaped, the kernel has killed all others in it."""
@@ -192,39 +177,5 @@ class BwrapIsolation:
 
     def remove_mode_files(self) -> None:
         """See `Isolation.remove_mode_files`. Everything that the mode creates lies in the folder of the agent."""
-
-
-def _system_args() -> list[str]:
-    """Return the arguments that mount the programs and libraries of the machine read-only, and the file systems of the kernel."""
-    args = ["--ro-bind", "/usr", "/usr"]
-    for path in _SYSTEM_LINKS:
-        if os.path.islink(path):
-            args += ["--symlink", os.readlink(path), path]
-        elif os.path.isdir(path):
-            args += ["--ro-bind", path, path]
-    args += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", str(base.SHM_BYTES), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
-    return args
-
-
-def _python_args() -> tuple[str, list[str]]:
-    """Return how the interpreter of init is mounted: at a private path without site packages, unless it is installed below /usr.
-
-    Returns:
-        The path of the interpreter inside the slot, and the arguments of bubblewrap that mount it.
-    """
-    program = base.interpreter()
-    if program.startswith("/usr/"):
-        return program, []
-    standard = os.path.dirname(os.path.realpath(os.__file__))
-    name = os.path.basename(standard)
-    args = []
-    for folder in (PYTHON, PYTHON + "/bin", PYTHON + "/lib"):
-        args += ["--perms", "0755", "--dir", folder]
-    args += ["--ro-bind", program, "%s/bin/%s" % (PYTHON, os.path.basename(program)), "--ro-bind", standard, "%s/lib/%s" % (PYTHON, name)]
-    if os.path.isdir(os.path.join(standard, "site-packages")):
-        args += ["--tmpfs", "%s/lib/%s/site-packages" % (PYTHON, name), "--remount-ro", "%s/lib/%s/site-packages" % (PYTHON, name)]
-    shared = sysconfig.get_config_var("INSTSONAME")
-    folder = os.path.dirname(standard)
-    if shared and sysconfig.get_config_var("Py_ENABLE_SHARED") and os.path.exists(os.path.join(folder, shared)):
-        args += ["--ro-bind", os.path.realpath(os.path.join(folder, shared)), "%s/lib/%s" % (PYTHON, shared)]
-    return "%s/bin/%s" % (PYTHON, os.path.basename(program)), args
+        if self._starter is not None:
+            self._starter.end_start()

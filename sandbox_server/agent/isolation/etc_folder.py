@@ -54,7 +54,7 @@ def etc_args(folder: str) -> list[str]:
     return args
 
 
-def write_accounts(folder: str, uid: int, groups: Sequence[int] = ()) -> list[str]:
+def write_accounts(folder: str, uid: int, groups: Sequence[int] = ()) -> tuple[str, str]:
     """Write the `passwd` and `group` files of one slot.
 
     Args:
@@ -63,7 +63,7 @@ def write_accounts(folder: str, uid: int, groups: Sequence[int] = ()) -> list[st
         groups: the supplementary groups of the slot.
 
     Returns:
-        The arguments of bubblewrap that mount the files in its /etc.
+        The paths of the files that are mounted as /etc/passwd and /etc/group.
     """
     passwd = os.path.join(folder, "passwd")
     group = os.path.join(folder, "group")
@@ -76,4 +76,4 @@ def write_accounts(folder: str, uid: int, groups: Sequence[int] = ()) -> list[st
         file.writelines("cache%d:x:%d:slot\n" % (number, gid) for number, gid in enumerate(groups))
     for path in (passwd, group):
         os.chmod(path, 0o644)
-    return ["--ro-bind", passwd, "/etc/passwd", "--ro-bind", group, "/etc/group"]
+    return passwd, group

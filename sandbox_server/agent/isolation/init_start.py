@@ -13,7 +13,7 @@ from sandbox_server.agent.errors import StartFailed
 from sandbox_server.agent.execution.init_client.descriptors import TEMPORARY_ERRORS
 from sandbox_server.agent.execution.init_client.init_link import InitLink
 from sandbox_server.agent.execution.processes.descriptor_waits import wait_readable
-from sandbox_server.agent.execution.slot_runtime import CacheFolder, Dirs, SlotRuntime
+from sandbox_server.agent.execution.slot_runtime import CacheFolder, ChildProcess, Dirs, SlotRuntime
 from sandbox_server.agent.init import oom_score
 from sandbox_server.agent.isolation.base import END_TIMEOUT_S
 from sandbox_server.agent.kernel.cgroups import SlotGroups
@@ -41,14 +41,14 @@ class StartedInit:
     """An init that serves requests.
 
     Args:
-        process: the child process that was started: init, or bubblewrap.
+        process: the child process of the agent: init, or bubblewrap.
         link: the control socket of init.
         pid: the process id of init as this agent sees it.
         pidfd: a pidfd of init, or -1 where the Python version has none.
-        stderr_fd: the read end of its standard error.
+        stderr_fd: the read end of its standard error, or -1 if init was forked.
     """
 
-    process: subprocess.Popen[bytes]
+    process: ChildProcess
     link: InitLink
     pid: int
     pidfd: int
@@ -65,6 +65,7 @@ class StartedInit:
         uid: int | None,
         groups: SlotGroups,
         shell: str,
+        has_pid_namespace: bool = False,
         cache: CacheFolder | None = None,
     ) -> SlotRuntime:
         """Return the slot runtime of this init. The arguments are described at `SlotRuntime`."""
@@ -78,6 +79,7 @@ class StartedInit:
             link=self.link,
             init_pid=self.pid,
             init_pidfd=self.pidfd,
+            has_pid_namespace=has_pid_namespace,
             uid=uid,
             groups=groups,
             shell=shell,
@@ -122,21 +124,34 @@ async def start_init(
     try:
         process = _spawn(argv, init_socket, agent_socket, stderr_w, join_fds, env)
         config = dict(init_config, join=list(join_fds))
-        started_init = await _wait_until_ready(process, agent_socket, config, stderr_r, sets_floor, kill_rest)
+        started_init = await wait_until_ready(process, agent_socket, config, stderr_r, sets_floor, kill_rest)
         return started_init
     finally:
         if started_init is None:
             os.close(stderr_r)
 
 
-async def _wait_until_ready(
-    process: subprocess.Popen[bytes],
+async def wait_until_ready(
+    process: ChildProcess,
     agent_socket: socket.socket,
     init_config: dict[str, Any],
     stderr_r: int,
     sets_floor: bool,
-    kill_rest: Callable[[], None] | None,
+    kill_rest: Callable[[], None] | None = None,
 ) -> StartedInit:
+    """Send a process that becomes an init its configuration, and wait until it serves requests. If that fails, the process is killed.
+
+    Args:
+        process: the child process of the agent.
+        agent_socket: the end of the control socket that the agent uses.
+        init_config: the configuration.
+        stderr_r: the read end of the standard error of the process, or -1.
+        sets_floor: whether the minimum `oom_score_adj` of the slot is set.
+        kill_rest: see `start_init`.
+
+    Raises:
+        StartFailed: the start failed; the text says why.
+    """
     link = InitLink(asyncio.get_running_loop(), agent_socket)
     try:
         pid = await link.wait_until_ready(init_config, START_TIMEOUT_S)
@@ -146,14 +161,14 @@ async def _wait_until_ready(
             oom_score.set_slot_floor(pid)
     except (StartFailed, OSError) as error:
         await _kill_failed_start(process, link, kill_rest)
-        raise StartFailed(_with_stderr(str(error), stderr_r)) from None
+        raise StartFailed(with_stderr(str(error), stderr_r)) from None
     except BaseException:  # also when this task is cancelled: no process may be left of the start
         await _kill_failed_start(process, link, kill_rest)
         raise
     return StartedInit(process, link, pid, pidfd, stderr_r)
 
 
-async def _kill_failed_start(process: subprocess.Popen[bytes], link: InitLink, kill_rest: Callable[[], None] | None) -> None:
+async def _kill_failed_start(process: ChildProcess, link: InitLink, kill_rest: Callable[[], None] | None) -> None:
     link.close_link()
     process.kill()
     await wait_for_exit(process, END_TIMEOUT_S)
@@ -184,7 +199,10 @@ def _spawn(
         init_socket.close()
 
 
-def _with_stderr(text: str, fd: int) -> str:
+def with_stderr(text: str, fd: int) -> str:
+    """Return an error with the last line that a process has written to its standard error, whose non-blocking read end is `fd`, or -1 if there is none."""
+    if fd < 0:
+        return text
     try:
         output = os.read(fd, _STDERR_BYTES).decode("utf-8", "replace").strip()
     except BlockingIOError:
@@ -192,7 +210,7 @@ def _with_stderr(text: str, fd: int) -> str:
     return "%s (%s)" % (output.splitlines()[-1], text) if output else text
 
 
-async def wait_for_exit(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
+async def wait_for_exit(process: ChildProcess, timeout_s: float) -> bool:
     """Wait until a child process has ended, and reap it.
 
     Returns:

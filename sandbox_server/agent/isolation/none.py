@@ -22,6 +22,7 @@ class NoIsolation:
     networks: tuple[str, ...] = ("shared",)
     caches = False
     read_only_entries = False
+    slot_start = "executed"
 
     def __init__(self, context: base.IsolationContext, cgroups: Cgroups) -> None:
         self._starter = SharedViewStarter(context, cgroups, context.slots_dir)

@@ -45,7 +45,7 @@ class UidIsolation:
         self._top = os.path.join(context.config.workspace_base, context.config.sandbox_id)
         self._lib = os.path.join(self._top, "lib")
         # The code of init is copied beside the folders of the slots, because an init with its own /tmp cannot see the /tmp of the machine.
-        self._starter = SharedViewStarter(dataclasses.replace(context, lib_dir=self._lib), cgroups, self._top)
+        self._starter = SharedViewStarter(dataclasses.replace(context, lib_dir=self._lib), cgroups, self._top, forks=True)
         self._made_folders: list[str] = []
         self._uid_range = range(0)
         self._private_mounts_work = False
@@ -56,6 +56,11 @@ class UidIsolation:
     def read_only_entries(self) -> bool:
         """See `Isolation.read_only_entries`. A slot needs mounts of its own, and no second path to its folders: it sees all mounts of the machine."""
         return self.tmp_isolation == "own" and procfs.find_other_path(os.path.realpath(self._top)) is None
+
+    @property
+    def slot_start(self) -> str:
+        """See `Isolation.slot_start`."""
+        return self._starter.slot_start
 
     async def start_runtime(
         self,
@@ -187,6 +192,7 @@ class UidIsolation:
 
     def remove_mode_files(self) -> None:
         """See `Isolation.remove_mode_files`."""
+        self._starter.end_template()
         self._trash.discard_folder(self._lib)
         self._uid_range = range(0)
         while self._made_folders:

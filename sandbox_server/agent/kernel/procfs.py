@@ -28,6 +28,26 @@ def _status_uids(pid: int) -> frozenset[int]:
     return frozenset()
 
 
+def status_fields(pid: int) -> dict[str, str]:
+    """Return the fields of `/proc/PID/status` by their names."""
+    with open("/proc/%d/status" % pid, encoding="utf-8", errors="surrogateescape") as file:
+        return {name: value.strip() for name, _, value in (line.partition(":") for line in file)}
+
+
+def children_of(parent: int) -> dict[int, bytes]:
+    """Return the child processes of a process that have not been reaped, with their names."""
+    found = {}
+    for pid in pids():
+        try:
+            with open("/proc/%d/stat" % pid, "rb") as file:
+                left, _, right = file.read().rpartition(b")")
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # It has ended since the listing.
+        if int(right.split()[1]) == parent:
+            found[pid] = left.partition(b"(")[2]
+    return found
+
+
 def threads_of(pid: int) -> int:
     """Return how many threads a process has; 0 if it no longer exists."""
     try:

@@ -220,6 +220,7 @@ class Agent:
                 "proves": ["oom", "resource_limit"],
                 "tools": list(TOOLS),
                 "places": isolation.tmp_isolation if isolation is not None else "none",
+                "slot_start": isolation.slot_start if isolation is not None else "none",
                 "cache": isolation is not None and isolation.caches,
                 "read_only": isolation is not None and isolation.read_only_entries,
             },

@@ -1,4 +1,4 @@
-"""Writes the folder of modules that init and its forked children import. Each agent writes it once, compiled for the interpreter that runs init."""
+"""Writes the folder of modules that run in slots. Each agent writes it once, compiled for the interpreter that runs init."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import pkgutil
 import sys
 
-from sandbox_server.agent import init, inslot
+from sandbox_server.agent import init, inslot, template
 from sandbox_server.agent.bytecode import compiled
 
 _PACKAGE = "sandbox_server"
@@ -15,7 +15,7 @@ _PACKAGE = "sandbox_server"
 
 def _list_modules() -> list[str]:
     modules = ["__init__"]
-    for package in (init, inslot):
+    for package in (init, inslot, template):
         folder = package.__name__.rpartition(".")[2]
         modules.append("%s/__init__" % folder)
         modules.extend("%s/%s" % (folder, module.name) for module in pkgutil.iter_modules(package.__path__))

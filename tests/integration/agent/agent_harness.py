@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import json
@@ -77,9 +78,14 @@ class AgentHarness:
         found = []
         for child in psutil.Process(self.process.pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
-                if any("agent.init.init" in part for part in child.cmdline()) and "bwrap" not in child.name():
+                is_executed = any("agent.init.init" in part for part in child.cmdline()) and "bwrap" not in child.name()
+                if is_executed or child.name() == "slot-init":
                     found.append(child)
         return found
+
+    def templates(self) -> list[psutil.Process]:
+        """The templates that the inits of slots are forked from."""
+        return [child for child in psutil.Process(self.process.pid).children() if child.name() == "slot-template"]
 
     def epoch(self, slot: str) -> int:
         """The current epoch of a slot, which every request to it must name."""
@@ -187,6 +193,22 @@ def agent_process(runner: Runner, mode: str, prefix: Sequence[str] = (), **setti
             process.wait()
         with contextlib.suppress(OSError):  # processes that a killed agent has left running may still write there
             delete_tree(str(folder))  # deeper than shutil.rmtree goes
+
+
+def lives(process: psutil.Process) -> bool:
+    """Whether a process runs. One that has ended and has not been reaped does not."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+async def wait_for_ends(processes: Sequence[psutil.Process], within_s: float = 10.0) -> list[psutil.Process]:
+    """Wait until processes have ended, and not until they were reaped, which the machine may do much later. Returns those that still live after the time."""
+    deadline = time.monotonic() + within_s
+    while (living := [process for process in processes if lives(process)]) and time.monotonic() < deadline:
+        await asyncio.sleep(0.01)
+    return living
 
 
 def _wait_for_socket(folder: Path, process: subprocess.Popen[bytes]) -> None:

@@ -39,6 +39,7 @@ class IncompleteIsolation:
         self._real = real
         self._kills = kills
         self._renews_folders = renews_folders
+        self.slot_start = real.slot_start
         self._ended: list[SlotRuntime] = []
 
     async def start_runtime(
@@ -114,6 +115,7 @@ async def open_slot_transitions(
         await caches.close_caches()
         if isinstance(isolation, IncompleteIsolation):
             await isolation.end_remaining()
+        isolation.remove_mode_files()
         cgroups.remove_agent_groups()
         trash.end_thread()
         trash.wait_for_thread(10)

@@ -15,7 +15,7 @@ import pytest
 
 from sandbox_server.link import AgentEndpoint, connect
 from sandbox_server.link.errors import AgentRefused, LinkLost
-from tests.integration.agent.agent_harness import TOKEN, AgentHarness
+from tests.integration.agent.agent_harness import TOKEN, AgentHarness, lives, wait_for_ends
 from tests.integration.agent.conftest import Maker
 
 HARD_TO_KILL = """
@@ -74,7 +74,11 @@ async def _time_out_among_others(harness: AgentHarness) -> None:
     assert await _sleepers(harness) == ["6001", "6002"]
 
 
-async def test_another_running_call_survives_a_timeout(harness: AgentHarness) -> None:
+async def test_another_running_call_survives_a_timeout(harnesses: list[AgentHarness]) -> None:
+    await asyncio.gather(*map(_survive_the_timeout_of_another, harnesses))
+
+
+async def _survive_the_timeout_of_another(harness: AgentHarness) -> None:
     other = asyncio.create_task(harness.bash("setsid sleep 6003 & sleep 6004 & touch up; until [ -e go ]; do sleep 0.02; done; echo here"))
     await harness.until("test -e up")
     answer = await harness.bash("sleep 7006 & sleep 7007", timeout_s=0.3)
@@ -236,7 +240,7 @@ async def test_the_end_of_init_breaks_its_slot_until_a_reset_if_that_can_prove_t
     with pytest.raises(AgentRefused) as refused:
         await harness.bash("true")
     assert refused.value.code == "slot_unavailable"
-    if harness.link.hello["isolation"] == "none" and _lives(sleeper):
+    if harness.link.hello["isolation"] == "none" and lives(sleeper):
         # Nothing shows what an init without a pid namespace had started, so the slot does not count as clean.
         answered = await harness.reset()
         assert (answered["state"], "cannot be found" in str(answered["detail"])) == ("quarantined", True)
@@ -244,11 +248,7 @@ async def test_the_end_of_init_breaks_its_slot_until_a_reset_if_that_can_prove_t
         return
     assert (await harness.reset())["state"] == "ready"
     assert (await harness.bash("echo back")).text == "back\n"
-    assert not _lives(sleeper)
-
-
-def _lives(process: psutil.Process) -> bool:
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    assert not lives(sleeper)
 
 
 async def _process(command: list[str]) -> psutil.Process:
@@ -299,7 +299,7 @@ async def test_shutdown_ends_every_process(own_harness: AgentHarness) -> None:
     await asyncio.to_thread(own_harness.process.wait, 20)
 
     assert own_harness.process.returncode == 0
-    assert [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE] == []
+    assert [child for child in children if lives(child)] == []
 
 
 async def test_the_slots_of_a_killed_agent_end_with_it(own_harness: AgentHarness) -> None:
@@ -309,8 +309,7 @@ async def test_the_slots_of_a_killed_agent_end_with_it(own_harness: AgentHarness
     own_harness.process.send_signal(signal.SIGKILL)
     await asyncio.to_thread(own_harness.process.wait, 20)
 
-    _, alive = await asyncio.to_thread(psutil.wait_procs, children, 10)
-    assert [child for child in alive if child.status() != psutil.STATUS_ZOMBIE] == []
+    assert await wait_for_ends(children) == []
 
 
 async def test_an_agent_without_connections_ends(make_harness: Maker) -> None:

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from sandbox_server.agent.kernel.memory_groups import MemoryGroups, was_ended_by_another_agent
-from tests.integration.agent.agent_harness import AgentHarness
+from tests.integration.agent.agent_harness import AgentHarness, wait_for_ends
 from tests.integration.agent.conftest import ROOT, Maker
 
 MIB = 1 << 20
@@ -191,7 +191,7 @@ async def test_the_groups_of_a_killed_agent_do_not_count_and_go(two: tuple[Agent
     children = psutil.Process(first.process.pid).children(recursive=True)
     first.process.kill()
     await asyncio.to_thread(first.process.wait, 20)
-    await asyncio.to_thread(psutil.wait_procs, children, 10)
+    assert await wait_for_ends(children) == []
 
     third = await make_harness("bwrap", "root", slots_group=group.name, machine_memory_mb=600, slots=2, spares=0)
 

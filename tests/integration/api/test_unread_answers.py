@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPResponse
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -141,10 +142,12 @@ def unfinished(service: Service) -> socket.socket:
 
 
 def read_answer(connection: socket.socket) -> bytes:
-    """What the service sent until it closed the connection; empty if that was reset, as after a refusal of a body that is still being sent."""
+    """The body of a response, after which the service keeps the connection for 5 s; empty if it reset the connection, as after the refusal of a body
+    that is still being sent."""
     connection.settimeout(30.0)
-    with contextlib.suppress(ConnectionResetError), connection.makefile("rb") as answer:
-        return answer.read()
+    with contextlib.suppress(ConnectionResetError), contextlib.closing(HTTPResponse(connection)) as response:
+        response.begin()
+        return response.read()
     return b""
 
 

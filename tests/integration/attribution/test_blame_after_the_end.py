@@ -42,7 +42,7 @@ def test_who_fills_its_sandbox_alone_is_to_blame_in_the_calls_after_it_too(open_
     (lease,) = harness.acquire()
     assert blame(grow(harness, lease, BEHIND)) == ("exit", "none", 0)
     for late in after_the_end(harness, lease):
-        assert blame(late) == ("sandbox_lost", "policy", None)
+        assert blame(late) == ("sandbox_lost", "policy", None), late
         assert proof(late)["own_work"] is True
         assert proof(late)["slot_ended"] is True
         assert proof(late)["used_mb"] > 250
@@ -68,7 +68,7 @@ def test_where_the_others_use_was_needed_it_is_ambiguous_in_the_calls_after_it_t
     harness.until(lambda: harness.bash(neighbour, "test -e up")["success"])
     assert blame(grow(harness, lease, BEHIND)) == ("exit", "none", 0)
     for late in after_the_end(harness, lease):
-        assert blame(late) == ("sandbox_lost", "ambiguous", None)
+        assert blame(late) == ("sandbox_lost", "ambiguous", None), late
         assert "own_work" not in proof(late)
         assert proof(late)["used_mb"] > proof(late)["share_mb"]
     harness.bash(neighbour, "touch go")

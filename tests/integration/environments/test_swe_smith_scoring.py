@@ -84,9 +84,16 @@ DISTURBING = {
     "takes away its open files": "import os, resource\nresource.prlimit(os.getppid(), resource.RLIMIT_NOFILE, (0, 0))\nos._exit(1)\n",
     "removes its files": "import os, shutil\nshutil.rmtree(os.path.dirname(os.path.dirname(os.environ['HOME'])), ignore_errors=True)\nos._exit(1)\n",
 }
-#: Source that declares every failing test an expected failure.
-EXPECTED_FAILURE = "import pytest\n\n\ndef add(first, second):\n    if second == 0:\n        return first\n    {}\n"
-EXPECTED_FAILURES = ("pytest.xfail('later')", "raise pytest.xfail.Exception('later')")
+#: Source that declares every failing test an expected failure: one of them with the function of pytest, and the others with its exception.
+EXPECTED_FAILURES = """
+import pytest
+def add(first, second):
+    if second == 0:
+        return first
+    if second == 1:
+        pytest.xfail("later")
+    raise pytest.xfail.Exception("later")
+"""
 #: A project whose installation ends every other process of the slot.
 KILLING_SETUP = """
 import os
@@ -150,9 +157,10 @@ async def narrow(exec_tool: ExecTool, *, sealed: bool) -> None:
 
 
 @pytest.mark.parametrize("mode", ["bwrap", "uid"])
-async def test_a_group_fetches_once_and_finds_no_fix(
+async def test_a_group_fetches_once_finds_no_fix_and_does_not_change_what_it_is_scored_by(
     pool: PoolConnection, row: SweRow, set_up: WorkspaceSetUp, scorer: Scorer, repository: BrokenRepository
 ) -> None:
+    """The first slot fixes the bug, and the second one attacks its scoring."""
     async with slots(pool, 2) as (first, second):
         cached = first.lease.info.cache == "rw"
         made = await asyncio.gather(set_up.set_up(row, first), set_up.set_up(row, second))
@@ -171,8 +179,9 @@ async def test_a_group_fetches_once_and_finds_no_fix(
 
         reward, meta = await scorer.score(row, first, made[0], tool_calls=3, valid_calls=3)
         assert (reward, meta["tests"]["passed_count"], meta["tests"]["test_count"]) == (1.0, 6, 6), meta
-        reward, meta = await scorer.score(row, second, made[1], tool_calls=2, valid_calls=2)
-        assert (reward, meta["tests"]["passed_count"], meta["tests"]["installs"]) == (0.4, 3, True), meta
+        await _check_attacks(row, second, made[1], scorer)
+        # Elsewhere the model's slot keeps its processes until it is released, and is not used for scoring.
+        assert (await second("terminal", {"command": "pgrep -u $(id -u) -fc 'whil[e] true'"})).output.strip() == "0"
         assert await scorer.score(row, second, made[1], tool_calls=0, valid_calls=0) == (0.0, {"tests": None})
         await second("write_file", {"path": "repo/src/fairsum/add.py", "content": FORGED_REPORT})
         reward, meta = await scorer.score(row, second, made[1], tool_calls=1, valid_calls=1)
@@ -193,36 +202,41 @@ async def _check_nothing_to_find(exec_tool: ExecTool, repository: BrokenReposito
     assert await shell(exec_tool, "find /tmp -mindepth 1; ls -A") == ".env\n.tests\nrepo\n"
 
 
+async def _check_attacks(row: SweRow, exec_tool: ExecTool, workspace: Workspace, scorer: Scorer) -> None:
+    """Check that the score of a model that attacks its scoring is that of the commit with the bug, and that nothing it has added was run."""
+    for number, name in enumerate(FORGED_FILES):
+        forged = FORGERY.replace("NAME", f"file-{number}")
+        await exec_tool("write_file", {"path": name, "content": forged})
+    for command in ATTACKS.values():
+        await shell(exec_tool, command)
+    if not workspace.sealed:
+        await shell(exec_tool, "echo 'import os; os._exit(0)' > .env/lib/python3.11/site-packages/x.pth; rm -rf .tests; mkdir -p .tests/files/tests")
+        await shell(exec_tool, "printf 'def test_zero(): pass\\n' > .tests/files/tests/test_add.py; cp -r .tests/files/tests .tests/git")
+    await shell(exec_tool, "rm -rf /tmp/pwned")
+
+    reward, meta = await scorer.score(row, exec_tool, workspace, tool_calls=9, valid_calls=9)
+
+    tests = meta["tests"]
+    assert (reward, tests["passed_count"], tests["regressed"], tests["installs"]) == (0.4, 3, False, True), meta
+    # A process in the background makes the folder again after it was removed; the file is made when the repository has been moved aside.
+    assert (await exec_tool("terminal", {"command": "ls /tmp/pwned 2>/dev/null"})).output == "", meta
+
+
 # Where the slot cannot be sealed, the tests run in another slot, by the same code in each mode.
-@pytest.mark.parametrize(("mode", "sealed"), [("bwrap", True), ("uid", True), ("bwrap", False)], ids=["bwrap", "uid", "bwrap, fresh slot"])
-async def test_a_model_does_not_change_what_it_is_scored_by(pool: PoolConnection, row: SweRow, set_up: WorkspaceSetUp, scorer: Scorer, sealed: bool) -> None:
+@pytest.mark.parametrize("mode", ["bwrap"])
+async def test_a_model_whose_slot_cannot_be_sealed_does_not_change_what_it_is_scored_by(
+    pool: PoolConnection, row: SweRow, set_up: WorkspaceSetUp, scorer: Scorer
+) -> None:
     async with slots(pool, 1) as (exec_tool,):
-        workspace = await set_up.set_up(row, exec_tool)
-        await narrow(exec_tool, sealed=sealed)
-        workspace = workspace if sealed else workspace.unsealed()
-        for number, name in enumerate(FORGED_FILES):
-            forged = FORGERY.replace("NAME", f"file-{number}")
-            await exec_tool("write_file", {"path": name, "content": forged})
-        for command in ATTACKS.values():
-            await shell(exec_tool, command)
-        if not sealed:
-            await shell(exec_tool, "echo 'import os; os._exit(0)' > .env/lib/python3.11/site-packages/x.pth; rm -rf .tests; mkdir -p .tests/files/tests")
-            await shell(exec_tool, "printf 'def test_zero(): pass\\n' > .tests/files/tests/test_add.py; cp -r .tests/files/tests .tests/git")
-        await shell(exec_tool, "rm -rf /tmp/pwned")
-
-        reward, meta = await scorer.score(row, exec_tool, workspace, tool_calls=9, valid_calls=9)
-
-        assert (reward, meta["tests"]["passed_count"], meta["tests"]["regressed"]) == (0.4, 3, False), meta
-        # A process in the background makes the folder again after it was removed; the file is made when the repository has been moved aside.
-        assert (await exec_tool("terminal", {"command": "ls /tmp/pwned 2>/dev/null"})).output == "", meta
-        if sealed:  # elsewhere the model's slot keeps its processes until it is released, and is not used for scoring
-            assert (await exec_tool("terminal", {"command": "pgrep -u $(id -u) -fc 'whil[e] true'"})).output.strip() == "0"
+        workspace = (await set_up.set_up(row, exec_tool)).unsealed()
+        await narrow(exec_tool, sealed=False)
+        await _check_attacks(row, exec_tool, workspace, scorer)
 
 
 @pytest.mark.parametrize("mode", ["bwrap"])
-async def test_a_fix_in_a_slot_that_cannot_be_sealed(pool: PoolConnection, row: SweRow, set_up: WorkspaceSetUp, scorer: Scorer) -> None:
+async def test_what_a_model_changes_in_a_slot_that_cannot_be_sealed(pool: PoolConnection, row: SweRow, set_up: WorkspaceSetUp, scorer: Scorer) -> None:
     async with slots(pool, 1) as (exec_tool,):
-        workspace: Workspace = (await set_up.set_up(row, exec_tool)).unsealed()
+        workspace = (await set_up.set_up(row, exec_tool)).unsealed()
         await narrow(exec_tool, sealed=False)
         await shell(
             exec_tool,
@@ -233,6 +247,10 @@ async def test_a_fix_in_a_slot_that_cannot_be_sealed(pool: PoolConnection, row: 
         await shell(exec_tool, "echo \"NAME = 'fairsum'\" > repo/src/fairsum/name.py")
         reward, meta = await scorer.score(row, exec_tool, workspace, tool_calls=1, valid_calls=1)
         assert reward == 1.0, meta
+        # A model that ends the collection of its changes has failed, whatever it has changed.
+        await shell(exec_tool, "(setsid sh -c 'while true; do pkill -9 python; pkill -9 python3; done' >/dev/null 2>&1 &)")
+        reward, meta = await scorer.score(row, exec_tool, workspace, tool_calls=1, valid_calls=1)
+        assert (reward, meta["tests"]["end"]) == (0.0, "changes_unusable"), meta
 
 
 @pytest.mark.parametrize("mode", ["bwrap"])
@@ -258,21 +276,11 @@ async def test_a_failure_counts_whatever_the_code_under_test_does_to_its_scoring
             await exec_tool("write_file", {"path": "repo/src/fairsum/add.py", "content": source})
             reward, meta = await scorer.score(row, exec_tool, workspace, tool_calls=1, valid_calls=1)
             assert (reward, meta["tests"]["regressed"]) == (0.0, True), (name, meta)
-        for statement in EXPECTED_FAILURES:
-            await exec_tool("write_file", {"path": "repo/src/fairsum/add.py", "content": EXPECTED_FAILURE.format(statement)})
-            reward, meta = await scorer.score(row, exec_tool, workspace, tool_calls=1, valid_calls=1)
-            assert (reward, meta["tests"]["passed_count"]) == (0.4, 3), (statement, meta)
+        # Its project cannot be installed either, so the reward is that of its valid calls.
+        await exec_tool("write_file", {"path": "repo/src/fairsum/add.py", "content": EXPECTED_FAILURES})
         await shell(exec_tool, "rm repo/pyproject.toml")
         await exec_tool("write_file", {"path": "repo/setup.py", "content": KILLING_SETUP})
         reward, meta = await scorer.score(row, exec_tool, workspace, tool_calls=1, valid_calls=1)
-        assert (reward, meta["tests"]["installs"]) == (0.05, False), meta
-
-
-@pytest.mark.parametrize("mode", ["bwrap"])
-async def test_a_model_that_ends_the_collection_of_its_changes_has_failed(pool: PoolConnection, row: SweRow, set_up: WorkspaceSetUp, scorer: Scorer) -> None:
-    async with slots(pool, 1) as (exec_tool,):
-        workspace: Workspace = (await set_up.set_up(row, exec_tool)).unsealed()
-        await narrow(exec_tool, sealed=False)
-        await shell(exec_tool, "(setsid sh -c 'while true; do pkill -9 python; pkill -9 python3; done' >/dev/null 2>&1 &)")
-        reward, meta = await scorer.score(row, exec_tool, workspace, tool_calls=1, valid_calls=1)
-        assert (reward, meta["tests"]["end"]) == (0.0, "changes_unusable"), meta
+        tests = meta["tests"]
+        assert (reward, tests["passed_count"], tests["regressed"], tests["installs"]) == (0.05, 3, False, False), meta
+        assert set(tests["not_passed"]) == set(row.fail_to_pass), meta

@@ -53,7 +53,7 @@ def test_the_folder_of_slot_code_has_only_what_slots_run(tmp_path: Path) -> None
     bundle.write_slot_lib(str(tmp_path / "lib"))
     agent = tmp_path / "lib" / "sandbox_server" / "agent"
 
-    assert {path.name for path in agent.iterdir()} == {"__init__.py", "__pycache__", "init", "inslot"}
+    assert {path.name for path in agent.iterdir()} == {"__init__.py", "__pycache__", "init", "inslot", "template"}
     assert {path.name for path in (agent / "init").glob("*.py")} == {path.name for path in Path(init.__path__[0]).glob("*.py")}
     ran = subprocess.run(
         [

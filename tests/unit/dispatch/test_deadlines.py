@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import replace
@@ -109,12 +110,14 @@ async def test_questions_about_calls_and_files_of_a_stopped_agent_are_answered()
         while True:
             yield b"x" * (1 << 16)
 
-    with pytest.raises(BackendUnavailable, match="has not answered"):
-        await found.call_status("alice", "a", "c")
-    with pytest.raises(BackendUnavailable, match="has not answered"):
-        await slot_files.list_folder("alice", "a", ".", recursive=False, max_entries=10)
-    with pytest.raises(BackendUnavailable, match="has not answered"):
-        await slot_files.write_file("alice", "a", "f", None, endless())
+    questions = (
+        found.call_status("alice", "a", "c"),
+        slot_files.list_folder("alice", "a", ".", recursive=False, max_entries=10),
+        slot_files.write_file("alice", "a", "f", None, endless()),
+    )
+    for error in await asyncio.gather(*questions, return_exceptions=True):
+        with pytest.raises(BackendUnavailable, match="has not answered"):
+            raise error if isinstance(error, BaseException) else AssertionError(f"it was answered: {error}")
 
 
 class StopsInTheMiddle(ScriptedAgent):

@@ -22,15 +22,14 @@ async def kill_slot_processes(runtime: SlotRuntime, detail: str, own_work: bool 
     runtime.link.own_work = own_work
     runtime.link.stop_reading()
     loop = asyncio.get_running_loop()
-    has_namespace = runtime.init_pid != runtime.process.pid  # the kernel ends all processes of a pid namespace when its init ends
-    if not has_namespace and runtime.uid is None:
+    if not runtime.has_pid_namespace and runtime.uid is None:
         await loop.run_in_executor(None, _kill_descendants, runtime.init_pid)  # while init is alive, all of them descend from it
     if runtime.init_pidfd >= 0 and hasattr(signal, "pidfd_send_signal"):
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(runtime.init_pidfd, signal.SIGKILL)
     else:
         runtime.process.kill()
-    if not has_namespace and runtime.uid is not None:
+    if not runtime.has_pid_namespace and runtime.uid is not None:
         await loop.run_in_executor(None, kill_uid, runtime.uid)
     runtime.link.close_as_lost("%s, so the slot was ended" % detail)
 

@@ -38,6 +38,8 @@ pytestmark = [
 
 DO = {"tool": "terminal", "arguments": {"command": "printf 'Hello from the sandbox\\n' > greeting.txt; echo it\\'s done"}}
 LOOK = {"tool": "terminal", "arguments": {"command": "ls /sys"}}
+#: A model that does not answer. Its server stops as soon as the clients have gone, which it would not while it delays an answer.
+SILENT: Mapping[str, Any] = {"prompts": [{"trajectories": [{"turns": [{"text": "x", "fault": {"kind": "silence", "times": None}}]}]}]}
 SCRIPT: Mapping[str, Any] = {
     "prompts": [
         {
@@ -178,8 +180,7 @@ async def test_an_environment_that_repeats_an_unusable_row_ends(service: Service
 
 
 async def test_a_worker_that_is_cancelled_leaves_no_slot(service: Service, tokenizer: Path) -> None:
-    script = {"prompts": [{"trajectories": [{"turns": [{"text": "x", "delay_s": 30}]}]}]}
-    async with ScriptedModelServer(script, tokenizer=tokenizer) as model, no_slot_left(service):
+    async with ScriptedModelServer(SILENT, tokenizer=tokenizer) as model, no_slot_left(service):
         env = make_env(service, tokenizer, model.base_url, "vllm")
         async with env._running("serve"):
             await env.setup()
@@ -195,8 +196,7 @@ async def test_a_worker_that_is_cancelled_leaves_no_slot(service: Service, token
 
 
 async def test_a_run_that_is_cancelled_releases_its_run(service: Service, tokenizer: Path) -> None:
-    script = {"prompts": [{"trajectories": [{"turns": [{"text": "x", "delay_s": 30}]}]}]}
-    async with ScriptedModelServer(script, tokenizer=tokenizer) as model, no_slot_left(service):
+    async with ScriptedModelServer(SILENT, tokenizer=tokenizer) as model, no_slot_left(service):
         run = asyncio.create_task(make_env(service, tokenizer, model.base_url).process_manager())
         await model.wait_for_request(lambda request: True)
         run.cancel()

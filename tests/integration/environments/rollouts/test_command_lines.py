@@ -27,7 +27,8 @@ from tests.support.users import ROOT
 
 WRITE = {"tool": "write_file", "arguments": {"path": "greeting.txt", "content": "Hello from the sandbox"}}
 SCRIPT: Mapping[str, Any] = {"prompts": [{"trajectories": [{"turns": [{"calls": [WRITE]}]}]}]}
-SLOW: Mapping[str, Any] = {"prompts": [{"trajectories": [{"turns": [{"text": "x", "delay_s": 50}]}]}]}
+#: A model that does not answer. Its server stops as soon as the clients have gone, which it would not while it delays an answer.
+SILENT: Mapping[str, Any] = {"prompts": [{"trajectories": [{"turns": [{"text": "x", "fault": {"kind": "silence", "times": None}}]}]}]}
 #: The flags of the documented command for Modal.
 MODAL = [
     "--env.use_wandb", "false", "--env.total_steps", "2", "--env.group_size", "1", "--env.tool_pool_mode", "modal", "--env.modal_image", "python:3.11",
@@ -101,7 +102,7 @@ def test_a_wrong_setting_ends_in_one_sentence(run_here: RunHere) -> None:
 
 @pytest.mark.parametrize(("number", "exit_code"), [(signal.SIGTERM, 143)])
 async def test_a_signal_releases_every_slot(service: Service, tmp_path: Path, number: signal.Signals, exit_code: int) -> None:
-    async with ScriptedModelServer(SLOW) as model, AsyncSandboxClient(service.url, service.token) as client:
+    async with ScriptedModelServer(SILENT) as model, AsyncSandboxClient(service.url, service.token) as client:
         process = await start(service, tmp_path, model.base_url, "process", "--env.sandbox_pool", "default", "--env.group_size", "2")
         await model.wait_for_request(lambda request: True)
         assert len((await client.leases()).leases) == 2
@@ -113,7 +114,7 @@ async def test_a_signal_releases_every_slot(service: Service, tmp_path: Path, nu
 
 
 async def test_leases_of_a_killed_process_end_by_themselves(service: Service, tmp_path: Path) -> None:
-    async with ScriptedModelServer(SLOW) as model, AsyncSandboxClient(service.url, service.token) as client:
+    async with ScriptedModelServer(SILENT) as model, AsyncSandboxClient(service.url, service.token) as client:
         process = await start(service, tmp_path, model.base_url, "process", "--env.sandbox_pool", "default", "--env.group_size", "2", "--env.lease_ttl_s", "2")
         await model.wait_for_request(lambda request: True)
         held = [lease.lease_id for lease in (await client.leases()).leases]
@@ -129,7 +130,7 @@ async def test_leases_of_a_killed_process_end_by_themselves(service: Service, tm
 async def test_nothing_stays_of_an_embedded_service(service: Service, tmp_path: Path, number: signal.Signals) -> None:
     with short_folder() as temporary:
         own = replace(service, url="")
-        async with ScriptedModelServer(SLOW) as model:
+        async with ScriptedModelServer(SILENT) as model:
             arguments = ["process", "--env.group_size", "2", "--env.max_containers", "1"]
             process = await start(own, tmp_path, model.base_url, *arguments, python=Path(sys.executable), TMPDIR=str(temporary))
             await model.wait_for_request(lambda request: True)

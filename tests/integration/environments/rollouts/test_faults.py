@@ -25,16 +25,24 @@ from environments.tool_context import ToolContext
 from tests.integration.client.test_restarts import Restarting
 from tests.integration.environments.rollouts.rollout_parts import Hooks, OnceFor, Pause, Rollouts, command, kill_sandboxes, rollouts
 from tests.support.cutting_proxy import CuttingProxy
-from tests.support.service import Service, end_sandboxes_left, running_service, short_folder
+from tests.support.service import SMALL_POOL, Service, end_sandboxes_left, running_service, short_folder
 
 SLOW = command("touch begun; sleep 0.5; echo done")
 
 
 @pytest.fixture(scope="module")
-def own() -> Iterator[Service]:
+def own_service() -> Iterator[Service]:
     """A service whose sandboxes these tests kill."""
-    with running_service() as service:
+    with running_service({"pools": {"default": {"min_sandboxes": 0}}}) as service:
         yield service
+
+
+@pytest.fixture
+def own(own_service: Service) -> Service:
+    """The same service, whose pool `own` replaces the first sandbox that is killed as soon as if no earlier test had killed one."""
+    with own_service.http() as http:
+        http.put("/v1/pools/own", json=dict(SMALL_POOL)).raise_for_status()
+    return own_service
 
 
 async def wait_for_call(group: Rollouts) -> None:
@@ -72,12 +80,12 @@ async def test_a_sandbox_that_dies_is_not_scored(own: Service, phase: str) -> No
     once = OnceFor(kill_during_the_call if phase == "tools" else kill)
     hooks = Hooks(set_up=once) if phase == "set-up" else Hooks(score=once) if phase == "scoring" else Hooks()
     options: dict[str, Any] = {"before_answer": once} if phase in ("model", "tools") else {}
-    async with rollouts(own, hooks, answers=[SLOW], **options) as group:
+    async with rollouts(own, hooks, answers=[SLOW], pool="own", **options) as group:
         assert_repeated_and_counted(group, await group.run(size=1))
 
 
 async def test_a_sandbox_that_dies_before_the_release_changes_nothing(own: Service) -> None:
-    async with rollouts(own) as group:
+    async with rollouts(own, pool="own") as group:
         release = group.pool.release
 
         async def kill_and_release(leases: Any, **options: Any) -> None:
@@ -197,12 +205,14 @@ async def test_a_pool_without_room_ends_the_run_in_a_sentence(service: Service) 
             await other.pool_delete("full")
 
 
-@pytest.mark.parametrize("hook", ["set_up", "score"])
-async def test_a_hook_that_hangs_is_ended_and_not_scored(service: Service, hook: str) -> None:
-    async with rollouts(service, replace(Hooks(), **{hook: OnceFor(Pause())}), hook_timeout_s=1.0) as group:
-        scored = await group.run(size=1)
-        assert_repeated_and_counted(group, scored)
-        assert group.statistics.total.faults == {("infra", "hook_timeout"): 1}
+async def test_a_hook_that_hangs_is_ended_and_not_scored(service: Service) -> None:
+    async def hang_in(hook: str) -> None:
+        async with rollouts(service, replace(Hooks(), **{hook: OnceFor(Pause())}), hook_timeout_s=1.0) as group:
+            scored = await group.run(size=1)
+            assert_repeated_and_counted(group, scored)
+            assert group.statistics.total.faults == {("infra", "hook_timeout"): 1}
+
+    await asyncio.gather(hang_in("set_up"), hang_in("score"))
 
 
 async def test_a_hook_that_always_hangs_loses_the_group(service: Service) -> None:

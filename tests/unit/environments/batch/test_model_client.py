@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -34,8 +35,12 @@ async def connected(fault: dict[str, Any], *, retries: int = 2, timeout_s: float
         yield client, server, delays
 
 
-@pytest.mark.parametrize("fault", [{"kind": "http_error", "status": 503}, {"kind": "http_error", "status": 429}, {"kind": "no_choices"}, {"kind": "cut"}])
-async def test_a_passing_fault_is_repeated(fault: dict[str, Any]) -> None:
+async def test_a_passing_fault_is_repeated() -> None:
+    faults = [{"kind": "http_error", "status": 503}, {"kind": "http_error", "status": 429}, {"kind": "no_choices"}, {"kind": "cut"}]
+    await asyncio.gather(*map(_repeat_a_passing_fault, faults))
+
+
+async def _repeat_a_passing_fault(fault: dict[str, Any]) -> None:
     async with connected({**fault, "times": 2}) as (client, server, delays):
         answer = await client.chat_completion(messages=MESSAGES)
 
@@ -77,8 +82,12 @@ async def test_a_server_that_answers_others_fails_one_prompt_only() -> None:
             await client.chat_completion(messages=MESSAGES)
 
 
-@pytest.mark.parametrize("content", [b"null", b"", b'{"choices": []}', b'{"choices": [{"message": null}]}', b'\xff{"choices": []}', b"[" * 200_000])
-async def test_responses_that_are_no_answers_fail_one_prompt_only(content: bytes) -> None:
+async def test_responses_that_are_no_answers_fail_one_prompt_only() -> None:
+    contents = [b"null", b"", b'{"choices": []}', b'{"choices": [{"message": null}]}', b'\xff{"choices": []}', b"[" * 200_000]
+    await asyncio.gather(*map(_fail_one_prompt, contents))
+
+
+async def _fail_one_prompt(content: bytes) -> None:
     async with connected({"kind": "http_error", "status": 500}, retries=1) as (client, _, delays):
         client._connections = httpx.MockTransport(lambda request: httpx.Response(200, content=content))  # type: ignore[assignment]  # a transport like the real one
         with pytest.raises(ModelFault, match="no chat completion"):
@@ -109,8 +118,11 @@ async def test_a_refused_prompt_is_not_repeated() -> None:
         assert server.request_count == 1
 
 
-@pytest.mark.parametrize("status", [401, 403, 404])
-async def test_a_wrong_key_or_address_ends_the_run_at_once(status: int) -> None:
+async def test_a_wrong_key_or_address_ends_the_run_at_once() -> None:
+    await asyncio.gather(*map(_end_the_run, [401, 403, 404]))
+
+
+async def _end_the_run(status: int) -> None:
     async with connected({"kind": "http_error", "status": status, "times": None}) as (client, server, _):
         with pytest.raises(ModelUnavailable, match=f"HTTP {status}") as failure:
             await client.chat_completion(messages=MESSAGES)

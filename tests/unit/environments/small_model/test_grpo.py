@@ -7,14 +7,9 @@ import pytest
 
 from environments.demo.small_model.grpo import ScoredChoice, clipped_loss, group_advantages
 from environments.demo.small_model.policy import CommandPolicy, describe_message, find_user_message
-from environments.demo.tokenizer import TextTokenizer, make_tokenizer
+from environments.demo.tokenizer import TextTokenizer
 
 COMMANDS = ("echo 42 > answer.txt", "echo 41 > answer.txt", "ls -la")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
-    return TextTokenizer.load(make_tokenizer(tmp_path_factory.mktemp("tokenizer")))
 
 
 @pytest.fixture

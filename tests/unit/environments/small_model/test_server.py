@@ -14,15 +14,10 @@ from environments.demo.model_server import LocalServer
 from environments.demo.small_model.__main__ import run_program
 from environments.demo.small_model.policy import CommandPolicy, describe_message
 from environments.demo.small_model.server import CLOSING_TEXT, PolicyApplication
-from environments.demo.tokenizer import TextTokenizer, make_tokenizer
+from environments.demo.tokenizer import TextTokenizer
 
 COMMANDS = ("echo 42 > answer.txt", "echo 41 > answer.txt", "ls")
 PROMPT = "<|im_start|>user\nSix times seven?<|im_end|>\n<|im_start|>assistant\n"
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
-    return TextTokenizer.load(make_tokenizer(tmp_path_factory.mktemp("tokenizer")))
 
 
 @pytest.fixture

@@ -12,15 +12,10 @@ from environments.demo.model_server import LocalServer
 from environments.demo.small_model.policy import CommandPolicy, describe_message
 from environments.demo.small_model.server import PolicyApplication
 from environments.demo.small_trainer import TrainerSettings, TrainingFailed, main, read_group, update_policy
-from environments.demo.tokenizer import TextTokenizer, make_tokenizer
+from environments.demo.tokenizer import TextTokenizer
 
 MESSAGE = "Six times seven?"
 PROMPT = f"<|im_start|>user\n{MESSAGE}<|im_end|>\n<|im_start|>assistant\n"
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
-    return TextTokenizer.load(make_tokenizer(tmp_path_factory.mktemp("tokenizer")))
 
 
 @pytest.fixture

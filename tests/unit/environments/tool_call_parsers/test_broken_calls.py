@@ -169,3 +169,13 @@ def test_long_and_deeply_nested_text_is_parsed_quickly(family: str, text: str) -
 
     assert message.text == text
     assert time.process_time() - began < 2.0
+
+
+@pytest.mark.timeout(10)  # a parser that makes no progress would go on for ever
+@pytest.mark.parametrize("text", ["<function=</tool_call>", "a <function= <x</tool_call> b", "<function=\n<function=</tool_call><tool_call>"])
+@pytest.mark.parametrize("family", sorted(PARSERS))
+def test_a_tag_that_is_not_complete_does_not_keep_a_parser_from_its_end(family: str, text: str) -> None:
+    message = get_parser(family).parse(text)
+
+    assert message.text == text
+    assert all(piece.text for piece in message.pieces)

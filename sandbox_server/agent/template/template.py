@@ -1,0 +1,194 @@
+"""The template of slots: a process that forks their inits, so that none of them has to start an interpreter and to mount the file systems of the machine.
+
+The agent starts the template as a new program, whose memory has never held anything of the agent. The template has one thread, and its socket is its only
+connection. It reads messages of the agent alone: it runs nothing, opens nothing that a slot has chosen, and leaves everything that concerns one slot to the
+process that it forks. The parent of this process is the agent, which so learns how it ends, and the process outlives the template.
+"""
+
+from __future__ import annotations
+
+import _socket as socket
+import fcntl
+import gc
+import marshal
+import os
+import struct
+import sys
+
+from sandbox_server.agent.init import init, privileges
+from sandbox_server.agent.init.priority import take_ordinary_priority
+from sandbox_server.agent.init.reports import FAILED, REPORT
+from sandbox_server.agent.template import detached_mounts, slot_view, system_calls
+from sandbox_server.agent.template.messages import ANSWER, MAX_DESCRIPTORS, MESSAGE_BYTES, REQUEST
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import signal
+    from typing import Any, List, Mapping, NoReturn, Optional, Sequence, Tuple
+
+    Folder = Tuple[str, bool, Optional[Tuple[int, int]]]  # its path, whether it is read-only, and the device and inode that it must have
+else:
+    import _signal as signal  # `signal` would import `enum`, for which every slot would need memory
+
+_CONTROL_FD, _OOM_FD = 3, 4
+_SET_UP = 0  # The number of the request that sets the template up.
+
+
+def _receive(sock: socket.socket) -> Tuple[bytes, List[int]]:
+    data, ancillary, _, _ = sock.recvmsg(MESSAGE_BYTES, socket.CMSG_SPACE(4 * MAX_DESCRIPTORS), socket.MSG_CMSG_CLOEXEC)
+    fds: List[int] = []
+    for _, _, packed in ancillary:
+        fds += struct.unpack("%di" % (len(packed) // 4), packed[: len(packed) // 4 * 4])
+    return data, fds
+
+
+def _import_what_inits_need() -> None:
+    """Import now what an init would import later, so that all inits share its memory."""
+    import resource  # noqa: F401
+
+    from sandbox_server.agent.init import private_mounts, read_only_mounts  # noqa: F401
+
+
+def _confine_template(request: Mapping[str, Any]) -> None:
+    """Give up everything that the template does not need.
+
+    Args:
+        request: `parent`: the process id of the agent; `unmounts`: the mounts that only the start of the template has needed; `capabilities`: the mask of the
+            capabilities that it needs to set up slots; it keeps those that it has.
+
+    Raises:
+        OSError: the kernel has refused something.
+    """
+    privileges.make_undumpable()
+    privileges.die_with_parent(signal.SIGKILL)
+    if os.getppid() != request["parent"]:
+        os._exit(1)  # The agent has ended.
+    os.dup2(1, 2)  # Errors are reported over the socket from now on, and inits need no open pipe.
+    os.umask(0o077)
+    os.chdir("/")
+    os.setsid()
+    capabilities = request["capabilities"] & privileges.permitted_capabilities()
+    for path in request["unmounts"]:
+        system_calls.unmount(path)
+    privileges.empty_bounding_set()
+    privileges.set_capabilities(capabilities)
+    privileges.forbid_new_privileges()
+
+
+def _move_descriptors(control_fd: int, oom_fd: int) -> int:
+    """Move the control socket to `_CONTROL_FD` and the descriptor of `oom_score_adj`, if there is one, behind it, and close all others. Returns the latter."""
+    above = _OOM_FD + 1
+    control_copy = fcntl.fcntl(control_fd, fcntl.F_DUPFD_CLOEXEC, above)  # First above both numbers, because either may lie where the other one goes.
+    oom_copy = fcntl.fcntl(oom_fd, fcntl.F_DUPFD_CLOEXEC, above) if oom_fd >= 0 else -1
+    os.dup2(control_copy, _CONTROL_FD, False)
+    if oom_copy < 0:
+        system_calls.close_from(_CONTROL_FD + 1)
+        return -1
+    os.dup2(oom_copy, _OOM_FD, False)
+    system_calls.close_from(above)
+    return _OOM_FD
+
+
+class Template:
+    """The loop of the template.
+
+    Args:
+        sock: the socket of the agent.
+        controls: see `slot_view.enter_slot`.
+        machine_fd: the descriptor of a mount namespace with the mounts of the machine, in which this process mounts the folders of slots because the agent may
+            not do so; -1 if the agent sends detached mounts.
+        own_fd: the descriptor of the mount namespace of this process, if there is another one.
+    """
+
+    def __init__(self, sock: socket.socket, controls: Sequence[str], machine_fd: int, own_fd: int) -> None:
+        self._sock = sock
+        self._controls = controls
+        self._machine_fd = machine_fd
+        self._own_fd = own_fd
+
+    def serve_forever(self) -> NoReturn:
+        """Fork an init for each message of the agent, until the agent closes the socket."""
+        while True:
+            data, fds = _receive(self._sock)
+            if not data:
+                os._exit(0)  # The agent has ended, or needs the template no longer.
+            number, namespaces = REQUEST.unpack_from(data)
+            text = b""
+            try:
+                if self._machine_fd >= 0:
+                    fds[1:1] = self._open_mounts(marshal.loads(data[REQUEST.size :])["folders"])
+                result = system_calls.fork_sibling(namespaces)
+            except OSError as error:
+                result, text = -(error.errno or 1), (error.strerror or str(error)).encode("utf-8", "replace")
+            if result == 0:
+                self._run_init(data, fds)
+            for fd in fds:
+                os.close(fd)
+            self._sock.send(ANSWER.pack(number, result) + text)
+
+    def _open_mounts(self, folders: Sequence[Folder]) -> List[int]:
+        """Return detached mounts of the folders of a slot, which only the agent can name."""
+        system_calls.join_namespace(self._machine_fd, system_calls.CLONE_NEWNS)
+        fds: List[int] = []
+        try:
+            for path, read_only, expected in folders:
+                fds.append(detached_mounts.open_detached_mount(path, read_only, expected))
+        except OSError:
+            for fd in fds:
+                os.close(fd)
+            raise
+        finally:
+            self._return_to_own_mounts()
+        return fds
+
+    def _return_to_own_mounts(self) -> None:
+        try:
+            system_calls.join_namespace(self._own_fd, system_calls.CLONE_NEWNS)
+        except OSError:
+            os._exit(1)  # No slot may be forked where the machine's mounts are seen. The agent starts another template.
+
+    def _run_init(self, data: bytes, fds: List[int]) -> NoReturn:
+        """Become the init of a slot, in the forked process."""
+        control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, fds[0])
+        try:
+            self._sock.close()
+            request = marshal.loads(data[REQUEST.size :])
+            first_join = len(fds) - request["joins"]
+            oom_fd = slot_view.enter_slot(request, fds[1:first_join], fds[first_join:], self._controls)
+            oom_fd = _move_descriptors(control.detach(), oom_fd)
+            control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, _CONTROL_FD)
+            init.run_init(control, oom_fd)
+        except BaseException as error:  # The forked process must never return into the loop of the template, and the agent must learn the reason.
+            number = error.errno or 0 if isinstance(error, OSError) else 0
+            text = error.strerror or str(error) if isinstance(error, OSError) else "%s: %s" % (type(error).__name__, error)
+            control.send(REPORT.pack(FAILED, 0, number, 0, 0) + text.encode("utf-8", "replace"))
+        finally:
+            os._exit(1)
+
+
+def main() -> NoReturn:
+    """Set the template up as the first message on the socket says, and fork an init for each further message.
+
+    The arguments are the descriptor of the socket and, if there is one, those of the mount namespace of the machine and of its own, see `Template`.
+    """
+    take_ordinary_priority()
+    system_calls.set_process_name(b"slot-template")
+    fd, machine_fd, own_fd = (*map(int, sys.argv[1:]), -1, -1)[:3]
+    for inherited in (fd, machine_fd, own_fd):
+        if inherited >= 0:
+            os.set_inheritable(inherited, False)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, fd)
+    data, _ = _receive(sock)
+    if not data:
+        os._exit(0)
+    _import_what_inits_need()
+    try:
+        template = Template(sock, slot_view.list_read_only_controls(), machine_fd, own_fd)
+        _confine_template(marshal.loads(data[REQUEST.size :]))
+    except OSError as error:
+        sock.send(ANSWER.pack(_SET_UP, -(error.errno or 1)) + str(error).encode())
+        os._exit(1)
+    gc.collect()
+    gc.freeze()  # The collector then writes nothing to the memory that all inits share.
+    sock.send(ANSWER.pack(_SET_UP, os.getpid()))
+    template.serve_forever()
