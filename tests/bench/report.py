@@ -18,6 +18,13 @@ MAX_ACQUIRE_S = 0.003
 MAX_RELEASE_TO_ACQUIRE_S = 0.050
 MAX_COLD_START_S = 5.0
 MAX_SLOT_BYTES = 12 * MB
+#: Where a bar is a time, the same multiple of this floor of a quiet machine holds as well.
+QUIET_FLOOR_S = 0.0012
+MAX_CYCLE_CPU_S = 0.008
+MIN_CYCLE_RATE_RATIO = 0.15
+MIN_PYTHON_RATIO = 0.7
+MAX_NEIGHBOUR_CALL_S = 0.012
+MAX_CROWD_CALL_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -105,8 +112,31 @@ def lifecycle_lines(measured: Measurements) -> Iterator[Line]:
         yield Line(what, f"{idle / MB:.1f} MB", agent, "", bar, idle <= MAX_SLOT_BYTES)
 
 
+def churn_lines(measured: Measurements) -> Iterator[Line]:
+    """Yield the lines about many clients that use fresh slots."""
+    floor_s = measured.churn_median(lambda it: it.floor_call_s)
+    bars = (
+        ("a command in a held slot while 100 clients use fresh slots, p50", measured.churn_median(lambda it: it.neighbour_call_s), MAX_NEIGHBOUR_CALL_S),
+        ("the own commands of 200 clients that use fresh slots, p50", measured.churn_median(lambda it: it.crowd_call_s), MAX_CROWD_CALL_S),
+        ("acquire, release and reset, processor time of the machine", measured.churn_median(lambda it: it.cycle_cpu_s), MAX_CYCLE_CPU_S),
+    )
+    for what, value_s, most_s in bars:
+        most_ratio, ratio = most_s / QUIET_FLOOR_S, value_s / floor_s
+        bar = f"≤ {ms(most_s)} or {most_ratio:.1f} ×"
+        yield Line(what, ms(value_s), f"bare: {ms(floor_s)}", f"{ratio:.1f} ×", bar, value_s <= most_s or ratio <= most_ratio)
+    rate, floor_rate = measured.churn_median(lambda it: it.cycle_rate), measured.churn_median(lambda it: it.floor_rate)
+    ratio = measured.churn_median(lambda it: it.cycle_rate / it.floor_rate)
+    what, beside = "acquire, command, release: cycles of 16 clients", f"bare, 4 at a time: {floor_rate:,.0f}/s"
+    yield Line(what, f"{rate:,.0f}/s", beside, f"{ratio:.2f} ×", f"≥ {MIN_CYCLE_RATE_RATIO:g} ×", ratio >= MIN_CYCLE_RATE_RATIO)
+    fresh, held = measured.churn_median(lambda it: it.python_fresh_rate), measured.churn_median(lambda it: it.python_held_rate)
+    ratio = measured.churn_median(lambda it: it.python_fresh_rate / it.python_held_rate)
+    what, beside = "`python3 -c 'print(6*7)'` in fresh slots, 16 clients", f"in four held slots: {held:,.0f}/s"
+    yield Line(what, f"{fresh:,.0f}/s", beside, f"{ratio:.2f} ×", f"≥ {MIN_PYTHON_RATIO:g} ×", ratio >= MIN_PYTHON_RATIO)
+
+
 def render_table(measured: Measurements) -> tuple[str, bool]:
-    """Return the table as Markdown, and whether every bar is met."""
-    lines = [*one_call_lines(measured), *rate_lines(measured), *lifecycle_lines(measured)]
+    """Return the table as Markdown, and whether every bar is met. What was not measured has no lines."""
+    lines = [*one_call_lines(measured), *rate_lines(measured), *lifecycle_lines(measured)] if measured.rounds else []
+    lines += churn_lines(measured) if measured.churn_rounds else []
     table = tables.render(["`bash -c true`", "this service", "beside", "ratio", "bar", "met"], [line.cells for line in lines])
     return f"{table}\nIsolation mode `{measured.isolation}`, {os.cpu_count()} cores.\n", all(line.met for line in lines)

@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 
+from tests.bench.churn_laps import ChurnRound, ProcessorTime, measure_churn_round
 from tests.bench.floor import Floor
 from tests.bench.peer import Peer
 from tests.bench.service_laps import (
@@ -29,6 +30,7 @@ from tests.bench.service_laps import (
 from tests.support.service import running_service
 
 ROUNDS = 11
+CHURN_ROUNDS = 5
 COLD_STARTS = 3
 COLD_SLOTS = 100
 SLOTS_PER_SANDBOX = 10
@@ -38,6 +40,7 @@ WARM_POOLS = {
     "default": {**POOL, "min_sandboxes": WARM_SANDBOXES, "max_sandboxes": WARM_SANDBOXES},
     "ten": {**POOL, "min_sandboxes": 1, "max_sandboxes": 1},
 }
+CHURN_POOLS = {"default": WARM_POOLS["default"]}
 COLD_POOLS = {"default": {**POOL, "min_sandboxes": COLD_SLOTS // SLOTS_PER_SANDBOX, "max_sandboxes": COLD_SLOTS // SLOTS_PER_SANDBOX}}
 
 
@@ -73,16 +76,22 @@ class Measurements:
         isolation: the isolation mode of the slots.
         rounds: one after the other.
         cold_starts: one after the other.
+        churn_rounds: one after the other.
     """
 
     isolation: str
     rounds: Sequence[Round]
     cold_starts: Sequence[ColdStart]
+    churn_rounds: Sequence[ChurnRound] = ()
 
     def median(self, value: Callable[[Round], float | None]) -> float | None:
         """Return the median of a value, or of a ratio of two values, over the rounds. None: at least one round has no such value."""
         values = [value(measured) for measured in self.rounds]
         return None if None in values else statistics.median(known for known in values if known is not None)
+
+    def churn_median(self, value: Callable[[ChurnRound], float]) -> float:
+        """Return the median of a value, or of a ratio of two values, over the rounds with many clients."""
+        return statistics.median(value(measured) for measured in self.churn_rounds)
 
     def as_document(self) -> dict[str, Any]:
         """Return everything that was measured, as JSON has it."""
@@ -120,6 +129,20 @@ def measure_rounds(floor: Floor, peer: Peer | None, report: Callable[[str], None
             )
             connection.wait_until_ready(WARM_SANDBOXES * SLOTS_PER_SANDBOX)
             rounds.append(measured)
+    return isolation, rounds
+
+
+def measure_churn_rounds(floor: Floor, report: Callable[[str], None]) -> tuple[str, list[ChurnRound]]:
+    """Run a service for many clients that use fresh slots, and measure all rounds. The arguments and the result are those of `measure_rounds`."""
+    slots = WARM_SANDBOXES * SLOTS_PER_SANDBOX
+    rounds = []
+    with ProcessorTime() as processor_time, running_service({"pools": CHURN_POOLS}) as service:
+        connection = ServiceConnection(service)
+        connection.wait_until_ready(slots)
+        isolation: str = connection.get("/v1/pools/default")["isolation"]
+        for number in range(CHURN_ROUNDS):
+            report(f"fresh slots, round {number + 1} of {CHURN_ROUNDS}")
+            rounds.append(measure_churn_round(floor, service, connection, processor_time, slots))
     return isolation, rounds
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tests.bench.churn_laps import ChurnRound
 from tests.bench.report import render_table
 from tests.bench.rounds import ROUNDS, ColdStart, Measurements, Round
 
@@ -15,6 +16,10 @@ QUIET = Round(
 NOISY = Round(
     floor_call_s=0.005, service_call_s=0.050, client_call_s=0.060, peer_call_s=0.015, floor_rate=200.0, service_rate=60.0, peer_rate=80.0,
     acquire_s=0.010, release_to_acquire_s=0.2,
+)  # fmt: skip
+CHURN = ChurnRound(
+    floor_call_s=0.0012, floor_rate=1000.0, neighbour_call_s=0.010, crowd_call_s=0.1, cycle_rate=200.0, cycle_cpu_s=0.006, python_fresh_rate=90.0,
+    python_held_rate=100.0,
 )  # fmt: skip
 COLD = ColdStart(took_s=4.0, slot_bytes=4e6, agent_bytes=15e6)
 
@@ -52,3 +57,19 @@ def test_without_a_peer_its_lines_are_left_out() -> None:
 
     assert met
     assert "SWE-ReX" not in table
+
+
+def test_the_lines_about_fresh_slots_can_be_measured_alone() -> None:
+    table, met = render_table(Measurements(isolation="bwrap", rounds=[], cold_starts=[], churn_rounds=[CHURN] * 3))
+
+    assert met
+    assert "| 10.0 ms | bare: 1.2 ms | 8.3 × | ≤ 12.0 ms or 10.0 × | yes |" in table
+    assert "one call at a time" not in table
+
+
+def test_a_bar_that_is_a_time_holds_as_a_multiple_of_the_floor_too() -> None:
+    slow = replace(CHURN, floor_call_s=0.0024, neighbour_call_s=0.020, crowd_call_s=0.2, cycle_cpu_s=0.012)
+    slower = replace(slow, neighbour_call_s=0.025)
+
+    assert render_table(replace(measured([QUIET]), churn_rounds=[slow]))[1]
+    assert not render_table(replace(measured([QUIET]), churn_rounds=[slower]))[1]
