@@ -12,7 +12,7 @@ from sandbox_server.agent.isolation.base import Isolation, IsolationContext
 from sandbox_server.agent.isolation.bwrap import BwrapIsolation
 from sandbox_server.agent.isolation.none import NoIsolation
 from sandbox_server.agent.isolation.probing.facts import collect_facts
-from sandbox_server.agent.isolation.probing.records import ModeRecord, ProbeRecords
+from sandbox_server.agent.isolation.probing.records import ModeRecord, find_records
 from sandbox_server.agent.isolation.uid import UidIsolation
 from sandbox_server.agent.kernel.cgroups import Cgroups
 from sandbox_server.agent.kernel.trash import Trash
@@ -47,7 +47,7 @@ async def probe_isolation_modes(context: IsolationContext, cgroups: Cgroups, tra
         "none": lambda: NoIsolation(context, cgroups),
     }
     result = ProbeResult(None, {}, None)
-    records = ProbeRecords(collect_facts(context))
+    records = find_records(collect_facts(context))
     for name in ISOLATION_MODES:
         if name == "none" and not config.allow_none:
             result.modes[name] = "not allowed"

@@ -12,12 +12,15 @@ import dataclasses
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import stat
 from typing import Any, AsyncIterator, Mapping
 
 from sandbox_server.agent.errors import StartFailed
 from sandbox_server.agent.kernel.uids import find_run_folder
+
+log = logging.getLogger(__name__)
 
 FOLDER = "sandbox-pool-probes"
 #: How long an agent waits for another one that probes the same mode under the same facts, in seconds. Then it probes as well.
@@ -92,11 +95,13 @@ class ProbeRecords:
     """The records that agents with these facts can use.
 
     Args:
-        facts: see `facts.collect_facts`; None to keep and believe nothing.
+        folder: the folder of records, which only this user can change; None to keep and believe nothing.
+        facts: see `facts.collect_facts`.
     """
 
-    def __init__(self, facts: Mapping[str, Any] | None) -> None:
-        self._facts = facts if os.geteuid() == 0 else None
+    def __init__(self, folder: str | None, facts: Mapping[str, Any]) -> None:
+        self._folder = folder
+        self._facts = facts
 
     @contextlib.asynccontextmanager
     async def open_record(self, isolation: str) -> AsyncIterator[ModeRecord]:
@@ -105,34 +110,48 @@ class ProbeRecords:
         Args:
             isolation: the mode.
         """
-        expected = make_content(isolation, self._facts) if self._facts is not None else b""
+        expected = make_content(isolation, self._facts)
         fd = -1
+        if self._folder is not None:
+            fd = await _lock_file(self._folder, "%s-%s" % (isolation, hashlib.sha256(expected).hexdigest()[:32]))
         try:
-            if expected:
-                fd = await _lock_file("%s-%s" % (isolation, hashlib.sha256(expected).hexdigest()[:32]))
             yield ModeRecord(fd, expected)
         finally:
             if fd >= 0:
                 os.close(fd)
 
 
-async def _lock_file(name: str) -> int:
-    """Open and lock a file in the folder of records. Returns its descriptor; -1 if there is no such folder, or another agent keeps the lock for too long."""
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + WAIT_S
+def find_records(facts: Mapping[str, Any] | None) -> ProbeRecords:
+    """Return the records of this machine. If this agent is not root, has no facts or has no folder for them, nothing is kept and believed.
+
+    Args:
+        facts: see `facts.collect_facts`.
+    """
+    if facts is None or os.geteuid() != 0:
+        return ProbeRecords(None, {})
     try:
         folder = find_run_folder(FOLDER)
         _remove_old_records(folder)
+    except (OSError, StartFailed) as error:
+        log.info("what works on this machine is not recorded: %s", error)
+        return ProbeRecords(None, {})
+    return ProbeRecords(folder, facts)
+
+
+async def _lock_file(folder: str, name: str) -> int:
+    """Open and lock a file in the folder of records. Returns its descriptor; -1 if it cannot be opened, or another agent keeps the lock for too long."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + WAIT_S
+    try:
         fd = os.open(os.path.join(folder, name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
-    except (OSError, StartFailed):
+    except OSError as error:
+        log.info("what works on this machine is not recorded: %s", error)
         return -1
     try:
-        while True:
+        while loop.time() <= deadline:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                if loop.time() > deadline:
-                    break
                 await asyncio.sleep(_WAIT_STEP_S)
             else:
                 return fd
