@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -31,12 +31,13 @@ from sandbox_server.agent.kernel.priority import raise_priority
 from sandbox_server.agent.server.listeners import LISTENING_FILE
 from sandbox_server.backends.agent_config import AgentEnvironment, agent_config
 from sandbox_server.backends.agent_folder import unpack_agent
+from sandbox_server.backends.agent_spawner import AgentSpawner
 from sandbox_server.backends.base import BackendTraits, CreateContext, CreateFailed, Observation, ObservedState
 from sandbox_server.backends.certificate import make_certificate
 from sandbox_server.backends.disposal import delete_folders, delete_leftovers
 from sandbox_server.backends.group import GROUP_PREFIX, join_group, kill_group, make_group, remove_groups_of, remove_stale_groups
 from sandbox_server.backends.process_pipe import open_process_pipe
-from sandbox_server.backends.processes import end_process, is_running, spawn
+from sandbox_server.backends.processes import end_process, is_running
 from sandbox_server.core.cleanup import cleanup_on_failure
 from sandbox_server.core.pipe import Pipe
 from sandbox_server.core.types import Handle
@@ -81,6 +82,7 @@ class LocalBackend:
         self._outlives_service = outlives_service
         self._term_s = term_s
         self._transport = transport
+        self._spawner = AgentSpawner(_environment())
 
     async def create(self, context: CreateContext) -> AsyncGenerator[Handle, None]:
         """Create a sandbox: first its folder, then its process; then wait until the process listens.
@@ -88,6 +90,12 @@ class LocalBackend:
         Raises:
             CreateFailed: the sandbox could not be created. What has been yielded so far still has to be destroyed.
         """
+        with self._spawner.count_creation():
+            async with aclosing(self._create(context)) as handles:
+                async for handle in handles:
+                    yield handle
+
+    async def _create(self, context: CreateContext) -> AsyncGenerator[Handle, None]:
         spec, sandbox_id = context.spec, context.sandbox_id
         if spec.dedicated:
             raise CreateFailed("the local backend has no dedicated sandboxes: they need an image of their own", permanent=True)
@@ -106,6 +114,7 @@ class LocalBackend:
             yield self._write_checkpoint(handle)
             handle, listen = await self._prepare_transport(handle, path, agent)
             config = agent_config(handle, spec, self._agent_environment(listen, folder / "base", spec.local.expose))
+            await self._spawner.prepare(agent)
             handle, stdin = self._spawn_agent(handle, agent)
             with stdin:
                 yield self._write_checkpoint(handle)
@@ -163,7 +172,7 @@ class LocalBackend:
         stdin, agent_end = socket.socketpair()
         try:
             with cleanup_on_failure(stdin.close):
-                pid, started = spawn([sys.executable, "-I", "-S", "-B", str(agent)], _environment(), agent_end.fileno(), log)
+                pid, started = self._spawner.spawn_agent(agent, agent_end.fileno(), log)
         finally:
             agent_end.close()
             os.close(log)
