@@ -34,10 +34,12 @@ class AgentSpawner:
 
     Args:
         environment: the environment variables of agents.
+        forks: whether agents are ever forked. Only the agent that this service builds can be.
     """
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(self, environment: Mapping[str, str], forks: bool) -> None:
         self._environment = environment
+        self._forks = forks
         self._creation_count = 0
         self._forking: dict[Path, asyncio.Task[_ForkingProcess | None]] = {}
 
@@ -65,7 +67,7 @@ class AgentSpawner:
         Args:
             agent: the path of the agent.
         """
-        if self._creation_count >= FORK_FROM_CREATIONS:
+        if self._forks and self._creation_count >= FORK_FROM_CREATIONS:
             await asyncio.shield(self._forking_process(agent))
 
     def _forking_process(self, agent: Path) -> asyncio.Task[_ForkingProcess | None]:
@@ -147,6 +149,7 @@ async def _start_forking(agent: Path, environment: Mapping[str, str]) -> _Forkin
     try:
         # The socket is its standard input as well as its output, so that it inherits no other descriptor.
         pid, _ = spawn([sys.executable, "-I", "-S", "-B", str(agent), "spawn", "0"], environment, theirs.fileno(), 2)
+        theirs.close()  # The end of the process must be the end of the socket.
         process = _ForkingProcess(pid, ours)
         ours.setblocking(False)
         async with asyncio.timeout(READY_WITHIN_S):

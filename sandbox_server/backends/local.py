@@ -67,13 +67,21 @@ class LocalBackend:
             may live; otherwise they end after `agent_config.ALONE_EXIT_S`.
         term_s: how long an agent may take to end after SIGTERM before it gets SIGKILL, in seconds.
         transport: how the service reaches the agents that are created from now on: `unix`, `tls` or `stdio`.
+        forks_agents: whether agents are forked while several sandboxes are created, see `AgentSpawner`.
     """
 
     name = "local"
     traits = BackendTraits()
 
     def __init__(
-        self, folder: Path, owner: str, agent: Callable[[], Path], outlives_service: bool = False, term_s: float = TERM_S, transport: str = "unix"
+        self,
+        folder: Path,
+        owner: str,
+        agent: Callable[[], Path],
+        outlives_service: bool = False,
+        term_s: float = TERM_S,
+        transport: str = "unix",
+        forks_agents: bool = False,
     ) -> None:
         self._folder = folder
         self._trash_folder = folder.parent / "trash"
@@ -82,7 +90,7 @@ class LocalBackend:
         self._outlives_service = outlives_service
         self._term_s = term_s
         self._transport = transport
-        self._spawner = AgentSpawner(_environment())
+        self._spawner = AgentSpawner(_environment(), forks_agents)
 
     async def create(self, context: CreateContext) -> AsyncGenerator[Handle, None]:
         """Create a sandbox: first its folder, then its process; then wait until the process listens.
@@ -347,4 +355,4 @@ def make_local_backend(state_dir: Path, owner: str, outlives_service: bool = Fal
         with lock:
             return unpack_agent(content(), state_dir / "agent")
 
-    return LocalBackend(state_dir / "sandboxes", owner, agent, outlives_service, transport=transport)
+    return LocalBackend(state_dir / "sandboxes", owner, agent, outlives_service, transport=transport, forks_agents=True)
