@@ -42,6 +42,7 @@ class AgentSpawner:
         self._forks = forks
         self._creation_count = 0
         self._forking: dict[Path, asyncio.Task[_ForkingProcess | None]] = {}
+        self._executed: set[Path] = set()
 
     @contextmanager
     def count_creation(self) -> Iterator[None]:
@@ -60,6 +61,13 @@ class AgentSpawner:
             if task.done() and not task.cancelled() and (process := task.result()) is not None:
                 process.end()
         self._forking.clear()
+        self._executed.clear()
+
+    def _stop_forking(self, agent: Path, process: _ForkingProcess) -> None:
+        """End a process that has failed. Until the last of the creations that are under way has ended, agents are executed."""
+        process.end()
+        del self._forking[agent]
+        self._executed.add(agent)
 
     async def prepare(self, agent: Path) -> None:
         """Wait until an agent can be forked, if several sandboxes are created now.
@@ -67,7 +75,7 @@ class AgentSpawner:
         Args:
             agent: the path of the agent.
         """
-        if self._forks and self._creation_count >= FORK_FROM_CREATIONS:
+        if self._forks and self._creation_count >= FORK_FROM_CREATIONS and agent not in self._executed:
             await asyncio.shield(self._forking_process(agent))
 
     def _forking_process(self, agent: Path) -> asyncio.Task[_ForkingProcess | None]:
@@ -93,17 +101,18 @@ class AgentSpawner:
         if task is not None and task.done() and not task.cancelled() and (process := task.result()) is not None:
             try:
                 pid = process.fork_agent(stdin, output)
-            except OSError as error:
-                log.warning("an agent could not be forked, and is executed: %s", error)
-                process.end()
-                self._forking[agent] = asyncio.create_task(_find_none())
-            else:
                 return pid, start_time(pid) or 0
+            except NotForked as error:
+                log.warning("agents are executed one by one: %s", error)
+                self._stop_forking(agent, process)
+            except OSError:  # An executed agent would share its standard input with one that may have been forked.
+                self._stop_forking(agent, process)
+                raise
         return spawn([sys.executable, "-I", "-S", "-B", str(agent)], self._environment, stdin, output)
 
 
-async def _find_none() -> None:
-    return None
+class NotForked(Exception):
+    """An agent was not forked. It can be executed instead."""
 
 
 class _ForkingProcess:
@@ -122,16 +131,20 @@ class _ForkingProcess:
         """Fork an agent, and return its process id.
 
         Raises:
-            OSError: the process could not fork it, or did not answer in time. An agent that it forks later ends when it reads no configuration.
+            NotForked: the process has not forked it.
+            OSError: the process did not answer. An agent that it has forked nevertheless ends when its standard input ends without a configuration.
         """
         self._sock.settimeout(FORK_WITHIN_S)
-        self._sock.sendmsg([REQUEST], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [stdin, output]))])
+        try:
+            self._sock.sendmsg([REQUEST], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [stdin, output]))])
+        except OSError as error:
+            raise NotForked(f"process {self._pid}, which forks agents, cannot be reached: {error}") from error
         answer = self._sock.recv(ANSWER.size)
         if len(answer) != ANSWER.size:
-            raise OSError(f"process {self._pid}, which forks agents, has ended")
+            raise OSError(f"process {self._pid}, which forks agents, has ended while it forked one")
         pid: int = ANSWER.unpack(answer)[0]
         if pid <= 0:
-            raise OSError(-pid, f"process {self._pid} could not fork an agent: {os.strerror(-pid)}")
+            raise NotForked(f"process {self._pid} could not fork an agent: {os.strerror(-pid)}")
         return pid
 
     def end(self) -> None:

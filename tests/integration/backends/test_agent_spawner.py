@@ -122,6 +122,9 @@ async def test_agents_are_executed_if_the_forking_process_has_been_killed(creati
     spawner = await _forking(creations, agent)
     (forking,) = _forking_processes()
     forking.kill()
+    async with asyncio.timeout(10):
+        while forking.status() != psutil.STATUS_ZOMBIE:
+            await asyncio.sleep(0.005)
     agents = [_Agent(streams, spawner, agent) for _ in range(2)]
 
     for one in agents:
@@ -142,3 +145,17 @@ async def test_a_forked_agent_whose_service_ends_before_it_sends_the_configurati
     spawner = await _forking(creations, agent)
 
     assert json.loads(await _Agent(streams, spawner, agent).end_with(b""))["level"] == "error"
+
+
+async def test_an_agent_that_may_have_been_forked_is_not_executed_as_well(
+    creations: ExitStack, streams: ExitStack, agent: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_spawner, "FORK_WITHIN_S", 0.05)
+    spawner = await _forking(creations, agent)
+    (forking,) = _forking_processes()
+    forking.suspend()
+
+    with pytest.raises(OSError, match="timed out"):
+        _Agent(streams, spawner, agent)
+    assert _forking_processes() == []
+    assert "spawn" not in _Agent(streams, spawner, agent).process.cmdline()
