@@ -65,6 +65,7 @@ class RoutedApplication(FastAPI):
         for pattern, methods, route in self._routes_in_order:
             match = pattern.match(path)
             if match is not None and method in methods:
+                scope["route"] = route
                 scope["path_params"] = {name: route.param_convertors[name].convert(text) for name, text in match.groupdict().items()}
                 await _respond(route.endpoint, scope, receive, send)
                 return
