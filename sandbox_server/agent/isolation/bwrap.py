@@ -57,7 +57,6 @@ class BwrapIsolation:
         self.slot_start = "executed"
         self._folders = EmptyFolders()
         self._separates_sockets = privileges.can_separate_abstract_sockets()
-        self._accounts: dict[int, tuple[str, str]] = {}
 
     def _set_up(self) -> SharedView:
         """Prepare what is the same for every slot, at the first call."""
@@ -127,17 +126,8 @@ class BwrapIsolation:
             "lib": LIB,
             "filter": self._context.filter,
         }
-        return BwrapPlan(dirs, self._write_accounts(dirs, uid, cache), uid, groups, has_network, cache, read_only, config, self._context.sets_floor)
-
-    def _write_accounts(self, dirs: Dirs, uid: int | None, cache: CacheFolder | None) -> tuple[str, str]:
-        """Return the paths of the files that name the users of the slot. Slots without a cache that have the same user one after the other use the same."""
-        if uid is None or cache is not None:
-            return write_accounts(dirs.root, uid if uid is not None else INSIDE_UID, cache.groups if cache is not None else ())
-        if uid not in self._accounts:
-            folder = os.path.join(self._context.slots_dir, "accounts", str(uid))
-            os.makedirs(folder, mode=0o700, exist_ok=True)
-            self._accounts[uid] = write_accounts(folder, uid)
-        return self._accounts[uid]
+        accounts = write_accounts(dirs.root, uid if uid is not None else INSIDE_UID, cache.groups if cache is not None else ())
+        return BwrapPlan(dirs, accounts, uid, groups, has_network, cache, read_only, config, self._context.sets_floor)
 
     async def _start_init(self, view: SharedView, plan: BwrapPlan) -> init_start.StartedInit:
         if self._starter is None:
