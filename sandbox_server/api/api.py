@@ -18,11 +18,12 @@ from sandbox_server.api.contract import requests, responses
 from sandbox_server.api.contract.describe import REF, RawRoute
 from sandbox_server.api.contract.render import json_response
 from sandbox_server.api.edge import OPEN_PATHS, EdgeMiddleware
-from sandbox_server.api.routes import call_queries, calls, docs, events, files, leases, metrics, pending, pools, sandboxes, system
+from sandbox_server.api.routes import call_queries, calls, docs, events, files, leases, metrics, pending, pools, run_batch, sandboxes, system
 from sandbox_server.core.errors import InvalidRequest, MethodNotAllowed, RouteNotFound
 
 ROUTERS = (
     calls.router,
+    run_batch.router,
     leases.router,
     call_queries.router,
     files.router,

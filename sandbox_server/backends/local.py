@@ -11,16 +11,12 @@ STATE/sandboxes/SANDBOX_ID/handle.json   the last checkpoint
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import io
 import json
 import os
 import secrets
-import shutil
 import sys
 import tempfile
 import threading
-import zipfile
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -33,6 +29,7 @@ from sandbox_server.agent.isolation.bwrap_processes import kill_bwrap_processes
 from sandbox_server.agent.kernel.priority import raise_priority
 from sandbox_server.agent.server.listeners import LISTENING_FILE
 from sandbox_server.backends.agent_config import AgentEnvironment, agent_config
+from sandbox_server.backends.agent_folder import unpack_agent
 from sandbox_server.backends.base import BackendTraits, CreateContext, CreateFailed, Observation, ObservedState
 from sandbox_server.backends.certificate import make_certificate
 from sandbox_server.backends.disposal import delete_folders, delete_leftovers
@@ -166,7 +163,7 @@ class LocalBackend:
         reader, writer = os.pipe()
         try:
             with cleanup_on_failure(lambda: os.close(writer)):
-                pid, started = spawn([sys.executable, "-I", str(agent)], _environment(), reader, log)
+                pid, started = spawn([sys.executable, "-I", "-S", "-B", str(agent)], _environment(), reader, log)
         finally:
             os.close(reader)
             os.close(log)
@@ -323,23 +320,6 @@ def make_local_backend(state_dir: Path, owner: str, outlives_service: bool = Fal
 
     def agent() -> Path:
         with lock:
-            return _unpack_agent(content(), state_dir / "agent")
+            return unpack_agent(content(), state_dir / "agent")
 
     return LocalBackend(state_dir / "sandboxes", owner, agent, outlives_service, transport=transport)
-
-
-def _unpack_agent(zipapp: bytes, parent: Path) -> Path:
-    """Unpack the agent into a folder, so that only the first agent that starts has to compile it.
-
-    The folder is named by the content's hash, so that a newer service changes no file of an older agent that still runs.
-    """
-    folder = parent / hashlib.sha256(zipapp).hexdigest()[:16]
-    if not folder.exists():
-        parent.mkdir(mode=0o700, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(dir=parent))
-        # Without this, each attempt on a full disk would leave one more partial folder, which would fill whatever space is freed.
-        with cleanup_on_failure(lambda: shutil.rmtree(partial, ignore_errors=True)):
-            with zipfile.ZipFile(io.BytesIO(zipapp)) as archive:
-                archive.extractall(partial)
-            partial.replace(folder)
-    return folder

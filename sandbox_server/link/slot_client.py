@@ -21,6 +21,7 @@ from sandbox_server.link.call_messages import (
     read_result_message,
     read_running_call,
 )
+from sandbox_server.link.errors import AgentShutsDown
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,7 +100,15 @@ class SlotClient:
         self._response_timeout_s = response_timeout_s
 
     def open_calls(self) -> CallStream:
-        """Open a stream of calls. The agent may send nothing on it for any time, because a call may run without output."""
+        """Open a stream of calls. The agent may send nothing on it for any time, because a call may run without output.
+
+        Raises:
+            LinkLost: the connection has ended.
+            AgentShutsDown: the agent has said that it shuts down.
+        """
+        self._link.raise_if_lost()
+        if self._link.agent_ends:
+            raise AgentShutsDown({"code": "slot_unavailable", "detail": "its agent was told to end"})
         return CallStream(self._open("calls", None, fetches_outputs=True))
 
     async def answers_ping(self, within_s: float) -> bool:

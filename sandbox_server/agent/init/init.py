@@ -34,7 +34,7 @@ _DEFAULT_SIGNALS = [number for number in range(1, 65) if number not in (9, 19, 3
 _CLOCK_BOOTTIME = 7  # The clock of the start times in /proc/PID/stat.
 _TICKS = os.sysconf("SC_CLK_TCK")
 _OOM_SCORE_OF_SPAWNED, _OOM_SCORE_OF_INIT = b"%d" % SPAWNED_SCORE, b"%d" % SLOT_FLOOR_SCORE
-_STARTS_PROGRAMS = "leftovers_"  # Tools with this prefix start programs, and these must run entirely as the user of the slot.
+_STARTS_PROGRAMS = "leftovers_"  # Tools with this prefix start programs. These run entirely as the user of the slot, and with its environment.
 
 
 def receive_message(sock: socket.socket) -> Tuple[bytes, List[int]]:
@@ -244,8 +244,9 @@ class Init:
             os.dup2(source, target)
         home = self._config["home"]
         os.chdir(home)
-        os.environ.clear()
-        os.environ.update(self._env)
+        if request["tool"].startswith(_STARTS_PROGRAMS):
+            os.environ.clear()
+            os.environ.update(self._env)
         os.close(failed_w)
         child.run_operation(request["tool"], request["args"], {"workspace": home, "roots": self._config["roots"], "home": home}, fds["out"], fds.get("in", -1))
         os._exit(0)

@@ -17,6 +17,7 @@ from sandbox_server.link.errors import (
     AgentFailed,
     AgentProtocolError,
     AgentRefused,
+    AgentShutsDown,
     CallUnknown,
     FileOperationFailed,
     LinkLost,
@@ -77,6 +78,18 @@ async def test_slots_are_watched_until_the_link_is_lost(client: AgentClient, age
     assert [(slot.ref.slot_id, slot.state) for slot in first.slots] == [("0", "ready"), ("1", "ready")]
     assert [(slot.ref.sandbox_id, slot.state, slot.detail, slot.evidence) for slot in second.slots] == [("s-1", "broken", "out of memory", {"own_work": True})]
     assert not client.is_connected
+
+
+async def test_an_agent_that_announces_its_end_is_sent_no_call_any_more(client: AgentClient, agent: ScriptedAgent) -> None:
+    async with aclosing(client.watch_slots("s-1")) as updates:
+        await anext(updates)
+        agent.announce_end()
+        await anext(updates)
+
+        with pytest.raises(AgentShutsDown, match="told to end"):
+            client.slot("0", 1).open_calls()
+    assert client.is_connected
+    assert not agent.ran
 
 
 async def test_the_requests_about_slots_have_the_fields_that_agents_know() -> None:
