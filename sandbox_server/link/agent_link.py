@@ -182,7 +182,7 @@ class AgentLink(asyncio.Protocol):
 
     def flush_soon(self) -> None:
         """Write at the end of this iteration of the event loop, so that everything that is queued in one iteration is one write."""
-        if not self._flush_is_scheduled:
+        if not self._flush_is_scheduled and self.connection.has_data_to_send():
             self._flush_is_scheduled = True
             self.loop.call_soon(self._flush)
 
@@ -201,6 +201,7 @@ class AgentLink(asyncio.Protocol):
             self._writable_waiters.append(waiter)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        wire.keep_freed_memory()
         self._transport = cast(asyncio.Transport, transport)  # uvloop's transport has the methods of one, but not the class
 
     def data_received(self, data: bytes) -> None:

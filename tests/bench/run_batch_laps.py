@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import subprocess
 import tempfile
 from collections.abc import Callable
@@ -80,8 +79,3 @@ def measure_run_batch(service: Service, report: Callable[[str], None]) -> list[R
             file_s = lap_s(lambda: _run_batch(client, True, PROGRAM_COUNT))
             rounds.append(RunBatchRound(bare_rate=PROGRAM_COUNT / bare_s, command_rate=PROGRAM_COUNT / command_s, file_rate=PROGRAM_COUNT / file_s))
     return rounds
-
-
-def median_ratio(rounds: list[RunBatchRound], rate: Callable[[RunBatchRound], float]) -> float:
-    """Return the median, over the rounds, of a rate divided by that of the bare pool."""
-    return statistics.median(rate(measured) / measured.bare_rate for measured in rounds)

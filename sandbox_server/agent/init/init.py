@@ -19,7 +19,7 @@ import time
 from sandbox_server.agent.init import privileges, ptrace_detach
 from sandbox_server.agent.init.oom_score import SLOT_FLOOR_SCORE, SPAWNED_SCORE
 from sandbox_server.agent.init.priority import take_ordinary_priority
-from sandbox_server.agent.init.reports import EXITED, FAILED, MAX_DESCRIPTORS, MESSAGE_BYTES, MOVED, READY, REFUSED, REPORT, SIGNALLED
+from sandbox_server.agent.init.reports import CONFIG_BYTES, EXITED, FAILED, MAX_DESCRIPTORS, MOVED, READY, REFUSED, REPORT, REQUEST_BYTES, SIGNALLED
 from sandbox_server.agent.init.spawned_trees import SpawnedTrees
 
 TYPE_CHECKING = False
@@ -38,12 +38,12 @@ _OOM_SCORE_OF_SPAWNED, _OOM_SCORE_OF_INIT = b"%d" % SPAWNED_SCORE, b"%d" % SLOT_
 #: The memory of messages and of their buffers counts as memory of the slot. The kernel refuses it while all memory for slots is in use.
 _SHORT_OF_MEMORY = (errno.ENOBUFS, errno.ENOMEM)
 _MEMORY_RETRY_MS = 5
-_STARTS_PROGRAMS = "leftovers_"  # Tools with this prefix start programs, and these must run entirely as the user of the slot.
+_STARTS_PROGRAMS = "leftovers_"  # Tools with this prefix start programs. These run entirely as the user of the slot, and with its environment.
 
 
-def receive_message(sock: socket.socket) -> Tuple[bytes, List[int]]:
-    """Receive one message. Returns its bytes, and the descriptors that were sent with it."""
-    data, ancillary, _, _ = sock.recvmsg(MESSAGE_BYTES, socket.CMSG_LEN(4 * MAX_DESCRIPTORS), socket.MSG_CMSG_CLOEXEC)
+def receive_message(sock: socket.socket, most_bytes: int) -> Tuple[bytes, List[int]]:
+    """Receive one message of at most so many bytes. Returns it, and the descriptors that were sent with it."""
+    data, ancillary, _, _ = sock.recvmsg(most_bytes, socket.CMSG_LEN(4 * MAX_DESCRIPTORS), socket.MSG_CMSG_CLOEXEC)
     fds: List[int] = []
     for _, _, packed in ancillary:
         fds += struct.unpack("%di" % (len(packed) // 4), packed[: len(packed) // 4 * 4])
@@ -117,7 +117,7 @@ class Init:
 
     def _receive_request(self) -> None:
         try:
-            data, fds = receive_message(self._sock)
+            data, fds = receive_message(self._sock, REQUEST_BYTES)
         except MemoryError:
             time.sleep(_MEMORY_RETRY_MS / 1000)  # There is no memory for the buffer. The message waits in the socket.
             return
@@ -265,8 +265,9 @@ class Init:
             os.dup2(source, target)
         home = self._config["home"]
         os.chdir(home)
-        os.environ.clear()
-        os.environ.update(self._env)
+        if request["tool"].startswith(_STARTS_PROGRAMS):
+            os.environ.clear()
+            os.environ.update(self._env)
         os.close(failed_w)
         child.run_operation(request["tool"], request["args"], {"workspace": home, "roots": self._config["roots"], "home": home}, fds["out"], fds.get("in", -1))
         os._exit(0)
@@ -375,7 +376,7 @@ def run_init(sock: socket.socket, oom_fd: int = -1) -> NoReturn:
         sock: the control socket.
         oom_fd: a descriptor of `oom_score_adj` of this process; -1 if it has not been opened.
     """
-    data, _ = receive_message(sock)
+    data, _ = receive_message(sock, CONFIG_BYTES)
     config = marshal.loads(data)
     try:
         for joined in config["join"]:
