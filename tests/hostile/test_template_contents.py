@@ -31,19 +31,27 @@ DOCUMENTED = {
 MOUNT_POINTS = {"/proc", "/dev/pts", "/dev/shm", "/dev/mqueue", "/run/lock", "/etc/passwd", "/etc/group", "/workspace", "/tmp", "/var/tmp", "/cache"}
 
 
+def looks_calm(children: set[tuple[int, str, str, str]]) -> bool:
+    """Whether no init is being set up: each sleeps behind its system call filter, and what is named as a template leads a session, as no new init does."""
+    return all(
+        state.startswith("S") and (seccomp == "2" if kind == "slot-init" else os.getsid(pid) == pid if kind == "slot-template" else True)
+        for pid, kind, state, seccomp in children
+    )
+
+
 def children_named(harness: HostileHarness, name: str) -> list[psutil.Process]:
-    """The templates or the inits, once none of them is being set up: no slot is about to be forked, and each init has its system call filter."""
-    seen: list[set[tuple[int, str, str]]] = []
+    """The templates or the inits, once none of them is being set up."""
+    seen: list[set[tuple[int, str, str, str]]] = []
     deadline = time.monotonic() + 20
-    while (
-        len(seen) < CALM_LOOKS or any(look != seen[-1] for look in seen[-CALM_LOOKS:]) or any(kind == "slot-init" and mode != "2" for _, kind, mode in seen[-1])
-    ):
-        assert time.monotonic() < deadline, seen[-1]
+    while len(seen) < CALM_LOOKS or any(look != seen[-1] for look in seen):
+        assert time.monotonic() < deadline, seen
         time.sleep(0.05)
         children = [child for pid in harness.agent_pids() for child in psutil.Process(pid).children()]
         with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
-            seen.append({(child.pid, child.name(), status_of(child.pid)["Seccomp"]) for child in children})
-    return [psutil.Process(pid) for pid, kind, _ in seen[-1] if kind == name]
+            statuses = {child: status_of(child.pid) for child in children}
+            look = {(child.pid, child.name(), status["State"], status["Seccomp"]) for child, status in statuses.items()}
+            seen = [*seen[-CALM_LOOKS + 1 :], look] if looks_calm(look) else []
+    return [psutil.Process(pid) for pid, kind, _, _ in seen[-1] if kind == name]
 
 
 def secrets_of(harness: HostileHarness) -> set[bytes]:
