@@ -54,6 +54,9 @@ SHORT_FOLDERS = ("/tmp", "/var/tmp", "/dev/shm")
 LOOPBACK = "127.0.0.1"
 SYSTEM_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 LOG_TAIL_BYTES = 2000
+#: All sandboxes share this machine. One reset more than there are processors keeps them busy while another reset waits for something; each further one only
+#: makes commands wait longer.
+RESETS_AT_ONCE = len(os.sched_getaffinity(0)) + 1
 
 
 class LocalBackend:
@@ -71,7 +74,7 @@ class LocalBackend:
     """
 
     name = "local"
-    traits = BackendTraits()
+    traits = BackendTraits(resets_at_once=RESETS_AT_ONCE)
 
     def __init__(
         self,

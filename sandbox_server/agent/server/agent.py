@@ -173,6 +173,8 @@ class Agent:
 
     async def _shut_down(self) -> None:
         self._listeners.stop_listening()
+        for watch_stream in self._watch_streams:  # before the calls that run are ended, so that whoever gets their results sends no further ones here
+            watch_stream.report_end_of_agent()
         if self._guards is not None:
             await self._guards.stop_guards()
         await asyncio.gather(*(slot.end_slot() for slot in self.slots.values()))
