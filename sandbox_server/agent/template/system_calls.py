@@ -138,7 +138,8 @@ def start_loopback(socket_fd: int) -> None:
     Args:
         socket_fd: any internet socket in this network namespace.
     """
-    request = _InterfaceRequest(*b"lo")
+    request = _InterfaceRequest()
+    request.value = b"lo"
     check("the flags of lo", _libc.ioctl(ctypes.c_int(socket_fd), ctypes.c_ulong(_SIOCGIFFLAGS), request))
     flags = ctypes.cast(ctypes.addressof(request) + 16, _Flags)
     flags[0] |= _IFF_UP
