@@ -136,7 +136,11 @@ class SlotLimitGroups:
         """Return whether the groups of an ended slot runtime can limit the next one: nothing is left in them, and none of their limits was ever reached."""
         if not self.limits_memory or not self.limits_processes or self.count_processes() or self._read("most_alive") >= self._process_limit:
             return False
-        return self._read("used_bytes") <= min(_MOST_LEFT_BYTES, self._memory_limit_bytes * _MOST_LEFT_FRACTION) and not self._read("oom")
+        return (
+            self._read("used_bytes") <= min(_MOST_LEFT_BYTES, self._memory_limit_bytes * _MOST_LEFT_FRACTION)
+            and not self._read("oom")
+            and not self._read("own_oom")
+        )
 
     def renew_groups(self, share_bytes: int) -> SlotLimitGroups:
         """Return a new object for the same groups, for the next slot runtime. What still refers to this object can no longer reach the groups.
@@ -147,6 +151,8 @@ class SlotLimitGroups:
         renewed = SlotLimitGroups(self._folders, self._memory_limit_bytes, share_bytes, self._process_limit, self._remove_group)
         renewed._counters, renewed._peak_fd = self._counters, self._peak_fd
         self._counters, self._peak_fd, self.memory_folder = {}, -1, None
+        if renewed._peak_fd >= 0:
+            os.pwrite(renewed._peak_fd, b"0", 0)  # What the ended runtime has used, files included, proves nothing against the next one.
         if share_bytes != self._share_bytes and renewed.memory_folder is not None:
             write_control_file(os.path.join(renewed.memory_folder, "memory.low"), str(share_bytes))
         return renewed

@@ -123,6 +123,8 @@ class MemoryGuard:
                 await self._end_one_slot(folder, limit, all_agents)
             else:
                 self._forbid_kernel_kill(folder)
+                if all_agents:
+                    self._chosen = None  # Its memory is there again. Later another holder of that slot may be chosen, whose agent then gets its second, too.
 
     def _update_share(self) -> None:
         now = self._loop.time()

@@ -108,6 +108,18 @@ async def test_agents_share_one_machine_and_the_one_whose_slot_takes_most_ends_i
         assert (await other).text == "up\n"
 
 
+@pytest.mark.privileged
+async def test_every_holder_of_a_slot_is_ended_for_too_much_memory_whoever_had_it_before(make_harness: Maker) -> None:
+    harness = await make_harness("bwrap", "root", slots=2, spares=0, memory_mb=300, limits={"memory_mb": 300})
+    if not by_cgroup(harness):
+        pytest.skip("nothing counts memory here")
+    for _ in range(2):
+        hoarder = await harness.call("bash", "0", timeout_s=30, **python(FILL))
+        assert (hoarder.reason, hoarder.metadata["evidence"].get("slot_ended")) == ("oom", True), hoarder.meta
+        assert (await harness.reset())["state"] == "ready"
+    assert (await harness.bash("echo fine", "1")).text == "fine\n"
+
+
 FILL = """
 import os, time
 block, fd = b"x" * (1 << 16), os.memfd_create("hoard")
