@@ -54,8 +54,8 @@ pytest: setup ## run tests without the static checks, one after another: make py
 serve: setup ## run the service until Ctrl-C
 	@exec $(BIN)/python -m sandbox_server serve --host $(HOST) --port $(PORT)
 
-bench: setup ## compare the service with the bare machine and SWE-ReX; write the speed table of the README
-	@$(BIN)/python -m tests.bench --write
+bench: setup ## compare the service with the bare machine and SWE-ReX; write the speed table of the README, or measure some parts: make bench ARGS=fresh
+	@$(BIN)/python -m tests.bench $(if $(ARGS),$(ARGS),--write)
 
 faults: setup ## run the crash harness, load and failures at once: make faults ARGS="--seconds 600 --clients 50"
 	@.ci/setup-faults

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     )
     from env_client.gatherer import CallGatherer, GathererStatistics
     from env_client.leases import AsyncLease, Lease
+    from env_client.messages.programs import Artifact, Program, ProgramResult
     from env_client.retry import RetryPolicy
     from env_client.tools import SlotTools, available_tools, render_tool_reply, tool_schemas
     from env_client.values import (
@@ -80,6 +81,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AcquireOptions",
     "Acquired",
+    "Artifact",
     "AsyncLease",
     "AsyncSandboxClient",
     "BackendUnavailable",
@@ -122,6 +124,8 @@ __all__ = [
     "PoolConflict",
     "PoolInfo",
     "PoolNotFound",
+    "Program",
+    "ProgramResult",
     "QuotaExceeded",
     "Readiness",
     "Reason",
@@ -155,7 +159,7 @@ __all__ = [
 ]
 
 #: The modules that define the public names.
-_MODULES = ("backend", "client", "discovery", "embedded_service", "errors", "gatherer", "leases", "retry", "tools", "values")
+_MODULES = ("backend", "client", "discovery", "embedded_service", "errors", "gatherer", "leases", "messages.programs", "retry", "tools", "values")
 
 
 def __getattr__(name: str) -> Any:

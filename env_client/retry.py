@@ -13,7 +13,7 @@ PROXY_ERROR_STATUSES = frozenset({502, 503, 504})
 #: Error codes of the service for conditions that pass by themselves. `no_capacity` is not one of them: the acquire was queued as long as requested.
 TRANSIENT_CODES = frozenset({"backend_unavailable", "storage_unavailable"})
 #: Limits on concurrent work. A `quota_exceeded` error that names one of them passes as soon as other work ends.
-TRANSIENT_LIMITS = frozenset({"calls_in_flight", "max_running_calls", "max_waiters", "streams", "waiters"})
+TRANSIENT_LIMITS = frozenset({"calls_in_flight", "max_running_calls", "max_waiters", "run_batches", "streams", "waiters"})
 
 
 class CallUnfinished(SandboxError):

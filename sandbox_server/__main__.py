@@ -28,6 +28,7 @@ from sandbox_server.app import Application, Parts, load_backends, print_line
 from sandbox_server.backends.registry import load_backend
 from sandbox_server.settings import Settings, SettingsError, load_settings
 from sandbox_server.state_dir import StateDir, StateDirError
+from sandbox_server.uvicorn_server import PromptServer
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8700
@@ -71,8 +72,8 @@ class EarlyStopHandler:
         self.is_stop_requested = True
 
 
-class Server(uvicorn.Server):
-    """uvicorn's server, which also reports its address once it listens, and can stop when its parent process ends.
+class Server(PromptServer):
+    """The server of the service, which also reports its address once it listens, and can stop when its parent process ends.
 
     Args:
         config: uvicorn's configuration.
@@ -197,6 +198,7 @@ def _listen_and_serve(options: ServeOptions, early_stop: EarlyStopHandler, parts
         lifespan="on",
         log_config=None,
         access_log=False,
+        proxy_headers=False,  # nothing here depends on the address of a client
         timeout_keep_alive=KEEP_ALIVE_S,
     )
     server = Server(config, application, options, early_stop)

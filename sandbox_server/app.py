@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 from sandbox_server.api.api import build_api
 from sandbox_server.api.body_budget import BodyBudget
 from sandbox_server.api.request_context import Service, tenant_of_scope
+from sandbox_server.api.run_batch.start import start_run_batches
 from sandbox_server.api.tenants import Tenant, Tenants
 from sandbox_server.backends.base import Backend
 from sandbox_server.backends.registry import load_backend
@@ -236,9 +237,10 @@ async def _start_in(settings: Settings, state_dir: StateDir, parts: Parts, *, ep
     except BaseException:  # also if the start is cancelled: the store has a thread and open files
         await store.close()
         raise
-    limits = CallLimits(in_flight=settings.limits.calls_in_flight, of_lease=settings.limits.lease_calls)
+    named = settings.limits
+    limits = CallLimits(in_flight=named.calls_in_flight, of_lease=named.lease_calls)
     state_monitor = StateMonitor(state_dir, store)
-    response_budget = ResponseBudget(_response_limits(settings))
+    response_budget = ResponseBudget(ResponseLimits(memory_bytes=named.answer_memory_bytes, file_bytes=named.answer_file_bytes, wait_s=named.answer_wait_s))
     limiter = ConcurrencyLimiter(tenants.max_running_calls)
     dispatcher = Dispatcher(pools, store, clock, telemetry, limits, CallTracker(pools.restored), limiter, response_budget, parts.call_timings)
     lease_ends = asyncio.create_task(follow_lease_ends(pools.follow_ended_leases(), dispatcher.handle_lease_end))
@@ -246,6 +248,7 @@ async def _start_in(settings: Settings, state_dir: StateDir, parts: Parts, *, ep
         pools=pools,
         dispatcher=dispatcher,
         files=SlotFiles(pools),
+        run_batches=await start_run_batches(pools, dispatcher, store, clock, state_dir.path, settings.limits),
         call_queries=CallQueries(pools, store, dispatcher.call_tracker, clock, dispatcher.outputs),
         events=pools.events,
         telemetry=telemetry,
@@ -267,11 +270,6 @@ async def _start_in(settings: Settings, state_dir: StateDir, parts: Parts, *, ep
         lease_ends=lease_ends,
         ephemeral=ephemeral,
     )
-
-
-def _response_limits(settings: Settings) -> ResponseLimits:
-    named = settings.limits
-    return ResponseLimits(memory_bytes=named.answer_memory_bytes, file_bytes=named.answer_file_bytes, wait_s=named.answer_wait_s)
 
 
 async def _start_pools(
@@ -347,13 +345,16 @@ async def stop_service(running: RunningService, requests_grace_s: float = REQUES
         service.stopping.set_result(None)
     running.state_dir.remove_server_file()
     log.info("stopping", extra={"requests": len(service.requests)})
+    service.run_batches.begin_stop()
     await _wait_for_requests(service, requests_grace_s)
     await service.dispatcher.end_all_calls()
+    await service.run_batches.stop()
     running.lease_ends.cancel()
     await _wait_for_requests(service, FINAL_RESPONSE_S)
     for task in list(service.requests):
         task.cancel()
     await _wait_for_requests(service, FINAL_RESPONSE_S)
+    await service.run_batches.close()
     try:
         async with asyncio.timeout(POOLS_STOP_S):
             await running.pools.stop("destroy" if running.ephemeral else None)

@@ -26,6 +26,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from sandbox_server.api.problems import problem_of
 from sandbox_server.core.errors import InvalidRequest
+from sandbox_server.response_writer import ResponseWriter
 
 log = logging.getLogger(__name__)
 
@@ -169,7 +170,11 @@ class LimitedConnection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._stop_head_timer()
+        cycle = cast("RequestResponseCycle | None", self.cycle)
         super().on_headers_complete()
+        if self.cycle is not cycle:  # there is none for a request to upgrade the connection
+            # uvicorn starts the application's task with this, and the task has not run yet.
+            self.cycle.transport = ResponseWriter(self.transport, self.loop)
         self._check_authentication_soon()
 
     def handle_websocket_upgrade(self) -> None:

@@ -13,6 +13,7 @@ import typer.core
 from env_client._version import __version__
 from env_client.cli.commands import files, leases, pools
 from env_client.cli.commands.doctor import doctor
+from env_client.cli.commands.run_many import run_many
 from env_client.cli.exit_codes import OWN_FAILURE
 from env_client.cli.exit_handling import exit_code_for_broken_pipe, report_failure, with_exit_codes
 from env_client.cli.failures import Failure
@@ -23,7 +24,7 @@ _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 _EPILOG = (
     "Exit codes: that of the command that was run, 128+n if signal n ended it; 124 the command timed out; 125 sandbox itself failed; "
     "126 the command cannot be started; 127 there is no such program; 130 Ctrl-C; 137 out of memory; 141 the reader of the output has gone; 143 SIGTERM; "
-    "1 doctor or verify found a problem. "
+    "1 doctor or verify found a problem, or a program of run-many did not succeed. "
     "The service is the one in SANDBOX_URL and SANDBOX_TOKEN, else the service of this machine."
 )
 
@@ -73,6 +74,7 @@ def sandbox(version: Annotated[bool, typer.Option("--version", help="Print the v
 
 
 _add_command(app, "run", leases.run, "[OPTIONS] -- CMD...", "Run a command in a fresh slot, and release the slot.", options_first=True)
+_add_command(app, "run-many", run_many, "[OPTIONS] FILE.jsonl", "Run many programs, each in a fresh slot of its own.")
 _add_command(app, "acquire", leases.acquire, "[OPTIONS]", "Acquire slots; print their leases.")
 _add_command(app, "exec", leases.exec_, "[OPTIONS] LEASE -- CMD...", "Run a command in a slot.", options_first=True)
 _add_command(app, "cp", files.cp, "[OPTIONS] SOURCE TARGET", "Copy files and folders into a slot or out of one.")

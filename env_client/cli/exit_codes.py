@@ -4,6 +4,8 @@
 SOMETHING_MISSING = 1
 #: `pool verify` found traces.
 NOT_CLEAN = 1
+#: `run-many` ran all programs, and not every one succeeded.
+PROGRAM_FAILED = 1
 #: The command passed its timeout: the exit code of timeout(1).
 TIMED_OUT = 124
 #: `sandbox` itself failed, as docker uses this code.

@@ -10,8 +10,10 @@ from typing import Any, Unpack
 from env_client.messages import calls as call_messages
 from env_client.messages import files as file_messages
 from env_client.messages import leases as lease_messages
+from env_client.messages.programs import Program, ProgramResult
 from env_client.operations.service_operations import AsyncServiceOperations, ServiceOperations
 from env_client.transport.batch_stream import BatchStream
+from env_client.transport.program_stream import ProgramStream
 from env_client.transport.resumable_streams import CallEventStream, CallOutputStream
 from env_client.transport.uploads import AsyncSource, Source, Upload
 from env_client.values import (
@@ -87,6 +89,35 @@ class AsyncOperations(AsyncServiceOperations):
     def exec_stream(self, calls: Iterable[Call]) -> AsyncIterator[tuple[int, Result]]:
         """Run many calls as `exec_batch` does; yield each result as soon as its call ends, with the index of the call in the batch."""
         return self._sender.follow(BatchStream(calls))
+
+    def run_many(
+        self,
+        programs: Iterable[Program | Mapping[str, Any]],
+        *,
+        pool: str | None = None,
+        run_id: str | None = None,
+        request_key: str | None = None,
+        max_parallel: int | None = None,
+    ) -> AsyncIterator[ProgramResult]:
+        """Run many programs, each in a fresh slot of its own; yield each result as soon as the program has ended, with its place among the programs.
+
+        After a lost connection or a restart of the service, the results that are there are not computed again, and no program runs twice. Leaving the
+        loop lets no further program begin.
+
+        Args:
+            programs: the programs, or items of the HTTP contract. The service takes up to `limits.run_batch_items`, 10,000 by default.
+            pool: the pool; default the service's default pool.
+            run_id: the run that owns the leases; releasing the run ends all programs.
+            request_key: names the request, so that another process can ask for the same results for an hour; default a new one.
+            max_parallel: how many programs may run at once; default half of the pool's slots.
+
+        Raises:
+            InvalidRequest: a program is wrong; `extra` has its `index`. Nothing has run.
+            CallConflict: `request_key` was used with other programs.
+            LeaseLost: the results of `request_key` are not kept any more.
+        """
+        header = {"pool": pool, "run_id": run_id, "request_key": request_key, "max_parallel": max_parallel}
+        return self._sender.follow(ProgramStream(programs, header))
 
     async def release(
         self, lease_ids: Iterable[str] | None = None, *, run_id: str | None = None, request_key: str | None = None, reset_workspace: bool = True
@@ -243,6 +274,19 @@ class Operations(ServiceOperations):
     def exec_stream(self, calls: Iterable[Call]) -> Iterator[tuple[int, Result]]:
         """See `AsyncOperations.exec_stream`."""
         return self._sender.follow(BatchStream(calls))
+
+    def run_many(
+        self,
+        programs: Iterable[Program | Mapping[str, Any]],
+        *,
+        pool: str | None = None,
+        run_id: str | None = None,
+        request_key: str | None = None,
+        max_parallel: int | None = None,
+    ) -> Iterator[ProgramResult]:
+        """See `AsyncOperations.run_many`."""
+        header = {"pool": pool, "run_id": run_id, "request_key": request_key, "max_parallel": max_parallel}
+        return self._sender.follow(ProgramStream(programs, header))
 
     def release(
         self, lease_ids: Iterable[str] | None = None, *, run_id: str | None = None, request_key: str | None = None, reset_workspace: bool = True

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from env_client.errors import BadAnswer, ConnectionLost
 from env_client.messages.calls import assign_call_ids, exec_batch_message, parse_result_line
 from env_client.messages.message import Message
+from env_client.messages.ndjson import LineParser
 from env_client.retry import CallUnfinished
 from env_client.values import Call, Result
 
@@ -22,7 +23,7 @@ class BatchStream:
         self._calls = assign_call_ids(calls)
         self._pending = dict(enumerate(self._calls))
         self._unfinished: dict[int, Result] = {}
-        self._line = bytearray()
+        self._parser = LineParser()
 
     @property
     def done(self) -> bool:
@@ -31,7 +32,7 @@ class BatchStream:
 
     def next_message(self) -> Message[tuple[Result, ...]]:
         """Build the request for the missing results. The service does not run a call again that it has run already."""
-        self._line.clear()
+        self._parser = LineParser()
         return exec_batch_message(list(self._pending.values()), stream=True)
 
     def feed(self, chunk: bytes) -> Iterator[tuple[int, Result]]:
@@ -40,14 +41,10 @@ class BatchStream:
         Raises:
             BadAnswer: a line is not a result, or is the result of a call that is not pending.
         """
-        *lines, rest = chunk.split(b"\n")
-        for line in lines:
-            self._line += line
-            complete_line = bytes(self._line).strip()
-            self._line.clear()
-            if complete_line and (indexed_result := self._take_result(parse_result_line(complete_line))) is not None:
+        for line in self._parser.feed(chunk):
+            indexed_result = self._take_result(parse_result_line(line))
+            if indexed_result is not None:
                 yield indexed_result
-        self._line += rest
 
     def end_of_body(self) -> None:
         """Take note that the response body has ended.

@@ -19,7 +19,7 @@ import socket
 import sys
 from collections.abc import Awaitable, Callable, Generator, Mapping
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Self
 
 import uvicorn
@@ -74,7 +74,14 @@ class LocalServer:
         listener = socket.create_server(("127.0.0.1", self._port))
         self._port = listener.getsockname()[1]
         config = uvicorn.Config(
-            self._application, log_config=None, access_log=False, lifespan="off", ws="none", timeout_graceful_shutdown=_STOP_TIMEOUT_S, server_header=False
+            self._application,
+            log_config=None,
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            timeout_graceful_shutdown=_STOP_TIMEOUT_S,
+            server_header=False,
+            date_header=False,
         )
         self._server = _Server(config, handle_signals=handle_signals)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]), name="model server")
@@ -92,7 +99,7 @@ class LocalServer:
     async def stop(self) -> None:
         """Stop the server."""
         if self._server and self._serving:
-            self._server.should_exit = True
+            self._server.stopping.set()
             await self._serving
 
 
@@ -146,7 +153,9 @@ class ScriptedModelServer(LocalServer):
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server, which reports that it listens, and leaves the signals of the process alone unless it is the program.
+    """uvicorn's server, which reports that it listens, stops at once, and leaves the signals of the process alone unless it is the program.
+
+    uvicorn itself looks every tenth of a second whether it has been told to stop, and then waits for another tenth.
 
     Args:
         config: uvicorn's configuration.
@@ -155,12 +164,36 @@ class _Server(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, *, handle_signals: bool) -> None:
         super().__init__(config)
-        self.ready = asyncio.Event()
+        self.ready, self.stopping = asyncio.Event(), asyncio.Event()
+        self._loop = asyncio.get_running_loop()
         self._handle_signals = handle_signals
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self.ready.set()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        super().handle_exit(sig, frame)
+        self._loop.call_soon_threadsafe(self.stopping.set)
+
+    async def main_loop(self) -> None:
+        await self.on_tick(0)
+        await self.stopping.wait()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for server in self.servers:
+            server.close()
+        for listener in sockets or []:
+            listener.close()
+        for connection in list(self.server_state.connections):
+            connection.shutdown()
+        await asyncio.sleep(0)  # the connections that have been closed are reported in the next iteration of the event loop
+        await asyncio.sleep(0)
+        if self.server_state.connections or self.server_state.tasks:
+            await super().shutdown(sockets)  # it looks every tenth of a second for those that are left
+            return
+        for server in self.servers:
+            await server.wait_closed()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

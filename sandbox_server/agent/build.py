@@ -1,6 +1,6 @@
 """Builds the agent's zipapp from this package, byte for byte the same each time: `python -m sandbox_server.agent.build TARGET`.
 
-`python TARGET` is the agent, `python TARGET connect SOCKET` a relay to one.
+`python TARGET` is the agent, `python TARGET connect SOCKET` a relay to one, `python TARGET spawn FD` a process that forks agents.
 
 It contains the sources, and beside them the modules as this interpreter compiles them. With these, the same interpreter starts the agent in half the time;
 any other interpreter ignores them and compiles the sources.
@@ -9,6 +9,7 @@ any other interpreter ignores them and compiles the sources.
 from __future__ import annotations
 
 import functools
+import hashlib
 import io
 import os
 import sys
@@ -25,19 +26,34 @@ if sys.argv[1:2] == ["connect"]:
     from sandbox_server.agent import relay
 
     relay.main(sys.argv[2:])
+if sys.argv[1:2] == ["spawn"]:
+    from sandbox_server.agent import spawner
+
+    spawner.main(sys.argv[2:])
 
 from sandbox_server.agent.__main__ import main
 
 sys.exit(main())
 """
+#: The name of the member that says which sources the agent was built from.
+BUILD_DIGEST = "%s/build_digest.txt" % _PREFIX
 _DATE = (1980, 1, 1, 0, 0, 0)
+
+
+def _digest(sources: dict[str, bytes]) -> bytes:
+    """Return a text that is different for each content of the sources."""
+    digest = hashlib.sha256()
+    for name, source in sorted(sources.items()):
+        digest.update(b"%s %d\n" % (name.encode(), len(source)))
+        digest.update(source)
+    return digest.hexdigest().encode()
 
 
 def _members() -> dict[str, bytes]:
     sources = {"sandbox_server/__init__.py": b""}
     for path in sorted(_ROOT.rglob("*.py")):
         sources["%s/%s" % (_PREFIX, path.relative_to(_ROOT).as_posix())] = path.read_bytes()
-    members = {"__main__.py": _STUB}
+    members = {"__main__.py": _STUB, BUILD_DIGEST: _digest(sources)}
     for name, source in sources.items():
         members[name] = source
         members[name + "c"] = compiled(name, source)

@@ -27,7 +27,12 @@ class ClientStalled(ClientDisconnected):
     """The client does not read its response, so its connection is to be closed."""
 
 
-def _check_length(request: Request, limits: Limits, name: str) -> None:
+def check_length(request: Request, limits: Limits, name: str) -> None:
+    """Refuse a body whose `Content-Length` exceeds a limit.
+
+    Raises:
+        PayloadTooLarge: it does.
+    """
     length = request.headers.get("content-length")
     if length is not None and length.isdecimal() and (len(length) > 18 or int(length) > getattr(limits, name)):
         raise too_large(limits, name)
@@ -45,7 +50,7 @@ async def read_chunks(request: Request, limits: Limits, name: str) -> AsyncItera
         PayloadTooLarge: the body is larger than the limit.
         ClientDisconnected: the client disconnected before the end of the body.
     """
-    _check_length(request, limits, name)
+    check_length(request, limits, name)
     limit_bytes = getattr(limits, name)
     receive = request.receive
     received_bytes = 0
@@ -63,7 +68,7 @@ async def read_chunks(request: Request, limits: Limits, name: str) -> AsyncItera
             yield chunk
 
 
-async def _receive(request: Request, stall_s: float) -> tuple[bytes, bool]:
+async def receive_part(request: Request, stall_s: float) -> tuple[bytes, bool]:
     """Receive the next part of a body. Returns it, and whether there is more.
 
     Raises:
@@ -90,8 +95,8 @@ async def _read_body(request: Request, limits: Limits) -> tuple[bytes, BodyReser
     Raises:
         PayloadTooLarge, InvalidRequest, ClientDisconnected, QuotaExceeded: as `read_json`.
     """
-    _check_length(request, limits, "body_bytes")
-    body, more = await _receive(request, limits.body_stall_s)
+    check_length(request, limits, "body_bytes")
+    body, more = await receive_part(request, limits.body_stall_s)
     if len(body) > limits.body_bytes:
         raise too_large(limits, "body_bytes")
     tenant = tenant_of(request).name
@@ -104,7 +109,7 @@ async def _read_body(request: Request, limits: Limits) -> tuple[bytes, BodyReser
         chunks = [body]
         received_bytes = len(body)
         while more:
-            chunk, more = await _receive(request, limits.body_stall_s)
+            chunk, more = await receive_part(request, limits.body_stall_s)
             received_bytes += len(chunk)
             if received_bytes > limits.body_bytes:
                 raise too_large(limits, "body_bytes")
@@ -133,10 +138,20 @@ async def read_json(request: Request, limits: Limits, *, with_lone_surrogates: b
     """
     body, reservation = await _read_body(request, limits)
     with cleanup_on_failure(reservation.release):
-        return _parse_json(body, limits, with_lone_surrogates), reservation
+        return parse_json(body, limits, with_lone_surrogates=with_lone_surrogates), reservation
 
 
-def _parse_json(body: bytes, limits: Limits, with_lone_surrogates: bool) -> Any:
+def parse_json(body: bytes, limits: Limits, *, with_lone_surrogates: bool = False) -> Any:
+    """Parse JSON within the limits of its depth and number of values.
+
+    Args:
+        body: the JSON.
+        limits: the limits of the service.
+        with_lone_surrogates: see `read_json`.
+
+    Raises:
+        InvalidRequest: see `read_json`.
+    """
     if not body:
         raise InvalidRequest("the body is empty: send a JSON object", field="body")
     bare = without_escapes(body)

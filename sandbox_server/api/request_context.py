@@ -18,6 +18,7 @@ from sandbox_server.core.types import Acquired, AcquireRequest, Lease, PoolSpec,
 from sandbox_server.dispatch.call_queries import CallQueries
 from sandbox_server.dispatch.dispatcher import Dispatcher
 from sandbox_server.dispatch.files import SlotFiles
+from sandbox_server.dispatch.run_batch.registry import RunBatches
 from sandbox_server.pool.access import Actor
 from sandbox_server.pool.events import Event
 from sandbox_server.telemetry import Telemetry
@@ -85,6 +86,7 @@ class Service:
     pools: PoolOperations
     dispatcher: Dispatcher
     files: SlotFiles
+    run_batches: RunBatches
     tenants: Tenants
     limits: Limits
     body_budget: BodyBudget

@@ -15,11 +15,14 @@ from sandbox_server.api.contract.render import JSON_TYPE, dumps, json_response, 
 from sandbox_server.api.streams import StreamResponse
 from sandbox_server.core.execution import Result
 from sandbox_server.dispatch.outputs import output_pieces
+from sandbox_server.dispatch.run_batch.values import ItemResult
 
 WHOLE_RESPONSE_BYTES = 48 << 10
 """A response that is larger than this is sent in pieces. JSON can make six bytes of one byte of output, so the response itself is measured."""
 TEXT_BYTES = 4 << 10
 """How much of an output is decoded at a time, in bytes. As JSON, a piece is at most six times as large."""
+ARTIFACT_PIECE_BYTES = 96 << 10
+"""How much of an artifact is encoded at a time, in bytes. A multiple of three, for base64."""
 SMALL_BYTES = 32 << 10
 """A response with no more output than this, in bytes, is made in one piece."""
 
@@ -114,6 +117,32 @@ async def result_pieces(result: Result) -> AsyncGenerator[bytes, None]:
     async for piece in _text(result, first_bytes, None):
         yield piece
     yield b'"}}'
+
+
+async def item_pieces(index: int, item: ItemResult) -> AsyncGenerator[bytes, None]:
+    """The JSON of the result of an item of a run-batch, in pieces: that of its call, its index and its artifacts.
+
+    Args:
+        index: the place of the item in the request.
+        item: the result.
+    """
+    yield b'{"index":%d,' % index
+    held: bytes | None = None
+    async for piece in result_pieces(item.result):
+        if held is not None:
+            yield held
+        held = piece if held is not None else piece[1:]
+    yield (held or b"}")[:-1] + b',"artifacts":{'
+    for number, (path, artifact) in enumerate(item.artifacts.items()):
+        yield b"," * (number > 0) + dumps(path) + b":"
+        if artifact.content is None:
+            yield dumps({"error": artifact.error, "code": artifact.code})
+            continue
+        yield b'{"base64":"'
+        for at in range(0, len(artifact.content), ARTIFACT_PIECE_BYTES):
+            yield base64.b64encode(artifact.content[at : at + ARTIFACT_PIECE_BYTES])
+        yield b'"}'
+    yield b"}}"
 
 
 def _stdout_bytes(result: Result) -> int:

@@ -54,6 +54,7 @@ class BackendTraits:
         observe_interval_s: the shortest time between two calls of `observe`, in seconds.
         creations_at_once: how many sandboxes may be in creation at the same time.
         creations_per_s: how many creations may begin in one second.
+        resets_at_once: how many slots may be reset at the same time, where all sandboxes share the processors of one machine; None: any number.
         ends_sandboxes: whether the backend ends sandboxes by itself, at the `ends_at` of their observations.
         evidence: the keys that the `evidence` of its observations may have.
     """
@@ -62,6 +63,7 @@ class BackendTraits:
     observe_interval_s: float = 0.1
     creations_at_once: int = 4
     creations_per_s: float = 10.0
+    resets_at_once: int | None = None
     ends_sandboxes: bool = False
     evidence: frozenset[str] = frozenset()
 

@@ -12,6 +12,7 @@ from sandbox_server.link.agent_reports import (
     ResetReport,
     SlotsUpdate,
     VerifyReport,
+    announces_end_of_agent,
     read_agent_capability,
     read_agent_report,
     read_reset_report,
@@ -77,6 +78,7 @@ class AgentClient:
         async with self.link.stream({"op": "watch"}) as stream:
             async for event in stream:
                 if isinstance(event, wire.Item):
+                    self.link.agent_ends = self.link.agent_ends or announces_end_of_agent(event.meta)
                     yield read_slots_update(event.meta, sandbox_id)
 
     async def reset_slot(self, slot_id: str, epoch: int, *, has_network: bool, keeps_files: bool) -> ResetReport:

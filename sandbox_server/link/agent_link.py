@@ -32,6 +32,7 @@ class AgentLink(asyncio.Protocol):
     Attributes:
         hello: the agent's hello.
         closed: done once the connection has ended; its result says why.
+        agent_ends: whether the agent has said that it shuts down. It then refuses every call, and the connection ends soon.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, ping_interval_s: float = PING_INTERVAL_S) -> None:
@@ -39,6 +40,7 @@ class AgentLink(asyncio.Protocol):
         self.connection = wire.Connection(opens_odd=True)
         self.hello: Mapping[str, Any] = {}
         self.closed: asyncio.Future[str] = loop.create_future()
+        self.agent_ends = False
         self._ping_interval_s = ping_interval_s
         self._hello_received: asyncio.Future[None] = loop.create_future()
         self._transport_closed: asyncio.Future[None] = loop.create_future()
@@ -180,7 +182,7 @@ class AgentLink(asyncio.Protocol):
 
     def flush_soon(self) -> None:
         """Write at the end of this iteration of the event loop, so that everything that is queued in one iteration is one write."""
-        if not self._flush_is_scheduled:
+        if not self._flush_is_scheduled and self.connection.has_data_to_send():
             self._flush_is_scheduled = True
             self.loop.call_soon(self._flush)
 
@@ -199,6 +201,7 @@ class AgentLink(asyncio.Protocol):
             self._writable_waiters.append(waiter)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        wire.keep_freed_memory()
         self._transport = cast(asyncio.Transport, transport)  # uvloop's transport has the methods of one, but not the class
 
     def data_received(self, data: bytes) -> None:

@@ -153,6 +153,11 @@ def read_slots_update(meta: Mapping[str, Any], sandbox_id: str) -> SlotsUpdate:
     return SlotsUpdate(slots=tuple(_read_slot(slot, sandbox_id) for slot in slots), effective=_read_effective_limits(meta))
 
 
+def announces_end_of_agent(meta: Mapping[str, Any]) -> bool:
+    """Whether an agent says in an update that it shuts down. Older agents do not say it."""
+    return meta.get("agent_ends") is True
+
+
 def read_reset_report(answer: Mapping[str, Any]) -> ResetReport:
     """Read how a reset ended. Anything but the state `ready` means that the slot was not proven clean."""
     is_ready = answer.get("state") == "ready"

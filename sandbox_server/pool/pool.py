@@ -89,7 +89,7 @@ class Pool:
         self._dependencies = dependencies
         self._directory: LeaseDirectory[Pool] = LeaseDirectory() if directory is None else directory
         self._inbox: Inbox[PoolValue] = Inbox()
-        self.supervisors = SupervisorSet(self._inbox, access, dependencies)
+        self.supervisors = SupervisorSet(self._inbox, access, dependencies, lambda: len(self.book.queue) > 0)
         self._ticker = Ticker(self._tick, clock, dependencies.timers)
         self._grant_service = GrantService(self.book, self.fleet, spec, self._inbox, dependencies)
         self._effect_runner = EffectRunner(self, self._directory, self.events, self.supervisors, self._grant_service, dependencies)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from sandbox_server.core.execution import Result
+from sandbox_server.core.execution import Result, ToolCall
 from sandbox_server.core.types import AcquireRequest, Handle, Lease, LeaseState, PoolId, PoolSpec, SandboxState, SlotRef, SlotState
 from sandbox_server.store.output_files import OutputFiles
 
@@ -143,6 +143,57 @@ class KeyRecord:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RunBatchRecord:
+    """A run-batch with a `request_key`. Its results are in a file of their own.
+
+    Attributes:
+        batch_id: the id of the run-batch.
+        tenant: the tenant that sent the request.
+        key: its `request_key`.
+        digest: a digest of the request, which detects that the key is used again for another one.
+        run_id: the run that owns the leases of its items.
+        kept_since: since when its results are kept for a limited time, wall-clock time in Unix seconds.
+        is_evicted: its results have been deleted to make room for others.
+        is_cancelled: its run was released, so that none of its items begins any more.
+    """
+
+    batch_id: str
+    tenant: str
+    key: str
+    digest: str
+    run_id: str | None
+    kept_since: float
+    is_evicted: bool = False
+    is_cancelled: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunBatchItemRecord:
+    """An item of a run-batch that has a slot.
+
+    Attributes:
+        batch_id: the run-batch.
+        index: the place of the item in the request.
+        tenant: the tenant that sent the request.
+        lease_id: the lease of its slot.
+        call: the call that runs its program, once that may have been sent to the agent; None before, and where the request cannot be repeated.
+        artifacts: the paths of the files that are to be read at its end.
+    """
+
+    batch_id: str
+    index: int
+    tenant: str
+    lease_id: str
+    call: ToolCall | None = None
+    artifacts: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """The key of the record."""
+        return f"{self.batch_id}/{self.index}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ClockRecord:
     """The offset between record time and CLOCK_MONOTONIC; see `record_time`.
 
@@ -163,18 +214,22 @@ class Deletion:
         lease_id: deletes this lease, the results of its calls and its output files.
         key: deletes the request key that a tenant used: the tenant and the key.
         pool: deletes the pool with this `PoolId.key`.
+        run_batch: deletes the run-batch with this id.
+        run_batch_item: deletes the item of a run-batch with this key.
     """
 
     lease_id: str | None = None
     key: tuple[str, str] | None = None
     pool: str | None = None
+    run_batch: str | None = None
+    run_batch_item: str | None = None
 
 
 #: When a lease ends in one of these states, the results of its calls are deleted. The results of a lease that was lost with its sandbox stay
 #: until the lease itself is deleted, because its client still asks for them.
 STATES_WITHOUT_RESULTS = frozenset({LeaseState.RELEASED, LeaseState.EXPIRED})
 
-Record = PoolRecord | SandboxRecord | SlotRecord | Lease | KeyRecord | ClockRecord | Deletion
+Record = PoolRecord | SandboxRecord | SlotRecord | Lease | KeyRecord | RunBatchRecord | RunBatchItemRecord | ClockRecord | Deletion
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -199,6 +254,8 @@ class State:
     leases: Sequence[Lease] = ()
     keys: Sequence[KeyRecord] = ()
     pools: Sequence[PoolRecord] = ()
+    run_batches: Sequence[RunBatchRecord] = ()
+    run_batch_items: Sequence[RunBatchItemRecord] = ()
     clock: ClockRecord | None = None
 
 

@@ -19,10 +19,29 @@ import orjson
 
 from sandbox_server.core.execution import Result
 from sandbox_server.core.types import Lease
-from sandbox_server.store.base import ClockRecord, KeyRecord, PoolRecord, Record, RecordedResult, SandboxRecord, SlotRecord
+from sandbox_server.store.base import (
+    ClockRecord,
+    KeyRecord,
+    PoolRecord,
+    Record,
+    RecordedResult,
+    RunBatchItemRecord,
+    RunBatchRecord,
+    SandboxRecord,
+    SlotRecord,
+)
 
 #: The record types by the names that the state file uses for them.
-KINDS: Mapping[str, type] = {"pool": PoolRecord, "sandbox": SandboxRecord, "slot": SlotRecord, "lease": Lease, "key": KeyRecord, "clock": ClockRecord}
+KINDS: Mapping[str, type] = {
+    "pool": PoolRecord,
+    "sandbox": SandboxRecord,
+    "slot": SlotRecord,
+    "lease": Lease,
+    "key": KeyRecord,
+    "run_batch": RunBatchRecord,
+    "run_batch_item": RunBatchItemRecord,
+    "clock": ClockRecord,
+}
 OUTPUTS = ("output", "stdout", "stderr")
 _RESULT_FIELDS = tuple(field.name for field in dataclasses.fields(Result) if field.name not in OUTPUTS)
 
@@ -46,6 +65,10 @@ def record_id(record: Record) -> RecordId:
         return request_key_record_id(record.tenant, record.key)
     if isinstance(record, PoolRecord):
         return "pool", record.pool_id.key
+    if isinstance(record, RunBatchItemRecord):
+        return "run_batch_item", record.key
+    if isinstance(record, RunBatchRecord):
+        return "run_batch", record.batch_id
     if isinstance(record, ClockRecord):
         return "clock", ""
     raise TypeError(f"{type(record).__name__} is not stored")

@@ -14,6 +14,8 @@ from sandbox_server.store.base import (
     PoolRecord,
     Record,
     RecordedResult,
+    RunBatchItemRecord,
+    RunBatchRecord,
     SandboxRecord,
     SlotRecord,
     State,
@@ -31,6 +33,8 @@ class MemoryStore:
     leases: dict[str, Lease] = field(default_factory=dict)
     keys: dict[tuple[str, str], KeyRecord] = field(default_factory=dict)
     pools: dict[str, PoolRecord] = field(default_factory=dict)
+    run_batches: dict[str, RunBatchRecord] = field(default_factory=dict)
+    run_batch_items: dict[str, RunBatchItemRecord] = field(default_factory=dict)
     results: dict[str, dict[str, RecordedResult]] = field(default_factory=dict)
     outputs: OutputFiles = field(default_factory=lambda: OutputFiles(None))
     _slots_by_sandbox: dict[str, set[SlotRef]] = field(default_factory=dict)
@@ -50,6 +54,10 @@ class MemoryStore:
             self.keys[record.tenant, record.key] = record
         elif isinstance(record, PoolRecord):
             self.pools[record.pool_id.key] = record
+        elif isinstance(record, RunBatchRecord):
+            self.run_batches[record.batch_id] = record
+        elif isinstance(record, RunBatchItemRecord):
+            self.run_batch_items[record.key] = record
         elif isinstance(record, Deletion):
             self._delete(record)
 
@@ -69,6 +77,10 @@ class MemoryStore:
             self.keys.pop(deletion.key, None)
         if deletion.pool is not None:
             self.pools.pop(deletion.pool, None)
+        if deletion.run_batch is not None:
+            self.run_batches.pop(deletion.run_batch, None)
+        if deletion.run_batch_item is not None:
+            self.run_batch_items.pop(deletion.run_batch_item, None)
 
     def _delete_results(self, lease_id: str) -> None:
         self.results.pop(lease_id, None)
@@ -85,6 +97,8 @@ class MemoryStore:
             leases=tuple(self.leases.values()),
             keys=tuple(self.keys.values()),
             pools=tuple(self.pools.values()),
+            run_batches=tuple(self.run_batches.values()),
+            run_batch_items=tuple(self.run_batch_items.values()),
         )
 
     def find_lease(self, lease_id: str) -> Lease | None:

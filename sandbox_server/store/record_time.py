@@ -14,7 +14,7 @@ from pathlib import Path
 
 from sandbox_server.core.clock import Clock
 from sandbox_server.core.types import Lease
-from sandbox_server.store.base import ClockRecord, KeyRecord, Record, SandboxRecord, State
+from sandbox_server.store.base import ClockRecord, KeyRecord, Record, RunBatchRecord, SandboxRecord, State
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 #: A difference between the wall clock and record time up to this many seconds counts as drift, not as a jump.
@@ -64,6 +64,7 @@ class RecordTime:
             sandboxes=tuple(_shift_sandbox(record, by_s) for record in state.sandboxes),
             leases=tuple(_shift_lease(lease, by_s) for lease in state.leases),
             keys=tuple(_shift_key(record, by_s) for record in state.keys),
+            run_batches=tuple(_shift_run_batch(record, by_s) for record in state.run_batches),
         )
 
     def lease_from_record(self, lease: Lease) -> Lease:
@@ -78,6 +79,8 @@ def shift_times(record: Record, by_s: float) -> Record:
         return _shift_lease(record, by_s)
     if isinstance(record, SandboxRecord):
         return _shift_sandbox(record, by_s)
+    if isinstance(record, RunBatchRecord):
+        return _shift_run_batch(record, by_s)
     return _shift_key(record, by_s) if isinstance(record, KeyRecord) else record
 
 
@@ -97,6 +100,10 @@ def _shift_sandbox(record: SandboxRecord, by_s: float) -> SandboxRecord:
 
 def _shift_key(record: KeyRecord, by_s: float) -> KeyRecord:
     return replace(record, granted_at=record.granted_at + by_s)
+
+
+def _shift_run_batch(record: RunBatchRecord, by_s: float) -> RunBatchRecord:
+    return replace(record, kept_since=record.kept_since + by_s)
 
 
 def _shift_time(when: float | None, by_s: float) -> float | None:

@@ -177,11 +177,15 @@ class FakeAgent:
         """Return the requests of one operation, in their order."""
         return [request for request in self.requests if request.get("op") == op]
 
+    def announce_end(self) -> None:
+        """Say that this agent shuts down, as an agent does before it ends its calls."""
+        self._report({"slots": [], "agent_ends": True})
+
     def set_slot(self, slot_id: str, state: str, detail: str = "", evidence: Mapping[str, Any] | None = None) -> None:
         """Change the state of a slot, and report it to every service that watches."""
         slot = self.slots[slot_id]
         slot.state, slot.detail, slot.evidence = state, detail, evidence or {}
-        self._report_slots([slot])
+        self._report({"slots": [slot.meta()]})
 
     def reset(self, slot: FakeSlot, meta: dict[str, Any]) -> dict[str, Any]:
         """Reset a slot. Returns the content of the END frame of the reset."""
@@ -226,7 +230,7 @@ class FakeAgent:
         answer = act(slot, meta)
         if answer.get("state") == "ready":
             # As a real agent does, it reports the clean slot to those that watch before it answers the request.
-            self._report_slots([slot])
+            self._report({"slots": [slot.meta()]})
         return answer
 
     def _receive(self, peer: _Peer, data: bytes) -> None:
@@ -264,9 +268,9 @@ class FakeAgent:
             peer.wire.end(stream, answer)
         peer.flush()
 
-    def _report_slots(self, slots: list[FakeSlot]) -> None:
+    def _report(self, update: Mapping[str, Any]) -> None:
         for peer in self._peers:
             for stream in peer.watches:
                 if peer.wire.is_open(stream):
-                    peer.wire.send_item(stream, {"slots": [slot.meta() for slot in slots]})
+                    peer.wire.send_item(stream, dict(update))
             peer.flush()

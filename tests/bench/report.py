@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from tests.bench.rounds import Measurements
+from tests.bench.rounds import ISOLATION, Measurements
+from tests.bench.run_batch_laps import RunBatchRound
 from tests.support import tables
 
 MB = 1_000_000
-MAX_FLOOR_RATIO = 2.6
+MAX_FLOOR_RATIO = 2.2
 MAX_PEER_RATIO = 1.0
-MIN_RATE_RATIO = 0.6
+MIN_RATE_RATIO = 0.85
 MAX_ACQUIRE_S = 0.003
-MAX_RELEASE_TO_ACQUIRE_S = 0.050
-MAX_COLD_START_S = 5.0
-MAX_SLOT_BYTES = 12 * MB
+MAX_RELEASE_TO_ACQUIRE_S = 0.006
+MAX_COLD_START_S = 1.5
+MAX_SLOT_BYTES = 1.5 * MB
+#: Where a bar is a time, the same multiple of this floor of a quiet machine holds as well.
+QUIET_FLOOR_S = 0.0012
+MAX_CYCLE_CPU_S = 0.008
+MIN_CYCLE_RATE_RATIO = 0.15
+MIN_PYTHON_RATIO = 0.7
+MAX_NEIGHBOUR_CALL_S = 0.012
+MAX_CROWD_CALL_S = 0.2
+MIN_PROGRAM_RATIO = 0.6
 
 
 @dataclass(frozen=True)
@@ -88,15 +97,28 @@ def rate_lines(measured: Measurements) -> Iterator[Line]:
     yield Line("the same", f"{rate:,.0f}/s", f"SWE-ReX, 8 clients, not isolated: {peer_rate:,.0f}/s", f"{ratio:.2f} ×", "–", True)
 
 
-def lifecycle_lines(measured: Measurements) -> Iterator[Line]:
-    """Yield the lines about slots and sandboxes, which have no counterpart to be compared with."""
+def time_line(what: str, value_s: float, floor_s: float, most_s: float) -> Line:
+    """Return a line about a time, which may be as long as the bar, or the same multiple of this run's floor."""
+    ratio, most_ratio = value_s / floor_s, most_s / QUIET_FLOOR_S
+    return Line(what, ms(value_s), f"bare: {ms(floor_s)}", f"{ratio:.1f} ×", f"≤ {ms(most_s)} or {most_ratio:.1f} ×", value_s <= most_s or ratio <= most_ratio)
+
+
+def slot_lines(measured: Measurements) -> Iterator[Line]:
+    """Yield the lines about acquire and release."""
     acquire_s = median(measured.median(lambda it: it.acquire_s))
-    again_s = median(measured.median(lambda it: it.release_to_acquire_s))
+    yield Line("acquire of a ready slot, p50", ms(acquire_s), "", "", f"≤ {ms(MAX_ACQUIRE_S)}", acquire_s <= MAX_ACQUIRE_S)
+    again_s, floor_s = median(measured.median(lambda it: it.release_to_acquire_s)), median(measured.median(lambda it: it.floor_call_s))
+    yield time_line("release until leasable again, p50", again_s, floor_s, MAX_RELEASE_TO_ACQUIRE_S)
+
+
+def start_lines(measured: Measurements) -> Iterator[Line]:
+    """Yield the lines about sandboxes that start."""
     cold_s = statistics.median(start.took_s for start in measured.cold_starts)
-    yield Line("acquire of a ready slot, p50", ms(acquire_s), "", "", f"≤ {MAX_ACQUIRE_S * 1000:g} ms", acquire_s <= MAX_ACQUIRE_S)
-    bar = f"≤ {MAX_RELEASE_TO_ACQUIRE_S * 1000:g} ms"
-    yield Line("release until leasable again, p50", ms(again_s), "", "", bar, again_s <= MAX_RELEASE_TO_ACQUIRE_S)
-    yield Line("100 slots from a cold start", f"{cold_s:.1f} s", "", "", f"≤ {MAX_COLD_START_S:g} s", cold_s <= MAX_COLD_START_S)
+    floor_s = statistics.median(start.floor_call_s for start in measured.cold_starts)
+    ratio, most_ratio = cold_s / floor_s, MAX_COLD_START_S / QUIET_FLOOR_S
+    is_met = cold_s <= MAX_COLD_START_S or ratio <= most_ratio
+    bar = f"≤ {MAX_COLD_START_S:g} s or {most_ratio:,.0f} ×"
+    yield Line("100 slots from a cold start", f"{cold_s:.1f} s", f"bare: {ms(floor_s)}", f"{ratio:,.0f} ×", bar, is_met)
     slot_bytes = [start.slot_bytes for start in measured.cold_starts if start.slot_bytes is not None]
     agent_bytes = [start.agent_bytes for start in measured.cold_starts if start.agent_bytes is not None]
     if slot_bytes:
@@ -105,8 +127,47 @@ def lifecycle_lines(measured: Measurements) -> Iterator[Line]:
         yield Line(what, f"{idle / MB:.1f} MB", agent, "", bar, idle <= MAX_SLOT_BYTES)
 
 
+def churn_lines(measured: Measurements) -> Iterator[Line]:
+    """Yield the lines about many clients that use fresh slots."""
+    floor_s = measured.churn_median(lambda it: it.floor_call_s)
+    bars = (
+        ("a command in a held slot while 100 clients use fresh slots, p50", measured.churn_median(lambda it: it.neighbour_call_s), MAX_NEIGHBOUR_CALL_S),
+        ("the own commands of 200 clients that use fresh slots, p50", measured.churn_median(lambda it: it.crowd_call_s), MAX_CROWD_CALL_S),
+        ("acquire, release and reset, processor time of the machine", measured.churn_median(lambda it: it.cycle_cpu_s), MAX_CYCLE_CPU_S),
+    )
+    for what, value_s, most_s in bars:
+        yield time_line(what, value_s, floor_s, most_s)
+    rate, floor_rate = measured.churn_median(lambda it: it.cycle_rate), measured.churn_median(lambda it: it.floor_rate)
+    ratio = measured.churn_median(lambda it: it.cycle_rate / it.floor_rate)
+    what, beside = "acquire, command, release: cycles of 16 clients", f"bare, 4 at a time: {floor_rate:,.0f}/s"
+    yield Line(what, f"{rate:,.0f}/s", beside, f"{ratio:.2f} ×", f"≥ {MIN_CYCLE_RATE_RATIO:g} ×", ratio >= MIN_CYCLE_RATE_RATIO)
+    fresh, held = measured.churn_median(lambda it: it.python_fresh_rate), measured.churn_median(lambda it: it.python_held_rate)
+    ratio = measured.churn_median(lambda it: it.python_fresh_rate / it.python_held_rate)
+    what, beside = "`python3 -c 'print(6*7)'` in fresh slots, 16 clients", f"in four held slots: {held:,.0f}/s"
+    yield Line(what, f"{fresh:,.0f}/s", beside, f"{ratio:.2f} ×", f"≥ {MIN_PYTHON_RATIO:g} ×", ratio >= MIN_PYTHON_RATIO)
+
+
+def program_lines(measured: Measurements) -> Iterator[Line]:
+    """Yield the lines about run-batches."""
+    bare_rate = measured.run_batch_median(lambda it: it.bare_rate)
+    beside = f"`subprocess`, 4 at a time: {bare_rate:,.0f}/s"
+    rates: tuple[tuple[str, Callable[[RunBatchRound], float]], ...] = (
+        ("1,000 short Python programs by run-batch, each in a fresh slot", lambda it: it.command_rate),
+        ("the same, each in a file", lambda it: it.file_rate),
+    )
+    for what, rate in rates:
+        ratio = measured.run_batch_median(lambda it, rate=rate: rate(it) / it.bare_rate)
+        yield Line(what, f"{measured.run_batch_median(rate):,.0f}/s", beside, f"{ratio:.2f} ×", f"≥ {MIN_PROGRAM_RATIO:g} ×", ratio >= MIN_PROGRAM_RATIO)
+
+
 def render_table(measured: Measurements) -> tuple[str, bool]:
-    """Return the table as Markdown, and whether every bar is met."""
-    lines = [*one_call_lines(measured), *rate_lines(measured), *lifecycle_lines(measured)]
+    """Return the table as Markdown, and whether every bar is met. What was not measured has no lines."""
+    parts = (
+        (measured.rounds, (one_call_lines, rate_lines, slot_lines)),
+        (measured.cold_starts, (start_lines,)),
+        (measured.churn_rounds, (churn_lines,)),
+        (measured.run_batch_rounds, (program_lines,)),
+    )
+    lines = [line for rounds, parts_lines in parts if rounds for make_lines in parts_lines for line in make_lines(measured)]
     table = tables.render(["`bash -c true`", "this service", "beside", "ratio", "bar", "met"], [line.cells for line in lines])
-    return f"{table}\nIsolation mode `{measured.isolation}`, {os.cpu_count()} cores.\n", all(line.met for line in lines)
+    return f"{table}\nIsolation mode `{ISOLATION}`, {os.cpu_count()} cores.\n", all(line.met for line in lines)

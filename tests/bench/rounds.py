@@ -14,8 +14,10 @@ from typing import Any
 
 import psutil
 
+from tests.bench.churn_laps import ChurnRound, ProcessorTime, measure_churn_round
 from tests.bench.floor import Floor
 from tests.bench.peer import Peer
+from tests.bench.run_batch_laps import RunBatchRound, measure_run_batch
 from tests.bench.service_laps import (
     BATCH_LEASES,
     ServiceConnection,
@@ -28,7 +30,9 @@ from tests.bench.service_laps import (
 )
 from tests.support.service import running_service
 
+ISOLATION = "bwrap"
 ROUNDS = 11
+CHURN_ROUNDS = 5
 COLD_STARTS = 3
 COLD_SLOTS = 100
 SLOTS_PER_SANDBOX = 10
@@ -38,6 +42,7 @@ WARM_POOLS = {
     "default": {**POOL, "min_sandboxes": WARM_SANDBOXES, "max_sandboxes": WARM_SANDBOXES},
     "ten": {**POOL, "min_sandboxes": 1, "max_sandboxes": 1},
 }
+CHURN_POOLS = {"default": WARM_POOLS["default"]}
 COLD_POOLS = {"default": {**POOL, "min_sandboxes": COLD_SLOTS // SLOTS_PER_SANDBOX, "max_sandboxes": COLD_SLOTS // SLOTS_PER_SANDBOX}}
 
 
@@ -60,6 +65,7 @@ class Round:
 class ColdStart:
     """What one start of a service with a hundred slots took, and what the idle slots and agents hold. None: this user may not read it."""
 
+    floor_call_s: float
     took_s: float
     slot_bytes: float | None
     agent_bytes: float | None
@@ -70,26 +76,36 @@ class Measurements:
     """A whole run.
 
     Args:
-        isolation: the isolation mode of the slots.
-        rounds: one after the other.
+        rounds: one after the other; like all that follow, empty if this part was not measured.
         cold_starts: one after the other.
+        churn_rounds: one after the other.
+        run_batch_rounds: one after the other.
     """
 
-    isolation: str
-    rounds: Sequence[Round]
-    cold_starts: Sequence[ColdStart]
+    rounds: Sequence[Round] = ()
+    cold_starts: Sequence[ColdStart] = ()
+    churn_rounds: Sequence[ChurnRound] = ()
+    run_batch_rounds: Sequence[RunBatchRound] = ()
 
     def median(self, value: Callable[[Round], float | None]) -> float | None:
         """Return the median of a value, or of a ratio of two values, over the rounds. None: at least one round has no such value."""
         values = [value(measured) for measured in self.rounds]
         return None if None in values else statistics.median(known for known in values if known is not None)
 
+    def churn_median(self, value: Callable[[ChurnRound], float]) -> float:
+        """Return the median of a value, or of a ratio of two values, over the rounds with many clients."""
+        return statistics.median(value(measured) for measured in self.churn_rounds)
+
+    def run_batch_median(self, value: Callable[[RunBatchRound], float]) -> float:
+        """Return the median of a value, or of a ratio of two values, over the rounds with run-batches."""
+        return statistics.median(value(measured) for measured in self.run_batch_rounds)
+
     def as_document(self) -> dict[str, Any]:
         """Return everything that was measured, as JSON has it."""
         return asdict(self)
 
 
-def measure_rounds(floor: Floor, peer: Peer | None, report: Callable[[str], None]) -> tuple[str, list[Round]]:
+def measure_rounds(floor: Floor, peer: Peer | None, report: Callable[[str], None]) -> list[Round]:
     """Run the service and measure all rounds.
 
     Args:
@@ -98,12 +114,12 @@ def measure_rounds(floor: Floor, peer: Peer | None, report: Callable[[str], None
         report: called with a line of progress.
 
     Returns:
-        The isolation mode of the slots, and the rounds.
+        The rounds.
     """
     rounds = []
     with running_service({"pools": WARM_POOLS}) as service:
         connection = ServiceConnection(service)
-        isolation: str = connection.get("/v1/pools/default")["isolation"]
+        _check_isolation(connection)
         for number in range(ROUNDS):
             report(f"round {number + 1} of {ROUNDS}")
             lease_ids = connection.acquire(BATCH_LEASES)
@@ -120,7 +136,41 @@ def measure_rounds(floor: Floor, peer: Peer | None, report: Callable[[str], None
             )
             connection.wait_until_ready(WARM_SANDBOXES * SLOTS_PER_SANDBOX)
             rounds.append(measured)
-    return isolation, rounds
+    return rounds
+
+
+def measure_churn_rounds(floor: Floor, report: Callable[[str], None]) -> list[ChurnRound]:
+    """Run a service for many clients that use fresh slots, and measure all rounds. The arguments are those of `measure_rounds`."""
+    slots = WARM_SANDBOXES * SLOTS_PER_SANDBOX
+    rounds = []
+    with ProcessorTime() as processor_time, running_service({"pools": CHURN_POOLS}) as service:
+        connection = ServiceConnection(service)
+        connection.wait_until_ready(slots)
+        _check_isolation(connection)
+        for number in range(CHURN_ROUNDS):
+            report(f"fresh slots, round {number + 1} of {CHURN_ROUNDS}")
+            rounds.append(measure_churn_round(floor, service, connection, processor_time, slots))
+    return rounds
+
+
+def measure_run_batch_rounds(report: Callable[[str], None]) -> list[RunBatchRound]:
+    """Run a service for run-batches, and measure all rounds. `report` is called with a line of progress."""
+    with running_service({"pools": CHURN_POOLS}) as service:
+        connection = ServiceConnection(service)
+        connection.wait_until_ready(WARM_SANDBOXES * SLOTS_PER_SANDBOX)
+        _check_isolation(connection)
+        return measure_run_batch(service, report)
+
+
+def _check_isolation(connection: ServiceConnection) -> None:
+    """Check that slots have the isolation that all figures are about.
+
+    Raises:
+        RuntimeError: they have another one.
+    """
+    isolation = connection.get("/v1/pools/default")["isolation"]
+    if isolation != ISOLATION:
+        raise RuntimeError(f"the benchmark needs slots in the isolation mode {ISOLATION}, and these have {isolation}: install bubblewrap")
 
 
 def _after_release(connection: ServiceConnection, lease_ids: list[str]) -> float:
@@ -130,8 +180,9 @@ def _after_release(connection: ServiceConnection, lease_ids: list[str]) -> float
     return acquire_s(connection)
 
 
-def measure_cold_start(report: Callable[[str], None]) -> ColdStart:
+def measure_cold_start(floor: Floor, report: Callable[[str], None]) -> ColdStart:
     """Start a service with no sandboxes, and measure how long it takes until a hundred slots are ready and what they hold while idle."""
+    floor_s = floor.measure_one_call_s()
     begin = time.perf_counter()
     with running_service({"pools": COLD_POOLS}) as service:
         ServiceConnection(service).wait_until_ready(COLD_SLOTS)
@@ -140,5 +191,5 @@ def measure_cold_start(report: Callable[[str], None]) -> ColdStart:
             slot_bytes, agent_bytes = idle_bytes(service, COLD_SLOTS)
         except psutil.AccessDenied:
             report("only root can measure the memory of a slot")
-            return ColdStart(took_s=took_s, slot_bytes=None, agent_bytes=None)
-    return ColdStart(took_s=took_s, slot_bytes=slot_bytes, agent_bytes=agent_bytes)
+            return ColdStart(floor_call_s=floor_s, took_s=took_s, slot_bytes=None, agent_bytes=None)
+    return ColdStart(floor_call_s=floor_s, took_s=took_s, slot_bytes=slot_bytes, agent_bytes=agent_bytes)

@@ -187,6 +187,53 @@ async def _streams(harness: ServiceHarness) -> httpx.Response:
     return await harness.http.get("/v1/events")
 
 
+async def run_batch(harness: ServiceHarness, *items: dict[str, Any], **header: Any) -> httpx.Response:
+    return await harness.http.post("/v1/run-batch", json={"items": list(items), **header})
+
+
+PROGRAM = {"tool": "bash", "args": {"command": "true"}}
+WITH_ARTIFACT = {**PROGRAM, "files": {"a": "x" * 100}, "artifacts": ["a"]}
+
+
+@passes("run_batches", 1, 429)
+async def _run_batches(harness: ServiceHarness) -> httpx.Response:
+    service = harness.application._edge.service
+    assert service is not None
+    with service.run_batches.admit(ALICE.name):
+        return await run_batch(harness, PROGRAM)
+
+
+@passes("run_batch_items", 1, 422)
+async def _run_batch_items(harness: ServiceHarness) -> httpx.Response:
+    return await run_batch(harness, PROGRAM, PROGRAM)
+
+
+@passes("run_batch_bytes", 10, 413)
+async def _run_batch_bytes(harness: ServiceHarness) -> httpx.Response:
+    return await harness.http.post("/v1/run-batch", content=b"{}\n" + b" " * 10, headers={"content-type": "application/x-ndjson"})
+
+
+@passes("run_batch_item_bytes", 99, 422)
+async def _run_batch_item_bytes(harness: ServiceHarness) -> httpx.Response:
+    return await run_batch(harness, WITH_ARTIFACT)
+
+
+@passes("run_batch_item_artifact_bytes", 1, 200)
+async def _run_batch_item_artifact_bytes(harness: ServiceHarness) -> httpx.Response:
+    return await run_batch(harness, WITH_ARTIFACT)
+
+
+@passes("run_batch_artifact_bytes", 1, 200)
+async def _run_batch_artifact_bytes(harness: ServiceHarness) -> httpx.Response:
+    return await run_batch(harness, WITH_ARTIFACT)
+
+
+@passes("run_batch_kept_bytes", 100, 410)
+async def _run_batch_kept_bytes(harness: ServiceHarness) -> httpx.Response:
+    assert (await run_batch(harness, PROGRAM, request_key="large")).status_code == 200
+    return await run_batch(harness, PROGRAM, request_key="large")
+
+
 @passes("answer_memory_bytes", 3 * 4096, 422)
 async def _answer_memory(harness: ServiceHarness) -> httpx.Response:
     return await batch(harness, bash("l", "true"), bash("l", "true"))

@@ -58,6 +58,11 @@ async def _batch(harness: ServiceHarness) -> httpx.Response:
     return await harness.http.post("/v1/exec-batch", json={"calls": [bash(lease_id, "true")]})
 
 
+@asks("POST /v1/run-batch")
+async def _run_batch(harness: ServiceHarness) -> httpx.Response:
+    return await harness.http.post("/v1/run-batch", json={"items": [{"tool": "bash", "args": {"command": "true"}}]})
+
+
 @asks("POST /v1/release")
 async def _release(harness: ServiceHarness) -> httpx.Response:
     return await harness.http.post("/v1/release", json={"lease_ids": await harness.acquire()})

@@ -1,9 +1,14 @@
-"""The template that the inits of slots are forked from is out of the reach of every slot, and a slot sees nothing of other slots through it."""
+"""What slots share is out of their reach: the template that their inits are forked from, the code that they run, and what agents have found out.
+
+A slot sees nothing of other slots through it, and cannot plant anything there for them.
+"""
 
 from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Mapping
+from pathlib import Path
 
 import psutil
 
@@ -76,6 +81,52 @@ for fd in os.listdir("/proc/self/fd"):
 mounts = [line.split()[3] for line in open("/proc/self/mountinfo")]
 print(json.dumps({"reached": reached, "visible": sorted(set(visible.values())), "files": files, "mounts": mounts}))
 """
+
+
+# Tries to write, replace and add files where agents keep what they share.
+PLANT = r"""
+import json, os
+planted = []
+
+def attempt(path, *changes):
+    for change in changes:
+        try: change(); planted.append(path)
+        except OSError: pass
+
+folders = ["/.sandbox", "/run/lock/sandbox-pool-probes", "/run/sandbox-pool-probes", "/var/lock/sandbox-pool-probes"] + FOLDERS
+for top in folders:
+    for folder, _, names in os.walk(top):
+        for path in [os.path.join(folder, name) for name in names[:50]]:
+            attempt(path, lambda: open(path, "ab"), lambda: os.chmod(path, 0o666), lambda: os.utime(path))
+            attempt(path, lambda: os.rename(path, path + "x"), lambda: os.unlink(path))
+    attempt(top, lambda: open(top + "/planted", "wb"), lambda: os.mkdir(top + "/planted"))
+    attempt(top, lambda: os.rename(top, top + "-old"), lambda: os.chmod(top, 0o777))
+print(json.dumps(sorted(set(planted))))
+"""
+SHARED = ("/run/lock/sandbox-pool-probes", "/run/sandbox-pool-probes")
+
+
+def _read_shared_files(harness: HostileHarness) -> Mapping[str, tuple[int, bytes]]:
+    """Return the owner and the content of each file that agents share."""
+    folders = [Path(harness.state_dir, "agent"), *map(Path, SHARED)]
+    return {str(path): (path.stat().st_uid, path.read_bytes()) for folder in folders for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_slot_cannot_change_what_agents_share(harness: HostileHarness) -> None:
+    lease = harness.acquire()
+    # Root alone keeps records, and those of other agents of this machine come and go during this test.
+    before = {path: found for path, found in _read_shared_files(harness).items() if path.startswith(harness.state_dir)}
+    assert any("/slot_lib/" in path for path in before)
+
+    result = harness.python(lease, f"FOLDERS = {[str(Path(harness.state_dir, 'agent'))]}\n{PLANT}")
+
+    assert result["success"], result
+    planted = json.loads(result["output"])
+    after = _read_shared_files(harness)
+    assert {path: found for path, found in after.items() if path in before} == before
+    assert not [path for path, (uid, _) in after.items() if path.startswith(SHARED) and uid != 0 and harness.as_root]
+    assert [path for path in planted if path.startswith("/.sandbox") or path in before] == []
+    harness.still_sound()
 
 
 def _templates(harness: HostileHarness) -> list[psutil.Process]:

@@ -12,6 +12,7 @@ import pytest
 import uvicorn
 
 from sandbox_server.connection_limiter import ConnectionLimiter, LimitedConnection, places_for
+from sandbox_server.uvicorn_server import PromptServer
 
 Scope = MutableMapping[str, Any]
 
@@ -40,7 +41,7 @@ async def application(scope: Scope, receive: Any, send: Any) -> None:
 async def running_server(limiter: ConnectionLimiter) -> AsyncIterator[int]:
     """A server whose connections this limiter counts; gives its port."""
     config = uvicorn.Config(application, port=0, lifespan="off", log_config=None, http=functools.partial(LimitedConnection, limiter=limiter))  # type: ignore[arg-type]
-    server = uvicorn.Server(config)
+    server = PromptServer(config)
     config.load()
     server.lifespan = config.lifespan_class(config)
     await server.startup()

@@ -43,6 +43,7 @@ class ScriptedAgent(FakeAgent):
 
     def __init__(self, sandbox_id: str, token: str = "token", slots: int = 2, isolation: str | None = "bwrap") -> None:
         super().__init__(sandbox_id, token, slots, isolation)
+        self.failing_archive_count = 0  # so many archives are not unpacked
         self.is_stopped = False  # does not respond, as a process after SIGSTOP
         self.ran: list[tuple[str, str]] = []
         self.files: dict[tuple[str, str], bytes] = {}
@@ -258,6 +259,9 @@ class ScriptedAgent(FakeAgent):
             peer.wire.abort(stream, {"code": "path_outside", "detail": f"{meta['path']} leads out"})
         elif meta["path"] == "fifo":
             peer.wire.abort(stream, {"code": "file_error", "detail": "fifo is a FIFO", "errno": "EINVAL"})
+        elif meta["op"] == "archive_put" and self.failing_archive_count:
+            self.failing_archive_count -= 1
+            peer.wire.abort(stream, {"code": "internal", "detail": "the archive could not be unpacked"})
         elif meta["op"].endswith("_put"):
             self.files[key] = bytes(exchange.body)
             peer.wire.end(stream, {})

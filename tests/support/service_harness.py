@@ -22,6 +22,7 @@ from sandbox_server.link import AgentEndpoint, AgentLink
 from sandbox_server.settings import Settings
 from sandbox_server.store.base import Store
 from sandbox_server.store.memory import MemoryStore
+from sandbox_server.uvicorn_server import PromptServer
 from tests.support.scripted_agent import ScriptedAgent, ScriptedBackend
 
 ALICE = Tenant(name="alice", token="alices-token", admin=True)
@@ -139,21 +140,16 @@ async def open_service_harness(state_dir: Path, *, store: Store | None = None, r
             yield ServiceHarness(application, http, backend, settings)
 
 
-class _Server(uvicorn.Server):
-    """A uvicorn that says when it listens, and that stops as soon as it is asked to, where uvicorn itself looks every tenth of a second."""
+class _Server(PromptServer):
+    """A server that reports when it listens."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.listening = asyncio.Event()
-        self.stopping = asyncio.Event()
 
     async def startup(self, sockets: Any = None) -> None:
         await super().startup(sockets=sockets)
         self.listening.set()
-
-    async def main_loop(self) -> None:
-        await self.on_tick(0)
-        await self.stopping.wait()
 
 
 @contextlib.asynccontextmanager
@@ -169,5 +165,5 @@ async def open_service_harness_on_port(state_dir: Path, *, call_timings: CallTim
         async with httpx.AsyncClient(base_url=url, headers=bearer(ALICE), timeout=30.0, trust_env=False, verify=False) as http:
             yield ServiceHarness(application, http, backend, settings, url)
     finally:
-        server.stopping.set()
+        server.stop()
         await serving

@@ -8,6 +8,7 @@ socket. Requests are marshalled dicts, because both ends run the same interprete
 from __future__ import annotations
 
 import _socket as socket
+import errno
 import marshal
 import os
 import select
@@ -18,7 +19,7 @@ import time
 from sandbox_server.agent.init import privileges, ptrace_detach
 from sandbox_server.agent.init.oom_score import SLOT_FLOOR_SCORE, SPAWNED_SCORE
 from sandbox_server.agent.init.priority import take_ordinary_priority
-from sandbox_server.agent.init.reports import EXITED, FAILED, MAX_DESCRIPTORS, MESSAGE_BYTES, MOVED, READY, REFUSED, REPORT, SIGNALLED
+from sandbox_server.agent.init.reports import CONFIG_BYTES, EXITED, FAILED, MAX_DESCRIPTORS, MOVED, READY, REFUSED, REPORT, REQUEST_BYTES, SIGNALLED
 from sandbox_server.agent.init.spawned_trees import SpawnedTrees
 
 TYPE_CHECKING = False
@@ -34,12 +35,15 @@ _DEFAULT_SIGNALS = [number for number in range(1, 65) if number not in (9, 19, 3
 _CLOCK_BOOTTIME = 7  # The clock of the start times in /proc/PID/stat.
 _TICKS = os.sysconf("SC_CLK_TCK")
 _OOM_SCORE_OF_SPAWNED, _OOM_SCORE_OF_INIT = b"%d" % SPAWNED_SCORE, b"%d" % SLOT_FLOOR_SCORE
-_STARTS_PROGRAMS = "leftovers_"  # Tools with this prefix start programs, and these must run entirely as the user of the slot.
+#: The memory of messages and of their buffers counts as memory of the slot. The kernel refuses it while all memory for slots is in use.
+_SHORT_OF_MEMORY = (errno.ENOBUFS, errno.ENOMEM)
+_MEMORY_RETRY_MS = 5
+_STARTS_PROGRAMS = "leftovers_"  # Tools with this prefix start programs. These run entirely as the user of the slot, and with its environment.
 
 
-def receive_message(sock: socket.socket) -> Tuple[bytes, List[int]]:
-    """Receive one message. Returns its bytes, and the descriptors that were sent with it."""
-    data, ancillary, _, _ = sock.recvmsg(MESSAGE_BYTES, socket.CMSG_LEN(4 * MAX_DESCRIPTORS), socket.MSG_CMSG_CLOEXEC)
+def receive_message(sock: socket.socket, most_bytes: int) -> Tuple[bytes, List[int]]:
+    """Receive one message of at most so many bytes. Returns it, and the descriptors that were sent with it."""
+    data, ancillary, _, _ = sock.recvmsg(most_bytes, socket.CMSG_LEN(4 * MAX_DESCRIPTORS), socket.MSG_CMSG_CLOEXEC)
     fds: List[int] = []
     for _, _, packed in ancillary:
         fds += struct.unpack("%di" % (len(packed) // 4), packed[: len(packed) // 4 * 4])
@@ -69,6 +73,8 @@ class Init:
     def send_report(self, kind: bytes, number: int = 0, status: int = 0, cpu_us: int = 0, rss_kb: int = 0, text: bytes = b"") -> None:
         """Send a report to the agent. If the agent no longer runs, the slot is ended.
 
+        While the kernel has no memory for the report, init tries again: the agent frees memory soon, by ending the slot that uses too much.
+
         Args:
             kind: one of the kinds in `reports`.
             number: the number of the request or of the process tree.
@@ -77,10 +83,21 @@ class Init:
             rss_kb: the largest resident memory, in KiB.
             text: an explanation.
         """
-        try:
-            self._sock.send(REPORT.pack(kind, number, status, cpu_us, rss_kb) + text)
-        except OSError:
-            self._end_slot()
+        report = REPORT.pack(kind, number, status, cpu_us, rss_kb) + text
+        while True:
+            try:
+                self._sock.send(report)
+            except OSError as error:
+                if error.errno not in _SHORT_OF_MEMORY or self._wait_for_end_of_agent(_MEMORY_RETRY_MS):
+                    self._end_slot()
+            else:
+                return
+
+    def _wait_for_end_of_agent(self, timeout_ms: int) -> bool:
+        """Wait until the agent has closed its end of the socket. Returns False if it has not done so within `timeout_ms` milliseconds."""
+        poll = select.poll()
+        poll.register(self._sock.fileno(), 0)  # the kernel always reports that the other end was closed
+        return bool(poll.poll(timeout_ms))
 
     def serve_forever(self) -> NoReturn:
         """Handle requests and reap processes until the agent ends."""
@@ -99,7 +116,11 @@ class Init:
                     self._reap_children()
 
     def _receive_request(self) -> None:
-        data, fds = receive_message(self._sock)
+        try:
+            data, fds = receive_message(self._sock, REQUEST_BYTES)
+        except MemoryError:
+            time.sleep(_MEMORY_RETRY_MS / 1000)  # There is no memory for the buffer. The message waits in the socket.
+            return
         if not data:
             self._end_slot()
         try:
@@ -244,8 +265,9 @@ class Init:
             os.dup2(source, target)
         home = self._config["home"]
         os.chdir(home)
-        os.environ.clear()
-        os.environ.update(self._env)
+        if request["tool"].startswith(_STARTS_PROGRAMS):
+            os.environ.clear()
+            os.environ.update(self._env)
         os.close(failed_w)
         child.run_operation(request["tool"], request["args"], {"workspace": home, "roots": self._config["roots"], "home": home}, fds["out"], fds.get("in", -1))
         os._exit(0)
@@ -355,7 +377,7 @@ def run_init(sock: socket.socket, oom_fd: int = -1, is_forked: bool = False) -> 
         oom_fd: a descriptor of `oom_score_adj` of this process; -1 if it has not been opened.
         is_forked: whether the template has forked this process, which has therefore inherited an empty capability bounding set.
     """
-    data, _ = receive_message(sock)
+    data, _ = receive_message(sock, CONFIG_BYTES)
     config = marshal.loads(data)
     try:
         for joined in config["join"]:

@@ -66,6 +66,9 @@ class IsolationContext:
             workspace: the path of the workspace as the slot sees it.
             tmp: the path for TMPDIR; None if the slot uses /tmp.
             cache: the path of the shared cache as the slot sees it; None if it has none.
+
+        Raises:
+            StartFailed: there is no bash on this machine.
         """
         cores = cores or len(self.processors)
         env = {
@@ -73,6 +76,7 @@ class IsolationContext:
             "LANG": "C.UTF-8",
             "TERM": "xterm-256color",
             "HOME": workspace,
+            "SHELL": find_shell(),  # Without it, each bash reads /etc/passwd when it starts, which takes a tenth of its time.
             "SANDBOX_WORKSPACE": workspace,
             "OMP_NUM_THREADS": str(cores),
             "PYTHON_CPU_COUNT": str(cores),

@@ -6,6 +6,7 @@ possible, only rlimits apply. The agent finds out what is possible by trying it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from typing import Iterator
@@ -13,15 +14,16 @@ from typing import Iterator
 from sandbox_server.agent.config import AgentConfig
 from sandbox_server.agent.kernel.leaf_groups import SlotLeaves
 from sandbox_server.agent.kernel.memory_groups import SLOT_PREFIX, MemoryGroups, machine_memory_bytes, was_ended_by_another_agent
-from sandbox_server.agent.kernel.memory_plan import MIB, MemoryPlan
+from sandbox_server.agent.kernel.memory_plan import MIB, MemoryPlan, MemoryUsage
 from sandbox_server.agent.kernel.slot_limit_groups import SlotLimitGroups, write_control_file
 
 _AGENT_GROUP_NAME = re.compile(r"sandbox-pool-(\d+)-[0-9a-f]+\Z")
 _V1 = ("memory", "pids", "cpu")
 _MOST_KEPT_GROUPS = 16  # Those of runtimes that have ended and whose successors have not been started yet.
-#: The weight of all slots of a sandbox together is that of as many normal sessions as there are slots, but at most this number. The agent and the service have
-#: the weight of 28 normal sessions, so they always get more of the processor than the slots.
+#: The weight of all slots of a sandbox together, and that of all slots of the machine, is that of as many normal sessions as a sandbox has slots, but at most
+#: this number. The service and each agent have the weight of 3 normal sessions each.
 _MAX_SESSIONS = 8
+_MAKE_ROUNDS = 100
 _SESSION_WEIGHT_V1, _SESSION_WEIGHT_V2 = 1024, 100
 
 
@@ -57,6 +59,7 @@ class SlotGroups:
     Args:
         leaves: the leaves of its calls; None if there can be none here.
         limits: the groups that limit it; None if there can be none here.
+        shared_memory: the groups that limit the memory of all slots; None if there can be none here.
 
     Attributes:
         limits_memory: whether a control group limits its memory.
@@ -64,14 +67,22 @@ class SlotGroups:
         join_fds: descriptors through which init joins the groups when it starts.
     """
 
-    def __init__(self, leaves: SlotLeaves | None, limits: SlotLimitGroups | None) -> None:
+    def __init__(self, leaves: SlotLeaves | None, limits: SlotLimitGroups | None, shared_memory: MemoryGroups | None = None) -> None:
         self.leaves = leaves
         self.limits = limits
+        self._shared_memory = shared_memory
         self.limits_memory = limits is not None and limits.limits_memory
         self.limits_processes = limits is not None and limits.limits_processes
         self.join_fds: list[int] = limits.procs_fds() if limits is not None else []
         if leaves is not None:
             self.join_fds.append(os.dup(leaves.first_procs_fd()))
+
+    def find_usage_while_full(self) -> MemoryUsage | None:
+        """Return the memory of the slot if slots have to wait for memory now; None if they do not, or if no control group counts it."""
+        folder = self.limits.memory_folder if self.limits is not None else None
+        if folder is None or self._shared_memory is None:
+            return None
+        return self._shared_memory.find_usage_while_full(folder)
 
     def close_join_fds(self) -> None:
         """Close the descriptors after init has joined the groups or failed to start."""
@@ -87,7 +98,7 @@ class SlotGroups:
     def renew_groups(self, share_bytes: int) -> SlotGroups:
         """Return the groups of the next slot runtime: these, which must be as new. This object can no longer reach them."""
         leaves = self.leaves.renew_leaves() if self.leaves is not None else None
-        return SlotGroups(leaves, self.limits.renew_groups(share_bytes) if self.limits is not None else None)
+        return SlotGroups(leaves, self.limits.renew_groups(share_bytes) if self.limits is not None else None, self._shared_memory)
 
     def remove_groups(self) -> None:
         """Remove all groups of an ended slot runtime."""
@@ -122,6 +133,7 @@ class Cgroups:
         self._name = "sandbox-pool-%d-%s" % (os.getpid(), boot[:8])
         self._tops: dict[str, str] = {}
         self._limit_tops: dict[str, str] = {}
+        self._processor_group = ""  # that of all slots of the machine
         self._pending_removals: list[str] = []
         self._kept_groups: list[SlotGroups] = []
         self.errors: dict[str, str] = {}
@@ -149,6 +161,7 @@ class Cgroups:
             slots=config.slots + config.wanted_spares,
             sandbox_bytes=None if sandbox is None else sandbox * MIB,
             slot_bytes=None if slot is None else slot * MIB,
+            has_neighbours=config.slots > 1,
         )
 
     def _probe(self) -> None:
@@ -158,7 +171,7 @@ class Cgroups:
                 self._probe_v2(mount, own.get("", "/"))
             for controller in _V1:
                 if kind == "cgroup" and controller in options and controller not in self._limit_tops:
-                    self._probe_v1(controller, mount, own.get(controller, "/"))
+                    self._probe_v1(controller, mount, own.get(controller, "/"), is_alone=len(options.intersection(_V1)) == 1)
 
     def _make_top(self, key: str, mount: str, path: str) -> str | None:
         for parent in (os.path.normpath(mount + path), mount):
@@ -193,10 +206,12 @@ class Cgroups:
             if "cpu" in groups.controllers:
                 write_control_file(os.path.join(groups.own, "cpu.weight"), str(self._weight_sessions() * _SESSION_WEIGHT_V2))
 
-    def _probe_v1(self, controller: str, mount: str, path: str) -> None:
+    def _probe_v1(self, controller: str, mount: str, path: str, is_alone: bool) -> None:
         if controller == "memory":
             groups = self._make_memory_groups(1, mount, path)
             top = groups.own if groups is not None else None
+        elif controller == "cpu" and is_alone:
+            top = self._make_processor_top(mount, path)
         else:
             top = self._make_top("1" + controller, mount, path)
         if top is not None and controller == "cpu":
@@ -204,6 +219,32 @@ class Cgroups:
         if top is not None:
             self._limit_tops[controller] = top
             self._record_version(controller, "cgroup1")
+
+    def _make_processor_top(self, mount: str, path: str) -> str | None:
+        """Create the group of this agent in that of all slots of the machine, which is created if no other agent has done so.
+
+        Without the common group, the slots of many sandboxes would together have so much weight that the service and the agents had to wait for them.
+        """
+        own = os.path.normpath(mount + path)
+        machine = self._processor_group = os.path.join(own if os.path.isdir(own) else mount, self._config.slots_group)
+        top = os.path.join(machine, self._name)
+        _remove_abandoned_groups(os.path.dirname(machine))
+        for _ in range(_MAKE_ROUNDS):
+            try:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(machine)
+                _raise_shares(machine, self._weight_sessions() * _SESSION_WEIGHT_V1)
+                _remove_abandoned_groups(machine)
+                os.mkdir(top)
+            except FileNotFoundError:
+                continue  # Another agent has removed the group of the machine at this moment, because it was the last one that used it.
+            except OSError as error:
+                self.errors["1cpu"] = str(error)
+                return None
+            self._tops["1cpu"] = top
+            return top
+        self.errors["1cpu"] = "other agents keep removing %s" % machine
+        return None
 
     def _make_memory_groups(self, version: int, mount: str, path: str) -> MemoryGroups | None:
         groups = self.memory_domain = MemoryGroups.find_domain(version, mount, path)
@@ -232,7 +273,7 @@ class Cgroups:
         if self._kept_groups:
             return self._kept_groups.pop().renew_groups(self._protected_bytes())
         limits = self._make_limits(name)  # First, because with cgroup v2 alone the leaves lie in the group that limits the slot.
-        return SlotGroups(self._make_leaves(name), limits)
+        return SlotGroups(self._make_leaves(name), limits, self.memory_groups)
 
     def _make_limits(self, name: str) -> SlotLimitGroups | None:
         """Create the groups that limit a new slot runtime. Returns None if no hierarchy can be written.
@@ -242,7 +283,7 @@ class Cgroups:
         if not self._limit_tops:
             return None
         folders = {key: os.path.join(top, SLOT_PREFIX + name) for key, top in self._limit_tops.items()}
-        limits = SlotLimitGroups(folders, self.plan.ceiling_bytes, self._protected_bytes(), self._processes, self.remove_when_empty)
+        limits = SlotLimitGroups(folders, self.plan.slot_hard_limit_bytes, self._protected_bytes(), self._processes, self.remove_when_empty)
         limits.create_groups()
         return limits
 
@@ -282,6 +323,8 @@ class Cgroups:
             self._kept_groups.pop().remove_groups()
         for path in [*self._pending_removals, *self._tops.values()]:
             _remove_group(path)
+        if self._processor_group:
+            _remove_group(self._processor_group)  # It stays as long as another agent has a group in it.
         if self.memory_groups is not None:
             self.memory_groups.remove_groups()
 
@@ -294,6 +337,13 @@ def _remove_group(path: str) -> bool:
     except OSError:
         return False  # A process of the group has not been reaped yet.
     return True
+
+
+def _raise_shares(folder: str, shares: int) -> None:
+    """Set the weight of a v1 group for the processor, unless it is higher already."""
+    path = os.path.join(folder, "cpu.shares")
+    if int(_read(path)) < shares:
+        write_control_file(path, str(shares))
 
 
 def _remove_abandoned_groups(parent: str) -> None:

@@ -41,10 +41,18 @@ def _highest_uid() -> int:
     return highest
 
 
-def _find_lock_dir() -> str:
+def find_run_folder(name: str) -> str:
+    """Return a folder of this user alone that lasts until the machine is started again. It is created if it does not exist.
+
+    Args:
+        name: its name.
+
+    Raises:
+        StartFailed: no folder can be created, and none is of this user alone.
+    """
     errors = []
     for parent in LOCK_DIRS:
-        path = os.path.join(parent, "sandbox-pool-uids")
+        path = os.path.join(parent, name)
         try:
             os.makedirs(path, mode=0o700, exist_ok=True)
             info = os.lstat(path)
@@ -54,7 +62,7 @@ def _find_lock_dir() -> str:
         if stat.S_ISDIR(info.st_mode) and info.st_uid == os.geteuid() and not info.st_mode & 0o022:
             return path
         errors.append("%s is not a folder of this user alone" % path)
-    raise StartFailed("no folder for the locks of user ids: %s" % "; ".join(errors))
+    raise StartFailed("no folder %s for this user alone: %s" % (name, "; ".join(errors)))
 
 
 def helper_uid_of(uid: int) -> int:
@@ -106,7 +114,7 @@ class UidRange:
 
     def _lock_first_free_range(self) -> None:
         """Lock the first range that no other agent has locked, and find out which of its uids are free."""
-        folder = _find_lock_dir()
+        folder = find_run_folder("sandbox-pool-uids")
         high = _highest_uid() >= _HIGH_BASE + _RANGES * RANGE_UIDS
         base, ranges = (_HIGH_BASE, _RANGES) if high else (_LOW_BASE, _LOW_RANGES)
         for number in range(ranges):

@@ -16,7 +16,7 @@ from sandbox_server.agent.execution.slot_runtime import CacheFolder, SlotRuntime
 from sandbox_server.agent.execution.tools.tool_registry import TOOLS
 from sandbox_server.agent.init import oom_score
 from sandbox_server.agent.isolation.base import IsolationContext
-from sandbox_server.agent.isolation.probe import ProbeResult, probe_isolation_modes
+from sandbox_server.agent.isolation.probing.probe import ProbeResult, probe_isolation_modes
 from sandbox_server.agent.kernel import seccomp
 from sandbox_server.agent.kernel.cgroups import Cgroups
 from sandbox_server.agent.kernel.priority import raise_priority
@@ -28,7 +28,7 @@ from sandbox_server.agent.server.call_stream import CallStreamHandler
 from sandbox_server.agent.server.connections import ServiceConnection, Stream, StreamHandler
 from sandbox_server.agent.server.file_operations import FILE_OPERATIONS, open_file_operation
 from sandbox_server.agent.server.listeners import Listeners
-from sandbox_server.agent.slots.bundle import write_slot_lib
+from sandbox_server.agent.slots.bundle import provide_slot_lib
 from sandbox_server.agent.slots.caches import Caches
 from sandbox_server.agent.slots.runtimes import RuntimePool
 from sandbox_server.agent.slots.slots import AgentSlot
@@ -63,10 +63,12 @@ class Agent:
 
     Args:
         config: its configuration.
+        on_listening: called when the service can connect.
     """
 
-    def __init__(self, config: AgentConfig) -> None:
+    def __init__(self, config: AgentConfig, on_listening: Callable[[], None] = lambda: None) -> None:
         self.config = config
+        self._on_listening = on_listening
         self.token = config.token
         self.boot = secrets.token_hex(16)
         self.slots: dict[str, AgentSlot] = {}
@@ -101,6 +103,7 @@ class Agent:
         uids = UidRange()
         self._probed = await probe_isolation_modes(self._make_context(sets_floor), self._cgroups, self._trash, uids)
         await self._listeners.start_listening()
+        self._on_listening()
         self._start_lifetime_timers()
         if self._probed.isolation is not None:
             caches = self._make_caches(uids)
@@ -118,8 +121,7 @@ class Agent:
         os.makedirs(os.path.join(self.config.base_dir, "slots"), mode=0o700)
 
     def _make_context(self, sets_floor: bool) -> IsolationContext:
-        lib_dir = os.path.join(self.config.base_dir, "lib")
-        write_slot_lib(lib_dir)
+        lib_dir = provide_slot_lib(os.path.join(self.config.base_dir, "lib"))
         machine = os.uname().machine
         return IsolationContext(
             self.config,
@@ -171,6 +173,8 @@ class Agent:
 
     async def _shut_down(self) -> None:
         self._listeners.stop_listening()
+        for watch_stream in self._watch_streams:  # before the calls that run are ended, so that whoever gets their results sends no further ones here
+            watch_stream.report_end_of_agent()
         if self._guards is not None:
             await self._guards.stop_guards()
         await asyncio.gather(*(slot.end_slot() for slot in self.slots.values()))

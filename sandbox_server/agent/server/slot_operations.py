@@ -80,6 +80,10 @@ class WatchStream:
         """Send the limits that each slot has from now on."""
         self._stream.send_item({"slots": [], "effective": effective})
 
+    def report_end_of_agent(self) -> None:
+        """Say that the agent shuts down and refuses every call from now on. The service then sends it none, whose outcome would be unknown."""
+        self._stream.send_item({"slots": [], "agent_ends": True})
+
     def _send_changes(self) -> None:
         slots, self._changed_slots = self._changed_slots, {}
         self._stream.send_item({"slots": [slot.view() for slot in slots.values()]})

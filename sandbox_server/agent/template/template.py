@@ -43,10 +43,11 @@ def _receive(sock: socket.socket) -> Tuple[bytes, List[int]]:
 
 
 def _import_what_inits_need() -> None:
-    """Import now what an init would import later, so that all inits share its memory."""
+    """Import now what an init, or a child that it forks for a file operation, would import later. All of them then share its memory and need no time for it."""
     import resource  # noqa: F401
 
     from sandbox_server.agent.init import private_mounts, read_only_mounts  # noqa: F401
+    from sandbox_server.agent.inslot import child, files, search, transfer  # noqa: F401
 
 
 def _confine_template(request: Mapping[str, Any]) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
-import secrets
 from collections.abc import Collection, Iterator
 from typing import Any, TypeVar
 
@@ -78,7 +78,7 @@ def _trajectory_ids(body: AcquireBody) -> tuple[str | None, ...]:
 
 def new_call_id() -> str:
     """Generate an id for a call that was sent without one."""
-    return f"c-{secrets.token_hex(10)}"
+    return f"c-{os.urandom(10).hex()}"
 
 
 def batch_items(document: dict[str, Any], limits: Limits) -> list[ToolCall | Result]:
@@ -156,7 +156,7 @@ def _call(body: CallBody, lease_id: str, tool: str, args: dict[str, Any], limits
     )
     field, problem = "tool", _problem_of_tool(tool)
     if problem is None:
-        field, problem = "args", _problem_of_args(args, limits)
+        field, problem = "args", problem_of_args(args, limits)
     return call if problem is None else service_result(call, Reason.INVALID_ARGS, problem, evidence={"field": field, "detail": problem})
 
 
@@ -164,7 +164,8 @@ def _problem_of_tool(tool: str) -> str | None:
     return None if _is_text(tool) else "tool: contains half of a surrogate pair, which UTF-8 cannot encode"
 
 
-def _problem_of_args(args: dict[str, Any], limits: Limits) -> str | None:
+def problem_of_args(args: dict[str, Any], limits: Limits) -> str | None:
+    """What is wrong with the arguments of a call, so that they cannot be sent to an agent; None if nothing is."""
     try:
         size_bytes = len(orjson.dumps(args))
     except orjson.JSONEncodeError as error:

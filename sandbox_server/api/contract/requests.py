@@ -11,6 +11,7 @@ from pydantic_core import ErrorDetails
 
 from sandbox_server.api.limits import MAX_OUTPUT_LIMIT_BYTES
 from sandbox_server.core.execution import DEFAULT_OUTPUT_LIMIT_BYTES
+from sandbox_server.dispatch.run_batch.values import MAX_JSON_ITEMS
 
 CALL_ID_PATTERN = r"^[A-Za-z0-9._:-]{1,128}$"
 
@@ -38,6 +39,7 @@ def _empty_for_null(value: Any) -> Any:
 
 
 MAX_ENTRY_NAME_BYTES = 255
+MAX_ARTIFACTS = 100
 CONTROL = re.compile("[\x00-\x1f\x7f]")
 Name = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_no_control_characters)]
 EntryName = Annotated[str, Field(min_length=1, max_length=MAX_ENTRY_NAME_BYTES), AfterValidator(_entry_of_workspace)]
@@ -125,6 +127,39 @@ class ExecBatchBody(RequestModel):
     model_config = ConfigDict(extra="ignore")
 
     calls: list[CallBody] = Field(min_length=1, max_length=1000)
+
+
+class Base64File(RequestModel):
+    """The content of a file that is not text."""
+
+    base64: str
+
+
+class ProgramBody(RequestModel):
+    """One item of a run-batch: a program that runs in a fresh slot of its own."""
+
+    tool: str
+    args: Any = Field(default=None, description="the arguments of the tool; wrong ones are the item's result `invalid_args`")
+    files: dict[str, str | Base64File] = Field(default_factory=dict, description="what is written into the workspace first, by path")
+    timeout_s: Seconds | None = Field(default=None, description="default: the pool's default_timeout_s; at most its max_timeout_s")
+    output_limit_bytes: int = Field(default=DEFAULT_OUTPUT_LIMIT_BYTES, ge=0, le=MAX_OUTPUT_LIMIT_BYTES)
+    artifacts: list[str] = Field(default_factory=list, max_length=MAX_ARTIFACTS, description="the files that are read at the end, by path")
+    allow_network: bool | None = Field(default=None, description="false: no network, even if the pool has one")
+
+
+class RunBatchHeader(RequestModel):
+    """The fields of a run-batch besides its items; with NDJSON the first line."""
+
+    pool: Name | None = Field(default=None, description="default: the service's default pool")
+    run_id: Name | None = Field(default=None, description="default: one of the run-batch's own")
+    request_key: Name | None = Field(default=None, description="the same key and body returns the same results, for an hour")
+    max_parallel: int | None = Field(default=None, ge=1, le=1_000_000, description="default: half of the pool's slots")
+
+
+class RunBatchBody(RunBatchHeader):
+    """Run many programs, each in a fresh slot of its own."""
+
+    items: list[ProgramBody] = Field(min_length=1, max_length=MAX_JSON_ITEMS)
 
 
 class NarrowBody(RequestModel):

@@ -85,6 +85,27 @@ class ExecBatchAnswer(ResponseModel):
     results: list[ResultAnswer]
 
 
+class ArtifactAnswer(ResponseModel):
+    """A file that was read at the end of an item: its content, or why it could not be read."""
+
+    base64: str | None = None
+    error: str | None = None
+    code: str | None = Field(default=None, description="the error code that belongs to `error`")
+
+
+class ItemAnswer(ResultAnswer):
+    """The result of an item of a run-batch."""
+
+    index: int = Field(description="the place of the item in the request")
+    artifacts: dict[str, ArtifactAnswer]
+
+
+class RunBatchAnswer(ResponseModel):
+    """The results, in the order of the items."""
+
+    results: list[ItemAnswer]
+
+
 class ReleaseAnswer(ResponseModel):
     """The ids of the leases that have ended, and the ids that are not ids of leases of this tenant."""
 

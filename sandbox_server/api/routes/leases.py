@@ -86,6 +86,8 @@ async def release(request: Request) -> Response:
     if [body.lease_ids, body.run_id, body.request_key].count(None) != 2:
         raise InvalidRequest("lease_ids: give lease_ids, run_id or request_key, one of them", field="lease_ids")
     _check_count(body.lease_ids, service)
+    if body.run_id is not None:
+        service.run_batches.cancel_run(tenant_of(request).name, body.run_id)
     released, unknown = service.pools.release(
         tenant_of(request).name, lease_ids=body.lease_ids, run_id=body.run_id, reset_workspace=body.reset_workspace, request_key=body.request_key
     )

@@ -25,6 +25,10 @@ class WriteBatch:
     def __bool__(self) -> bool:
         return bool(self.records or self.results)
 
+    def __len__(self) -> int:
+        """How many records and results there are."""
+        return len(self.records) + sum(map(len, self.results.values()))
+
     def add_result(self, lease_id: str, call_id: str, recorded_result: RecordedResult) -> None:
         """Add the result of a call that has no result in this batch."""
         self.results.setdefault(lease_id, {})[call_id] = recorded_result

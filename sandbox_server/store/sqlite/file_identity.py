@@ -33,14 +33,17 @@ class FileIdentityCheck:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        # Texts, because they are looked up after every commit, and a `Path` takes longer than the look.
+        self._path_text, self._folder_text = str(path), str(path.parent)
+        self._side_paths = {suffix: str(side_path(path, suffix)) for suffix in SIDE_FILES}
         self._folder = identify(path.parent)
         self._file = identify(path)
-        self._side_files = {suffix: identify(side_path(path, suffix)) for suffix in SIDE_FILES}
-        self._stamp = _stamp(path)
+        self._side_files = {suffix: identify(side) for suffix, side in self._side_paths.items()}
+        self._stamp = _stamp(_stat(path))
 
     def note_own_write(self) -> None:
         """Remember the current size and time of the state file. To be called after this process has written to the file itself, not only to its log."""
-        self._stamp = _stamp(self._path)
+        self._stamp = _stamp(_stat(self._path))
 
     def is_in_place(self) -> bool:
         """Return whether the state file and its side files are all at their paths. If not, they were deleted, and can be written again.
@@ -48,20 +51,21 @@ class FileIdentityCheck:
         Raises:
             StateFileReplaced: they cannot be written again, because another file or folder is at their path.
         """
-        folder = identify(self._path.parent)
+        folder = identify(self._folder_text)
         if folder is None or folder != self._folder:
             what = "does not exist any more" if folder is None else "was replaced by another folder"
             raise StateFileReplaced(
                 f"the state folder {self._path.parent} {what} while the service is running: put the old one back, and the service continues by itself;"
                 " or restart the service, which then starts with the content of the folder at that time"
             )
-        file = identify(self._path)
+        found = _stat(self._path_text)
+        file = _file_id(found)
         if file is not None and file != self._file:
             raise StateFileReplaced(
                 f"the state file {self._path} was replaced by another file while the service is running: move that file away, and the service writes its"
                 " state to a new file; or restart the service, which then uses that file"
             )
-        if file is not None and self._stamp != _stamp(self._path):
+        if file is not None and self._stamp != _stamp(found):
             raise StateFileReplaced(
                 f"the state file {self._path} was overwritten by another program while the service is running: stop the service, remove"
                 f" {self._path.name}-wal and {self._path.name}-shm, put a good copy in place of {self._path.name}, or remove it too, and start the service"
@@ -70,7 +74,7 @@ class FileIdentityCheck:
         return file is not None and all(self._is_side_file_in_place(suffix) for suffix in SIDE_FILES)
 
     def _is_side_file_in_place(self, suffix: str) -> bool:
-        current = identify(side_path(self._path, suffix))
+        current = identify(self._side_paths[suffix])
         if self._side_files[suffix] is None:
             self._side_files[suffix] = current  # SQLite creates it when it first needs it
         return current == self._side_files[suffix]
@@ -85,7 +89,7 @@ class FileIdentityCheck:
     @property
     def is_overwritten(self) -> bool:
         """Whether the file at the path is the one that was opened, but another program has written to it."""
-        return identify(self._path) == self._file is not None and self._stamp != _stamp(self._path)
+        return identify(self._path) == self._file is not None and self._stamp != _stamp(_stat(self._path))
 
     @property
     def is_replaced(self) -> bool:
@@ -93,13 +97,9 @@ class FileIdentityCheck:
         return identify(self._path.parent) == self._folder and identify(self._path) not in (None, self._file)
 
 
-def identify(path: Path) -> FileId | None:
+def identify(path: Path | str) -> FileId | None:
     """Return the identity of the file at a path; None if there is none."""
-    try:
-        found = os.stat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return FileId(found.st_dev, found.st_ino)
+    return _file_id(_stat(path))
 
 
 def side_path(path: Path, suffix: str) -> Path:
@@ -107,10 +107,17 @@ def side_path(path: Path, suffix: str) -> Path:
     return path.with_name(path.name + suffix)
 
 
-def _stamp(path: Path) -> tuple[int, int] | None:
-    """Return the size in bytes and the time of the last write, which change with every write; None if there is no file."""
+def _stat(path: Path | str) -> os.stat_result | None:
     try:
-        found = os.stat(path)
+        return os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    return found.st_size, found.st_mtime_ns
+
+
+def _file_id(found: os.stat_result | None) -> FileId | None:
+    return None if found is None else FileId(found.st_dev, found.st_ino)
+
+
+def _stamp(found: os.stat_result | None) -> tuple[int, int] | None:
+    """Return the size in bytes and the time of the last write, which change with every write; None if there is no file."""
+    return None if found is None else (found.st_size, found.st_mtime_ns)

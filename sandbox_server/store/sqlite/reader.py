@@ -32,6 +32,8 @@ class StateFileReader:
             leases=tuple(self.records("lease")),
             keys=tuple(self.records("key")),
             pools=tuple(self.records("pool")),
+            run_batches=tuple(self.records("run_batch")),
+            run_batch_items=tuple(self.records("run_batch_item")),
             clock=next(self.records("clock"), None),
         )
 

@@ -10,7 +10,7 @@ import sqlite3
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sandbox_server.core.cleanup import cleanup_on_failure
 from sandbox_server.store.base import RecordedResult
@@ -63,10 +63,12 @@ class StateFile:
 
     def __init__(self, path: Path, options: SqliteOptions) -> None:
         self._path = path
-        self._wal = side_path(path, "-wal")
+        self._wal = str(side_path(path, "-wal"))
         self._reserve = DiskReserve(path.with_name(RESERVE_FILE), options.reserve_bytes)
         self._migrations = options.migrations
         self._busy_timeout_s = options.busy_timeout_s
+        self._waits_for_locks = True
+        self._log_was_copied = True  # SQLite syncs a log that it begins anew, which takes as long as the disk does
         #: how often the file was written again at its path; a reader that was opened before that reads a deleted file
         self.generation = 0
         try:
@@ -121,6 +123,7 @@ class StateFile:
         connection.execute("PRAGMA synchronous = NORMAL")
         connection.execute("PRAGMA wal_autocheckpoint = 0")
         connection.execute(f"PRAGMA journal_size_limit = {WAL_BYTES}")
+        self._waits_for_locks, self._log_was_copied = True, True
         return connection
 
     def _check_and_migrate(self, connection: sqlite3.Connection) -> None:
@@ -152,11 +155,9 @@ class StateFile:
             sqlite3.Error: it could not be written.
             StateFileReplaced: another file is at the path.
         """
-        puts = [(*record_id, encode(record).decode()) for record_id, record in batch.records.items() if record is not None]
-        deletions = [record_id for record_id, record in batch.records.items() if record is None]
-        results = [_result_row(lease_id, call_id, recorded) for lease_id, calls in batch.results.items() for call_id, recorded in calls.items()]
+        rows = _rows_of(batch)
         try:
-            self._write(puts, deletions, results)
+            self._write(rows, waits_for_locks=True)
         except sqlite3.Error as error:
             # The error may be a consequence of another file at the path, and then that is the error to report.
             self._is_in_place()
@@ -166,20 +167,39 @@ class StateFile:
             self._checkpoint(self._connection, "RESTART")
             if not self._give_up_reserve():
                 raise
-            self._write(puts, deletions, results)
+            self._write(rows, waits_for_locks=True)
+        self._log_was_copied = False
         self.restore_if_deleted()
         if self._wal_bytes() > 8 * WAL_BYTES:
             self._checkpoint(self._connection, "PASSIVE")
 
-    def _write(self, puts: list[Any], deletions: list[RecordId], results: list[Any]) -> None:
+    def try_commit(self, batch: WriteBatch) -> bool:
+        """Write all of a batch, if that needs nothing but writing to the page cache of the kernel: no waiting for a lock or for the disk, and no repair.
+
+        Returns:
+            Whether what is in the file at the path now includes the batch. If not, `commit` writes it, or says what is wrong.
+        """
+        if self._log_was_copied:
+            return False
+        try:
+            self._write(_rows_of(batch), waits_for_locks=False)
+            return self._is_in_place()
+        except (sqlite3.Error, StateFileReplaced):
+            return False  # `commit` meets the same problem, deals with it, and reports it
+
+    def _write(self, rows: _Rows, *, waits_for_locks: bool) -> None:
         connection = self._connection
+        if waits_for_locks is not self._waits_for_locks:
+            connection.execute(f"PRAGMA busy_timeout = {int(1000 * self._busy_timeout_s) if waits_for_locks else 0}")
+            self._waits_for_locks = waits_for_locks
         with cleanup_on_failure(self._roll_back):
             connection.execute("BEGIN IMMEDIATE")
-            connection.executemany(PUT_RECORD, puts)
-            if deletions:
-                connection.executemany(DELETE_RECORD, deletions)
-            if results:
-                connection.executemany(PUT_RESULT, results)
+            if rows.puts:
+                connection.executemany(PUT_RECORD, rows.puts)
+            if rows.deletions:
+                connection.executemany(DELETE_RECORD, rows.deletions)
+            if rows.results:
+                connection.executemany(PUT_RESULT, rows.results)
             connection.execute("COMMIT")
 
     def _roll_back(self) -> None:
@@ -267,12 +287,13 @@ class StateFile:
             log.warning("the log of the state file could not be copied into it: %s", error)
             return False
         finally:
+            self._log_was_copied = True
             self._identity_check.note_own_write()
         return not is_busy and bool(log_pages == copied_pages)
 
     def _wal_bytes(self) -> int:
         try:
-            return self._wal.stat().st_size
+            return os.stat(self._wal).st_size
         except FileNotFoundError:
             return 0
 
@@ -284,6 +305,22 @@ class StateFile:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._connection))
             return
         self._connection.close()
+
+
+class _Rows(NamedTuple):
+    """A batch as the statements take it."""
+
+    puts: list[tuple[str, str, str]]
+    deletions: list[RecordId]
+    results: list[tuple[str, str, str, str, str, bytes]]
+
+
+def _rows_of(batch: WriteBatch) -> _Rows:
+    return _Rows(
+        puts=[(*record_id, encode(record).decode()) for record_id, record in batch.records.items() if record is not None],
+        deletions=[record_id for record_id, record in batch.records.items() if record is None],
+        results=[_result_row(lease_id, call_id, recorded) for lease_id, calls in batch.results.items() for call_id, recorded in calls.items()],
+    )
 
 
 def _read_value(connection: sqlite3.Connection, sql: str) -> Any:

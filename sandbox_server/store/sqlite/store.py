@@ -1,8 +1,11 @@
 """The store in a SQLite file, which outlives the service.
 
-`put` adds a change to a batch in memory, which holds the newest record of each object. `flush` has the batch committed at the end of the current
-iteration of the event loop. Everything that is put while a commit is under way belongs to the next commit. What could not be written is kept and
+`put` adds a change to a batch in memory, which holds the newest record of each object. `flush` has the batch committed at once, or at the end of the
+current iteration of the event loop. Everything that is put while a commit is under way belongs to the next commit. What could not be written is kept and
 tried again until it is written.
+
+A commit does not wait for the disk. A small one takes a tenth of a millisecond, and waking a thread for it takes longer. So a small batch is committed in
+the event loop, as long as that takes little of the loop's time; every other batch, and whatever has to wait, is left to the writer thread.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sqlite3
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -35,6 +39,10 @@ log = logging.getLogger(__name__)
 COMMIT_DELAY_S = 0.02
 #: For this many seconds after a failed commit, `flush` raises the same error again without another attempt.
 FAILURE_VALID_S = 0.1
+#: A batch of at most so many records and results, with at most so many bytes of output, is small.
+SMALL_BATCH_ITEMS, SMALL_BATCH_BYTES = 16, 64 << 10
+#: After a commit in the event loop, there is none for this many times as long as it took, so that a slow disk or a high rate takes little of its time.
+REST_FACTOR = 5
 #: The folder of the output files, beside the state file.
 OUTPUT_FOLDER = "outputs"
 
@@ -67,6 +75,7 @@ class SqliteStore:
         self._failed_at = float("-inf")
         self._commit_timer: asyncio.TimerHandle | None = None
         self._is_commit_scheduled = False
+        self._rests_until = 0.0  # there is no commit in the event loop before, by `time.monotonic`
         self._reader_generation = 0
         self._recorded_calls: dict[str, set[str]] = {}
         self._slots_by_sandbox: dict[str, set[str]] = {}
@@ -127,6 +136,10 @@ class SqliteStore:
             records[request_key_record_id(*deletion.key)] = None
         if deletion.pool is not None:
             records["pool", deletion.pool] = None
+        if deletion.run_batch is not None:
+            records["run_batch", deletion.run_batch] = None
+        if deletion.run_batch_item is not None:
+            records["run_batch_item", deletion.run_batch_item] = None
 
     def record_result(self, lease_id: str, call_id: str, identity: bytes, result: Result) -> None:
         """Queue the result of a call for writing, unless the call has one already or the results of its lease were deleted."""
@@ -210,6 +223,11 @@ class SqliteStore:
         if self._pending:
             if self._failure is not None and loop.time() - self._failed_at < FAILURE_VALID_S:
                 raise self._failure
+            if self._writing is None and not self._is_commit_scheduled and self._commit_here(self._pending):
+                self._pending = WriteBatch()
+                self._cancel_commit_timer()
+                self._clear_failure()
+                return
             committed: asyncio.Future[None] = loop.create_future()
             self._waiting_for_pending.append(committed)
             self._commit_soon()
@@ -235,17 +253,33 @@ class SqliteStore:
             self._is_commit_scheduled = True
             asyncio.get_running_loop().call_soon(self._start_commit)
 
-    def _start_commit(self) -> None:
+    def _cancel_commit_timer(self) -> None:
         if self._commit_timer is not None:
             self._commit_timer.cancel()
             self._commit_timer = None
+
+    def _start_commit(self) -> None:
+        self._cancel_commit_timer()
         self._is_commit_scheduled = False
         if self._writing is not None or not self._pending:
             return
         self._writing, self._pending = self._pending, WriteBatch()
         self._waiting_for_writing, self._waiting_for_pending = self._waiting_for_pending, []
+        if self._commit_here(self._writing):
+            self._finish_commit(None)
+            return
         loop = asyncio.get_running_loop()
         self._writer.commit(self._writing, lambda error: loop.call_soon_threadsafe(self._finish_commit, error))
+
+    def _commit_here(self, batch: WriteBatch) -> bool:
+        """Commit a small batch in this thread. Returns False if the writer thread must do it."""
+        began = time.monotonic()
+        if began < self._rests_until or batch.output_bytes > SMALL_BATCH_BYTES or len(batch) > SMALL_BATCH_ITEMS:
+            return False
+        is_committed = self._writer.try_commit(batch)
+        ended = time.monotonic()
+        self._rests_until = ended + REST_FACTOR * (ended - began)
+        return is_committed
 
     def _finish_commit(self, error: Exception | None) -> None:
         batch, self._writing = self._writing, None
@@ -340,8 +374,7 @@ class SqliteStore:
                 await self.flush()
         except StorageUnavailable as error:
             log.error("the last changes could not be written to the state file: %s", error.detail)
-        if self._commit_timer is not None:
-            self._commit_timer.cancel()
+        self._cancel_commit_timer()
         self._reader.close()
         await asyncio.to_thread(self._writer.end)
         await asyncio.to_thread(self.outputs.close)

@@ -39,8 +39,15 @@ class _DeleteResults:
     lease_id: str
 
 
+@dataclass(frozen=True, slots=True)
+class _CleanUp:
+    """Work that can wait is due, because of what another thread has committed."""
+
+
 class WriterThread:
     """Carries out jobs on the state file in a thread of its own, in the order in which they were queued. The thread starts at once.
+
+    A small commit may be done in the thread of the caller instead, with `try_commit`.
 
     Args:
         file: the state file. The thread closes it when it ends.
@@ -48,16 +55,36 @@ class WriterThread:
 
     def __init__(self, file: StateFile) -> None:
         self._file = file
-        self._jobs: SimpleQueue[_Commit | _Check | _DeleteResults | None] = SimpleQueue()
+        self._jobs: SimpleQueue[_Commit | _Check | _DeleteResults | _CleanUp | None] = SimpleQueue()
+        self._file_lock = threading.Lock()
         self._leases_to_clean_up: list[str] = []
         self._has_clean_up = False
         self._commit_count = 0
+        self._commits_elsewhere = 0  # by `try_commit`, since the last `_CleanUp`
         self._thread = threading.Thread(target=self._run, name="state-file", daemon=True)
         self._thread.start()
 
     def commit(self, batch: WriteBatch, done: Done) -> None:
         """Queue a batch for one commit, and call `done` after it."""
         self._jobs.put(_Commit(batch, done))
+
+    def try_commit(self, batch: WriteBatch) -> bool:
+        """Commit a batch in the calling thread, if the file is free and the commit needs to wait for nothing. Only while no commit is queued.
+
+        Returns:
+            Whether it is committed. If not, `commit` is to be called.
+        """
+        if not self._file_lock.acquire(blocking=False):
+            return False
+        try:
+            is_committed = self._file.try_commit(batch)
+        finally:
+            self._file_lock.release()
+        self._commits_elsewhere += is_committed
+        if self._commits_elsewhere >= COMMITS_PER_CLEAN_UP:
+            self._commits_elsewhere = 0
+            self._jobs.put(_CleanUp())
+        return is_committed
 
     def check(self, done: Done) -> None:
         """Queue a check that the file is at its path, and call `done` after it."""
@@ -83,12 +110,15 @@ class WriterThread:
         try:
             job = self._jobs.get(block=not self._has_clean_up)
         except Empty:
-            self._has_clean_up = self._clean_up_step()
+            with self._file_lock:
+                self._has_clean_up = self._clean_up_step()
             return True
         if job is None:
             return False
         if isinstance(job, _DeleteResults):
             self._leases_to_clean_up.append(job.lease_id)
+            self._has_clean_up = True
+        elif isinstance(job, _CleanUp):
             self._has_clean_up = True
         else:
             self._commit_or_check(job)
@@ -97,10 +127,11 @@ class WriterThread:
     def _commit_or_check(self, job: _Commit | _Check) -> None:
         error: Exception | None = None
         try:
-            if isinstance(job, _Commit):
-                self._file.commit(job.batch)
-            else:
-                self._file.check()
+            with self._file_lock:
+                if isinstance(job, _Commit):
+                    self._file.commit(job.batch)
+                else:
+                    self._file.check()
         except Exception as caught:  # the edge of this thread: what waits for the job gets every error, and the thread continues
             error = caught
         with suppress(RuntimeError):  # the event loop is closed, and nobody waits for the job

@@ -56,6 +56,8 @@ async def test_anothers_pool_can_be_neither_seen_used_changed_nor_deleted(harnes
     assert refused(await ask(harness, CARL, "GET", "/v1/pools/mine")) == (404, "pool_not_found")
     assert refused(await ask(harness, CARL, "DELETE", "/v1/pools/mine")) == (404, "pool_not_found")
     assert refused(await ask(harness, CARL, "POST", "/v1/acquire", json={"pool": "mine"})) == (404, "pool_not_found")
+    programs = [{"tool": "bash", "args": {"command": "true"}}]
+    assert refused(await ask(harness, CARL, "POST", "/v1/run-batch", json={"pool": "mine", "items": programs})) == (404, "pool_not_found")
     assert refused(await ask(harness, CARL, "POST", "/v1/pools/mine/verify")) == (403, "forbidden")
     assert told(await ask(harness, CARL, "GET", "/v1/pools")) == [("default", None, True)]
     assert sandbox_id not in (await ask(harness, CARL, "GET", "/v1/sandboxes")).text

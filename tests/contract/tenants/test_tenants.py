@@ -158,6 +158,19 @@ async def test_a_run_and_a_request_key_of_one_name_are_two_tenants_own(harness: 
     assert (await harness.http.get(f"/v1/leases/{mine}")).status_code == 200
 
 
+async def test_a_run_batch_and_its_request_key_are_two_tenants_own(harness: ServiceHarness) -> None:
+    def batch(command: str) -> dict[str, Any]:
+        return {"request_key": "k", "run_id": "r", "items": [{"tool": "bash", "args": {"command": command}}]}
+
+    mine = (await harness.http.post("/v1/run-batch", json=batch("true"))).json()["results"]
+    hers = await harness.http.post("/v1/run-batch", json=batch("false"), headers=bearer(BOB))  # another body, which would be a conflict in one tenant
+    await harness.http.post("/v1/release", json={"run_id": "r"}, headers=bearer(BOB))
+    again = (await harness.http.post("/v1/run-batch", json=batch("true"))).json()["results"]
+
+    assert (hers.status_code, len(hers.json()["results"])) == (200, 1)
+    assert again == mine
+
+
 async def test_nobody_but_admins_reads_a_variable_anywhere(tmp_path: Path) -> None:
     secret = replace(POOL, env_vars={"KEY": "for-admins-only"})
     async with open_service_harness(tmp_path / "state", pools={"default": secret}) as harness:
@@ -192,6 +205,7 @@ async def test_a_stream_that_goes_on_where_it_was_cut_tells_nothing_of_anothers(
 
 KEPT_APART: dict[str, str] = {
     "POST /v1/acquire": "test_a_run_and_a_request_key_of_one_name_are_two_tenants_own",
+    "POST /v1/run-batch": "test_a_run_batch_and_its_request_key_are_two_tenants_own",
     "POST /v1/exec-batch": "test_anothers_lease_can_be_neither_renewed_released_cancelled_nor_used",
     "POST /v1/release": "test_anothers_lease_can_be_neither_renewed_released_cancelled_nor_used",
     "POST /v1/renew": "test_anothers_lease_can_be_neither_renewed_released_cancelled_nor_used",

@@ -24,7 +24,7 @@ async def test_the_environment_is_the_slots_own(harness: AgentHarness) -> None:
     answer = await harness.bash("env", env={"MINE": "yes"})
 
     names = {line.partition("=")[0] for line in answer.text.splitlines()} - {"_", "SHLVL", "PWD", "TMPDIR"}
-    assert names == {"PATH", "LANG", "TERM", "HOME", "SANDBOX_WORKSPACE", "OMP_NUM_THREADS", "PYTHON_CPU_COUNT", "MINE"}
+    assert names == {"PATH", "LANG", "TERM", "HOME", "SHELL", "SANDBOX_WORKSPACE", "OMP_NUM_THREADS", "PYTHON_CPU_COUNT", "MINE"}
 
 
 async def test_calls_of_one_stream_run_in_order_and_a_failed_one_does_not_stop_the_next(bwrap: AgentHarness) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -216,6 +219,42 @@ async def test_slots_have_equal_parts_however_many_sessions_they_have(make_harne
     assert used_s < 20 * float(beside.text)
     assert [end.reason for end in ends] == ["cancelled"] * 3
     assert took_s < 3.0
+
+
+@pytest.mark.privileged
+async def test_busy_slots_of_several_sandboxes_do_not_delay_their_agents(make_harness: Maker) -> None:
+    group = f"sp-test-{secrets.token_hex(4)}"
+    agents = await asyncio.gather(*(make_harness(slots=slots, spares=0, slots_group=group) for slots in (2, 3)))
+    if any(agent.link.hello["capabilities"]["limits"]["cpu"] != "cgroup1" for agent in agents):
+        pytest.skip("no control group of the first version can be made here that shares out the processor")
+    hogs = [await hog(agent, "0", sessions=20, timeout_s=50.0) for agent in agents]
+    took_s = []
+    for _ in range(20):
+        begun = time.monotonic()
+        await agents[0].ask("call_status", call_id="hog-0")
+        took_s.append(time.monotonic() - begun)
+    folder = _processor_group_of(agents[0])
+    together, own = (int((path / "cpu.shares").read_text()) for path in (folder.parent.parent, folder.parent))
+    await asyncio.gather(*(agent.ask("cancel", call_id="hog-0") for agent in agents))
+    await asyncio.gather(*hogs)
+
+    assert statistics.median(took_s) < 0.1
+    assert (folder.parent.parent.name, _processor_group_of(agents[1]).parent.parent) == (group, folder.parent.parent)
+    assert (together, own) == (3 * 1024, 2 * 1024), "all slots weigh as much as those of the largest sandbox"
+    for agent in agents:
+        agent.process.terminate()
+    await asyncio.gather(*(asyncio.to_thread(agent.process.wait, 20) for agent in agents))
+    assert not folder.parent.parent.exists()
+
+
+def _processor_group_of(harness: AgentHarness) -> Path:
+    """The control group that gives the first slot its part of the processor."""
+    lines = Path(f"/proc/{harness.inits()[0].pid}/cgroup").read_text().splitlines()
+    path = next(path for _, controllers, path in (line.split(":", 2) for line in lines) if "cpu" in controllers.split(","))
+    mount = next(
+        line.split()[1] for line in Path("/proc/mounts").read_text().splitlines() if line.split()[2] == "cgroup" and "cpu" in line.split()[3].split(",")
+    )
+    return Path(mount + path)
 
 
 def _used_s(harness: AgentHarness) -> float:

@@ -15,8 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.support.prepared.cli import REAL_SERVICE_VARIABLE, prepared_cli
+from tests.support.prepared.cli import prepared_cli
 from tests.support.prepared.process import PreparedCommand
+from tests.support.prepared.service import REAL_SERVICE_VARIABLE
 from tests.support.service import clean_environ
 
 PROGRAM = (sys.executable, "-m", "env_client.cli")

@@ -8,12 +8,10 @@ import sys
 from typing import NoReturn
 
 from tests.support.prepared.process import PreparedProcess, serve_requests
-from tests.support.prepared.service import prepared_python
+from tests.support.prepared.service import REAL_SERVICE_VARIABLE, prepared_python
 
 # The command line, and what its libraries import when they are first used.
 PRELOADED = ("env_client.cli.app", "anyio", "certifi", "encodings.idna", "h11", "httpcore", "pydantic.type_adapter", "stringprep", "zoneinfo")
-#: Set for a command that starts the service as a real process, and not in a child of the prepared one.
-REAL_SERVICE_VARIABLE = "TEST_WITH_REAL_SERVICE"
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from tests.support.prepared.process import PreparedProcess, serve_requests
-from tests.support.prepared.service import prepared_python
+from tests.support.prepared.service import REAL_SERVICE_VARIABLE, prepared_python
 
 PRELOADED = (
     "environments.terminal_test_env",
@@ -55,7 +55,8 @@ def environments_python() -> Path:
 
 
 def _run_program(words: list[str]) -> NoReturn:
-    sys.executable = sys.argv[3]
+    if os.environ.pop(REAL_SERVICE_VARIABLE, None) is None:
+        sys.executable = sys.argv[3]
     if words[0] == "-m":
         sys.argv = words[1:]
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)

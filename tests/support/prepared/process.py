@@ -290,6 +290,7 @@ def _run_and_report(request: Mapping[str, Any], descriptors: list[int], run: Cal
     os.environ.clear()
     os.environ.update(request["environ"])
     os.chdir(request["cwd"])
+    tempfile.tempdir = None  # TMPDIR may be another folder than when the modules were imported
     sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", buffering=1)  # noqa: SIM115
     run(request["words"])
 

@@ -26,6 +26,8 @@ PRELOADED = (
     "uvicorn.protocols.websockets.auto",
     "websockets",
 )
+#: Set for a prepared program that starts the service as a real process, and not in a child of the prepared one.
+REAL_SERVICE_VARIABLE = "TEST_WITH_REAL_SERVICE"
 PYTHON = """#!/bin/sh
 case "$1 $2" in
   "-m sandbox_server") shift 2; exec "{service}" "$@" ;;

@@ -19,11 +19,12 @@ from sandbox_server.core.errors import PoolServiceError
 PACKAGE = Path(env_client.__file__).parent
 
 EXPORTED = [
-    "AcquireOptions", "Acquired", "AsyncLease", "AsyncSandboxClient", "BackendUnavailable", "BadAnswer", "Call", "CallConflict", "CallGatherer",
+    "AcquireOptions", "Acquired", "Artifact", "AsyncLease", "AsyncSandboxClient", "BackendUnavailable", "BadAnswer", "Call", "CallConflict", "CallGatherer",
     "CallNotFound", "CallOptions", "CallStatus", "ClientClosed", "ConnectFailed", "ConnectionLost", "Draining", "EmbeddedFailed", "EmbeddedService",
     "Endpoint", "Event", "ExecutionResult", "Fault", "FileEntry", "FileError", "FileNotFound", "Forbidden", "GathererStatistics", "InternalError",
     "InvalidRequest", "Lease", "LeaseInfo", "LeaseLost", "LeaseNotFound", "LeasePage", "MethodNotAllowed", "NoCapacity", "NotImplementedYet", "Output",
-    "Page", "PayloadTooLarge", "PoolChange", "PoolConflict", "PoolInfo", "PoolNotFound", "QuotaExceeded", "Readiness", "Reason", "Released",
+    "Page", "PayloadTooLarge", "PoolChange", "PoolConflict", "PoolInfo", "PoolNotFound", "Program", "ProgramResult", "QuotaExceeded", "Readiness",
+    "Reason", "Released",
     "RemoteToolBackend", "Renewed", "Result", "RetryPolicy", "RouteNotFound", "SandboxClient", "SandboxError", "SandboxInfo", "SandboxLost",
     "SandboxNotFound", "ServiceError", "ServiceNotFound", "Slot", "SlotCheck", "SlotTools", "StorageUnavailable", "TimedOut", "TransportError",
     "Unauthorized", "VerifyReport", "__version__", "available_tools", "embedded", "find_service", "render_tool_reply", "tool_schemas",

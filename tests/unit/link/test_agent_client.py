@@ -17,6 +17,7 @@ from sandbox_server.link.errors import (
     AgentFailed,
     AgentProtocolError,
     AgentRefused,
+    AgentShutsDown,
     CallUnknown,
     FileOperationFailed,
     LinkLost,
@@ -77,6 +78,18 @@ async def test_slots_are_watched_until_the_link_is_lost(client: AgentClient, age
     assert [(slot.ref.slot_id, slot.state) for slot in first.slots] == [("0", "ready"), ("1", "ready")]
     assert [(slot.ref.sandbox_id, slot.state, slot.detail, slot.evidence) for slot in second.slots] == [("s-1", "broken", "out of memory", {"own_work": True})]
     assert not client.is_connected
+
+
+async def test_an_agent_that_announces_its_end_is_sent_no_call_any_more(client: AgentClient, agent: ScriptedAgent) -> None:
+    async with aclosing(client.watch_slots("s-1")) as updates:
+        await anext(updates)
+        agent.announce_end()
+        await anext(updates)
+
+        with pytest.raises(AgentShutsDown, match="told to end"):
+            client.slot("0", 1).open_calls()
+    assert client.is_connected
+    assert not agent.ran
 
 
 async def test_the_requests_about_slots_have_the_fields_that_agents_know() -> None:
@@ -201,6 +214,34 @@ async def test_files_are_written_listed_and_read(client: AgentClient, agent: Scr
     with pytest.raises(FileOperationFailed) as failed:
         await anext(slot.read_file("fifo"))
     assert failed.value.errno_name == "EINVAL"
+
+
+@pytest.mark.parametrize(
+    ("told", "is_whole"), [(3, True), (2, False), (4, False), (0, False), (-1, True), ("3", True), (True, True), (None, True), (1 << 60, True)]
+)
+async def test_a_file_must_have_the_size_that_the_agent_has_told(told: object, is_whole: bool) -> None:
+    class TellingAgent(ScriptedAgent):
+        def _file(self, peer: Any, stream: int, exchange: Any) -> None:
+            peer.wire.send_item(stream, {"size_bytes": told})
+            super()._file(peer, stream, exchange)
+
+    agent = TellingAgent("s-1", slots=1)
+    agent.files[("0", "f")] = b"abc"
+    client = AgentClient(await FakeLink.to(agent, agent.token))
+    sizes: list[int] = []
+    parts: list[bytes] = []
+
+    async def read() -> None:
+        parts.extend([part async for part in client.slot("0", 1).read_file("f", sizes.append)])
+
+    if is_whole:
+        await read()
+        assert (b"".join(parts), sizes) == (b"abc", [3] if told == 3 else [])
+    else:
+        with pytest.raises(FileOperationFailed, match="f does not have the size"):
+            await read()
+        assert (parts, sizes) == ([], [told])
+    await client.close()
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""One backend, with the creation budget and the observer that all of its pools share."""
+"""One backend, with the budgets and the observer that all of its pools share."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from sandbox_server.backends.base import Backend
 from sandbox_server.pool.dependencies import PoolDependencies
 from sandbox_server.pool.fleet.supervision.creation_budget import CreationBudget
 from sandbox_server.pool.fleet.supervision.observer import BackendObserver
+from sandbox_server.pool.fleet.supervision.reset_budget import ResetBudget
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,6 +17,7 @@ class BackendAccess:
 
     backend: Backend
     budget: CreationBudget
+    resets: ResetBudget
     observer: BackendObserver
 
 
@@ -25,4 +27,5 @@ def access_backend(backend: Backend, dependencies: PoolDependencies) -> BackendA
     at_once = traits.creations_at_once if limits.creations_at_once is None else limits.creations_at_once
     per_s = traits.creations_per_s if limits.creations_per_s is None else limits.creations_per_s
     budget = CreationBudget(backend.name, at_once=at_once, per_s=per_s, clock=clock, timers=timers)
-    return BackendAccess(backend=backend, budget=budget, observer=BackendObserver(backend, clock, timers))
+    resets = ResetBudget(traits.resets_at_once, clock, timers)
+    return BackendAccess(backend=backend, budget=budget, resets=resets, observer=BackendObserver(backend, clock, timers))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import aclosing
 from typing import Any
 
@@ -48,16 +48,21 @@ class SandboxSupervisor:
     Args:
         sandbox: the sandbox.
         inbox: takes what the supervisor observes.
-        access: the backend, with the creation budget and the observer that its pools share.
+        access: the backend, with the budgets and the observer that its pools share.
         dependencies: clock, timers, store, metrics and how to connect.
+        acquires_wait: returns whether an acquire waits for a slot of the pool.
     """
 
-    def __init__(self, sandbox: Sandbox, inbox: InboxWriter[Observed], access: BackendAccess, dependencies: PoolDependencies) -> None:
+    def __init__(
+        self, sandbox: Sandbox, inbox: InboxWriter[Observed], access: BackendAccess, dependencies: PoolDependencies, acquires_wait: Callable[[], bool]
+    ) -> None:
         self._sandbox = sandbox
         self._sandbox_id = sandbox.sandbox_id
         self._inbox = inbox
         self._backend = access.backend
         self._budget = access.budget
+        self._resets = access.resets
+        self._acquires_wait = acquires_wait
         self._dependencies = dependencies
         self._connector = AgentConnector(sandbox, access.backend, access.observer, dependencies)
         self._handle: Handle | None = sandbox.handle
@@ -176,6 +181,11 @@ class SandboxSupervisor:
             self._start_request(self._reset_slot(self._agent, order))
 
     async def _reset_slot(self, agent: AgentClient, order: ResetOrder) -> None:
+        """Reset a slot when it is its turn."""
+        async with self._resets.reserve_reset(self._acquires_wait):
+            await self._ask_for_reset(agent, order)
+
+    async def _ask_for_reset(self, agent: AgentClient, order: ResetOrder) -> None:
         """Reset a slot. Only a problem is reported from here: that the slot is clean is reported by `_watch_slots`, which is earlier."""
         await self._flush_epoch()
         clock, spec = self._dependencies.clock, self._sandbox.spec

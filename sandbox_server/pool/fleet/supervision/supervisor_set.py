@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 from sandbox_server.pool.dependencies import PoolDependencies
 from sandbox_server.pool.fleet.effects import DestroySandbox, DropCache, WaitForAdoptedCalls
@@ -20,23 +20,25 @@ class SupervisorSet:
 
     Args:
         inbox: takes what the supervisors observe.
-        access: the pool's backend, with the creation budget and the observer that its pools share.
+        access: the pool's backend, with the budgets and the observer that its pools share.
         dependencies: the clock, timers, store, metrics, and the function that connects to agents.
+        acquires_wait: returns whether an acquire waits for a slot of the pool.
 
     Attributes:
         tasks: the tasks of the supervisors, by sandbox id.
     """
 
-    def __init__(self, inbox: InboxWriter[Observed], access: BackendAccess, dependencies: PoolDependencies) -> None:
+    def __init__(self, inbox: InboxWriter[Observed], access: BackendAccess, dependencies: PoolDependencies, acquires_wait: Callable[[], bool]) -> None:
         self.tasks: dict[str, asyncio.Task[None]] = {}
         self._inbox = inbox
         self._access = access
         self._dependencies = dependencies
+        self._acquires_wait = acquires_wait
         self._supervisors: dict[str, SandboxSupervisor] = {}
 
     def start_supervisor(self, sandbox: Sandbox) -> None:
         """Start the supervisor of a sandbox. It destroys the sandbox if that is already decided."""
-        supervisor = SandboxSupervisor(sandbox, self._inbox, self._access, self._dependencies)
+        supervisor = SandboxSupervisor(sandbox, self._inbox, self._access, self._dependencies, self._acquires_wait)
         if sandbox.destroying:
             supervisor.destroy_sandbox()
         self._supervisors[sandbox.sandbox_id] = supervisor

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import signal
 import sys
@@ -21,7 +22,8 @@ from environments.demo.model_server import ScriptedModelServer
 from environments.demo.tokenizer import make_tokenizer
 from environments.terminal_test_env import TerminalTestEnv
 from tests.integration.environments.batch.runs import model_server
-from tests.support.prepared.environments import environments_python
+from tests.support.prepared.environments import environments_python, prepared_environments
+from tests.support.prepared.service import REAL_SERVICE_VARIABLE
 from tests.support.service import Service, clean_environ, short_folder
 from tests.support.users import ROOT
 
@@ -34,14 +36,18 @@ MODAL = [
     "--env.use_wandb", "false", "--env.total_steps", "2", "--env.group_size", "1", "--env.tool_pool_mode", "modal", "--env.modal_image", "python:3.11",
     "--env.modal_slots_per_sandbox", "10", "--env.modal_min_sandboxes", "1",
 ]  # fmt: skip
+PROGRAM = str(ROOT / "environments" / "terminal_test_env.py")
 RunHere = Callable[..., tuple[object, str]]
 
 
-async def start(service: Service, folder: Path, base_url: str, *arguments: str, python: Path | None = None, **variables: str) -> Process:
+def make_environ(service: Service, folder: Path, base_url: str, **variables: str) -> dict[str, str]:
     tokenizer = make_tokenizer(folder / "tokenizer")
-    environ = clean_environ(service.environ | variables | {"TOKENIZER_NAME": str(tokenizer), "OPENAI_BASE_URL": base_url, "HF_HUB_OFFLINE": "1"})
-    command = [str(python or environments_python()), str(ROOT / "environments" / "terminal_test_env.py"), *arguments]
-    return await asyncio.create_subprocess_exec(*command, cwd=folder, env=environ, stdout=PIPE, stderr=PIPE)
+    return clean_environ(service.environ | variables | {"TOKENIZER_NAME": str(tokenizer), "OPENAI_BASE_URL": base_url, "HF_HUB_OFFLINE": "1"})
+
+
+async def start(service: Service, folder: Path, base_url: str, *arguments: str) -> Process:
+    command = [str(environments_python()), PROGRAM, *arguments]
+    return await asyncio.create_subprocess_exec(*command, cwd=folder, env=make_environ(service, folder, base_url), stdout=PIPE, stderr=PIPE)
 
 
 async def finish(process: Process) -> tuple[int | None, str, str]:
@@ -129,16 +135,18 @@ async def test_leases_of_a_killed_process_end_by_themselves(service: Service, tm
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 async def test_nothing_stays_of_an_embedded_service(service: Service, tmp_path: Path, number: signal.Signals) -> None:
     with short_folder() as temporary:
-        own = replace(service, url="")
+        # The service is a child of the environment, and not of a prepared process: it ends with its parent.
+        environ = make_environ(replace(service, url=""), tmp_path, "", TMPDIR=str(temporary), **{REAL_SERVICE_VARIABLE: "1"})
         async with ScriptedModelServer(SILENT) as model:
-            arguments = ["process", "--env.group_size", "2", "--env.max_containers", "1"]
-            process = await start(own, tmp_path, model.base_url, *arguments, python=Path(sys.executable), TMPDIR=str(temporary))
-            await model.wait_for_request(lambda request: True)
-            descendants = psutil.Process(process.pid).children(recursive=True)
-            assert list(temporary.glob("sandbox-pool-*"))
-            process.send_signal(number)
-            _, _, errors = await finish(process)
+            environ["OPENAI_BASE_URL"] = model.base_url
+            words = [PROGRAM, "process", "--env.group_size", "2", "--env.max_containers", "1"]
+            with open(os.devnull, "rb") as nothing, prepared_environments().start(words, environ, tmp_path, (nothing.fileno(), None, None)) as process:
+                await model.wait_for_request(lambda request: True)
+                descendants = psutil.Process(process.pid).children(recursive=True)
+                assert list(temporary.glob("sandbox-pool-*"))
+                process.send_signal(number)
+                _, errors = await asyncio.to_thread(process.communicate, 20)
         _, alive = await asyncio.to_thread(psutil.wait_procs, descendants, 20)
         assert (len(descendants) > 2, alive, list(temporary.glob("sandbox-pool-*"))) == (True, [], [])
     if number is signal.SIGINT:
-        assert (process.returncode, errors) == (130, "terminal_test: interrupted; all slots are released\n")
+        assert (process.returncode, errors) == (130, b"terminal_test: interrupted; all slots are released\n")

@@ -1,0 +1,169 @@
+"""The results that are kept for repeated run-batches: their records, their files, and how much room they take."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from sandbox_server.core.clock import Clock
+from sandbox_server.core.errors import CallConflict, LeaseLost
+from sandbox_server.dispatch.run_batch.values import RunBatchRequest
+from sandbox_server.store.base import Deletion, RunBatchRecord, Store
+from sandbox_server.store.file_deleter import FileDeleter
+
+KEPT_S = 3600.0
+"""How long results are kept after the last item has ended or the last client has gone, in seconds."""
+MAX_RECORDS = 10_000
+"""How many run-batches are remembered for repeated requests; the oldest are forgotten first."""
+SUFFIX = ".ndjson"
+
+
+class KeptResults:
+    """The run-batches with a `request_key`, and the room that their results take.
+
+    Args:
+        store: keeps their records.
+        clock: gives the time.
+        folder: the folder of the results, a file for each run-batch.
+        limit_bytes: how much room all of them may take (`limits.run_batch_kept_bytes`).
+    """
+
+    def __init__(self, store: Store, clock: Clock, folder: Path, limit_bytes: int) -> None:
+        self._store = store
+        self._clock = clock
+        self._folder = folder
+        self._limit_bytes = limit_bytes
+        self._records: dict[str, RunBatchRecord] = {}
+        self._id_by_key: dict[tuple[str, str], str] = {}
+        self._size_bytes: dict[str, int] = {}
+        self._total_bytes = 0
+        self._deleter = FileDeleter()
+
+    def restore(self, records: Sequence[RunBatchRecord]) -> None:
+        """Remember the run-batches that an earlier process has recorded, and delete the files of those that nobody remembers."""
+        for record in records:
+            self._remember(record)
+        found = {path.name.removesuffix(SUFFIX): path for path in self._folder.glob(f"*{SUFFIX}")} if self._folder.is_dir() else {}
+        for batch_id, path in found.items():
+            known = self._records.get(batch_id)
+            if known is None or known.is_evicted:
+                self._deleter.delete(str(path))
+            else:
+                self._set_size(batch_id, path.stat().st_size)
+
+    def path_of(self, batch_id: str) -> Path:
+        """The file with the results of a run-batch."""
+        return self._folder / f"{batch_id}{SUFFIX}"
+
+    def find(self, request: RunBatchRequest, digest: str) -> RunBatchRecord | None:
+        """Find the run-batch that a request repeats; None if it is a new one.
+
+        Args:
+            request: the request; it must have a key.
+            digest: the digest of the request with its items.
+
+        Raises:
+            CallConflict: the key was used with another body.
+            LeaseLost: the results are not kept any more.
+        """
+        batch_id = self._id_by_key.get(_key_of(request))
+        if batch_id is None:
+            return None
+        record = self._records[batch_id]
+        if record.digest != digest:
+            raise CallConflict(f"request_key {record.key!r} was used before with another body")
+        if record.is_evicted:
+            why = f"all that is kept may have {self._limit_bytes} bytes, that is `limits.run_batch_kept_bytes`"
+            raise LeaseLost(f"the results of request_key {record.key!r} are not kept any more: {why}; use a new request_key to run the programs again")
+        return record
+
+    def add(self, request: RunBatchRequest, digest: str) -> RunBatchRecord:
+        """Remember a new run-batch. The record is queued for the store."""
+        tenant, key = _key_of(request)
+        batch_id = new_batch_id()
+        record = RunBatchRecord(batch_id=batch_id, tenant=tenant, key=key, digest=digest, run_id=request.run_id or batch_id, kept_since=self._clock.wall())
+        self.update(record)
+        return record
+
+    def get(self, batch_id: str) -> RunBatchRecord | None:
+        """The record of a run-batch; None if it is not remembered."""
+        return self._records.get(batch_id)
+
+    def of_run(self, tenant: str, run_id: str) -> list[RunBatchRecord]:
+        """The run-batches of a run."""
+        return [record for record in self._records.values() if record.tenant == tenant and record.run_id == run_id]
+
+    def update(self, record: RunBatchRecord) -> None:
+        """Replace the record of a run-batch."""
+        self._remember(record)
+        self._store.put(record)
+
+    def _remember(self, record: RunBatchRecord) -> None:
+        self._records.pop(record.batch_id, None)  # so that the records are in the order in which they were used last
+        self._records[record.batch_id] = record
+        self._id_by_key[record.tenant, record.key] = record.batch_id
+
+    def forget(self, batch_id: str) -> None:
+        """Forget a run-batch, and delete its results."""
+        record = self._records.pop(batch_id, None)
+        if record is not None:
+            del self._id_by_key[record.tenant, record.key]
+            self._store.put(Deletion(run_batch=batch_id))
+            self._delete_results(batch_id)
+
+    def _delete_results(self, batch_id: str) -> None:
+        self._set_size(batch_id, 0)
+        self._deleter.delete(str(self.path_of(batch_id)))
+
+    def evict(self, batch_id: str) -> None:
+        """Delete the results of a run-batch. A repeated request is told that they are not kept any more."""
+        self._delete_results(batch_id)
+        self.update(replace(self._records[batch_id], is_evicted=True))
+
+    def make_room(self, batch_id: str, size_bytes: int, is_active: Callable[[str], bool]) -> bool:
+        """Take note that the results of a run-batch have grown. Those of others that are not active are deleted as long as all take too much room.
+
+        Args:
+            batch_id: the run-batch.
+            size_bytes: how much room its results take now.
+            is_active: whether a run-batch is followed or has running items.
+
+        Returns:
+            Whether all take no more room than they may.
+        """
+        self._set_size(batch_id, size_bytes)
+        for other in list(self._records):
+            if self._total_bytes <= self._limit_bytes:
+                return True
+            if other in self._size_bytes and not is_active(other):
+                self.evict(other)
+        return self._total_bytes <= self._limit_bytes
+
+    def _set_size(self, batch_id: str, size_bytes: int) -> None:
+        self._total_bytes += size_bytes - self._size_bytes.pop(batch_id, 0)
+        if size_bytes:
+            self._size_bytes[batch_id] = size_bytes
+
+    def purge(self, is_active: Callable[[str], bool]) -> None:
+        """Forget the run-batches whose results were kept for an hour, and the oldest beyond `MAX_RECORDS`, but none that is active."""
+        oldest_kept = self._clock.wall() - KEPT_S
+        excess = len(self._records) - MAX_RECORDS
+        for number, record in enumerate(list(self._records.values())):
+            if (record.kept_since <= oldest_kept or number < excess) and not is_active(record.batch_id):
+                self.forget(record.batch_id)
+
+    def close(self) -> None:
+        """End the thread that deletes files."""
+        self._deleter.delete_remaining()
+
+
+def new_batch_id() -> str:
+    """Make the id of a run-batch."""
+    return f"rb-{secrets.token_hex(10)}"
+
+
+def _key_of(request: RunBatchRequest) -> tuple[str, str]:
+    assert request.request_key is not None, "only requests with a key are kept"
+    return request.tenant, request.request_key

@@ -1,0 +1,94 @@
+"""The programs of one request in a temporary file, so that only those that run are in memory."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from pathlib import Path
+
+from sandbox_server.core.errors import StorageUnavailable
+from sandbox_server.dispatch.run_batch.shared_file import SharedFile, open_unnamed_file
+from sandbox_server.dispatch.run_batch.values import ItemsDigest, Program, RunBatchRequest, decode_program, encode_program
+
+WRITE_BYTES = 256 << 10
+"""Programs are written when so many bytes of them are in memory. All programs of a request stay in memory if they are smaller together."""
+
+
+class ProgramSpool:
+    """The programs of one request, in order. Append all of them, then call `finish`, then read them.
+
+    Args:
+        folder: the folder of the temporary file, which has no name there.
+        request: the other fields of the request, for the digest.
+    """
+
+    def __init__(self, folder: Path, request: RunBatchRequest) -> None:
+        self._folder = folder
+        self._file: SharedFile | None = None
+        self._digest = ItemsDigest(request)
+        self._ends = array("Q")
+        self._size_bytes = 0
+        self._buffer = bytearray()
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    @property
+    def digest(self) -> str:
+        """The digest of the request, as far as its items have been appended."""
+        return self._digest.hexdigest()
+
+    async def append(self, program: Program) -> None:
+        """Append a program.
+
+        Raises:
+            StorageUnavailable: the file cannot be written.
+        """
+        encoded = encode_program(program)
+        self._digest.add_item(encoded)
+        self._buffer += encoded
+        self._size_bytes += len(encoded)
+        self._ends.append(self._size_bytes)
+        if len(self._buffer) >= WRITE_BYTES:
+            await self._write_buffer()
+
+    async def finish(self) -> None:
+        """Write what is still in memory, unless that is all.
+
+        Raises:
+            StorageUnavailable: the file cannot be written.
+        """
+        if self._buffer and self._file is not None:
+            await self._write_buffer()
+
+    async def _write_buffer(self) -> None:
+        content, self._buffer = bytes(self._buffer), bytearray()
+        try:
+            if self._file is None:
+                self._file = await asyncio.to_thread(open_unnamed_file, self._folder)
+            await asyncio.to_thread(self._file.write_at, self._size_bytes - len(content), content)
+        except OSError as error:
+            raise StorageUnavailable(f"the items of a run-batch cannot be written to {self._folder}: {error.strerror}", retry_after_s=5) from error
+
+    async def read(self, index: int) -> Program:
+        """Read one program.
+
+        Args:
+            index: its place in the request.
+
+        Raises:
+            StorageUnavailable: the file cannot be read.
+        """
+        start = self._ends[index - 1] if index else 0
+        if self._file is None:
+            return decode_program(bytes(self._buffer[start : self._ends[index]]))
+        try:
+            encoded = await asyncio.to_thread(self._file.read_at, start, self._ends[index] - start)
+        except OSError as error:
+            raise StorageUnavailable(f"an item of a run-batch cannot be read: {error.strerror}", retry_after_s=5) from error
+        return decode_program(encoded)
+
+    def close(self) -> None:
+        """Delete the file. A second call does nothing."""
+        if self._file is not None:
+            self._file.close()

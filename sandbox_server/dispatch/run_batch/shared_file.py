@@ -1,0 +1,91 @@
+"""An open file that threads read and write, and that can be closed meanwhile."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+class SharedFile:
+    """An open file. It is closed when the last thread that uses it is done, so that no thread uses a descriptor that belongs to another file by then.
+
+    Args:
+        descriptor: the descriptor, which belongs to this object from now on.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._lock = threading.Lock()
+        self._user_count = 0
+        self._is_closing = False
+
+    @contextmanager
+    def descriptor(self) -> Iterator[int]:
+        """Use the descriptor.
+
+        Raises:
+            OSError: the file was closed.
+        """
+        with self._lock:
+            if self._is_closing:
+                raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+            self._user_count += 1
+        try:
+            yield self._descriptor
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._user_count -= 1
+            is_last = self._is_closing and not self._user_count
+        if is_last:
+            os.close(self._descriptor)
+
+    def close(self) -> None:
+        """Close the file as soon as no thread uses it. A second call does nothing."""
+        with self._lock:
+            is_unused = not self._is_closing and not self._user_count
+            self._is_closing = True
+        if is_unused:
+            os.close(self._descriptor)
+
+    def write_at(self, offset: int, content: bytes) -> int:
+        """Write bytes at an offset. Returns how many: all of them.
+
+        Raises:
+            OSError: they cannot be written.
+        """
+        written_bytes = 0
+        with self.descriptor() as descriptor:
+            while written_bytes < len(content):
+                written_bytes += os.pwrite(descriptor, memoryview(content)[written_bytes:], offset + written_bytes)
+        return written_bytes
+
+    def read_at(self, offset: int, size_bytes: int) -> bytes:
+        """Read so many bytes at an offset.
+
+        Raises:
+            OSError: the file is shorter, or cannot be read.
+        """
+        with self.descriptor() as descriptor:
+            content = os.pread(descriptor, size_bytes, offset)
+        if len(content) != size_bytes:
+            raise OSError(errno.EIO, "the file is shorter than expected")
+        return content
+
+
+def open_unnamed_file(folder: Path) -> SharedFile:
+    """Create a file without a name, which is gone when it is closed. The folder is created if it does not exist.
+
+    Raises:
+        OSError: it cannot be created.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        return SharedFile(os.dup(file.fileno()))

@@ -1,0 +1,127 @@
+"""Limits how many slots are reset at the same time on the sandboxes of one machine, and decides which reset begins next.
+
+Nobody waits for most resets, but each of them takes as much processor time as a few commands. If all resets began at once, commands would have to share the
+processors with them, however few processes a command has. With a limit, the clients that wait are those that have no slot yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from sandbox_server.core.clock import Clock
+from sandbox_server.pool.timers import Timers
+
+#: For how long one reset counts, in seconds. A reset that takes longer goes on, but it delays no other: a slot can make its own reset slow.
+COUNTED_S = 0.05
+#: A reset that has waited for so long begins before all that came later, whether or not an acquire waits for its slot, in seconds.
+MAX_OVERTAKEN_S = 0.5
+#: Among so many of the oldest resets one is searched that an acquire waits for.
+MAX_SEARCHED = 256
+
+
+@dataclass(slots=True, eq=False)
+class WaitingReset:
+    """A reset that has not begun.
+
+    Attributes:
+        asked_at: since when it waits, monotonic.
+        is_wanted: returns whether an acquire waits for a slot of its pool.
+        begin: done once the reset may begin.
+    """
+
+    asked_at: float
+    is_wanted: Callable[[], bool]
+    begin: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+def choose_next_reset(waiting: Iterable[WaitingReset], now: float) -> WaitingReset | None:
+    """Return the reset that begins next: the oldest one that an acquire waits for, or the oldest one of all; None if there is none.
+
+    Args:
+        waiting: the resets that have not begun, the oldest first.
+        now: the monotonic time.
+    """
+    searched = list(itertools.islice(waiting, MAX_SEARCHED))
+    if not searched:
+        return None
+    oldest = searched[0]
+    if now - oldest.asked_at >= MAX_OVERTAKEN_S:
+        return oldest
+    return next((reset for reset in searched if reset.is_wanted()), oldest)
+
+
+class ResetBudget:
+    """Limits the resets on one backend, whatever the number of its pools.
+
+    Args:
+        at_once: how many resets are under way at the same time; None: any number.
+        clock: monotonic time.
+        timers: end the time for which a reset counts.
+    """
+
+    def __init__(self, at_once: int | None, clock: Clock, timers: Timers) -> None:
+        self._at_once = at_once
+        self._clock = clock
+        self._timers = timers
+        self._waiting: dict[WaitingReset, None] = {}  # in the order in which they came
+        self._counted = 0
+
+    @asynccontextmanager
+    async def reserve_reset(self, is_wanted: Callable[[], bool]) -> AsyncIterator[None]:
+        """Wait until one more reset may begin. It is under way until the block ends.
+
+        Args:
+            is_wanted: returns whether an acquire waits for a slot of the pool.
+        """
+        if self._at_once is None:
+            yield
+            return
+        await self._wait(is_wanted)
+        ended = self._count_reset()
+        try:
+            yield
+        finally:
+            ended()
+
+    async def _wait(self, is_wanted: Callable[[], bool]) -> None:
+        """Wait for the turn of a reset, which then counts."""
+        reset = WaitingReset(self._clock.monotonic(), is_wanted)
+        self._waiting[reset] = None
+        self._begin_resets()
+        try:
+            await reset.begin
+        except asyncio.CancelledError:
+            self._waiting.pop(reset, None)
+            if not reset.begin.cancelled():  # it could have begun just now, and is counted
+                self._counted -= 1
+                self._begin_resets()
+            raise
+
+    def _begin_resets(self) -> None:
+        while self._at_once is not None and self._counted < self._at_once:
+            reset = choose_next_reset(self._waiting, self._clock.monotonic())
+            if reset is None:
+                return
+            del self._waiting[reset]
+            if not reset.begin.cancelled():
+                self._counted += 1
+                reset.begin.set_result(None)
+
+    def _count_reset(self) -> Callable[[], None]:
+        """Count a reset that begins for `COUNTED_S` at most. Returns what is to be called when it ends."""
+        is_counted = True
+
+        def stop_counting() -> None:
+            nonlocal is_counted
+            timer.cancel()
+            if is_counted:
+                is_counted = False
+                self._counted -= 1
+                self._begin_resets()
+
+        timer = self._timers.call_later(COUNTED_S, stop_counting)
+        return stop_counting

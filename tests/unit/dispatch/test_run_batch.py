@@ -1,0 +1,109 @@
+"""Run-batches with scripted agents: which items are started again, and what happens when no slot can be had."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.support.service_harness import BOB, ServiceHarness, bearer, open_service_harness
+
+NDJSON = "application/x-ndjson"
+
+
+def program(command: str, **fields: Any) -> dict[str, Any]:
+    return {"tool": "bash", "args": {"command": command}, **fields}
+
+
+async def wait_for_slots(harness: ServiceHarness) -> None:
+    """Wait until the pool has its sandbox."""
+    await harness.http.post("/v1/release", json={"lease_ids": await harness.acquire()})
+
+
+async def run(harness: ServiceHarness, *items: dict[str, Any], **header: Any) -> list[dict[str, Any]]:
+    answer = await harness.http.post("/v1/run-batch", json={"items": list(items), **header})
+    assert answer.status_code == 200, answer.text
+    results: list[dict[str, Any]] = answer.json()["results"]
+    return results
+
+
+async def test_an_item_that_has_certainly_not_run_is_started_again(tmp_path: Path) -> None:
+    async with open_service_harness(tmp_path / "state") as harness:
+        await wait_for_slots(harness)
+        harness.agent.failing_archive_count = 2
+        (done,) = await run(harness, program("echo ok", files={"a": "b", "c": "d"}))
+        assert done["output"] == "ok\n"
+
+        harness.agent.failing_archive_count = 3
+        (failed,) = await run(harness, program("echo never", files={"a": "b", "c": "d"}))
+        assert (failed["reason"], failed["fault"], failed["metadata"]["may_have_run"]) == ("backend_error", "infra", False)
+        assert harness.agent.failing_archive_count == 0
+        assert [command for _, command in harness.agent.ran].count("echo never") == 0
+
+
+async def test_a_repeat_starts_an_item_that_certainly_did_not_run(tmp_path: Path) -> None:
+    async with open_service_harness(tmp_path / "state") as harness:
+        await wait_for_slots(harness)
+        harness.agent.failing_archive_count = 3
+        items = [program("echo ok", files={"a": "b", "c": "d"}), program("exit 5")]
+        failed, ended = await run(harness, *items, request_key="again", max_parallel=1)
+        done, same = await run(harness, *items, request_key="again", max_parallel=1)
+
+        assert (failed["reason"], done["output"]) == ("backend_error", "ok\n")
+        assert same == ended
+
+
+async def test_an_item_that_may_have_run_is_not_started_again(tmp_path: Path) -> None:
+    async with open_service_harness(tmp_path / "state") as harness:
+        (lost,) = await run(harness, program("refuse internal"), request_key="once")
+        (again,) = await run(harness, program("refuse internal"), request_key="once")
+
+        assert (lost["reason"], lost["fault"], lost["metadata"]["may_have_run"]) == ("backend_error", "infra", True)
+        assert again == lost
+
+
+async def test_a_request_for_a_pool_that_drains_gets_its_error_and_may_be_repeated(tmp_path: Path) -> None:
+    async with open_service_harness(tmp_path / "state") as harness:
+        await harness.http.put("/v1/pools/going", json={"slots_per_sandbox": 1, "min_sandboxes": 1, "max_sandboxes": 1})
+        (held,) = await harness.acquire(pool="going")
+        await harness.http.delete("/v1/pools/going")
+        body = {"pool": "going", "request_key": "going", "items": [program("true")]}
+        for accept in ("application/json", NDJSON):
+            answer = await harness.http.post("/v1/run-batch", json=body, headers={"accept": accept})
+            assert (answer.status_code, answer.json()["code"]) == (503, "draining")
+        await harness.http.post("/v1/release", json={"lease_ids": [held]})
+
+
+async def test_another_tenant_shares_neither_keys_nor_runs(tmp_path: Path) -> None:
+    async with open_service_harness(tmp_path / "state") as harness:
+        mine = await run(harness, program("echo mine"), request_key="key", run_id="run")
+        theirs = await harness.http.post("/v1/run-batch", json={"items": [program("echo theirs")], "request_key": "key"}, headers=bearer(BOB))
+        assert theirs.json()["results"][0]["output"] == "theirs\n"
+        await harness.http.post("/v1/release", json={"run_id": "run"}, headers=bearer(BOB))
+
+        assert await run(harness, program("echo mine"), request_key="key", run_id="run") == mine
+
+
+async def test_items_wait_while_every_slot_is_held(tmp_path: Path) -> None:
+    async with open_service_harness(tmp_path / "state") as harness:
+        held = await harness.acquire(4)
+        waiting = asyncio.create_task(run(harness, program("echo late")))
+        while (await harness.http.get("/v1/pools/default")).json()["queue"] == 0:
+            await asyncio.sleep(0)
+        await harness.http.post("/v1/release", json={"lease_ids": held})
+
+        assert (await waiting)[0]["output"] == "late\n"
+
+
+async def test_a_whole_request_with_the_same_items_is_the_same_in_both_forms(tmp_path: Path) -> None:
+    async with open_service_harness(tmp_path / "state") as harness:
+        items = [program("echo a", files={"x": "y"}), program("exit 2")]
+        as_object = await run(harness, *items, request_key="forms")
+        lines = "\n".join(json.dumps(line) for line in ({"request_key": "forms"}, *items))
+        answer = await harness.http.post("/v1/run-batch", content=lines, headers={"content-type": NDJSON})
+
+        assert answer.json()["results"] == as_object
+        assert httpx.codes.is_success(answer.status_code)

@@ -1,0 +1,161 @@
+"""Resets on one machine begin a few at a time, so that commands do not have to share the processors with all of them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from sandbox_server.backends.base import BackendTraits
+from sandbox_server.pool.fleet.supervision.reset_budget import COUNTED_S, MAX_OVERTAKEN_S, MAX_SEARCHED, ResetBudget, WaitingReset, choose_next_reset
+from sandbox_server.testing import FakeAgent, FakeBackend, FakeClock, settle
+
+
+class Resetting:
+    """Resets that begin when the budget lets them, and end when the test does."""
+
+    def __init__(self, at_once=2):
+        self.clock = FakeClock()
+        self.budget = ResetBudget(at_once, self.clock, self.clock)
+        self.began = []
+        self.ends = {}
+        self.tasks = {}
+        self.wanted_pools = set()
+
+    async def ask(self, *names):
+        for name in names:
+            self.tasks[name] = asyncio.create_task(self.reset(name))
+        await settle()
+
+    async def reset(self, name):
+        async with self.budget.reserve_reset(lambda: name[0] in self.wanted_pools):
+            self.began.append(name)
+            self.ends[name] = asyncio.get_running_loop().create_future()
+            await self.ends[name]
+
+    async def end(self, name):
+        self.ends[name].set_result(None)
+        await settle()
+
+    async def cancel(self, name):
+        self.tasks[name].cancel()
+        await settle()
+
+
+@pytest.fixture
+async def resetting():
+    made = Resetting()
+    yield made
+    for task in made.tasks.values():
+        task.cancel()
+    await asyncio.gather(*made.tasks.values(), return_exceptions=True)
+
+
+async def test_so_many_at_once_in_the_order_in_which_they_came(resetting):
+    await resetting.ask("a1", "a2", "a3", "a4")
+    assert resetting.began == ["a1", "a2"]
+
+    await resetting.end("a2")
+    await resetting.end("a1")
+
+    assert resetting.began == ["a1", "a2", "a3", "a4"]
+
+
+async def test_a_reset_that_an_acquire_waits_for_begins_first(resetting):
+    await resetting.ask("a1", "a2", "a3", "a4", "b1", "b2")
+    resetting.wanted_pools = {"b"}  # an acquire that came after all of them
+
+    await resetting.end("a1")
+    await resetting.end("a2")
+    await resetting.end("b1")
+
+    assert resetting.began == ["a1", "a2", "b1", "b2", "a3"]
+
+
+async def test_a_reset_is_not_overtaken_for_long():
+    """The processes of an ended lease run until its slot is reset."""
+    unwanted, wanted = WaitingReset(100.0, lambda: False), WaitingReset(100.2, lambda: True)
+
+    assert choose_next_reset([unwanted, wanted], 100.0 + MAX_OVERTAKEN_S / 2) is wanted
+    assert choose_next_reset([unwanted, wanted], 100.0 + MAX_OVERTAKEN_S) is unwanted
+
+
+async def test_a_slow_reset_delays_no_other_for_long(resetting):
+    """A slot can make its own reset slow. The resets of other slots go on."""
+    await resetting.ask("a1", "a2", "b1", "b2", "b3")
+
+    await resetting.clock.advance(COUNTED_S)
+    assert resetting.began == ["a1", "a2", "b1", "b2"]
+    await resetting.end("a1")  # it counts no longer, so its end gives no place free
+    assert resetting.began == ["a1", "a2", "b1", "b2"]
+    await resetting.end("b1")
+
+    assert resetting.began == ["a1", "a2", "b1", "b2", "b3"]
+
+
+async def test_a_reset_that_is_cancelled_gives_its_place_to_the_next(resetting):
+    await resetting.ask("a1", "a2", "a3", "a4", "a5")
+
+    await resetting.cancel("a3")
+    await resetting.cancel("a1")
+    resetting.ends["a2"].set_result(None)
+    resetting.tasks["a5"].cancel()  # in the turn of the event loop in which it could begin
+    await settle()
+    await resetting.end("a4")
+    await resetting.ask("b1", "b2")
+
+    assert resetting.began == ["a1", "a2", "a4", "b1", "b2"]
+
+
+async def test_the_oldest_resets_alone_are_searched(resetting):
+    resetting.wanted_pools = {"b"}
+    names = [f"a{number}" for number in range(MAX_SEARCHED + 2)]
+    await resetting.ask(*names, "b1")
+
+    await resetting.end("a0")
+
+    assert resetting.began == ["a0", "a1", "a2"]
+
+
+async def test_without_a_limit_every_reset_begins_at_once():
+    resetting = Resetting(at_once=None)
+
+    await resetting.ask("a1", "a2", "a3")
+    for name in ("a1", "a2", "a3"):
+        await resetting.end(name)
+
+    assert resetting.began == ["a1", "a2", "a3"]
+
+
+async def test_the_pools_of_a_backend_share_its_limit(make_harness):
+    """All slots of a released gang are clean in the end, though their agent is asked to reset only so many at once."""
+    most = 0
+
+    class Counting(FakeAgent):
+        def respond(self, meta, say):
+            nonlocal most
+            if meta["op"] == "reset":
+                waiting.append((meta, say))
+                most = max(most, len(waiting))
+            else:
+                super().respond(meta, say)
+
+    class Backend(FakeBackend):
+        def make_agent(self, pool, spec, sandbox_id):
+            return Counting(sandbox_id, slots=8)
+
+    waiting = []
+    backend = Backend()
+    backend.traits = BackendTraits(resets_at_once=2)
+    harness = await make_harness(backend, max_sandboxes=1, slots_per_sandbox=8)
+    gang = (await harness.acquire(count=8)).leases
+    harness.pools.release("t", [lease.lease_id for lease in gang])
+    await settle()
+    (agent,) = backend.agents.values()
+    for _ in gang:
+        meta, say = waiting.pop(0)
+        FakeAgent.respond(agent, meta, say)
+        await settle()
+
+    assert most == 2
+    assert harness.slots() == {"ready": 8}

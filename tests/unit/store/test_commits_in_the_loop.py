@@ -1,0 +1,100 @@
+"""Small batches are committed in the event loop; whatever has to wait for something is left to the writer thread."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+from sandbox_server.store.sqlite.store import SMALL_BATCH_BYTES, SMALL_BATCH_ITEMS, SqliteStore
+from tests.unit.store.conftest import opened
+from tests.unit.store.test_store import LEASE, RESULT
+
+
+class Commits:
+    """Notes for each commit of a store whether it was made in this thread."""
+
+    def __init__(self, store: SqliteStore) -> None:
+        self.were_here: list[bool] = []
+        self._store = store
+        file = store._file
+        write = file._write
+
+        def noted_write(*args: object, **kwargs: object) -> None:
+            write(*args, **kwargs)  # type: ignore[arg-type]
+            self.were_here.append(threading.current_thread() is threading.main_thread())
+
+        file._write = noted_write  # type: ignore[method-assign]
+
+    async def commit(self, count: int = 1, output: bytes = b"") -> bool:
+        """Commit so many leases, and a result with this output. Returns whether the commit was made in this thread."""
+        self._store._rests_until = 0.0
+        for number in range(count):
+            self._store.put(replace(LEASE, lease_id=f"l-{len(self.were_here)}-{number}"))
+        if output:
+            self._store.record_result(f"l-{len(self.were_here)}-0", "c", b"id", replace(RESULT, output=output))
+        await self._store.flush()
+        return self.were_here[-1]
+
+
+async def test_a_small_batch_is_committed_in_the_loop_and_a_large_one_is_not(path: Path) -> None:
+    async with opened(path) as store:
+        commits = Commits(store)
+        assert not await commits.commit(), "the first commit begins the log anew, which SQLite syncs"
+        assert await commits.commit()
+        assert await commits.commit(SMALL_BATCH_ITEMS)
+        assert not await commits.commit(SMALL_BATCH_ITEMS + 1)
+        assert await commits.commit(output=b"x" * 100)
+        assert not await commits.commit(output=b"x" * (SMALL_BATCH_BYTES + 1))
+
+    async with opened(path) as store:
+        assert len(store.load().leases) == sum((1, 1, SMALL_BATCH_ITEMS, SMALL_BATCH_ITEMS + 1, 1, 1))
+
+
+async def test_commits_in_the_loop_take_a_small_part_of_its_time(path: Path) -> None:
+    async with opened(path) as store:
+        commits = Commits(store)
+        await commits.commit()
+        assert await commits.commit()
+        store.put(replace(LEASE, lease_id="next"))
+        await store.flush()
+        assert commits.were_here[-1] is False, "the loop rests after a commit"
+
+
+async def test_the_loop_does_not_wait_for_a_lock_of_another_process(path: Path) -> None:
+    async with opened(path) as store:
+        commits = Commits(store)
+        await commits.commit()
+        with closing(sqlite3.connect(path, isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            store._rests_until = 0.0
+            store.put(replace(LEASE, lease_id="waits"))
+            store._start_commit()
+            assert store._writing is not None, "the writer thread waits for the lock"
+            other.execute("COMMIT")
+        await store.flush()
+        assert commits.were_here[-1] is False
+        assert await commits.commit()
+
+
+async def test_a_deleted_state_file_is_written_anew_by_the_thread(path: Path) -> None:
+    async with opened(path) as store:
+        commits = Commits(store)
+        await commits.commit()
+        assert await commits.commit()
+        path.unlink()
+        assert not await commits.commit()
+        assert path.exists()
+
+    async with opened(path) as store:
+        assert len(store.load().leases) == 3
+
+
+async def test_no_timer_is_left_after_a_commit_in_the_loop(path: Path) -> None:
+    async with opened(path) as store:
+        commits = Commits(store)
+        await commits.commit()
+        assert await commits.commit()
+        assert store._commit_timer is None
