@@ -33,5 +33,4 @@ def main() -> NoReturn:
     system_calls.join_namespace(mounts_fd, system_calls.CLONE_NEWNS)
     if users_fd < 0:
         os.close(mounts_fd)
-    # With all functions of libraries bound at once, no init has to look them up again and to write to memory that it shares with the template.
-    os.execve(argv[0], argv, {"LD_BIND_NOW": "1", **({"LD_LIBRARY_PATH": library_path} if library_path else {})})
+    os.execve(argv[0], argv, {"LD_LIBRARY_PATH": library_path} if library_path else {})
