@@ -198,6 +198,7 @@ def _listen_and_serve(options: ServeOptions, early_stop: EarlyStopHandler, parts
         lifespan="on",
         log_config=None,
         access_log=False,
+        proxy_headers=False,  # nothing here depends on the address of a client
         timeout_keep_alive=KEEP_ALIVE_S,
     )
     server = Server(config, application, options, early_stop)

@@ -26,6 +26,9 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
     return fields
 
 
+_encode = json.JSONEncoder(default=str).encode
+
+
 class JsonFormatter(logging.Formatter):
     """Formats a log record as one line of JSON: time, level, logger, message, the fields of the request, and the fields of `extra=`."""
 
@@ -39,7 +42,7 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)
+        return _encode(line)
 
 
 class TextFormatter(logging.Formatter):
@@ -61,6 +64,8 @@ def configure_logging(log_format: str, level: str) -> None:
         log_format: `json` or `text`.
         level: `debug`, `info`, `warning` or `error`.
     """
+    # No line has any of these, and finding them out takes longer than writing the line.
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     root = logging.getLogger()

@@ -46,8 +46,15 @@ def _set_up_process(config: AgentConfig) -> None:
             del os.environ[name]
 
 
+def _close_stdin() -> None:
+    """Close the standard input, which has been read to its end. A backend that keeps the other end of a socket open learns so that the agent listens."""
+    null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    os.dup2(null, 0)
+    os.close(null)
+
+
 async def _run(config: AgentConfig) -> None:
-    agent = Agent(config)
+    agent = Agent(config, _close_stdin)
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, agent.stopping.set)

@@ -1,6 +1,6 @@
 """Builds the agent's zipapp from this package, byte for byte the same each time: `python -m sandbox_server.agent.build TARGET`.
 
-`python TARGET` is the agent, `python TARGET connect SOCKET` a relay to one.
+`python TARGET` is the agent, `python TARGET connect SOCKET` a relay to one, `python TARGET spawn FD` a process that forks agents.
 
 It contains the sources, and beside them the modules as this interpreter compiles them. With these, the same interpreter starts the agent in half the time;
 any other interpreter ignores them and compiles the sources.
@@ -26,6 +26,10 @@ if sys.argv[1:2] == ["connect"]:
     from sandbox_server.agent import relay
 
     relay.main(sys.argv[2:])
+if sys.argv[1:2] == ["spawn"]:
+    from sandbox_server.agent import spawner
+
+    spawner.main(sys.argv[2:])
 
 from sandbox_server.agent.__main__ import main
 

@@ -87,6 +87,7 @@ class Pong(NamedTuple):
 Event = Union[Hello, Opened, Item, Data, Ended, Aborted, Drained, Pong]
 
 _encode = json.JSONEncoder(separators=(",", ":")).encode
+_decode = json.JSONDecoder().decode
 
 
 def _dump(meta: Dict[str, Any]) -> bytes:
@@ -100,7 +101,7 @@ def cost(payload: bytes) -> int:
 
 def _load(payload: bytes) -> Dict[str, Any]:
     try:
-        meta = json.loads(payload) if payload else {}
+        meta = _decode(payload.decode("utf-8", "surrogatepass")) if payload else {}
     except (ValueError, RecursionError) as error:
         raise WireError(f"a frame holds no JSON: {error}") from None
     if not isinstance(meta, dict):
@@ -264,7 +265,7 @@ class Connection:
         """Whether `data_to_send` would return any bytes."""
         return self._pong_due or bool(self._out)
 
-    def receive(self, data: bytes) -> List[Event]:
+    def receive(self, data: Union[bytes, memoryview]) -> List[Event]:
         """Decode received bytes.
 
         Returns:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import re
-import secrets
 import time
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -160,4 +160,4 @@ def _request_id(given_id: bytes | None) -> str:
     """The request id that the client sent, if it is a valid one; otherwise a new one."""
     if given_id is not None and REQUEST_ID.fullmatch(given_id):
         return given_id.decode("ascii")
-    return secrets.token_hex(8)
+    return os.urandom(8).hex()

@@ -14,11 +14,12 @@ import asyncio
 import json
 import os
 import secrets
+import socket
 import sys
 import tempfile
 import threading
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -30,18 +31,19 @@ from sandbox_server.agent.kernel.priority import raise_priority
 from sandbox_server.agent.server.listeners import LISTENING_FILE
 from sandbox_server.backends.agent_config import AgentEnvironment, agent_config
 from sandbox_server.backends.agent_folder import unpack_agent
+from sandbox_server.backends.agent_spawner import AgentSpawner
 from sandbox_server.backends.base import BackendTraits, CreateContext, CreateFailed, Observation, ObservedState
 from sandbox_server.backends.certificate import make_certificate
 from sandbox_server.backends.disposal import delete_folders, delete_leftovers
 from sandbox_server.backends.group import GROUP_PREFIX, join_group, kill_group, make_group, remove_groups_of, remove_stale_groups
 from sandbox_server.backends.process_pipe import open_process_pipe
-from sandbox_server.backends.processes import end_process, is_running, spawn
+from sandbox_server.backends.processes import end_process, is_running
 from sandbox_server.core.cleanup import cleanup_on_failure
 from sandbox_server.core.pipe import Pipe
 from sandbox_server.core.types import Handle
 
 LISTEN_WITHIN_S = 20.0
-LISTEN_CHECK_INTERVAL_S = 0.005
+LISTEN_CHECK_INTERVAL_S = 0.02
 TERM_S = 3.0
 KILL_S = 5.0
 DELETE_WITHIN_S = 2.0
@@ -68,13 +70,21 @@ class LocalBackend:
             may live; otherwise they end after `agent_config.ALONE_EXIT_S`.
         term_s: how long an agent may take to end after SIGTERM before it gets SIGKILL, in seconds.
         transport: how the service reaches the agents that are created from now on: `unix`, `tls` or `stdio`.
+        forks_agents: whether agents are forked while several sandboxes are created, see `AgentSpawner`.
     """
 
     name = "local"
     traits = BackendTraits(resets_at_once=RESETS_AT_ONCE)
 
     def __init__(
-        self, folder: Path, owner: str, agent: Callable[[], Path], outlives_service: bool = False, term_s: float = TERM_S, transport: str = "unix"
+        self,
+        folder: Path,
+        owner: str,
+        agent: Callable[[], Path],
+        outlives_service: bool = False,
+        term_s: float = TERM_S,
+        transport: str = "unix",
+        forks_agents: bool = False,
     ) -> None:
         self._folder = folder
         self._trash_folder = folder.parent / "trash"
@@ -83,6 +93,7 @@ class LocalBackend:
         self._outlives_service = outlives_service
         self._term_s = term_s
         self._transport = transport
+        self._spawner = AgentSpawner(_environment(), forks_agents)
 
     async def create(self, context: CreateContext) -> AsyncGenerator[Handle, None]:
         """Create a sandbox: first its folder, then its process; then wait until the process listens.
@@ -90,6 +101,12 @@ class LocalBackend:
         Raises:
             CreateFailed: the sandbox could not be created. What has been yielded so far still has to be destroyed.
         """
+        with self._spawner.count_creation():
+            async with aclosing(self._create(context)) as handles:
+                async for handle in handles:
+                    yield handle
+
+    async def _create(self, context: CreateContext) -> AsyncGenerator[Handle, None]:
         spec, sandbox_id = context.spec, context.sandbox_id
         if spec.dedicated:
             raise CreateFailed("the local backend has no dedicated sandboxes: they need an image of their own", permanent=True)
@@ -100,22 +117,25 @@ class LocalBackend:
             folder.mkdir(mode=0o711, parents=True)
             yield self._write_checkpoint(handle)
             agent = await asyncio.to_thread(self._agent)
-            socket, data = _choose_socket_path(folder)
+            path, data = _choose_socket_path(folder)
             group = make_group(GROUP_PREFIX + sandbox_id)
             # The isolation mode `uid` keeps its slots there. An agent that is killed cannot delete them.
             data["workspaces"] = os.path.join(spec.workspace_base, sandbox_id)
             handle = replace(handle, data=data | ({"group": str(group)} if group is not None else {}))
             yield self._write_checkpoint(handle)
-            handle, listen = await self._prepare_transport(handle, socket, agent)
+            handle, listen = await self._prepare_transport(handle, path, agent)
             config = agent_config(handle, spec, self._agent_environment(listen, folder / "base", spec.local.expose))
+            await self._spawner.prepare(agent)
             handle, stdin = self._spawn_agent(handle, agent)
-            with cleanup_on_failure(lambda: os.close(stdin)):
+            with stdin:
                 yield self._write_checkpoint(handle)
-            await asyncio.to_thread(_send_config, stdin, config, group, handle.data["pid"])
-            await self._wait_until_listening(handle, socket)
+                if group is not None:  # Before the agent has its configuration, so that everything that it starts is in the group.
+                    await asyncio.to_thread(join_group, group, handle.data["pid"])
+                await _send_config(stdin, config)
+                await self._wait_until_listening(handle, path, stdin)
         except OSError as error:
             raise CreateFailed(f"sandbox {sandbox_id} could not be made: {error}") from error
-        yield self._write_checkpoint(replace(handle, address=self._address_of(socket, folder / "base")))
+        yield self._write_checkpoint(replace(handle, address=self._address_of(path, folder / "base")))
 
     async def _prepare_transport(self, handle: Handle, socket: Path, agent: Path) -> tuple[Handle, dict[str, Any]]:
         """Prepare what the transport needs beside the unix socket.
@@ -151,33 +171,49 @@ class LocalBackend:
         socket = handle.address.partition(":")[2]
         return await open_process_pipe([sys.executable, "-I", "-S", handle.data["agent"], "connect", socket], _environment())
 
-    def _spawn_agent(self, handle: Handle, agent: Path) -> tuple[Handle, int]:
+    def _spawn_agent(self, handle: Handle, agent: Path) -> tuple[Handle, socket.socket]:
         """Start the agent, which then waits for its configuration.
 
         The caller writes the checkpoint without awaiting anything in between, so that there is never a process without a record.
 
         Returns:
-            The handle with the process id, and the file descriptor that the configuration is written to.
+            The handle with the process id, and the socket whose other end is the agent's standard input. The caller closes it.
         """
         log = os.open(self._folder / handle.sandbox_id / "agent.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        reader, writer = os.pipe()
+        stdin, agent_end = socket.socketpair()
         try:
-            with cleanup_on_failure(lambda: os.close(writer)):
-                pid, started = spawn([sys.executable, "-I", "-S", "-B", str(agent)], _environment(), reader, log)
+            with cleanup_on_failure(stdin.close):
+                pid, started = self._spawner.spawn_agent(agent, agent_end.fileno(), log)
         finally:
-            os.close(reader)
+            agent_end.close()
             os.close(log)
-        return replace(handle, data={**handle.data, "pid": pid, "started": started}), writer
+        return replace(handle, data={**handle.data, "pid": pid, "started": started}), stdin
 
-    async def _wait_until_listening(self, handle: Handle, socket: Path) -> None:
-        waited_s = 0.0
-        while not _exists(socket):
-            if not is_running(handle.data["pid"], handle.data["started"]):
-                raise CreateFailed(f"its agent ended at once: {self._log_tail(handle)}")
-            if waited_s > LISTEN_WITHIN_S:
-                raise CreateFailed(f"its agent did not listen within {LISTEN_WITHIN_S:g} s: {self._log_tail(handle)}")
-            await asyncio.sleep(LISTEN_CHECK_INTERVAL_S)
-            waited_s += LISTEN_CHECK_INTERVAL_S
+    async def _wait_until_listening(self, handle: Handle, path: Path, stdin: socket.socket) -> None:
+        """Wait until the agent has created its socket. It closes its standard input then, or when it ends.
+
+        Raises:
+            CreateFailed: it has ended, or does not listen in time.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + LISTEN_WITHIN_S
+        closed = asyncio.Event()
+        loop.add_reader(stdin, closed.set)
+        try:
+            while not _exists(path):
+                if not is_running(handle.data["pid"], handle.data["started"]):
+                    raise CreateFailed(f"its agent ended at once: {self._log_tail(handle)}")
+                if loop.time() > deadline:
+                    raise CreateFailed(f"its agent did not listen within {LISTEN_WITHIN_S:g} s: {self._log_tail(handle)}")
+                if closed.is_set():
+                    loop.remove_reader(stdin)  # it stays readable
+                    await asyncio.sleep(LISTEN_CHECK_INTERVAL_S)
+                else:
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(LISTEN_CHECK_INTERVAL_S):
+                            await closed.wait()
+        finally:
+            loop.remove_reader(stdin)
 
     def _log_tail(self, handle: Handle) -> str:
         with open(self._folder / handle.sandbox_id / "agent.log", "rb") as log:
@@ -271,9 +307,9 @@ def _choose_socket_path(folder: Path) -> tuple[Path, dict[str, Any]]:
     Raises:
         CreateFailed: no folder has a path that is short enough for a socket.
     """
-    socket = folder / "agent.sock"
-    if len(os.fsencode(socket)) <= MAX_SOCKET_PATH_BYTES:
-        return socket, {}
+    path = folder / "agent.sock"
+    if len(os.fsencode(path)) <= MAX_SOCKET_PATH_BYTES:
+        return path, {}
     for parent in (tempfile.gettempdir(), *SHORT_FOLDERS):
         longest = os.path.join(parent, "sandbox-pool-" + "x" * 8, "agent.sock")
         if len(os.fsencode(longest)) <= MAX_SOCKET_PATH_BYTES:
@@ -288,13 +324,13 @@ def _exists(path: Path) -> bool:
     return os.path.lexists(path)
 
 
-def _send_config(stdin: int, config: Mapping[str, Any], group: Path | None, pid: int) -> None:
-    """Move the waiting agent into its control group, then send it its configuration. In this order everything that it starts is in the group."""
-    if group is not None:
-        join_group(group, pid)
+async def _send_config(stdin: socket.socket, config: Mapping[str, Any]) -> None:
+    """Send the waiting agent its configuration."""
+    stdin.setblocking(False)
     # `_wait_until_listening` notices an agent that has ended already, and reports the end of its log.
-    with suppress(BrokenPipeError), os.fdopen(stdin, "wb") as pipe:
-        pipe.write(json.dumps(config).encode())
+    with suppress(BrokenPipeError, ConnectionResetError):
+        await asyncio.get_running_loop().sock_sendall(stdin, json.dumps(config).encode())
+        stdin.shutdown(socket.SHUT_WR)
 
 
 def _environment() -> dict[str, str]:
@@ -322,4 +358,4 @@ def make_local_backend(state_dir: Path, owner: str, outlives_service: bool = Fal
         with lock:
             return unpack_agent(content(), state_dir / "agent")
 
-    return LocalBackend(state_dir / "sandboxes", owner, agent, outlives_service, transport=transport)
+    return LocalBackend(state_dir / "sandboxes", owner, agent, outlives_service, transport=transport, forks_agents=True)

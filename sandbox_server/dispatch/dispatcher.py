@@ -228,12 +228,16 @@ class Dispatcher:
 
     def _report_result(self, tenant: str, location: SlotLocation | None, call: ToolCall, result: Result, overhead_s: float) -> None:
         self.call_tracker.remove_call(tenant, call)
+        # Counted after what waits for the result has run.
+        asyncio.get_running_loop().call_soon(self._count_call, location, call, result, overhead_s)
+
+    def _count_call(self, location: SlotLocation | None, call: ToolCall, result: Result, overhead_s: float) -> None:
         self._telemetry.count_call(
             pool=location.lease.pool if location is not None else "",
             pool_tenant=location.lease.pool_tenant or "" if location is not None else "",
             tool=call.tool,
-            reason=result.reason.value,
-            fault=result.fault.value,
+            reason=result.reason,
+            fault=result.fault,
             duration_s=result.duration_s,
             overhead_s=overhead_s if location is not None else None,
         )

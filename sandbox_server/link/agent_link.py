@@ -182,7 +182,7 @@ class AgentLink(asyncio.Protocol):
 
     def flush_soon(self) -> None:
         """Write at the end of this iteration of the event loop, so that everything that is queued in one iteration is one write."""
-        if not self._flush_is_scheduled:
+        if not self._flush_is_scheduled and self.connection.has_data_to_send():
             self._flush_is_scheduled = True
             self.loop.call_soon(self._flush)
 

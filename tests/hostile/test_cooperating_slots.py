@@ -54,6 +54,41 @@ try:
 except OSError as error: print("path:", error.strerror)
 print("replaced", len(done))
 """
+# The first slot again: it passes its empty workspace through a socket in the cache that both have.
+PASS_FOLDER = r"""
+import os, socket
+server = socket.socket(socket.AF_UNIX)
+server.bind("/cache/socket")
+os.chmod("/cache/socket", 0o777)
+server.listen(1)
+server.settimeout(60)
+if os.fork():
+    os._exit(0)
+os.setsid()
+null = os.open("/dev/null", os.O_RDWR)
+for number in (0, 1, 2): os.dup2(null, number)
+client, _ = server.accept()
+socket.send_fds(client, [b"x"], [os.open(".", os.O_RDONLY)])
+client.recv(1)
+"""
+# The second slot keeps that folder open after the first has been given back, and lists it whenever another of its commands asks for that.
+KEEP_FOLDER = r"""
+import os, socket
+client = socket.socket(socket.AF_UNIX)
+client.connect("/cache/socket")
+folder = socket.recv_fds(client, 1, 1)[1][0]
+for name in ("/tmp/ask", "/tmp/answer"): os.mkfifo(name)
+if os.fork():
+    os._exit(0)
+os.setsid()
+null = os.open("/dev/null", os.O_RDWR)
+for number in (0, 1, 2): os.dup2(null, number)
+while True:
+    open("/tmp/ask").read()
+    names = os.listdir(folder)
+    with open("/tmp/answer", "w") as answer: print("listed", names, file=answer)
+"""
+LIST_FOLDER = "echo > /tmp/ask; cat /tmp/answer"
 
 
 def has_scopes() -> bool:
@@ -91,3 +126,23 @@ def test_a_slot_reaches_its_own_abstract_sockets(harness: HostileHarness) -> Non
     )
     result = harness.python(harness.acquire(), own, NAME=f"own-{os.urandom(8).hex()}")
     assert result["output"] == "0\n", result
+
+
+def test_a_folder_that_a_slot_has_passed_on_is_not_that_of_the_next_holder(harness: HostileHarness) -> None:
+    if harness.mode != "bwrap":
+        pytest.skip("only this mode has caches, through which slots with the same one can pass open files")
+    run_id = f"pass-{os.urandom(8).hex()}"
+    first, second = (harness.acquire(cache="rw", run_id=run_id) for _ in range(2))
+    passed = harness.python(first, PASS_FOLDER)
+    assert passed["success"], passed
+    kept = harness.python(second, KEEP_FOLDER)
+    assert kept["success"], kept
+    assert harness.bash(second, LIST_FOLDER)["output"] == "listed []\n"
+    harness.release(first)
+    for _ in range(2):  # A runtime that is prepared while the first slot is reset gets what it has left, and serves the slot that is reset after it.
+        harness.settled()
+        others = [harness.acquire(), harness.acquire()]
+        for lease in others:
+            assert harness.bash(lease, "echo secret > secret; chmod 777 . secret")["success"]
+        assert harness.bash(second, LIST_FOLDER)["output"] == "listed []\n"
+        harness.release(*others)

@@ -188,3 +188,51 @@ def test_a_background_process_lives_until_release_and_the_call_returns_at_once(h
     harness.release(lease)
     harness.settled()
     assert harness.processes(marker) == []
+
+
+#: What a slot can do to an empty folder so that its next holder could tell it from a new one. Each slot of the sandbox does one of them.
+MARKS = (
+    "os.chmod(folder, 0o1755); os.utime(folder, (1, 1))",
+    "os.setxattr(folder, 'user.left', b'behind'); os.utime(folder, (2, 2))",
+    # The flag "no dump", and the project of quotas with its flag.
+    "set_flags(folder, 0x40)",
+)
+MARK = """
+import fcntl, os, struct
+def set_flags(folder, flags):
+    fd = os.open(folder, os.O_RDONLY)
+    fcntl.ioctl(fd, 0x40086602, struct.pack("l", struct.unpack("l", fcntl.ioctl(fd, 0x80086601, bytes(8)))[0] | flags))
+    value = bytearray(fcntl.ioctl(fd, 0x801c581f, bytes(28)))
+    value[12:16] = struct.pack("I", 4711)
+    try: fcntl.ioctl(fd, 0x401c5820, bytes(value))
+    except OSError: pass  # Only the user of the machine, and not that of a namespace, can change it.
+for folder in (os.getcwd(), "/tmp"):
+    if os.stat(folder).st_uid == os.getuid(): {mark}
+print("marked")
+"""
+LOOK = """
+import fcntl, os, struct
+for folder in (os.getcwd(), "/tmp"):
+    info = os.stat(folder)
+    fd = os.open(folder, os.O_RDONLY)
+    project = struct.unpack("I", fcntl.ioctl(fd, 0x801c581f, bytes(28))[12:16])[0]
+    flags = struct.unpack("l", fcntl.ioctl(fd, 0x80086601, bytes(8)))[0] & 0x40
+    own = info.st_uid == os.getuid()
+    if own: print(oct(info.st_mode), info.st_mtime > 1000, info.st_atime > 1000, os.listxattr(folder), flags, project, os.listdir(folder))
+"""
+
+
+def test_the_next_holder_cannot_tell_that_a_slot_has_marked_its_empty_folders(harness: HostileHarness) -> None:
+    leases = harness.every_slot()
+    before = harness.python(leases[0], LOOK)
+    assert "[] 0 0 []" in before["output"], before
+    for lease, mark in zip(leases, MARKS, strict=True):
+        marked = harness.python(lease, MARK.format(mark=mark))
+        assert marked["output"] == "marked\n", marked
+        assert harness.python(lease, LOOK)["output"] != before["output"]
+    harness.release(*leases)
+    harness.settled()
+
+    for lease in harness.every_slot():
+        assert harness.python(lease, LOOK)["output"] == before["output"]
+    harness.still_sound()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import select
@@ -15,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
+from urllib.parse import urlsplit
 
 import httpx
 import yaml
@@ -212,8 +214,16 @@ def wait_until_ready(service: Service) -> None:
         AssertionError: It ended, or was not ready in time.
     """
     deadline = time.monotonic() + START_TIMEOUT_S
-    with httpx.Client(base_url=service.url, trust_env=False, verify=False, timeout=10.0) as http:
-        while (response := http.get("/readyz")).status_code != httpx.codes.OK:
+    address = urlsplit(service.url)
+    # One request of httpx takes longer than the response of the service.
+    with contextlib.closing(http.client.HTTPConnection(address.hostname or "", address.port, timeout=10.0)) as connection:
+        while (status_and_text := _get(connection, "/readyz"))[0] != http.client.OK:
             assert service.process.poll() is None, f"the service ended with {service.process.returncode} while starting:\n{service.log}"
-            assert time.monotonic() < deadline, f"not ready {START_TIMEOUT_S:.0f} s after its start: {response.text}\n{service.log}"
+            assert time.monotonic() < deadline, f"not ready {START_TIMEOUT_S:.0f} s after its start: {status_and_text[1]}\n{service.log}"
             time.sleep(0.02)  # no event reports readiness
+
+
+def _get(connection: http.client.HTTPConnection, path: str) -> tuple[int, str]:
+    connection.request("GET", path)
+    response = connection.getresponse()
+    return response.status, response.read().decode()

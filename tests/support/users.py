@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import importlib.metadata
+import importlib.util
 import os
 import pwd
 import re
@@ -127,18 +128,31 @@ def _readable_packages(folder: Path) -> Path:
     """Return a folder with the project's packages and all their dependencies, which every user can import."""
     target = folder / "packages"
     target.mkdir()
+    # The user cannot write there, and would compile every module again in every process. Most modules have been compiled for the tests already.
+    subprocess.run([sys.executable, "-m", "compileall", "-q", *OUR_PACKAGES], check=True, cwd=ROOT)
     for name in OUR_PACKAGES:
-        shutil.copytree(ROOT / name, target / name)
-        # The user cannot write there, and would compile every module again in every process.
-        subprocess.run([sys.executable, "-m", "compileall", "-q", str(target / name)], check=True, env={**os.environ, "PYTHONPYCACHEPREFIX": ""})
+        shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"), copy_function=_link_or_copy)
+        for source in (ROOT / name).rglob("*.py"):
+            compiled = Path(importlib.util.cache_from_source(str(source)))
+            cache = (target / source.relative_to(ROOT)).parent / "__pycache__"
+            cache.mkdir(exist_ok=True)
+            _link_or_copy(compiled, cache / compiled.name)
     for distribution in _needed({"server"}):
         for file in distribution.files or ():
             source = Path(str(distribution.locate_file(file)))
             if ".." in file.parts or not source.is_file():
                 continue
             (target / file).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(source, target / file)
+            _link_or_copy(source, target / file)
     return target
+
+
+def _link_or_copy(source: str | Path, target: str | Path) -> None:
+    """Make a file that everybody can read appear in another folder: as another name of it if both are on one file system."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
 
 
 def _needed(extras: set[str]) -> list[importlib.metadata.Distribution]:

@@ -7,15 +7,20 @@ from typing import Final
 from typing_extensions import override
 from xdist.scheduler import LoadScopeScheduling
 
-HOSTILE: Final = "tests/hostile/"
+#: Tests whose nodes begin with one of these run in one worker: the name of the group, and its beginnings.
+GROUPS: Final = {
+    "hostile": ("tests/hostile/",),  # they share their services and their table
+    "environments": ("tests/integration/environments/", "tests/docs/test_documents.py"),  # they share the prepared environments, which take 5 s to import
+}
 
 
 class WorkerScheduling(LoadScopeScheduling):
-    """Gives whole files to the workers, so that the tests of a file share their fixtures; the hostile suite shares its services and its table.
+    """Gives whole files to the workers, so that the tests of a file share their fixtures, and some groups of files, which share more.
 
     The marks of `--dist loadgroup` are not used: pytest-xdist 3.8 writes them into the identifiers of the tests, where pytest 9.2 and newer ignores them.
     """
 
     @override
     def _split_scope(self, nodeid: str) -> str:
-        return HOSTILE if nodeid.startswith(HOSTILE) else nodeid.split("::", 1)[0]
+        file = nodeid.split("::", 1)[0]
+        return next((group for group, beginnings in GROUPS.items() if file.startswith(beginnings)), file)

@@ -120,6 +120,7 @@ class SlotRuntime:
         stderr_fd: the read end of init's standard error, -1 if init was forked.
         cache: the shared cache that is mounted.
         limit_end: why the agent ended all processes of the slot, if it did so because of a limit.
+        may_have_passed_files: whether its processes, or those of an earlier runtime with the same folders, could pass open files to other slots.
     """
 
     slot_id: str
@@ -138,3 +139,4 @@ class SlotRuntime:
     stderr_fd: int
     cache: CacheFolder | None = None
     limit_end: LimitEnd | None = None
+    may_have_passed_files: bool = True

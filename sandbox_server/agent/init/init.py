@@ -18,7 +18,7 @@ import time
 from sandbox_server.agent.init import privileges, ptrace_detach
 from sandbox_server.agent.init.oom_score import SLOT_FLOOR_SCORE, SPAWNED_SCORE
 from sandbox_server.agent.init.priority import take_ordinary_priority
-from sandbox_server.agent.init.reports import EXITED, FAILED, MAX_DESCRIPTORS, MESSAGE_BYTES, MOVED, READY, REFUSED, REPORT, SIGNALLED
+from sandbox_server.agent.init.reports import CONFIG_BYTES, EXITED, FAILED, MAX_DESCRIPTORS, MOVED, READY, REFUSED, REPORT, REQUEST_BYTES, SIGNALLED
 from sandbox_server.agent.init.spawned_trees import SpawnedTrees
 
 TYPE_CHECKING = False
@@ -37,9 +37,9 @@ _OOM_SCORE_OF_SPAWNED, _OOM_SCORE_OF_INIT = b"%d" % SPAWNED_SCORE, b"%d" % SLOT_
 _STARTS_PROGRAMS = "leftovers_"  # Tools with this prefix start programs. These run entirely as the user of the slot, and with its environment.
 
 
-def receive_message(sock: socket.socket) -> Tuple[bytes, List[int]]:
-    """Receive one message. Returns its bytes, and the descriptors that were sent with it."""
-    data, ancillary, _, _ = sock.recvmsg(MESSAGE_BYTES, socket.CMSG_LEN(4 * MAX_DESCRIPTORS), socket.MSG_CMSG_CLOEXEC)
+def receive_message(sock: socket.socket, most_bytes: int) -> Tuple[bytes, List[int]]:
+    """Receive one message of at most so many bytes. Returns it, and the descriptors that were sent with it."""
+    data, ancillary, _, _ = sock.recvmsg(most_bytes, socket.CMSG_LEN(4 * MAX_DESCRIPTORS), socket.MSG_CMSG_CLOEXEC)
     fds: List[int] = []
     for _, _, packed in ancillary:
         fds += struct.unpack("%di" % (len(packed) // 4), packed[: len(packed) // 4 * 4])
@@ -99,7 +99,7 @@ class Init:
                     self._reap_children()
 
     def _receive_request(self) -> None:
-        data, fds = receive_message(self._sock)
+        data, fds = receive_message(self._sock, REQUEST_BYTES)
         if not data:
             self._end_slot()
         try:
@@ -355,7 +355,7 @@ def run_init(sock: socket.socket, oom_fd: int = -1) -> NoReturn:
         sock: the control socket.
         oom_fd: a descriptor of `oom_score_adj` of this process; -1 if it has not been opened.
     """
-    data, _ = receive_message(sock)
+    data, _ = receive_message(sock, CONFIG_BYTES)
     config = marshal.loads(data)
     try:
         for joined in config["join"]:

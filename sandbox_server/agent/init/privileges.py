@@ -85,6 +85,12 @@ def confine_process(program: bytes, *, is_shared: bool) -> None:
     _prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(whole))
 
 
+def can_separate_abstract_sockets() -> bool:
+    """Return whether the kernel can do what `separate_abstract_sockets` asks for."""
+    version = _libc.syscall(_LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(_LANDLOCK_RETURN_VERSION))
+    return bool(version >= _LANDLOCK_VERSION_WITH_SCOPES)
+
+
 def separate_abstract_sockets() -> bool:
     """Deny this process and its children connections to abstract sockets that others have created, through which a slot could receive open files.
 
@@ -96,8 +102,7 @@ def separate_abstract_sockets() -> bool:
     Raises:
         OSError: the kernel has scopes, and has refused to apply one.
     """
-    version = _libc.syscall(_LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(_LANDLOCK_RETURN_VERSION))
-    if version < _LANDLOCK_VERSION_WITH_SCOPES:
+    if not can_separate_abstract_sockets():
         return False
     attributes = (ctypes.c_uint64 * 3)(0, 0, _LANDLOCK_SCOPE_ABSTRACT_SOCKETS)  # no rules for files, none for ports
     ruleset = _libc.syscall(_LANDLOCK_CREATE_RULESET, attributes, ctypes.c_size_t(ctypes.sizeof(attributes)), ctypes.c_uint32(0))

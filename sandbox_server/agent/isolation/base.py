@@ -158,6 +158,9 @@ class Isolation(Protocol):
             The proof. `clean` says whether nothing is left, and `detail` says what is left.
         """
 
+    def keep_folders(self, runtime: SlotRuntime) -> bool:
+        """Keep the folders of a runtime, whose end `end_runtime` has proven, for another one if they are as new. Returns False if they must be deleted."""
+
     def free_uid(self, runtime: SlotRuntime) -> None:
         """Make the user id of an ended runtime available again. Call it after `end_runtime` has proven its end and its folders have been removed."""
 
@@ -188,9 +191,14 @@ def make_dirs(folder: str, uid: int | None) -> Dirs:
         uid: the owner; None for the user of the agent.
     """
     os.makedirs(folder, mode=0o700)
-    dirs = Dirs(root=folder, workspace=os.path.join(folder, "workspace"), tmp=os.path.join(folder, "tmp"))
+    dirs = dirs_in(folder)
     make_writable_dirs(dirs, uid)
     return dirs
+
+
+def dirs_in(folder: str) -> Dirs:
+    """Return the paths of the folders of a slot runtime in this folder."""
+    return Dirs(root=folder, workspace=os.path.join(folder, "workspace"), tmp=os.path.join(folder, "tmp"))
 
 
 def make_writable_dirs(dirs: Dirs, uid: int | None) -> None:

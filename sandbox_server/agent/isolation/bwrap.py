@@ -16,11 +16,13 @@ from typing import Any, Protocol, Sequence
 from sandbox_server.agent.errors import StartFailed
 from sandbox_server.agent.execution.processes.descriptor_waits import wait_readable
 from sandbox_server.agent.execution.slot_runtime import CacheFolder, Dirs, ReadOnlyEntry, SlotRuntime
+from sandbox_server.agent.init import privileges
 from sandbox_server.agent.isolation import base, init_start
 from sandbox_server.agent.isolation.bwrap_arguments import CACHE, LIB, TMP, WORKSPACE
 from sandbox_server.agent.isolation.bwrap_start import INSIDE_UID, BwrapPlan, BwrapStart, SharedView, find_bwrap
 from sandbox_server.agent.isolation.bwrap_template import BwrapTemplate
 from sandbox_server.agent.isolation.etc_folder import write_accounts, write_etc
+from sandbox_server.agent.isolation.reuse.empty_folders import EmptyFolders
 from sandbox_server.agent.kernel import procfs
 from sandbox_server.agent.kernel.cgroups import Cgroups, SlotGroups
 from sandbox_server.agent.kernel.uids import UidRange
@@ -53,6 +55,8 @@ class BwrapIsolation:
         self._view: SharedView | None = None
         self._starter: _Starter | None = None
         self.slot_start = "executed"
+        self._folders = EmptyFolders()
+        self._separates_sockets = privileges.can_separate_abstract_sockets()
 
     def _set_up(self) -> SharedView:
         """Prepare what is the same for every slot, at the first call."""
@@ -80,7 +84,7 @@ class BwrapIsolation:
         if reused is not None:
             dirs = reused.dirs
         else:
-            dirs = base.make_dirs(os.path.join(self._context.slots_dir, name), uid)
+            dirs = self._folders.make_folders(os.path.join(self._context.slots_dir, name), uid)
         groups = self._cgroups.make_groups(name)
         try:
             plan = self._make_plan(has_network, dirs, uid, groups, cache, read_only)
@@ -92,9 +96,15 @@ class BwrapIsolation:
             raise
         finally:
             groups.close_join_fds()
-        return started_init.to_runtime(
+        runtime = started_init.to_runtime(
             slot_id, dirs, WORKSPACE, TMP, has_network=has_network, uid=uid, groups=groups, shell=shell, has_pid_namespace=True, cache=cache
         )
+        runtime.may_have_passed_files = self._can_pass_files(has_network, cache) or (reused is not None and reused.may_have_passed_files)
+        return runtime
+
+    def _can_pass_files(self, has_network: bool, cache: CacheFolder | None) -> bool:
+        """Return whether a slot can pass open files to another one, for which both need a socket that they can reach."""
+        return cache is not None or bool(self._context.config.expose) or (has_network and not self._separates_sockets)
 
     def _make_plan(
         self, has_network: bool, dirs: Dirs, uid: int | None, groups: SlotGroups, cache: CacheFolder | None, read_only: Sequence[ReadOnlyEntry]
@@ -167,8 +177,15 @@ class BwrapIsolation:
         if mounts:
             proof.update(clean=False, detail="%s is still mounted" % mounts[0])
         init_start.close_runtime_fds(runtime)
-        runtime.groups.remove_groups()
+        if runtime.limit_end is None and not mounts:
+            self._cgroups.keep_or_remove_groups(runtime.groups)
+        else:
+            runtime.groups.remove_groups()
         return proof
+
+    def keep_folders(self, runtime: SlotRuntime) -> bool:
+        """See `Isolation.keep_folders`."""
+        return not runtime.may_have_passed_files and self._folders.keep_folders(runtime.dirs)
 
     def free_uid(self, runtime: SlotRuntime) -> None:
         """See `Isolation.free_uid`."""

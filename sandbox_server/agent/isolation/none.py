@@ -80,6 +80,10 @@ class NoIsolation:
             await asyncio.sleep(0.005)
         return 0
 
+    def keep_folders(self, runtime: SlotRuntime) -> bool:
+        """See `Isolation.keep_folders`. Every runtime of this mode gets new folders."""
+        return False
+
     def free_uid(self, runtime: SlotRuntime) -> None:
         """See `Isolation.free_uid`. The mode uses no user ids."""
 

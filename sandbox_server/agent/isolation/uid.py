@@ -185,6 +185,10 @@ class UidIsolation:
             runtime.groups.remove_groups()
         return proof
 
+    def keep_folders(self, runtime: SlotRuntime) -> bool:
+        """See `Isolation.keep_folders`. Every runtime of this mode gets new folders."""
+        return False
+
     def free_uid(self, runtime: SlotRuntime) -> None:
         """See `Isolation.free_uid`."""
         if runtime.uid is not None:

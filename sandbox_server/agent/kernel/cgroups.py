@@ -13,12 +13,13 @@ from typing import Iterator
 
 from sandbox_server.agent.config import AgentConfig
 from sandbox_server.agent.kernel.leaf_groups import SlotLeaves
-from sandbox_server.agent.kernel.memory_groups import SLOT_PREFIX, MemoryGroups, machine_memory_bytes
+from sandbox_server.agent.kernel.memory_groups import SLOT_PREFIX, MemoryGroups, machine_memory_bytes, was_ended_by_another_agent
 from sandbox_server.agent.kernel.memory_plan import MIB, MemoryPlan
 from sandbox_server.agent.kernel.slot_limit_groups import SlotLimitGroups, write_control_file
 
 _AGENT_GROUP_NAME = re.compile(r"sandbox-pool-(\d+)-[0-9a-f]+\Z")
 _V1 = ("memory", "pids", "cpu")
+_MOST_KEPT_GROUPS = 16  # Those of runtimes that have ended and whose successors have not been started yet.
 #: The weight of all slots of a sandbox together, and that of all slots of the machine, is that of as many normal sessions as a sandbox has slots, but at most
 #: this number. The service and each agent have the weight of 3 normal sessions each.
 _MAX_SESSIONS = 8
@@ -79,6 +80,17 @@ class SlotGroups:
         while self.join_fds:
             os.close(self.join_fds.pop())
 
+    def are_as_new(self) -> bool:
+        """Return whether the groups of an ended slot runtime can be those of the next one."""
+        if self.limits is None or self.leaves is None or not self.limits.are_as_new() or not self.leaves.are_empty():
+            return False
+        return self.limits.memory_folder is None or not was_ended_by_another_agent(self.limits.memory_folder)
+
+    def renew_groups(self, share_bytes: int) -> SlotGroups:
+        """Return the groups of the next slot runtime: these, which must be as new. This object can no longer reach them."""
+        leaves = self.leaves.renew_leaves() if self.leaves is not None else None
+        return SlotGroups(leaves, self.limits.renew_groups(share_bytes) if self.limits is not None else None)
+
     def remove_groups(self) -> None:
         """Remove all groups of an ended slot runtime."""
         if self.leaves is not None:
@@ -114,6 +126,7 @@ class Cgroups:
         self._limit_tops: dict[str, str] = {}
         self._processor_group = ""  # that of all slots of the machine
         self._pending_removals: list[str] = []
+        self._kept_groups: list[SlotGroups] = []
         self.errors: dict[str, str] = {}
         self.memory = self.pids = "rlimit"
         self.cpu = "none"
@@ -246,7 +259,9 @@ class Cgroups:
             self.cpu = version
 
     def make_groups(self, name: str) -> SlotGroups:
-        """Create the control groups of a new slot runtime with this name."""
+        """Return the control groups of a new slot runtime: kept ones, or new ones with this name."""
+        if self._kept_groups:
+            return self._kept_groups.pop().renew_groups(self._protected_bytes())
         limits = self._make_limits(name)  # First, because with cgroup v2 alone the leaves lie in the group that limits the slot.
         return SlotGroups(self._make_leaves(name), limits)
 
@@ -258,16 +273,34 @@ class Cgroups:
         if not self._limit_tops:
             return None
         folders = {key: os.path.join(top, SLOT_PREFIX + name) for key, top in self._limit_tops.items()}
-        protected = self.memory_groups.protected_bytes() if self.memory_groups is not None else 0
-        return SlotLimitGroups(folders, self.plan.ceiling_bytes, protected, self._processes, self.remove_when_empty)
+        limits = SlotLimitGroups(folders, self.plan.ceiling_bytes, self._protected_bytes(), self._processes, self.remove_when_empty)
+        limits.create_groups()
+        return limits
+
+    def _protected_bytes(self) -> int:
+        return self.memory_groups.protected_bytes() if self.memory_groups is not None else 0
+
+    def keep_or_remove_groups(self, groups: SlotGroups) -> None:
+        """Keep the groups of an ended slot runtime for the next one if they are as new, or else remove them.
+
+        To create and to remove the groups of a slot takes the kernel and this process a millisecond and a half.
+        """
+        try:
+            is_kept = len(self._kept_groups) < _MOST_KEPT_GROUPS and groups.are_as_new()
+        except OSError:
+            is_kept = False  # Something else has removed one of them.
+        if is_kept:
+            self._kept_groups.append(groups)
+        else:
+            groups.remove_groups()
 
     def _make_leaves(self, name: str) -> SlotLeaves | None:
         """Create the leaves of a new slot runtime. Returns None if the processes of calls must be found by a search of /proc."""
         if self.kill != "cgroup2":
             return None
         if self.memory == "cgroup2":
-            return SlotLeaves(os.path.join(self._limit_tops["memory"], SLOT_PREFIX + name, "calls"), self.remove_when_empty)
-        return SlotLeaves(os.path.join(self._tops["2"], "slot-" + name), self.remove_when_empty)
+            return SlotLeaves.create_leaves(os.path.join(self._limit_tops["memory"], SLOT_PREFIX + name, "calls"), self.remove_when_empty)
+        return SlotLeaves.create_leaves(os.path.join(self._tops["2"], "slot-" + name), self.remove_when_empty)
 
     def remove_when_empty(self, path: str) -> None:
         """Remove a group now if it is empty, or else at a later call of this method or of `remove_agent_groups`."""
@@ -276,6 +309,8 @@ class Cgroups:
 
     def remove_agent_groups(self) -> None:
         """Remove all groups that this agent has created. Call it after all slots have ended."""
+        while self._kept_groups:
+            self._kept_groups.pop().remove_groups()
         for path in [*self._pending_removals, *self._tops.values()]:
             _remove_group(path)
         if self._processor_group:

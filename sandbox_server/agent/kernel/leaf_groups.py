@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from typing import Callable
 
@@ -16,24 +17,52 @@ class Leaf:
     """The control group of the processes of one call.
 
     Args:
-        path: the folder of the group, which is created.
+        path: the folder of the group.
+        procs_fd: see below. This object closes it.
+        processor_times: see below.
         slot_processor_times: the processor times of all leaves of the slot together.
 
     Attributes:
         procs_fd: descriptor of `cgroup.procs`. A process that writes to it joins the group.
         processor_times: the processor times of the processes in the leaf.
         is_in_use: whether a call uses the leaf.
+        is_closed: whether this object may no longer act on the group, because its slot runtime has ended.
     """
 
-    __slots__ = ("is_in_use", "path", "processor_times", "procs_fd", "slot_processor_times")
+    __slots__ = ("_was_frozen", "is_closed", "is_in_use", "path", "processor_times", "procs_fd", "slot_processor_times")
 
-    def __init__(self, path: str, slot_processor_times: GroupProcessorTimes) -> None:
-        os.mkdir(path)
+    def __init__(self, path: str, procs_fd: int, processor_times: GroupProcessorTimes, slot_processor_times: GroupProcessorTimes) -> None:
         self.path = path
-        self.procs_fd = open_procs(path)
-        self.processor_times = GroupProcessorTimes(path)
+        self.procs_fd = procs_fd
+        self.processor_times = processor_times
         self.slot_processor_times = slot_processor_times
-        self.is_in_use = True
+        self.is_in_use = False
+        self.is_closed = False
+        self._was_frozen = False
+
+    @classmethod
+    def create_leaf(cls, path: str, slot_processor_times: GroupProcessorTimes) -> Leaf:
+        """Create the group, and return the leaf."""
+        os.mkdir(path)
+        return cls(path, open_procs(path), GroupProcessorTimes(path), slot_processor_times)
+
+    def renew_leaf(self, slot_processor_times: GroupProcessorTimes) -> Leaf:
+        """Return a new object for the same, empty group, for the next slot runtime. What still refers to this object can no longer reach the group."""
+        if self._was_frozen:
+            self.freeze(False)  # What has frozen it may have been cut off by the end of the slot runtime.
+        procs_fd, self.procs_fd, self.is_closed = self.procs_fd, -1, True
+        return Leaf(self.path, procs_fd, self.processor_times.renew_files(), slot_processor_times)
+
+    def close_leaf(self) -> None:
+        """Close the files of the group."""
+        os.close(self.procs_fd)
+        self.procs_fd, self.is_closed = -1, True
+        self.processor_times.close_files()
+
+    def _file(self, name: str) -> str:
+        if self.is_closed:
+            raise FileNotFoundError(errno.ENOENT, "the slot runtime of this control group has ended", self.path)
+        return os.path.join(self.path, name)
 
     def pids(self) -> list[int]:
         """Return the processes in the leaf."""
@@ -54,7 +83,8 @@ class Leaf:
 
     def freeze(self, frozen: bool) -> None:
         """Begin to stop all processes in the leaf, or continue them."""
-        write_control_file(os.path.join(self.path, "cgroup.freeze"), "1" if frozen else "0")
+        self._was_frozen = True
+        write_control_file(self._file("cgroup.freeze"), "1" if frozen else "0")
 
     def is_frozen(self) -> bool:
         """Return whether all processes in the leaf have been stopped."""
@@ -62,10 +92,10 @@ class Leaf:
 
     def kill(self) -> None:
         """Send SIGKILL to all processes in the leaf. The kernel also kills the ones that are forked at the same time."""
-        write_control_file(os.path.join(self.path, "cgroup.kill"), "1")
+        write_control_file(self._file("cgroup.kill"), "1")
 
     def _read_event(self, name: bytes) -> int:
-        with open(os.path.join(self.path, "cgroup.events"), "rb") as file:
+        with open(self._file("cgroup.events"), "rb") as file:
             return find_number(file.read(), name)
 
 
@@ -76,27 +106,50 @@ class SlotLeaves:
     takes milliseconds, as the kernel synchronizes all processors. Therefore a leaf that contains only init is used again without a move.
 
     Args:
-        folder: the folder of the leaves, which is created.
+        folder: the folder of the leaves.
         remove_group: removes a control group as soon as it is empty.
+        processor_times: the processor times of all leaves together.
+        home: init moves to this leaf before the leaf that it is in is killed.
+        first: init is started in this leaf, so that the first call needs no move.
+        leaf_count: how many leaves have been created in the folder.
     """
 
-    def __init__(self, folder: str, remove_group: Callable[[str], None]) -> None:
+    def __init__(
+        self, folder: str, remove_group: Callable[[str], None], processor_times: GroupProcessorTimes, home: Leaf, first: Leaf, leaf_count: int
+    ) -> None:
         self._folder = folder
         self._remove_group = remove_group
-        os.mkdir(folder)
-        self._processor_times = GroupProcessorTimes(folder)
-        self._leaf_count = 0
-        #: Init moves to this leaf before the leaf that it is in is killed.
-        self._home = self._make_leaf()
-        self._home.is_in_use = False
-        # Init is started in this leaf, so that the first call needs no move.
-        self._current = self._make_leaf()
-        self._current.is_in_use = False
-        self._leaves = [self._current]
+        self._processor_times = processor_times
+        self._home = home
+        self._current = first
+        self._leaves = [first]
+        self._leaf_count = leaf_count
 
-    def _make_leaf(self) -> Leaf:
-        self._leaf_count += 1
-        return Leaf(os.path.join(self._folder, str(self._leaf_count)), self._processor_times)
+    @classmethod
+    def create_leaves(cls, folder: str, remove_group: Callable[[str], None]) -> SlotLeaves:
+        """Create the folder and the first leaves."""
+        os.mkdir(folder)
+        times = GroupProcessorTimes(folder)
+        home, first = (Leaf.create_leaf(os.path.join(folder, str(number)), times) for number in (1, 2))
+        return cls(folder, remove_group, times, home, first, 2)
+
+    def are_empty(self) -> bool:
+        """Return whether no process is left in any leaf."""
+        with open(os.path.join(self._folder, "cgroup.events"), "rb") as file:
+            return find_number(file.read(), b"populated") == 0
+
+    def renew_leaves(self) -> SlotLeaves:
+        """Return the leaves of the next slot runtime: two of these, which must be empty. The others are removed. This object can no longer be used."""
+        first, *others = self._leaves
+        for leaf in others:
+            self._close_and_remove(leaf)
+        self._leaves.clear()
+        times = self._processor_times.renew_files()
+        return SlotLeaves(self._folder, self._remove_group, times, self._home.renew_leaf(times), first.renew_leaf(times), self._leaf_count)
+
+    def _close_and_remove(self, leaf: Leaf) -> None:
+        leaf.close_leaf()
+        self._remove_group(leaf.path)
 
     def first_procs_fd(self) -> int:
         """Return the descriptor through which init joins its first leaf. This object closes it."""
@@ -117,7 +170,9 @@ class SlotLeaves:
                 leaf.is_in_use = True
                 break
         else:
-            leaf = self._make_leaf()
+            self._leaf_count += 1
+            leaf = Leaf.create_leaf(os.path.join(self._folder, str(self._leaf_count)), self._processor_times)
+            leaf.is_in_use = True
             self._leaves.append(leaf)
         self._current = leaf
         return leaf, leaf.procs_fd
@@ -149,10 +204,7 @@ class SlotLeaves:
     def remove_leaves(self) -> None:
         """Remove all leaves of an ended slot."""
         for leaf in [self._home, *self._leaves]:
-            os.close(leaf.procs_fd)
-            leaf.procs_fd = -1
-            leaf.processor_times.close_files()
-            self._remove_group(leaf.path)
+            self._close_and_remove(leaf)
         self._processor_times.close_files()
         self._leaves.clear()
         self._remove_group(self._folder)

@@ -52,6 +52,14 @@ class GroupProcessorTimes:
                 return int(line.rpartition(b"total=")[2]) / 1e6
         return 0.0
 
+    def renew_files(self) -> GroupProcessorTimes:
+        """Return a new object for the same group, with the files of this one, from which every later read raises an OSError."""
+        renewed = GroupProcessorTimes(self._folder)
+        renewed._used_fd, renewed._waited_fd = self._used_fd, self._waited_fd
+        self._used_fd = self._waited_fd = -1
+        self._is_closed = True
+        return renewed
+
     def close_files(self) -> None:
         """Close the files, because the group is removed. Every later read raises an OSError."""
         self._is_closed = True

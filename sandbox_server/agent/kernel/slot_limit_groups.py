@@ -13,6 +13,8 @@ SOCKETS_LIMIT, SOCKETS_USAGE = "memory.kmem.tcp.limit_in_bytes", "memory.kmem.tc
 _COUNTER_BYTES = 4096
 _NEAR_LIMIT_FRACTION = 0.75  # Of the limit. The usage may have fallen between the event and the reading.
 _SOCKETS_FRACTION = 1 / 16
+#: What an ended slot runtime may have left charged to a group that is used again. The kernel keeps a little for each group until it needs the memory.
+_MOST_LEFT_BYTES, _MOST_LEFT_FRACTION = 4 << 20, 1 / 16
 _AT_LIMIT_FRACTION = 0.9  # Of the limit. Memory is charged in batches, so the kernel can refuse memory slightly below the limit.
 
 
@@ -69,7 +71,7 @@ class SlotLimitGroups:
     """The control groups that limit one slot, and their counters.
 
     Args:
-        folders: the group to create for each controller.
+        folders: the group for each controller.
         memory_bytes: the memory limit, in bytes.
         share_bytes: the memory that the kernel protects for the slot, in bytes, if the cgroup version supports this.
         processes: the maximum number of processes and threads.
@@ -92,13 +94,17 @@ class SlotLimitGroups:
         self._process_limit = processes
         self._counters: dict[str, _Counter] = {}
         self._peak_fd = -1  # On v1: the highest usage since this process last reset it.
+
+    def create_groups(self) -> None:
+        """Create the groups, and write their limits."""
+        folders = self._folders
         for folder in set(folders.values()):
             os.mkdir(folder)
         if self.limits_memory:
             self._limit_memory(folders["memory"])
         if self.limits_processes:
             folder = folders["pids"]
-            write_control_file(os.path.join(folder, "pids.max"), str(processes))
+            write_control_file(os.path.join(folder, "pids.max"), str(self._process_limit))
             self._open_counter("processes", folder, "pids.events", b"max")
             self._open_counter("alive", folder, "pids.current")
             self._open_counter("most_alive", folder, "pids.peak")
@@ -125,6 +131,25 @@ class SlotLimitGroups:
         self._open_counter("oom", folder, "memory.oom_control", b"oom_kill")
         self._open_counter("used_bytes", folder, "memory.usage_in_bytes")
         self._peak_fd = os.open(os.path.join(folder, "memory.max_usage_in_bytes"), os.O_RDWR | os.O_CLOEXEC)  # New kernels do not update `memory.failcnt`.
+
+    def are_as_new(self) -> bool:
+        """Return whether the groups of an ended slot runtime can limit the next one: nothing is left in them, and none of their limits was ever reached."""
+        if not self.limits_memory or not self.limits_processes or self.count_processes() or self._read("most_alive") >= self._process_limit:
+            return False
+        return self._read("used_bytes") <= min(_MOST_LEFT_BYTES, self._memory_limit_bytes * _MOST_LEFT_FRACTION) and not self._read("oom")
+
+    def renew_groups(self, share_bytes: int) -> SlotLimitGroups:
+        """Return a new object for the same groups, for the next slot runtime. What still refers to this object can no longer reach the groups.
+
+        Args:
+            share_bytes: see above; the share may have changed.
+        """
+        renewed = SlotLimitGroups(self._folders, self._memory_limit_bytes, share_bytes, self._process_limit, self._remove_group)
+        renewed._counters, renewed._peak_fd = self._counters, self._peak_fd
+        self._counters, self._peak_fd, self.memory_folder = {}, -1, None
+        if share_bytes != self._share_bytes and renewed.memory_folder is not None:
+            write_control_file(os.path.join(renewed.memory_folder, "memory.low"), str(share_bytes))
+        return renewed
 
     def procs_fds(self) -> list[int]:
         """Open the descriptors through which init joins the groups. The caller closes them."""

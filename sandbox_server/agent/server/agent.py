@@ -63,10 +63,12 @@ class Agent:
 
     Args:
         config: its configuration.
+        on_listening: called when the service can connect.
     """
 
-    def __init__(self, config: AgentConfig) -> None:
+    def __init__(self, config: AgentConfig, on_listening: Callable[[], None] = lambda: None) -> None:
         self.config = config
+        self._on_listening = on_listening
         self.token = config.token
         self.boot = secrets.token_hex(16)
         self.slots: dict[str, AgentSlot] = {}
@@ -101,6 +103,7 @@ class Agent:
         uids = UidRange()
         self._probed = await probe_isolation_modes(self._make_context(sets_floor), self._cgroups, self._trash, uids)
         await self._listeners.start_listening()
+        self._on_listening()
         self._start_lifetime_timers()
         if self._probed.isolation is not None:
             caches = self._make_caches(uids)

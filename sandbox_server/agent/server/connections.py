@@ -14,6 +14,7 @@ log = logging.getLogger(__name__)
 
 HELLO_WITHIN_S = 10.0
 MAX_HELLO_BYTES = 64 << 10
+RECEIVED_AT_ONCE_BYTES = 256 << 10
 
 
 class StreamHandler(Protocol):
@@ -142,8 +143,8 @@ class AuthenticationListener(Protocol):
         """The connection has authenticated itself (True), or has ended (False), before or after that."""
 
 
-class ServiceConnection(asyncio.Protocol):
-    """One connection of the service.
+class ServiceConnection(asyncio.BufferedProtocol):
+    """One connection of the service. Data is received into one buffer: asyncio would map and unmap memory for each message.
 
     Args:
         server: the agent.
@@ -158,6 +159,7 @@ class ServiceConnection(asyncio.Protocol):
         self._on_authentication = on_authentication
         self._authenticated = False
         self._received_bytes = 0
+        self._buffer = memoryview(bytearray(RECEIVED_AT_ONCE_BYTES))
         self._flushing = False
         self._paused = False
         self._hello_timer: asyncio.TimerHandle | None = None
@@ -208,7 +210,7 @@ class ServiceConnection(asyncio.Protocol):
 
     def flush_soon(self) -> None:
         """Send what is queued at the end of this turn of the event loop, so that several messages are sent together."""
-        if not self._flushing:
+        if not self._flushing and self.wire.has_data_to_send():
             self._flushing = True
             self._loop.call_soon(self._flush)
 
@@ -223,8 +225,16 @@ class ServiceConnection(asyncio.Protocol):
         if not self._paused and self._transport is not None and self.wire.has_data_to_send():
             self._transport.write(self.wire.data_to_send())
 
-    def data_received(self, data: bytes) -> None:
-        """See `asyncio.Protocol`."""
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """See `asyncio.BufferedProtocol`."""
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """See `asyncio.BufferedProtocol`."""
+        self.receive_data(self._buffer[:nbytes])
+
+    def receive_data(self, data: bytes | memoryview) -> None:
+        """Handle data that has arrived. It is not used after the return."""
         try:
             for event in self.wire.receive(data):
                 self._handle_event(event)

@@ -42,7 +42,8 @@ class HostProbe:
         found: dict[str, str] = {}
         self._find_processes(found)
         for path in self._leaves:
-            pids = procfs.pids_in_group(path)
+            # The next runtime may have the same group. A process cannot leave its pid namespace, so those in another one are not of this runtime.
+            pids = [pid for pid in procfs.pids_in_group(path) if not self._is_in_other_namespace(pid)]
             if pids:
                 found["host_cgroup"] = "%s holds %d processes" % (os.path.basename(path), len(pids))
         if os.path.lexists(self._root):
@@ -65,6 +66,9 @@ class HostProbe:
                 found["host_process"] = "process %d" % pid
             elif self._namespace >= 0 and procfs.inode_of("/proc/%d/ns/pid" % pid) == os.fstat(self._namespace).st_ino:
                 found["host_namespace"] = "process %d" % pid
+
+    def _is_in_other_namespace(self, pid: int) -> bool:
+        return self._namespace >= 0 and procfs.inode_of("/proc/%d/ns/pid" % pid) not in (0, os.fstat(self._namespace).st_ino)
 
     def _find_files(self, found: dict[str, str]) -> None:
         for folder in SHARED_FOLDERS:

@@ -124,7 +124,10 @@ class RuntimePool:
         if proof["clean"] and runtime.cache is not None:
             self.caches.count_unmount(runtime.cache)
         if proof["clean"] and not keeps_files:
-            self._delete_remains(runtime)
+            if self.isolation.keep_folders(runtime):
+                self.isolation.free_uid(runtime)
+            else:
+                self._delete_remains(runtime)
         return proof
 
     def _delete_remains(self, ended: SlotRuntime) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
-import secrets
 from collections.abc import Collection, Iterator
 from typing import Any, TypeVar
 
@@ -78,7 +78,7 @@ def _trajectory_ids(body: AcquireBody) -> tuple[str | None, ...]:
 
 def new_call_id() -> str:
     """Generate an id for a call that was sent without one."""
-    return f"c-{secrets.token_hex(10)}"
+    return f"c-{os.urandom(10).hex()}"
 
 
 def batch_items(document: dict[str, Any], limits: Limits) -> list[ToolCall | Result]:

@@ -182,7 +182,8 @@ class ResponseBudget:
         return reservation
 
     def _fits(self, wanted: ResponseReservation) -> bool:
-        return all(need.fits for need in self._needs(wanted))
+        memory, file = self._needs(wanted)
+        return memory.fits and file.fits
 
     def has_room_for_output(self, tenant: str, size_bytes: int) -> bool:
         """Whether an output of a tenant may stay in memory."""

@@ -1,7 +1,7 @@
 """The store in a SQLite file, which outlives the service.
 
-`put` adds a change to a batch in memory, which holds the newest record of each object. `flush` has the batch committed at the end of the current
-iteration of the event loop. Everything that is put while a commit is under way belongs to the next commit. What could not be written is kept and
+`put` adds a change to a batch in memory, which holds the newest record of each object. `flush` has the batch committed at once, or at the end of the
+current iteration of the event loop. Everything that is put while a commit is under way belongs to the next commit. What could not be written is kept and
 tried again until it is written.
 
 A commit does not wait for the disk. A small one takes a tenth of a millisecond, and waking a thread for it takes longer. So a small batch is committed in
@@ -223,6 +223,11 @@ class SqliteStore:
         if self._pending:
             if self._failure is not None and loop.time() - self._failed_at < FAILURE_VALID_S:
                 raise self._failure
+            if self._writing is None and not self._is_commit_scheduled and self._commit_here(self._pending):
+                self._pending = WriteBatch()
+                self._cancel_commit_timer()
+                self._clear_failure()
+                return
             committed: asyncio.Future[None] = loop.create_future()
             self._waiting_for_pending.append(committed)
             self._commit_soon()
@@ -248,10 +253,13 @@ class SqliteStore:
             self._is_commit_scheduled = True
             asyncio.get_running_loop().call_soon(self._start_commit)
 
-    def _start_commit(self) -> None:
+    def _cancel_commit_timer(self) -> None:
         if self._commit_timer is not None:
             self._commit_timer.cancel()
             self._commit_timer = None
+
+    def _start_commit(self) -> None:
+        self._cancel_commit_timer()
         self._is_commit_scheduled = False
         if self._writing is not None or not self._pending:
             return
@@ -366,8 +374,7 @@ class SqliteStore:
                 await self.flush()
         except StorageUnavailable as error:
             log.error("the last changes could not be written to the state file: %s", error.detail)
-        if self._commit_timer is not None:
-            self._commit_timer.cancel()
+        self._cancel_commit_timer()
         self._reader.close()
         await asyncio.to_thread(self._writer.end)
         await asyncio.to_thread(self.outputs.close)

@@ -58,6 +58,10 @@ class IncompleteIsolation:
         self._ended.append(runtime)
         return await self._real.end_runtime(runtime) if self._kills else {"clean": True}
 
+    def keep_folders(self, runtime: SlotRuntime) -> bool:
+        """Let the folders be deleted."""
+        return False
+
     def free_uid(self, runtime: SlotRuntime) -> None:
         """Do not release the user id."""
 

@@ -90,3 +90,11 @@ async def test_a_deleted_state_file_is_written_anew_by_the_thread(path: Path) ->
 
     async with opened(path) as store:
         assert len(store.load().leases) == 3
+
+
+async def test_no_timer_is_left_after_a_commit_in_the_loop(path: Path) -> None:
+    async with opened(path) as store:
+        commits = Commits(store)
+        await commits.commit()
+        assert await commits.commit()
+        assert store._commit_timer is None

@@ -12,10 +12,10 @@ from typing import Any, Callable, Protocol, Sequence
 
 from sandbox_server.agent.errors import StartFailed
 from sandbox_server.agent.execution.init_client.init_sender import InitSender
-from sandbox_server.agent.init.reports import EXITED, FAILED, MOVED, READY, REFUSED, REPORT, SIGNALLED
+from sandbox_server.agent.init.reports import EXITED, FAILED, MOVED, READY, REFUSED, REPORT, REQUEST_BYTES, SIGNALLED
 
 _CREDENTIALS = struct.Struct("iII")
-_LARGE_BYTES = 100_000
+_LARGE_CONFIG_BYTES, _LARGE_REQUEST_BYTES = 100_000, REQUEST_BYTES - 1000  # longer ones are sent as files in memory
 _REPORT_BYTES = 4096
 
 
@@ -97,7 +97,7 @@ class InitLink:
         Raises:
             StartFailed: init reported an error, or did not answer in time.
         """
-        self._send_request(config, [], 0, self._on_config_unsent)
+        self._send_request(config, [], 0, self._on_config_unsent, _LARGE_CONFIG_BYTES)
         try:
             return await asyncio.wait_for(asyncio.shield(self._ready), timeout_s)
         except asyncio.TimeoutError:
@@ -219,12 +219,14 @@ class InitLink:
 
     def poll_reports(self) -> None:
         """Process the reports that have arrived and that the event loop has not processed yet."""
-        if not self.closed and self._is_reading:
-            self._read_reports()
+        while not self.closed and self._is_reading and self._read_report():
+            pass
 
-    def _send_request(self, request: dict[str, Any], fds: Sequence[int], number: int, on_unsent: Callable[[int], None]) -> None:
+    def _send_request(
+        self, request: dict[str, Any], fds: Sequence[int], number: int, on_unsent: Callable[[int], None], most_bytes: int = _LARGE_REQUEST_BYTES
+    ) -> None:
         data = marshal.dumps(request, 4)
-        if len(data) > _LARGE_BYTES:
+        if len(data) > most_bytes:
             fd = memfd("request", data)
             try:
                 self._sender.send_message(marshal.dumps({"op": "large"}, 4), [fd, *fds], number, on_unsent)
@@ -249,7 +251,7 @@ class InitLink:
         if kind == READY and ancillary:
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 0)
             self._loop.remove_reader(self._fd)
-            self._loop.add_reader(self._fd, self._read_reports)
+            self._loop.add_reader(self._fd, self._read_report)
             if not self._ready.done():
                 self._ready.set_result(_CREDENTIALS.unpack(ancillary[0][2][: _CREDENTIALS.size])[0])
         else:
@@ -258,19 +260,20 @@ class InitLink:
                 self._ready.set_exception(StartFailed(text))
             self.close_as_lost(text)
 
-    def _read_reports(self) -> None:
-        while not self.closed:
-            try:
-                data = self._sock.recv(_REPORT_BYTES)
-            except BlockingIOError:
-                return
-            except OSError as error:
-                self.close_as_lost("its control socket failed: %s" % error)
-                return
-            if len(data) < REPORT.size:
-                self.close_as_lost("init has ended" if not data else "init broke its protocol")
-                return
-            self._handle_report(data)
+    def _read_report(self) -> bool:
+        """Process one report; the event loop calls this again while there are more. Returns False if there was none."""
+        try:
+            data = self._sock.recv(_REPORT_BYTES)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            self.close_as_lost("its control socket failed: %s" % error)
+            return False
+        if len(data) < REPORT.size:
+            self.close_as_lost("init has ended" if not data else "init broke its protocol")
+            return False
+        self._handle_report(data)
+        return True
 
     def _handle_report(self, data: bytes) -> None:
         kind, number, status, cpu_us, rss_kb = REPORT.unpack_from(data)

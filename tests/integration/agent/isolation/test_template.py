@@ -15,7 +15,7 @@ import pytest
 from tests.integration.agent.agent_harness import AgentHarness, agent_process, connected
 from tests.integration.agent.conftest import MODES, Maker, runner_of
 
-CYCLES = 200
+CYCLES = 60
 FORKED = [mode for mode in MODES if mode[0] != "none"]
 forked_modes = pytest.mark.parametrize(("mode", "user"), FORKED, ids=["-".join(mode) for mode in FORKED])
 

@@ -6,8 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -15,6 +13,8 @@ from typing import Any
 
 from environments.batch.command_line import main
 from environments.demo.model_server import ScriptedModelServer
+from tests.support.prepared.environments import prepared_environments
+from tests.support.prepared.process import PreparedCommand
 
 #: A trajectory with two calls in its first turn.
 TURNS: Sequence[Mapping[str, Any]] = (
@@ -89,15 +89,12 @@ class Runs:
             return main(self.arguments(*options))
 
     @contextlib.contextmanager
-    def started(self, *options: str) -> Iterator[subprocess.Popen[str]]:
+    def started(self, *options: str) -> Iterator[PreparedCommand]:
         """Start a run in a process of its own; kill it at the end of the block."""
-        command = [sys.executable, "-m", "environments.batch", *self.arguments(*options)]
+        words = ["-m", "environments.batch", *self.arguments(*options)]
         environ = {**os.environ, **self._environ}
-        with subprocess.Popen(command, cwd=self.folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-            try:
-                yield process
-            finally:
-                process.kill()
+        with open(os.devnull, "rb") as nothing, prepared_environments().start(words, environ, self.folder, (nothing.fileno(), None, None)) as process:
+            yield process
 
     def rows(self) -> list[dict[str, Any]]:
         """The trajectories, each of which must be a whole row."""

@@ -137,7 +137,7 @@ def test_a_run_that_is_ended_and_killed_ends_with_the_rows_of_an_undisturbed_one
     with runs.started(*options) as process:
         wait_until(lambda: runs.whole_row_count() >= 5)
         process.send_signal(number)
-        message = process.communicate(timeout=50)[1]
+        message = process.communicate(timeout=50)[1].decode()
         assert process.returncode == 128 + number, message
     assert f"ended by {number.name}" in message
     assert "--resume" in message
