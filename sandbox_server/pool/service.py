@@ -223,7 +223,7 @@ class PoolService(PoolReader):
 
     async def _acquire(self, pool: Pool, request: AcquireRequest) -> Acquired:
         may_wait = request.wait_s is None or request.wait_s > 0
-        turn = await pool.pace.wait_for_turn(lambda: may_wait and pool.book.table.free_count > 0)
+        turn = await pool.pace.wait_for_turn(request.tenant, lambda: may_wait and pool.book.table.free_count > 0)
         # Only now: what is checked must still be true when the acquire is granted or queued.
         self._keys.check_not_released(request)
         self._quotas.check_leases(request, pool)

@@ -30,7 +30,7 @@ class AcquireTurn:
 
 
 class GrantPace:
-    """Lets acquires of ready slots pass in the order in which they came, a few at a time.
+    """Lets acquires of ready slots pass, a few at a time: one of each tenant in turn, and those of a tenant in the order in which they came.
 
     Args:
         at_once: how many acquires count at the same time; None: any number.
@@ -40,13 +40,14 @@ class GrantPace:
     def __init__(self, at_once: int | None, timers: Timers) -> None:
         self._at_once = at_once
         self._timers = timers
-        self._waiting: deque[tuple[asyncio.Future[None], Callable[[], bool]]] = deque()
+        self._waiting_by_tenant: dict[str, deque[tuple[asyncio.Future[None], Callable[[], bool]]]] = {}  # the tenant whose turn it is comes first
         self._counted = 0
 
-    async def wait_for_turn(self, has_free_slots: Callable[[], bool]) -> AcquireTurn:
+    async def wait_for_turn(self, tenant: str, has_free_slots: Callable[[], bool]) -> AcquireTurn:
         """Wait until the acquire may be granted a slot. One that finds no free slot does not wait here, but for a slot.
 
         Args:
+            tenant: the tenant that sends the request.
             has_free_slots: returns whether the pool has free slots.
 
         Returns:
@@ -55,9 +56,9 @@ class GrantPace:
         turn = AcquireTurn()
         if self._at_once is None or not has_free_slots():
             return turn
-        if self._waiting or self._counted >= self._at_once:
+        if self._waiting_by_tenant or self._counted >= self._at_once:
             passed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiting.append((passed, has_free_slots))
+            self._waiting_by_tenant.setdefault(tenant, deque()).append((passed, has_free_slots))
             try:
                 await passed
             except asyncio.CancelledError:
@@ -80,11 +81,15 @@ class GrantPace:
 
     def _stop_counting(self) -> None:
         self._counted -= 1
-        while self._waiting and self._at_once is not None:
-            passed, has_free_slots = self._waiting[0]
+        while self._waiting_by_tenant and self._at_once is not None:
+            tenant, waiting = next(iter(self._waiting_by_tenant.items()))
+            passed, has_free_slots = waiting[0]
             if self._counted >= self._at_once and has_free_slots():
                 return
-            self._waiting.popleft()
+            waiting.popleft()
+            del self._waiting_by_tenant[tenant]
+            if waiting:
+                self._waiting_by_tenant[tenant] = waiting  # behind all others
             if not passed.cancelled():
                 self._counted += 1
                 passed.set_result(None)

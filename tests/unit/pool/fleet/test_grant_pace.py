@@ -30,7 +30,7 @@ class Acquiring:
         await settle()
 
     async def acquire(self, name):
-        self.turns[name] = await self.pace.wait_for_turn(lambda: self.free_slots > 0)
+        self.turns[name] = await self.pace.wait_for_turn(name[0], lambda: self.free_slots > 0)
         self.passed.append(name)
 
 
@@ -79,14 +79,25 @@ async def test_an_acquire_without_a_free_slot_waits_for_a_slot_instead(acquiring
     assert acquiring.passed == ["a", "b", "e", "c", "d"]
 
 
+async def test_the_tenants_take_turns(acquiring):
+    """A tenant that sends many acquires delays one acquire of another tenant by one turn."""
+    await acquiring.ask("t1", "t2", "t3", "t4", "t5", "u1", "u2")
+
+    await acquiring.clock.advance(COUNTED_S)
+    assert acquiring.passed == ["t1", "t2", "t3", "u1"]
+    await acquiring.clock.advance(COUNTED_S)
+
+    assert acquiring.passed == ["t1", "t2", "t3", "u1", "t4", "u2"]
+
+
 async def test_an_acquire_that_is_cancelled_gives_its_turn_to_the_next(acquiring):
-    await acquiring.ask("a", "b", "c", "d", "e", "f")
-    acquiring.tasks["c"].cancel()
+    await acquiring.ask("t1", "t2", "t3", "t4", "t5", "t6")
+    acquiring.tasks["t3"].cancel()
     await settle()
 
     await acquiring.clock.advance(COUNTED_S)
 
-    assert acquiring.passed == ["a", "b", "d", "e"]
+    assert acquiring.passed == ["t1", "t2", "t4", "t5"]
 
 
 async def test_without_a_limit_every_acquire_passes_at_once():
