@@ -20,9 +20,11 @@ ITEM_HEAD = struct.Struct(">I")
 HELLO, OPEN, DATA, ITEM, ITEM_PART, CREDIT, END, ABORT, PING, PONG = range(1, 11)
 KINDS = frozenset(range(1, 11))
 MAX_FRAME_BYTES = 1 << 20
-PART_BYTES = 64 << 10
+PART_BYTES = 64 << 10  # of an item
 WINDOW_BYTES = 256 << 10
+DATA_BYTES = WINDOW_BYTES // 2 - HEADER.size  # of one DATA frame: while the other side processes one, the next one is on its way
 MAX_ITEM_BYTES = 32 << 20
+KEPT_BYTES = 1 << 20
 MAX_STREAMS = 20_000
 
 
@@ -109,9 +111,25 @@ def _load(payload: bytes) -> Dict[str, Any]:
     return meta
 
 
+def keep_freed_memory() -> None:
+    """Let the C library keep freed memory for the next frames, up to `2 * KEPT_BYTES`, instead of returning it to the kernel after each of them.
+
+    Otherwise, most of the processor time of a large transfer goes into page faults. The GNU C library adapts its thresholds when a block as large as this is
+    freed for the first time; other libraries ignore it.
+    """
+    bytearray(KEPT_BYTES)
+
+
 def frame(kind: int, stream: int, payload: bytes = b"") -> bytes:
     """Encode one frame."""
     return HEADER.pack(len(payload), kind, stream) + payload
+
+
+def _unpack_header(buffer: Union[bytearray, memoryview], at: int) -> Tuple[int, int, int]:
+    length, kind, stream = HEADER.unpack_from(buffer, at)
+    if length > MAX_FRAME_BYTES or kind not in KINDS:
+        raise WireError(f"frame of kind {kind} with {length} bytes")
+    return length, kind, stream
 
 
 def pack_item(meta: Dict[str, Any], body: bytes = b"") -> bytes:
@@ -152,6 +170,11 @@ class _Stream:
         self.parts_bytes = 0
         self.closed_here = self.closed_there = False
 
+    def add_to_queue(self, kind: int, payload: bytes) -> None:
+        """Queue a frame until there is credit for it."""
+        self.queue.append((kind, payload))
+        self.queued += cost(payload)
+
 
 class Connection:
     """The state of one connection. Pass received bytes to `receive`, and send the bytes that `data_to_send` returns.
@@ -189,17 +212,16 @@ class Connection:
             state.credit -= cost(payload)
             self._out.append(frame(ITEM, stream, payload))
             return
-        self._queue_parts(stream, state, payload, ITEM_PART, ITEM)
+        for start in range(0, len(payload), PART_BYTES):
+            is_last = start + PART_BYTES >= len(payload)
+            state.add_to_queue(ITEM if is_last else ITEM_PART, payload[start : start + PART_BYTES])
+        self._send_queue(stream, state)
 
     def send_data(self, stream: int, body: bytes) -> None:
         """Queue raw bytes."""
-        self._queue_parts(stream, self._streams[stream], body, DATA, DATA)
-
-    def _queue_parts(self, stream: int, state: _Stream, payload: bytes, kind: int, last_kind: int) -> None:
-        for start in range(0, len(payload), PART_BYTES):
-            part = payload[start : start + PART_BYTES]
-            state.queue.append((last_kind if start + PART_BYTES >= len(payload) else kind, part))
-            state.queued += cost(part)
+        state = self._streams[stream]
+        for start in range(0, len(body), DATA_BYTES):
+            state.add_to_queue(DATA, body[start : start + DATA_BYTES])
         self._send_queue(stream, state)
 
     def end(self, stream: int, meta: Union[Dict[str, Any], None] = None) -> None:
@@ -274,24 +296,39 @@ class Connection:
         Raises:
             WireError: the other side has violated the protocol.
         """
-        self._buffer += data
         events: List[Event] = []
-        at, have = 0, len(self._buffer)
+        view = memoryview(data)
+        if self._buffer:
+            view = view[self._complete_frame(view, events) :]
+        at, have = 0, len(view)
         while have - at >= HEADER.size:
-            length, kind, stream = HEADER.unpack_from(self._buffer, at)
-            if length > MAX_FRAME_BYTES or kind not in KINDS:
-                raise WireError(f"frame of kind {kind} with {length} bytes")
-            if have - at - HEADER.size < length:
-                break
+            length, kind, stream = _unpack_header(view, at)
             start = at + HEADER.size
+            if have - start < length:
+                break
             at = start + length
-            self._receive_frame(kind, stream, bytes(self._buffer[start:at]), events)
-        if at:
-            del self._buffer[:at]
+            self._receive_frame(kind, stream, bytes(view[start:at]), events)
+        self._buffer += view[at:]
         if self._drained:
             events.extend(Drained(stream) for stream in self._drained)
             self._drained.clear()
         return events
+
+    def _complete_frame(self, view: memoryview, events: List[Event]) -> int:
+        """Add to the frame of which only a part has arrived so far. Returns how many of the bytes belong to it."""
+        taken = max(0, min(HEADER.size - len(self._buffer), len(view)))
+        self._buffer += view[:taken]
+        if len(self._buffer) < HEADER.size:
+            return taken
+        length, kind, stream = _unpack_header(self._buffer, 0)
+        end = taken + HEADER.size + length - len(self._buffer)
+        if end > len(view):
+            self._buffer += view[taken:]
+            return len(view)
+        payload = b"".join((memoryview(self._buffer)[HEADER.size :], view[taken:end]))
+        self._buffer.clear()
+        self._receive_frame(kind, stream, payload, events)
+        return end
 
     def _receive_frame(self, kind: int, stream: int, payload: bytes, events: List[Event]) -> None:
         if kind == HELLO:
@@ -384,7 +421,7 @@ class Connection:
             state.queue.popleft()
             state.queued -= cost(payload)
             state.credit -= cost(payload)
-            self._out.append(frame(kind, stream, payload))
+            self._out += (HEADER.pack(len(payload), kind, stream), payload)  # not joined here: `data_to_send` copies the payload anyway
         if had_queue:
             self._drained.append(stream)
 

@@ -37,24 +37,26 @@ async def wait_for_disconnect(receive: Receive) -> None:
         pass
 
 
-async def send_part(send: Send, chunk: bytes, stall_s: float) -> None:
+async def send_part(send: Send, chunk: bytes, stall_s: float, *, more: bool = True) -> None:
     """Send one part of a body at the pace of the client.
 
     Args:
         send: the send function of the ASGI application.
         chunk: the part. It is held in memory until the client has read most of it, so it should be small.
         stall_s: for how long the client may read nothing of what was sent before, in seconds.
+        more: whether more parts follow.
 
     Raises:
         ClientStalled: the client has read nothing for that long.
     """
     try:
         async with asyncio.timeout(stall_s):
-            await send(body_part(chunk))
+            await send(body_part(chunk, more=more))
     except TimeoutError:
         raise ClientStalled(f"the client has not read a part of its response within the {stall_s:g} s of `limits.answer_stall_s`") from None
     # Sending to a client that reads fast enough never waits, and without this no other request would run until the whole body is sent.
-    await asyncio.sleep(0)
+    if more:
+        await asyncio.sleep(0)
 
 
 class StreamResponse(Response):
@@ -85,6 +87,10 @@ class StreamResponse(Response):
         self._stall_s = stall_s
         self._on_end = on_end
 
+    def announce_size(self, size_bytes: int) -> None:
+        """Set the size of the whole body. It can be set until the first chunk is returned, and the chunks must have it together."""
+        self.headers["content-length"] = str(size_bytes)
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         disconnected = asyncio.create_task(wait_for_disconnect(receive))
         try:
@@ -96,16 +102,18 @@ class StreamResponse(Response):
                         await self._send(send, part, disconnected)
                         part = b""
                     part += chunk
-            await self._send(send, part, disconnected)
-            await send(body_part(b"", more=False))
+            if len(part) >= PART_BYTES:
+                await self._send(send, part, disconnected)
+                part = b""
+            await self._send(send, part, disconnected, more=False)
         finally:
             disconnected.cancel()
             self._on_end()
 
-    async def _send(self, send: Send, part: bytes, disconnected: asyncio.Task[None]) -> None:
+    async def _send(self, send: Send, part: bytes, disconnected: asyncio.Task[None], *, more: bool = True) -> None:
         if disconnected.done():
             raise ClientDisconnected
-        await send_part(send, part, self._stall_s)
+        await send_part(send, part, self._stall_s, more=more)
 
 
 def event_block(data: object, *, event: str, event_id: int | None = None) -> bytes:

@@ -27,18 +27,19 @@ class SlotFiles:
     def __init__(self, slot_locator: SlotLocator) -> None:
         self._slot_locator = slot_locator
 
-    def read_file(self, tenant: str, lease_id: str, path: str) -> AsyncGenerator[bytes, None]:
+    def read_file(self, tenant: str, lease_id: str, path: str, on_size: Callable[[int], None] = lambda size_bytes: None) -> AsyncGenerator[bytes, None]:
         """Receive the content of a file.
 
         Args:
             tenant: the tenant that sends the request.
             lease_id: the lease that holds the slot.
             path: the file.
+            on_size: called with the size of the content in bytes before the first part of it, unless the agent does not tell it.
         """
-        return self._receive(tenant, lease_id, lambda slot: slot.read_file(path))
+        return self._receive(tenant, lease_id, lambda slot: slot.read_file(path, on_size))
 
     def read_archive(self, tenant: str, lease_id: str, path: str) -> AsyncGenerator[bytes, None]:
-        """Receive a folder as a gzipped tar. The arguments are those of `read_file`."""
+        """Receive a folder as a gzipped tar. The arguments are those of `read_file`, without the size, which is not known beforehand."""
         return self._receive(tenant, lease_id, lambda slot: slot.read_archive(path))
 
     async def write_file(self, tenant: str, lease_id: str, path: str, mode: int | None, chunks: AsyncIterator[bytes]) -> None:

@@ -201,6 +201,7 @@ class AgentLink(asyncio.Protocol):
             self._writable_waiters.append(waiter)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        wire.keep_freed_memory()
         self._transport = cast(asyncio.Transport, transport)  # uvloop's transport has the methods of one, but not the class
 
     def data_received(self, data: bytes) -> None:

@@ -155,6 +155,12 @@ def read_output_header(meta: Mapping[str, Any]) -> OutputHeader:
     return OutputHeader(total_bytes=total_bytes, available_bytes=available_bytes, is_done=meta.get("state") == "done")
 
 
+def read_content_size(meta: Mapping[str, Any]) -> int | None:
+    """Read an agent's message that precedes the content of a file: its size in bytes, or None if that is no possible size."""
+    size_bytes = meta.get("size_bytes")
+    return size_bytes if type(size_bytes) is int and 0 <= size_bytes <= MAX_EXACT_NUMBER else None
+
+
 def _read_encoding(meta: Mapping[str, Any]) -> str:
     return "base64" if meta.get("encoding") == "base64" else "utf-8"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -17,11 +17,12 @@ from sandbox_server.link.call_messages import (
     ResultMessage,
     RunningCall,
     call_message,
+    read_content_size,
     read_output_header,
     read_result_message,
     read_running_call,
 )
-from sandbox_server.link.errors import AgentShutsDown
+from sandbox_server.link.errors import AgentShutsDown, agent_refusal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,13 +180,31 @@ class SlotClient:
         """Receive the output that belongs to the result of a call: standard output, then standard error where it is separate."""
         return self._receive_data("result_output", call_id=call_id)
 
-    def read_file(self, path: str) -> AsyncGenerator[bytes, None]:
+    async def read_file(self, path: str, on_size: Callable[[int], None] = lambda size_bytes: None) -> AsyncGenerator[bytes, None]:
         """Receive the content of a file.
 
+        Args:
+            path: the file.
+            on_size: called with the size of the content in bytes before the first part of it. An older agent does not tell it, and it is not called.
+
         Raises:
-            PathNotFound, FileOperationFailed, RequestInvalid: the file cannot be read.
+            PathNotFound, FileOperationFailed, RequestInvalid: the file cannot be read, or its content is not as long as the agent has said.
         """
-        return self._receive_data("file_get", path=path)
+        left_bytes: int | None = None
+        async with self._open("file_get", self._response_timeout_s, path=path) as stream:
+            stream.end()
+            async for event in stream:
+                if isinstance(event, wire.Item) and left_bytes is None:
+                    left_bytes = read_content_size(event.meta)
+                    if left_bytes is not None:
+                        on_size(left_bytes)
+                elif isinstance(event, wire.Data):
+                    left_bytes = None if left_bytes is None else left_bytes - len(event.body)
+                    if left_bytes is not None and left_bytes < 0:
+                        break
+                    yield event.body
+        if left_bytes:
+            raise agent_refusal({"code": "file_error", "detail": f"{path} does not have the size that the agent has said", "errno": "EIO"})
 
     def read_archive(self, path: str) -> AsyncGenerator[bytes, None]:
         """Receive a folder as a gzipped tar. Raises as `read_file` does."""

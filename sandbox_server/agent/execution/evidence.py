@@ -15,6 +15,7 @@ from sandbox_server.agent.execution.limit_end import find_limit_end
 from sandbox_server.agent.execution.slot_runtime import SlotRuntime
 from sandbox_server.agent.init import process_table
 from sandbox_server.agent.kernel import procfs
+from sandbox_server.agent.kernel.memory_plan import MIB
 
 _SHELL_SIGNALLED = 128
 _NEAR_LIMIT_FRACTION = 0.75  # the part of a limit from which on use counts as near the limit, where nothing counts how often the limit was hit
@@ -40,6 +41,9 @@ def read_limit_counters(runtime: SlotRuntime, has_concurrent_work: bool) -> tupl
 def judge_lost_init(runtime: SlotRuntime, before: dict[str, int], detail: str) -> tuple[str, str, dict[str, Any]]:
     """Judge the end of a call whose slot has lost its init. Memory counts as used by the slot, whichever of its processes used it.
 
+    If all memory for slots is in use at that moment, the kernel may have refused memory to init. For a slot above its share the fault is then ambiguous, as if
+    the agent had ended it for that; a slot within its share has not caused it.
+
     Args:
         runtime: the slot runtime.
         before: the counters of the limits before the call.
@@ -55,6 +59,11 @@ def judge_lost_init(runtime: SlotRuntime, before: dict[str, int], detail: str) -
     known: dict[str, Any] = {"own_work": True} if runtime.link.own_work else {}
     if "oom_elsewhere" in rose:
         known["oom_kills_below_own_limit"] = rose["oom_elsewhere"]
+    usage = runtime.groups.find_usage_while_full()
+    if usage is not None:
+        known.update(used_mb=usage.used_bytes // MIB, share_mb=usage.share_bytes // MIB)
+        if usage.above_share_bytes > 0:
+            known["ambiguous"] = True
     return "sandbox_lost", "the slot has lost its init: %s" % detail, {"evidence": {"init": detail, **known}}
 
 

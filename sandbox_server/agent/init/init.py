@@ -8,6 +8,7 @@ socket. Requests are marshalled dicts, because both ends run the same interprete
 from __future__ import annotations
 
 import _socket as socket
+import errno
 import marshal
 import os
 import select
@@ -34,6 +35,9 @@ _DEFAULT_SIGNALS = [number for number in range(1, 65) if number not in (9, 19, 3
 _CLOCK_BOOTTIME = 7  # The clock of the start times in /proc/PID/stat.
 _TICKS = os.sysconf("SC_CLK_TCK")
 _OOM_SCORE_OF_SPAWNED, _OOM_SCORE_OF_INIT = b"%d" % SPAWNED_SCORE, b"%d" % SLOT_FLOOR_SCORE
+#: The memory of messages and of their buffers counts as memory of the slot. The kernel refuses it while all memory for slots is in use.
+_SHORT_OF_MEMORY = (errno.ENOBUFS, errno.ENOMEM)
+_MEMORY_RETRY_MS = 5
 _STARTS_PROGRAMS = "leftovers_"  # Tools with this prefix start programs. These run entirely as the user of the slot, and with its environment.
 
 
@@ -69,6 +73,8 @@ class Init:
     def send_report(self, kind: bytes, number: int = 0, status: int = 0, cpu_us: int = 0, rss_kb: int = 0, text: bytes = b"") -> None:
         """Send a report to the agent. If the agent no longer runs, the slot is ended.
 
+        While the kernel has no memory for the report, init tries again: the agent frees memory soon, by ending the slot that uses too much.
+
         Args:
             kind: one of the kinds in `reports`.
             number: the number of the request or of the process tree.
@@ -77,10 +83,21 @@ class Init:
             rss_kb: the largest resident memory, in KiB.
             text: an explanation.
         """
-        try:
-            self._sock.send(REPORT.pack(kind, number, status, cpu_us, rss_kb) + text)
-        except OSError:
-            self._end_slot()
+        report = REPORT.pack(kind, number, status, cpu_us, rss_kb) + text
+        while True:
+            try:
+                self._sock.send(report)
+            except OSError as error:
+                if error.errno not in _SHORT_OF_MEMORY or self._wait_for_end_of_agent(_MEMORY_RETRY_MS):
+                    self._end_slot()
+            else:
+                return
+
+    def _wait_for_end_of_agent(self, timeout_ms: int) -> bool:
+        """Wait until the agent has closed its end of the socket. Returns False if it has not done so within `timeout_ms` milliseconds."""
+        poll = select.poll()
+        poll.register(self._sock.fileno(), 0)  # the kernel always reports that the other end was closed
+        return bool(poll.poll(timeout_ms))
 
     def serve_forever(self) -> NoReturn:
         """Handle requests and reap processes until the agent ends."""
@@ -99,7 +116,11 @@ class Init:
                     self._reap_children()
 
     def _receive_request(self) -> None:
-        data, fds = receive_message(self._sock, REQUEST_BYTES)
+        try:
+            data, fds = receive_message(self._sock, REQUEST_BYTES)
+        except MemoryError:
+            time.sleep(_MEMORY_RETRY_MS / 1000)  # There is no memory for the buffer. The message waits in the socket.
+            return
         if not data:
             self._end_slot()
         try:

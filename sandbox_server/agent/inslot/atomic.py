@@ -52,7 +52,7 @@ class Replacement:
         """The descriptor of the new content."""
         return self._fd
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes | memoryview) -> None:
         """Append all bytes of `data` to the new content."""
         view = memoryview(data)
         while view:

@@ -91,7 +91,7 @@ def copy_out(fd: int, reply: Reply, start: int, end: int | None) -> int:
     Returns:
         The number of bytes written.
     """
-    at = start
+    at = _send_from_cache(fd, reply, start, end) if end is not None and end - start > CHUNK_BYTES else start
     while end is None or at < end:
         data = os.pread(fd, CHUNK_BYTES if end is None else min(CHUNK_BYTES, end - at), at)
         if not data:
@@ -99,6 +99,20 @@ def copy_out(fd: int, reply: Reply, start: int, end: int | None) -> int:
         reply.write_content(data)
         at += len(data)
     return at - start
+
+
+def _send_from_cache(fd: int, reply: Reply, start: int, end: int) -> int:
+    """Write a range of a file as content of the reply without copying it, as far as the file system can do so. Returns the offset of what is left."""
+    at = start
+    try:
+        while at < end:
+            sent = reply.send_file_content(fd, at, end - at)
+            if not sent:
+                break
+            at += sent
+    except OSError:
+        pass  # The file system cannot do it, or cannot read: `pread` then reports the reason.
+    return at
 
 
 def write_file(args: Mapping[str, Any], ctx: Mapping[str, Any], reply: Reply) -> None:

@@ -69,6 +69,26 @@ class Reply:
         except OSError as error:
             raise IncompleteReply(str(error)) from None
 
+    def send_file_content(self, fd: int, offset: int, size_bytes: int) -> int:
+        """Write a part of a file as content. The kernel passes its pages to the pipe without a copy.
+
+        Args:
+            fd: descriptor of the file.
+            offset: where the part begins.
+            size_bytes: how long it is at most.
+
+        Returns:
+            The number of bytes written; 0 at the end of the file.
+
+        Raises:
+            IncompleteReply: the reader has closed the pipe.
+            OSError: the file cannot be read, or not in this way.
+        """
+        try:
+            return os.sendfile(self._fd, fd, offset, size_bytes)
+        except BrokenPipeError as error:
+            raise IncompleteReply(str(error)) from None
+
     def _header(self, meta: dict[str, Any]) -> None:
         document = encode_json(meta).encode()
         self.started = True

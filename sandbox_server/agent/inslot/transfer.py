@@ -6,7 +6,7 @@ import os
 import stat
 
 from sandbox_server.agent.inslot.atomic import Replacement
-from sandbox_server.agent.inslot.confine import CHUNK_BYTES, ConfinedPath, Refusal, quote_path, refusal_not_regular
+from sandbox_server.agent.inslot.confine import ConfinedPath, Refusal, quote_path, refusal_not_regular
 from sandbox_server.agent.inslot.files import FOLDER_OPEN_FLAGS, copy_out
 from sandbox_server.agent.inslot.reply import IncompleteReply, encode_json, name_fields
 from sandbox_server.agent.inslot.walk import walk
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from sandbox_server.agent.inslot.reply import Reply
 
 DEFAULT_LISTED = 10_000
+READ_BYTES = 128 << 10
 MAX_LIST_BYTES = 7 << 20  # Of JSON. It must stay below the longest header that the agent accepts, and deep trees have long paths.
 
 
@@ -39,13 +40,7 @@ def route_put(args: Mapping[str, Any], ctx: Mapping[str, Any], reply: Reply, in_
     try:
         _check_replaceable(confined, folder_fd, name)
         with Replacement(folder_fd, name, _parse_mode(args.get("mode"))) as new:
-            size_bytes = 0
-            while True:
-                data = os.read(in_fd, CHUNK_BYTES)
-                if not data:
-                    break
-                new.write(data)
-                size_bytes += len(data)
+            size_bytes = _copy_in(in_fd, new)
             announced_bytes = args.get("size_bytes")
             if announced_bytes is not None and announced_bytes != size_bytes:
                 detail = "%d bytes were announced for %s, but %d bytes arrived: the file was not written"
@@ -55,6 +50,19 @@ def route_put(args: Mapping[str, Any], ctx: Mapping[str, Any], reply: Reply, in_
     finally:
         os.close(folder_fd)
     reply.send_ok(size_bytes=size_bytes)
+
+
+def _copy_in(in_fd: int, new: Replacement) -> int:
+    """Write everything that can be read from a descriptor. Returns how many bytes that was."""
+    size_bytes = 0
+    buffer = bytearray(READ_BYTES)
+    view = memoryview(buffer)
+    while True:
+        read_bytes = os.readv(in_fd, [buffer])
+        if not read_bytes:
+            return size_bytes
+        new.write(view[:read_bytes])
+        size_bytes += read_bytes
 
 
 def _parse_mode(asked: str | int | None) -> int:

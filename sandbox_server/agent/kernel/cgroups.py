@@ -14,7 +14,7 @@ from typing import Iterator
 from sandbox_server.agent.config import AgentConfig
 from sandbox_server.agent.kernel.leaf_groups import SlotLeaves
 from sandbox_server.agent.kernel.memory_groups import SLOT_PREFIX, MemoryGroups, machine_memory_bytes, was_ended_by_another_agent
-from sandbox_server.agent.kernel.memory_plan import MIB, MemoryPlan
+from sandbox_server.agent.kernel.memory_plan import MIB, MemoryPlan, MemoryUsage
 from sandbox_server.agent.kernel.slot_limit_groups import SlotLimitGroups, write_control_file
 
 _AGENT_GROUP_NAME = re.compile(r"sandbox-pool-(\d+)-[0-9a-f]+\Z")
@@ -59,6 +59,7 @@ class SlotGroups:
     Args:
         leaves: the leaves of its calls; None if there can be none here.
         limits: the groups that limit it; None if there can be none here.
+        shared_memory: the groups that limit the memory of all slots; None if there can be none here.
 
     Attributes:
         limits_memory: whether a control group limits its memory.
@@ -66,14 +67,22 @@ class SlotGroups:
         join_fds: descriptors through which init joins the groups when it starts.
     """
 
-    def __init__(self, leaves: SlotLeaves | None, limits: SlotLimitGroups | None) -> None:
+    def __init__(self, leaves: SlotLeaves | None, limits: SlotLimitGroups | None, shared_memory: MemoryGroups | None = None) -> None:
         self.leaves = leaves
         self.limits = limits
+        self._shared_memory = shared_memory
         self.limits_memory = limits is not None and limits.limits_memory
         self.limits_processes = limits is not None and limits.limits_processes
         self.join_fds: list[int] = limits.procs_fds() if limits is not None else []
         if leaves is not None:
             self.join_fds.append(os.dup(leaves.first_procs_fd()))
+
+    def find_usage_while_full(self) -> MemoryUsage | None:
+        """Return the memory of the slot if slots have to wait for memory now; None if they do not, or if no control group counts it."""
+        folder = self.limits.memory_folder if self.limits is not None else None
+        if folder is None or self._shared_memory is None:
+            return None
+        return self._shared_memory.find_usage_while_full(folder)
 
     def close_join_fds(self) -> None:
         """Close the descriptors after init has joined the groups or failed to start."""
@@ -89,7 +98,7 @@ class SlotGroups:
     def renew_groups(self, share_bytes: int) -> SlotGroups:
         """Return the groups of the next slot runtime: these, which must be as new. This object can no longer reach them."""
         leaves = self.leaves.renew_leaves() if self.leaves is not None else None
-        return SlotGroups(leaves, self.limits.renew_groups(share_bytes) if self.limits is not None else None)
+        return SlotGroups(leaves, self.limits.renew_groups(share_bytes) if self.limits is not None else None, self._shared_memory)
 
     def remove_groups(self) -> None:
         """Remove all groups of an ended slot runtime."""
@@ -152,6 +161,7 @@ class Cgroups:
             slots=config.slots + config.wanted_spares,
             sandbox_bytes=None if sandbox is None else sandbox * MIB,
             slot_bytes=None if slot is None else slot * MIB,
+            has_neighbours=config.slots > 1,
         )
 
     def _probe(self) -> None:
@@ -263,7 +273,7 @@ class Cgroups:
         if self._kept_groups:
             return self._kept_groups.pop().renew_groups(self._protected_bytes())
         limits = self._make_limits(name)  # First, because with cgroup v2 alone the leaves lie in the group that limits the slot.
-        return SlotGroups(self._make_leaves(name), limits)
+        return SlotGroups(self._make_leaves(name), limits, self.memory_groups)
 
     def _make_limits(self, name: str) -> SlotLimitGroups | None:
         """Create the groups that limit a new slot runtime. Returns None if no hierarchy can be written.
@@ -273,7 +283,7 @@ class Cgroups:
         if not self._limit_tops:
             return None
         folders = {key: os.path.join(top, SLOT_PREFIX + name) for key, top in self._limit_tops.items()}
-        limits = SlotLimitGroups(folders, self.plan.ceiling_bytes, self._protected_bytes(), self._processes, self.remove_when_empty)
+        limits = SlotLimitGroups(folders, self.plan.slot_hard_limit_bytes, self._protected_bytes(), self._processes, self.remove_when_empty)
         limits.create_groups()
         return limits
 

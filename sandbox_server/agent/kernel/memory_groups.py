@@ -156,7 +156,7 @@ class MemoryGroups:
         else:
             raise OSError(errno.ENOENT, "other agents keep removing %s" % self.machine)
         try:
-            self._set_limit(self.own, plan.sandbox_limit_bytes)
+            self._set_limit(self.own, plan.sandbox_hard_limit_bytes, plan.sandbox_limit_bytes)
             if self.version == 2:
                 self._enable_controllers(self.own)
                 self.controllers = (*_NEEDED, _OPTIONAL) if self._enable_cpu_controller() else _NEEDED
@@ -173,7 +173,7 @@ class MemoryGroups:
                 os.mkdir(self.machine)
             except FileExistsError:
                 pass  # Another agent has created it at the same time.
-        self._set_limit(self.machine, plan.machine_limit_bytes)
+        self._set_limit(self.machine, plan.machine_limit_bytes, plan.machine_limit_bytes)
         if self.version == 2:
             self._enable_controllers(self.machine)
 
@@ -194,8 +194,8 @@ class MemoryGroups:
             return False
         return True
 
-    def _set_limit(self, folder: str, limit_bytes: int) -> None:
-        write_control_file(os.path.join(folder, self._files.limit), str(limit_bytes))
+    def _set_limit(self, folder: str, hard_limit_bytes: int, limit_bytes: int) -> None:
+        write_control_file(os.path.join(folder, self._files.limit), str(hard_limit_bytes))
         if self.version == 1:
             # Processes that request more memory wait, and the agent decides which slot is ended. New groups below inherit this setting, see `slot_limits`.
             write_control_file(os.path.join(folder, "memory.oom_control"), "1")
@@ -250,6 +250,17 @@ class MemoryGroups:
         if self._charged_bytes_of_all(folder) < full_threshold_bytes(limit_bytes):
             return False
         return self.is_under_oom(folder) or self.used_bytes(folder) >= full_threshold_bytes(limit_bytes)
+
+    def find_usage_while_full(self, slot_folder: str) -> MemoryUsage | None:
+        """Return the memory of a slot of this agent if slots have to wait for memory now; None if neither the sandbox nor the machine is full.
+
+        Args:
+            slot_folder: the group of the slot.
+        """
+        plan = self.plan
+        if plan is None or not (self.is_full(self.own, plan.sandbox_limit_bytes) or self.is_full(self.machine, plan.machine_limit_bytes)):
+            return None
+        return MemoryUsage(self.used_bytes(slot_folder), self.share_bytes())
 
     def is_under_oom(self, folder: str) -> bool:
         """Return whether a process waits for memory because the group is full. This is always False on v2, where the kernel kills instead."""

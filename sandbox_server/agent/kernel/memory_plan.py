@@ -18,6 +18,7 @@ _MAX_RESERVE_FRACTION = 0.25  # A machine with less than 4 GiB of memory reserve
 _MARGIN_FRACTION = 0.05
 _MAX_MARGIN_BYTES = 1 << 30
 _CEILING_BYTES = 4096 * MIB
+_MAX_OVERRUN_BYTES = 1 << 30  # What a slot may use beyond the limit of its sandbox for the time in which the agent ends it.
 _IDLE_BYTES = 16 * MIB  # What an idle slot, or the remains of an ended slot, may use without counting as a cause.
 
 Key = TypeVar("Key")
@@ -47,12 +48,14 @@ class MemoryPlan:
         slots: the number of slots of the agent, including the ones that are kept prepared.
         sandbox_bytes: the limit for all slots of this agent together, in bytes; None means that only the limit of the machine applies.
         slot_bytes: the limit for one slot that the pool's spec sets, in bytes; None means that the ceiling is calculated.
+        has_neighbours: whether several slots of the agent can be held at the same time.
     """
 
     machine_bytes: int
     slots: int
     sandbox_bytes: int | None = None
     slot_bytes: int | None = None
+    has_neighbours: bool = True
 
     @property
     def machine_limit_bytes(self) -> int:
@@ -65,6 +68,18 @@ class MemoryPlan:
         return min(self.machine_limit_bytes, self.sandbox_bytes) if self.sandbox_bytes is not None else self.machine_limit_bytes
 
     @property
+    def sandbox_hard_limit_bytes(self) -> int:
+        """At how many bytes the kernel refuses memory to the slots of this agent.
+
+        A program can fill a small group faster than the agent can end its slot, and in between its system calls fail, on which it can end with an exit code
+        that says nothing about memory. A slot that has its sandbox alone is at fault however much it uses, so there this limit lies above the one at which the
+        agent ends it, if the machine has the memory. Other sandboxes have no such room: a slot that used it would seem to have filled the memory alone.
+        """
+        if self.has_neighbours:
+            return self.sandbox_limit_bytes
+        return min(self.machine_limit_bytes, self.sandbox_limit_bytes + _MAX_OVERRUN_BYTES)
+
+    @property
     def ceiling_bytes(self) -> int:
         """How many bytes one slot may use. The value never changes while the agent runs.
 
@@ -73,6 +88,17 @@ class MemoryPlan:
         if self.slot_bytes is not None:
             return self.slot_bytes
         return min(full_threshold_bytes(self.sandbox_limit_bytes), max(_CEILING_BYTES, self.share_bytes(self.slots)))
+
+    @property
+    def slot_hard_limit_bytes(self) -> int:
+        """At how many bytes the kernel kills processes of one slot.
+
+        It is the ceiling, except where a slot that has its sandbox alone is ended by the agent before it can reach its ceiling: the kernel must not kill one
+        of its processes while the agent does so.
+        """
+        if self.has_neighbours or self.ceiling_bytes <= full_threshold_bytes(self.sandbox_limit_bytes):
+            return self.ceiling_bytes
+        return max(self.ceiling_bytes, self.sandbox_hard_limit_bytes)
 
     def share_bytes(self, machine_slots: int) -> int:
         """Return how many bytes a slot can always use.

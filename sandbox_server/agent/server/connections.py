@@ -168,6 +168,7 @@ class ServiceConnection(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """See `asyncio.Protocol`."""
+        wire.keep_freed_memory()
         self._transport = cast(asyncio.Transport, transport)
         self._hello_timer = self._loop.call_later(HELLO_WITHIN_S, self.drop_connection)
 

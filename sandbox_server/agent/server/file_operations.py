@@ -15,7 +15,7 @@ from sandbox_server.agent.execution.processes.slot_process import SlotProcess
 from sandbox_server.agent.execution.processes.spawn_spec import forked_tool_spec
 from sandbox_server.agent.execution.processes.stdin_pipe import StdinPipe
 from sandbox_server.agent.execution.reply_parser import ReplyParser
-from sandbox_server.agent.inslot.arguments import check_args
+from sandbox_server.agent.inslot.arguments import MAX_SIZE_BYTES, check_args
 from sandbox_server.agent.server.connections import Stream, StreamHandler
 from sandbox_server.agent.slots.slots import AgentSlot
 
@@ -31,18 +31,26 @@ _ARGS = ("path", "mode", "recursive", "max_entries")
 _KNOWN_CODES = ("invalid", "path_outside", "file_not_found", "file_error", "internal")
 STALL_S = 60.0
 _END_WITHIN_S = 2.0
+_SMALL_WITHIN_S = 0.003
 
 
 class _Chunks:
-    """Content that the child has written and that is still to be sent."""
+    """Content that the child has written and that is still to be sent.
+
+    Attributes:
+        unsent: the content.
+        written_bytes: how much the child has written so far.
+    """
 
     is_full = False
 
     def __init__(self) -> None:
         self.unsent: list[bytes] = []
+        self.written_bytes = 0
 
     def write(self, data: bytes) -> None:
         self.unsent.append(data)
+        self.written_bytes += len(data)
 
 
 class FileOperation:
@@ -64,6 +72,7 @@ class FileOperation:
         self._loop = asyncio.get_event_loop()
         self._chunks = _Chunks()
         self._reply = ReplyParser(self._chunks)
+        self._size_bytes: int | None = None  # of the content, as the service has been told before it
         self._status: asyncio.Future[int] = self._loop.create_future()
         self._incoming: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._progress_at = self._loop.time()
@@ -140,6 +149,8 @@ class FileOperation:
 
     async def _serve(self) -> None:
         try:
+            # A child with little to do has ended soon, and all of its reply is in the pipe then: this wake-up replaces those for its parts and its end.
+            await asyncio.wait([self._status], timeout=_SMALL_WITHIN_S)
             await self._send_content()
             status = await asyncio.wait_for(asyncio.shield(self._status), self._stall_s)
             self._send_end(status)
@@ -173,11 +184,24 @@ class FileOperation:
             self._record_progress()
             self._reply.write(data)
             self._check_header()
+            if self._tool == "route_get" and self._reply.header is not None:
+                self._check_size(self._reply.header)
             if self._tool != "route_list":
                 for chunk in self._chunks.unsent:
                     if not await self._stream.send_data(chunk):
                         raise asyncio.CancelledError
                 self._chunks.unsent.clear()
+
+    def _check_size(self, header: Mapping[str, Any]) -> None:
+        """Tell the service the size of the content before the content, and refuse more of it than that. The service passes the size on to its client."""
+        if self._size_bytes is None:
+            size_bytes = header.get("size_bytes")
+            if type(size_bytes) is not int or not 0 <= size_bytes <= MAX_SIZE_BYTES:  # a bool is an int, too
+                raise Refused("internal", "the answer of the file operation has no valid size")
+            self._size_bytes = size_bytes
+            self._stream.send_item({"size_bytes": size_bytes})
+        if self._chunks.written_bytes > self._size_bytes:
+            raise Refused("internal", "the file operation wrote more than the %d bytes of the file" % self._size_bytes)
 
     async def _wait_for_output(self) -> None:
         """Wait until the child has written something, or made no progress for too long. The time that it waits for content of the service does not count."""
@@ -200,7 +224,7 @@ class FileOperation:
 
     def _send_end(self, status: int) -> None:
         header = self._reply.header
-        if header is None or status != 0:
+        if header is None or status != 0 or (self._size_bytes is not None and self._chunks.written_bytes < self._size_bytes):
             raise Refused("file_error", "the operation ended before it had finished", "EIO")
         meta = {key: value for key, value in header.items() if key != "ok"}
         if self._tool == "route_list":

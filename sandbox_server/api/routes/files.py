@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -49,18 +49,10 @@ def _mode(asked: dict[str, str]) -> int | None:
     return int(digits, 8)
 
 
-async def _stream_content(request: Request, read: Callable[[str, str, str], AsyncGenerator[bytes, None]], media_type: str) -> Response:
-    """Respond with the content of the path that a request names.
-
-    Args:
-        request: the request.
-        read: reads the content, by tenant, lease id and path.
-        media_type: the media type of the content.
-    """
-    path = _path(query(request, ("path",)))
-    service, tenant = service_of(request), tenant_of(request).name
-    reservation = await service.dispatcher.response_budget.reserve_stream(tenant)
-    content = read(tenant, request.path_params["lease_id"], path)
+async def _stream_content(request: Request, content: AsyncGenerator[bytes, None], media_type: str) -> StreamResponse:
+    """Respond with content that is read while it is sent."""
+    service = service_of(request)
+    reservation = await service.dispatcher.response_budget.reserve_stream(tenant_of(request).name)
     return StreamResponse(content, media_type, stall_s=service.limits.answer_stall_s, on_end=reservation.release)
 
 
@@ -69,7 +61,14 @@ async def _stream_content(request: Request, read: Callable[[str, str, str], Asyn
 )
 async def get_file(request: Request) -> Response:
     """Read one file."""
-    return await _stream_content(request, service_of(request).files.read_file, BYTES_TYPE)
+
+    def announce_size(size_bytes: int) -> None:
+        response.announce_size(size_bytes)  # the response exists by then, because it reads the content
+
+    path = _path(query(request, ("path",)))
+    content = service_of(request).files.read_file(tenant_of(request).name, request.path_params["lease_id"], path, announce_size)
+    response = await _stream_content(request, content, BYTES_TYPE)
+    return response
 
 
 @router.put(
@@ -121,7 +120,8 @@ async def list_files(request: Request) -> Response:
 )
 async def get_archive(request: Request) -> Response:
     """Read a folder and everything in it as a gzipped tar archive."""
-    return await _stream_content(request, service_of(request).files.read_archive, GZIP_TYPE)
+    path = _path(query(request, ("path",)))
+    return await _stream_content(request, service_of(request).files.read_archive(tenant_of(request).name, request.path_params["lease_id"], path), GZIP_TYPE)
 
 
 @router.put(

@@ -108,6 +108,49 @@ async def test_agents_share_one_machine_and_the_one_whose_slot_takes_most_ends_i
         assert (await other).text == "up\n"
 
 
+FILL = """
+import os, time
+block, fd = b"x" * (1 << 16), os.memfd_create("hoard")
+time.sleep(0.4)
+while True:
+    try:
+        os.write(fd, block)
+    except OSError:
+        pass
+"""
+
+
+@pytest.mark.privileged
+async def test_no_init_ends_because_the_kernel_refuses_it_memory_before_the_agent_ends_a_slot(make_harness: Maker) -> None:
+    machine = {"slots_group": f"sp-test-{secrets.token_hex(4)}", "machine_memory_mb": 600, "slots": 2, "spares": 0, "limits": {"memory_mb": 450}}
+    harness = await make_harness("bwrap", "root", **machine)
+    if not by_cgroup(harness):
+        pytest.skip("nothing counts memory here")
+    (group,) = {path.parent for path in groups_of(harness)}
+    commands = [(slot, f"echo > begun-{n}; exec sleep {1 + n / 20}") for slot in "01" for n in range(20)]
+    running = {slot: [asyncio.create_task(harness.bash(command, slot)) for where, command in commands if where == slot] for slot in "01"}
+    for slot in "01":
+        await harness.until("test -e begun-19", slot)
+    hoarder = asyncio.create_task(harness.call("bash", "0", timeout_s=60, **python(FILL)))
+    await harness.until("pgrep -f python3", "0")
+    harness.process.send_signal(signal.SIGSTOP)
+    try:
+        deadline = time.monotonic() + 10
+        while int((group / "memory.usage_in_bytes").read_text()) < 449 * MIB:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(1.0)  # the other commands end now, while nothing has memory
+    finally:
+        harness.process.send_signal(signal.SIGCONT)
+
+    ended = await hoarder
+    assert ended.reason == "oom", ended.meta
+    assert {(done.reason, done.code) for done in await asyncio.gather(*running["1"])} == {("exit", 0)}
+    own = await asyncio.gather(*running["0"])
+    assert {done.reason for done in own} <= {"exit", "oom"}, own
+    assert (await harness.bash("echo fine", "1")).text == "fine\n"
+
+
 @pytest.mark.privileged
 async def test_the_slot_of_an_agent_that_hangs_is_ended_by_another(two: tuple[AgentHarness, AgentHarness]) -> None:
     first, second = two

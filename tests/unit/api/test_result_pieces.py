@@ -70,3 +70,25 @@ async def test_a_caller_that_does_not_read_is_cut_off_and_what_it_held_is_given_
     with pytest.raises(ClientStalled, match="answer_stall_s"):
         await stream({}, asyncio.Event().wait, send)  # type: ignore[arg-type]
     assert ended.is_set()
+
+
+@pytest.mark.parametrize("size_bytes", [0, 5, 100_000])
+async def test_a_body_of_known_size_has_a_length_and_a_small_one_is_one_part(size_bytes: int) -> None:
+    async def pieces() -> AsyncGenerator[bytes, None]:
+        stream.announce_size(size_bytes)
+        for _ in range(size_bytes):
+            yield b"x"
+
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    stream = StreamResponse(pieces(), "application/octet-stream", stall_s=1.0)
+    await stream({}, asyncio.Event().wait, send)  # type: ignore[arg-type]
+
+    head, *parts = sent
+    assert (b"content-length", str(size_bytes).encode()) in head["headers"]
+    assert b"".join(part["body"] for part in parts) == b"x" * size_bytes
+    assert [part["more_body"] for part in parts] == [True] * (len(parts) - 1) + [False]
+    assert (len(parts) == 1) == (size_bytes < 16 << 10)

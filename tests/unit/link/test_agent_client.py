@@ -217,6 +217,34 @@ async def test_files_are_written_listed_and_read(client: AgentClient, agent: Scr
 
 
 @pytest.mark.parametrize(
+    ("told", "is_whole"), [(3, True), (2, False), (4, False), (0, False), (-1, True), ("3", True), (True, True), (None, True), (1 << 60, True)]
+)
+async def test_a_file_must_have_the_size_that_the_agent_has_told(told: object, is_whole: bool) -> None:
+    class TellingAgent(ScriptedAgent):
+        def _file(self, peer: Any, stream: int, exchange: Any) -> None:
+            peer.wire.send_item(stream, {"size_bytes": told})
+            super()._file(peer, stream, exchange)
+
+    agent = TellingAgent("s-1", slots=1)
+    agent.files[("0", "f")] = b"abc"
+    client = AgentClient(await FakeLink.to(agent, agent.token))
+    sizes: list[int] = []
+    parts: list[bytes] = []
+
+    async def read() -> None:
+        parts.extend([part async for part in client.slot("0", 1).read_file("f", sizes.append)])
+
+    if is_whole:
+        await read()
+        assert (b"".join(parts), sizes) == (b"abc", [3] if told == 3 else [])
+    else:
+        with pytest.raises(FileOperationFailed, match="f does not have the size"):
+            await read()
+        assert (parts, sizes) == ([], [told])
+    await client.close()
+
+
+@pytest.mark.parametrize(
     ("code", "kind"),
     [
         ("stale_epoch", SlotUnavailable),

@@ -2,6 +2,8 @@
 
 A slot cannot stop its init. But if init runs as the slot's user, the slot can stop (SIGSTOP) a child that init has just forked, and the kernel lets init wait
 until that child has executed its program. So the agent first kills such children. If init still does not answer, the caller ends all processes of the slot.
+
+While all memory for slots is in use, the kernel lets init wait for memory, or refuses it. Then the slot itself is not proven to be the cause.
 """
 
 from __future__ import annotations
@@ -15,12 +17,21 @@ from sandbox_server.agent.execution.slot_runtime import SlotRuntime
 from sandbox_server.agent.init import process_table
 
 _ANSWER_WITHIN_S = 1.0
-_ANSWER_FREED_WITHIN_S = 0.5  # After the stopped children of init were killed.
+_ANSWER_FREED_WITHIN_S = 0.5  # After the stopped children of init were killed, or while all memory for slots is in use.
 _STOPPED = (b"T", b"t")
 
 
 class Unanswered(Exception):
-    """Init did not answer a request, or could not do what it asks for."""
+    """Init did not answer a request, or could not do what it asks for.
+
+    Args:
+        detail: what happened.
+        own_work: whether only the slot itself can be the cause.
+    """
+
+    def __init__(self, detail: str, own_work: bool) -> None:
+        super().__init__(detail)
+        self.own_work = own_work
 
 
 async def ask_init(runtime: SlotRuntime, request: dict[str, Any], fds: Sequence[int] = ()) -> int:
@@ -43,16 +54,17 @@ async def ask_init(runtime: SlotRuntime, request: dict[str, Any], fds: Sequence[
     except asyncio.TimeoutError:
         answer = await _ask_again(runtime, request, fds)
     if answer < 0:
-        raise Unanswered("init could not fork the helper that sends signals")
+        raise Unanswered("init could not fork the helper that sends signals", own_work=runtime.groups.find_usage_while_full() is None)
     return answer
 
 
 async def _ask_again(runtime: SlotRuntime, request: dict[str, Any], fds: Sequence[int]) -> int:
+    is_memory_full = runtime.groups.find_usage_while_full() is not None
     freed = await asyncio.get_running_loop().run_in_executor(None, _kill_stopped_children, runtime.init_pid)
-    if freed:
+    if freed or is_memory_full:
         with contextlib.suppress(asyncio.TimeoutError):
             return await asyncio.wait_for(runtime.link.ask(request, fds), _ANSWER_FREED_WITHIN_S)
-    raise Unanswered("init did not answer within %g s" % _ANSWER_WITHIN_S)
+    raise Unanswered("init did not answer within %g s" % _ANSWER_WITHIN_S, own_work=not is_memory_full)
 
 
 def _kill_stopped_children(init_pid: int) -> int:

@@ -86,8 +86,8 @@ async def end_process_tree(runtime: SlotRuntime, leaf: Leaf | None, spawn_id: in
         tree = await _find_tree(runtime, leaf, spawn_id)
         evidence = await _signal_until_gone(tree)
     except Unanswered as error:
-        await kill_slot_processes(runtime, str(error))
-        return {"signal": "SIGKILL", "slot_ended": str(error), "own_work": True}, 0.0
+        await kill_slot_processes(runtime, str(error), own_work=error.own_work)
+        return {"signal": "SIGKILL", "slot_ended": str(error), **({"own_work": True} if error.own_work else {})}, 0.0
     return evidence, runtime.link.release_spawn(spawn_id) if isinstance(tree, _ScannedTree) else 0.0
 
 
@@ -106,11 +106,10 @@ async def kill_process(runtime: SlotRuntime, spawn_id: int, wait_until_over: Cal
     try:
         await _ScannedTree(runtime, spawn_id).send_signal(signal.SIGKILL)
         runtime.link.release_spawn(spawn_id)
-        problem = None if await wait_until_over(timeout_s) else "a file operation did not end within %g s of SIGKILL" % timeout_s
+        if not await wait_until_over(timeout_s):
+            raise Unanswered("a file operation did not end within %g s of SIGKILL" % timeout_s, own_work=runtime.groups.find_usage_while_full() is None)
     except Unanswered as error:
-        problem = str(error)
-    if problem is not None:
-        await kill_slot_processes(runtime, problem)
+        await kill_slot_processes(runtime, str(error), own_work=error.own_work)
 
 
 async def _signal_until_gone(tree: _Tree) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
 from typing import Any, Protocol, Sequence
 
@@ -12,16 +11,16 @@ from sandbox_server.agent.execution.init_client.init_link import memfd
 from sandbox_server.agent.execution.processes import process_kill
 from sandbox_server.agent.execution.processes.descriptor_waits import wait_readable
 from sandbox_server.agent.execution.processes.drains import Drains
+from sandbox_server.agent.execution.processes.pipe_size import LARGE_PIPE_BYTES, PIPE_BYTES, enlarge_pipe
 from sandbox_server.agent.execution.processes.spawn_spec import PIPES, SpawnSpec
 from sandbox_server.agent.execution.processes.stdin_pipe import StdinPipe
 from sandbox_server.agent.execution.slot_runtime import SlotRuntime
 from sandbox_server.agent.kernel.leaf_groups import Leaf
+from sandbox_server.agent.wire import DATA_BYTES
 
 _READ_BYTES = 64 << 10
-_F_SETPIPE_SZ = 1031  # the module fcntl has this constant from Python 3.10 on
 _WATCH_OUTPUT_AFTER_S = 0.01
 _FLOOD_PAUSE_S = 0.002
-_FLOOD_PIPE_BYTES = 256 << 10
 _READS_AT_EXIT = 20  # a pipe holds at most 1 MiB, so this many reads empty it
 
 
@@ -189,16 +188,13 @@ class SlotProcess:
     def _pause_reading(self, index: int, fd: int, size_bytes: int) -> None:
         """Limit the time that the agent spends on output that is discarded anyway. A larger pipe still lets hundreds of MB a second through."""
         if size_bytes == _READ_BYTES:
-            try:
-                fcntl.fcntl(fd, _F_SETPIPE_SZ, _FLOOD_PIPE_BYTES)
-            except OSError:
-                pass  # this user's pipes have reached their total size limit; the pipe stays as small as it is
+            enlarge_pipe(fd)
         self._loop.remove_reader(fd)
         self._paused_timers[index] = self._loop.call_later(_FLOOD_PAUSE_S, self._resume_reading, index)
 
     def _resume_reading(self, index: int) -> None:
         del self._paused_timers[index]
-        self._loop.add_reader(self._output_fds[index], self._read_some, index, _FLOOD_PIPE_BYTES)
+        self._loop.add_reader(self._output_fds[index], self._read_some, index, LARGE_PIPE_BYTES)
 
     def poll_output(self) -> None:
         """Read some of what has been written so far. A pipe whose reading is paused is skipped: it has just been read."""
@@ -247,9 +243,12 @@ class SlotProcess:
     def try_read_output(self) -> bytes | None:
         """Return some output; empty bytes if all of it has been read; None if there is none now."""
         try:
-            return os.read(self._output_fds[0], _READ_BYTES)
+            data = os.read(self._output_fds[0], DATA_BYTES)
         except BlockingIOError:
             return None
+        if len(data) == PIPE_BYTES:
+            enlarge_pipe(self._output_fds[0])  # this is much content, and a larger pipe costs both sides fewer wake-ups
+        return data
 
     async def wait_for_output(self, timeout_s: float) -> bool:
         """Wait until there is output, or its end. Returns False if that takes more than `timeout_s` seconds."""

@@ -7,6 +7,8 @@ import os
 from collections import deque
 from typing import Callable, Deque
 
+from sandbox_server.agent.execution.processes.pipe_size import PIPE_BYTES, enlarge_pipe
+
 
 class StdinPipe:
     """Writes to a process without blocking the event loop: what the pipe does not take yet is queued in memory.
@@ -21,7 +23,8 @@ class StdinPipe:
         self._fd = fd
         self.on_progress: Callable[[], None] | None = None  # called whenever the pipe has taken some bytes
         self._loop = asyncio.get_event_loop()
-        self._queue: Deque[bytes] = deque()
+        self._queue: Deque[memoryview] = deque()
+        self._is_large = False
         self._queue_emptied: asyncio.Future[None] | None = None
         self.unwritten_bytes = 0
 
@@ -29,8 +32,11 @@ class StdinPipe:
         """Write bytes, or queue them if the pipe is full. Does nothing once the pipe is closed."""
         if self._fd < 0 or not data:
             return
+        if len(data) > PIPE_BYTES and not self._is_large:
+            self._is_large = True
+            enlarge_pipe(self._fd)  # this is much content, and a larger pipe costs both sides fewer wake-ups
         is_waiting = bool(self._queue)
-        self._queue.append(data)
+        self._queue.append(memoryview(data))
         self.unwritten_bytes += len(data)
         if not is_waiting:
             self._write_queue()

@@ -39,6 +39,23 @@ def test_a_ceiling(plan: MemoryPlan, ceiling_mb: int) -> None:
     assert plan.ceiling_bytes // MIB == ceiling_mb
 
 
+@pytest.mark.parametrize(
+    ("plan", "sandbox_hard_mb", "slot_hard_mb"),
+    [
+        (MemoryPlan(24 * GIB, 2, sandbox_bytes=300 * MIB, slot_bytes=300 * MIB, has_neighbours=False), 1324, 1324),  # the agent ends it at 285 MiB
+        (MemoryPlan(4 * GIB, 2, sandbox_bytes=2800 * MIB, slot_bytes=2800 * MIB, has_neighbours=False), 3072, 3072),  # the machine has no more
+        (MemoryPlan(24 * GIB, 2, sandbox_bytes=300 * MIB, slot_bytes=200 * MIB, has_neighbours=False), 1324, 200),
+        (MemoryPlan(24 * GIB, 2, sandbox_bytes=300 * MIB, has_neighbours=False), 1324, 285),  # its ceiling is the threshold, so the kernel acts there
+        (MemoryPlan(24 * GIB, 11, sandbox_bytes=300 * MIB, slot_bytes=300 * MIB), 300, 300),
+        (MemoryPlan(4 * GIB, 10), 3072, full_threshold_bytes(3 * GIB) // MIB),
+        (MemoryPlan(600 * MIB, 2, slot_bytes=450 * MIB), 450, 450),
+    ],
+)
+def test_where_the_kernel_refuses_memory(plan: MemoryPlan, sandbox_hard_mb: int, slot_hard_mb: int) -> None:
+    assert plan.sandbox_hard_limit_bytes // MIB == sandbox_hard_mb
+    assert plan.slot_hard_limit_bytes // MIB == slot_hard_mb
+
+
 @pytest.mark.parametrize("machine", [512 * MIB, 3 * GIB, 24 * GIB, 1024 * GIB])
 @pytest.mark.parametrize("sandbox", [None, 200 * MIB])
 @pytest.mark.parametrize("others", [0, 1, 7, 500])
