@@ -57,6 +57,8 @@ LOG_TAIL_BYTES = 2000
 #: All sandboxes share this machine. One reset more than there are processors keeps them busy while another reset waits for something; each further one only
 #: makes commands wait longer.
 RESETS_AT_ONCE = len(os.sched_getaffinity(0)) + 1
+#: So many commands begin at the same time without any of them having to wait for long.
+ACQUIRES_AT_ONCE = 8 * len(os.sched_getaffinity(0))
 
 
 class LocalBackend:
@@ -74,7 +76,7 @@ class LocalBackend:
     """
 
     name = "local"
-    traits = BackendTraits(resets_at_once=RESETS_AT_ONCE)
+    traits = BackendTraits(resets_at_once=RESETS_AT_ONCE, acquires_at_once=ACQUIRES_AT_ONCE)
 
     def __init__(
         self,
