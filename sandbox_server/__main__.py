@@ -14,6 +14,7 @@ if __name__ == "__main__":
 import argparse
 import asyncio
 import dataclasses
+import gc
 import json
 import shutil
 import socket
@@ -95,6 +96,7 @@ class Server(PromptServer):
         await super().startup(sockets=sockets)
         if self.should_exit or not self.servers:
             return
+        gc.freeze()  # what has been imported stays: the garbage collector need not search it again and again
         port = self.servers[0].sockets[0].getsockname()[1]
         url = f"http://{_reachable(self._options.host)}:{port}"
         print_line(f"listening on {url}")

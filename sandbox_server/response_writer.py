@@ -41,9 +41,9 @@ class ResponseWriter(asyncio.Transport):
             self._transport.write(data)
 
     def write_held(self) -> None:
-        """Write what is held, if anything."""
-        if self._held:
-            data, self._held = self._held, b""
+        """Write what is held, if anything, unless the connection has been closed meanwhile."""
+        data, self._held = self._held, b""
+        if data and not self._transport.is_closing():
             self._transport.write(data)
 
     def close(self) -> None:

@@ -66,6 +66,7 @@ def configure_logging(log_format: str, level: str) -> None:
     """
     # No line has any of these, and finding them out takes longer than writing the line.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
+    logging._srcfile = None  # the way that the documentation of the library gives to leave out where a line comes from
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
     root = logging.getLogger()

@@ -12,7 +12,7 @@ This is the only file that the service and the agent share. It uses the standard
 import json
 import struct
 from collections import deque
-from typing import Any, Deque, Dict, List, NamedTuple, Tuple, Union
+from typing import Any, Callable, Deque, Dict, List, NamedTuple, Tuple, Union
 
 PROTOCOL_VERSION = 1
 HEADER = struct.Struct(">IBI")
@@ -92,7 +92,8 @@ _encode = json.JSONEncoder(separators=(",", ":")).encode
 _decode = json.JSONDecoder().decode
 
 
-def _dump(meta: Dict[str, Any]) -> bytes:
+def encode_json(meta: Dict[str, Any]) -> bytes:
+    """Encode a JSON object."""
     return _encode(meta).encode()
 
 
@@ -132,9 +133,9 @@ def _unpack_header(buffer: Union[bytearray, memoryview], at: int) -> Tuple[int, 
     return length, kind, stream
 
 
-def pack_item(meta: Dict[str, Any], body: bytes = b"") -> bytes:
+def pack_item(meta: Dict[str, Any], body: bytes = b"", encode: Callable[[Dict[str, Any]], bytes] = encode_json) -> bytes:
     """Encode the payload of an item: the length of the JSON document, the document, the raw bytes."""
-    head = _dump(meta)
+    head = encode(meta)
     return ITEM_HEAD.pack(len(head)) + head + body
 
 
@@ -146,10 +147,9 @@ def unpack_item(payload: bytes) -> Tuple[Dict[str, Any], bytes]:
     """
     if len(payload) < ITEM_HEAD.size:
         raise WireError(f"an item of {len(payload)} bytes is too short")
-    (length,) = ITEM_HEAD.unpack_from(payload)
-    end = ITEM_HEAD.size + length
+    end = ITEM_HEAD.size + ITEM_HEAD.unpack_from(payload)[0]
     if end > len(payload):
-        raise WireError(f"an item says {length} bytes of JSON and has {len(payload) - ITEM_HEAD.size}")
+        raise WireError(f"an item says {end - ITEM_HEAD.size} bytes of JSON and has {len(payload) - ITEM_HEAD.size}")
     return _load(payload[ITEM_HEAD.size : end]), payload[end:]
 
 
@@ -181,9 +181,11 @@ class Connection:
 
     Args:
         opens_odd: whether streams that this side opens have odd numbers. Those of the service do; the agent opens none.
+        encode: encodes the JSON objects that this side sends.
     """
 
-    def __init__(self, opens_odd: bool) -> None:
+    def __init__(self, opens_odd: bool, encode: Callable[[Dict[str, Any]], bytes] = encode_json) -> None:
+        self._encode = encode
         self._streams: Dict[int, _Stream] = {}
         self._out: List[bytes] = []
         self._buffer = bytearray()
@@ -195,18 +197,18 @@ class Connection:
 
     def hello(self, meta: Dict[str, Any]) -> None:
         """Send the HELLO frame. It must be the first frame."""
-        self._out.append(frame(HELLO, 0, _dump(meta)))
+        self._out.append(frame(HELLO, 0, self._encode(meta)))
 
     def open(self, meta: Dict[str, Any]) -> int:
         """Open a stream. Returns its number."""
         stream, self._next = self._next, self._next + 2
         self._streams[stream] = _Stream()
-        self._out.append(frame(OPEN, stream, _dump(meta)))
+        self._out.append(frame(OPEN, stream, self._encode(meta)))
         return stream
 
     def send_item(self, stream: int, meta: Dict[str, Any], body: bytes = b"") -> None:
         """Queue one message."""
-        payload = pack_item(meta, body)
+        payload = pack_item(meta, body, self._encode)
         state = self._streams[stream]
         if not state.queue and len(payload) <= PART_BYTES and cost(payload) <= state.credit:
             state.credit -= cost(payload)
@@ -227,7 +229,7 @@ class Connection:
     def end(self, stream: int, meta: Union[Dict[str, Any], None] = None) -> None:
         """Send END once everything that is queued on the stream was sent."""
         state = self._streams[stream]
-        payload = _dump(meta) if meta else b""
+        payload = self._encode(meta) if meta else b""
         if state.queue:
             state.queue.append((END, payload))
         else:
@@ -236,7 +238,7 @@ class Connection:
     def abort(self, stream: int, meta: Dict[str, Any]) -> None:
         """End the stream in both directions, and discard what is queued on it. Does nothing on a stream that is over."""
         if self._streams.pop(stream, None) is not None:
-            self._out.append(frame(ABORT, stream, _dump(meta)))
+            self._out.append(frame(ABORT, stream, self._encode(meta)))
 
     def acknowledge(self, stream: int, size: int) -> None:
         """Return the credit of one item or piece of data that was processed: its `size`."""
@@ -387,9 +389,8 @@ class Connection:
             events.append(Data(stream, payload, cost(payload)))
             return
         if kind == ITEM and not state.parts:
-            meta, body = unpack_item(payload)
+            events.append(Item(stream, *unpack_item(payload), cost(payload)))
             state.unread += 1
-            events.append(Item(stream, meta, body, cost(payload)))
             return
         state.parts.append(payload)
         state.parts_bytes += cost(payload)
@@ -403,10 +404,9 @@ class Connection:
             else:
                 self._return_credit(stream, state, cost(payload))
             return
-        meta, body = unpack_item(b"".join(state.parts))
+        events.append(Item(stream, *unpack_item(b"".join(state.parts)), cost(payload)))
         state.parts, state.parts_bytes = [], 0
         state.unread += 1
-        events.append(Item(stream, meta, body, cost(payload)))
 
     def _send_queue(self, stream: int, state: _Stream) -> None:
         had_queue = bool(state.queue)

@@ -69,22 +69,27 @@ class AgentSpawner:
         del self._forking[agent]
         self._executed.add(agent)
 
-    async def prepare(self, agent: Path) -> None:
-        """Wait until an agent can be forked, if several sandboxes are created now.
+    def start_forking(self, agent: Path) -> None:
+        """Start the process that forks agents, if several sandboxes are created now and it does not run yet.
 
         Args:
             agent: the path of the agent.
         """
-        if self._forks and self._creation_count >= FORK_FROM_CREATIONS and agent not in self._executed:
-            await asyncio.shield(self._forking_process(agent))
-
-    def _forking_process(self, agent: Path) -> asyncio.Task[_ForkingProcess | None]:
-        if agent not in self._forking:
+        is_wanted = self._forks and self._creation_count >= FORK_FROM_CREATIONS
+        if is_wanted and agent not in self._executed and agent not in self._forking:
             self._forking[agent] = asyncio.create_task(_start_forking(agent, self._environment))
-        return self._forking[agent]
+
+    async def wait_until_forking(self, agent: Path) -> None:
+        """Wait until agents can be forked, or it is known that they cannot, if `start_forking` has started the process.
+
+        Args:
+            agent: the path of the agent.
+        """
+        if (task := self._forking.get(agent)) is not None:
+            await asyncio.shield(task)
 
     def spawn_agent(self, agent: Path, stdin: int, output: int) -> tuple[int, int]:
-        """Start an agent: by a fork, if `prepare` has found that possible, or by executing its interpreter.
+        """Start an agent: by a fork, if `wait_until_forking` has found that possible, or by executing its interpreter.
 
         Args:
             agent: the path of the agent.

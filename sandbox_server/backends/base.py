@@ -55,6 +55,8 @@ class BackendTraits:
         creations_at_once: how many sandboxes may be in creation at the same time.
         creations_per_s: how many creations may begin in one second.
         resets_at_once: how many slots may be reset at the same time, where all sandboxes share the processors of one machine; None: any number.
+        acquires_at_once: how many acquires of ready slots may be granted within a few hundredths of a second, where all sandboxes share the processors of one
+            machine; None: any number.
         ends_sandboxes: whether the backend ends sandboxes by itself, at the `ends_at` of their observations.
         evidence: the keys that the `evidence` of its observations may have.
     """
@@ -64,6 +66,7 @@ class BackendTraits:
     creations_at_once: int = 4
     creations_per_s: float = 10.0
     resets_at_once: int | None = None
+    acquires_at_once: int | None = None
     ends_sandboxes: bool = False
     evidence: frozenset[str] = frozenset()
 

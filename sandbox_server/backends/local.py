@@ -57,6 +57,8 @@ LOG_TAIL_BYTES = 2000
 #: All sandboxes share this machine. One reset more than there are processors keeps them busy while another reset waits for something; each further one only
 #: makes commands wait longer.
 RESETS_AT_ONCE = len(os.sched_getaffinity(0)) + 1
+#: So many commands begin at the same time without any of them having to wait for long.
+ACQUIRES_AT_ONCE = 8 * len(os.sched_getaffinity(0))
 
 
 class LocalBackend:
@@ -74,7 +76,7 @@ class LocalBackend:
     """
 
     name = "local"
-    traits = BackendTraits(resets_at_once=RESETS_AT_ONCE)
+    traits = BackendTraits(resets_at_once=RESETS_AT_ONCE, acquires_at_once=ACQUIRES_AT_ONCE)
 
     def __init__(
         self,
@@ -114,9 +116,10 @@ class LocalBackend:
         folder = self._folder / sandbox_id
         handle = Handle(backend=self.name, pool=context.pool_id.key, owner=self._owner, sandbox_id=sandbox_id, token=secrets.token_urlsafe(32))
         try:
+            agent = await asyncio.to_thread(self._agent)
+            self._spawner.start_forking(agent)  # It imports the agent while the checkpoints are written.
             folder.mkdir(mode=0o711, parents=True)
             yield self._write_checkpoint(handle)
-            agent = await asyncio.to_thread(self._agent)
             path, data = _choose_socket_path(folder)
             group = make_group(GROUP_PREFIX + sandbox_id)
             # The isolation mode `uid` keeps its slots there. An agent that is killed cannot delete them.
@@ -125,7 +128,7 @@ class LocalBackend:
             yield self._write_checkpoint(handle)
             handle, listen = await self._prepare_transport(handle, path, agent)
             config = agent_config(handle, spec, self._agent_environment(listen, folder / "base", spec.local.expose))
-            await self._spawner.prepare(agent)
+            await self._spawner.wait_until_forking(agent)
             handle, stdin = self._spawn_agent(handle, agent)
             with stdin:
                 yield self._write_checkpoint(handle)

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any, cast
 
+import orjson
+
 from sandbox_server.agent import wire
 from sandbox_server.link.agent_stream import AgentStream
 from sandbox_server.link.errors import LinkLost
@@ -37,7 +39,7 @@ class AgentLink(asyncio.Protocol):
 
     def __init__(self, loop: asyncio.AbstractEventLoop, ping_interval_s: float = PING_INTERVAL_S) -> None:
         self.loop = loop
-        self.connection = wire.Connection(opens_odd=True)
+        self.connection = wire.Connection(opens_odd=True, encode=_encode_json)
         self.hello: Mapping[str, Any] = {}
         self.closed: asyncio.Future[str] = loop.create_future()
         self.agent_ends = False
@@ -280,6 +282,13 @@ class AgentLink(asyncio.Protocol):
             stream.wake_sender()
         self._wake_data_waiters()
         self.resume_writing()
+
+
+def _encode_json(meta: dict[str, Any]) -> bytes:
+    try:
+        return orjson.dumps(meta)
+    except TypeError:
+        return wire.encode_json(meta)  # orjson refuses lone surrogates, which occur in file names that are not UTF-8, and integers of more than 64 bits
 
 
 def _complete(waiters: list[asyncio.Future[None]]) -> None:

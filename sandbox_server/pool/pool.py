@@ -51,6 +51,7 @@ class Pool:
         book: the pool's leases and slots, and the acquires that wait.
         fleet: the pool's sandboxes.
         supervisors: the supervisors of the sandboxes.
+        pace: limits how many acquires of ready slots are granted within a short time.
         events: publishes the pool's events.
         closing: whether no new lease begins any more.
         closing_reason: why, as shown to clients.
@@ -69,8 +70,7 @@ class Pool:
         ended: EndedLeases | None = None,
     ) -> None:
         clock = dependencies.clock
-        self.pool_id = pool_id
-        self.name = pool_id.name
+        self.pool_id, self.name = pool_id, pool_id.name
         self.spec = spec
         self.book = LeaseBook(
             *(pool_id, spec, clock, dependencies.store.put, dependencies.weight, dependencies.lease_id, ended),
@@ -79,10 +79,9 @@ class Pool:
             capacity=self._capacity,
         )
         self.fleet = Fleet(pool_id, self.book, access.backend.traits, clock, dependencies.jitter)
-        self.clock = clock
+        self.clock, self.pace = clock, access.pace
         self.events = PoolEvents(pool_id, dependencies.events)
-        self.closing = False
-        self.closing_reason = "the service is stopping"
+        self.closing, self.closing_reason = False, "the service is stopping"
         self.closed_by: str | None = None
         self.gone = asyncio.Event()
         self.tasks: set[asyncio.Task[None]] = set()

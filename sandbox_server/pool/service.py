@@ -222,9 +222,14 @@ class PoolService(PoolReader):
         return self._quotas.admits(request)
 
     async def _acquire(self, pool: Pool, request: AcquireRequest) -> Acquired:
+        may_wait = request.wait_s is None or request.wait_s > 0
+        turn = await pool.pace.wait_for_turn(request.tenant, lambda: may_wait and pool.book.table.free_count > 0)
+        # Only now: what is checked must still be true when the acquire is granted or queued.
         self._keys.check_not_released(request)
         self._quotas.check_leases(request, pool)
-        return await pool.acquire(request, self._quotas.check_waiters)
+        acquired = await pool.acquire(request, self._quotas.check_waiters)
+        turn.runs_call = lambda: any(pool.book.lease_index.runs_call(lease.lease_id) for lease in acquired.leases)
+        return acquired
 
     def release_undelivered_leases(self, acquired: Acquired, request_key: str | None) -> None:
         """Release leases that their client did not receive, because it has disconnected. With a request key they are kept for a retry.

@@ -14,12 +14,20 @@ from dataclasses import replace
 from tests.bench.floor import Floor
 from tests.bench.peer import Peer, running_peer
 from tests.bench.report import render_table
-from tests.bench.rounds import COLD_STARTS, Measurements, measure_churn_rounds, measure_cold_start, measure_rounds, measure_run_batch_rounds
+from tests.bench.rounds import (
+    COLD_STARTS,
+    Measurements,
+    measure_churn_rounds,
+    measure_cold_start,
+    measure_file_rounds,
+    measure_rounds,
+    measure_run_batch_rounds,
+)
 from tests.support import tables
 from tests.support.users import ROOT
 
 BUILD = ROOT / "build" / "bench"
-PARTS = ("calls", "starts", "fresh", "programs")
+PARTS = ("calls", "files", "starts", "fresh", "programs")
 
 
 def print_progress(text: str) -> None:
@@ -42,6 +50,8 @@ def measure(parts: Sequence[str], floor: Floor) -> Measurements:
     if "calls" in parts:
         with contextlib.ExitStack() as stack:
             measured = replace(measured, rounds=measure_rounds(floor, start_peer(stack), print_progress))
+    if "files" in parts:
+        measured = replace(measured, file_rounds=measure_file_rounds(print_progress))
     if "starts" in parts:
         cold_starts = []
         for number in range(COLD_STARTS):

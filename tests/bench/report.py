@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from tests.bench.file_laps import COMMAND, LARGE_MIB, FileRound
 from tests.bench.rounds import ISOLATION, Measurements
 from tests.bench.run_batch_laps import RunBatchRound
 from tests.support import tables
@@ -27,6 +28,9 @@ MIN_PYTHON_RATIO = 0.7
 MAX_NEIGHBOUR_CALL_S = 0.012
 MAX_CROWD_CALL_S = 0.2
 MIN_PROGRAM_RATIO = 0.6
+MAX_FILE_RATIO = 1.2
+MAX_SEARCH_RATIO = 1.5
+MIN_LARGE_MIB_PER_S = 400.0
 
 
 @dataclass(frozen=True)
@@ -160,10 +164,28 @@ def program_lines(measured: Measurements) -> Iterator[Line]:
         yield Line(what, f"{measured.run_batch_median(rate):,.0f}/s", beside, f"{ratio:.2f} ×", f"≥ {MIN_PROGRAM_RATIO:g} ×", ratio >= MIN_PROGRAM_RATIO)
 
 
+def file_lines(measured: Measurements) -> Iterator[Line]:
+    """Yield the lines about file tools and file routes."""
+    rounds = measured.file_rounds
+    command_s = statistics.median(it.operation_s[COMMAND] for it in rounds)
+    for name in rounds[0].operation_s:
+        if name == COMMAND:
+            continue
+        value_s = statistics.median(it.operation_s[name] for it in rounds)
+        ratio = statistics.median(it.operation_s[name] / it.operation_s[COMMAND] for it in rounds)
+        most = MAX_SEARCH_RATIO if name == "search_files" else MAX_FILE_RATIO
+        yield Line(f"`{name}`, p50", ms(value_s), f"`{COMMAND}` in the same slot: {ms(command_s)}", f"{ratio:.2f} ×", f"≤ {most:g} ×", ratio <= most)
+    rates: tuple[tuple[str, Callable[[FileRound], float]], ...] = (("in", lambda it: it.in_mib_per_s), ("out", lambda it: it.out_mib_per_s))
+    for what, rate in rates:
+        value = statistics.median(map(rate, rounds))
+        yield Line(f"{LARGE_MIB} MiB of a file {what}", f"{value:.0f} MiB/s", "", "", f"≥ {MIN_LARGE_MIB_PER_S:g} MiB/s", value >= MIN_LARGE_MIB_PER_S)
+
+
 def render_table(measured: Measurements) -> tuple[str, bool]:
     """Return the table as Markdown, and whether every bar is met. What was not measured has no lines."""
     parts = (
         (measured.rounds, (one_call_lines, rate_lines, slot_lines)),
+        (measured.file_rounds, (file_lines,)),
         (measured.cold_starts, (start_lines,)),
         (measured.churn_rounds, (churn_lines,)),
         (measured.run_batch_rounds, (program_lines,)),

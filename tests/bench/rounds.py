@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 
 from tests.bench.churn_laps import ChurnRound, ProcessorTime, measure_churn_round
+from tests.bench.file_laps import FileLaps, FileRound
 from tests.bench.floor import Floor
 from tests.bench.peer import Peer
 from tests.bench.run_batch_laps import RunBatchRound, measure_run_batch
@@ -33,6 +34,7 @@ from tests.support.service import running_service
 ISOLATION = "bwrap"
 ROUNDS = 11
 CHURN_ROUNDS = 5
+FILE_ROUNDS = 5
 COLD_STARTS = 3
 COLD_SLOTS = 100
 SLOTS_PER_SANDBOX = 10
@@ -43,6 +45,7 @@ WARM_POOLS = {
     "ten": {**POOL, "min_sandboxes": 1, "max_sandboxes": 1},
 }
 CHURN_POOLS = {"default": WARM_POOLS["default"]}
+FILE_POOLS = {"default": WARM_POOLS["ten"]}
 COLD_POOLS = {"default": {**POOL, "min_sandboxes": COLD_SLOTS // SLOTS_PER_SANDBOX, "max_sandboxes": COLD_SLOTS // SLOTS_PER_SANDBOX}}
 
 
@@ -80,12 +83,14 @@ class Measurements:
         cold_starts: one after the other.
         churn_rounds: one after the other.
         run_batch_rounds: one after the other.
+        file_rounds: one after the other.
     """
 
     rounds: Sequence[Round] = ()
     cold_starts: Sequence[ColdStart] = ()
     churn_rounds: Sequence[ChurnRound] = ()
     run_batch_rounds: Sequence[RunBatchRound] = ()
+    file_rounds: Sequence[FileRound] = ()
 
     def median(self, value: Callable[[Round], float | None]) -> float | None:
         """Return the median of a value, or of a ratio of two values, over the rounds. None: at least one round has no such value."""
@@ -160,6 +165,20 @@ def measure_run_batch_rounds(report: Callable[[str], None]) -> list[RunBatchRoun
         connection.wait_until_ready(WARM_SANDBOXES * SLOTS_PER_SANDBOX)
         _check_isolation(connection)
         return measure_run_batch(service, report)
+
+
+def measure_file_rounds(report: Callable[[str], None]) -> list[FileRound]:
+    """Run a service for file tools and file routes, and measure all rounds. `report` is called with a line of progress."""
+    rounds = []
+    with running_service({"pools": FILE_POOLS}) as service:
+        connection = ServiceConnection(service)
+        connection.wait_until_ready(SLOTS_PER_SANDBOX)
+        _check_isolation(connection)
+        laps = FileLaps(service, connection.acquire()[0])
+        for number in range(FILE_ROUNDS):
+            report(f"files, round {number + 1} of {FILE_ROUNDS}")
+            rounds.append(laps.measure_round())
+    return rounds
 
 
 def _check_isolation(connection: ServiceConnection) -> None:

@@ -39,6 +39,7 @@ from sandbox_server.__main__ import main as check_settings
 from sandbox_server.settings.environment import EnvironmentModel
 from tests.support.prepared.cli import prepared_cli
 from tests.support.prepared.environments import environments_python
+from tests.support.prepared.service import prepared_python
 from tests.support.service import end_sandboxes_left
 from tests.support.users import ROOT
 
@@ -66,7 +67,8 @@ class Blocks:
 
     Args:
         folder: the folder in which the blocks run.
-        programs: a folder for a program `sandbox` that the prepared process carries out, as it does the service; None: the installed programs are run.
+        programs: a folder for a program `sandbox` that the prepared process carries out, as it does the service and that of `embedded`; None: the installed
+            programs are run.
     """
 
     def __init__(self, folder: Path, programs: Path | None = None) -> None:
@@ -100,7 +102,10 @@ class Blocks:
     def _python(self, example: Example) -> str | None:
         named = FILE_NAME.match(str(example.parsed))
         if named is None:
-            return self._evaluate_python(example)
+            with pytest.MonkeyPatch.context() as patch:
+                if self._programs is not None:
+                    patch.setattr(sys, "executable", str(prepared_python()))
+                return self._evaluate_python(example)
         (self._folder / named[1]).write_text(str(example.parsed), encoding="utf-8")
         return None
 

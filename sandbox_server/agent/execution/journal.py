@@ -96,7 +96,7 @@ class JournalEntry:
 
 def call_identity(tool: str, args: Mapping[str, Any]) -> bytes:
     """A digest of the tool and its arguments. Two calls with the same id must have the same digest."""
-    return hashlib.sha256(marshal.dumps((tool, _canonical(args)), _MARSHAL_VERSION)).digest()
+    return hashlib.blake2b(marshal.dumps((tool, _canonical(args)), _MARSHAL_VERSION), digest_size=32).digest()
 
 
 def _canonical(value: Any) -> Any:

@@ -308,7 +308,7 @@ def _read_large(fd: int) -> Dict[str, Any]:
         os.close(fd)
 
 
-def _apply_config(config: Mapping[str, Any]) -> None:
+def _apply_config(config: Mapping[str, Any], is_forked: bool) -> None:
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_IGN)
     # Without a handler, the kernel does not deliver a SIGINT from the slot to the first process of its pid namespace.
@@ -332,7 +332,7 @@ def _apply_config(config: Mapping[str, Any]) -> None:
     if mode != "bwrap":
         privileges.adopt_orphans()
     privileges.set_resource_limits(config["limits"])
-    if config["uid"] is not None:
+    if config["uid"] is not None and not is_forked:
         privileges.empty_bounding_set()
     if mode == "uid":
         # Init keeps its uid, so that the slot can neither signal nor trace it, and the capabilities to become the user of the slot. Its children inherit the
@@ -369,12 +369,13 @@ def main() -> NoReturn:
     run_init(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, fd))
 
 
-def run_init(sock: socket.socket, oom_fd: int = -1) -> NoReturn:
+def run_init(sock: socket.socket, oom_fd: int = -1, is_forked: bool = False) -> NoReturn:
     """Read the configuration from the control socket, apply it, and serve requests.
 
     Args:
         sock: the control socket.
         oom_fd: a descriptor of `oom_score_adj` of this process; -1 if it has not been opened.
+        is_forked: whether the template has forked this process, which has therefore inherited an empty capability bounding set.
     """
     data, _ = receive_message(sock, CONFIG_BYTES)
     config = marshal.loads(data)
@@ -387,7 +388,7 @@ def run_init(sock: socket.socket, oom_fd: int = -1) -> NoReturn:
             oom_fd = open_oom_adjustment()
         if oom_fd >= 0:
             os.pwrite(oom_fd, _OOM_SCORE_OF_INIT, 0)
-        _apply_config(config)
+        _apply_config(config, is_forked)
         init = Init(sock, config, oom_fd)
     except OSError as error:
         sock.send(REPORT.pack(FAILED, 0, error.errno or 0, 0, 0) + (error.strerror or str(error)).encode())

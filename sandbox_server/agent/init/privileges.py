@@ -29,9 +29,11 @@ _INSTRUCTION_BYTES = 8
 
 
 class _Filter(ctypes.Structure):
-    _fields_ = [("len", ctypes.c_ushort), ("filter", ctypes.c_void_p)]
+    _fields_ = [("len", ctypes.c_ushort), ("filter", ctypes.c_char_p)]
 
 
+# Made once: ctypes forgets a type of arrays that nothing refers to, and to make one again changes memory that slots could share.
+_CapabilityHeader, _CapabilitySets, _LandlockRules = ctypes.c_uint32 * 2, ctypes.c_uint32 * 6, ctypes.c_uint64 * 3
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -80,8 +82,7 @@ def confine_process(program: bytes, *, is_shared: bool) -> None:
     forbid_new_privileges()
     if not is_shared:
         separate_abstract_sockets()
-    code = ctypes.create_string_buffer(program, len(program))
-    whole = _Filter(len(program) // _INSTRUCTION_BYTES, ctypes.addressof(code))
+    whole = _Filter(len(program) // _INSTRUCTION_BYTES, program)
     _prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(whole))
 
 
@@ -104,7 +105,7 @@ def separate_abstract_sockets() -> bool:
     """
     if not can_separate_abstract_sockets():
         return False
-    attributes = (ctypes.c_uint64 * 3)(0, 0, _LANDLOCK_SCOPE_ABSTRACT_SOCKETS)  # no rules for files, none for ports
+    attributes = _LandlockRules(0, 0, _LANDLOCK_SCOPE_ABSTRACT_SOCKETS)  # no rules for files, none for ports
     ruleset = _libc.syscall(_LANDLOCK_CREATE_RULESET, attributes, ctypes.c_size_t(ctypes.sizeof(attributes)), ctypes.c_uint32(0))
     if ruleset < 0:
         number = ctypes.get_errno()
@@ -118,16 +119,16 @@ def separate_abstract_sockets() -> bool:
 
 def set_capabilities(mask: int) -> None:
     """Set the effective and permitted capabilities to this mask, and make none inheritable."""
-    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
+    header = _CapabilityHeader(_CAPABILITY_VERSION_3, 0)
     low, high = mask & 0xFFFFFFFF, mask >> 32
-    sets = (ctypes.c_uint32 * 6)(low, low, 0, high, high, 0)
+    sets = _CapabilitySets(low, low, 0, high, high, 0)
     _check("capset", _libc.capset(header, sets))
 
 
 def permitted_capabilities() -> int:
     """Return the mask of the capabilities that this process may use."""
-    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
-    sets = (ctypes.c_uint32 * 6)()  # Effective, permitted and inheritable, of the lower 32 capabilities and then of the others.
+    header = _CapabilityHeader(_CAPABILITY_VERSION_3, 0)
+    sets = _CapabilitySets()  # Effective, permitted and inheritable, of the lower 32 capabilities and then of the others.
     _check("capget", _libc.capget(header, sets))
     return sets[1] | sets[4] << 32
 

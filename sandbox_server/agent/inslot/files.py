@@ -168,8 +168,10 @@ def edit_file(args: Mapping[str, Any], ctx: Mapping[str, Any], reply: Reply) -> 
     """Replace a text in a file. The text must occur in the file, and only once unless `replace_all` is set."""
     path = resolve_tool_path(args["path"], ctx)
     fd, before = open_regular(path, path)
-    with open(fd, "rb") as file:
-        data = file.read(MAX_EDIT_BYTES + 1)
+    try:
+        data = _read_at_most(fd, MAX_EDIT_BYTES + 1, before.st_size + 1)
+    finally:
+        os.close(fd)
     if len(data) > MAX_EDIT_BYTES:
         raise Refusal("file_error", f"{quote_path(path)} is larger than {int(MAX_EDIT_BYTES)} bytes: edit it with sed or a script", "EFBIG")
     real, _ = _resolve_write_target(path)
@@ -188,6 +190,25 @@ def edit_file(args: Mapping[str, Any], ctx: Mapping[str, Any], reply: Reply) -> 
     count = data.count(old)
     _write_atomically(real, data.replace(old, new), stat.S_IMODE(before.st_mode) & 0o777)
     reply.send_text(f"replaced {count_with_noun(count, 'occurrence')} in {quote_path(path)} (line {lines})\n", replacements=count)
+
+
+def _read_at_most(fd: int, most_bytes: int, expected_bytes: int) -> bytes:
+    """Read a file from its start.
+
+    Args:
+        fd: descriptor of the file.
+        most_bytes: how much is read at most.
+        expected_bytes: how much is asked for at once, which should be a little more than the file has.
+    """
+    parts = []
+    left_bytes = most_bytes
+    while left_bytes:
+        part = os.read(fd, min(left_bytes, max(expected_bytes, CHUNK_BYTES)))
+        if not part:
+            break
+        parts.append(part)
+        left_bytes -= len(part)
+    return b"".join(parts)
 
 
 def _find_line_numbers(data: bytes, old: bytes) -> str:

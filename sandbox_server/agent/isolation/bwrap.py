@@ -165,9 +165,9 @@ class BwrapIsolation:
                 pass  # It has ended by itself.
         else:
             runtime.process.kill()
-        ended = await init_start.wait_for_exit(runtime.process, base.END_TIMEOUT_S)
-        if ended and runtime.init_pidfd >= 0:
-            ended = await wait_readable(runtime.init_pidfd, base.END_TIMEOUT_S)
+        ended = runtime.init_pidfd < 0 or await wait_readable(runtime.init_pidfd, base.END_TIMEOUT_S)
+        # A forked init is the child of this agent that has just ended. Otherwise this waits for bubblewrap, which ends after init.
+        ended = ended and await init_start.wait_for_exit(runtime.process, base.END_TIMEOUT_S)
         proof: dict[str, Any] = {"namespace_ended": ended, "clean": ended}
         if not ended:
             proof["detail"] = "init %d did not end within %g s of SIGKILL" % (runtime.init_pid, base.END_TIMEOUT_S)

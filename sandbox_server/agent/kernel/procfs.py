@@ -145,10 +145,9 @@ def _is_same_file(path: str, other: str) -> bool:
 
 def mounts_under(path: str) -> list[str]:
     """Return the mount points at and below a folder, as this process sees them."""
-    found = []
-    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
-        for line in file:
-            target = line.split(" ", 5)[4]
-            if target == path or target.startswith(path + "/"):
-                found.append(target)
-    return found
+    with open("/proc/self/mountinfo", "rb") as file:
+        content = file.read()
+    if os.fsencode(path) not in content:
+        return []  # Every reset asks this, and on some machines the file has many lines.
+    targets = [os.fsdecode(line.split(b" ", 5)[4]) for line in content.splitlines()]
+    return [target for target in targets if target == path or target.startswith(path + "/")]

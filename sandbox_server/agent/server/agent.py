@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import secrets
@@ -110,6 +111,7 @@ class Agent:
             runtimes = self._runtimes = RuntimePool(self.config, self._probed.isolation, self._trash, caches)
             runtimes.on_in_flight_full = InFlightGuard(self._running_runtimes).start_search
             await self._start_slots(runtimes)
+            gc.freeze()  # what has been imported stays: the garbage collector need not search it again and again
             self._guards.start_guards(self._held_runtimes, runtimes.prepared_runtimes, self._report_effective_limits)
         await self.stopping.wait()
         await self._shut_down()

@@ -15,6 +15,8 @@ log = logging.getLogger(__name__)
 HELLO_WITHIN_S = 10.0
 MAX_HELLO_BYTES = 64 << 10
 RECEIVED_AT_ONCE_BYTES = 256 << 10
+#: A connection that has not authenticated itself may be a slot's, and there may be many.
+RECEIVED_BEFORE_HELLO_BYTES = 4 << 10
 
 
 class StreamHandler(Protocol):
@@ -159,7 +161,7 @@ class ServiceConnection(asyncio.BufferedProtocol):
         self._on_authentication = on_authentication
         self._authenticated = False
         self._received_bytes = 0
-        self._buffer = memoryview(bytearray(RECEIVED_AT_ONCE_BYTES))
+        self._buffer = memoryview(bytearray(RECEIVED_BEFORE_HELLO_BYTES))
         self._flushing = False
         self._paused = False
         self._hello_timer: asyncio.TimerHandle | None = None
@@ -277,6 +279,7 @@ class ServiceConnection(asyncio.BufferedProtocol):
 
     def _accept_hello(self) -> None:
         self._authenticated = True
+        self._buffer = memoryview(bytearray(RECEIVED_AT_ONCE_BYTES))
         if self._hello_timer is not None:
             self._hello_timer.cancel()
         if self._on_authentication is not None:

@@ -8,11 +8,13 @@ from typing import Any, Awaitable, Callable, Mapping
 
 from sandbox_server.agent.errors import Refused
 from sandbox_server.agent.server.connections import Stream
-from sandbox_server.agent.slots.slots import AgentSlot
+from sandbox_server.agent.slots.slots import RESETTING, AgentSlot
 from sandbox_server.agent.slots.transitions import SlotTransitions
 from sandbox_server.agent.slots.verify import start_verification
 
 log = logging.getLogger(__name__)
+
+_REPORT_RESET_AFTER_S = 0.05
 
 
 class CoroutineStream:
@@ -68,13 +70,23 @@ class WatchStream:
         self._stream = stream
         self._on_closed = on_closed
         self._changed_slots: dict[str, AgentSlot] = {}
+        self._planned_send: asyncio.Handle | None = None
+        self._sends_soon = False
         stream.send_item({"slots": [slot.view() for slot in slots.values()]})
 
     def report_slot(self, slot: AgentSlot) -> None:
-        """Send a slot that has changed. Several changes in one turn of the event loop become one message."""
-        if not self._changed_slots:
-            asyncio.get_event_loop().call_soon(self._send_changes)
+        """Send a slot that has changed. Several changes in one turn of the event loop become one message.
+
+        That a slot is being reset is known to the service, which has ordered it. Therefore this is only sent if the reset takes a while.
+        """
         self._changed_slots[slot.slot_id] = slot
+        loop = asyncio.get_event_loop()
+        if slot.state != RESETTING and not self._sends_soon:
+            if self._planned_send is not None:
+                self._planned_send.cancel()
+            self._planned_send, self._sends_soon = loop.call_soon(self._send_changes), True
+        elif self._planned_send is None:
+            self._planned_send = loop.call_later(_REPORT_RESET_AFTER_S, self._send_changes)
 
     def report_effective_limits(self, effective: Mapping[str, Any]) -> None:
         """Send the limits that each slot has from now on."""
@@ -86,6 +98,7 @@ class WatchStream:
 
     def _send_changes(self) -> None:
         slots, self._changed_slots = self._changed_slots, {}
+        self._planned_send, self._sends_soon = None, False
         self._stream.send_item({"slots": [slot.view() for slot in slots.values()]})
 
     def on_item(self, meta: dict[str, Any], body: bytes) -> None:
@@ -105,7 +118,9 @@ class WatchStream:
 async def reset_slot(stream: Stream, transitions: SlotTransitions, meta: Mapping[str, Any]) -> None:
     """Clean the slot for its next holder. The reset continues when the stream is aborted."""
     task = transitions.start_reset(meta.get("epoch"), bool(meta.get("network", True)), bool(meta.get("keep", False)))
-    stream.end_stream(await asyncio.shield(task))
+    # This sends the answer together with the state of the slot, which wakes the service once. What the task raises is raised, and sent, from here.
+    task.add_done_callback(lambda ended: None if ended.cancelled() or ended.exception() is not None else stream.end_stream(ended.result()))
+    await asyncio.shield(task)
 
 
 async def verify_slot(stream: Stream, transitions: SlotTransitions, meta: Mapping[str, Any]) -> None:

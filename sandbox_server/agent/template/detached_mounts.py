@@ -23,6 +23,8 @@ _ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV = 1, 2, 4
 _MS_PRIVATE = 1 << 18
 _PATH_FLAGS = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 
+_MountAttributes = ctypes.c_uint64 * 4
+
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -49,7 +51,7 @@ def open_detached_mount(path: str, read_only: bool = False, expected: Tuple[int,
         os.close(path_fd)
     try:
         attributes = _ATTR_NOSUID | _ATTR_NODEV | (_ATTR_RDONLY if read_only else 0)
-        request = (ctypes.c_uint64 * 4)(attributes, 0, _MS_PRIVATE, 0)  # What is set, what is cleared, the propagation, and a user namespace.
+        request = _MountAttributes(attributes, 0, _MS_PRIVATE, 0)  # What is set, what is cleared, the propagation, and a user namespace.
         arguments = (ctypes.c_int(mount_fd), b"", ctypes.c_uint(_AT_EMPTY_PATH), request, ctypes.c_size_t(ctypes.sizeof(request)))
         check("mount_setattr", _libc.syscall(ctypes.c_long(_MOUNT_SETATTR), *arguments))
     except OSError:

@@ -22,6 +22,10 @@ _PR_SET_NAME = 15
 _LAST_FD = 0xFFFFFFFF
 _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1
 
+_CloneArguments = ctypes.c_uint64 * _CLONE_ARGS
+_InterfaceRequest = ctypes.c_char * 40
+_Flags = ctypes.POINTER(ctypes.c_short)
+
 _libc = ctypes.CDLL(None, use_errno=True)
 #: The same library, called without releasing the lock of the interpreter, as `os.fork` calls fork.
 _locked_libc = ctypes.PyDLL(None, use_errno=True)
@@ -51,7 +55,7 @@ def fork_sibling(namespaces: int) -> int:
     Raises:
         OSError: the kernel has refused the call.
     """
-    arguments = (ctypes.c_uint64 * _CLONE_ARGS)(namespaces | CLONE_PARENT)
+    arguments = _CloneArguments(namespaces | CLONE_PARENT)
     # What `os.fork` does before and after the system call.
     ctypes.pythonapi.PyOS_BeforeFork()
     pid = int(_locked_libc.syscall(ctypes.c_long(_CLONE3), arguments, ctypes.c_size_t(ctypes.sizeof(arguments))))
@@ -134,8 +138,9 @@ def start_loopback(socket_fd: int) -> None:
     Args:
         socket_fd: any internet socket in this network namespace.
     """
-    request = ctypes.create_string_buffer(b"lo", 40)
+    request = _InterfaceRequest()
+    request.value = b"lo"
     check("the flags of lo", _libc.ioctl(ctypes.c_int(socket_fd), ctypes.c_ulong(_SIOCGIFFLAGS), request))
-    flags = ctypes.cast(ctypes.addressof(request) + 16, ctypes.POINTER(ctypes.c_short))
+    flags = ctypes.cast(ctypes.addressof(request) + 16, _Flags)
     flags[0] |= _IFF_UP
     check("starting lo", _libc.ioctl(ctypes.c_int(socket_fd), ctypes.c_ulong(_SIOCSIFFLAGS), request))

@@ -158,7 +158,7 @@ class Template:
             oom_fd = slot_view.enter_slot(request, fds[1:first_join], fds[first_join:], self._controls)
             oom_fd = _move_descriptors(control.detach(), oom_fd)
             control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, _CONTROL_FD)
-            init.run_init(control, oom_fd)
+            init.run_init(control, oom_fd, is_forked=True)
         except BaseException as error:  # The forked process must never return into the loop of the template, and the agent must learn the reason.
             number = error.errno or 0 if isinstance(error, OSError) else 0
             text = error.strerror or str(error) if isinstance(error, OSError) else "%s: %s" % (type(error).__name__, error)

@@ -33,6 +33,8 @@ def is_outdated(made_with: PoolSpec, spec: PoolSpec) -> bool:
         made_with: the spec of the sandbox.
         spec: the spec of the pool.
     """
+    if made_with is spec:
+        return False  # As long as the spec of the pool has not changed, which is nearly always.
     return any(getattr(made_with, name) != getattr(spec, name) for name in _NEEDS_NEW_SANDBOXES)
 
 

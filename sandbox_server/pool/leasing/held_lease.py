@@ -95,6 +95,11 @@ class LeaseIndex:
         """Return the ids of the leases that a run holds; for `run_id` None, of those that the tenant holds without a run."""
         return list(self._ids_by_run.get((tenant, run_id), ()))
 
+    def runs_call(self, lease_id: str) -> bool:
+        """Return whether a call runs in a lease; False if the lease has ended."""
+        held_lease = self.by_id.get(lease_id)
+        return held_lease is not None and held_lease.running_call_count > 0
+
     def record_call_start(self, lease_id: str) -> None:
         """Note that a call runs in a lease, which then does not expire. Does nothing if the lease has ended."""
         held_lease = self.by_id.get(lease_id)

@@ -40,6 +40,7 @@ class FileIdentityCheck:
         self._file = identify(path)
         self._side_files = {suffix: identify(side) for suffix, side in self._side_paths.items()}
         self._stamp = _stamp(_stat(path))
+        self._seen: tuple[object, ...] = ()  # what `_look` found when everything was in place the last time
 
     def note_own_write(self) -> None:
         """Remember the current size and time of the state file. To be called after this process has written to the file itself, not only to its log."""
@@ -51,6 +52,25 @@ class FileIdentityCheck:
         Raises:
             StateFileReplaced: they cannot be written again, because another file or folder is at their path.
         """
+        seen = self._look()
+        if seen and seen == self._seen:
+            return True
+        is_in_place = self._compare()
+        self._seen = seen if is_in_place and seen == self._look() else ()
+        return is_in_place
+
+    def _look(self) -> tuple[object, ...]:
+        """Return what identifies the folder, the state file with its stamp, and the side files; an empty tuple if one of them is missing."""
+        wal, shm = SIDE_FILES
+        try:
+            folder, file = os.stat(self._folder_text), os.stat(self._path_text)
+            log, index = os.stat(self._side_paths[wal]), os.stat(self._side_paths[shm])
+        except OSError:
+            return ()
+        files = folder.st_dev, folder.st_ino, file.st_dev, file.st_ino, log.st_dev, log.st_ino, index.st_dev, index.st_ino
+        return *files, file.st_size, file.st_mtime_ns
+
+    def _compare(self) -> bool:
         folder = identify(self._folder_text)
         if folder is None or folder != self._folder:
             what = "does not exist any more" if folder is None else "was replaced by another folder"

@@ -337,7 +337,7 @@ def _close_quietly(connection: sqlite3.Connection | None) -> None:
 
 def _result_row(lease_id: str, call_id: str, recorded_result: RecordedResult) -> tuple[str, str, str, str, str, bytes]:
     fields, outputs = encode_result(recorded_result.result)
-    lengths = json.dumps([None if output is None else len(output) for output in outputs])
+    lengths = encode([None if output is None else len(output) for output in outputs]).decode()
     # A single output is not copied: it can be large.
     joined = outputs[0] if outputs[1] is None and outputs[2] is None else b"".join(output or b"" for output in outputs)
     return lease_id, call_id, recorded_result.identity.hex(), encode(fields).decode(), lengths, joined or b""

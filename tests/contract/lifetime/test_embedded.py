@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from env_client import EmbeddedFailed, embedded
+from tests.support.prepared.service import prepared_python
 
 POOLS = {"default": {"slots_per_sandbox": 2, "min_sandboxes": 1, "max_sandboxes": 1}}
 END_S = 30.0
@@ -98,7 +99,8 @@ def test_a_service_whose_interpreter_is_missing_leaves_no_folder_and_no_open_fil
     assert psutil.Process().num_fds() == open_files
 
 
-def test_two_do_not_meet_and_the_default_pool_is_the_only_one_or_the_named_one() -> None:
+def test_two_do_not_meet_and_the_default_pool_is_the_only_one_or_the_named_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", str(prepared_python()))
     small = {"slots_per_sandbox": 1, "min_sandboxes": 0, "max_sandboxes": 1}
     with embedded({"mine": small}) as one, embedded({"mine": small, "other": small}, default_pool="other") as other:
         assert one.url != other.url

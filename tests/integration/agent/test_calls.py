@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import time
 
+import pytest
+
+from sandbox_server.agent.init.reports import REQUEST_BYTES
 from tests.integration.agent.agent_harness import AgentHarness
 from tests.integration.agent.conftest import Maker
 
@@ -25,6 +28,13 @@ async def test_the_environment_is_the_slots_own(harness: AgentHarness) -> None:
 
     names = {line.partition("=")[0] for line in answer.text.splitlines()} - {"_", "SHLVL", "PWD", "TMPDIR"}
     assert names == {"PATH", "LANG", "TERM", "HOME", "SHELL", "SANDBOX_WORKSPACE", "OMP_NUM_THREADS", "PYTHON_CPU_COUNT", "MINE"}
+
+
+@pytest.mark.parametrize("size", [100, REQUEST_BYTES - 2000, REQUEST_BYTES - 1000, REQUEST_BYTES, 2 * REQUEST_BYTES])
+async def test_a_command_of_any_length_arrives_whole(bwrap: AgentHarness, size: int) -> None:
+    answer = await bwrap.bash(": %s; echo ${#BASH_EXECUTION_STRING}" % ("x" * size))
+
+    assert answer.text == f"{size + len(': ; echo ${#BASH_EXECUTION_STRING}')}\n"
 
 
 async def test_calls_of_one_stream_run_in_order_and_a_failed_one_does_not_stop_the_next(bwrap: AgentHarness) -> None:

@@ -47,7 +47,8 @@ async def _forking(creations: ExitStack, agent: Path, count: int = agent_spawner
     spawner = AgentSpawner(ENVIRONMENT, forks=True)
     for _ in range(count):
         creations.enter_context(spawner.count_creation())
-    await spawner.prepare(agent)
+    spawner.start_forking(agent)
+    await spawner.wait_until_forking(agent)
     return spawner
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+import pytest
+
 from sandbox_server.response_writer import ResponseWriter
 
 HEAD, BODY = b"HTTP/1.1 200 OK\r\n\r\n", b"hello"
@@ -64,6 +66,11 @@ async def test_a_response_that_is_closed_at_once_is_sent() -> None:
 
 async def test_a_response_that_is_aborted_is_not_sent() -> None:
     assert await pieces_of(lambda writer: [writer.write(HEAD), writer.abort()]) == []
+
+
+async def test_nothing_is_written_to_a_connection_that_something_else_has_aborted(caplog: pytest.LogCaptureFixture) -> None:
+    assert await pieces_of(lambda writer: [writer.write(HEAD), writer._transport.abort()]) == []
+    assert not caplog.records
 
 
 async def test_parts_after_the_first_body_are_written_as_they_come() -> None:

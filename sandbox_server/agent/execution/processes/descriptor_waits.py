@@ -14,7 +14,11 @@ async def wait_readable(fd: int, timeout_s: float) -> bool:
     loop = asyncio.get_running_loop()
     ready: asyncio.Future[None] = loop.create_future()
 
+    is_registered = True
+
     def set_ready() -> None:
+        nonlocal is_registered
+        is_registered = False
         loop.remove_reader(fd)
         if not ready.done():
             ready.set_result(None)
@@ -25,5 +29,6 @@ async def wait_readable(fd: int, timeout_s: float) -> bool:
     except asyncio.TimeoutError:
         return False
     finally:
-        loop.remove_reader(fd)
+        if is_registered:
+            loop.remove_reader(fd)
     return True

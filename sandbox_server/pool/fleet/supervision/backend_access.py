@@ -1,4 +1,4 @@
-"""One backend, with the budgets and the observer that all of its pools share."""
+"""One backend, with the budgets, the pace and the observer that all of its pools share."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from sandbox_server.backends.base import Backend
 from sandbox_server.pool.dependencies import PoolDependencies
 from sandbox_server.pool.fleet.supervision.creation_budget import CreationBudget
+from sandbox_server.pool.fleet.supervision.grant_pace import GrantPace
 from sandbox_server.pool.fleet.supervision.observer import BackendObserver
 from sandbox_server.pool.fleet.supervision.reset_budget import ResetBudget
 
@@ -18,6 +19,7 @@ class BackendAccess:
     backend: Backend
     budget: CreationBudget
     resets: ResetBudget
+    pace: GrantPace
     observer: BackendObserver
 
 
@@ -28,4 +30,5 @@ def access_backend(backend: Backend, dependencies: PoolDependencies) -> BackendA
     per_s = traits.creations_per_s if limits.creations_per_s is None else limits.creations_per_s
     budget = CreationBudget(backend.name, at_once=at_once, per_s=per_s, clock=clock, timers=timers)
     resets = ResetBudget(traits.resets_at_once, clock, timers)
-    return BackendAccess(backend=backend, budget=budget, resets=resets, observer=BackendObserver(backend, clock, timers))
+    pace = GrantPace(traits.acquires_at_once, timers)
+    return BackendAccess(backend=backend, budget=budget, resets=resets, pace=pace, observer=BackendObserver(backend, clock, timers))

@@ -7,8 +7,7 @@ processors with them, however few processes a command has. With a limit, the cli
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -17,10 +16,8 @@ from sandbox_server.pool.timers import Timers
 
 #: For how long one reset counts, in seconds. A reset that takes longer goes on, but it delays no other: a slot can make its own reset slow.
 COUNTED_S = 0.05
-#: A reset that has waited for so long begins before all that came later, whether or not an acquire waits for its slot, in seconds.
+#: A reset that has waited for so long, in seconds, takes turns with those that acquires wait for. The processes of its ended lease run until then.
 MAX_OVERTAKEN_S = 0.5
-#: Among so many of the oldest resets one is searched that an acquire waits for.
-MAX_SEARCHED = 256
 
 
 @dataclass(slots=True, eq=False)
@@ -38,20 +35,18 @@ class WaitingReset:
     begin: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
 
-def choose_next_reset(waiting: Iterable[WaitingReset], now: float) -> WaitingReset | None:
+def choose_next_reset(heads: Sequence[WaitingReset], now: float, *, was_overtaken: bool) -> WaitingReset | None:
     """Return the reset that begins next: the oldest one that an acquire waits for, or the oldest one of all; None if there is none.
 
     Args:
-        waiting: the resets that have not begun, the oldest first.
+        heads: the oldest reset of each pool.
         now: the monotonic time.
+        was_overtaken: whether the last choice has overtaken an older reset. If the oldest one has waited for long, it is its turn now.
     """
-    searched = list(itertools.islice(waiting, MAX_SEARCHED))
-    if not searched:
-        return None
-    oldest = searched[0]
-    if now - oldest.asked_at >= MAX_OVERTAKEN_S:
+    oldest = min(heads, key=lambda reset: reset.asked_at, default=None)
+    if oldest is None or (was_overtaken and now - oldest.asked_at >= MAX_OVERTAKEN_S):
         return oldest
-    return next((reset for reset in searched if reset.is_wanted()), oldest)
+    return min((reset for reset in heads if reset.is_wanted()), key=lambda reset: reset.asked_at, default=oldest)
 
 
 class ResetBudget:
@@ -67,7 +62,8 @@ class ResetBudget:
         self._at_once = at_once
         self._clock = clock
         self._timers = timers
-        self._waiting: dict[WaitingReset, None] = {}  # in the order in which they came
+        self._waiting_by_pool: dict[Callable[[], bool], dict[WaitingReset, None]] = {}  # those of each pool in the order in which they came
+        self._was_overtaken = False
         self._counted = 0
 
     @asynccontextmanager
@@ -75,7 +71,7 @@ class ResetBudget:
         """Wait until one more reset may begin. It is under way until the block ends.
 
         Args:
-            is_wanted: returns whether an acquire waits for a slot of the pool.
+            is_wanted: returns whether an acquire waits for a slot of the pool. It is the same function for all resets of a pool.
         """
         if self._at_once is None:
             yield
@@ -90,26 +86,35 @@ class ResetBudget:
     async def _wait(self, is_wanted: Callable[[], bool]) -> None:
         """Wait for the turn of a reset, which then counts."""
         reset = WaitingReset(self._clock.monotonic(), is_wanted)
-        self._waiting[reset] = None
+        self._waiting_by_pool.setdefault(is_wanted, {})[reset] = None
         self._begin_resets()
         try:
             await reset.begin
         except asyncio.CancelledError:
-            self._waiting.pop(reset, None)
-            if not reset.begin.cancelled():  # it could have begun just now, and is counted
+            if reset.begin.cancelled():
+                self._remove(reset)
+            else:  # it could have begun just now, and is counted
                 self._counted -= 1
                 self._begin_resets()
             raise
 
     def _begin_resets(self) -> None:
         while self._at_once is not None and self._counted < self._at_once:
-            reset = choose_next_reset(self._waiting, self._clock.monotonic())
-            if reset is None:
+            heads = [next(iter(resets)) for resets in self._waiting_by_pool.values()]
+            chosen = choose_next_reset(heads, self._clock.monotonic(), was_overtaken=self._was_overtaken)
+            if chosen is None:
                 return
-            del self._waiting[reset]
-            if not reset.begin.cancelled():
+            self._was_overtaken = any(head.asked_at < chosen.asked_at for head in heads)
+            self._remove(chosen)
+            if not chosen.begin.cancelled():
                 self._counted += 1
-                reset.begin.set_result(None)
+                chosen.begin.set_result(None)
+
+    def _remove(self, reset: WaitingReset) -> None:
+        resets = self._waiting_by_pool.get(reset.is_wanted, {})
+        resets.pop(reset, None)
+        if not resets:
+            self._waiting_by_pool.pop(reset.is_wanted, None)
 
     def _count_reset(self) -> Callable[[], None]:
         """Count a reset that begins for `COUNTED_S` at most. Returns what is to be called when it ends."""

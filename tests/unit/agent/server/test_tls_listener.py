@@ -9,7 +9,7 @@ import ssl
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -137,6 +137,18 @@ async def test_idle_connections_make_room_for_the_service_and_end_and_its_own_st
     assert [link.closed.done() for link in links] == [False] * 6
     for link in links:
         await link.close()
+
+
+async def test_only_a_connection_with_the_token_gets_a_large_buffer(port: int, listener: TlsListener) -> None:
+    _, writer = await greeted(port)
+    link = await connect(AgentEndpoint(address=f"tls:127.0.0.1:{port}", token=TOKEN, certificate=MADE.certificate), WITHIN_S)
+    (authenticated,) = cast("Agent", listener._server).connections
+    (unauthenticated,) = (pending.connection for pending in listener._unauthenticated.values())
+
+    assert len(unauthenticated.get_buffer(-1)) == connections.RECEIVED_BEFORE_HELLO_BYTES
+    assert len(authenticated.get_buffer(-1)) == connections.RECEIVED_AT_ONCE_BYTES
+    writer.transport.abort()
+    await link.close()
 
 
 async def test_clients_that_send_slowly_or_do_not_complete_their_handshake_are_dropped(port: int, listener: TlsListener) -> None:

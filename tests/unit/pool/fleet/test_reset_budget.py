@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 
 import pytest
 
 from sandbox_server.backends.base import BackendTraits
-from sandbox_server.pool.fleet.supervision.reset_budget import COUNTED_S, MAX_OVERTAKEN_S, MAX_SEARCHED, ResetBudget, WaitingReset, choose_next_reset
+from sandbox_server.pool.fleet.supervision.reset_budget import COUNTED_S, MAX_OVERTAKEN_S, ResetBudget, WaitingReset, choose_next_reset
 from sandbox_server.testing import FakeAgent, FakeBackend, FakeClock, settle
 
 
@@ -21,6 +22,10 @@ class Resetting:
         self.ends = {}
         self.tasks = {}
         self.wanted_pools = set()
+        self.is_wanted = {name: functools.partial(self.wanted_pools_have, name) for name in "ab"}
+
+    def wanted_pools_have(self, pool):
+        return pool in self.wanted_pools
 
     async def ask(self, *names):
         for name in names:
@@ -28,7 +33,7 @@ class Resetting:
         await settle()
 
     async def reset(self, name):
-        async with self.budget.reserve_reset(lambda: name[0] in self.wanted_pools):
+        async with self.budget.reserve_reset(self.is_wanted[name[0]]):
             self.began.append(name)
             self.ends[name] = asyncio.get_running_loop().create_future()
             await self.ends[name]
@@ -72,12 +77,28 @@ async def test_a_reset_that_an_acquire_waits_for_begins_first(resetting):
     assert resetting.began == ["a1", "a2", "b1", "b2", "a3"]
 
 
-async def test_a_reset_is_not_overtaken_for_long():
+async def test_a_reset_that_has_waited_for_long_takes_turns_with_those_that_acquires_wait_for():
     """The processes of an ended lease run until its slot is reset."""
     unwanted, wanted = WaitingReset(100.0, lambda: False), WaitingReset(100.2, lambda: True)
+    soon, late = 100.0 + MAX_OVERTAKEN_S / 2, 100.0 + MAX_OVERTAKEN_S
 
-    assert choose_next_reset([unwanted, wanted], 100.0 + MAX_OVERTAKEN_S / 2) is wanted
-    assert choose_next_reset([unwanted, wanted], 100.0 + MAX_OVERTAKEN_S) is unwanted
+    assert choose_next_reset([unwanted, wanted], soon, was_overtaken=True) is wanted
+    assert choose_next_reset([unwanted, wanted], late, was_overtaken=True) is unwanted
+    assert choose_next_reset([unwanted, wanted], late, was_overtaken=False) is wanted
+    assert choose_next_reset([], late, was_overtaken=True) is None
+
+
+async def test_many_resets_of_one_pool_do_not_delay_those_that_another_pool_waits_for(resetting):
+    await resetting.ask(*(f"a{number}" for number in range(20)))
+    await resetting.clock.advance(COUNTED_S)  # the first two count no longer
+    resetting.wanted_pools = {"b"}
+    await resetting.ask("b1", "b2", "b3")
+    resetting.began.clear()
+    await resetting.clock.advance(COUNTED_S)
+    assert resetting.began == ["b1", "b2"]
+    await resetting.clock.advance(MAX_OVERTAKEN_S)
+
+    assert resetting.began[2:6] == ["b3", "a4", "a5", "a6"]
 
 
 async def test_a_slow_reset_delays_no_other_for_long(resetting):
@@ -105,16 +126,6 @@ async def test_a_reset_that_is_cancelled_gives_its_place_to_the_next(resetting):
     await resetting.ask("b1", "b2")
 
     assert resetting.began == ["a1", "a2", "a4", "b1", "b2"]
-
-
-async def test_the_oldest_resets_alone_are_searched(resetting):
-    resetting.wanted_pools = {"b"}
-    names = [f"a{number}" for number in range(MAX_SEARCHED + 2)]
-    await resetting.ask(*names, "b1")
-
-    await resetting.end("a0")
-
-    assert resetting.began == ["a0", "a1", "a2"]
 
 
 async def test_without_a_limit_every_reset_begins_at_once():
