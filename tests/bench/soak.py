@@ -99,14 +99,17 @@ class Soak:
         samples: list[Sample] = []
         with ThreadPoolExecutor(CLIENTS) as threads:
             running = [threads.submit(self._client) for _ in range(CLIENTS)]
-            while not all(client.done() for client in running):
-                if self._begun >= (len(samples) + 1) * step:
-                    samples.append(self.sample(self._begun))
-                    print(
-                        f"{samples[-1].cycles:7d} cycles  service {samples[-1].service_bytes >> 10:8d} KiB  agent {samples[-1].agent_bytes >> 10:8d} KiB",
-                        flush=True,
-                    )
-                time.sleep(0.05)
+            try:
+                while not all(client.done() for client in running):
+                    if self._begun >= (len(samples) + 1) * step:
+                        samples.append(self.sample(self._begun))
+                        print(
+                            f"{samples[-1].cycles:7d} cycles  service {samples[-1].service_bytes >> 10:8d} KiB  agent {samples[-1].agent_bytes >> 10:8d} KiB",
+                            flush=True,
+                        )
+                    time.sleep(0.05)
+            finally:
+                self._cycles = 0  # where this is interrupted, the clients end as well
             for client in running:
                 client.result()
         return samples
