@@ -26,11 +26,11 @@ def write_control_file(path: str, text: str) -> None:
 
 def find_number(content: bytes, name: bytes) -> int:
     """Return the number after a name in the lines of a control file; 0 if the name does not occur."""
-    for line in content.splitlines():
-        key, _, value = line.partition(b" ")
-        if key == name:
-            return int(value)
-    return 0
+    start = (b"\n" + content).find(b"\n" + name + b" ")
+    if start < 0:
+        return 0
+    end = content.find(b"\n", start)
+    return int(content[start + len(name) : end if end >= 0 else len(content)])
 
 
 def open_procs(folder: str) -> int:
