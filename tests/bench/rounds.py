@@ -139,7 +139,6 @@ def measure_rounds(floor: Floor, peer: Peer | None, report: Callable[[str], None
                 acquire_s=_after_release(connection, lease_ids),
                 release_to_acquire_s=release_to_acquire_s(connection, "ten", SLOTS_PER_SANDBOX),
             )
-            connection.wait_until_ready(WARM_SANDBOXES * SLOTS_PER_SANDBOX)
             rounds.append(measured)
     return rounds
 
@@ -193,10 +192,12 @@ def _check_isolation(connection: ServiceConnection) -> None:
 
 
 def _after_release(connection: ServiceConnection, lease_ids: list[str]) -> float:
-    """Release the leases of a round, wait until every slot is ready, and measure acquires of ready slots."""
+    """Release the leases of a round, and measure acquires of ready slots. Before and after that, every slot is ready: resets would disturb what is measured."""
     connection.release(lease_ids)
     connection.wait_until_ready(WARM_SANDBOXES * SLOTS_PER_SANDBOX)
-    return acquire_s(connection)
+    took_s = acquire_s(connection)
+    connection.wait_until_ready(WARM_SANDBOXES * SLOTS_PER_SANDBOX)
+    return took_s
 
 
 def measure_cold_start(floor: Floor, report: Callable[[str], None]) -> ColdStart:
