@@ -184,8 +184,8 @@ class StateFile:
         try:
             self._write(_rows_of(batch), waits_for_locks=False)
             return self._is_in_place()
-        except (sqlite3.Error, StateFileReplaced):
-            return False  # `commit` meets the same problem, deals with it, and reports it
+        except Exception:  # whatever it is: `commit` meets the same problem in the writer thread, deals with it, and reports it to those that wait
+            return False
 
     def _write(self, rows: _Rows, *, waits_for_locks: bool) -> None:
         connection = self._connection
