@@ -196,10 +196,8 @@ class StateFile:
             return False
 
     def _write(self, rows: _Rows, *, waits_for_locks: bool) -> None:
+        self._set_waiting_for_locks(waits_for_locks=waits_for_locks)
         connection = self._connection
-        if waits_for_locks is not self._waits_for_locks:
-            connection.execute(f"PRAGMA busy_timeout = {int(1000 * self._busy_timeout_s) if waits_for_locks else 0}")
-            self._waits_for_locks = waits_for_locks
         with cleanup_on_failure(self._roll_back):
             connection.execute("BEGIN IMMEDIATE")
             if rows.puts:
@@ -209,6 +207,11 @@ class StateFile:
             if rows.results:
                 connection.executemany(PUT_RESULT, rows.results)
             connection.execute("COMMIT")
+
+    def _set_waiting_for_locks(self, *, waits_for_locks: bool) -> None:
+        if waits_for_locks is not self._waits_for_locks:
+            self._connection.execute(f"PRAGMA busy_timeout = {int(1000 * self._busy_timeout_s) if waits_for_locks else 0}")
+            self._waits_for_locks = waits_for_locks
 
     def _roll_back(self) -> None:
         """Leave no transaction open. Where the rollback fails too, replace the connection by a new one."""
@@ -227,6 +230,7 @@ class StateFile:
             StateFileReplaced: another file is at the path.
             sqlite3.Error, OSError: the file was deleted, and could not be written again.
         """
+        self._set_waiting_for_locks(waits_for_locks=True)
         self.restore_if_deleted()
         if not self.has_reserve and self._reserve.take():
             self.has_reserve = True
@@ -273,6 +277,7 @@ class StateFile:
             sqlite3.Error: it could not be done now.
             StateFileReplaced: another file is at the path.
         """
+        self._set_waiting_for_locks(waits_for_locks=True)
         if not self._is_in_place():
             return False
         if lease_ids:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import threading
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,9 @@ import pytest
 from sandbox_server.core.execution import ToolCall
 from sandbox_server.core.types import Lease
 from sandbox_server.store.base import RunBatchItemRecord
-from sandbox_server.store.sqlite.state_file import SHORT_BATCH_CHARS, WAL_BYTES
+from sandbox_server.store.sqlite.batch import WriteBatch
+from sandbox_server.store.sqlite.options import SqliteOptions
+from sandbox_server.store.sqlite.state_file import SHORT_BATCH_CHARS, WAL_BYTES, StateFile
 from sandbox_server.store.sqlite.store import SMALL_BATCH_BYTES, SMALL_BATCH_ITEMS, SqliteStore
 from tests.unit.store.conftest import opened
 from tests.unit.store.test_store import LEASE, RESULT
@@ -123,6 +126,17 @@ async def test_the_loop_does_not_wait_for_a_lock_of_another_process(path: Path) 
         await store.flush()
         assert commits.were_here[-1] is False
         assert await commits.commit()
+
+
+@pytest.mark.parametrize("work", [StateFile.check, lambda file: file.clean_up_step(["l-1"])], ids=["check", "clean-up"])
+def test_the_work_of_the_thread_waits_for_locks_after_a_commit_in_the_loop(path: Path, work: Callable[[StateFile], object]) -> None:
+    file = StateFile(path, SqliteOptions(busy_timeout_s=0.5))
+    with closing(file):
+        batch = WriteBatch({("lease", LEASE.lease_id): LEASE})
+        file.commit(batch)
+        assert file.try_commit(batch)
+        work(file)
+        assert file._connection.execute("PRAGMA busy_timeout").fetchone() == (500,)
 
 
 async def test_a_deleted_state_file_is_written_anew_by_the_thread(path: Path) -> None:
