@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 from types import FrameType
 
 import uvicorn
+
+log = logging.getLogger(__name__)
 
 TICK_S = 1.0
 """How often uvicorn's server does what is due: it renews the date that is in its responses, in seconds."""
@@ -58,10 +61,19 @@ class PromptServer(uvicorn.Server):
             connection.shutdown()
         await asyncio.sleep(0)  # the connections that have been closed are reported in the next iteration of the event loop
         await asyncio.sleep(0)
-        if self.server_state.connections or self.server_state.tasks:
-            await super().shutdown(sockets)  # it looks every tenth of a second for those that are left
-            return
-        for server in self.servers:
-            await server.wait_closed()
+        await self._finish_requests()
         if not self.force_exit:
             await self.lifespan.shutdown()
+
+    async def _finish_requests(self) -> None:
+        """Wait for the requests that are being answered, for as long as uvicorn's configuration says, and cancel those that are left then.
+
+        `uvicorn.Server.shutdown` does the same after it has closed every connection. It is not called, because closing a WebSocket connection twice fails.
+        """
+        try:
+            async with asyncio.timeout(self.config.timeout_graceful_shutdown):
+                await self._wait_tasks_to_complete()  # it looks every tenth of a second
+        except TimeoutError:
+            log.error("requests that are still being answered are cancelled: the time for stopping is over", extra={"count": len(self.server_state.tasks)})
+            for task in self.server_state.tasks:
+                task.cancel()

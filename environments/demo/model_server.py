@@ -189,11 +189,13 @@ class _Server(uvicorn.Server):
             connection.shutdown()
         await asyncio.sleep(0)  # the connections that have been closed are reported in the next iteration of the event loop
         await asyncio.sleep(0)
-        if self.server_state.connections or self.server_state.tasks:
-            await super().shutdown(sockets)  # it looks every tenth of a second for those that are left
-            return
-        for server in self.servers:
-            await server.wait_closed()
+        # `super().shutdown` would close every connection a second time.
+        try:
+            async with asyncio.timeout(self.config.timeout_graceful_shutdown):
+                await self._wait_tasks_to_complete()  # it looks every tenth of a second
+        except TimeoutError:  # what the script leaves unanswered on purpose
+            for task in self.server_state.tasks:
+                task.cancel()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

@@ -29,7 +29,7 @@ from sandbox_server.pool.lease_directory import LeaseDirectory
 from sandbox_server.pool.leasing.ended_leases import EndedLeases
 from sandbox_server.pool.leasing.lease_book import LeaseBook
 from sandbox_server.pool.leasing.request_keys import TenantKey
-from sandbox_server.pool.leasing.wait_queue import Waiter
+from sandbox_server.pool.leasing.wait_queue import Waiter, longest_wait_s
 from sandbox_server.pool.pool_events import PoolEvents
 from sandbox_server.store.base import State
 
@@ -199,12 +199,13 @@ class Pool:
 
     # Leases.
 
-    async def acquire(self, request: AcquireRequest, check_may_wait: Callable[[str], None]) -> Acquired:
+    async def acquire(self, request: AcquireRequest, check_may_wait: Callable[[str], None], arrived: float) -> Acquired:
         """Wait for slots. A request that is cancelled leaves the queue, or gives back what it was granted.
 
         Args:
             request: the acquire.
             check_may_wait: is called with the tenant if the request cannot be served at once; raises QuotaExceeded if it may not wait.
+            arrived: when the request arrived, monotonic. It waits from then on.
 
         Raises:
             QuotaExceeded: too many acquires are waiting already.
@@ -218,11 +219,10 @@ class Pool:
         if self.closing:
             raise self._closing_error()
         self._grant_service.refuse_impossible(request)
-        wait_s = self.spec.acquire_timeout_s if request.wait_s is None else min(request.wait_s, self.spec.acquire_timeout_s)
-        waiter = self.book.enqueue(request, wait_s)
-        self._used_at = self.now()
+        waiter = self.book.enqueue(request, longest_wait_s(request, self.spec), arrived)
+        self._used_at = now = self.now()
         self._serve_and_plan()
-        if waiter.waiting and wait_s <= 0:
+        if waiter.waiting and waiter.deadline <= now:
             # The pool creates a sandbox all the same, so that a client which asks repeatedly without waiting gets a slot in the end.
             self._tick()
         elif waiter.waiting:

@@ -20,6 +20,7 @@ from sandbox_server.pool.dependencies import Connect, PoolDependencies
 from sandbox_server.pool.fleet.orphans import OrphanCollector
 from sandbox_server.pool.leasing.ended_leases import end_error
 from sandbox_server.pool.leasing.request_keys import RequestKeys
+from sandbox_server.pool.leasing.wait_queue import longest_wait_s
 from sandbox_server.pool.operations.narrow import narrow
 from sandbox_server.pool.operations.slot_lookup import PoolSlotLocation, locate_slot, wait_for_reconnect_or_loss
 from sandbox_server.pool.operations.verify import verify
@@ -222,12 +223,12 @@ class PoolService(PoolReader):
         return self._quotas.admits(request)
 
     async def _acquire(self, pool: Pool, request: AcquireRequest) -> Acquired:
-        may_wait = request.wait_s is None or request.wait_s > 0
-        turn = await pool.pace.wait_for_turn(request.tenant, lambda: may_wait and pool.book.table.free_count > 0)
+        arrived, wait_s = pool.now(), longest_wait_s(request, pool.spec)
+        turn = await pool.pace.wait_for_turn(request.tenant, lambda: pool.book.table.free_count > 0, wait_s=wait_s, priority=request.priority)
         # Only now: what is checked must still be true when the acquire is granted or queued.
         self._keys.check_not_released(request)
         self._quotas.check_leases(request, pool)
-        acquired = await pool.acquire(request, self._quotas.check_waiters)
+        acquired = await pool.acquire(request, self._quotas.check_waiters, arrived)
         turn.runs_call = lambda: any(pool.book.lease_index.runs_call(lease.lease_id) for lease in acquired.leases)
         return acquired
 

@@ -194,10 +194,11 @@ class LeaseBook:
 
     # Waiting acquires.
 
-    def enqueue(self, request: AcquireRequest, wait_s: float) -> Waiter:
-        """Put an acquire into the queue for at most `wait_s` seconds. `assign_slots` may serve it at once."""
+    def enqueue(self, request: AcquireRequest, wait_s: float, arrived: float | None = None) -> Waiter:
+        """Put an acquire into the queue until `wait_s` seconds after it has `arrived`, monotonic; default now. `assign_slots` may serve it at once."""
         now = self._clock.monotonic()
-        waiter = Waiter(request=request, seq=next(self._seq), arrived=now, deadline=now + wait_s, weight=self._weight(request.tenant))
+        arrived = now if arrived is None else arrived
+        waiter = Waiter(request=request, seq=next(self._seq), arrived=arrived, deadline=arrived + wait_s, weight=self._weight(request.tenant))
         self.queue.add_waiter(waiter, now)
         return waiter
 

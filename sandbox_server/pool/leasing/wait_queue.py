@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from sandbox_server.core.types import AcquireRequest, Lease
+from sandbox_server.core.types import AcquireRequest, Lease, PoolSpec
 from sandbox_server.pool.leasing.heaps import without_stale_entries
 
 
@@ -40,6 +40,11 @@ class Waiter:
     def rank(self) -> tuple[int, int]:
         """The position within its tenant: the waiter with the smallest rank is served first."""
         return (-self.request.priority, self.seq)
+
+
+def longest_wait_s(request: AcquireRequest, spec: PoolSpec) -> float:
+    """Return how long an acquire may wait for slots of a pool, in seconds."""
+    return spec.acquire_timeout_s if request.wait_s is None else min(request.wait_s, spec.acquire_timeout_s)
 
 
 class WaitQueue:

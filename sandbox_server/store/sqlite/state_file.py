@@ -8,12 +8,13 @@ import logging
 import os
 import sqlite3
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from sandbox_server.core.cleanup import cleanup_on_failure
-from sandbox_server.store.base import RecordedResult
+from sandbox_server.store.base import RecordedResult, RunBatchItemRecord
 from sandbox_server.store.codec import RecordId, encode, encode_result
 from sandbox_server.store.sqlite.batch import WriteBatch
 from sandbox_server.store.sqlite.disk_reserve import DiskReserve
@@ -28,6 +29,10 @@ log = logging.getLogger(__name__)
 SQLITE_MAGIC = b"SQLite format 3\0"
 #: A write-ahead log of more bytes is copied into the file when nothing else is to be written; one of eight times as many, after any commit.
 WAL_BYTES = 8 << 20
+#: A batch whose records and results take at most so many characters in the file is committed in the event loop. A longer one would hold the loop up.
+SHORT_BATCH_CHARS = 64 << 10
+#: Every part of a value is counted as at least so many characters, because encoding it takes as long as that.
+MIN_CHARS_PER_VALUE = 8
 #: The number of results that one clean-up step deletes. A commit that arrives meanwhile waits for at most one step.
 DELETED_PER_STEP = 100
 #: At the start, a file of up to this many bytes is checked completely. In a larger file only the records are checked: outputs are checked when read.
@@ -170,7 +175,7 @@ class StateFile:
             self._write(rows, waits_for_locks=True)
         self._log_was_copied = False
         self.restore_if_deleted()
-        if self._wal_bytes() > 8 * WAL_BYTES:
+        if self._is_log_too_long():
             self._checkpoint(self._connection, "PASSIVE")
 
     def try_commit(self, batch: WriteBatch) -> bool:
@@ -179,19 +184,20 @@ class StateFile:
         Returns:
             Whether what is in the file at the path now includes the batch. If not, `commit` writes it, or says what is wrong.
         """
-        if self._log_was_copied:
+        if self._log_was_copied or _has_long_call(batch):
             return False
         try:
-            self._write(_rows_of(batch), waits_for_locks=False)
+            rows = _rows_of(batch)
+            if rows.text_chars > SHORT_BATCH_CHARS or self._is_log_too_long():
+                return False
+            self._write(rows, waits_for_locks=False)
             return self._is_in_place()
-        except (sqlite3.Error, StateFileReplaced):
-            return False  # `commit` meets the same problem, deals with it, and reports it
+        except Exception:  # whatever it is: `commit` meets the same problem in the writer thread, deals with it, and reports it to those that wait
+            return False
 
     def _write(self, rows: _Rows, *, waits_for_locks: bool) -> None:
+        self._set_waiting_for_locks(waits_for_locks=waits_for_locks)
         connection = self._connection
-        if waits_for_locks is not self._waits_for_locks:
-            connection.execute(f"PRAGMA busy_timeout = {int(1000 * self._busy_timeout_s) if waits_for_locks else 0}")
-            self._waits_for_locks = waits_for_locks
         with cleanup_on_failure(self._roll_back):
             connection.execute("BEGIN IMMEDIATE")
             if rows.puts:
@@ -201,6 +207,11 @@ class StateFile:
             if rows.results:
                 connection.executemany(PUT_RESULT, rows.results)
             connection.execute("COMMIT")
+
+    def _set_waiting_for_locks(self, *, waits_for_locks: bool) -> None:
+        if waits_for_locks is not self._waits_for_locks:
+            self._connection.execute(f"PRAGMA busy_timeout = {int(1000 * self._busy_timeout_s) if waits_for_locks else 0}")
+            self._waits_for_locks = waits_for_locks
 
     def _roll_back(self) -> None:
         """Leave no transaction open. Where the rollback fails too, replace the connection by a new one."""
@@ -219,6 +230,7 @@ class StateFile:
             StateFileReplaced: another file is at the path.
             sqlite3.Error, OSError: the file was deleted, and could not be written again.
         """
+        self._set_waiting_for_locks(waits_for_locks=True)
         self.restore_if_deleted()
         if not self.has_reserve and self._reserve.take():
             self.has_reserve = True
@@ -265,6 +277,7 @@ class StateFile:
             sqlite3.Error: it could not be done now.
             StateFileReplaced: another file is at the path.
         """
+        self._set_waiting_for_locks(waits_for_locks=True)
         if not self._is_in_place():
             return False
         if lease_ids:
@@ -291,6 +304,9 @@ class StateFile:
             self._identity_check.note_own_write()
         return not is_busy and bool(log_pages == copied_pages)
 
+    def _is_log_too_long(self) -> bool:
+        return self._wal_bytes() > 8 * WAL_BYTES
+
     def _wal_bytes(self) -> int:
         try:
             return os.stat(self._wal).st_size
@@ -314,6 +330,11 @@ class _Rows(NamedTuple):
     deletions: list[RecordId]
     results: list[tuple[str, str, str, str, str, bytes]]
 
+    @property
+    def text_chars(self) -> int:
+        """How many characters the documents have, without the outputs of the results."""
+        return sum(len(document) for _, _, document in self.puts) + sum(len(document) for _, _, _, document, _, _ in self.results)
+
 
 def _rows_of(batch: WriteBatch) -> _Rows:
     return _Rows(
@@ -321,6 +342,26 @@ def _rows_of(batch: WriteBatch) -> _Rows:
         deletions=[record_id for record_id, record in batch.records.items() if record is None],
         results=[_result_row(lease_id, call_id, recorded) for lease_id, calls in batch.results.items() for call_id, recorded in calls.items()],
     )
+
+
+def _has_long_call(batch: WriteBatch) -> bool:
+    """Return whether a batch has a call whose arguments alone are too long. They can be megabytes, of which even the encoding takes too long."""
+    calls = (record.call for record in batch.records.values() if isinstance(record, RunBatchItemRecord) and record.call is not None)
+    return any(_is_long(call.args) for call in calls)
+
+
+def _is_long(value: Any) -> bool:
+    """Return whether a JSON value has more characters than a short batch. Looks at no more of it than it needs to."""
+    values, chars = [value], 0
+    while values and chars <= SHORT_BATCH_CHARS:
+        part = values.pop()
+        chars += max(len(part), MIN_CHARS_PER_VALUE) if isinstance(part, str) else MIN_CHARS_PER_VALUE
+        if isinstance(part, Mapping):
+            values += part.keys()
+            values += part.values()
+        elif isinstance(part, list | tuple):
+            values += part
+    return chars > SHORT_BATCH_CHARS
 
 
 def _read_value(connection: sqlite3.Connection, sql: str) -> Any:

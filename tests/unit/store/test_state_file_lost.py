@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from sandbox_server.core.errors import StorageUnavailable
+from sandbox_server.core.types import LeaseState
 from sandbox_server.store.sqlite.rewrite import COMPLETE, PARTIAL
 from sandbox_server.store.sqlite.store import FAILURE_VALID_S, SqliteStore
 from tests.unit.store.test_store import LEASE, RESULT
@@ -119,6 +120,29 @@ async def test_another_file_in_its_place_is_left_alone_until_a_person_has_moved_
     await store.flush()
     assert store.problem is None
     assert "l-more" in (await what_a_crash_would_leave(path, tmp_path))[0]
+
+
+async def test_a_path_that_cannot_be_looked_up_is_reported_to_whoever_waits_and_the_store_goes_on(store, path):
+    """Neither the commit in the event loop nor the clean-up in the thread may leave later commits waiting for ever."""
+    aside = path.with_name("aside")
+    path.rename(aside)
+    path.symlink_to(path)  # a lookup fails with ELOOP, as it fails with EACCES or EIO on other file systems
+
+    async with asyncio.timeout(5):
+        for number in range(2):
+            store._rests_until = 0.0
+            with pytest.raises(StorageUnavailable, match="Too many levels of symbolic links"):
+                await put_one_more(store)
+            store.put(replace(LEASE, lease_id=f"l-{number}", state=LeaseState.RELEASED))  # whose result is deleted in a clean-up
+            await store.check_storage()
+        path.unlink()
+        aside.rename(path)
+        await asyncio.sleep(FAILURE_VALID_S)
+        await store.flush()
+
+    assert store.problem is None
+    assert store.find_lease("l-more") is not None
+    assert store.find_result("l-0", "c") is None
 
 
 async def test_another_file_in_its_place_outlives_the_service_unchanged(path):

@@ -36,17 +36,19 @@ class WaitingReset:
 
 
 def choose_next_reset(heads: Sequence[WaitingReset], now: float, *, was_overtaken: bool) -> WaitingReset | None:
-    """Return the reset that begins next: the oldest one that an acquire waits for, or the oldest one of all; None if there is none.
+    """Return the reset that begins next: the first one that an acquire waits for, or the oldest one of all; None if there is none.
 
     Args:
-        heads: the oldest reset of each pool.
+        heads: the oldest reset of each pool; that of the pool whose turn it is comes first. The pools take turns, so that one whose resets are many or slow
+            delays those of another one by one turn.
         now: the monotonic time.
-        was_overtaken: whether the last choice has overtaken an older reset. If the oldest one has waited for long, it is its turn now.
+        was_overtaken: whether the last choice has overtaken an older reset that no acquire waits for. If that has waited for long, it is its turn now.
     """
-    oldest = min(heads, key=lambda reset: reset.asked_at, default=None)
-    if oldest is None or (was_overtaken and now - oldest.asked_at >= MAX_OVERTAKEN_S):
-        return oldest
-    return min((reset for reset in heads if reset.is_wanted()), key=lambda reset: reset.asked_at, default=oldest)
+    wanted = next((reset for reset in heads if reset.is_wanted()), None)
+    unwanted = min((reset for reset in heads if not reset.is_wanted()), key=lambda reset: reset.asked_at, default=None)
+    if wanted is None or (unwanted is not None and was_overtaken and now - unwanted.asked_at >= MAX_OVERTAKEN_S):
+        return unwanted
+    return wanted
 
 
 class ResetBudget:
@@ -62,7 +64,8 @@ class ResetBudget:
         self._at_once = at_once
         self._clock = clock
         self._timers = timers
-        self._waiting_by_pool: dict[Callable[[], bool], dict[WaitingReset, None]] = {}  # those of each pool in the order in which they came
+        # Those of each pool in the order in which they came. The pool whose turn it is comes first.
+        self._waiting_by_pool: dict[Callable[[], bool], dict[WaitingReset, None]] = {}
         self._was_overtaken = False
         self._counted = 0
 
@@ -104,8 +107,10 @@ class ResetBudget:
             chosen = choose_next_reset(heads, self._clock.monotonic(), was_overtaken=self._was_overtaken)
             if chosen is None:
                 return
-            self._was_overtaken = any(head.asked_at < chosen.asked_at for head in heads)
+            self._was_overtaken = any(head.asked_at < chosen.asked_at and not head.is_wanted() for head in heads)
             self._remove(chosen)
+            if chosen.is_wanted in self._waiting_by_pool:
+                self._waiting_by_pool[chosen.is_wanted] = self._waiting_by_pool.pop(chosen.is_wanted)  # behind all others
             if not chosen.begin.cancelled():
                 self._counted += 1
                 chosen.begin.set_result(None)

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from sandbox_server.backends.base import BackendTraits
-from sandbox_server.core.errors import LeaseLost
+from sandbox_server.core.errors import LeaseLost, NoCapacity
 from sandbox_server.core.types import AcquireRequest
 from sandbox_server.pool.fleet.supervision.grant_pace import COUNTED_S, MAX_PERIODS, GrantPace
 from sandbox_server.testing import FakeAgent, FakeBackend, FakeClock, settle
@@ -24,13 +24,13 @@ class Acquiring:
         self.tasks = {}
         self.free_slots = 100
 
-    async def ask(self, *names):
+    async def ask(self, *names, wait_s=60.0, priority=0):
         for name in names:
-            self.tasks[name] = asyncio.create_task(self.acquire(name))
+            self.tasks[name] = asyncio.create_task(self.acquire(name, wait_s, priority))
         await settle()
 
-    async def acquire(self, name):
-        self.turns[name] = await self.pace.wait_for_turn(name[0], lambda: self.free_slots > 0)
+    async def acquire(self, name, wait_s, priority):
+        self.turns[name] = await self.pace.wait_for_turn(name[0], lambda: self.free_slots > 0, wait_s=wait_s, priority=priority)
         self.passed.append(name)
 
 
@@ -90,6 +90,40 @@ async def test_the_tenants_take_turns(acquiring):
     assert acquiring.passed == ["t1", "t2", "t3", "u1", "t4", "u2"]
 
 
+async def test_the_acquires_of_a_tenant_take_their_turns_by_priority_and_then_in_the_order_in_which_they_came(acquiring):
+    await acquiring.ask("t1", "t2", "t3", "t4")
+    await acquiring.ask("t5", "t6", priority=1)
+
+    await acquiring.clock.advance(COUNTED_S)
+    await acquiring.clock.advance(COUNTED_S)
+
+    assert acquiring.passed == ["t1", "t2", "t5", "t6", "t3", "t4"]
+
+
+async def test_an_acquire_passes_at_the_end_of_its_wait_and_takes_no_turn(acquiring):
+    await acquiring.ask("t1", "t2")
+    await acquiring.ask("t3", wait_s=COUNTED_S / 2)
+    await acquiring.ask("t4", "t5")
+    await acquiring.ask("t6", wait_s=0)
+
+    await acquiring.clock.advance(COUNTED_S / 2)
+    assert acquiring.passed == ["t1", "t2", "t6", "t3"]
+    await acquiring.clock.advance(COUNTED_S / 2)
+
+    assert acquiring.passed == ["t1", "t2", "t6", "t3", "t4", "t5"]
+
+
+async def test_an_acquire_that_is_cancelled_at_the_end_of_its_wait_gives_no_turn_to_another(acquiring):
+    await acquiring.ask("t1", "t2")
+    await acquiring.ask("t3", wait_s=COUNTED_S / 2)
+    await acquiring.ask("t4", "t5")
+    acquiring.clock.call_later(COUNTED_S / 2, acquiring.tasks["t3"].cancel)  # after the timer of its wait, in the same turn of the event loop
+
+    await acquiring.clock.advance(COUNTED_S / 2)
+
+    assert acquiring.passed == ["t1", "t2"]
+
+
 async def test_an_acquire_that_is_cancelled_gives_its_turn_to_the_next(acquiring):
     await acquiring.ask("t1", "t2", "t3", "t4", "t5", "t6")
     acquiring.tasks["t3"].cancel()
@@ -130,6 +164,29 @@ async def test_only_acquires_that_may_wait_are_paced(paced):
 
     assert all(task.done() for task in tasks)
     assert paced.slots() == {"leased": 5, "ready": 3}
+
+
+async def test_the_wait_for_a_turn_is_part_of_the_wait_of_an_acquire(paced):
+    """At the end of `wait_s` it is granted a slot that is free, or is refused if none is."""
+    assert all(task.done() for task in [await paced.queue() for _ in range(2)])
+    granted = await paced.queue(wait_s=COUNTED_S / 4)
+    refused = await paced.queue(wait_s=COUNTED_S / 2)
+    refused_later = await paced.queue(wait_s=COUNTED_S * 2)
+
+    await paced.clock.advance(COUNTED_S / 4)
+    assert granted.result().waited_s == pytest.approx(COUNTED_S / 4)
+    await paced.acquire(count=5, wait_s=0)
+    await paced.clock.advance(COUNTED_S / 4)
+    assert refused.done()
+    await paced.clock.advance(COUNTED_S)
+    assert not refused_later.done()
+    await paced.clock.advance(COUNTED_S / 2)
+
+    for task, wait_s in (refused, COUNTED_S / 2), (refused_later, COUNTED_S * 2):
+        with pytest.raises(NoCapacity) as refusal:
+            task.result()
+        assert refusal.value.extra["waited_s"] == pytest.approx(wait_s)
+    assert paced.slots() == {"leased": 8}
 
 
 async def test_a_request_key_that_is_released_while_its_acquire_waits_for_its_turn_leases_nothing(paced):

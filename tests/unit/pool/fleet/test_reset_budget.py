@@ -22,7 +22,7 @@ class Resetting:
         self.ends = {}
         self.tasks = {}
         self.wanted_pools = set()
-        self.is_wanted = {name: functools.partial(self.wanted_pools_have, name) for name in "ab"}
+        self.is_wanted = {name: functools.partial(self.wanted_pools_have, name) for name in "abc"}
 
     def wanted_pools_have(self, pool):
         return pool in self.wanted_pools
@@ -99,6 +99,29 @@ async def test_many_resets_of_one_pool_do_not_delay_those_that_another_pool_wait
     await resetting.clock.advance(MAX_OVERTAKEN_S)
 
     assert resetting.began[2:6] == ["b3", "a4", "a5", "a6"]
+
+
+async def test_the_pools_whose_resets_acquires_wait_for_take_turns(resetting):
+    """A tenant whose slots are slow to reset delays a reset of another pool by one turn, however many it has and however long they wait."""
+    resetting.wanted_pools = {"a", "b"}
+    await resetting.ask(*(f"a{number}" for number in range(30)))
+    await resetting.clock.advance(MAX_OVERTAKEN_S)
+    resetting.began.clear()
+    await resetting.ask("b1", "b2", "b3", "c1")
+
+    await resetting.clock.advance(3 * COUNTED_S)
+
+    assert resetting.began == ["a22", "b1", "a23", "b2", "a24", "b3"]
+
+
+async def test_a_reset_that_no_acquire_waits_for_has_its_turn_however_many_pools_have_waiting_acquires():
+    wanted = [WaitingReset(101.0, lambda: True), WaitingReset(100.0, lambda: True)]
+    unwanted = WaitingReset(100.5, lambda: False)
+    late = 100.5 + MAX_OVERTAKEN_S
+
+    assert choose_next_reset([*wanted, unwanted], late, was_overtaken=False) is wanted[0]
+    assert choose_next_reset([*wanted, unwanted], late, was_overtaken=True) is unwanted
+    assert choose_next_reset([unwanted], late, was_overtaken=False) is unwanted
 
 
 async def test_a_slow_reset_delays_no_other_for_long(resetting):
