@@ -5,21 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from sandbox_server.core.cleanup import cleanup_on_failure
 from sandbox_server.core.clock import Clock
-from sandbox_server.core.errors import BackendUnavailable, NoCapacity, PoolServiceError, QuotaExceeded, StorageUnavailable
+from sandbox_server.core.errors import PoolServiceError, StorageUnavailable
 from sandbox_server.core.execution import Reason, ToolCall
-from sandbox_server.core.types import Acquired, AcquireRequest, PoolView
+from sandbox_server.core.types import AcquireRequest
 from sandbox_server.dispatch.run_batch.artifact_reader import ArtifactBudget
 from sandbox_server.dispatch.run_batch.item_runner import ItemRunner
+from sandbox_server.dispatch.run_batch.item_slots import LeasePools, acquire_slot
 from sandbox_server.dispatch.run_batch.program_spool import ProgramSpool
 from sandbox_server.dispatch.run_batch.result_log import Follower, ResultLog
 from sandbox_server.dispatch.run_batch.values import ItemResult, Program, RenderItem, RunBatchRequest, result_without_call
-from sandbox_server.pool.access import Actor
 from sandbox_server.store.base import Deletion, RunBatchItemRecord, RunBatchRecord, Store
 
 log = logging.getLogger(__name__)
@@ -28,24 +28,8 @@ MAX_ATTEMPTS = 3
 """How often an item is started at most. It is started again only if its program has not begun."""
 MAX_UNREAD_BYTES = 16 << 20
 """No item begins while the client has so many bytes of results to read."""
-ACQUIRE_PAUSE_S = 1.0
-"""A refused acquire is repeated so many seconds after it was sent at the earliest."""
-UNAVAILABLE_S = 60.0
-"""How long acquires are repeated while the pool's backend or the store is unavailable, once an item has begun."""
 LABEL_OF_BATCH = "run_batch"
 LABEL_OF_ITEM = "item"
-
-
-class LeasePools(Protocol):
-    """What a run-batch needs of the pools. `pool.service.PoolService` implements it."""
-
-    async def acquire(self, request: AcquireRequest) -> Acquired: ...
-
-    def release(
-        self, tenant: str, lease_ids: Sequence[str] | None = None, run_id: str | None = None, reset_workspace: bool = True
-    ) -> tuple[Sequence[str], Sequence[str]]: ...
-
-    def view(self, name: str, *, actor: Actor, tenant: str | None = None) -> PoolView: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -271,38 +255,20 @@ class RunBatch:
         if refused is not None:
             await self._finish(index, refused)
             return
-        lease_id = await self._acquire(index, program)
+        lease_id = await acquire_slot(self._context.pools, self._context.clock, self._slot_request(index, program), lambda: self.has_begun)
         record = RunBatchItemRecord(batch_id=self.batch_id, index=index, tenant=self.tenant, lease_id=lease_id)
         self._context.store.put(record)
         self._start_task(record, lambda: self._run_program(record, program))
 
-    async def _acquire(self, index: int, program: Program) -> str:
-        """Acquire a slot for an item, however long that takes.
-
-        It waits at the end of the queue of its tenant: whoever waited before, such as a gang, is served first.
-        """
+    def _slot_request(self, index: int, program: Program) -> AcquireRequest:
         assert self._request is not None, "items begin after `attach`"
-        request = AcquireRequest(
+        return AcquireRequest(
             tenant=self.tenant,
             pool=self._request.pool,
             run_id=self.run_id,
             allow_network=program.allow_network,
             labels={LABEL_OF_BATCH: self.batch_id, LABEL_OF_ITEM: str(index)},
         )
-        clock = self._context.clock
-        unavailable_since: float | None = None
-        while True:
-            sent_at = clock.monotonic()
-            try:
-                return (await self._context.pools.acquire(request)).leases[0].lease_id
-            except (NoCapacity, QuotaExceeded):
-                unavailable_since = None
-            except (BackendUnavailable, StorageUnavailable):
-                unavailable_since = sent_at if unavailable_since is None else unavailable_since
-                has_begun = self._finished or self._running
-                if not has_begun or clock.monotonic() - unavailable_since >= UNAVAILABLE_S:
-                    raise
-            await asyncio.sleep(max(0.0, sent_at + ACQUIRE_PAUSE_S - clock.monotonic()))
 
     # Running items.
 

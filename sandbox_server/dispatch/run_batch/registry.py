@@ -19,8 +19,9 @@ from sandbox_server.dispatch.dispatcher import Dispatcher
 from sandbox_server.dispatch.files import SlotFiles
 from sandbox_server.dispatch.limits.room_queue import TENANT_SHARE
 from sandbox_server.dispatch.run_batch.artifact_reader import ArtifactBudget
-from sandbox_server.dispatch.run_batch.batch import BatchContext, LeasePools, RunBatch
+from sandbox_server.dispatch.run_batch.batch import BatchContext, RunBatch
 from sandbox_server.dispatch.run_batch.item_runner import ItemRunner
+from sandbox_server.dispatch.run_batch.item_slots import LeasePools
 from sandbox_server.dispatch.run_batch.kept_results import KEPT_S, KeptResults, new_batch_id
 from sandbox_server.dispatch.run_batch.program_spool import ProgramSpool
 from sandbox_server.dispatch.run_batch.result_log import Follower, ResultLog
