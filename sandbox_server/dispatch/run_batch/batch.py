@@ -43,6 +43,7 @@ class BatchContext:
         clock: gives the time.
         render: makes the line of a result.
         report_growth: called after a kept line was appended.
+        report_unwritten: called when the result of a program that may have run could not be written, so that a repeated request must be refused.
         report_idle: called when nobody follows a run-batch and none of its items runs.
     """
 
@@ -52,6 +53,7 @@ class BatchContext:
     clock: Clock
     render: RenderItem
     report_growth: Callable[[RunBatch], None]
+    report_unwritten: Callable[[RunBatch], None]
     report_idle: Callable[[RunBatch], None]
 
 
@@ -353,6 +355,8 @@ class RunBatch:
                 await self.results.append(index, self._context.render(index, finished))
         except StorageUnavailable as error:
             self._finished.add(index)
+            if self.record is not None:
+                self._context.report_unwritten(self)
             lost = self._own_result(index, Reason.BACKEND_ERROR, f"the program ended, but {error.detail}", may_have_run=True)
             await self._append_unkept(index, lost)
             return

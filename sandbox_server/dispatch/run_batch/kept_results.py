@@ -75,7 +75,7 @@ class KeptResults:
         if record.digest != digest:
             raise CallConflict(f"request_key {record.key!r} was used before with another body")
         if record.is_evicted:
-            why = f"all that is kept may have {self._limit_bytes} bytes, that is `limits.run_batch_kept_bytes`"
+            why = f"all that is kept may have {self._limit_bytes} bytes, that is `limits.run_batch_kept_bytes`, or a result could not be written to the disk"
             raise LeaseLost(f"the results of request_key {record.key!r} are not kept any more: {why}; use a new request_key to run the programs again")
         return record
 

@@ -99,6 +99,7 @@ class RunBatches:
             clock=dependencies.clock,
             render=dependencies.render,
             report_growth=self._check_room,
+            report_unwritten=self._stop_keeping,
             report_idle=self._close_batch,
         )
 
@@ -121,6 +122,7 @@ class RunBatches:
                 batch = self._active.get(item.batch_id) or await self._open_kept_batch(record)
             except StorageUnavailable as error:
                 log.error("an item of a run-batch cannot be finished: %s", error.detail, extra={"batch_id": item.batch_id})
+                self._kept.evict(item.batch_id)  # its program may have run, and must not run again when the request is repeated
                 self._give_back(item)
                 continue
             if batch.has_result(item.index):
@@ -265,8 +267,12 @@ class RunBatches:
     def _check_room(self, batch: RunBatch) -> None:
         if not self._kept.make_room(batch.batch_id, batch.results.kept_bytes, self._active.__contains__):
             log.warning("the results of a run-batch are larger than what may be kept for a repeated request", extra={"batch_id": batch.batch_id})
-            batch.stop_keeping()
-            self._kept.evict(batch.batch_id)
+            self._stop_keeping(batch)
+
+    def _stop_keeping(self, batch: RunBatch) -> None:
+        """Refuse repeats of a request from now on, because they cannot get its results, and its programs must not run again."""
+        batch.stop_keeping()
+        self._kept.evict(batch.batch_id)
 
     def _close_batch(self, batch: RunBatch) -> None:
         if self._active.pop(batch.batch_id, None) is None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +66,30 @@ async def test_an_item_that_may_have_run_is_not_started_again(tmp_path: Path) ->
 
         assert (lost["reason"], lost["fault"], lost["metadata"]["may_have_run"]) == ("backend_error", "infra", True)
         assert again == lost
+
+
+@contextmanager
+def files_limited_to(size_bytes: int) -> Iterator[None]:
+    """Let no write of this process make a file larger, as if the disk were full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+async def test_a_program_whose_result_cannot_be_written_is_not_started_again(tmp_path: Path) -> None:
+    async with open_service_harness(tmp_path / "state") as harness:
+        await wait_for_slots(harness)
+        items = [program("big 60000"), program("echo small")]
+        with files_limited_to(32 << 10):
+            lost, small = await run(harness, *items, request_key="full", max_parallel=1)
+        again = await harness.http.post("/v1/run-batch", json={"items": items, "request_key": "full", "max_parallel": 1})
+
+        assert (lost["reason"], lost["metadata"]["may_have_run"], small["output"]) == ("backend_error", True, "small\n")
+        assert (again.status_code, again.json()["code"]) == (410, "lease_lost")
+        assert [command for _, command in harness.agent.ran].count("big 60000") == 1
 
 
 async def test_a_request_for_a_pool_that_drains_gets_its_error_and_may_be_repeated(tmp_path: Path) -> None:
