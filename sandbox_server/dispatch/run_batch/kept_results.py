@@ -15,6 +15,8 @@ from sandbox_server.store.file_deleter import FileDeleter
 
 KEPT_S = 3600.0
 """How long results are kept after the last item has ended or the last client has gone, in seconds."""
+NOT_YET = float(1 << 53)
+"""The recorded `kept_since` of a run-batch that is in use: a time far in the future, because its hour has not begun. A restart begins it."""
 MAX_RECORDS = 10_000
 """How many run-batches are remembered for repeated requests; the oldest are forgotten first."""
 SUFFIX = ".ndjson"
@@ -43,8 +45,12 @@ class KeptResults:
 
     def restore(self, records: Sequence[RunBatchRecord]) -> None:
         """Remember the run-batches that an earlier process has recorded, and delete the files of those that nobody remembers."""
-        for record in records:
-            self._remember(record)
+        now = self._clock.wall()
+        for record in sorted(records, key=lambda record: record.kept_since):
+            if record.kept_since > now:
+                self.update(replace(record, kept_since=now))
+            else:
+                self._remember(record)
         found = {path.name.removesuffix(SUFFIX): path for path in self._folder.glob(f"*{SUFFIX}")} if self._folder.is_dir() else {}
         for batch_id, path in found.items():
             known = self._records.get(batch_id)
@@ -83,9 +89,22 @@ class KeptResults:
         """Remember a new run-batch. The record is queued for the store."""
         tenant, key = _key_of(request)
         batch_id = new_batch_id()
-        record = RunBatchRecord(batch_id=batch_id, tenant=tenant, key=key, digest=digest, run_id=request.run_id or batch_id, kept_since=self._clock.wall())
+        record = RunBatchRecord(batch_id=batch_id, tenant=tenant, key=key, digest=digest, run_id=request.run_id or batch_id, kept_since=NOT_YET)
         self.update(record)
         return record
+
+    def begin_use(self, batch_id: str) -> RunBatchRecord:
+        """Take note that a run-batch is in use, so that its hour does not run.
+
+        Returns:
+            Its record.
+        """
+        self.update(replace(self._records[batch_id], kept_since=NOT_YET))
+        return self._records[batch_id]
+
+    def end_use(self, record: RunBatchRecord) -> None:
+        """Take note that a run-batch is not in use any more: its hour begins."""
+        self.update(replace(record, kept_since=self._clock.wall()))
 
     def get(self, batch_id: str) -> RunBatchRecord | None:
         """The record of a run-batch; None if it is not remembered."""

@@ -112,7 +112,6 @@ class RunBatches:
             state: the records. The pools must have taken over theirs.
         """
         self._kept.restore(state.run_batches)
-        self._purge()
         for item in state.run_batch_items:
             record = self._kept.get(item.batch_id)
             if record is None or record.is_evicted or item.call is None:
@@ -132,6 +131,7 @@ class RunBatches:
         for batch in list(self._active.values()):
             if batch.is_idle:
                 self._close_batch(batch)
+        self._purge()
 
     def _give_back(self, item: RunBatchItemRecord) -> None:
         self._dependencies.pools.release(item.tenant, lease_ids=[item.lease_id])
@@ -234,7 +234,7 @@ class RunBatches:
     async def _open_kept_batch(self, record: RunBatchRecord) -> RunBatch:
         results = ResultLog(self._dependencies.folder, self._kept.path_of(record.batch_id))
         await results.open_kept()
-        return self._add_batch(record.batch_id, record.tenant, record.run_id, record, results)
+        return self._add_batch(record.batch_id, record.tenant, record.run_id, self._kept.begin_use(record.batch_id), results)
 
     def _add_batch(self, batch_id: str, tenant: str, run_id: str | None, record: RunBatchRecord | None, results: ResultLog | None = None) -> RunBatch:
         limits = self._dependencies.limits
@@ -283,7 +283,7 @@ class RunBatches:
         if batch.error is not None and not batch.results.lines:
             self._kept.forget(batch.batch_id)
         else:
-            self._kept.update(replace(batch.record, kept_since=self._dependencies.clock.wall()))
+            self._kept.end_use(batch.record)
             self._purge()
 
     def _purge(self) -> None:
