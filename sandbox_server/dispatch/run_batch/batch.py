@@ -96,13 +96,18 @@ class RunBatch:
         self._next_index = 0
         self._beginning: asyncio.Task[None] | None = None
         self._ending: asyncio.Task[None] | None = None
+        self._has_begun = False
         self._is_cancelled = record is not None and record.is_cancelled
         self._is_stopping = False
 
     @property
     def has_begun(self) -> bool:
-        """Whether an item runs or has its line."""
-        return bool(self._running or self.results.lines)
+        """Whether an item has begun or has its line, or the response has. From then on, errors are results of items."""
+        return bool(self._has_begun or self._finished or self.results.lines)
+
+    def begin_response(self) -> None:
+        """Take note that a client has the head of its response, so that the request cannot fail as a whole any more."""
+        self._has_begun = True
 
     @property
     def is_complete(self) -> bool:
@@ -140,6 +145,7 @@ class RunBatch:
         self.results.remove_unkept()
         self._finished = {line.index for line in self.results.lines}
         self._request, self._spool, self._max_parallel, self.item_count = request, spool, max_parallel, len(spool)
+        self._has_begun = bool(self._running)
         self._next_index = 0
         self._retries.clear()
         self._attempts.clear()
@@ -229,7 +235,7 @@ class RunBatch:
 
     def _fail_unbegun(self, error: PoolServiceError) -> None:
         self._beginning = None
-        if not self._finished and not self._running:
+        if not self.has_begun:
             self.error = error
             self.results.notify()
         else:
@@ -281,6 +287,7 @@ class RunBatch:
         self._start_task(record, lambda: self._run_call(record, call, record.artifacts))
 
     def _start_task(self, record: RunBatchItemRecord, run: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._has_begun = True
         task = self._running[record.index] = asyncio.create_task(self._run_item(record, run))
         task.add_done_callback(lambda _: self._end_item(record))
         self.results.notify()

@@ -6,13 +6,16 @@ import asyncio
 import json
 import resource
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 
-from tests.support.service_harness import BOB, ServiceHarness, bearer, open_service_harness
+from sandbox_server.api.routes.run_batch import RunBatchResponse
+from sandbox_server.dispatch.run_batch.registry import RunBatches
+from sandbox_server.dispatch.run_batch.values import Program, RunBatchRequest
+from tests.support.service_harness import ALICE, BOB, ServiceHarness, bearer, open_service_harness
 
 NDJSON = "application/x-ndjson"
 
@@ -24,6 +27,13 @@ def program(command: str, **fields: Any) -> dict[str, Any]:
 async def wait_for_slots(harness: ServiceHarness) -> None:
     """Wait until the pool has its sandbox."""
     await harness.http.post("/v1/release", json={"lease_ids": await harness.acquire()})
+
+
+def run_batches_of(harness: ServiceHarness) -> RunBatches:
+    """The run-batches of the service."""
+    service = harness.application._edge.service
+    assert service is not None
+    return service.run_batches
 
 
 async def run(harness: ServiceHarness, *items: dict[str, Any], **header: Any) -> list[dict[str, Any]]:
@@ -101,6 +111,33 @@ async def test_a_request_for_a_pool_that_drains_gets_its_error_and_may_be_repeat
         for accept in ("application/json", NDJSON):
             answer = await harness.http.post("/v1/run-batch", json=body, headers={"accept": accept})
             assert (answer.status_code, answer.json()["code"]) == (503, "draining")
+        await harness.http.post("/v1/release", json={"lease_ids": [held]})
+
+
+async def test_an_error_after_the_head_of_the_response_is_a_result_of_each_item(tmp_path: Path) -> None:
+    async with open_service_harness(tmp_path / "state") as harness:
+        await harness.http.put("/v1/pools/going", json={"slots_per_sandbox": 1, "min_sandboxes": 1, "max_sandboxes": 1})
+        (held,) = await harness.acquire(pool="going")
+        run_batches = run_batches_of(harness)
+        wanted = RunBatchRequest(tenant=ALICE.name, pool="going")
+        spool = run_batches.new_spool(wanted)
+        for _ in range(2):
+            await spool.append(Program(tool="bash", args={"command": "true"}))
+        batch, follower = await run_batches.follow(wanted, spool, run_batches.view_pool(wanted), reads_at_end=False)
+        resources, sent = ExitStack(), asyncio.Queue[Any]()
+        resources.callback(batch.detach, follower)
+        response = RunBatchResponse(batch, follower, resources, NDJSON, 60.0, heartbeat_s=0.001)
+        sending = asyncio.create_task(response({}, asyncio.Event().wait, sent.put))  # type: ignore[arg-type]  # a client that never hangs up
+        assert (await sent.get())["status"] == 200
+        await harness.http.delete("/v1/pools/going")
+        await sending
+        body = b"".join(sent.get_nowait().get("body", b"") for _ in range(sent.qsize()))
+        results = [json.loads(line) for line in body.split(b"\n") if line]
+
+        assert [(result["index"], result["reason"], result["metadata"]["may_have_run"]) for result in results] == [
+            (0, "backend_error", False),
+            (1, "backend_error", False),
+        ]
         await harness.http.post("/v1/release", json={"lease_ids": [held]})
 
 
