@@ -293,8 +293,10 @@ class RunBatch:
         self.results.notify()
 
     async def _run_item(self, record: RunBatchItemRecord, run: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        running = run()
+        del run  # it holds the program, whose files are to leave the memory when they are written
         try:
-            await run()
+            await running
         except Exception:  # the edge of this task: a bug costs this item its result, and no other item anything
             log.exception("an item of a run-batch failed", extra={"batch_id": self.batch_id, "lease_id": record.lease_id})
             error = "the service failed; its log has the details"
@@ -317,18 +319,20 @@ class RunBatch:
 
     async def _run_program(self, record: RunBatchItemRecord, program: Program) -> None:
         call = program.call(record.index, record.lease_id)
+        artifacts = program.artifacts
         unwritten = await self._context.runner.prepare(self.tenant, call, program)
+        del program  # its files are in the slot; only the call is needed while it runs
         if unwritten is not None:
             await self._finish_or_retry(record.index, unwritten)
             return
         if self.record is not None:
-            self._context.store.put(replace(record, call=call, artifacts=program.artifacts))
+            self._context.store.put(replace(record, call=call, artifacts=artifacts))
             try:
                 await self._context.store.flush()
             except StorageUnavailable as error:
                 await self._finish_or_retry(record.index, self._own_result(record.index, Reason.BACKEND_ERROR, error.detail, may_have_run=False))
                 return
-        await self._run_call(record, call, program.artifacts)
+        await self._run_call(record, call, artifacts)
 
     async def _run_call(self, record: RunBatchItemRecord, call: ToolCall, artifacts: tuple[str, ...]) -> None:
         reservation = await self._context.runner.reserve(self.tenant, call)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import resource
 from collections.abc import Iterator
@@ -139,6 +140,20 @@ async def test_an_error_after_the_head_of_the_response_is_a_result_of_each_item(
             (1, "backend_error", False),
         ]
         await harness.http.post("/v1/release", json={"lease_ids": [held]})
+
+
+async def test_the_files_of_a_program_are_not_in_memory_while_it_runs(tmp_path: Path) -> None:
+    async with open_service_harness(tmp_path / "state") as harness:
+        await wait_for_slots(harness)
+        running = asyncio.create_task(run(harness, *[program("live", files={"a": "x", "b": "y"})] * 2, request_key="files"))
+        while [command for _, command in harness.agent.ran].count("live") < 2:
+            await asyncio.sleep(0)
+        held = [found.files for found in gc.get_objects() if isinstance(found, Program)]
+        for index in range(2):
+            harness.agent.finish(f"item-{index}")
+
+        assert [result["reason"] for result in await running] == ["exit", "exit"]
+        assert held == []
 
 
 async def test_another_tenant_shares_neither_keys_nor_runs(tmp_path: Path) -> None:
