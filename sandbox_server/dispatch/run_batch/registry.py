@@ -265,9 +265,11 @@ class RunBatches:
     # What is kept.
 
     def _check_room(self, batch: RunBatch) -> None:
-        if not self._kept.make_room(batch.batch_id, batch.results.kept_bytes, self._active.__contains__):
-            log.warning("the results of a run-batch are larger than what may be kept for a repeated request", extra={"batch_id": batch.batch_id})
-            self._stop_keeping(batch)
+        for batch_id in self._kept.make_room(batch.batch_id, batch.results.kept_bytes, self._active.__contains__):
+            evicted = self._active.get(batch_id)
+            if evicted is not None:
+                log.warning("the results of a run-batch are larger than what may be kept for a repeated request", extra={"batch_id": batch_id})
+                evicted.stop_keeping()
 
     def _stop_keeping(self, batch: RunBatch) -> None:
         """Refuse repeats of a request from now on, because they cannot get its results, and its programs must not run again."""
