@@ -85,10 +85,13 @@ class KeptResults:
         record = self._records[batch_id]
         if record.digest != digest:
             raise CallConflict(f"request_key {record.key!r} was used before with another body")
+        self._check_kept(record)
+        return record
+
+    def _check_kept(self, record: RunBatchRecord) -> None:
         if record.is_evicted:
             why = f"all that is kept may have {self._limit_bytes} bytes, that is `limits.run_batch_kept_bytes`, or a result could not be written to the disk"
             raise LeaseLost(f"the results of request_key {record.key!r} are not kept any more: {why}; use a new request_key to run the programs again")
-        return record
 
     def add(self, request: RunBatchRequest, digest: str) -> RunBatchRecord:
         """Remember a new run-batch. The record is queued for the store."""
@@ -103,7 +106,11 @@ class KeptResults:
 
         Returns:
             Its record.
+
+        Raises:
+            LeaseLost: its results are not kept any more.
         """
+        self._check_kept(self._records[batch_id])
         self._unused_since.pop(batch_id, None)
         self.update(replace(self._records[batch_id], kept_since=NOT_YET))
         return self._records[batch_id]

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from sandbox_server.api.routes.run_batch import RunBatchResponse
 from sandbox_server.dispatch.run_batch.registry import RunBatches
@@ -145,15 +146,36 @@ async def test_an_error_after_the_head_of_the_response_is_a_result_of_each_item(
 async def test_the_files_of_a_program_are_not_in_memory_while_it_runs(tmp_path: Path) -> None:
     async with open_service_harness(tmp_path / "state") as harness:
         await wait_for_slots(harness)
-        running = asyncio.create_task(run(harness, *[program("live", files={"a": "x", "b": "y"})] * 2, request_key="files"))
+        running = asyncio.create_task(run(harness, *[program("live", files={"written": "x", "too": "y"})] * 2, request_key="files"))
         while [command for _, command in harness.agent.ran].count("live") < 2:
             await asyncio.sleep(0)
-        held = [found.files for found in gc.get_objects() if isinstance(found, Program)]
+        held = [found.files for found in gc.get_objects() if isinstance(found, Program) and "written" in found.files]
         for index in range(2):
             harness.agent.finish(f"item-{index}")
 
         assert [result["reason"] for result in await running] == ["exit", "exit"]
         assert held == []
+
+
+@pytest.mark.parametrize("what", ["released", "evicted"])
+async def test_a_repeat_takes_note_of_what_happens_while_its_results_are_opened(tmp_path: Path, what: str) -> None:
+    async with open_service_harness(tmp_path / "state") as harness:
+        await wait_for_slots(harness)
+        harness.agent.failing_archive_count = 3
+        await run(harness, program("echo ok", files={"a": "b", "c": "d"}), request_key="opened", run_id="opened")
+        run_batches = run_batches_of(harness)
+        (record,) = run_batches._kept.of_run(ALICE.name, "opened")
+        body = {"items": [program("echo ok", files={"a": "b", "c": "d"})], "request_key": "opened", "run_id": "opened"}
+        repeat = asyncio.create_task(harness.http.post("/v1/run-batch", json=body))
+        while not run_batches._opening:
+            await asyncio.sleep(0)
+        if what == "released":
+            run_batches.cancel_run(ALICE.name, "opened")
+            assert (await repeat).json()["results"][0]["reason"] == "cancelled"
+        else:
+            run_batches._kept.evict(record.batch_id)
+            assert ((await repeat).status_code, (await repeat).json()["code"]) == (410, "lease_lost")
+        assert harness.agent.ran == []
 
 
 async def test_another_tenant_shares_neither_keys_nor_runs(tmp_path: Path) -> None:
