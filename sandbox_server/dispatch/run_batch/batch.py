@@ -89,6 +89,7 @@ class RunBatch:
         self._spool: ProgramSpool | None = None
         self._max_parallel = 1
         self._finished = {line.index for line in results.lines}
+        self._appending: set[int] = set()
         self._running: dict[int, asyncio.Task[None]] = {}
         self._to_retry: set[int] = set()
         self._retries: deque[int] = deque()
@@ -143,7 +144,7 @@ class RunBatch:
             spool.close()
             return self.results.follow(reads_at_end=reads_at_end)
         self.results.remove_unkept()
-        self._finished = {line.index for line in self.results.lines}
+        self._finished = self._appending | {line.index for line in self.results.lines}
         self._request, self._spool, self._max_parallel, self.item_count = request, spool, max_parallel, len(spool)
         self._has_begun = bool(self._running)
         self._next_index = 0
@@ -361,6 +362,7 @@ class RunBatch:
         if self.record is not None and not finished.is_final:
             await self._append_unkept(index, finished)
             return
+        self._appending.add(index)
         try:
             with cleanup_on_failure(lambda: self._finished.discard(index)):
                 await self.results.append(index, self._context.render(index, finished))
@@ -371,6 +373,8 @@ class RunBatch:
             lost = self._own_result(index, Reason.BACKEND_ERROR, f"the program ended, but {error.detail}", may_have_run=True)
             await self._append_unkept(index, lost)
             return
+        finally:
+            self._appending.discard(index)
         if self.record is not None:
             self._context.report_growth(self)
 

@@ -15,7 +15,9 @@ import httpx
 import pytest
 
 from sandbox_server.api.routes.run_batch import RunBatchResponse
+from sandbox_server.dispatch.run_batch.batch import RunBatch
 from sandbox_server.dispatch.run_batch.registry import RunBatches
+from sandbox_server.dispatch.run_batch.result_log import Follower
 from sandbox_server.dispatch.run_batch.values import Program, RunBatchRequest
 from tests.support.service_harness import ALICE, BOB, ServiceHarness, bearer, open_service_harness
 
@@ -36,6 +38,15 @@ def run_batches_of(harness: ServiceHarness) -> RunBatches:
     service = harness.application._edge.service
     assert service is not None
     return service.run_batches
+
+
+async def follow(harness: ServiceHarness, wanted: RunBatchRequest, *commands: str) -> tuple[RunBatch, Follower]:
+    """Send a run-batch without HTTP."""
+    run_batches = run_batches_of(harness)
+    spool = run_batches.new_spool(wanted)
+    for command in commands:
+        await spool.append(Program(tool="bash", args={"command": command}))
+    return await run_batches.follow(wanted, spool, run_batches.view_pool(wanted), reads_at_end=False)
 
 
 async def run(harness: ServiceHarness, *items: dict[str, Any], **header: Any) -> list[dict[str, Any]]:
@@ -120,12 +131,7 @@ async def test_an_error_after_the_head_of_the_response_is_a_result_of_each_item(
     async with open_service_harness(tmp_path / "state") as harness:
         await harness.http.put("/v1/pools/going", json={"slots_per_sandbox": 1, "min_sandboxes": 1, "max_sandboxes": 1})
         (held,) = await harness.acquire(pool="going")
-        run_batches = run_batches_of(harness)
-        wanted = RunBatchRequest(tenant=ALICE.name, pool="going")
-        spool = run_batches.new_spool(wanted)
-        for _ in range(2):
-            await spool.append(Program(tool="bash", args={"command": "true"}))
-        batch, follower = await run_batches.follow(wanted, spool, run_batches.view_pool(wanted), reads_at_end=False)
+        batch, follower = await follow(harness, RunBatchRequest(tenant=ALICE.name, pool="going"), "true", "true")
         resources, sent = ExitStack(), asyncio.Queue[Any]()
         resources.callback(batch.detach, follower)
         response = RunBatchResponse(batch, follower, resources, NDJSON, 60.0, heartbeat_s=0.001)
@@ -176,6 +182,29 @@ async def test_a_repeat_takes_note_of_what_happens_while_its_results_are_opened(
             run_batches._kept.evict(record.batch_id)
             assert ((await repeat).status_code, (await repeat).json()["code"]) == (410, "lease_lost")
         assert harness.agent.ran == []
+
+
+async def test_a_repeat_while_a_result_is_written_adds_no_second_one(tmp_path: Path) -> None:
+    async with open_service_harness(tmp_path / "state") as harness:
+        wanted = RunBatchRequest(tenant=ALICE.name, pool="default", request_key="written")
+        await wait_for_slots(harness)
+        batch, follower = await follow(harness, wanted, "live")
+        while not harness.agent.ran:
+            await asyncio.sleep(0)
+        async with batch.results._append_lock:
+            harness.agent.finish("item-0")
+            while not batch.has_result(0):
+                await asyncio.sleep(0)
+            batch.detach(follower)
+            same, follower = await follow(harness, wanted, "live")
+        while same._running:
+            await same.results.changed.wait()
+        same.cancel()
+        assert same is batch
+        assert same._ending is not None
+        await same._ending
+        assert [line.index for line in batch.results.lines] == [0]
+        same.detach(follower)
 
 
 async def test_another_tenant_shares_neither_keys_nor_runs(tmp_path: Path) -> None:
