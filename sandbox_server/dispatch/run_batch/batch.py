@@ -336,14 +336,16 @@ class RunBatch:
         await self._run_call(record, call, artifacts)
 
     async def _run_call(self, record: RunBatchItemRecord, call: ToolCall, artifacts: tuple[str, ...]) -> None:
-        reservation = await self._context.runner.reserve(self.tenant, call)
-        try:
-            async with self._context.runner.run(self.tenant, call, artifacts, reservation, self._budget) as finished:
-                if self.record is None:
-                    self._release(record.lease_id)  # the slot is reset while the result is written
-                await self._finish_or_retry(record.index, finished)
-        finally:
-            reservation.release()
+        runner = self._context.runner
+        with runner.lease_in_use(record.lease_id):
+            reservation = await runner.reserve(self.tenant, call)
+            try:
+                async with runner.run(self.tenant, call, artifacts, reservation, self._budget) as finished:
+                    if self.record is None:
+                        self._release(record.lease_id)  # the slot is reset while the result is written
+                    await self._finish_or_retry(record.index, finished)
+            finally:
+                reservation.release()
 
     async def _finish_or_retry(self, index: int, finished: ItemResult) -> None:
         if self._is_cancelled and (finished.has_not_run or finished.result.reason is Reason.LEASE_LOST):

@@ -9,16 +9,19 @@ import resource
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
 
 from sandbox_server.api.routes.run_batch import RunBatchResponse
+from sandbox_server.dispatch.limits.response_budget import STREAM_BYTES
+from sandbox_server.dispatch.limits.room_queue import TENANT_SHARE
 from sandbox_server.dispatch.run_batch.batch import RunBatch
 from sandbox_server.dispatch.run_batch.registry import RunBatches
 from sandbox_server.dispatch.run_batch.result_log import Follower
 from sandbox_server.dispatch.run_batch.values import Program, RunBatchRequest
+from sandbox_server.pool.service import PoolService
 from tests.support.service_harness import ALICE, BOB, ServiceHarness, bearer, open_service_harness
 
 NDJSON = "application/x-ndjson"
@@ -205,6 +208,26 @@ async def test_a_repeat_while_a_result_is_written_adds_no_second_one(tmp_path: P
         await same._ending
         assert [line.index for line in batch.results.lines] == [0]
         same.detach(follower)
+
+
+async def test_the_lease_of_an_item_does_not_expire_while_the_item_waits_for_room(tmp_path: Path) -> None:
+    async with open_service_harness(tmp_path / "state") as harness:
+        await wait_for_slots(harness)
+        service = harness.application._edge.service
+        assert service is not None
+        pools, budget = cast(PoolService, service.pools), service.dispatcher.response_budget
+        full = [await budget.reserve_stream(ALICE.name) for _ in range(int(budget.limits.memory_bytes * TENANT_SHARE) // STREAM_BYTES)]
+        waiting = asyncio.create_task(run(harness, program("echo ok"), run_id="waits"))
+        while not (leases := (await harness.http.get("/v1/leases", params={"run_id": "waits"})).json()["leases"]):
+            await asyncio.sleep(0)
+        pool = pools._directory.pool_of(leases[0]["lease_id"])
+        assert pool is not None
+        while not pool.book.lease_index.runs_call(leases[0]["lease_id"]):
+            await asyncio.sleep(0)
+        assert harness.agent.ran == []
+        for reservation in full:
+            reservation.release()
+        assert (await waiting)[0]["output"] == "ok\n"
 
 
 async def test_another_tenant_shares_neither_keys_nor_runs(tmp_path: Path) -> None:
