@@ -88,6 +88,7 @@ class RunBatchResponse(Response):
         results, follower = self._batch.results, self._follower
         while not self._batch.has_begun and await self._wait(results.changed, disconnected):
             pass
+        self._batch.begin_response()
         yield b"\n"  # so that the client has the head of the response: from now on, errors are results of items
         while follower.position < self._batch.item_count:
             changed = results.changed

@@ -5,21 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from sandbox_server.core.cleanup import cleanup_on_failure
 from sandbox_server.core.clock import Clock
-from sandbox_server.core.errors import BackendUnavailable, NoCapacity, PoolServiceError, QuotaExceeded, StorageUnavailable
+from sandbox_server.core.errors import PoolServiceError, StorageUnavailable
 from sandbox_server.core.execution import Reason, ToolCall
-from sandbox_server.core.types import Acquired, AcquireRequest, PoolView
+from sandbox_server.core.types import AcquireRequest
 from sandbox_server.dispatch.run_batch.artifact_reader import ArtifactBudget
 from sandbox_server.dispatch.run_batch.item_runner import ItemRunner
+from sandbox_server.dispatch.run_batch.item_slots import LeasePools, acquire_slot
 from sandbox_server.dispatch.run_batch.program_spool import ProgramSpool
 from sandbox_server.dispatch.run_batch.result_log import Follower, ResultLog
 from sandbox_server.dispatch.run_batch.values import ItemResult, Program, RenderItem, RunBatchRequest, result_without_call
-from sandbox_server.pool.access import Actor
 from sandbox_server.store.base import Deletion, RunBatchItemRecord, RunBatchRecord, Store
 
 log = logging.getLogger(__name__)
@@ -28,24 +28,8 @@ MAX_ATTEMPTS = 3
 """How often an item is started at most. It is started again only if its program has not begun."""
 MAX_UNREAD_BYTES = 16 << 20
 """No item begins while the client has so many bytes of results to read."""
-ACQUIRE_PAUSE_S = 1.0
-"""A refused acquire is repeated so many seconds after it was sent at the earliest."""
-UNAVAILABLE_S = 60.0
-"""How long acquires are repeated while the pool's backend or the store is unavailable, once an item has begun."""
 LABEL_OF_BATCH = "run_batch"
 LABEL_OF_ITEM = "item"
-
-
-class LeasePools(Protocol):
-    """What a run-batch needs of the pools. `pool.service.PoolService` implements it."""
-
-    async def acquire(self, request: AcquireRequest) -> Acquired: ...
-
-    def release(
-        self, tenant: str, lease_ids: Sequence[str] | None = None, run_id: str | None = None, reset_workspace: bool = True
-    ) -> tuple[Sequence[str], Sequence[str]]: ...
-
-    def view(self, name: str, *, actor: Actor, tenant: str | None = None) -> PoolView: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +43,7 @@ class BatchContext:
         clock: gives the time.
         render: makes the line of a result.
         report_growth: called after a kept line was appended.
+        report_unwritten: called when the result of a program that may have run could not be written, so that a repeated request must be refused.
         report_idle: called when nobody follows a run-batch and none of its items runs.
     """
 
@@ -68,6 +53,7 @@ class BatchContext:
     clock: Clock
     render: RenderItem
     report_growth: Callable[[RunBatch], None]
+    report_unwritten: Callable[[RunBatch], None]
     report_idle: Callable[[RunBatch], None]
 
 
@@ -103,6 +89,7 @@ class RunBatch:
         self._spool: ProgramSpool | None = None
         self._max_parallel = 1
         self._finished = {line.index for line in results.lines}
+        self._appending: set[int] = set()
         self._running: dict[int, asyncio.Task[None]] = {}
         self._to_retry: set[int] = set()
         self._retries: deque[int] = deque()
@@ -110,13 +97,18 @@ class RunBatch:
         self._next_index = 0
         self._beginning: asyncio.Task[None] | None = None
         self._ending: asyncio.Task[None] | None = None
+        self._has_begun = False
         self._is_cancelled = record is not None and record.is_cancelled
         self._is_stopping = False
 
     @property
     def has_begun(self) -> bool:
-        """Whether an item runs or has its line."""
-        return bool(self._running or self.results.lines)
+        """Whether an item has begun or has its line, or the response has. From then on, errors are results of items."""
+        return bool(self._has_begun or self._finished or self.results.lines)
+
+    def begin_response(self) -> None:
+        """Take note that a client has the head of its response, so that the request cannot fail as a whole any more."""
+        self._has_begun = True
 
     @property
     def is_complete(self) -> bool:
@@ -152,8 +144,9 @@ class RunBatch:
             spool.close()
             return self.results.follow(reads_at_end=reads_at_end)
         self.results.remove_unkept()
-        self._finished = {line.index for line in self.results.lines}
+        self._finished = self._appending | {line.index for line in self.results.lines}
         self._request, self._spool, self._max_parallel, self.item_count = request, spool, max_parallel, len(spool)
+        self._has_begun = bool(self._running)
         self._next_index = 0
         self._retries.clear()
         self._attempts.clear()
@@ -243,7 +236,7 @@ class RunBatch:
 
     def _fail_unbegun(self, error: PoolServiceError) -> None:
         self._beginning = None
-        if not self._finished and not self._running:
+        if not self.has_begun:
             self.error = error
             self.results.notify()
         else:
@@ -271,38 +264,20 @@ class RunBatch:
         if refused is not None:
             await self._finish(index, refused)
             return
-        lease_id = await self._acquire(index, program)
+        lease_id = await acquire_slot(self._context.pools, self._context.clock, self._slot_request(index, program), lambda: self.has_begun)
         record = RunBatchItemRecord(batch_id=self.batch_id, index=index, tenant=self.tenant, lease_id=lease_id)
         self._context.store.put(record)
         self._start_task(record, lambda: self._run_program(record, program))
 
-    async def _acquire(self, index: int, program: Program) -> str:
-        """Acquire a slot for an item, however long that takes.
-
-        It waits at the end of the queue of its tenant: whoever waited before, such as a gang, is served first.
-        """
+    def _slot_request(self, index: int, program: Program) -> AcquireRequest:
         assert self._request is not None, "items begin after `attach`"
-        request = AcquireRequest(
+        return AcquireRequest(
             tenant=self.tenant,
             pool=self._request.pool,
             run_id=self.run_id,
             allow_network=program.allow_network,
             labels={LABEL_OF_BATCH: self.batch_id, LABEL_OF_ITEM: str(index)},
         )
-        clock = self._context.clock
-        unavailable_since: float | None = None
-        while True:
-            sent_at = clock.monotonic()
-            try:
-                return (await self._context.pools.acquire(request)).leases[0].lease_id
-            except (NoCapacity, QuotaExceeded):
-                unavailable_since = None
-            except (BackendUnavailable, StorageUnavailable):
-                unavailable_since = sent_at if unavailable_since is None else unavailable_since
-                has_begun = self._finished or self._running
-                if not has_begun or clock.monotonic() - unavailable_since >= UNAVAILABLE_S:
-                    raise
-            await asyncio.sleep(max(0.0, sent_at + ACQUIRE_PAUSE_S - clock.monotonic()))
 
     # Running items.
 
@@ -313,13 +288,16 @@ class RunBatch:
         self._start_task(record, lambda: self._run_call(record, call, record.artifacts))
 
     def _start_task(self, record: RunBatchItemRecord, run: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        self._has_begun = True
         task = self._running[record.index] = asyncio.create_task(self._run_item(record, run))
         task.add_done_callback(lambda _: self._end_item(record))
         self.results.notify()
 
     async def _run_item(self, record: RunBatchItemRecord, run: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        running = run()
+        del run  # it holds the program, whose files are to leave the memory when they are written
         try:
-            await run()
+            await running
         except Exception:  # the edge of this task: a bug costs this item its result, and no other item anything
             log.exception("an item of a run-batch failed", extra={"batch_id": self.batch_id, "lease_id": record.lease_id})
             error = "the service failed; its log has the details"
@@ -342,28 +320,32 @@ class RunBatch:
 
     async def _run_program(self, record: RunBatchItemRecord, program: Program) -> None:
         call = program.call(record.index, record.lease_id)
+        artifacts = program.artifacts
         unwritten = await self._context.runner.prepare(self.tenant, call, program)
+        del program  # its files are in the slot; only the call is needed while it runs
         if unwritten is not None:
             await self._finish_or_retry(record.index, unwritten)
             return
         if self.record is not None:
-            self._context.store.put(replace(record, call=call, artifacts=program.artifacts))
+            self._context.store.put(replace(record, call=call, artifacts=artifacts))
             try:
                 await self._context.store.flush()
             except StorageUnavailable as error:
                 await self._finish_or_retry(record.index, self._own_result(record.index, Reason.BACKEND_ERROR, error.detail, may_have_run=False))
                 return
-        await self._run_call(record, call, program.artifacts)
+        await self._run_call(record, call, artifacts)
 
     async def _run_call(self, record: RunBatchItemRecord, call: ToolCall, artifacts: tuple[str, ...]) -> None:
-        reservation = await self._context.runner.reserve(self.tenant, call)
-        try:
-            async with self._context.runner.run(self.tenant, call, artifacts, reservation, self._budget) as finished:
-                if self.record is None:
-                    self._release(record.lease_id)  # the slot is reset while the result is written
-                await self._finish_or_retry(record.index, finished)
-        finally:
-            reservation.release()
+        runner = self._context.runner
+        with runner.lease_in_use(record.lease_id):
+            reservation = await runner.reserve(self.tenant, call)
+            try:
+                async with runner.run(self.tenant, call, artifacts, reservation, self._budget) as finished:
+                    if self.record is None:
+                        self._release(record.lease_id)  # the slot is reset while the result is written
+                    await self._finish_or_retry(record.index, finished)
+            finally:
+                reservation.release()
 
     async def _finish_or_retry(self, index: int, finished: ItemResult) -> None:
         if self._is_cancelled and (finished.has_not_run or finished.result.reason is Reason.LEASE_LOST):
@@ -382,14 +364,19 @@ class RunBatch:
         if self.record is not None and not finished.is_final:
             await self._append_unkept(index, finished)
             return
+        self._appending.add(index)
         try:
             with cleanup_on_failure(lambda: self._finished.discard(index)):
                 await self.results.append(index, self._context.render(index, finished))
         except StorageUnavailable as error:
             self._finished.add(index)
+            if self.record is not None:
+                self._context.report_unwritten(self)
             lost = self._own_result(index, Reason.BACKEND_ERROR, f"the program ended, but {error.detail}", may_have_run=True)
             await self._append_unkept(index, lost)
             return
+        finally:
+            self._appending.discard(index)
         if self.record is not None:
             self._context.report_growth(self)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 
 from sandbox_server.core.clock import Clock
@@ -38,6 +38,7 @@ class ItemRunner:
     """
 
     def __init__(self, slot_locator: SlotLocator, dispatcher: Dispatcher, files: SlotFiles, clock: Clock) -> None:
+        self._slot_locator = slot_locator
         self._dispatcher = dispatcher
         self._files = files
         self._clock = clock
@@ -49,6 +50,15 @@ class ItemRunner:
             return None
         evidence = {"field": "args", "detail": program.args_problem}
         return self._item_result(service_result(program.call(index, ""), Reason.INVALID_ARGS, program.args_problem, evidence=evidence))
+
+    @contextmanager
+    def lease_in_use(self, lease_id: str) -> Iterator[None]:
+        """Let a lease not expire during a `with` block: an item may wait for longer than its lease lasts before its call is sent."""
+        self._slot_locator.record_call_start(lease_id)
+        try:
+            yield
+        finally:
+            self._slot_locator.record_call_end(lease_id)
 
     async def prepare(self, tenant: str, call: ToolCall, program: Program) -> ItemResult | None:
         """Write the files of a program into its slot.

@@ -80,15 +80,19 @@ class ProgramSpool:
             StorageUnavailable: the file cannot be read.
         """
         start = self._ends[index - 1] if index else 0
+        size_bytes = self._ends[index] - start
         if self._file is None:
-            return decode_program(bytes(self._buffer[start : self._ends[index]]))
+            return decode_program(bytes(self._buffer[start : start + size_bytes]))
         try:
-            encoded = await asyncio.to_thread(self._file.read_at, start, self._ends[index] - start)
+            return await asyncio.to_thread(_read_program, self._file, start, size_bytes)
         except OSError as error:
             raise StorageUnavailable(f"an item of a run-batch cannot be read: {error.strerror}", retry_after_s=5) from error
-        return decode_program(encoded)
 
     def close(self) -> None:
         """Delete the file. A second call does nothing."""
         if self._file is not None:
             self._file.close()
+
+
+def _read_program(file: SharedFile, offset: int, size_bytes: int) -> Program:
+    return decode_program(file.read_at(offset, size_bytes))

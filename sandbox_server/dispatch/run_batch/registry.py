@@ -13,14 +13,15 @@ from weakref import WeakValueDictionary
 
 from sandbox_server.core.cleanup import cleanup_on_failure
 from sandbox_server.core.clock import Clock
-from sandbox_server.core.errors import QuotaExceeded, StorageUnavailable
+from sandbox_server.core.errors import LeaseLost, QuotaExceeded, StorageUnavailable
 from sandbox_server.core.types import AcquireRequest, PoolView
 from sandbox_server.dispatch.dispatcher import Dispatcher
 from sandbox_server.dispatch.files import SlotFiles
 from sandbox_server.dispatch.limits.room_queue import TENANT_SHARE
 from sandbox_server.dispatch.run_batch.artifact_reader import ArtifactBudget
-from sandbox_server.dispatch.run_batch.batch import BatchContext, LeasePools, RunBatch
+from sandbox_server.dispatch.run_batch.batch import BatchContext, RunBatch
 from sandbox_server.dispatch.run_batch.item_runner import ItemRunner
+from sandbox_server.dispatch.run_batch.item_slots import LeasePools
 from sandbox_server.dispatch.run_batch.kept_results import KEPT_S, KeptResults, new_batch_id
 from sandbox_server.dispatch.run_batch.program_spool import ProgramSpool
 from sandbox_server.dispatch.run_batch.result_log import Follower, ResultLog
@@ -88,6 +89,7 @@ class RunBatches:
         self._dependencies = dependencies
         self._kept = KeptResults(dependencies.store, dependencies.clock, dependencies.folder, dependencies.limits.kept_bytes)
         self._active: dict[str, RunBatch] = {}
+        self._opening: Counter[str] = Counter()
         self._request_counts: Counter[str] = Counter()
         self._locks: WeakValueDictionary[tuple[str, str | None], asyncio.Lock] = WeakValueDictionary()
         self._purge_timer: asyncio.TimerHandle | None = None
@@ -98,6 +100,7 @@ class RunBatches:
             clock=dependencies.clock,
             render=dependencies.render,
             report_growth=self._check_room,
+            report_unwritten=self._stop_keeping,
             report_idle=self._close_batch,
         )
 
@@ -110,7 +113,6 @@ class RunBatches:
             state: the records. The pools must have taken over theirs.
         """
         self._kept.restore(state.run_batches)
-        self._purge()
         for item in state.run_batch_items:
             record = self._kept.get(item.batch_id)
             if record is None or record.is_evicted or item.call is None:
@@ -118,8 +120,9 @@ class RunBatches:
                 continue
             try:
                 batch = self._active.get(item.batch_id) or await self._open_kept_batch(record)
-            except StorageUnavailable as error:
+            except (StorageUnavailable, LeaseLost) as error:
                 log.error("an item of a run-batch cannot be finished: %s", error.detail, extra={"batch_id": item.batch_id})
+                self._kept.evict(item.batch_id)  # its program may have run, and must not run again when the request is repeated
                 self._give_back(item)
                 continue
             if batch.has_result(item.index):
@@ -129,6 +132,7 @@ class RunBatches:
         for batch in list(self._active.values()):
             if batch.is_idle:
                 self._close_batch(batch)
+        self._purge()
 
     def _give_back(self, item: RunBatchItemRecord) -> None:
         self._dependencies.pools.release(item.tenant, lease_ids=[item.lease_id])
@@ -222,16 +226,26 @@ class RunBatches:
         record = self._kept.find(request, digest)
         if record is None:
             record = self._kept.add(request, digest)
-            with cleanup_on_failure(lambda: self._kept.forget(record.batch_id)):
+            with cleanup_on_failure(lambda: self._kept.forget(record.batch_id)), self._in_use(record.batch_id):
                 await self._dependencies.store.flush()
                 return await self._open_kept_batch(record)
         batch = self._active.get(record.batch_id)
         return batch if batch is not None else await self._open_kept_batch(record)
 
     async def _open_kept_batch(self, record: RunBatchRecord) -> RunBatch:
+        """Open the results of a run-batch that is not active.
+
+        Raises:
+            StorageUnavailable: they cannot be opened.
+            LeaseLost: they were evicted meanwhile.
+        """
         results = ResultLog(self._dependencies.folder, self._kept.path_of(record.batch_id))
-        await results.open_kept()
-        return self._add_batch(record.batch_id, record.tenant, record.run_id, record, results)
+        with self._in_use(record.batch_id):
+            await results.open_kept()
+            with cleanup_on_failure(results.close):
+                # While the file was opened, the run may have been released, and the results evicted.
+                used = self._kept.begin_use(record.batch_id)
+            return self._add_batch(used.batch_id, used.tenant, used.run_id, used, results)
 
     def _add_batch(self, batch_id: str, tenant: str, run_id: str | None, record: RunBatchRecord | None, results: ResultLog | None = None) -> RunBatch:
         limits = self._dependencies.limits
@@ -261,11 +275,31 @@ class RunBatches:
 
     # What is kept.
 
+    @contextmanager
+    def _in_use(self, batch_id: str) -> Iterator[None]:
+        """Count a run-batch as in use while it becomes active, so that it does not make room for others."""
+        self._opening[batch_id] += 1
+        try:
+            yield
+        finally:
+            self._opening[batch_id] -= 1
+            if not self._opening[batch_id]:
+                del self._opening[batch_id]
+
+    def _is_in_use(self, batch_id: str) -> bool:
+        return batch_id in self._active or batch_id in self._opening
+
     def _check_room(self, batch: RunBatch) -> None:
-        if not self._kept.make_room(batch.batch_id, batch.results.kept_bytes, self._active.__contains__):
-            log.warning("the results of a run-batch are larger than what may be kept for a repeated request", extra={"batch_id": batch.batch_id})
-            batch.stop_keeping()
-            self._kept.evict(batch.batch_id)
+        for batch_id in self._kept.make_room(batch.batch_id, batch.results.kept_bytes, self._is_in_use):
+            evicted = self._active.get(batch_id)
+            if evicted is not None:
+                log.warning("the results of a run-batch are larger than what may be kept for a repeated request", extra={"batch_id": batch_id})
+                evicted.stop_keeping()
+
+    def _stop_keeping(self, batch: RunBatch) -> None:
+        """Refuse repeats of a request from now on, because they cannot get its results, and its programs must not run again."""
+        batch.stop_keeping()
+        self._kept.evict(batch.batch_id)
 
     def _close_batch(self, batch: RunBatch) -> None:
         if self._active.pop(batch.batch_id, None) is None:
@@ -276,12 +310,12 @@ class RunBatches:
         if batch.error is not None and not batch.results.lines:
             self._kept.forget(batch.batch_id)
         else:
-            self._kept.update(replace(batch.record, kept_since=self._dependencies.clock.wall()))
+            self._kept.end_use(batch.record)
             self._purge()
 
     def _purge(self) -> None:
         """Delete what was kept for long enough, now and again after as long as it may be kept."""
-        self._kept.purge(self._active.__contains__)
+        self._kept.purge(self._is_in_use)
         if self._purge_timer is not None:
             self._purge_timer.cancel()
         self._purge_timer = asyncio.get_running_loop().call_later(KEPT_S + 1, self._purge)
