@@ -75,15 +75,15 @@ def _read_state_at(path: str) -> _FolderState:
 def _is_as_new(path: str, state: _FolderState) -> bool:
     try:
         folder = os.open(path, FOLDER_FLAGS)
+        try:
+            if _read_state(folder) != state:
+                return False
+            with os.scandir(folder) as entries:
+                return next(entries, None) is None
+        finally:
+            os.close(folder)
     except OSError:
-        return False  # Its owner has changed its mode.
-    try:
-        if _read_state(folder) != state:
-            return False
-        with os.scandir(folder) as entries:
-            return next(entries, None) is None
-    finally:
-        os.close(folder)
+        return False  # Its owner has changed its mode, or given it more attributes than the kernel can list; or no file can be opened now.
 
 
 class EmptyFolders:

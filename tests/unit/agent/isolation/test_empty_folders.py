@@ -1,0 +1,58 @@
+"""Which folders of ended runtimes are kept for others, whatever their owner has done to them."""
+
+from __future__ import annotations
+
+import os
+import resource
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from sandbox_server.agent.isolation.reuse.empty_folders import EmptyFolders
+
+TMPFS = "/dev/shm"
+
+
+@pytest.fixture
+def tmpfs() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir=TMPFS) as folder:
+        yield Path(folder)
+
+
+def test_folders_that_are_as_new_are_kept_and_get_another_path(tmp_path: Path) -> None:
+    folders = EmptyFolders()
+    first = folders.make_folders(str(tmp_path / "1"), None)
+    inode = os.stat(first.workspace).st_ino
+
+    assert folders.keep_folders(first)
+    second = folders.make_folders(str(tmp_path / "2"), None)
+    assert (second.root, os.stat(second.workspace).st_ino) == (str(tmp_path / "2"), inode)
+    assert not (tmp_path / "1").exists()
+
+
+def test_folders_with_more_attributes_than_the_kernel_lists_are_not_kept(tmpfs: Path) -> None:
+    folders = EmptyFolders()
+    dirs = folders.make_folders(str(tmpfs / "1"), None)
+    for number in range(270):
+        os.setxattr(dirs.workspace, "user.%0245d" % number, b"")
+    with pytest.raises(OSError, match="too long"):
+        os.listxattr(dirs.workspace)
+
+    assert not folders.keep_folders(dirs)
+
+
+def test_folders_that_cannot_be_examined_now_are_not_kept(tmp_path: Path) -> None:
+    folders = EmptyFolders()
+    dirs = folders.make_folders(str(tmp_path / "1"), None)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free_fd = os.dup(0)
+    os.close(free_fd)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free_fd + 1, limits[1]))  # The folder can be opened, but its content cannot be listed.
+    try:
+        is_kept = folders.keep_folders(dirs)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+    assert not is_kept
