@@ -177,10 +177,7 @@ class BwrapIsolation:
         if mounts:
             proof.update(clean=False, detail="%s is still mounted" % mounts[0])
         init_start.close_runtime_fds(runtime)
-        if runtime.limit_end is None and not mounts:
-            self._cgroups.keep_or_remove_groups(runtime.groups)
-        else:
-            runtime.groups.remove_groups()
+        self._cgroups.keep_or_remove_groups(runtime.groups, may_keep=runtime.limit_end is None and not mounts)
         return proof
 
     def keep_folders(self, runtime: SlotRuntime) -> bool:

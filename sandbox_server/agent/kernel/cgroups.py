@@ -65,12 +65,14 @@ class SlotGroups:
         limits_memory: whether a control group limits its memory.
         limits_processes: whether a control group limits its number of processes.
         join_fds: descriptors through which init joins the groups when it starts.
+        is_given_up: whether the groups were removed, or are those of another slot runtime by now.
     """
 
     def __init__(self, leaves: SlotLeaves | None, limits: SlotLimitGroups | None, shared_memory: MemoryGroups | None = None) -> None:
         self.leaves = leaves
         self.limits = limits
         self._shared_memory = shared_memory
+        self.is_given_up = False
         self.limits_memory = limits is not None and limits.limits_memory
         self.limits_processes = limits is not None and limits.limits_processes
         self.join_fds: list[int] = limits.procs_fds() if limits is not None else []
@@ -97,11 +99,15 @@ class SlotGroups:
 
     def renew_groups(self, share_bytes: int) -> SlotGroups:
         """Return the groups of the next slot runtime: these, which must be as new. This object can no longer reach them."""
+        self.is_given_up = True
         leaves = self.leaves.renew_leaves() if self.leaves is not None else None
         return SlotGroups(leaves, self.limits.renew_groups(share_bytes) if self.limits is not None else None, self._shared_memory)
 
     def remove_groups(self) -> None:
-        """Remove all groups of an ended slot runtime."""
+        """Remove all groups of an ended slot runtime. A second call does nothing, because a slot runtime can be ended again if what came after its end failed."""
+        if self.is_given_up:
+            return
+        self.is_given_up = True
         if self.leaves is not None:
             self.leaves.remove_leaves()
         if self.limits is not None:
@@ -290,13 +296,19 @@ class Cgroups:
     def _protected_bytes(self) -> int:
         return self.memory_groups.protected_bytes() if self.memory_groups is not None else 0
 
-    def keep_or_remove_groups(self, groups: SlotGroups) -> None:
+    def keep_or_remove_groups(self, groups: SlotGroups, may_keep: bool) -> None:
         """Keep the groups of an ended slot runtime for the next one if they are as new, or else remove them.
 
         To create and to remove the groups of a slot takes the kernel and this process a millisecond and a half.
+
+        Args:
+            groups: the groups. Nothing is done if they are kept already, or were given up.
+            may_keep: whether they may be kept.
         """
+        if groups.is_given_up or groups in self._kept_groups:
+            return
         try:
-            is_kept = len(self._kept_groups) < _MOST_KEPT_GROUPS and groups.are_as_new()
+            is_kept = may_keep and len(self._kept_groups) < _MOST_KEPT_GROUPS and groups.are_as_new()
         except OSError:
             is_kept = False  # Something else has removed one of them.
         if is_kept:
