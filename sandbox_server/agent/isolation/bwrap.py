@@ -186,6 +186,7 @@ class BwrapIsolation:
 
     def free_uid(self, runtime: SlotRuntime) -> None:
         """See `Isolation.free_uid`."""
+        self._folders.forget_folders(runtime.dirs)  # If they were not kept, they have been deleted.
         if runtime.uid is not None:
             self._uids.give_back_uid(runtime.uid)
 

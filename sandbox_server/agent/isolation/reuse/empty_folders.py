@@ -49,6 +49,9 @@ class _FolderState(NamedTuple):
     attributes: Tuple[bytes | None, ...]
 
 
+_States = Tuple[_FolderState, _FolderState]  # of the workspace and of the temporary folder
+
+
 def _read_state(folder: int) -> _FolderState:
     info = os.fstat(folder)
     extended = tuple((name, os.getxattr(folder, name)) for name in sorted(os.listxattr(folder)))
@@ -90,8 +93,8 @@ class EmptyFolders:
     """Makes the folders of slot runtimes, and keeps those of ended runtimes that are as new."""
 
     def __init__(self) -> None:
-        self._states: dict[str, tuple[_FolderState, _FolderState]] = {}
-        self._kept: list[Dirs] = []
+        self._states: dict[str, _States] = {}  # Those of the folders of runtimes that have not ended.
+        self._kept: list[tuple[Dirs, _States]] = []
 
     def make_folders(self, root: str, uid: int | None) -> Dirs:
         """Return empty folders for a new runtime: kept ones, or new ones.
@@ -104,9 +107,9 @@ class EmptyFolders:
             dirs = base.make_dirs(root, uid)
             self._states[root] = (_read_state_at(dirs.workspace), _read_state_at(dirs.tmp))
             return dirs
-        kept = self._kept.pop()
+        kept, states = self._kept.pop()
         os.rename(kept.root, root)
-        self._states[root] = self._states.pop(kept.root)
+        self._states[root] = states
         dirs = base.dirs_in(root)
         for path in (dirs.workspace, dirs.tmp):
             if uid is not None:
@@ -123,11 +126,12 @@ class EmptyFolders:
         Returns:
             Whether they are kept. If not, the caller deletes them.
         """
-        states = self._states.get(dirs.root)
-        if states is None:
+        states = self._states.pop(dirs.root, None)
+        if states is None or len(self._kept) >= _MOST_KEPT or not all(map(_is_as_new, (dirs.workspace, dirs.tmp), states)):
             return False
-        if len(self._kept) < _MOST_KEPT and all(map(_is_as_new, (dirs.workspace, dirs.tmp), states)):
-            self._kept.append(dirs)
-            return True
-        del self._states[dirs.root]
-        return False
+        self._kept.append((dirs, states))
+        return True
+
+    def forget_folders(self, dirs: Dirs) -> None:
+        """Forget what the folders of a runtime were like when they were new, because the caller deletes them. Kept folders stay kept."""
+        self._states.pop(dirs.root, None)

@@ -56,3 +56,17 @@ def test_folders_that_cannot_be_examined_now_are_not_kept(tmp_path: Path) -> Non
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
     assert not is_kept
+
+
+def test_nothing_is_remembered_of_folders_that_are_deleted(tmp_path: Path) -> None:
+    folders = EmptyFolders()
+    kept, filled, forgotten = (folders.make_folders(str(tmp_path / name), None) for name in ("1", "2", "3"))
+    Path(filled.tmp, "file").touch()
+    assert [folders.keep_folders(dirs) for dirs in (kept, filled)] == [True, False]
+    for dirs in (kept, filled, forgotten):
+        folders.forget_folders(dirs)
+
+    assert not folders.keep_folders(forgotten)
+    assert folders._states == {}
+    assert os.path.samefile(folders.make_folders(str(tmp_path / "4"), None).root, tmp_path / "4")
+    assert not (tmp_path / "1").exists()
