@@ -81,26 +81,35 @@ class BwrapIsolation:
         uid = reused.uid if reused is not None else self._uids.take_uid() if self._is_root else None
         self._runtime_count += 1
         name = "bwrap-%d" % self._runtime_count
-        if reused is not None:
-            dirs = reused.dirs
-        else:
-            dirs = self._folders.make_folders(os.path.join(self._context.slots_dir, name), uid)
-        groups = self._cgroups.make_groups(name)
+        dirs = reused.dirs if reused is not None else None
+        groups = None
         try:
+            if dirs is None:
+                dirs = self._folders.make_folders(os.path.join(self._context.slots_dir, name), uid)
+            groups = self._cgroups.make_groups(name)
             plan = self._make_plan(has_network, dirs, uid, groups, cache, read_only)
             started_init = await self._start_init(view, plan)
         except BaseException:  # also when this task is cancelled
-            groups.remove_groups()
-            if reused is None and uid is not None:
-                self._uids.give_back_uid(uid)
+            if groups is not None:
+                groups.remove_groups()
+            if reused is None:
+                self._undo_start(dirs, uid)
             raise
         finally:
-            groups.close_join_fds()
+            if groups is not None:
+                groups.close_join_fds()
         runtime = started_init.to_runtime(
             slot_id, dirs, WORKSPACE, TMP, has_network=has_network, uid=uid, groups=groups, shell=shell, has_pid_namespace=True, cache=cache
         )
         runtime.may_have_passed_files = self._can_pass_files(has_network, cache) or (reused is not None and reused.may_have_passed_files)
         return runtime
+
+    def _undo_start(self, dirs: Dirs | None, uid: int | None) -> None:
+        """Delete the new folders of a runtime that could not be started, and give its user back. No process of the slot has used them."""
+        if dirs is not None:
+            self._folders.delete_folders(dirs.root)
+        if uid is not None:
+            self._uids.give_back_uid(uid)
 
     def _can_pass_files(self, has_network: bool, cache: CacheFolder | None) -> bool:
         """Return whether a slot can pass open files to another one, for which both need a socket that they can reach."""

@@ -9,8 +9,10 @@ Whoever has opened a folder can list it later, whatever its mode is. So a folder
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
+import shutil
 import stat
 import struct
 from typing import NamedTuple, Tuple
@@ -102,13 +104,29 @@ class EmptyFolders:
         Args:
             root: the path of the folder that contains them; it must not exist.
             uid: the owner; None for the user of the agent.
+
+        Raises:
+            OSError: there is no room for them, for example. Nothing is left of them.
         """
-        if not self._kept:
-            dirs = base.make_dirs(root, uid)
+        try:
+            return self._reuse_folders(root, uid) if self._kept else self._make_new_folders(root, uid)
+        except OSError:
+            self.delete_folders(root)
+            raise
+
+    def _make_new_folders(self, root: str, uid: int | None) -> Dirs:
+        dirs = base.make_dirs(root, uid)
+        with contextlib.suppress(OSError):  # A file system without extended attributes, for example. Such folders are never kept.
             self._states[root] = (_read_state_at(dirs.workspace), _read_state_at(dirs.tmp))
-            return dirs
+        return dirs
+
+    def _reuse_folders(self, root: str, uid: int | None) -> Dirs:
         kept, states = self._kept.pop()
-        os.rename(kept.root, root)
+        try:
+            os.rename(kept.root, root)
+        except OSError:
+            self.delete_folders(kept.root)
+            raise
         self._states[root] = states
         dirs = base.dirs_in(root)
         for path in (dirs.workspace, dirs.tmp):
@@ -116,6 +134,15 @@ class EmptyFolders:
                 os.chown(path, uid, uid, follow_symlinks=False)
             os.utime(path, follow_symlinks=False)
         return dirs
+
+    def delete_folders(self, root: str) -> None:
+        """Delete folders that no process of a slot has used. What cannot be deleted is deleted with the folder of the agent.
+
+        Args:
+            root: the path of the folder that contains them. It need not exist.
+        """
+        self._states.pop(root, None)
+        shutil.rmtree(root, ignore_errors=True)
 
     def keep_folders(self, dirs: Dirs) -> bool:
         """Keep the folders of an ended runtime for another one if they are as new.

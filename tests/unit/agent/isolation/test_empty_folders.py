@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from sandbox_server.agent.isolation.reuse.empty_folders import EmptyFolders
+from tests.unit.agent.open_files import only_so_many_new_files
 
 TMPFS = "/dev/shm"
 
@@ -36,7 +36,7 @@ def test_folders_with_more_attributes_than_the_kernel_lists_are_not_kept(tmpfs: 
     folders = EmptyFolders()
     dirs = folders.make_folders(str(tmpfs / "1"), None)
     for number in range(270):
-        os.setxattr(dirs.workspace, "user.%0245d" % number, b"")
+        os.setxattr(dirs.workspace, f"user.{number:0245}", b"")
     with pytest.raises(OSError, match="too long"):
         os.listxattr(dirs.workspace)
 
@@ -46,16 +46,30 @@ def test_folders_with_more_attributes_than_the_kernel_lists_are_not_kept(tmpfs: 
 def test_folders_that_cannot_be_examined_now_are_not_kept(tmp_path: Path) -> None:
     folders = EmptyFolders()
     dirs = folders.make_folders(str(tmp_path / "1"), None)
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    free_fd = os.dup(0)
-    os.close(free_fd)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (free_fd + 1, limits[1]))  # The folder can be opened, but its content cannot be listed.
-    try:
+    with only_so_many_new_files(1):  # The folder can be opened, but its content cannot be listed.
         is_kept = folders.keep_folders(dirs)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
     assert not is_kept
+
+
+def test_folders_whose_first_state_cannot_be_read_are_used_but_not_kept(tmp_path: Path) -> None:
+    folders = EmptyFolders()
+    with only_so_many_new_files(0):
+        dirs = folders.make_folders(str(tmp_path / "1"), None)
+
+    assert sorted(os.listdir(dirs.root)) == ["tmp", "workspace"]
+    assert not folders.keep_folders(dirs)
+
+
+def test_nothing_is_left_of_folders_that_could_not_be_made(tmp_path: Path) -> None:
+    folders = EmptyFolders()
+    assert folders.keep_folders(folders.make_folders(str(tmp_path / "1"), None))
+    with pytest.raises(FileNotFoundError):
+        folders.make_folders(str(tmp_path / "missing" / "2"), None)
+
+    assert list(tmp_path.iterdir()) == []
+    assert folders._states == {}
+    assert folders.make_folders(str(tmp_path / "3"), None).root == str(tmp_path / "3")
 
 
 def test_nothing_is_remembered_of_folders_that_are_deleted(tmp_path: Path) -> None:
