@@ -125,7 +125,7 @@ class SlotGroups:
         return SlotGroups(leaves, limits, self._shared_memory)
 
     def remove_groups(self) -> None:
-        """Remove all groups of an ended slot runtime. A second call does nothing, because a slot runtime can be ended again if what came after its end failed."""
+        """Remove all groups of an ended slot runtime. A second call does nothing, because a runtime can be ended again if what came after its end failed."""
         if self.is_given_up:
             return
         self.is_given_up = True
