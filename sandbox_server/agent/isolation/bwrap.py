@@ -8,6 +8,7 @@ namespaces of their own. Otherwise bubblewrap and an interpreter are executed fo
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import signal
@@ -22,6 +23,7 @@ from sandbox_server.agent.isolation.bwrap_arguments import CACHE, LIB, TMP, WORK
 from sandbox_server.agent.isolation.bwrap_start import INSIDE_UID, BwrapPlan, BwrapStart, SharedView, find_bwrap
 from sandbox_server.agent.isolation.bwrap_template import BwrapTemplate
 from sandbox_server.agent.isolation.etc_folder import write_accounts, write_etc
+from sandbox_server.agent.isolation.forking.slot_template import MAX_FIRST_TRIES
 from sandbox_server.agent.isolation.reuse.empty_folders import EmptyFolders
 from sandbox_server.agent.kernel import procfs
 from sandbox_server.agent.kernel.cgroups import Cgroups, SlotGroups
@@ -53,7 +55,9 @@ class BwrapIsolation:
         self._is_root = os.geteuid() == 0
         self._runtime_count = 0
         self._view: SharedView | None = None
-        self._starter: _Starter | None = None
+        self._starter: _Starter | None = None  # None until it is known how inits can be started here.
+        self._first_start_lock = asyncio.Lock()
+        self._template_tries = 0
         self.slot_start = "executed"
         self._folders = EmptyFolders()
         self._separates_sockets = privileges.can_separate_abstract_sockets()
@@ -140,17 +144,22 @@ class BwrapIsolation:
 
     async def _start_init(self, view: SharedView, plan: BwrapPlan) -> init_start.StartedInit:
         if self._starter is None:
-            return await self._start_first_init(view, plan)
+            async with self._first_start_lock:
+                if self._starter is None:
+                    return await self._start_first_init(view, plan)
         return await self._starter.start_init(plan)
 
     async def _start_first_init(self, view: SharedView, plan: BwrapPlan) -> init_start.StartedInit:
-        """Start the first init of this agent, and so find out how inits can be started here."""
+        """Start the first init of this agent, and so find out how inits can be started here. A template that lacks something is tried again later."""
+        may_try_again = False
         if self._context.config.slot_start == "auto":
             template = BwrapTemplate(view, self._context.config.base_dir, self._is_root)
             try:
                 first = await template.start_init(plan)
             except StartFailed as error:
                 template.end_start()
+                self._template_tries += 1
+                may_try_again = error.temporary and self._template_tries < MAX_FIRST_TRIES
                 self.slot_start = "executed: %s" % error
                 log.info("slots are not forked from a template: %s", error)
             except BaseException:  # also when this task is cancelled
@@ -161,7 +170,8 @@ class BwrapIsolation:
                 return first
         starter = BwrapStart(view, self._is_root)
         first = await starter.start_init(plan)
-        self._starter = starter
+        if not may_try_again:
+            self._starter = starter
         return first
 
     async def end_runtime(self, runtime: SlotRuntime) -> dict[str, Any]:

@@ -203,31 +203,51 @@ async def start_template(
     Raises:
         StartFailed: the template could not be started or set up; the text says why.
     """
-    agent_end, template_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    argv = [python, "-I", "-S", "-B", "-c", _TEMPLATE_CODE % lib, str(template_end.fileno())]
-    stderr_r, stderr_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        process = _spawn(argv, environment, launcher, template_end.fileno(), stderr_w)
+        stderr_r, stderr_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        agent_end.close()
+        raise _start_failed("a pipe", error) from None
+    try:
+        template = _spawn_template(python, lib, environment, launcher, stderr_w)
+    except OSError as error:
         os.close(stderr_r)
-        raise StartFailed("%s: %s" % (argv[0], error.strerror), temporary=error.errno in TEMPORARY_ERRORS) from None
+        raise _start_failed(python, error) from None
     finally:
         os.close(stderr_w)
-        template_end.close()
-    template = TemplateProcess(process, agent_end)
     try:
         await template.set_up({**request, "parent": os.getpid()})
-        check_template(process.pid, request["capabilities"])
-    except StartFailed as error:
+        check_template(template.pid, request["capabilities"])
+    except (StartFailed, OSError) as error:
         template.close_template()
-        raise StartFailed(init_start.with_stderr("the template of slots could not be started: %s" % error, stderr_r)) from None
+        text = init_start.with_stderr("the template of slots could not be started: %s" % error, stderr_r)
+        raise StartFailed(text, temporary=_is_temporary(error)) from None
     except BaseException:  # also when this task is cancelled
         template.close_template()
         raise
     finally:
         os.close(stderr_r)
     return template
+
+
+def _is_temporary(error: StartFailed | OSError) -> bool:
+    """Return whether a template can be started later, because the machine was short of something. One that ends or hangs at once does so again."""
+    return error.errno in TEMPORARY_ERRORS if isinstance(error, OSError) else error.temporary and not isinstance(error, TemplateLost)
+
+
+def _start_failed(subject: str, error: OSError) -> StartFailed:
+    return StartFailed("%s: %s" % (subject, error.strerror), temporary=_is_temporary(error))
+
+
+def _spawn_template(python: str, lib: str, environment: Mapping[str, str], launcher: Launcher | None, stderr_fd: int) -> TemplateProcess:
+    agent_end, template_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    argv = [python, "-I", "-S", "-B", "-c", _TEMPLATE_CODE % lib, str(template_end.fileno())]
+    try:
+        return TemplateProcess(_spawn(argv, environment, launcher, template_end.fileno(), stderr_fd), agent_end)
+    except OSError:
+        agent_end.close()
+        raise
+    finally:
+        template_end.close()
 
 
 def _spawn(argv: list[str], environment: Mapping[str, str], launcher: Launcher | None, socket_fd: int, stderr_fd: int) -> subprocess.Popen[bytes]:
