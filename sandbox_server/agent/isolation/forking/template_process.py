@@ -123,7 +123,11 @@ class TemplateProcess:
         self._answers[number] = answer
         try:
             return await asyncio.wait_for(answer, ANSWER_TIMEOUT_S)
+        except asyncio.CancelledError:
+            self._reap_answer(number, answer)
+            raise
         except asyncio.TimeoutError:
+            self._reap_answer(number, answer)
             self.close_template("it did not answer within %g s" % ANSWER_TIMEOUT_S)
             raise TemplateLost("the template of slots did not answer within %g s" % ANSWER_TIMEOUT_S) from None
 
@@ -151,6 +155,11 @@ class TemplateProcess:
             answer.set_result(result)
         else:
             answer.set_exception(StartFailed("the template of slots: %s" % (text or os.strerror(-result)), temporary=-result in _TEMPORARY_FORK_ERRORS))
+
+    def _reap_answer(self, number: int, answer: asyncio.Future[int]) -> None:
+        """End the init that an answer names which came in the very turn of the event loop in which its request was given up."""
+        if number != _SET_UP and answer.done() and not answer.cancelled() and answer.exception() is None:
+            self._reap(ForkedInit(answer.result()))
 
     def _reap(self, init: ForkedInit) -> None:
         init.kill()
