@@ -11,12 +11,12 @@ import marshal
 import os
 import socket
 import subprocess
-from typing import Any, Mapping, Sequence
+from typing import Any, ClassVar, Mapping, Sequence, Set
 
 from sandbox_server.agent.errors import StartFailed
 from sandbox_server.agent.execution.init_client.descriptors import TEMPORARY_ERRORS
 from sandbox_server.agent.isolation import init_start
-from sandbox_server.agent.isolation.forking.forked_init import ForkedInit, add_template, find_unknown_inits, remove_template
+from sandbox_server.agent.isolation.forking.forked_init import ForkedInit, add_child, find_unknown_inits, remove_template
 from sandbox_server.agent.isolation.forking.template_check import check_template
 from sandbox_server.agent.template.messages import ANSWER, REQUEST
 
@@ -64,6 +64,9 @@ class TemplateProcess:
         sock: the agent's end of its socket. This object closes it.
     """
 
+    _running: ClassVar[Set[TemplateProcess]] = set()
+    _has_unknown_inits: ClassVar[bool] = False  # whether a template has ended that may have forked inits before it could report them
+
     def __init__(self, process: subprocess.Popen[bytes], sock: socket.socket) -> None:
         self._loop = asyncio.get_running_loop()
         self._process = process
@@ -72,7 +75,8 @@ class TemplateProcess:
         self._answers: dict[int, asyncio.Future[int]] = {}
         self._reaping: set[asyncio.Task[bool]] = set()
         self.is_closed = False
-        add_template(process.pid)
+        add_child(process.pid)
+        TemplateProcess._running.add(self)
         sock.setblocking(False)
         self._loop.add_reader(sock.fileno(), self._read_answers)
 
@@ -152,9 +156,11 @@ class TemplateProcess:
             if result > 0 and number != _SET_UP:
                 self._reap(ForkedInit(result))  # Nobody waits for this init any more.
         elif result > 0:
+            add_child(result)
             answer.set_result(result)
         else:
             answer.set_exception(StartFailed("the template of slots: %s" % (text or os.strerror(-result)), temporary=-result in _TEMPORARY_FORK_ERRORS))
+        self._reap_unknown_inits()
 
     def _reap_answer(self, number: int, answer: asyncio.Future[int]) -> None:
         """End the init that an answer names which came in the very turn of the event loop in which its request was given up."""
@@ -184,17 +190,24 @@ class TemplateProcess:
             self._process.kill()
         self._process.wait()
         remove_template(self.pid)
+        TemplateProcess._running.discard(self)
         if self._answers:
-            self._reap_unanswered()
+            TemplateProcess._has_unknown_inits = True
         answers, self._answers = self._answers, {}
         for answer in answers.values():
             if not answer.done():
                 answer.set_exception(TemplateLost("the template of slots has ended"))
+        self._reap_unknown_inits()
 
-    def _reap_unanswered(self) -> None:
-        """End the inits that the template may have forked before it could answer. They are children of this agent, and nobody else knows them."""
-        for init in find_unknown_inits():
-            self._reap(init)
+    def _reap_unknown_inits(self) -> None:
+        """End the inits that ended templates have forked before they could report them. They are children of this agent, and nobody else knows them.
+
+        An init that nobody knows may also be one that a running template is about to report, so this waits until no answer is outstanding.
+        """
+        if TemplateProcess._has_unknown_inits and not any(template._answers for template in TemplateProcess._running):
+            TemplateProcess._has_unknown_inits = False
+            for init in find_unknown_inits():
+                self._reap(init)
 
 
 async def start_template(

@@ -8,9 +8,12 @@ import os
 import socket
 import subprocess
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
+from sandbox_server.agent.errors import StartFailed
+from sandbox_server.agent.isolation.forking.forked_init import ForkedInit
 from sandbox_server.agent.isolation.forking.template_process import TemplateProcess
 from sandbox_server.agent.template.messages import ANSWER, MESSAGE_BYTES
 
@@ -43,6 +46,14 @@ async def template() -> AsyncIterator[WrittenTemplate]:
     written.sock.close()
 
 
+def start_init(folder: Path) -> int:
+    """Start a child that has the name of an init."""
+    program = folder / "slot-init"
+    if not program.exists():
+        program.symlink_to("/bin/sleep")
+    return os.posix_spawn(program, ["slot-init", "60"], os.environ)
+
+
 async def reaped(pid: int) -> bool:
     """Wait until a child was reaped."""
     async with asyncio.timeout(5):
@@ -62,3 +73,31 @@ async def test_an_init_whose_start_is_cancelled_while_its_answer_arrives_is_reap
         os.waitpid(init, 0)
 
     assert await reaped(init)
+
+
+async def test_the_end_of_one_template_leaves_the_inits_of_another_one_alone(template: WrittenTemplate, tmp_path: Path) -> None:
+    other = WrittenTemplate()
+    lost, kept = (asyncio.create_task(asked.process.fork_init(0, {}, ())) for asked in (template, other))
+    await asyncio.gather(template.receive(), other.receive())
+    lost_pid, kept_pid = start_init(tmp_path), start_init(tmp_path)
+    template.process.close_template()
+    with pytest.raises(StartFailed):
+        await lost
+    assert os.path.exists(f"/proc/{lost_pid}")  # It could be the init that the other template is about to report.
+    other.answer(kept_pid)
+    init = await kept
+
+    assert await reaped(lost_pid)
+    assert (init.pid, init.poll()) == (kept_pid, None)
+    init.kill()
+    os.waitpid(kept_pid, 0)
+    other.process.close_template()
+    other.sock.close()
+
+
+async def test_an_init_that_was_reaped_elsewhere_has_ended() -> None:
+    init = ForkedInit(os.posix_spawnp("true", ["true"], os.environ))
+    os.waitpid(init.pid, 0)
+
+    assert init.poll() == -9
+    init.kill()
