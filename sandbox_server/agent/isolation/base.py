@@ -114,7 +114,7 @@ class Isolation(Protocol):
         tmp_isolation: `own` if a slot has its own `/tmp`, `/dev/shm` and IPC; `shared`, with the reason, if it shares them with the machine. It is final after
             the first slot was started.
         slot_start: how inits start: `forked` from a template, or `executed`, with the reason if the template has failed. It is final after the first slot was
-            started.
+            started, unless the machine was short of something: then some further slots try the template again.
         caches: whether a shared cache can be given to a slot and be taken away again.
         read_only_entries: whether entries of the workspace can be made read-only. It is final after the first slot was started.
     """

@@ -8,6 +8,7 @@ namespaces of their own. Otherwise bubblewrap and an interpreter are executed fo
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import signal
@@ -22,6 +23,7 @@ from sandbox_server.agent.isolation.bwrap_arguments import CACHE, LIB, TMP, WORK
 from sandbox_server.agent.isolation.bwrap_start import INSIDE_UID, BwrapPlan, BwrapStart, SharedView, find_bwrap
 from sandbox_server.agent.isolation.bwrap_template import BwrapTemplate
 from sandbox_server.agent.isolation.etc_folder import write_accounts, write_etc
+from sandbox_server.agent.isolation.forking.slot_template import MAX_FIRST_TRIES
 from sandbox_server.agent.isolation.reuse.empty_folders import EmptyFolders
 from sandbox_server.agent.kernel import procfs
 from sandbox_server.agent.kernel.cgroups import Cgroups, SlotGroups
@@ -53,7 +55,9 @@ class BwrapIsolation:
         self._is_root = os.geteuid() == 0
         self._runtime_count = 0
         self._view: SharedView | None = None
-        self._starter: _Starter | None = None
+        self._starter: _Starter | None = None  # None until it is known how inits can be started here.
+        self._first_start_lock = asyncio.Lock()
+        self._template_tries = 0
         self.slot_start = "executed"
         self._folders = EmptyFolders()
         self._separates_sockets = privileges.can_separate_abstract_sockets()
@@ -81,26 +85,35 @@ class BwrapIsolation:
         uid = reused.uid if reused is not None else self._uids.take_uid() if self._is_root else None
         self._runtime_count += 1
         name = "bwrap-%d" % self._runtime_count
-        if reused is not None:
-            dirs = reused.dirs
-        else:
-            dirs = self._folders.make_folders(os.path.join(self._context.slots_dir, name), uid)
-        groups = self._cgroups.make_groups(name)
+        dirs = reused.dirs if reused is not None else None
+        groups = None
         try:
+            if dirs is None:
+                dirs = self._folders.make_folders(os.path.join(self._context.slots_dir, name), uid)
+            groups = self._cgroups.make_groups(name)
             plan = self._make_plan(has_network, dirs, uid, groups, cache, read_only)
             started_init = await self._start_init(view, plan)
         except BaseException:  # also when this task is cancelled
-            groups.remove_groups()
-            if reused is None and uid is not None:
-                self._uids.give_back_uid(uid)
+            if groups is not None:
+                groups.remove_groups()
+            if reused is None:
+                self._undo_start(dirs, uid)
             raise
         finally:
-            groups.close_join_fds()
+            if groups is not None:
+                groups.close_join_fds()
         runtime = started_init.to_runtime(
             slot_id, dirs, WORKSPACE, TMP, has_network=has_network, uid=uid, groups=groups, shell=shell, has_pid_namespace=True, cache=cache
         )
         runtime.may_have_passed_files = self._can_pass_files(has_network, cache) or (reused is not None and reused.may_have_passed_files)
         return runtime
+
+    def _undo_start(self, dirs: Dirs | None, uid: int | None) -> None:
+        """Delete the new folders of a runtime that could not be started, and give its user back. No process of the slot has used them."""
+        if dirs is not None:
+            self._folders.delete_folders(dirs.root)
+        if uid is not None:
+            self._uids.give_back_uid(uid)
 
     def _can_pass_files(self, has_network: bool, cache: CacheFolder | None) -> bool:
         """Return whether a slot can pass open files to another one, for which both need a socket that they can reach."""
@@ -131,17 +144,22 @@ class BwrapIsolation:
 
     async def _start_init(self, view: SharedView, plan: BwrapPlan) -> init_start.StartedInit:
         if self._starter is None:
-            return await self._start_first_init(view, plan)
+            async with self._first_start_lock:
+                if self._starter is None:
+                    return await self._start_first_init(view, plan)
         return await self._starter.start_init(plan)
 
     async def _start_first_init(self, view: SharedView, plan: BwrapPlan) -> init_start.StartedInit:
-        """Start the first init of this agent, and so find out how inits can be started here."""
+        """Start the first init of this agent, and so find out how inits can be started here. A template that lacks something is tried again later."""
+        may_try_again = False
         if self._context.config.slot_start == "auto":
             template = BwrapTemplate(view, self._context.config.base_dir, self._is_root)
             try:
                 first = await template.start_init(plan)
             except StartFailed as error:
                 template.end_start()
+                self._template_tries += 1
+                may_try_again = error.temporary and self._template_tries < MAX_FIRST_TRIES
                 self.slot_start = "executed: %s" % error
                 log.info("slots are not forked from a template: %s", error)
             except BaseException:  # also when this task is cancelled
@@ -152,7 +170,8 @@ class BwrapIsolation:
                 return first
         starter = BwrapStart(view, self._is_root)
         first = await starter.start_init(plan)
-        self._starter = starter
+        if not may_try_again:
+            self._starter = starter
         return first
 
     async def end_runtime(self, runtime: SlotRuntime) -> dict[str, Any]:
@@ -177,10 +196,7 @@ class BwrapIsolation:
         if mounts:
             proof.update(clean=False, detail="%s is still mounted" % mounts[0])
         init_start.close_runtime_fds(runtime)
-        if runtime.limit_end is None and not mounts:
-            self._cgroups.keep_or_remove_groups(runtime.groups)
-        else:
-            runtime.groups.remove_groups()
+        self._cgroups.keep_or_remove_groups(runtime.groups, may_keep=runtime.limit_end is None and not mounts)
         return proof
 
     def keep_folders(self, runtime: SlotRuntime) -> bool:
@@ -189,6 +205,7 @@ class BwrapIsolation:
 
     def free_uid(self, runtime: SlotRuntime) -> None:
         """See `Isolation.free_uid`."""
+        self._folders.forget_folders(runtime.dirs)  # If they were not kept, they have been deleted.
         if runtime.uid is not None:
             self._uids.give_back_uid(runtime.uid)
 

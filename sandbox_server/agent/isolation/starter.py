@@ -15,7 +15,7 @@ from sandbox_server.agent.errors import StartFailed
 from sandbox_server.agent.execution.slot_runtime import Dirs, ReadOnlyEntry, SlotRuntime
 from sandbox_server.agent.init import private_mounts, privileges
 from sandbox_server.agent.isolation import base, init_start
-from sandbox_server.agent.isolation.forking.slot_template import SlotTemplate
+from sandbox_server.agent.isolation.forking.slot_template import MAX_FIRST_TRIES, SlotTemplate
 from sandbox_server.agent.isolation.forking.template_process import TemplateProcess, start_template
 from sandbox_server.agent.kernel.cgroups import Cgroups, SlotGroups
 from sandbox_server.agent.kernel.uids import helper_uid_of
@@ -63,6 +63,7 @@ class SharedViewStarter:
         self._slots_dir = slots_dir
         self._runtime_count = 0
         self._template = SlotTemplate(self._start_template) if forks and context.config.slot_start == "auto" else None
+        self._template_tries = 0
         self.slot_start = "executed"
 
     async def _start_template(self) -> TemplateProcess:
@@ -115,8 +116,11 @@ class SharedViewStarter:
             except StartFailed as error:
                 if self.slot_start == "forked" or private_mounts.FAILURE_PREFIX in str(error):
                     raise
-                self.end_template()
-                self._template, self.slot_start = None, "executed: %s" % error
+                self._template_tries += 1
+                self.slot_start = "executed: %s" % error
+                if not error.temporary or self._template_tries >= MAX_FIRST_TRIES:
+                    self.end_template()
+                    self._template = None
                 log.info("slots are not forked from a template: %s", error)
             else:
                 self.slot_start = "forked"

@@ -15,7 +15,7 @@ from sandbox_server.agent.config import AgentConfig
 from sandbox_server.agent.kernel.leaf_groups import SlotLeaves
 from sandbox_server.agent.kernel.memory_groups import SLOT_PREFIX, MemoryGroups, machine_memory_bytes, was_ended_by_another_agent
 from sandbox_server.agent.kernel.memory_plan import MIB, MemoryPlan, MemoryUsage
-from sandbox_server.agent.kernel.slot_limit_groups import SlotLimitGroups, write_control_file
+from sandbox_server.agent.kernel.slot_limit_groups import SlotLimitGroups, open_procs, write_control_file
 
 _AGENT_GROUP_NAME = re.compile(r"sandbox-pool-(\d+)-[0-9a-f]+\Z")
 _V1 = ("memory", "pids", "cpu")
@@ -61,21 +61,33 @@ class SlotGroups:
         limits: the groups that limit it; None if there can be none here.
         shared_memory: the groups that limit the memory of all slots; None if there can be none here.
 
+    Raises:
+        OSError: their files could not be opened. They were removed.
+
     Attributes:
         limits_memory: whether a control group limits its memory.
         limits_processes: whether a control group limits its number of processes.
         join_fds: descriptors through which init joins the groups when it starts.
+        is_given_up: whether the groups were removed, or are those of another slot runtime by now.
     """
 
     def __init__(self, leaves: SlotLeaves | None, limits: SlotLimitGroups | None, shared_memory: MemoryGroups | None = None) -> None:
         self.leaves = leaves
         self.limits = limits
         self._shared_memory = shared_memory
+        self.is_given_up = False
         self.limits_memory = limits is not None and limits.limits_memory
         self.limits_processes = limits is not None and limits.limits_processes
-        self.join_fds: list[int] = limits.procs_fds() if limits is not None else []
-        if leaves is not None:
-            self.join_fds.append(os.dup(leaves.first_procs_fd()))
+        self.join_fds: list[int] = []
+        try:
+            for folder in limits.group_folders() if limits is not None else ():
+                self.join_fds.append(open_procs(folder))
+            if leaves is not None:
+                self.join_fds.append(os.dup(leaves.first_procs_fd()))
+        except OSError:
+            self.close_join_fds()
+            self.remove_groups()
+            raise
 
     def find_usage_while_full(self) -> MemoryUsage | None:
         """Return the memory of the slot if slots have to wait for memory now; None if they do not, or if no control group counts it."""
@@ -96,16 +108,35 @@ class SlotGroups:
         return self.limits.memory_folder is None or not was_ended_by_another_agent(self.limits.memory_folder)
 
     def renew_groups(self, share_bytes: int) -> SlotGroups:
-        """Return the groups of the next slot runtime: these, which must be as new. This object can no longer reach them."""
-        leaves = self.leaves.renew_leaves() if self.leaves is not None else None
-        return SlotGroups(leaves, self.limits.renew_groups(share_bytes) if self.limits is not None else None, self._shared_memory)
+        """Return the groups of the next slot runtime: these, which must be as new. This object can no longer reach them.
+
+        Raises:
+            OSError: something else has removed one of them, or no file can be opened now. They were removed.
+        """
+        leaves, limits = self.leaves, self.limits
+        try:
+            leaves = leaves.renew_leaves() if leaves is not None else None
+            limits = limits.renew_groups(share_bytes) if limits is not None else None
+        except OSError:
+            _remove_both(leaves, limits)
+            raise
+        finally:
+            self.is_given_up = True
+        return SlotGroups(leaves, limits, self._shared_memory)
 
     def remove_groups(self) -> None:
-        """Remove all groups of an ended slot runtime."""
-        if self.leaves is not None:
-            self.leaves.remove_leaves()
-        if self.limits is not None:
-            self.limits.remove_limits()
+        """Remove all groups of an ended slot runtime. A second call does nothing, because a runtime can be ended again if what came after its end failed."""
+        if self.is_given_up:
+            return
+        self.is_given_up = True
+        _remove_both(self.leaves, self.limits)
+
+
+def _remove_both(leaves: SlotLeaves | None, limits: SlotLimitGroups | None) -> None:
+    if leaves is not None:
+        leaves.remove_leaves()
+    if limits is not None:
+        limits.remove_limits()
 
 
 class Cgroups:
@@ -273,7 +304,12 @@ class Cgroups:
         if self._kept_groups:
             return self._kept_groups.pop().renew_groups(self._protected_bytes())
         limits = self._make_limits(name)  # First, because with cgroup v2 alone the leaves lie in the group that limits the slot.
-        return SlotGroups(self._make_leaves(name), limits, self.memory_groups)
+        try:
+            leaves = self._make_leaves(name)
+        except OSError:
+            _remove_both(None, limits)
+            raise
+        return SlotGroups(leaves, limits, self.memory_groups)
 
     def _make_limits(self, name: str) -> SlotLimitGroups | None:
         """Create the groups that limit a new slot runtime. Returns None if no hierarchy can be written.
@@ -290,13 +326,19 @@ class Cgroups:
     def _protected_bytes(self) -> int:
         return self.memory_groups.protected_bytes() if self.memory_groups is not None else 0
 
-    def keep_or_remove_groups(self, groups: SlotGroups) -> None:
+    def keep_or_remove_groups(self, groups: SlotGroups, may_keep: bool) -> None:
         """Keep the groups of an ended slot runtime for the next one if they are as new, or else remove them.
 
         To create and to remove the groups of a slot takes the kernel and this process a millisecond and a half.
+
+        Args:
+            groups: the groups. Nothing is done if they are kept already, or were given up.
+            may_keep: whether they may be kept.
         """
+        if groups.is_given_up or groups in self._kept_groups:
+            return
         try:
-            is_kept = len(self._kept_groups) < _MOST_KEPT_GROUPS and groups.are_as_new()
+            is_kept = may_keep and len(self._kept_groups) < _MOST_KEPT_GROUPS and groups.are_as_new()
         except OSError:
             is_kept = False  # Something else has removed one of them.
         if is_kept:

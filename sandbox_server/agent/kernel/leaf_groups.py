@@ -44,7 +44,11 @@ class Leaf:
     def create_leaf(cls, path: str, slot_processor_times: GroupProcessorTimes) -> Leaf:
         """Create the group, and return the leaf."""
         os.mkdir(path)
-        return cls(path, open_procs(path), GroupProcessorTimes(path), slot_processor_times)
+        try:
+            return cls(path, open_procs(path), GroupProcessorTimes(path), slot_processor_times)
+        except OSError:
+            os.rmdir(path)
+            raise
 
     def renew_leaf(self, slot_processor_times: GroupProcessorTimes) -> Leaf:
         """Return a new object for the same, empty group, for the next slot runtime. What still refers to this object can no longer reach the group."""
@@ -55,7 +59,8 @@ class Leaf:
 
     def close_leaf(self) -> None:
         """Close the files of the group."""
-        os.close(self.procs_fd)
+        if self.procs_fd >= 0:
+            os.close(self.procs_fd)
         self.procs_fd, self.is_closed = -1, True
         self.processor_times.close_files()
 
@@ -127,10 +132,24 @@ class SlotLeaves:
 
     @classmethod
     def create_leaves(cls, folder: str, remove_group: Callable[[str], None]) -> SlotLeaves:
-        """Create the folder and the first leaves."""
+        """Create the folder and the first leaves.
+
+        Raises:
+            OSError: the kernel has refused it. Nothing is left of them.
+        """
         os.mkdir(folder)
         times = GroupProcessorTimes(folder)
-        home, first = (Leaf.create_leaf(os.path.join(folder, str(number)), times) for number in (1, 2))
+        leaves: list[Leaf] = []
+        try:
+            for number in (1, 2):
+                leaves.append(Leaf.create_leaf(os.path.join(folder, str(number)), times))
+        except OSError:
+            for leaf in leaves:
+                leaf.close_leaf()
+                remove_group(leaf.path)
+            remove_group(folder)
+            raise
+        home, first = leaves
         return cls(folder, remove_group, times, home, first, 2)
 
     def are_empty(self) -> bool:

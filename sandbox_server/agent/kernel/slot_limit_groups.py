@@ -96,7 +96,18 @@ class SlotLimitGroups:
         self._peak_fd = -1  # On v1: the highest usage since this process last reset it.
 
     def create_groups(self) -> None:
-        """Create the groups, and write their limits."""
+        """Create the groups, and write their limits.
+
+        Raises:
+            OSError: the kernel has refused it. Nothing is left of them.
+        """
+        try:
+            self._create_groups()
+        except OSError:
+            self.remove_limits()
+            raise
+
+    def _create_groups(self) -> None:
         folders = self._folders
         for folder in set(folders.values()):
             os.mkdir(folder)
@@ -157,9 +168,9 @@ class SlotLimitGroups:
             write_control_file(os.path.join(renewed.memory_folder, "memory.low"), str(share_bytes))
         return renewed
 
-    def procs_fds(self) -> list[int]:
-        """Open the descriptors through which init joins the groups. The caller closes them."""
-        return [open_procs(folder) for folder in sorted(set(self._folders.values()))]
+    def group_folders(self) -> list[str]:
+        """Return the groups, each of which init joins."""
+        return sorted(set(self._folders.values()))
 
     def _read(self, name: str) -> int:
         counter = self._counters.get(name)

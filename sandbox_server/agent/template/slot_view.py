@@ -50,8 +50,9 @@ def enter_slot(request: Mapping[str, Any], mount_fds: Sequence[int], join_fds: S
     system_calls.set_process_name(b"slot-init")
     for fd in join_fds:
         os.write(fd, b"0")
-    system_calls.join_new_session_keyring()
     view = request["view"]
+    if view is None or view["inside_uid"] is None:  # Those of all slots of an ordinary user would leave this user too few, so they share the empty one here.
+        system_calls.join_new_session_keyring(needs_new=False)
     if view is None:
         return init.open_oom_adjustment()
     system_calls.unshare(system_calls.CLONE_NEWCGROUP)  # only now: the root of the namespace is the group that the process is in

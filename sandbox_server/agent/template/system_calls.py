@@ -97,12 +97,21 @@ def close_from(first_fd: int) -> None:
     check("close_range", _libc.syscall(ctypes.c_long(_CLOSE_RANGE), ctypes.c_uint(first_fd), ctypes.c_uint(_LAST_FD), ctypes.c_uint(0)))
 
 
-def join_new_session_keyring() -> None:
-    """Give this process a session keyring of its own, if the kernel has keyrings and the sandbox lets them be used. Slots may not use keyrings at all."""
+def join_new_session_keyring(needs_new: bool) -> None:
+    """Give this process a session keyring of its own, if the kernel has keyrings and the sandbox lets them be used. Slots may not use keyrings at all.
+
+    Args:
+        needs_new: whether it is an error if the user has no room for another one. The kernel permits an ordinary user few, so otherwise the process keeps the
+            one that it has.
+
+    Raises:
+        OSError: the kernel has refused it.
+    """
     number = _KEYCTL.get(os.uname().machine)
     if number is None:
         return
-    if _libc.syscall(ctypes.c_long(number), ctypes.c_int(_KEYCTL_JOIN_SESSION_KEYRING), None) < 0 and ctypes.get_errno() not in (errno.ENOSYS, errno.EPERM):
+    accepted = (errno.ENOSYS, errno.EPERM) if needs_new else (errno.ENOSYS, errno.EPERM, errno.EDQUOT)
+    if _libc.syscall(ctypes.c_long(number), ctypes.c_int(_KEYCTL_JOIN_SESSION_KEYRING), None) < 0 and ctypes.get_errno() not in accepted:
         check("keyctl", -1)
 
 

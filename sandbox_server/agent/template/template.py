@@ -68,6 +68,7 @@ def _confine_template(request: Mapping[str, Any]) -> None:
     os.umask(0o077)
     os.chdir("/")
     os.setsid()
+    system_calls.join_new_session_keyring(needs_new=True)  # No slot gets that of the agent, not even if there is no room for one of its own.
     capabilities = request["capabilities"] & privileges.permitted_capabilities()
     for path in request["unmounts"]:
         system_calls.unmount(path)

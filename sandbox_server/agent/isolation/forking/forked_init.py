@@ -31,7 +31,10 @@ class ForkedInit:
             Its exit code, or the number of the signal that has killed it as a negative number; None while it runs.
         """
         if self._ended_with is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            try:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:  # Another object has killed and reaped it, as an init that nobody knew.
+                pid, status = self.pid, signal.SIGKILL
             if pid:
                 self._ended_with = -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
                 _known_children.discard(self.pid)
@@ -47,8 +50,8 @@ class ForkedInit:
             os.kill(self.pid, sig)
 
 
-def add_template(pid: int) -> None:
-    """Record that a child process of this agent is a template."""
+def add_child(pid: int) -> None:
+    """Record that the agent knows a child process: a template, or an init that a template has reported."""
     _known_children.add(pid)
 
 

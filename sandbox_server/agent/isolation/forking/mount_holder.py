@@ -30,8 +30,15 @@ async def open_namespaces(bwrap: str, mount_args: Sequence[str], shell: str, mar
         kinds: which namespaces: `mnt`, `user`.
 
     Raises:
-        StartFailed: bubblewrap failed; the text contains its error.
+        StartFailed: bubblewrap failed, or its namespaces could not be opened; the text contains the error.
     """
+    try:
+        return await _open_namespaces(bwrap, mount_args, shell, marker, kinds)
+    except OSError as error:
+        raise StartFailed("the mounts of the template could not be opened: %s" % error, temporary=error.errno in TEMPORARY_ERRORS) from None
+
+
+async def _open_namespaces(bwrap: str, mount_args: Sequence[str], shell: str, marker: str, kinds: Sequence[str]) -> list[int]:
     info_r, info_w = os.pipe2(os.O_CLOEXEC)
     try:
         holder = _start_holder([bwrap, *mount_args, "--info-fd", str(info_w), "--", shell, "-c", _HOLD], info_w)
@@ -67,7 +74,15 @@ async def _open_namespaces_of(holder: subprocess.Popen[bytes], info_fd: int, kin
         text = holder.stderr.read().decode("utf-8", "replace").strip()
         raise StartFailed(text.splitlines()[-1] if text else "bubblewrap has ended before it had set up the mounts of the template")
     pid = int(json.loads(os.read(info_fd, _INFO_BYTES))["child-pid"])
-    return [os.open("/proc/%d/ns/%s" % (pid, kind), os.O_RDONLY | os.O_CLOEXEC) for kind in kinds]
+    fds: list[int] = []
+    try:
+        for kind in kinds:
+            fds.append(os.open("/proc/%d/ns/%s" % (pid, kind), os.O_RDONLY | os.O_CLOEXEC))
+    except OSError:
+        for fd in fds:
+            os.close(fd)
+        raise
+    return fds
 
 
 def _close_pipes(holder: subprocess.Popen[bytes]) -> None:

@@ -9,6 +9,9 @@ from sandbox_server.agent.errors import StartFailed
 from sandbox_server.agent.isolation import init_start
 from sandbox_server.agent.isolation.forking.template_process import TemplateProcess
 
+#: How many slots try to start a template for the first time, if it fails because the machine is short of something. Then slots are executed for good.
+MAX_FIRST_TRIES = 3
+
 
 class SlotTemplate:
     """A template that is started when it is first needed. If it has ended, the next slot starts another one; slots that run do not depend on it.

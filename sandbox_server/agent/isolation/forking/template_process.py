@@ -11,12 +11,12 @@ import marshal
 import os
 import socket
 import subprocess
-from typing import Any, Mapping, Sequence
+from typing import Any, ClassVar, Mapping, Sequence, Set
 
 from sandbox_server.agent.errors import StartFailed
 from sandbox_server.agent.execution.init_client.descriptors import TEMPORARY_ERRORS
 from sandbox_server.agent.isolation import init_start
-from sandbox_server.agent.isolation.forking.forked_init import ForkedInit, add_template, find_unknown_inits, remove_template
+from sandbox_server.agent.isolation.forking.forked_init import ForkedInit, add_child, find_unknown_inits, remove_template
 from sandbox_server.agent.isolation.forking.template_check import check_template
 from sandbox_server.agent.template.messages import ANSWER, REQUEST
 
@@ -64,6 +64,9 @@ class TemplateProcess:
         sock: the agent's end of its socket. This object closes it.
     """
 
+    _running: ClassVar[Set[TemplateProcess]] = set()
+    _has_unknown_inits: ClassVar[bool] = False  # whether a template has ended that may have forked inits before it could report them
+
     def __init__(self, process: subprocess.Popen[bytes], sock: socket.socket) -> None:
         self._loop = asyncio.get_running_loop()
         self._process = process
@@ -72,7 +75,8 @@ class TemplateProcess:
         self._answers: dict[int, asyncio.Future[int]] = {}
         self._reaping: set[asyncio.Task[bool]] = set()
         self.is_closed = False
-        add_template(process.pid)
+        add_child(process.pid)
+        TemplateProcess._running.add(self)
         sock.setblocking(False)
         self._loop.add_reader(sock.fileno(), self._read_answers)
 
@@ -123,7 +127,11 @@ class TemplateProcess:
         self._answers[number] = answer
         try:
             return await asyncio.wait_for(answer, ANSWER_TIMEOUT_S)
+        except asyncio.CancelledError:
+            self._reap_answer(number, answer)
+            raise
         except asyncio.TimeoutError:
+            self._reap_answer(number, answer)
             self.close_template("it did not answer within %g s" % ANSWER_TIMEOUT_S)
             raise TemplateLost("the template of slots did not answer within %g s" % ANSWER_TIMEOUT_S) from None
 
@@ -148,9 +156,16 @@ class TemplateProcess:
             if result > 0 and number != _SET_UP:
                 self._reap(ForkedInit(result))  # Nobody waits for this init any more.
         elif result > 0:
+            add_child(result)
             answer.set_result(result)
         else:
             answer.set_exception(StartFailed("the template of slots: %s" % (text or os.strerror(-result)), temporary=-result in _TEMPORARY_FORK_ERRORS))
+        self._reap_unknown_inits()
+
+    def _reap_answer(self, number: int, answer: asyncio.Future[int]) -> None:
+        """End the init that an answer names which came in the very turn of the event loop in which its request was given up."""
+        if number != _SET_UP and answer.done() and not answer.cancelled() and answer.exception() is None:
+            self._reap(ForkedInit(answer.result()))
 
     def _reap(self, init: ForkedInit) -> None:
         init.kill()
@@ -175,17 +190,24 @@ class TemplateProcess:
             self._process.kill()
         self._process.wait()
         remove_template(self.pid)
+        TemplateProcess._running.discard(self)
         if self._answers:
-            self._reap_unanswered()
+            TemplateProcess._has_unknown_inits = True
         answers, self._answers = self._answers, {}
         for answer in answers.values():
             if not answer.done():
                 answer.set_exception(TemplateLost("the template of slots has ended"))
+        self._reap_unknown_inits()
 
-    def _reap_unanswered(self) -> None:
-        """End the inits that the template may have forked before it could answer. They are children of this agent, and nobody else knows them."""
-        for init in find_unknown_inits():
-            self._reap(init)
+    def _reap_unknown_inits(self) -> None:
+        """End the inits that ended templates have forked before they could report them. They are children of this agent, and nobody else knows them.
+
+        An init that nobody knows may also be one that a running template is about to report, so this waits until no answer is outstanding.
+        """
+        if TemplateProcess._has_unknown_inits and not any(template._answers for template in TemplateProcess._running):
+            TemplateProcess._has_unknown_inits = False
+            for init in find_unknown_inits():
+                self._reap(init)
 
 
 async def start_template(
@@ -203,31 +225,51 @@ async def start_template(
     Raises:
         StartFailed: the template could not be started or set up; the text says why.
     """
-    agent_end, template_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    argv = [python, "-I", "-S", "-B", "-c", _TEMPLATE_CODE % lib, str(template_end.fileno())]
-    stderr_r, stderr_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        process = _spawn(argv, environment, launcher, template_end.fileno(), stderr_w)
+        stderr_r, stderr_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        agent_end.close()
+        raise _start_failed("a pipe", error) from None
+    try:
+        template = _spawn_template(python, lib, environment, launcher, stderr_w)
+    except OSError as error:
         os.close(stderr_r)
-        raise StartFailed("%s: %s" % (argv[0], error.strerror), temporary=error.errno in TEMPORARY_ERRORS) from None
+        raise _start_failed(python, error) from None
     finally:
         os.close(stderr_w)
-        template_end.close()
-    template = TemplateProcess(process, agent_end)
     try:
         await template.set_up({**request, "parent": os.getpid()})
-        check_template(process.pid, request["capabilities"])
-    except StartFailed as error:
+        check_template(template.pid, request["capabilities"])
+    except (StartFailed, OSError) as error:
         template.close_template()
-        raise StartFailed(init_start.with_stderr("the template of slots could not be started: %s" % error, stderr_r)) from None
+        text = init_start.with_stderr("the template of slots could not be started: %s" % error, stderr_r)
+        raise StartFailed(text, temporary=_is_temporary(error)) from None
     except BaseException:  # also when this task is cancelled
         template.close_template()
         raise
     finally:
         os.close(stderr_r)
     return template
+
+
+def _is_temporary(error: StartFailed | OSError) -> bool:
+    """Return whether a template can be started later, because the machine was short of something. One that ends or hangs at once does so again."""
+    return error.errno in TEMPORARY_ERRORS if isinstance(error, OSError) else error.temporary and not isinstance(error, TemplateLost)
+
+
+def _start_failed(subject: str, error: OSError) -> StartFailed:
+    return StartFailed("%s: %s" % (subject, error.strerror), temporary=_is_temporary(error))
+
+
+def _spawn_template(python: str, lib: str, environment: Mapping[str, str], launcher: Launcher | None, stderr_fd: int) -> TemplateProcess:
+    agent_end, template_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    argv = [python, "-I", "-S", "-B", "-c", _TEMPLATE_CODE % lib, str(template_end.fileno())]
+    try:
+        return TemplateProcess(_spawn(argv, environment, launcher, template_end.fileno(), stderr_fd), agent_end)
+    except OSError:
+        agent_end.close()
+        raise
+    finally:
+        template_end.close()
 
 
 def _spawn(argv: list[str], environment: Mapping[str, str], launcher: Launcher | None, socket_fd: int, stderr_fd: int) -> subprocess.Popen[bytes]:

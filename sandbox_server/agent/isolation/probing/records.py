@@ -85,10 +85,14 @@ class ModeRecord:
         return may_be_reused(FoundRecord(info.st_mode, info.st_uid, info.st_nlink, os.pread(self._fd, _MAX_BYTES, 0)), self._expected, os.geteuid())
 
     def keep_proof(self) -> None:
-        """Record that the mode works."""
-        if self._fd >= 0:
+        """Record that the mode works. If that fails, on a full file system for example, nothing is recorded: an incomplete record is not believed."""
+        if self._fd < 0:
+            return
+        try:
             os.ftruncate(self._fd, 0)
             os.pwrite(self._fd, self._expected, 0)
+        except OSError as error:
+            log.info("what works on this machine is not recorded: %s", error)
 
 
 class ProbeRecords:

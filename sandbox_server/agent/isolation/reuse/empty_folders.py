@@ -9,8 +9,10 @@ Whoever has opened a folder can list it later, whatever its mode is. So a folder
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
+import shutil
 import stat
 import struct
 from typing import NamedTuple, Tuple
@@ -49,6 +51,9 @@ class _FolderState(NamedTuple):
     attributes: Tuple[bytes | None, ...]
 
 
+_States = Tuple[_FolderState, _FolderState]  # of the workspace and of the temporary folder
+
+
 def _read_state(folder: int) -> _FolderState:
     info = os.fstat(folder)
     extended = tuple((name, os.getxattr(folder, name)) for name in sorted(os.listxattr(folder)))
@@ -75,23 +80,23 @@ def _read_state_at(path: str) -> _FolderState:
 def _is_as_new(path: str, state: _FolderState) -> bool:
     try:
         folder = os.open(path, FOLDER_FLAGS)
+        try:
+            if _read_state(folder) != state:
+                return False
+            with os.scandir(folder) as entries:
+                return next(entries, None) is None
+        finally:
+            os.close(folder)
     except OSError:
-        return False  # Its owner has changed its mode.
-    try:
-        if _read_state(folder) != state:
-            return False
-        with os.scandir(folder) as entries:
-            return next(entries, None) is None
-    finally:
-        os.close(folder)
+        return False  # Its owner has changed its mode, or given it more attributes than the kernel can list; or no file can be opened now.
 
 
 class EmptyFolders:
     """Makes the folders of slot runtimes, and keeps those of ended runtimes that are as new."""
 
     def __init__(self) -> None:
-        self._states: dict[str, tuple[_FolderState, _FolderState]] = {}
-        self._kept: list[Dirs] = []
+        self._states: dict[str, _States] = {}  # Those of the folders of runtimes that have not ended.
+        self._kept: list[tuple[Dirs, _States]] = []
 
     def make_folders(self, root: str, uid: int | None) -> Dirs:
         """Return empty folders for a new runtime: kept ones, or new ones.
@@ -99,20 +104,45 @@ class EmptyFolders:
         Args:
             root: the path of the folder that contains them; it must not exist.
             uid: the owner; None for the user of the agent.
+
+        Raises:
+            OSError: there is no room for them, for example. Nothing is left of them.
         """
-        if not self._kept:
-            dirs = base.make_dirs(root, uid)
+        try:
+            return self._reuse_folders(root, uid) if self._kept else self._make_new_folders(root, uid)
+        except OSError:
+            self.delete_folders(root)
+            raise
+
+    def _make_new_folders(self, root: str, uid: int | None) -> Dirs:
+        dirs = base.make_dirs(root, uid)
+        with contextlib.suppress(OSError):  # A file system without extended attributes, for example. Such folders are never kept.
             self._states[root] = (_read_state_at(dirs.workspace), _read_state_at(dirs.tmp))
-            return dirs
-        kept = self._kept.pop()
-        os.rename(kept.root, root)
-        self._states[root] = self._states.pop(kept.root)
+        return dirs
+
+    def _reuse_folders(self, root: str, uid: int | None) -> Dirs:
+        kept, states = self._kept.pop()
+        try:
+            os.rename(kept.root, root)
+        except OSError:
+            self.delete_folders(kept.root)
+            raise
+        self._states[root] = states
         dirs = base.dirs_in(root)
         for path in (dirs.workspace, dirs.tmp):
             if uid is not None:
                 os.chown(path, uid, uid, follow_symlinks=False)
             os.utime(path, follow_symlinks=False)
         return dirs
+
+    def delete_folders(self, root: str) -> None:
+        """Delete folders that no process of a slot has used. What cannot be deleted is deleted with the folder of the agent.
+
+        Args:
+            root: the path of the folder that contains them. It need not exist.
+        """
+        self._states.pop(root, None)
+        shutil.rmtree(root, ignore_errors=True)
 
     def keep_folders(self, dirs: Dirs) -> bool:
         """Keep the folders of an ended runtime for another one if they are as new.
@@ -123,11 +153,12 @@ class EmptyFolders:
         Returns:
             Whether they are kept. If not, the caller deletes them.
         """
-        states = self._states.get(dirs.root)
-        if states is None:
+        states = self._states.pop(dirs.root, None)
+        if states is None or len(self._kept) >= _MOST_KEPT or not all(map(_is_as_new, (dirs.workspace, dirs.tmp), states)):
             return False
-        if len(self._kept) < _MOST_KEPT and all(map(_is_as_new, (dirs.workspace, dirs.tmp), states)):
-            self._kept.append(dirs)
-            return True
-        del self._states[dirs.root]
-        return False
+        self._kept.append((dirs, states))
+        return True
+
+    def forget_folders(self, dirs: Dirs) -> None:
+        """Forget what the folders of a runtime were like when they were new, because the caller deletes them. Kept folders stay kept."""
+        self._states.pop(dirs.root, None)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import resource
+import signal
 import stat
 from pathlib import Path
 from typing import Any
@@ -69,6 +71,22 @@ async def test_a_probe_that_failed_leaves_nothing_that_is_believed(tmp_path: Pat
         async with found.open_record("uid"):
             raise OSError("the probe failed")
 
+    assert not await _proves(found)
+
+
+async def test_a_full_file_system_keeps_no_agent_from_starting(tmp_path: Path) -> None:
+    found = ProbeRecords(str(tmp_path), FACTS)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        for size_bytes in (0, 10):  # Nothing can be written, or a part.
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, limits[1]))
+            assert not await _proves(found, keeps=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
+
+    assert [path.stat().st_size for path in tmp_path.iterdir()] == [10]
     assert not await _proves(found)
 
 

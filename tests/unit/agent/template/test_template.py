@@ -22,6 +22,30 @@ for _ in range(2):
         os.write(1, ("%d %d %r %s\\n" % (os.getppid(), os.getpid(), random.random(), os.urandom(8).hex())).encode())
         os._exit(0)
 """
+# Fills the keys that an ordinary user may have, and asks for another session keyring.
+KEYRINGS = """
+import ctypes, errno, os, sys
+sys.path.insert(0, sys.argv[1])
+from sandbox_server.agent.template import system_calls
+os.setresuid(1999999999, 1999999999, 1999999999)
+system_calls.join_new_session_keyring(needs_new=True)
+libc, add_key, number = ctypes.CDLL(None, use_errno=True), {"x86_64": 248, "aarch64": 217}[os.uname().machine], 0
+while libc.syscall(ctypes.c_long(add_key), b"keyring", b"%d" % number, None, ctypes.c_size_t(0), ctypes.c_int(-3)) > 0:
+    number += 1
+print(errno.errorcode[ctypes.get_errno()])
+system_calls.join_new_session_keyring(needs_new=False)
+system_calls.join_new_session_keyring(needs_new=True)
+"""
+
+
+@pytest.mark.privileged
+def test_a_slot_starts_even_if_its_user_can_have_no_further_keyring() -> None:
+    done = subprocess.run([sys.executable, "-I", "-B", "-c", KEYRINGS, str(ROOT)], capture_output=True, text=True, check=False)
+    if done.stdout in ("ENOSYS\n", "EPERM\n"):
+        pytest.skip("keyrings cannot be used here")
+
+    assert done.stdout == "EDQUOT\n"
+    assert done.stderr.splitlines()[-1] == "OSError: [Errno 122] keyctl: Disk quota exceeded"
 
 
 def test_the_template_imports_no_large_module() -> None:
