@@ -328,11 +328,11 @@ class RunBatch:
             return
         if self.record is not None:
             self._context.store.put(replace(record, call=call, artifacts=artifacts))
-            try:
-                await self._context.store.flush()
-            except StorageUnavailable as error:
-                await self._finish_or_retry(record.index, self._own_result(record.index, Reason.BACKEND_ERROR, error.detail, may_have_run=False))
-                return
+        try:
+            await self._context.store.flush()  # No program runs in a slot that the next process of the service could not give back.
+        except StorageUnavailable as error:
+            await self._finish_or_retry(record.index, self._own_result(record.index, Reason.BACKEND_ERROR, error.detail, may_have_run=False))
+            return
         await self._run_call(record, call, artifacts)
 
     async def _run_call(self, record: RunBatchItemRecord, call: ToolCall, artifacts: tuple[str, ...]) -> None:
