@@ -6,11 +6,10 @@ The model knows only what was promised: which leases callers were told of, until
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
-
-from hypothesis import strategies as st
 
 from sandbox_server.core.errors import PoolServiceError
 from sandbox_server.core.types import Acquired, AcquireRequest, Lease, PoolSpec
@@ -61,10 +60,14 @@ class Promise:
 
 
 class PoolsHistory:
-    """The pools of one example: what happens to them, and what their callers were promised."""
+    """The pools of one example: what happens to them, and what their callers were promised.
 
-    def __init__(self, data: st.DataObject) -> None:
-        self.data = data
+    Args:
+        chance: chooses what happens. What can be chosen depends on what the pools did, and that depends on their random ids, too.
+    """
+
+    def __init__(self, chance: random.Random) -> None:
+        self.chance = chance
         self.clock = FakeClock()
         self.backend = MoodyBackend()
         self.store = CrashingStore()
@@ -83,10 +86,10 @@ class PoolsHistory:
     # What happens.
 
     async def acquire(self) -> None:
-        draw = self.data.draw
+        chance = self.chance
         request = AcquireRequest(
-            tenant="t", pool="mine", count=draw(st.integers(1, 3)), run_id=draw(st.sampled_from((None, "r"))), wait_s=0.0,
-            ttl_s=draw(st.sampled_from((5.0, 100.0, 1000.0))), cache=draw(st.sampled_from(("none", "none", "rw"))),
+            tenant="t", pool="mine", count=chance.randint(1, 3), run_id=chance.choice((None, "r")), wait_s=0.0,
+            ttl_s=chance.choice((5.0, 100.0, 1000.0)), cache=chance.choice(("none", "none", "rw")),
         )  # fmt: skip
         before = self.pools.view("mine").claimant
         task = asyncio.create_task(self.pools.acquire(request))
@@ -106,7 +109,7 @@ class PoolsHistory:
 
     async def gang_waits(self) -> None:
         """Start an acquire of many slots for another tenant. Its leases are left to expire."""
-        request = AcquireRequest(tenant="gang", pool="mine", count=self.data.draw(st.integers(2, 2 * MAX_SANDBOXES)), ttl_s=5.0)
+        request = AcquireRequest(tenant="gang", pool="mine", count=self.chance.randint(2, 2 * MAX_SANDBOXES), ttl_s=5.0)
         self.gangs.append(asyncio.create_task(self.pools.acquire(request)))
         await settle()
 
@@ -116,15 +119,15 @@ class PoolsHistory:
             await settle()
 
     def _any_promise(self) -> Promise | None:
-        return self.data.draw(st.sampled_from([self.promises[lease_id] for lease_id in self.promises])) if self.promises else None
+        return self.chance.choice([self.promises[lease_id] for lease_id in self.promises]) if self.promises else None
 
     async def release(self) -> None:
         promise = self._any_promise()
         if promise is None:
             return
-        self.pools.release("t", [promise.lease.lease_id], None, self.data.draw(st.booleans()))
+        self.pools.release("t", [promise.lease.lease_id], None, self.chance.choice((False, True)))
         del self.promises[promise.lease.lease_id]
-        if self.data.draw(st.booleans()):
+        if self.chance.choice((False, True)):
             await self.pools.flush()
             self.over.add(promise.lease.lease_id)
 
@@ -150,11 +153,11 @@ class PoolsHistory:
             await settle()
 
     async def time_passes(self) -> None:
-        await self.clock.advance(self.data.draw(st.sampled_from((0.1, 1.0, 6.0, 30.0, 61.0))))
+        await self.clock.advance(self.chance.choice((0.1, 1.0, 6.0, 30.0, 61.0)))
 
     def _any_agent(self) -> Moody | None:
         agents = sorted(self.backend.agents.values(), key=lambda agent: self.backend.created.index(agent.sandbox_id))
-        return self.data.draw(st.sampled_from(agents)) if agents else None  # type: ignore[return-value]
+        return self.chance.choice(agents) if agents else None  # type: ignore[return-value]
 
     async def agent_dies(self) -> None:
         agent = self._any_agent()
@@ -179,7 +182,7 @@ class PoolsHistory:
         await settle()
 
     async def spec_changes(self) -> None:
-        change = self.data.draw(st.sampled_from(({"slot_processes": 7}, {"slot_processes": 512}, {"min_sandboxes": 2}, {"min_sandboxes": 0})))
+        change = self.chance.choice(({"slot_processes": 7}, {"slot_processes": 512}, {"min_sandboxes": 2}, {"min_sandboxes": 0}))
         self.spec = replace(self.spec, **change)
         await self.pools.put_pool("mine", self.spec)
 
@@ -196,8 +199,8 @@ class PoolsHistory:
         await asyncio.gather(*self.gangs, return_exceptions=True)
         self.gangs.clear()
         await kill_pools(self.pools)
-        self.store.crash(self.data.draw(st.integers(0, self.store.unflushed)))
-        down_s = self.data.draw(st.sampled_from((0.0, 3.0, 1000.0)))
+        self.store.crash(self.chance.randint(0, self.store.unflushed))
+        down_s = self.chance.choice((0.0, 3.0, 1000.0))
         self.clock.pass_time(down_s)
         await self.start()
         now, wall = self.clock.monotonic(), self.clock.wall()
@@ -259,14 +262,14 @@ class PoolsHistory:
         assert self.backend.handles == {}
 
 
-async def live(data: st.DataObject, steps: int) -> None:
+async def live(seed: int, steps: int) -> None:
     """Run one random history with a number of steps."""
-    history = PoolsHistory(data)
+    history = PoolsHistory(random.Random(seed))
     await history.start()
     await history.pools.put_pool("mine", history.spec)
     await settle()
     for _ in range(steps):
-        step = data.draw(st.sampled_from(PoolsHistory.STEPS))
+        step = history.chance.choice(PoolsHistory.STEPS)
         await step(history)
         await settle()
         history.check()
