@@ -16,6 +16,15 @@ from tests.hostile.hostile_harness import HostileHarness
 pytestmark = pytest.mark.privileged
 
 _LANDLOCK_CREATE_RULESET, _LANDLOCK_RETURN_VERSION, _VERSION_WITH_SCOPES = 444, 1, 6
+# The end of a program that listens: in the background, it passes its folder to the first that connects, and keeps the connection open.
+PASS_ON = r"""
+os.setsid()
+null = os.open("/dev/null", os.O_RDWR)
+for number in (0, 1, 2): os.dup2(null, number)
+client, _ = server.accept()
+socket.send_fds(client, [b"x"], [os.open(".", os.O_RDONLY)])
+client.recv(1)
+"""
 # The first slot: it opens its folders to everybody, and waits in the background for somebody to pass an open folder to.
 OPEN_UP = r"""
 import os, socket
@@ -29,12 +38,6 @@ server.settimeout(60)
 if os.fork():
     print(os.getcwd())
     os._exit(0)
-os.setsid()
-null = os.open("/dev/null", os.O_RDWR)
-for number in (0, 1, 2): os.dup2(null, number)
-client, _ = server.accept()
-socket.send_fds(client, [b"x"], [os.open(".", os.O_RDONLY)])
-client.recv(1)
 """
 # The second slot: it gets that folder, or opens it by its path, and replaces the entry.
 REPLACE = r"""
@@ -64,12 +67,6 @@ server.listen(1)
 server.settimeout(60)
 if os.fork():
     os._exit(0)
-os.setsid()
-null = os.open("/dev/null", os.O_RDWR)
-for number in (0, 1, 2): os.dup2(null, number)
-client, _ = server.accept()
-socket.send_fds(client, [b"x"], [os.open(".", os.O_RDONLY)])
-client.recv(1)
 """
 # The second slot keeps that folder open after the first has been given back, and lists it whenever another of its commands asks for that.
 KEEP_FOLDER = r"""
@@ -108,7 +105,7 @@ def test_a_slot_that_cooperates_cannot_move_the_read_only_entries_of_another(har
         answer = harness.post(f"/v1/leases/{lease['lease_id']}/narrow", {"read_only": ["tests"]})
         assert answer.status_code == 200, answer.text
     name = f"cooperate-{os.urandom(8).hex()}"
-    opened = harness.python(first, OPEN_UP, NAME=name)
+    opened = harness.python(first, OPEN_UP + PASS_ON, NAME=name)
     assert opened["success"], opened
 
     tried = harness.python(second, REPLACE, NAME=name, FOLDER=opened["output"].strip())
@@ -133,7 +130,7 @@ def test_a_folder_that_a_slot_has_passed_on_is_not_that_of_the_next_holder(harne
         pytest.skip("only this mode has caches, through which slots with the same one can pass open files")
     run_id = f"pass-{os.urandom(8).hex()}"
     first, second = (harness.acquire(cache="rw", run_id=run_id) for _ in range(2))
-    passed = harness.python(first, PASS_FOLDER)
+    passed = harness.python(first, PASS_FOLDER + PASS_ON)
     assert passed["success"], passed
     kept = harness.python(second, KEEP_FOLDER)
     assert kept["success"], kept

@@ -10,6 +10,7 @@ import socket
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -65,9 +66,9 @@ class Restarting:
         return service
 
 
-@pytest.fixture(scope="module")
-def restarting() -> Iterator[Restarting]:
-    """A service that each test restarts."""
+@contextmanager
+def restarting_service() -> Iterator[Restarting]:
+    """Start a service that can be restarted; at the end of the block, end it and its sandboxes."""
     with short_folder() as folder:
         made = Restarting(folder)
         try:
@@ -75,6 +76,13 @@ def restarting() -> Iterator[Restarting]:
         finally:
             made.end(signal.SIGKILL)
             end_sandboxes_left(made.service.state_dir)
+
+
+@pytest.fixture(scope="module")
+def restarting() -> Iterator[Restarting]:
+    """A service that each test restarts."""
+    with restarting_service() as made:
+        yield made
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])

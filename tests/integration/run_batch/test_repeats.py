@@ -8,9 +8,8 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from tests.integration.client.test_restarts import Restarting
+from tests.integration.client.test_restarts import Restarting, restarting_service
 from tests.integration.run_batch.requests import WAITING, begun, leases_of, let_go, lines, program, run, wait_for
-from tests.support.service import end_sandboxes_left, short_folder
 
 
 def test_a_repeated_request_gets_the_recorded_results(http: httpx.Client) -> None:
@@ -75,13 +74,8 @@ def test_a_released_run_stays_cancelled_for_a_repeat(http: httpx.Client) -> None
 
 @pytest.fixture(scope="module")
 def restarting() -> Iterator[Restarting]:
-    with short_folder() as folder:
-        made = Restarting(folder)
-        try:
-            yield made
-        finally:
-            made.end(signal.SIGKILL)
-            end_sandboxes_left(made.service.state_dir)
+    with restarting_service() as made:
+        yield made
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
