@@ -7,7 +7,6 @@ Otherwise they are in files without names, each of which is deleted when everyth
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
 import re
 from collections.abc import AsyncGenerator
@@ -193,7 +192,7 @@ class ResultLog:
         return written_bytes - 1
 
     async def _write(self, segment: Segment, offset: int, content: bytes) -> int:
-        writing = asyncio.ensure_future(asyncio.to_thread(_write_within_room, segment.file, offset, content, self._leave_free))
+        writing = asyncio.ensure_future(asyncio.to_thread(segment.file.write_within_room, offset, content, self._leave_free))
         try:
             return await asyncio.shield(writing)
         finally:
@@ -272,12 +271,3 @@ def _open_kept_file(path: Path) -> tuple[Segment, list[Line]]:
     os.ftruncate(descriptor, offset)
     segment.size_bytes, segment.last_position = offset, len(lines) - 1
     return segment, lines
-
-
-def _write_within_room(file: SharedFile, offset: int, content: bytes, leave_free: FreeSpace) -> int:
-    with file.descriptor() as descriptor:
-        disk = os.fstatvfs(descriptor)
-    left_free_bytes = min(leave_free.free_bytes, int(disk.f_blocks * disk.f_frsize * leave_free.free_share))
-    if disk.f_bavail * disk.f_frsize - len(content) < left_free_bytes:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    return file.write_at(offset, content)

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from sandbox_server.store.output_files import FreeSpace
+
 
 class SharedFile:
     """An open file. It is closed when the last thread that uses it is done, so that no thread uses a descriptor that belongs to another file by then.
@@ -66,6 +68,21 @@ class SharedFile:
             while written_bytes < len(content):
                 written_bytes += os.pwrite(descriptor, memoryview(content)[written_bytes:], offset + written_bytes)
         return written_bytes
+
+    def write_within_room(self, offset: int, content: bytes, leave_free: FreeSpace) -> int:
+        """Write bytes as `write_at` does, if the disk has room for them.
+
+        Args:
+            offset: where in the file, in bytes.
+            content: the bytes.
+            leave_free: how much of the disk must be free afterwards.
+
+        Raises:
+            OSError: the disk has no room, or they cannot be written.
+        """
+        with self.descriptor() as descriptor:
+            leave_free.check_room(os.fstatvfs(descriptor), len(content))
+        return self.write_at(offset, content)
 
     def read_at(self, offset: int, size_bytes: int) -> bytes:
         """Read so many bytes at an offset.
