@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from array import array
 from pathlib import Path
 
 from sandbox_server.core.errors import StorageUnavailable
-from sandbox_server.dispatch.run_batch.shared_file import SharedFile, open_unnamed_file
+from sandbox_server.dispatch.run_batch.shared_file import SharedFile, ShortFileWork, open_unnamed_file
 from sandbox_server.dispatch.run_batch.values import ItemsDigest, Program, RunBatchRequest, decode_program, encode_program
 from sandbox_server.store.output_files import FreeSpace
 
@@ -28,6 +29,7 @@ class ProgramSpool:
         self._folder = folder
         self._leave_free = leave_free or FreeSpace()
         self._file: SharedFile | None = None
+        self._short_work = ShortFileWork()
         self._digest = ItemsDigest(request)
         self._ends = array("Q")
         self._size_bytes = 0
@@ -88,7 +90,8 @@ class ProgramSpool:
         if self._file is None:
             return decode_program(bytes(self._buffer[start : start + size_bytes]))
         try:
-            return await asyncio.to_thread(_read_program, self._file, start, size_bytes)
+            read = functools.partial(_read_program, self._file, start, size_bytes)
+            return self._short_work.run(read) if self._short_work.is_allowed(size_bytes) else await asyncio.to_thread(read)
         except OSError as error:
             raise StorageUnavailable(f"an item of a run-batch cannot be read: {error.strerror}", retry_after_s=5) from error
 
