@@ -23,7 +23,10 @@ REST_FACTOR = 5
 
 
 class ShortFileWork:
-    """Says which work on files is done in the event loop: short work, while the files answer quickly. A change to a thread and back costs more than that work."""
+    """Says which work on files is done in the event loop: short work, while the files answer quickly.
+
+    A change to a thread and back costs more than that work.
+    """
 
     def __init__(self) -> None:
         self._rests_until = 0.0
