@@ -39,11 +39,13 @@ class StartFailed(Exception):
     Args:
         detail: the error that occurred.
         temporary: whether a retry may succeed, because the machine was short of some resource.
+        errno: the errno of the system call that failed; 0 if it is not known.
     """
 
-    def __init__(self, detail: str, temporary: bool = False) -> None:
+    def __init__(self, detail: str, temporary: bool = False, errno: int = 0) -> None:
         super().__init__(detail)
         self.temporary = temporary
+        self.errno = errno
 
 
 class InvalidArgs(Exception):

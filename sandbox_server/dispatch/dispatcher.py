@@ -102,6 +102,8 @@ class Dispatcher:
         on_sent: Callable[[], None] | None = None,
         reservation: ResponseReservation | None = None,
         ended: Callable[[], None] = lambda: None,
+        *,
+        records_results: bool = True,
     ) -> Batch:
         """Start calls. They run to their ends even if nobody reads the batch.
 
@@ -111,6 +113,7 @@ class Dispatcher:
             on_sent: called for each lease when its calls have been sent to the agent.
             reservation: what the response may hold; by default nothing is reserved, and outputs stay in memory where there is room.
             ended: called when every call has its result, whether or not the batch is still read.
+            records_results: whether results are recorded before they are delivered, as `CallRunner` has it.
 
         Raises:
             QuotaExceeded: too many calls are in flight, or too many of the tenant's wait.
@@ -131,7 +134,8 @@ class Dispatcher:
             for _, call in accepted:
                 self.call_tracker.add_call(tenant, call)
             if accepted:
-                self._start_runner(lease_id, CallRunner(self._runner_context, tenant, lease_id, accepted, batch, on_sent))
+                runner = CallRunner(self._runner_context, tenant, lease_id, accepted, batch, on_sent, records_results=records_results)
+                self._start_runner(lease_id, runner)
         return batch
 
     async def run_call(self, tenant: str, call: ToolCall, reservation: ResponseReservation | None = None, ended: Callable[[], None] = lambda: None) -> Result:

@@ -35,7 +35,7 @@ class WrongSize(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class FreeSpace:
-    """How much of the disk output files leave free, because the state file needs room too: the smaller of the two.
+    """How much of the disk the files with outputs, programs and results leave free, because the state file needs room too: the smaller of the two.
 
     Attributes:
         free_bytes: so many bytes.
@@ -44,6 +44,16 @@ class FreeSpace:
 
     free_bytes: int = 1 << 30
     free_share: float = 0.05
+
+    def check_room(self, disk: os.statvfs_result, size_bytes: int) -> None:
+        """Check that a disk has room for so many more bytes.
+
+        Raises:
+            OSError: it has not, with the errno ENOSPC.
+        """
+        left_free_bytes = min(self.free_bytes, int(disk.f_blocks * disk.f_frsize * self.free_share))
+        if disk.f_bavail * disk.f_frsize - size_bytes < left_free_bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 class OutputFiles:
@@ -181,10 +191,7 @@ def _lease_id_of(file_name: str) -> str:
 
 
 def _create_file(path: str, size_bytes: int, leave_free: FreeSpace) -> int:
-    disk = os.statvfs(os.path.dirname(path))
-    left_free_bytes = min(leave_free.free_bytes, int(disk.f_blocks * disk.f_frsize * leave_free.free_share))
-    if disk.f_bavail * disk.f_frsize - size_bytes < left_free_bytes:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    leave_free.check_room(os.statvfs(os.path.dirname(path)), size_bytes)
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 from collections import deque
 from typing import Any, Callable, Deque, Sequence
@@ -81,6 +82,8 @@ class RuntimePool:
                 if not is_temporary:
                     raise
                 log.warning("a slot runtime could not be started; it will be tried again: %s", error, extra={"slot_id": slot_id})
+                if error.errno == errno.ETOOMANYREFS and self.on_in_flight_full is not None:
+                    self.on_in_flight_full()
             await asyncio.sleep(pause_s)
         async with self._start_limit:
             return await self.isolation.start_runtime(slot_id, has_network, reused, cache, read_only)

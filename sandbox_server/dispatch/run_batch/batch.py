@@ -340,7 +340,7 @@ class RunBatch:
         with runner.lease_in_use(record.lease_id):
             reservation = await runner.reserve(self.tenant, call)
             try:
-                async with runner.run(self.tenant, call, artifacts, reservation, self._budget) as finished:
+                async with runner.run(self.tenant, call, artifacts, reservation, self._budget, can_be_repeated=self.record is not None) as finished:
                     if self.record is None:
                         self._release(record.lease_id)  # the slot is reset while the result is written
                     await self._finish_or_retry(record.index, finished)

@@ -96,7 +96,7 @@ class ItemRunner:
 
     @asynccontextmanager
     async def run(
-        self, tenant: str, call: ToolCall, artifacts: tuple[str, ...], reservation: ResponseReservation, budget: ArtifactBudget
+        self, tenant: str, call: ToolCall, artifacts: tuple[str, ...], reservation: ResponseReservation, budget: ArtifactBudget, *, can_be_repeated: bool
     ) -> AsyncIterator[ItemResult]:
         """Run a call and read the artifacts of its item. The result can be read until the end of the block.
 
@@ -106,8 +106,9 @@ class ItemRunner:
             artifacts: the paths of the files to read.
             reservation: what the result may hold. It is released at the end.
             budget: how large the artifacts may be.
+            can_be_repeated: whether the same call may be sent again later, so that its result must be recorded.
         """
-        batch = await self._start_call(tenant, call, reservation)
+        batch = await self._start_call(tenant, call, reservation, can_be_repeated=can_be_repeated)
         try:
             (result,) = await batch.all_results()
             finished = ItemResult(result=result)
@@ -119,11 +120,11 @@ class ItemRunner:
         finally:
             batch.discard_results()
 
-    async def _start_call(self, tenant: str, call: ToolCall, reservation: ResponseReservation) -> Batch:
+    async def _start_call(self, tenant: str, call: ToolCall, reservation: ResponseReservation, *, can_be_repeated: bool) -> Batch:
         """Start a call; where too many calls of the tenant run, wait until it may start."""
         while True:
             try:
-                return self._dispatcher.start_calls(tenant, [call], reservation=reservation)
+                return self._dispatcher.start_calls(tenant, [call], reservation=reservation, records_results=can_be_repeated)
             except QuotaExceeded:
                 await asyncio.sleep(BUSY_WAIT_S)
 

@@ -7,7 +7,7 @@ Otherwise they are in files without names, each of which is deleted when everyth
 from __future__ import annotations
 
 import asyncio
-import errno
+import functools
 import os
 import re
 from collections.abc import AsyncGenerator
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sandbox_server.core.errors import StorageUnavailable
-from sandbox_server.dispatch.run_batch.shared_file import SharedFile, open_unnamed_file
+from sandbox_server.dispatch.run_batch.shared_file import SharedFile, ShortFileWork, open_unnamed_file
 from sandbox_server.store.output_files import FreeSpace
 
 SEGMENT_BYTES = 8 << 20
@@ -98,6 +98,7 @@ class ResultLog:
         self._followers: set[Follower] = set()
         self._append_lock = asyncio.Lock()
         self._leave_free = FreeSpace()
+        self._short_work = ShortFileWork()
 
     @property
     def is_kept(self) -> bool:
@@ -193,7 +194,10 @@ class ResultLog:
         return written_bytes - 1
 
     async def _write(self, segment: Segment, offset: int, content: bytes) -> int:
-        writing = asyncio.ensure_future(asyncio.to_thread(_write_within_room, segment.file, offset, content, self._leave_free))
+        write = functools.partial(segment.file.write_within_room, offset, content, self._leave_free)
+        if self._short_work.is_allowed(len(content)):
+            return self._short_work.run(write)
+        writing = asyncio.ensure_future(asyncio.to_thread(write))
         try:
             return await asyncio.shield(writing)
         finally:
@@ -246,7 +250,8 @@ class ResultLog:
         for start in range(0, line.size_bytes, READ_BYTES):
             size_bytes = min(READ_BYTES, line.size_bytes - start)
             try:
-                yield await asyncio.to_thread(line.segment.file.read_at, line.offset + start, size_bytes)
+                read = functools.partial(line.segment.file.read_at, line.offset + start, size_bytes)
+                yield self._short_work.run(read) if self._short_work.is_allowed(size_bytes) else await asyncio.to_thread(read)
             except OSError as error:
                 raise StorageUnavailable(f"the result of an item cannot be read: {error.strerror}", retry_after_s=5) from error
 
@@ -272,12 +277,3 @@ def _open_kept_file(path: Path) -> tuple[Segment, list[Line]]:
     os.ftruncate(descriptor, offset)
     segment.size_bytes, segment.last_position = offset, len(lines) - 1
     return segment, lines
-
-
-def _write_within_room(file: SharedFile, offset: int, content: bytes, leave_free: FreeSpace) -> int:
-    with file.descriptor() as descriptor:
-        disk = os.fstatvfs(descriptor)
-    left_free_bytes = min(leave_free.free_bytes, int(disk.f_blocks * disk.f_frsize * leave_free.free_share))
-    if disk.f_bavail * disk.f_frsize - len(content) < left_free_bytes:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    return file.write_at(offset, content)

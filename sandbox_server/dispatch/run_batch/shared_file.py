@@ -6,9 +6,43 @@ import errno
 import os
 import tempfile
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
+
+from sandbox_server.store.output_files import FreeSpace
+
+T = TypeVar("T")
+
+SHORT_BYTES = 64 << 10
+"""Work on at most so many bytes may be done in the event loop."""
+REST_FACTOR = 5
+"""After work in the event loop, there is none for this many times as long as it took, so that a slow disk takes little of its time."""
+
+
+class ShortFileWork:
+    """Says which work on files is done in the event loop: short work, while the files answer quickly.
+
+    A change to a thread and back costs more than that work.
+    """
+
+    def __init__(self) -> None:
+        self._rests_until = 0.0
+
+    def is_allowed(self, size_bytes: int) -> bool:
+        """Whether work on so many bytes may be done in the event loop now."""
+        return size_bytes <= SHORT_BYTES and time.monotonic() >= self._rests_until
+
+    def run(self, work: Callable[[], T]) -> T:
+        """Do work in this thread, and measure it. Raises what it raises."""
+        began = time.monotonic()
+        try:
+            return work()
+        finally:
+            ended = time.monotonic()
+            self._rests_until = ended + REST_FACTOR * (ended - began)
 
 
 class SharedFile:
@@ -66,6 +100,21 @@ class SharedFile:
             while written_bytes < len(content):
                 written_bytes += os.pwrite(descriptor, memoryview(content)[written_bytes:], offset + written_bytes)
         return written_bytes
+
+    def write_within_room(self, offset: int, content: bytes, leave_free: FreeSpace) -> int:
+        """Write bytes as `write_at` does, if the disk has room for them.
+
+        Args:
+            offset: where in the file, in bytes.
+            content: the bytes.
+            leave_free: how much of the disk must be free afterwards.
+
+        Raises:
+            OSError: the disk has no room, or they cannot be written.
+        """
+        with self.descriptor() as descriptor:
+            leave_free.check_room(os.fstatvfs(descriptor), len(content))
+        return self.write_at(offset, content)
 
     def read_at(self, offset: int, size_bytes: int) -> bytes:
         """Read so many bytes at an offset.

@@ -78,6 +78,7 @@ class CallRunner:
         calls: the calls with their places in the request.
         batch: receives each result, once.
         on_sent: called when the calls have been sent to the agent.
+        records_results: whether results are recorded before they are delivered. Nobody can ask again for those of a lease that ends with its call.
     """
 
     def __init__(
@@ -88,6 +89,8 @@ class CallRunner:
         calls: Iterable[tuple[int, ToolCall]],
         batch: Batch,
         on_sent: Callable[[], None] | None = None,
+        *,
+        records_results: bool = True,
     ) -> None:
         self._context = context
         self._tenant = tenant
@@ -95,6 +98,7 @@ class CallRunner:
         self._queue = CallQueue(calls)
         self._batch = batch
         self._on_sent = on_sent
+        self._records_results = records_results
         self._permitted_call_id: str | None = None  # the first call, if it has a permit of the concurrency limiter
         self._link_lost_at: float | None = None
         self._default_timeout_s = math.inf  # the pool's, once its spec is known
@@ -300,7 +304,8 @@ class CallRunner:
             result = service_result(call, Reason.BACKEND_ERROR, "the agent sent the result of another call", may_have_run=True)
         result = await context.outputs.complete_result(with_refusal_time(result, context.clock), message, location)
         result = await context.outputs.limit_memory(result, self._batch.reservation)
-        await record_result(context.result_store, call, result)
+        if self._records_results:
+            await record_result(context.result_store, call, result)
         if result.output_file is not None:
             result = self._with_recorded_file(call, result)
         index, call = self._queue.pop_first()

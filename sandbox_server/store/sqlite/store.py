@@ -43,6 +43,8 @@ FAILURE_VALID_S = 0.1
 SMALL_BATCH_ITEMS, SMALL_BATCH_BYTES = 16, 64 << 10
 #: After a commit in the event loop, there is none for this many times as long as it took, so that a slow disk or a high rate takes little of its time.
 REST_FACTOR = 5
+#: The results of so many ended leases are deleted together, those of fewer with the next check of the file: each deletion is a commit of its own.
+LEASES_PER_DELETION = 32
 #: The folder of the output files, beside the state file.
 OUTPUT_FOLDER = "outputs"
 
@@ -79,6 +81,7 @@ class SqliteStore:
         self._reader_generation = 0
         self._recorded_calls: dict[str, set[str]] = {}
         self._slots_by_sandbox: dict[str, set[str]] = {}
+        self._leases_to_clear: list[str] = []  # their results in the file are to be deleted
         file = self._file = StateFile(path, self._options)
         try:
             self._reader = StateFileReader(path)
@@ -99,6 +102,7 @@ class SqliteStore:
         self._leases_with_results = {lease.lease_id for lease in self._state.leases if lease.state not in STATES_WITHOUT_RESULTS}
         for lease_id in {*self._recorded_calls, *self.outputs.lease_ids()} - self._leases_with_results:
             self._delete_results(lease_id)
+        self._queue_deletion()
 
     # Putting records and results.
 
@@ -156,7 +160,15 @@ class SqliteStore:
         self.outputs.delete_files(lease_id)
         if self._recorded_calls.pop(lease_id, None):
             self._pending.remove_results(lease_id)
-            self._writer.delete_results(lease_id)
+            self._leases_to_clear.append(lease_id)
+            if len(self._leases_to_clear) >= LEASES_PER_DELETION:
+                self._queue_deletion()
+
+    def _queue_deletion(self) -> None:
+        """Let the writer delete the results of the ended leases, after every commit that is queued and may have some of them."""
+        if self._leases_to_clear:
+            self._writer.delete_results(self._leases_to_clear)
+            self._leases_to_clear = []
 
     # Reading.
 
@@ -335,6 +347,7 @@ class SqliteStore:
 
     async def check_storage(self) -> None:
         """Check that the state file is at its path and that room on the disk is reserved. To be called every second."""
+        self._queue_deletion()
         loop = asyncio.get_running_loop()
         checked: asyncio.Future[Exception | None] = loop.create_future()
 
@@ -375,6 +388,7 @@ class SqliteStore:
         except StorageUnavailable as error:
             log.error("the last changes could not be written to the state file: %s", error.detail)
         self._cancel_commit_timer()
+        self._queue_deletion()
         self._reader.close()
         await asyncio.to_thread(self._writer.end)
         await asyncio.to_thread(self.outputs.close)

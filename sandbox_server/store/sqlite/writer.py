@@ -34,7 +34,7 @@ class _Check:
 
 @dataclass(frozen=True, slots=True)
 class _DeleteResults:
-    lease_id: str
+    lease_ids: list[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +88,9 @@ class WriterThread:
         """Queue a check that the file is at its path, and call `done` after it."""
         self._jobs.put(_Check(done))
 
-    def delete_results(self, lease_id: str) -> None:
-        """Queue the deletion of the results of a lease. They are deleted when no other job waits."""
-        self._jobs.put(_DeleteResults(lease_id))
+    def delete_results(self, lease_ids: list[str]) -> None:
+        """Queue the deletion of the results of some leases. They are deleted when no other job waits."""
+        self._jobs.put(_DeleteResults(lease_ids))
 
     def end(self) -> None:
         """Wait until every queued job is done and the file is closed. Blocks."""
@@ -114,7 +114,7 @@ class WriterThread:
         if job is None:
             return False
         if isinstance(job, _DeleteResults):
-            self._leases_to_clean_up.append(job.lease_id)
+            self._leases_to_clean_up += job.lease_ids
             self._has_clean_up = True
         elif isinstance(job, _CleanUp):
             self._has_clean_up = True

@@ -66,6 +66,18 @@ async def test_only_the_slot_that_uses_up_the_descriptors_in_flight_is_ended(mak
         assert (await harness.bash("echo again", "0")).text == "again\n"
 
 
+async def test_a_start_of_a_slot_ends_the_slot_that_uses_up_the_descriptors_in_flight(make_harness: Maker) -> None:
+    harness = await harness_with(make_harness, "bwrap", 256)
+    filling = await fill(harness, "0")
+    await harness.until("test -e full", "0")
+    resets_until_end = 0
+    while not filling.done() and resets_until_end < 5:  # the first of them takes a prepared runtime
+        assert (await harness.reset("1"))["state"] == "ready"
+        resets_until_end += 1
+
+    assert "descriptors in flight" in (await asyncio.wait_for(filling, 20)).error
+
+
 async def works_until(harness: AgentHarness, filling: asyncio.Task[Answer]) -> Answer:
     """The result of the program, during which another slot runs calls."""
     while not filling.done():

@@ -11,6 +11,7 @@ from sandbox_server.core.errors import StorageUnavailable
 from sandbox_server.dispatch.run_batch.program_spool import WRITE_BYTES, ProgramSpool
 from sandbox_server.dispatch.run_batch.result_log import SEGMENT_BYTES, ResultLog
 from sandbox_server.dispatch.run_batch.values import Program, RunBatchRequest
+from sandbox_server.store.output_files import FreeSpace
 
 REQUEST = RunBatchRequest(tenant="alice", pool="default")
 
@@ -37,6 +38,15 @@ async def test_programs_are_read_as_they_were_appended(tmp_path: Path, size_byte
 
     assert [await spool.read(index) for index in (3, 0, 4, 1, 2)] == [programs[index] for index in (3, 0, 4, 1, 2)]
     assert list(tmp_path.rglob("*.*")) == []
+    spool.close()
+
+
+async def test_programs_leave_room_on_the_disk_for_the_state(tmp_path: Path) -> None:
+    spool = ProgramSpool(tmp_path, REQUEST, FreeSpace(free_bytes=1 << 60, free_share=1.0))
+    program = Program(tool="bash", args={"command": "true"}, files={"data": bytes(WRITE_BYTES)}, artifacts=(), timeout_s=None, allow_network=None)
+
+    with pytest.raises(StorageUnavailable, match=r"No space left on device\. Nothing has run"):
+        await spool.append(program)
     spool.close()
 
 

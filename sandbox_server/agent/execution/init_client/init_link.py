@@ -11,6 +11,7 @@ import struct
 from typing import Any, Callable, Protocol, Sequence
 
 from sandbox_server.agent.errors import StartFailed
+from sandbox_server.agent.execution.init_client.descriptors import TEMPORARY_ERRORS
 from sandbox_server.agent.execution.init_client.init_sender import InitSender
 from sandbox_server.agent.init.reports import EXITED, FAILED, MOVED, READY, REFUSED, REPORT, REQUEST_BYTES, SIGNALLED
 
@@ -140,7 +141,11 @@ class InitLink:
             listener.on_process_refused(errno, "send")
 
     def _on_config_unsent(self, errno: int) -> None:
-        self.close_as_lost("its configuration could not be sent: %s" % os.strerror(errno))
+        text = "its configuration could not be sent: %s" % os.strerror(errno)
+        if not self._ready.done():
+            self._ready.set_exception(StartFailed(text, temporary=errno in TEMPORARY_ERRORS, errno=errno))
+            self._ready.exception()  # retrieved here, as in `close_link`
+        self.close_as_lost(text)
 
     def _report_in_flight_full(self) -> None:
         if self.on_in_flight_full is not None:

@@ -121,7 +121,7 @@ class TemplateProcess:
             self._sock.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else [])
         except OSError as error:
             if error.errno in TEMPORARY_ERRORS:
-                raise StartFailed("a request could not be sent to the template of slots: %s" % error, temporary=True) from None
+                raise StartFailed("a request could not be sent to the template of slots: %s" % error, temporary=True, errno=error.errno or 0) from None
             self.close_template("its socket failed: %s" % error)
             raise TemplateLost("the template of slots has ended") from None
         self._answers[number] = answer
