@@ -17,6 +17,8 @@ T = TypeVar("T")
 
 #: How long establishing one connection may take, in seconds.
 CONNECT_TIMEOUT_S = 10.0
+#: A connection that lasted as long was established with a service that works, so the delay after it is the shortest again, in seconds.
+_LASTING_CONNECTION_S = 1.0
 
 
 class ConnectionState:
@@ -126,6 +128,8 @@ class RetryBudget:
         self._connected_s += attempt_s
         # A connection that lasted long was not part of an outage; one that was cut at once continues the outage.
         self._disconnected_s = max(0.0, self._disconnected_s - attempt_s)
+        if attempt_s >= _LASTING_CONNECTION_S:
+            self._attempt = 0
 
     def _choose_delay_s(self, message: Message[Any], error: SandboxError, can_resend: bool) -> float | None:
         policy = self._policy

@@ -88,6 +88,7 @@ class AgentConfig:
         memory_mb: how much memory all slots of this agent may use together, in MiB; None: as much as the machine has for slots.
         machine_memory_mb: how much memory the machine has, in MiB; None: as the kernel reports.
         slots_group: the name of the control group over all slots of the machine.
+        first_processor: the index of the first processor to pin slots to, among those that the agent may run on; larger ones start again at the first.
         disk_free_mb: how much of a file system must stay free, in MiB; None: see `disk_plan`.
     """
 
@@ -114,6 +115,7 @@ class AgentConfig:
     memory_mb: int | None = None
     machine_memory_mb: int | None = None
     slots_group: str = "sandbox-pool-slots"
+    first_processor: int = 0
     disk_free_mb: int | None = None
 
     @property
@@ -132,6 +134,7 @@ _NUMBERS = {
     "max_life_s": (0, 1e9),
     "memory_mb": (16, 1 << 40),
     "machine_memory_mb": (16, 1 << 40),
+    "first_processor": (0, 1 << 40),
     "disk_free_mb": (1, 1 << 40),
 }
 _KINDS: dict[str, type] = {

@@ -22,6 +22,7 @@ class AgentEnvironment:
         shares_machine: whether the agent runs on the service's own machine, so that slots must not see its home folders, `/var` and `/run`.
         expose: absolute paths of the machine that slots see read-only.
         outlives_service: whether the agent waits for another service to adopt it after its own has ended.
+        first_processor: the index of the first processor to pin slots to. Sandboxes of one machine have different ones.
     """
 
     listen: Mapping[str, Any]
@@ -29,6 +30,7 @@ class AgentEnvironment:
     shares_machine: bool = False
     expose: tuple[str, ...] = field(default=())
     outlives_service: bool = True
+    first_processor: int = 0
 
 
 def agent_config(handle: Handle, spec: PoolSpec, environment: AgentEnvironment) -> dict[str, Any]:
@@ -57,6 +59,7 @@ def agent_config(handle: Handle, spec: PoolSpec, environment: AgentEnvironment) 
             "max_file_mb": spec.max_file_mb,
             "cpu": spec.cpu,
         },
+        "first_processor": environment.first_processor,
         "memory_mb": spec.memory_mb,
         "env_vars": dict(spec.env_vars),
         "expose": list(environment.expose),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import secrets
 import socket
@@ -40,7 +41,7 @@ from sandbox_server.backends.process_pipe import open_process_pipe
 from sandbox_server.backends.processes import end_process, is_running
 from sandbox_server.core.cleanup import cleanup_on_failure
 from sandbox_server.core.pipe import Pipe
-from sandbox_server.core.types import Handle
+from sandbox_server.core.types import Handle, PoolSpec
 
 LISTEN_WITHIN_S = 20.0
 LISTEN_CHECK_INTERVAL_S = 0.02
@@ -96,6 +97,7 @@ class LocalBackend:
         self._term_s = term_s
         self._transport = transport
         self._spawner = AgentSpawner(_environment(), forks_agents)
+        self._pinned_count = 0  # how many processors have been assigned to slots so far
 
     async def create(self, context: CreateContext) -> AsyncGenerator[Handle, None]:
         """Create a sandbox: first its folder, then its process; then wait until the process listens.
@@ -127,7 +129,7 @@ class LocalBackend:
             handle = replace(handle, data=data | ({"group": str(group)} if group is not None else {}))
             yield self._write_checkpoint(handle)
             handle, listen = await self._prepare_transport(handle, path, agent)
-            config = agent_config(handle, spec, self._agent_environment(listen, folder / "base", spec.local.expose))
+            config = agent_config(handle, spec, self._agent_environment(listen, folder / "base", spec))
             await self._spawner.wait_until_forking(agent)
             handle, stdin = self._spawn_agent(handle, agent)
             with stdin:
@@ -155,8 +157,18 @@ class LocalBackend:
             handle = replace(handle, certificate=certificate.certificate)
         return handle, listen
 
-    def _agent_environment(self, listen: dict[str, Any], base: Path, expose: tuple[str, ...]) -> AgentEnvironment:
-        return AgentEnvironment(listen=listen, base_dir=str(base), shares_machine=True, expose=expose, outlives_service=self._outlives_service)
+    def _agent_environment(self, listen: dict[str, Any], base: Path, spec: PoolSpec) -> AgentEnvironment:
+        first = self._pinned_count
+        if spec.cpu is not None:
+            self._pinned_count += spec.slots_per_sandbox * math.ceil(spec.cpu)
+        return AgentEnvironment(
+            listen=listen,
+            base_dir=str(base),
+            shares_machine=True,
+            expose=spec.local.expose,
+            outlives_service=self._outlives_service,
+            first_processor=first,
+        )
 
     def _address_of(self, socket: Path, base: Path) -> str:
         if self._transport != "tls":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
@@ -56,7 +56,11 @@ class CuttingProxy:
     def _serve(self, client: socket.socket, allowed: int | None) -> None:
         target = urlsplit(self.service_url)
         assert target.hostname is not None
-        with client, socket.create_connection((target.hostname, target.port or 80)) as service:
+        with client, ExitStack() as stack:
+            try:
+                service = stack.enter_context(socket.create_connection((target.hostname, target.port or 80)))
+            except ConnectionRefusedError:
+                return  # the service does not run now
             there = threading.Thread(target=_pass_on, args=(client, service))
             there.start()
             while chunk := _received(service):

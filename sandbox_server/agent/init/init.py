@@ -142,6 +142,8 @@ class Init:
             self.send_report(SIGNALLED, request["id"], left, self._trees.used_us(request["id"]))
         elif op == "release":
             self._trees.release_tree(request["id"])
+        elif op == "pin":
+            os.sched_setaffinity(0, request["processors"])
         elif op == "move":
             os.write(fds[0], b"0")
             self.send_report(MOVED, request["id"])
@@ -318,8 +320,6 @@ def _apply_config(config: Mapping[str, Any], is_forked: bool) -> None:
         os.dup2(null, fd)
     os.close(null)
     os.umask(config["umask"])
-    if config["affinity"]:
-        os.sched_setaffinity(0, config["affinity"])
     mode = config["mode"]
     if config["private_mounts"] is not None:
         from sandbox_server.agent.init import private_mounts

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import shutil
 import sys
@@ -13,6 +12,7 @@ from sandbox_server.agent.config import AgentConfig
 from sandbox_server.agent.errors import StartFailed
 from sandbox_server.agent.execution.init_client.descriptors import agent_limit, slot_limit
 from sandbox_server.agent.execution.slot_runtime import CacheFolder, Dirs, ReadOnlyEntry, SlotRuntime
+from sandbox_server.agent.kernel.processor_share import Processors
 
 END_TIMEOUT_S = 10.0
 _RLIMIT_MARGIN_PROCESSES = 64  # The control group must refuse first, because it counts what it refuses.
@@ -31,7 +31,7 @@ class IsolationContext:
         lib_dir: the folder with the code of init.
         filter: the system call filter of slots that have their own message queues.
         shared_filter: the system call filter of slots that share the message queues of the machine.
-        processors: the processors that the agent may use.
+        processors: the processors that the slots share.
         sets_floor: whether this process may set the minimum `oom_score_adj` of a slot.
     """
 
@@ -40,29 +40,13 @@ class IsolationContext:
     lib_dir: str
     filter: bytes
     shared_filter: bytes
-    processors: tuple[int, ...]
+    processors: Processors
     sets_floor: bool = False
 
-    def affinity(self, runtime_number: int) -> list[int]:
-        """Return the processors that a slot runtime is pinned to.
-
-        Args:
-            runtime_number: the number of the runtime. Successive runtimes get different processors, so that they are distributed evenly.
-
-        Returns:
-            The processors; none if the runtime is not pinned.
-        """
-        cpu = self.config.limits.cpu
-        if cpu is None or math.ceil(cpu) >= len(self.processors):
-            return []
-        count = math.ceil(cpu)
-        return [self.processors[(runtime_number * count + number) % len(self.processors)] for number in range(count)]
-
-    def environment(self, cores: int, workspace: str, tmp: str | None, cache: str | None = None) -> dict[str, str]:
+    def environment(self, workspace: str, tmp: str | None, cache: str | None = None) -> dict[str, str]:
         """Return the environment variables of all processes of a slot.
 
         Args:
-            cores: the number of processors that the slot is pinned to; 0 if it is not pinned.
             workspace: the path of the workspace as the slot sees it.
             tmp: the path for TMPDIR; None if the slot uses /tmp.
             cache: the path of the shared cache as the slot sees it; None if it has none.
@@ -70,7 +54,7 @@ class IsolationContext:
         Raises:
             StartFailed: there is no bash on this machine.
         """
-        cores = cores or len(self.processors)
+        threads = str(self.processors.count_of_slot(self.config.limits.cpu))
         env = {
             "PATH": SLOT_PATH,
             "LANG": "C.UTF-8",
@@ -78,8 +62,8 @@ class IsolationContext:
             "HOME": workspace,
             "SHELL": find_shell(),  # Without it, each bash reads /etc/passwd when it starts, which takes a tenth of its time.
             "SANDBOX_WORKSPACE": workspace,
-            "OMP_NUM_THREADS": str(cores),
-            "PYTHON_CPU_COUNT": str(cores),
+            "OMP_NUM_THREADS": threads,  # `nproc` prints it, too.
+            "PYTHON_CPU_COUNT": threads,
         }
         if tmp is not None:
             env["TMPDIR"] = tmp

@@ -122,7 +122,6 @@ class BwrapIsolation:
     def _make_plan(
         self, has_network: bool, dirs: Dirs, uid: int | None, groups: SlotGroups, cache: CacheFolder | None, read_only: Sequence[ReadOnlyEntry]
     ) -> BwrapPlan:
-        affinity = self._context.affinity(self._runtime_count)
         config = {
             "mode": "bwrap",
             "uid": uid,
@@ -130,12 +129,11 @@ class BwrapIsolation:
             "groups": cache.groups if cache is not None else [],
             "private_mounts": None,
             "umask": cache.umask if cache is not None else base.UMASK,
-            "env": self._context.environment(len(affinity), WORKSPACE, None, CACHE if cache is not None else None),
+            "env": self._context.environment(WORKSPACE, None, CACHE if cache is not None else None),
             "home": WORKSPACE,
             "roots": [WORKSPACE, TMP],
             "read_only": [entry.message for entry in read_only],
             "limits": self._context.rlimits(groups.limits_memory, groups.limits_processes),
-            "affinity": affinity,
             "lib": LIB,
             "filter": self._context.filter,
         }

@@ -92,7 +92,6 @@ class SharedViewStarter:
             StartFailed: init could not be started.
         """
         context = self.context
-        affinity = context.affinity(self._runtime_count)
         config: dict[str, Any] = {
             "mode": mode,
             "uid": uid,
@@ -100,13 +99,12 @@ class SharedViewStarter:
             "helper_uid": helper_uid_of(uid) if uid is not None else None,
             "groups": [],
             "umask": base.UMASK,
-            "env": context.environment(len(affinity), dirs.workspace, None if has_private_mounts else dirs.tmp),
+            "env": context.environment(dirs.workspace, None if has_private_mounts else dirs.tmp),
             "home": dirs.workspace,
             "roots": [dirs.workspace, "/tmp"] if has_private_mounts else [dirs.workspace, dirs.tmp, "/tmp"],
             "private_mounts": private_mount_sources(dirs) if has_private_mounts else None,
             "read_only": [entry.message for entry in read_only],
             "limits": context.rlimits(groups.limits_memory, groups.limits_processes),
-            "affinity": affinity,
             "lib": context.lib_dir,
             "filter": context.filter if has_private_mounts else context.shared_filter,
         }

@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from typing import Iterator
 
 from sandbox_server.agent.config import AgentConfig
+from sandbox_server.agent.kernel.cgroup_mounts import list_cgroup_mounts, read_own_groups
 from sandbox_server.agent.kernel.leaf_groups import SlotLeaves
 from sandbox_server.agent.kernel.memory_groups import SLOT_PREFIX, MemoryGroups, machine_memory_bytes, was_ended_by_another_agent
 from sandbox_server.agent.kernel.memory_plan import MIB, MemoryPlan, MemoryUsage
@@ -25,27 +25,6 @@ _MOST_KEPT_GROUPS = 16  # Those of runtimes that have ended and whose successors
 _MAX_SESSIONS = 8
 _MAKE_ROUNDS = 100
 _SESSION_WEIGHT_V1, _SESSION_WEIGHT_V2 = 1024, 100
-
-
-def _list_cgroup_mounts() -> Iterator[tuple[str, str, set[str]]]:
-    """Yield the mount point, the file system type and the options of every cgroup mount."""
-    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
-        for line in file:
-            left, _, right = line.partition(" - ")
-            kind, _, options = right.split(" ", 2)
-            if kind in ("cgroup", "cgroup2"):
-                yield left.split(" ")[4], kind, set(options.strip().split(","))
-
-
-def _read_own_groups() -> dict[str, str]:
-    """Return the path of the group of this process for each controller. The key of cgroup v2 is the empty string."""
-    paths = {}
-    with open("/proc/self/cgroup", encoding="utf-8", errors="surrogateescape") as file:
-        for line in file:
-            _, controllers, path = line.rstrip("\n").split(":", 2)
-            for controller in controllers.split(","):
-                paths[controller] = path
-    return paths
 
 
 def _read(path: str) -> str:
@@ -145,6 +124,7 @@ class Cgroups:
     Args:
         boot: the nonce of this agent, so that no two agents use the same folder.
         config: the configuration of the agent, with the limits of its slots.
+        slot_processors: how many processors a slot may keep busy at a time; None if the group of a slot need not limit that.
 
     Attributes:
         errors: the error of each attempt that failed, by its subject.
@@ -157,8 +137,9 @@ class Cgroups:
         plan: how memory is divided between slots.
     """
 
-    def __init__(self, boot: str, config: AgentConfig) -> None:
+    def __init__(self, boot: str, config: AgentConfig, slot_processors: int | None = None) -> None:
         self._config = config
+        self._slot_processors = slot_processors
         self._boot = boot
         self._processes = config.limits.processes
         self._name = "sandbox-pool-%d-%s" % (os.getpid(), boot[:8])
@@ -196,8 +177,8 @@ class Cgroups:
         )
 
     def _probe(self) -> None:
-        own = _read_own_groups()
-        for mount, kind, options in _list_cgroup_mounts():
+        own = read_own_groups()
+        for mount, kind, options in list_cgroup_mounts():
             if kind == "cgroup2" and "2" not in self._tops:
                 self._probe_v2(mount, own.get("", "/"))
             for controller in _V1:
@@ -319,7 +300,8 @@ class Cgroups:
         if not self._limit_tops:
             return None
         folders = {key: os.path.join(top, SLOT_PREFIX + name) for key, top in self._limit_tops.items()}
-        limits = SlotLimitGroups(folders, self.plan.slot_hard_limit_bytes, self._protected_bytes(), self._processes, self.remove_when_empty)
+        memory_bytes, share_bytes = self.plan.slot_hard_limit_bytes, self._protected_bytes()
+        limits = SlotLimitGroups(folders, memory_bytes, share_bytes, self._processes, self.remove_when_empty, self._slot_processors)
         limits.create_groups()
         return limits
 

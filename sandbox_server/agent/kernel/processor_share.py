@@ -1,4 +1,4 @@
-"""Calculates from measurements whether a call got the processor time that its slot is promised. Reads no files.
+"""Calculates which processors a slot may use, and from measurements whether a call got the processor time that its slot is promised. Reads no files.
 
 A slot is promised an equal share of the processors, or its `cpu` limit if that is less. In each interval between two measurements a call is owed the time that
 it wanted (the time that it ran plus the time that it was ready to run and waited), but at most the share of its slot. The processor time of all processes of
@@ -7,6 +7,8 @@ the slot counts as given. So other slots are never blamed for what a slot does t
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from typing import Any, NamedTuple
 
 _MIN_OWED_S = 0.05  # Below this, the time slices of the scheduler dominate.
@@ -32,11 +34,58 @@ class ProcessorTimes(NamedTuple):
     lowered: bool
 
 
-def promised_share(processors: int, slots: int, cpu: float | None) -> float:
+@dataclasses.dataclass(frozen=True)
+class Processors:
+    """The processors that the slots of one agent share.
+
+    Args:
+        allowed: the numbers of the processors that the agent may run on.
+        quota: how many processors the agent's container may keep busy at a time; None if only `allowed` limits it.
+        first: the index in `allowed` of the first processor to pin slots to, so that sandboxes of one machine are pinned to different ones.
+    """
+
+    allowed: tuple[int, ...]
+    quota: float | None = None
+    first: int = 0
+
+    @property
+    def usable(self) -> float:
+        """How many processors all slots together can keep busy at a time."""
+        return len(self.allowed) if self.quota is None else min(len(self.allowed), self.quota)
+
+    def count_of_slot(self, cpu: float | None) -> int:
+        """Return how many threads of one slot can run at a time, at most.
+
+        Args:
+            cpu: the limit of one slot in processors; None if there is no limit.
+        """
+        return math.ceil(self.usable if cpu is None else min(cpu, self.usable))
+
+    def limit_of_slot(self, cpu: float | None) -> int | None:
+        """Return how many processors one slot may keep busy at a time; None if it is limited as all slots together are."""
+        return None if cpu is None or math.ceil(cpu) >= self.usable else math.ceil(cpu)
+
+    def pinned_to(self, cpu: float | None, slot_number: int) -> list[int]:
+        """Return the processors that a slot is pinned to; none if it may run on all.
+
+        A quota alone pins nothing. The kernel moves threads away from processors on which other containers are busy, and would have to leave pinned ones there.
+
+        Args:
+            cpu: the limit of one slot in processors; None if there is no limit.
+            slot_number: the number of the slot in its sandbox. Successive slots get successive processors, so that all are used evenly.
+        """
+        if cpu is None or math.ceil(cpu) >= len(self.allowed):
+            return []
+        count = math.ceil(cpu)
+        first = self.first + slot_number * count
+        return [self.allowed[(first + number) % len(self.allowed)] for number in range(count)]
+
+
+def promised_share(processors: float, slots: int, cpu: float | None) -> float:
     """Return how many processors a slot is promised.
 
     Args:
-        processors: the number of processors of all slots.
+        processors: how many processors all slots together can keep busy at a time.
         slots: the number of slots.
         cpu: the limit of one slot in processors; None if there is no limit.
     """

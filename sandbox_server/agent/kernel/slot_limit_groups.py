@@ -11,6 +11,7 @@ from typing import Callable
 
 SOCKETS_LIMIT, SOCKETS_USAGE = "memory.kmem.tcp.limit_in_bytes", "memory.kmem.tcp.usage_in_bytes"
 _COUNTER_BYTES = 4096
+_PERIOD_US = 100_000  # over which the kernel counts processor time against a quota
 _NEAR_LIMIT_FRACTION = 0.75  # Of the limit. The usage may have fallen between the event and the reading.
 _SOCKETS_FRACTION = 1 / 16
 #: What an ended slot runtime may have left charged to a group that is used again. The kernel keeps a little for each group until it needs the memory.
@@ -48,6 +49,15 @@ def limit_sockets(folder: str, limit_bytes: int) -> None:
         write_control_file(path, str(limit_bytes))
 
 
+def _limit_processors(folder: str, processors: int) -> None:
+    """Limit the processor time of a group to that of so many processors. A kernel without quotas has neither file."""
+    quota_us = processors * _PERIOD_US
+    for name, text in (("cpu.max", "%d %d" % (quota_us, _PERIOD_US)), ("cpu.cfs_quota_us", str(quota_us))):
+        path = os.path.join(folder, name)
+        if os.path.exists(path):
+            write_control_file(path, text)
+
+
 class _Counter:
     """A number in a control file that stays open.
 
@@ -76,6 +86,7 @@ class SlotLimitGroups:
         share_bytes: the memory that the kernel protects for the slot, in bytes, if the cgroup version supports this.
         processes: the maximum number of processes and threads.
         remove_group: removes a control group as soon as it is empty.
+        processors: how many processors the slot may keep busy at a time; None for no limit.
 
     Attributes:
         limits_memory: whether these groups limit memory.
@@ -83,8 +94,17 @@ class SlotLimitGroups:
         memory_folder: the group that limits memory; None if there is none.
     """
 
-    def __init__(self, folders: dict[str, str], memory_bytes: int, share_bytes: int, processes: int, remove_group: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        folders: dict[str, str],
+        memory_bytes: int,
+        share_bytes: int,
+        processes: int,
+        remove_group: Callable[[str], None],
+        processors: int | None = None,
+    ) -> None:
         self._remove_group = remove_group
+        self._processors = processors
         self._folders = folders
         self.limits_memory = "memory" in folders
         self.limits_processes = "pids" in folders
@@ -119,6 +139,8 @@ class SlotLimitGroups:
             self._open_counter("processes", folder, "pids.events", b"max")
             self._open_counter("alive", folder, "pids.current")
             self._open_counter("most_alive", folder, "pids.peak")
+        if self._processors is not None and "cpu" in folders:
+            _limit_processors(folders["cpu"], self._processors)
 
     def _open_counter(self, name: str, folder: str, file: str, key: bytes = b"") -> None:
         self._counters[name] = _Counter(os.path.join(folder, file), key)
@@ -159,7 +181,7 @@ class SlotLimitGroups:
         Args:
             share_bytes: see above; the share may have changed.
         """
-        renewed = SlotLimitGroups(self._folders, self._memory_limit_bytes, share_bytes, self._process_limit, self._remove_group)
+        renewed = SlotLimitGroups(self._folders, self._memory_limit_bytes, share_bytes, self._process_limit, self._remove_group, self._processors)
         renewed._counters, renewed._peak_fd = self._counters, self._peak_fd
         self._counters, self._peak_fd, self.memory_folder = {}, -1, None
         if renewed._peak_fd >= 0:

@@ -19,8 +19,10 @@ from sandbox_server.agent.init import oom_score
 from sandbox_server.agent.isolation.base import IsolationContext
 from sandbox_server.agent.isolation.probing.probe import ProbeResult, probe_isolation_modes
 from sandbox_server.agent.kernel import seccomp
+from sandbox_server.agent.kernel.cgroup_mounts import read_processor_quota
 from sandbox_server.agent.kernel.cgroups import Cgroups
 from sandbox_server.agent.kernel.priority import raise_priority
+from sandbox_server.agent.kernel.processor_share import Processors
 from sandbox_server.agent.kernel.trash import Trash
 from sandbox_server.agent.kernel.uids import UidRange
 from sandbox_server.agent.limits.guards import Guards
@@ -97,18 +99,19 @@ class Agent:
             OSError: the agent cannot listen, or cannot use its folder.
         """
         self._discard_old_folders()
-        self._cgroups = Cgroups(self.boot, self.config)
+        processors = Processors(tuple(sorted(os.sched_getaffinity(0))), read_processor_quota(), int(self.config.first_processor))
+        self._cgroups = Cgroups(self.boot, self.config, processors.limit_of_slot(self.config.limits.cpu))
         sets_floor = oom_score.protect_this_process()
         raise_priority()
         self._guards = Guards(self.config, self._cgroups, self._trash, sets_floor)
         uids = UidRange()
-        self._probed = await probe_isolation_modes(self._make_context(sets_floor), self._cgroups, self._trash, uids)
+        self._probed = await probe_isolation_modes(self._make_context(processors, sets_floor), self._cgroups, self._trash, uids)
         await self._listeners.start_listening()
         self._on_listening()
         self._start_lifetime_timers()
         if self._probed.isolation is not None:
             caches = self._make_caches(uids)
-            runtimes = self._runtimes = RuntimePool(self.config, self._probed.isolation, self._trash, caches)
+            runtimes = self._runtimes = RuntimePool(self.config, self._probed.isolation, self._trash, caches, processors)
             runtimes.on_in_flight_full = InFlightGuard(self._running_runtimes).start_search
             await self._start_slots(runtimes)
             gc.freeze()  # what has been imported stays: the garbage collector need not search it again and again
@@ -122,7 +125,7 @@ class Agent:
             self._trash.discard_folder(os.path.join(self.config.base_dir, name))
         os.makedirs(os.path.join(self.config.base_dir, "slots"), mode=0o700)
 
-    def _make_context(self, sets_floor: bool) -> IsolationContext:
+    def _make_context(self, processors: Processors, sets_floor: bool) -> IsolationContext:
         lib_dir = provide_slot_lib(os.path.join(self.config.base_dir, "lib"))
         machine = os.uname().machine
         return IsolationContext(
@@ -131,7 +134,7 @@ class Agent:
             lib_dir,
             seccomp.build_filter(machine),
             seccomp.build_filter(machine, allow_message_queues=os.path.ismount("/dev/mqueue")),
-            tuple(sorted(os.sched_getaffinity(0))),
+            processors,
             sets_floor,
         )
 

@@ -13,6 +13,7 @@ from sandbox_server.agent.errors import StartFailed
 from sandbox_server.agent.execution.init_client.descriptors import TEMPORARY_ERRORS, agent_limit, max_drains
 from sandbox_server.agent.execution.slot_runtime import CacheFolder, ReadOnlyEntry, SlotRuntime
 from sandbox_server.agent.isolation.base import Isolation
+from sandbox_server.agent.kernel.processor_share import Processors
 from sandbox_server.agent.kernel.trash import Trash
 from sandbox_server.agent.slots.caches import Caches
 
@@ -30,10 +31,12 @@ class RuntimePool:
         isolation: the isolation mode of all slots of this agent.
         trash: deletes the folders of ended runtimes.
         caches: the shared caches that runtimes can mount.
+        processors: the processors that the slots share.
     """
 
-    def __init__(self, config: AgentConfig, isolation: Isolation, trash: Trash, caches: Caches) -> None:
+    def __init__(self, config: AgentConfig, isolation: Isolation, trash: Trash, caches: Caches, processors: Processors) -> None:
         self.config = config
+        self.processors = processors
         self.isolation = isolation
         self.trash = trash
         self.caches = caches

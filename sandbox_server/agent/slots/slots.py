@@ -31,7 +31,7 @@ class AgentSlot:
     A request must name the epoch of the current lease. A lower epoch belongs to an earlier lease, a higher one was never announced; both are refused.
 
     Args:
-        slot_id: names the slot within its sandbox.
+        slot_id: names the slot within its sandbox; a number from 0 on.
         runtimes: starts and ends slot runtimes.
         on_change: called with the slot whenever its state has changed.
     """
@@ -40,6 +40,7 @@ class AgentSlot:
         self.slot_id = slot_id
         self.loop = asyncio.get_event_loop()
         self._runtimes = runtimes
+        self._pinned_to = runtimes.processors.pinned_to(runtimes.config.limits.cpu, int(slot_id))
         self._on_change = on_change
         self.state = STARTING
         self.detail: str | None = None  # why the slot is in its state
@@ -56,7 +57,7 @@ class AgentSlot:
 
     def _processor_share(self) -> float:
         config = self._runtimes.config
-        return promised_share(len(os.sched_getaffinity(0)), config.slots, config.limits.cpu)
+        return promised_share(self._runtimes.processors.usable, config.slots, config.limits.cpu)
 
     @property
     def epoch(self) -> int:
@@ -108,6 +109,8 @@ class AgentSlot:
         runtime.slot_id = self.slot_id
         runtime.link.on_lost = lambda detail: self._on_init_lost(runtime, detail)
         runtime.link.on_in_flight_full = self._runtimes.on_in_flight_full
+        if self._pinned_to:
+            runtime.link.pin_slot(self._pinned_to)
         return not runtime.link.closed
 
     def detach_runtime(self) -> SlotRuntime | None:

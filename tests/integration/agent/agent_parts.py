@@ -16,6 +16,7 @@ from sandbox_server.agent.isolation.base import Isolation, IsolationContext
 from sandbox_server.agent.isolation.bwrap import BwrapIsolation
 from sandbox_server.agent.kernel import seccomp
 from sandbox_server.agent.kernel.cgroups import Cgroups
+from sandbox_server.agent.kernel.processor_share import Processors
 from sandbox_server.agent.kernel.trash import Trash, delete_tree
 from sandbox_server.agent.kernel.uids import UidRange
 from sandbox_server.agent.slots.bundle import write_slot_lib
@@ -102,12 +103,13 @@ async def open_slot_transitions(
     (folder / "slots").mkdir()
     write_slot_lib(str(folder / "lib"))
     program = seccomp.build_filter(os.uname().machine)
-    context = IsolationContext(config, str(folder / "slots"), str(folder / "lib"), program, program, tuple(sorted(os.sched_getaffinity(0))))
+    processors = Processors(tuple(sorted(os.sched_getaffinity(0))))
+    context = IsolationContext(config, str(folder / "slots"), str(folder / "lib"), program, program, processors)
     uids = UidRange()
     isolation = wrap(BwrapIsolation(context, cgroups, uids))
     trash = trash_type(str(folder / "trash"), _not_deleted)
     caches = Caches(str(folder / "caches"), config.cache_bytes, config.cache_measure_every_s, trash, uids if os.geteuid() == 0 else None)
-    runtimes = RuntimePool(config, isolation, trash, caches)
+    runtimes = RuntimePool(config, isolation, trash, caches, processors)
     slot = AgentSlot("0", runtimes, lambda _: None)
     await slot.start_slot()
     assert slot.state == "ready", slot.detail

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
 import statistics
 import subprocess
@@ -18,7 +19,7 @@ import pytest
 
 from sandbox_server.link.errors import AgentRefused
 from tests.integration.agent.agent_harness import AgentHarness, Answer
-from tests.integration.agent.conftest import Maker
+from tests.integration.agent.conftest import MODES, Maker
 
 SPIN = "while True: pass"
 # Three processes that spin, of which the first waits for none. Each says again and again what it has used, once that is more than 0.1 s.
@@ -282,3 +283,66 @@ async def test_the_agent_reports_if_slots_cannot_have_equal_parts(harness: Agent
     told = any(sentence.startswith("the processor is divided between sessions") for sentence in capabilities["not_enforced"])
 
     assert told == (capabilities["limits"]["cpu"] == "none")
+
+
+# What programs go by when they choose a number of threads, and then as many processors as the kernel lets it run on.
+COUNT = """
+import os, subprocess
+print(subprocess.run(["nproc"], capture_output=True, text=True).stdout.strip(), os.environ["OMP_NUM_THREADS"], os.environ["PYTHON_CPU_COUNT"])
+print(sorted(os.sched_getaffinity(0)))
+os.sched_setaffinity(0, range(os.cpu_count()))
+print(len(os.sched_getaffinity(0)))
+"""
+
+
+@pytest.mark.parametrize(("mode", "user"), MODES)
+async def test_a_slot_with_a_limit_keeps_its_processor_through_resets_and_is_told_of_no_other(make_harness: Maker, mode: str, user: str) -> None:
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("every slot has all processors here")
+    harness = await make_harness(mode, user, slots=2, spares=1, limits={"cpu": 0.5}, first_processor=1)
+    pinned = []
+    for _ in range(3):
+        lines = [(await harness.bash("exec python3 -", slot, stdin=COUNT)).text.splitlines() for slot in ("0", "1")]
+        assert [line[0] for line in lines] == ["1 1 1", "1 1 1"]
+        pinned.append([line[1] for line in lines])
+        await harness.reset("0")
+
+    allowed = sorted(os.sched_getaffinity(0))
+    assert pinned == [[f"[{allowed[1]}]", f"[{allowed[2 % len(allowed)]}]"]] * 3
+
+
+@pytest.mark.privileged
+async def test_a_slot_that_leaves_its_processor_gets_no_more_than_its_limit(make_harness: Maker) -> None:
+    harness = await make_harness(slots=2, limits={"cpu": 1})
+    if harness.link.hello["capabilities"]["limits"]["cpu"] != "cgroup1" or len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("no control group of the first version can be made here that limits the time of one of several processors")
+    folder = _processor_group_of(harness)
+    escape = f"import os\nos.sched_setaffinity(0, range(os.cpu_count()))\nfor _ in range(3): os.fork()\nprint(1, flush=True)\n{SPIN}"
+    hogging = asyncio.create_task(harness.bash("exec python3 -", call_id="escape", stdin=escape, timeout_s=120.0))
+    while int((folder / "cpu.stat").read_text().split("nr_throttled ")[1].split()[0]) < 3 and not hogging.done():
+        await asyncio.sleep(0.05)
+    await harness.ask("cancel", call_id="escape")
+    ended = await hogging
+
+    assert ended.reason == "cancelled", "eight processes on two processors were never stopped"
+    assert (folder / "cpu.cfs_quota_us").read_text() == "100000\n"
+
+
+@pytest.mark.privileged
+async def test_a_slot_is_told_of_the_quota_of_its_container(make_harness: Maker) -> None:
+    group = Path("/sys/fs/cgroup/cpu") / f"sp-test-{secrets.token_hex(4)}"
+    if len(os.sched_getaffinity(0)) < 2 or not os.access(group.parent / "cpu.shares", os.W_OK):
+        pytest.skip("no control group of the first version can be made here that has less than all processors")
+    group.mkdir()
+    try:
+        (group / "cpu.cfs_quota_us").write_text("100000")
+        harness = await make_harness(prefix=["sh", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "sh"])
+        told = (await harness.bash("exec python3 -", stdin=COUNT)).text.splitlines()
+        own = await harness.bash("echo $OMP_NUM_THREADS", env={"OMP_NUM_THREADS": "7"})
+        harness.process.terminate()
+        await asyncio.to_thread(harness.process.wait, 20)
+    finally:
+        group.rmdir()
+
+    assert told[:2] == ["1 1 1", str(sorted(os.sched_getaffinity(0)))]
+    assert own.text == "7\n"

@@ -190,6 +190,14 @@ class InitLink:
             self._send_request({"op": "release", "id": number}, [], 0, lambda _: None)
         return self._killed_cpu_s.pop(number, 0.0)
 
+    def pin_slot(self, processors: Sequence[int]) -> None:
+        """Let init run on these processors alone, and with it all that it starts from now on."""
+        if not self.closed:
+            self._send_request({"op": "pin", "processors": list(processors)}, [], 0, self._on_pin_unsent)
+
+    def _on_pin_unsent(self, errno: int) -> None:
+        self.close_as_lost("the slot could not be pinned to its processors: %s" % os.strerror(errno))
+
     def close_link(self, detail: str = "the slot has ended") -> None:
         """Close the socket. Init ends itself and with it the slot when it reads the end of the socket. All listeners get `on_init_lost`."""
         if self.closed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sandbox_server.agent.kernel.processor_share import ProcessorAccount, ProcessorTimes, promised_share
+from sandbox_server.agent.kernel.processor_share import ProcessorAccount, Processors, ProcessorTimes, promised_share
 
 START = ProcessorTimes(100.0, 5.0, 7.0, 9.0, False)
 
@@ -62,6 +62,30 @@ def test_plenty_before_makes_up_for_little_later() -> None:
 
 def test_once_it_asked_for_less_it_stays_unproven() -> None:
     assert account(0.25, after(1.0, 0.0, 1.0, lowered=True), after(5.0, 0.1, 4.9)).starvation_evidence() is None
+
+
+@pytest.mark.parametrize(
+    ("processors", "cpu", "threads", "limit"),
+    [
+        (Processors((0, 1, 2, 3)), None, 4, None),
+        (Processors((0, 1, 2, 3)), 0.5, 1, 1),
+        (Processors((0, 1, 2, 3)), 2.5, 3, 3),
+        (Processors((0, 1, 2, 3)), 4.0, 4, None),
+        (Processors(tuple(range(64)), quota=1.5), None, 2, None),
+        (Processors(tuple(range(64)), quota=1.5), 1.0, 1, 1),
+        (Processors(tuple(range(64)), quota=1.5), 8.0, 2, None),
+        (Processors((3,), quota=8.0), None, 1, None),
+    ],
+)
+def test_a_slot_is_told_what_its_limit_and_the_quota_of_its_container_leave(processors: Processors, cpu: float | None, threads: int, limit: int | None) -> None:
+    assert (processors.count_of_slot(cpu), processors.limit_of_slot(cpu)) == (threads, limit)
+
+
+def test_slots_are_pinned_to_all_processors_in_turn() -> None:
+    processors = Processors((0, 2, 4, 6), first=3)
+
+    assert [processors.pinned_to(1.5, slot) for slot in range(3)] == [[6, 0], [2, 4], [6, 0]]
+    assert processors.pinned_to(None, 0) == processors.pinned_to(3.5, 0) == []
 
 
 @pytest.mark.parametrize(("processors", "slots", "cpu", "share"), [(2, 8, None, 0.25), (64, 4, 2.0, 2.0), (2, 8, 1.0, 0.25), (1, 1, None, 1.0)])

@@ -150,15 +150,18 @@ class TestRetries:
         assert operations.pools() == ()
         assert fake_time.slept_s == [3.0]
 
-    def test_a_proxy_that_cuts_a_long_call_loses_nothing(self, operations: Any, script: Script, fake_time: FakeTime) -> None:
+    @pytest.mark.parametrize(("after_s", "cuts"), [(60.0, 59), (1.0, 3270)])
+    def test_a_proxy_that_cuts_an_hours_call_loses_nothing(self, operations: Any, script: Script, fake_time: FakeTime, after_s: float, cuts: int) -> None:
         def cut(request: httpx.Request) -> httpx.Response:
-            fake_time.now_s += 60
+            fake_time.now_s += after_s
             return httpx.Response(504, text="gateway time-out")
 
-        script.steps = [*[cut] * 20, httpx.Response(200, json=a_result("c-1"))]
+        script.steps = [*[cut] * cuts, httpx.Response(200, json=a_result("c-1"))]
+        began_s = fake_time.now_s
 
-        assert operations.exec("l-1", "bash", {"command": "make world"}, timeout_s=1800).success
-        assert len(script.requests) == 21
+        assert operations.exec("l-1", "bash", {"command": "make world"}, timeout_s=3600).success
+        assert len(script.requests) == cuts + 1
+        assert 3500 < fake_time.now_s - began_s < 3610
 
 
 class TestErrors:
