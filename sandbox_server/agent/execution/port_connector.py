@@ -77,13 +77,14 @@ class _Child:
             await kill_process(self._runtime, self._spawn_id, self.wait_until_over, _END_WITHIN_S)
 
 
-async def connect_to_port(runtime: SlotRuntime, tasks: BackgroundTasks, port: int) -> socket.socket:
+async def connect_to_port(runtime: SlotRuntime, tasks: BackgroundTasks, port: int, reply_within_s: float = REPLY_WITHIN_S) -> socket.socket:
     """Connect to a program that listens on a port of the slot's loopback interface.
 
     Args:
         runtime: the slot runtime; it must have a network namespace of its own.
         tasks: the background tasks of the slot.
         port: the TCP port.
+        reply_within_s: how long to wait for the child, in seconds.
 
     Returns:
         The connection, which does not block. The caller closes it.
@@ -101,8 +102,8 @@ async def connect_to_port(runtime: SlotRuntime, tasks: BackgroundTasks, port: in
             child = _Child(runtime, port, theirs)
         finally:
             theirs.close()
-        if not await wait_readable(ours.fileno(), REPLY_WITHIN_S):
-            raise Refused("port_closed", "port %d of the slot: no connection within %g s" % (port, REPLY_WITHIN_S))
+        if not await wait_readable(ours.fileno(), reply_within_s):
+            raise Refused("port_closed", "port %d of the slot could not be connected to within %g s" % (port, reply_within_s))
         data, fds = _receive(ours)
         has_replied = bool(data)
         if not has_replied:
@@ -129,14 +130,13 @@ def _read_reply(data: bytes, fds: Sequence[int], port: int) -> socket.socket:
     parser = ReplyParser(_NoContent())
     parser.write(data)
     header: dict[str, Any] = parser.header or {}
-    try:
-        sockets = [socket.socket(fileno=os.dup(fd)) for fd in fds]
-    except OSError as error:
-        raise Refused("internal", "what the slot sent as the connection to port %d cannot be used: %s" % (port, error)) from None
-    finally:
-        for fd in fds:
+    sockets = []
+    for fd in fds:
+        try:
+            sockets.append(socket.socket(fileno=fd))
+        except OSError:  # it is none
             os.close(fd)
-    if len(sockets) == 1 and header.get("ok") is True and _is_connection_to(sockets[0], port):
+    if len(fds) == len(sockets) == 1 and header.get("ok") is True and _is_connection_to(sockets[0], port):
         sockets[0].setblocking(False)
         sockets[0].setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return sockets[0]

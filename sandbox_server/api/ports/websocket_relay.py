@@ -147,7 +147,8 @@ class WebSocketRelay:
         received = self._protocol.close_rcvd
         if received is None:
             error = self._protocol.parser_exc
-            why = f"has broken the protocol: {error}" if error is not None else "has ended the connection without closing it"
+            is_end = error is None or isinstance(error, EOFError)
+            why = "has ended the connection without closing it" if is_end else f"has broken the protocol: {error}"
             raise PortClosed(f"the program on port {self._target.port} of the slot {why}")
         code = received.code if received.code != NO_STATUS else NORMAL
         await self._websocket.send({"type": "websocket.close", "code": code, "reason": received.reason})
