@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         PayloadTooLarge,
         PoolConflict,
         PoolNotFound,
+        PortClosed,
         QuotaExceeded,
         RouteNotFound,
         SandboxError,
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     )
     from env_client.gatherer import CallGatherer, GathererStatistics
     from env_client.leases import AsyncLease, Lease
+    from env_client.messages.ports import PortAddress
     from env_client.messages.programs import Artifact, Program, ProgramResult
     from env_client.retry import RetryPolicy
     from env_client.tools import SlotTools, available_tools, render_tool_reply, tool_schemas
@@ -124,6 +126,8 @@ __all__ = [
     "PoolConflict",
     "PoolInfo",
     "PoolNotFound",
+    "PortAddress",
+    "PortClosed",
     "Program",
     "ProgramResult",
     "QuotaExceeded",
@@ -159,7 +163,20 @@ __all__ = [
 ]
 
 #: The modules that define the public names.
-_MODULES = ("backend", "client", "discovery", "embedded_service", "errors", "gatherer", "leases", "messages.programs", "retry", "tools", "values")
+_MODULES = (
+    "backend",
+    "client",
+    "discovery",
+    "embedded_service",
+    "errors",
+    "gatherer",
+    "leases",
+    "messages.ports",
+    "messages.programs",
+    "retry",
+    "tools",
+    "values",
+)
 
 
 def __getattr__(name: str) -> Any:

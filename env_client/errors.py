@@ -9,7 +9,7 @@
     │   ├── LeaseLost
     │   │   └── SandboxLost
     │   ├── PayloadTooLarge, InvalidRequest, QuotaExceeded
-    │   ├── InternalError, NotImplementedYet
+    │   ├── InternalError, NotImplementedYet, PortClosed
     │   └── NoCapacity, Draining, BackendUnavailable, StorageUnavailable
     ├── TransportError                      no response of the service arrived
     │   ├── ConnectFailed                   the request was not sent
@@ -190,6 +190,12 @@ class NotImplementedYet(ServiceError):
     code = "not_implemented"
 
 
+class PortClosed(ServiceError):
+    """Nothing listens on the port of the slot, or what listens gave no valid answer."""
+
+    code = "port_closed"
+
+
 class NoCapacity(ServiceError):
     """No slot became free in time."""
 
@@ -268,7 +274,7 @@ CLASS_OF_CODE: Mapping[str, type[ServiceError]] = {
     for error in (
         Unauthorized, Forbidden, RouteNotFound, PoolNotFound, SandboxNotFound, LeaseNotFound, FileNotFound, CallNotFound, MethodNotAllowed,
         PoolConflict, CallConflict, FileError, LeaseLost, SandboxLost, PayloadTooLarge, InvalidRequest, QuotaExceeded, InternalError,
-        NotImplementedYet, NoCapacity, Draining, BackendUnavailable, StorageUnavailable,
+        NotImplementedYet, PortClosed, NoCapacity, Draining, BackendUnavailable, StorageUnavailable,
     )
 }  # fmt: skip
 

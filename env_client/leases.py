@@ -9,6 +9,7 @@ from typing import Any, Unpack
 
 from env_client.errors import LeaseLost, LeaseNotFound, SandboxError, ServiceError, service_error
 from env_client.messages.calls import make_call
+from env_client.messages.ports import PortAddress
 from env_client.operations.lease_operations import AsyncOperations, Operations
 from env_client.transport.uploads import AsyncSource, Source
 from env_client.type_checks import check_type
@@ -181,6 +182,11 @@ class AsyncLease(BaseLease):
             self.record_renewal(await self._operations.narrow(lease_id, allow_network=allow_network, cache=cache, read_only=read_only))
             return self.info
 
+    def port(self, port: int) -> PortAddress:
+        """Return the address of a program that listens on a port of the slot, see `AsyncOperations.port`."""
+        with self._checked_lease_id() as lease_id:
+            return self._operations.port(lease_id, port)
+
     async def release(self, *, reset_workspace: bool = True) -> Released:
         """Release the lease before its block ends."""
         return await self._operations.release([self.lease_id], reset_workspace=reset_workspace)
@@ -281,6 +287,11 @@ class Lease(BaseLease):
         with self._checked_lease_id() as lease_id:
             self.record_renewal(self._operations.narrow(lease_id, allow_network=allow_network, cache=cache, read_only=read_only))
             return self.info
+
+    def port(self, port: int) -> PortAddress:
+        """See `AsyncLease.port`."""
+        with self._checked_lease_id() as lease_id:
+            return self._operations.port(lease_id, port)
 
     def release(self, *, reset_workspace: bool = True) -> Released:
         """See `AsyncLease.release`."""

@@ -13,6 +13,7 @@ import typer.core
 from env_client._version import __version__
 from env_client.cli.commands import files, leases, pools
 from env_client.cli.commands.doctor import doctor
+from env_client.cli.commands.ports import port
 from env_client.cli.commands.run_many import run_many
 from env_client.cli.exit_codes import OWN_FAILURE
 from env_client.cli.exit_handling import exit_code_for_broken_pipe, report_failure, with_exit_codes
@@ -79,6 +80,7 @@ _add_command(app, "acquire", leases.acquire, "[OPTIONS]", "Acquire slots; print 
 _add_command(app, "exec", leases.exec_, "[OPTIONS] LEASE -- CMD...", "Run a command in a slot.", options_first=True)
 _add_command(app, "cp", files.cp, "[OPTIONS] SOURCE TARGET", "Copy files and folders into a slot or out of one.")
 _add_command(app, "ls", files.ls, "[OPTIONS] LEASE[:FOLDER]", "List a folder of a slot.")
+_add_command(app, "port", port, "[OPTIONS] LEASE PORT", "Print the URL of a program that listens in a slot.")
 _add_command(app, "leases", leases.leases, "[OPTIONS]", "List the leases you hold.")
 _add_command(app, "renew", leases.renew, "[OPTIONS] LEASE...", "Renew leases.")
 _add_command(app, "narrow", leases.narrow, "[OPTIONS] LEASE...", "Take rights away from slots: network, cache, changing entries.")

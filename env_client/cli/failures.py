@@ -32,6 +32,7 @@ NEXT_STEPS: Mapping[type[errors.SandboxError], str] = {
     errors.InvalidRequest: "correct the request, and try again",
     errors.QuotaExceeded: "release what is not needed: `sandbox leases`, then `sandbox release`",
     errors.NotImplementedYet: "this service or backend does not offer it; `sandbox doctor` lists what it offers",
+    errors.PortClosed: "start the program, and have it listen on that port of 127.0.0.1",
     errors.NoCapacity: "`sandbox leases` lists what you hold, `sandbox pools` how many slots there are; `--wait` of acquire and run waits longer",
     errors.Draining: "use another pool (`sandbox pools`), or try again when the service runs again",
     errors.BackendUnavailable: "`sandbox doctor` says what is missing and how to get it",

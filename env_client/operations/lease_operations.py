@@ -10,6 +10,7 @@ from typing import Any, Unpack
 from env_client.messages import calls as call_messages
 from env_client.messages import files as file_messages
 from env_client.messages import leases as lease_messages
+from env_client.messages.ports import PortAddress, port_address
 from env_client.messages.programs import Program, ProgramResult
 from env_client.operations.service_operations import AsyncServiceOperations, ServiceOperations
 from env_client.transport.batch_stream import BatchStream
@@ -180,6 +181,19 @@ class AsyncOperations(AsyncServiceOperations):
         """
         return await self._sender.send(lease_messages.narrow_message(lease_id, allow_network, cache, read_only))
 
+    def port(self, lease_id: str, port: int) -> PortAddress:
+        """Return the address of a program that listens on a port of the slot. Nothing is sent: whether it can be reached, a request to it will tell.
+
+        Args:
+            lease_id: the lease of the slot, which needs a network of its own: acquire it with `allow_network=False`.
+            port: the TCP port that the program listens on.
+
+        Raises:
+            InvalidRequest: the port is not one.
+        """
+        endpoint = self._sender.core.endpoint
+        return port_address(endpoint.url, endpoint.token, lease_id, port)
+
     async def lease_info(self, lease_id: str) -> LeaseInfo:
         """Return the present state of a lease."""
         return await self._sender.send(lease_messages.get_lease_message(lease_id))
@@ -313,6 +327,11 @@ class Operations(ServiceOperations):
     def narrow(self, lease_id: str, *, allow_network: bool | None = None, cache: str | None = None, read_only: Sequence[str] | None = None) -> LeaseInfo:
         """See `AsyncOperations.narrow`."""
         return self._sender.send(lease_messages.narrow_message(lease_id, allow_network, cache, read_only))
+
+    def port(self, lease_id: str, port: int) -> PortAddress:
+        """See `AsyncOperations.port`."""
+        endpoint = self._sender.core.endpoint
+        return port_address(endpoint.url, endpoint.token, lease_id, port)
 
     def lease_info(self, lease_id: str) -> LeaseInfo:
         """See `AsyncOperations.lease_info`."""

@@ -30,6 +30,7 @@ STATUS_OF: Final[Mapping[str, int]] = {
     "quota_exceeded": 429,
     "internal": 500,
     "not_implemented": 501,
+    "port_closed": 502,
     "no_capacity": 503,
     "draining": 503,
     "backend_unavailable": 503,

@@ -18,6 +18,7 @@ from sandbox_server.core.types import Acquired, AcquireRequest, Lease, PoolSpec,
 from sandbox_server.dispatch.call_queries import CallQueries
 from sandbox_server.dispatch.dispatcher import Dispatcher
 from sandbox_server.dispatch.files import SlotFiles
+from sandbox_server.dispatch.ports import SlotPorts
 from sandbox_server.dispatch.run_batch.registry import RunBatches
 from sandbox_server.pool.access import Actor
 from sandbox_server.pool.events import Event
@@ -86,6 +87,7 @@ class Service:
     pools: PoolOperations
     dispatcher: Dispatcher
     files: SlotFiles
+    ports: SlotPorts
     run_batches: RunBatches
     tenants: Tenants
     limits: Limits

@@ -11,6 +11,7 @@ Each class has one error code of the HTTP contract (`Stopping` shares the code o
     │   └── SandboxLost
     ├── PayloadTooLarge, InvalidRequest, QuotaExceeded
     ├── Internal, NotImplementedHere
+    ├── PortClosed
     ├── NoCapacity, BackendUnavailable, StorageUnavailable
     └── Draining
         └── Stopping
@@ -151,6 +152,12 @@ class NotImplementedHere(PoolServiceError):
     """This is not built yet."""
 
     code = "not_implemented"
+
+
+class PortClosed(PoolServiceError):
+    """Nothing listens on this port of the slot."""
+
+    code = "port_closed"
 
 
 class NoCapacity(PoolServiceError):

@@ -12,6 +12,8 @@ LinkError
     │   └── AgentShutsDown    the agent shuts down and refuses every call from now on; its connection ends soon
     ├── CallUnknown           the agent has no call with this id
     ├── PathNotFound          there is no file at this path
+    ├── PortRefused           nobody listens on the port, or the program that does has broken the connection
+    ├── PortsInUse            the slot has as many connections to its ports as it may have
     ├── FileOperationFailed   the operating system refused the file operation
     └── AgentFailed           any other failure, inside the agent
 """
@@ -106,6 +108,14 @@ class FileOperationFailed(AgentRefused):
         return self.meta.get("errno")
 
 
+class PortRefused(AgentRefused):
+    """Nobody listens on the port of the slot, or the program that does has broken the connection."""
+
+
+class PortsInUse(AgentRefused):
+    """The slot has as many connections to its ports as it may have."""
+
+
 class AgentFailed(AgentRefused):
     """The agent failed in some other way."""
 
@@ -120,6 +130,8 @@ _CLASS_BY_CODE: Mapping[str, type[AgentRefused]] = {
     "file_not_found": PathNotFound,
     "file_error": FileOperationFailed,
     "call_not_found": CallUnknown,
+    "port_closed": PortRefused,
+    "too_many_connections": PortsInUse,
     "internal": AgentFailed,
 }
 

@@ -23,6 +23,7 @@ from sandbox_server.link.call_messages import (
     read_running_call,
 )
 from sandbox_server.link.errors import AgentShutsDown, agent_refusal
+from sandbox_server.link.port_connection import PortConnection
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -249,6 +250,10 @@ class SlotClient:
                     entries.extend(entry for entry in (found if isinstance(found, list) else ()) if isinstance(entry, dict))
                     is_truncated = is_truncated or event.meta.get("truncated") is True
         return FolderListing(entries=tuple(entries[:max_entries]), is_truncated=is_truncated or len(entries) > max_entries)
+
+    def open_port(self, port: int) -> PortConnection:
+        """Open a connection to a program that listens on a port of the slot. `PortConnection.wait_until_connected` says whether there is one."""
+        return PortConnection(self._open("port", self._response_timeout_s, port=port))
 
     async def _receive_data(self, op: str, **fields: Any) -> AsyncGenerator[bytes, None]:
         async with self._open(op, self._response_timeout_s, **fields) as stream:

@@ -140,3 +140,8 @@ class SlotRuntime:
     cache: CacheFolder | None = None
     limit_end: LimitEnd | None = None
     may_have_passed_files: bool = True
+
+    @property
+    def has_own_network_namespace(self) -> bool:
+        """Whether the slot has a network namespace of its own, so that what listens in it can be reached from nowhere else."""
+        return not self.has_network

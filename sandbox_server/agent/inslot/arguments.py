@@ -20,6 +20,7 @@ MAX_ENTRIES = 10_000  # In a text response of a tool.
 MAX_LISTED = 100_000  # In a response of a file route.
 MAX_MATCHES = 10_000
 MAX_SIZE_BYTES = 1 << 50
+MAX_PORT = 65_535
 
 
 def _check_text(value: Any, max_bytes: int) -> str | None:
@@ -103,6 +104,7 @@ OPERATIONS: Dict[str, Spec] = {
     "route_list": {"path": (True, _check_path), "recursive": (False, _check_flag), "max_entries": (False, _integer_check(1, MAX_LISTED))},
     "route_archive_get": {"path": (True, _check_path)},
     "route_archive_put": {"path": (True, _check_path)},
+    "route_connect": {"port": (True, _integer_check(1, MAX_PORT))},
     "leftovers_plant": {"name": (True, _check_path), "shell": (True, _check_path)},
     "leftovers_find": {
         "name": (True, _check_path),

@@ -24,7 +24,7 @@ class Refusal(Exception):
     """An operation was refused or has failed. The caller receives the code and the detail.
 
     Args:
-        code: `invalid_args`, `file_not_found`, `file_error`, `path_outside`, `invalid` or `internal`.
+        code: `invalid_args`, `file_not_found`, `file_error`, `path_outside`, `port_closed`, `invalid` or `internal`.
         detail: one sentence that names the path and what the caller can do.
         errno_name: the name of the error number, such as EISDIR, if there is one.
     """

@@ -6,6 +6,7 @@ It contains no unpaired surrogates, so that every JSON encoder can encode it aga
 
 from __future__ import annotations
 
+import _socket as socket
 import os
 import struct
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from sandbox_server.agent.inslot.confine import Refusal
 
 LENGTH = struct.Struct(">I")
+_DESCRIPTOR = struct.Struct("i")
 
 
 class IncompleteReply(Exception):
@@ -43,6 +45,17 @@ class Reply:
     def send_ok(self, **meta: Any) -> None:
         """Write the header of a successful operation. Content may follow."""
         self._header(dict(meta, ok=True))
+
+    def send_ok_with_descriptor(self, fd: int) -> None:
+        """Write the header of a successful operation together with a duplicate of a descriptor. The reply must go to a unix socket."""
+        sock = socket.socket(fileno=self._fd)
+        try:
+            self.started = True
+            sock.sendmsg([_header_bytes({"ok": True})], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, _DESCRIPTOR.pack(fd))])
+        except BrokenPipeError as error:
+            raise IncompleteReply(str(error)) from None
+        finally:
+            sock.detach()
 
     def send_refusal(self, refusal: Refusal) -> None:
         """Write the header of an operation that was refused or has failed."""
@@ -90,9 +103,13 @@ class Reply:
             raise IncompleteReply(str(error)) from None
 
     def _header(self, meta: dict[str, Any]) -> None:
-        document = encode_json(meta).encode()
         self.started = True
-        self.write_content(LENGTH.pack(len(document)) + document)
+        self.write_content(_header_bytes(meta))
+
+
+def _header_bytes(meta: dict[str, Any]) -> bytes:
+    document = encode_json(meta).encode()
+    return LENGTH.pack(len(document)) + document
 
 
 def encode_json(value: Any) -> str:

@@ -31,6 +31,7 @@ from sandbox_server.agent.server.call_stream import CallStreamHandler
 from sandbox_server.agent.server.connections import ServiceConnection, Stream, StreamHandler
 from sandbox_server.agent.server.file_operations import FILE_OPERATIONS, open_file_operation
 from sandbox_server.agent.server.listeners import Listeners
+from sandbox_server.agent.server.port_operation import open_port
 from sandbox_server.agent.slots.bundle import provide_slot_lib
 from sandbox_server.agent.slots.caches import Caches
 from sandbox_server.agent.slots.runtimes import RuntimePool
@@ -264,6 +265,10 @@ class Agent:
             slot = self._find_slot(meta)
             slot.check_admits(meta.get("epoch"))
             return open_file_operation(stream, slot, meta)
+        if op == "port":
+            slot = self._find_slot(meta)
+            slot.check_admits(meta.get("epoch"))
+            return open_port(stream, slot, meta)
         return slot_operations.CoroutineStream(stream, self._find_operation(op, stream, meta), cancel_on_abort=op in _CANCELLED_ON_ABORT)
 
     def _find_operation(self, op: Any, stream: Stream, meta: Mapping[str, Any]) -> Callable[[], Awaitable[None]]:

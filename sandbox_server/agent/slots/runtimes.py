@@ -10,7 +10,7 @@ from typing import Any, Callable, Deque, Sequence
 
 from sandbox_server.agent.config import AgentConfig
 from sandbox_server.agent.errors import StartFailed
-from sandbox_server.agent.execution.init_client.descriptors import TEMPORARY_ERRORS, agent_limit, max_drains
+from sandbox_server.agent.execution.init_client.descriptors import TEMPORARY_ERRORS, agent_limit, max_drains, max_port_connections
 from sandbox_server.agent.execution.slot_runtime import CacheFolder, ReadOnlyEntry, SlotRuntime
 from sandbox_server.agent.isolation.base import Isolation
 from sandbox_server.agent.kernel.processor_share import Processors
@@ -47,6 +47,7 @@ class RuntimePool:
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
         self.max_drains = max_drains(agent_limit(), config.slots)
+        self.max_port_connections = max_port_connections(agent_limit(), config.slots)
         self.on_in_flight_full: Callable[[], None] | None = None  # called when the kernel refuses to send more descriptors to any init
 
     async def new_runtime(self, slot_id: str, has_network: bool) -> SlotRuntime:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from typing import Any, Callable
+from typing import Any, Callable, Protocol
 
 from sandbox_server.agent.errors import Refused, StartFailed
 from sandbox_server.agent.execution.background_tasks import BackgroundTasks
@@ -23,6 +23,13 @@ log = logging.getLogger(__name__)
 
 STARTING, READY, RESETTING, QUARANTINED, BROKEN = "starting", "ready", "resetting", "quarantined", "broken"
 FIRST_EPOCH = 1
+
+
+class PortConnection(Protocol):
+    """A connection to a program that listens on a port of the slot."""
+
+    def close_connection(self, detail: str) -> None:
+        """Close the connection, and tell the service why: `detail`."""
 
 
 class AgentSlot:
@@ -47,6 +54,8 @@ class AgentSlot:
         self._agent_ends = False
         self.runtime: SlotRuntime | None = None
         self.drains = Drains(self.loop, runtimes.max_drains)
+        self.port_connections: set[PortConnection] = set()
+        self.max_port_connections = runtimes.max_port_connections
         self.tasks = BackgroundTasks(slot_id)
         self._resources = SlotResources(slot_id, runtimes.config.limits, self._processor_share, self.drains, self.tasks)
         self.lease = self._new_lease(FIRST_EPOCH)
@@ -119,6 +128,8 @@ class AgentSlot:
         if runtime is not None:
             runtime.link.on_lost = None
             self.drains.close_pipes()
+            for connection in list(self.port_connections):
+                connection.close_connection("the processes of the slot were ended")
         return runtime
 
     def current_runtime(self) -> SlotRuntime:

@@ -23,8 +23,8 @@ EXPORTED = [
     "CallNotFound", "CallOptions", "CallStatus", "ClientClosed", "ConnectFailed", "ConnectionLost", "Draining", "EmbeddedFailed", "EmbeddedService",
     "Endpoint", "Event", "ExecutionResult", "Fault", "FileEntry", "FileError", "FileNotFound", "Forbidden", "GathererStatistics", "InternalError",
     "InvalidRequest", "Lease", "LeaseInfo", "LeaseLost", "LeaseNotFound", "LeasePage", "MethodNotAllowed", "NoCapacity", "NotImplementedYet", "Output",
-    "Page", "PayloadTooLarge", "PoolChange", "PoolConflict", "PoolInfo", "PoolNotFound", "Program", "ProgramResult", "QuotaExceeded", "Readiness",
-    "Reason", "Released",
+    "Page", "PayloadTooLarge", "PoolChange", "PoolConflict", "PoolInfo", "PoolNotFound", "PortAddress", "PortClosed", "Program", "ProgramResult",
+    "QuotaExceeded", "Readiness", "Reason", "Released",
     "RemoteToolBackend", "Renewed", "Result", "RetryPolicy", "RouteNotFound", "SandboxClient", "SandboxError", "SandboxInfo", "SandboxLost",
     "SandboxNotFound", "ServiceError", "ServiceNotFound", "Slot", "SlotCheck", "SlotTools", "StorageUnavailable", "TimedOut", "TransportError",
     "Unauthorized", "VerifyReport", "__version__", "available_tools", "embedded", "find_service", "render_tool_reply", "tool_schemas",
@@ -34,7 +34,7 @@ EXPORTED = [
 CODES = {
     "unauthorized", "forbidden", "not_found", "pool_not_found", "sandbox_not_found", "lease_not_found", "file_not_found", "call_not_found",
     "method_not_allowed", "pool_conflict", "call_conflict", "file_error", "lease_lost", "sandbox_lost", "payload_too_large", "invalid_request",
-    "quota_exceeded", "internal", "not_implemented", "no_capacity", "draining", "backend_unavailable", "storage_unavailable",
+    "quota_exceeded", "internal", "not_implemented", "port_closed", "no_capacity", "draining", "backend_unavailable", "storage_unavailable",
 }  # fmt: skip
 
 

@@ -20,6 +20,7 @@ async def ended_leases(*lease_ids: str, error: Exception | None = None) -> Async
 
 async def test_a_fault_with_one_lease_is_logged_and_the_next_leases_are_handled(caplog: pytest.LogCaptureFixture) -> None:
     handled: list[str] = []
+    also_handled: list[str] = []
 
     def handle_lease_end(lease_id: str) -> None:
         if lease_id == "l-bad":
@@ -27,11 +28,12 @@ async def test_a_fault_with_one_lease_is_logged_and_the_next_leases_are_handled(
         handled.append(lease_id)
 
     with caplog.at_level(logging.ERROR):
-        await follow_lease_ends(ended_leases("l-1", "l-bad", "l-2"), handle_lease_end)
+        await follow_lease_ends(ended_leases("l-1", "l-bad", "l-2"), (handle_lease_end, also_handled.append))
 
     assert handled == ["l-1", "l-2"]
+    assert also_handled == ["l-1", "l-bad", "l-2"]
     (record,) = caplog.records
-    assert record.message == "the calls of an ended lease could not be ended"
+    assert record.message == "what an ended lease had running could not be ended"
     assert record.__dict__["lease_id"] == "l-bad"
     assert record.exc_info is not None
     assert isinstance(record.exc_info[1], KeyError)
@@ -41,7 +43,7 @@ async def test_the_end_of_the_loop_by_a_fault_is_logged(caplog: pytest.LogCaptur
     handled: list[str] = []
 
     with caplog.at_level(logging.ERROR):
-        await follow_lease_ends(ended_leases("l-1", error=RuntimeError("the queue is broken")), handled.append)
+        await follow_lease_ends(ended_leases("l-1", error=RuntimeError("the queue is broken")), (handled.append,))
 
     assert handled == ["l-1"]
     (record,) = caplog.records

@@ -17,6 +17,7 @@ _MAX_OF_SLOT = 4096
 _MIN_OF_SLOT = 64
 _OWN_RESERVE = 64  # what the agent needs apart from its slots: connections, folders, its standard streams
 _MAX_DRAINS, _MIN_DRAINS = 256, 4
+_MAX_PORT_CONNECTIONS, _MIN_PORT_CONNECTIONS = 64, 4
 
 
 def agent_limit() -> int:
@@ -33,3 +34,8 @@ def slot_limit(own_limit: int) -> int:
 def max_drains(own_limit: int, slot_count: int) -> int:
     """Return how many pipes of ended calls the agent keeps reading for one slot: half of the slot's equal part of the agent's open files."""
     return max(_MIN_DRAINS, min(_MAX_DRAINS, (own_limit - _OWN_RESERVE) // slot_count // 2))
+
+
+def max_port_connections(own_limit: int, slot_count: int) -> int:
+    """Return how many connections to ports of one slot the agent keeps open at once: a quarter of the slot's equal part of the agent's open files."""
+    return max(_MIN_PORT_CONNECTIONS, min(_MAX_PORT_CONNECTIONS, (own_limit - _OWN_RESERVE) // slot_count // 4))

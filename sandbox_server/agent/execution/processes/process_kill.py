@@ -107,7 +107,7 @@ async def kill_process(runtime: SlotRuntime, spawn_id: int, wait_until_over: Cal
         await _ScannedTree(runtime, spawn_id).send_signal(signal.SIGKILL)
         runtime.link.release_spawn(spawn_id)
         if not await wait_until_over(timeout_s):
-            raise Unanswered("a file operation did not end within %g s of SIGKILL" % timeout_s, own_work=runtime.groups.find_usage_while_full() is None)
+            raise Unanswered("a tool did not end within %g s of SIGKILL" % timeout_s, own_work=runtime.groups.find_usage_while_full() is None)
     except Unanswered as error:
         await kill_slot_processes(runtime, str(error), own_work=error.own_work)
 

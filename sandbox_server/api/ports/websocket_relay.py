@@ -1,0 +1,202 @@
+"""One WebSocket connection between a client and a program in a slot. Messages are passed on; pings are answered on each side."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from starlette.types import Message
+from starlette.websockets import WebSocket
+from websockets.client import ClientProtocol
+from websockets.exceptions import InvalidStatus, ProtocolError, WebSocketException
+from websockets.frames import Frame, Opcode
+from websockets.protocol import State
+from websockets.typing import Subprotocol
+from websockets.uri import WebSocketURI
+
+from sandbox_server.api.body import ClientStalled
+from sandbox_server.api.ports.directions import run_until_first_ends
+from sandbox_server.api.ports.headers import forwarded_headers
+from sandbox_server.api.ports.target import PortTarget
+from sandbox_server.api.request_context import REQUEST_CONTEXT_KEY, SERVICE_KEY, RequestContext, Service
+from sandbox_server.api.websocket import BEARER_SUBPROTOCOL
+from sandbox_server.core.errors import InvalidRequest, PortClosed
+from sandbox_server.link.port_connection import PortConnection
+
+MAX_MESSAGE_BYTES = 4 << 20
+"""The longest message that a program may send to its client, in bytes."""
+NO_STATUS, ABNORMAL, GOING_AWAY, NORMAL = 1005, 1006, 1001, 1000
+_DATA_OPCODES = (Opcode.TEXT, Opcode.BINARY, Opcode.CONT)
+
+
+async def relay_websocket(websocket: WebSocket, target: PortTarget) -> None:
+    """Connect a client with a program, until one of them closes the connection or the lease ends.
+
+    Args:
+        websocket: the client's connection, whose handshake is not answered yet.
+        target: what the handshake asks for.
+
+    Raises:
+        PoolServiceError: those of `SlotPorts.connect`; PortClosed also where the program does not accept the handshake.
+    """
+    service: Service = websocket.scope[SERVICE_KEY]
+    context: RequestContext = websocket.scope[REQUEST_CONTEXT_KEY]
+    await websocket.receive()  # the handshake
+    async with service.ports.connect(context.tenant.name, target.lease_id, target.port) as connection:
+        relay = WebSocketRelay(websocket, connection, target, service.limits.answer_stall_s)
+        await relay.shake_hands()
+        await run_until_first_ends(relay.forward_to_client(), relay.forward_to_program())
+
+
+class WebSocketRelay:
+    """The two connections, and the messages between them.
+
+    Args:
+        websocket: the client's connection.
+        connection: the connection to the program.
+        target: what the handshake asks for.
+        stall_s: for how long the client may read nothing, in seconds.
+    """
+
+    def __init__(self, websocket: WebSocket, connection: PortConnection, target: PortTarget, stall_s: float) -> None:
+        self._websocket = websocket
+        self._connection = connection
+        self._target = target
+        self._stall_s = stall_s
+        offered = [Subprotocol(name) for name in websocket.scope.get("subprotocols", ()) if not name.startswith(BEARER_SUBPROTOCOL)]
+        uri = WebSocketURI(secure=False, host="localhost", port=target.port, path="/", query="")
+        self._protocol = ClientProtocol(uri, subprotocols=offered or None, max_size=MAX_MESSAGE_BYTES)
+        self._write_lock = asyncio.Lock()
+        self._parts: list[bytes] = []
+        self._is_text = False
+        self._is_closed_by_client = False
+
+    async def shake_hands(self) -> None:
+        """Open the connection to the program, then accept the client's.
+
+        Raises:
+            PortClosed: the program does not accept the handshake.
+            InvalidRequest: a part of the handshake is not valid HTTP.
+        """
+        request = self._protocol.connect()
+        try:
+            request.path = self._target.path.decode("ascii")
+        except UnicodeDecodeError:
+            raise InvalidRequest("path: must be ASCII, with other characters percent-encoded", field="path") from None
+        for name, value in forwarded_headers(self._websocket.scope["headers"], self._target, self._websocket.scope["scheme"]):
+            if name.lower() != b"host" and name.isascii() and value.isascii():
+                request.headers[name.decode()] = value.decode()
+        self._protocol.send_request(request)
+        await self._flush()
+        while self._protocol.state is State.CONNECTING:
+            if not await self._receive_data():
+                break
+        if self._protocol.handshake_exc is not None or self._protocol.state is State.CONNECTING:
+            raise PortClosed(f"the program on port {self._target.port} of the slot has not accepted the WebSocket: {self._refusal()}")
+        await self._websocket.send({"type": "websocket.accept", "subprotocol": self._protocol.subprotocol})
+
+    def _refusal(self) -> str:
+        error = self._protocol.handshake_exc
+        if isinstance(error, InvalidStatus):
+            return f"it answered the handshake with HTTP {error.response.status_code}"
+        return str(error)[:200] if isinstance(error, WebSocketException) else "the connection ended before its answer was complete"
+
+    # From the program.
+
+    async def forward_to_client(self) -> None:
+        """Pass on the program's messages until the connection to it has ended, and close the client's connection as it was closed.
+
+        Raises:
+            PortClosed: the program has broken the connection, or the protocol.
+            ClientStalled: the client has read nothing for too long.
+        """
+        more = True
+        while True:
+            for event in self._protocol.events_received():
+                if isinstance(event, Frame) and event.opcode in _DATA_OPCODES:
+                    await self._forward_frame(event)
+            await self._flush()
+            if not more or self._protocol.close_rcvd is not None or self._protocol.parser_exc is not None:
+                break
+            more = await self._receive_data()
+        if not self._is_closed_by_client:
+            await self._close_client()
+
+    async def _forward_frame(self, frame: Frame) -> None:
+        if frame.opcode is not Opcode.CONT:
+            self._is_text = frame.opcode is Opcode.TEXT
+        self._parts.append(bytes(frame.data))
+        if not frame.fin:
+            return
+        data, self._parts = b"".join(self._parts), []
+        message: Message = {"type": "websocket.send"}
+        if self._is_text:
+            try:
+                message["text"] = data.decode()
+            except UnicodeDecodeError:
+                raise PortClosed(f"the program on port {self._target.port} of the slot has sent a text message that is not UTF-8") from None
+        else:
+            message["bytes"] = data
+        try:
+            async with asyncio.timeout(self._stall_s):
+                await self._websocket.send(message)
+        except TimeoutError:
+            raise ClientStalled(f"the client has not read a message within the {self._stall_s:g} s of `limits.answer_stall_s`") from None
+
+    async def _close_client(self) -> None:
+        received = self._protocol.close_rcvd
+        if received is None:
+            error = self._protocol.parser_exc
+            is_end = error is None or isinstance(error, EOFError)
+            why = "has ended the connection without closing it" if is_end else f"has broken the protocol: {error}"
+            raise PortClosed(f"the program on port {self._target.port} of the slot {why}")
+        code = received.code if received.code != NO_STATUS else NORMAL
+        await self._websocket.send({"type": "websocket.close", "code": code, "reason": received.reason})
+
+    # From the client.
+
+    async def forward_to_program(self) -> None:
+        """Pass on the client's messages until it closes its connection, and close the program's as it was closed."""
+        while (message := await self._websocket.receive())["type"] == "websocket.receive":
+            text = message.get("text")
+            if self._protocol.state is not State.OPEN:
+                return  # the program has closed the connection, and the client will read that
+            if text is not None:
+                self._protocol.send_text(text.encode())
+            else:
+                self._protocol.send_binary(message["bytes"])
+            await self._flush()
+        self._is_closed_by_client = True
+        if self._protocol.state is State.OPEN:
+            self._send_close(message.get("code", NO_STATUS), message.get("reason") or "")
+            await self._flush()
+        self._connection.end_writing()
+
+    def _send_close(self, code: int, reason: str) -> None:
+        try:
+            if code == NO_STATUS:
+                self._protocol.send_close()
+            else:
+                self._protocol.send_close(GOING_AWAY if code == ABNORMAL else code, reason)
+        except ProtocolError:
+            self._protocol.send_close(GOING_AWAY)
+
+    # The connection to the program.
+
+    async def _receive_data(self) -> bool:
+        """Receive data of the program. Returns False at its end."""
+        data = await self._connection.read()
+        if data:
+            self._protocol.receive_data(data)
+        else:
+            self._protocol.receive_eof()
+        return bool(data)
+
+    async def _flush(self) -> None:
+        async with self._write_lock:
+            chunks: Sequence[bytes] = self._protocol.data_to_send()
+            for chunk in chunks:
+                if chunk:
+                    await self._connection.write(chunk)
+                else:
+                    self._connection.end_writing()
