@@ -106,6 +106,10 @@ class FileOperationFailed(AgentRefused):
         return self.meta.get("errno")
 
 
+class LimitReachedAtAgent(AgentRefused):
+    """The lease or its terminal has as many of something as it may have."""
+
+
 class AgentFailed(AgentRefused):
     """The agent failed in some other way."""
 
@@ -120,6 +124,7 @@ _CLASS_BY_CODE: Mapping[str, type[AgentRefused]] = {
     "file_not_found": PathNotFound,
     "file_error": FileOperationFailed,
     "call_not_found": CallUnknown,
+    "limit_reached": LimitReachedAtAgent,
     "internal": AgentFailed,
 }
 

@@ -23,6 +23,7 @@ from sandbox_server.link.call_messages import (
     read_running_call,
 )
 from sandbox_server.link.errors import AgentShutsDown, agent_refusal
+from sandbox_server.link.terminal_stream import TerminalRequest, TerminalStream
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -249,6 +250,10 @@ class SlotClient:
                     entries.extend(entry for entry in (found if isinstance(found, list) else ()) if isinstance(entry, dict))
                     is_truncated = is_truncated or event.meta.get("truncated") is True
         return FolderListing(entries=tuple(entries[:max_entries]), is_truncated=is_truncated or len(entries) > max_entries)
+
+    def open_terminal(self, request: TerminalRequest) -> TerminalStream:
+        """Open a stream to a terminal. The agent may send nothing on it for any time, because a program may write nothing."""
+        return TerminalStream(self._open("terminal", None, **request.fields()))
 
     async def _receive_data(self, op: str, **fields: Any) -> AsyncGenerator[bytes, None]:
         async with self._open(op, self._response_timeout_s, **fields) as stream:

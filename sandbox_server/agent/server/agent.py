@@ -29,6 +29,7 @@ from sandbox_server.agent.server.call_stream import CallStreamHandler
 from sandbox_server.agent.server.connections import ServiceConnection, Stream, StreamHandler
 from sandbox_server.agent.server.file_operations import FILE_OPERATIONS, open_file_operation
 from sandbox_server.agent.server.listeners import Listeners
+from sandbox_server.agent.server.terminal_stream import TerminalStream
 from sandbox_server.agent.slots.bundle import provide_slot_lib
 from sandbox_server.agent.slots.caches import Caches
 from sandbox_server.agent.slots.runtimes import RuntimePool
@@ -257,10 +258,10 @@ class Agent:
             watch_stream = slot_operations.WatchStream(stream, self.slots, self._watch_streams.remove)
             self._watch_streams.append(watch_stream)
             return watch_stream
-        if op in FILE_OPERATIONS:
+        if op in FILE_OPERATIONS or op == "terminal":
             slot = self._find_slot(meta)
             slot.check_admits(meta.get("epoch"))
-            return open_file_operation(stream, slot, meta)
+            return open_file_operation(stream, slot, meta) if op in FILE_OPERATIONS else TerminalStream(stream, slot, meta)
         return slot_operations.CoroutineStream(stream, self._find_operation(op, stream, meta), cancel_on_abort=op in _CANCELLED_ON_ABORT)
 
     def _find_operation(self, op: Any, stream: Stream, meta: Mapping[str, Any]) -> Callable[[], Awaitable[None]]:
