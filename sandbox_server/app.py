@@ -36,6 +36,7 @@ from sandbox_server.dispatch.limits.concurrency import ConcurrencyLimiter
 from sandbox_server.dispatch.limits.response_budget import ResponseBudget, ResponseLimits
 from sandbox_server.dispatch.ports import SlotPorts
 from sandbox_server.dispatch.runner.decisions import CallTimings
+from sandbox_server.dispatch.terminals import Terminals
 from sandbox_server.link import connect
 from sandbox_server.link.agent_link import RESPONSE_TIMEOUT_S
 from sandbox_server.pool.catalog import BUILT_IN, OF_THE_FILE
@@ -242,15 +243,17 @@ async def _start_in(settings: Settings, state_dir: StateDir, parts: Parts, *, ep
     limits = CallLimits(in_flight=named.calls_in_flight, of_lease=named.lease_calls)
     state_monitor = StateMonitor(state_dir, store)
     response_budget = ResponseBudget(ResponseLimits(memory_bytes=named.answer_memory_bytes, file_bytes=named.answer_file_bytes, wait_s=named.answer_wait_s))
-    limiter = ConcurrencyLimiter(tenants.max_running_calls)
+    limiter, terminals = ConcurrencyLimiter(tenants.max_running_calls), Terminals(pools)
     dispatcher = Dispatcher(pools, store, clock, telemetry, limits, CallTracker(pools.restored), limiter, response_budget, parts.call_timings)
     ports = SlotPorts(pools, named.port_connections)
-    lease_ends = asyncio.create_task(follow_lease_ends(pools.follow_ended_leases(), (dispatcher.handle_lease_end, ports.handle_lease_end)))
+    end_handlers = (dispatcher.handle_lease_end, ports.handle_lease_end, terminals.handle_lease_end)
+    lease_ends = asyncio.create_task(follow_lease_ends(pools.follow_ended_leases(), end_handlers))
     service = Service(
         pools=pools,
         dispatcher=dispatcher,
         files=SlotFiles(pools),
         ports=ports,
+        terminals=terminals,
         run_batches=await start_run_batches(pools, dispatcher, store, clock, state_dir.path, settings.limits),
         call_queries=CallQueries(pools, store, dispatcher.call_tracker, clock, dispatcher.outputs),
         events=pools.events,

@@ -1,4 +1,4 @@
-"""Puts the connection limits of `connection_limiter` into effect in the server that runs the application, however it was started.
+"""Puts the connection limits of `connection_limiter` and those of WebSocket messages into effect in the server that runs the application.
 
 ASGI gives an application no way to control how its server treats connections. uvicorn passes the application a bound method of its lifespan
 object, which holds the `uvicorn.Config` in force, and it creates the listening sockets only after the application has started. So the connection
@@ -15,6 +15,7 @@ from typing import Any, cast
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from sandbox_server.api.websocket import MAX_MESSAGE_BYTES
 from sandbox_server.connection_limiter import HEAD_WITHIN_S, ConnectionLimiter, LimitedConnection, places_for, raise_descriptor_limit
 
 MIN_BACKLOG = 64
@@ -42,6 +43,8 @@ def limit_connections(receive: object, tenant_of: Callable[[Mapping[str, Any]], 
     config = getattr(getattr(receive, "__self__", None), "config", None)
     if not isinstance(config, uvicorn.Config):
         return f"connections are not limited: the service cannot reach the connections of this server: {CONSEQUENCE}; {REMEDY}"
+    config.ws_max_size = MAX_MESSAGE_BYTES  # uvicorn's own limit is 16 MiB, for each of many connections
+    config.ws_per_message_deflate = False  # compression takes memory for each connection, and gains nothing for keys and screens
     protocol = getattr(config, "http_protocol_class", None)
     if protocol is not HttpToolsProtocol:
         name = getattr(protocol, "__name__", protocol)

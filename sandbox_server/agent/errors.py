@@ -10,7 +10,7 @@ class Refused(Exception):
 
     Args:
         code: one of the codes that the service knows: stale_epoch, unknown_slot, slot_unavailable, not_implemented, invalid, path_outside,
-            file_not_found, file_error, call_not_found, port_closed, too_many_connections, internal.
+            file_not_found, file_error, call_not_found, port_closed, limit_reached, internal.
         detail: why, as one sentence for a person.
         errno: the symbolic name of the errno that caused it, for example ENOENT. None: no system call failed.
         agent_ends: whether the agent refuses because it shuts down. It then refuses every later call as well.

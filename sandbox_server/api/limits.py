@@ -44,6 +44,7 @@ class Limits:
     pool_env_vars: int = _limit(256, "env_vars of one pool")
     streams: int = _limit(1000, "event streams open at once")
     port_connections: int = _limit(512, "connections to ports of slots open at once")
+    terminals: int = _limit(500, "connections to terminals open at once")
     run_batches: int = _limit(32, "run-batches at once")
     run_batch_items: int = _limit(10_000, "items in one run-batch")
     run_batch_bytes: int = _limit(256 << 20, "bytes in one run-batch that is sent as NDJSON")

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from starlette.requests import Request
+from starlette.requests import HTTPConnection, Request
 
 from sandbox_server.api.body_budget import BodyBudget
 from sandbox_server.api.limits import Limits
@@ -20,6 +20,7 @@ from sandbox_server.dispatch.dispatcher import Dispatcher
 from sandbox_server.dispatch.files import SlotFiles
 from sandbox_server.dispatch.ports import SlotPorts
 from sandbox_server.dispatch.run_batch.registry import RunBatches
+from sandbox_server.dispatch.terminals import Terminals
 from sandbox_server.pool.access import Actor
 from sandbox_server.pool.events import Event
 from sandbox_server.telemetry import Telemetry
@@ -88,6 +89,7 @@ class Service:
     dispatcher: Dispatcher
     files: SlotFiles
     ports: SlotPorts
+    terminals: Terminals
     run_batches: RunBatches
     tenants: Tenants
     limits: Limits
@@ -106,6 +108,9 @@ class Service:
 
     stream_counts: Counter[str] = field(default_factory=Counter)
     """How many event streams are open, by tenant."""
+
+    terminal_counts: Counter[str] = field(default_factory=Counter)
+    """How many connections to terminals are open, by tenant."""
 
     warnings: list[str] = field(default_factory=list)
     """What the service cannot protect in the environment that it runs in: a sentence each, which says what to do."""
@@ -141,7 +146,7 @@ class RequestContext:
     request_id: str
 
 
-def service_of(request: Request) -> Service:
+def service_of(request: HTTPConnection) -> Service:
     """The service, from the scope of a request."""
     service: Service = request.scope[SERVICE_KEY]
     return service
@@ -153,7 +158,7 @@ def tenant_of_scope(scope: Mapping[str, Any]) -> str | None:
     return context.tenant.name or None if context is not None else None
 
 
-def tenant_of(request: Request) -> Tenant:
+def tenant_of(request: HTTPConnection) -> Tenant:
     """The tenant whose token authenticated a request."""
     context: RequestContext = request.scope[REQUEST_CONTEXT_KEY]
     return context.tenant

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
@@ -12,7 +13,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from sandbox_server.api.body import ClientDisconnected, ClientStalled
 from sandbox_server.api.contract.render import dumps
-from sandbox_server.api.limits import too_many_at_once
+from sandbox_server.api.limits import Limits, text_of, too_many_at_once
 from sandbox_server.api.request_context import Service
 from sandbox_server.core.errors import QuotaExceeded
 
@@ -128,13 +129,28 @@ def check_stream_limit(service: Service, tenant: str) -> None:
     Raises:
         QuotaExceeded: too many streams are open, of all tenants or of this one.
     """
-    most = service.limits.streams
-    if service.stream_counts.total() >= most:
-        raise too_many_at_once(service.limits, "streams")
+    check_open_at_once(service.limits, "streams", service.stream_counts, tenant)
+
+
+def check_open_at_once(limits: Limits, name: str, counts: Counter[str], tenant: str) -> None:
+    """Refuse what would exceed a limit of what is open at once, of which one tenant may have half.
+
+    Args:
+        limits: the limits.
+        name: the limit.
+        counts: how many of what it counts are open, by tenant.
+        tenant: the tenant that opens another one.
+
+    Raises:
+        QuotaExceeded: too many are open, of all tenants or of this one.
+    """
+    most: int = getattr(limits, name)
+    if counts.total() >= most:
+        raise too_many_at_once(limits, name)
     most_of_tenant = (most + 1) // 2
-    if service.stream_counts[tenant] >= most_of_tenant:
-        share = f"more than {most_of_tenant} event streams of one tenant open at once: that is half of `limits.streams`"
-        raise QuotaExceeded(f"{share}; close some, or try again later", limit="streams", retry_after_s=5)
+    if counts[tenant] >= most_of_tenant:
+        share = f"more than {most_of_tenant} {text_of(name).replace(' open', ' of one tenant open')}: that is half of `limits.{name}`"
+        raise QuotaExceeded(f"{share}; close some, or try again later", limit=name, retry_after_s=5)
 
 
 class EventStreamResponse(Response):

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from sandbox_server.core.errors import LeaseLost, PortClosed, QuotaExceeded
 from sandbox_server.dispatch.agent_errors import lease_error, translated_link_errors
 from sandbox_server.dispatch.slot_locator import SlotLocator
-from sandbox_server.link.errors import PortRefused, PortsInUse
+from sandbox_server.link.errors import LimitReachedAtAgent, PortRefused
 from sandbox_server.link.port_connection import PortConnection
 
 PORTS_LOST_LINK_WAIT_S = 10.0
@@ -111,5 +111,5 @@ class SlotPorts:
         except PortRefused as refused:
             # An agent that resets the slot ends its connections, and may do so before the end of the lease is handled here.
             raise lease_error(self._slot_locator, tenant, lease_id) or PortClosed(refused.detail) from None
-        except PortsInUse as refused:
+        except LimitReachedAtAgent as refused:
             raise QuotaExceeded(refused.detail, limit="slot_port_connections", retry_after_s=1) from None

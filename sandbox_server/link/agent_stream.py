@@ -86,17 +86,27 @@ class AgentStream:
             AgentSilent: the agent does not respond.
             AgentRefused: the agent has ended the stream.
         """
+        await self.wait_for_room()
+        connection = self._link.connection
+        if self._events and isinstance(self._events[-1], wire.Aborted):
+            raise agent_refusal(self._events[-1].meta)
+        if connection.is_open(self._number):
+            connection.send_data(self._number, body)
+            self._link.flush_soon()
+
+    async def wait_for_room(self) -> None:
+        """Wait while too much is queued already.
+
+        Raises:
+            LinkLost: the connection has ended.
+            AgentSilent: the agent does not respond.
+        """
         connection = self._link.connection
         while connection.queued(self._number) + self._link.unsent_bytes() > SEND_AHEAD_BYTES:
             self._can_send = self._link.loop.create_future()
             self._link.wake_when_writable(self._can_send)
             await self._wait_for_agent(self._can_send)
         self._link.raise_if_lost()
-        if self._events and isinstance(self._events[-1], wire.Aborted):
-            raise agent_refusal(self._events[-1].meta)
-        if connection.is_open(self._number):
-            connection.send_data(self._number, body)
-            self._link.flush_soon()
 
     def end(self) -> None:
         """Declare that the service sends nothing more on this stream."""

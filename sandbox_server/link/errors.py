@@ -112,8 +112,8 @@ class PortRefused(AgentRefused):
     """Nobody listens on the port of the slot, or the program that does has broken the connection."""
 
 
-class PortsInUse(AgentRefused):
-    """The slot has as many connections to its ports as it may have."""
+class LimitReachedAtAgent(AgentRefused):
+    """The slot, the lease or its terminal has as many of something as it may have."""
 
 
 class AgentFailed(AgentRefused):
@@ -131,7 +131,7 @@ _CLASS_BY_CODE: Mapping[str, type[AgentRefused]] = {
     "file_error": FileOperationFailed,
     "call_not_found": CallUnknown,
     "port_closed": PortRefused,
-    "too_many_connections": PortsInUse,
+    "limit_reached": LimitReachedAtAgent,
     "internal": AgentFailed,
 }
 

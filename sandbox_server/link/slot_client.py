@@ -24,6 +24,7 @@ from sandbox_server.link.call_messages import (
 )
 from sandbox_server.link.errors import AgentShutsDown, agent_refusal
 from sandbox_server.link.port_connection import PortConnection
+from sandbox_server.link.terminal_stream import TerminalRequest, TerminalStream
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -254,6 +255,10 @@ class SlotClient:
     def open_port(self, port: int) -> PortConnection:
         """Open a connection to a program that listens on a port of the slot. `PortConnection.wait_until_connected` says whether there is one."""
         return PortConnection(self._open("port", self._response_timeout_s, port=port))
+
+    def open_terminal(self, request: TerminalRequest) -> TerminalStream:
+        """Open a stream to a terminal. The agent may send nothing on it for any time, because a program may write nothing."""
+        return TerminalStream(self._open("terminal", None, **request.fields()))
 
     async def _receive_data(self, op: str, **fields: Any) -> AsyncGenerator[bytes, None]:
         async with self._open(op, self._response_timeout_s, **fields) as stream:

@@ -1,4 +1,7 @@
-"""The context of one lease in its slot: calls, jobs, outputs and rights. A reset replaces the object as a whole, so nothing of it reaches the next holder."""
+"""The context of one lease in its slot: calls, jobs, terminals, outputs and rights.
+
+A reset replaces the object as a whole, so nothing of it reaches the next holder.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,14 @@ import dataclasses
 from typing import Any, Callable, Protocol
 
 from sandbox_server.agent.config import SlotLimits
+from sandbox_server.agent.errors import Refused
 from sandbox_server.agent.execution.background_tasks import BackgroundTasks
 from sandbox_server.agent.execution.jobs import Jobs
 from sandbox_server.agent.execution.journal import Journal
 from sandbox_server.agent.execution.output import Spool
 from sandbox_server.agent.execution.processes.drains import Drains
 from sandbox_server.agent.execution.slot_runtime import CacheFolder, ReadOnlyEntry
+from sandbox_server.agent.execution.terminals.terminals import Terminals
 
 
 class LiveCall(Protocol):
@@ -40,7 +45,7 @@ class SlotResources:
 
 
 class LeaseContext:
-    """The calls, jobs, outputs and rights of one lease.
+    """The calls, jobs, terminals, outputs and rights of one lease.
 
     Args:
         resources: of the slot.
@@ -56,14 +61,15 @@ class LeaseContext:
         self.spool = Spool(spool_folder, spool_bytes)
         self.journal = Journal()
         self.jobs = Jobs(self.spool, resources.drains, resources.tasks)
+        self.terminals = Terminals(resources.drains, resources.tasks)
         self.cache: CacheFolder | None = None  # the shared cache that the holder was given
         self.read_only: tuple[ReadOnlyEntry, ...] = ()  # what the holder can no longer change in its workspace
         self.loss_evidence: dict[str, Any] = {}  # why the slot's init is gone; empty while it is there
         self._live_calls: set[LiveCall] = set()
 
     def add_live_call(self, call: LiveCall) -> bool:
-        """Register a call that is about to have processes. Returns True if another call or a job has processes already."""
-        has_concurrent_work = bool(self._live_calls) or self.jobs.count_running() > 0
+        """Register a call that is about to have processes. Returns True if another call, a job or a terminal has processes already."""
+        has_concurrent_work = bool(self._live_calls) or self.jobs.count_running() > 0 or self.terminals.count_running() > 0
         self.mark_live_calls_concurrent()
         self._live_calls.add(call)
         return has_concurrent_work
@@ -78,7 +84,7 @@ class LeaseContext:
             call.has_concurrent_work = True
 
     def end_calls_and_jobs(self, lost: str | None = None) -> None:
-        """End all calls and jobs, without ending their processes: the caller does that.
+        """End all calls, jobs and terminals, without ending their processes: the caller does that.
 
         Args:
             lost: why the sandbox is lost, so that the calls end as `sandbox_lost`. None: they end as `cancelled`.
@@ -86,3 +92,6 @@ class LeaseContext:
         for call in self.journal.running_calls():
             call.finish_without_waiting(lost)
         self.jobs.forget_jobs()
+        self.terminals.take_away_terminals(
+            Refused("slot_unavailable", "the processes of the slot were ended: %s" % (lost or "its lease or its rights have changed"))
+        )

@@ -159,7 +159,7 @@ class Init:
                 os.pwrite(self._oom_fd, _OOM_SCORE_OF_SPAWNED, 0)
             started = int(time.clock_gettime(_CLOCK_BOOTTIME) * _TICKS)
             try:
-                if request["op"] == "fork" or self._privileged:
+                if request["op"] == "fork" or self._privileged or "tty" in fds:
                     failed_step = b"fork"
                     pid = self._fork_child(request, fds)
                 else:
@@ -236,13 +236,16 @@ class Init:
         self._sock.close()
         if request["op"] == "fork":
             self._run_tool(request, fds, failed_w)
+        if "tty" in fds:
+            from sandbox_server.agent.init import pseudo_terminal  # before dropping privileges, for the reason given in `_run_tool`
         self._become_slot_user()
-        out, err, script = fds["out"], fds.get("err", fds["out"]), fds.get("script")
-        for source, target in ((fds.get("in", self._null), 0), (out, 1), (err, 2)):
+        if "tty" in fds:
+            fds = pseudo_terminal.open_streams(fds["tty"])
+        for source, target in ((fds.get("in", self._null), 0), (fds["out"], 1), (fds.get("err", fds["out"]), 2)):
             os.dup2(source, target)
         os.chdir(request["cwd"])
-        if script is not None:
-            os.dup2(script, 3)
+        if "script" in fds:
+            os.dup2(fds["script"], 3)
         os.execve(request["argv"][0], request["argv"], self._environment(request))
 
     def _become_slot_user(self) -> None:

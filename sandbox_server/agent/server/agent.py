@@ -32,6 +32,7 @@ from sandbox_server.agent.server.connections import ServiceConnection, Stream, S
 from sandbox_server.agent.server.file_operations import FILE_OPERATIONS, open_file_operation
 from sandbox_server.agent.server.listeners import Listeners
 from sandbox_server.agent.server.port_operation import open_port
+from sandbox_server.agent.server.terminal_stream import TerminalStream
 from sandbox_server.agent.slots.bundle import provide_slot_lib
 from sandbox_server.agent.slots.caches import Caches
 from sandbox_server.agent.slots.runtimes import RuntimePool
@@ -55,6 +56,12 @@ _CALL_OPERATIONS: Mapping[str, Callable[[Stream, AgentSlot, Mapping[str, Any]], 
     "result_output": lambda stream, slot, meta: call_operations.send_result_output(stream, slot, meta.get("call_id")),
     "quiet": lambda stream, slot, meta: call_operations.wait_until_quiet(stream, slot, slot.epoch),
 }
+_SLOT_OPERATIONS: Mapping[str, Callable[[Stream, AgentSlot, Mapping[str, Any]], StreamHandler]] = {
+    **dict.fromkeys(FILE_OPERATIONS, open_file_operation),
+    "port": open_port,
+    "terminal": TerminalStream,
+}
+"""Operation -> what handles its stream, in a slot that the service holds."""
 _CANCELLED_ON_ABORT = frozenset({"attach", "output", "quiet", "result_output"})  # these only read; all others continue without their stream
 
 
@@ -261,14 +268,11 @@ class Agent:
             watch_stream = slot_operations.WatchStream(stream, self.slots, self._watch_streams.remove)
             self._watch_streams.append(watch_stream)
             return watch_stream
-        if op in FILE_OPERATIONS:
+        open_operation = _SLOT_OPERATIONS.get(str(op))
+        if open_operation is not None:
             slot = self._find_slot(meta)
             slot.check_admits(meta.get("epoch"))
-            return open_file_operation(stream, slot, meta)
-        if op == "port":
-            slot = self._find_slot(meta)
-            slot.check_admits(meta.get("epoch"))
-            return open_port(stream, slot, meta)
+            return open_operation(stream, slot, meta)
         return slot_operations.CoroutineStream(stream, self._find_operation(op, stream, meta), cancel_on_abort=op in _CANCELLED_ON_ABORT)
 
     def _find_operation(self, op: Any, stream: Stream, meta: Mapping[str, Any]) -> Callable[[], Awaitable[None]]:

@@ -138,6 +138,6 @@ def open_port(stream: Stream, slot: AgentSlot, meta: Mapping[str, Any]) -> Strea
         raise Refused("not_implemented", detail)
     if len(slot.port_connections) >= slot.max_port_connections:
         detail = "%d connections to ports of this slot are open, and there can be no more at once: close some" % len(slot.port_connections)
-        raise Refused("too_many_connections", detail)
+        raise Refused("limit_reached", detail)
     assert isinstance(port, int), "checked above"
     return PortRelay(stream, slot, port)

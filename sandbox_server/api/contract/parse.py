@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import orjson
 from pydantic import ValidationError
-from starlette.requests import Request
+from starlette.requests import HTTPConnection, Request
 
 from sandbox_server.api.contract.requests import AcquireBody, CallBody, ExecBody, RequestModel, all_problems, first_problem
 from sandbox_server.api.limits import Limits, limit_sentence, too_many
@@ -211,7 +211,7 @@ def _unchecked(item: dict[str, Any]) -> ToolCall:
     )
 
 
-def query(request: Request, allowed: Collection[str]) -> dict[str, str]:
+def query(request: HTTPConnection, allowed: Collection[str]) -> dict[str, str]:
     """The query parameters of a request.
 
     Args:

@@ -1,22 +1,17 @@
-"""The routes of the contract that are not built yet. They respond with `not_implemented`, over HTTP and over WebSocket."""
+"""The routes of the contract that are not built yet. They respond with `not_implemented`."""
 
 from __future__ import annotations
 
 from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.websockets import WebSocket
 
-from sandbox_server.api.contract.describe import ALWAYS, LEASE_ID, WITH_TOKEN, RawRoute, describe_route
+from sandbox_server.api.contract.describe import ALWAYS, WITH_TOKEN, RawRoute, describe_route
 from sandbox_server.core.errors import NotImplementedHere
 
 router = APIRouter(route_class=RawRoute, tags=["not built yet"])
 
-TERMINAL_PATH = "/v1/leases/{lease_id}/terminal"
-PENDING = (
-    ("GET", TERMINAL_PATH, "A terminal (WebSocket)", (LEASE_ID,)),
-    ("GET", "/", "The page", ()),
-)
+PENDING = (("GET", "/", "The page", ()),)
 OPEN = frozenset({"/"})
 
 
@@ -29,18 +24,8 @@ async def refuse_request(request: Request) -> Response:
     raise NotImplementedHere(f"{request.method} {request.scope['route'].path} is not built yet")
 
 
-async def refuse_terminal(websocket: WebSocket) -> None:
-    """Refuse the WebSocket handshake of a terminal.
-
-    Raises:
-        NotImplementedHere: always.
-    """
-    raise NotImplementedHere("terminals are not built yet")
-
-
 for _method, _path, _summary, _parameters in PENDING:
     _codes = (*(ALWAYS if _path in OPEN else WITH_TOKEN), "not_implemented")
     router.add_api_route(
         _path, refuse_request, methods=[_method], name=f"{_method} {_path}", **describe_route(_summary, codes=_codes, status=501, parameters=_parameters)
     )
-router.add_websocket_route(TERMINAL_PATH, refuse_terminal)

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from sandbox_server.agent import wire
-from sandbox_server.link.errors import NotSupportedByAgent, PortRefused, PortsInUse, RequestInvalid
+from sandbox_server.link.errors import LimitReachedAtAgent, NotSupportedByAgent, PortRefused, RequestInvalid
 from sandbox_server.link.port_connection import PortConnection
 from tests.integration.agent.agent_harness import AgentHarness
 from tests.integration.agent.conftest import MODES, SharedAgents, clean_harness
@@ -119,7 +119,7 @@ async def test_a_slot_has_a_bounded_number_of_connections(offline: AgentHarness)
         async with asyncio.timeout(30):
             await connection.wait_until_connected()
     async with port(offline) as refused:
-        with pytest.raises(PortsInUse, match="64 connections to ports of this slot are open"):
+        with pytest.raises(LimitReachedAtAgent, match="64 connections to ports of this slot are open"):
             await refused.wait_until_connected()
     async with connections.pop():
         pass
@@ -134,7 +134,7 @@ async def _until_admitted(harness: AgentHarness) -> None:
         async with port(harness) as connection:
             try:
                 await connection.wait_until_connected()
-            except PortsInUse:
+            except LimitReachedAtAgent:
                 continue
             return
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from typing import Any, Protocol, Sequence
 
-from sandbox_server.agent.errors import ToolNotBuilt
 from sandbox_server.agent.execution.init_client.init_link import memfd
 from sandbox_server.agent.execution.processes import process_kill
 from sandbox_server.agent.execution.processes.descriptor_waits import wait_readable
 from sandbox_server.agent.execution.processes.drains import Drains
 from sandbox_server.agent.execution.processes.pipe_size import LARGE_PIPE_BYTES, PIPE_BYTES, enlarge_pipe
-from sandbox_server.agent.execution.processes.spawn_spec import PIPES, SpawnSpec
+from sandbox_server.agent.execution.processes.spawn_spec import TTY, SpawnSpec
 from sandbox_server.agent.execution.processes.stdin_pipe import StdinPipe
 from sandbox_server.agent.execution.slot_runtime import SlotRuntime
 from sandbox_server.agent.kernel.leaf_groups import Leaf
@@ -62,6 +62,8 @@ class SlotProcess:
     Output is read in one of two ways. With `outputs`, the event loop reads it as it comes and writes it there. Without, the owner reads it with
     `try_read_output` and `wait_for_output` as fast as it can pass it on, and a full pipe makes the process wait (backpressure).
 
+    A process whose `stdio` is `tty` has no pipes: its owner receives the master of its terminal from `terminal_socket`.
+
     Args:
         runtime: the slot runtime in which the process runs.
         drains: takes over the pipes that descendants keep open after the process has ended.
@@ -85,6 +87,7 @@ class SlotProcess:
         "leaf",
         "runtime",
         "stdin",
+        "terminal_socket",
     )  # fmt: skip
 
     def __init__(self, runtime: SlotRuntime, drains: Drains, outputs: Sequence[Writable], listener: ProcessListener) -> None:
@@ -97,6 +100,7 @@ class SlotProcess:
         self._output_fds: list[int] = []
         self._spawn_id = 0
         self.stdin: StdinPipe | None = None
+        self.terminal_socket: socket.socket | None = None
         self.leaf: Leaf | None = None
         self.is_over = False  # init has reported the end of the first process, or there never was one
         self.killed_cpu_s = 0.0  # the processor time that init has counted for the processes that `end_tree` killed, in seconds
@@ -108,11 +112,11 @@ class SlotProcess:
         """Ask init to start the process. What becomes of it is reported to the listener.
 
         Raises:
-            ToolNotBuilt: the process is to have a terminal.
             OSError: the agent has no descriptors left for its pipes.
         """
-        if spec.stdio != PIPES:
-            raise ToolNotBuilt("processes with a terminal are not built yet")
+        if spec.stdio == TTY:
+            self._start_with_terminal(spec)
+            return
         names = ["out", "err"] if len(self._outputs) > 1 else ["out"]
         agent_fds: list[int] = []
         process_fds: list[int] = []
@@ -138,6 +142,18 @@ class SlotProcess:
         if not self._is_pulled:
             # Most commands end before this timer expires, and are spared the cost of registering their pipes with the event loop.
             self._watch_timer = self._loop.call_later(_WATCH_OUTPUT_AFTER_S, self._watch_output)
+
+    def _start_with_terminal(self, spec: SpawnSpec) -> None:
+        ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._spawn_id = self._send_request(spec, ["tty"], [its.fileno()])
+        except BaseException:  # not even a defect may leave descriptors open: the agent runs for a long time
+            ours.close()
+            raise
+        finally:
+            its.close()
+        ours.setblocking(False)
+        self.terminal_socket = ours
 
     def _send_request(self, spec: SpawnSpec, names: Sequence[str], process_fds: Sequence[int]) -> int:
         """Ask init to start the process with these descriptors, each of which has a name. Returns the spawn id."""
@@ -209,6 +225,10 @@ class SlotProcess:
                 self._empty_pipe(index, fd)
         if self._watch_timer is not None:
             self._watch_timer.cancel()
+        self.release_leaf()
+
+    def release_leaf(self) -> None:
+        """Let another process have the control group of this one, once the group is empty."""
         if self.leaf is not None:
             self.leaf.is_in_use = False
 

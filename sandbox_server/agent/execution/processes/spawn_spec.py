@@ -14,7 +14,7 @@ class SpawnSpec:
 
     Args:
         request: the request to init, without `id` and `fds`.
-        stdio: what the process has as standard input, output and error: `pipes`, or `tty`, which is not built yet.
+        stdio: what the process has as standard input, output and error: `pipes`, or `tty`, a terminal of the slot.
         stdin: the whole input, if it is known beforehand.
         has_stdin_pipe: whether the agent writes to the process's standard input while it runs.
         script: what the process finds at file descriptor 3.

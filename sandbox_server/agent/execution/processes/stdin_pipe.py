@@ -25,7 +25,7 @@ class StdinPipe:
         self._loop = asyncio.get_event_loop()
         self._queue: Deque[memoryview] = deque()
         self._is_large = False
-        self._queue_emptied: asyncio.Future[None] | None = None
+        self._waiters: list[asyncio.Future[None]] = []
         self.unwritten_bytes = 0
 
     def write_stdin(self, data: bytes) -> None:
@@ -46,8 +46,9 @@ class StdinPipe:
     async def wait_until_written(self) -> None:
         """Wait until nothing is queued any more."""
         if self._queue:
-            self._queue_emptied = self._loop.create_future()
-            await self._queue_emptied
+            waiter: asyncio.Future[None] = self._loop.create_future()
+            self._waiters.append(waiter)
+            await waiter
 
     def close_stdin(self) -> None:
         """Close the pipe, which the process sees as the end of its input. What is still queued is dropped."""
@@ -78,5 +79,7 @@ class StdinPipe:
         self._queue.clear()
         self.unwritten_bytes = 0
         self._loop.remove_writer(self._fd)
-        if self._queue_emptied is not None and not self._queue_emptied.done():
-            self._queue_emptied.set_result(None)
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():  # it is done if the task that waits was cancelled
+                waiter.set_result(None)

@@ -1,0 +1,164 @@
+"""One WebSocket connection to a terminal: bytes in binary frames both ways, everything else as JSON in text frames."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Coroutine, Mapping
+from typing import Any, NoReturn
+
+from starlette.types import Message, Receive, Send
+
+from sandbox_server.api.body import ClientDisconnected, ClientStalled
+from sandbox_server.api.contract.render import dumps
+from sandbox_server.api.websocket import MAX_MESSAGE_BYTES, close_reason
+from sandbox_server.core.errors import LeaseLost, Stopping
+from sandbox_server.dispatch.terminals import OpenTerminal
+from sandbox_server.link.terminal_stream import MAX_SIDE, TerminalStream
+
+NORMAL, INVALID_DATA, NOT_ALLOWED, TOO_LARGE = 1000, 1007, 1008, 1009
+"""The close codes of RFC 6455 that a terminal uses."""
+
+
+class _WrongMessage(Exception):
+    """The client has sent a message for which its connection is closed.
+
+    Args:
+        code: the close code.
+        reason: what is wrong with it, and what the client may send.
+    """
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
+        self.reason = reason
+
+
+class TerminalConnection:
+    """Carries the messages between a client and a terminal, at the pace of the slower one.
+
+    Args:
+        receive: gives the messages of the client.
+        send: takes the messages to the client.
+        terminal: the terminal.
+        may_write: whether the client may write.
+        stopping: done once the service begins to stop.
+        stall_s: for how long the client may read nothing, in seconds.
+    """
+
+    def __init__(self, receive: Receive, send: Send, terminal: OpenTerminal, *, may_write: bool, stopping: asyncio.Future[None], stall_s: float) -> None:
+        self._receive = receive
+        self._send = send
+        self._terminal = terminal
+        self._may_write = may_write
+        self._stopping = stopping
+        self._stall_s = stall_s
+
+    async def serve(self) -> None:
+        """Accept the handshake once the terminal is open, and serve the connection until the client, the shell, the lease or the service ends it.
+
+        Raises:
+            PoolServiceError: the terminal cannot be opened, or has ended without its shell: with its lease, its sandbox or this service.
+            ClientDisconnected: the client has ended the connection.
+            ClientStalled: the client reads nothing.
+        """
+        stream = self._terminal.stream
+        opened = await self._until_stopped(stream.next_message())
+        await self._send({"type": "websocket.accept"})
+        output = asyncio.create_task(self._send_output(stream, opened))
+        keys = asyncio.create_task(self._receive_keys(stream))
+        try:
+            ends: set[asyncio.Future[Any]] = {output, keys, self._stopping, self._terminal.lease_ended}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if output.done():
+                output.result()
+                await self._close(NORMAL, "the shell has ended")
+            elif keys.done():
+                keys.result()
+            elif self._terminal.lease_ended.done():
+                raise self._terminal.lease_ended.result() or LeaseLost("the lease has ended")
+            else:
+                raise Stopping
+        except _WrongMessage as wrong:
+            await self._close(wrong.code, wrong.reason)
+        finally:
+            await _cancel(output, keys)
+
+    async def _until_stopped(self, waiting: Coroutine[Any, Any, bytes | Mapping[str, Any] | None]) -> bytes | Mapping[str, Any] | None:
+        """Wait for the first message of the terminal, unless the service stops first."""
+        first = asyncio.create_task(waiting)
+        ends: set[asyncio.Future[Any]] = {first, self._stopping}
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if not first.done():
+                raise Stopping
+            return first.result()
+        finally:
+            await _cancel(first)
+
+    async def _send_output(self, stream: TerminalStream, message: bytes | Mapping[str, Any] | None) -> None:
+        """Send this message of the terminal, and all later ones."""
+        while message is not None:
+            frame: Message = {"type": "websocket.send"}
+            if isinstance(message, bytes):
+                frame["bytes"] = message
+            else:
+                frame["text"] = dumps(message).decode()
+            try:
+                async with asyncio.timeout(self._stall_s):
+                    await self._send(frame)
+            except TimeoutError:
+                raise ClientStalled(f"the client has not read the output of a terminal within the {self._stall_s:g} s of `limits.answer_stall_s`") from None
+            message = await stream.next_message()
+
+    async def _receive_keys(self, stream: TerminalStream) -> NoReturn:
+        while True:
+            message = await self._receive()
+            if message["type"] == "websocket.disconnect":
+                raise ClientDisconnected
+            data, text = message.get("bytes"), message.get("text")
+            if data is None and text is None:  # the handshake itself
+                continue
+            if not self._may_write:
+                raise _WrongMessage(NOT_ALLOWED, "this connection only watches; open one with mode=write to type")
+            if len(data if data is not None else text or "") > MAX_MESSAGE_BYTES:
+                raise _WrongMessage(TOO_LARGE, f"a message may have at most {MAX_MESSAGE_BYTES} bytes")
+            if data is not None:
+                await stream.send_keys(data)
+            else:
+                await _apply(stream, text or "")
+
+    async def _close(self, code: int, reason: str) -> None:
+        await self._send({"type": "websocket.close", "code": code, "reason": close_reason(reason)})
+
+
+async def _apply(stream: TerminalStream, text: str) -> None:
+    """Do what a text frame of the client asks for."""
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError):
+        raise _WrongMessage(INVALID_DATA, "a text frame must be a JSON object; send keys as binary frames") from None
+    kind = document.get("type") if isinstance(document, dict) else None
+    if kind == "writer":
+        await stream.become_writer()
+    elif kind == "resize":
+        await stream.resize(_side(document, "cols"), _side(document, "rows"))
+    else:
+        raise _WrongMessage(INVALID_DATA, 'a text frame must be a JSON object whose type is "resize" or "writer"')
+
+
+def _side(document: Mapping[str, Any], name: str) -> int:
+    value = document.get(name)
+    if type(value) is not int or not 1 <= value <= MAX_SIDE:
+        raise _WrongMessage(INVALID_DATA, f"resize: {name} must be a whole number from 1 to {MAX_SIDE}")
+    return value
+
+
+async def _cancel(*tasks: asyncio.Task[Any]) -> None:
+    """Cancel tasks and wait for their end. What they raise has been handled, or does not matter any more."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    for task in tasks:
+        if not task.cancelled():
+            task.exception()
