@@ -79,15 +79,33 @@ def test_two_locations_are_none() -> None:
 
 def test_headers_of_a_request_that_are_not_for_the_program() -> None:
     received = [
-        (b"host", b"pool:80"), (b"authorization", b"Bearer t"), (b"cookie", b"a"), (b"connection", b"Keep-Alive, X-Hop"), (b"x-hop", b"1"),
-        (b"te", b"trailers"), (b"x-forwarded-prefix", b"/forged"), (b"forwarded", b"for=x"), (b"expect", b"100-continue"), (b"proxy-authorization", b"x"), (b"upgrade", b"h2c"),
-        (b"sec-websocket-key", b"k"), (b"content-length", b"5"), (b"accept", b"*/*"), (b"x-two", b"1"), (b"x-two", b"2"),
-    ]  # fmt: skip
+        (b"host", b"pool:80"),
+        (b"authorization", b"Bearer t"),
+        (b"cookie", b"a"),
+        (b"connection", b"Keep-Alive, X-Hop"),
+        (b"x-hop", b"1"),
+        (b"te", b"trailers"),
+        (b"x-forwarded-prefix", b"/forged"),
+        (b"forwarded", b"for=x"),
+        (b"expect", b"100-continue"),
+        (b"proxy-authorization", b"x"),
+        (b"upgrade", b"h2c"),
+        (b"sec-websocket-key", b"k"),
+        (b"content-length", b"5"),
+        (b"accept", b"*/*"),
+        (b"x-two", b"1"),
+        (b"x-two", b"2"),
+    ]
 
     assert forwarded_headers(received, TARGET, "https") == [
-        (b"host", b"localhost:8000"), (b"accept", b"*/*"), (b"x-two", b"1"), (b"x-two", b"2"), (b"x-forwarded-proto", b"https"),
-        (b"x-forwarded-prefix", PREFIX), (b"x-forwarded-host", b"pool:80"),
-    ]  # fmt: skip
+        (b"host", b"localhost:8000"),
+        (b"accept", b"*/*"),
+        (b"x-two", b"1"),
+        (b"x-two", b"2"),
+        (b"x-forwarded-proto", b"https"),
+        (b"x-forwarded-prefix", PREFIX),
+        (b"x-forwarded-host", b"pool:80"),
+    ]
 
 
 def test_the_framing_of_a_request_is_its_own() -> None:
@@ -98,13 +116,24 @@ def test_the_framing_of_a_request_is_its_own() -> None:
 
 def test_headers_of_an_answer_that_act_beyond_it() -> None:
     sent = [
-        (b"Content-Type", b"text/html"), (b"Set-Cookie", b"a"), (b"X-Accel-Redirect", b"/etc"), (b"Access-Control-Allow-Origin", b"*"),
-        (b"Connection", b"X-Hop"), (b"X-Hop", b"1"), (b"Content-Length", b"3"), (b"Content-Security-Policy", b"script-src *"), (b"Cache-Control", b"public"), (b"ETag", b"x"),
-    ]  # fmt: skip
+        (b"Content-Type", b"text/html"),
+        (b"Set-Cookie", b"a"),
+        (b"X-Accel-Redirect", b"/etc"),
+        (b"Access-Control-Allow-Origin", b"*"),
+        (b"Connection", b"X-Hop"),
+        (b"X-Hop", b"1"),
+        (b"Content-Length", b"3"),
+        (b"Content-Security-Policy", b"script-src *"),
+        (b"Cache-Control", b"public"),
+        (b"ETag", b"x"),
+    ]
     own = [
-        (b"content-security-policy", b"sandbox"), (b"x-content-type-options", b"nosniff"), (b"referrer-policy", b"no-referrer"),
-        (b"cross-origin-resource-policy", b"same-origin"), (b"cache-control", b"no-store"),
-    ]  # fmt: skip
+        (b"content-security-policy", b"sandbox"),
+        (b"x-content-type-options", b"nosniff"),
+        (b"referrer-policy", b"no-referrer"),
+        (b"cross-origin-resource-policy", b"same-origin"),
+        (b"cache-control", b"no-store"),
+    ]
 
     assert answered_headers(sent, 200, TARGET) == [(b"Content-Type", b"text/html"), (b"Content-Length", b"3"), (b"ETag", b"x"), *own]
     assert answered_headers(sent, 304, TARGET) == [(b"Content-Type", b"text/html"), (b"ETag", b"x"), *own]
