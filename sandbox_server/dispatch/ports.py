@@ -73,7 +73,7 @@ class SlotPorts:
         most = self._most_connections
         of_tenant = max(1, int(most * TENANT_SHARE))
         if self._open_of_tenant.total() >= most or self._open_of_tenant[tenant] >= of_tenant:
-            shares = f"more than {most} connections to ports at once, or {of_tenant} of one tenant: that is `limits.port_connections`"
+            shares = f"more than {most} connections to ports of slots open at once, or {of_tenant} of one tenant: that is `limits.port_connections`"
             raise QuotaExceeded(f"{shares}; close some, or try again later", limit="port_connections", retry_after_s=5)
 
     @asynccontextmanager

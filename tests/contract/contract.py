@@ -8,7 +8,10 @@ from typing import Any
 import yaml
 
 CONTRACT: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("contract.yaml").read_text(encoding="utf-8"))
-ROUTES: list[dict[str, Any]] = CONTRACT["routes"]
+ANY = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
+ROUTES: list[dict[str, Any]] = [
+    {**route, "method": method} for route in CONTRACT["routes"] for method in (ANY if route["method"] == "ANY" else (route["method"],))
+]
 BUILT = [route for route in ROUTES if "waits" not in route]
 WAITING = [route for route in ROUTES if "waits" in route]
 

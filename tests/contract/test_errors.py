@@ -134,6 +134,12 @@ async def _too_many_calls(harness: ServiceHarness) -> httpx.Response:
     return await harness.http.post("/v1/exec-batch", json={"calls": calls})
 
 
+@provokes("port_closed")
+async def _nobody_listens(harness: ServiceHarness) -> httpx.Response:
+    (lease_id,) = await harness.acquire()
+    return await harness.http.get(f"/v1/leases/{lease_id}/ports/1/")
+
+
 @provokes("not_implemented")
 async def _not_built(harness: ServiceHarness) -> httpx.Response:
     return await harness.http.get("/")

@@ -187,6 +187,17 @@ async def _streams(harness: ServiceHarness) -> httpx.Response:
     return await harness.http.get("/v1/events")
 
 
+@passes("port_connections", 1, 429)
+async def _port_connections(harness: ServiceHarness) -> httpx.Response:
+    service = harness.application._edge.service
+    assert service is not None
+    (lease_id,) = await harness.acquire()
+    async with service.ports.connect(ALICE.name, lease_id, 8000):
+        refused = await harness.http.get(f"/v1/leases/{lease_id}/ports/8000/")
+    assert (await harness.http.get(f"/v1/leases/{lease_id}/ports/8000/")).status_code == 200
+    return refused
+
+
 async def run_batch(harness: ServiceHarness, *items: dict[str, Any], **header: Any) -> httpx.Response:
     return await harness.http.post("/v1/run-batch", json={"items": list(items), **header})
 

@@ -24,6 +24,7 @@ from sandbox_server.api.contract.specs import ADMINS_ONLY
 from sandbox_server.api.limits import LIMITS, Limits, most_of, text_of
 from sandbox_server.api.problems import STATUS_OF
 from sandbox_server.api.routes.pending import PENDING
+from sandbox_server.api.routes.ports import use_port
 from sandbox_server.core.execution import FAULTS_OF
 from sandbox_server.core.lifecycle import SANDBOX_TRANSITIONS, SLOT_TRANSITIONS
 from sandbox_server.core.types import SandboxState
@@ -139,7 +140,10 @@ def test_every_tool() -> None:
 
 def test_every_route() -> None:
     built = {
-        f"{method} {re.sub(r'{(lease|sandbox)_id}', '{id}', route.path)}" for route in every_route() if route.include_in_schema for method in route.methods
+        f"{'ANY' if route.endpoint is use_port else method} {re.sub(r'{(lease|sandbox)_id}', '{id}', route.path_format)}"
+        for route in every_route()
+        if route.include_in_schema
+        for method in route.methods
     }
 
     assert set(words(rows("http-api.md", "routes"))) | set(words(rows("http-api.md", "not built"))) == built

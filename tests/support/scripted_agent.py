@@ -25,6 +25,7 @@ class _OpenStream:
     body: bytearray = field(default_factory=bytearray)
     ended: bool = False
     busy: bool = False
+    connected: bool = False
 
 
 @dataclass
@@ -98,6 +99,8 @@ class ScriptedAgent(FakeAgent):
             return
         if exchange.meta["op"] == "calls":
             self._next_call(peer, stream, exchange)
+        elif exchange.meta["op"] == "port":
+            self._serve_port(peer, stream, exchange)
         elif exchange.ended:
             del self._exchanges[id(peer), stream]
             self._about_calls_or_files(peer, stream, exchange)
@@ -251,6 +254,20 @@ class ScriptedAgent(FakeAgent):
         if kept[meta["offset"] :]:
             peer.wire.send_data(stream, kept[meta["offset"] :])
         peer.wire.end(stream, {"total_bytes": len(call.whole), "from": meta["offset"]})
+
+    def _serve_port(self, peer: Any, stream: int, exchange: _OpenStream) -> None:
+        """Answer one HTTP request. Nothing listens on port 1."""
+        if exchange.meta["port"] == 1:
+            del self._exchanges[id(peer), stream]
+            peer.wire.abort(stream, {"code": "port_closed", "detail": "nothing listens on port 1 of the slot", "errno": "ECONNREFUSED"})
+            return
+        if not exchange.connected:
+            exchange.connected = True
+            peer.wire.send_item(stream, {"connected": True})
+        if b"\r\n\r\n" in exchange.body:
+            del self._exchanges[id(peer), stream]
+            peer.wire.send_data(stream, b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\nContent-Length: 3\r\n\r\nhi\n")
+            peer.wire.end(stream)
 
     def _file(self, peer: Any, stream: int, exchange: _OpenStream) -> None:
         meta = exchange.meta

@@ -26,4 +26,7 @@ async def run_until_first_ends(main: Coroutine[None, None, None], beside: Corout
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
+        for task in tasks:
+            if not task.cancelled():
+                task.exception()  # retrieved here, because asyncio logs an exception that is never retrieved, and only one of two can be raised
     await tasks[0]

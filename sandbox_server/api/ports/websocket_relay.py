@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
 from starlette.types import Message
 from starlette.websockets import WebSocket
@@ -14,7 +13,7 @@ from websockets.protocol import State
 from websockets.typing import Subprotocol
 from websockets.uri import WebSocketURI
 
-from sandbox_server.api.body import ClientStalled
+from sandbox_server.api.body import ClientDisconnected, ClientStalled
 from sandbox_server.api.ports.directions import run_until_first_ends
 from sandbox_server.api.ports.headers import forwarded_headers
 from sandbox_server.api.ports.target import PortTarget
@@ -25,6 +24,7 @@ from sandbox_server.link.port_connection import PortConnection
 
 MAX_MESSAGE_BYTES = 4 << 20
 """The longest message that a program may send to its client, in bytes."""
+CLOSE_WITHIN_S = 2.0
 NO_STATUS, ABNORMAL, GOING_AWAY, NORMAL = 1005, 1006, 1001, 1000
 _DATA_OPCODES = (Opcode.TEXT, Opcode.BINARY, Opcode.CONT)
 
@@ -56,17 +56,20 @@ class WebSocketRelay:
         connection: the connection to the program.
         target: what the handshake asks for.
         stall_s: for how long the client may read nothing, in seconds.
+        close_within_s: how long the program may take to close its side after its client has closed the other one, in seconds.
     """
 
-    def __init__(self, websocket: WebSocket, connection: PortConnection, target: PortTarget, stall_s: float) -> None:
+    def __init__(self, websocket: WebSocket, connection: PortConnection, target: PortTarget, stall_s: float, close_within_s: float = CLOSE_WITHIN_S) -> None:
         self._websocket = websocket
         self._connection = connection
         self._target = target
         self._stall_s = stall_s
+        self._close_within_s = close_within_s
         offered = [Subprotocol(name) for name in websocket.scope.get("subprotocols", ()) if not name.startswith(BEARER_SUBPROTOCOL)]
         uri = WebSocketURI(secure=False, host="localhost", port=target.port, path="/", query="")
         self._protocol = ClientProtocol(uri, subprotocols=offered or None, max_size=MAX_MESSAGE_BYTES)
         self._write_lock = asyncio.Lock()
+        self._unsent: list[bytes] = []
         self._parts: list[bytes] = []
         self._is_text = False
         self._is_closed_by_client = False
@@ -156,7 +159,11 @@ class WebSocketRelay:
     # From the client.
 
     async def forward_to_program(self) -> None:
-        """Pass on the client's messages until it closes its connection, and close the program's as it was closed."""
+        """Pass on the client's messages until it closes its connection, and close the program's as it was closed.
+
+        Raises:
+            ClientDisconnected: the client has closed its connection, and the program has not closed its own in time.
+        """
         while (message := await self._websocket.receive())["type"] == "websocket.receive":
             text = message.get("text")
             if self._protocol.state is not State.OPEN:
@@ -171,6 +178,8 @@ class WebSocketRelay:
             self._send_close(message.get("code", NO_STATUS), message.get("reason") or "")
             await self._flush()
         self._connection.end_writing()
+        await asyncio.sleep(self._close_within_s)  # `forward_to_client` ends as soon as the program has closed its side
+        raise ClientDisconnected
 
     def _send_close(self, code: int, reason: str) -> None:
         try:
@@ -193,8 +202,15 @@ class WebSocketRelay:
         return bool(data)
 
     async def _flush(self) -> None:
+        """Send what the protocol has for the program.
+
+        A direction that has nothing to send does not wait for the other one: the program may read again only once it is read.
+        """
+        self._unsent += self._protocol.data_to_send()
+        if not self._unsent:
+            return
         async with self._write_lock:
-            chunks: Sequence[bytes] = self._protocol.data_to_send()
+            chunks, self._unsent = self._unsent, []
             for chunk in chunks:
                 if chunk:
                     await self._connection.write(chunk)

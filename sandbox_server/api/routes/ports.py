@@ -9,6 +9,7 @@ from starlette.responses import Response
 from starlette.websockets import WebSocket
 
 from sandbox_server.api.contract.describe import BINARY, LEASE_ID, WITH_LEASE, WITH_TOKEN, RawRoute, describe_route, parameter
+from sandbox_server.api.contract.render import BYTES_TYPE
 from sandbox_server.api.ports.http_exchange import PortResponse
 from sandbox_server.api.ports.target import MAX_PORT, target_of
 from sandbox_server.api.ports.websocket_relay import relay_websocket
@@ -60,7 +61,7 @@ for _method in METHODS:
             codes=CODES,
             parameters=(LEASE_ID, PORT, REST),
             content={"*/*": {"schema": BINARY}},
-            body_content={"*/*": {"schema": BINARY}} if _method not in ("GET", "HEAD", "OPTIONS") else None,
+            body_content={BYTES_TYPE: {"schema": BINARY}} if _method not in ("GET", "HEAD", "OPTIONS") else None,
         ),
     )
 router.add_api_route(PATH, use_port, methods=list(MORE_METHODS), include_in_schema=False)

@@ -65,6 +65,17 @@ class TestLeases:
         assert "there is no entry 'nope' at the top of the workspace" in refused.stderr.decode()
 
 
+class TestPort:
+    def test_the_address_of_a_program_and_how_to_ask_it(self, sandbox: SandboxCommand, lease: str) -> None:
+        done = sandbox("port", lease, "8000")
+        url = f"{sandbox.environ['SANDBOX_URL']}/v1/leases/{lease}/ports/8000/"
+
+        assert done.stdout.decode() == url + "\n"
+        assert f'next: curl -H "Authorization: Bearer $SANDBOX_TOKEN" {url}' in done.stderr.decode()
+        assert sandbox.environ["SANDBOX_TOKEN"] not in done.stderr.decode()
+        assert sandbox.json("port", lease, "8000") == {"port": 8000, "url": url, "ws_url": url.replace("http", "ws", 1)}
+
+
 class TestExec:
     def test_its_exit_code_is_ours(self, sandbox: SandboxCommand, lease: str) -> None:
         done = sandbox("exec", lease, "--", "bash", "-c", "echo out; echo err >&2; exit 7")

@@ -48,6 +48,8 @@ def the_document(done: subprocess.CompletedProcess[bytes]) -> Any:
         ["cp", "l-nope:x", "-"],
         ["cp", "l-nope:x", "here"],
         ["ls", "l-nope"],
+        ["port", "l-nope", "8000"],
+        ["port", "l-nope", "65536"],
         ["pools", "nope"],
         ["pools", "no/pe"],
         ["sandboxes", "extra"],
