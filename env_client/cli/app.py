@@ -14,6 +14,7 @@ from env_client._version import __version__
 from env_client.cli.commands import files, leases, pools
 from env_client.cli.commands.doctor import doctor
 from env_client.cli.commands.run_many import run_many
+from env_client.cli.commands.terminals import attach, shell
 from env_client.cli.exit_codes import OWN_FAILURE
 from env_client.cli.exit_handling import exit_code_for_broken_pipe, report_failure, with_exit_codes
 from env_client.cli.failures import Failure
@@ -77,6 +78,8 @@ _add_command(app, "run", leases.run, "[OPTIONS] -- CMD...", "Run a command in a 
 _add_command(app, "run-many", run_many, "[OPTIONS] FILE.jsonl", "Run many programs, each in a fresh slot of its own.")
 _add_command(app, "acquire", leases.acquire, "[OPTIONS]", "Acquire slots; print their leases.")
 _add_command(app, "exec", leases.exec_, "[OPTIONS] LEASE -- CMD...", "Run a command in a slot.", options_first=True)
+_add_command(app, "shell", shell, "[OPTIONS] LEASE", "Work in an interactive shell in a slot.")
+_add_command(app, "attach", attach, "[OPTIONS] LEASE", "Watch a terminal of a slot.")
 _add_command(app, "cp", files.cp, "[OPTIONS] SOURCE TARGET", "Copy files and folders into a slot or out of one.")
 _add_command(app, "ls", files.ls, "[OPTIONS] LEASE[:FOLDER]", "List a folder of a slot.")
 _add_command(app, "leases", leases.leases, "[OPTIONS]", "List the leases you hold.")
