@@ -9,7 +9,8 @@ import yaml
 
 CONTRACT: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("contract.yaml").read_text(encoding="utf-8"))
 ROUTES: list[dict[str, Any]] = CONTRACT["routes"]
-BUILT = [route for route in ROUTES if "waits" not in route]
+BUILT = [route for route in ROUTES if "waits" not in route and "websocket" not in route]
+WEBSOCKETS = [route for route in ROUTES if "websocket" in route]
 WAITING = [route for route in ROUTES if "waits" in route]
 
 

@@ -31,7 +31,7 @@ async def test_a_fault_with_one_lease_is_logged_and_the_next_leases_are_handled(
 
     assert handled == ["l-1", "l-2"]
     (record,) = caplog.records
-    assert record.message == "the calls of an ended lease could not be ended"
+    assert record.message == "the calls or terminals of an ended lease could not be ended"
     assert record.__dict__["lease_id"] == "l-bad"
     assert record.exc_info is not None
     assert isinstance(record.exc_info[1], KeyError)
