@@ -15,6 +15,7 @@ from env_client.cli.commands import files, leases, pools
 from env_client.cli.commands.doctor import doctor
 from env_client.cli.commands.ports import port
 from env_client.cli.commands.run_many import run_many
+from env_client.cli.commands.terminals import attach, shell
 from env_client.cli.exit_codes import OWN_FAILURE
 from env_client.cli.exit_handling import exit_code_for_broken_pipe, report_failure, with_exit_codes
 from env_client.cli.failures import Failure
@@ -78,6 +79,8 @@ _add_command(app, "run", leases.run, "[OPTIONS] -- CMD...", "Run a command in a 
 _add_command(app, "run-many", run_many, "[OPTIONS] FILE.jsonl", "Run many programs, each in a fresh slot of its own.")
 _add_command(app, "acquire", leases.acquire, "[OPTIONS]", "Acquire slots; print their leases.")
 _add_command(app, "exec", leases.exec_, "[OPTIONS] LEASE -- CMD...", "Run a command in a slot.", options_first=True)
+_add_command(app, "shell", shell, "[OPTIONS] LEASE", "Work in an interactive shell in a slot.")
+_add_command(app, "attach", attach, "[OPTIONS] LEASE", "Watch a terminal of a slot.")
 _add_command(app, "cp", files.cp, "[OPTIONS] SOURCE TARGET", "Copy files and folders into a slot or out of one.")
 _add_command(app, "ls", files.ls, "[OPTIONS] LEASE[:FOLDER]", "List a folder of a slot.")
 _add_command(app, "port", port, "[OPTIONS] LEASE PORT", "Print the URL of a program that listens in a slot.")

@@ -36,7 +36,7 @@ def connect_to_service() -> Iterator[SandboxClient]:
     Raises:
         Failure: no service is named, or the named one does not respond.
     """
-    endpoint = _find_endpoint()
+    endpoint = find_endpoint()
     try:
         check_service_responds(endpoint)
     except ConnectFailed as error:
@@ -80,7 +80,12 @@ def check_service_responds(endpoint: Endpoint) -> None:
         client.healthz()
 
 
-def _find_endpoint() -> Endpoint:
+def find_endpoint() -> Endpoint:
+    """Find the service that the environment or this machine names.
+
+    Raises:
+        Failure: none is named.
+    """
     try:
         return find_service()
     except ServiceNotFound as error:

@@ -11,13 +11,15 @@ from starlette.types import Message, Receive, Send
 
 from sandbox_server.api.body import ClientDisconnected, ClientStalled
 from sandbox_server.api.contract.render import dumps
-from sandbox_server.api.websocket import MAX_MESSAGE_BYTES, close_reason
+from sandbox_server.api.websocket import close_reason
 from sandbox_server.core.errors import LeaseLost, Stopping
 from sandbox_server.dispatch.terminals import OpenTerminal
 from sandbox_server.link.terminal_stream import MAX_SIDE, TerminalStream
 
 NORMAL, INVALID_DATA, NOT_ALLOWED, TOO_LARGE = 1000, 1007, 1008, 1009
 """The close codes of RFC 6455 that a terminal uses."""
+MAX_KEYS_BYTES = 64 << 10
+"""The longest message that a client may send to a terminal, in bytes."""
 
 
 class _WrongMessage(Exception):
@@ -121,8 +123,8 @@ class TerminalConnection:
                 continue
             if not self._may_write:
                 raise _WrongMessage(NOT_ALLOWED, "this connection only watches; open one with mode=write to type")
-            if len(data if data is not None else text or "") > MAX_MESSAGE_BYTES:
-                raise _WrongMessage(TOO_LARGE, f"a message may have at most {MAX_MESSAGE_BYTES} bytes")
+            if len(data if data is not None else text or "") > MAX_KEYS_BYTES:
+                raise _WrongMessage(TOO_LARGE, f"a message may have at most {MAX_KEYS_BYTES} bytes")
             if data is not None:
                 await stream.send_keys(data)
             else:

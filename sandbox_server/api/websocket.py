@@ -22,8 +22,8 @@ HTTP_RESPONSE_EXTENSION = "websocket.http.response"
 MAX_CLOSE_REASON_BYTES = 123
 """The longest reason that a close frame can carry (RFC 6455, section 5.5.1)."""
 SWITCHING_PROTOCOLS = 101
-MAX_MESSAGE_BYTES = 64 << 10
-"""The largest message that a client may send over a WebSocket connection."""
+MAX_MESSAGE_BYTES = 4 << 20
+"""The longest message over a WebSocket connection, in bytes."""
 
 
 def bearer_subprotocol(scope: Scope) -> str | None:

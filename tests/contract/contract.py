@@ -12,7 +12,8 @@ ANY = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
 ROUTES: list[dict[str, Any]] = [
     {**route, "method": method} for route in CONTRACT["routes"] for method in (ANY if route["method"] == "ANY" else (route["method"],))
 ]
-BUILT = [route for route in ROUTES if "waits" not in route]
+BUILT = [route for route in ROUTES if "waits" not in route and "websocket" not in route]
+WEBSOCKETS = [route for route in ROUTES if "websocket" in route]
 WAITING = [route for route in ROUTES if "waits" in route]
 
 

@@ -9,10 +9,10 @@ import pytest
 from sandbox_server.api.api import every_route
 from sandbox_server.api.edge import OPEN_PATHS
 from sandbox_server.api.problems import STATUS_OF
-from tests.contract.contract import BUILT, CONTRACT, ROUTES, WAITING, members, named
+from tests.contract.contract import BUILT, CONTRACT, ROUTES, WAITING, WEBSOCKETS, members, named
 from tests.support.service_harness import ServiceHarness
 
-SUCCESSES = {"200", "201", "202", "204"}
+SUCCESSES = {"101", "200", "201", "202", "204"}
 SHAPES = {"lease": "LeaseAnswer", "result": "ResultAnswer", "pool": "PoolAnswer", "entry": "FileEntry", "lost": "LostLease"}
 BODIES = {"acquire": "AcquireBody", "call": "CallBody", "release": "ReleaseBody", "renew": "RenewBody", "narrow": "NarrowBody", "spec": "PoolSpecBody"}
 
@@ -65,7 +65,7 @@ async def test_every_operation_names_its_parameters_its_answers_and_who_may_call
             assert one["summary"]
 
 
-@pytest.mark.parametrize("route", BUILT, ids=named)
+@pytest.mark.parametrize("route", [*BUILT, *WEBSOCKETS], ids=named)
 async def test_an_operation_takes_and_answers_what_the_contract_says(harness: ServiceHarness, route: dict[str, Any]) -> None:
     found = await operation(harness, route)
     success = found["responses"][str(route["status"])]
@@ -123,7 +123,15 @@ async def test_the_closed_sets_are_the_contracts(harness: ServiceHarness) -> Non
     assert CONTRACT["errors"] == STATUS_OF
 
 
-@pytest.mark.parametrize("route", [route for route in WAITING if route["path"] != "/v1/leases/{}/terminal"], ids=named)
+@pytest.mark.parametrize("route", WEBSOCKETS, ids=named)
+async def test_a_request_without_an_upgrade_is_told_to_connect(harness: ServiceHarness, route: dict[str, Any]) -> None:
+    answer = await harness.http.request(route["method"], route["path"].replace("{}", "x"))
+
+    assert (answer.status_code, answer.json()["code"]) == (422, "invalid_request")
+    assert "ws://" in answer.json()["detail"]
+
+
+@pytest.mark.parametrize("route", WAITING, ids=named)
 async def test_what_waits_says_so(harness: ServiceHarness, route: dict[str, Any]) -> None:
     answer = await harness.http.request(route["method"], route["path"].replace("{}", "x"))
 

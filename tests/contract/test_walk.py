@@ -290,7 +290,7 @@ async def test_a_route_answers_as_the_contract_says(port: ServiceHarness, route:
 
 def test_every_route_that_does_not_wait_is_asked() -> None:
     assert set(ASKED) == {named(route) for route in BUILT}
-    assert {named(route): route["waits"] for route in WAITING} == {"GET /v1/leases/{}/terminal": "terminals", "GET /": "the page"}
+    assert {named(route): route["waits"] for route in WAITING} == {"GET /": "the page"}
 
 
 def test_faults_and_records_are_the_contracts() -> None:

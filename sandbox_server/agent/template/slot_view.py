@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REMOUNT, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 2, 4, 8, 32, 0x1000, 0x4000, 1 << 18
 #: The machine's settings and controls in /proc. bubblewrap makes those of them read-only that it could change itself.
 _CONTROLS = ("/proc/sys", "/proc/sysrq-trigger", "/proc/irq", "/proc/bus")
+#: How many pseudo-terminals a slot may have open. The kernel counts those of all slots together.
+_MAX_PSEUDO_TERMINALS = 64
 _ENTRY_FLAGS = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -82,7 +84,7 @@ def _mount_view(view: Mapping[str, Any], mount_fds: Sequence[int]) -> None:
             its user in its own user namespace, or None if it has none.
         mount_fds: the detached mounts.
     """
-    private_mounts.mount("devpts", "/dev/pts", "devpts", _MS_NOSUID | _MS_NOEXEC, "newinstance,ptmxmode=0666,mode=620")
+    private_mounts.mount("devpts", "/dev/pts", "devpts", _MS_NOSUID | _MS_NOEXEC, "newinstance,ptmxmode=0666,mode=620,max=%d" % _MAX_PSEUDO_TERMINALS)
     private_mounts.mount("tmpfs", "/dev/shm", "tmpfs", _MS_NOSUID | _MS_NODEV, view["shm"])
     targets: List[str] = view["mounts"]
     for target, fd in zip(targets, mount_fds):

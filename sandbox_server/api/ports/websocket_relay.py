@@ -18,12 +18,10 @@ from sandbox_server.api.ports.directions import run_until_first_ends
 from sandbox_server.api.ports.headers import forwarded_headers
 from sandbox_server.api.ports.target import PortTarget
 from sandbox_server.api.request_context import REQUEST_CONTEXT_KEY, SERVICE_KEY, RequestContext, Service
-from sandbox_server.api.websocket import BEARER_SUBPROTOCOL
+from sandbox_server.api.websocket import BEARER_SUBPROTOCOL, MAX_MESSAGE_BYTES
 from sandbox_server.core.errors import InvalidRequest, PortClosed
 from sandbox_server.link.port_connection import PortConnection
 
-MAX_MESSAGE_BYTES = 4 << 20
-"""The longest message that a program may send to its client, in bytes."""
 CLOSE_WITHIN_S = 2.0
 NO_STATUS, ABNORMAL, GOING_AWAY, NORMAL = 1005, 1006, 1001, 1000
 _DATA_OPCODES = (Opcode.TEXT, Opcode.BINARY, Opcode.CONT)

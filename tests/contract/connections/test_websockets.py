@@ -1,4 +1,4 @@
-"""WebSocket handshakes pass the same authentication, limits and errors as requests. There is no terminal yet: its route answers `not_implemented`."""
+"""WebSocket handshakes pass the same authentication, limits and errors as requests."""
 
 from __future__ import annotations
 
@@ -24,10 +24,12 @@ from sandbox_server.core import errors
 from sandbox_server.core.errors import LeaseNotFound, PoolServiceError, Stopping
 from sandbox_server.telemetry import configure_logging
 from tests.support import tables
-from tests.support.service_harness import ALICE, ServiceHarness, bearer
+from tests.support.service_harness import ALICE, BOB, ServiceHarness, bearer
 from tests.support.users import ROOT
 
 TERMINAL = "/v1/leases/l/terminal"
+REFUSED = "cols=0"
+"""A query for which a handshake is refused."""
 
 
 async def open_websocket(
@@ -37,7 +39,7 @@ async def open_websocket(
     token: str | None = None,
     subprotocols: tuple[str, ...] = (),
     can_refuse: bool = True,
-    query: bytes = b"",
+    query: bytes = REFUSED.encode(),
     application: Any = None,
 ) -> list[dict[str, Any]]:
     """Open a WebSocket over ASGI; what the service sends."""
@@ -59,7 +61,7 @@ async def open_websocket(
     return sent
 
 
-async def refusal(port: ServiceHarness, path: str = TERMINAL, **options: Any) -> Response:
+async def refusal(port: ServiceHarness, path: str = f"{TERMINAL}?{REFUSED}", **options: Any) -> Response:
     """The response with which a handshake over a real port is refused."""
     with pytest.raises(InvalidStatus) as refused:
         async with connect(port.url.replace("http", "ws", 1) + path, proxy=None, **options):
@@ -84,11 +86,11 @@ async def test_without_a_token_it_closes_with_4401(harness: ServiceHarness) -> N
 
 
 @pytest.mark.parametrize("by", [{"token": ALICE.token}, {"subprotocols": ("bearer.alices-token",)}])
-async def test_with_a_token_it_says_that_it_is_not_built(harness: ServiceHarness, by: dict[str, Any]) -> None:
+async def test_with_a_token_it_is_read(harness: ServiceHarness, by: dict[str, Any]) -> None:
     start, body = await open_websocket(harness, "/v1/leases/l/terminal", **by)
 
-    assert (start["type"], start["status"]) == ("websocket.http.response.start", 501)
-    assert b"not_implemented" in body["body"]
+    assert (start["type"], start["status"]) == ("websocket.http.response.start", 422)
+    assert json.loads(body["body"])["field"] == "cols"
     assert b"x-request-id" in dict(start["headers"])
 
 
@@ -111,16 +113,32 @@ async def test_a_refused_handshake_has_the_error_document_of_http(port: ServiceH
     response = await refusal(port, additional_headers={**bearer(ALICE), "X-Request-ID": "mine-1"})
     document = json.loads(response.body)
 
-    assert response.status_code == document["status"] == 501
+    assert response.status_code == document["status"] == 422
     assert response.headers["content-type"] == "application/problem+json"
     assert response.headers["x-request-id"] == document["request_id"] == "mine-1"
-    assert document["code"] == "not_implemented"
+    assert document["code"] == "invalid_request"
 
 
 async def test_a_token_in_a_subprotocol_is_taken(port: ServiceHarness) -> None:
     response = await refusal(port, subprotocols=[Subprotocol("bearer.bobs-token")])
 
-    assert response.status_code == 501
+    assert response.status_code == 422
+
+
+async def test_a_lease_of_another_tenant_closes_the_connection_with_4404(port: ServiceHarness) -> None:
+    (of_alice,) = await port.acquire()
+
+    code, reason = await close_of(port, f"/v1/leases/{of_alice}/terminal", additional_headers=bearer(BOB))
+
+    assert (code, reason) == (4404, f"there is no lease '{of_alice}', or it is not yours")
+
+
+async def test_a_terminal_that_the_agent_does_not_have_is_not_implemented(port: ServiceHarness) -> None:
+    (lease_id,) = await port.acquire()
+
+    response = await refusal(port, f"/v1/leases/{lease_id}/terminal", additional_headers=bearer(ALICE))
+
+    assert (response.status_code, json.loads(response.body)["code"]) == (501, "not_implemented")
 
 
 @pytest.mark.parametrize("options", [{}, {"additional_headers": {"Authorization": "Bearer wrong"}}, {"subprotocols": [Subprotocol("bearer.wrong")]}])
@@ -143,7 +161,7 @@ async def test_a_handshake_is_logged_with_its_request_and_without_its_token(port
         await refusal(port, subprotocols=[Subprotocol("bearer.alices-token")])
 
     (line,) = [record for record in caplog.records if record.message == "request"]
-    assert (getattr(line, "method", None), getattr(line, "path", None), getattr(line, "status", None)) == ("WEBSOCKET", TERMINAL, 501)
+    assert (getattr(line, "method", None), getattr(line, "path", None), getattr(line, "status", None)) == ("WEBSOCKET", TERMINAL, 422)
     assert "alices-token" not in caplog.text
 
 
@@ -170,7 +188,7 @@ async def test_no_log_level_shows_the_token_of_a_handshake(port: ServiceHarness,
 
     lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
     of_service = [line for line in lines if not line["logger"].startswith("websockets.client")]
-    assert any(line["message"] == "request" and line["status"] == 501 for line in of_service)
+    assert any(line["message"] == "request" and line["status"] == 422 for line in of_service)
     assert "alices-token" not in json.dumps(of_service)
 
 
@@ -178,7 +196,7 @@ async def test_a_server_that_cannot_refuse_a_handshake_closes_with_the_code_of_t
     accepted, closed = await open_websocket(harness, token=ALICE.token, can_refuse=False)
 
     assert accepted["type"] == "websocket.accept"
-    assert (closed["code"], closed["reason"]) == (4501, "terminals are not built yet")
+    assert (closed["code"], closed["reason"]) == (4422, "cols: must be a whole number from 1 to 1000")
 
 
 def edge_with(harness: ServiceHarness, route: Any) -> EdgeMiddleware:

@@ -83,13 +83,13 @@ class Terminal:
     """A pseudo-terminal and the process that runs on it."""
 
     def __init__(self, descriptor: int, process: PreparedCommand) -> None:
-        self._descriptor = descriptor
+        self.descriptor = descriptor
         self._process = process
         self.shown = b""
 
     def type(self, keys: bytes) -> None:
         """Send keys to the process."""
-        os.write(self._descriptor, keys)
+        os.write(self.descriptor, keys)
 
     def wait_for(self, text: bytes) -> None:
         """Wait until the terminal shows a text."""
@@ -105,15 +105,20 @@ class Terminal:
         return self._process.wait(WAIT_S)
 
     @property
+    def pid(self) -> int:
+        """The process id of the process."""
+        return self._process.pid
+
+    @property
     def text(self) -> str:
         """The text on the terminal, without control sequences."""
         return CODES.sub(b"", self.shown).decode().replace("\r\n", "\n")
 
     def _read(self, deadline: float) -> bool:
-        readable, _, _ = select.select([self._descriptor], [], [], max(0.0, deadline - time.monotonic()))
+        readable, _, _ = select.select([self.descriptor], [], [], max(0.0, deadline - time.monotonic()))
         assert readable, f"nothing came for {WAIT_S:.0f} s: {self.shown!r}"
         try:
-            chunk = os.read(self._descriptor, 65536)
+            chunk = os.read(self.descriptor, 65536)
         except OSError:  # the other side is closed
             return False
         self.shown += chunk

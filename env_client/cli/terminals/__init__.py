@@ -1,0 +1,1 @@
+"""A terminal of a slot on the local terminal, for `sandbox shell` and `sandbox attach`."""
