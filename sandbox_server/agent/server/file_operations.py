@@ -85,6 +85,9 @@ class FileOperation:
 
     # The reports of the process.
 
+    def on_still_running(self) -> None:
+        """See `ProcessListener`. This object reads the output itself."""
+
     def on_output(self) -> None:
         """See `ProcessListener`. This object reads the output itself."""
 
