@@ -20,7 +20,6 @@ from sandbox_server.agent.init import privileges, ptrace_detach
 from sandbox_server.agent.init.oom_score import SLOT_FLOOR_SCORE, SPAWNED_SCORE
 from sandbox_server.agent.init.priority import take_ordinary_priority
 from sandbox_server.agent.init.reports import CONFIG_BYTES, EXITED, FAILED, MAX_DESCRIPTORS, MOVED, READY, REFUSED, REPORT, REQUEST_BYTES, SIGNALLED
-from sandbox_server.agent.init.signal_handling import IGNORED_BY_INIT, restore_defaults
 from sandbox_server.agent.init.spawned_trees import SpawnedTrees
 
 TYPE_CHECKING = False
@@ -32,6 +31,8 @@ else:
 
 _ERRNO = struct.Struct("i")
 
+# All signals except those whose handling cannot be changed. A shorter list costs more: the C library asks the kernel about each signal that is not in it.
+_DEFAULT_SIGNALS = [number for number in range(1, 65) if number not in (9, 19, 32, 33)]
 _CLOCK_BOOTTIME = 7  # The clock of the start times in /proc/PID/stat.
 _TICKS = os.sysconf("SC_CLK_TCK")
 _OOM_SCORE_OF_SPAWNED, _OOM_SCORE_OF_INIT = b"%d" % SPAWNED_SCORE, b"%d" % SLOT_FLOOR_SCORE
@@ -187,7 +188,7 @@ class Init:
         if "script" in fds:
             actions.append((os.POSIX_SPAWN_DUP2, fds["script"], 3))
         argv = request["argv"]
-        return os.posix_spawn(argv[0], argv, self._environment(request), file_actions=actions, setsid=True, setsigmask=(), setsigdef=IGNORED_BY_INIT)
+        return os.posix_spawn(argv[0], argv, self._environment(request), file_actions=actions, setsid=True, setsigmask=(), setsigdef=_DEFAULT_SIGNALS)
 
     def _fork_child(self, request: Mapping[str, Any], fds: Mapping[str, int]) -> int:
         """Fork a child where `posix_spawn` is not sufficient: to run a tool of the agent, or to change the user.
@@ -229,7 +230,7 @@ class Init:
     def _execute_child(self, request: Mapping[str, Any], fds: Mapping[str, int], failed_w: int) -> NoReturn:
         os.setsid()
         signal.set_wakeup_fd(-1)
-        for number in (*IGNORED_BY_INIT, signal.SIGCHLD):
+        for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
         self._sock.close()
         if request["op"] == "fork":
@@ -309,7 +310,7 @@ def _read_large(fd: int) -> Dict[str, Any]:
 
 
 def _apply_config(config: Mapping[str, Any], is_forked: bool) -> None:
-    for number in IGNORED_BY_INIT:
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_IGN)
     # Without a handler, the kernel does not deliver a SIGINT from the slot to the first process of its pid namespace.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -364,7 +365,6 @@ def open_oom_adjustment() -> int:
 def main() -> NoReturn:
     """Be the init of the slot whose control socket is the descriptor that the first argument names."""
     take_ordinary_priority()
-    restore_defaults()
     fd = int(sys.argv[1])
     os.set_inheritable(fd, False)
     run_init(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, fd))

@@ -18,7 +18,6 @@ import sys
 from sandbox_server.agent.init import init, privileges
 from sandbox_server.agent.init.priority import take_ordinary_priority
 from sandbox_server.agent.init.reports import FAILED, REPORT
-from sandbox_server.agent.init.signal_handling import restore_defaults
 from sandbox_server.agent.template import detached_mounts, slot_view, system_calls
 from sandbox_server.agent.template.messages import ANSWER, MAX_DESCRIPTORS, MESSAGE_BYTES, REQUEST
 
@@ -175,7 +174,6 @@ def main() -> NoReturn:
     The arguments are the descriptor of the socket and, if there is one, those of the mount namespace of the machine and of its own, see `Template`.
     """
     take_ordinary_priority()
-    restore_defaults()
     system_calls.set_process_name(b"slot-template")
     fd, machine_fd, own_fd = (*map(int, sys.argv[1:]), -1, -1)[:3]
     for inherited in (fd, machine_fd, own_fd):

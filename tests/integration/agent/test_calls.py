@@ -11,9 +11,6 @@ from sandbox_server.agent.init.reports import REQUEST_BYTES
 from tests.integration.agent.agent_harness import AgentHarness
 from tests.integration.agent.conftest import Maker
 
-#: The signals 32 and 33, which the C library keeps for itself and has ignored in what `posix_spawn` starts.
-OF_THE_C_LIBRARY = 1 << 31 | 1 << 32
-
 
 async def test_a_command_runs_without_privileges(harness: AgentHarness) -> None:
     answer = await harness.bash("id -u; grep -E 'Cap(Eff|Prm|Inh|Amb)|NoNewPrivs|Seccomp:' /proc/self/status; echo $HOME; pwd; echo oops >&2; exit 7")
@@ -31,16 +28,6 @@ async def test_the_environment_is_the_slots_own(harness: AgentHarness) -> None:
 
     names = {line.partition("=")[0] for line in answer.text.splitlines()} - {"_", "SHLVL", "PWD", "TMPDIR"}
     assert names == {"PATH", "LANG", "TERM", "HOME", "SHELL", "SANDBOX_WORKSPACE", "OMP_NUM_THREADS", "PYTHON_CPU_COUNT", "MINE"}
-
-
-@pytest.mark.parametrize(("mode", "slot_start"), [("bwrap", "auto"), ("bwrap", "executed"), ("none", "auto")])
-async def test_a_command_ignores_no_signal_that_the_starter_of_the_agent_ignores(make_harness: Maker, mode: str, slot_start: str) -> None:
-    ignoring = ["sh", "-c", "trap '' HUP INT USR1 PIPE CHLD; exec \"$@\"", "sh"]
-    harness = await make_harness(mode, "user", prefix=ignoring, slot_start=slot_start)
-
-    answer = await harness.bash("grep -E 'Sig(Blk|Ign)' /proc/self/status")
-    blocked, ignored = (int(line.split()[1], 16) for line in answer.text.splitlines())
-    assert (blocked, ignored & ~OF_THE_C_LIBRARY) == (0, 0)
 
 
 @pytest.mark.parametrize("size", [100, REQUEST_BYTES - 2000, REQUEST_BYTES - 1000, REQUEST_BYTES, 2 * REQUEST_BYTES])
