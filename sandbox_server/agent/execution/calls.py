@@ -127,6 +127,13 @@ class AgentCall:
 
     # The reports of the process.
 
+    def on_still_running(self) -> None:
+        """See `ProcessListener`."""
+        if self._deadlines is not None:
+            self._deadlines.start_timers()
+        if self._processor_watch is not None:
+            self._processor_watch.start_watch()
+
     def on_output(self) -> None:
         """See `ProcessListener`."""
         if self._deadlines is not None:

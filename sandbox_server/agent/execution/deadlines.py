@@ -12,7 +12,7 @@ _MAX_EXTENSION_S = 10.0
 
 
 class CallDeadlines:
-    """Ends a call when one of its deadlines has passed.
+    """Ends a call when one of its deadlines has passed, from `start_timers` on: most calls end before, and are spared the timers.
 
     If the agent itself was stalled while the deadline passed (the machine was suspended, or overloaded), the call gets that time in addition, once.
 
@@ -23,7 +23,7 @@ class CallDeadlines:
         end_call: called with the reason, `timeout` or `no_output_timeout`, when a deadline has passed.
     """
 
-    __slots__ = ("_end_call", "_is_over", "_last_output", "_loop", "_read_reports", "_silence_limit_s", "_silence_timer", "_timeout_timer", "stalled_s")
+    __slots__ = ("_due", "_end_call", "_is_over", "_last_output", "_loop", "_read_reports", "_silence_limit_s", "_silence_timer", "_timeout_timer", "stalled_s")
 
     def __init__(self, spec: CallSpec, started: float, read_reports: Callable[[], None], end_call: Callable[[str], None]) -> None:
         self._loop = asyncio.get_event_loop()
@@ -33,11 +33,17 @@ class CallDeadlines:
         self._last_output = started
         self._is_over = False
         self.stalled_s = 0.0  # how much longer the call may take, because the agent was stalled
-        due = started + spec.timeout_s
-        self._timeout_timer = self._loop.call_at(due, self._check_timeout, due)
+        self._due = started + spec.timeout_s
+        self._timeout_timer: asyncio.TimerHandle | None = None
         self._silence_timer: asyncio.TimerHandle | None = None
+
+    def start_timers(self) -> None:
+        """Check the deadlines from now on: the call has not ended at once. A deadline that has passed already ends the call now."""
+        if self._is_over:
+            return
+        self._timeout_timer = self._loop.call_at(self._due, self._check_timeout, self._due)
         if self._silence_limit_s is not None:
-            self._silence_timer = self._loop.call_later(self._silence_limit_s, self._check_silence, self._silence_limit_s)
+            self._silence_timer = self._loop.call_at(self._last_output + self._silence_limit_s, self._check_silence, self._silence_limit_s)
 
     def record_output(self) -> None:
         """Restart the time in which the call may write nothing."""
@@ -46,7 +52,8 @@ class CallDeadlines:
     def cancel_timers(self) -> None:
         """The call has ended: check no deadline any more."""
         self._is_over = True
-        self._timeout_timer.cancel()
+        if self._timeout_timer is not None:
+            self._timeout_timer.cancel()
         if self._silence_timer is not None:
             self._silence_timer.cancel()
 

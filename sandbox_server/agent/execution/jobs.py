@@ -99,6 +99,9 @@ class Job:
                 self._process.stdin.close_stdin()
         self._finished_output = self._sink.finish_output()
 
+    def on_still_running(self) -> None:
+        """See `ProcessListener`. A job has no deadlines."""
+
     def on_output(self) -> None:
         """See `ProcessListener`. Nothing waits for the output of a job."""
 

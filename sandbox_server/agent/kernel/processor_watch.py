@@ -19,7 +19,7 @@ _NICE, _POLICY = 16, 38  # Positions of the fields after the process name in /pr
 
 
 class ProcessorWatch:
-    """Measures one call periodically, from shortly after its start until `stop_watch`. It counts the processor time from the start.
+    """Measures one call periodically, from `start_watch` until `stop_watch`. It counts the processor time from the start of the call.
 
     Args:
         leaf: the control group of the call.
@@ -39,8 +39,12 @@ class ProcessorWatch:
         self._waited_before_process_s = 0.0
         self._has_process = False
         self._account: ProcessorAccount | None = None
-        first_s = min(_FIRST_SAMPLE_AFTER_S, timeout_s * _SAMPLES_MISSED_FRACTION)
-        self._timer: asyncio.TimerHandle | None = self._loop.call_later(first_s, self._begin)
+        self._first_at = self._started + min(_FIRST_SAMPLE_AFTER_S, timeout_s * _SAMPLES_MISSED_FRACTION)
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start_watch(self) -> None:
+        """Begin to measure: the call has not ended at once."""
+        self._timer = self._loop.call_at(self._first_at, self._begin)
 
     def _read_used_before_s(self) -> float | None:
         try:

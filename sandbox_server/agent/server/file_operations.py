@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import errno as errno_names
 import os
-from typing import Any, Mapping
+from typing import Any, Awaitable, Callable, Mapping
 
 from sandbox_server.agent.errors import Refused
 from sandbox_server.agent.execution.processes.slot_process import SlotProcess
@@ -85,6 +85,9 @@ class FileOperation:
 
     # The reports of the process.
 
+    def on_still_running(self) -> None:
+        """See `ProcessListener`. This object reads the output itself."""
+
     def on_output(self) -> None:
         """See `ProcessListener`. This object reads the output itself."""
 
@@ -149,8 +152,11 @@ class FileOperation:
 
     async def _serve(self) -> None:
         try:
-            # A child with little to do has ended soon, and all of its reply is in the pipe then: this wake-up replaces those for its parts and its end.
-            await asyncio.wait([self._status], timeout=_SMALL_WITHIN_S)
+            # Once the child has ended, all of its reply is in the pipe: one wake-up replaces those for the parts of the reply and for its end.
+            if self._stdin is not None:
+                await self._wait_for_progress(self._wait_for_status)  # It has no content to send, so its reply fits into the pipe.
+            else:
+                await asyncio.wait([self._status], timeout=_SMALL_WITHIN_S)
             await self._send_content()
             status = await asyncio.wait_for(asyncio.shield(self._status), self._stall_s)
             self._send_end(status)
@@ -204,14 +210,30 @@ class FileOperation:
             raise Refused("internal", "the file operation wrote more than the %d bytes of the file" % self._size_bytes)
 
     async def _wait_for_output(self) -> None:
-        """Wait until the child has written something, or made no progress for too long. The time that it waits for content of the service does not count."""
+        """Wait until the child has written something."""
         if self._stdin is None:
             self._record_progress()  # until now, the child may have waited for the agent to read
+        await self._wait_for_progress(self._process.wait_for_output)
+
+    async def _wait_for_status(self, timeout_s: float) -> bool:
+        """Wait until the child has ended. Returns False if that takes more than `timeout_s` seconds."""
+        await asyncio.wait([self._status], timeout=timeout_s)
+        return self._status.done()
+
+    async def _wait_for_progress(self, wait: Callable[[float], Awaitable[bool]]) -> None:
+        """Wait for something that the child does. The time that it waits for content of the service does not count.
+
+        Args:
+            wait: waits for it, for so many seconds at most, and returns whether it has happened.
+
+        Raises:
+            asyncio.TimeoutError: the child has made no progress for too long.
+        """
         while True:
             left_s = self._stall_s if self._waits_for_service else self._progress_at + self._stall_s - self._loop.time()
             if left_s <= 0:
                 raise asyncio.TimeoutError
-            if await self._process.wait_for_output(left_s):
+            if await wait(left_s):
                 return
 
     def _check_header(self) -> None:

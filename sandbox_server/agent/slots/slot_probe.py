@@ -32,6 +32,9 @@ class _Question:
         self.process = SlotProcess(runtime, drains, [self._reply], self)
         self.header: asyncio.Future[dict[str, Any]] = asyncio.get_event_loop().create_future()
 
+    def on_still_running(self) -> None:
+        """See `ProcessListener`."""
+
     def on_output(self) -> None:
         """See `ProcessListener`."""
 

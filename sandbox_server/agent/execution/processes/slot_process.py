@@ -37,6 +37,9 @@ class Writable(Protocol):
 class ProcessListener(Protocol):
     """Receives what happens to one `SlotProcess`."""
 
+    def on_still_running(self) -> None:
+        """The process has not ended at once. Called at most once, and not where the owner reads the output."""
+
     def on_output(self) -> None:
         """Some output was read."""
 
@@ -140,7 +143,7 @@ class SlotProcess:
         if stdin_fd >= 0:
             self.stdin = StdinPipe(stdin_fd)
         if not self._is_pulled:
-            # Most commands end before this timer expires, and are spared the cost of registering their pipes with the event loop.
+            # Most commands end before this timer expires, and are spared the cost of registering their pipes with the event loop, and of other timers.
             self._watch_timer = self._loop.call_later(_WATCH_OUTPUT_AFTER_S, self._watch_output)
 
     def _start_with_terminal(self, spec: SpawnSpec) -> None:
@@ -186,6 +189,7 @@ class SlotProcess:
             if fd >= 0:
                 self._loop.add_reader(fd, self._read_some, index, _READ_BYTES)
         self._watch_timer = None
+        self._listener.on_still_running()
 
     def _read_some(self, index: int, most_bytes: int) -> None:
         fd = self._output_fds[index]
