@@ -50,6 +50,10 @@ def receive_message(sock: socket.socket, most_bytes: int) -> Tuple[bytes, List[i
     return data, fds
 
 
+def _ignore_signal(number: int, frame: object) -> None:
+    """Do nothing: the signal is to wake the loop, for which it needs a handler."""
+
+
 class Init:
     """The main loop of the first process of a slot.
 
@@ -101,7 +105,7 @@ class Init:
 
     def serve_forever(self) -> NoReturn:
         """Handle requests and reap processes until the agent ends."""
-        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        signal.signal(signal.SIGCHLD, _ignore_signal)
         signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)
         poll = select.poll()
         control = self._sock.fileno()
