@@ -15,7 +15,7 @@ from sandbox_server.agent.init.c_library import libc
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, Mapping, Sequence
+    from typing import Any, Dict, Mapping, Sequence
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_CAPBSET_READ, _PR_CAPBSET_DROP = 1, 4, 22, 23, 24
 _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
@@ -30,6 +30,7 @@ CAP_DAC_READ_SEARCH, CAP_SETGID, CAP_SETUID, CAP_NET_ADMIN = 1 << 2, 1 << 6, 1 <
 CAP_SYS_CHROOT, CAP_SYS_ADMIN, CAP_SETFCAP = 1 << 18, 1 << 21, 1 << 31
 _MOST_CAPABILITIES = 64
 _INSTRUCTION_BYTES = 8
+_READ = os.O_RDONLY | os.O_CLOEXEC
 _STATUS_BYTES = 2048  # more than /proc/self/status has, unless the process is in very many groups
 
 
@@ -37,6 +38,7 @@ class _Filter(ctypes.Structure):
     _fields_ = [("len", ctypes.c_ushort), ("filter", ctypes.c_char_p)]
 
 
+_prepared_filters: Dict[bytes, _Filter] = {}
 _CAPABILITY_HEADER, _LANDLOCK_RULES = struct.Struct("Ii"), struct.Struct("QQQ")
 _CAPABILITY_SETS = struct.Struct("6I")  # Effective, permitted and inheritable, of the lower 32 capabilities and then of the others.
 
@@ -86,8 +88,17 @@ def confine_process(program: bytes, *, is_shared: bool) -> None:
     forbid_new_privileges()
     if not is_shared:
         separate_abstract_sockets()
-    whole = _Filter(len(program) // _INSTRUCTION_BYTES, program)
+    whole = _prepared_filters.get(program) or _make_filter(program)
     _prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(whole))
+
+
+def prepare_filter(program: bytes) -> None:
+    """Make now what `confine_process` hands to the kernel for this filter, so that inits share the memory for it."""
+    _prepared_filters[program] = _make_filter(program)
+
+
+def _make_filter(program: bytes) -> _Filter:
+    return _Filter(len(program) // _INSTRUCTION_BYTES, program)
 
 
 def can_separate_abstract_sockets() -> bool:
@@ -217,7 +228,7 @@ def _find_field(status: bytes, name: bytes) -> bytes:
 
 
 def _read_own_status() -> bytes:
-    fd = os.open("/proc/self/status", os.O_RDONLY | os.O_CLOEXEC)
+    fd = os.open("/proc/self/status", _READ)
     try:
         status = b""
         while True:

@@ -11,11 +11,11 @@ import _socket as socket
 import ctypes
 import fcntl
 import gc
-import marshal
 import os
 import select
 import struct
 import sys
+from marshal import loads
 
 from sandbox_server.agent.init import init, priority, private_mounts, privileges, read_only_mounts, spawned_trees
 from sandbox_server.agent.init.reports import FAILED, REPORT
@@ -35,6 +35,7 @@ _CONTROL_FD, _OOM_FD = 3, 4
 #: What an init runs until it is ready, and the types whose instances it uses.
 _MODULES = (init, priority, private_mounts, privileges, read_only_mounts, spawned_trees, slot_view, system_calls, sys.modules[__name__])
 _TYPES = (socket.socket, ctypes.CDLL, struct.Struct, bytes, str, dict, list, init.Init, spawned_trees.SpawnedTrees, type(select.poll()))
+_HEADER_BYTES = REQUEST.size
 _SET_UP = 0  # The number of the request that sets the template up.
 
 
@@ -125,7 +126,7 @@ class Template:
             text = b""
             try:
                 if self._machine_fd >= 0:
-                    fds[1:1] = self._open_mounts(marshal.loads(data[REQUEST.size :])["folders"])
+                    fds[1:1] = self._open_mounts(loads(data[_HEADER_BYTES:])["folders"])
                 result = system_calls.fork_sibling(namespaces)
             except OSError as error:
                 result, text = -(error.errno or 1), (error.strerror or str(error)).encode("utf-8", "replace")
@@ -161,7 +162,7 @@ class Template:
         os.dup2(fds[0], _CONTROL_FD, False)  # This closes the socket of the template.
         control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, _CONTROL_FD)
         try:
-            request = marshal.loads(data[REQUEST.size :])
+            request = loads(data[_HEADER_BYTES:])
             first_join = len(fds) - request["joins"]
             oom_fd = slot_view.enter_slot(request, fds[1:first_join], fds[first_join:], self._controls)
             init.run_init(control, _keep_descriptor_of_oom_score(oom_fd), is_forked=True)
@@ -187,12 +188,15 @@ def main() -> NoReturn:
     data, _ = _receive(sock)
     if not data:
         os._exit(0)
+    request = loads(data[_HEADER_BYTES:])
     try:
         template = Template(sock, slot_view.list_read_only_controls(), machine_fd, own_fd)
-        _confine_template(marshal.loads(data[REQUEST.size :]))
+        _confine_template(request)
     except OSError as error:
         sock.send(ANSWER.pack(_SET_UP, -(error.errno or 1)) + str(error).encode())
         os._exit(1)
+    for program in request["filters"]:
+        privileges.prepare_filter(program)
     shared_memory.remember_attributes(_MODULES, _TYPES)
     gc.collect()
     gc.freeze()  # The collector then writes nothing to the memory that all inits share.

@@ -93,7 +93,7 @@ class TemplateProcess:
         """Send the template its settings, and wait until it can fork inits.
 
         Args:
-            request: see `template._confine_template`.
+            request: see `start_template`, with `parent`.
 
         Raises:
             StartFailed: it could not set itself up; the text says why.
@@ -222,7 +222,7 @@ async def start_template(
     Args:
         python: the interpreter, as the template sees it.
         lib: the folder with the code of the template, as the template sees it.
-        request: how the template confines itself, see `template._confine_template`, without `parent`.
+        request: how the template confines itself, see `template._confine_template`, without `parent`; `filters`: the system call filters of its slots.
         environment: the environment variables of the template. The interpreter ignores all but those of the dynamic linker.
         launcher: joins a mount namespace before the template is executed; None if the template sees what the agent sees.
 
