@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import _socket as socket
 import errno
-import marshal
 import os
 import select
 import struct
 import sys
 import time
+from marshal import loads
 
 from sandbox_server.agent.init import privileges, ptrace_detach
 from sandbox_server.agent.init.oom_score import SLOT_FLOOR_SCORE, SPAWNED_SCORE
@@ -33,6 +33,7 @@ _ERRNO = struct.Struct("i")
 
 # All signals except those whose handling cannot be changed. A shorter list costs more: the C library asks the kernel about each signal that is not in it.
 _DEFAULT_SIGNALS = [number for number in range(1, 65) if number not in (9, 19, 32, 33)]
+_READ_AND_WRITE, _WRITE = os.O_RDWR | os.O_CLOEXEC, os.O_WRONLY | os.O_CLOEXEC
 _CLOCK_BOOTTIME = 7  # The clock of the start times in /proc/PID/stat.
 _TICKS = os.sysconf("SC_CLK_TCK")
 _OOM_SCORE_OF_SPAWNED, _OOM_SCORE_OF_INIT = b"%d" % SPAWNED_SCORE, b"%d" % SLOT_FLOOR_SCORE
@@ -51,6 +52,10 @@ def receive_message(sock: socket.socket, most_bytes: int) -> Tuple[bytes, List[i
     return data, fds
 
 
+def _ignore_signal(number: int, frame: object) -> None:
+    """Do nothing: the signal is to wake the loop, for which it needs a handler."""
+
+
 class Init:
     """The main loop of the first process of a slot.
 
@@ -65,7 +70,7 @@ class Init:
         self._config = config
         self._trees = SpawnedTrees(config)
         self._env: Dict[str, str] = config["env"]
-        self._null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
+        self._null = os.open("/dev/null", _READ_AND_WRITE)
         self._privileged = config["mode"] == "uid"
         self._oom_fd = oom_fd
         self._wake_r, self._wake_w = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -102,7 +107,7 @@ class Init:
 
     def serve_forever(self) -> NoReturn:
         """Handle requests and reap processes until the agent ends."""
-        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        signal.signal(signal.SIGCHLD, _ignore_signal)
         signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)
         poll = select.poll()
         control = self._sock.fileno()
@@ -125,7 +130,7 @@ class Init:
         if not data:
             self._end_slot()
         try:
-            request = marshal.loads(data)
+            request = loads(data)
             if request["op"] == "large":
                 request = _read_large(fds.pop(0))
             self._handle_request(request, fds)
@@ -308,7 +313,7 @@ def _read_large(fd: int) -> Dict[str, Any]:
         data = b""
         while len(data) < size:
             data += os.pread(fd, size - len(data), len(data))
-        request: Dict[str, Any] = marshal.loads(data)
+        request: Dict[str, Any] = loads(data)
         return request
     finally:
         os.close(fd)
@@ -319,7 +324,7 @@ def _apply_config(config: Mapping[str, Any], is_forked: bool) -> None:
         signal.signal(number, signal.SIG_IGN)
     # Without a handler, the kernel does not deliver a SIGINT from the slot to the first process of its pid namespace.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    null = os.open("/dev/null", os.O_RDWR)
+    null = os.open("/dev/null", _READ_AND_WRITE)
     for fd in (0, 1, 2):
         os.dup2(null, fd)
     os.close(null)
@@ -360,7 +365,7 @@ def _apply_config(config: Mapping[str, Any], is_forked: bool) -> None:
 def open_oom_adjustment() -> int:
     """Return a descriptor of `oom_score_adj` of this process, or -1 if it cannot be written."""
     try:
-        return os.open("/proc/self/oom_score_adj", os.O_WRONLY | os.O_CLOEXEC)
+        return os.open("/proc/self/oom_score_adj", _WRITE)
     except OSError:
         return -1  # /proc is read-only: the kernel chooses which process to kill without this score.
 
@@ -382,7 +387,7 @@ def run_init(sock: socket.socket, oom_fd: int = -1, is_forked: bool = False) -> 
         is_forked: whether the template has forked this process, which has therefore inherited an empty capability bounding set.
     """
     data, _ = receive_message(sock, CONFIG_BYTES)
-    config = marshal.loads(data)
+    config = loads(data)
     try:
         for joined in config["join"]:
             os.write(joined, b"0")

@@ -9,15 +9,15 @@ import ctypes
 import errno
 import os
 
+from sandbox_server.agent.init.c_library import libc
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Mapping
+    from typing import Mapping, NoReturn
 
 FAILURE_PREFIX = "private mounts: "
 _CLONE_NEWNS, _CLONE_NEWIPC = 0x00020000, 0x08000000
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND, _MS_REC, _MS_SLAVE = 2, 4, 8, 0x1000, 0x4000, 0x80000
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def mount_private_folders(sources: Mapping[str, str], owner_uid: int) -> None:
@@ -31,7 +31,8 @@ def mount_private_folders(sources: Mapping[str, str], owner_uid: int) -> None:
     Raises:
         OSError: the kernel does not permit it; the text begins with `FAILURE_PREFIX`. The process may then be in a partial state and must end.
     """
-    _check("unshare", _libc.unshare(_CLONE_NEWNS | _CLONE_NEWIPC))
+    if libc.unshare(_CLONE_NEWNS | _CLONE_NEWIPC) != 0:
+        _raise_error("unshare")
     # Later mounts of the machine appear in this namespace, but the mounts of this namespace do not appear on the machine.
     mount("none", "/", None, _MS_REC | _MS_SLAVE)
     for folder, source in sources.items():
@@ -61,11 +62,17 @@ def mount(source: str, target: str, kind: str | None, flags: int, options: str |
     Raises:
         OSError: the kernel refused; the text begins with `FAILURE_PREFIX` and names the target.
     """
-    words = [os.fsencode(word) if word is not None else None for word in (source, target, kind, options)]
-    _check("mount on " + target, _libc.mount(words[0], words[1], words[2], ctypes.c_ulong(flags), words[3]))
-
-
-def _check(system_call: str, result: int) -> None:
+    result = libc.mount(
+        source.encode("utf-8", "surrogateescape"),
+        target.encode("utf-8", "surrogateescape"),
+        kind.encode() if kind is not None else None,
+        flags,
+        options.encode("utf-8", "surrogateescape") if options is not None else None,
+    )
     if result != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, "%s%s: %s" % (FAILURE_PREFIX, system_call, os.strerror(number)))
+        _raise_error("mount on " + target)
+
+
+def _raise_error(system_call: str) -> NoReturn:
+    number = ctypes.get_errno()
+    raise OSError(number, "%s%s: %s" % (FAILURE_PREFIX, system_call, os.strerror(number)))

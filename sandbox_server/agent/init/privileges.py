@@ -8,6 +8,10 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import resource
+import struct
+
+from sandbox_server.agent.init.c_library import libc
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -26,15 +30,17 @@ CAP_DAC_READ_SEARCH, CAP_SETGID, CAP_SETUID, CAP_NET_ADMIN = 1 << 2, 1 << 6, 1 <
 CAP_SYS_CHROOT, CAP_SYS_ADMIN, CAP_SETFCAP = 1 << 18, 1 << 21, 1 << 31
 _MOST_CAPABILITIES = 64
 _INSTRUCTION_BYTES = 8
+_READ = os.O_RDONLY | os.O_CLOEXEC
+_STATUS_BYTES = 2048  # more than /proc/self/status has, unless the process is in very many groups
 
 
 class _Filter(ctypes.Structure):
     _fields_ = [("len", ctypes.c_ushort), ("filter", ctypes.c_char_p)]
 
 
-# Made once: ctypes forgets a type of arrays that nothing refers to, and to make one again changes memory that slots could share.
-_CapabilityHeader, _CapabilitySets, _LandlockRules = ctypes.c_uint32 * 2, ctypes.c_uint32 * 6, ctypes.c_uint64 * 3
-_libc = ctypes.CDLL(None, use_errno=True)
+_prepared_filters: Dict[bytes, _Filter] = {}
+_CAPABILITY_HEADER, _LANDLOCK_RULES = struct.Struct("Ii"), struct.Struct("QQQ")
+_CAPABILITY_SETS = struct.Struct("6I")  # Effective, permitted and inheritable, of the lower 32 capabilities and then of the others.
 
 
 def _check(system_call: str, result: int) -> None:
@@ -43,9 +49,9 @@ def _check(system_call: str, result: int) -> None:
         raise OSError(number, "%s: %s" % (system_call, os.strerror(number)))
 
 
-def _prctl(option: int, argument: int, pointer: int = 0) -> None:
-    arguments = (ctypes.c_ulong(argument), ctypes.c_void_p(pointer), ctypes.c_ulong(0), ctypes.c_ulong(0))
-    _check("prctl %d" % option, _libc.prctl(ctypes.c_int(option), *arguments))
+def _prctl(option: int, argument: int, pointer: Any = 0) -> None:
+    if libc.prctl(option, argument, pointer, 0, 0) != 0:
+        _check("prctl %d" % option, -1)
 
 
 def die_with_parent(number: int) -> None:
@@ -82,13 +88,22 @@ def confine_process(program: bytes, *, is_shared: bool) -> None:
     forbid_new_privileges()
     if not is_shared:
         separate_abstract_sockets()
-    whole = _Filter(len(program) // _INSTRUCTION_BYTES, program)
-    _prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(whole))
+    whole = _prepared_filters.get(program) or _make_filter(program)
+    _prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(whole))
+
+
+def prepare_filter(program: bytes) -> None:
+    """Make now what `confine_process` hands to the kernel for this filter, so that inits share the memory for it."""
+    _prepared_filters[program] = _make_filter(program)
+
+
+def _make_filter(program: bytes) -> _Filter:
+    return _Filter(len(program) // _INSTRUCTION_BYTES, program)
 
 
 def can_separate_abstract_sockets() -> bool:
     """Return whether the kernel can do what `separate_abstract_sockets` asks for."""
-    version = _libc.syscall(_LANDLOCK_CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(_LANDLOCK_RETURN_VERSION))
+    version = libc.syscall(_LANDLOCK_CREATE_RULESET, None, 0, _LANDLOCK_RETURN_VERSION)
     return bool(version >= _LANDLOCK_VERSION_WITH_SCOPES)
 
 
@@ -105,13 +120,13 @@ def separate_abstract_sockets() -> bool:
     """
     if not can_separate_abstract_sockets():
         return False
-    attributes = _LandlockRules(0, 0, _LANDLOCK_SCOPE_ABSTRACT_SOCKETS)  # no rules for files, none for ports
-    ruleset = _libc.syscall(_LANDLOCK_CREATE_RULESET, attributes, ctypes.c_size_t(ctypes.sizeof(attributes)), ctypes.c_uint32(0))
+    attributes = _LANDLOCK_RULES.pack(0, 0, _LANDLOCK_SCOPE_ABSTRACT_SOCKETS)  # no rules for files, none for ports
+    ruleset = libc.syscall(_LANDLOCK_CREATE_RULESET, attributes, len(attributes), 0)
     if ruleset < 0:
         number = ctypes.get_errno()
         raise OSError(number, "landlock_create_ruleset: %s" % os.strerror(number))
     try:
-        _check("landlock_restrict_self", _libc.syscall(_LANDLOCK_RESTRICT_SELF, ctypes.c_int(ruleset), ctypes.c_uint32(0)))
+        _check("landlock_restrict_self", libc.syscall(_LANDLOCK_RESTRICT_SELF, ruleset, 0))
     finally:
         os.close(ruleset)
     return True
@@ -119,24 +134,23 @@ def separate_abstract_sockets() -> bool:
 
 def set_capabilities(mask: int) -> None:
     """Set the effective and permitted capabilities to this mask, and make none inheritable."""
-    header = _CapabilityHeader(_CAPABILITY_VERSION_3, 0)
     low, high = mask & 0xFFFFFFFF, mask >> 32
-    sets = _CapabilitySets(low, low, 0, high, high, 0)
-    _check("capset", _libc.capset(header, sets))
+    sets = _CAPABILITY_SETS.pack(low, low, 0, high, high, 0)
+    _check("capset", libc.capset(_CAPABILITY_HEADER.pack(_CAPABILITY_VERSION_3, 0), sets))
 
 
 def permitted_capabilities() -> int:
     """Return the mask of the capabilities that this process may use."""
-    header = _CapabilityHeader(_CAPABILITY_VERSION_3, 0)
-    sets = _CapabilitySets()  # Effective, permitted and inheritable, of the lower 32 capabilities and then of the others.
-    _check("capget", _libc.capget(header, sets))
-    return sets[1] | sets[4] << 32
+    sets = ctypes.create_string_buffer(_CAPABILITY_SETS.size)
+    _check("capget", libc.capget(_CAPABILITY_HEADER.pack(_CAPABILITY_VERSION_3, 0), sets))
+    _, low, _, _, high, _ = _CAPABILITY_SETS.unpack(sets.raw)
+    return int(low | high << 32)
 
 
 def empty_bounding_set() -> None:
     """Empty the capability bounding set, so that no program that is executed later can gain a capability. A set that is empty already needs no privilege."""
     for number in range(_MOST_CAPABILITIES):
-        held = _libc.prctl(ctypes.c_int(_PR_CAPBSET_READ), ctypes.c_ulong(number), ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0))
+        held = libc.prctl(_PR_CAPBSET_READ, number, 0, 0, 0)
         if held < 0:
             return  # The kernel has no capability with this number.
         if held:
@@ -169,8 +183,6 @@ def assume_effective_uid(uid: int, helper_uid: int) -> None:
 
 def set_resource_limits(limits: Mapping[str, int]) -> None:
     """Set soft and hard resource limits by name. A value above the present hard limit is reduced to it."""
-    import resource
-
     for name, value in limits.items():
         number = getattr(resource, name)
         hard = resource.getrlimit(number)[1]
@@ -190,22 +202,39 @@ def check_privileges_dropped(config: Mapping[str, Any]) -> None:
     """
     status = _read_own_status()
     for name in (b"CapEff", b"CapPrm", b"CapInh", b"CapAmb"):
-        if int(status[name], 16) != 0:
-            raise OSError(errno.EPERM, "init still holds capabilities: %s %s" % (name.decode(), status[name].decode().strip()))
-    if status[b"NoNewPrivs"].strip() != b"1" or status[b"Seccomp"].strip() != b"2":
+        if int(_find_field(status, name), 16) != 0:
+            raise OSError(errno.EPERM, "init still holds capabilities: %s %s" % (name.decode(), _find_field(status, name).decode()))
+    if _find_field(status, b"NoNewPrivs") != b"1" or _find_field(status, b"Seccomp") != b"2":
         raise OSError(errno.EPERM, "no_new_privs or the system call filter is not in force")
-    if config["mode"] == "bwrap" and int(status[b"CapBnd"], 16) != 0:
-        raise OSError(errno.EPERM, "the capability bounding set of init is not empty: %s" % status[b"CapBnd"].decode().strip())
-    if config["uid"] is not None and set(status[b"Uid"].split()) != {b"%d" % config["uid"]}:
+    if config["mode"] == "bwrap" and int(_find_field(status, b"CapBnd"), 16) != 0:
+        raise OSError(errno.EPERM, "the capability bounding set of init is not empty: %s" % _find_field(status, b"CapBnd").decode())
+    if config["uid"] is not None and set(_find_field(status, b"Uid").split()) != {b"%d" % config["uid"]}:
         raise OSError(errno.EPERM, "init does not run as uid %d" % config["uid"])
-    if config["uid"] is not None and {int(word) for word in status[b"Groups"].split()} != set(config["groups"]):
-        raise OSError(errno.EPERM, "init has the wrong supplementary groups: %s" % status[b"Groups"].decode().strip())
+    if config["uid"] is not None and set(map(int, _find_field(status, b"Groups").split())) != set(config["groups"]):
+        raise OSError(errno.EPERM, "init has the wrong supplementary groups: %s" % _find_field(status, b"Groups").decode())
 
 
-def _read_own_status() -> Dict[bytes, bytes]:
-    found = {}
-    with open("/proc/self/status", "rb") as file:
-        for line in file:
-            name, _, value = line.partition(b":")
-            found[name] = value
-    return found
+def _find_field(status: bytes, name: bytes) -> bytes:
+    """Return the value of a field of /proc/self/status, without the white space around it.
+
+    Raises:
+        OSError: there is no such field.
+    """
+    start = status.find(b"\n%s:" % name)  # The first field, which none of the checks needs, is the name of the process. It cannot contain a line break.
+    if start < 0:
+        raise OSError(errno.EPERM, "the kernel does not say what the privileges of init are: %s" % name.decode())
+    start += len(name) + 2
+    return status[start : status.index(b"\n", start)].strip()
+
+
+def _read_own_status() -> bytes:
+    fd = os.open("/proc/self/status", _READ)
+    try:
+        status = b""
+        while True:
+            part = os.read(fd, _STATUS_BYTES)
+            if not part:
+                return status
+            status += part
+    finally:
+        os.close(fd)

@@ -12,6 +12,8 @@ import ctypes
 import os
 import struct
 
+from sandbox_server.agent.init.c_library import libc
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import signal
@@ -22,8 +24,6 @@ _PTRACE_DETACH, _PTRACE_GETSIGINFO = 17, 0x4202
 _SIGINFO_BYTES = 128
 _SIGINFO_START = struct.Struct("iii4xi")  # Signal, errno, code, and after the padding on 64-bit machines the pid of the sender.
 _SI_USER = 0
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def has_ended(status: int) -> bool:
@@ -58,4 +58,4 @@ def _sent_by_exec(pid: int) -> bool:
 
 def _ptrace(request: int, pid: int, data: int) -> int:
     """Call ptrace and return its result, which is -1 if the process no longer exists."""
-    return int(_libc.ptrace(ctypes.c_long(request), ctypes.c_long(pid), ctypes.c_void_p(0), ctypes.c_void_p(data)))
+    return int(libc.ptrace(ctypes.c_long(request), ctypes.c_long(pid), ctypes.c_void_p(0), ctypes.c_void_p(data)))

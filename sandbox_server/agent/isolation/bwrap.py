@@ -151,7 +151,7 @@ class BwrapIsolation:
         """Start the first init of this agent, and so find out how inits can be started here. A template that lacks something is tried again later."""
         may_try_again = False
         if self._context.config.slot_start == "auto":
-            template = BwrapTemplate(view, self._context.config.base_dir, self._is_root)
+            template = BwrapTemplate(view, self._context.config.base_dir, self._is_root, self._context.filter)
             try:
                 first = await template.start_init(plan)
             except StartFailed as error:

@@ -35,12 +35,14 @@ class BwrapTemplate:
         view: what all slots see of the machine.
         folder: the folder of the agent.
         is_root: whether this agent runs as root.
+        system_call_filter: the filter of the slots.
     """
 
-    def __init__(self, view: SharedView, folder: str, is_root: bool) -> None:
+    def __init__(self, view: SharedView, folder: str, is_root: bool, system_call_filter: bytes) -> None:
         self._view = view
         self._folder = folder
         self._is_root = is_root
+        self._filter = system_call_filter
         self._numbers = itertools.count(1)
         self._templates = {has_cache: SlotTemplate(self._make_start(has_cache)) for has_cache in (False, True)}
 
@@ -65,7 +67,8 @@ class BwrapTemplate:
             launcher = Launcher(namespace_fds[0], users_fd, base.interpreter(), self._view.lib_dir, library_environment())
             # Every slot gets its own. In a user namespace, a slot can only mount its own /proc where it sees another one.
             unmounts = ("/dev/pts", "/proc") if self._is_root else ("/dev/pts",)
-            request = {"unmounts": unmounts, "capabilities": _CAPABILITIES_OF_ROOT if self._is_root else _CAPABILITIES_OF_USER}
+            capabilities = _CAPABILITIES_OF_ROOT if self._is_root else _CAPABILITIES_OF_USER
+            request = {"unmounts": unmounts, "capabilities": capabilities, "filters": (self._filter,)}
             return await start_template(python, arguments.LIB, request, {"LD_LIBRARY_PATH": library_path} if library_path else {}, launcher)
         finally:
             for fd in namespace_fds:

@@ -67,7 +67,7 @@ class SharedViewStarter:
         self.slot_start = "executed"
 
     async def _start_template(self) -> TemplateProcess:
-        request = {"unmounts": (), "capabilities": _CAPABILITIES}
+        request = {"unmounts": (), "capabilities": _CAPABILITIES, "filters": (self.context.filter, self.context.shared_filter)}
         return await start_template(base.interpreter(), self.context.lib_dir, request, library_environment())
 
     def end_template(self) -> None:

@@ -5,10 +5,11 @@ A slot gets its own folders in this form. No process has to see the folders of a
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
+import struct
 
+from sandbox_server.agent.init.c_library import libc
 from sandbox_server.agent.template.system_calls import check
 
 TYPE_CHECKING = False
@@ -23,9 +24,7 @@ _ATTR_RDONLY, _ATTR_NOSUID, _ATTR_NODEV = 1, 2, 4
 _MS_PRIVATE = 1 << 18
 _PATH_FLAGS = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 
-_MountAttributes = ctypes.c_uint64 * 4
-
-_libc = ctypes.CDLL(None, use_errno=True)
+_MOUNT_ATTRIBUTES = struct.Struct("4Q")  # What is set, what is cleared, the propagation, and a user namespace.
 
 
 def open_detached_mount(path: str, read_only: bool = False, expected: Tuple[int, int] | None = None) -> int:
@@ -46,14 +45,13 @@ def open_detached_mount(path: str, read_only: bool = False, expected: Tuple[int,
             if (info.st_dev, info.st_ino) != expected:
                 raise OSError(errno.ESTALE, "the read-only entry %s of the workspace was replaced" % ascii(os.path.basename(path)))
         flags = _OPEN_TREE_CLONE | os.O_CLOEXEC | _AT_EMPTY_PATH
-        mount_fd = check("open_tree", _libc.syscall(ctypes.c_long(_OPEN_TREE), ctypes.c_int(path_fd), b"", ctypes.c_uint(flags)))
+        mount_fd = check("open_tree", libc.syscall(_OPEN_TREE, path_fd, b"", flags))
     finally:
         os.close(path_fd)
     try:
         attributes = _ATTR_NOSUID | _ATTR_NODEV | (_ATTR_RDONLY if read_only else 0)
-        request = _MountAttributes(attributes, 0, _MS_PRIVATE, 0)  # What is set, what is cleared, the propagation, and a user namespace.
-        arguments = (ctypes.c_int(mount_fd), b"", ctypes.c_uint(_AT_EMPTY_PATH), request, ctypes.c_size_t(ctypes.sizeof(request)))
-        check("mount_setattr", _libc.syscall(ctypes.c_long(_MOUNT_SETATTR), *arguments))
+        request = _MOUNT_ATTRIBUTES.pack(attributes, 0, _MS_PRIVATE, 0)
+        check("mount_setattr", libc.syscall(_MOUNT_SETATTR, mount_fd, b"", _AT_EMPTY_PATH, request, len(request)))
     except OSError:
         os.close(mount_fd)
         raise

@@ -9,6 +9,7 @@ import os
 import sys
 
 from sandbox_server.agent.template import system_calls
+from sandbox_server.agent.template.messages import ENVIRONMENT
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -33,4 +34,4 @@ def main() -> NoReturn:
     system_calls.join_namespace(mounts_fd, system_calls.CLONE_NEWNS)
     if users_fd < 0:
         os.close(mounts_fd)
-    os.execve(argv[0], argv, {"LD_LIBRARY_PATH": library_path} if library_path else {})
+    os.execve(argv[0], argv, {**ENVIRONMENT, **({"LD_LIBRARY_PATH": library_path} if library_path else {})})

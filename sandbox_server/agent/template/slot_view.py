@@ -25,6 +25,7 @@ _CONTROLS = ("/proc/sys", "/proc/sysrq-trigger", "/proc/irq", "/proc/bus")
 #: How many pseudo-terminals a slot may have open. The kernel counts those of all slots together.
 _MAX_PSEUDO_TERMINALS = 64
 _ENTRY_FLAGS = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+_FOLDER_FLAGS, _WRITE = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC, os.O_WRONLY | os.O_CLOEXEC
 
 
 def list_read_only_controls() -> List[str]:
@@ -60,7 +61,7 @@ def enter_slot(request: Mapping[str, Any], mount_fds: Sequence[int], join_fds: S
     system_calls.unshare(system_calls.CLONE_NEWCGROUP)  # only now: the root of the namespace is the group that the process is in
     private_mounts.mount("none", "/", None, _MS_REC | _MS_PRIVATE)
     _mount_proc(controls)
-    own_folder = os.open("/proc/self", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    own_folder = os.open("/proc/self", _FOLDER_FLAGS)
     oom_fd = init.open_oom_adjustment()
     if view["inside_uid"] is not None:
         _map_user(own_folder, 0, 0)
@@ -159,7 +160,7 @@ def _enter_last_user_namespace(own_folder: int, uid: int) -> None:
 
 
 def _write_file(path: str, text: bytes, folder: int | None = None) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC, dir_fd=folder)
+    fd = os.open(path, _WRITE, dir_fd=folder)
     try:
         os.write(fd, text)
     finally:

@@ -8,27 +8,31 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import struct
+
+from sandbox_server.agent.init.c_library import libc
 
 CLONE_PARENT, CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS, CLONE_NEWIPC = 0x8000, 0x20000, 0x2000000, 0x4000000, 0x8000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 _MOVE_MOUNT, _CLONE3, _CLOSE_RANGE = 429, 435, 436
 #: The number of keyctl, which the C library has no function for.
-_KEYCTL = {"x86_64": 250, "aarch64": 219}
+_KEYCTL = {"x86_64": 250, "aarch64": 219}.get(os.uname().machine)
 _KEYCTL_JOIN_SESSION_KEYRING = 1
-_CLONE_ARGS = 8  # Numbers of 64 bits: flags, pidfd, child_tid, parent_tid, exit_signal, stack, stack_size, tls.
+_CLONE_ARGUMENTS = struct.Struct("8Q")  # flags, pidfd, child_tid, parent_tid, exit_signal, stack, stack_size, tls
 _FROM_DESCRIPTOR, _TO_DESCRIPTOR = 0x04, 0x40
-_AT_FDCWD = -100
+_AT_FDCWD = 0xFFFFFFFF & -100  # without its sign, which ctypes finds only after it has raised and caught an error
 _PR_SET_NAME = 15
-_LAST_FD = 0xFFFFFFFF
-_SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1
+_LAST_FD = 0x7FFFFFFF
+_SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 
-_CloneArguments = ctypes.c_uint64 * _CLONE_ARGS
-_InterfaceRequest = ctypes.c_char * 40
-_Flags = ctypes.POINTER(ctypes.c_short)
+_INTERFACE_REQUEST = struct.Struct("16sH22x")  # The name of the interface, and its flags.
 
-_libc = ctypes.CDLL(None, use_errno=True)
 #: The same library, called without releasing the lock of the interpreter, as `os.fork` calls fork.
 _locked_libc = ctypes.PyDLL(None, use_errno=True)
+#: Found now, as in `c_library`.
+_locked_syscall = _locked_libc.syscall
+_before_fork, _after_fork_in_child = ctypes.pythonapi.PyOS_BeforeFork, ctypes.pythonapi.PyOS_AfterFork_Child
+_after_fork_in_parent = ctypes.pythonapi.PyOS_AfterFork_Parent
 
 
 def check(subject: str, result: int) -> int:
@@ -55,15 +59,15 @@ def fork_sibling(namespaces: int) -> int:
     Raises:
         OSError: the kernel has refused the call.
     """
-    arguments = _CloneArguments(namespaces | CLONE_PARENT)
+    arguments = _CLONE_ARGUMENTS.pack(namespaces | CLONE_PARENT, 0, 0, 0, 0, 0, 0, 0)
     # What `os.fork` does before and after the system call.
-    ctypes.pythonapi.PyOS_BeforeFork()
-    pid = int(_locked_libc.syscall(ctypes.c_long(_CLONE3), arguments, ctypes.c_size_t(ctypes.sizeof(arguments))))
+    _before_fork()
+    pid = int(_locked_syscall(_CLONE3, arguments, len(arguments)))
     number = ctypes.get_errno()
     if pid == 0:
-        ctypes.pythonapi.PyOS_AfterFork_Child()
+        _after_fork_in_child()
     else:
-        ctypes.pythonapi.PyOS_AfterFork_Parent()
+        _after_fork_in_parent()
     if pid < 0:
         raise OSError(number, "clone3: %s" % os.strerror(number))
     return pid
@@ -71,12 +75,12 @@ def fork_sibling(namespaces: int) -> int:
 
 def unshare(namespaces: int) -> None:
     """Move this process into new namespaces."""
-    check("unshare", _libc.unshare(ctypes.c_int(namespaces)))
+    check("unshare", libc.unshare(namespaces))
 
 
 def join_namespace(fd: int, kind: int) -> None:
     """Move this process into the namespace of a descriptor of `/proc/PID/ns/*`; `kind` is its `CLONE_NEW*` flag."""
-    check("setns", _libc.setns(ctypes.c_int(fd), ctypes.c_int(kind)))
+    check("setns", libc.setns(fd, kind))
 
 
 def attach_mount(mount_fd: int, target: str, target_fd: int = _AT_FDCWD) -> None:
@@ -88,13 +92,13 @@ def attach_mount(mount_fd: int, target: str, target_fd: int = _AT_FDCWD) -> None
         target_fd: a descriptor of the mount point.
     """
     flags = _FROM_DESCRIPTOR | (0 if target else _TO_DESCRIPTOR)
-    arguments = (ctypes.c_int(mount_fd), b"", ctypes.c_int(target_fd), os.fsencode(target), ctypes.c_uint(flags))
-    check("move_mount on %s" % (target or "an entry"), _libc.syscall(ctypes.c_long(_MOVE_MOUNT), *arguments))
+    result = libc.syscall(_MOVE_MOUNT, mount_fd, b"", target_fd, target.encode("utf-8", "surrogateescape"), flags)
+    check("move_mount on %s" % (target or "an entry"), result)
 
 
 def close_from(first_fd: int) -> None:
     """Close all descriptors from this one on."""
-    check("close_range", _libc.syscall(ctypes.c_long(_CLOSE_RANGE), ctypes.c_uint(first_fd), ctypes.c_uint(_LAST_FD), ctypes.c_uint(0)))
+    check("close_range", libc.syscall(_CLOSE_RANGE, first_fd, _LAST_FD, 0))
 
 
 def join_new_session_keyring(needs_new: bool) -> None:
@@ -107,11 +111,10 @@ def join_new_session_keyring(needs_new: bool) -> None:
     Raises:
         OSError: the kernel has refused it.
     """
-    number = _KEYCTL.get(os.uname().machine)
-    if number is None:
+    if _KEYCTL is None:
         return
     accepted = (errno.ENOSYS, errno.EPERM) if needs_new else (errno.ENOSYS, errno.EPERM, errno.EDQUOT)
-    if _libc.syscall(ctypes.c_long(number), ctypes.c_int(_KEYCTL_JOIN_SESSION_KEYRING), None) < 0 and ctypes.get_errno() not in accepted:
+    if libc.syscall(_KEYCTL, _KEYCTL_JOIN_SESSION_KEYRING, None) < 0 and ctypes.get_errno() not in accepted:
         check("keyctl", -1)
 
 
@@ -121,24 +124,24 @@ def set_file_uid(uid: int) -> None:
     Raises:
         OSError: the kernel has refused it.
     """
-    _libc.setfsuid(ctypes.c_uint(uid))
-    if _libc.setfsuid(ctypes.c_uint(0xFFFFFFFF)) != uid:  # The call reports no errors: it returns the previous value.
+    libc.setfsuid(uid)
+    if libc.setfsuid(-1) != uid:  # The call reports no errors: it returns the previous value.
         raise OSError(errno.EPERM, "setfsuid: %s" % os.strerror(errno.EPERM))
 
 
 def set_host_name(name: bytes) -> None:
     """Set the host name of this UTS namespace."""
-    check("sethostname", _libc.sethostname(name, ctypes.c_size_t(len(name))))
+    check("sethostname", libc.sethostname(name, len(name)))
 
 
 def set_process_name(name: bytes) -> None:
     """Set the name of this process as `ps` shows it, of at most 15 bytes."""
-    check("prctl", _libc.prctl(ctypes.c_int(_PR_SET_NAME), ctypes.c_char_p(name), ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0)))
+    check("prctl", libc.prctl(_PR_SET_NAME, name, 0, 0, 0))
 
 
 def unmount(target: str) -> None:
     """Detach the mount on a path, and all mounts below it."""
-    check("umount of %s" % target, _libc.umount2(os.fsencode(target), ctypes.c_int(2)))
+    check("umount of %s" % target, libc.umount2(os.fsencode(target), 2))
 
 
 def start_loopback(socket_fd: int) -> None:
@@ -147,9 +150,5 @@ def start_loopback(socket_fd: int) -> None:
     Args:
         socket_fd: any internet socket in this network namespace.
     """
-    request = _InterfaceRequest()
-    request.value = b"lo"
-    check("the flags of lo", _libc.ioctl(ctypes.c_int(socket_fd), ctypes.c_ulong(_SIOCGIFFLAGS), request))
-    flags = ctypes.cast(ctypes.addressof(request) + 16, _Flags)
-    flags[0] |= _IFF_UP
-    check("starting lo", _libc.ioctl(ctypes.c_int(socket_fd), ctypes.c_ulong(_SIOCSIFFLAGS), request))
+    # A new interface has no other flags that can be set.
+    check("starting lo", libc.ioctl(socket_fd, _SIOCSIFFLAGS, _INTERFACE_REQUEST.pack(b"lo", _IFF_UP)))

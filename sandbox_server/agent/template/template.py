@@ -8,17 +8,18 @@ process that it forks. The parent of this process is the agent, which so learns 
 from __future__ import annotations
 
 import _socket as socket
+import ctypes
 import fcntl
 import gc
-import marshal
 import os
+import select
 import struct
 import sys
+from marshal import loads
 
-from sandbox_server.agent.init import init, privileges
-from sandbox_server.agent.init.priority import take_ordinary_priority
+from sandbox_server.agent.init import init, priority, private_mounts, privileges, read_only_mounts, spawned_trees
 from sandbox_server.agent.init.reports import FAILED, REPORT
-from sandbox_server.agent.template import detached_mounts, slot_view, system_calls
+from sandbox_server.agent.template import detached_mounts, shared_memory, slot_view, system_calls
 from sandbox_server.agent.template.messages import ANSWER, MAX_DESCRIPTORS, MESSAGE_BYTES, REQUEST
 
 TYPE_CHECKING = False
@@ -31,6 +32,10 @@ else:
     import _signal as signal  # `signal` would import `enum`, for which every slot would need memory
 
 _CONTROL_FD, _OOM_FD = 3, 4
+#: What an init runs until it is ready, and the types whose instances it uses.
+_MODULES = (init, priority, private_mounts, privileges, read_only_mounts, spawned_trees, slot_view, system_calls, sys.modules[__name__])
+_TYPES = (socket.socket, ctypes.CDLL, struct.Struct, bytes, str, dict, list, init.Init, spawned_trees.SpawnedTrees, type(select.poll()))
+_HEADER_BYTES = REQUEST.size
 _SET_UP = 0  # The number of the request that sets the template up.
 
 
@@ -40,14 +45,6 @@ def _receive(sock: socket.socket) -> Tuple[bytes, List[int]]:
     for _, _, packed in ancillary:
         fds += struct.unpack("%di" % (len(packed) // 4), packed[: len(packed) // 4 * 4])
     return data, fds
-
-
-def _import_what_inits_need() -> None:
-    """Import now what an init, or a child that it forks for a file operation, would import later. All of them then share its memory and need no time for it."""
-    import resource  # noqa: F401
-
-    from sandbox_server.agent.init import private_mounts, read_only_mounts  # noqa: F401
-    from sandbox_server.agent.inslot import child, files, search, transfer  # noqa: F401
 
 
 def _confine_template(request: Mapping[str, Any]) -> None:
@@ -77,17 +74,28 @@ def _confine_template(request: Mapping[str, Any]) -> None:
     privileges.forbid_new_privileges()
 
 
-def _move_descriptors(control_fd: int, oom_fd: int) -> int:
-    """Move the control socket to `_CONTROL_FD` and the descriptor of `oom_score_adj`, if there is one, behind it, and close all others. Returns the latter."""
-    above = _OOM_FD + 1
-    control_copy = fcntl.fcntl(control_fd, fcntl.F_DUPFD_CLOEXEC, above)  # First above both numbers, because either may lie where the other one goes.
-    oom_copy = fcntl.fcntl(oom_fd, fcntl.F_DUPFD_CLOEXEC, above) if oom_fd >= 0 else -1
-    os.dup2(control_copy, _CONTROL_FD, False)
-    if oom_copy < 0:
+def _arrange_descriptors(fds: Sequence[int]) -> None:
+    """Move the socket of the agent to `_CONTROL_FD` and the other descriptors behind it, and close all others but the standard streams.
+
+    So what is opened later has a higher number, and an init only replaces the socket by its own.
+
+    Args:
+        fds: the socket, and the descriptors of namespaces.
+    """
+    end = _CONTROL_FD + len(fds)
+    copies = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, end) for fd in fds]  # First above all numbers, because one may lie where another one goes.
+    for number, fd in enumerate(copies, _CONTROL_FD):
+        os.dup2(fd, number, False)
+    system_calls.close_from(end)
+
+
+def _keep_descriptor_of_oom_score(oom_fd: int) -> int:
+    """Close all descriptors but the standard streams, the control socket, and that of `oom_score_adj` if there is one. Returns the latter, or -1."""
+    if oom_fd < 0:
         system_calls.close_from(_CONTROL_FD + 1)
         return -1
-    os.dup2(oom_copy, _OOM_FD, False)
-    system_calls.close_from(above)
+    os.dup2(oom_fd, _OOM_FD, False)
+    system_calls.close_from(_OOM_FD + 1)
     return _OOM_FD
 
 
@@ -118,7 +126,7 @@ class Template:
             text = b""
             try:
                 if self._machine_fd >= 0:
-                    fds[1:1] = self._open_mounts(marshal.loads(data[REQUEST.size :])["folders"])
+                    fds[1:1] = self._open_mounts(loads(data[_HEADER_BYTES:])["folders"])
                 result = system_calls.fork_sibling(namespaces)
             except OSError as error:
                 result, text = -(error.errno or 1), (error.strerror or str(error)).encode("utf-8", "replace")
@@ -151,15 +159,13 @@ class Template:
 
     def _run_init(self, data: bytes, fds: List[int]) -> NoReturn:
         """Become the init of a slot, in the forked process."""
-        control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, fds[0])
+        os.dup2(fds[0], _CONTROL_FD, False)  # This closes the socket of the template.
+        control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, _CONTROL_FD)
         try:
-            self._sock.close()
-            request = marshal.loads(data[REQUEST.size :])
+            request = loads(data[_HEADER_BYTES:])
             first_join = len(fds) - request["joins"]
             oom_fd = slot_view.enter_slot(request, fds[1:first_join], fds[first_join:], self._controls)
-            oom_fd = _move_descriptors(control.detach(), oom_fd)
-            control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, _CONTROL_FD)
-            init.run_init(control, oom_fd, is_forked=True)
+            init.run_init(control, _keep_descriptor_of_oom_score(oom_fd), is_forked=True)
         except BaseException as error:  # The forked process must never return into the loop of the template, and the agent must learn the reason.
             number = error.errno or 0 if isinstance(error, OSError) else 0
             text = error.strerror or str(error) if isinstance(error, OSError) else "%s: %s" % (type(error).__name__, error)
@@ -173,23 +179,25 @@ def main() -> NoReturn:
 
     The arguments are the descriptor of the socket and, if there is one, those of the mount namespace of the machine and of its own, see `Template`.
     """
-    take_ordinary_priority()
+    priority.take_ordinary_priority()
     system_calls.set_process_name(b"slot-template")
-    fd, machine_fd, own_fd = (*map(int, sys.argv[1:]), -1, -1)[:3]
-    for inherited in (fd, machine_fd, own_fd):
-        if inherited >= 0:
-            os.set_inheritable(inherited, False)
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, fd)
+    inherited = list(map(int, sys.argv[1:]))
+    _arrange_descriptors(inherited)
+    machine_fd, own_fd = (_CONTROL_FD + 1, _CONTROL_FD + 2) if len(inherited) > 1 else (-1, -1)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET, 0, _CONTROL_FD)
     data, _ = _receive(sock)
     if not data:
         os._exit(0)
-    _import_what_inits_need()
+    request = loads(data[_HEADER_BYTES:])
     try:
         template = Template(sock, slot_view.list_read_only_controls(), machine_fd, own_fd)
-        _confine_template(marshal.loads(data[REQUEST.size :]))
+        _confine_template(request)
     except OSError as error:
         sock.send(ANSWER.pack(_SET_UP, -(error.errno or 1)) + str(error).encode())
         os._exit(1)
+    for program in request["filters"]:
+        privileges.prepare_filter(program)
+    shared_memory.remember_attributes(_MODULES, _TYPES)
     gc.collect()
     gc.freeze()  # The collector then writes nothing to the memory that all inits share.
     sock.send(ANSWER.pack(_SET_UP, os.getpid()))

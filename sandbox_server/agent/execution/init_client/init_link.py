@@ -13,7 +13,7 @@ from typing import Any, Callable, Protocol, Sequence
 from sandbox_server.agent.errors import StartFailed
 from sandbox_server.agent.execution.init_client.descriptors import TEMPORARY_ERRORS
 from sandbox_server.agent.execution.init_client.init_sender import InitSender
-from sandbox_server.agent.init.reports import EXITED, FAILED, MOVED, READY, REFUSED, REPORT, REQUEST_BYTES, SIGNALLED
+from sandbox_server.agent.init.reports import EXITED, FAILED, MARSHAL_VERSION, MOVED, READY, REFUSED, REPORT, REQUEST_BYTES, SIGNALLED
 
 _CREDENTIALS = struct.Struct("iII")
 _LARGE_CONFIG_BYTES, _LARGE_REQUEST_BYTES = 100_000, REQUEST_BYTES - 1000  # longer ones are sent as files in memory
@@ -238,11 +238,11 @@ class InitLink:
     def _send_request(
         self, request: dict[str, Any], fds: Sequence[int], number: int, on_unsent: Callable[[int], None], most_bytes: int = _LARGE_REQUEST_BYTES
     ) -> None:
-        data = marshal.dumps(request, 4)
+        data = marshal.dumps(request, MARSHAL_VERSION)
         if len(data) > most_bytes:
             fd = memfd("request", data)
             try:
-                self._sender.send_message(marshal.dumps({"op": "large"}, 4), [fd, *fds], number, on_unsent)
+                self._sender.send_message(marshal.dumps({"op": "large"}, MARSHAL_VERSION), [fd, *fds], number, on_unsent)
             finally:
                 os.close(fd)
         else:

@@ -15,17 +15,21 @@ from typing import Any, ClassVar, Mapping, Sequence, Set
 
 from sandbox_server.agent.errors import StartFailed
 from sandbox_server.agent.execution.init_client.descriptors import TEMPORARY_ERRORS
+from sandbox_server.agent.init.reports import MARSHAL_VERSION
 from sandbox_server.agent.isolation import init_start
 from sandbox_server.agent.isolation.forking.forked_init import ForkedInit, add_child, find_unknown_inits, remove_template
 from sandbox_server.agent.isolation.forking.template_check import check_template
-from sandbox_server.agent.template.messages import ANSWER, REQUEST
+from sandbox_server.agent.template.messages import ANSWER, ENVIRONMENT, REQUEST
 
 log = logging.getLogger(__name__)
 
 ANSWER_TIMEOUT_S = 15.0
 _ANSWER_BYTES = 4096
 _SET_UP = 0
-_TEMPLATE_CODE = "import sys; sys.path.insert(0, %r); from sandbox_server.agent.template.template import main; main()"
+_TEMPLATE_CODE = (
+    "import sys; sys.path.insert(0, %r); from sandbox_server.agent.template import shared_memory; shared_memory.prepare(); "
+    "from sandbox_server.agent.template.template import main; main()"
+)
 _LAUNCHER_CODE = "import sys; sys.path.insert(0, %r); from sandbox_server.agent.template.launcher import main; main()"
 _TEMPORARY_FORK_ERRORS = TEMPORARY_ERRORS | {errno.ENOSPC}  # ENOSPC: the kernel has reached its limit of namespaces.
 
@@ -89,7 +93,7 @@ class TemplateProcess:
         """Send the template its settings, and wait until it can fork inits.
 
         Args:
-            request: see `template._confine_template`.
+            request: see `start_template`, with `parent`.
 
         Raises:
             StartFailed: it could not set itself up; the text says why.
@@ -116,7 +120,7 @@ class TemplateProcess:
         if self.is_closed:
             raise TemplateLost("the template of slots has ended")
         answer: asyncio.Future[int] = self._loop.create_future()
-        message = REQUEST.pack(number, namespaces) + marshal.dumps(dict(request), 4)
+        message = REQUEST.pack(number, namespaces) + marshal.dumps(dict(request), MARSHAL_VERSION)
         try:
             self._sock.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else [])
         except OSError as error:
@@ -218,7 +222,7 @@ async def start_template(
     Args:
         python: the interpreter, as the template sees it.
         lib: the folder with the code of the template, as the template sees it.
-        request: how the template confines itself, see `template._confine_template`, without `parent`.
+        request: how the template confines itself, see `template._confine_template`, without `parent`; `filters`: the system call filters of its slots.
         environment: the environment variables of the template. The interpreter ignores all but those of the dynamic linker.
         launcher: joins a mount namespace before the template is executed; None if the template sees what the agent sees.
 
@@ -274,10 +278,11 @@ def _spawn_template(python: str, lib: str, environment: Mapping[str, str], launc
 
 def _spawn(argv: list[str], environment: Mapping[str, str], launcher: Launcher | None, socket_fd: int, stderr_fd: int) -> subprocess.Popen[bytes]:
     pass_fds = [socket_fd]
+    own_environment = {**environment, **ENVIRONMENT}
     if launcher is not None:
         pass_fds += [fd for fd in (launcher.mounts_fd, launcher.users_fd) if fd >= 0]
         own = [launcher.python, "-I", "-S", "-B", "-c", _LAUNCHER_CODE % launcher.lib, str(launcher.mounts_fd), str(launcher.users_fd)]
         argv = [*own, environment.get("LD_LIBRARY_PATH", ""), *argv]
-        environment = launcher.environment
+        own_environment = dict(launcher.environment)
     # This runs in the main thread, because the parent-death signals of the template and of its inits are bound to the thread that forks.
-    return subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr_fd, pass_fds=pass_fds, env=dict(environment), cwd="/")
+    return subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr_fd, pass_fds=pass_fds, env=own_environment, cwd="/")

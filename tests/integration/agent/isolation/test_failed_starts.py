@@ -60,7 +60,7 @@ async def test_a_template_that_finds_no_free_descriptor_can_be_started_later() -
     for file_count in range(40):
         try:
             with only_so_many_new_files(file_count):
-                template = await start_template(interpreter(), str(ROOT), {"unmounts": (), "capabilities": 0}, library_environment())
+                template = await start_template(interpreter(), str(ROOT), {"unmounts": (), "capabilities": 0, "filters": ()}, library_environment())
         except StartFailed as error:
             is_temporary = error.temporary
         else:

@@ -126,7 +126,7 @@ async def test_a_template_has_the_rights_and_files_that_it_needs_alone(bwrap: Ag
     assert int(status["CapPrm"], 16) == int(status["CapEff"], 16) == 1 << 6 | 1 << 7 | 1 << 12 | 1 << 21  # SETGID, SETUID, NET_ADMIN, SYS_ADMIN
     assert (status["Threads"].strip(), status["NoNewPrivs"].strip()) == ("1", "1")
     assert sorted(file.partition(":")[0] for file in files) == ["/dev/null", "/dev/null", "/dev/null", "socket"]
-    assert set(template.environ()) <= {"LD_LIBRARY_PATH"}
+    assert set(template.environ()) <= {"LD_LIBRARY_PATH", "LD_BIND_NOW"}
     assert [mount for mount in agent_mounts(template.pid) if str(bwrap.folder / "base" / "slots") in mount] == []
     assert (await asyncio.to_thread(template.parent)) == agent
 
