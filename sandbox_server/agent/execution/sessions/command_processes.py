@@ -12,7 +12,6 @@ from typing import Dict, Mapping
 
 from sandbox_server.agent.execution.slot_runtime import SlotRuntime
 from sandbox_server.agent.init import process_table
-from sandbox_server.agent.init.process_table import Members, ProcessTable
 from sandbox_server.agent.kernel.leaf_groups import Leaf
 
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -45,19 +44,20 @@ class CommandProcesses:
         starts = ((pid, read_start(pid)) for pid in pids)
         return {pid: start for pid, start in starts if start is not None}
 
-    def find_living(self) -> tuple[Members, Members]:
+    def find_living(self) -> tuple[process_table.Members, process_table.Members]:
         """Return the shell, and the living processes of the command, each with its start time. It reads all of /proc, so it may take some milliseconds."""
         table = process_table.read_process_table()
         shell = process_table.select_living(table, [self._shell_pid])
         if shell.get(self._shell_pid) != self._shell_start:
             return {}, {}  # the shell has ended
         pids = set(self._leaf.pids()) if self._leaf is not None else process_table.find_trees(table, [self._shell_pid])
+        pids -= {self._shell_pid, self._runtime.init_pid}
         left = [pid for pid, start in self._earlier.items() if pid in table and table[pid][2] == start]
-        left += [pid for pid in pids if pid in table and table[pid][2] < self._began_ticks and pid != self._shell_pid]
-        pids -= process_table.find_trees(table, left) | {self._shell_pid, self._runtime.init_pid}
+        left += [pid for pid in pids if pid in table and table[pid][2] < self._began_ticks]
+        pids -= process_table.find_trees(table, left)
         return shell, process_table.select_living(table, pids - self._find_file_operations(table, pids))
 
-    def _find_file_operations(self, table: ProcessTable, pids: set[int]) -> set[int]:
+    def _find_file_operations(self, table: process_table.ProcessTable, pids: set[int]) -> set[int]:
         """Those of the processes that init has forked for a file operation. They are in the control group in which init is."""
         init_pid = self._runtime.init_pid
         children = [pid for pid in pids if pid in table and table[pid][0] == init_pid]
