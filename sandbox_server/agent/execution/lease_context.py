@@ -1,4 +1,4 @@
-"""The context of one lease in its slot: calls, jobs, terminals, outputs and rights.
+"""The context of one lease in its slot: calls, jobs, sessions, terminals, outputs and rights.
 
 A reset replaces the object as a whole, so nothing of it reaches the next holder.
 """
@@ -15,6 +15,7 @@ from sandbox_server.agent.execution.jobs import Jobs
 from sandbox_server.agent.execution.journal import Journal
 from sandbox_server.agent.execution.output import Spool
 from sandbox_server.agent.execution.processes.drains import Drains
+from sandbox_server.agent.execution.sessions.lease_sessions import LeaseSessions
 from sandbox_server.agent.execution.slot_runtime import CacheFolder, ReadOnlyEntry
 from sandbox_server.agent.execution.terminals.terminals import Terminals
 
@@ -45,7 +46,7 @@ class SlotResources:
 
 
 class LeaseContext:
-    """The calls, jobs, terminals, outputs and rights of one lease.
+    """The calls, jobs, sessions, terminals, outputs and rights of one lease.
 
     Args:
         resources: of the slot.
@@ -61,15 +62,21 @@ class LeaseContext:
         self.spool = Spool(spool_folder, spool_bytes)
         self.journal = Journal()
         self.jobs = Jobs(self.spool, resources.drains, resources.tasks)
+        self.sessions = LeaseSessions(resources.drains, resources.tasks)
         self.terminals = Terminals(resources.drains, resources.tasks)
         self.cache: CacheFolder | None = None  # the shared cache that the holder was given
         self.read_only: tuple[ReadOnlyEntry, ...] = ()  # what the holder can no longer change in its workspace
         self.loss_evidence: dict[str, Any] = {}  # why the slot's init is gone; empty while it is there
         self._live_calls: set[LiveCall] = set()
 
-    def add_live_call(self, call: LiveCall) -> bool:
-        """Register a call that is about to have processes. Returns True if another call, a job or a terminal has processes already."""
-        has_concurrent_work = bool(self._live_calls) or self.jobs.count_running() > 0 or self.terminals.count_running() > 0
+    def add_live_call(self, call: LiveCall, own_shells: int = 0) -> bool:
+        """Register a call that is about to have processes; `own_shells` of the shells of sessions are its own.
+
+        Returns:
+            True if another call, a job, a session or a terminal has processes already.
+        """
+        others = (self.jobs.count_running(), self.terminals.count_running(), self.sessions.count_shells() - own_shells)
+        has_concurrent_work = bool(self._live_calls) or any(others)
         self.mark_live_calls_concurrent()
         self._live_calls.add(call)
         return has_concurrent_work
@@ -84,13 +91,15 @@ class LeaseContext:
             call.has_concurrent_work = True
 
     def end_calls_and_jobs(self, lost: str | None = None) -> None:
-        """End all calls, jobs and terminals, without ending their processes: the caller does that.
+        """End all calls, jobs, sessions and terminals, without ending their processes: the caller does that.
 
         Args:
             lost: why the sandbox is lost, so that the calls end as `sandbox_lost`. None: they end as `cancelled`.
         """
+        self.sessions.hold_sessions()
         for call in self.journal.running_calls():
             call.finish_without_waiting(lost)
+        self.sessions.close_sessions("all processes of the slot were ended, because the rights of its lease were changed")
         self.jobs.forget_jobs()
         self.terminals.take_away_terminals(
             Refused("slot_unavailable", "the processes of the slot were ended: %s" % (lost or "its lease or its rights have changed"))

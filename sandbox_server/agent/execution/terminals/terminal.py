@@ -188,6 +188,9 @@ class Terminal:
         self._on_end(self)
         self._send_news()
 
+    def on_still_running(self) -> None:
+        """See `ProcessListener`. A terminal has no deadlines."""
+
     def on_output(self) -> None:
         """See `ProcessListener`. This object reads the output itself."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Mapping
 
 from sandbox_server.agent.errors import ToolNotBuilt, UnknownTool
-from sandbox_server.agent.execution.tools import file_tools, process, shell
+from sandbox_server.agent.execution.tools import file_tools, process, shell, stateful_shell
 from sandbox_server.agent.execution.tools.tool import Tool, ToolCapabilities, ToolHandler
 
 
@@ -18,9 +18,9 @@ def _refuse(name: str) -> Tool:
     return Tool(name, refuse_call, ToolCapabilities(has_process=False))
 
 
-_BUILT = (shell.BASH, shell.TERMINAL, process.PROCESS, *file_tools.FILE_TOOLS)
+_BUILT = (shell.BASH, shell.TERMINAL, stateful_shell.BASH_STATEFUL, stateful_shell.TERMINAL_STATEFUL, process.PROCESS, *file_tools.FILE_TOOLS)
 TOOLS = tuple(tool.name for tool in _BUILT)
-NOT_BUILT = ("bash_stateful", "terminal_stateful", "tmux")
+NOT_BUILT = ("tmux",)
 _BY_NAME = {tool.name: tool for tool in (*_BUILT, *map(_refuse, NOT_BUILT))}
 
 
