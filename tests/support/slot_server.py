@@ -36,9 +36,14 @@ HOSTILE = {
     "redirect": b"HTTP/1.1 307 Temporary Redirect\r\nLocation: /v1/release\r\nContent-Length: 0\r\n\r\n",
     "interim": b"HTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n" + HEAD + b"Content-Length: 2\r\n\r\nok",
     "until-end": HEAD + b"\r\nok",
+    "splinters": HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * 50_000 + b"0\r\n\r\n",
     "chunked": HEAD + b"Transfer-Encoding: chunked\r\n\r\n2\r\nok\r\n0\r\nX-Trailer: t\r\n\r\n",
     "not-modified": b"HTTP/1.1 304 Not Modified\r\nContent-Length: 100\r\nETag: x\r\n\r\n",
 }
+
+
+REFUSES = ("not-http", "nothing")
+"""What a WebSocket handshake is answered with as any other request is."""
 
 
 async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -47,7 +52,7 @@ async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
     method, path, _ = head.split(b"\r\n")[0].decode("latin-1").split(" ")
     headers = {name.lower(): value for name, value in (line.decode("latin-1").split(": ", 1) for line in head.split(b"\r\n")[1:] if line)}
     name = path.split("?")[0].rsplit("/", 1)[-1]
-    if headers.get("upgrade") == "websocket" and name != "plain" and name not in HOSTILE:
+    if headers.get("upgrade") == "websocket" and name not in ("plain", "silent", *REFUSES):
         await serve_websocket(reader, writer, headers, name)
     elif name in HOSTILE:
         writer.write(HOSTILE[name])
@@ -128,6 +133,9 @@ async def serve_websocket(reader: asyncio.StreamReader, writer: asyncio.StreamWr
         writer.write(frame(1, ascii(await read_frame(reader)).encode()))
     elif name == "large":
         writer.write(frame(2, bytes(5 << 20)))
+    elif name == "splinters":
+        writer.write(frame(2, b"", is_last=False) + frame(0, b"", is_last=False) * 100_000 + frame(0, b"whole"))
+        await read_frame(reader)
     elif name == "head":
         writer.write(frame(1, ascii(headers).encode()))
     elif name != "vanish":

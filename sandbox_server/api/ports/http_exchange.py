@@ -5,6 +5,8 @@ Each request has a connection of its own, so that no answer can be taken for tha
 
 from __future__ import annotations
 
+import asyncio
+
 import h11
 from starlette.requests import Request
 from starlette.responses import Response
@@ -24,6 +26,8 @@ MAX_HEAD_BYTES = 64 << 10
 MAX_INTERIM_ANSWERS = 16
 """How many answers with a status below 200 may precede the answer."""
 STATUSES = range(200, 600)
+EVENTS_AT_ONCE = 64
+"""How many parts of a body are parsed before other requests have their turn: a program may send it in parts of one byte."""
 
 
 class PortResponse(Response):
@@ -103,9 +107,18 @@ class HttpExchange:
         head = await self._receive_head()
         headers = answered_headers(head.headers, head.status_code, self._target)
         await send({"type": "http.response.start", "status": head.status_code, "headers": headers})
-        while isinstance(event := await self._next_event(), h11.Data):
-            await send_part(send, bytes(event.data), stall_s)
-        await send(body_part(b"", more=False))
+        part: list[bytes] = []
+        while not isinstance(event := self._parse_event(), h11.EndOfMessage):
+            if isinstance(event, h11.Data):
+                part.append(bytes(event.data))
+                if len(part) % EVENTS_AT_ONCE == 0:
+                    await asyncio.sleep(0)
+                continue
+            if part:
+                await send_part(send, b"".join(part), stall_s)
+                part = []
+            await self._receive_data()
+        await send(body_part(b"".join(part), more=False))
 
     async def _receive_head(self) -> h11.Response:
         for _ in range(MAX_INTERIM_ANSWERS + 1):
@@ -117,16 +130,21 @@ class HttpExchange:
         raise self._not_valid(f"more than {MAX_INTERIM_ANSWERS} interim answers")
 
     async def _next_event(self) -> object:
-        while True:
-            try:
-                event = self._protocol.next_event()
-            except h11.RemoteProtocolError as error:
-                raise self._not_valid("the connection ended before its answer was complete" if self._is_cut_off else str(error)) from None
-            if event is not h11.NEED_DATA:
-                return event
-            data = await self._connection.read()
-            self._is_cut_off = not data
-            self._protocol.receive_data(data)
+        while (event := self._parse_event()) is h11.NEED_DATA:
+            await self._receive_data()
+        return event
+
+    def _parse_event(self) -> object:
+        """Parse the next event of what has been received; `h11.NEED_DATA` if more is needed for it."""
+        try:
+            return self._protocol.next_event()
+        except h11.RemoteProtocolError as error:
+            raise self._not_valid("the connection ended before its answer was complete" if self._is_cut_off else str(error)) from None
+
+    async def _receive_data(self) -> None:
+        data = await self._connection.read()
+        self._is_cut_off = not data
+        self._protocol.receive_data(data)
 
     def _not_valid(self, why: str) -> PortClosed:
         return PortClosed(f"the program on port {self._target.port} of the slot has not given a valid HTTP answer: {why}")

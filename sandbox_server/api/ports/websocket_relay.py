@@ -23,6 +23,8 @@ from sandbox_server.core.errors import InvalidRequest, PortClosed
 from sandbox_server.link.port_connection import PortConnection
 
 CLOSE_WITHIN_S = 2.0
+PARSED_AT_ONCE_BYTES = 8 << 10
+"""How much of what a program sends is parsed before other requests have their turn: it may be thousands of frames without content."""
 NO_STATUS, ABNORMAL, GOING_AWAY, NORMAL = 1005, 1006, 1001, 1000
 _DATA_OPCODES = (Opcode.TEXT, Opcode.BINARY, Opcode.CONT)
 
@@ -42,7 +44,8 @@ async def relay_websocket(websocket: WebSocket, target: PortTarget) -> None:
     await websocket.receive()  # the handshake
     async with service.ports.connect(context.tenant.name, target.lease_id, target.port) as connection:
         relay = WebSocketRelay(websocket, connection, target, service.limits.answer_stall_s)
-        await relay.shake_hands()
+        await run_until_first_ends(relay.shake_hands(), relay.wait_for_disconnect())
+        await relay.accept_client()  # only now: nothing that it sends is lost, because nothing else receives it any more
         await run_until_first_ends(relay.forward_to_client(), relay.forward_to_program())
 
 
@@ -68,12 +71,13 @@ class WebSocketRelay:
         self._protocol = ClientProtocol(uri, subprotocols=offered or None, max_size=MAX_MESSAGE_BYTES)
         self._write_lock = asyncio.Lock()
         self._unsent: list[bytes] = []
-        self._parts: list[bytes] = []
+        self._message = bytearray()  # as far as it has come; not a list of its frames, of which there may be any number without content
+        self._unparsed = b""
         self._is_text = False
         self._is_closed_by_client = False
 
     async def shake_hands(self) -> None:
-        """Open the connection to the program, then accept the client's.
+        """Open the connection to the program.
 
         Raises:
             PortClosed: the program does not accept the handshake.
@@ -94,7 +98,19 @@ class WebSocketRelay:
                 break
         if self._protocol.handshake_exc is not None or self._protocol.state is State.CONNECTING:
             raise PortClosed(f"the program on port {self._target.port} of the slot has not accepted the WebSocket: {self._refusal()}")
+
+    async def accept_client(self) -> None:
+        """Accept the client's connection, with the subprotocol that the program has chosen."""
         await self._websocket.send({"type": "websocket.accept", "subprotocol": self._protocol.subprotocol})
+
+    async def wait_for_disconnect(self) -> None:
+        """Wait until the client disconnects, although its handshake is not answered yet. It cannot send messages before that.
+
+        Raises:
+            ClientDisconnected: always.
+        """
+        await self._websocket.receive()
+        raise ClientDisconnected
 
     def _refusal(self) -> str:
         error = self._protocol.handshake_exc
@@ -117,6 +133,7 @@ class WebSocketRelay:
                 if isinstance(event, Frame) and event.opcode in _DATA_OPCODES:
                     await self._forward_frame(event)
             await self._flush()
+            await asyncio.sleep(0)  # other requests have their turn
             if not more or self._protocol.close_rcvd is not None or self._protocol.parser_exc is not None:
                 break
             more = await self._receive_data()
@@ -126,10 +143,10 @@ class WebSocketRelay:
     async def _forward_frame(self, frame: Frame) -> None:
         if frame.opcode is not Opcode.CONT:
             self._is_text = frame.opcode is Opcode.TEXT
-        self._parts.append(bytes(frame.data))
+        self._message += frame.data
         if not frame.fin:
             return
-        data, self._parts = b"".join(self._parts), []
+        data, self._message = bytes(self._message), bytearray()
         message: Message = {"type": "websocket.send"}
         if self._is_text:
             try:
@@ -191,10 +208,11 @@ class WebSocketRelay:
     # The connection to the program.
 
     async def _receive_data(self) -> bool:
-        """Receive data of the program. Returns False at its end."""
-        data = await self._connection.read()
+        """Receive data of the program, and parse some of it. Returns False at its end."""
+        data = self._unparsed or await self._connection.read()
         if data:
-            self._protocol.receive_data(data)
+            self._protocol.receive_data(data[:PARSED_AT_ONCE_BYTES])
+            self._unparsed = data[PARSED_AT_ONCE_BYTES:]
         else:
             self._protocol.receive_eof()
         return bool(data)
@@ -209,8 +227,6 @@ class WebSocketRelay:
             return
         async with self._write_lock:
             chunks, self._unsent = self._unsent, []
-            for chunk in chunks:
-                if chunk:
-                    await self._connection.write(chunk)
-                else:
-                    self._connection.end_writing()
+            await self._connection.write(b"".join(chunks))
+            if b"" in chunks:  # how the protocol says that nothing follows
+                self._connection.end_writing()

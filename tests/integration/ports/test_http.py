@@ -178,6 +178,7 @@ def test_odd_answers_that_are_valid_arrive(served: ServedSlot) -> None:
     for name in ("second-answer", "interim", "until-end", "chunked", "line-fold"):
         answer = served.http.get(f"{served.path}/{name}")
         assert (answer.status_code, answer.text) == (200, "ok"), name
+    assert served.http.get(served.path + "/splinters").text == "x" * 50_000
     assert "x-trailer" not in served.http.get(served.path + "/chunked").headers
     not_modified = served.http.get(served.path + "/not-modified")
     assert (not_modified.status_code, not_modified.headers["etag"]) == (304, "x")

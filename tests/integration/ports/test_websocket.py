@@ -45,6 +45,18 @@ def test_messages_go_both_ways_at_once(served: ServedSlot) -> None:
         sending.result(30)
 
 
+def test_a_message_in_very_many_fragments_arrives_whole(served: ServedSlot) -> None:
+    with websocket(served, "/splinters") as connection:
+        assert connection.recv(30) == b"whole"
+
+
+def test_a_client_that_gives_up_the_handshake_ends_the_connection(served: ServedSlot) -> None:
+    with pytest.raises(TimeoutError):
+        websocket(served, "/silent", open_timeout=0.5)
+
+    served.wait_for_file("hung-up")
+
+
 def test_a_ping_of_the_program_is_answered(served: ServedSlot) -> None:
     with websocket(served, "/ping") as connection:
         assert connection.recv(30) == "(10, b'there?')"

@@ -63,6 +63,7 @@ async def test_a_program_that_does_not_close_its_side_is_left_after_a_while() ->
     program, client = DeafProgram(), GoneClient()
     relay = WebSocketRelay(cast(WebSocket, client), cast(PortConnection, program), TARGET, 1.0, 0.05)
     await relay.shake_hands()
+    await relay.accept_client()
     with pytest.raises(ClientDisconnected):
         await run_until_first_ends(relay.forward_to_client(), relay.forward_to_program())
 
