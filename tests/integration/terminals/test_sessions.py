@@ -16,7 +16,6 @@ from tests.integration.client.test_restarts import restarting_service
 from tests.integration.terminals.conftest import TerminalHarness
 from tests.support.terminal_client import open_terminal
 
-
 #: Opens pseudo-terminals until it gets no more, and keeps them.
 HOARDER = """
 import os, time
