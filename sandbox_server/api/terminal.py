@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Coroutine, Mapping
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from starlette.types import Message, Receive, Send
@@ -12,10 +12,12 @@ from starlette.types import Message, Receive, Send
 from sandbox_server.api.body import ClientDisconnected, ClientStalled
 from sandbox_server.api.contract.render import dumps
 from sandbox_server.api.websocket import close_reason
-from sandbox_server.core.errors import LeaseLost, Stopping
+from sandbox_server.core.errors import BackendUnavailable, LeaseLost, Stopping
 from sandbox_server.dispatch.terminals import OpenTerminal
 from sandbox_server.link.terminal_stream import MAX_SIDE, TerminalStream
 
+OPEN_WITHIN_S = 30.0
+"""How long a terminal may take to open. The agent gives up sooner."""
 NORMAL, INVALID_DATA, NOT_ALLOWED, TOO_LARGE = 1000, 1007, 1008, 1009
 """The close codes of RFC 6455 that a terminal uses."""
 MAX_KEYS_BYTES = 64 << 10
@@ -65,7 +67,7 @@ class TerminalConnection:
             ClientStalled: the client reads nothing.
         """
         stream = self._terminal.stream
-        opened = await self._until_stopped(stream.next_message())
+        opened = await self._wait_until_open(stream)
         await self._send({"type": "websocket.accept"})
         output = asyncio.create_task(self._send_output(stream, opened))
         keys = asyncio.create_task(self._receive_keys(stream))
@@ -77,26 +79,32 @@ class TerminalConnection:
                 await self._close(NORMAL, "the shell has ended")
             elif keys.done():
                 keys.result()
-            elif self._terminal.lease_ended.done():
-                raise self._terminal.lease_ended.result() or LeaseLost("the lease has ended")
             else:
-                raise Stopping
+                self._raise_end()
         except _WrongMessage as wrong:
             await self._close(wrong.code, wrong.reason)
         finally:
             await _cancel(output, keys)
 
-    async def _until_stopped(self, waiting: Coroutine[Any, Any, bytes | Mapping[str, Any] | None]) -> bytes | Mapping[str, Any] | None:
-        """Wait for the first message of the terminal, unless the service stops first."""
-        first = asyncio.create_task(waiting)
-        ends: set[asyncio.Future[Any]] = {first, self._stopping}
+    async def _wait_until_open(self, stream: TerminalStream) -> bytes | Mapping[str, Any] | None:
+        """Wait for the first message of the terminal, unless the lease or the service ends first."""
+        first = asyncio.create_task(stream.next_message())
+        ends: set[asyncio.Future[Any]] = {first, self._stopping, self._terminal.lease_ended}
         try:
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(ends, timeout=OPEN_WITHIN_S, return_when=asyncio.FIRST_COMPLETED)
             if not first.done():
-                raise Stopping
+                self._raise_end()
             return first.result()
         finally:
             await _cancel(first)
+
+    def _raise_end(self) -> NoReturn:
+        """Raise the error that says why the connection ends although neither its shell nor its client has ended it."""
+        if self._terminal.lease_ended.done():
+            raise self._terminal.lease_ended.result() or LeaseLost("the lease has ended")
+        if self._stopping.done():
+            raise Stopping
+        raise BackendUnavailable(f"the terminal was not opened within {OPEN_WITHIN_S:g} s")
 
     async def _send_output(self, stream: TerminalStream, message: bytes | Mapping[str, Any] | None) -> None:
         """Send this message of the terminal, and all later ones."""

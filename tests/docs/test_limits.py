@@ -8,6 +8,8 @@ from typing import Any
 
 import httpx
 import pytest
+from websockets.exceptions import InvalidStatus
+from websockets.sync.client import connect
 
 from sandbox_server.api.limits import LIMITS
 from tests.docs.test_reference import rows
@@ -17,7 +19,7 @@ LOW = {
     "body_bytes": 9000, "json_depth": 8, "json_values": 100,
     "query_bytes": 300, "header_bytes": 2000, "batch_calls": 5, "call_bytes": 500, "batch_output_bytes": 300_000,
     "calls_in_flight": 8, "lease_calls": 6, "call_wait_s": 5, "waiters": 1, "lease_ids": 2, "page_items": 3, "list_entries": 3, "upload_bytes": 1000,
-    "labels": 2, "pools": 2, "pool_sandboxes": 2, "pool_slots": 16, "pool_env_vars": 1, "streams": 1,
+    "labels": 2, "pools": 2, "pool_sandboxes": 2, "pool_slots": 16, "pool_env_vars": 1, "streams": 1, "terminals": 1,
     "answer_memory_bytes": 2 * 5 * 4096, "answer_file_bytes": 600_000, "answer_wait_s": 1,
 }  # fmt: skip
 POOL = {**SMALL_POOL, "slots_per_sandbox": 2, "max_sandboxes": 1}
@@ -64,6 +66,14 @@ def past_waiters(http: httpx.Client, lease: str) -> httpx.Response:
 def past_streams(http: httpx.Client, lease: str) -> httpx.Response:
     with http.stream("GET", "/v1/events"):
         return http.get("/v1/events")
+
+
+def past_terminals(http: httpx.Client, lease: str) -> httpx.Response:
+    address = f"{str(http.base_url).rstrip('/').replace('http', 'ws', 1)}/v1/leases/{lease}/terminal"
+    headers = {"Authorization": http.headers["Authorization"]}
+    with connect(address, additional_headers=headers, proxy=None), pytest.raises(InvalidStatus) as refused:
+        connect(address, additional_headers=headers, proxy=None)
+    return httpx.Response(refused.value.response.status_code, content=bytes(refused.value.response.body))
 
 
 def past_pools(http: httpx.Client, lease: str) -> httpx.Response:
@@ -131,6 +141,7 @@ PAST = {
     "pool_slots": lambda http, lease: put_pool(http, "large", slots_per_sandbox=17),
     "pool_env_vars": lambda http, lease: put_pool(http, "large", env_vars={"A": "", "B": ""}),
     "streams": past_streams,
+    "terminals": past_terminals,
     "answer_memory_bytes": past_answer_memory,
     "answer_file_bytes": past_answers,
     "answer_wait_s": past_answers,

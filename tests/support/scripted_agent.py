@@ -91,6 +91,9 @@ class ScriptedAgent(FakeAgent):
         if slot is None or slot.epoch != event.meta.get("epoch"):
             peer.wire.abort(event.stream, {"code": "unknown_slot" if slot is None else "stale_epoch", "detail": "the slot has moved on"})
             return
+        if op == "terminal":
+            peer.wire.abort(event.stream, {"code": "not_implemented", "detail": "a scripted agent has no terminals"})
+            return
         self._exchanges[id(peer), event.stream] = _OpenStream(event.meta)
 
     def _advance(self, peer: Any, stream: int) -> None:

@@ -16,6 +16,19 @@ from tests.integration.client.test_restarts import restarting_service
 from tests.integration.terminals.conftest import TerminalHarness
 from tests.support.terminal_client import open_terminal
 
+#: Opens pseudo-terminals until it gets no more, and keeps them.
+HOARDER = """
+import os, time
+taken = []
+while True:
+    try:
+        taken.append(os.openpty())
+    except OSError:
+        break
+print("took", len(taken), flush=True)
+time.sleep(1000)
+"""
+
 
 def is_writer(report: Mapping[str, Any]) -> bool:
     return report["type"] == "writer" and report["writer"] is True
@@ -139,6 +152,19 @@ async def test_a_lease_has_so_many_terminals_and_a_terminal_so_many_viewers(bwra
     document = await refusal(bwrap, lease, session="s0", mode="watch")
     assert (document["code"], document["detail"]) == ("quota_exceeded", "the terminal 's0' has 16 viewers: at most so many are allowed")
     await asyncio.gather(*(watcher.__aexit__(None, None, None) for watcher in watchers))
+
+
+async def test_a_slot_that_takes_all_its_pseudo_terminals_harms_itself_alone(bwrap: TerminalHarness, lease: str) -> None:
+    bwrap.http.put(f"/v1/leases/{lease}/files", params={"path": "hoarder.py"}, content=HOARDER).raise_for_status()
+    bwrap.bash(lease, "/usr/bin/python3 hoarder.py > taken & until [ -s taken ]; do sleep 0.05; done")
+    assert bwrap.bash(lease, "cat taken") == "took 64\n"
+    document = await refusal(bwrap, lease)
+    assert (document["code"], "the terminal could not be opened" in document["detail"]) == ("backend_unavailable", True)
+
+    other = bwrap.acquire()
+    async with bwrap.terminal(other) as terminal:
+        assert await terminal.run("echo works") == "works\n"
+    bwrap.release(other)
 
 
 @pytest.mark.parametrize(
