@@ -16,6 +16,7 @@ from tests.integration.agent.agent_harness import AgentHarness, agent_process, c
 from tests.integration.agent.conftest import MODES, Maker, runner_of
 
 CYCLES = 60
+MOST_OWN_KIB = 1000  # It is about 820. It would be more than 1,400 if an init changed as many pages as objects are in its way.
 FORKED = [mode for mode in MODES if mode[0] != "none"]
 forked_modes = pytest.mark.parametrize(("mode", "user"), FORKED, ids=["-".join(mode) for mode in FORKED])
 
@@ -118,6 +119,15 @@ async def test_nothing_is_left_behind_after_many_slots(make_harness: Maker) -> N
 def agent_mounts(pid: int) -> list[str]:
     """The mounts that a process sees."""
     return Path(f"/proc/{pid}/mountinfo").read_text(encoding="utf-8").splitlines()
+
+
+@pytest.mark.privileged
+async def test_an_idle_init_shares_most_of_its_memory_with_the_template(bwrap: AgentHarness) -> None:
+    await bwrap.reset()
+    newest = max(bwrap.inits(), key=lambda init: init.create_time())
+    memory = dict(re.findall(r"^(\w+): +(\d+) kB$", Path(f"/proc/{newest.pid}/smaps_rollup").read_text(encoding="utf-8"), re.MULTILINE))
+
+    assert int(memory["Private_Dirty"]) <= MOST_OWN_KIB
 
 
 @pytest.mark.privileged
