@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import tempfile
 import threading
@@ -26,22 +27,26 @@ class ShortFileWork:
     """Says which work on files is done in the event loop: short work, while the files answer quickly.
 
     A change to a thread and back costs more than that work.
+
+    Args:
+        now: returns the monotonic time, in seconds.
     """
 
-    def __init__(self) -> None:
-        self._rests_until = 0.0
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+        self._now = now
+        self._rests_until = -math.inf
 
     def is_allowed(self, size_bytes: int) -> bool:
         """Whether work on so many bytes may be done in the event loop now."""
-        return size_bytes <= SHORT_BYTES and time.monotonic() >= self._rests_until
+        return size_bytes <= SHORT_BYTES and self._now() >= self._rests_until
 
     def run(self, work: Callable[[], T]) -> T:
         """Do work in this thread, and measure it. Raises what it raises."""
-        began = time.monotonic()
+        began = self._now()
         try:
             return work()
         finally:
-            ended = time.monotonic()
+            ended = self._now()
             self._rests_until = ended + REST_FACTOR * (ended - began)
 
 

@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from sandbox_server.api.routes.run_batch import RunBatchResponse
+from sandbox_server.core.execution import Result
 from sandbox_server.dispatch.limits.response_budget import STREAM_BYTES
 from sandbox_server.dispatch.limits.room_queue import TENANT_SHARE
 from sandbox_server.dispatch.run_batch.batch import RunBatch
@@ -22,6 +23,7 @@ from sandbox_server.dispatch.run_batch.registry import RunBatches
 from sandbox_server.dispatch.run_batch.result_log import Follower
 from sandbox_server.dispatch.run_batch.values import Program, RunBatchRequest
 from sandbox_server.pool.service import PoolService
+from sandbox_server.store.memory import MemoryStore
 from tests.support.service_harness import ALICE, BOB, ServiceHarness, bearer, open_service_harness
 
 NDJSON = "application/x-ndjson"
@@ -71,6 +73,26 @@ async def test_an_item_that_has_certainly_not_run_is_started_again(tmp_path: Pat
         assert (failed["reason"], failed["fault"], failed["metadata"]["may_have_run"]) == ("backend_error", "infra", False)
         assert harness.agent.failing_archive_count == 0
         assert [command for _, command in harness.agent.ran].count("echo never") == 0
+
+
+class CountingStore(MemoryStore):
+    """A store that counts the results that it is given."""
+
+    recorded_count = 0
+
+    def record_result(self, lease_id: str, call_id: str, identity: bytes, result: Result) -> None:
+        self.recorded_count += 1
+        super().record_result(lease_id, call_id, identity, result)
+
+
+async def test_the_result_of_a_call_is_recorded_only_if_the_request_can_be_repeated(tmp_path: Path) -> None:
+    store = CountingStore()
+    async with open_service_harness(tmp_path / "state", store=store) as harness:
+        (done,) = await run(harness, program("echo ok"))
+        assert (done["output"], store.recorded_count) == ("ok\n", 0)
+
+        (done,) = await run(harness, program("echo ok"), request_key="again")
+        assert (done["output"], store.recorded_count) == ("ok\n", 1)
 
 
 async def test_a_repeat_starts_an_item_that_certainly_did_not_run(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from sandbox_server.core.errors import StorageUnavailable
 from sandbox_server.dispatch.run_batch.program_spool import WRITE_BYTES, ProgramSpool
 from sandbox_server.dispatch.run_batch.result_log import SEGMENT_BYTES, ResultLog
+from sandbox_server.dispatch.run_batch.shared_file import REST_FACTOR, SHORT_BYTES, ShortFileWork
 from sandbox_server.dispatch.run_batch.values import Program, RunBatchRequest
 from sandbox_server.store.output_files import FreeSpace
 
@@ -39,6 +40,23 @@ async def test_programs_are_read_as_they_were_appended(tmp_path: Path, size_byte
     assert [await spool.read(index) for index in (3, 0, 4, 1, 2)] == [programs[index] for index in (3, 0, 4, 1, 2)]
     assert list(tmp_path.rglob("*.*")) == []
     spool.close()
+
+
+def test_work_on_files_is_done_in_the_event_loop_only_if_it_is_short_and_the_last_was_quick() -> None:
+    now_s = 0.0
+    work = ShortFileWork(lambda: now_s)
+
+    def take_two_seconds() -> str:
+        nonlocal now_s
+        now_s += 2.0
+        return "done"
+
+    assert (work.is_allowed(SHORT_BYTES), work.is_allowed(SHORT_BYTES + 1)) == (True, False)
+    assert work.run(take_two_seconds) == "done"
+    now_s += 2.0 * REST_FACTOR - 0.1
+    assert not work.is_allowed(1)
+    now_s += 0.1
+    assert work.is_allowed(1)
 
 
 async def test_programs_leave_room_on_the_disk_for_the_state(tmp_path: Path) -> None:

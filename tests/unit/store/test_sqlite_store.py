@@ -144,6 +144,25 @@ async def test_results_are_on_disk_with_their_outputs_and_are_deleted_with_their
                 await asyncio.sleep(0.001)
 
 
+async def test_the_results_of_ended_leases_are_deleted_together_with_the_next_check(path):
+    async with opened(path) as store:
+        for number in range(3):
+            lease = replace(LEASE, lease_id=f"l-{number}")
+            store.put(lease)
+            store.record_result(lease.lease_id, "c-1", b"id", RESULT)
+            await store.flush()
+            store.put(replace(lease, state=LeaseState.RELEASED))
+            await store.flush()
+            assert store.find_result(lease.lease_id, "c-1") is None
+        count = "SELECT count(*) FROM verdict"
+        assert store._reader._connection.execute(count).fetchone()[0] == 3
+
+        await store.check_storage()
+        async with asyncio.timeout(10):
+            while store._reader._connection.execute(count).fetchone()[0]:
+                await asyncio.sleep(0.001)
+
+
 @contextlib.contextmanager
 def write_locked(path):
     """Hold the write lock of the state file, as another process can. The block gets the connection; `ROLLBACK` releases the lock."""
