@@ -22,6 +22,7 @@ from environments.env_settings import complete_servers, describe_validation_erro
 from environments.model_access.response_limits import bound_answers
 from environments.rollouts.collector import RunFailed
 from environments.rollouts.pool_spec import SettingsError
+from environments.toolsets import ToolsetError
 from tests.support.service import Service
 
 with pytest.MonkeyPatch.context() as patch:
@@ -126,6 +127,14 @@ async def test_process(
     printed = capsys.readouterr().out
     assert "2 complete, 0 lost" in printed
     assert "4 scored, 0 repeated" in printed
+
+
+async def test_a_group_without_tools_ends_the_run_and_leaves_no_slot(service: Service, tokenizer: Path, model: ScriptedModelServer, tmp_path: Path) -> None:
+    settings = {"enabled_toolsets": ["file"], "disabled_toolsets": ["file"], "data_path_to_save_groups": str(tmp_path / "groups.jsonl")}
+    env = make_env(service, tokenizer, model.base_url, **settings)
+    async with no_slot_left(service):
+        with pytest.raises(ToolsetError, match="no tool set is left for group '1': disabled_toolsets takes file away"):
+            await env.process_manager()
 
 
 async def test_evaluate(service: Service, tokenizer: Path, model: ScriptedModelServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
