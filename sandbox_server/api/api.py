@@ -19,7 +19,7 @@ from sandbox_server.api.contract import requests, responses
 from sandbox_server.api.contract.describe import REF, RawRoute
 from sandbox_server.api.contract.render import json_response
 from sandbox_server.api.edge import OPEN_PATHS, EdgeMiddleware
-from sandbox_server.api.routes import call_queries, calls, docs, events, files, leases, metrics, pending, pools, run_batch, sandboxes, system
+from sandbox_server.api.routes import call_queries, calls, docs, events, files, leases, metrics, pending, pools, recordings, run_batch, sandboxes, system
 from sandbox_server.core.errors import InvalidRequest, MethodNotAllowed, RouteNotFound
 
 ROUTERS = (
@@ -28,6 +28,7 @@ ROUTERS = (
     leases.router,
     call_queries.router,
     files.router,
+    recordings.router,
     pools.router,
     sandboxes.router,
     events.router,

@@ -1,4 +1,4 @@
-"""The context of one lease in its slot: calls, jobs, outputs and rights. A reset replaces the object as a whole, so nothing of it reaches the next holder."""
+"""The context of one lease in its slot: calls, jobs, terminal, outputs and rights. A reset replaces all of it, so nothing reaches the next holder."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from sandbox_server.agent.execution.journal import Journal
 from sandbox_server.agent.execution.output import Spool
 from sandbox_server.agent.execution.processes.drains import Drains
 from sandbox_server.agent.execution.slot_runtime import CacheFolder, ReadOnlyEntry
+from sandbox_server.agent.execution.terminal.lease_terminal import LeaseTerminal
 
 
 class LiveCall(Protocol):
@@ -40,7 +41,7 @@ class SlotResources:
 
 
 class LeaseContext:
-    """The calls, jobs, outputs and rights of one lease.
+    """The calls, jobs, terminal, outputs and rights of one lease.
 
     Args:
         resources: of the slot.
@@ -56,14 +57,15 @@ class LeaseContext:
         self.spool = Spool(spool_folder, spool_bytes)
         self.journal = Journal()
         self.jobs = Jobs(self.spool, resources.drains, resources.tasks)
+        self.terminal = LeaseTerminal(self.spool, resources.drains, resources.tasks)
         self.cache: CacheFolder | None = None  # the shared cache that the holder was given
         self.read_only: tuple[ReadOnlyEntry, ...] = ()  # what the holder can no longer change in its workspace
         self.loss_evidence: dict[str, Any] = {}  # why the slot's init is gone; empty while it is there
         self._live_calls: set[LiveCall] = set()
 
     def add_live_call(self, call: LiveCall) -> bool:
-        """Register a call that is about to have processes. Returns True if another call or a job has processes already."""
-        has_concurrent_work = bool(self._live_calls) or self.jobs.count_running() > 0
+        """Register a call that is about to have processes. Returns True if another call, a job or the terminal has processes already."""
+        has_concurrent_work = bool(self._live_calls) or self.jobs.count_running() > 0 or self.terminal.is_running
         self.mark_live_calls_concurrent()
         self._live_calls.add(call)
         return has_concurrent_work
@@ -78,7 +80,7 @@ class LeaseContext:
             call.has_concurrent_work = True
 
     def end_calls_and_jobs(self, lost: str | None = None) -> None:
-        """End all calls and jobs, without ending their processes: the caller does that.
+        """End all calls and jobs and the terminal, without ending their processes: the caller does that.
 
         Args:
             lost: why the sandbox is lost, so that the calls end as `sandbox_lost`. None: they end as `cancelled`.
@@ -86,3 +88,4 @@ class LeaseContext:
         for call in self.journal.running_calls():
             call.finish_without_waiting(lost)
         self.jobs.forget_jobs()
+        self.terminal.release_terminal()

@@ -103,6 +103,7 @@ OPERATIONS: Dict[str, Spec] = {
     "route_list": {"path": (True, _check_path), "recursive": (False, _check_flag), "max_entries": (False, _integer_check(1, MAX_LISTED))},
     "route_archive_get": {"path": (True, _check_path)},
     "route_archive_put": {"path": (True, _check_path)},
+    "terminal_mode": {"path": (True, _check_path)},
     "leftovers_plant": {"name": (True, _check_path), "shell": (True, _check_path)},
     "leftovers_find": {
         "name": (True, _check_path),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Mapping
 
-from sandbox_server.agent.errors import ToolNotBuilt, UnknownTool
-from sandbox_server.agent.execution.tools import file_tools, process, shell
+from sandbox_server.agent.errors import InvalidArgs, ToolNotBuilt, UnknownTool
+from sandbox_server.agent.execution.terminal.availability import check_version, find_tmux_version
+from sandbox_server.agent.execution.tools import file_tools, process, shell, tmux
 from sandbox_server.agent.execution.tools.tool import Tool, ToolCapabilities, ToolHandler
 
 
@@ -18,10 +19,23 @@ def _refuse(name: str) -> Tool:
     return Tool(name, refuse_call, ToolCapabilities(has_process=False))
 
 
-_BUILT = (shell.BASH, shell.TERMINAL, process.PROCESS, *file_tools.FILE_TOOLS)
+_BUILT = (shell.BASH, shell.TERMINAL, process.PROCESS, tmux.TMUX, *file_tools.FILE_TOOLS)
 TOOLS = tuple(tool.name for tool in _BUILT)
-NOT_BUILT = ("bash_stateful", "terminal_stateful", "tmux")
+NOT_BUILT = ("bash_stateful", "terminal_stateful")
 _BY_NAME = {tool.name: tool for tool in (*_BUILT, *map(_refuse, NOT_BUILT))}
+
+
+def available_tools(path: str) -> tuple[str, ...]:
+    """The tools that work here: all that are built, without `tmux` where there is no tmux that it can use.
+
+    Args:
+        path: the folders in which slots search programs, as in the variable `PATH`.
+    """
+    try:
+        check_version(find_tmux_version(path))
+    except InvalidArgs:
+        return tuple(tool for tool in TOOLS if tool != "tmux")
+    return TOOLS
 
 
 def find_tool(name: str) -> Tool:
