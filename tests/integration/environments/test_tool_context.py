@@ -50,6 +50,14 @@ def test_commands(context: ToolContext) -> None:
     assert context.fault is None
 
 
+def test_the_terminal_of_the_slot(context: ToolContext) -> None:
+    typed = context.tmux("send_keys", keys=["echo $((6 * 7))", "Enter"], block=True)
+    assert "42" in typed["output"].split()
+    assert "recording" in typed["metadata"]
+    assert "keys" in context.tmux("send_keys", keys=42)["error"]
+    assert context.fault is None
+
+
 def test_file_tools(context: ToolContext) -> None:
     assert context.write_file("src/a.py", "x = 1\ny = 2\n") == {"size_bytes": 12}
     assert context.read_file("src/a.py") == {"content": "x = 1\ny = 2\n"}

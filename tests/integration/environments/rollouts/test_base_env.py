@@ -23,7 +23,7 @@ from environments.model_access.response_limits import bound_answers
 from environments.rollouts.collector import RunFailed
 from environments.rollouts.pool_spec import SettingsError
 from environments.toolsets import ToolsetError
-from tests.support.service import Service
+from tests.support.service import SMALL_POOL, Service
 
 with pytest.MonkeyPatch.context() as patch:
     patch.setattr(sys, "argv", ["test"])
@@ -38,6 +38,7 @@ pytestmark = [
 ]
 
 DO = {"tool": "terminal", "arguments": {"command": "printf 'Hello from the sandbox\\n' > greeting.txt; echo it\\'s done"}}
+TYPE = {"tool": "tmux", "arguments": {"action": "send_keys", "keys": ["echo $((6 * 7))", "Enter"], "block": True}}
 LOOK = {"tool": "terminal", "arguments": {"command": "ls /sys"}}
 #: A model that does not answer. Its server stops as soon as the clients have gone, which it would not while it delays an answer.
 SILENT: Mapping[str, Any] = {"prompts": [{"trajectories": [{"turns": [{"text": "x", "fault": {"kind": "silence", "times": None}}]}]}]}
@@ -127,6 +128,22 @@ async def test_process(
     printed = capsys.readouterr().out
     assert "2 complete, 0 lost" in printed
     assert "4 scored, 0 repeated" in printed
+
+
+async def test_a_pool_without_a_sandbox_yet_gives_its_first_group_a_terminal_whose_recording_is_kept(service: Service, tokenizer: Path, tmp_path: Path) -> None:
+    script = {"prompts": [{"after_last": "cycle", "trajectories": [{"turns": [{"calls": [TYPE]}, {"text": "42."}]}, {"turns": [{"text": "No."}]}]}]}
+    settings = {"sandbox_pool": "cold", "enabled_toolsets": ["tmux"], "data_path_to_save_groups": str(tmp_path / "groups.jsonl")}
+    async with AsyncSandboxClient(service.url, service.token) as client, ScriptedModelServer(script, tokenizer=tokenizer) as server, no_slot_left(service):
+        await client.pool_put("cold", {**SMALL_POOL, "min_sandboxes": 0, "max_sandboxes": 1})
+        await make_env(service, tokenizer, server.base_url, **settings).process_manager()
+        await client.pool_delete("cold")
+
+    (group,) = read_groups(tmp_path / "groups.jsonl")
+    (kept,) = [recording["path"] for recording in group["recordings"] if recording["path"]]
+    typed = next(number for number, messages in enumerate(group["messages"]) if len(messages) > 3)
+    assert group["recordings"][typed] == {"path": kept, "error": ""}
+    assert Path(kept).parent == tmp_path / "groups.recordings"
+    assert "42" in Path(kept).read_text(encoding="utf-8")
 
 
 async def test_a_group_without_tools_ends_the_run_and_leaves_no_slot(service: Service, tokenizer: Path, model: ScriptedModelServer, tmp_path: Path) -> None:
