@@ -80,6 +80,7 @@ class TmuxProcess:
         self._text: Deque[str] = deque(maxlen=_MAX_TEXT_LINES)
         self._reader: asyncio.Task[None] | None = None
         self.ended = asyncio.Event()
+        self._gone = asyncio.Event()
         self.end_reason = ""
 
     @property
@@ -207,10 +208,11 @@ class TmuxProcess:
         except OSError as error:
             log.warning("the processes of a terminal could not be ended; they end with the slot", extra={"slot_id": self.runtime.slot_id, "detail": str(error)})
         self._process.collect_output()
+        self._gone.set()
 
     async def wait_until_gone(self) -> None:
-        """Wait until the first process has ended."""
-        await self._process.wait_until_over(REPLY_WITHIN_S)
+        """Wait until all processes of the terminal have ended, after `end_terminal`."""
+        await self._gone.wait()
 
     # The reports of the process.
 
