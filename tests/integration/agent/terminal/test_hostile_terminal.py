@@ -127,15 +127,15 @@ async def test_a_release_leaves_nothing_of_a_terminal(harness: AgentHarness) -> 
 
 async def test_a_reset_ends_what_ran_and_keeps_other_processes(harness: AgentHarness) -> None:
     terminal = Terminal(harness)
-    await harness.bash("sleep 4322 >/dev/null 2>&1 &")
-    await terminal.act("send_keys", keys=["trap '' TERM HUP; sleep 4323", "Enter"])
-    await harness.until("pgrep -f 'sleep 432[3]'")
+    await harness.bash("sleep 4322 >/dev/null 2>&1 & echo $! > other")
+    await terminal.act("send_keys", keys=["trap '' TERM HUP; sh -c 'echo $$ > mine; sleep 4323; true'", "Enter"])
+    await harness.until("[ -s mine ]")
 
     again = await terminal.act("reset", pane_width=90, pane_height=20)
 
     assert (again.metadata["terminal"], again.metadata["pane_width"]) == ("restarted", 90)
-    assert (await harness.bash("pgrep -f 'sleep 432[3]'")).code == 1
-    assert (await harness.bash("pgrep -f 'sleep 432[2]'")).code == 0
+    assert (await harness.bash("kill -0 $(cat mine)")).code == 1
+    assert (await harness.bash("kill -0 $(cat other)")).code == 0
 
 
 async def test_a_timeout_of_another_call_leaves_the_terminal_alone(harness: AgentHarness) -> None:

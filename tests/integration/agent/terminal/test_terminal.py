@@ -124,7 +124,7 @@ async def test_a_cancelled_call_leaves_the_terminal_as_it_is(bwrap: AgentHarness
     await terminal.type("echo be''fore", "Enter")
     args = {"action": "send_keys", "keys": ["cat", "Enter"], "block": True}
     waiting = asyncio.create_task(bwrap.call("tmux", call_id="w", args=args))
-    await bwrap.until("pgrep -x cat")
+    await bwrap.until("pgrep -x cat >/dev/null")
 
     assert (await bwrap.ask("cancel", call_id="w"))["found"] is True
     assert (await waiting).reason == "cancelled"
