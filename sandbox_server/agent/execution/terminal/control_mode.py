@@ -34,7 +34,7 @@ class ControlModeListener(Protocol):
         """The programs of the pane have printed these bytes."""
 
     def on_text(self, line: bytes) -> None:
-        """A line that is no part of the protocol: an error of tmux or of the shell that starts it."""
+        """A line that is no reply: an error of tmux or of the shell that starts it, or why tmux ends the connection."""
 
 
 class ShortReply:
@@ -160,7 +160,7 @@ class ControlModeParser:
             self._reply = self._next_reply() if match.group(1) == b"1" else None
         elif line.startswith(b"%session-changed "):
             self._listener.on_attached()
-        elif not line.startswith(b"%"):
+        elif not line.startswith(b"%") or line.startswith(b"%exit "):
             self._listener.on_text(line)
 
     def _next_reply(self) -> ShortReply:

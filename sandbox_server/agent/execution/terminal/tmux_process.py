@@ -1,6 +1,6 @@
 """The processes of a terminal: a tmux server in the slot, and its control-mode client, to which the agent sends commands.
 
-One process of the slot is the client; the server is its child, and stays in the foreground, so that the processes of the terminal are one tree: whatever ends
+The server stays in the foreground, and the client and the programs of the pane descend from it. So the processes of the terminal are one tree: whatever ends
 the tree ends them all, and the timeout of another call never takes them for processes that that call has left behind.
 """
 
@@ -49,9 +49,12 @@ _SCRIPT = """
 command -v tmux >/dev/null || {{ echo '{hello}'; exit; }}
 echo "{hello}$(tmux -V)"
 mkdir -m 700 "$1" || exit
-tmux -S "$1/s" -f /dev/null -D </dev/null >/dev/null 2>&1 &
-for ((i = 0; i < 500; i++)); do tmux -S "$1/s" -N start-server 2>/dev/null && break; sleep 0.02; done
-exec tmux -u -S "$1/s" -N -C {options} \\; new-session -x "$2" -y "$3" "exec '$4'"
+exec 3<&0
+(
+    for ((i = 0; i < 500; i++)); do tmux -S "$1/s" -N start-server 2>/dev/null && break; sleep 0.02; done
+    exec tmux -u -S "$1/s" -N -C {options} \\; new-session -x "$2" -y "$3" "exec '$4'" <&3 3<&-
+) &
+exec tmux -S "$1/s" -f /dev/null -D </dev/null >/dev/null 2>&1 3<&-
 """.format(hello=_HELLO.decode(), options=" \\; ".join(_OPTIONS))
 
 
@@ -80,6 +83,7 @@ class TmuxProcess:
         self._text: Deque[str] = deque(maxlen=_MAX_TEXT_LINES)
         self._reader: asyncio.Task[None] | None = None
         self.ended = asyncio.Event()
+        self._gone = asyncio.Event()
         self.end_reason = ""
 
     @property
@@ -207,10 +211,11 @@ class TmuxProcess:
         except OSError as error:
             log.warning("the processes of a terminal could not be ended; they end with the slot", extra={"slot_id": self.runtime.slot_id, "detail": str(error)})
         self._process.collect_output()
+        self._gone.set()
 
     async def wait_until_gone(self) -> None:
-        """Wait until the first process has ended."""
-        await self._process.wait_until_over(REPLY_WITHIN_S)
+        """Wait until all processes of the terminal have ended, after `end_terminal`."""
+        await self._gone.wait()
 
     # The reports of the process.
 
