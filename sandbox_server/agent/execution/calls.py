@@ -17,6 +17,7 @@ from sandbox_server.agent.execution.lease_context import LeaseContext
 from sandbox_server.agent.execution.output import Sink
 from sandbox_server.agent.execution.processes.slot_process import SlotProcess, Writable
 from sandbox_server.agent.execution.processes.spawn_spec import SpawnSpec
+from sandbox_server.agent.execution.sessions.session_turn import SessionTurn
 from sandbox_server.agent.execution.slot_runtime import SlotRuntime
 from sandbox_server.agent.execution.tools.tool import ToolHandler
 from sandbox_server.agent.execution.tools.tool_registry import find_tool
@@ -46,6 +47,7 @@ class AgentCall:
         "_process",
         "_processor_watch",
         "_started",
+        "_turn",
         "has_concurrent_work",
         "lease",
         "outcome",
@@ -69,7 +71,8 @@ class AgentCall:
         self.outcome: CallOutcome | None = None
         self.has_concurrent_work = False  # another call or a job of the slot had processes at the same time
         self._handler: ToolHandler | None = None
-        self._process: SlotProcess | None = None
+        self._process: SlotProcess | SessionTurn | None = None
+        self._turn: SessionTurn | None = None  # the same, if the call runs in a session
         self._deadlines: CallDeadlines | None = None
         self._processor_watch: ProcessorWatch | None = None
         self._ending_reason: str | None = None  # why the agent ends the process tree
@@ -111,8 +114,13 @@ class AgentCall:
         self._limits_before, self.has_concurrent_work = evidence.read_limit_counters(self.runtime, self.lease.add_live_call(self))
         process = self._process = SlotProcess(self.runtime, resources.drains, outputs, self)
         process.start_process(spec)
-        if process.leaf is not None:
-            self._processor_watch = ProcessorWatch(process.leaf, resources.processor_share(), self.runtime.init_pid, self.spec.timeout_s)
+        self.watch_process(process)
+
+    def run_in_session(self, name: str, command: bytes) -> None:
+        """See `ToolCall`."""
+        session, turn = self.lease.sessions.add_call(name, self.runtime, command, self.sinks, self)
+        self._process = self._turn = turn
+        session.add_turn(turn)
 
     def finish_by_status(self, status: int) -> None:
         """See `ToolCall`."""
@@ -125,7 +133,23 @@ class AgentCall:
         limits = self.lease.resources.limits
         return evidence.judge_exit(self.runtime, self._limits_before, self.has_concurrent_work, status, exit_code, self._max_rss_bytes, limits)
 
-    # The reports of the process.
+    # The reports of the process, or of the session.
+
+    def on_turn_began(self, own_processes: int) -> None:
+        """See `SessionCall`."""
+        has_concurrent_work = self.lease.add_live_call(self, own_processes)
+        self._limits_before, self.has_concurrent_work = evidence.read_limit_counters(self.runtime, has_concurrent_work, own_processes)
+
+    def watch_process(self, process: SlotProcess) -> None:
+        """Measure the processor time of a process and of its descendants from now on."""
+        if process.leaf is not None:
+            share = self.lease.resources.processor_share()
+            self._processor_watch = ProcessorWatch(process.leaf, share, self.runtime.init_pid, self.spec.timeout_s)
+
+    def on_shell_failed(self, detail: str) -> None:
+        """See `SessionCall`."""
+        if self.outcome is None and self._ending_reason is None:
+            self.finish_call("backend_error", error=detail, metadata={"may_have_run": False, "evidence": {"at": "session"}})
 
     def on_output(self) -> None:
         """See `ProcessListener`."""
@@ -189,7 +213,15 @@ class AgentCall:
             # The report on the first process leaves out those descendants that it had not waited for when they were killed.
             self._cpu_s = max(self._cpu_s, self._process.killed_cpu_s)
         if self.outcome is None:
-            self.finish_call(reason, error=_error_sentence(reason, self.spec), metadata={"evidence": facts})
+            self.finish_call(reason, error=self._error_sentence(reason), metadata={"evidence": facts})
+
+    def _error_sentence(self, reason: str) -> str:
+        if reason == "cancelled":
+            return "the call was cancelled"
+        ended = self._turn.describe_end() if self._turn is not None else "and was killed with its whole tree"
+        if reason == "timeout":
+            return "the call passed its timeout of %g s %s" % (self.spec.timeout_s, ended)
+        return "the call wrote nothing for %g s %s" % (self.spec.no_output_timeout_s or 0, ended)
 
     def _read_end_evidence(self, reason: str) -> dict[str, Any]:
         facts: dict[str, Any] = {"after_s": round(self._loop.time() - self._started, 3)}
@@ -218,7 +250,7 @@ class AgentCall:
             reason = self._ending_reason or "cancelled"  # a deadline that has passed determines the outcome, although its tree was not ended yet
             facts = self._read_end_evidence(reason) if self._ending_reason is not None else {}
             facts["slot"] = "given back, or its rights changed"
-            self.finish_call(reason, error=_error_sentence(reason, self.spec), metadata={"evidence": facts})
+            self.finish_call(reason, error=self._error_sentence(reason), metadata={"evidence": facts})
 
     def finish_call(self, reason: str, exit_code: int | None = None, error: str = "", metadata: dict[str, Any] | None = None, tool_ok: bool = False) -> None:
         """See `ToolCall`."""
@@ -230,6 +262,8 @@ class AgentCall:
             # The report on the first process leaves out those descendants that it has not waited for.
             self._cpu_s = max(self._cpu_s, self._processor_watch.used_s())
             self._processor_watch.stop_watch()
+        if self._turn is not None:
+            metadata = {**(metadata or {}), **self._turn.metadata()}
         outcome = self.outcome = CallOutcome(
             call_id=self.spec.call_id,
             reason=reason,
@@ -244,6 +278,8 @@ class AgentCall:
             outputs=[sink.finish_output() for sink in self.sinks],
             encoding=self.spec.encoding,
         )
+        if self._turn is not None:
+            self._turn.leave_session()
         self.lease.remove_live_call(self)
         self.lease.journal.record_outcome(self.spec.call_id, outcome)
         callbacks, self._on_done = self._on_done, []
@@ -251,14 +287,6 @@ class AgentCall:
             callback(outcome)
         for watcher in self.output_watchers:
             watcher()
-
-
-def _error_sentence(reason: str, spec: CallSpec) -> str:
-    if reason == "timeout":
-        return "the call passed its timeout of %g s and was killed with its whole tree" % spec.timeout_s
-    if reason == "no_output_timeout":
-        return "the call wrote nothing for %g s and was killed with its whole tree" % (spec.no_output_timeout_s or 0)
-    return "the call was cancelled"
 
 
 def submit_call(lease: LeaseContext, runtime: SlotRuntime, spec: CallSpec, on_done: Callable[[CallOutcome], None]) -> None:

@@ -22,12 +22,13 @@ _NEAR_LIMIT_FRACTION = 0.75  # the part of a limit from which on use counts as n
 _CANNOT_ENTER_FOLDER = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG)
 
 
-def read_limit_counters(runtime: SlotRuntime, has_concurrent_work: bool) -> tuple[dict[str, int], bool]:
+def read_limit_counters(runtime: SlotRuntime, has_concurrent_work: bool, own_processes: int = 0) -> tuple[dict[str, int], bool]:
     """Read how often the limits of a slot have been hit so far.
 
     Args:
         runtime: the slot runtime.
         has_concurrent_work: whether a call or job of the slot is known to run.
+        own_processes: how many processes belong to the call already: the shell of its session.
 
     Returns:
         The counters by name, empty where nothing counts; and whether anything else than init runs in the slot.
@@ -35,7 +36,7 @@ def read_limit_counters(runtime: SlotRuntime, has_concurrent_work: bool) -> tupl
     limits = runtime.groups.limits
     if limits is None:
         return {}, has_concurrent_work
-    return limits.read_counters(alone=not has_concurrent_work), has_concurrent_work or limits.count_processes() > 1
+    return limits.read_counters(alone=not has_concurrent_work), has_concurrent_work or limits.count_processes() > 1 + own_processes
 
 
 def judge_lost_init(runtime: SlotRuntime, before: dict[str, int], detail: str) -> tuple[str, str, dict[str, Any]]:

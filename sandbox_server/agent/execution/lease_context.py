@@ -1,4 +1,7 @@
-"""The context of one lease in its slot: calls, jobs, terminal, outputs and rights. A reset replaces all of it, so nothing reaches the next holder."""
+"""The context of one lease in its slot: calls, jobs, sessions, terminal, outputs and rights.
+
+A reset replaces the object as a whole, so nothing of it reaches the next holder.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from sandbox_server.agent.execution.jobs import Jobs
 from sandbox_server.agent.execution.journal import Journal
 from sandbox_server.agent.execution.output import Spool
 from sandbox_server.agent.execution.processes.drains import Drains
+from sandbox_server.agent.execution.sessions.lease_sessions import LeaseSessions
 from sandbox_server.agent.execution.slot_runtime import CacheFolder, ReadOnlyEntry
 from sandbox_server.agent.execution.terminal.lease_terminal import LeaseTerminal
 
@@ -41,7 +45,7 @@ class SlotResources:
 
 
 class LeaseContext:
-    """The calls, jobs, terminal, outputs and rights of one lease.
+    """The calls, jobs, sessions, terminal, outputs and rights of one lease.
 
     Args:
         resources: of the slot.
@@ -58,14 +62,21 @@ class LeaseContext:
         self.journal = Journal()
         self.jobs = Jobs(self.spool, resources.drains, resources.tasks)
         self.terminal = LeaseTerminal(self.spool, resources.drains, resources.tasks)
+        self.sessions = LeaseSessions(resources.drains, resources.tasks)
         self.cache: CacheFolder | None = None  # the shared cache that the holder was given
         self.read_only: tuple[ReadOnlyEntry, ...] = ()  # what the holder can no longer change in its workspace
         self.loss_evidence: dict[str, Any] = {}  # why the slot's init is gone; empty while it is there
         self._live_calls: set[LiveCall] = set()
 
-    def add_live_call(self, call: LiveCall) -> bool:
-        """Register a call that is about to have processes. Returns True if another call, a job or the terminal has processes already."""
-        has_concurrent_work = bool(self._live_calls) or self.jobs.count_running() > 0 or self.terminal.is_running
+    def add_live_call(self, call: LiveCall, own_shells: int = 0) -> bool:
+        """Register a call that is about to have processes; `own_shells` of the shells of sessions are its own.
+
+        Returns:
+            True if another call, a job, a session or the terminal has processes already.
+        """
+        has_concurrent_work = (
+            bool(self._live_calls) or self.jobs.count_running() > 0 or self.sessions.count_shells() > own_shells or self.terminal.is_running
+        )
         self.mark_live_calls_concurrent()
         self._live_calls.add(call)
         return has_concurrent_work
@@ -80,12 +91,14 @@ class LeaseContext:
             call.has_concurrent_work = True
 
     def end_calls_and_jobs(self, lost: str | None = None) -> None:
-        """End all calls and jobs and the terminal, without ending their processes: the caller does that.
+        """End all calls, sessions and jobs and the terminal, without ending their processes: the caller does that.
 
         Args:
             lost: why the sandbox is lost, so that the calls end as `sandbox_lost`. None: they end as `cancelled`.
         """
+        self.sessions.hold_sessions()
         for call in self.journal.running_calls():
             call.finish_without_waiting(lost)
+        self.sessions.close_sessions("all processes of the slot were ended, because the rights of its lease were changed")
         self.jobs.forget_jobs()
         self.terminal.release_terminal()

@@ -68,13 +68,14 @@ class _ScannedTree:
         return await self.send_signal(0)
 
 
-async def end_process_tree(runtime: SlotRuntime, leaf: Leaf | None, spawn_id: int) -> Tuple[dict[str, Any], float]:
+async def end_process_tree(runtime: SlotRuntime, leaf: Leaf | None, spawn_id: int, term_grace_s: float = TERM_GRACE_S) -> Tuple[dict[str, Any], float]:
     """End a process tree; if init does not do its part of that, end all processes of the slot.
 
     Args:
         runtime: the slot runtime in which the tree runs.
         leaf: the control group of the tree, if it has one.
         spawn_id: the number of the tree on the link to init.
+        term_grace_s: how long the processes have to end after SIGTERM, in seconds; 0: they get no SIGTERM.
 
     Returns:
         The evidence (which signal ended the tree, and how many processes are left), and the processor time in seconds that init has counted for what it killed.
@@ -84,7 +85,7 @@ async def end_process_tree(runtime: SlotRuntime, leaf: Leaf | None, spawn_id: in
     """
     try:
         tree = await _find_tree(runtime, leaf, spawn_id)
-        evidence = await _signal_until_gone(tree)
+        evidence = await _signal_until_gone(tree, term_grace_s)
     except Unanswered as error:
         await kill_slot_processes(runtime, str(error), own_work=error.own_work)
         return {"signal": "SIGKILL", "slot_ended": str(error), **({"own_work": True} if error.own_work else {})}, 0.0
@@ -112,12 +113,12 @@ async def kill_process(runtime: SlotRuntime, spawn_id: int, wait_until_over: Cal
         await kill_slot_processes(runtime, str(error), own_work=error.own_work)
 
 
-async def _signal_until_gone(tree: _Tree) -> dict[str, Any]:
+async def _signal_until_gone(tree: _Tree, term_grace_s: float) -> dict[str, Any]:
     loop = asyncio.get_running_loop()
     began = loop.time()
-    left = await tree.send_signal(signal.SIGTERM)
-    left = await _wait_until_gone(tree, began + TERM_GRACE_S, left)
-    evidence: dict[str, Any] = {"signal": "SIGTERM"}
+    left = await tree.send_signal(signal.SIGTERM if term_grace_s else signal.SIGKILL)
+    left = await _wait_until_gone(tree, began + term_grace_s, left)
+    evidence: dict[str, Any] = {"signal": "SIGTERM" if term_grace_s else "SIGKILL"}
     deadline = loop.time() + KILL_WITHIN_S
     while left and loop.time() < deadline:
         evidence["signal"] = "SIGKILL"

@@ -124,6 +124,7 @@ class SlotProcess:
                 stdin_fd = _open_stdin_pipe(process_fds)
                 names.append("in")
             _add_memory_files(spec, names, process_fds)
+            _add_given_descriptors(spec, names, process_fds)
             self._spawn_id = self._send_request(spec, names, process_fds)
         except BaseException:  # not even a defect may leave descriptors open: the agent runs for a long time
             for fd in agent_fds if stdin_fd < 0 else [*agent_fds, stdin_fd]:
@@ -202,6 +203,19 @@ class SlotProcess:
             if fd >= 0 and index not in self._paused_timers:
                 self._read_some(index, _READ_BYTES)
 
+    def read_all_output(self) -> None:
+        """Read what is in the pipes now, and go on reading afterwards."""
+        for index, fd in enumerate(self._output_fds):
+            for _ in range(_READS_AT_EXIT if fd >= 0 else 0):
+                try:
+                    data = os.read(fd, _READ_BYTES)
+                except BlockingIOError:
+                    break
+                if not data:
+                    self._close_output(index)
+                    break
+                self._outputs[index].write(data)
+
     def collect_output(self) -> None:
         """Read what is in the pipes now, then stop reading: a pipe that nobody can write to any more is closed, any other is handed to the drains."""
         for index, fd in enumerate(self._output_fds):
@@ -261,8 +275,11 @@ class SlotProcess:
 
     # The end.
 
-    async def end_tree(self) -> dict[str, Any]:
+    async def end_tree(self, term_grace_s: float = process_kill.TERM_GRACE_S) -> dict[str, Any]:
         """End the process and all its descendants: SIGTERM, then SIGKILL; all processes of the slot if init does not help.
+
+        Args:
+            term_grace_s: how long the processes have to end after SIGTERM, in seconds; 0: they get no SIGTERM.
 
         Returns:
             The evidence: which signal ended them, and how many processes are left.
@@ -270,7 +287,7 @@ class SlotProcess:
         Raises:
             OSError: the request to init could not be sent.
         """
-        evidence, self.killed_cpu_s = await process_kill.end_process_tree(self.runtime, self.leaf, self._spawn_id)
+        evidence, self.killed_cpu_s = await process_kill.end_process_tree(self.runtime, self.leaf, self._spawn_id, term_grace_s)
         return evidence
 
     async def kill_process(self, timeout_s: float) -> None:
@@ -332,4 +349,12 @@ def _add_memory_files(spec: SpawnSpec, names: list[str], process_fds: list[int])
     for name, content in (("in", spec.stdin), ("script", spec.script)):
         if content is not None:
             process_fds.append(memfd(name, content))
+            names.append(name)
+
+
+def _add_given_descriptors(spec: SpawnSpec, names: list[str], process_fds: list[int]) -> None:
+    """Add what the caller has opened for the process."""
+    for name, fd in (("in", spec.stdin_fd), ("script", spec.script_fd)):
+        if fd is not None:
+            process_fds.append(os.dup(fd))
             names.append(name)

@@ -18,6 +18,8 @@ class SpawnSpec:
         stdin: the whole input, if it is known beforehand.
         has_stdin_pipe: whether the agent writes to the process's standard input while it runs.
         script: what the process finds at file descriptor 3.
+        stdin_fd: a descriptor that the process gets as its standard input. The caller still closes it.
+        script_fd: a descriptor that the process gets as descriptor 3. The caller still closes it.
         has_own_group: whether the process gets a control group (a leaf) of its own, where the slot has such groups.
     """
 
@@ -26,6 +28,8 @@ class SpawnSpec:
     stdin: bytes | None = None
     has_stdin_pipe: bool = False
     script: bytes | None = None
+    stdin_fd: int | None = None
+    script_fd: int | None = None
     has_own_group: bool = True
 
 

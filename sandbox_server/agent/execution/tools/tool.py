@@ -32,6 +32,13 @@ class HandledCall(Protocol):
     def add_done_callback(self, callback: Callable[[CallOutcome], None]) -> None:
         """Call `callback` with the outcome once the call has ended, for whatever reason."""
 
+    def run_in_session(self, name: str, command: bytes) -> None:
+        """Run a command in the shell of a session, as soon as the earlier calls of the session have ended.
+
+        Raises:
+            ToolError: the lease has as many sessions as it may have.
+        """
+
     def finish_call(self, reason: str, exit_code: int | None = None, error: str = "", metadata: dict[str, Any] | None = None, tool_ok: bool = False) -> None:
         """End the call with this outcome."""
 

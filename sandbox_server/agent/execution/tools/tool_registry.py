@@ -6,7 +6,7 @@ from typing import Any, Mapping
 
 from sandbox_server.agent.errors import InvalidArgs, ToolNotBuilt, UnknownTool
 from sandbox_server.agent.execution.terminal.availability import check_version, find_tmux_version
-from sandbox_server.agent.execution.tools import file_tools, process, shell, tmux
+from sandbox_server.agent.execution.tools import file_tools, process, shell, stateful_shell, tmux
 from sandbox_server.agent.execution.tools.tool import Tool, ToolCapabilities, ToolHandler
 
 
@@ -19,9 +19,9 @@ def _refuse(name: str) -> Tool:
     return Tool(name, refuse_call, ToolCapabilities(has_process=False))
 
 
-_BUILT = (shell.BASH, shell.TERMINAL, process.PROCESS, tmux.TMUX, *file_tools.FILE_TOOLS)
+_BUILT = (shell.BASH, shell.TERMINAL, stateful_shell.BASH_STATEFUL, stateful_shell.TERMINAL_STATEFUL, process.PROCESS, tmux.TMUX, *file_tools.FILE_TOOLS)
 TOOLS = tuple(tool.name for tool in _BUILT)
-NOT_BUILT = ("bash_stateful", "terminal_stateful")
+NOT_BUILT: tuple[str, ...] = ()
 _BY_NAME = {tool.name: tool for tool in (*_BUILT, *map(_refuse, NOT_BUILT))}
 
 
