@@ -206,16 +206,6 @@ class AsyncLease(BaseLease):
         with self._checked_lease_id() as lease_id:
             await self._operations.put_file(lease_id, path, source, mode=mode)
 
-    async def get_recording(self, name: str) -> bytes:
-        """Read the recording of a terminal."""
-        with self._checked_lease_id() as lease_id:
-            return await self._operations.get_recording(lease_id, name)
-
-    async def get_recording_to(self, name: str, target: str | os.PathLike[str]) -> int:
-        """Stream the recording of a terminal into a local file. Returns the size in bytes."""
-        with self._checked_lease_id() as lease_id:
-            return await self._operations.get_recording_to(lease_id, name, target)
-
     async def list_files(self, path: str = ".", *, recursive: bool = False) -> tuple[FileEntry, ...]:
         """List a folder of the slot."""
         with self._checked_lease_id() as lease_id:
@@ -315,16 +305,6 @@ class Lease(BaseLease):
         """See `AsyncLease.put_file`."""
         with self._checked_lease_id() as lease_id:
             self._operations.put_file(lease_id, path, source, mode=mode)
-
-    def get_recording(self, name: str) -> bytes:
-        """See `AsyncLease.get_recording`."""
-        with self._checked_lease_id() as lease_id:
-            return self._operations.get_recording(lease_id, name)
-
-    def get_recording_to(self, name: str, target: str | os.PathLike[str]) -> int:
-        """See `AsyncLease.get_recording_to`."""
-        with self._checked_lease_id() as lease_id:
-            return self._operations.get_recording_to(lease_id, name, target)
 
     def list_files(self, path: str = ".", *, recursive: bool = False) -> tuple[FileEntry, ...]:
         """See `AsyncLease.list_files`."""

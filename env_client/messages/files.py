@@ -22,18 +22,10 @@ from env_client.values import FileEntry, read_value
 
 T = TypeVar("T")
 
-ASCIICAST = "application/x-asciicast"
-
 
 def get_file_message(lease_id: str, path: str) -> Message[bytes]:
     """Build `GET /v1/leases/{id}/files`."""
     return _transfer_message("GET", path_with_query(_lease_path(lease_id, "files"), path=path), lambda response: response.body, accept=BYTES)
-
-
-def get_recording_message(lease_id: str, name: str) -> Message[bytes]:
-    """Build `GET /v1/leases/{id}/recordings/{name}`."""
-    path = _lease_path(lease_id, f"recordings/{quote_path_segment(name)}")
-    return _transfer_message("GET", path, lambda response: response.body, accept=ASCIICAST)
 
 
 def put_file_message(lease_id: str, path: str, mode: int | None) -> Message[None]:

@@ -231,22 +231,6 @@ class AsyncOperations(AsyncServiceOperations):
         """
         await self._sender.send(file_messages.put_file_message(lease_id, path, mode), Upload(source))
 
-    async def get_recording(self, lease_id: str, name: str) -> bytes:
-        """Read the recording of a terminal, as far as it exists now: an asciicast of version 2.
-
-        Args:
-            lease_id: the lease of the slot.
-            name: `metadata["recording"]` of a result of the tool `tmux`.
-
-        Raises:
-            FileNotFound: the lease has no recording with this name.
-        """
-        return await self._sender.send(file_messages.get_recording_message(lease_id, name))
-
-    async def get_recording_to(self, lease_id: str, name: str, target: str | os.PathLike[str]) -> int:
-        """Stream the recording of a terminal into a local file, which is replaced once the download is complete. Returns the size in bytes."""
-        return await self._sender.save(file_messages.get_recording_message(lease_id, name), Path(target))
-
     async def list_files(self, lease_id: str, path: str = ".", *, recursive: bool = False) -> tuple[FileEntry, ...]:
         """List a folder of the slot."""
         return await self._sender.send(file_messages.list_files_message(lease_id, path, recursive))
@@ -362,14 +346,6 @@ class Operations(ServiceOperations):
     def put_file(self, lease_id: str, path: str, source: Source, *, mode: int | None = None) -> None:
         """See `AsyncOperations.put_file`."""
         self._sender.send(file_messages.put_file_message(lease_id, path, mode), Upload(source))
-
-    def get_recording(self, lease_id: str, name: str) -> bytes:
-        """See `AsyncOperations.get_recording`."""
-        return self._sender.send(file_messages.get_recording_message(lease_id, name))
-
-    def get_recording_to(self, lease_id: str, name: str, target: str | os.PathLike[str]) -> int:
-        """See `AsyncOperations.get_recording_to`."""
-        return self._sender.save(file_messages.get_recording_message(lease_id, name), Path(target))
 
     def list_files(self, lease_id: str, path: str = ".", *, recursive: bool = False) -> tuple[FileEntry, ...]:
         """See `AsyncOperations.list_files`."""

@@ -65,7 +65,7 @@ async def keep_recording(lease: AsyncLease, name: str, target: Path, *, timeout_
     try:
         async with asyncio.timeout(timeout_s):
             await asyncio.to_thread(target.parent.mkdir, parents=True, exist_ok=True)
-            await lease.get_recording_to(name, target)
+            await lease.get_recording_to(target, name)
     except TimeoutError:
         return _not_kept(target, f"the service has not sent it within {timeout_s:g} s")
     except SandboxError as error:
