@@ -114,16 +114,21 @@ _TERMINAL_STATEFUL = _function(
 )
 _TMUX = _function(
     "tmux",
-    "Use a terminal for full-screen and interactive programs. send_keys types; capture returns the screen; resize changes its size; reset starts a new one.",
+    "Use a terminal for full-screen and interactive programs. send_keys types and returns the screen; capture returns the screen; resize changes its size; "
+    "reset starts a new one.",
     ("action",),
     action={"type": "string", "enum": ["send_keys", "capture", "resize", "reset"], "description": "What to do."},
-    keys=_text("send_keys: the keys, in the notation of tmux send-keys."),
-    block={"type": "boolean", "description": "send_keys: wait until the program has ended."},
+    keys={
+        "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
+        "description": "send_keys: one or several of: names of keys such as Enter, Escape, C-c, Up, or text. Enter is a key of its own.",
+    },
+    block={"type": "boolean", "description": "send_keys: wait until the program waits for the next keys. Default: false."},
     min_wait_s={"type": "number", "minimum": 0, "description": "How long to wait at least before the screen is captured, in seconds."},
-    max_wait_s={"type": "number", "minimum": 0, "description": "How long to wait at most, in seconds."},
-    capture_entire={"type": "boolean", "description": "capture: return what has scrolled away, too."},
-    pane_width={"type": "integer", "minimum": 1, "description": "resize: the columns."},
-    pane_height={"type": "integer", "minimum": 1, "description": "resize: the lines."},
+    max_wait_s={"type": "number", "minimum": 0, "description": "send_keys with block: how long to wait at most, in seconds."},
+    capture_entire={"type": "boolean", "description": "Return what has scrolled out of the screen, too."},
+    capture_incremental={"type": "boolean", "description": "Return only what is new since the last result."},
+    pane_width={"type": "integer", "minimum": 10, "maximum": 500, "description": "resize, reset: the columns."},
+    pane_height={"type": "integer", "minimum": 2, "maximum": 300, "description": "resize, reset: the lines."},
 )
 
 #: The tools of every pool.
@@ -135,7 +140,7 @@ _FUNCTIONS: Mapping[str, Mapping[str, Any]] = {
     for function in (_TERMINAL, _PROCESS, _READ_FILE, _WRITE_FILE, _EDIT_FILE, _LIST_FILES, _SEARCH_FILES, _TERMINAL_STATEFUL, _TMUX)
 }
 #: The members of a result's metadata that a model needs for its next call, for each tool that has some.
-_REPLY_METADATA: Mapping[str, tuple[str, ...]] = {"process": ("process_id", "state", "next_offset")}
+_REPLY_METADATA: Mapping[str, tuple[str, ...]] = {"process": ("process_id", "state", "next_offset"), "tmux": ("settled", "terminal")}
 _COMMAND_TOOLS = frozenset({"bash", "terminal", "bash_stateful", "terminal_stateful"})
 
 

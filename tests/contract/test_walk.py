@@ -162,6 +162,20 @@ async def _get_archive(harness: ServiceHarness) -> httpx.Response:
     return answer
 
 
+@asks("GET /v1/leases/{}/recordings/{}")
+async def _recording(harness: ServiceHarness) -> httpx.Response:
+    (lease_id,) = await harness.acquire()
+    exec_url = f"/v1/leases/{lease_id}/exec"
+    missing = await harness.http.get(f"/v1/leases/{lease_id}/recordings/terminal.cast")
+    assert (missing.status_code, missing.json()["code"]) == (404, "file_not_found")
+    typed = (await harness.http.post(exec_url, json={"tool": "tmux", "args": {"action": "send_keys", "keys": ["echo a''b", "Enter"], "block": True}})).json()
+    assert (typed["reason"], typed["metadata"]["settled"], "ab" in typed["output"]) == ("exit", True, True)
+    answer = await harness.http.get(f"/v1/leases/{lease_id}/recordings/{typed['metadata']['recording']}")
+    assert answer.headers["content-length"] == str(len(answer.content))
+    assert b'"version": 2' in answer.content.splitlines()[0]
+    return answer
+
+
 @asks("GET /v1/pools")
 async def _pools(harness: ServiceHarness) -> httpx.Response:
     return await harness.http.get("/v1/pools")

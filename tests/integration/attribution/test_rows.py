@@ -97,7 +97,7 @@ def test_what_a_tool_cannot_do_is_the_policys(shared_harness: PoolHarness, lease
     assert errno is None or proof(result)["errno"] == errno
 
 
-@pytest.mark.parametrize("tool", ["bash_stateful", "tmux"])
+@pytest.mark.parametrize("tool", ["bash_stateful"])
 def test_what_is_not_built_is_ours(shared_harness: PoolHarness, lease: dict[str, Any], tool: str) -> None:
     result = shared_harness.call(lease, tool, {"command": "true", "action": "capture"})
 

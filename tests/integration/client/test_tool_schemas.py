@@ -116,8 +116,8 @@ def test_a_pool_offers_the_base_tools(service: Service) -> None:
     with SandboxClient(service.url, service.token) as client:
         capabilities = client.pool("default").capabilities
 
-    assert available_tools(capabilities) == BASE_TOOLS
-    assert not set(OPTIONAL_TOOLS) & set(capabilities["tools"])
+    assert available_tools(capabilities) == (*BASE_TOOLS, "tmux")
+    assert set(OPTIONAL_TOOLS) & set(capabilities["tools"]) == {"tmux"}
 
 
 def test_the_service_takes_no_timeout_as_an_argument(lease: Lease) -> None:
