@@ -140,7 +140,7 @@ _FUNCTIONS: Mapping[str, Mapping[str, Any]] = {
     for function in (_TERMINAL, _PROCESS, _READ_FILE, _WRITE_FILE, _EDIT_FILE, _LIST_FILES, _SEARCH_FILES, _TERMINAL_STATEFUL, _TMUX)
 }
 #: The members of a result's metadata that a model needs for its next call, for each tool that has some.
-_REPLY_METADATA: Mapping[str, tuple[str, ...]] = {"process": ("process_id", "state", "next_offset"), "tmux": ("settled", "terminal")}
+_REPLY_METADATA: Mapping[str, tuple[str, ...]] = {"process": ("process_id", "state", "next_offset"), "tmux": ("settled", "terminal"), "terminal_stateful": ("session_reason",)}
 _COMMAND_TOOLS = frozenset({"bash", "terminal", "bash_stateful", "terminal_stateful"})
 
 

@@ -18,7 +18,7 @@ import pytest
 from env_client import SandboxClient
 from environments.demo.model_server import ScriptedModelServer
 from tests.integration.environments.batch.runs import Runs, content_of, model_server, prompts_of, write_prompts
-from tests.support.service import Service, running_service
+from tests.support.service import SMALL_POOL, Service, running_service
 from tests.support.small_disk import fill_disk, mounted_disk
 
 SLOW = {
@@ -252,13 +252,17 @@ def test_rows_that_cannot_run_are_errors_and_the_run_goes_on(runs: Runs, service
     assert runs.document("statistics")["failed"] == 3
 
 
-def test_tools_that_the_pool_does_not_have_stop_the_run(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tools_that_the_pool_does_not_have_stop_the_run(runs: Runs, service: Service, capsys: pytest.CaptureFixture[str]) -> None:
     write_prompts(runs.folder, *(f"p{number}" for number in range(8)))
+    with SandboxClient(service.url, service.token) as client:
+        client.pool_put("bare", {**SMALL_POOL, "max_sandboxes": 1, "env_vars": {"PATH": "/without/tmux"}})
+        bare = Runs(runs.folder, runs.server, service.environ, pool="bare")
 
-    assert runs.run("--distribution", "interactive") == 3
+        assert bare.run("--distribution", "interactive") == 3
+        client.pool_delete("bare")
 
-    assert "the pool does not offer the tool set" in capsys.readouterr().err
-    assert (runs.rows(), runs.errors()) == ([], [])
+    assert "the pool does not offer the tool set tmux" in capsys.readouterr().err
+    assert (bare.rows(), bare.errors()) == ([], [])
 
 
 def test_a_model_server_that_is_down_stops_the_run(runs: Runs, service: Service, capsys: pytest.CaptureFixture[str]) -> None:

@@ -146,6 +146,23 @@ async def test_a_pool_without_a_sandbox_yet_gives_its_first_group_a_terminal_who
     assert "42" in Path(kept).read_text(encoding="utf-8")
 
 
+async def test_a_model_works_in_a_shell_that_stays_where_its_environment_requires_one(service: Service, tokenizer: Path, tmp_path: Path) -> None:
+    commands = ("cd /tmp; kept=7", "pwd; echo $kept", "exit 3", "pwd")
+    turns = [{"calls": [{"tool": "terminal_stateful", "arguments": {"command": command}}]} for command in commands]
+    async with ScriptedModelServer({"prompts": [{"trajectories": [{"turns": [*turns, {"text": "Done."}]}]}]}, tokenizer=tokenizer) as server:
+        env = make_env(
+            service, tokenizer, server.base_url, sandbox_pool=None, max_containers=1, slots_per_container=1, require_stateful_sandbox=True, group_size=1,
+            enabled_toolsets=["terminal_stateful"], data_path_to_save_groups=str(tmp_path / "groups.jsonl"),
+        )  # fmt: skip
+        async with no_slot_left(service):
+            await env.process_manager()
+
+    (messages,) = read_groups(tmp_path / "groups.jsonl")[0]["messages"]
+    replies = [json.loads(message["content"]) for message in messages if message["role"] == "tool"]
+    assert [(reply["output"], reply["exit_code"]) for reply in replies] == [("", 0), ("/tmp\n7\n", 0), ("", 3), ("/workspace\n", 0)]
+    assert ["session_reason" in reply for reply in replies] == [False, False, True, True]
+
+
 async def test_a_group_without_tools_ends_the_run_and_leaves_no_slot(service: Service, tokenizer: Path, model: ScriptedModelServer, tmp_path: Path) -> None:
     settings = {"enabled_toolsets": ["file"], "disabled_toolsets": ["file"], "data_path_to_save_groups": str(tmp_path / "groups.jsonl")}
     env = make_env(service, tokenizer, model.base_url, **settings)
