@@ -130,6 +130,21 @@ def bash_args(command: str, cwd: str | None, env: Mapping[str, str] | None, stdi
     return {name: value for name, value in args.items() if value is not None}
 
 
+def stateful_args(command: str, session: str | None) -> dict[str, Any]:
+    """Return the arguments of the tool `bash_stateful` after checking their types.
+
+    Args:
+        command: the shell command.
+        session: the name of the session; None for the default one.
+
+    Raises:
+        InvalidRequest: an argument has the wrong type.
+    """
+    check_type("command", command, str)
+    check_type("session", session, str, type(None))
+    return {"command": command} if session is None else {"command": command, "session": session}
+
+
 class AsyncLease(BaseLease):
     """A lease of an `AsyncSandboxClient`.
 
@@ -192,6 +207,19 @@ class AsyncLease(BaseLease):
         """Stream the recording of the terminal into a local file. Returns the size in bytes."""
         with self._checked_lease_id() as lease_id:
             return await self._operations.get_recording_to(lease_id, name, target)
+
+    async def bash_stateful(self, command: str, *, session: str | None = None, **options: Unpack[CallOptions]) -> Result:
+        """Run a command in a shell that stays, and return its result. `metadata["session"]` says whether the shell was `kept` or `restarted`.
+
+        Args:
+            command: the command.
+            session: the name of the shell; default the one shell that the lease has without a name. Calls of one session run one after another.
+            options: see `CallOptions`.
+
+        Raises:
+            InvalidRequest: an argument or an option has the wrong type or an invalid value.
+        """
+        return await self.exec("bash_stateful", stateful_args(command, session), **options)
 
     async def exec_events(self, tool: str, args: Mapping[str, Any] | None = None, **options: Unpack[CallOptions]) -> AsyncIterator[Output | Result]:
         """Run one tool call; yield its output as it is written, then its result."""
@@ -316,6 +344,10 @@ class Lease(BaseLease):
         """See `AsyncLease.get_recording_to`."""
         with self._checked_lease_id() as lease_id:
             return self._operations.get_recording_to(lease_id, name, target)
+
+    def bash_stateful(self, command: str, *, session: str | None = None, **options: Unpack[CallOptions]) -> Result:
+        """See `AsyncLease.bash_stateful`."""
+        return self.exec("bash_stateful", stateful_args(command, session), **options)
 
     def exec_events(self, tool: str, args: Mapping[str, Any] | None = None, **options: Unpack[CallOptions]) -> Iterator[Output | Result]:
         """See `AsyncLease.exec_events`."""

@@ -107,10 +107,11 @@ _SEARCH_FILES = _function(
 )
 _TERMINAL_STATEFUL = _function(
     "terminal_stateful",
-    "Run a shell command in a shell that stays: its working folder, variables and functions are those that earlier calls left.",
+    "Run a shell command in a shell that stays: its working folder, variables, functions and background jobs are those that earlier calls left. The standard "
+    "input of commands is empty. A command that takes too long is interrupted. If the shell is lost, session_reason says so, and the next command gets a new one.",
     ("command",),
     command=_text("The command."),
-    session=_text("The name of the shell, where several are needed. Default: the one shell."),
+    session=_text("The name of the shell, where several are needed. Default: the one shell.", pattern="^[A-Za-z0-9._-]{1,64}$"),
 )
 _TMUX = _function(
     "tmux",
@@ -140,7 +141,12 @@ _FUNCTIONS: Mapping[str, Mapping[str, Any]] = {
     for function in (_TERMINAL, _PROCESS, _READ_FILE, _WRITE_FILE, _EDIT_FILE, _LIST_FILES, _SEARCH_FILES, _TERMINAL_STATEFUL, _TMUX)
 }
 #: The members of a result's metadata that a model needs for its next call, for each tool that has some.
-_REPLY_METADATA: Mapping[str, tuple[str, ...]] = {"process": ("process_id", "state", "next_offset"), "tmux": ("settled", "terminal"), "terminal_stateful": ("session_reason",)}
+_REPLY_METADATA: Mapping[str, tuple[str, ...]] = {
+    "process": ("process_id", "state", "next_offset"),
+    "bash_stateful": ("session_reason",),
+    "terminal_stateful": ("session_reason",),
+    "tmux": ("settled", "terminal"),
+}
 _COMMAND_TOOLS = frozenset({"bash", "terminal", "bash_stateful", "terminal_stateful"})
 
 
@@ -282,7 +288,7 @@ def render_tool_reply(tool: str, result: ExecutionResult) -> str:
     """Return the result of a call as the JSON object that the model gets.
 
     It has `output`; the `exit_code` of a command, null if the command did not end by itself; `error` if the call failed; `truncated` if the middle of
-    the output is missing; and for `process` the `process_id`, its `state` and the `next_offset` of a log.
+    the output is missing; `session_reason` if a stateful shell was lost; and for `process` the `process_id`, its `state` and the `next_offset` of a log.
     """
     reply: dict[str, Any] = {"output": result.output}
     if tool in _COMMAND_TOOLS and "exit_code" in result.metadata:

@@ -74,9 +74,7 @@ class LeaseContext:
         Returns:
             True if another call, a job, a session or the terminal has processes already.
         """
-        has_concurrent_work = (
-            bool(self._live_calls) or self.jobs.count_running() > 0 or self.sessions.count_shells() > own_shells or self.terminal.is_running
-        )
+        has_concurrent_work = bool(self._live_calls) or self.jobs.count_running() > 0 or self.sessions.count_shells() > own_shells or self.terminal.is_running
         self.mark_live_calls_concurrent()
         self._live_calls.add(call)
         return has_concurrent_work

@@ -148,13 +148,13 @@ INTERRUPTED = [
 async def test_a_timeout_interrupts_the_command_and_keeps_the_session(harnesses: list[AgentHarness]) -> None:
     for harness in harnesses:
         session = Session(harness)
-        await session.kept("x=5; sleep 1000 & echo $! > earlier")
+        await session.kept("state=5; sleep 1000 & echo $! > earlier")
         for command in INTERRUPTED:
             answer = await session.run("echo begun; " + command, timeout_s=0.5)
             assert (answer.reason, answer.code, answer.metadata["session"]) == ("timeout", None, "kept"), (command, answer.meta)
             assert answer.text == "begun\n", (command, answer.text)
             assert "interrupted; the shell of its session goes on" in answer.error
-        assert await session.kept("kill -0 $(cat earlier) && echo $x") == "5\n"
+        assert await session.kept("kill -0 $(cat earlier) && echo $state") == "5\n"
         silent = await session.run("echo begun; sleep 1000", no_output_timeout_s=0.3)
         assert (silent.reason, silent.metadata["session"]) == ("no_output_timeout", "kept")
         assert await session.kept("jobs -r | wc -l; kill $(cat earlier)") == "1\n"

@@ -69,8 +69,9 @@ class CommandProcesses:
     def send_signal(self, which: int, already: Dict[int, int]) -> tuple[int, int]:
         """Send a signal to the shell if that is due, and to the processes of the command.
 
-        The shell gets SIGINT before its children do: it abandons its command only if it has the signal when a child ends because of it. It gets the signal
-        again once none of the processes is left that have got it, because then it goes on with its command.
+        A shell abandons its command only if it has the signal itself when all its children end because of it. So every process has SIGINT pending before any
+        of them goes on. The shell of the session gets the signal again once none of the processes is left that have got it, because then it goes on with its
+        command.
 
         Args:
             which: the signal for the processes of the command: SIGINT, which each of them gets once, or SIGKILL.
@@ -81,9 +82,14 @@ class CommandProcesses:
         """
         shell, members = self.find_living()
         fresh = {pid: start for pid, start in members.items() if already.get(pid) != start}
-        if fresh or not members or which != signal.SIGINT:
+        is_kill = which == signal.SIGKILL
+        if len(fresh) > 1 and not is_kill:
+            process_table.send_signal(fresh, signal.SIGSTOP)
+        if fresh or not members or is_kill:
             process_table.send_signal(shell, signal.SIGINT)
-        process_table.send_signal(members if which == signal.SIGKILL else fresh, which)
+        process_table.send_signal(members if is_kill else fresh, which)
+        if not is_kill:
+            process_table.send_signal(fresh, signal.SIGCONT)
         already.update(fresh)
         return len(members), len(shell)
 

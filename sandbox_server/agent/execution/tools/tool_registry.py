@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Mapping
-
-from sandbox_server.agent.errors import InvalidArgs, ToolNotBuilt, UnknownTool
+from sandbox_server.agent.errors import InvalidArgs, UnknownTool
 from sandbox_server.agent.execution.terminal.availability import check_version, find_tmux_version
 from sandbox_server.agent.execution.tools import file_tools, process, shell, stateful_shell, tmux
-from sandbox_server.agent.execution.tools.tool import Tool, ToolCapabilities, ToolHandler
-
-
-def _refuse(name: str) -> Tool:
-    """A tool that the HTTP contract names and that is not built yet."""
-
-    def refuse_call(args: Mapping[str, Any]) -> ToolHandler:
-        raise ToolNotBuilt("the tool %s is not built yet" % name)
-
-    return Tool(name, refuse_call, ToolCapabilities(has_process=False))
-
+from sandbox_server.agent.execution.tools.tool import Tool
 
 _BUILT = (shell.BASH, shell.TERMINAL, stateful_shell.BASH_STATEFUL, stateful_shell.TERMINAL_STATEFUL, process.PROCESS, tmux.TMUX, *file_tools.FILE_TOOLS)
 TOOLS = tuple(tool.name for tool in _BUILT)
-NOT_BUILT: tuple[str, ...] = ()
-_BY_NAME = {tool.name: tool for tool in (*_BUILT, *map(_refuse, NOT_BUILT))}
+_BY_NAME = {tool.name: tool for tool in _BUILT}
 
 
 def available_tools(path: str) -> tuple[str, ...]:
