@@ -20,7 +20,7 @@ AGENT := sandbox_server/agent
 # Functions newer than Python 3.8. The agent uses them only where the interpreter has them.
 NEWER_FUNCTIONS := os.pidfd_open signal.pidfd_send_signal
 
-.PHONY: help setup demo demo-rl demo-train test check pytest serve bench faults soak matrix format clean
+.PHONY: help setup demo demo-rl demo-train test check pytest serve bench faults soak matrix picture format clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -66,6 +66,9 @@ soak: setup ## check that nothing grows over many leases: make soak ARGS="--cycl
 
 matrix: setup ## run the hostile suite and write the isolation table of the README
 	@$(BIN)/python -m pytest tests/hostile --readme=write
+
+picture: setup ## record a session in the terminal of a slot, and write its last screen into docs/terminal.svg
+	@$(BIN)/python .ci/terminal_picture.py
 
 format: setup ## format the code with ruff
 	@$(BIN)/ruff check --fix .

@@ -15,6 +15,9 @@ from env_client.transport.uploads import AsyncSource, Source
 from env_client.type_checks import check_type
 from env_client.values import Call, CallOptions, CallStatus, FileEntry, LeaseInfo, Output, Released, Renewed, Result
 
+#: The name of the recording of a lease's terminal.
+RECORDING = "terminal.cast"
+
 
 class BaseLease:
     """The state that `Lease` and `AsyncLease` share.
@@ -85,6 +88,24 @@ class BaseLease:
         for info in renewed.leases:
             self.record_renewal(info)
         return self.info
+
+
+def send_keys_args(keys: str | Sequence[str], block: bool, args: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `send_keys` of the tool `tmux` after checking the types of the keys.
+
+    Args:
+        keys: one key or text, or several.
+        block: whether to wait until the program has settled.
+        args: further arguments of the tool.
+
+    Raises:
+        InvalidRequest: the keys have the wrong type.
+    """
+    check_type("keys", keys, str, Sequence)
+    listed = keys if isinstance(keys, str) else list(keys)
+    for key in listed:
+        check_type("keys", key, str)
+    return {"action": "send_keys", "keys": listed, "block": block, **args}
 
 
 def bash_args(command: str, cwd: str | None, env: Mapping[str, str] | None, stdin: str | None) -> dict[str, Any]:
@@ -160,6 +181,33 @@ class AsyncLease(BaseLease):
             InvalidRequest: an argument or an option has the wrong type or an invalid value, such as a `timeout_s` above the maximum of the pool.
         """
         return await self.exec("bash", bash_args(command, cwd, env, stdin), **options)
+
+    async def send_keys(
+        self, keys: str | Sequence[str], *, block: bool = False, args: Mapping[str, Any] | None = None, **options: Unpack[CallOptions]
+    ) -> Result:
+        """Type into the terminal of the lease, which the first use starts. The output of the result is the screen.
+
+        Args:
+            keys: one or several of: names of keys such as `Enter`, `C-c`, `Up`, or text, as `tmux send-keys` takes them.
+            block: wait until the program has settled, which `metadata["settled"]` says.
+            args: further arguments of the tool `tmux`, such as `max_wait_s` or `capture_incremental`.
+            options: see `CallOptions`.
+        """
+        return await self.exec("tmux", send_keys_args(keys, block, args or {}), **options)
+
+    async def capture_screen(self, *, entire: bool = False, **options: Unpack[CallOptions]) -> Result:
+        """Return the screen of the terminal as the output of a result; with `entire`, also what has scrolled out of it."""
+        return await self.exec("tmux", {"action": "capture", "capture_entire": entire}, **options)
+
+    async def get_recording(self, name: str = RECORDING) -> bytes:
+        """Read the recording of the terminal, an asciicast of version 2, as far as it exists now."""
+        with self._checked_lease_id() as lease_id:
+            return await self._operations.get_recording(lease_id, name)
+
+    async def get_recording_to(self, target: str | os.PathLike[str], name: str = RECORDING) -> int:
+        """Stream the recording of the terminal into a local file. Returns the size in bytes."""
+        with self._checked_lease_id() as lease_id:
+            return await self._operations.get_recording_to(lease_id, name, target)
 
     async def bash_stateful(self, command: str, *, session: str | None = None, **options: Unpack[CallOptions]) -> Result:
         """Run a command in a shell that stays, and return its result. `metadata["session"]` says whether the shell was `kept` or `restarted`.
@@ -284,6 +332,24 @@ class Lease(BaseLease):
     ) -> Result:
         """See `AsyncLease.bash`."""
         return self.exec("bash", bash_args(command, cwd, env, stdin), **options)
+
+    def send_keys(self, keys: str | Sequence[str], *, block: bool = False, args: Mapping[str, Any] | None = None, **options: Unpack[CallOptions]) -> Result:
+        """See `AsyncLease.send_keys`."""
+        return self.exec("tmux", send_keys_args(keys, block, args or {}), **options)
+
+    def capture_screen(self, *, entire: bool = False, **options: Unpack[CallOptions]) -> Result:
+        """See `AsyncLease.capture_screen`."""
+        return self.exec("tmux", {"action": "capture", "capture_entire": entire}, **options)
+
+    def get_recording(self, name: str = RECORDING) -> bytes:
+        """See `AsyncLease.get_recording`."""
+        with self._checked_lease_id() as lease_id:
+            return self._operations.get_recording(lease_id, name)
+
+    def get_recording_to(self, target: str | os.PathLike[str], name: str = RECORDING) -> int:
+        """See `AsyncLease.get_recording_to`."""
+        with self._checked_lease_id() as lease_id:
+            return self._operations.get_recording_to(lease_id, name, target)
 
     def bash_stateful(self, command: str, *, session: str | None = None, **options: Unpack[CallOptions]) -> Result:
         """See `AsyncLease.bash_stateful`."""

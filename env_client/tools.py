@@ -108,23 +108,29 @@ _SEARCH_FILES = _function(
 _TERMINAL_STATEFUL = _function(
     "terminal_stateful",
     "Run a shell command in a shell that stays: its working folder, variables, functions and background jobs are those that earlier calls left. The standard "
-    "input of commands is empty. A command that takes too long is interrupted. If the shell is lost, session_reason says so, and the next command gets a new one.",
+    "input of commands is empty. A command that takes too long is interrupted. If the shell is lost, session_reason says so, and the next command gets a new "
+    "one.",
     ("command",),
     command=_text("The command."),
     session=_text("The name of the shell, where several are needed. Default: the one shell.", pattern="^[A-Za-z0-9._-]{1,64}$"),
 )
 _TMUX = _function(
     "tmux",
-    "Use a terminal for full-screen and interactive programs. send_keys types; capture returns the screen; resize changes its size; reset starts a new one.",
+    "Use a terminal for full-screen and interactive programs. send_keys types and returns the screen; capture returns the screen; resize changes its size; "
+    "reset starts a new one.",
     ("action",),
     action={"type": "string", "enum": ["send_keys", "capture", "resize", "reset"], "description": "What to do."},
-    keys=_text("send_keys: the keys, in the notation of tmux send-keys."),
-    block={"type": "boolean", "description": "send_keys: wait until the program has ended."},
+    keys={
+        "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
+        "description": "send_keys: one or several of: names of keys such as Enter, Escape, C-c, Up, or text. Enter is a key of its own.",
+    },
+    block={"type": "boolean", "description": "send_keys: wait until the program waits for the next keys. Default: false."},
     min_wait_s={"type": "number", "minimum": 0, "description": "How long to wait at least before the screen is captured, in seconds."},
-    max_wait_s={"type": "number", "minimum": 0, "description": "How long to wait at most, in seconds."},
-    capture_entire={"type": "boolean", "description": "capture: return what has scrolled away, too."},
-    pane_width={"type": "integer", "minimum": 1, "description": "resize: the columns."},
-    pane_height={"type": "integer", "minimum": 1, "description": "resize: the lines."},
+    max_wait_s={"type": "number", "minimum": 0, "description": "send_keys with block: how long to wait at most, in seconds."},
+    capture_entire={"type": "boolean", "description": "Return what has scrolled out of the screen, too."},
+    capture_incremental={"type": "boolean", "description": "Return only what is new since the last result."},
+    pane_width={"type": "integer", "minimum": 10, "maximum": 500, "description": "resize, reset: the columns."},
+    pane_height={"type": "integer", "minimum": 2, "maximum": 300, "description": "resize, reset: the lines."},
 )
 
 #: The tools of every pool.
@@ -140,6 +146,7 @@ _REPLY_METADATA: Mapping[str, tuple[str, ...]] = {
     "process": ("process_id", "state", "next_offset"),
     "bash_stateful": ("session_reason",),
     "terminal_stateful": ("session_reason",),
+    "tmux": ("settled", "terminal"),
 }
 _COMMAND_TOOLS = frozenset({"bash", "terminal", "bash_stateful", "terminal_stateful"})
 

@@ -57,6 +57,7 @@ class AgentEnvSettings(BaseModel):
     hook_timeout_s: float = Field(default=3600, gt=0, description="How long the set-up or the scoring of a rollout may take, in seconds")
     max_rollout_attempts: int = Field(default=3, ge=1, description="How often a rollout is begun at most when faults of the infrastructure end it")
     max_put_backs: int = Field(default=2, ge=0, description="How often the item of a group that came to nothing is used again")
+    recordings_folder: str | None = Field(default=None, description="Folder for the recordings of tmux; default: beside data_path_to_save_groups")
     max_lost_groups: int = Field(default=10, ge=1, description="After so many groups in a row that came to nothing, the run ends")
     # Pool, shared.
     terminal_backend: str = Field(default="local", description="Older spelling of tool_pool_mode: local, docker, modal or singularity")

@@ -50,7 +50,8 @@ from environments.rollouts.exec_tool import ExecTool, RunEndingFault
 from environments.rollouts.group import GroupRunner
 from environments.rollouts.item_queue import PutBackItems, item_key
 from environments.rollouts.pool_spec import SettingsError
-from environments.rollouts.scored_items import make_group, render_conversation
+from environments.rollouts.recordings import find_recordings_folder
+from environments.rollouts.scored_items import describe_recordings, make_group, render_conversation
 from environments.rollouts.scoring import compute_reward_in_slot
 from environments.rollouts.service import PoolConnection, PoolUnavailable
 from environments.rollouts.statistics import RolloutStatistics
@@ -59,6 +60,7 @@ from environments.rollouts.trajectory import OpenedModel, Schemas, TrajectoryRec
 from environments.run_progress import RunProgress
 from environments.tool_call_translator import ToolCallTranslator
 from environments.tool_context import ToolContext
+from environments.toolsets import ToolsetError
 
 log = logging.getLogger(__name__)
 
@@ -237,13 +239,15 @@ class HermesAgentBaseEnv(BaseEnv):  # type: ignore[misc]  # atroposlib has no ty
         """Roll out a group of the item, or of the next one if it comes to nothing. The result is None only if there are no more items."""
         try:
             records = await self._group_collector().collect(item, self.config.group_size, self._select_tools)
-        except (PoolUnavailable, RunFailed, SettingsError) as error:
+        except (PoolUnavailable, RunFailed, SettingsError, ToolsetError) as error:
             if self._failure is not None and not self._failure.done():  # atroposlib logs exceptions of its workers and goes on
                 self._failure.set_exception(error)
             raise
         if records is None:
             return None, []
         group, cut_count = make_group(records, self._max_tokens)
+        if self._command == "process" and any(record.recording is not None for record in records):  # the trainer's API has no such field
+            group["recordings"] = describe_recordings(records)
         self.statistics.count(cut_count=cut_count)
         self._keep_rollouts(records)
         if not self.config.include_messages:
@@ -260,7 +264,7 @@ class HermesAgentBaseEnv(BaseEnv):  # type: ignore[misc]  # atroposlib has no ty
             evaluation = await evaluate_items(self._group_runner(), items, self._select_tools, self.statistics, max_concurrent=self.config.max_eval_workers)
         except RunEndingFault as error:
             raise RunFailed(error.message) from error
-        except (PoolUnavailable, SettingsError) as error:
+        except (PoolUnavailable, SettingsError, ToolsetError) as error:
             if self._failure is not None and not self._failure.done():  # in `serve` nobody waits for this task
                 self._failure.set_exception(error)
             raise
@@ -395,7 +399,13 @@ class HermesAgentBaseEnv(BaseEnv):  # type: ignore[misc]  # atroposlib has no ty
             max_context_tokens=self._max_tokens,
             shortens_context=self._phase == 1,
         )
-        settings = TrajectorySettings(loop=loop, allow_network=config.allow_network, tool_timeout_s=config.tool_timeout_s, hook_timeout_s=config.hook_timeout_s)
+        settings = TrajectorySettings(
+            loop=loop,
+            allow_network=config.allow_network,
+            tool_timeout_s=config.tool_timeout_s,
+            hook_timeout_s=config.hook_timeout_s,
+            recordings_folder=find_recordings_folder(config.recordings_folder, config.data_path_to_save_groups),
+        )
         trajectories = TrajectoryRunner(self.pool, self, settings, self._open_model, self._tokenize)
         return GroupRunner(self.pool, trajectories, self.statistics, max_attempts=config.max_rollout_attempts)
 

@@ -114,6 +114,46 @@ class ToolContext:
         result = self._run("terminal", args, timeout, COMMAND_OUTPUT_BYTES)
         return {"exit_code": result.exit_code, "output": result.output, **_problems(result)}
 
+    def terminal_stateful(self, command: str, timeout: float = DEFAULT_TIMEOUT_S, *, session: str | None = None) -> dict[str, Any]:
+        """Run a shell command in a shell that stays, with the working folder, the variables and the functions that earlier commands have left in it.
+
+        The shells of the model are among them, so the command also finds what the model has left.
+
+        Args:
+            command: the command.
+            timeout: the timeout, in seconds; at most the `max_timeout_s` of the pool.
+            session: the name of the shell; default the one that the model's calls without a name use.
+
+        Returns:
+            As `terminal`. `session` is `kept`, or `restarted` if the shell has ended: the next command then has a new one.
+
+        Raises:
+            ToolFault: the pool does not have the tool, or the command failed through no fault of the model.
+            SandboxError: the slot cannot be reached or is lost.
+        """
+        args = {"command": command} if session is None else {"command": command, "session": session}
+        result = self._run("terminal_stateful", args, timeout, COMMAND_OUTPUT_BYTES)
+        kept = {"session": result.metadata["session"]} if "session" in result.metadata else {}
+        return {"exit_code": result.exit_code, "output": result.output, **kept, **_problems(result)}
+
+    def tmux(self, action: str, timeout: float = DEFAULT_TIMEOUT_S, **args: Any) -> dict[str, Any]:
+        """Use the terminal of the slot, which is the model's: look at its screen, or type.
+
+        Args:
+            action: `send_keys`, `capture`, `resize` or `reset`.
+            timeout: the timeout, in seconds; at most the `max_timeout_s` of the pool.
+            args: the other arguments of the tool, such as `keys`.
+
+        Returns:
+            `output`, which is the screen, and `metadata`, which is that of the result; `error` if the terminal could not do it.
+
+        Raises:
+            ToolFault: the pool does not have the tool, or the call failed through no fault of the model.
+            SandboxError: the slot cannot be reached or is lost.
+        """
+        result = self._run("tmux", {"action": action, **args}, timeout, COMMAND_OUTPUT_BYTES)
+        return {"output": result.output, "metadata": dict(result.metadata), **_problems(result)}
+
     def read_file(self, path: str) -> dict[str, Any]:
         """Read a text file. Returns `content`, and `truncated` if its middle is missing; or `error`, for example if there is no such file."""
         result = self._run("read_file", {"path": path}, DEFAULT_TIMEOUT_S, FILE_OUTPUT_BYTES)

@@ -84,6 +84,7 @@ _add_command(app, "attach", attach, "[OPTIONS] LEASE", "Watch a terminal of a sl
 _add_command(app, "cp", files.cp, "[OPTIONS] SOURCE TARGET", "Copy files and folders into a slot or out of one.")
 _add_command(app, "ls", files.ls, "[OPTIONS] LEASE[:FOLDER]", "List a folder of a slot.")
 _add_command(app, "port", port, "[OPTIONS] LEASE PORT", "Print the URL of a program that listens in a slot.")
+_add_command(app, "recording", files.recording, "[OPTIONS] LEASE [FILE]", "Copy the recording of a terminal into a file.")
 _add_command(app, "leases", leases.leases, "[OPTIONS]", "List the leases you hold.")
 _add_command(app, "renew", leases.renew, "[OPTIONS] LEASE...", "Renew leases.")
 _add_command(app, "narrow", leases.narrow, "[OPTIONS] LEASE...", "Take rights away from slots: network, cache, changing entries.")

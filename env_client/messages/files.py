@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from env_client.messages.message import (
+    ASCIICAST,
     BYTES,
     GZIP,
     JSON,
@@ -43,6 +44,12 @@ def put_file_message(lease_id: str, path: str, mode: int | None) -> Message[None
 def list_files_message(lease_id: str, path: str, recursive: bool) -> Message[tuple[FileEntry, ...]]:
     """Build `GET /v1/leases/{id}/files/list`."""
     return _transfer_message("GET", path_with_query(_lease_path(lease_id, "files/list"), path=path, recursive=1 if recursive else None), _parse_entries)
+
+
+def get_recording_message(lease_id: str, name: str) -> Message[bytes]:
+    """Build `GET /v1/leases/{id}/recordings/{name}`."""
+    path = f"{_lease_path(lease_id, 'recordings')}/{quote_path_segment(name)}"
+    return _transfer_message("GET", path, lambda response: response.body, accept=ASCIICAST)
 
 
 def get_archive_message(lease_id: str, path: str) -> Message[bytes]:

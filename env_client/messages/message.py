@@ -16,6 +16,7 @@ JSON = "application/json"
 NDJSON = "application/x-ndjson"
 EVENT_STREAM = "text/event-stream"
 GZIP = "application/gzip"
+ASCIICAST = "application/x-asciicast"
 BYTES = "application/octet-stream"
 
 #: How long an ordinary response may take, in seconds.

@@ -249,6 +249,22 @@ class AsyncOperations(AsyncServiceOperations):
         """List a folder of the slot."""
         return await self._sender.send(file_messages.list_files_message(lease_id, path, recursive))
 
+    async def get_recording(self, lease_id: str, name: str) -> bytes:
+        """Read the recording of a terminal, an asciicast of version 2, as far as it exists now.
+
+        Args:
+            lease_id: the lease of the slot.
+            name: `metadata["recording"]` of a result of the tool `tmux`.
+
+        Raises:
+            FileNotFound: the lease has no such recording.
+        """
+        return await self._sender.send(file_messages.get_recording_message(lease_id, name))
+
+    async def get_recording_to(self, lease_id: str, name: str, target: str | os.PathLike[str]) -> int:
+        """Stream the recording of a terminal into a local file, which is replaced once the download is complete. Returns the size in bytes."""
+        return await self._sender.save(file_messages.get_recording_message(lease_id, name), Path(target))
+
     async def get_archive(self, lease_id: str, path: str = ".") -> bytes:
         """Read a folder of the slot as a gzipped tar."""
         return await self._sender.send(file_messages.get_archive_message(lease_id, path))
@@ -369,6 +385,14 @@ class Operations(ServiceOperations):
     def list_files(self, lease_id: str, path: str = ".", *, recursive: bool = False) -> tuple[FileEntry, ...]:
         """See `AsyncOperations.list_files`."""
         return self._sender.send(file_messages.list_files_message(lease_id, path, recursive))
+
+    def get_recording(self, lease_id: str, name: str) -> bytes:
+        """See `AsyncOperations.get_recording`."""
+        return self._sender.send(file_messages.get_recording_message(lease_id, name))
+
+    def get_recording_to(self, lease_id: str, name: str, target: str | os.PathLike[str]) -> int:
+        """See `AsyncOperations.get_recording_to`."""
+        return self._sender.save(file_messages.get_recording_message(lease_id, name), Path(target))
 
     def get_archive(self, lease_id: str, path: str = ".") -> bytes:
         """See `AsyncOperations.get_archive`."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from env_client import AsyncLease, SlotTools
@@ -19,6 +20,7 @@ from environments.batch.rows.trajectory_row import Rollout
 from environments.batch.settings import BatchSettings
 from environments.batch.slots import RowRefused, RunSlots, max_timeout_s, tools_of
 from environments.rollouts.exec_tool import RolloutFault
+from environments.rollouts.recordings import KeptRecording, keep_recording, recording_file_name
 from environments.rollouts.tool_handler import SlotToolHandler, find_rollout_fault
 from environments.toolsets import ToolsetError, ToolsetSettings
 
@@ -60,6 +62,7 @@ class PromptRunner:
         slots: the slots of the run.
         model: the model server.
         count_fault: called with the reason of each fault of the infrastructure.
+        recordings_folder: the folder for the recordings of terminals.
         sleep: waits; replaced in tests.
     """
 
@@ -69,12 +72,14 @@ class PromptRunner:
         slots: RunSlots,
         model: ChatServer,
         count_fault: Callable[[str], None],
+        recordings_folder: Path,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         self._settings = settings
         self._slots = slots
         self._model = model
         self._count_fault = count_fault
+        self._recordings_folder = recordings_folder
         self._sleep = sleep
         self._toolsets = ToolsetSettings(distribution=settings.distribution)
         self._offered: dict[tuple[str, ...], _OfferedTools] = {}
@@ -121,13 +126,30 @@ class PromptRunner:
             offered = self._offered_tools(selection.tools)
             timeout_s = min(self._settings.tool_timeout_s, max_timeout_s(pool))
             tools = SlotTools(lease, self._slots.gatherer, timeout_s=timeout_s, tools=selection.tools)
-            result, end = await self._roll_out(prompt, lease, tools, offered.schemas)
-            held_s = time.monotonic() - began_s
-            # Nothing is awaited between the end of the rollout and its row, so no cancellation can lose a finished trajectory.
+            result, end, recording_name = await self._roll_out(prompt, lease, tools, offered.schemas)
             rollout = Rollout(
-                result=result, end=end, system_message=offered.description, toolsets=selection.toolsets, pool=pool.name, attempts=attempt, duration_s=held_s
+                result=result,
+                end=end,
+                system_message=offered.description,
+                toolsets=selection.toolsets,
+                pool=pool.name,
+                attempts=attempt,
+                duration_s=time.monotonic() - began_s,
             )
+            if recording_name is not None:
+                rollout = await self._keep_recording(lease, recording_name, rollout, write)
+            # Nothing but its recording is awaited between the end of a rollout and its row, so no cancellation can lose a finished trajectory.
             write(rollout)
+
+    async def _keep_recording(self, lease: AsyncLease, name: str, rollout: Rollout, write: Callable[[Rollout], None]) -> Rollout:
+        """Keep the recording of a rollout's terminal. Returns the rollout with what became of it. If this is cancelled, the rollout is written without it."""
+        target = self._recordings_folder / recording_file_name(lease.info.trajectory_id or lease.lease_id)
+        try:
+            kept = await keep_recording(lease, name, target)
+        except asyncio.CancelledError:
+            write(replace(rollout, recording=KeptRecording(None, "the run was stopped before the recording of the terminal was kept")))
+            raise
+        return replace(rollout, recording=kept)
 
     def _offered_tools(self, tools: tuple[str, ...]) -> _OfferedTools:
         """Return the schemas of tools and their description, which are made once for each selection of tools."""
@@ -136,8 +158,8 @@ class PromptRunner:
             self._offered[tools] = _OfferedTools(schemas, describe_tools(schemas))
         return self._offered[tools]
 
-    async def _roll_out(self, prompt: Prompt, lease: AsyncLease, tools: SlotTools, schemas: Sequence[dict[str, Any]]) -> tuple[AgentResult, str]:
-        """Return what the rollout came to, and why it ended."""
+    async def _roll_out(self, prompt: Prompt, lease: AsyncLease, tools: SlotTools, schemas: Sequence[dict[str, Any]]) -> tuple[AgentResult, str, str | None]:
+        """Return what the rollout came to, why it ended, and the name of the recording of its terminal, if it has used one."""
         settings, handler = self._settings, SlotToolHandler(tools)
         loop_settings = AgentLoopSettings(
             max_turns=settings.max_turns,
@@ -154,7 +176,7 @@ class PromptRunner:
         fault = infra_fault_of(result, handler)
         if fault is not None:
             raise fault
-        return result, SANDBOX_LOST if handler.lost_by_policy else result.end.value
+        return result, SANDBOX_LOST if handler.lost_by_policy else result.end.value, handler.recording
 
 
 def _model_failure(error: ModelRequestFailed) -> Exception:

@@ -107,7 +107,7 @@ class BatchRunner:
 
     async def _run_workers(self, slots: RunSlots, model: ModelClient, rows: RowLog, errors: RowLog) -> None:
         prompts = self._remaining_prompts()
-        runner = PromptRunner(self._settings, slots, model, self._statistics.add_fault)
+        runner = PromptRunner(self._settings, slots, model, self._statistics.add_fault, self._folder.recordings_path)
         async with asyncio.TaskGroup() as tasks:
             flusher = tasks.create_task(self._flush_regularly(rows, errors))
             reporter = tasks.create_task(self._report_regularly(slots))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from environments.dataset_rows import UnusableRow
 from environments.rollouts.exec_tool import RunEndingFault
-from environments.rollouts.group import GroupLost, GroupRunner
+from environments.rollouts.group import GroupLost, GroupRunner, ToolSelector
 from environments.rollouts.item_queue import PutBackItems, item_name
 from environments.rollouts.statistics import RolloutStatistics
 from environments.rollouts.trajectory import MODEL_SERVER, TrajectoryRecord
@@ -51,7 +51,7 @@ class GroupCollector:
         self._lost_in_a_row = 0
         self._excluded_in_a_row = 0
 
-    async def collect(self, item: Any, size: int, select_tools: Callable[[], Awaitable[Sequence[str]]]) -> tuple[TrajectoryRecord, ...] | None:
+    async def collect(self, item: Any, size: int, select_tools: ToolSelector) -> tuple[TrajectoryRecord, ...] | None:
         """Roll out the group of an item, or of the items after it, until one group is complete.
 
         Args:
@@ -69,7 +69,7 @@ class GroupCollector:
         given = item
         while item is not None:
             try:
-                records = await self._groups.run(item, size, await select_tools())
+                records = await self._groups.run(item, size, select_tools)
             except UnusableRow as error:
                 self._record_unusable(item, error)
             except GroupLost as error:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from environments.dataset_rows import UnusableRow
-from environments.rollouts.group import GroupLost, GroupRunner
+from environments.rollouts.group import GroupLost, GroupRunner, ToolSelector
 from environments.rollouts.item_queue import item_name
 from environments.rollouts.statistics import RolloutStatistics
 from environments.rollouts.trajectory import TrajectoryRecord
@@ -31,7 +31,7 @@ class Evaluation:
 
 
 async def evaluate_items(
-    groups: GroupRunner, items: Sequence[Any], select_tools: Callable[[], Awaitable[Sequence[str]]], statistics: RolloutStatistics, *, max_concurrent: int
+    groups: GroupRunner, items: Sequence[Any], select_tools: ToolSelector, statistics: RolloutStatistics, *, max_concurrent: int
 ) -> Evaluation:
     """Roll out each item once. Items that cannot be scored are left out of the mean, and counted.
 
@@ -51,7 +51,7 @@ async def evaluate_items(
     async def evaluate(item: Any) -> None:
         async with turn:
             try:
-                (record,) = await groups.run(item, 1, await select_tools())
+                (record,) = await groups.run(item, 1, select_tools)
             except UnusableRow as error:
                 statistics.record_unusable_row(item_name(item), str(error))
                 log.warning("row %s cannot be used: %s", item_name(item), error)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,10 @@ from environments.rollouts.statistics import RolloutStatistics
 from environments.rollouts.trajectory import TrajectoryRecord, TrajectoryRunner
 
 log = logging.getLogger(__name__)
+
+
+#: Returns the names of the tools that the model of one group may call.
+ToolSelector = Callable[[], Awaitable[Sequence[str]]]
 
 
 class GroupLost(Exception):
@@ -57,13 +61,14 @@ class GroupRunner:
         self._statistics = statistics
         self._max_attempts = max_attempts
 
-    async def run(self, item: Any, size: int, tools: Sequence[str], *, group_id: str | None = None) -> tuple[TrajectoryRecord, ...]:
+    async def run(self, item: Any, size: int, select_tools: ToolSelector, *, group_id: str | None = None) -> tuple[TrajectoryRecord, ...]:
         """Roll out and score a group. However this ends, also by cancellation, no slot stays held.
 
         Args:
             item: the item.
             size: how many trajectories the group has.
-            tools: the names of the tools that the model may call.
+            select_tools: returns the names of the tools that the model may call. It is called when the group has its slots, because a pool whose first
+                sandbox has not started does not know its tools.
             group_id: names the group in the service; default a new name.
 
         Returns:
@@ -74,12 +79,14 @@ class GroupRunner:
             UnusableRow: the item itself is bad.
             PoolUnavailable: no group can have slots.
             RunEndingFault: no group can succeed.
+            As `select_tools`.
         """
         group_id = group_id or f"group-{secrets.token_hex(6)}"
         records = [TrajectoryRecord(f"{group_id}/{number}") for number in range(size)]
         held = dict(enumerate(await self._acquire_gang(records)))
         complete: dict[int, TrajectoryRecord] = {}
         try:
+            tools = await select_tools()
             async with asyncio.TaskGroup() as tasks:
                 for number, record in enumerate(records):
                     tasks.create_task(self._run_member(item, record, _Places(number, held, complete), tools))

@@ -36,6 +36,12 @@ def make_group(records: Sequence[TrajectoryRecord], max_tokens: int) -> tuple[di
     return group, sum(len(one.tokens) > max_tokens for one in whole)
 
 
+def describe_recordings(records: Sequence[TrajectoryRecord]) -> list[dict[str, str]]:
+    """Return the `path` of the recording of each trajectory's terminal, and the `error` if it could not be kept. Both are empty if there is none."""
+    kept = [record.recording for record in records]
+    return [{"path": str(one.path or "") if one else "", "error": one.error if one else ""} for one in kept]
+
+
 def render_conversation(messages: Sequence[Message]) -> str:
     """Return a conversation as readable text, with its calls and results."""
     return "\n\n".join(itertools.chain.from_iterable(_render_message(message) for message in messages))

@@ -9,6 +9,7 @@ from env_client import ExecutionResult, Fault, Reason, SandboxError, SlotTools, 
 from environments.agent_loop import AgentResult, LoopEnd
 from environments.conversation.tool_replies import ToolReply, error_content
 from environments.rollouts.exec_tool import RolloutFault
+from environments.rollouts.recordings import find_recording
 
 #: Ends of a call after which the slot is gone.
 _SLOT_GONE = frozenset({Reason.LEASE_LOST, Reason.SANDBOX_LOST})
@@ -31,6 +32,8 @@ class SlotToolHandler:
         self.lost_by_policy = False
         #: How many calls ended with each fault and reason, such as `("policy", "timeout")`. Calls without fault are not counted.
         self.faults: Counter[tuple[str, str]] = Counter()
+        #: The name of the recording of the terminal that the model has used; None if it has used none.
+        self.recording: str | None = None
 
     async def __call__(self, tool: str, args: dict[str, Any], task_id: str, /) -> ToolReply:
         """Execute one call. A reply with the fault `infra` ends the rollout."""
@@ -38,6 +41,7 @@ class SlotToolHandler:
             result = await self._tools.run_model_call(tool, args)
         except SandboxError as error:
             return self._end_rollout(RolloutFault.from_error(error))
+        self.recording = find_recording(result.metadata) or self.recording
         if result.fault != Fault.NONE:
             self.faults[result.fault, result.reason] += 1
         if result.reason in _SLOT_GONE and result.fault == Fault.POLICY:

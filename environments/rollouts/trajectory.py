@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from env_client import AsyncLease, FileError, FileNotFound, InvalidRequest, NotImplementedYet, SandboxError, SlotTools, tool_schemas
@@ -19,6 +20,7 @@ from environments.dataset_rows import UnusableRow
 from environments.model_access.model_watch import ModelServerGone
 from environments.model_access.trajectory_tokens import TokensUnusable, TrajectoryTokens
 from environments.rollouts.exec_tool import ExecTool, RolloutFault, RunEndingFault
+from environments.rollouts.recordings import KeptRecording, keep_recording, recording_file_name
 from environments.rollouts.scoring import check_reward
 from environments.rollouts.service import PoolConnection, PoolUnavailable
 from environments.rollouts.tool_handler import SlotToolHandler, find_rollout_fault, has_policy_fault
@@ -72,12 +74,14 @@ class TrajectorySettings:
         allow_network: whether the model has the network of the pool.
         tool_timeout_s: the timeout of a model's tool call, in seconds; None for the default of the pool.
         hook_timeout_s: how long the set-up, and how long the scoring, of a trajectory may take, in seconds.
+        recordings_folder: the folder for the recordings of terminals; None if they are not kept.
     """
 
     loop: AgentLoopSettings
     allow_network: bool = True
     tool_timeout_s: float | None = None
     hook_timeout_s: float = DEFAULT_HOOK_TIMEOUT_S
+    recordings_folder: Path | None = None
 
 
 @dataclass(slots=True)
@@ -93,6 +97,7 @@ class TrajectoryRecord:
         score_meta: what the scoring said about the reward.
         tokens: the tokens, if they were asked for.
         ambiguous_but_scored: whether it was scored despite an `ambiguous` fault, because a call of it was refused for the policy's sake.
+        recording: what became of the recording of its terminal; None if it has used none, or if recordings are not kept.
     """
 
     trajectory_id: str
@@ -103,6 +108,7 @@ class TrajectoryRecord:
     score_meta: Mapping[str, Any] = field(default_factory=dict)
     tokens: TrajectoryTokens | None = None
     ambiguous_but_scored: bool = False
+    recording: KeptRecording | None = None
 
     @contextmanager
     def measure(self, phase: str) -> Iterator[None]:
@@ -172,6 +178,10 @@ class TrajectoryRunner:
         if self._tokenize is not None:
             with _token_errors():
                 record.tokens = await self._tokenize(result, self._offered_schemas(tools))
+        if handler.recording is not None and self._settings.recordings_folder is not None:
+            with record.measure("tools"):
+                target = self._settings.recordings_folder / recording_file_name(record.trajectory_id)
+                record.recording = await keep_recording(lease, handler.recording, target)
         if handler.lost_by_policy:  # there is no slot in which the trajectory could be scored
             record.reward, record.score_meta = 0.0, {"sandbox_lost": True}
             return

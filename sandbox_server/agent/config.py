@@ -88,6 +88,7 @@ class AgentConfig:
         memory_mb: how much memory all slots of this agent may use together, in MiB; None: as much as the machine has for slots.
         machine_memory_mb: how much memory the machine has, in MiB; None: as the kernel reports.
         slots_group: the name of the control group over all slots of the machine.
+        machine_files: how many open files the machine can have; None: as the kernel reports (`fs.file-max`).
         first_processor: the index of the first processor to pin slots to, among those that the agent may run on; larger ones start again at the first.
         disk_free_mb: how much of a file system must stay free, in MiB; None: see `disk_plan`.
     """
@@ -115,6 +116,7 @@ class AgentConfig:
     memory_mb: int | None = None
     machine_memory_mb: int | None = None
     slots_group: str = "sandbox-pool-slots"
+    machine_files: int | None = None
     first_processor: int = 0
     disk_free_mb: int | None = None
 
@@ -134,6 +136,7 @@ _NUMBERS = {
     "max_life_s": (0, 1e9),
     "memory_mb": (16, 1 << 40),
     "machine_memory_mb": (16, 1 << 40),
+    "machine_files": (1, 1 << 63),
     "first_processor": (0, 1 << 40),
     "disk_free_mb": (1, 1 << 40),
 }
@@ -153,7 +156,7 @@ _KINDS: dict[str, type] = {
     "workspace_base": str,
     "slots_group": str,
 }
-_NULLABLE = ("alone_exit_s", "max_life_s", "spares", "memory_mb", "machine_memory_mb", "disk_free_mb")
+_NULLABLE = ("alone_exit_s", "max_life_s", "spares", "memory_mb", "machine_memory_mb", "machine_files", "disk_free_mb")
 _GROUP_NAME = re.compile(r"[a-z0-9-]{1,64}\Z")
 
 

@@ -19,7 +19,23 @@ from sandbox_server.api.contract import requests, responses
 from sandbox_server.api.contract.describe import REF, RawRoute
 from sandbox_server.api.contract.render import json_response
 from sandbox_server.api.edge import OPEN_PATHS, EdgeMiddleware
-from sandbox_server.api.routes import call_queries, calls, docs, events, files, leases, metrics, pending, pools, ports, run_batch, sandboxes, system, terminals
+from sandbox_server.api.routes import (
+    call_queries,
+    calls,
+    docs,
+    events,
+    files,
+    leases,
+    metrics,
+    pending,
+    pools,
+    ports,
+    recordings,
+    run_batch,
+    sandboxes,
+    system,
+    terminals,
+)
 from sandbox_server.core.errors import InvalidRequest, MethodNotAllowed, RouteNotFound
 
 ROUTERS = (
@@ -30,6 +46,7 @@ ROUTERS = (
     files.router,
     ports.router,
     terminals.router,
+    recordings.router,
     pools.router,
     sandboxes.router,
     events.router,

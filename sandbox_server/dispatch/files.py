@@ -38,6 +38,10 @@ class SlotFiles:
         """
         return self._receive(tenant, lease_id, lambda slot: slot.read_file(path, on_size))
 
+    def read_recording(self, tenant: str, lease_id: str, name: str, on_size: Callable[[int], None] = lambda size_bytes: None) -> AsyncGenerator[bytes, None]:
+        """Receive the recording of a terminal. The arguments are those of `read_file`, with the name of the recording instead of a path."""
+        return self._receive(tenant, lease_id, lambda slot: slot.read_recording(name, on_size))
+
     def read_archive(self, tenant: str, lease_id: str, path: str) -> AsyncGenerator[bytes, None]:
         """Receive a folder as a gzipped tar. The arguments are those of `read_file`, without the size, which is not known beforehand."""
         return self._receive(tenant, lease_id, lambda slot: slot.read_archive(path))

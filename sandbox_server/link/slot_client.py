@@ -182,7 +182,7 @@ class SlotClient:
         """Receive the output that belongs to the result of a call: standard output, then standard error where it is separate."""
         return self._receive_data("result_output", call_id=call_id)
 
-    async def read_file(self, path: str, on_size: Callable[[int], None] = lambda size_bytes: None) -> AsyncGenerator[bytes, None]:
+    def read_file(self, path: str, on_size: Callable[[int], None] = lambda size_bytes: None) -> AsyncGenerator[bytes, None]:
         """Receive the content of a file.
 
         Args:
@@ -192,8 +192,26 @@ class SlotClient:
         Raises:
             PathNotFound, FileOperationFailed, RequestInvalid: the file cannot be read, or its content is not as long as the agent has said.
         """
+        return self._receive_sized("file_get", path, on_size, path=path)
+
+    def read_recording(self, name: str, on_size: Callable[[int], None] = lambda size_bytes: None) -> AsyncGenerator[bytes, None]:
+        """Receive the recording of a terminal, as it is now. The arguments and the errors are those of `read_file`."""
+        return self._receive_sized("recording", name, on_size, name=name)
+
+    async def _receive_sized(self, op: str, subject: str, on_size: Callable[[int], None], **fields: Any) -> AsyncGenerator[bytes, None]:
+        """Receive content whose size the agent tells before it.
+
+        Args:
+            op: the operation.
+            subject: what has the content, for the error sentence.
+            on_size: see `read_file`.
+            fields: further fields of the request.
+
+        Raises:
+            FileOperationFailed: the content is not as long as the agent has said.
+        """
         left_bytes: int | None = None
-        async with self._open("file_get", self._response_timeout_s, path=path) as stream:
+        async with self._open(op, self._response_timeout_s, **fields) as stream:
             stream.end()
             async for event in stream:
                 if isinstance(event, wire.Item) and left_bytes is None:
@@ -206,7 +224,7 @@ class SlotClient:
                         break
                     yield event.body
         if left_bytes:
-            raise agent_refusal({"code": "file_error", "detail": f"{path} does not have the size that the agent has said", "errno": "EIO"})
+            raise agent_refusal({"code": "file_error", "detail": f"{subject} does not have the size that the agent has said", "errno": "EIO"})
 
     def read_archive(self, path: str) -> AsyncGenerator[bytes, None]:
         """Receive a folder as a gzipped tar. Raises as `read_file` does."""

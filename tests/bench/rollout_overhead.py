@@ -100,6 +100,10 @@ class NoWork:
         return float(result.tool_calls_executed_ok), {}
 
 
+async def select_tools() -> Sequence[str]:
+    return TOOLS
+
+
 @asynccontextmanager
 async def open_instant_model(schemas: Schemas) -> AsyncIterator[OpenedModel]:
     """Open a model for one trajectory."""
@@ -128,7 +132,7 @@ class Rounds:
         """Roll out one round, and return the processor time of this process and the wall time, in seconds."""
         gc.collect()
         began_s, processor_began_s = time.perf_counter(), time.process_time()
-        groups = await asyncio.gather(*(self._groups.run(calls, self._group_size, TOOLS) for _ in range(self._group_count)))
+        groups = await asyncio.gather(*(self._groups.run(calls, self._group_size, select_tools) for _ in range(self._group_count)))
         used_s = time.process_time() - processor_began_s
         self.call_count += sum(int(record.reward or 0) for group in groups for record in group)
         return used_s, time.perf_counter() - began_s

@@ -16,6 +16,7 @@ import pytest
 from sandbox_server.core.execution import FAULTS_OF, NOT_RECORDED
 from sandbox_server.telemetry import METRICS, TOOLS
 from tests.contract.contract import ANY, BUILT, CONTRACT, WAITING, members, named
+from tests.support.scripted_agent import RECORDING
 from tests.support.service_harness import ServiceHarness, bash
 
 Ask = Callable[[ServiceHarness], Awaitable[httpx.Response]]
@@ -174,6 +175,16 @@ def uses_port(method: str) -> Ask:
 
 for _method in ANY:
     asks(f"{_method} /v1/leases/{{}}/ports/{{}}/{{}}")(uses_port(_method))
+
+
+@asks("GET /v1/leases/{}/recordings/{}")
+async def _recording(harness: ServiceHarness) -> httpx.Response:
+    url = f"/v1/leases/{(await harness.acquire())[0]}/recordings"
+    missing = await harness.http.get(f"{url}/other.cast")
+    assert (missing.status_code, missing.json()["code"]) == (404, "file_not_found")
+    answer = await harness.http.get(f"{url}/terminal.cast")
+    assert (answer.content, answer.headers["content-length"]) == (RECORDING, str(len(RECORDING)))
+    return answer
 
 
 @asks("GET /v1/pools")

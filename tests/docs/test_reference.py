@@ -16,7 +16,6 @@ from env_client import errors as client_errors
 from env_client.cli.app import app as cli_app
 from env_client.cli.arguments import COMMAND_TTL_S
 from env_client.cli.exit_codes import CANNOT_START, NOT_CLEAN, NOT_FOUND, OUT_OF_MEMORY, OWN_FAILURE, SOMETHING_MISSING, TIMED_OUT
-from sandbox_server.agent.execution.tools.tool_registry import NOT_BUILT as TOOLS_NOT_BUILT
 from sandbox_server.agent.execution.tools.tool_registry import TOOLS
 from sandbox_server.api.api import every_route
 from sandbox_server.api.contract.requests import PoolSpecBody
@@ -121,7 +120,7 @@ def test_the_readme_lists_what_is_not_built_yet() -> None:
     said = (ROOT / "README.md").read_text(encoding="utf-8").partition("### Not built yet")[2].partition("\n#")[0]
     routes = {f"{method} {path.replace('lease_id', 'id')}" for method, path, *_ in PENDING}
 
-    assert [name for name in {*TOOLS_NOT_BUILT, *routes} if f"`{name}`" not in said] == []
+    assert [name for name in routes if f"`{name}`" not in said] == []
 
 
 def test_the_fields_that_only_admins_may_set_are_listed() -> None:
@@ -135,7 +134,6 @@ def test_every_move_of_slots_and_sandboxes(table: str, moves: Any) -> None:
 
 def test_every_tool() -> None:
     assert set(words(rows("tools.md", "tools"))) == set(TOOLS)
-    assert all(f"`{tool}`" in page("tools.md") for tool in TOOLS_NOT_BUILT)
 
 
 def test_every_route() -> None:

@@ -9,6 +9,9 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
 from typing import Any
 
+from env_client import AsyncSandboxClient, RetryPolicy, SandboxClient
+
+QUICK = RetryPolicy(base_s=0.001)
 KINDS = ("sync", "async")
 
 
@@ -67,3 +70,14 @@ async def _enter(manager: AbstractAsyncContextManager[Any]) -> Any:
 
 async def _leave(manager: AbstractAsyncContextManager[Any], error: BaseException | None) -> bool:
     return bool(await manager.__aexit__(None if error is None else type(error), error, None if error is None else error.__traceback__))
+
+
+@contextmanager
+def client_of(kind: str, url: str, token: str) -> Iterator[Face]:
+    """A client of one kind, which repeats requests at once."""
+    with asyncio.Runner() as runner:
+        face = Face((SandboxClient if kind == "sync" else AsyncSandboxClient)(url, token, retry=QUICK), runner)
+        try:
+            yield face
+        finally:
+            face.close() if kind == "sync" else face.aclose()

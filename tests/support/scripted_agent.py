@@ -14,8 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sandbox_server.agent import wire
+from sandbox_server.agent.execution.terminal.recording import RECORDING_NAME
 from sandbox_server.core.types import PoolSpec
 from sandbox_server.testing import FakeAgent, FakeBackend
+
+RECORDING = b'{"version": 2, "width": 160, "height": 40}\n[0.5, "o", "scripted"]\n'
+"""The recording of every slot."""
 
 
 @dataclass
@@ -206,6 +210,12 @@ class ScriptedAgent(FakeAgent):
             self._about_call(peer, stream, exchange.meta)
         elif op in ("file_get", "file_put", "file_list", "archive_get", "archive_put"):
             self._file(peer, stream, exchange)
+        elif op == "recording" and exchange.meta["name"] == RECORDING_NAME:
+            peer.wire.send_item(stream, {"size_bytes": len(RECORDING)})
+            peer.wire.send_data(stream, RECORDING)
+            peer.wire.end(stream)
+        elif op == "recording":
+            peer.wire.abort(stream, {"code": "file_not_found", "detail": "the lease has no such recording"})
         else:
             peer.wire.abort(stream, {"code": "not_implemented", "detail": f"a scripted agent has no {op}"})
 

@@ -1,4 +1,4 @@
-"""`sandbox cp` and `sandbox ls`."""
+"""`sandbox cp`, `sandbox ls` and `sandbox recording`."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from env_client.cli.failures import Failure
 from env_client.cli.printer import JsonFlag, Printer, format_size, format_time
 from env_client.client import SandboxClient
 from env_client.errors import FileError, FileNotFound
+from env_client.leases import RECORDING
 from env_client.values import FileEntry
 
 _TYPE_BITS = {"directory": stat.S_IFDIR, "file": stat.S_IFREG, "symlink": stat.S_IFLNK}
@@ -56,6 +57,25 @@ def cp(
         printer.print_note(f"left out, because {reason}: {', '.join(left_out[:10])}")
     if as_json:
         printer.print_json({"source": source, "target": path, "left_out": left_out})
+
+
+def recording(
+    lease: Annotated[str, typer.Argument(metavar="LEASE", hidden=True)],
+    target: Annotated[str, typer.Argument(metavar="[FILE]", hidden=True)] = RECORDING,
+    as_json: JsonFlag = False,
+) -> None:
+    """Copy the recording of a lease's terminal into a local file, terminal.cast if none is named. `asciinema play FILE` plays it."""
+    printer = Printer(as_json)
+    lease_id = read_lease(lease)
+    with connect_to_service() as client:
+        try:
+            size_bytes = client.get_recording_to(lease_id, RECORDING, target)
+        except FileNotFound as error:
+            raise Failure("the lease has no recording", "the first use of the tool tmux begins one", error.code) from error
+        except IsADirectoryError as error:
+            raise Failure(f"{target} is a folder", "name a file") from error
+    if as_json:
+        printer.print_json({"lease_id": lease_id, "target": target, "size_bytes": size_bytes})
 
 
 def ls(

@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 #: The folder, below the current one, that holds the folders of the runs.
 DATA_FOLDER = Path("data")
 TRAJECTORIES, ERRORS, CHECKPOINT, STATISTICS, LOCK = "trajectories.jsonl", "errors.jsonl", "checkpoint.json", "statistics.json", "lock"
+RECORDINGS = "recordings"
 _FORMAT = 1
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -75,6 +76,11 @@ class RunFolder:
     def errors_path(self) -> Path:
         """The file with the prompts that failed."""
         return self.path / ERRORS
+
+    @property
+    def recordings_path(self) -> Path:
+        """The folder with the recordings of terminals. It is created with the first of them."""
+        return self.path / RECORDINGS
 
     def load_earlier_rows(self, count_row: Callable[[Mapping[str, Any]], None]) -> EarlierRows:
         """Repair the ends of the files, and read the trajectories that they hold.

@@ -11,6 +11,7 @@ from env_client.tools import BASE_TOOLS, OPTIONAL_TOOLS
 from environments.agent_loop import AgentResult, ToolCallRecord
 from environments.batch.files.prompt_file import Prompt
 from environments.batch.rows.sharegpt import to_conversation
+from environments.rollouts.recordings import KeptRecording
 
 #: The tools that have statistics. Calls of tools that the model invented are counted under `unknown`.
 COUNTED_TOOLS = (*BASE_TOOLS, *OPTIONAL_TOOLS, "unknown")
@@ -28,6 +29,7 @@ class Rollout:
         pool: the pool of the slot.
         attempts: how many attempts the prompt needed.
         duration_s: how long the slot was held, in seconds.
+        recording: what became of the recording of its terminal; None if it has used none.
     """
 
     result: AgentResult
@@ -37,6 +39,7 @@ class Rollout:
     pool: str
     attempts: int
     duration_s: float
+    recording: KeptRecording | None = None
 
 
 def make_trajectory_row(prompt: Prompt, rollout: Rollout, *, run_name: str, model: str, now_s: float | None = None) -> dict[str, Any]:
@@ -49,7 +52,7 @@ def make_trajectory_row(prompt: Prompt, rollout: Rollout, *, run_name: str, mode
         model: the name of the model.
         now_s: the time in Unix seconds; default the present.
     """
-    result = rollout.result
+    result, recording = rollout.result, rollout.recording
     return {
         "prompt_id": prompt.prompt_id,
         "occurrence": prompt.occurrence,
@@ -78,6 +81,8 @@ def make_trajectory_row(prompt: Prompt, rollout: Rollout, *, run_name: str, mode
             "duration_s": float(rollout.duration_s),
             "model_time_s": float(result.model_time_s),
             "tool_time_s": float(result.tool_time_s),
+            "recording": f"{recording.path.parent.name}/{recording.path.name}" if recording is not None and recording.path is not None else "",
+            "recording_error": recording.error if recording is not None else "",
             "row": prompt.other_members,
         },
     }

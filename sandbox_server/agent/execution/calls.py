@@ -97,6 +97,8 @@ class AgentCall:
             if tool.capabilities.has_process:
                 self._deadlines = CallDeadlines(self.spec, self._started, self._read_reports, self._end_tree_because)
             self._handler.start_call(self)
+            if self._deadlines is not None and not isinstance(self._process, SlotProcess):
+                self._deadlines.start_timers()  # at once: the call may have to wait, for its session or its terminal
         except InvalidArgs as error:
             field = "tool" if isinstance(error, UnknownTool) else "args"
             self.finish_call("invalid_args", error=str(error), metadata={"evidence": {"ran": False, "field": field}})
@@ -120,8 +122,6 @@ class AgentCall:
         """See `ToolCall`."""
         session, turn = self.lease.sessions.add_call(name, self.runtime, command, self.sinks, self)
         self._process = self._turn = turn
-        if self._deadlines is not None:
-            self._deadlines.start_timers()  # at once: the call may have to wait for its turn
         session.add_turn(turn)
 
     def finish_by_status(self, status: int) -> None:

@@ -127,6 +127,8 @@ class Init:
         except MemoryError:
             time.sleep(_MEMORY_RETRY_MS / 1000)  # There is no memory for the buffer. The message waits in the socket.
             return
+        except ConnectionResetError:
+            data = b""  # The agent has closed its end while a report of init was unread.
         if not data:
             self._end_slot()
         try:

@@ -5,6 +5,7 @@ It is used where no control group lists the processes of a call.
 
 from __future__ import annotations
 
+import errno
 import os
 
 TYPE_CHECKING = False
@@ -23,6 +24,8 @@ _DEAD = (b"Z", b"X")
 #: Processes can be forked while others are killed, so a slot without control groups is searched and killed at most so many times.
 KILL_ROUNDS = 40
 _PPID, _SESSION, _STATE, _START = 1, 3, 0, 19  # Positions of the fields after the process name in /proc/PID/stat.
+#: EINVAL: the process has ended and was reaped, but its pid is still the number of a session or of a process group with living members.
+_ENDED_MEANWHILE = (errno.ESRCH, errno.ENOENT, errno.EPERM, errno.EACCES, errno.EINVAL)
 
 
 def read_process_table() -> ProcessTable:
@@ -86,8 +89,9 @@ def _send_signal_to(pid: int, start: int, which: int) -> None:
             signal.pidfd_send_signal(fd, which)
         else:
             os.kill(pid, which)
-    except (ProcessLookupError, FileNotFoundError, PermissionError):
-        return  # The process has ended meanwhile.
+    except OSError as error:
+        if error.errno not in _ENDED_MEANWHILE:
+            raise
     finally:
         if fd >= 0:
             os.close(fd)

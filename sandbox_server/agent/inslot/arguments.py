@@ -105,6 +105,7 @@ OPERATIONS: Dict[str, Spec] = {
     "route_archive_get": {"path": (True, _check_path)},
     "route_archive_put": {"path": (True, _check_path)},
     "route_connect": {"port": (True, _integer_check(1, MAX_PORT))},
+    "terminal_mode": {"path": (True, _check_path)},
     "leftovers_plant": {"name": (True, _check_path), "shell": (True, _check_path)},
     "leftovers_find": {
         "name": (True, _check_path),

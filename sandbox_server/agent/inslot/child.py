@@ -67,6 +67,10 @@ def _import_module_of(op: str) -> ModuleType | None:
         from sandbox_server.agent.inslot import port
 
         return port
+    if op == "terminal_mode":
+        from sandbox_server.agent.inslot import terminal_mode
+
+        return terminal_mode
     if op in ("leftovers_plant", "leftovers_find"):
         from sandbox_server.agent.inslot import leftover_probe
 

@@ -1,4 +1,4 @@
-"""Starts the guards of memory and disk of an agent, and describes which limits they enforce on this machine."""
+"""Starts the guards of memory, disk and open files of an agent, and describes which limits they enforce on this machine."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from sandbox_server.agent.kernel.trash import Trash
 from sandbox_server.agent.limits.disk_guard import DiskGuard, SlotFolders
 from sandbox_server.agent.limits.memory_accounting import NOT_COUNTED, AccountingGuard
 from sandbox_server.agent.limits.memory_guard import MemoryGuard
+from sandbox_server.agent.limits.open_files_guard import OpenFilesGuard, read_file_table
 
 
 class Guards:
@@ -34,6 +35,7 @@ class Guards:
         self._prepared_runtimes: Callable[[], Sequence[SlotRuntime]] = tuple
         self._memory: MemoryGuard | AccountingGuard | None = None
         self._disk: DiskGuard | None = None
+        self._open_files: OpenFilesGuard | None = None
 
     def start_guards(
         self, held_runtimes: Callable[[], Sequence[SlotRuntime]], prepared_runtimes: Callable[[], Sequence[SlotRuntime]], on_change: Callable[[], None]
@@ -54,12 +56,14 @@ class Guards:
         slot_bytes = config.limits.disk_mb * MIB if config.limits.disk_mb is not None else None
         reserve_bytes = config.disk_free_mb * MIB if config.disk_free_mb is not None else None
         self._disk = DiskGuard(config.base_dir, self._held_folders, slot_bytes, reserve_bytes, is_deleting=self._trash.is_busy)
+        self._open_files = OpenFilesGuard(self._held_runtimes, lambda: read_file_table(config.machine_files))
         self._memory.start_checking()
         self._disk.start_checking()
+        self._open_files.start_checking()
 
     async def stop_guards(self) -> None:
         """Stop the guards. Call it before the slots are ended."""
-        for guard in (self._memory, self._disk):
+        for guard in (self._memory, self._disk, self._open_files):
             if guard is not None:
                 await guard.stop_checking()
 

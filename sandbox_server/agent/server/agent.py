@@ -14,9 +14,9 @@ from sandbox_server.agent.config import AgentConfig
 from sandbox_server.agent.errors import Refused
 from sandbox_server.agent.execution.in_flight_descriptors import InFlightGuard
 from sandbox_server.agent.execution.slot_runtime import CacheFolder, SlotRuntime
-from sandbox_server.agent.execution.tools.tool_registry import TOOLS
+from sandbox_server.agent.execution.tools.tool_registry import available_tools
 from sandbox_server.agent.init import oom_score
-from sandbox_server.agent.isolation.base import IsolationContext
+from sandbox_server.agent.isolation.base import SLOT_PATH, IsolationContext
 from sandbox_server.agent.isolation.probing.probe import ProbeResult, probe_isolation_modes
 from sandbox_server.agent.kernel import seccomp
 from sandbox_server.agent.kernel.cgroup_mounts import read_processor_quota
@@ -26,7 +26,7 @@ from sandbox_server.agent.kernel.processor_share import Processors
 from sandbox_server.agent.kernel.trash import Trash
 from sandbox_server.agent.kernel.uids import UidRange
 from sandbox_server.agent.limits.guards import Guards
-from sandbox_server.agent.server import call_operations, slot_operations
+from sandbox_server.agent.server import call_operations, recording_operations, slot_operations
 from sandbox_server.agent.server.call_stream import CallStreamHandler
 from sandbox_server.agent.server.connections import ServiceConnection, Stream, StreamHandler
 from sandbox_server.agent.server.file_operations import FILE_OPERATIONS, open_file_operation
@@ -54,6 +54,7 @@ _CALL_OPERATIONS: Mapping[str, Callable[[Stream, AgentSlot, Mapping[str, Any]], 
     "attach": lambda stream, slot, meta: call_operations.follow_call(stream, slot, meta.get("call_id"), meta.get("offset"), _fetches_outputs(meta)),
     "output": lambda stream, slot, meta: call_operations.send_output(stream, slot, meta.get("call_id"), meta.get("offset")),
     "result_output": lambda stream, slot, meta: call_operations.send_result_output(stream, slot, meta.get("call_id")),
+    "recording": lambda stream, slot, meta: recording_operations.send_recording(stream, slot, meta.get("name")),
     "quiet": lambda stream, slot, meta: call_operations.wait_until_quiet(stream, slot, slot.epoch),
 }
 _SLOT_OPERATIONS: Mapping[str, Callable[[Stream, AgentSlot, Mapping[str, Any]], StreamHandler]] = {
@@ -62,7 +63,7 @@ _SLOT_OPERATIONS: Mapping[str, Callable[[Stream, AgentSlot, Mapping[str, Any]], 
     "terminal": TerminalStream,
 }
 """Operation -> what handles its stream, in a slot that the service holds."""
-_CANCELLED_ON_ABORT = frozenset({"attach", "output", "quiet", "result_output"})  # these only read; all others continue without their stream
+_CANCELLED_ON_ABORT = frozenset({"attach", "output", "quiet", "recording", "result_output"})  # these only read; all others continue without their stream
 
 
 def _fetches_outputs(meta: Mapping[str, Any]) -> bool:
@@ -88,6 +89,7 @@ class Agent:
         self.stopping = asyncio.Event()  # set it to shut the agent down
         self._loop = asyncio.get_event_loop()
         self._connections: set[ServiceConnection] = set()
+        self._tools: tuple[str, ...] = ()
         self._probed: ProbeResult | None = None
         self._alone_timer: asyncio.TimerHandle | None = None
         self._listeners = Listeners(self, config.listen, config.base_dir)
@@ -113,6 +115,8 @@ class Agent:
         raise_priority()
         self._guards = Guards(self.config, self._cgroups, self._trash, sets_floor)
         uids = UidRange()
+        path = self.config.env_vars.get("PATH", SLOT_PATH)
+        self._tools = available_tools(path)
         self._probed = await probe_isolation_modes(self._make_context(processors, sets_floor), self._cgroups, self._trash, uids)
         await self._listeners.start_listening()
         self._on_listening()
@@ -235,7 +239,7 @@ class Agent:
                 "not_enforced": guards.limits_not_enforced(),
                 "kill": cgroups.kill,
                 "proves": ["oom", "resource_limit"],
-                "tools": list(TOOLS),
+                "tools": list(self._tools),
                 "places": isolation.tmp_isolation if isolation is not None else "none",
                 "slot_start": isolation.slot_start if isolation is not None else "none",
                 "cache": isolation is not None and isolation.caches,

@@ -12,9 +12,9 @@ import secrets
 from typing import Any, Mapping
 
 from sandbox_server.agent.errors import Refused
+from sandbox_server.agent.execution.slot_probe import NoAnswer, ask_slot
 from sandbox_server.agent.execution.slot_runtime import SlotRuntime
 from sandbox_server.agent.slots.host_probe import HostProbe
-from sandbox_server.agent.slots.slot_probe import NoAnswer, ask_slot
 from sandbox_server.agent.slots.slots import READY
 from sandbox_server.agent.slots.transitions import SlotTransitions
 

@@ -119,7 +119,7 @@ def test_what_an_agent_refuses_says_when(other: httpx.Client) -> None:
         {"lease_id": lease_id, "tool": "no-such-tool"},
         bash(lease_id, "true", cwd=3),
         {"lease_id": lease_id, "tool": "bash", "args": {"command": 3}},
-        {"lease_id": lease_id, "tool": "tmux", "args": {"action": "capture"}},
+        {"lease_id": lease_id, "tool": "bash_stateful", "args": {"command": "true"}},
     ).json()["results"]
     other.put(f"/v1/leases/{lease_id}/files", params={"path": "go"}, content=b"").raise_for_status()
     running.join()

@@ -97,13 +97,6 @@ def test_what_a_tool_cannot_do_is_the_policys(shared_harness: PoolHarness, lease
     assert errno is None or proof(result)["errno"] == errno
 
 
-@pytest.mark.parametrize("tool", ["tmux"])
-def test_what_is_not_built_is_ours(shared_harness: PoolHarness, lease: dict[str, Any], tool: str) -> None:
-    result = shared_harness.call(lease, tool, {"command": "true", "action": "capture"})
-
-    assert blame(result) == ("not_implemented", "infra", None)
-
-
 def test_a_call_id_used_for_something_else_is_the_trainers_mistake_and_the_first_stays(shared_harness: PoolHarness, lease: dict[str, Any]) -> None:
     first = shared_harness.bash(lease, "echo first", call_id="c")
     other = shared_harness.bash(lease, "echo other", call_id="c")

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from env_client import SandboxClient
 from tests.integration.cli.sandbox_command import PROGRAM, WAIT_S, SandboxCommand
+from tests.support.service import Service
 
 
 class TestLeases:
@@ -74,6 +76,21 @@ class TestPort:
         assert f'next: curl -H "Authorization: Bearer $SANDBOX_TOKEN" {url}' in done.stderr.decode()
         assert sandbox.environ["SANDBOX_TOKEN"] not in done.stderr.decode()
         assert sandbox.json("port", lease, "8000") == {"port": 8000, "url": url, "ws_url": url.replace("http", "ws", 1)}
+
+
+class TestRecording:
+    def test_a_recording_is_copied_into_a_file(self, sandbox: SandboxCommand, service: Service, lease: str) -> None:
+        missing = sandbox("recording", lease)
+        assert missing.returncode == 125
+        assert b"the lease has no recording" in missing.stderr
+        with SandboxClient(service.url, service.token) as client:
+            client.exec(lease, "tmux", {"action": "capture"})
+
+        sandbox.out("recording", lease)
+        told = json.loads(sandbox.out("recording", lease, "other.cast", "--json"))
+
+        assert (sandbox.cwd / "terminal.cast").read_bytes().startswith(b'{"version": 2')
+        assert told == {"lease_id": lease, "target": "other.cast", "size_bytes": (sandbox.cwd / "other.cast").stat().st_size}
 
 
 class TestExec:

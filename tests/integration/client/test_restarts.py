@@ -85,6 +85,27 @@ def restarting() -> Iterator[Restarting]:
         yield made
 
 
+def test_a_session_and_its_running_call_outlive_their_service(restarting: Restarting) -> None:
+    begun = threading.Event()
+
+    def run(client: SandboxClient, lease_id: str) -> Result:
+        for item in client.attach(lease_id).exec_events("bash_stateful", {"command": f"{COMMAND}; echo $x"}):
+            begun.set()
+            if isinstance(item, Result):
+                return item
+        raise AssertionError("there was no result")
+
+    with SandboxClient(restarting.service.url, restarting.service.token) as client, client.lease() as lease, ThreadPoolExecutor(1) as pool:
+        assert lease.bash_stateful("x=5").success
+        running = pool.submit(run, client, lease.lease_id)
+        assert begun.wait(30)
+        restarting.again(signal.SIGKILL)
+        lease.bash("touch go")
+        result = running.result(60)
+        assert (result.reason, result.metadata["session"], result.output) == ("exit", "kept", "begun\ndone\n\N{REPLACEMENT CHARACTER}5\n")
+        assert lease.bash_stateful("echo $x; wc -l < ran").output == "5\n1\n"
+
+
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_calls_outlive_their_service(restarting: Restarting, how: signal.Signals) -> None:
     service, begun = restarting.service, {encoding: threading.Event() for encoding in WHOLE}

@@ -4,29 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 
-from env_client import AsyncSandboxClient, Event, Output, Result, RetryPolicy, SandboxClient
-from tests.support.both_clients import KINDS, Face
+from env_client import AsyncSandboxClient, Event, Output, Result
+from tests.support.both_clients import KINDS, QUICK, client_of
 from tests.support.cutting_proxy import CuttingProxy
 from tests.support.service import Service
 
-QUICK = RetryPolicy(base_s=0.001)
 NUMBERS = "for n in $(seq 1 2000); do echo number $n; done; echo ran >> ran"
 NOISE = "python3 -c 'import random, sys; r = random.Random(7); sys.stdout.buffer.write(r.randbytes(3_000_000))'"
-
-
-@contextmanager
-def client_of(kind: str, url: str, token: str) -> Iterator[Face]:
-    with asyncio.Runner() as runner:
-        face = Face((SandboxClient if kind == "sync" else AsyncSandboxClient)(url, token, retry=QUICK), runner)
-        try:
-            yield face
-        finally:
-            face.close() if kind == "sync" else face.aclose()
 
 
 def told(items: list[Output | Result]) -> tuple[bytes, Result]:

@@ -50,6 +50,26 @@ def test_commands(context: ToolContext) -> None:
     assert context.fault is None
 
 
+def test_a_shell_that_stays(context: ToolContext) -> None:
+    assert context.terminal_stateful("cd /tmp; x=7; f() { echo f $x; }") == {"exit_code": 0, "output": "", "session": "kept"}
+    assert context.terminal_stateful("pwd; f") == {"exit_code": 0, "output": "/tmp\nf 7\n", "session": "kept"}
+    assert context.terminal_stateful("pwd", session="other")["output"] == "/workspace\n"
+    assert context.terminal_stateful("exit 3") == {"exit_code": 3, "output": "", "session": "restarted"}
+    late = context.terminal_stateful("y=1; sleep 60", timeout=0.3)
+    assert (late["exit_code"], bool(late["error"])) == (None, True)
+    ended = json.loads(context.call_tool("terminal_stateful", {"command": "exit 4"}))
+    assert (ended["exit_code"], "the next command gets a new shell" in ended["session_reason"]) == (4, True)
+    assert context.fault is None
+
+
+def test_the_terminal_of_the_slot(context: ToolContext) -> None:
+    typed = context.tmux("send_keys", keys=["echo $((6 * 7))", "Enter"], block=True)
+    assert "42" in typed["output"].split()
+    assert "recording" in typed["metadata"]
+    assert "keys" in context.tmux("send_keys", keys=42)["error"]
+    assert context.fault is None
+
+
 def test_file_tools(context: ToolContext) -> None:
     assert context.write_file("src/a.py", "x = 1\ny = 2\n") == {"size_bytes": 12}
     assert context.read_file("src/a.py") == {"content": "x = 1\ny = 2\n"}

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any, Callable, Mapping, Protocol, Sequence
 
 from sandbox_server.agent.execution.call_spec import CallSpec
+from sandbox_server.agent.execution.journal import CallOutcome
 from sandbox_server.agent.execution.lease_context import LeaseContext
 from sandbox_server.agent.execution.output import Sink
 from sandbox_server.agent.execution.processes.slot_process import Writable
@@ -27,6 +28,9 @@ class HandledCall(Protocol):
         Raises:
             OSError: the agent has no descriptors left for it.
         """
+
+    def add_done_callback(self, callback: Callable[[CallOutcome], None]) -> None:
+        """Call `callback` with the outcome once the call has ended, for whatever reason."""
 
     def run_in_session(self, name: str, command: bytes) -> None:
         """Run a command in the shell of a session, as soon as the earlier calls of the session have ended.
@@ -65,7 +69,7 @@ class ToolCapabilities:
     """What calls of a tool can do.
 
     Args:
-        has_process: whether a call has a process of its own, so that its timeouts apply. Other calls end at once.
+        has_process: whether a call takes time, as it has a process of its own or waits for one, so that its timeouts apply. Other calls end at once.
     """
 
     has_process: bool = True

@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any, Mapping
+from sandbox_server.agent.errors import InvalidArgs, UnknownTool
+from sandbox_server.agent.execution.terminal.availability import check_version, find_tmux_version
+from sandbox_server.agent.execution.tools import file_tools, process, shell, stateful_shell, tmux
+from sandbox_server.agent.execution.tools.tool import Tool
 
-from sandbox_server.agent.errors import ToolNotBuilt, UnknownTool
-from sandbox_server.agent.execution.tools import file_tools, process, shell, stateful_shell
-from sandbox_server.agent.execution.tools.tool import Tool, ToolCapabilities, ToolHandler
-
-
-def _refuse(name: str) -> Tool:
-    """A tool that the HTTP contract names and that is not built yet."""
-
-    def refuse_call(args: Mapping[str, Any]) -> ToolHandler:
-        raise ToolNotBuilt("the tool %s is not built yet" % name)
-
-    return Tool(name, refuse_call, ToolCapabilities(has_process=False))
-
-
-_BUILT = (shell.BASH, shell.TERMINAL, stateful_shell.BASH_STATEFUL, stateful_shell.TERMINAL_STATEFUL, process.PROCESS, *file_tools.FILE_TOOLS)
+_BUILT = (shell.BASH, shell.TERMINAL, stateful_shell.BASH_STATEFUL, stateful_shell.TERMINAL_STATEFUL, process.PROCESS, tmux.TMUX, *file_tools.FILE_TOOLS)
 TOOLS = tuple(tool.name for tool in _BUILT)
-NOT_BUILT = ("tmux",)
-_BY_NAME = {tool.name: tool for tool in (*_BUILT, *map(_refuse, NOT_BUILT))}
+_BY_NAME = {tool.name: tool for tool in _BUILT}
+
+
+def available_tools(path: str) -> tuple[str, ...]:
+    """The tools that work here: all that are built, without `tmux` where there is no tmux that it can use.
+
+    Args:
+        path: the folders in which slots search programs, as in the variable `PATH`.
+    """
+    try:
+        check_version(find_tmux_version(path))
+    except InvalidArgs:
+        return tuple(tool for tool in TOOLS if tool != "tmux")
+    return TOOLS
 
 
 def find_tool(name: str) -> Tool:

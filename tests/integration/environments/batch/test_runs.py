@@ -18,7 +18,7 @@ import pytest
 from env_client import SandboxClient
 from environments.demo.model_server import ScriptedModelServer
 from tests.integration.environments.batch.runs import Runs, content_of, model_server, prompts_of, write_prompts
-from tests.support.service import Service, running_service
+from tests.support.service import SMALL_POOL, Service, running_service
 from tests.support.small_disk import fill_disk, mounted_disk
 
 SLOW = {
@@ -47,9 +47,23 @@ UNHURRIED = {
 }
 
 
+#: Works in a terminal.
+TYPES = {
+    "match": "types",
+    "trajectories": [
+        {
+            "turns": [
+                {"calls": [{"tool": "tmux", "arguments": {"action": "send_keys", "keys": ["echo $((6 * 7))", "Enter"], "block": True}}]},
+                {"text": "It is 42."},
+            ]
+        }
+    ],
+}
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[ScriptedModelServer]:
-    with model_server(SLOW, POLICY, POISONED, TOO_LONG, UNHURRIED) as running:
+    with model_server(SLOW, POLICY, POISONED, TOO_LONG, UNHURRIED, TYPES) as running:
         yield running
 
 
@@ -71,6 +85,35 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 50.0) -> None:
     while not condition():
         assert time.monotonic() < deadline_s, "it did not happen"
         time.sleep(0.02)
+
+
+def test_the_recording_of_a_terminal_is_kept_beside_its_row(runs: Runs) -> None:
+    write_prompts(runs.folder, "types", "other")
+
+    assert runs.run() == 0
+
+    typed, other = sorted(runs.rows(), key=lambda row: row["conversations"][1]["value"], reverse=True)
+    recording = typed["metadata"]["recording"]
+    header, *events = [json.loads(line) for line in (runs.path / recording).read_text(encoding="utf-8").splitlines()]
+    assert recording == f"recordings/{typed['prompt_id']}-0-1.cast"
+    assert (header["version"], typed["metadata"]["recording_error"], typed["tool_stats"]["tmux"]["success"]) == (2, "", 1)
+    assert "42\r\n" in "".join(data for _, kind, data in events if kind == "o")
+    assert (other["metadata"]["recording"], other["metadata"]["recording_error"]) == ("", "")
+    assert len(list((runs.path / "recordings").iterdir())) == 1
+
+
+def test_a_recording_that_cannot_be_kept_costs_no_row(runs: Runs, caplog: pytest.LogCaptureFixture) -> None:
+    write_prompts(runs.folder, "types")
+    runs.path.mkdir(parents=True)
+    (runs.path / "recordings").write_text("this is no folder")
+
+    assert runs.run("--resume") == 0
+
+    (row,) = runs.rows()
+    error = row["metadata"]["recording_error"]
+    assert row["completed"]
+    assert (row["metadata"]["recording"], error[:57]) == ("", "the recording of the terminal could not be kept: data/run")
+    assert error in caplog.text
 
 
 def test_a_run_writes_a_row_for_each_prompt(runs: Runs, service: Service, capsys: pytest.CaptureFixture[str]) -> None:
@@ -209,13 +252,17 @@ def test_rows_that_cannot_run_are_errors_and_the_run_goes_on(runs: Runs, service
     assert runs.document("statistics")["failed"] == 3
 
 
-def test_tools_that_the_pool_does_not_have_stop_the_run(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tools_that_the_pool_does_not_have_stop_the_run(runs: Runs, service: Service, capsys: pytest.CaptureFixture[str]) -> None:
     write_prompts(runs.folder, *(f"p{number}" for number in range(8)))
+    with SandboxClient(service.url, service.token) as client:
+        client.pool_put("bare", {**SMALL_POOL, "max_sandboxes": 1, "env_vars": {"PATH": "/without/tmux"}})
+        bare = Runs(runs.folder, runs.server, service.environ, pool="bare")
 
-    assert runs.run("--distribution", "interactive") == 3
+        assert bare.run("--distribution", "interactive") == 3
+        client.pool_delete("bare")
 
-    assert "the pool does not offer the tool set" in capsys.readouterr().err
-    assert (runs.rows(), runs.errors()) == ([], [])
+    assert "the pool does not offer the tool set tmux" in capsys.readouterr().err
+    assert (bare.rows(), bare.errors()) == ([], [])
 
 
 def test_a_model_server_that_is_down_stops_the_run(runs: Runs, service: Service, capsys: pytest.CaptureFixture[str]) -> None:

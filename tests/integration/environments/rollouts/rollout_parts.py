@@ -57,6 +57,11 @@ class PlayedModel:
         return {"choices": [{"message": {"role": "assistant", **answer}, "finish_reason": "stop"}]}
 
 
+async def only_terminal() -> Sequence[str]:
+    """Select the terminal for a group, and nothing else."""
+    return ("terminal",)
+
+
 @dataclass
 class Hooks:
     """Hooks that do what a test says, and remember what they were called with."""
@@ -108,7 +113,7 @@ class Rollouts:
 
     async def run(self, size: int = 2) -> list[str]:
         """Roll out one group; return the trajectories that were scored."""
-        return [record.trajectory_id for record in await self.groups.run("item", size, ("terminal",), group_id="g")]
+        return [record.trajectory_id for record in await self.groups.run("item", size, only_terminal, group_id="g")]
 
     async def held(self) -> int:
         """Return how many leases of the run the service has."""

@@ -22,7 +22,8 @@ from environments.env_settings import complete_servers, describe_validation_erro
 from environments.model_access.response_limits import bound_answers
 from environments.rollouts.collector import RunFailed
 from environments.rollouts.pool_spec import SettingsError
-from tests.support.service import Service
+from environments.toolsets import ToolsetError
+from tests.support.service import SMALL_POOL, Service
 
 with pytest.MonkeyPatch.context() as patch:
     patch.setattr(sys, "argv", ["test"])
@@ -37,6 +38,7 @@ pytestmark = [
 ]
 
 DO = {"tool": "terminal", "arguments": {"command": "printf 'Hello from the sandbox\\n' > greeting.txt; echo it\\'s done"}}
+TYPE = {"tool": "tmux", "arguments": {"action": "send_keys", "keys": ["echo $((6 * 7))", "Enter"], "block": True}}
 LOOK = {"tool": "terminal", "arguments": {"command": "ls /sys"}}
 #: A model that does not answer. Its server stops as soon as the clients have gone, which it would not while it delays an answer.
 SILENT: Mapping[str, Any] = {"prompts": [{"trajectories": [{"turns": [{"text": "x", "fault": {"kind": "silence", "times": None}}]}]}]}
@@ -126,6 +128,47 @@ async def test_process(
     printed = capsys.readouterr().out
     assert "2 complete, 0 lost" in printed
     assert "4 scored, 0 repeated" in printed
+
+
+async def test_a_pool_without_a_sandbox_yet_gives_its_first_group_a_terminal_whose_recording_is_kept(service: Service, tokenizer: Path, tmp_path: Path) -> None:
+    script = {"prompts": [{"after_last": "cycle", "trajectories": [{"turns": [{"calls": [TYPE]}, {"text": "42."}]}, {"turns": [{"text": "No."}]}]}]}
+    settings = {"sandbox_pool": "cold", "enabled_toolsets": ["tmux"], "data_path_to_save_groups": str(tmp_path / "groups.jsonl")}
+    async with AsyncSandboxClient(service.url, service.token) as client, ScriptedModelServer(script, tokenizer=tokenizer) as server, no_slot_left(service):
+        await client.pool_put("cold", {**SMALL_POOL, "min_sandboxes": 0, "max_sandboxes": 1})
+        await make_env(service, tokenizer, server.base_url, **settings).process_manager()
+        await client.pool_delete("cold")
+
+    (group,) = read_groups(tmp_path / "groups.jsonl")
+    (kept,) = [recording["path"] for recording in group["recordings"] if recording["path"]]
+    typed = next(number for number, messages in enumerate(group["messages"]) if len(messages) > 3)
+    assert group["recordings"][typed] == {"path": kept, "error": ""}
+    assert Path(kept).parent == tmp_path / "groups.recordings"
+    assert "42" in Path(kept).read_text(encoding="utf-8")
+
+
+async def test_a_model_works_in_a_shell_that_stays_where_its_environment_requires_one(service: Service, tokenizer: Path, tmp_path: Path) -> None:
+    commands = ("cd /tmp; kept=7", "pwd; echo $kept", "exit 3", "pwd")
+    turns = [{"calls": [{"tool": "terminal_stateful", "arguments": {"command": command}}]} for command in commands]
+    async with ScriptedModelServer({"prompts": [{"trajectories": [{"turns": [*turns, {"text": "Done."}]}]}]}, tokenizer=tokenizer) as server:
+        env = make_env(
+            service, tokenizer, server.base_url, sandbox_pool=None, max_containers=1, slots_per_container=1, require_stateful_sandbox=True, group_size=1,
+            enabled_toolsets=["terminal_stateful"], data_path_to_save_groups=str(tmp_path / "groups.jsonl"),
+        )  # fmt: skip
+        async with no_slot_left(service):
+            await env.process_manager()
+
+    (messages,) = read_groups(tmp_path / "groups.jsonl")[0]["messages"]
+    replies = [json.loads(message["content"]) for message in messages if message["role"] == "tool"]
+    assert [(reply["output"], reply["exit_code"]) for reply in replies] == [("", 0), ("/tmp\n7\n", 0), ("", 3), ("/workspace\n", 0)]
+    assert ["session_reason" in reply for reply in replies] == [False, False, True, True]
+
+
+async def test_a_group_without_tools_ends_the_run_and_leaves_no_slot(service: Service, tokenizer: Path, model: ScriptedModelServer, tmp_path: Path) -> None:
+    settings = {"enabled_toolsets": ["file"], "disabled_toolsets": ["file"], "data_path_to_save_groups": str(tmp_path / "groups.jsonl")}
+    env = make_env(service, tokenizer, model.base_url, **settings)
+    async with no_slot_left(service):
+        with pytest.raises(ToolsetError, match="no tool set is left for group '1': disabled_toolsets takes file away"):
+            await env.process_manager()
 
 
 async def test_evaluate(service: Service, tokenizer: Path, model: ScriptedModelServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,7 +23,7 @@ from environments.rollouts.scoring import compute_reward_in_slot
 from environments.rollouts.service import ConnectionSettings, PoolConnection
 from environments.tool_context import ToolContext
 from tests.integration.client.test_restarts import Restarting
-from tests.integration.environments.rollouts.rollout_parts import Hooks, OnceFor, Pause, Rollouts, command, kill_sandboxes, rollouts
+from tests.integration.environments.rollouts.rollout_parts import Hooks, OnceFor, Pause, Rollouts, command, kill_sandboxes, only_terminal, rollouts
 from tests.support.cutting_proxy import CuttingProxy
 from tests.support.service import SMALL_POOL, Service, end_sandboxes_left, running_service, short_folder
 
@@ -167,7 +167,7 @@ async def test_a_service_that_is_killed_and_started_again_is_no_fault() -> None:
                     restarts.append(asyncio.create_task(restart(trajectory_id)))
 
                 group.hooks.set_up = OnceFor(begin)
-                (record,) = await group.groups.run("item", 1, ("terminal",), group_id="g")
+                (record,) = await group.groups.run("item", 1, only_terminal, group_id="g")
                 await asyncio.gather(*restarts)
                 assert (record.trajectory_id, group.statistics.total.faults) == ("g/0", {})
                 assert record.result is not None

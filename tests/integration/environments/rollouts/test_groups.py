@@ -16,7 +16,7 @@ from environments.rollouts.exec_tool import RolloutFault
 from environments.rollouts.group import GroupLost
 from environments.rollouts.item_queue import PutBackItems, item_key
 from environments.rollouts.service import PoolUnavailable
-from tests.integration.environments.rollouts.rollout_parts import Hooks, OnceFor, Pause, Rollouts, command, kill_sandboxes, rollouts
+from tests.integration.environments.rollouts.rollout_parts import Hooks, OnceFor, Pause, Rollouts, command, kill_sandboxes, only_terminal, rollouts
 from tests.support.service import Service, running_service
 
 LOOK = command("cat kept/task.txt; ls /cache 2>&1; exit 3")
@@ -24,7 +24,7 @@ LOOK = command("cat kept/task.txt; ls /cache 2>&1; exit 3")
 
 async def test_a_group_has_one_gang_and_each_slot_is_set_up_once(service: Service) -> None:
     async with rollouts(service, answers=[LOOK, command("false")]) as group:
-        records = await group.groups.run("the task", 3, ("terminal",))
+        records = await group.groups.run("the task", 3, only_terminal)
 
         assert len(set(group.hooks.set_up_in)) == len(group.hooks.set_up_in) == 3
         assert [record.reward for record in records] == [1.0] * 3
@@ -40,7 +40,7 @@ async def test_a_group_has_one_gang_and_each_slot_is_set_up_once(service: Servic
 
 async def test_what_is_sealed_is_read_only_for_the_model(service: Service) -> None:
     async with rollouts(service, Hooks(sealed=("kept",)), answers=[command("echo x > kept/task.txt; cat kept/task.txt")]) as group:
-        (record,) = await group.groups.run("the task", 1, ("terminal",))
+        (record,) = await group.groups.run("the task", 1, only_terminal)
         assert record.result is not None
         assert "the task" in record.result.calls[0].reply.content
         assert group.hooks.exec_tools[record.trajectory_id].sealed
@@ -89,7 +89,7 @@ async def test_groups_wait_for_the_slots_of_other_groups_of_their_process(servic
             group.pool._hold_once = count_refusals
             while (await client.pool("small")).slots.get("ready") != 2:
                 await asyncio.sleep(0.05)
-            records = await asyncio.gather(*(group.groups.run("item", 2, ("terminal",)) for _ in range(2)))
+            records = await asyncio.gather(*(group.groups.run("item", 2, only_terminal) for _ in range(2)))
             assert [len(members) for members in records] == [2, 2]
             assert group.statistics.total.faults == {}
         await client.pool_delete("small")
@@ -158,7 +158,7 @@ async def test_an_unusable_row_ends_its_group(service: Service) -> None:
 async def test_a_service_that_cannot_take_the_network_away_is_not_used_in_silence(service: Service) -> None:
     async with rollouts(service, answers=[command("ls /sys/class/net")], allow_network=False) as group:
         with suppress(PoolUnavailable):  # in the isolation mode uid
-            (record,) = await group.groups.run("task", 1, ("terminal",))
+            (record,) = await group.groups.run("task", 1, only_terminal)
             assert record.result is not None
             assert not group.hooks.exec_tools[record.trajectory_id].lease.info.allow_network
 

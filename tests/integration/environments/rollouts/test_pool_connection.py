@@ -12,7 +12,7 @@ from env_client import AsyncSandboxClient, RetryPolicy
 from environments.rollouts.exec_tool import RolloutFault
 from environments.rollouts.pool_spec import PoolRequest, PoolSettings, plan_pool
 from environments.rollouts.service import ConnectionSettings, PoolConnection, PoolUnavailable
-from tests.support.service import Service
+from tests.support.service import SMALL_POOL, Service
 
 DEFAULT_POOL = PoolRequest(name="default", spec=None, acquire_timeout_s=30)
 
@@ -99,6 +99,18 @@ async def test_a_gang_that_the_pool_can_never_hold_ends_the_run(service: Service
     async with connection(service) as pool:
         with pytest.raises(PoolUnavailable, match="default"):
             await pool.acquire([f"t-{number}" for number in range(1000)])
+
+
+async def test_a_pool_that_needs_a_terminal_which_its_slots_lack_ends_the_run(service: Service) -> None:
+    async with connection(service) as pool:
+        await pool.client.pool_put("strict", {**SMALL_POOL, "require_stateful_sandbox": True, "env_vars": {"PATH": "/without/tmux"}})
+    strict = PoolConnection(
+        PoolRequest(name="strict", spec=None, acquire_timeout_s=20), ConnectionSettings(sandbox_url=service.url, sandbox_token=service.token)
+    )
+    async with strict as pool:
+        with pytest.raises(PoolUnavailable, match="require_stateful_sandbox, and this agent lacks tmux"):
+            await pool.acquire(["t-1"])
+        await pool.client.pool_delete("strict")
 
 
 async def test_an_embedded_service_ends_with_the_connection() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from sandbox_server.agent.init.process_table import find_trees, select_living
+import subprocess
+import sys
+
+from sandbox_server.agent.init.process_table import find_trees, read_process_table, select_living, send_signal
 
 # pid -> parent, session, start, state
 TABLE = {
@@ -25,3 +28,18 @@ def test_descendants_their_sessions_and_what_comes_of_those() -> None:
 
 def test_the_dead_are_not_counted() -> None:
     assert select_living(TABLE, [13, 14, 99]) == {13: 8}
+
+
+def test_a_leader_that_has_ended_before_its_session_is_no_error() -> None:
+    leader = subprocess.Popen(
+        [sys.executable, "-c", "import subprocess; print(subprocess.Popen(['sleep', '60'], stdout=2).pid)"], stdout=subprocess.PIPE, start_new_session=True
+    )
+    assert leader.stdout is not None
+    with leader.stdout:
+        member = int(leader.stdout.readline())
+        leader.wait()
+    try:
+        send_signal({leader.pid: 0}, 9)
+        assert read_process_table()[member][1] == leader.pid
+    finally:
+        send_signal({member: read_process_table()[member][2]}, 9)

@@ -81,3 +81,12 @@ def test_the_slot_ends_if_the_agent_has_ended(make_init: Make) -> None:
 
     with pytest.raises(SlotEnded):
         init.send_report(EXITED, 7)
+
+
+def test_the_slot_ends_if_the_agent_has_left_a_report_unread(make_init: Make) -> None:
+    init, agent = make_init(0, 0)
+    init.send_report(EXITED, 7)
+    agent.close()
+
+    with pytest.raises(SlotEnded):
+        init._receive_request()

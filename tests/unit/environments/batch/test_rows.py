@@ -18,6 +18,7 @@ from environments.batch.files.row_log import RowLog
 from environments.batch.rows.sharegpt import describe_tools, to_conversation
 from environments.batch.rows.statistics import RunStatistics
 from environments.batch.rows.trajectory_row import Rollout, make_trajectory_row
+from environments.rollouts.recordings import KeptRecording
 from environments.rollouts.tool_handler import SlotToolHandler
 from environments.tool_call_parsers import get_parser
 from tests.unit.environments.scripted_model import RecordingTools, ScriptedModel, call, response
@@ -30,10 +31,17 @@ def roll_out(*answers: Any, replies: tuple[Any, ...] = (), max_turns: int = 10) 
     return asyncio.run(loop.run([{"role": "system", "content": "secret"}, {"role": "user", "content": "Fix it."}], "t"))
 
 
-def make_row(result: AgentResult, **prompt: Any) -> dict[str, Any]:
+def make_row(result: AgentResult, recording: KeptRecording | None = None, **prompt: Any) -> dict[str, Any]:
     made = Prompt(**{"line": 1, "text": "Fix it.", "pool": None, "image": None, "other_members": "{}", "prompt_id": "00ff", "occurrence": 0, **prompt})
     rollout = Rollout(
-        result=result, end=result.end.value, system_message=describe_tools(SCHEMAS), toolsets=("terminal",), pool="default", attempts=1, duration_s=2
+        result=result,
+        end=result.end.value,
+        system_message=describe_tools(SCHEMAS),
+        toolsets=("terminal",),
+        pool="default",
+        attempts=1,
+        duration_s=2,
+        recording=recording,
     )
     return make_trajectory_row(made, rollout, run_name="run", model="m", now_s=0.0)
 
@@ -73,7 +81,8 @@ def test_every_row_has_the_same_columns_and_datasets_loads_them(tmp_path: Path) 
             other_members='{"a": [1]}',
             image="python:3.11",
         ),
-        make_row(roll_out(response("z" * 5_000_000))),
+        make_row(roll_out(response("z" * 5_000_000)), KeptRecording(Path("data/run/recordings/a.cast"))),
+        make_row(roll_out(response("z")), KeptRecording(None, "it was too late")),
     ]
     with RowLog(tmp_path / "rows.jsonl") as log:
         for row in rows:
@@ -88,6 +97,8 @@ def test_every_row_has_the_same_columns_and_datasets_loads_them(tmp_path: Path) 
     assert loaded[1]["tool_stats"]["terminal"] == {"count": 1, "success": 1, "failure": 0}
     assert loaded[1]["conversations"][-1] == {"from": "gpt", "value": "y?"}
     assert json.loads(loaded[1]["metadata"]["row"]) == {"a": [1]}
+    assert [row["metadata"]["recording"] for row in loaded] == ["", "", "recordings/a.cast", ""]
+    assert [row["metadata"]["recording_error"] for row in loaded] == ["", "", "", "it was too late"]
 
 
 def test_sums_over_rows_are_the_same_in_one_session_and_in_two() -> None:
