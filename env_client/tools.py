@@ -108,8 +108,7 @@ _SEARCH_FILES = _function(
 _TERMINAL_STATEFUL = _function(
     "terminal_stateful",
     "Run a shell command in a shell that stays: its working folder, variables, functions and background jobs are those that earlier calls left. The standard "
-    "input of commands is empty. A command that takes too long is interrupted. If the shell is lost, session_reason says so, and the next command gets a new "
-    "one.",
+    "input of commands is empty. A command that takes too long is interrupted. If the shell is lost, session_reason says so, and the next one is new.",
     ("command",),
     command=_text("The command."),
     session=_text("The name of the shell, where several are needed. Default: the one shell.", pattern="^[A-Za-z0-9._-]{1,64}$"),

@@ -102,7 +102,8 @@ async def test_nothing_of_a_command_with_a_syntax_error_runs(harness: AgentHarne
     for command in ("echo run\nif true", "echo run; echo $(", "echo run; 'x", "echo run `"):
         answer = await session.run(command)
         assert (answer.code, answer.metadata["session"]) == (2, "kept")
-        assert "run\n" not in answer.text and "line" in answer.text, (command, answer.text)
+        assert "run\n" not in answer.text, command
+        assert "line" in answer.text, (command, answer.text)
     for _ in range(20):  # a damaged heap shows itself later
         await session.kept("x=$(seq 200 | wc -l); y=({1..300}); [ $x = 200 ]")
     await session.kept("shopt -s extglob")
@@ -112,7 +113,8 @@ async def test_nothing_of_a_command_with_a_syntax_error_runs(harness: AgentHarne
 async def test_output_is_complete_and_exact(harness: AgentHarness) -> None:
     session = Session(harness)
     large = await session.run("head -c 3000000 /dev/zero | tr '\\0' x; echo end", output_limit_bytes=4_000_000)
-    assert len(large.body) == 3_000_004 and large.text.endswith("xend\n")
+    assert len(large.body) == 3_000_004
+    assert large.text.endswith("xend\n")
     two = await session.run("echo out; echo err >&2", separate_streams=True)
     assert (two.meta["lens"], two.body) == ([4, 4], b"out\nerr\n")
     assert (await session.run("echo out; echo err >&2; echo out")).text == "out\nerr\nout\n"
@@ -127,7 +129,8 @@ async def test_what_background_jobs_write_between_calls_is_in_the_next_call(harn
     await harness.bash("touch go")
     await harness.until("[ -e done ]")
     text = await session.kept("echo next")
-    assert text.endswith("99999\n100000\nnext\n") and "bytes cut" in text
+    assert text.endswith("99999\n100000\nnext\n")
+    assert "bytes cut" in text
     assert len(text) < 70_000
 
 
@@ -183,7 +186,8 @@ async def test_a_call_can_be_cancelled(harness: AgentHarness) -> None:
     waiting_id = secrets.token_hex(4)
     waiting = asyncio.create_task(session.run("touch never", call_id=waiting_id))
     late = await session.run("touch never", timeout_s=0.2)
-    assert late.reason == "timeout" and late.error.endswith("did not run"), late.meta
+    assert late.reason == "timeout"
+    assert late.error.endswith("did not run"), late.meta
     assert late.metadata["evidence"]["ran"] is False
     await harness.ask("cancel", call_id=waiting_id)
     assert (await waiting).reason == "cancelled"
@@ -209,7 +213,8 @@ async def test_as_many_sessions_as_the_limit_says_and_no_more(make_harness: Make
     await asyncio.gather(*[session.kept(f"x={number}") for number, session in enumerate(sessions)])
     assert await asyncio.gather(*[session.kept("echo $x") for session in sessions]) == [f"{number}\n" for number in range(MAX_SESSIONS)]
     refused = await Session(harness, name="one-more").run("true")
-    assert refused.reason == "tool_error" and f"at most {MAX_SESSIONS}" in refused.error
+    assert refused.reason == "tool_error"
+    assert f"at most {MAX_SESSIONS}" in refused.error
     assert (await sessions[0].run("exit")).code == 0
     await Session(harness, name="one-more").kept("true")
     await harness.reset()
@@ -231,4 +236,5 @@ async def test_a_change_of_rights_ends_the_shells_and_says_so(make_harness: Make
 )
 async def test_wrong_arguments_are_named(harness: AgentHarness, args: dict[str, Any], named: str) -> None:
     answer = await harness.call("bash_stateful", args=args)
-    assert answer.reason == "invalid_args" and named in answer.error
+    assert answer.reason == "invalid_args"
+    assert named in answer.error

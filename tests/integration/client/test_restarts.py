@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from env_client import Output, RemoteToolBackend, Result, SandboxClient
+from env_client import Lease, Output, RemoteToolBackend, Result, SandboxClient
 from tests.support.service import SMALL_POOL, Service, clean_environ, end_sandboxes_left, listening_url, short_folder, start_serve, wait_until_ready
 from tests.support.service_main import ServiceParts
 
@@ -88,8 +88,8 @@ def restarting() -> Iterator[Restarting]:
 def test_a_session_and_its_running_call_outlive_their_service(restarting: Restarting) -> None:
     begun = threading.Event()
 
-    def run(client: SandboxClient, lease_id: str) -> Result:
-        for item in client.attach(lease_id).exec_events("bash_stateful", {"command": f"{COMMAND}; echo $x"}):
+    def run(lease: Lease) -> Result:
+        for item in lease.exec_events("bash_stateful", {"command": f"{COMMAND}; echo $x"}):
             begun.set()
             if isinstance(item, Result):
                 return item
@@ -97,10 +97,10 @@ def test_a_session_and_its_running_call_outlive_their_service(restarting: Restar
 
     with SandboxClient(restarting.service.url, restarting.service.token) as client, client.lease() as lease, ThreadPoolExecutor(1) as pool:
         assert lease.bash_stateful("x=5").success
-        running = pool.submit(run, client, lease.lease_id)
+        running = pool.submit(run, lease)
         assert begun.wait(30)
         restarting.again(signal.SIGKILL)
-        lease.bash("touch go")
+        lease.put_file("go", b"")
         result = running.result(60)
         assert (result.reason, result.metadata["session"], result.output) == ("exit", "kept", "begun\ndone\n\N{REPLACEMENT CHARACTER}5\n")
         assert lease.bash_stateful("echo $x; wc -l < ran").output == "5\n1\n"
