@@ -47,7 +47,7 @@ def slot_tools(executor: RecordingExecutor, **options: Any) -> SlotTools:
 
 def test_the_base_tools_are_offered_until_a_pool_lists_its_own() -> None:
     assert available_tools({}) == BASE_TOOLS
-    assert available_tools({"tools": list(TOOLS)}) == BASE_TOOLS
+    assert available_tools({"tools": list(TOOLS)}) == (*BASE_TOOLS, "tmux")
 
 
 def test_optional_tools_are_offered_by_pools_that_list_them() -> None:
