@@ -7,6 +7,7 @@ lost() {
     case "$1" in
         bubblewrap) echo "slots fall back to the weaker mode 'uid' (root only); the mode 'bwrap', networkless slots and the tests of both are lost" ;;
         tmux) echo "terminals in slots (the tool 'tmux') are lost" ;;
+        vim | less) echo "the examples and tests of terminals in slots cannot run" ;;
         curl) echo "the README's curl examples cannot run" ;;
         python3) echo "slots have no Python of their own: the demo's project cannot run in them" ;;
         faketime) echo "the crash harness cannot set the service's clock: its report names that kind of fault as not injected" ;;

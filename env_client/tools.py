@@ -120,7 +120,8 @@ _TMUX = _function(
     ("action",),
     action={"type": "string", "enum": ["send_keys", "capture", "resize", "reset"], "description": "What to do."},
     keys={
-        "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}],
+        "type": ["string", "array"],
+        "items": {"type": "string"},
         "description": "send_keys: one or several of: names of keys such as Enter, Escape, C-c, Up, or text. Enter is a key of its own.",
     },
     block={"type": "boolean", "description": "send_keys: wait until the program waits for the next keys. Default: false."},
