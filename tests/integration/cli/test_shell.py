@@ -26,9 +26,10 @@ def test_a_shell_is_worked_in_and_its_exit_code_passed_on(sandbox: SandboxComman
         terminal.wait_for(b"\rready\r\n")
         terminal.type(b"typed into cat\r\x04")
         terminal.wait_for(b"done\r\n")
-        terminal.type(b"echo begun; sleep 31342\r")
+        terminal.type(b"""sh -c 'trap "exit 3" INT; echo begun; sleep 31342'; echo in''terrupted $?\r""")
         terminal.wait_for(b"\rbegun\r\n")
-        terminal.type(b"\x03")
+        terminal.type(b"\x03")  # it discards what was typed before and not read yet, so nothing is typed until it is done
+        terminal.wait_for(b"interrupted 3")
         terminal.type(b"exit 9\r")
 
         assert terminal.end() == 9
