@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sandbox_server.agent import wire
-from sandbox_server.agent.execution.terminal.recording import RECORDING_NAME
+from sandbox_server.agent.execution.tmux.recording import RECORDING_NAME
 from sandbox_server.core.types import PoolSpec
 from sandbox_server.testing import FakeAgent, FakeBackend
 

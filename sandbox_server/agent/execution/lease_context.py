@@ -17,8 +17,8 @@ from sandbox_server.agent.execution.output import Spool
 from sandbox_server.agent.execution.processes.drains import Drains
 from sandbox_server.agent.execution.sessions.lease_sessions import LeaseSessions
 from sandbox_server.agent.execution.slot_runtime import CacheFolder, ReadOnlyEntry
-from sandbox_server.agent.execution.terminal.lease_terminal import LeaseTerminal
 from sandbox_server.agent.execution.terminals.terminals import Terminals
+from sandbox_server.agent.execution.tmux.tmux_terminal import TmuxTerminal
 
 
 class LiveCall(Protocol):
@@ -63,7 +63,7 @@ class LeaseContext:
         self.spool = Spool(spool_folder, spool_bytes)
         self.journal = Journal()
         self.jobs = Jobs(self.spool, resources.drains, resources.tasks)
-        self.terminal = LeaseTerminal(self.spool, resources.drains, resources.tasks)
+        self.tmux = TmuxTerminal(self.spool, resources.drains, resources.tasks)
         self.sessions = LeaseSessions(resources.drains, resources.tasks)
         self.terminals = Terminals(resources.drains, resources.tasks)
         self.cache: CacheFolder | None = None  # the shared cache that the holder was given
@@ -77,7 +77,7 @@ class LeaseContext:
         Returns:
             True if another call, a job, a session or a terminal has processes already.
         """
-        others = (self.jobs.count_running(), self.terminals.count_running(), self.terminal.is_running, self.sessions.count_shells() - own_shells)
+        others = (self.jobs.count_running(), self.terminals.count_running(), self.tmux.is_running, self.sessions.count_shells() - own_shells)
         has_concurrent_work = bool(self._live_calls) or any(others)
         self.mark_live_calls_concurrent()
         self._live_calls.add(call)
@@ -106,4 +106,4 @@ class LeaseContext:
         self.terminals.take_away_terminals(
             Refused("slot_unavailable", "the processes of the slot were ended: %s" % (lost or "its lease or its rights have changed"))
         )
-        self.terminal.release_terminal()
+        self.tmux.release_terminal()

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from sandbox_server.agent.errors import Refused
-from sandbox_server.agent.execution.terminal.recording import RECORDING_NAME
+from sandbox_server.agent.execution.tmux.recording import RECORDING_NAME
 from sandbox_server.agent.server.connections import Stream
 from sandbox_server.agent.slots.slots import AgentSlot
 
@@ -19,7 +19,7 @@ async def send_recording(stream: Stream, slot: AgentSlot, name: Any) -> None:
     Raises:
         Refused: the lease has no recording with this name.
     """
-    path = slot.lease.terminal.recording.path
+    path = slot.lease.tmux.recording.path
     if name != RECORDING_NAME or path is None:
         raise Refused("file_not_found", "the lease has no recording %s; a result of the tool tmux names one in metadata.recording" % ascii(name)[:100])
     try:

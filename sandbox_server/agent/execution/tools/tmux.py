@@ -9,9 +9,9 @@ from typing import Any, Mapping
 from sandbox_server.agent.errors import InvalidArgs
 from sandbox_server.agent.execution.call_spec import CallSpec
 from sandbox_server.agent.execution.journal import CallOutcome
-from sandbox_server.agent.execution.terminal.lease_terminal import TerminalAction
-from sandbox_server.agent.execution.terminal.screen import ENTIRE, INCREMENTAL, SCREEN
-from sandbox_server.agent.execution.terminal.tmux_process import TerminalEnded
+from sandbox_server.agent.execution.tmux.screen import ENTIRE, INCREMENTAL, SCREEN
+from sandbox_server.agent.execution.tmux.tmux_process import TerminalEnded
+from sandbox_server.agent.execution.tmux.tmux_terminal import TerminalAction
 from sandbox_server.agent.execution.tools.argument_checks import check_names, check_text_without_nul
 from sandbox_server.agent.execution.tools.tool import HandledCall, Tool
 
@@ -131,7 +131,7 @@ class TmuxCall:
     async def _perform(self, call: HandledCall, wait_until: float) -> None:
         evidence = {"tool": "tmux %s" % self._action.action}
         try:
-            text, metadata = await call.lease.terminal.perform(call.runtime, self._action, wait_until)
+            text, metadata = await call.lease.tmux.perform(call.runtime, self._action, wait_until)
         except InvalidArgs as error:
             call.finish_call("invalid_args", error=str(error), metadata={"evidence": {"ran": False, "field": "tool"}})
         except TerminalEnded as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sandbox_server.agent.errors import InvalidArgs, UnknownTool
-from sandbox_server.agent.execution.terminal.availability import check_version, find_tmux_version
+from sandbox_server.agent.execution.tmux.availability import check_version, find_tmux_version
 from sandbox_server.agent.execution.tools import file_tools, process, shell, stateful_shell, tmux
 from sandbox_server.agent.execution.tools.tool import Tool
 

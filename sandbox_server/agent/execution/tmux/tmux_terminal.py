@@ -11,10 +11,10 @@ from sandbox_server.agent.execution.output import Spool
 from sandbox_server.agent.execution.processes.drains import Drains
 from sandbox_server.agent.execution.slot_probe import NoAnswer, ask_slot
 from sandbox_server.agent.execution.slot_runtime import SlotRuntime
-from sandbox_server.agent.execution.terminal.control_mode import PANE, CaptureReply, ShortReply
-from sandbox_server.agent.execution.terminal.keys import send_keys_command
-from sandbox_server.agent.execution.terminal.recording import RECORDING_NAME, Recording
-from sandbox_server.agent.execution.terminal.screen import (
+from sandbox_server.agent.execution.tmux.control_mode import PANE, CaptureReply, ShortReply
+from sandbox_server.agent.execution.tmux.keys import send_keys_command
+from sandbox_server.agent.execution.tmux.recording import RECORDING_NAME, Recording
+from sandbox_server.agent.execution.tmux.screen import (
     ENTIRE,
     INCREMENTAL,
     SCREEN,
@@ -24,8 +24,8 @@ from sandbox_server.agent.execution.terminal.screen import (
     PaneState,
     parse_state,
 )  # fmt: skip
-from sandbox_server.agent.execution.terminal.settling import QUIET_S, TerminalActivity, is_settled, required_quiet_s
-from sandbox_server.agent.execution.terminal.tmux_process import TerminalEnded, TmuxProcess
+from sandbox_server.agent.execution.tmux.settling import QUIET_S, TerminalActivity, is_settled, required_quiet_s
+from sandbox_server.agent.execution.tmux.tmux_process import TerminalEnded, TmuxProcess
 
 DEFAULT_WIDTH, DEFAULT_HEIGHT = 160, 40
 _PROMPT_WITHIN_S = 5.0
@@ -60,7 +60,7 @@ class TerminalAction:
     height: int | None = None
 
 
-class LeaseTerminal:
+class TmuxTerminal:
     """The terminal of one lease, and its recording.
 
     Args:

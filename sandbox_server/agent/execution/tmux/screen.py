@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
-from sandbox_server.agent.execution.terminal.control_mode import ControlModeError
+from sandbox_server.agent.execution.tmux.control_mode import ControlModeError
 
 HISTORY_LINES = 20_000
 SCREEN, INCREMENTAL, ENTIRE = "screen", "incremental", "entire"

@@ -8,7 +8,7 @@ import pytest
 
 from sandbox_server.link.errors import PathNotFound
 from tests.integration.agent.agent_harness import AgentHarness
-from tests.integration.agent.terminal.terminal_harness import Terminal, replay, text_of
+from tests.integration.agent.tmux.tmux_harness import Terminal, replay, text_of
 
 
 async def test_vim_edits_a_file(harness: AgentHarness) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sandbox_server.agent.execution.output import Spool
-from sandbox_server.agent.execution.terminal.recording import Recording
+from sandbox_server.agent.execution.tmux.recording import Recording
 
 
 def lines_of(recording: Recording) -> list[Any]:

@@ -7,11 +7,11 @@ import dataclasses
 import pytest
 
 from sandbox_server.agent.errors import InvalidArgs
-from sandbox_server.agent.execution.terminal.availability import check_version
-from sandbox_server.agent.execution.terminal.control_mode import ControlModeError
-from sandbox_server.agent.execution.terminal.keys import send_keys_command
-from sandbox_server.agent.execution.terminal.screen import HISTORY_LINES, CaptureRange, OutputPosition, PaneState, parse_state
-from sandbox_server.agent.execution.terminal.settling import TerminalActivity, is_settled
+from sandbox_server.agent.execution.tmux.availability import check_version
+from sandbox_server.agent.execution.tmux.control_mode import ControlModeError
+from sandbox_server.agent.execution.tmux.keys import send_keys_command
+from sandbox_server.agent.execution.tmux.screen import HISTORY_LINES, CaptureRange, OutputPosition, PaneState, parse_state
+from sandbox_server.agent.execution.tmux.settling import TerminalActivity, is_settled
 
 STATE = PaneState(100, 24, 80, 2, 10, False, False, "/dev/pts/3", None)
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.integration.agent.agent_harness import AgentHarness, wait_for_ends
 from tests.integration.agent.conftest import Maker
-from tests.integration.agent.terminal.terminal_harness import Terminal
+from tests.integration.agent.tmux.tmux_harness import Terminal
 
 INVALID: list[tuple[dict[str, object], str]] = [
     ({}, "action"),

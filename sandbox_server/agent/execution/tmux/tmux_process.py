@@ -19,10 +19,10 @@ from sandbox_server.agent.execution.processes.drains import Drains
 from sandbox_server.agent.execution.processes.slot_process import SlotProcess
 from sandbox_server.agent.execution.processes.spawn_spec import program_spec
 from sandbox_server.agent.execution.slot_runtime import SlotRuntime
-from sandbox_server.agent.execution.terminal.availability import check_version
-from sandbox_server.agent.execution.terminal.control_mode import ControlModeError, ControlModeParser, ShortReply
-from sandbox_server.agent.execution.terminal.recording import TERM
-from sandbox_server.agent.execution.terminal.screen import HISTORY_LINES
+from sandbox_server.agent.execution.tmux.availability import check_version
+from sandbox_server.agent.execution.tmux.control_mode import ControlModeError, ControlModeParser, ShortReply
+from sandbox_server.agent.execution.tmux.recording import TERM
+from sandbox_server.agent.execution.tmux.screen import HISTORY_LINES
 
 log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sandbox_server.agent.execution.terminal.control_mode import (
+from sandbox_server.agent.execution.tmux.control_mode import (
     MAX_CAPTURE_BYTES,
     MAX_LINE_BYTES,
     CaptureReply,
