@@ -16,7 +16,7 @@ from sandbox_server.agent.execution.in_flight_descriptors import InFlightGuard
 from sandbox_server.agent.execution.slot_runtime import CacheFolder, SlotRuntime
 from sandbox_server.agent.execution.tools.tool_registry import TOOLS
 from sandbox_server.agent.init import oom_score
-from sandbox_server.agent.isolation.base import IsolationContext
+from sandbox_server.agent.isolation.base import IsolationContext, interpreter
 from sandbox_server.agent.isolation.probing.probe import ProbeResult, probe_isolation_modes
 from sandbox_server.agent.kernel import seccomp
 from sandbox_server.agent.kernel.cgroups import Cgroups
@@ -24,6 +24,7 @@ from sandbox_server.agent.kernel.priority import raise_priority
 from sandbox_server.agent.kernel.trash import Trash
 from sandbox_server.agent.kernel.uids import UidRange
 from sandbox_server.agent.limits.guards import Guards
+from sandbox_server.agent.network.slot_networks import SlotNetworks
 from sandbox_server.agent.server import call_operations, slot_operations
 from sandbox_server.agent.server.call_stream import CallStreamHandler
 from sandbox_server.agent.server.connections import ServiceConnection, Stream, StreamHandler
@@ -83,6 +84,7 @@ class Agent:
         self._listeners = Listeners(self, config.listen, config.base_dir)
         self._runtimes: RuntimePool | None = None
         self._cgroups: Cgroups | None = None
+        self._networks: SlotNetworks | None = None
         self._guards: Guards | None = None
         self._trash = Trash(os.path.join(config.base_dir, "trash"), self._log_not_deleted)
 
@@ -102,6 +104,9 @@ class Agent:
         raise_priority()
         self._guards = Guards(self.config, self._cgroups, self._trash, sets_floor)
         uids = UidRange()
+        if self.config.internet:
+            owners = uids if os.geteuid() == 0 else None
+            self._networks = SlotNetworks(self.config, interpreter(), owners, lambda reason: self._stop("the network of its slots has ended: %s" % reason))
         self._probed = await probe_isolation_modes(self._make_context(sets_floor), self._cgroups, self._trash, uids)
         await self._listeners.start_listening()
         self._on_listening()
@@ -133,6 +138,7 @@ class Agent:
             seccomp.build_filter(machine, allow_message_queues=os.path.ismount("/dev/mqueue")),
             tuple(sorted(os.sched_getaffinity(0))),
             sets_floor,
+            self._networks,
         )
 
     def _make_caches(self, uids: UidRange) -> Caches:
@@ -184,6 +190,8 @@ class Agent:
             await self._runtimes.close_pool()
             await self._runtimes.caches.close_caches()
             self._runtimes.isolation.remove_mode_files()
+        if self._networks is not None:
+            self._networks.close_networks()
         if self._cgroups is not None:
             self._cgroups.remove_agent_groups()
         for connection in list(self._connections):
