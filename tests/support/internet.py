@@ -21,15 +21,15 @@ ROUTER = "203.0.113.1"
 PORT = outside_hosts.PORT
 #: The port of what listens on the machine itself, on all of its addresses.
 MACHINE_PORT = 9000
-_MACHINE_SERVER = """
+_MACHINE_SERVER = f"""
 import socket
-server = socket.create_server(("0.0.0.0", %d), backlog=100)
+server = socket.create_server(("0.0.0.0", {MACHINE_PORT}), backlog=100)
 print("serving", flush=True)
 while True:
     connection, _ = server.accept()
     connection.sendall(b"the machine\\n")
     connection.close()
-""" % MACHINE_PORT
+"""
 
 
 @dataclass(frozen=True, kw_only=True)

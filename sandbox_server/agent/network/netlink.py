@@ -11,7 +11,7 @@ from sandbox_server.agent.network.addresses import ROUTER
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Iterator, List, Tuple
+    from typing import Iterator, List, Set, Tuple
 
 _NEWLINK, _DELLINK, _NEWADDR, _GETADDR, _NEWROUTE = 16, 17, 20, 22, 24
 _REQUEST, _ACK, _DUMP, _CREATE, _EXCLUSIVE = 1, 4, 0x300, 0x400, 0x200
@@ -120,7 +120,7 @@ def list_addresses() -> List[str]:
     Raises:
         OSError: the kernel has refused it.
     """
-    found = set()
+    found: Set[str] = set()
     sock = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, socket.NETLINK_ROUTE)
     try:
         sock.send(_HEADER.pack(_HEADER.size + _ADDRESS.size, _GETADDR, _REQUEST | _DUMP, 1, 0) + _ADDRESS.pack(socket.AF_INET, 0, 0, 0, 0))

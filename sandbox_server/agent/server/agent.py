@@ -113,7 +113,7 @@ class Agent:
         self._start_lifetime_timers()
         if self._probed.isolation is not None:
             caches = self._make_caches(uids)
-            runtimes = self._runtimes = RuntimePool(self.config, self._probed.isolation, self._trash, caches)
+            runtimes = self._runtimes = RuntimePool(self.config, self._probed.isolation, self._trash, caches, self._networks)
             runtimes.on_in_flight_full = InFlightGuard(self._running_runtimes).start_search
             await self._start_slots(runtimes)
             gc.freeze()  # what has been imported stays: the garbage collector need not search it again and again

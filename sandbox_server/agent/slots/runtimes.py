@@ -13,6 +13,7 @@ from sandbox_server.agent.execution.init_client.descriptors import TEMPORARY_ERR
 from sandbox_server.agent.execution.slot_runtime import CacheFolder, ReadOnlyEntry, SlotRuntime
 from sandbox_server.agent.isolation.base import Isolation
 from sandbox_server.agent.kernel.trash import Trash
+from sandbox_server.agent.network.slot_networks import SlotNetworks
 from sandbox_server.agent.slots.caches import Caches
 
 log = logging.getLogger(__name__)
@@ -29,13 +30,15 @@ class RuntimePool:
         isolation: the isolation mode of all slots of this agent.
         trash: deletes the folders of ended runtimes.
         caches: the shared caches that runtimes can mount.
+        networks: the networks of the slots; None if slots with the network have that of the sandbox.
     """
 
-    def __init__(self, config: AgentConfig, isolation: Isolation, trash: Trash, caches: Caches) -> None:
+    def __init__(self, config: AgentConfig, isolation: Isolation, trash: Trash, caches: Caches, networks: SlotNetworks | None = None) -> None:
         self.config = config
         self.isolation = isolation
         self.trash = trash
         self.caches = caches
+        self.networks = networks
         self._prepared: Deque[SlotRuntime] = deque()
         self._starting_count = 0
         self._spare_number = 0

@@ -20,7 +20,7 @@ _FROM_DESCRIPTOR, _TO_DESCRIPTOR = 0x04, 0x40
 _AT_FDCWD = -100
 _PR_SET_NAME = 15
 _LAST_FD = 0xFFFFFFFF
-_SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1
+_SIOCGIFFLAGS, _SIOCSIFFLAGS, _SIOCGSKNS, _IFF_UP = 0x8913, 0x8914, 0x894C, 1
 
 _CloneArguments = ctypes.c_uint64 * _CLONE_ARGS
 _InterfaceRequest = ctypes.c_char * 40
@@ -139,6 +139,11 @@ def set_process_name(name: bytes) -> None:
 def unmount(target: str) -> None:
     """Detach the mount on a path, and all mounts below it."""
     check("umount of %s" % target, _libc.umount2(os.fsencode(target), ctypes.c_int(2)))
+
+
+def open_network_of(socket_fd: int) -> int:
+    """Return a descriptor of the network namespace that a socket belongs to. It is closed when a program is executed. This needs rights over the namespace."""
+    return check("the network namespace of a socket", _libc.ioctl(ctypes.c_int(socket_fd), ctypes.c_ulong(_SIOCGSKNS), None))
 
 
 def start_loopback(socket_fd: int) -> None:
