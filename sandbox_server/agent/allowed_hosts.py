@@ -20,6 +20,11 @@ def find_network(entry: str) -> ipaddress.IPv4Network | None:
         return None
 
 
+def list_networks(entries: Iterable[str]) -> list[ipaddress.IPv4Network]:
+    """Return the networks among the entries of a list, joined so that none overlaps another one."""
+    return list(ipaddress.collapse_addresses(network for network in map(find_network, entries) if network is not None))
+
+
 def find_entry_problem(entry: object) -> str | None:
     """Return what is wrong with an entry of `allow_hosts`, as a part of a sentence; None if nothing is."""
     if not isinstance(entry, str):

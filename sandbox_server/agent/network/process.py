@@ -19,7 +19,7 @@ import socket
 import sys
 from typing import Any, Mapping, Sequence
 
-from sandbox_server.agent.allowed_hosts import find_network, permits_name
+from sandbox_server.agent.allowed_hosts import list_networks, permits_name
 from sandbox_server.agent.init import privileges
 from sandbox_server.agent.network import confinement, netlink, rules
 from sandbox_server.agent.network.addresses import UPLINK, UPLINK_GATEWAY, is_reachable, slot_address, slot_number
@@ -118,12 +118,15 @@ class NetworkProcess:
     def _open_addresses(self, slot: str, addresses: Sequence[str], time_s: int) -> Sequence[str]:
         reachable = [text for text in addresses if is_reachable(ipaddress.IPv4Address(text), self._private, self._host_addresses)]
         number = slot_number(slot)
-        if self._slots.find_limit(number) is None:
+        entries = self._slots.find_limit(number)
+        if entries is None:
             return reachable
-        opened, open_s = self._slots.open_addresses(number, reachable, time_s, self._loop.time())
+        networks = list_networks(entries)
+        always = [text for text in reachable if any(ipaddress.IPv4Address(text) in network for network in networks)]
+        opened, open_s = self._slots.open_addresses(number, [text for text in reachable if text not in always], time_s, self._loop.time())
         if opened:
             self._router.run_rules(rules.permit_rules(slot, opened, open_s))
-        return opened
+        return [*always, *opened]
 
     # The requests of the agent.
 
@@ -184,10 +187,9 @@ class NetworkProcess:
 
     def _limit_slot(self, number: int, entries: Sequence[str]) -> None:
         """Let a slot reach these hosts alone. No process of the slot has used its network yet."""
-        networks = [network for network in map(find_network, entries) if network is not None]
         old = self._slots.limit_slot(number, entries)
         forgotten = rules.forget_rules(slot_address(number), old) if old is not None else ""
-        self._router.run_rules(forgotten + rules.limit_rules(slot_address(number), networks))
+        self._router.run_rules(forgotten + rules.limit_rules(slot_address(number), list_networks(entries)))
 
     def _release_network(self, number: int) -> None:
         self._router.delete_slot_network(number)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import struct
 from typing import Any, Callable, Mapping, Sequence
 
 from sandbox_server.agent.network import dns_messages as dns
 from sandbox_server.agent.network.name_servers import NameServers
+
+log = logging.getLogger(__name__)
 
 _MAX_QUESTIONS, _MAX_QUESTIONS_OF_SLOT = 1024, 64
 _MAX_CONNECTIONS, _MAX_CONNECTIONS_OF_SLOT = 256, 16
@@ -26,7 +29,7 @@ class Resolver:
         servers: the name servers that are asked.
         may_ask: whether the slot with this address may ask for this name.
         open_addresses: called with the address of the slot and with the addresses and the time (in seconds) of an answer, before the slot gets it. Returns
-            those of the addresses that the slot can reach now.
+            those of the addresses that the slot can reach now. It may raise OSError.
     """
 
     def __init__(self, servers: NameServers, may_ask: Callable[[str, str], bool], open_addresses: Callable[[str, Sequence[str], int], Sequence[str]]) -> None:
@@ -105,7 +108,11 @@ class Resolver:
         answer, data = answered
         if question.kind != dns.TYPE_A:
             return dns.with_number(data, question.number)
-        addresses = self._open_addresses(slot, answer.addresses, answer.time_s) if answer.addresses else ()
+        try:
+            addresses = self._open_addresses(slot, answer.addresses, answer.time_s) if answer.addresses else ()
+        except OSError as error:
+            log.error("the addresses of a name could not be opened for a slot: %s", error)
+            return dns.write_answer(question, dns.SERVER_FAILURE)
         return dns.write_answer(question, answer.code, addresses, answer.time_s)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 from typing import Sequence
 
-from sandbox_server.agent.allowed_hosts import find_network
+from sandbox_server.agent.allowed_hosts import list_networks
 from sandbox_server.agent.network.addresses import SLOT_ADDRESSES
 
 #: A name stays open for at least and at most this long after its answer, in seconds: programs keep addresses for longer than the answer permits.
@@ -69,7 +69,7 @@ class SlotTable:
             now_s: the time now, in seconds.
 
         Returns:
-            Those that are open from now on, and for how many seconds. Addresses beyond `MAX_OPEN_ADDRESSES` are not opened.
+            Those that are to be opened, and for how many seconds. Addresses beyond `MAX_OPEN_ADDRESSES` are not opened.
         """
         open_s = min(max(time_s, _MIN_OPEN_S), _MAX_OPEN_S)
         known = self._open_until[number]
@@ -94,5 +94,4 @@ class SlotTable:
     def _permitted(self, number: int) -> list[str] | None:
         if number not in self._open_until:
             return None
-        networks = [str(network) for network in map(find_network, self._limits[number] or ()) if network is not None]
-        return [*networks, *self._open_until[number]]
+        return [*map(str, list_networks(self._limits[number] or ())), *self._open_until[number]]

@@ -53,6 +53,8 @@ for kind, address, port in json.loads(sys.argv[1]):
     attempt(f"{kind} {address}", lambda: (tcp if kind == "tcp" else udp)(family, address, port))
 print(json.dumps(found))
 """
+#: Public addresses that become addresses of the machine, one for each test.
+FREE_ADDRESSES = (f"198.51.100.{number}" for number in range(70, 80))
 #: One address of each network that is not public, and of the machine.
 FORBIDDEN = (
     "10.1.2.3", "172.16.0.1", "172.31.255.254", "192.168.1.1", "100.64.0.1", "100.100.100.200", "169.254.169.254", "168.63.129.16", "192.0.0.192", "0.1.2.3",
@@ -60,8 +62,8 @@ FORBIDDEN = (
 )  # fmt: skip
 #: The same as IPv6 addresses: mapped, translated (NAT64, also its local form), by 6to4 and Teredo, and those that IPv6 has of its own.
 FORBIDDEN_6 = (
-    "::ffff:10.1.2.3", "::ffff:169.254.169.254", f"::ffff:{MACHINE}", "::10.1.2.3", "64:ff9b::a01:203", "64:ff9b::a9fe:a9fe", "64:ff9b:1::a01:203", "2002:a01:203::1",
-    "2001:0:a01:203::1", "fd00::2", "fc00::1", "fe80::1", "ff02::1", "2001:db8::1", "2606:4700::1111",
+    "::ffff:10.1.2.3", "::ffff:169.254.169.254", f"::ffff:{MACHINE}", "::10.1.2.3", "64:ff9b::a01:203", "64:ff9b::a9fe:a9fe", "64:ff9b:1::a01:203",
+    "2002:a01:203::1", "2001:0:a01:203::1", "fd00::2", "fc00::1", "fe80::1", "ff02::1", "2001:db8::1", "2606:4700::1111",
 )  # fmt: skip
 
 
@@ -140,7 +142,7 @@ async def test_nothing_private_and_nothing_of_the_machine_is_reached_in_any_form
 
 
 async def test_an_address_that_the_machine_gets_later_is_closed_at_once(slots: AgentHarness, internet: Internet) -> None:
-    address = "203.0.113.77"
+    address = next(FREE_ADDRESSES)
     assert (await attempt(slots, [("udp", address, PORT)]))[f"udp {address}"] == f"udp {address}"
     internet.add_machine_address(address)
     for _ in range(100):
