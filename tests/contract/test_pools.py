@@ -23,6 +23,7 @@ FOR_ADMINS: dict[str, Any] = {
     "modal.secrets": {"modal": {"secrets": ["s"]}},
     "workspace_base": {"workspace_base": "/srv/anywhere"},
     "shared": {"shared": True},
+    "allow_private": {"network": "internet", "allow_private": ["10.1.2.0/24"]},
     "allow_none": {"allow_none": True},
 }
 CANNOT_BE: dict[str, tuple[Any, str]] = {

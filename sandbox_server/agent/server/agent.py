@@ -16,7 +16,7 @@ from sandbox_server.agent.execution.in_flight_descriptors import InFlightGuard
 from sandbox_server.agent.execution.slot_runtime import CacheFolder, SlotRuntime
 from sandbox_server.agent.execution.tools.tool_registry import TOOLS
 from sandbox_server.agent.init import oom_score
-from sandbox_server.agent.isolation.base import IsolationContext, interpreter
+from sandbox_server.agent.isolation.base import Isolation, IsolationContext, interpreter
 from sandbox_server.agent.isolation.probing.probe import ProbeResult, probe_isolation_modes
 from sandbox_server.agent.kernel import seccomp
 from sandbox_server.agent.kernel.cgroups import Cgroups
@@ -24,6 +24,7 @@ from sandbox_server.agent.kernel.priority import raise_priority
 from sandbox_server.agent.kernel.trash import Trash
 from sandbox_server.agent.kernel.uids import UidRange
 from sandbox_server.agent.limits.guards import Guards
+from sandbox_server.agent.network.requirements import find_missing_requirement
 from sandbox_server.agent.network.slot_networks import SlotNetworks
 from sandbox_server.agent.server import call_operations, slot_operations
 from sandbox_server.agent.server.call_stream import CallStreamHandler
@@ -237,12 +238,21 @@ class Agent:
                 "slot_start": isolation.slot_start if isolation is not None else "none",
                 "cache": isolation is not None and isolation.caches,
                 "read_only": isolation is not None and isolation.read_only_entries,
+                "internet": self._describe_internet(isolation),
             },
         }
         if isolation is None:
             problems = {name: problem for name, problem in probed.modes.items() if self.config.isolation in ("auto", name)}
             hello["error"] = "no isolation mode can be used: %s" % "; ".join("%s: %s" % mode for mode in problems.items())
         return hello
+
+    def _describe_internet(self, isolation: Isolation | None) -> str:
+        """Return `ok` if slots have networks of their own, or could have them as far as is known without trying; otherwise what is missing."""
+        if self.config.internet and isolation is not None:
+            return "ok"
+        if isolation is None or isolation.name != "bwrap":
+            return "it needs the mode bwrap"
+        return find_missing_requirement(os.geteuid() == 0, isolation.slot_start) or "ok"
 
     def add_connection(self, connection: ServiceConnection) -> None:
         """See `connections.Server`."""
