@@ -12,7 +12,7 @@ import subprocess
 from collections import deque
 from typing import Any, Callable, Deque, Mapping, Sequence, Tuple
 
-from sandbox_server import agent
+from sandbox_server.agent import network
 from sandbox_server.agent.config import AgentConfig
 from sandbox_server.agent.errors import StartFailed
 from sandbox_server.agent.execution.init_client.descriptors import TEMPORARY_ERRORS
@@ -70,7 +70,7 @@ class SlotNetworks:
     async def _start_process(self) -> None:
         own, others = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         own.setblocking(False)
-        folder = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(agent.__path__[0] + "/x"))))
+        folder = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(network.__path__[0]))))
         argv = [self._python, "-I", "-S", "-B", "-c", _CODE % folder, str(others.fileno())]
         environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
         self._sock = own

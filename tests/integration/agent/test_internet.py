@@ -105,6 +105,7 @@ async def slots(agent: AgentProcess) -> AsyncIterator[AgentHarness]:
 
 async def attempt(slots: AgentHarness, tries: list[tuple[str, str, int]], slot: str = "0") -> dict[str, str]:
     """Try addresses in a slot, all at the same time."""
+
     async def one(each: tuple[str, str, int]) -> dict[str, str]:
         answer = await slots.call("bash", slot, args={"command": 'python3 -c "$CODE" "$TRIES"', "env": {"CODE": ATTEMPTS, "TRIES": json.dumps([each])}})
         assert answer.code == 0, answer.text
