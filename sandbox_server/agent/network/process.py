@@ -23,9 +23,9 @@ from sandbox_server.agent.allowed_hosts import list_networks, permits_name
 from sandbox_server.agent.init import privileges
 from sandbox_server.agent.network import confinement, netlink, rules
 from sandbox_server.agent.network.addresses import UPLINK, UPLINK_GATEWAY, is_reachable, slot_address, slot_number
-from sandbox_server.agent.network.name_servers import NameServers
+from sandbox_server.agent.network.names.name_servers import NameServers
+from sandbox_server.agent.network.names.resolver import Resolver
 from sandbox_server.agent.network.network_messages import LIMIT, MAKE, MESSAGE_BYTES
-from sandbox_server.agent.network.resolver import Resolver
 from sandbox_server.agent.network.router import run_router
 from sandbox_server.agent.network.router_client import RouterClient
 from sandbox_server.agent.network.slot_table import SlotTable

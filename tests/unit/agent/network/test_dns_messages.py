@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sandbox_server.agent.network import dns_messages as dns
+from sandbox_server.agent.network.names import dns_messages as dns
 
 NAME = b"\x03www\x04test\0"
 QUESTION = dns.Question(number=7, name="www.test", kind=dns.TYPE_A)

@@ -8,8 +8,8 @@ import socket
 import struct
 from typing import Any, Callable, Mapping, Sequence
 
-from sandbox_server.agent.network import dns_messages as dns
-from sandbox_server.agent.network.name_servers import NameServers
+from sandbox_server.agent.network.names import dns_messages as dns
+from sandbox_server.agent.network.names.name_servers import NameServers
 
 log = logging.getLogger(__name__)
 

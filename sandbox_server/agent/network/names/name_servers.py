@@ -9,7 +9,7 @@ import secrets
 import socket
 import struct
 
-from sandbox_server.agent.network.dns_messages import Answer, DnsError, Question, read_answer, write_query
+from sandbox_server.agent.network.names.dns_messages import Answer, DnsError, Question, read_answer, write_query
 
 _RESOLV_CONF = "/etc/resolv.conf"
 _PORT, _MAX_SERVERS, _ROUNDS = 53, 3, 2
