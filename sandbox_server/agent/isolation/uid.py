@@ -40,7 +40,6 @@ class UidIsolation:
 
     def __init__(self, context: base.IsolationContext, cgroups: Cgroups, uids: UidRange, trash: Trash) -> None:
         self._context = context
-        self._has_internet = context.config.internet
         self._uids = uids
         self._trash = trash
         self._top = os.path.join(context.config.workspace_base, context.config.sandbox_id)
@@ -76,7 +75,7 @@ class UidIsolation:
             raise StartFailed("this mode needs root, to give every slot its own user")
         if not has_network:
             raise StartFailed("this mode cannot keep a slot from the network")
-        if self._has_internet:
+        if self._context.config.internet:
             raise StartFailed("this mode cannot give a slot a network of its own (network: internet); the mode bwrap can")
         if cache is not None:
             raise StartFailed("this mode cannot take a shared cache away from a slot")
