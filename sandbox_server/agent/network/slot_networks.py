@@ -64,6 +64,9 @@ class SlotNetworks:
                 except (StartFailed, OSError) as error:
                     self._problem = "the network `internet` cannot be given to slots here: %s" % error
                     self.close_networks()
+                except BaseException:  # also when this task is cancelled: the next one starts another process
+                    self.close_networks()
+                    raise
         if self._problem is not None:
             raise StartFailed(self._problem)
 
