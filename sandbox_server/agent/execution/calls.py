@@ -21,6 +21,7 @@ from sandbox_server.agent.execution.sessions.session_turn import SessionTurn
 from sandbox_server.agent.execution.slot_runtime import SlotRuntime
 from sandbox_server.agent.execution.tools.tool import ToolHandler
 from sandbox_server.agent.execution.tools.tool_registry import find_tool
+from sandbox_server.agent.kernel.leaf_groups import Leaf
 from sandbox_server.agent.kernel.processor_watch import ProcessorWatch
 
 _REPORT_WITHIN_S = 0.1
@@ -115,8 +116,7 @@ class AgentCall:
         resources = self.lease.resources
         self._limits_before, self.has_concurrent_work = evidence.read_limit_counters(self.runtime, self.lease.add_live_call(self))
         process = self._process = SlotProcess(self.runtime, resources.drains, outputs, self)
-        process.start_process(spec)
-        self._processor_watch = self._make_processor_watch(process)
+        process.start_process(spec, self._make_processor_watch)
 
     def run_in_session(self, name: str, command: bytes) -> None:
         """See `ToolCall`."""
@@ -144,14 +144,14 @@ class AgentCall:
 
     def watch_process(self, process: SlotProcess) -> None:
         """See `SessionCall`. Its processor time is measured from now on."""
-        self._processor_watch = self._make_processor_watch(process)
+        if process.leaf is not None:
+            self._make_processor_watch(process.leaf)
         if self._processor_watch is not None:
             self._processor_watch.start_watch()
 
-    def _make_processor_watch(self, process: SlotProcess) -> ProcessorWatch | None:
-        if process.leaf is None:
-            return None
-        return ProcessorWatch(process.leaf, self.lease.resources.processor_share(), self.runtime.init_pid, self.spec.timeout_s)
+    def _make_processor_watch(self, leaf: Leaf) -> None:
+        """Remember what the control group has used so far: before the process is started, because the agent may have to wait for a processor after that."""
+        self._processor_watch = ProcessorWatch(leaf, self.lease.resources.processor_share(), self.runtime.init_pid, self.spec.timeout_s)
 
     def on_shell_failed(self, detail: str) -> None:
         """See `SessionCall`."""

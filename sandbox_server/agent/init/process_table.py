@@ -24,8 +24,6 @@ _DEAD = (b"Z", b"X")
 #: Processes can be forked while others are killed, so a slot without control groups is searched and killed at most so many times.
 KILL_ROUNDS = 40
 _PPID, _SESSION, _STATE, _START = 1, 3, 0, 19  # Positions of the fields after the process name in /proc/PID/stat.
-#: EINVAL: the process has ended and was reaped, but its pid is still the number of a session or of a process group with living members.
-_ENDED_MEANWHILE = (errno.ESRCH, errno.ENOENT, errno.EPERM, errno.EACCES, errno.EINVAL)
 
 
 def read_process_table() -> ProcessTable:
@@ -81,7 +79,7 @@ def _send_signal_to(pid: int, start: int, which: int) -> None:
     fd = -1
     try:
         if hasattr(os, "pidfd_open") and hasattr(signal, "pidfd_send_signal"):
-            fd = os.pidfd_open(pid)
+            fd = _open_pidfd(pid)
         with open("/proc/%d/stat" % pid, "rb") as file:
             if int(file.read().rpartition(b")")[2].split()[_START]) != start:
                 return
@@ -89,9 +87,23 @@ def _send_signal_to(pid: int, start: int, which: int) -> None:
             signal.pidfd_send_signal(fd, which)
         else:
             os.kill(pid, which)
-    except OSError as error:
-        if error.errno not in _ENDED_MEANWHILE:
-            raise
+    except (ProcessLookupError, FileNotFoundError, PermissionError):
+        return  # The process has ended meanwhile.
     finally:
         if fd >= 0:
             os.close(fd)
+
+
+def _open_pidfd(pid: int) -> int:
+    """Return a descriptor of a process that the process table has listed.
+
+    Raises:
+        ProcessLookupError: the process has ended.
+    """
+    try:
+        return os.pidfd_open(pid)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        # Older kernels say so if the process was reaped, while its pid is still the number of a session or of a process group with living members.
+        raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH)) from None

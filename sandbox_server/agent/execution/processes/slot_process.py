@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from typing import Any, Protocol, Sequence
+from typing import Any, Callable, Protocol, Sequence
 
 from sandbox_server.agent.execution.init_client.init_link import memfd
 from sandbox_server.agent.execution.processes import process_kill
@@ -57,6 +57,10 @@ class ProcessListener(Protocol):
 
     def on_init_lost(self, detail: str) -> None:
         """Init has ended, and all processes of the slot with it."""
+
+
+def _ignore_leaf(leaf: Leaf) -> None:
+    """Do nothing: the owner of the process does not measure it."""
 
 
 class SlotProcess:
@@ -111,8 +115,12 @@ class SlotProcess:
         self._watch_timer: asyncio.TimerHandle | None = None
         self._paused_timers: dict[int, asyncio.TimerHandle] = {}
 
-    def start_process(self, spec: SpawnSpec) -> None:
+    def start_process(self, spec: SpawnSpec, on_leaf_taken: Callable[[Leaf], None] = _ignore_leaf) -> None:
         """Ask init to start the process. What becomes of it is reported to the listener.
+
+        Args:
+            spec: what to start.
+            on_leaf_taken: called with the control group of the process before init can start it; not called if it has none of its own.
 
         Raises:
             OSError: the agent has no descriptors left for its pipes.
@@ -132,7 +140,7 @@ class SlotProcess:
                 names.append("in")
             _add_memory_files(spec, names, process_fds)
             _add_given_descriptors(spec, names, process_fds)
-            self._spawn_id = self._send_request(spec, names, process_fds)
+            self._spawn_id = self._send_request(spec, names, process_fds, on_leaf_taken)
         except BaseException:  # not even a defect may leave descriptors open: the agent runs for a long time
             for fd in agent_fds if stdin_fd < 0 else [*agent_fds, stdin_fd]:
                 os.close(fd)
@@ -159,9 +167,13 @@ class SlotProcess:
         ours.setblocking(False)
         self.terminal_socket = ours
 
-    def _send_request(self, spec: SpawnSpec, names: Sequence[str], process_fds: Sequence[int]) -> int:
+    def _send_request(
+        self, spec: SpawnSpec, names: Sequence[str], process_fds: Sequence[int], on_leaf_taken: Callable[[Leaf], None] = _ignore_leaf
+    ) -> int:
         """Ask init to start the process with these descriptors, each of which has a name. Returns the spawn id."""
         move_fd = self._take_leaf(spec)
+        if self.leaf is not None:
+            on_leaf_taken(self.leaf)
         if move_fd >= 0:
             names, process_fds = [*names, "cgroup"], [*process_fds, move_fd]
         return self.runtime.link.start_process({**spec.request, "fds": list(names)}, process_fds, self)

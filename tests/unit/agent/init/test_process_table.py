@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
+
+import pytest
 
 from sandbox_server.agent.init.process_table import find_trees, read_process_table, select_living, send_signal
 
@@ -43,3 +47,25 @@ def test_a_leader_that_has_ended_before_its_session_is_no_error() -> None:
         assert read_process_table()[member][1] == leader.pid
     finally:
         send_signal({member: read_process_table()[member][2]}, 9)
+
+
+# Sends a signal under a system call filter with which pidfd_open (call 434 on every machine) answers as older kernels do for a leader that was reaped.
+AS_OLDER_KERNELS = """
+import errno, struct
+from sandbox_server.agent.init.privileges import confine_process
+from sandbox_server.agent.init.process_table import send_signal
+instructions = ((0x20, 0, 0, 0), (0x15, 0, 1, 434), (0x06, 0, 0, 0x50000 | errno.EINVAL), (0x06, 0, 0, 0x7FFF0000))
+confine_process(b"".join(struct.pack("<HBBI", *instruction) for instruction in instructions), is_shared=True)
+send_signal({1 << 22: 0}, 9)
+"""
+
+
+def test_a_leader_that_older_kernels_call_invalid_is_no_error() -> None:
+    sent = subprocess.run([sys.executable, "-c", AS_OLDER_KERNELS], capture_output=True, text=True, check=False)
+    assert sent.returncode == 0, sent.stderr
+
+
+def test_a_signal_that_does_not_exist_is_an_error() -> None:
+    own = os.getpid()
+    with pytest.raises(OSError, match=os.strerror(errno.EINVAL)):
+        send_signal({own: read_process_table()[own][2]}, 1000)
