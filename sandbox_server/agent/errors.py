@@ -56,9 +56,5 @@ class UnknownTool(InvalidArgs):
     """No tool has this name."""
 
 
-class ToolNotBuilt(Exception):
-    """The HTTP contract names this tool, or this way to run a process, but this agent does not have it yet."""
-
-
 class ToolError(Exception):
     """A tool could not do what the call asked for. The text says why."""

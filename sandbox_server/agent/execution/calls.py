@@ -8,7 +8,7 @@ import os
 import time
 from typing import Any, Callable, Sequence
 
-from sandbox_server.agent.errors import InvalidArgs, Refused, ToolNotBuilt, UnknownTool
+from sandbox_server.agent.errors import InvalidArgs, Refused, UnknownTool
 from sandbox_server.agent.execution import evidence
 from sandbox_server.agent.execution.call_spec import CallSpec
 from sandbox_server.agent.execution.deadlines import CallDeadlines
@@ -103,8 +103,6 @@ class AgentCall:
         except InvalidArgs as error:
             field = "tool" if isinstance(error, UnknownTool) else "args"
             self.finish_call("invalid_args", error=str(error), metadata={"evidence": {"ran": False, "field": field}})
-        except ToolNotBuilt as error:
-            self.finish_call("not_implemented", error=str(error), metadata={"evidence": {"ran": False}})
         except OSError as error:
             facts = {"errno": errno.errorcode.get(error.errno or 0, str(error.errno)), "at": "agent"}
             self.finish_call("backend_error", error="the agent could not set the call up: %s" % error, metadata={"may_have_run": False, "evidence": facts})

@@ -82,11 +82,6 @@ async def test_an_invalid_argument_is_named(bwrap: AgentHarness) -> None:
         assert named in answer.error, (tool, args)
 
 
-async def test_a_tool_that_is_not_built_is_refused_and_not_recorded(bwrap: AgentHarness) -> None:
-    assert (await bwrap.call("bash_stateful", call_id="t", args={"command": "true"})).reason == "not_implemented"
-    assert (await bwrap.bash("true", call_id="t")).reason == "exit"
-
-
 async def test_a_missing_working_directory_is_reported(harness: AgentHarness) -> None:
     answer = await harness.bash("true", cwd="nowhere")
 

@@ -185,10 +185,11 @@ async def test_a_call_can_be_cancelled(harness: AgentHarness) -> None:
     await harness.until("[ -e begun ]")
     waiting_id = secrets.token_hex(4)
     waiting = asyncio.create_task(session.run("touch never", call_id=waiting_id))
-    late = await session.run("touch never", timeout_s=0.2)
-    assert late.reason == "timeout"
-    assert late.error.endswith("did not run"), late.meta
-    assert late.metadata["evidence"]["ran"] is False
+    for limit in ("timeout", "no_output_timeout"):
+        late = await session.run("touch never", **{limit + "_s": 0.2})
+        assert late.reason == limit
+        assert late.error.endswith("did not run"), late.meta
+        assert late.metadata["evidence"]["ran"] is False
     await harness.ask("cancel", call_id=waiting_id)
     assert (await waiting).reason == "cancelled"
     await harness.ask("cancel", call_id=call_id)

@@ -167,9 +167,7 @@ class SlotProcess:
         ours.setblocking(False)
         self.terminal_socket = ours
 
-    def _send_request(
-        self, spec: SpawnSpec, names: Sequence[str], process_fds: Sequence[int], on_leaf_taken: Callable[[Leaf], None] = _ignore_leaf
-    ) -> int:
+    def _send_request(self, spec: SpawnSpec, names: Sequence[str], process_fds: Sequence[int], on_leaf_taken: Callable[[Leaf], None] = _ignore_leaf) -> int:
         """Ask init to start the process with these descriptors, each of which has a name. Returns the spawn id."""
         move_fd = self._take_leaf(spec)
         if self.leaf is not None:

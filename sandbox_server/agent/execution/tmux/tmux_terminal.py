@@ -31,7 +31,8 @@ DEFAULT_WIDTH, DEFAULT_HEIGHT = 160, 40
 _PROMPT_WITHIN_S = 5.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0
 _MODE_WITHIN_S = 10.0
-_EXIT_CODE_WITHIN_S = 3.0
+_EXIT_CODE_WITHIN_S, _EXIT_CODE_WITHIN_MOST_S = 1.0, 10.0  # the second where the call has so much time left
+_START_JOB_COMMAND = b"display-message -p '#(:)'"
 _STATE_COMMAND = b"display-message -p -t %s '%s'" % (PANE, STATE_FORMAT.encode())
 
 
@@ -123,7 +124,7 @@ class TmuxTerminal:
             if self.recording.end_reason:
                 facts["recording_ended"] = self.recording.end_reason
             if state.is_dead:
-                facts.update(terminal="ended", shell_exit_code=await self._read_exit_code(tmux, state))
+                facts.update(terminal="ended", shell_exit_code=await self._read_exit_code(tmux, state, wait_until))
                 self._end("its shell has exited")
             return text, facts
 
@@ -220,15 +221,19 @@ class TmuxTerminal:
         await tmux.send_commands([_STATE_COMMAND], [ShortReply(lambda lines: states.append(parse_state(lines)))])
         return states[0]
 
-    async def _read_exit_code(self, tmux: TmuxProcess, state: PaneState) -> int | None:
-        """The exit code of the shell, which tmux knows a moment after the shell has closed the pane."""
-        until = asyncio.get_event_loop().time() + _EXIT_CODE_WITHIN_S
-        if state.exit_code is None:
-            # tmux sometimes misses the end of a shell that was typed `exit`, and asks the kernel for it only when another child has ended.
-            await tmux.send_commands([b"run-shell -b true"], [ShortReply()])
+    async def _read_exit_code(self, tmux: TmuxProcess, state: PaneState, wait_until: float) -> int | None:
+        """The exit code of the shell, which tmux knows a moment after the shell has closed the pane.
+
+        A tmux that records its terminals in utmp may lose the signal that the shell has ended: it waits for the helper that removes the record, with the
+        signal ignored. It then asks the kernel again when another of its children ends, so it is given one.
+        """
+        now = asyncio.get_event_loop().time()
+        until = max(now + _EXIT_CODE_WITHIN_S, min(now + _EXIT_CODE_WITHIN_MOST_S, wait_until))
         while state.exit_code is None and asyncio.get_event_loop().time() < until:
             await _wait(tmux, _FIRST_PAUSE_S, until)
             state = await self._read_state(tmux)
+            if state.exit_code is None:
+                await tmux.send_commands([_START_JOB_COMMAND], [ShortReply()])
         return state.exit_code
 
     # Waiting.

@@ -56,7 +56,6 @@ class ToolHandler(Protocol):
         """Start the call's process, or do what the call asks for and end the call.
 
         Raises:
-            ToolNotBuilt: the call needs something that is not built yet.
             OSError: the agent has no descriptors left for the call.
         """
 

@@ -55,7 +55,10 @@ async def test_a_forked_slot_sees_what_an_executed_slot_sees(make_harness: Maker
     assert [len(harness.templates()) for harness in (forked, executed)] == [1, 0]
     for has_network in (True, mode == "uid"):
         await asyncio.gather(*(harness.reset(network=has_network) for harness in (forked, executed)))
-        seen, expected = [OWN.sub("", (await harness.bash(VIEW)).text).splitlines() for harness in (forked, executed)]
+        views = [OWN.sub("", (await harness.bash(VIEW)).text).splitlines() for harness in (forked, executed)]
+        if mode == "uid":  # a slot sees the shared memory, queues and semaphores of the whole machine, which other slots make and remove meanwhile
+            views = [[line for line in view if not line.startswith("0x")] for view in views]
+        seen, expected = views
         assert len(expected) > 50
         assert mode == "uid" or any(line.endswith(PTS_LIMIT) for line in seen)
         seen = [line.replace(PTS_LIMIT, ",ptmxmode=666") for line in seen]

@@ -46,9 +46,26 @@ async def test_a_blocking_send_waits_for_the_command_and_gives_up_in_time(bwrap:
 
     waiting = await terminal.act("send_keys", keys=["sleep 600", "Enter"], block=True, max_wait_s=1.5)
     assert waiting.metadata["settled"] is False
-    short = await bwrap.call("tmux", args={"action": "send_keys", "keys": "x", "block": True}, timeout_s=2)
+    # Without keys: a cursor behind some text that stays as it is looks like a prompt.
+    short = await bwrap.call("tmux", args={"action": "send_keys", "keys": "", "block": True}, timeout_s=4)
     assert (short.reason, short.metadata["settled"]) == ("exit", False), "it returns the screen before its own timeout"
 
+    assert (await terminal.type("C-c")).text.rstrip().endswith("$")
+
+
+async def test_the_deadlines_hold_while_another_call_uses_the_terminal(bwrap: AgentHarness) -> None:
+    terminal = Terminal(bwrap)
+    await terminal.type("echo begun", "Enter")
+    args = {"action": "send_keys", "keys": ["sleep 601", "Enter"], "block": True}
+    using = asyncio.create_task(bwrap.call("tmux", call_id="using", args=args, timeout_s=300))
+    await bwrap.until("pgrep -x sleep")
+
+    for limit in ("timeout", "no_output_timeout"):
+        late = await bwrap.call("tmux", args={"action": "capture"}, **{limit + "_s": 0.3})
+        assert late.reason == limit, late.meta
+
+    await bwrap.ask("cancel", call_id="using")
+    assert (await using).reason == "cancelled"
     assert (await terminal.type("C-c")).text.rstrip().endswith("$")
 
 
