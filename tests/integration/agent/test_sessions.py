@@ -149,7 +149,7 @@ INTERRUPTED = [
 
 
 async def test_a_timeout_interrupts_the_command_and_keeps_the_session(harnesses: list[AgentHarness]) -> None:
-    for harness in harnesses:
+    async def interrupt(harness: AgentHarness) -> None:
         session = Session(harness)
         await session.kept("state=5; sleep 1000 & echo $! > earlier")
         for command in INTERRUPTED:
@@ -161,6 +161,8 @@ async def test_a_timeout_interrupts_the_command_and_keeps_the_session(harnesses:
         silent = await session.run("echo begun; sleep 1000", no_output_timeout_s=0.3)
         assert (silent.reason, silent.metadata["session"]) == ("no_output_timeout", "kept")
         assert await session.kept("jobs -r | wc -l; kill $(cat earlier)") == "1\n"
+
+    await asyncio.gather(*(interrupt(harness) for harness in harnesses))  # side by side, because each of them waits for the timeouts
 
 
 async def test_what_ignores_the_interrupt_is_killed(harness: AgentHarness) -> None:
