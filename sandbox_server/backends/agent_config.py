@@ -52,6 +52,7 @@ def agent_config(handle: Handle, spec: PoolSpec, environment: AgentEnvironment) 
         "allow_none": spec.allow_none and not spec.require_sandbox,
         "local": environment.shares_machine,
         "network": spec.slots_have_network,
+        "require_stateful_sandbox": spec.require_stateful_sandbox,
         "limits": {
             "processes": spec.slot_processes,
             "memory_mb": spec.slot_memory_mb,

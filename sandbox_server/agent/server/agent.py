@@ -37,6 +37,7 @@ from sandbox_server.agent.slots.bundle import provide_slot_lib
 from sandbox_server.agent.slots.caches import Caches
 from sandbox_server.agent.slots.runtimes import RuntimePool
 from sandbox_server.agent.slots.slots import AgentSlot
+from sandbox_server.agent.slots.stateful_probe import probe_stateful_tools
 from sandbox_server.agent.slots.transitions import SlotTransitions
 
 log = logging.getLogger(__name__)
@@ -90,6 +91,7 @@ class Agent:
         self._loop = asyncio.get_event_loop()
         self._connections: set[ServiceConnection] = set()
         self._tools: tuple[str, ...] = ()
+        self._tool_problems: Mapping[str, str] = {}  # why tools that were tried do not work
         self._probed: ProbeResult | None = None
         self._alone_timer: asyncio.TimerHandle | None = None
         self._listeners = Listeners(self, config.listen, config.base_dir)
@@ -118,12 +120,13 @@ class Agent:
         path = self.config.env_vars.get("PATH", SLOT_PATH)
         self._tools = available_tools(path)
         self._probed = await probe_isolation_modes(self._make_context(processors, sets_floor), self._cgroups, self._trash, uids)
+        runtimes = self._runtimes = self._make_runtimes(self._probed, processors, uids)
+        if runtimes is not None and self.config.require_stateful_sandbox:
+            await self._probe_tools(self._probed, runtimes)
         await self._listeners.start_listening()
         self._on_listening()
         self._start_lifetime_timers()
-        if self._probed.isolation is not None:
-            caches = self._make_caches(uids)
-            runtimes = self._runtimes = RuntimePool(self.config, self._probed.isolation, self._trash, caches, processors)
+        if runtimes is not None:
             runtimes.on_in_flight_full = InFlightGuard(self._running_runtimes).start_search
             await self._start_slots(runtimes)
             gc.freeze()  # what has been imported stays: the garbage collector need not search it again and again
@@ -149,6 +152,17 @@ class Agent:
             processors,
             sets_floor,
         )
+
+    def _make_runtimes(self, probed: ProbeResult, processors: Processors, uids: UidRange) -> RuntimePool | None:
+        return RuntimePool(self.config, probed.isolation, self._trash, self._make_caches(uids), processors) if probed.isolation is not None else None
+
+    async def _probe_tools(self, probed: ProbeResult, runtimes: RuntimePool) -> None:
+        """Try the tools that need more than a shell in the first slot runtime, which no slot can use afterwards."""
+        if probed.first_runtime is not None:
+            runtime, probed.first_runtime = probed.first_runtime, None
+            self._tool_problems = await probe_stateful_tools(runtime, runtimes)
+            failed = {*self._tool_problems, *(("terminal_stateful",) if "bash_stateful" in self._tool_problems else ())}
+            self._tools = tuple(tool for tool in self._tools if tool not in failed)
 
     def _make_caches(self, uids: UidRange) -> Caches:
         folder = os.path.join(self.config.base_dir, "caches")
@@ -240,6 +254,7 @@ class Agent:
                 "kill": cgroups.kill,
                 "proves": ["oom", "resource_limit"],
                 "tools": list(self._tools),
+                "tool_problems": dict(self._tool_problems),
                 "places": isolation.tmp_isolation if isolation is not None else "none",
                 "slot_start": isolation.slot_start if isolation is not None else "none",
                 "cache": isolation is not None and isolation.caches,
