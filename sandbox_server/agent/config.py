@@ -96,6 +96,7 @@ class AgentConfig:
         machine_files: how many open files the machine can have; None: as the kernel reports (`fs.file-max`).
         first_processor: the index of the first processor to pin slots to, among those that the agent may run on; larger ones start again at the first.
         disk_free_mb: how much of a file system must stay free, in MiB; None: see `disk_plan`.
+        require_stateful_sandbox: whether the agent proves at its start that a stateful shell and tmux work, and names only those that do.
     """
 
     sandbox_id: str
@@ -127,6 +128,7 @@ class AgentConfig:
     machine_files: int | None = None
     first_processor: int = 0
     disk_free_mb: int | None = None
+    require_stateful_sandbox: bool = False
 
     @property
     def wanted_spares(self) -> int:
@@ -166,6 +168,7 @@ _KINDS: dict[str, type] = {
     "expose": list,
     "workspace_base": str,
     "slots_group": str,
+    "require_stateful_sandbox": bool,
 }
 _NULLABLE = ("allow_hosts", "alone_exit_s", "max_life_s", "spares", "memory_mb", "machine_memory_mb", "machine_files", "disk_free_mb")
 _GROUP_NAME = re.compile(r"[a-z0-9-]{1,64}\Z")

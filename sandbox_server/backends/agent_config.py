@@ -55,6 +55,7 @@ def agent_config(handle: Handle, spec: PoolSpec, environment: AgentEnvironment) 
         "internet": spec.slots_have_network and spec.network == "internet",
         "allow_hosts": None if spec.allow_hosts is None else list(spec.allow_hosts),
         "allow_private": list(spec.allow_private),
+        "require_stateful_sandbox": spec.require_stateful_sandbox,
         "limits": {
             "processes": spec.slot_processes,
             "memory_mb": spec.slot_memory_mb,

@@ -46,6 +46,11 @@ class AgentReport:
         names = self.capabilities.get(capability)
         return frozenset(name for name in names if isinstance(name, str)) if isinstance(names, list) else frozenset()
 
+    def tool_problem(self, tool: str) -> str:
+        """Why a tool that the agent has tried does not work; empty if it works, or was not tried."""
+        problems = self.capabilities.get("tool_problems")
+        return _text(problems.get(tool)) if isinstance(problems, dict) else ""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SlotReport:

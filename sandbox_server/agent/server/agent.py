@@ -39,6 +39,7 @@ from sandbox_server.agent.slots.bundle import provide_slot_lib
 from sandbox_server.agent.slots.caches import Caches
 from sandbox_server.agent.slots.runtimes import RuntimePool
 from sandbox_server.agent.slots.slots import AgentSlot
+from sandbox_server.agent.slots.stateful_probe import probe_stateful_tools
 from sandbox_server.agent.slots.transitions import SlotTransitions
 
 log = logging.getLogger(__name__)
@@ -92,6 +93,7 @@ class Agent:
         self._loop = asyncio.get_event_loop()
         self._connections: set[ServiceConnection] = set()
         self._tools: tuple[str, ...] = ()
+        self._tool_problems: Mapping[str, str] = {}  # why tools that were tried do not work
         self._probed: ProbeResult | None = None
         self._alone_timer: asyncio.TimerHandle | None = None
         self._listeners = Listeners(self, config.listen, config.base_dir)
@@ -123,12 +125,13 @@ class Agent:
             owners = uids if os.geteuid() == 0 else None
             self._networks = SlotNetworks(self.config, interpreter(), owners, lambda reason: self._stop("the network of its slots has ended: %s" % reason))
         self._probed = await probe_isolation_modes(self._make_context(processors, sets_floor), self._cgroups, self._trash, uids)
+        runtimes = self._runtimes = self._make_runtimes(self._probed, processors, uids)
+        if runtimes is not None and self.config.require_stateful_sandbox:
+            await self._probe_tools(self._probed, runtimes)
         await self._listeners.start_listening()
         self._on_listening()
         self._start_lifetime_timers()
-        if self._probed.isolation is not None:
-            caches = self._make_caches(uids)
-            runtimes = self._runtimes = RuntimePool(self.config, self._probed.isolation, self._trash, caches, processors, self._networks)
+        if runtimes is not None:
             runtimes.on_in_flight_full = InFlightGuard(self._running_runtimes).start_search
             await self._start_slots(runtimes)
             gc.freeze()  # what has been imported stays: the garbage collector need not search it again and again
@@ -155,6 +158,19 @@ class Agent:
             sets_floor,
             self._networks,
         )
+
+    def _make_runtimes(self, probed: ProbeResult, processors: Processors, uids: UidRange) -> RuntimePool | None:
+        if probed.isolation is None:
+            return None
+        return RuntimePool(self.config, probed.isolation, self._trash, self._make_caches(uids), processors, self._networks)
+
+    async def _probe_tools(self, probed: ProbeResult, runtimes: RuntimePool) -> None:
+        """Try the tools that need more than a shell in the first slot runtime, which no slot can use afterwards."""
+        if probed.first_runtime is not None:
+            runtime, probed.first_runtime = probed.first_runtime, None
+            self._tool_problems = await probe_stateful_tools(runtime, runtimes)
+            failed = {*self._tool_problems, *(("terminal_stateful",) if "bash_stateful" in self._tool_problems else ())}
+            self._tools = tuple(tool for tool in self._tools if tool not in failed)
 
     def _make_caches(self, uids: UidRange) -> Caches:
         folder = os.path.join(self.config.base_dir, "caches")
@@ -248,6 +264,7 @@ class Agent:
                 "kill": cgroups.kill,
                 "proves": ["oom", "resource_limit"],
                 "tools": list(self._tools),
+                "tool_problems": dict(self._tool_problems),
                 "places": isolation.tmp_isolation if isolation is not None else "none",
                 "slot_start": isolation.slot_start if isolation is not None else "none",
                 "cache": isolation is not None and isolation.caches,

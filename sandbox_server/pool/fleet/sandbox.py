@@ -166,4 +166,6 @@ def check_agent_report(report: AgentReport, spec: PoolSpec) -> None:
         raise CreateFailed(f"mode {report.isolation!r} cannot give slots networks of their own here, and the pool asks for network: internet", permanent=True)
     missing = {"bash_stateful", "tmux"} - report.capability_names("tools") if spec.require_stateful_sandbox else set()
     if missing:
-        raise CreateFailed(f"the pool asks for require_stateful_sandbox, and this agent lacks {', '.join(sorted(missing))}", permanent=True)
+        problems = {tool: report.tool_problem(tool) for tool in sorted(missing)}
+        lacking = ", ".join(f"{tool} ({problem})" if problem else tool for tool, problem in problems.items())
+        raise CreateFailed(f"the pool asks for require_stateful_sandbox, and this agent lacks {lacking}", permanent=True)

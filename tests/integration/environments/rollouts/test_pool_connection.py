@@ -108,7 +108,7 @@ async def test_a_pool_that_needs_a_terminal_which_its_slots_lack_ends_the_run(se
         PoolRequest(name="strict", spec=None, acquire_timeout_s=20), ConnectionSettings(sandbox_url=service.url, sandbox_token=service.token)
     )
     async with strict as pool:
-        with pytest.raises(PoolUnavailable, match="require_stateful_sandbox, and this agent lacks tmux"):
+        with pytest.raises(PoolUnavailable, match=r"require_stateful_sandbox, and this agent lacks tmux \(the tool tmux needs the program tmux"):
             await pool.acquire(["t-1"])
         await pool.client.pool_delete("strict")
 
