@@ -55,7 +55,7 @@ class Limits:
     answer_memory_bytes: int = _limit(256 << 20, "bytes of memory for responses that are not sent yet")
     answer_file_bytes: int = _limit(2 << 30, "bytes of large outputs of responses that are not sent yet")
     answer_wait_s: int = _limit(10, "seconds of waiting for memory or files for a response")
-    answer_stall_s: int = _limit(60, "seconds in which a client reads nothing of its response")
+    answer_stall_s: int = _limit(60, "seconds in which a client reads nothing of its response, or a program nothing of what is sent to its port")
 
 
 MAX_OUTPUT_LIMIT_BYTES = 10 << 20

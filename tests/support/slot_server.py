@@ -64,6 +64,8 @@ async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
         open("asked", "w").close()
         await reader.read()
         open("hung-up", "w").close()
+    elif name == "deaf":
+        await asyncio.Event().wait()
     elif name == "refusing":
         writer.write(b"HTTP/1.1 413 Too Large\r\nContent-Length: 3\r\n\r\nbig")
     else:

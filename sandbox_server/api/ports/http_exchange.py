@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from sandbox_server.api.body import ClientDisconnected, check_length, read_chunks
 from sandbox_server.api.ports.directions import run_until_first_ends
 from sandbox_server.api.ports.headers import answered_headers, body_headers, forwarded_headers
+from sandbox_server.api.ports.program_input import ProgramInput
 from sandbox_server.api.ports.target import PortTarget
 from sandbox_server.api.request_context import service_of, tenant_of
 from sandbox_server.api.streams import body_part, send_part, wait_for_disconnect
@@ -46,9 +47,9 @@ class PortResponse(Response):
         service, tenant = service_of(request), tenant_of(request).name
         check_length(request, service.limits, "upload_bytes")
         async with service.ports.connect(tenant, self._target.lease_id, self._target.port) as connection:
-            exchange = HttpExchange(connection, self._target)
+            exchange = HttpExchange(connection, self._target, service.limits.answer_stall_s)
             head = exchange.request_head(scope)
-            await run_until_first_ends(exchange.send_answer(send, service.limits.answer_stall_s), exchange.send_request(head, request))
+            await run_until_first_ends(exchange.send_answer(send), exchange.send_request(head, request))
 
 
 class HttpExchange:
@@ -57,11 +58,14 @@ class HttpExchange:
     Args:
         connection: the connection to the program.
         target: what the request asks for.
+        stall_s: for how long the client may read nothing of the answer, and the program nothing of the request, in seconds.
     """
 
-    def __init__(self, connection: PortConnection, target: PortTarget) -> None:
+    def __init__(self, connection: PortConnection, target: PortTarget, stall_s: float) -> None:
         self._connection = connection
+        self._input = ProgramInput(connection, target.port, stall_s)
         self._target = target
+        self._stall_s = stall_s
         self._protocol = h11.Connection(h11.CLIENT, max_incomplete_event_size=MAX_HEAD_BYTES)
         self._is_cut_off = False
 
@@ -85,24 +89,24 @@ class HttpExchange:
         Raises:
             ClientDisconnected: the client has disconnected.
             PayloadTooLarge: the body is larger than `limits.upload_bytes`.
+            PortClosed: the program has read nothing of it for too long.
         """
-        await self._connection.write(head)
+        await self._input.write(head)
         async for chunk in read_chunks(request, service_of(request).limits, "upload_bytes"):
-            await self._connection.write(self._protocol.send(h11.Data(data=chunk)) or b"")
-        await self._connection.write(self._protocol.send(h11.EndOfMessage()) or b"")
+            await self._input.write(self._protocol.send(h11.Data(data=chunk)) or b"")
+        await self._input.write(self._protocol.send(h11.EndOfMessage()) or b"")
         await wait_for_disconnect(request.receive)
         raise ClientDisconnected
 
-    async def send_answer(self, send: Send, stall_s: float) -> None:
+    async def send_answer(self, send: Send) -> None:
         """Send the program's answer to the client, each part as soon as it is there.
 
         Args:
             send: the send function of the ASGI application.
-            stall_s: for how long the client may read nothing, in seconds.
 
         Raises:
             PortClosed: the program has not answered, or not with valid HTTP.
-            ClientStalled: the client has read nothing for that long.
+            ClientStalled: the client has read nothing for too long.
         """
         head = await self._receive_head()
         headers = answered_headers(head.headers, head.status_code, self._target)
@@ -115,7 +119,7 @@ class HttpExchange:
                     await asyncio.sleep(0)
                 continue
             if part:
-                await send_part(send, b"".join(part), stall_s)
+                await send_part(send, b"".join(part), self._stall_s)
                 part = []
             await self._receive_data()
         await send(body_part(b"".join(part), more=False))

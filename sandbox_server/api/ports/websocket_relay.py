@@ -16,6 +16,7 @@ from websockets.uri import WebSocketURI
 from sandbox_server.api.body import ClientDisconnected, ClientStalled
 from sandbox_server.api.ports.directions import run_until_first_ends
 from sandbox_server.api.ports.headers import forwarded_headers
+from sandbox_server.api.ports.program_input import ProgramInput
 from sandbox_server.api.ports.target import PortTarget
 from sandbox_server.api.request_context import REQUEST_CONTEXT_KEY, SERVICE_KEY, RequestContext, Service
 from sandbox_server.api.websocket import BEARER_SUBPROTOCOL, MAX_MESSAGE_BYTES
@@ -46,7 +47,7 @@ async def relay_websocket(websocket: WebSocket, target: PortTarget) -> None:
         relay = WebSocketRelay(websocket, connection, target, service.limits.answer_stall_s)
         await run_until_first_ends(relay.shake_hands(), relay.wait_for_disconnect())
         await relay.accept_client()  # only now: nothing that it sends is lost, because nothing else receives it any more
-        await run_until_first_ends(relay.forward_to_client(), relay.forward_to_program())
+        await relay.forward_messages()
 
 
 class WebSocketRelay:
@@ -56,13 +57,14 @@ class WebSocketRelay:
         websocket: the client's connection.
         connection: the connection to the program.
         target: what the handshake asks for.
-        stall_s: for how long the client may read nothing, in seconds.
+        stall_s: for how long the client may read nothing, and the program nothing of what the client has sent, in seconds.
         close_within_s: how long the program may take to close its side after its client has closed the other one, in seconds.
     """
 
     def __init__(self, websocket: WebSocket, connection: PortConnection, target: PortTarget, stall_s: float, close_within_s: float = CLOSE_WITHIN_S) -> None:
         self._websocket = websocket
         self._connection = connection
+        self._input = ProgramInput(connection, target.port, stall_s)
         self._target = target
         self._stall_s = stall_s
         self._close_within_s = close_within_s
@@ -71,6 +73,8 @@ class WebSocketRelay:
         self._protocol = ClientProtocol(uri, subprotocols=offered or None, max_size=MAX_MESSAGE_BYTES)
         self._write_lock = asyncio.Lock()
         self._unsent: list[bytes] = []
+        self._pong = b""  # the answer to the last ping of the program, until it is sent
+        self._has_pong = asyncio.Event()
         self._message = bytearray()  # as far as it has come; not a list of its frames, of which there may be any number without content
         self._unparsed = b""
         self._is_text = False
@@ -118,6 +122,14 @@ class WebSocketRelay:
             return f"it answered the handshake with HTTP {error.response.status_code}"
         return str(error)[:200] if isinstance(error, WebSocketException) else "the connection ended before its answer was complete"
 
+    async def forward_messages(self) -> None:
+        """Pass on messages in both directions until one side has closed its connection.
+
+        Raises:
+            ClientDisconnected, PortClosed, ClientStalled: as `forward_to_client` and `forward_to_program`.
+        """
+        await run_until_first_ends(self.forward_to_client(), run_until_first_ends(self._send_pongs(), self.forward_to_program()))
+
     # From the program.
 
     async def forward_to_client(self) -> None:
@@ -132,7 +144,7 @@ class WebSocketRelay:
             for event in self._protocol.events_received():
                 if isinstance(event, Frame) and event.opcode in _DATA_OPCODES:
                     await self._forward_frame(event)
-            await self._flush()
+            await self._answer_program()
             await asyncio.sleep(0)  # other requests have their turn
             if not more or self._protocol.close_rcvd is not None or self._protocol.parser_exc is not None:
                 break
@@ -161,6 +173,18 @@ class WebSocketRelay:
         except TimeoutError:
             raise ClientStalled(f"the client has not read a message within the {self._stall_s:g} s of `limits.answer_stall_s`") from None
 
+    async def _answer_program(self) -> None:
+        """Send what the protocol itself answers to the program: a close; or the answer to a ping, for which nothing waits here.
+
+        A program that sends pings and does not read their answers would otherwise stop its own messages. Answering the last ping answers those before it
+        (RFC 6455, section 5.5.3).
+        """
+        if self._protocol.state is not State.OPEN:
+            await self._flush()
+        elif pongs := self._protocol.data_to_send():
+            self._pong = pongs[-1]
+            self._has_pong.set()
+
     async def _close_client(self) -> None:
         received = self._protocol.close_rcvd
         if received is None:
@@ -178,6 +202,7 @@ class WebSocketRelay:
 
         Raises:
             ClientDisconnected: the client has closed its connection, and the program has not closed its own in time.
+            PortClosed: the program has read nothing for too long.
         """
         while (message := await self._websocket.receive())["type"] == "websocket.receive":
             text = message.get("text")
@@ -189,12 +214,15 @@ class WebSocketRelay:
                 self._protocol.send_binary(message["bytes"])
             await self._flush()
         self._is_closed_by_client = True
-        if self._protocol.state is State.OPEN:
-            self._send_close(message.get("code", NO_STATUS), message.get("reason") or "")
-            await self._flush()
-        self._connection.end_writing()
-        await asyncio.sleep(self._close_within_s)  # `forward_to_client` ends as soon as the program has closed its side
-        raise ClientDisconnected
+        try:
+            async with asyncio.timeout(self._close_within_s):  # which holds for a program that reads nothing, not even the close, as well
+                if self._protocol.state is State.OPEN:
+                    self._send_close(message.get("code", NO_STATUS), message.get("reason") or "")
+                    await self._flush()
+                self._input.end()
+                await asyncio.Event().wait()  # `forward_to_client` ends as soon as the program has closed its side
+        except TimeoutError:
+            raise ClientDisconnected from None
 
     def _send_close(self, code: int, reason: str) -> None:
         try:
@@ -217,16 +245,33 @@ class WebSocketRelay:
             self._protocol.receive_eof()
         return bool(data)
 
+    async def _send_pongs(self) -> None:
+        """Send the answer to the last ping of the program, whenever it reads. Those to earlier pings are left out.
+
+        Raises:
+            PortClosed: the program has read nothing for too long.
+        """
+        while True:
+            await self._has_pong.wait()
+            async with self._write_lock:
+                pong = self._pong
+                self._has_pong.clear()
+                if self._protocol.state is State.OPEN:  # nothing may follow a close
+                    await self._input.write(pong)
+
     async def _flush(self) -> None:
         """Send what the protocol has for the program.
 
         A direction that has nothing to send does not wait for the other one: the program may read again only once it is read.
+
+        Raises:
+            PortClosed: the program has read nothing for too long.
         """
         self._unsent += self._protocol.data_to_send()
         if not self._unsent:
             return
         async with self._write_lock:
             chunks, self._unsent = self._unsent, []
-            await self._connection.write(b"".join(chunks))
+            await self._input.write(b"".join(chunks))
             if b"" in chunks:  # how the protocol says that nothing follows
-                self._connection.end_writing()
+                self._input.end()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -61,14 +62,26 @@ class ServedSlot:
         self.http.post("/v1/release", json={"lease_ids": [self.lease_id]}).raise_for_status()
 
 
+@contextlib.contextmanager
+def held_slot(service: Service, **options: object) -> Iterator[ServedSlot]:
+    """A slot with a network of its own, in which nothing listens yet.
+
+    Args:
+        service: the service.
+        options: fields of the acquire; one without network if none are given.
+    """
+    with service.http() as http:
+        leases = http.post("/v1/acquire", json=options or {"allow_network": False}).raise_for_status().json()["leases"]
+        held = ServedSlot(service=service, http=http, lease_id=leases[0]["lease_id"])
+        yield held
+        held.release()
+
+
 @pytest.fixture
 def slot(service: Service) -> Iterator[ServedSlot]:
     """A slot with a network of its own, in which nothing listens yet."""
-    with service.http() as http:
-        lease_id = http.post("/v1/acquire", json={"allow_network": False}).json()["leases"][0]["lease_id"]
-        held = ServedSlot(service=service, http=http, lease_id=lease_id)
+    with held_slot(service) as held:
         yield held
-        held.release()
 
 
 @pytest.fixture

@@ -10,7 +10,8 @@ import httpx
 import psutil
 import pytest
 
-from tests.integration.ports.conftest import PORT, ServedSlot
+from tests.integration.ports.conftest import PORT, ServedSlot, held_slot
+from tests.support.service import SMALL_POOL, running_service
 
 BIG_BYTES = 64 << 20
 MAY_GROW_BYTES = 24 << 20
@@ -151,6 +152,22 @@ def test_an_early_answer_arrives_although_the_body_is_not_read(served: ServedSlo
     answer = served.http.post(served.path + "/refusing", content=bytes(8 << 20))
 
     assert (answer.status_code, answer.text) == (413, "big")
+
+
+def test_a_program_that_does_not_read_its_request_loses_the_connection() -> None:
+    with running_service({"pools": {"default": {**SMALL_POOL, "max_sandboxes": 1}}, "limits": {"answer_stall_s": 1}}) as service, held_slot(service) as slot:
+        slot.start_server()
+        host, _, port = service.url.removeprefix("http://").partition(":")
+        with socket.create_connection((host, int(port)), 60) as sock, ThreadPoolExecutor(1) as thread:
+            sock.sendall(f"POST {slot.path}/deaf HTTP/1.1\r\nHost: x\r\nAuthorization: {service.headers['Authorization']}\r\n".encode())
+            sock.sendall(f"Content-Length: {BIG_BYTES}\r\n\r\n".encode())
+            sending = thread.submit(sock.sendall, bytes(BIG_BYTES))
+            answer = sock.recv(1 << 20).decode()
+            sock.shutdown(socket.SHUT_RDWR)
+            assert isinstance(sending.exception(60), OSError)
+
+    assert answer.startswith("HTTP/1.1 502 ")
+    assert "has read nothing of what was sent to it for the 1 s of `limits.answer_stall_s`" in answer
 
 
 REFUSED = {
