@@ -23,6 +23,8 @@ NAMES = {
     "mixed.test": ["10.1.2.3", "198.51.100.7"],
     "index.test": ["10.9.8.7"],
 }
+#: Every name below this one, which begins with a number, has this many addresses of its own.
+MANY, MANY_ADDRESSES = "many.test", 120
 _IP_PKTINFO = 8
 
 
@@ -33,6 +35,8 @@ def answer_question(data: bytes) -> bytes:
         labels.append(data[at + 1 : at + 1 + data[at]].decode())
         at += 1 + data[at]
     asked, addresses = data[12 : at + 5], NAMES.get(".".join(labels))
+    if ".".join(labels[1:]) == MANY:
+        addresses = [f"203.0.{114 + int(labels[0])}.{number}" for number in range(1, MANY_ADDRESSES + 1)]
     (kind,) = struct.unpack_from("!H", data, at + 1)
     if addresses is None or kind != 1:
         return data[:2] + struct.pack("!HHHHH", 0x8180 if addresses else 0x8183, 1, 0, 0, 0) + asked

@@ -72,7 +72,7 @@ class NetworkProcess:
         uplink = Uplink(find_uplink_program(), confinement.NAMESPACE_PATH, UPLINK, UPLINK_GATEWAY, self._fail)
         await uplink.start_uplink()
         self._loop.add_reader(changes.fileno(), self._on_address_change, changes)
-        resolver = Resolver(NameServers(), self._may_ask, self._open_addresses)
+        resolver = Resolver(NameServers(), self._may_ask, self._open_addresses, self._slots.count_slots)
         resolver.serve_packets(packets)
         await resolver.serve_connections(connections)
         users_fd = os.open("/proc/self/ns/user", os.O_RDONLY | os.O_CLOEXEC)
@@ -115,18 +115,21 @@ class NetworkProcess:
         entries = self._slots.find_limit(number)
         return self._slots.has_slot(number) and (entries is None or permits_name(entries, name))
 
-    def _open_addresses(self, slot: str, addresses: Sequence[str], time_s: int) -> Sequence[str]:
-        reachable = [text for text in addresses if is_reachable(ipaddress.IPv4Address(text), self._private, self._host_addresses)]
+    def _open_addresses(self, slot: str, addresses: Sequence[str], time_s: int, most: int) -> Sequence[str]:
+        self._read_requests()  # The agent waits for its answers, and a change of rules takes a while: it comes first.
         number = slot_number(slot)
+        if not self._slots.has_slot(number):
+            return []
+        reachable = [text for text in addresses if is_reachable(ipaddress.IPv4Address(text), self._private, self._host_addresses)][:most]
         entries = self._slots.find_limit(number)
         if entries is None:
             return reachable
         networks = list_networks(entries)
         always = [text for text in reachable if any(ipaddress.IPv4Address(text) in network for network in networks)]
-        opened, open_s = self._slots.open_addresses(number, [text for text in reachable if text not in always], time_s, self._loop.time())
+        permitted, opened, open_s = self._slots.open_addresses(number, [text for text in reachable if text not in always], time_s, self._loop.time())
         if opened:
             self._router.run_rules(rules.permit_rules(slot, opened, open_s))
-        return [*always, *opened]
+        return [*always, *permitted]
 
     # The requests of the agent.
 
@@ -187,15 +190,16 @@ class NetworkProcess:
 
     def _limit_slot(self, number: int, entries: Sequence[str]) -> None:
         """Let a slot reach these hosts alone. No process of the slot has used its network yet."""
-        old = self._slots.limit_slot(number, entries)
-        forgotten = rules.forget_rules(slot_address(number), old) if old is not None else ""
-        self._router.run_rules(forgotten + rules.limit_rules(slot_address(number), list_networks(entries)))
+        change = rules.change_limit_rules if self._slots.is_limited(number) else rules.limit_rules
+        self._router.run_rules(change(slot_address(number), list_networks(entries)))
+        self._slots.limit_slot(number, entries)
 
     def _release_network(self, number: int) -> None:
+        """Remove a network. If the router refuses something, the slot is still known, and a second try removes the rest."""
         self._router.delete_slot_network(number)
-        permitted = self._slots.remove_slot(number)
-        if permitted is not None:
-            self._router.run_rules(rules.forget_rules(slot_address(number), permitted))
+        if self._slots.is_limited(number):
+            self._router.run_rules(rules.forget_rules(slot_address(number)))
+        self._slots.remove_slot(number)
 
 
 def send_answer(sock: socket.socket, answer: Mapping[str, Any], fds: Sequence[int] = ()) -> None:

@@ -29,12 +29,8 @@ table ip sandbox {
     set private_hosts {
         type ipv4_addr
 %(private_hosts)s    }
-    set limited_slots {
-        type ipv4_addr
-    }
-    set permitted {
-        type ipv4_addr . ipv4_addr
-        flags interval, timeout
+    map limited_slots {
+        type ipv4_addr : verdict
     }
     set connections {
         type ipv4_addr
@@ -75,7 +71,7 @@ table ip sandbox {
     chain permitted_hosts {
         ct state established,related accept
         ct state != new drop
-        ip saddr @limited_slots ip saddr . ip daddr != @permitted reject with icmp type admin-prohibited
+        ip saddr vmap @limited_slots
         add @connections { ip saddr ct count over %(connections)d } reject with icmp type admin-prohibited
         meta l4proto { tcp, udp, icmp } accept
     }
@@ -127,12 +123,34 @@ def host_address_rules(addresses: Sequence[str]) -> str:
 def limit_rules(slot: str, networks: Sequence[ipaddress.IPv4Network]) -> str:
     """Return the commands that let a slot reach these networks alone, and the addresses that `permit_rules` adds.
 
+    Each limited slot has a chain and sets of its own, so that what one slot opens costs no other slot anything, and is gone with few commands.
+
     Args:
-        slot: the address of the slot.
+        slot: the address of the slot, which has no limit yet.
         networks: the networks.
     """
-    permitted = "".join("add element ip sandbox permitted { %s . %s }\n" % (slot, network) for network in networks)
-    return "add element ip sandbox limited_slots { %s }\n%s" % (slot, permitted)
+    names, permitted, chain = _objects(slot)
+    commands = [
+        "add chain ip sandbox %s" % chain,
+        "add set ip sandbox %s { type ipv4_addr; flags timeout; }" % names,
+        "add set ip sandbox %s { type ipv4_addr; flags interval; auto-merge; }" % permitted,
+        "add rule ip sandbox %s ip daddr @%s return" % (chain, names),
+        "add rule ip sandbox %s ip daddr @%s return" % (chain, permitted),
+        "add rule ip sandbox %s reject with icmp type admin-prohibited" % chain,
+        "add element ip sandbox limited_slots { %s : jump %s }" % (slot, chain),
+    ]
+    return "\n".join(commands) + "\n" + _permit_networks(permitted, networks)
+
+
+def change_limit_rules(slot: str, networks: Sequence[ipaddress.IPv4Network]) -> str:
+    """Return the commands that replace all that a limited slot may reach, in one step. The arguments are those of `limit_rules`."""
+    names, permitted, _ = _objects(slot)
+    return "flush set ip sandbox %s\nflush set ip sandbox %s\n%s" % (names, permitted, _permit_networks(permitted, networks))
+
+
+def _permit_networks(permitted: str, networks: Sequence[ipaddress.IPv4Network]) -> str:
+    collapsed = ", ".join(str(network) for network in ipaddress.collapse_addresses(networks))
+    return "add element ip sandbox %s { %s }\n" % (permitted, collapsed) if collapsed else ""
 
 
 def permit_rules(slot: str, addresses: Sequence[str], time_s: int) -> str:
@@ -143,22 +161,25 @@ def permit_rules(slot: str, addresses: Sequence[str], time_s: int) -> str:
         addresses: the addresses in the answer.
         time_s: for how long they are open to new packets, in seconds. An address that is open already stays so for this long from now.
     """
-    lines = []
-    for address in addresses:
-        element = "ip sandbox permitted { %s . %s" % (slot, address)
-        # An element that is there already keeps its old time when it is added. Deleted and added in one step, it gets the new one.
-        lines.append("add element %s timeout %ds }\ndelete element %s }\nadd element %s timeout %ds }\n" % (element, time_s, element, element, time_s))
-    return "".join(lines)
+    names = _objects(slot)[0]
+    timed = ", ".join("%s timeout %ds" % (address, time_s) for address in addresses)
+    added, deleted = "add element ip sandbox %s { %s }\n" % (names, timed), "delete element ip sandbox %s { %s }\n" % (names, ", ".join(addresses))
+    # An element that is there already keeps its old time when it is added. Deleted and added in one step, it gets the new one.
+    return added + deleted + added
 
 
-def forget_rules(slot: str, permitted: Sequence[str]) -> str:
-    """Return the commands that remove a limited slot.
+def forget_rules(slot: str) -> str:
+    """Return the commands that remove the limit of a slot, which has ended, and all that was opened for it.
 
     Args:
         slot: the address of the slot.
-        permitted: the networks and addresses that were added for it, without those whose time is over.
     """
-    lines = ["delete element ip sandbox limited_slots { %s }\n" % slot]
-    # The kernel removes an element by itself when its time is over. Added again before it is deleted, it cannot be missing.
-    lines += ["add element ip sandbox permitted { %s . %s }\ndelete element ip sandbox permitted { %s . %s }\n" % ((slot, entry) * 2) for entry in permitted]
-    return "".join(lines)
+    names, permitted, chain = _objects(slot)
+    commands = ("delete element ip sandbox limited_slots { %s }" % slot, "flush chain ip sandbox %s" % chain, "delete chain ip sandbox %s" % chain)
+    return "\n".join((*commands, "delete set ip sandbox %s" % names, "delete set ip sandbox %s" % permitted)) + "\n"
+
+
+def _objects(slot: str) -> tuple[str, str, str]:
+    """Return the names of what a limited slot has of its own: the set of addresses of names, the set of networks, and the chain."""
+    key = slot.replace(".", "_")
+    return "names_" + key, "networks_" + key, "limit_" + key

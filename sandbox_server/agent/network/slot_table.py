@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 from typing import Sequence
 
-from sandbox_server.agent.allowed_hosts import list_networks
 from sandbox_server.agent.network.addresses import SLOT_ADDRESSES
 
 #: A name stays open for at least and at most this long after its answer, in seconds: programs keep addresses for longer than the answer permits.
@@ -40,6 +39,10 @@ class SlotTable:
                 return number
         raise OSError(errno.EADDRNOTAVAIL, "all %d addresses of slots are in use" % SLOT_ADDRESSES)
 
+    def count_slots(self) -> int:
+        """Return how many slot networks there are."""
+        return len(self._limits)
+
     def has_slot(self, number: int) -> bool:
         """Return whether there is a slot network with this number."""
         return number in self._limits
@@ -48,19 +51,19 @@ class SlotTable:
         """Return the entries of `allow_hosts` that hold for a slot; None if it may reach everything that is public, or is not there."""
         return self._limits.get(number)
 
-    def limit_slot(self, number: int, entries: Sequence[str]) -> list[str] | None:
-        """Record what a slot may reach from now on.
+    def is_limited(self, number: int) -> bool:
+        """Return whether a slot is limited in the tables of the kernel."""
+        return number in self._open_until
 
-        Returns:
-            The networks and addresses that were permitted before; None if the slot was not limited in the tables of the kernel.
-        """
-        old = self._permitted(number)
+    def limit_slot(self, number: int, entries: Sequence[str]) -> None:
+        """Record what a slot may reach from now on, now that the kernel keeps it to that."""
         self._limits[number] = entries
         self._open_until[number] = {}
-        return old
 
-    def open_addresses(self, number: int, addresses: Sequence[str], time_s: int, now_s: float) -> tuple[list[str], int]:
+    def open_addresses(self, number: int, addresses: Sequence[str], time_s: int, now_s: float) -> tuple[list[str], list[str], int]:
         """Record the addresses of a name that a limited slot may reach.
+
+        An address is opened for twice as long as it has to be. So a name that is asked for again and again changes the tables of the kernel seldom.
 
         Args:
             number: of the slot.
@@ -69,29 +72,19 @@ class SlotTable:
             now_s: the time now, in seconds.
 
         Returns:
-            Those that are to be opened, and for how many seconds. Addresses beyond `MAX_OPEN_ADDRESSES` are not opened.
+            Those that the slot may reach, those among them that are to be opened, and for how many seconds. Addresses beyond `MAX_OPEN_ADDRESSES` are in neither.
         """
         open_s = min(max(time_s, _MIN_OPEN_S), _MAX_OPEN_S)
         known = self._open_until[number]
         if len(known) + len(addresses) > MAX_OPEN_ADDRESSES:
             known = self._open_until[number] = {address: until_s for address, until_s in known.items() if until_s > now_s}
-        opened = [address for address in addresses if address in known][:MAX_OPEN_ADDRESSES]
-        opened += [address for address in addresses if address not in known][: MAX_OPEN_ADDRESSES - len(known)]
-        known.update((address, now_s + open_s) for address in opened)
-        return opened, open_s
+        new = [address for address in addresses if address not in known][: max(MAX_OPEN_ADDRESSES - len(known), 0)]
+        permitted = [address for address in addresses if address in known or address in new]
+        opened = [address for address in permitted if known.get(address, now_s) < now_s + open_s]
+        known.update((address, now_s + 2 * open_s) for address in opened)
+        return permitted, opened, 2 * open_s
 
-    def remove_slot(self, number: int) -> list[str] | None:
-        """Forget a slot network.
-
-        Returns:
-            The networks and addresses that were permitted; None if it was not limited.
-        """
-        permitted = self._permitted(number)
+    def remove_slot(self, number: int) -> None:
+        """Forget a slot network."""
         self._limits.pop(number, None)
         self._open_until.pop(number, None)
-        return permitted
-
-    def _permitted(self, number: int) -> list[str] | None:
-        if number not in self._open_until:
-            return None
-        return [*map(str, list_networks(self._limits[number] or ())), *self._open_until[number]]

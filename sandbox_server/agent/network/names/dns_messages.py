@@ -180,6 +180,11 @@ def _read_addresses(data: bytes, at: int, count: int, name: str) -> tuple[tuple[
     return tuple(dict.fromkeys(found.get(name, ()))), time_s
 
 
+def count_fitting(question: Question) -> int:
+    """Return how many addresses fit into the answer to a question."""
+    return (_SMALLEST_SIZE - _HEADER.size - len(_write_question(question))) // (2 + _RECORD.size + 4)
+
+
 def write_answer(question: Question, code: int, addresses: Sequence[str] = (), time_s: int = 0, is_truncated: bool = False) -> bytes:
     """Return the answer to a slot. Addresses that do not fit are left out.
 
@@ -192,9 +197,7 @@ def write_answer(question: Question, code: int, addresses: Sequence[str] = (), t
     """
     flags = _RESPONSE | _RECURSION_DESIRED | _RECURSION_AVAILABLE | (_TRUNCATED if is_truncated else 0) | code
     asked = _write_question(question)
-    room = _SMALLEST_SIZE - _HEADER.size - len(asked)
-    record_size = 2 + _RECORD.size + 4
-    fitting = addresses[: room // record_size]
+    fitting = addresses[: count_fitting(question)]
     # Each record names its owner by a pointer to the question.
     records = [b"\xc0\x0c" + _RECORD.pack(TYPE_A, _CLASS_INTERNET, time_s, 4) + ipaddress.IPv4Address(address).packed for address in fitting]
     return _HEADER.pack(question.number, flags, 1, len(records), 0, 0) + asked + b"".join(records)

@@ -6,20 +6,42 @@ import asyncio
 import logging
 import socket
 import struct
-from typing import Any, Callable, Mapping, Sequence
+from typing import Any, Callable, Sequence
 
 from sandbox_server.agent.network.names import dns_messages as dns
 from sandbox_server.agent.network.names.name_servers import NameServers
+from sandbox_server.agent.network.rules import MAX_QUESTIONS_S
 
 log = logging.getLogger(__name__)
 
-_MAX_QUESTIONS, _MAX_QUESTIONS_OF_SLOT = 1024, 64
-_MAX_CONNECTIONS, _MAX_CONNECTIONS_OF_SLOT = 256, 16
-_IDLE_S = 10.0
+#: How many questions and connections one slot can have open, as far as its share of those of all slots permits; at least `_MIN_OF_SLOT`.
+_MAX_QUESTIONS_OF_SLOT, _MAX_CONNECTIONS_OF_SLOT, _MIN_OF_SLOT = 64, 16, 2
+_IDLE_S, _WAIT_S = 10.0, 0.25
 _MAX_QUESTION_BYTES = 1024
 _MAX_PACKETS_A_TURN = 32
 #: Whole zones, and everything there is about a name: no program needs them, and the answers are large.
 _REFUSED_KINDS = range(251, 256)
+
+
+class QuestionRate:
+    """Counts the questions of each slot in the current second, whether they come in packets or over connections."""
+
+    def __init__(self) -> None:
+        self._second = -1
+        self._counts: dict[str, int] = {}
+
+    def take(self, slot: str, now_s: float) -> bool:
+        """Count a question of a slot, unless the slot has asked `MAX_QUESTIONS_S` in this second. Returns whether it may be answered.
+
+        Args:
+            slot: the address of the slot.
+            now_s: the time now, in seconds.
+        """
+        if int(now_s) != self._second:
+            self._second = int(now_s)
+            self._counts.clear()
+        self._counts[slot] = self._counts.get(slot, 0) + 1
+        return self._counts[slot] <= MAX_QUESTIONS_S
 
 
 class Resolver:
@@ -28,14 +50,28 @@ class Resolver:
     Args:
         servers: the name servers that are asked.
         may_ask: whether the slot with this address may ask for this name.
-        open_addresses: called with the address of the slot and with the addresses and the time (in seconds) of an answer, before the slot gets it. Returns
-            those of the addresses that the slot can reach now. It may raise OSError.
+        open_addresses: called with the address of the slot, with the addresses and the time (in seconds) of an answer, and with how many of them fit into the
+            answer, before the slot gets it. Returns those of the addresses that the slot can reach now. It may raise OSError.
+        count_slots: returns how many slots there are.
+        max_questions: how many questions of all slots may wait for name servers at the same time. Each takes a descriptor.
+        max_connections: how many connections of all slots may be open at the same time.
     """
 
-    def __init__(self, servers: NameServers, may_ask: Callable[[str, str], bool], open_addresses: Callable[[str, Sequence[str], int], Sequence[str]]) -> None:
+    def __init__(
+        self,
+        servers: NameServers,
+        may_ask: Callable[[str, str], bool],
+        open_addresses: Callable[[str, Sequence[str], int, int], Sequence[str]],
+        count_slots: Callable[[], int],
+        max_questions: int = 1024,
+        max_connections: int = 256,
+    ) -> None:
         self._servers = servers
         self._may_ask = may_ask
         self._open_addresses = open_addresses
+        self._count_slots = count_slots
+        self._max_questions, self._max_connections = max_questions, max_connections
+        self._rate = QuestionRate()
         self._questions: dict[str, int] = {}
         self._connections: dict[str, int] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -55,7 +91,9 @@ class Resolver:
                 question = dns.read_question(data)
             except dns.DnsError:
                 continue
-            if not _count(self._questions, slot, _MAX_QUESTIONS, _MAX_QUESTIONS_OF_SLOT):
+            if not self._rate.take(slot, asyncio.get_running_loop().time()):
+                continue  # The slot asks again, as after every lost packet.
+            if not _count(self._questions, slot, self.share(self._max_questions, _MAX_QUESTIONS_OF_SLOT)):
                 _send(sock, dns.write_answer(question, dns.SERVER_FAILURE), (slot, port))
                 continue
             task = asyncio.get_running_loop().create_task(self._answer_packet(sock, question, slot, port))
@@ -77,7 +115,7 @@ class Resolver:
 
     async def _serve_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         slot = writer.get_extra_info("peername")[0]
-        if not _count(self._connections, slot, _MAX_CONNECTIONS, _MAX_CONNECTIONS_OF_SLOT):
+        if not _count(self._connections, slot, self.share(self._max_connections, _MAX_CONNECTIONS_OF_SLOT)):
             writer.transport.abort()
             return
         try:
@@ -86,6 +124,8 @@ class Resolver:
                 if length > _MAX_QUESTION_BYTES:
                     return
                 question = dns.read_question(await asyncio.wait_for(reader.readexactly(length), _IDLE_S))
+                while not self._rate.take(slot, asyncio.get_running_loop().time()):
+                    await asyncio.sleep(_WAIT_S)
                 answer = await self._answer(question, slot)
                 writer.write(struct.pack("!H", len(answer)) + answer)
                 await asyncio.wait_for(writer.drain(), _IDLE_S)
@@ -94,6 +134,10 @@ class Resolver:
         finally:
             _discount(self._connections, slot)
             writer.transport.abort() if writer.transport.get_write_buffer_size() else writer.close()
+
+    def share(self, most: int, most_of_slot: int) -> int:
+        """Return how many of all that there are one slot may have, so that the others keep theirs."""
+        return max(min(most // max(self._count_slots(), 1), most_of_slot), _MIN_OF_SLOT)
 
     async def _answer(self, question: dns.Question, slot: str) -> bytes:
         if question.kind in _REFUSED_KINDS:
@@ -109,7 +153,7 @@ class Resolver:
         if question.kind != dns.TYPE_A:
             return dns.with_number(data, question.number)
         try:
-            addresses = self._open_addresses(slot, answer.addresses, answer.time_s) if answer.addresses else ()
+            addresses = self._open_addresses(slot, answer.addresses, answer.time_s, dns.count_fitting(question)) if answer.addresses else ()
         except OSError as error:
             log.error("the addresses of a name could not be opened for a slot: %s", error)
             return dns.write_answer(question, dns.SERVER_FAILURE)
@@ -123,9 +167,9 @@ def _send(sock: socket.socket, data: bytes, address: Any) -> None:
         pass  # The slot has ended, or its answers do not fit into its buffer. It asks again, as after every lost packet.
 
 
-def _count(counts: dict[str, int], slot: str, most: int, most_of_slot: int) -> bool:
-    """Count one more for a slot, unless there are too many of it or of all slots. Returns whether it was counted."""
-    if counts.get(slot, 0) >= most_of_slot or _total(counts) >= most:
+def _count(counts: dict[str, int], slot: str, most: int) -> bool:
+    """Count one more for a slot, unless it has too many. Returns whether it was counted."""
+    if counts.get(slot, 0) >= most:
         return False
     counts[slot] = counts.get(slot, 0) + 1
     return True
@@ -135,7 +179,3 @@ def _discount(counts: dict[str, int], slot: str) -> None:
     counts[slot] -= 1
     if not counts[slot]:
         del counts[slot]
-
-
-def _total(counts: Mapping[str, int]) -> int:
-    return sum(counts.values())

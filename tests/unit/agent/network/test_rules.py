@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from sandbox_server.agent.network import rules
 from sandbox_server.agent.network.addresses import SLOT_ADDRESSES, is_reachable, slot_address, slot_number
+from sandbox_server.agent.network.slot_table import MAX_OPEN_ADDRESSES, SlotTable
 
 DOCUMENTATION = tuple(map(ipaddress.IPv4Network, ("192.0.2.0/24", "198.51.100.0/24", "203.0.113.0/24")))
 
@@ -35,12 +36,8 @@ table ip sandbox {
         type ipv4_addr
         elements = { 10.1.2.3 }
     }
-    set limited_slots {
-        type ipv4_addr
-    }
-    set permitted {
-        type ipv4_addr . ipv4_addr
-        flags interval, timeout
+    map limited_slots {
+        type ipv4_addr : verdict
     }
     set connections {
         type ipv4_addr
@@ -81,7 +78,7 @@ table ip sandbox {
     chain permitted_hosts {
         ct state established,related accept
         ct state != new drop
-        ip saddr @limited_slots ip saddr . ip daddr != @permitted reject with icmp type admin-prohibited
+        ip saddr vmap @limited_slots
         add @connections { ip saddr ct count over 2048 } reject with icmp type admin-prohibited
         meta l4proto { tcp, udp, icmp } accept
     }
@@ -103,14 +100,28 @@ def test_the_rules_of_a_pool_with_a_private_network_and_a_private_host() -> None
     assert rules.base_rules(private) == GOLDEN
 
 
-def test_a_limited_slot_has_its_networks_and_is_forgotten_whole() -> None:
+def test_a_limited_slot_has_objects_of_its_own_and_is_forgotten_with_few_commands() -> None:
     networks = [ipaddress.IPv4Network("203.0.113.0/24")]
-    limited = "add element ip sandbox limited_slots { 198.18.1.5 }\nadd element ip sandbox permitted { 198.18.1.5 . 203.0.113.0/24 }\n"
-    assert rules.limit_rules("198.18.1.5", networks) == limited
-    forgotten = rules.forget_rules("198.18.1.5", ["203.0.113.0/24", "198.51.100.7"])
-    for entry in ("203.0.113.0/24", "198.51.100.7"):
-        assert f"delete element ip sandbox permitted {{ 198.18.1.5 . {entry} }}\n" in forgotten
-    assert forgotten.startswith("delete element ip sandbox limited_slots { 198.18.1.5 }\n")
+    limited = rules.limit_rules("198.18.1.5", networks)
+    assert "add element ip sandbox limited_slots { 198.18.1.5 : jump limit_198_18_1_5 }\n" in limited
+    assert "add element ip sandbox networks_198_18_1_5 { 203.0.113.0/24 }\n" in limited
+    assert "203.0.113.0/24" not in rules.limit_rules("198.18.1.5", [])
+    assert len(rules.forget_rules("198.18.1.5").splitlines()) == 5
+    added = "add element ip sandbox names_198_18_1_5 { 198.51.100.7 timeout 600s }\n"
+    assert rules.permit_rules("198.18.1.5", ["198.51.100.7"], 600) == added + "delete element ip sandbox names_198_18_1_5 { 198.51.100.7 }\n" + added
+
+
+def test_an_address_that_is_open_long_enough_is_not_opened_again() -> None:
+    table = SlotTable(None)
+    number = table.add_slot()
+    table.limit_slot(number, ["*.many.test"])
+    assert table.open_addresses(number, ["198.51.100.7"], 30, 0.0) == (["198.51.100.7"], ["198.51.100.7"], 600)
+    assert table.open_addresses(number, ["198.51.100.7"], 30, 300.0) == (["198.51.100.7"], [], 600)
+    assert table.open_addresses(number, ["198.51.100.7"], 30, 301.0) == (["198.51.100.7"], ["198.51.100.7"], 600)
+    many = [f"203.0.{at // 250}.{at % 250}" for at in range(MAX_OPEN_ADDRESSES)]
+    permitted, opened, _ = table.open_addresses(number, many, 30, 302.0)
+    assert permitted == opened == many[:-1], "one slot has at most so many, and those beyond are not in the answer"
+    assert table.open_addresses(number, ["198.51.100.8"], 30, 2000.0)[0] == ["198.51.100.8"], "those whose time is over count no more"
 
 
 @given(st.ip_addresses(v=4))
