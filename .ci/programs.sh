@@ -8,6 +8,8 @@ lost() {
         bubblewrap) echo "slots fall back to the weaker mode 'uid' (root only); the mode 'bwrap', networkless slots and the tests of both are lost" ;;
         tmux) echo "terminals in slots (the tool 'tmux') are lost" ;;
         vim | less) echo "the examples and tests of terminals in slots cannot run" ;;
+        passt | libnftables1) echo "slots cannot have networks of their own ('network: internet'), and the tests of these are lost" ;;
+        iproute2) echo "the tests of slots with networks of their own are lost" ;;
         curl) echo "the README's curl examples cannot run" ;;
         python3) echo "slots have no Python of their own: the demo's project cannot run in them" ;;
         faketime) echo "the crash harness cannot set the service's clock: its report names that kind of fault as not injected" ;;
@@ -18,6 +20,9 @@ has() {
     case "$1" in
         bubblewrap) command -v bwrap >/dev/null ;;
         python3) [ -x /usr/bin/python3 ] || [ -x /usr/local/bin/python3 ] ;;  # slots see /usr, and nobody's home
+        passt) command -v pasta >/dev/null ;;
+        libnftables1) compgen -G '/usr/lib*/*/libnftables.so.1' >/dev/null || compgen -G '/usr/lib*/libnftables.so.1' >/dev/null ;;
+        iproute2) command -v ip >/dev/null ;;
         faketime) compgen -G '/usr/lib/*/faketime/libfaketime.so.1' >/dev/null ;;
         *) command -v "$1" >/dev/null ;;
     esac

@@ -124,13 +124,13 @@ _TMUX = _function(
         "items": {"type": "string"},
         "description": "send_keys: one or several of: names of keys such as Enter, Escape, C-c, Up, or text. Enter is a key of its own.",
     },
-    block={"type": "boolean", "description": "send_keys: wait until the program waits for the next keys. Default: false."},
+    block={"type": "boolean", "description": "Wait until the program waits for the next keys. Default: false."},
     min_wait_s={"type": "number", "minimum": 0, "description": "How long to wait at least before the screen is captured, in seconds."},
-    max_wait_s={"type": "number", "minimum": 0, "description": "send_keys with block: how long to wait at most, in seconds."},
+    max_wait_s={"type": "number", "minimum": 0, "description": "With block: how long to wait at most, in seconds."},
     capture_entire={"type": "boolean", "description": "Return what has scrolled out of the screen, too."},
     capture_incremental={"type": "boolean", "description": "Return only what is new since the last result."},
-    pane_width={"type": "integer", "minimum": 10, "maximum": 500, "description": "resize, reset: the columns."},
-    pane_height={"type": "integer", "minimum": 2, "maximum": 300, "description": "resize, reset: the lines."},
+    pane_width={"type": "integer", "minimum": 10, "maximum": 500, "description": "Changes the number of columns."},
+    pane_height={"type": "integer", "minimum": 2, "maximum": 300, "description": "Changes the number of lines."},
 )
 
 #: The tools of every pool.

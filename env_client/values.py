@@ -58,6 +58,8 @@ class AcquireOptions(TypedDict, total=False):
     wait_s: float | None
     #: False takes the network away; True cannot give a network that the pool denies.
     allow_network: bool | None
+    #: The only hosts that the slots may reach, in pools with `network: internet`: names, `*.name`, IPv4 networks. It may only narrow the pool's.
+    allow_hosts: list[str] | None
     #: `none`, or `rw` for the set-up cache.
     cache: str | None
     #: Acquires with a higher priority are served first, among those of the same tenant.
@@ -185,6 +187,7 @@ class LeaseInfo:
     cache: str = "none"
     labels: Mapping[str, str] = field(default_factory=dict)
     read_only: Sequence[str] = ()  # the entries at the top of the workspace that the slot can no longer change
+    allow_hosts: Sequence[str] | None = None  # the only hosts that the slot may reach; None: all that its pool permits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -243,9 +243,8 @@ async def _start_in(settings: Settings, state_dir: StateDir, parts: Parts, *, ep
     limits = CallLimits(in_flight=named.calls_in_flight, of_lease=named.lease_calls)
     state_monitor = StateMonitor(state_dir, store)
     response_budget = ResponseBudget(ResponseLimits(memory_bytes=named.answer_memory_bytes, file_bytes=named.answer_file_bytes, wait_s=named.answer_wait_s))
-    limiter, terminals = ConcurrencyLimiter(tenants.max_running_calls), Terminals(pools)
+    limiter, ports, terminals = ConcurrencyLimiter(tenants.max_running_calls), SlotPorts(pools, named.port_connections), Terminals(pools)
     dispatcher = Dispatcher(pools, store, clock, telemetry, limits, CallTracker(pools.restored), limiter, response_budget, parts.call_timings)
-    ports = SlotPorts(pools, named.port_connections)
     end_handlers = (dispatcher.handle_lease_end, ports.handle_lease_end, terminals.handle_lease_end)
     lease_ends = asyncio.create_task(follow_lease_ends(pools.follow_ended_leases(), end_handlers))
     service = Service(

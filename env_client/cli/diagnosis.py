@@ -145,6 +145,8 @@ def pool_findings(pool: PoolInfo) -> list[Finding]:
     if not capabilities:
         return findings
     findings.append(_network_finding(_string_list(capabilities.get("network"))))
+    if isinstance(capabilities.get("internet"), str):
+        findings.append(_internet_finding(_string_list(capabilities.get("network")), str(capabilities["internet"])))
     limits = capabilities.get("limits")
     for name, mechanism in limits.items() if isinstance(limits, dict) else ():
         findings.append(_limit_finding(str(name), str(mechanism)))
@@ -190,6 +192,23 @@ def _network_finding(kinds: list[str]) -> Finding:
     return Finding(
         "network", FindingState.LIMITED, f"{', '.join(kinds) or 'nothing'}: slots without network are not possible", "mode bwrap makes them possible"
     )
+
+
+def _internet_finding(kinds: list[str], found: str) -> Finding:
+    """Say whether slots share the network of their sandbox, and whether they need not."""
+    if "internet" in kinds:
+        return Finding("internet", FindingState.OK, "each slot has a network of its own, with a way to public hosts alone")
+    shares = "slots share the network of their sandbox, and reach what listens on the machine"
+    if found == "ok":
+        return Finding("internet", FindingState.OFF, f"{shares}; nothing is missing for networks of their own", "set `network: internet` in the pool's spec")
+    return Finding("internet", FindingState.OFF, f"{shares}; for networks of their own: {found}", _internet_fix(found))
+
+
+def _internet_fix(found: str) -> str:
+    for package in ("passt", "libnftables1"):
+        if f"package {package}" in found:
+            return _install_command(package)
+    return ""
 
 
 def _limit_finding(name: str, mechanism: str) -> Finding:

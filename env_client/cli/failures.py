@@ -48,7 +48,7 @@ NEXT_STEPS: Mapping[type[errors.SandboxError], str] = {
 #: The option that sets a field of a request.
 OPTION_FOR_FIELD: Mapping[str, str] = {
     "ttl_s": "--ttl", "wait_s": "--wait", "count": "--count", "run_id": "--run-id", "trajectory_id": "--trajectory-id", "trajectory_ids": "--trajectory-id",
-    "priority": "--priority", "labels": "--label", "pool": "--pool", "allow_network": "--no-network", "cache": "--cache",
+    "priority": "--priority", "labels": "--label", "pool": "--pool", "allow_network": "--no-network", "allow_hosts": "--allow-host", "cache": "--cache",
     "timeout_s": "--timeout", "no_output_timeout_s": "--no-output-timeout", "cwd": "--cwd", "env": "--env",
 }  # fmt: skip
 #: The next step for a wrong field for which "correct the option" does not say enough.

@@ -6,7 +6,9 @@ import dataclasses
 import ipaddress
 import json
 import re
-from typing import Any, Mapping
+from typing import Any, Callable, Mapping, Sequence
+
+from sandbox_server.agent.allowed_hosts import MAX_ENTRIES, find_entry_problem, find_network_problem
 
 ISOLATION_MODES = ("bwrap", "uid", "none")
 _SLOT_STARTS = ("auto", "executed")
@@ -75,6 +77,9 @@ class AgentConfig:
         slot_start: how the inits of slots start: `auto` (forked from a template where that works) or `executed`.
         local: whether the sandbox is a process group of the service's machine. A container is not supported yet.
         network: whether slots can have the network.
+        internet: whether each slot with the network has one of its own, with a way to the internet; otherwise it has that of the sandbox.
+        allow_hosts: the only hosts that slots of `internet` can reach; None: all that are public.
+        allow_private: networks that slots of `internet` can reach although they are not public.
         limits: what one slot may use.
         env_vars: environment variables for all processes of slots.
         expose: folders of the machine that slots can read.
@@ -104,6 +109,9 @@ class AgentConfig:
     slot_start: str = "auto"
     local: bool = True
     network: bool = True
+    internet: bool = False
+    allow_hosts: tuple[str, ...] | None = None
+    allow_private: tuple[str, ...] = ()
     limits: SlotLimits = SlotLimits()
     env_vars: Mapping[str, str] = dataclasses.field(default_factory=dict)
     expose: tuple[str, ...] = ()
@@ -152,6 +160,9 @@ _KINDS: dict[str, type] = {
     "slot_start": str,
     "local": bool,
     "network": bool,
+    "internet": bool,
+    "allow_hosts": list,
+    "allow_private": list,
     "limits": dict,
     "env_vars": dict,
     "expose": list,
@@ -159,7 +170,7 @@ _KINDS: dict[str, type] = {
     "slots_group": str,
     "require_stateful_sandbox": bool,
 }
-_NULLABLE = ("alone_exit_s", "max_life_s", "spares", "memory_mb", "machine_memory_mb", "machine_files", "disk_free_mb")
+_NULLABLE = ("allow_hosts", "alone_exit_s", "max_life_s", "spares", "memory_mb", "machine_memory_mb", "machine_files", "disk_free_mb")
 _GROUP_NAME = re.compile(r"[a-z0-9-]{1,64}\Z")
 
 
@@ -198,6 +209,8 @@ def parse_config(document: bytes) -> AgentConfig:
     values["listen"] = _listen(raw["listen"])
     values["limits"] = _limits(raw.get("limits", {}))
     values["expose"] = tuple(raw.get("expose", ()))
+    values["allow_hosts"] = _hosts("allow_hosts", raw.get("allow_hosts"), find_entry_problem)
+    values["allow_private"] = _hosts("allow_private", raw.get("allow_private"), find_network_problem) or ()
     config = AgentConfig(**values)
     if config.isolation not in (*ISOLATION_MODES, "auto"):
         raise ConfigError("isolation must be auto, %s" % ", ".join(ISOLATION_MODES))
@@ -214,6 +227,18 @@ def parse_config(document: bytes) -> AgentConfig:
         if type(value) is not str or "\0" in name + value or "=" in name or not name:
             raise ConfigError("env_vars holds %r, which cannot be an environment variable" % name)
     return config
+
+
+def _hosts(name: str, raw: Sequence[Any] | None, find_problem: Callable[[object], str | None]) -> tuple[str, ...] | None:
+    if raw is None:
+        return None
+    if len(raw) > MAX_ENTRIES:
+        raise ConfigError("%s must have at most %d entries" % (name, MAX_ENTRIES))
+    for entry in raw:
+        problem = find_problem(entry)
+        if problem is not None:
+            raise ConfigError("%s: %s %s" % (name, ascii(entry)[:100], problem))
+    return tuple(raw)
 
 
 def _listen(raw: Mapping[str, Any]) -> Listen:

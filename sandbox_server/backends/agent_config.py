@@ -53,6 +53,9 @@ def agent_config(handle: Handle, spec: PoolSpec, environment: AgentEnvironment) 
         "local": environment.shares_machine,
         "network": spec.slots_have_network,
         "require_stateful_sandbox": spec.require_stateful_sandbox,
+        "internet": spec.slots_have_network and spec.network == "internet",
+        "allow_hosts": None if spec.allow_hosts is None else list(spec.allow_hosts),
+        "allow_private": list(spec.allow_private),
         "limits": {
             "processes": spec.slot_processes,
             "memory_mb": spec.slot_memory_mb,

@@ -58,6 +58,8 @@ class PoolSpec:
     max_timeout_s: float = 3600.0
     allow_network: bool = True
     network: str = "shared"
+    allow_hosts: tuple[str, ...] | None = None
+    allow_private: tuple[str, ...] = ()
     require_sandbox: bool = False
     require_stateful_sandbox: bool = False
     allow_none: bool = False
@@ -190,6 +192,7 @@ class AcquireRequest:
     ttl_s: float = 300.0
     wait_s: float | None = None
     allow_network: bool | None = None
+    allow_hosts: tuple[str, ...] | None = None
     cache: str = "none"
     priority: int = 0
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -233,6 +236,7 @@ class Lease:
     end_evidence: Mapping[str, Any] = field(default_factory=dict)  # what the agent reported about why it ended
     pool_tenant: str | None = None  # the owner of the pool; None if it belongs to no tenant
     read_only: tuple[str, ...] = ()  # the entries at the top of the workspace that the slot can no longer change
+    allow_hosts: tuple[str, ...] | None = None  # the only hosts that the slot may reach; None: all that its pool permits
 
     @property
     def pool_id(self) -> PoolId:

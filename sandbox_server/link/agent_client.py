@@ -106,7 +106,7 @@ class AgentClient:
         """
         return read_verify_report(await self._request("verify", slot_id, epoch, network=has_network))
 
-    async def equip_slot(self, slot_id: str, epoch: int, *, has_network: bool, cache_key: str) -> None:
+    async def equip_slot(self, slot_id: str, epoch: int, *, has_network: bool, cache_key: str, allow_hosts: Sequence[str] | None = None) -> None:
         """Give a slot a shared cache, and take the network away where the slot shall have none.
 
         Args:
@@ -114,11 +114,12 @@ class AgentClient:
             epoch: the epoch in which the slot is held.
             has_network: whether the slot keeps its network.
             cache_key: the cache; the agent creates it where it does not exist.
+            allow_hosts: the only hosts that the slot may reach; None where the lease has no such list.
 
         Raises:
             NotSupportedByAgent, RequestInvalid: the isolation mode of the slot cannot do this.
         """
-        await self._request("equip", slot_id, epoch, cache=cache_key, network=has_network)
+        await self._request("equip", slot_id, epoch, None, cache=cache_key, network=has_network, **_hosts_field(allow_hosts))
 
     async def narrow_slot(
         self,
@@ -128,6 +129,7 @@ class AgentClient:
         has_network: bool,
         cache_key: str | None,
         read_only: Sequence[str] = (),
+        allow_hosts: Sequence[str] | None = None,
         expects_prompt_response: bool = False,
     ) -> None:
         """Take rights away from a slot. Narrowing it twice is narrowing it once.
@@ -138,6 +140,7 @@ class AgentClient:
             has_network: whether the slot keeps its network.
             cache_key: the cache that the slot keeps; None where it keeps none.
             read_only: the entries at the top of the workspace that the slot cannot change from now on.
+            allow_hosts: see `equip_slot`.
             expects_prompt_response: raise AgentSilent where the agent is silent for `response_timeout_s`, instead of waiting until the link is lost.
 
         Raises:
@@ -147,12 +150,13 @@ class AgentClient:
             PathNotFound, FileOperationFailed: an entry of `read_only` does not exist, or cannot be made read-only. Nothing was taken away.
         """
         silence_s = self._response_timeout_s if expects_prompt_response else None
+        rights = {"network": has_network, "cache": cache_key, **_hosts_field(allow_hosts)}
         if not read_only:
-            await self._request("narrow", slot_id, epoch, silence_s, network=has_network, cache=cache_key)
+            await self._request("narrow", slot_id, epoch, silence_s, **rights)
             return
         if read_agent_capability(self.link.hello, "read_only") is not True:
             raise ReadOnlyNotSupported
-        answer = await self._request("narrow", slot_id, epoch, silence_s, network=has_network, cache=cache_key, read_only=list(read_only))
+        answer = await self._request("narrow", slot_id, epoch, silence_s, **rights, read_only=list(read_only))
         confirmed = answer.get("read_only")
         if not isinstance(confirmed, list) or not set(read_only).issubset(map(str, confirmed)):
             raise AgentFailed({"code": "internal", "detail": "the agent did not confirm that the entries are read-only"})
@@ -177,3 +181,7 @@ class AgentClient:
 
     async def _request(self, op: str, slot_id: str, epoch: int, silence_s: float | None = None, **fields: Any) -> Mapping[str, Any]:
         return await self.link.request({"op": op, "slot": slot_id, "epoch": epoch, **fields}, silence_s)
+
+
+def _hosts_field(allow_hosts: Sequence[str] | None) -> dict[str, list[str]]:
+    return {} if allow_hosts is None else {"allow_hosts": list(allow_hosts)}

@@ -20,6 +20,7 @@ from tests.bench.rounds import (
     measure_churn_rounds,
     measure_cold_start,
     measure_file_rounds,
+    measure_interactive_rounds,
     measure_rounds,
     measure_run_batch_rounds,
 )
@@ -27,7 +28,7 @@ from tests.support import tables
 from tests.support.users import ROOT
 
 BUILD = ROOT / "build" / "bench"
-PARTS = ("calls", "files", "starts", "fresh", "programs")
+PARTS = ("calls", "files", "starts", "fresh", "programs", "interactive")
 
 
 def print_progress(text: str) -> None:
@@ -62,6 +63,8 @@ def measure(parts: Sequence[str], floor: Floor) -> Measurements:
         measured = replace(measured, churn_rounds=measure_churn_rounds(floor, print_progress))
     if "programs" in parts:
         measured = replace(measured, run_batch_rounds=measure_run_batch_rounds(print_progress))
+    if "interactive" in parts:
+        measured = replace(measured, interactive_rounds=measure_interactive_rounds(floor, print_progress))
     return measured
 
 

@@ -193,19 +193,20 @@ def _kernel_threads_s() -> float:
     return used_ns / 1e9
 
 
-def cycle_cpu_s(connection: ServiceConnection, processor_time: ProcessorTime, slots: int) -> float:
+def cycle_cpu_s(connection: ServiceConnection, processor_time: ProcessorTime, slots: int, pool: str = "default") -> float:
     """Return the processor time of the machine for one acquire and release with the reset that follows, in seconds.
 
     Args:
         connection: to the service.
         processor_time: counts the time of the service.
         slots: how many slots of the pool are ready at the beginning and at the end.
+        pool: its name.
     """
 
     def run_cycles() -> None:
         for _ in range(CYCLE_LAPS):
-            connection.release(connection.acquire())
-        connection.wait_until_ready(slots)
+            connection.release(connection.acquire(pool=pool))
+        connection.wait_until_ready(slots, pool)
         time.sleep(SETTLE_S)  # folders and namespaces are deleted in the background
 
     return processor_time.measure_s(run_cycles) / CYCLE_LAPS

@@ -31,6 +31,9 @@ MIN_PROGRAM_RATIO = 0.6
 MAX_FILE_RATIO = 1.2
 MAX_SEARCH_RATIO = 1.5
 MIN_LARGE_MIB_PER_S = 400.0
+MAX_SESSION_CALL_RATIO = 2.0
+MAX_SESSION_START_S, MAX_SESSION_START_RATIO = 0.020, 17.0
+MAX_INTERNET_RATIO = 2.0
 
 
 @dataclass(frozen=True)
@@ -181,6 +184,26 @@ def file_lines(measured: Measurements) -> Iterator[Line]:
         yield Line(f"{LARGE_MIB} MiB of a file {what}", f"{value:.0f} MiB/s", "", "", f"≥ {MIN_LARGE_MIB_PER_S:g} MiB/s", value >= MIN_LARGE_MIB_PER_S)
 
 
+def interactive_lines(measured: Measurements) -> Iterator[Line]:
+    """Yield the lines about stateful shells, and about slots with networks of their own."""
+    floor_s = measured.interactive_median(lambda it: it.floor_call_s)
+    call_s = measured.interactive_median(lambda it: it.session_call_s)
+    ratio = measured.interactive_median(lambda it: it.session_call_s / it.floor_call_s)
+    bar = f"≤ {MAX_SESSION_CALL_RATIO:g} ×"
+    yield Line("`true` in a stateful shell, p50", ms(call_s), f"bare: {ms(floor_s)}", f"{ratio:.2f} ×", bar, ratio <= MAX_SESSION_CALL_RATIO)
+    start_s = measured.interactive_median(lambda it: it.session_start_s)
+    ratio = measured.interactive_median(lambda it: it.session_start_s / it.floor_call_s)
+    is_met = start_s <= MAX_SESSION_START_S or ratio <= MAX_SESSION_START_RATIO
+    bar = f"≤ {ms(MAX_SESSION_START_S)} or {MAX_SESSION_START_RATIO:g} ×"
+    yield Line("the first `true` of a stateful shell, p50", ms(start_s), f"bare: {ms(floor_s)}", f"{ratio:.1f} ×", bar, is_met)
+    internet_s = [it.internet_cycle_cpu_s for it in measured.interactive_rounds if it.internet_cycle_cpu_s is not None]
+    if internet_s:
+        shared_s = measured.interactive_median(lambda it: it.cycle_cpu_s)
+        ratio = statistics.median(it.internet_cycle_cpu_s / it.cycle_cpu_s for it in measured.interactive_rounds if it.internet_cycle_cpu_s is not None)
+        what, beside = "acquire, release and reset with `network: internet`, processor time", f"with a shared network: {ms(shared_s)}"
+        yield Line(what, ms(statistics.median(internet_s)), beside, f"{ratio:.2f} ×", f"≤ {MAX_INTERNET_RATIO:g} ×", ratio <= MAX_INTERNET_RATIO)
+
+
 def render_table(measured: Measurements) -> tuple[str, bool]:
     """Return the table as Markdown, and whether every bar is met. What was not measured has no lines."""
     parts = (
@@ -189,6 +212,7 @@ def render_table(measured: Measurements) -> tuple[str, bool]:
         (measured.cold_starts, (start_lines,)),
         (measured.churn_rounds, (churn_lines,)),
         (measured.run_batch_rounds, (program_lines,)),
+        (measured.interactive_rounds, (interactive_lines,)),
     )
     lines = [line for rounds, parts_lines in parts if rounds for make_lines in parts_lines for line in make_lines(measured)]
     table = tables.render(["`bash -c true`", "this service", "beside", "ratio", "bar", "met"], [line.cells for line in lines])

@@ -17,6 +17,7 @@ import psutil
 from tests.bench.churn_laps import ChurnRound, ProcessorTime, measure_churn_round
 from tests.bench.file_laps import FileLaps, FileRound
 from tests.bench.floor import Floor
+from tests.bench.interactive.interactive_laps import INTERNET_POOL, InteractiveRound, measure_interactive_round
 from tests.bench.peer import Peer
 from tests.bench.run_batch_laps import RunBatchRound, measure_run_batch
 from tests.bench.service_laps import (
@@ -35,6 +36,7 @@ ISOLATION = "bwrap"
 ROUNDS = 11
 CHURN_ROUNDS = 5
 FILE_ROUNDS = 5
+INTERACTIVE_ROUNDS = 5
 COLD_STARTS = 3
 COLD_SLOTS = 100
 SLOTS_PER_SANDBOX = 10
@@ -46,6 +48,7 @@ WARM_POOLS = {
 }
 CHURN_POOLS = {"default": WARM_POOLS["default"]}
 FILE_POOLS = {"default": WARM_POOLS["ten"]}
+INTERACTIVE_POOLS = {"default": WARM_POOLS["ten"], INTERNET_POOL: {**WARM_POOLS["ten"], "network": "internet"}}
 COLD_POOLS = {"default": {**POOL, "min_sandboxes": COLD_SLOTS // SLOTS_PER_SANDBOX, "max_sandboxes": COLD_SLOTS // SLOTS_PER_SANDBOX}}
 
 
@@ -84,6 +87,7 @@ class Measurements:
         churn_rounds: one after the other.
         run_batch_rounds: one after the other.
         file_rounds: one after the other.
+        interactive_rounds: one after the other.
     """
 
     rounds: Sequence[Round] = ()
@@ -91,6 +95,7 @@ class Measurements:
     churn_rounds: Sequence[ChurnRound] = ()
     run_batch_rounds: Sequence[RunBatchRound] = ()
     file_rounds: Sequence[FileRound] = ()
+    interactive_rounds: Sequence[InteractiveRound] = ()
 
     def median(self, value: Callable[[Round], float | None]) -> float | None:
         """Return the median of a value, or of a ratio of two values, over the rounds. None: at least one round has no such value."""
@@ -104,6 +109,10 @@ class Measurements:
     def run_batch_median(self, value: Callable[[RunBatchRound], float]) -> float:
         """Return the median of a value, or of a ratio of two values, over the rounds with run-batches."""
         return statistics.median(value(measured) for measured in self.run_batch_rounds)
+
+    def interactive_median(self, value: Callable[[InteractiveRound], float]) -> float:
+        """Return the median of a value, or of a ratio of two values, over the rounds with stateful shells."""
+        return statistics.median(value(measured) for measured in self.interactive_rounds)
 
     def as_document(self) -> dict[str, Any]:
         """Return everything that was measured, as JSON has it."""
@@ -177,6 +186,26 @@ def measure_file_rounds(report: Callable[[str], None]) -> list[FileRound]:
         for number in range(FILE_ROUNDS):
             report(f"files, round {number + 1} of {FILE_ROUNDS}")
             rounds.append(laps.measure_round())
+    return rounds
+
+
+def measure_interactive_rounds(floor: Floor, report: Callable[[str], None]) -> list[InteractiveRound]:
+    """Run a service for stateful shells and networks of slots, and measure all rounds. The arguments are those of `measure_rounds`."""
+    rounds = []
+    with ProcessorTime() as processor_time, running_service({"pools": INTERACTIVE_POOLS}) as service:
+        connection = ServiceConnection(service)
+        connection.wait_until_ready(SLOTS_PER_SANDBOX)
+        _check_isolation(connection)
+        pools = {"default": SLOTS_PER_SANDBOX}
+        missing = connection.get("/v1/pools/default")["capabilities"]["internet"]
+        if missing == "ok":
+            connection.wait_until_ready(SLOTS_PER_SANDBOX, INTERNET_POOL)
+            pools[INTERNET_POOL] = SLOTS_PER_SANDBOX
+        else:
+            report(f"slots cannot have networks of their own: {missing}")
+        for number in range(INTERACTIVE_ROUNDS):
+            report(f"stateful shells and networks, round {number + 1} of {INTERACTIVE_ROUNDS}")
+            rounds.append(measure_interactive_round(floor, connection, processor_time, pools))
     return rounds
 
 

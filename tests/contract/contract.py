@@ -9,12 +9,24 @@ import yaml
 
 CONTRACT: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("contract.yaml").read_text(encoding="utf-8"))
 ANY = ("DELETE", "GET", "HEAD", "OPTIONS", "PATCH", "POST", "PUT")
-ROUTES: list[dict[str, Any]] = [
-    {**route, "method": method} for route in CONTRACT["routes"] for method in (ANY if route["method"] == "ANY" else (route["method"],))
-]
+SAMPLE_OF_ANY = ("GET", "POST")
+"""The methods with which tests ask a route for any method: one without a body and one with a body. The service treats the others alike."""
+
+
+def _routes(methods_of_any: tuple[str, ...]) -> list[dict[str, Any]]:
+    return [{**route, "method": method} for route in CONTRACT["routes"] for method in (methods_of_any if route["method"] == "ANY" else (route["method"],))]
+
+
+DOCUMENTED = _routes(ANY)
+ROUTES = _routes(SAMPLE_OF_ANY)
 BUILT = [route for route in ROUTES if "waits" not in route and "websocket" not in route]
 WEBSOCKETS = [route for route in ROUTES if "websocket" in route]
 WAITING = [route for route in ROUTES if "waits" in route]
+
+
+def shape(path: str) -> str:
+    """A path with its parameters nameless."""
+    return "/".join("{}" if part.startswith("{") else part for part in path.split("/"))
 
 
 def named(route: dict[str, Any]) -> str:

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from sandbox_server.api.limits import LIMITS, Limits, text_of
+from tests.contract.connections.test_websockets import open_websocket
 from tests.support.service_harness import ALICE, ServiceHarness, bash, open_service_harness
 
 Pass = Callable[[ServiceHarness], Awaitable[httpx.Response]]
@@ -196,6 +197,15 @@ async def _port_connections(harness: ServiceHarness) -> httpx.Response:
         refused = await harness.http.get(f"/v1/leases/{lease_id}/ports/8000/")
     assert (await harness.http.get(f"/v1/leases/{lease_id}/ports/8000/")).status_code == 200
     return refused
+
+
+@passes("terminals", 1, 429)
+async def _terminals(harness: ServiceHarness) -> httpx.Response:
+    service = harness.application._edge.service
+    assert service is not None
+    service.terminal_counts[ALICE.name] += 1
+    start, body = await open_websocket(harness, token=ALICE.token, query=b"")
+    return httpx.Response(start["status"], content=body["body"])
 
 
 async def run_batch(harness: ServiceHarness, *items: dict[str, Any], **header: Any) -> httpx.Response:

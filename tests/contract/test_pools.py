@@ -23,6 +23,7 @@ FOR_ADMINS: dict[str, Any] = {
     "modal.secrets": {"modal": {"secrets": ["s"]}},
     "workspace_base": {"workspace_base": "/srv/anywhere"},
     "shared": {"shared": True},
+    "allow_private": {"network": "internet", "allow_private": ["10.1.2.0/24"]},
     "allow_none": {"allow_none": True},
 }
 CANNOT_BE: dict[str, tuple[Any, str]] = {
@@ -33,7 +34,10 @@ CANNOT_BE: dict[str, tuple[Any, str]] = {
     "a count in words": ({"max_sandboxes": "one"}, "max_sandboxes"),
     "a minimum above the maximum": ({"min_sandboxes": 9}, "min_sandboxes"),
     "another backend": ({"backend": "ec2"}, "backend"),
-    "a reserved network": ({"network": "internet"}, "network"),
+    "hosts for a shared network": ({"allow_hosts": ["pypi.org"]}, "allow_hosts"),
+    "hosts by no name": ({"network": "internet", "allow_hosts": ["http://pypi.org/"]}, "allow_hosts"),
+    "a private network by name": ({"network": "internet", "allow_private": ["index.example"]}, "allow_private"),
+    "a network of its own on another backend": ({"network": "internet", "backend": "modal"}, "network"),
     "a reserved root": ({"root": "overlay"}, "root"),
     "a dedicated local pool": ({"dedicated": True, "slots_per_sandbox": 1}, "dedicated"),
     "a variable that is no text": ({"env_vars": {"A": 1}}, "env_vars.A"),

@@ -51,6 +51,9 @@ def acquire(
     run_id: RunOption = None,
     trajectory_id: Annotated[list[str] | None, typer.Option("--trajectory-id", metavar="ID", help="The trajectory of a lease; once for each slot.")] = None,
     no_network: NoNetworkFlag = False,
+    allow_host: Annotated[
+        list[str] | None, typer.Option("--allow-host", metavar="HOST", help="A host that the slots may reach, and no others; in pools with network: internet.")
+    ] = None,
     cache: Annotated[bool, typer.Option("--cache", help="With the shared cache of the run, at /cache.")] = False,
     priority: Annotated[int | None, typer.Option("--priority", metavar="N", help="Acquires with a higher priority are served first, among your own.")] = None,
     label: Annotated[list[str] | None, typer.Option("--label", metavar="NAME=VALUE", help="A label, for finding the lease.")] = None,
@@ -61,6 +64,8 @@ def acquire(
     options: AcquireOptions = {"ttl_s": ttl, "wait_s": wait, "run_id": run_id, "priority": priority, "labels": _labels(label)}
     if no_network:
         options["allow_network"] = False
+    if allow_host:
+        options["allow_hosts"] = allow_host
     if cache:
         options["cache"] = "rw"
     if trajectory_id:

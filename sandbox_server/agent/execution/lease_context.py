@@ -68,6 +68,7 @@ class LeaseContext:
         self.terminals = Terminals(resources.drains, resources.tasks)
         self.cache: CacheFolder | None = None  # the shared cache that the holder was given
         self.read_only: tuple[ReadOnlyEntry, ...] = ()  # what the holder can no longer change in its workspace
+        self.allow_hosts: tuple[str, ...] | None = None  # the only hosts that the holder may reach; None: all that the sandbox permits
         self.loss_evidence: dict[str, Any] = {}  # why the slot's init is gone; empty while it is there
         self._live_calls: set[LiveCall] = set()
 

@@ -61,6 +61,19 @@ class ReadOnlyEntry:
 
 
 @dataclasses.dataclass(frozen=True)
+class SlotNetwork:
+    """A network namespace for one slot, with a way to the internet.
+
+    Args:
+        number: names it for the network process.
+        namespace_fd: a descriptor of the namespace. It is closed when the slot has started.
+    """
+
+    number: int
+    namespace_fd: int
+
+
+@dataclasses.dataclass(frozen=True)
 class LimitEnd:
     """Why the agent ended all processes of a slot: the slot used too much of something that slots share.
 
@@ -120,6 +133,7 @@ class SlotRuntime:
         stderr_fd: the read end of init's standard error, -1 if init was forked.
         cache: the shared cache that is mounted.
         limit_end: why the agent ended all processes of the slot, if it did so because of a limit.
+        network: the slot's own way to the internet; None if the slot has the network of the sandbox, or none.
         may_have_passed_files: whether its processes, or those of an earlier runtime with the same folders, could pass open files to other slots.
     """
 
@@ -139,9 +153,10 @@ class SlotRuntime:
     stderr_fd: int
     cache: CacheFolder | None = None
     limit_end: LimitEnd | None = None
+    network: SlotNetwork | None = None
     may_have_passed_files: bool = True
 
     @property
     def has_own_network_namespace(self) -> bool:
         """Whether the slot has a network namespace of its own, so that what listens in it can be reached from nowhere else."""
-        return not self.has_network
+        return self.network is not None or not self.has_network

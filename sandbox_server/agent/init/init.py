@@ -17,15 +17,16 @@ import time
 from marshal import loads
 
 from sandbox_server.agent.init import privileges, ptrace_detach
+from sandbox_server.agent.init.messages import read_large_message, receive_message
 from sandbox_server.agent.init.oom_score import SLOT_FLOOR_SCORE, SPAWNED_SCORE
 from sandbox_server.agent.init.priority import take_ordinary_priority
-from sandbox_server.agent.init.reports import CONFIG_BYTES, EXITED, FAILED, MAX_DESCRIPTORS, MOVED, READY, REFUSED, REPORT, REQUEST_BYTES, SIGNALLED
+from sandbox_server.agent.init.reports import CONFIG_BYTES, EXITED, FAILED, MOVED, READY, REFUSED, REPORT, REQUEST_BYTES, SIGNALLED
 from sandbox_server.agent.init.spawned_trees import SpawnedTrees
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import signal
-    from typing import Any, Dict, List, Mapping, NoReturn, Tuple
+    from typing import Any, Dict, List, Mapping, NoReturn
 else:
     import _signal as signal  # `signal` would import `enum`, for which every slot would need memory
 
@@ -41,15 +42,6 @@ _OOM_SCORE_OF_SPAWNED, _OOM_SCORE_OF_INIT = b"%d" % SPAWNED_SCORE, b"%d" % SLOT_
 _SHORT_OF_MEMORY = (errno.ENOBUFS, errno.ENOMEM)
 _MEMORY_RETRY_MS = 5
 _STARTS_PROGRAMS = "leftovers_"  # Tools with this prefix start programs. These run entirely as the user of the slot, and with its environment.
-
-
-def receive_message(sock: socket.socket, most_bytes: int) -> Tuple[bytes, List[int]]:
-    """Receive one message of at most so many bytes. Returns it, and the descriptors that were sent with it."""
-    data, ancillary, _, _ = sock.recvmsg(most_bytes, socket.CMSG_LEN(4 * MAX_DESCRIPTORS), socket.MSG_CMSG_CLOEXEC)
-    fds: List[int] = []
-    for _, _, packed in ancillary:
-        fds += struct.unpack("%di" % (len(packed) // 4), packed[: len(packed) // 4 * 4])
-    return data, fds
 
 
 def _ignore_signal(number: int, frame: object) -> None:
@@ -134,7 +126,7 @@ class Init:
         try:
             request = loads(data)
             if request["op"] == "large":
-                request = _read_large(fds.pop(0))
+                request = read_large_message(fds.pop(0))
             self._handle_request(request, fds)
         finally:
             for fd in fds:
@@ -307,18 +299,6 @@ class Init:
     def _end_slot(self) -> NoReturn:
         self._trees.kill_all()
         os._exit(0)
-
-
-def _read_large(fd: int) -> Dict[str, Any]:
-    try:
-        size = os.fstat(fd).st_size
-        data = b""
-        while len(data) < size:
-            data += os.pread(fd, size - len(data), len(data))
-        request: Dict[str, Any] = loads(data)
-        return request
-    finally:
-        os.close(fd)
 
 
 def _apply_config(config: Mapping[str, Any], is_forked: bool) -> None:

@@ -69,6 +69,15 @@ def make_undumpable() -> None:
     _prctl(_PR_SET_DUMPABLE, 0)
 
 
+def set_process_flag(option: int, value: int) -> None:
+    """Set an attribute of this process; `option` is its `PR_*` number.
+
+    Raises:
+        OSError: the kernel has refused it.
+    """
+    _prctl(option, value)
+
+
 def forbid_new_privileges() -> None:
     """Forbid this process and its children to gain privileges by executing a program. This is irreversible."""
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)

@@ -13,6 +13,7 @@ from sandbox_server.agent.errors import StartFailed
 from sandbox_server.agent.execution.init_client.descriptors import agent_limit, slot_limit
 from sandbox_server.agent.execution.slot_runtime import CacheFolder, Dirs, ReadOnlyEntry, SlotRuntime
 from sandbox_server.agent.kernel.processor_share import Processors
+from sandbox_server.agent.network.slot_networks import SlotNetworks
 
 END_TIMEOUT_S = 10.0
 _RLIMIT_MARGIN_PROCESSES = 64  # The control group must refuse first, because it counts what it refuses.
@@ -33,6 +34,7 @@ class IsolationContext:
         shared_filter: the system call filter of slots that share the message queues of the machine.
         processors: the processors that the slots share.
         sets_floor: whether this process may set the minimum `oom_score_adj` of a slot.
+        networks: the networks of the slots; None if slots with the network have that of the sandbox.
     """
 
     config: AgentConfig
@@ -42,6 +44,7 @@ class IsolationContext:
     shared_filter: bytes
     processors: Processors
     sets_floor: bool = False
+    networks: SlotNetworks | None = None
 
     def environment(self, workspace: str, tmp: str | None, cache: str | None = None) -> dict[str, str]:
         """Return the environment variables of all processes of a slot.
@@ -94,7 +97,7 @@ class Isolation(Protocol):
 
     Attributes:
         name: the name of the mode.
-        networks: the kinds of network access that the mode can give a slot: `none`, `shared`.
+        networks: the kinds of network access that the mode can give a slot: `none`, `shared`, `internet`.
         tmp_isolation: `own` if a slot has its own `/tmp`, `/dev/shm` and IPC; `shared`, with the reason, if it shares them with the machine. It is final after
             the first slot was started.
         slot_start: how inits start: `forked` from a template, or `executed`, with the reason if the template has failed. It is final after the first slot was

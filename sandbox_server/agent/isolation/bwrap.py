@@ -16,7 +16,7 @@ from typing import Any, Protocol, Sequence
 
 from sandbox_server.agent.errors import StartFailed
 from sandbox_server.agent.execution.processes.descriptor_waits import wait_readable
-from sandbox_server.agent.execution.slot_runtime import CacheFolder, Dirs, ReadOnlyEntry, SlotRuntime
+from sandbox_server.agent.execution.slot_runtime import CacheFolder, Dirs, ReadOnlyEntry, SlotNetwork, SlotRuntime
 from sandbox_server.agent.init import privileges
 from sandbox_server.agent.isolation import base, init_start
 from sandbox_server.agent.isolation.bwrap_arguments import CACHE, LIB, TMP, WORKSPACE
@@ -28,6 +28,7 @@ from sandbox_server.agent.isolation.reuse.empty_folders import EmptyFolders
 from sandbox_server.agent.kernel import procfs
 from sandbox_server.agent.kernel.cgroups import Cgroups, SlotGroups
 from sandbox_server.agent.kernel.uids import UidRange
+from sandbox_server.agent.network.addresses import ROUTER
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +45,6 @@ class BwrapIsolation:
 
     name = "bwrap"
     tmp_isolation = "own"
-    networks: tuple[str, ...] = ("none", "shared")
     caches = True
     read_only_entries = True
 
@@ -53,6 +53,7 @@ class BwrapIsolation:
         self._cgroups = cgroups
         self._uids = uids
         self._is_root = os.geteuid() == 0
+        self.networks: tuple[str, ...] = ("none", "shared") if context.networks is None else ("none", "internet")
         self._runtime_count = 0
         self._view: SharedView | None = None
         self._starter: _Starter | None = None  # None until it is known how inits can be started here.
@@ -67,7 +68,7 @@ class BwrapIsolation:
         if self._view is None:
             etc = os.path.join(self._context.config.base_dir, "etc")
             view = SharedView(find_bwrap(), etc, self._context.lib_dir, self._context.config.expose)
-            write_etc(etc)
+            write_etc(etc, ROUTER if self._context.networks is not None else None)
             self._view = view
         return self._view
 
@@ -86,27 +87,44 @@ class BwrapIsolation:
         self._runtime_count += 1
         name = "bwrap-%d" % self._runtime_count
         dirs = reused.dirs if reused is not None else None
-        groups = None
+        groups = network = None
         try:
+            if has_network and self._context.networks is not None:
+                network = await self._context.networks.take_network()
             if dirs is None:
                 dirs = self._folders.make_folders(os.path.join(self._context.slots_dir, name), uid)
             groups = self._cgroups.make_groups(name)
-            plan = self._make_plan(has_network, dirs, uid, groups, cache, read_only)
+            plan = self._make_plan(has_network, network, dirs, uid, groups, cache, read_only)
             started_init = await self._start_init(view, plan)
         except BaseException:  # also when this task is cancelled
             if groups is not None:
                 groups.remove_groups()
+            await self._release_network(network)
             if reused is None:
                 self._undo_start(dirs, uid)
             raise
         finally:
             if groups is not None:
                 groups.close_join_fds()
+            if network is not None:
+                os.close(network.namespace_fd)
         runtime = started_init.to_runtime(
             slot_id, dirs, WORKSPACE, TMP, has_network=has_network, uid=uid, groups=groups, shell=shell, has_pid_namespace=True, cache=cache
         )
+        runtime.network = network
         runtime.may_have_passed_files = self._can_pass_files(has_network, cache) or (reused is not None and reused.may_have_passed_files)
         return runtime
+
+    async def _release_network(self, network: SlotNetwork | None) -> str | None:
+        """Remove the network of a slot that has ended or could not be started. Returns why it is left, if it is."""
+        if network is None or self._context.networks is None:
+            return None
+        try:
+            await self._context.networks.release_network(network)
+        except (StartFailed, OSError) as error:
+            log.error("the network of a slot could not be removed: %s", error)
+            return str(error)
+        return None
 
     def _undo_start(self, dirs: Dirs | None, uid: int | None) -> None:
         """Delete the new folders of a runtime that could not be started, and give its user back. No process of the slot has used them."""
@@ -117,10 +135,17 @@ class BwrapIsolation:
 
     def _can_pass_files(self, has_network: bool, cache: CacheFolder | None) -> bool:
         """Return whether a slot can pass open files to another one, for which both need a socket that they can reach."""
-        return cache is not None or bool(self._context.config.expose) or (has_network and not self._separates_sockets)
+        return cache is not None or bool(self._context.config.expose) or (has_network and self._context.networks is None and not self._separates_sockets)
 
     def _make_plan(
-        self, has_network: bool, dirs: Dirs, uid: int | None, groups: SlotGroups, cache: CacheFolder | None, read_only: Sequence[ReadOnlyEntry]
+        self,
+        has_network: bool,
+        network: SlotNetwork | None,
+        dirs: Dirs,
+        uid: int | None,
+        groups: SlotGroups,
+        cache: CacheFolder | None,
+        read_only: Sequence[ReadOnlyEntry],
     ) -> BwrapPlan:
         config = {
             "mode": "bwrap",
@@ -138,7 +163,7 @@ class BwrapIsolation:
             "filter": self._context.filter,
         }
         accounts = write_accounts(dirs.root, uid if uid is not None else INSIDE_UID, cache.groups if cache is not None else ())
-        return BwrapPlan(dirs, accounts, uid, groups, has_network, cache, read_only, config, self._context.sets_floor)
+        return BwrapPlan(dirs, accounts, uid, groups, has_network, network, cache, read_only, config, self._context.sets_floor)
 
     async def _start_init(self, view: SharedView, plan: BwrapPlan) -> init_start.StartedInit:
         if self._starter is None:
@@ -150,8 +175,9 @@ class BwrapIsolation:
     async def _start_first_init(self, view: SharedView, plan: BwrapPlan) -> init_start.StartedInit:
         """Start the first init of this agent, and so find out how inits can be started here. A template that lacks something is tried again later."""
         may_try_again = False
+        networks = self._context.networks
         if self._context.config.slot_start == "auto":
-            template = BwrapTemplate(view, self._context.config.base_dir, self._is_root, self._context.filter)
+            template = BwrapTemplate(view, self._context.config.base_dir, self._is_root, self._context.filter, networks)
             try:
                 first = await template.start_init(plan)
             except StartFailed as error:
@@ -159,6 +185,8 @@ class BwrapIsolation:
                 self._template_tries += 1
                 may_try_again = error.temporary and self._template_tries < MAX_FIRST_TRIES
                 self.slot_start = "executed: %s" % error
+                if networks is not None:
+                    raise
                 log.info("slots are not forked from a template: %s", error)
             except BaseException:  # also when this task is cancelled
                 template.end_start()
@@ -166,6 +194,8 @@ class BwrapIsolation:
             else:
                 self._starter, self.slot_start = template, "forked"
                 return first
+        if networks is not None:
+            raise StartFailed("slots with networks of their own must be forked from a template, and the agent is told to execute them")
         starter = BwrapStart(view, self._is_root)
         first = await starter.start_init(plan)
         if not may_try_again:
@@ -193,6 +223,11 @@ class BwrapIsolation:
         proof["mounts"] = len(mounts)
         if mounts:
             proof.update(clean=False, detail="%s is still mounted" % mounts[0])
+        if runtime.network is not None:
+            left = await self._release_network(runtime.network)
+            proof["network_ended"] = left is None
+            if left is not None:
+                proof.update(clean=False, detail="the network of the slot could not be removed: %s" % left)
         init_start.close_runtime_fds(runtime)
         self._cgroups.keep_or_remove_groups(runtime.groups, may_keep=runtime.limit_end is None and not mounts)
         return proof

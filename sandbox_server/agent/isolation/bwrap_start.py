@@ -9,7 +9,7 @@ import shutil
 from typing import Any, Mapping, Sequence
 
 from sandbox_server.agent.errors import StartFailed
-from sandbox_server.agent.execution.slot_runtime import CacheFolder, Dirs, ReadOnlyEntry
+from sandbox_server.agent.execution.slot_runtime import CacheFolder, Dirs, ReadOnlyEntry, SlotNetwork
 from sandbox_server.agent.isolation import bwrap_arguments as arguments
 from sandbox_server.agent.isolation import init_start
 from sandbox_server.agent.isolation.bwrap_processes import kill_bwrap_processes
@@ -28,6 +28,7 @@ class BwrapPlan:
         uid: the user of the slot; None if it is the user of the agent, in a user namespace.
         groups: the control groups of the slot.
         has_network: whether the slot can reach the network.
+        network: the slot's own way to the internet; None if it has the network of the sandbox, or none.
         cache: the shared cache that the slot mounts.
         read_only: the entries of the workspace that the slot cannot change.
         init_config: the configuration of init.
@@ -39,6 +40,7 @@ class BwrapPlan:
     uid: int | None
     groups: SlotGroups
     has_network: bool
+    network: SlotNetwork | None
     cache: CacheFolder | None
     read_only: Sequence[ReadOnlyEntry]
     init_config: Mapping[str, Any]

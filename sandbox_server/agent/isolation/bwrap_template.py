@@ -17,6 +17,7 @@ from sandbox_server.agent.isolation.forking.mount_holder import open_namespaces
 from sandbox_server.agent.isolation.forking.slot_template import SlotTemplate
 from sandbox_server.agent.isolation.forking.template_process import Launcher, TemplateProcess, start_template
 from sandbox_server.agent.isolation.starter import library_environment
+from sandbox_server.agent.network.slot_networks import SlotNetworks
 from sandbox_server.agent.template import system_calls
 from sandbox_server.agent.template.detached_mounts import open_detached_mount
 
@@ -36,13 +37,15 @@ class BwrapTemplate:
         folder: the folder of the agent.
         is_root: whether this agent runs as root.
         system_call_filter: the filter of the slots.
+        networks: the networks of the slots; None if slots with the network have that of the sandbox.
     """
 
-    def __init__(self, view: SharedView, folder: str, is_root: bool, system_call_filter: bytes) -> None:
+    def __init__(self, view: SharedView, folder: str, is_root: bool, system_call_filter: bytes, networks: SlotNetworks | None) -> None:
         self._view = view
         self._folder = folder
         self._is_root = is_root
         self._filter = system_call_filter
+        self._networks = networks
         self._numbers = itertools.count(1)
         self._templates = {has_cache: SlotTemplate(self._make_start(has_cache)) for has_cache in (False, True)}
 
@@ -58,9 +61,12 @@ class BwrapTemplate:
         args += ["--remount-ro", "/", "--chdir", "/", "--setenv", "MARKER", marker + "/", "--die-with-parent", "--new-session", "--cap-drop", "ALL"]
         if not self._is_root:
             # With a pid namespace, which ends at once, the /proc that the slots cover with their own shows no process.
-            args += ["--unshare-user", "--uid", "0", "--gid", "0", "--unshare-pid", "--as-pid-1"]
+            # A template can only start slots in networks that belong to its own user namespace.
+            users = ["--userns", str(self._networks.users_fd)] if self._networks is not None else ["--unshare-user"]
+            args += [*users, "--uid", "0", "--gid", "0", "--unshare-pid", "--as-pid-1"]
         kinds = ("mnt",) if self._is_root else ("mnt", "user")
-        namespace_fds = await open_namespaces(self._view.bwrap, args, base.find_shell(), marker, kinds)
+        pass_fds = (self._networks.users_fd,) if self._networks is not None and not self._is_root else ()
+        namespace_fds = await open_namespaces(self._view.bwrap, args, base.find_shell(), marker, kinds, pass_fds)
         library_path = arguments.library_path(python)
         try:
             users_fd = -1 if self._is_root else namespace_fds[1]
@@ -68,7 +74,7 @@ class BwrapTemplate:
             # Every slot gets its own. In a user namespace, a slot can only mount its own /proc where it sees another one.
             unmounts = ("/dev/pts", "/proc") if self._is_root else ("/dev/pts",)
             capabilities = _CAPABILITIES_OF_ROOT if self._is_root else _CAPABILITIES_OF_USER
-            request = {"unmounts": unmounts, "capabilities": capabilities, "filters": (self._filter,)}
+            request = {"unmounts": unmounts, "capabilities": capabilities, "filters": (self._filter,), "joins_networks": self._networks is not None}
             return await start_template(python, arguments.LIB, request, {"LD_LIBRARY_PATH": library_path} if library_path else {}, launcher)
         finally:
             for fd in namespace_fds:
@@ -90,7 +96,8 @@ class BwrapTemplate:
             "inside_uid": None if self._is_root else INSIDE_UID,
         }
         namespaces = _NAMESPACES | (0 if plan.has_network else system_calls.CLONE_NEWNET) | (0 if self._is_root else system_calls.CLONE_NEWUSER)
-        request: dict[str, Any] = {"network": not plan.has_network, "view": view}
+        request: dict[str, Any] = {"network": not plan.has_network, "joins_network": plan.network is not None, "view": view}
+        network_fds = [plan.network.namespace_fd] if plan.network is not None else []
         folders: list[tuple[str, bool, tuple[int, int] | None]] = [(path, read_only, None) for _, path, read_only in mounts]
         # No process of the slot runs now, and each entry must still be the one that the agent has examined.
         folders += [(_path_of(plan.dirs, entry), True, (entry.device, entry.inode)) for entry in plan.read_only]
@@ -102,7 +109,7 @@ class BwrapTemplate:
             else:
                 request["folders"] = folders
             template = self._templates[plan.cache is not None]
-            return await template.start_init(namespaces, request, mount_fds, plan.groups.join_fds, plan.init_config, plan.sets_floor)
+            return await template.start_init(namespaces, request, [*network_fds, *mount_fds], plan.groups.join_fds, plan.init_config, plan.sets_floor)
         finally:
             for fd in mount_fds:
                 os.close(fd)

@@ -22,8 +22,13 @@ def _folders() -> list[str]:
     return sorted(name for name in names if os.path.isdir(os.path.join("/etc", name)) and not os.path.islink(os.path.join("/etc", name)))
 
 
-def write_etc(folder: str) -> None:
-    """Create the folder that is mounted as /etc in every slot. Files are copied, so that a slot cannot access the files of the machine through it."""
+def write_etc(folder: str, name_server: str | None = None) -> None:
+    """Create the folder that is mounted as /etc in every slot. Files are copied, so that a slot cannot access the files of the machine through it.
+
+    Args:
+        folder: the folder.
+        name_server: the address of the only name server of the slots; None for those of the machine.
+    """
     os.makedirs(folder, mode=0o755)
     os.chmod(folder, 0o755)
     for name in _FILES:
@@ -43,6 +48,10 @@ def write_etc(folder: str) -> None:
     os.chmod(os.path.join(folder, "gitconfig"), 0o644)
     with open(os.path.join(folder, "hostname"), "w", encoding="ascii") as file:
         file.write("slot\n")
+    if name_server is not None:
+        with open(os.path.join(folder, "resolv.conf"), "w", encoding="ascii") as file:
+            file.write("nameserver %s\n" % name_server)
+        os.chmod(os.path.join(folder, "resolv.conf"), 0o644)
     os.symlink("/proc/self/mounts", os.path.join(folder, "mtab"))
 
 

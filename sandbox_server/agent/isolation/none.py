@@ -26,6 +26,7 @@ class NoIsolation:
 
     def __init__(self, context: base.IsolationContext, cgroups: Cgroups) -> None:
         self._starter = SharedViewStarter(context, cgroups, context.slots_dir)
+        self._context = context
 
     async def start_runtime(
         self,
@@ -40,6 +41,8 @@ class NoIsolation:
             raise StartFailed("a slot must not run as root, and without isolation it would; run the agent as an ordinary user")
         if not has_network:
             raise StartFailed("this mode cannot keep a slot from the network")
+        if self._context.config.internet:
+            raise StartFailed("this mode cannot give a slot a network of its own (network: internet); the mode bwrap can")
         if cache is not None:
             raise StartFailed("this mode cannot take a shared cache away from a slot")
         if read_only:

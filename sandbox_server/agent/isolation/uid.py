@@ -75,6 +75,8 @@ class UidIsolation:
             raise StartFailed("this mode needs root, to give every slot its own user")
         if not has_network:
             raise StartFailed("this mode cannot keep a slot from the network")
+        if self._context.config.internet:
+            raise StartFailed("this mode cannot give a slot a network of its own (network: internet); the mode bwrap can")
         if cache is not None:
             raise StartFailed("this mode cannot take a shared cache away from a slot")
         if read_only and not self.read_only_entries:

@@ -16,7 +16,7 @@ from sandbox_server.agent.execution.in_flight_descriptors import InFlightGuard
 from sandbox_server.agent.execution.slot_runtime import CacheFolder, SlotRuntime
 from sandbox_server.agent.execution.tools.tool_registry import available_tools
 from sandbox_server.agent.init import oom_score
-from sandbox_server.agent.isolation.base import SLOT_PATH, IsolationContext
+from sandbox_server.agent.isolation.base import SLOT_PATH, Isolation, IsolationContext, interpreter
 from sandbox_server.agent.isolation.probing.probe import ProbeResult, probe_isolation_modes
 from sandbox_server.agent.kernel import seccomp
 from sandbox_server.agent.kernel.cgroup_mounts import read_processor_quota
@@ -26,6 +26,8 @@ from sandbox_server.agent.kernel.processor_share import Processors
 from sandbox_server.agent.kernel.trash import Trash
 from sandbox_server.agent.kernel.uids import UidRange
 from sandbox_server.agent.limits.guards import Guards
+from sandbox_server.agent.network.requirements import find_missing_requirement
+from sandbox_server.agent.network.slot_networks import SlotNetworks
 from sandbox_server.agent.server import call_operations, recording_operations, slot_operations
 from sandbox_server.agent.server.call_stream import CallStreamHandler
 from sandbox_server.agent.server.connections import ServiceConnection, Stream, StreamHandler
@@ -97,6 +99,7 @@ class Agent:
         self._listeners = Listeners(self, config.listen, config.base_dir)
         self._runtimes: RuntimePool | None = None
         self._cgroups: Cgroups | None = None
+        self._networks: SlotNetworks | None = None
         self._guards: Guards | None = None
         self._trash = Trash(os.path.join(config.base_dir, "trash"), self._log_not_deleted)
 
@@ -117,8 +120,10 @@ class Agent:
         raise_priority()
         self._guards = Guards(self.config, self._cgroups, self._trash, sets_floor)
         uids = UidRange()
-        path = self.config.env_vars.get("PATH", SLOT_PATH)
-        self._tools = available_tools(path)
+        self._tools = available_tools(self.config.env_vars.get("PATH", SLOT_PATH))
+        if self.config.internet:
+            owners = uids if os.geteuid() == 0 else None
+            self._networks = SlotNetworks(self.config, interpreter(), owners, lambda reason: self._stop("the network of its slots has ended: %s" % reason))
         self._probed = await probe_isolation_modes(self._make_context(processors, sets_floor), self._cgroups, self._trash, uids)
         runtimes = self._runtimes = self._make_runtimes(self._probed, processors, uids)
         if runtimes is not None and self.config.require_stateful_sandbox:
@@ -151,10 +156,13 @@ class Agent:
             seccomp.build_filter(machine, allow_message_queues=os.path.ismount("/dev/mqueue")),
             processors,
             sets_floor,
+            self._networks,
         )
 
     def _make_runtimes(self, probed: ProbeResult, processors: Processors, uids: UidRange) -> RuntimePool | None:
-        return RuntimePool(self.config, probed.isolation, self._trash, self._make_caches(uids), processors) if probed.isolation is not None else None
+        if probed.isolation is None:
+            return None
+        return RuntimePool(self.config, probed.isolation, self._trash, self._make_caches(uids), processors, self._networks)
 
     async def _probe_tools(self, probed: ProbeResult, runtimes: RuntimePool) -> None:
         """Try the tools that need more than a shell in the first slot runtime, which no slot can use afterwards."""
@@ -213,6 +221,8 @@ class Agent:
             await self._runtimes.close_pool()
             await self._runtimes.caches.close_caches()
             self._runtimes.isolation.remove_mode_files()
+        if self._networks is not None:
+            self._networks.close_networks()
         if self._cgroups is not None:
             self._cgroups.remove_agent_groups()
         for connection in list(self._connections):
@@ -259,12 +269,21 @@ class Agent:
                 "slot_start": isolation.slot_start if isolation is not None else "none",
                 "cache": isolation is not None and isolation.caches,
                 "read_only": isolation is not None and isolation.read_only_entries,
+                "internet": self._describe_internet(isolation),
             },
         }
         if isolation is None:
             problems = {name: problem for name, problem in probed.modes.items() if self.config.isolation in ("auto", name)}
             hello["error"] = "no isolation mode can be used: %s" % "; ".join("%s: %s" % mode for mode in problems.items())
         return hello
+
+    def _describe_internet(self, isolation: Isolation | None) -> str:
+        """Return `ok` if slots have networks of their own, or could have them as far as is known without trying; otherwise what is missing."""
+        if self.config.internet and isolation is not None:
+            return "ok"
+        if isolation is None or isolation.name != "bwrap":
+            return "it needs the mode bwrap"
+        return find_missing_requirement(os.geteuid() == 0, isolation.slot_start) or "ok"
 
     def add_connection(self, connection: ServiceConnection) -> None:
         """See `connections.Server`."""

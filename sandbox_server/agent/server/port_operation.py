@@ -134,7 +134,10 @@ def open_port(stream: Stream, slot: AgentSlot, meta: Mapping[str, Any]) -> Strea
     if problem is not None:
         raise Refused("invalid", problem)
     if not slot.current_runtime().has_own_network_namespace:
-        detail = "this slot shares the network of its sandbox: ports can be used of slots with a network of their own, such as those of leases without network"
+        detail = (
+            "this slot shares the network of its sandbox: ports can be used of slots with a network of their own, "
+            "which are those of leases without network, and those of pools with network internet"
+        )
         raise Refused("not_implemented", detail)
     if len(slot.port_connections) >= slot.max_port_connections:
         detail = "%d connections to ports of this slot are open, and there can be no more at once: close some" % len(slot.port_connections)

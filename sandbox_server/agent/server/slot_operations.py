@@ -133,6 +133,8 @@ async def equip_slot(stream: Stream, transitions: SlotTransitions, meta: Mapping
     """Give the holder of the slot a cache, and the network or not."""
     transitions.slot.check_admits(meta.get("epoch"))
     await transitions.equip_slot(meta.get("network", True) is not False, meta.get("cache"))
+    if meta.get("allow_hosts") is not None:
+        await transitions.limit_hosts(meta["allow_hosts"])
     stream.end_stream()
 
 
@@ -140,4 +142,6 @@ async def narrow_slot(stream: Stream, transitions: SlotTransitions, meta: Mappin
     """Take rights away from the holder of the slot."""
     transitions.slot.check_admits(meta.get("epoch"))
     read_only = await transitions.narrow_slot(meta.get("network") is True, meta.get("cache"), meta.get("read_only") or ())
+    if meta.get("allow_hosts") is not None:
+        await transitions.limit_hosts(meta["allow_hosts"])
     stream.end_stream({"read_only": read_only} if read_only else None)

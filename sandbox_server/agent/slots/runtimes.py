@@ -15,6 +15,7 @@ from sandbox_server.agent.execution.slot_runtime import CacheFolder, ReadOnlyEnt
 from sandbox_server.agent.isolation.base import Isolation
 from sandbox_server.agent.kernel.processor_share import Processors
 from sandbox_server.agent.kernel.trash import Trash
+from sandbox_server.agent.network.slot_networks import SlotNetworks
 from sandbox_server.agent.slots.caches import Caches
 
 log = logging.getLogger(__name__)
@@ -32,14 +33,18 @@ class RuntimePool:
         trash: deletes the folders of ended runtimes.
         caches: the shared caches that runtimes can mount.
         processors: the processors that the slots share.
+        networks: the networks of the slots; None if slots with the network have that of the sandbox.
     """
 
-    def __init__(self, config: AgentConfig, isolation: Isolation, trash: Trash, caches: Caches, processors: Processors) -> None:
+    def __init__(
+        self, config: AgentConfig, isolation: Isolation, trash: Trash, caches: Caches, processors: Processors, networks: SlotNetworks | None = None
+    ) -> None:
         self.config = config
         self.processors = processors
         self.isolation = isolation
         self.trash = trash
         self.caches = caches
+        self.networks = networks
         self._prepared: Deque[SlotRuntime] = deque()
         self._starting_count = 0
         self._spare_number = 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Coroutine, Sequence
 
+from sandbox_server.agent.allowed_hosts import MAX_ENTRIES, find_entry_problem, permits_entry
 from sandbox_server.agent.errors import Refused, StartFailed
 from sandbox_server.agent.execution.slot_runtime import CacheFolder, SlotRuntime
 from sandbox_server.agent.isolation.base import find_dirs_problem
@@ -145,6 +146,10 @@ class SlotTransitions:
             if refused is not None:
                 proof["refused"], has_network, cache = refused, old.has_network, old.cache
             runtime = await self.runtimes.restart_runtime(old, slot.slot_id, has_network, cache, slot.lease.read_only)
+            problem = await self._limit_hosts(runtime)
+            if problem is not None:
+                slot.take_runtime(runtime)
+                return dict(proof, clean=False, broken=True, detail=problem)
         else:
             runtime = await self.runtimes.new_runtime(slot.slot_id, has_network)
             problem = find_dirs_problem(runtime.dirs, runtime.uid)
@@ -191,6 +196,48 @@ class SlotTransitions:
                 raise Refused("not_implemented", "slots with a cache need the mode bwrap, not %s" % self.runtimes.isolation.name)
             cache = self.runtimes.caches.get_cache(cache_key)
         await self._change_rights(has_network, cache)
+
+    async def _limit_hosts(self, runtime: SlotRuntime) -> str | None:
+        """Let a runtime, which has run nothing of its holder yet, reach the hosts of the lease alone. Returns why that failed, if it did."""
+        hosts, networks = self.slot.lease.allow_hosts, self.runtimes.networks
+        if hosts is None or runtime.network is None or networks is None:
+            return None
+        try:
+            await networks.limit_network(runtime.network, hosts)
+        except (StartFailed, OSError) as error:
+            return "its network could not be limited to allow_hosts: %s" % error
+        return None
+
+    async def limit_hosts(self, allow_hosts: Any) -> None:
+        """Let the slot reach some hosts alone, for the rest of its lease. A repeated request changes nothing.
+
+        Args:
+            allow_hosts: the entries of `allow_hosts` of the lease.
+
+        Raises:
+            Refused: an entry is wrong or not permitted by the sandbox, or the slots have no networks of their own.
+        """
+        slot, permitted = self.slot, self.runtimes.config.allow_hosts
+        hosts = tuple(allow_hosts) if isinstance(allow_hosts, list) and len(allow_hosts) <= MAX_ENTRIES else None
+        if hosts is None or any(find_entry_problem(entry) is not None for entry in hosts):
+            raise Refused("invalid", "allow_hosts must be a list of at most %d hosts and IPv4 networks" % MAX_ENTRIES)
+        if self.runtimes.networks is None:
+            raise Refused("not_implemented", "allow_hosts: the slots of this sandbox have no networks of their own")
+        if permitted is not None and not all(permits_entry(permitted, entry) for entry in hosts):
+            raise Refused("invalid", "allow_hosts may only narrow what the sandbox permits")
+        lease, epoch = slot.lease, slot.epoch
+        if lease.allow_hosts == hosts:
+            return
+        if lease.allow_hosts is not None:
+            raise Refused("invalid", "allow_hosts of a lease cannot be changed")
+        async with self.exchange_lock:
+            if slot.epoch != epoch:
+                raise Refused("stale_epoch", "slot %s was given back meanwhile" % slot.slot_id)
+            lease.allow_hosts = hosts
+            problem = await self._limit_hosts(slot.current_runtime())
+        if problem is not None:
+            slot.set_state(BROKEN, problem)
+            raise Refused("slot_unavailable", problem)
 
     async def narrow_slot(self, has_network: bool, cache_key: Any, read_only: Any = ()) -> list[str]:
         """Take the network, the cache, or the right to change entries of the workspace away from the holder, which never gets them back.

@@ -23,7 +23,7 @@ _FROM_DESCRIPTOR, _TO_DESCRIPTOR = 0x04, 0x40
 _AT_FDCWD = 0xFFFFFFFF & -100  # without its sign, which ctypes finds only after it has raised and caught an error
 _PR_SET_NAME = 15
 _LAST_FD = 0x7FFFFFFF
-_SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
+_SIOCSIFFLAGS, _SIOCGSKNS, _IFF_UP = 0x8914, 0x894C, 1
 
 _INTERFACE_REQUEST = struct.Struct("16sH22x")  # The name of the interface, and its flags.
 
@@ -142,6 +142,11 @@ def set_process_name(name: bytes) -> None:
 def unmount(target: str) -> None:
     """Detach the mount on a path, and all mounts below it."""
     check("umount of %s" % target, libc.umount2(os.fsencode(target), 2))
+
+
+def open_network_of(socket_fd: int) -> int:
+    """Return a descriptor of the network namespace that a socket belongs to. It is closed when a program is executed. This needs rights over the namespace."""
+    return check("the network namespace of a socket", libc.ioctl(socket_fd, _SIOCGSKNS, None))
 
 
 def start_loopback(socket_fd: int) -> None:

@@ -47,12 +47,15 @@ def _receive(sock: socket.socket) -> Tuple[bytes, List[int]]:
     return data, fds
 
 
-def _confine_template(request: Mapping[str, Any]) -> None:
+def _confine_template(request: Mapping[str, Any]) -> int:
     """Give up everything that the template does not need.
 
     Args:
         request: `parent`: the process id of the agent; `unmounts`: the mounts that only the start of the template has needed; `capabilities`: the mask of the
-            capabilities that it needs to set up slots; it keeps those that it has.
+            capabilities that it needs to set up slots; it keeps those that it has; `joins_networks`: whether it starts slots in networks that exist.
+
+    Returns:
+        The descriptor of the network namespace that the template returns to after it has started a slot in another one; -1 if it never does that.
 
     Raises:
         OSError: the kernel has refused something.
@@ -66,12 +69,19 @@ def _confine_template(request: Mapping[str, Any]) -> None:
     os.chdir("/")
     os.setsid()
     system_calls.join_new_session_keyring(needs_new=True)  # No slot gets that of the agent, not even if there is no room for one of its own.
+    network_fd = -1
+    if request.get("joins_networks"):  # It may not be able to return to the network of the sandbox, so it gets an empty one.
+        system_calls.unshare(system_calls.CLONE_NEWNET)
+        own = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC)
+        network_fd = system_calls.open_network_of(own.fileno())  # The /proc that is mounted here may show other processes.
+        own.close()
     capabilities = request["capabilities"] & privileges.permitted_capabilities()
     for path in request["unmounts"]:
         system_calls.unmount(path)
     privileges.empty_bounding_set()
     privileges.set_capabilities(capabilities)
     privileges.forbid_new_privileges()
+    return network_fd
 
 
 def _arrange_descriptors(fds: Sequence[int]) -> None:
@@ -108,13 +118,15 @@ class Template:
         machine_fd: the descriptor of a mount namespace with the mounts of the machine, in which this process mounts the folders of slots because the agent may
             not do so; -1 if the agent sends detached mounts.
         own_fd: the descriptor of the mount namespace of this process, if there is another one.
+        network_fd: see `_confine_template`.
     """
 
-    def __init__(self, sock: socket.socket, controls: Sequence[str], machine_fd: int, own_fd: int) -> None:
+    def __init__(self, sock: socket.socket, controls: Sequence[str], machine_fd: int, own_fd: int, network_fd: int) -> None:
         self._sock = sock
         self._controls = controls
         self._machine_fd = machine_fd
         self._own_fd = own_fd
+        self._network_fd = network_fd
 
     def serve_forever(self) -> NoReturn:
         """Fork an init for each message of the agent, until the agent closes the socket."""
@@ -124,17 +136,31 @@ class Template:
                 os._exit(0)  # The agent has ended, or needs the template no longer.
             number, namespaces = REQUEST.unpack_from(data)
             text = b""
+            slot_network_fd = fds.pop(1) if self._network_fd >= 0 and loads(data[_HEADER_BYTES:])["joins_network"] else -1
             try:
                 if self._machine_fd >= 0:
                     fds[1:1] = self._open_mounts(loads(data[_HEADER_BYTES:])["folders"])
-                result = system_calls.fork_sibling(namespaces)
+                result = self._fork(namespaces, slot_network_fd)
             except OSError as error:
                 result, text = -(error.errno or 1), (error.strerror or str(error)).encode("utf-8", "replace")
             if result == 0:
                 self._run_init(data, fds)
-            for fd in fds:
+            for fd in fds if slot_network_fd < 0 else [*fds, slot_network_fd]:
                 os.close(fd)
             self._sock.send(ANSWER.pack(number, result) + text)
+
+    def _fork(self, namespaces: int, slot_network_fd: int) -> int:
+        """Fork a process, in the network namespace of a descriptor if that is not -1."""
+        if slot_network_fd < 0:
+            return system_calls.fork_sibling(namespaces)
+        result = -1
+        try:
+            system_calls.join_namespace(slot_network_fd, system_calls.CLONE_NEWNET)
+            result = system_calls.fork_sibling(namespaces)
+            return result
+        finally:
+            if result != 0:
+                self._return_to(self._network_fd, system_calls.CLONE_NEWNET)
 
     def _open_mounts(self, folders: Sequence[Folder]) -> List[int]:
         """Return detached mounts of the folders of a slot, which only the agent can name."""
@@ -148,14 +174,14 @@ class Template:
                 os.close(fd)
             raise
         finally:
-            self._return_to_own_mounts()
+            self._return_to(self._own_fd, system_calls.CLONE_NEWNS)
         return fds
 
-    def _return_to_own_mounts(self) -> None:
+    def _return_to(self, fd: int, kind: int) -> None:
         try:
-            system_calls.join_namespace(self._own_fd, system_calls.CLONE_NEWNS)
+            system_calls.join_namespace(fd, kind)
         except OSError:
-            os._exit(1)  # No slot may be forked where the machine's mounts are seen. The agent starts another template.
+            os._exit(1)  # No slot may be forked where the machine's mounts or the network of another slot are seen. The agent starts another template.
 
     def _run_init(self, data: bytes, fds: List[int]) -> NoReturn:
         """Become the init of a slot, in the forked process."""
@@ -190,8 +216,9 @@ def main() -> NoReturn:
         os._exit(0)
     request = loads(data[_HEADER_BYTES:])
     try:
-        template = Template(sock, slot_view.list_read_only_controls(), machine_fd, own_fd)
-        _confine_template(request)
+        controls = slot_view.list_read_only_controls()
+        network_fd = _confine_template(request)
+        template = Template(sock, controls, machine_fd, own_fd, network_fd)
     except OSError as error:
         sock.send(ANSWER.pack(_SET_UP, -(error.errno or 1)) + str(error).encode())
         os._exit(1)

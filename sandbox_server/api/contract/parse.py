@@ -12,7 +12,9 @@ import orjson
 from pydantic import ValidationError
 from starlette.requests import HTTPConnection, Request
 
+from sandbox_server.agent.allowed_hosts import find_entry_problem
 from sandbox_server.api.contract.requests import AcquireBody, CallBody, ExecBody, RequestModel, all_problems, first_problem
+from sandbox_server.api.contract.specs import hosts_problem
 from sandbox_server.api.limits import Limits, limit_sentence, too_many
 from sandbox_server.core.errors import InvalidRequest
 from sandbox_server.core.execution import Reason, Result, ToolCall
@@ -57,11 +59,19 @@ def acquire_request(body: AcquireBody, tenant: str, default_pool: str, limits: L
         ttl_s=body.ttl_s,
         wait_s=body.wait_s,
         allow_network=body.allow_network,
+        allow_hosts=_allow_hosts(body),
         cache=body.cache,
         priority=body.priority,
         labels=body.labels,
         request_key=body.request_key,
     )
+
+
+def _allow_hosts(body: AcquireBody) -> tuple[str, ...] | None:
+    problem = hosts_problem("allow_hosts", body.allow_hosts or (), find_entry_problem)
+    if problem is not None:
+        raise InvalidRequest(problem, field="allow_hosts")
+    return None if body.allow_hosts is None else tuple(body.allow_hosts)
 
 
 def _trajectory_ids(body: AcquireBody) -> tuple[str | None, ...]:

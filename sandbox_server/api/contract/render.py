@@ -75,6 +75,7 @@ def lease_document(lease: Lease) -> dict[str, Any]:
         "cache": lease.cache,
         "labels": dict(lease.labels),
         **({"read_only": list(lease.read_only)} if lease.read_only else {}),
+        **({"allow_hosts": list(lease.allow_hosts)} if lease.allow_hosts is not None else {}),
     }
 
 

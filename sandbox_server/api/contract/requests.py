@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
+from sandbox_server.agent.allowed_hosts import MAX_ENTRIES
 from sandbox_server.api.limits import MAX_OUTPUT_LIMIT_BYTES
 from sandbox_server.core.execution import DEFAULT_OUTPUT_LIMIT_BYTES
 from sandbox_server.dispatch.run_batch.values import MAX_JSON_ITEMS
@@ -67,6 +68,9 @@ class AcquireBody(RequestModel):
     ttl_s: TtlSeconds = 300.0
     wait_s: float | None = Field(default=None, ge=0, description="how long to queue; default and upper bound: the pool's acquire_timeout_s")
     allow_network: bool | None = Field(default=None, description="false: no network, even if the pool has one")
+    allow_hosts: list[str] | None = Field(
+        default=None, max_length=MAX_ENTRIES, description="the only hosts that the slots may reach, in pools with network: internet; may only narrow the pool's"
+    )
     cache: Literal["none", "rw"] = "none"
     priority: int = Field(default=0, ge=-1_000_000, le=1_000_000)
     labels: dict[Name, LabelValue] = Field(default_factory=dict)
@@ -218,6 +222,10 @@ class PoolSpecBody(RequestModel):
     max_timeout_s: Seconds = 3600.0
     allow_network: bool = True
     network: Literal["shared", "none", "internet"] = "shared"
+    allow_hosts: list[str] | None = Field(default=None, max_length=MAX_ENTRIES, description="with network: internet, the only hosts that slots may reach")
+    allow_private: list[str] = Field(
+        default_factory=list, max_length=MAX_ENTRIES, description="with network: internet, private networks that slots may reach; only admins set it"
+    )
     require_sandbox: bool = False
     require_stateful_sandbox: bool = False
     allow_none: bool = False

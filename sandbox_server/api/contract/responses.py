@@ -35,6 +35,7 @@ class LeaseAnswer(ResponseModel):
     cache: str
     labels: dict[str, str]
     read_only: list[str] = Field(default_factory=list, description="only if entries of the workspace are read-only")
+    allow_hosts: list[str] | None = Field(default=None, description="only if the acquire had it: the only hosts that the slot may reach")
 
 
 class AcquireAnswer(ResponseModel):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final
 
+from sandbox_server.agent.allowed_hosts import find_entry_problem, find_network_problem
 from sandbox_server.api.contract.requests import PoolSpecBody
 from sandbox_server.api.limits import Limits, limit_sentence
 from sandbox_server.core.errors import Forbidden
@@ -22,13 +23,16 @@ ADMINS_ONLY: Final = (
     "modal.secrets",
     "workspace_base",
     "shared",
+    "allow_private",
 )
-"""The fields of a spec that only admins may set: those that name a path or a right on a machine, and the one that shows a pool to every tenant."""
+"""The fields of a spec that only admins may set: those that name a path, right or network of a machine, and the one that shows a pool to every tenant."""
 
 
 def spec_of(body: PoolSpecBody) -> PoolSpec:
     """Make the value of a pool spec from a checked body."""
     fields = {name: getattr(body, name) for name in PoolSpecBody.model_fields}
+    fields["allow_hosts"] = None if body.allow_hosts is None else tuple(body.allow_hosts)
+    fields["allow_private"] = tuple(body.allow_private)
     fields["local"] = LocalSpec(expose=tuple(body.local.expose))
     fields["nomad"] = NomadSpec(**{**body.nomad.model_dump(), "datacenters": tuple(body.nomad.datacenters)})
     fields["modal"] = ModalSpec(**{**body.modal.model_dump(), "secrets": tuple(body.modal.secrets)})
@@ -45,14 +49,17 @@ def _contradiction(body: PoolSpecBody) -> str | None:
         return f"min_sandboxes: must not be above max_sandboxes, {body.max_sandboxes}"
     if body.default_timeout_s > body.max_timeout_s:
         return f"default_timeout_s: must not be above max_timeout_s, {body.max_timeout_s:.10g}"
+    if body.network != "internet" and (body.allow_hosts is not None or body.allow_private):
+        field = "allow_hosts" if body.allow_hosts is not None else "allow_private"
+        return f"{field}: needs network: internet; slots that share the network of their sandbox are not filtered"
+    if body.network == "internet" and (body.dedicated or body.backend != "local"):
+        return "network: internet needs slots in mode bwrap, so a pool on the local backend that is not dedicated"
     if body.dedicated and body.slots_per_sandbox != 1:
         return "slots_per_sandbox: must be 1 in a dedicated pool"
     return None
 
 
 def _unsupported_value(body: PoolSpecBody) -> str | None:
-    if body.network == "internet":
-        return "network: internet is reserved; allowed are shared, none"
     if body.root == "overlay":
         return "root: overlay is reserved; allowed is read-only"
     if body.dedicated and body.backend == "local":
@@ -61,8 +68,27 @@ def _unsupported_value(body: PoolSpecBody) -> str | None:
         return "local.expose: must be absolute paths"
     if any(not name or "=" in name or "\0" in name + value for name, value in body.env_vars.items()):
         return "env_vars: a name must not be empty or contain `=`, and neither names nor values may contain a NUL"
+    problem = hosts_problem("allow_hosts", body.allow_hosts or (), find_entry_problem)
+    problem = problem or hosts_problem("allow_private", body.allow_private, find_network_problem)
+    if problem is not None:
+        return problem
     if not body.workspace_base.startswith("/") or "\0" in body.workspace_base:
         return "workspace_base: must be an absolute path"
+    return None
+
+
+def hosts_problem(field: str, entries: Sequence[str], find_problem: Callable[[object], str | None]) -> str | None:
+    """The first error in a list of hosts or networks, as `field: sentence`; None: there is none.
+
+    Args:
+        field: the name of the list.
+        entries: the list.
+        find_problem: says what is wrong with an entry.
+    """
+    for entry in entries:
+        problem = find_problem(entry)
+        if problem is not None:
+            return f"{field}: {entry[:100]!r} {problem}"
     return None
 
 

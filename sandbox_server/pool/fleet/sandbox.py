@@ -162,6 +162,8 @@ def check_agent_report(report: AgentReport, spec: PoolSpec) -> None:
         raise CreateFailed("only mode 'none' works here, and the pool does not set allow_none", permanent=True)
     if not spec.slots_have_network and "none" not in report.capability_names("network"):
         raise CreateFailed(f"the pool's slots shall have no network, which mode {report.isolation!r} cannot enforce here", permanent=True)
+    if spec.slots_have_network and spec.network == "internet" and "internet" not in report.capability_names("network"):
+        raise CreateFailed(f"mode {report.isolation!r} cannot give slots networks of their own here, and the pool asks for network: internet", permanent=True)
     missing = {"bash_stateful", "tmux"} - report.capability_names("tools") if spec.require_stateful_sandbox else set()
     if missing:
         problems = {tool: report.tool_problem(tool) for tool in sorted(missing)}

@@ -21,7 +21,7 @@ async def prepare_slot_of(agent: AgentClient, lease: Lease) -> None:
     if lease.cache == rights.NO_CACHE:
         await narrow_slot_of(agent, lease)
     else:
-        await agent.equip_slot(lease.slot_id, lease.epoch, has_network=lease.allow_network, cache_key=rights.cache_of(lease).key)
+        await agent.equip_slot(lease.slot_id, lease.epoch, has_network=lease.allow_network, cache_key=rights.cache_of(lease).key, allow_hosts=_hosts_of(lease))
 
 
 async def narrow_slot_of(agent: AgentClient, lease: Lease, *, expects_prompt_response: bool = False) -> None:
@@ -45,5 +45,10 @@ async def narrow_slot_of(agent: AgentClient, lease: Lease, *, expects_prompt_res
         has_network=has_network,
         cache_key=cache_key,
         read_only=lease.read_only,
+        allow_hosts=_hosts_of(lease),
         expects_prompt_response=expects_prompt_response,
     )
+
+
+def _hosts_of(lease: Lease) -> tuple[str, ...] | None:
+    return lease.allow_hosts if lease.allow_network else None

@@ -40,6 +40,7 @@ def new_lease(
         workspace=slot.workspace,
         isolation=slot.isolation,
         allow_network=spec.slots_have_network and request.allow_network is not False,
+        allow_hosts=request.allow_hosts,
         cache=request.cache,
         workspace_kept=slot.state is SlotState.KEPT,
         sandbox_ends_at=None if sandbox_life_s == math.inf else wall_s + sandbox_life_s,

@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from sandbox_server.agent.allowed_hosts import permits_entry
 from sandbox_server.core.errors import InvalidRequest, NotImplementedHere
 from sandbox_server.core.types import AcquireRequest, Lease, PoolSpec
 from sandbox_server.store.base import CacheRecord
@@ -31,11 +32,22 @@ def check_possible(request: AcquireRequest, spec: PoolSpec, capabilities: Mappin
     """
     if request.allow_network and not spec.slots_have_network:
         raise InvalidRequest(f"allow_network may only narrow, and the slots of pool {request.pool!r} have no network", field="allow_network")
+    _check_hosts(request, spec)
     networks = capabilities.get("network")
     if _takes_network(request, spec) and isinstance(networks, list) and "none" not in networks:
         raise NotImplementedHere(f"the isolation mode of pool {request.pool!r} cannot take the network away from a slot", field="allow_network")
     if request.cache != NO_CACHE and capabilities and capabilities.get("cache") is not True:
         raise NotImplementedHere(f"the isolation mode of pool {request.pool!r} cannot give a slot a cache", field="cache")
+
+
+def _check_hosts(request: AcquireRequest, spec: PoolSpec) -> None:
+    if request.allow_hosts is None:
+        return
+    if spec.network != "internet" or not spec.slots_have_network:
+        raise InvalidRequest(f"allow_hosts: needs network: internet, which pool {request.pool!r} does not set", field="allow_hosts")
+    for entry in request.allow_hosts:
+        if spec.allow_hosts is not None and not permits_entry(spec.allow_hosts, entry):
+            raise InvalidRequest(f"allow_hosts may only narrow, and allow_hosts of pool {request.pool!r} does not permit {entry!r}", field="allow_hosts")
 
 
 def _takes_network(request: AcquireRequest, spec: PoolSpec) -> bool:
@@ -44,7 +56,7 @@ def _takes_network(request: AcquireRequest, spec: PoolSpec) -> bool:
 
 def needs_preparing(request: AcquireRequest, spec: PoolSpec) -> bool:
     """Return whether the agent must change a slot before it is granted for the acquire."""
-    return request.cache != NO_CACHE or _takes_network(request, spec)
+    return request.cache != NO_CACHE or _takes_network(request, spec) or request.allow_hosts is not None
 
 
 def cache_of(lease: Lease) -> CacheRecord:
@@ -86,5 +98,5 @@ def add_read_only(lease: Lease, names: Sequence[str]) -> tuple[str, ...]:
 
 def rights_not_supported(lease: Lease, reason: str) -> NotImplementedHere:
     """Return the error for a lease whose slot the agent cannot give exactly the rights of the lease."""
-    field = "cache" if lease.cache != NO_CACHE else "allow_network"
+    field = "cache" if lease.cache != NO_CACHE else "allow_network" if lease.allow_hosts is None else "allow_hosts"
     return NotImplementedHere(f"a slot of pool {lease.pool!r} cannot be given these rights: {reason}", field=field)

@@ -119,7 +119,7 @@ async def test_an_advertised_url_is_left_for_this_machines_clients(tmp_path: Pat
 async def test_anothers_lease_is_not_found_whatever_is_asked_of_it(harness: ServiceHarness, route: dict[str, Any]) -> None:
     (lease_id,) = await harness.acquire()
     await harness.batch(bash(lease_id, "true", call_id="c"))
-    path = route["path"].replace("{}", lease_id, 1).replace("{}", "c")
+    path = route["path"].replace("{}", lease_id, 1).replace("ports/{}", "ports/8000").replace("{}", "c")
     body = {"NarrowBody": {"allow_network": False}, "ExecBody": {"command": "true"}}.get(route.get("body", ""))
     params = {"path": "a"} if "path" in route.get("query", ()) else {}
 

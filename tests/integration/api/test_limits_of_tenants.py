@@ -119,12 +119,11 @@ def test_what_an_agent_refuses_says_when(other: httpx.Client) -> None:
         {"lease_id": lease_id, "tool": "no-such-tool"},
         bash(lease_id, "true", cwd=3),
         {"lease_id": lease_id, "tool": "bash", "args": {"command": 3}},
-        {"lease_id": lease_id, "tool": "bash_stateful", "args": {"command": "true"}},
     ).json()["results"]
     other.put(f"/v1/leases/{lease_id}/files", params={"path": "go"}, content=b"").raise_for_status()
     running.join()
 
-    assert [result["reason"] for result in refused] == ["call_conflict", "invalid_args", "invalid_args", "invalid_args", "not_implemented"]
-    assert [began <= result["started_at"] <= time.time() for result in refused] == [True] * 5
-    assert [result["duration_s"] for result in refused] == pytest.approx([0.0] * 5, abs=0.01)
+    assert [result["reason"] for result in refused] == ["call_conflict", "invalid_args", "invalid_args", "invalid_args"]
+    assert [began <= result["started_at"] <= time.time() for result in refused] == [True] * 4
+    assert [result["duration_s"] for result in refused] == pytest.approx([0.0] * 4, abs=0.01)
     other.post("/v1/release", json={"run_id": "r"})

@@ -6,7 +6,8 @@
 | `timeout`, `no_output_timeout` | deaf to SIGTERM, forked twice; an agent or a whole sandbox that stood still meanwhile | `test_commands`, `test_infra` |
 | `oom` | in a child, in the shell itself, of the init (`test_masking`); `ambiguous` if other slots helped | `test_commands`; also `agent/test_evidence` |
 | `resource_limit` | processes, size of a file; by file tools too | `test_commands` |
-| `invalid_args`, `tool_error`, `not_implemented` | every tool | `test_rows`; also `agent_tools`, `hostile/test_hard_commands` |
+| `invalid_args`, `tool_error` | every tool | `test_rows`; also `agent_tools`, `hostile/test_hard_commands` |
+| `not_implemented` | an agent that does not know what it is asked for | `unit/dispatch`; also `contract/test_recorded` |
 | `cancelled` | by the caller, by a release | `test_rows`; also `contract/test_verbs` |
 | `lease_lost`, `call_conflict` | unknown, released, expired; other arguments | `test_rows`; also `contract/test_verbs`, `contract/tenants/test_tenants` |
 | `sandbox_lost`, infra | agent killed, told to end, killed with all it runs; init killed; service away meanwhile | `test_infra` |

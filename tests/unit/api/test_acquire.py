@@ -57,6 +57,7 @@ class AcquireHarness:
             pools=self.pools,  # type: ignore[arg-type]
             dispatcher=None,  # type: ignore[arg-type]
             files=None,  # type: ignore[arg-type]
+            ports=None,  # type: ignore[arg-type]
             terminals=None,  # type: ignore[arg-type]
             run_batches=None,  # type: ignore[arg-type]
             call_queries=None,  # type: ignore[arg-type]

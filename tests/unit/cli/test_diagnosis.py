@@ -97,3 +97,19 @@ def test_a_check_that_fails_before_the_backends_is_the_reason_of_all_of_them() -
 
     assert set(reasons) == {"local", "docker", "nomad", "modal"}
     assert set(reasons.values()) == {"ModuleNotFoundError: No module named 'pydantic'"}
+
+
+@pytest.mark.parametrize(
+    ("network", "probed", "state", "text"),
+    [
+        (["none", "internet"], "ok", FindingState.OK, "each slot has a network of its own"),
+        (["none", "shared"], "ok", FindingState.OFF, "network: internet"),
+        (["none", "shared"], "the program pasta is not in PATH (on Debian, the package passt)", FindingState.OFF, "passt"),
+        (["none", "shared"], "slots are not forked from a template here", FindingState.OFF, "not forked"),
+    ],
+)
+def test_networks_of_slots_of_their_own_are_recommended_where_nothing_is_missing(network: list[str], probed: str, state: FindingState, text: str) -> None:
+    finding = found(network=network, internet=probed)["internet"]
+
+    assert finding.state is state
+    assert text in f"{finding.detail} {finding.fix}"

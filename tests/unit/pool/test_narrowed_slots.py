@@ -66,3 +66,38 @@ async def test_a_lease_may_not_widen_the_pools_network(make_harness):
     with pytest.raises(InvalidRequest):
         await harness.acquire(allow_network=True)
     assert (await harness.acquire()).leases[0].allow_network is False
+
+
+class Filtered(FakeBackend):
+    """A backend whose slots have networks of their own."""
+
+    def make_agent(self, pool, spec, sandbox_id):
+        agent = FakeAgent(sandbox_id)
+        agent.networks = ["none", "internet"]
+        return agent
+
+
+@pytest.mark.parametrize("cache", ["none", "rw"])
+async def test_the_hosts_of_a_lease_are_sent_before_its_grant_and_recorded(make_harness, cache):
+    harness = await make_harness(Filtered(), network="internet", allow_hosts=("*.pypi.org", "203.0.113.0/24"))
+
+    (lease,) = (await harness.acquire(allow_hosts=("files.pypi.org", "203.0.113.7"), cache=cache)).leases
+
+    (agent,) = harness.backend.agents.values()
+    (sent,) = agent.find_requests("narrow" if cache == "none" else "equip")
+    assert (sent["allow_hosts"], sent["network"]) == (["files.pypi.org", "203.0.113.7"], True)
+    assert harness.store.leases[lease.lease_id].allow_hosts == ("files.pypi.org", "203.0.113.7")
+
+
+async def test_hosts_that_the_pool_does_not_permit_are_refused(make_harness):
+    harness = await make_harness(Filtered(), network="internet", allow_hosts=("pypi.org",))
+
+    with pytest.raises(InvalidRequest, match=r"does not permit '\*\.pypi\.org'"):
+        await harness.acquire(allow_hosts=("pypi.org", "*.pypi.org"))
+
+
+async def test_hosts_need_slots_with_networks_of_their_own(make_harness):
+    harness = await make_harness()
+
+    with pytest.raises(InvalidRequest, match="needs network: internet"):
+        await harness.acquire(allow_hosts=("pypi.org",))

@@ -47,8 +47,8 @@ class TerminalAction:
         min_wait_s: how long to wait at least before the screen is captured, in seconds.
         max_wait_s: how long to wait at most, in seconds.
         captured: `screen`, `incremental` or `entire`.
-        width: the columns that `resize` or `reset` sets; None: those of now.
-        height: the rows that they set; None: those of now.
+        width: the columns that the terminal gets first; None: those of now.
+        height: the rows that it gets; None: those of now.
     """
 
     action: str
@@ -109,11 +109,13 @@ class TmuxTerminal:
             tmux = self._tmux
             if tmux is None:
                 raise TerminalEnded("the slot was reset")
-            if action.action == "send_keys":
-                facts.update(await self._send_keys(tmux, action, wait_until))
-            elif action.action == "resize":
-                await self._resize(tmux, action)
-            if action.action != "send_keys":
+            await self._resize(tmux, action)
+            began_at = self._note_activity() if action.keys else asyncio.get_event_loop().time()
+            if action.keys:
+                await tmux.send_commands([send_keys_command(PANE, action.keys)], [ShortReply()])
+            if action.block:
+                facts["settled"] = await self._wait_until_settled(tmux, action.min_wait_s, min(began_at + action.max_wait_s, wait_until))
+            else:
                 await _wait(tmux, action.min_wait_s, wait_until)
             state, text, captured = await self._capture(tmux, action.captured)
             facts.update(captured=captured, **_describe(state))
@@ -145,8 +147,7 @@ class TmuxTerminal:
         if self._tmux is not None:
             return {"terminal": "running"}
         facts = {"terminal": "started"} if self._end_reason is None else {"terminal": "restarted", "terminal_ended": self._end_reason}
-        if action.action in ("resize", "reset"):
-            self._size = (action.width or self._size[0], action.height or self._size[1])
+        self._size = _size_of(action, self._size)
         await self._start(runtime, wait_until)
         return facts
 
@@ -190,17 +191,11 @@ class TmuxTerminal:
 
     # The actions.
 
-    async def _send_keys(self, tmux: TmuxProcess, action: TerminalAction, wait_until: float) -> dict[str, Any]:
-        sent_at = self._note_activity()
-        if action.keys:
-            await tmux.send_commands([send_keys_command(PANE, action.keys)], [ShortReply()])
-        if not action.block:
-            await _wait(tmux, action.min_wait_s, wait_until)
-            return {}
-        return {"settled": await self._wait_until_settled(tmux, action.min_wait_s, min(sent_at + action.max_wait_s, wait_until))}
-
     async def _resize(self, tmux: TmuxProcess, action: TerminalAction) -> None:
-        size = (action.width or self._size[0], action.height or self._size[1])
+        """Give the terminal the size that the action asks for, if it has another one."""
+        size = _size_of(action, self._size)
+        if size == self._size:
+            return
         await tmux.send_commands([b"resize-window -t %s -x %d -y %d" % (PANE, *size)], [ShortReply()])
         self._size = size
         self.recording.record_size(*size)
@@ -279,6 +274,10 @@ class TmuxTerminal:
             return False
         quiet_s = asyncio.get_event_loop().time() - active_at
         return is_settled(TerminalActivity(quiet_s, self._has_printed, mode.get("reads_keys") is True, state.cursor_x))
+
+
+def _size_of(action: TerminalAction, size: tuple[int, int]) -> tuple[int, int]:
+    return action.width or size[0], action.height or size[1]
 
 
 async def _wait(tmux: TmuxProcess, seconds: float, wait_until: float) -> None:

@@ -26,13 +26,9 @@ MIN_WIDTH, MAX_WIDTH = 10, 500
 MIN_HEIGHT, MAX_HEIGHT = 2, 300
 _MARGIN_S = 1.0  # waiting ends so long before the timeout of the call, so that the call can still return the screen
 _CAPTURES = ("capture_entire", "capture_incremental")
-_ACTIONS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "send_keys": (("action", "keys"), ("block", "min_wait_s", "max_wait_s", *_CAPTURES)),
-    "capture": (("action",), ("min_wait_s", *_CAPTURES)),
-    "resize": (("action",), ("pane_width", "pane_height", "min_wait_s", *_CAPTURES)),
-    "reset": (("action",), ("pane_width", "pane_height", "min_wait_s", *_CAPTURES)),
-}
-"""Action -> its required and its optional arguments."""
+_OPTIONAL = ("block", "min_wait_s", "max_wait_s", "pane_width", "pane_height", *_CAPTURES)
+_REQUIRED: Mapping[str, tuple[str, ...]] = {"send_keys": ("action", "keys"), "capture": ("action",), "resize": ("action",), "reset": ("action",)}
+"""Action -> its required arguments."""
 
 
 def parse_action(args: Mapping[str, Any]) -> TerminalAction:
@@ -42,9 +38,9 @@ def parse_action(args: Mapping[str, Any]) -> TerminalAction:
         InvalidArgs: an argument is not valid; the text names it.
     """
     action = args.get("action")
-    if not isinstance(action, str) or action not in _ACTIONS:
-        raise InvalidArgs("action must be one of %s" % ", ".join(_ACTIONS))
-    check_names("tmux %s" % action, args, *_ACTIONS[action])
+    if not isinstance(action, str) or action not in _REQUIRED:
+        raise InvalidArgs("action must be one of %s" % ", ".join(_REQUIRED))
+    check_names("tmux %s" % action, args, _REQUIRED[action], _OPTIONAL)
     block = _parse_flag(args, "block")
     min_wait_s, max_wait_s = _parse_seconds(args, "min_wait_s"), _parse_seconds(args, "max_wait_s")
     if min_wait_s is not None and max_wait_s is not None and max_wait_s < min_wait_s:

@@ -19,7 +19,7 @@ _HOLD = "echo; read -r line"  # Says that the mounts are complete, and keeps the
 _INFO_BYTES = 4096
 
 
-async def open_namespaces(bwrap: str, mount_args: Sequence[str], shell: str, marker: str, kinds: Sequence[str]) -> list[int]:
+async def open_namespaces(bwrap: str, mount_args: Sequence[str], shell: str, marker: str, kinds: Sequence[str], pass_fds: Sequence[int] = ()) -> list[int]:
     """Return descriptors of the new namespaces that bubblewrap has set up. The caller closes them.
 
     Args:
@@ -28,20 +28,21 @@ async def open_namespaces(bwrap: str, mount_args: Sequence[str], shell: str, mar
         shell: the path of bash, outside and inside of the namespace.
         marker: a path; one of the arguments is below it, and no other process of bubblewrap has such an argument.
         kinds: which namespaces: `mnt`, `user`.
+        pass_fds: descriptors that the arguments name.
 
     Raises:
         StartFailed: bubblewrap failed, or its namespaces could not be opened; the text contains the error.
     """
     try:
-        return await _open_namespaces(bwrap, mount_args, shell, marker, kinds)
+        return await _open_namespaces(bwrap, mount_args, shell, marker, kinds, pass_fds)
     except OSError as error:
         raise StartFailed("the mounts of the template could not be opened: %s" % error, temporary=error.errno in TEMPORARY_ERRORS) from None
 
 
-async def _open_namespaces(bwrap: str, mount_args: Sequence[str], shell: str, marker: str, kinds: Sequence[str]) -> list[int]:
+async def _open_namespaces(bwrap: str, mount_args: Sequence[str], shell: str, marker: str, kinds: Sequence[str], pass_fds: Sequence[int]) -> list[int]:
     info_r, info_w = os.pipe2(os.O_CLOEXEC)
     try:
-        holder = _start_holder([bwrap, *mount_args, "--info-fd", str(info_w), "--", shell, "-c", _HOLD], info_w)
+        holder = _start_holder([bwrap, *mount_args, "--info-fd", str(info_w), "--", shell, "-c", _HOLD], info_w, pass_fds)
         try:
             return await _open_namespaces_of(holder, info_r, kinds)
         except BaseException:  # also when this task is cancelled: no process may be left of the start
@@ -55,10 +56,10 @@ async def _open_namespaces(bwrap: str, mount_args: Sequence[str], shell: str, ma
         os.close(info_r)
 
 
-def _start_holder(argv: Sequence[str], info_fd: int) -> subprocess.Popen[bytes]:
+def _start_holder(argv: Sequence[str], info_fd: int, pass_fds: Sequence[int]) -> subprocess.Popen[bytes]:
     pipe = subprocess.PIPE
     try:
-        return subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, pass_fds=(info_fd,), env={}, cwd="/")
+        return subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=pipe, pass_fds=(info_fd, *pass_fds), env={}, cwd="/")
     except OSError as error:
         raise StartFailed("%s: %s" % (argv[0], error.strerror), temporary=error.errno in TEMPORARY_ERRORS) from None
     finally:

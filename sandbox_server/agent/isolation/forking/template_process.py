@@ -242,7 +242,7 @@ async def start_template(
         os.close(stderr_w)
     try:
         await template.set_up({**request, "parent": os.getpid()})
-        check_template(template.pid, request["capabilities"])
+        check_template(template.pid, request["capabilities"], request.get("joins_networks", False))
     except (StartFailed, OSError) as error:
         template.close_template()
         text = init_start.with_stderr("the template of slots could not be started: %s" % error, stderr_r)

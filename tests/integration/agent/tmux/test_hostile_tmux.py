@@ -16,7 +16,7 @@ INVALID: list[tuple[dict[str, object], str]] = [
     ({"action": "send_keys", "keys": ["a", None]}, "keys"),
     ({"action": "send_keys", "keys": "a\0"}, "NUL"),
     ({"action": "send_keys", "keys": "x" * 65537}, "65536"),
-    ({"action": "send_keys", "keys": "a", "pane_width": 80}, "pane_width"),
+    ({"action": "capture", "keys": "a"}, "keys"),
     ({"action": "send_keys", "keys": "a", "block": "yes"}, "block"),
     ({"action": "send_keys", "keys": "a", "block": True, "min_wait_s": 3, "max_wait_s": 2}, "max_wait_s"),
     ({"action": "capture", "min_wait_s": -1}, "min_wait_s"),

@@ -93,6 +93,8 @@ async def test_a_program_learns_of_a_new_size(harness: AgentHarness) -> None:
 
     assert (resized.metadata["pane_width"], resized.metadata["pane_height"]) == (72, 12)
     assert "12 72\n" in (await terminal.type("stty size", "Enter")).text
+    captured = await terminal.act("capture", pane_width=70, block=True)
+    assert (captured.metadata["pane_width"], captured.metadata["pane_height"], captured.metadata["settled"]) == (70, 12, True)
 
 
 async def test_a_recording_replays_to_the_screen_that_was_captured(harness: AgentHarness) -> None:

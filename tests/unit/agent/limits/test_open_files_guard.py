@@ -34,7 +34,7 @@ def test_the_table_of_the_machine_is_read() -> None:
 
 
 def test_the_descriptors_of_a_whole_tree_are_counted() -> None:
-    program = "import os, sys; files = [os.open('/dev/null', os.O_RDONLY) for _ in range(70)]; os.fork(); print('up', flush=True); os.read(0, 1)"
+    program = "import os, sys; files = [os.open('/dev/null', os.O_RDONLY) for _ in range(70)]; os.fork(); os.write(1, b'up\\n'); os.read(0, 1)"
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None

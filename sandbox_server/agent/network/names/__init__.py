@@ -1,0 +1,1 @@
+"""Resolves names for slots: the messages, the name servers of the machine, and the resolver that slots ask."""

@@ -1,0 +1,266 @@
+"""The network `internet`: what slots reach through it, and what they cannot reach, against hosts in namespaces of the test."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import signal
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from sandbox_server.link import AgentRefused
+from tests.integration.agent.agent_harness import AgentHarness, AgentProcess, agent_process, connected, wait_for_ends
+from tests.support.internet import BRIDGE, MACHINE, MACHINE_PORT, NAME_SERVER, OTHER, PORT, PUBLIC, Internet, made_internet
+from tests.support.users import ME, Runner, ordinary_user
+
+pytestmark = [
+    pytest.mark.skipif(os.geteuid() != 0, reason="only root can make the namespaces of the hosts"),
+    pytest.mark.skipif(shutil.which("pasta") is None, reason="pasta is not installed"),
+]
+
+#: Tries addresses and reports, as JSON, what answered: `KIND ADDRESS` -> the answer, or the name of the error.
+ATTEMPTS = """
+import errno, json, socket, sys
+found = {}
+def attempt(name, function):
+    try:
+        found[name] = function()
+    except socket.timeout:
+        found[name] = "timeout"
+    except OSError as error:
+        found[name] = errno.errorcode.get(error.errno, str(error))
+def tcp(family, address, port):
+    with socket.socket(family, socket.SOCK_STREAM) as sock:
+        sock.settimeout(6)
+        sock.connect((address, port))
+        return sock.recv(100).decode().strip()
+def udp(family, address, port):
+    with socket.socket(family, socket.SOCK_DGRAM) as sock:
+        sock.settimeout(1)
+        sock.connect((address, port))
+        sock.send(b"x")
+        return sock.recv(100).decode().strip()
+for kind, address, port in json.loads(sys.argv[1]):
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    attempt(f"{kind} {address}", lambda: (tcp if kind == "tcp" else udp)(family, address, port))
+print(json.dumps(found))
+"""
+#: Public addresses that become addresses of the machine, one for each test.
+FREE_ADDRESSES = (f"198.51.100.{number}" for number in range(70, 80))
+#: One address of each network that is not public, and of the machine.
+FORBIDDEN = (
+    "10.1.2.3", "172.16.0.1", "172.31.255.254", "192.168.1.1", "100.64.0.1", "100.100.100.200", "169.254.169.254", "168.63.129.16", "192.0.0.192", "0.1.2.3",
+    "198.18.0.2", "198.18.0.3", "198.18.1.200", "198.19.255.1", "192.88.99.1", "224.0.0.1", "240.0.0.1", "255.255.255.255", MACHINE, BRIDGE,
+)  # fmt: skip
+#: The same as IPv6 addresses: mapped, translated (NAT64, also its local form), by 6to4 and Teredo, and those that IPv6 has of its own.
+FORBIDDEN_6 = (
+    "::ffff:10.1.2.3", "::ffff:169.254.169.254", f"::ffff:{MACHINE}", "::10.1.2.3", "64:ff9b::a01:203", "64:ff9b::a9fe:a9fe", "64:ff9b:1::a01:203",
+    "2002:a01:203::1", "2001:0:a01:203::1", "fd00::2", "fc00::1", "fe80::1", "ff02::1", "2001:db8::1", "2606:4700::1111",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunnerInside(Runner):
+    """A user on the machine of the test, which the command that starts a process changes to."""
+
+    @property
+    def popen_options(self) -> dict[str, Any]:
+        return {}
+
+
+def inside(runner: Runner) -> Runner:
+    return RunnerInside(**{field.name: getattr(runner, field.name) for field in dataclasses.fields(runner)})
+
+
+@pytest.fixture(scope="module")
+def internet() -> Iterator[Internet]:
+    with made_internet() as made:
+        yield made
+
+
+def start_agent(internet: Internet, user: str, **settings: Any) -> contextlib.AbstractContextManager[AgentProcess]:
+    runner = ME if user == "root" else ordinary_user()
+    return agent_process(inside(runner), "bwrap", prefix=internet.prefix(runner.uid, runner.gid), internet=True, **settings)
+
+
+@pytest.fixture(scope="module", params=["root", "user"])
+def agent(internet: Internet, request: pytest.FixtureRequest) -> Iterator[AgentProcess]:
+    with start_agent(internet, request.param) as started:
+        yield started
+
+
+@pytest.fixture
+async def slots(agent: AgentProcess) -> AsyncIterator[AgentHarness]:
+    async with connected(agent) as harness:
+        yield harness
+
+
+async def attempt(slots: AgentHarness, tries: list[tuple[str, str, int]], slot: str = "0") -> dict[str, str]:
+    """Try addresses in a slot, all at the same time."""
+
+    async def one(each: tuple[str, str, int]) -> dict[str, str]:
+        answer = await slots.call("bash", slot, args={"command": 'python3 -c "$CODE" "$TRIES"', "env": {"CODE": ATTEMPTS, "TRIES": json.dumps([each])}})
+        assert answer.code == 0, answer.text
+        return dict(json.loads(answer.text))
+
+    found: dict[str, str] = {}
+    for answers in await asyncio.gather(*(one(each) for each in tries)):
+        found.update(answers)
+    return found
+
+
+async def resolve(slots: AgentHarness, name: str, slot: str = "0") -> list[str]:
+    answer = await slots.bash(f"getent ahostsv4 {name} | cut -d' ' -f1 | sort -u", slot)
+    return answer.text.split()
+
+
+async def test_slots_reach_public_hosts_by_address_and_name_over_tcp_and_udp(slots: AgentHarness, internet: Internet) -> None:
+    assert await attempt(slots, [("tcp", PUBLIC, PORT), ("udp", PUBLIC, PORT)]) == {f"tcp {PUBLIC}": f"tcp {PUBLIC}", f"udp {PUBLIC}": f"udp {PUBLIC}"}
+    assert await resolve(slots, "www.public.test") == [PUBLIC]
+    answer = await slots.bash(f"exec 3<>/dev/tcp/public.test/{PORT} && cat <&3")
+    assert answer.text == f"tcp {PUBLIC}\n"
+    assert f"tcp {PUBLIC}" in internet.seen()
+
+
+async def test_nothing_private_and_nothing_of_the_machine_is_reached_in_any_form(slots: AgentHarness, internet: Internet) -> None:
+    before = internet.seen()
+    tries = [(kind, address, PORT) for address in (*FORBIDDEN, *FORBIDDEN_6) for kind in ("tcp", "udp")]
+    tries += [("tcp", address, MACHINE_PORT) for address in (MACHINE, BRIDGE, "127.0.0.1", "::1", "198.18.0.1", "198.18.0.3")]
+    found: dict[str, str] = {}
+    for at in range(0, len(tries), 20):
+        found.update(await attempt(slots, tries[at : at + 20]))
+    answered = {name: answer for name, answer in found.items() if not answer.startswith(("E", "timeout"))}
+    assert answered == {}
+    assert internet.seen() == before
+
+
+async def test_an_address_that_the_machine_gets_later_is_closed_at_once(slots: AgentHarness, internet: Internet) -> None:
+    address = next(FREE_ADDRESSES)
+    assert (await attempt(slots, [("udp", address, PORT)]))[f"udp {address}"] == f"udp {address}"
+    internet.add_machine_address(address)
+    for _ in range(100):
+        if (await attempt(slots, [("tcp", address, MACHINE_PORT)]))[f"tcp {address}"] == "EHOSTUNREACH":
+            break
+    assert (await attempt(slots, [("tcp", address, MACHINE_PORT)]))[f"tcp {address}"] == "EHOSTUNREACH"
+
+
+async def test_names_never_lead_to_private_addresses(slots: AgentHarness) -> None:
+    assert await resolve(slots, "rebinding.test") == []
+    assert await resolve(slots, "mixed.test") == [PUBLIC]
+    assert await resolve(slots, "nothing.test") == []
+
+
+async def test_slots_share_no_loopback_no_abstract_sockets_and_no_addresses(slots: AgentHarness) -> None:
+    serve = (
+        "import socket, threading\n"
+        "for family, address in ((socket.AF_INET, ('0.0.0.0', 8765)), (socket.AF_UNIX, '\\0shared')):\n"
+        "    server = socket.socket(family); server.bind(address); server.listen()\n"
+        "    threading.Thread(target=lambda server=server: [server.accept()[0].send(b'slot') for _ in range(9)]).start()\n"
+        "open('/workspace/serving', 'w')\n"
+    )
+    await slots.call("bash", "0", args={"command": 'python3 -c "$CODE" >/dev/null 2>&1 &', "env": {"CODE": serve}})
+    await slots.until("test -e /workspace/serving")
+    own = (await slots.bash("hostname -I 2>/dev/null || awk '/32 host/ {print f} {f=$2}' /proc/net/fib_trie | grep -m1 '^198'")).text.split()[0]
+    assert (await attempt(slots, [("tcp", "127.0.0.1", 8765)]))["tcp 127.0.0.1"] == "slot"
+    assert await attempt(slots, [("tcp", "127.0.0.1", 8765), ("tcp", own, 8765)], "1") == {"tcp 127.0.0.1": "ECONNREFUSED", f"tcp {own}": "EHOSTUNREACH"}
+    abstract = "python3 -c \"import socket; s = socket.socket(socket.AF_UNIX); s.connect('\\\\0shared')\" 2>&1 | tail -1"
+    assert "refused" in (await slots.bash(abstract, "1")).text
+    await slots.reset("0")
+
+
+async def test_slots_have_no_raw_sockets_and_cannot_change_their_network(slots: AgentHarness) -> None:
+    code = (
+        "import errno, socket\n"
+        "for family, kind, protocol in ((socket.AF_INET, socket.SOCK_RAW, 1), (socket.AF_INET, socket.SOCK_DGRAM, 1), (17, socket.SOCK_RAW, 0)):\n"
+        "    try:\n"
+        "        print(socket.socket(family, kind, protocol))\n"
+        "    except OSError as error:\n"
+        "        print(errno.errorcode[error.errno])\n"
+    )
+    answer = await slots.call("bash", args={"command": 'python3 -c "$CODE"', "env": {"CODE": code}})
+    assert set(answer.text.split()) <= {"EPERM", "EACCES", "EAFNOSUPPORT"}, answer.text
+    changes = "for change in 'link set eth0 down' 'addr add 203.0.113.7/32 dev eth0' 'route add 10.0.0.0/8 via 198.18.0.1'; do ip $change && echo changed; done"
+    assert "changed" not in (await slots.bash(changes)).text
+    assert "changed" not in (await slots.bash("echo 1 > /proc/sys/net/ipv4/ip_forward && echo changed")).text
+
+
+async def test_a_lease_reaches_only_its_allow_hosts(slots: AgentHarness) -> None:
+    await slots.reset()
+    await slots.ask("narrow", network=True, cache=None, allow_hosts=["*.public.test", f"{OTHER}/32"])
+    tries = [("tcp", PUBLIC, PORT), ("tcp", OTHER, PORT), ("tcp", NAME_SERVER, PORT)]
+    refused = {f"tcp {PUBLIC}": "EHOSTUNREACH", f"tcp {NAME_SERVER}": "EHOSTUNREACH"}
+    assert await attempt(slots, tries) == {**refused, f"tcp {OTHER}": f"tcp {OTHER}"}
+    assert [await resolve(slots, name) for name in ("public.test", "other.test", "www.public.test")] == [[], [], [PUBLIC]]
+    assert (await attempt(slots, tries))[f"tcp {PUBLIC}"] == f"tcp {PUBLIC}"
+    # A restart of the slot for the same lease keeps the limit, and forgets the answers; the next lease has neither.
+    await slots.bash("touch kept")
+    await slots.ask("narrow", network=True, cache=None, read_only=["kept"])
+    assert await attempt(slots, tries) == {**refused, f"tcp {OTHER}": f"tcp {OTHER}"}
+    with pytest.raises(AgentRefused, match="cannot be changed"):
+        await slots.ask("narrow", network=True, cache=None, allow_hosts=["other.test"])
+    await slots.reset()
+    assert (await attempt(slots, tries))[f"tcp {PUBLIC}"] == f"tcp {PUBLIC}"
+
+
+async def test_a_lease_without_network_has_its_loopback_alone(slots: AgentHarness) -> None:
+    await slots.reset(network=False)
+    assert (await attempt(slots, [("tcp", PUBLIC, PORT)]))[f"tcp {PUBLIC}"] == "ENETUNREACH"
+    assert (await slots.bash("grep -c : /proc/net/dev")).text == "1\n"
+    await slots.reset()
+
+
+async def test_a_pool_opens_private_networks_and_limits_hosts(internet: Internet) -> None:
+    with start_agent(internet, "root", allow_private=["10.9.8.0/24", f"{BRIDGE}/32"], allow_hosts=["index.test", "10.9.8.0/28", f"{BRIDGE}/32"]) as process:
+        async with connected(process) as slots:
+            assert await resolve(slots, "index.test") == ["10.9.8.7"]
+            tries = [("tcp", address, PORT) for address in ("10.9.8.7", "10.9.8.9", "10.9.8.200", "10.1.2.3", PUBLIC)]
+            refused = {f"tcp {address}": "EHOSTUNREACH" for address in ("10.9.8.200", "10.1.2.3", PUBLIC)}
+            assert await attempt(slots, tries) == {**refused, "tcp 10.9.8.7": "tcp 10.9.8.7", "tcp 10.9.8.9": "tcp 10.9.8.9"}
+            assert await attempt(slots, [("tcp", BRIDGE, MACHINE_PORT)]) == {f"tcp {BRIDGE}": "the machine"}
+            with pytest.raises(AgentRefused, match="may only narrow"):
+                await slots.ask("narrow", network=True, cache=None, allow_hosts=["public.test"])
+
+
+@pytest.mark.parametrize("ends", ["killed", "told"])
+@pytest.mark.parametrize("user", ["root", "user"])
+async def test_nothing_of_the_network_outlives_the_agent(internet: Internet, user: str, ends: str) -> None:
+    with start_agent(internet, user) as process:
+        async with connected(process) as slots:
+            await slots.bash("sleep 1000 >/dev/null 2>&1 &")
+        processes = psutil.Process(process.process.pid).children(recursive=True)
+        assert {"slot-network", "slot-router"} <= {each.name() for each in processes}
+        assert any(each.name().startswith(("pasta", "passt")) for each in processes)
+        namespaces = {os.readlink(f"/proc/{each.pid}/ns/net") for each in processes} - {os.readlink(f"/proc/{internet.machine_pid}/ns/net")}
+        assert len(namespaces) >= 2
+        process.process.send_signal(signal.SIGKILL if ends == "killed" else signal.SIGTERM)
+        process.process.wait(30)
+        assert await wait_for_ends(processes) == []
+        left = {os.readlink(path) for path in Path("/proc").glob("[0-9]*/ns/net") if os.access(path, os.R_OK)}
+        assert not namespaces & left
+
+
+async def test_the_uplink_is_started_again_when_it_has_ended(internet: Internet) -> None:
+    with start_agent(internet, "root") as process:
+        async with connected(process) as slots:
+            (uplink,) = (each for each in psutil.Process(process.process.pid).children(recursive=True) if each.name().startswith(("pasta", "passt")))
+            uplink.kill()
+            await slots.until(f"(exec 3<>/dev/tcp/{PUBLIC}/{PORT} && grep -q tcp <&3) 2>/dev/null")
+
+
+async def test_without_pasta_the_agent_says_what_is_missing(internet: Internet, tmp_path: Path) -> None:
+    for name in ("bwrap", "bash", "nsenter"):
+        path = shutil.which(name)
+        assert path is not None
+        (tmp_path / name).symlink_to(path)
+    prefix = [*internet.prefix(0, 0), "env", f"PATH={tmp_path}"]
+    with agent_process(inside(ME), "auto", prefix=prefix, internet=True) as process, pytest.raises(AssertionError, match="package passt"):
+        async with connected(process):
+            pass
