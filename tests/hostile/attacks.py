@@ -57,6 +57,8 @@ class Attack:
         script: the program, without the prelude.
         weak: the isolation modes in which it is known, and documented, to succeed.
         refused: the isolation modes in which what the attack would need is refused from the start.
+        victim_runs: what the other slot runs meanwhile, besides a program: `shell`, a stateful shell; `terminal`, one of tmux; `server`, a program that
+            listens on the port `neighbour_port` of a slot without network.
     """
 
     key: str
@@ -64,6 +66,7 @@ class Attack:
     script: str
     weak: frozenset[str] = frozenset()
     refused: frozenset[str] = frozenset()
+    victim_runs: str = ""
 
 
 ATTACKS = [
@@ -319,6 +322,71 @@ for family in set(range(46)) - {socket.AF_UNIX, socket.AF_INET, socket.AF_INET6,
 held()
 """,
         refused=frozenset({"uid"}),
+    ),
+    Attack(
+        "reach-neighbour-port",
+        "connect to a program that listens in another slot without network",
+        r"""
+for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1"), (socket.AF_INET, "0.0.0.0")):
+    s = socket.socket(family)
+    s.settimeout(2)
+    try: s.connect((address, KNOWN["neighbour_port"]))
+    except OSError: continue
+    broke(address)
+held()
+""",
+        refused=frozenset({"uid"}),
+        victim_runs="server",
+    ),
+    Attack(
+        "reach-neighbour-shell",
+        "reach the stateful shell of another slot",
+        r"""
+for pid in pids():
+    try: foreign = os.stat("/proc/%d" % pid).st_uid not in (os.getuid(), 0)
+    except OSError: continue
+    if not foreign: continue
+    pidfd, _ = syscall(434, pid, 0)
+    for number in range(12):
+        if pidfd >= 0 and syscall(438, pidfd, number, 0)[0] >= 0: broke("descriptor %d of %d" % (number, pid))
+        for how in (os.O_RDONLY, os.O_WRONLY):
+            try: os.open("/proc/%d/fd/%d" % (pid, number), how | os.O_NONBLOCK)
+            except OSError: continue
+            broke("opened descriptor %d of %d" % (number, pid))
+    for name in ("mem", "environ"):
+        try: open("/proc/%d/%s" % (pid, name), "rb").read(1)
+        except OSError: continue
+        broke("%s of %d" % (name, pid))
+    try: os.kill(pid, signal.SIGINT)
+    except OSError: continue
+    broke("interrupted %d" % pid)
+held()
+""",
+        victim_runs="shell",
+    ),
+    Attack(
+        "reach-neighbour-terminal",
+        "read the terminal of another slot, or type in it",
+        r"""
+own = {os.ttyname(fd) for fd in range(3) if os.isatty(fd)}
+for name in os.listdir("/dev/pts"):
+    path = "/dev/pts/" + name
+    if name == "ptmx" or path in own: continue
+    for how in (os.O_RDONLY, os.O_WRONLY):
+        try: os.open(path, how | os.O_NOCTTY | os.O_NONBLOCK)
+        except OSError: continue
+        broke(path)
+for folder, folders, files in os.walk("/"):
+    folders[:] = [f for f in folders if os.path.join(folder, f) not in ("/proc", "/sys", "/usr")]
+    if ".terminal-" in folder: broke("listed " + folder)
+    for name in files:
+        if folder.startswith(("/tmp", "/var/tmp", "/dev/shm")) and ("tmux" in folder or name == "s"):
+            try: socket.socket(socket.AF_UNIX).connect(os.path.join(folder, name))
+            except OSError: continue
+            broke("connected to " + os.path.join(folder, name))
+held()
+""",
+        victim_runs="terminal",
     ),
     Attack(
         "write-outside",
