@@ -46,7 +46,8 @@ def test_no_program_can_forge_how_a_command_ends(harness: HostileHarness) -> Non
 
     assert (forged["reason"], forged["exit_code"], forged["metadata"]["session"]) == ("exit", 9, "kept")
     assert "opened" not in forged["output"]
-    assert "real\n" in forged["output"], forged["output"]
+    # What the program has written to the pipe of standard error comes before or after it: the agent reads two pipes in any order.
+    assert "real" in forged["output"].splitlines(), forged["output"]
     assert _run(harness, lease, "echo $x")["output"] == "5\n"
     harness.still_sound()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 import json
@@ -26,17 +25,17 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("pasta") is None, reason="pasta is not installed"),
 ]
 
-#: Tries addresses and reports, as JSON, what answered: `KIND ADDRESS` -> the answer, or the name of the error.
+#: Tries addresses at the same time, and reports, as a JSON list, what each of them has answered, or the name of its error.
 ATTEMPTS = """
-import errno, json, socket, sys
-found = {}
-def attempt(name, function):
+import concurrent.futures, errno, json, socket, sys
+def attempt(kind, address, port):
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        found[name] = function()
+        return (tcp if kind == "tcp" else udp)(family, address, port)
     except socket.timeout:
-        found[name] = "timeout"
+        return "timeout"
     except OSError as error:
-        found[name] = errno.errorcode.get(error.errno, str(error))
+        return errno.errorcode.get(error.errno, str(error))
 def tcp(family, address, port):
     with socket.socket(family, socket.SOCK_STREAM) as sock:
         sock.settimeout(6)
@@ -48,10 +47,9 @@ def udp(family, address, port):
         sock.connect((address, port))
         sock.send(b"x")
         return sock.recv(100).decode().strip()
-for kind, address, port in json.loads(sys.argv[1]):
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    attempt(f"{kind} {address}", lambda: (tcp if kind == "tcp" else udp)(family, address, port))
-print(json.dumps(found))
+tries = json.loads(sys.argv[1])
+with concurrent.futures.ThreadPoolExecutor(len(tries)) as threads:
+    print(json.dumps(list(threads.map(attempt, *zip(*tries)))))
 """
 #: Public addresses that become addresses of the machine, one for each test.
 FREE_ADDRESSES = (f"198.51.100.{number}" for number in range(70, 80))
@@ -103,18 +101,19 @@ async def slots(agent: AgentProcess) -> AsyncIterator[AgentHarness]:
         yield harness
 
 
+async def attempt_all(slots: AgentHarness, tries: list[tuple[str, str, int]], slot: str = "0") -> list[str]:
+    """Try addresses in a slot, all at the same time. Returns what each of them has answered."""
+    env = {"CODE": ATTEMPTS, "TRIES": json.dumps(tries)}
+    answer = await slots.call("bash", slot, args={"command": 'python3 -c "$CODE" "$TRIES"', "env": env})
+    assert answer.code == 0, answer.text
+    answers: list[str] = json.loads(answer.text)
+    return answers
+
+
 async def attempt(slots: AgentHarness, tries: list[tuple[str, str, int]], slot: str = "0") -> dict[str, str]:
-    """Try addresses in a slot, all at the same time."""
-
-    async def one(each: tuple[str, str, int]) -> dict[str, str]:
-        answer = await slots.call("bash", slot, args={"command": 'python3 -c "$CODE" "$TRIES"', "env": {"CODE": ATTEMPTS, "TRIES": json.dumps([each])}})
-        assert answer.code == 0, answer.text
-        return dict(json.loads(answer.text))
-
-    found: dict[str, str] = {}
-    for answers in await asyncio.gather(*(one(each) for each in tries)):
-        found.update(answers)
-    return found
+    """The same by kind and address, of addresses that are tried at one port each."""
+    answers = await attempt_all(slots, tries, slot)
+    return {f"{kind} {address}": answer for (kind, address, _), answer in zip(tries, answers, strict=True)}
 
 
 async def resolve(slots: AgentHarness, name: str, slot: str = "0") -> list[str]:
@@ -134,11 +133,8 @@ async def test_nothing_private_and_nothing_of_the_machine_is_reached_in_any_form
     before = internet.seen()
     tries = [(kind, address, PORT) for address in (*FORBIDDEN, *FORBIDDEN_6) for kind in ("tcp", "udp")]
     tries += [("tcp", address, MACHINE_PORT) for address in (MACHINE, BRIDGE, "127.0.0.1", "::1", "198.18.0.1", "198.18.0.3")]
-    found: dict[str, str] = {}
-    for at in range(0, len(tries), 20):
-        found.update(await attempt(slots, tries[at : at + 20]))
-    answered = {name: answer for name, answer in found.items() if not answer.startswith(("E", "timeout"))}
-    assert answered == {}
+    found = zip(tries, await attempt_all(slots, tries), strict=True)
+    assert [(tried, answer) for tried, answer in found if not answer.startswith(("E", "timeout"))] == []
     assert internet.seen() == before
 
 
