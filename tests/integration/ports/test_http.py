@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import socket
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -70,6 +71,29 @@ def test_a_slot_that_shares_the_network_is_refused(slot: ServedSlot) -> None:
 
     assert (answer.status_code, answer.json()["code"]) == (501, "not_implemented")
     assert "shares the network" in answer.json()["detail"]
+
+
+INTERNET_POOL = {**SMALL_POOL, "slots_per_sandbox": 2, "max_sandboxes": 1, "network": "internet"}
+
+
+@pytest.fixture
+def internet_pool(slot: ServedSlot) -> Iterator[str]:
+    """The name of a pool whose slots have networks of their own, with a way to public hosts."""
+    capabilities = next(pool["capabilities"] for pool in slot.http.get("/v1/pools").json()["pools"] if pool["name"] == "default")
+    if capabilities["internet"] != "ok":
+        pytest.skip(f"slots cannot have networks of their own here: {capabilities['internet']}")
+    slot.http.put("/v1/pools/internet", json=INTERNET_POOL).raise_for_status()
+    yield "internet"
+    slot.http.delete("/v1/pools/internet").raise_for_status()
+
+
+def test_a_server_in_a_slot_with_the_internet_is_found_and_those_of_other_slots_are_not(slot: ServedSlot, internet_pool: str) -> None:
+    with held_slot(slot.service, pool=internet_pool) as served, held_slot(slot.service, pool=internet_pool) as other:
+        served.start_server()
+        found, closed = served.http.get(served.path + "/x"), other.http.get(other.path + "/x")
+
+    assert (found.status_code, found.text.partition("\r\n")[0]) == (200, "GET /x HTTP/1.1")
+    assert (closed.status_code, closed.json()["code"]) == (502, "port_closed")
 
 
 def test_a_server_on_the_ipv6_loopback_is_found(slot: ServedSlot) -> None:
