@@ -16,6 +16,9 @@ FAULT_BY_EVIDENCE: Mapping[Reason, Mapping[str, Fault]] = {
 }
 """The entries of the evidence that change the fault of a reason. An entry counts if it is `true` or a non-empty object; the first that counts decides."""
 
+_WAITING_REASONS = (Reason.TIMEOUT, Reason.NO_OUTPUT_TIMEOUT)
+"""With these, a call whose evidence says `ran: false` only waited for the earlier calls of its session, for which it is not to blame."""
+
 
 def fault_of_result(reason: Reason, metadata: Mapping[str, Any]) -> Fault:
     """Decide the fault of a result.
@@ -30,4 +33,6 @@ def fault_of_result(reason: Reason, metadata: Mapping[str, Any]) -> Fault:
             proof = evidence.get(key)
             if proof is True or (isinstance(proof, dict) and proof):
                 return fault
+        if evidence.get("ran") is False and reason in _WAITING_REASONS:
+            return Fault.AMBIGUOUS
     return FAULT_OF[reason]

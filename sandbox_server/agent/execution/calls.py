@@ -225,7 +225,8 @@ class AgentCall:
             # The report on the first process leaves out those descendants that it had not waited for when they were killed.
             self._cpu_s = max(self._cpu_s, self._process.killed_cpu_s)
         if self.outcome is None:
-            self.finish_call(reason, error=self._error_sentence(reason), metadata={"evidence": facts})
+            never_ran = {"may_have_run": False} if facts.get("ran") is False else {}
+            self.finish_call(reason, error=self._error_sentence(reason), metadata={**never_ran, "evidence": facts})
 
     def _error_sentence(self, reason: str) -> str:
         if reason == "cancelled":

@@ -173,7 +173,7 @@ class Init:
         except OSError as error:
             self.send_report(REFUSED, number, error.errno or 0, text=failed_step)
             return
-        self._trees.add_tree(number, pid, started)
+        self._trees.add_tree(number, pid, started, request.get("outlives_calls", False))
 
     def _environment(self, request: Mapping[str, Any]) -> Dict[str, str]:
         extra = request["env"]

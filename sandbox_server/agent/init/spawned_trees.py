@@ -13,7 +13,7 @@ from sandbox_server.agent.init import privileges, process_table
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     import signal
-    from typing import Any, Callable, Dict, Mapping, Set
+    from typing import Any, Callable, Dict, List, Mapping, Set, Tuple
 else:
     import _signal as signal  # `signal` would import `enum`, for which every slot would need memory
 
@@ -22,6 +22,9 @@ _HELPER_WITHIN_S = 0.5
 _HELPER_POLL_S = 0.0002
 _NOT_SENT = -1
 _MAX_SESSIONS = 20_000
+_MAX_PERIODS = 1000
+_TICKS = os.sysconf("SC_CLK_TCK")
+_CLOCK_BOOTTIME = 7  # The clock of the start times in /proc/PID/stat.
 
 
 def _read_number(path: str) -> int:
@@ -38,13 +41,15 @@ class SpawnedTree:
     Args:
         pid: the first process of the tree.
         started: when it was started, in clock ticks since boot.
+        outlives_calls: whether it is the shell of a session or of a terminal, or a tmux server: calls begin and end while it runs.
     """
 
-    __slots__ = ("ended", "is_being_ended", "members", "pid", "started", "used_us")
+    __slots__ = ("ended", "is_being_ended", "members", "outlives_calls", "pid", "started", "used_us")
 
-    def __init__(self, pid: int, started: int) -> None:
+    def __init__(self, pid: int, started: int, outlives_calls: bool) -> None:
         self.pid = pid
         self.started = started
+        self.outlives_calls = outlives_calls
         self.ended = False
         self.is_being_ended = False  # The agent is ending the tree and still asks about it.
         self.members: Set[int] = set()  # Other processes of the tree that were found and have not been reaped.
@@ -76,16 +81,18 @@ class SpawnedTrees:
         self._trees: Dict[int, SpawnedTree] = {}
         self._pids: Dict[int, int] = {}
         self._ended_sessions: Set[int] = set()
+        self._call_periods: List[Tuple[int, int]] = []  # When the calls ran that have ended while a tree that outlives calls lived, in clock ticks since boot.
 
-    def add_tree(self, number: int, pid: int, started: int) -> None:
+    def add_tree(self, number: int, pid: int, started: int, outlives_calls: bool = False) -> None:
         """Add a tree.
 
         Args:
             number: the number by which the agent refers to the tree.
             pid: its first process.
             started: when that process was started, in clock ticks since boot.
+            outlives_calls: see `SpawnedTree`.
         """
-        self._trees[number] = SpawnedTree(pid, started)
+        self._trees[number] = SpawnedTree(pid, started, outlives_calls)
         self._pids[pid] = number
         self._ended_sessions.discard(pid)
 
@@ -114,7 +121,23 @@ class SpawnedTrees:
         if len(self._ended_sessions) >= _MAX_SESSIONS:
             self._ended_sessions.clear()
         self._ended_sessions.add(pid)
+        self._record_call_period(tree)
         return number
+
+    def _record_call_period(self, call: SpawnedTree) -> None:
+        if not any(tree.outlives_calls for tree in self._trees.values()):
+            self._call_periods.clear()
+        elif not call.outlives_calls:
+            self._call_periods.append((call.started, int(time.clock_gettime(_CLOCK_BOOTTIME) * _TICKS)))
+            if len(self._call_periods) > _MAX_PERIODS:
+                (first, first_end), (second, second_end) = self._call_periods[:2]
+                self._call_periods[:2] = [(min(first, second), max(first_end, second_end))]
+
+    def _may_be_of_call(self, start: int) -> bool:
+        """Whether a process that started then may have been started by a call, because one ran."""
+        if any(not tree.outlives_calls and not tree.ended and tree.started <= start for tree in self._trees.values()):
+            return True
+        return any(began <= start <= ended for began, ended in self._call_periods)
 
     def used_us(self, number: int) -> int:
         """Return the processor time of the reaped processes of a tree, in microseconds."""
@@ -165,6 +188,8 @@ class SpawnedTrees:
             for pid, (parent, session, start, _) in table.items()
             if parent == self._self and pid not in self._pids and session not in self._ended_sessions and pid not in others and tree.precedes(pid, start)
         ]
+        if tree.outlives_calls:  # The background processes of the calls that ran meanwhile live on.
+            orphans = [pid for pid in orphans if not self._may_be_of_call(table[pid][2])]
         own |= process_table.find_trees(table, orphans)
         tree.members |= own - others - {tree.pid}
         return process_table.select_living(table, own - others)

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from sandbox_server.agent.execution.sessions.lease_sessions import MAX_SESSIONS
+from sandbox_server.core.execution import Fault, Reason
+from sandbox_server.core.fault import fault_of_result
 from tests.integration.agent.agent_harness import AgentHarness, Answer
 from tests.integration.agent.conftest import Maker
 
@@ -192,12 +194,24 @@ async def test_a_call_can_be_cancelled(harness: AgentHarness) -> None:
         assert late.reason == limit
         assert late.error.endswith("did not run"), late.meta
         assert late.metadata["evidence"]["ran"] is False
+        assert late.metadata["may_have_run"] is False
+        assert fault_of_result(Reason(limit), late.metadata) is Fault.AMBIGUOUS
     await harness.ask("cancel", call_id=waiting_id)
     assert (await waiting).reason == "cancelled"
     await harness.ask("cancel", call_id=call_id)
     answer = await running
     assert (answer.reason, answer.metadata["session"], answer.text) == ("cancelled", "kept", "")
     assert await session.kept("echo $x; [ ! -e never ]") == "5\n"
+
+
+async def test_the_end_of_a_shell_leaves_the_background_processes_of_other_calls_alone(harness: AgentHarness) -> None:
+    session = Session(harness)
+    await session.kept("true")
+    await harness.bash("(setsid bash -c 'echo $$ > daemon; exec sleep 1000' > /dev/null 2>&1 < /dev/null &); until [ -s daemon ]; do sleep 0.01; done")
+    killed = await session.run("kill -STOP $$", timeout_s=0.3)
+
+    assert killed.metadata["evidence"]["signal"] == "SIGKILL"
+    assert (await harness.bash("kill -0 $(cat daemon) && echo lives")).text == "lives\n"
 
 
 async def test_calls_of_one_session_run_in_order_and_each_once(harness: AgentHarness) -> None:

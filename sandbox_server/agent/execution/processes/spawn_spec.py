@@ -33,16 +33,18 @@ class SpawnSpec:
     has_own_group: bool = True
 
 
-def program_spec(argv: Sequence[Any], env: Mapping[str, str] | None, cwd: str, **fields: Any) -> SpawnSpec:
+def program_spec(argv: Sequence[Any], env: Mapping[str, str] | None, cwd: str, *, outlives_calls: bool = False, **fields: Any) -> SpawnSpec:
     """A program that init executes.
 
     Args:
         argv: the program and its arguments.
         env: variables beyond those that every process of the slot has.
         cwd: the working directory as the slot sees it.
+        outlives_calls: whether calls begin and end while it runs. The end of its tree leaves alone what may belong to one of them.
         fields: further fields of `SpawnSpec`.
     """
-    return SpawnSpec({"op": "spawn", "argv": list(argv), "env": dict(env) if env else None, "cwd": cwd}, **fields)
+    request = {"op": "spawn", "argv": list(argv), "env": dict(env) if env else None, "cwd": cwd, "outlives_calls": outlives_calls}
+    return SpawnSpec(request, **fields)
 
 
 def forked_tool_spec(tool: str, args: Mapping[str, Any], **fields: Any) -> SpawnSpec:

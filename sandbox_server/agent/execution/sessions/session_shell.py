@@ -63,7 +63,7 @@ class SessionShell:
         try:
             control = self._control = ControlSocket(owner.on_report, owner.on_protocol_broken)
             argv = [runtime.shell, *shell_protocol.ARGUMENTS]
-            spec = program_spec(argv, None, runtime.workspace, stdin_fd=control.shell_fd(), script_fd=self._command_fd)
+            spec = program_spec(argv, None, runtime.workspace, stdin_fd=control.shell_fd(), script_fd=self._command_fd, outlives_calls=True)
             self.process.start_process(spec)
         except OSError:
             self.close_shell()

@@ -26,7 +26,7 @@ _ENVIRONMENT = {"TERM": "xterm-256color", "HISTFILE": ""}
 
 def shell_spec(runtime: SlotRuntime) -> SpawnSpec:
     """An interactive shell in the workspace, with the environment of the slot."""
-    return program_spec([runtime.shell], _ENVIRONMENT, runtime.workspace, stdio=TTY)
+    return program_spec([runtime.shell], _ENVIRONMENT, runtime.workspace, stdio=TTY, outlives_calls=True)
 
 
 class Terminal:

@@ -104,7 +104,7 @@ class TmuxProcess:
         if len(folder) > _MAX_SOCKET_PATH_BYTES:
             folder = os.path.join("/tmp", os.path.basename(folder))
         argv = [runtime.shell, b"-c", _SCRIPT.encode(), b"terminal", folder, str(width), str(height), runtime.shell]
-        self._process.start_process(program_spec(argv, None, runtime.workspace, has_stdin_pipe=True))
+        self._process.start_process(program_spec(argv, None, runtime.workspace, has_stdin_pipe=True, outlives_calls=True))
         self._reader = self._loop.create_task(self._read_output())
         try:
             check_version(await self._wait_for(self._version))
